@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from covering import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.func import grad, vmap
@@ -92,11 +93,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0), b.nan_to_num(0))
 
 
-def test_the_largest_and_the_least_of_float8():
-    assert (float8s()[-1], float8s()[1]) == (448, 2.0**-9)
-
-
-@settings(max_examples=60)
+@examples(30, 100)
 @given(codecs, rows)
 def test_what_is_decoded_is_as_near_as_promised_and_codes_stay(codec: Codec, row: list[float]):
     n, codes = len(row), codec.encode(as_tensor(row))
@@ -112,7 +109,7 @@ def test_what_is_decoded_is_as_near_as_promised_and_codes_stay(codec: Codec, row
     assert torch.equal(codec.encode(found), codes)
 
 
-@settings(max_examples=40)
+@examples(20, 60)
 @given(codecs, rows, st.data())
 def test_a_block_that_is_not_finite_is_nan_and_no_other_notices(codec, row, data):
     if not row:
@@ -160,23 +157,24 @@ def test_the_largest_values_of_a_dtype_stay_finite(name: str, dtype: torch.dtype
         assert mean.isfinite().all()
 
 
-def test_what_float16_cannot_hold_becomes_infinite_in_it():
-    codec = Codec("int8")
+def test_what_a_dtype_cannot_hold_is_infinite_or_nan_in_its_block():
+    codec = Codec("int8", 2)
     codes = codec.encode(torch.tensor([1e6, -1e6, 1.0]))
-    assert decode(codec, codes, 3, torch.float16).tolist() == [math.inf, -math.inf, 0]
-
-
-def test_float64_beyond_float32_makes_its_block_nan():
+    assert decode(codec, codes, 3, torch.float16).tolist() == [math.inf, -math.inf, 1]
     x = torch.tensor([1e39, 1.0, 2.0, 4.0], dtype=torch.float64)
-    found = decode(Codec("int8", 2), Codec("int8", 2).encode(x), 4)
+    found = decode(codec, codec.encode(x), 4)
     assert found[:2].isnan().all()
-    assert (found[2:] - x[2:]).abs().max() <= bound(Codec("int8"), 4, scale_of(Codec("int8"), [4]))
+    assert (found[2:] - x[2:]).abs().max() <= bound(codec, 4, scale_of(codec, [4]))
+    # A sum beyond float32 is infinite although the mean is not.
+    codes = codec.encode(torch.full((4,), 3e38))
+    assert decode(codec, codes, 4).isfinite().all()
+    assert codec.decode_mean([codes, codes], None, torch.empty(4)).isinf().all()
 
 
 # Shapes: pieces, batches, strides
 
 
-SHAPES = [(1,), (5,), (0,), (0, 4), (4, 0), (3, 7), (2, 300), (2, 3, 1001), (300, 257), (2, 65541)]
+SHAPES = [(5,), (0, 4), (4, 0), (3, 7), (2, 3, 1001), (300, 257), (2, 65541)]
 
 
 @pytest.mark.parametrize("form", [("int8", 256), ("int4", 64), ("int4", 2), ("fp8", 65536)])
@@ -223,7 +221,7 @@ def test_any_strides_are_read_and_out_is_filled_in_place():
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_mean_adds_in_the_order_of_its_parts(name: str, dtype: torch.dtype):
-    codec, n = Codec(name, 6), 70_001
+    codec, n = Codec(name, 6), 66_001
     torch.manual_seed(0)
     x, y, own = (torch.randn(2, n).to(dtype) for _ in range(3))
     codes = codec.encode(x), codec.encode(y)
@@ -243,7 +241,7 @@ def test_a_mean_adds_in_the_order_of_its_parts(name: str, dtype: torch.dtype):
     assert torch.equal(own, expected.to(dtype))
 
 
-@settings(max_examples=40)
+@examples(20, 60)
 @given(codecs, st.integers(1, 4), rows)
 def test_a_mean_of_equal_parts_is_the_part(codec: Codec, count: int, row: list[float]):
     codes = codec.encode(as_tensor(row) / 8)  # sums stay finite
@@ -255,50 +253,26 @@ def test_a_mean_of_equal_parts_is_the_part(codec: Codec, count: int, row: list[f
 # Values with a text
 
 
-@given(codecs)
-def test_a_text_is_read_back(codec: Codec):
+@examples(30, 100)
+@given(codecs, st.integers(0, 10_000))
+def test_a_text_is_read_back_and_bytes_are_by_formula(codec: Codec, n: int):
     assert Codec.parse(str(codec)) == codec
     assert Codec.parse(f" {codec.name} [ {codec.block} ] ") == codec
-    assert {codec: 1}[Codec(codec.name, codec.block)] == 1
+    taken = math.ceil(n / (2 if codec.name == "int4" else 1))
+    assert codec.block
+    assert codec.nbytes(n) == taken + taken % 2 + 2 * math.ceil(n / codec.block)
 
 
 def test_the_usual_block_is_written_out():
     assert [str(Codec(name)) for name in NAMES] == ["int8[256]", "int4[64]", "fp8[256]"]
 
 
-@given(codecs, st.integers(0, 10_000))
-def test_bytes_by_formula(codec: Codec, n: int):
-    taken = math.ceil(n / (2 if codec.name == "int4" else 1))
-    assert codec.block
-    assert codec.nbytes(n) == taken + taken % 2 + 2 * math.ceil(n / codec.block)
-
-
 @pytest.mark.parametrize(
-    "text",
-    [
-        "int7",
-        "int8[3]",
-        "int8[0]",
-        "int8[-2]",
-        "int8[131072]",
-        "int8[]",
-        "int8[8]x",
-        "int8[２]",
-        "",
-        "f32",
-    ],
+    "text", ["int7", "int8[3]", "int8[0]", "int8[131072]", "int8[]", "int8[8]x", "int8[２]", ""]
 )
 def test_what_is_no_codec_is_refused_with_a_mend(text: str):
-    with pytest.raises(PlanError, match=r"(?s)Codec.*fix: ") as caught:
+    with pytest.raises(PlanError, match=r"(?s)Codec.*fix: "):
         Codec.parse(text)
-    assert "\n" in str(caught.value)
-
-
-def test_a_sum_beyond_float32_is_infinite_although_the_mean_is_not():
-    codec, x = Codec("int8", 4), torch.full((4,), 3e38)
-    codes = codec.encode(x)
-    assert codec.decode(codes, 4, torch.float32).isfinite().all()
-    assert codec.decode_mean([codes, codes], None, torch.empty(4)).isinf().all()
 
 
 def test_wrong_arguments_are_refused_by_name():

@@ -1,6 +1,7 @@
 """One rank's collectives under a schedule, against those of a run before: the same, or refused."""
 
 import pytest
+from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
@@ -48,6 +49,7 @@ GONE = st.sets(st.integers(0, 2), max_size=2)
 NEW = st.lists(st.integers(0, 10), max_size=2)
 
 
+@examples(50, 200)
 @given(PROGRAMS, GONE, NEW, st.sampled_from([0, 8, None]), st.integers(0, 2))
 def test_a_rank_follows_exactly_if_its_collectives_are_those_of_the_others(
     program, gone, new, live_bytes, prefetch
@@ -85,75 +87,7 @@ def test_a_rank_without_others_follows_whatever_it_reduces():
     assert run.following
 
 
-@pytest.mark.parametrize("reductions", [0, 2])
-def test_another_rank_says_what_it_did_where_one_left(reductions):
-    """A rank that waits in a reduction before use 1 knows that one without it will never come."""
-    channel = Leaving(HashStore(), "key", (0, 1), 0, 1.0, 2)
-    run = Run(Learned(), on_demand(live_bytes=0), [8] * 2, channel, "bucket {}".format)
-    run.use((0,))
-    for index in range(reductions):
-        run.reduce(index)
-    text = "reduction 1 of run 1 is of bucket 1, before use 1"
-    assert run.step_text(1, 1) == (text if reductions else None)
-    assert run.step_text(1, None) is None, "nobody compares reductions there"
-    run.use((1,))
-    assert "use 1 of run 1 is of bucket 1; reductions before it: " in str(run.step_text(1, 1))
-    assert run.step_text(1, None) == "use 1 of run 1 is of bucket 1"
-
-
-def ends(programs, slack):
-    """Whether ranks come to their ends, if a reduction waits for the one `slack` places before."""
-    at = [0] * len(programs)
-
-    def started(rank):
-        past = programs[rank][: at[rank]]
-        return past.count(None), past.count(0)
-
-    def may_go_on(rank):
-        if at[rank] == len(programs[rank]):
-            return False
-        (reductions, fetches), others = started(rank), [started(r) for r in range(len(programs))]
-        waits_for_fetch = at[rank] and programs[rank][at[rank] - 1] == 0
-        if waits_for_fetch and min(other[1] for other in others) < fetches:
-            return False
-        reduces = programs[rank][at[rank]] is None and reductions >= slack
-        return not reduces or min(other[0] for other in others) > reductions - slack
-
-    while ready := [rank for rank in range(len(programs)) if may_go_on(rank)]:
-        for rank in ready:
-            at[rank] += 1
-    return all(a == len(p) for a, p in zip(at, programs, strict=True))
-
-
-@st.composite
-def interleaved(draw):
-    """The same fetches and reductions on two or three ranks, each in a mixture of its own."""
-    fetches, reductions = draw(st.integers(0, 5)), draw(st.integers(0, 8))
-    mixed = st.permutations([None] * reductions + [0] * fetches)
-    return [draw(mixed) for _ in range(draw(st.integers(2, 3)))]
-
-
-def counts(program):
-    """The number of reductions before each fetch."""
-    found, n = [], 0
-    for step in program:
-        if step is None:
-            n += 1
-        else:
-            found.append(n)
-    return found
-
-
-@given(interleaved(), st.integers(1, 4))
-def test_numbers_of_reductions_that_are_near_cannot_make_ranks_wait_for_each_other(programs, slack):
-    apart = [max(n) - min(n) for n in zip(*map(counts, programs), strict=True)]
-    assert ends(programs, slack) or max(apart, default=0) > slack
-
-
-def test_numbers_that_are_not_near_can():
-    assert not ends([[None, None, 0], [0, None, None]], 1)
-
-
+@examples(50, 200)
 @given(st.integers(0, 3), st.integers(0, 6), st.integers(0, 6))
 def test_a_rank_may_start_some_more_or_fewer_reductions(slack, here, there):
     """Of two ranks that follow one schedule; numbers further apart than `slack` are refused."""

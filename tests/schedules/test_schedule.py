@@ -1,14 +1,13 @@
 """Schedules as values: text, checks, bytes; and plans, against twins that try everything."""
 
 import pickle
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
-from itertools import combinations, groupby, pairwise
+from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
 import pytest
+from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -86,6 +85,7 @@ def fewest_fetches(uses: Sequence[tuple[int, ...]], room: int) -> int:
     return best(0, frozenset())
 
 
+@examples(40, 100)
 @given(cases)
 def test_a_plan_does_what_was_recorded_and_passes_its_check(case: Case) -> None:
     planned, record, sizes = case.plan(), case.record, case.sizes
@@ -102,16 +102,7 @@ def test_a_plan_does_what_was_recorded_and_passes_its_check(case: Case) -> None:
         assert peak <= max([case.live_bytes + (max(sizes) if case.prefetch else 0), *needs])
 
 
-@given(cases)
-def test_a_bucket_is_dropped_right_after_a_use_of_it(case: Case) -> None:
-    used: set[int] = set()
-    for kind, buckets in case.plan().actions:
-        if kind == "drop":
-            assert used.issuperset(buckets)
-        else:
-            used = set(buckets) if kind == "use" else set()
-
-
+@examples(40, 100)
 @given(st.lists(st.sets(st.integers(0, 4), min_size=1, max_size=3), max_size=11), st.integers(0, 5))
 def test_no_plan_on_demand_has_fewer_fetches(found: list[set[int]], room: int) -> None:
     record = Schedule(tuple(Action("use", tuple(sorted(buckets))) for buckets in found))
@@ -119,29 +110,13 @@ def test_no_plan_on_demand_has_fewer_fetches(found: list[set[int]], room: int) -
     assert len(planned.fetches) == fewest_fetches(record.uses, room)
 
 
+@examples(40, 100)
 @given(cases)
 def test_fetching_ahead_only_moves_fetches_or_saves_them(case: Case) -> None:
-    found = [case._replace(prefetch=prefetch).plan().fetches for prefetch in range(5)]
+    found = [case._replace(prefetch=prefetch).plan().fetches for prefetch in range(4)]
     for fewer, more in pairwise(found):
         left = iter(fewer)
         assert all(bucket in left for bucket in more)  # in the same order
-
-
-@given(cases)
-def test_without_a_limit_each_bucket_is_fetched_once(case: Case) -> None:
-    planned = case._replace(live_bytes=None).plan()
-    first = dict.fromkeys(bucket for buckets in case.record.uses for bucket in buckets)
-    assert planned.fetches == tuple(first)
-    planned.check(case.sizes)
-    planned.check(case.sizes, live_bytes=planned.peak_bytes(case.sizes))
-
-
-@given(st.lists(numbers, max_size=30), st.booleans())
-def test_with_room_for_one_bucket_it_stays_until_another_is_used(order: list[int], some: bool):
-    record = Schedule(tuple(Action("use", (bucket,)) for bucket in order))
-    planned = plan(record, [8] * BUCKETS, live_bytes=8 * some, prefetch=0)
-    assert planned.fetches == tuple(bucket for bucket, _ in groupby(order))
-    assert planned.peak_bytes([8] * BUCKETS) == (8 if order else 0)
 
 
 READ = {
@@ -150,22 +125,9 @@ READ = {
         "fetch 0; use 0; drop 0; fetch 1; use 1; drop 1; fetch 2; use 2; drop 2; "
         "fetch 0; use 0\ndrop 0",
     ),
-    "bucket 0 is kept, not fetched again": (
-        ("use 0; use 1; use 0", [8, 8], 8, 1),
-        "fetch 0; fetch 1; use 0; use 1; drop 1; use 0; drop 0",
-    ),
     "bucket 0 is kept, though as many are on their way as may be": (
         ("use 0; use 1; use 2; use 1; use 0", [8, 8, 8], 16, 1),
         "fetch 0; fetch 1; use 0; fetch 2; use 1; use 2; drop 2; use 1; drop 1; use 0; drop 0",
-    ),
-    "there is room for bucket 0 twice": (
-        ("use 0; use 0; use 1; use 0", [1, 1, 9], 1, 2),
-        "fetch 0; fetch 1; use 0; use 0; use 1; drop 1; use 0; drop 0",
-    ),
-    "drops ascend": (
-        ("use 0+1; use 2; use 0; use 1", [1, 1, 2], 2, 0),
-        "fetch 0; fetch 1; use 0+1; drop 0; drop 1; fetch 2; use 2; drop 2; fetch 0; use 0; "
-        "drop 0\nfetch 1; use 1; drop 1",
     ),
     "an empty bucket is not dropped for room": (
         ("use 0; use 1; use 2; use 1; use 0", [0, 8, 8], 8, 0),
@@ -181,17 +143,6 @@ def test_a_plan_as_it_reads(made_from: tuple[str, list[int], int, int], planned:
     assert str(Case(Schedule.parse(text), sizes, live_bytes, prefetch).plan()) == planned
 
 
-@pytest.mark.limit(30)
-def test_a_long_record_is_planned_in_time():
-    layers = [*range(500), *reversed(range(500))] * 10
-    actions = [[Action("use", (i,)), Action("reduce", (i,))] for i in layers]
-    record = Schedule(tuple(sum(actions, [])))
-    start = time.perf_counter()
-    planned = plan(record, [8] * 500, live_bytes=8 * 250, prefetch=4)
-    assert time.perf_counter() - start < 5.0
-    assert len(planned.fetches) < 7000
-
-
 def test_plan_refuses_negative_numbers_and_buckets_without_a_size():
     with pytest.raises(PlanError, match="live_bytes=-1"):
         plan(Schedule(()), [], live_bytes=-1)
@@ -201,6 +152,7 @@ def test_plan_refuses_negative_numbers_and_buckets_without_a_size():
         plan(Schedule.parse("use 0; use 0+2"), [8, 8], live_bytes=None)
 
 
+@examples(40, 100)
 @given(anything)
 def test_text_and_value_say_the_same(schedule: Schedule) -> None:
     read = Schedule.parse(str(schedule))
@@ -209,63 +161,41 @@ def test_text_and_value_say_the_same(schedule: Schedule) -> None:
     assert all(len(line) <= 100 for line in str(schedule).splitlines())
 
 
-@given(st.text("fetchusdroplc 0123+;#\n", max_size=40))
-def test_any_text_is_read_or_refused(text: str) -> None:
-    with suppress(PlanError):
-        schedule = Schedule.parse(text)
-        assert str(Schedule.parse(str(schedule))) == str(schedule)
-
-
 def test_parse_takes_comments_blanks_and_line_ends():
     text = "  # a step\n\nfetch 0;;fetch\t1 ;  # both; drop 0\r\n use 0 + 1\ndrop 007"
     assert str(Schedule.parse(text)) == "fetch 0; fetch 1; use 0+1; drop 7"
     assert Schedule.parse(" ;\n# nothing") == Schedule(())
 
 
-@pytest.mark.parametrize(
-    "part",
-    ["fetch", "load 3", "fetch 1+2", "use 2+1", "use 1+1", "use 1+", "drop -1", "use 1 2", "Use 1"],
-)
+@pytest.mark.parametrize("part", ["fetch", "load 3", "fetch 1+2", "use 2+1", "use 1+", "use 1 2"])
 def test_parse_names_what_it_cannot_read(part: str):
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(PlanError, match="expected fetch, drop or reduce and one bucket"):
         Schedule.parse(f"fetch 0; use 0\nreduce 0; {part}; drop 0")
-    assert "expected fetch, drop or reduce and one bucket" in str(caught.value)
 
 
-MALFORMED: list[Any] = [
-    *[("load", (1,)), ("fetch", ()), ("fetch", (0, 1)), ("fetch", 0)],
-    *[("use", (1, 0)), ("use", (-1,)), ("use", (True,)), ("use", [1])],
-]
+MALFORMED: list[Any] = [("load", (1,)), ("fetch", (0, 1)), ("fetch", 0), ("use", (1, 0))]
+MALFORMED += [("use", (-1,)), ("use", (True,)), ("use", [1]), ("backward", (0,))]
 
 
-@pytest.mark.parametrize("parts", [*MALFORMED, (None, None), ("backward", (0,)), ("use", "0")])
+@pytest.mark.parametrize("parts", MALFORMED)
 def test_an_action_is_refused_where_it_is_made(parts: Any):
     with pytest.raises(PlanError, match=r"Action: kind=.*\n  expected.*\n  fix: "):
         Action(*parts)
+    with pytest.raises(PlanError, match=r"Schedule: actions\[1\] is .*\n  expected"):
+        Schedule((Action("fetch", (1,)), Action._make(parts)))
 
 
-def test_actions_are_plain_tuples():
+def test_actions_are_plain_tuples_and_may_come_in_any_iterable():
     action = Action("use", (1, 2))
     assert pickle.loads(pickle.dumps(action)) == action == ("use", (1, 2))
-    kind, buckets = action
-    assert (kind, buckets, str(action)) == ("use", (1, 2), "use 1+2")
-    assert repr(action) == "Action(kind='use', buckets=(1, 2))"
-
-
-@pytest.mark.parametrize("action", [("use", (1,)), *map(Action._make, MALFORMED)])
-def test_a_schedule_takes_only_actions(action: Any):
-    with pytest.raises(PlanError, match=r"Schedule: actions\[1\] is .*\n  expected"):
-        Schedule((Action("fetch", (1,)), action))
-
-
-def test_repr_is_short_and_actions_may_be_any_iterable():
+    assert (str(action), repr(action)) == ("use 1+2", "Action(kind='use', buckets=(1, 2))")
     actions = [Action("fetch", (3,)), Action("use", (3,)), Action("drop", (3,))] * 100
     schedule = Schedule(actions)  # pyright: ignore[reportArgumentType]
     assert repr(schedule) == "Schedule(300 actions, 1 buckets)"
-    assert schedule.actions == tuple(actions)
-    assert schedule.fetches == (3,) * 100
+    assert (schedule.actions, schedule.fetches) == (tuple(actions), (3,) * 100)
 
 
+@examples(40, 100)
 @given(cases.filter(lambda case: case.record.uses), st.data())
 def test_a_fetch_less_or_a_drop_more_is_refused(case: Case, data: st.DataObject) -> None:
     actions = list(case.plan().actions)
@@ -284,7 +214,6 @@ def test_a_fetch_less_or_a_drop_more_is_refused(case: Case, data: st.DataObject)
     [
         ("use 0; reduce 0", "actions[0] is 'use 0'\n  bucket 0 is not live; fetch it"),
         ("fetch 1; use 0+1+2", "actions[1] is 'use 0+1+2'\n  bucket 0 is not live; fetch it\n"),
-        ("fetch 1; drop 1; use 1", "actions[2] is 'use 1'\n  bucket 1 is not live; fetch it"),
         ("fetch 1; drop 1; drop 1", "actions[2] is 'drop 1'\n  bucket 1 is not live; fetch it"),
         ("fetch 1; use 1; fetch 1", "actions[2] is 'fetch 1'\n  bucket 1 is live; drop it before"),
         ("fetch 2; use 2+3", "actions[1] is 'use 2+3'\n  bucket 3 has no size; there are 3 sizes"),

@@ -1,12 +1,9 @@
 """The laws that every layout x tree x dtype must keep, on gloo ranks; training has its own file."""
 
-import operator
 import os
 import signal
 import threading
 import time
-from functools import reduce
-from unittest import mock
 
 import pytest
 import torch
@@ -17,13 +14,13 @@ from cases import (
     TREES,
     Layout,
     everywhere,
-    full_of,
     groups_of,
     mean_bound,
     plain_values,
     poison,
     random,
     same_bits,
+    small_first,
     unit_roundoff,
 )
 from covering import examples
@@ -31,47 +28,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mics_fn as mf
-from mics_fn import _torch, tree
-from mics_fn.collectives import levels
+from mics_fn import tree
 from mics_fn.collectives.levels import start_all_gather, start_reduce_scatter
 from mics_fn.collectives.pending import wait_all
 from mics_fn.shards.leaf import Nothing, is_leaf
 
-ALL = [
-    pytest.param(layout, name, dtype, id=f"{layout}-{name}-{str(dtype).removeprefix('torch.')}")
-    for layout in LAYOUTS
-    for name in TREES
-    for dtype in DTYPES
-]
-every_case = pytest.mark.parametrize(("layout", "name", "dtype"), ALL)
-every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+every_layout = pytest.mark.parametrize("layout", small_first(LAYOUTS), ids=str)
 
 
 # Law 1: gather(shard(p)) == p, bit for bit, with NaN in all padding (law 7).
 
 
-def round_trip(layout, name, dtype, bucket_bytes):
+def round_trip(layout, name, dtype):
     groups = groups_of(layout)
     params = TREES[name](dtype, 11)
     want = plain_values(params)
-    shards = poison(mf.shard(params, groups, bucket_bytes=bucket_bytes))
+    shards = poison(mf.shard(params, groups))
     same_bits(mf.gather(shards, groups.hierarchy), want)
     same_bits(mf.gather(shards, groups.flat), want)  # law 2: the route changes nothing
-    same_bits(mf.unshard(shards, groups), want)
     full = mf.unshard(shards, groups)
+    same_bits(full, want)
     stores = [x.untyped_storage().nbytes() for x in tree.flatten(full)[0]]
     assert stores == [x.nbytes for x in tree.flatten(full)[0]], "unshard keeps a bucket alive"
     leaves = [x for x in tree.flatten(shards, is_leaf)[0] if not isinstance(x, Nothing)]
-    assert all(is_leaf(leaf) for leaf in leaves)
-    assert [tuple(x.shape) for x in tree.flatten(want)[0]] == [leaf.shape for leaf in leaves]
-    assert [x.dtype for x in tree.flatten(want)[0]] == [leaf.dtype for leaf in leaves]
+    facts = [(tuple(x.shape), x.dtype) for x in tree.flatten(want)[0]]
+    assert facts == [(leaf.shape, leaf.dtype) for leaf in leaves]
     return sum(x.numel() for x in tree.flatten(shards)[0])
 
 
-@every_case
-@pytest.mark.covering("name", "dtype")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.covering
 def test_gather_undoes_shard(ranks, layout, name, dtype):
-    found = ranks(layout.world_size).run(round_trip, layout, name, dtype, 25 * 2**20)
+    found = ranks(layout.world_size).run(round_trip, layout, name, dtype)
     params = TREES[name](dtype, 11)
     leaves = {id(x): x for x in tree.flatten(params)[0] if x.is_floating_point()}
     tied = 24 if name == "tied" else 0  # wte and its detached twin have 24 elements once
@@ -80,13 +70,6 @@ def test_gather_undoes_shard(ranks, layout, name, dtype):
     for start in range(0, layout.world_size, layout.partition_size):
         part = found[start : start + layout.partition_size]
         assert sum(part) == numel, "every element is held once a replica"
-
-
-@every_layout
-@pytest.mark.parametrize("name", ["plain", "nested", "odd"])
-@pytest.mark.covering
-def test_gather_undoes_shard_in_many_buckets(ranks, layout, name):
-    ranks(layout.world_size).run(round_trip, layout, name, torch.float32, 40)
 
 
 def round_trip_shapes(layout, shapes, kinds, bucket_bytes):
@@ -98,6 +81,7 @@ def round_trip_shapes(layout, shapes, kinds, bucket_bytes):
     }
     shards = poison(mf.shard(params, groups, bucket_bytes=bucket_bytes))
     same_bits(mf.gather(shards, groups.hierarchy), params)
+    same_bits(mf.unshard(shards, groups), params)
     grads = mf.unshard(mf.reduce_grads(params, groups, like=shards), groups)
     for key, value in grads.items():  # the mean of n equal values, each sum rounded in its dtype
         bound = 2 * layout.world_size * unit_roundoff(value.dtype) * params[key].double().abs()
@@ -105,9 +89,9 @@ def round_trip_shapes(layout, shapes, kinds, bucket_bytes):
 
 
 @pytest.mark.limit(300)
-@examples(15, 60)
+@examples(12, 60)
 @given(
-    layout=st.sampled_from([x for x in LAYOUTS if x.world_size in (2, 4, 8)]),
+    layout=st.sampled_from([x for x in LAYOUTS if x.world_size in (2, 4)]),
     shapes=st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=9),
     data=st.data(),
 )
@@ -156,9 +140,8 @@ def tied_gradients(layout):
     same_bits(found["a"], grads["a"] + grads["b"])
 
 
-@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2,), 2)], ids=str)
-def test_gradients_of_tied_leaves_are_added(ranks, layout):
-    ranks(layout.world_size).run(tied_gradients, layout)
+def test_gradients_of_tied_leaves_are_added(ranks):
+    ranks(2).run(tied_gradients, Layout((2,), 2))
 
 
 @every_layout
@@ -168,49 +151,7 @@ def test_hops_are_means(ranks, layout, dtype):
     ranks(layout.world_size).run(reductions, layout, dtype)
 
 
-# Law 3: the VJP is the adjoint.
-
-
-def adjoint(layout, name, live):
-    groups = groups_of(layout)
-    policy = None if live is None else mf.on_demand(live_bytes=live)
-    n, p, rank = layout.world_size, layout.partition_size, dist.get_rank()
-    shards = mf.shard(TREES[name](torch.float64, 5), groups)
-    full, vjp = torch.func.vjp(  # pyright: ignore[reportAssignmentType]
-        lambda s: [x + 0 for x in tree.flatten(full_of(s, groups.hierarchy, policy))[0]],
-        shards,
-    )
-    y = tree.map_leaves(lambda x: random(77 + rank, *x.shape, dtype=torch.float64), full)
-    (back,) = vjp(y)
-
-    def dot(a, b):
-        pairs = zip(tree.flatten(a)[0], tree.flatten(b)[0], strict=True)
-        parts = [(u * v).sum() for u, v in pairs if u.is_floating_point()]
-        return reduce(operator.add, parts, torch.zeros((), dtype=torch.float64))
-
-    first = rank // p * p
-    left = sum(everywhere(dot(full, y), n)[first : first + p]) / p
-    right = sum(everywhere(dot(shards, back), n)[first : first + p])
-    size = sum(everywhere(dot(*(tree.map_leaves(torch.abs, t) for t in (full, y))), n))
-    count = sum(x.numel() for x in tree.flatten(full)[0]) + p
-    assert (left - right).abs() <= count * torch.finfo(torch.float64).eps * size
-
-
-@every_layout
-@pytest.mark.parametrize("name", ["plain", "nested", "odd", "tied"])
-@pytest.mark.parametrize("live", [None, 0])
-@pytest.mark.covering("name", "live")
-def test_vjp_is_the_adjoint(ranks, layout, name, live):
-    ranks(layout.world_size).run(adjoint, layout, name, live)
-
-
 # Law 5: replicas hold the same bits, whatever each rank was seeded with.
-
-
-def digest_of(shards):
-    return [
-        bytes(x.contiguous().view(-1).view(torch.uint8).tolist()) for x in tree.flatten(shards)[0]
-    ]
 
 
 def broadcast_from(layout, source):
@@ -218,16 +159,13 @@ def broadcast_from(layout, source):
     params = {"w": random(dist.get_rank(), 9, 5), "n": torch.tensor(dist.get_rank())}
     shards = mf.shard(params, groups, replicas="broadcast", source_rank=source)
     same_bits(mf.unshard(shards, groups), {"w": random(source, 9, 5), "n": torch.tensor(source)})
-    return digest_of(shards)
 
 
-@every_layout
+@pytest.mark.parametrize("layout", [x for x in LAYOUTS if x.world_size in (4, 8)], ids=str)
 @pytest.mark.covering
 def test_broadcast_makes_replicas_equal(ranks, layout):
-    for source in sorted({0, layout.world_size - 1, layout.world_size // 2}):
-        found = ranks(layout.world_size).run(broadcast_from, layout, source)
-        for rank, digests in enumerate(found):
-            assert digests == found[rank % layout.partition_size]
+    for source in (0, layout.world_size // 2, layout.world_size - 1):
+        ranks(layout.world_size).run(broadcast_from, layout, source)
 
 
 def check_values(layout, odd_rank):
@@ -235,7 +173,7 @@ def check_values(layout, odd_rank):
     mf.shard({"a": random(3, 4), "w": random(seed, 9, 5)}, groups_of(layout))
 
 
-@pytest.mark.parametrize("layout", [x for x in LAYOUTS if x.world_size in (2, 8)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[1:6:2], ids=str)
 def test_check_names_the_rank_that_differs(ranks, layout):
     odd = layout.world_size - 1
     ranks(layout.world_size).run(check_values, layout, None)
@@ -283,105 +221,59 @@ def levels_of(layout):
     return plan.level_names, plan.level_sizes
 
 
-def calls_of_gathers(layout):
-    """How often gathers of a small and of a large result call gloo on this rank."""
-    route, found = groups_of(layout).hierarchy.route, []
-    most = levels.SMALL_BYTES // 4 // route.size
-    for numel in (most, most + 1):
-        with pytest.MonkeyPatch.context() as patch:
-            calls = [(_torch, "all_gather_single"), (dist, "all_to_all_single")]
-            counted = [mock.Mock(wraps=getattr(at, name)) for at, name in calls]
-            for (at, name), one in zip(calls, counted, strict=True):
-                patch.setattr(at, name, one)
-            full = start_all_gather(route, torch.full((numel,), float(route.chunk))).wait()
-        assert (full == torch.arange(route.size)[:, None]).all()
-        found.append(sum(one.call_count for one in counted))
-    return found
-
-
-@pytest.mark.parametrize("n", [2, 4])
-def test_small_gathers_are_one_call_and_large_ones_are_in_place(ranks, n):
-    assert ranks(n).run(calls_of_gathers, Layout((n,), n)) == [[1, n - 1]] * n
-
-
 # Law 9: a collective that fails raises, on a rank that still waits, and leaves no value behind.
 
 
-def peer_leaves(layout, timeout_s):
-    groups = mf.make_groups(
-        layout.partition_size, topology=mf.groups.Topology(layout.sizes), timeout_s=timeout_s
-    )
+def agreed(timeout_s):
+    """New groups of two ranks, and shards on whose tree they have agreed."""
+    groups = mf.make_groups(2, timeout_s=timeout_s)
     shards = mf.shard({"w": random(0, 1000)}, groups)
-    mf.gather(shards, groups.hierarchy)  # the tree is agreed on
+    mf.gather(shards, groups.hierarchy)
     dist.barrier()
+    return groups, shards
+
+
+def peer_leaves():
+    groups, shards = agreed(5.0)
     if dist.get_rank() == 1:
         groups.close()  # tears its connections down under the others
         return "left"
-    try:
+    with pytest.raises(mf.errors.GroupsError) as caught:
         mf.gather(shards, groups.hierarchy)
-    except mf.errors.GroupsError as error:
-        return str(error)
-    return "no error"
+    return str(caught.value)
 
 
 def test_a_failing_collective_raises(ranks):
-    found = ranks(2).run(peer_leaves, Layout((2,), 2), 5.0)
-    assert found[1] == "left"
-    assert "'gather rank'" in found[0]
-    assert "a call that rank 1 will not make, since it closed its groups" in found[0]
-    assert "fix:" in found[0]
+    found, left = ranks(2).run(peer_leaves)
+    assert left == "left"
+    assert "'gather rank'" in found
+    assert "a call that rank 1 will not make, since it closed its groups" in found
+    assert "fix:" in found
 
 
-def peer_is_late(layout):
-    groups = mf.make_groups(
-        layout.partition_size, topology=mf.groups.Topology(layout.sizes), timeout_s=1.0
-    )
-    shards = mf.shard({"w": random(0, 1000)}, groups)
-    mf.gather(shards, groups.hierarchy)  # the tree is agreed on
-    try:
-        if dist.get_rank() == 0:
-            mf.gather(shards, groups.hierarchy)
-        return "no error"
-    except (mf.errors.CollectiveError, mf.errors.PeerFailed) as error:  # gloo's limit, or ours
-        return str(error)
-    finally:
-        dist.barrier()  # rank 1 comes here at once, and is late for as long as that
-
-
-def test_a_late_rank_is_an_error_within_the_limit(ranks):
-    found = ranks(2).run(peer_is_late, Layout((2,), 2))
-    assert "all-gather over 'gather rank'" in found[0]
-
-
-def fail_then_wait_again(layout):
-    groups = mf.make_groups(
-        layout.partition_size, topology=mf.groups.Topology(layout.sizes), timeout_s=1.0
-    )
-    pendings, texts = [], []
+def peer_is_late():
+    groups, _ = agreed(1.0)
+    late, texts = (mf.errors.CollectiveError, mf.errors.PeerFailed), []  # gloo's limit, or ours
     if dist.get_rank() == 0:
-        pendings = [start_all_gather(groups.hierarchy.route, torch.ones(4))] * 2
-    for pending in pendings:
-        try:
-            texts.append(str(pending.wait()))
-        except (mf.errors.CollectiveError, mf.errors.PeerFailed) as error:
-            texts.append(str(error))
-    dist.barrier()  # where rank 1 waits until then
+        pending = start_all_gather(groups.hierarchy.route, torch.ones(4))
+        for _ in range(2):
+            try:
+                texts.append(str(pending.wait()))
+            except late as error:
+                texts.append(str(error))
+    dist.barrier()  # rank 1 comes here at once, and is late for as long as that
     return texts
 
 
-def test_a_failed_collective_has_no_result(ranks):
-    first, again = ranks(2).run(fail_then_wait_again, Layout((2,), 2))[0]
+def test_a_late_rank_is_an_error_within_the_limit_and_what_failed_has_no_result(ranks):
+    first, again = ranks(2).run(peer_is_late)[0]
     assert "all-gather over 'gather rank'" in first
     assert again == "this collective failed before; its result does not exist"
 
 
-def interrupted(layout):
+def interrupted():
     """Ctrl-C while a peer is late: gloo's own wait would not hear it for minutes."""
-    groups = mf.make_groups(
-        layout.partition_size, topology=mf.groups.Topology(layout.sizes), timeout_s=30.0
-    )
-    shards = mf.shard({"w": random(0, 1000)}, groups)
-    mf.gather(shards, groups.hierarchy)
+    groups, shards = agreed(30.0)
     if dist.get_rank() == 1:
         dist.barrier()
         mf.gather(shards, groups.hierarchy)
@@ -400,20 +292,18 @@ def interrupted(layout):
 
 
 def test_an_interrupt_is_heard_at_once(ranks):
-    waited = ranks(2).run(interrupted, Layout((2,), 2))[0]
+    waited = ranks(2).run(interrupted)[0]
     assert waited is not None
     assert waited < 10, "sent after 0.5 s; the peer would wait for 30"
 
 
 def start_and_finish(layout):
     """Several buckets under way at once, waited for in any order that all ranks share."""
-    groups = groups_of(layout)
-    rank, n, p = dist.get_rank(), layout.world_size, layout.partition_size
-    first = rank // p * p
-    order = [groups.hierarchy.route.chunk]
-    chunks = [torch.full((3,), float(10 * i + groups.hierarchy.route.chunk)) for i in range(4)]
+    groups, p, rank = groups_of(layout), layout.partition_size, dist.get_rank()
+    route, first = groups.hierarchy.route, rank // p * p
+    chunks = [torch.full((3,), float(10 * i + route.chunk)) for i in range(4)]
     for pick in ([0, 1, 2, 3], [3, 1, 0, 2]):
-        pendings = [start_all_gather(groups.hierarchy.route, chunk) for chunk in chunks]
+        pendings = [start_all_gather(route, chunk) for chunk in chunks]
         found = {i: pendings[i].wait() for i in pick}
         for i, full in found.items():
             assert full.shape == (p, 3)
@@ -421,26 +311,26 @@ def start_and_finish(layout):
         assert all(pendings[i].wait() is found[i] for i in pick), "waiting again is free"
         assert not groups.life.active, "what is over is kept, and its memory with it"
     for _ in range(20):  # some are over as soon as they are issued, where the other ranks wait
-        start_all_gather(groups.hierarchy.route, chunks[0]).wait()
+        start_all_gather(route, chunks[0]).wait()
         assert not groups.life.active, "what was over at once is kept"
     fulls = [torch.arange(p * 2.0).view(p, 2) * (i + 1) * (rank + 1) for i in range(4)]
-    route, buffers = groups.hierarchy.route, groups.hierarchy.pools.reducing
+    buffers = groups.hierarchy.pools.reducing
     parts = wait_all([start_reduce_scatter(route, full, buffers) for full in fulls])
     mean = sum(range(first + 1, first + p + 1)) / p
     for i, part in enumerate(parts):
-        want = torch.arange(p * 2.0).view(p, 2)[order[0]] * (i + 1) * mean
+        want = torch.arange(p * 2.0).view(p, 2)[route.chunk] * (i + 1) * mean
         assert (part - want).abs().max() <= 1e-5 * want.abs().max() + 1e-12
-    assert n == dist.get_world_size()
 
 
 @every_layout
+@pytest.mark.covering
 def test_collectives_start_and_finish(ranks, layout):
     ranks(layout.world_size).run(start_and_finish, layout)
 
 
-def started_verbs(layout, name):
+def started_verbs(layout):
     groups = groups_of(layout)
-    params = TREES[name](torch.float32, 11)
+    params = TREES["mixed"](torch.float32, 11)
     shards = mf.shard(params, groups, bucket_bytes=64)
     other = mf.shard(TREES["plain"](torch.float32, 4), groups)
     pendings = [mf.shards.start_gather(x, groups.hierarchy) for x in (shards, other)]
@@ -448,8 +338,7 @@ def started_verbs(layout, name):
     same_bits(first, plain_values(params))
     same_bits(second, TREES["plain"](torch.float32, 4))
     assert pendings[0].wait() is first
-    grads = tree.map_leaves(lambda x: x if x.is_floating_point() else None, plain_values(params))
-    grads = {**grads, "frozen": None} if name == "mixed" else grads
+    grads = {k: x if k in "abz" else None for k, x in plain_values(params).items()}
     hop1 = mf.shards.start_scatter_grads(grads, groups, like=shards)
     same_bits(hop1.wait(), mf.scatter_grads(grads, groups, like=shards))
     with pytest.raises(mf.errors.LeafError, match="start_gather: its result has no derivative"):
@@ -461,7 +350,6 @@ def started_verbs(layout, name):
 
 
 @every_layout
-@pytest.mark.parametrize("name", ["nested", "mixed"])
 @pytest.mark.covering
-def test_verbs_start_and_finish(ranks, layout, name):
-    ranks(layout.world_size).run(started_verbs, layout, name)
+def test_verbs_start_and_finish(ranks, layout):
+    ranks(layout.world_size).run(started_verbs, layout)

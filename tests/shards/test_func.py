@@ -7,8 +7,8 @@ all-reduce.
 import pytest
 import torch
 import torch.distributed as dist
-from cases import LAYOUTS, everywhere, full_of, groups_of, random
-from torch.func import functional_call, grad, grad_and_value, jacrev, jvp, vjp, vmap
+from cases import LAYOUTS, everywhere, full_of, groups_of, random, small_first
+from torch.func import grad, grad_and_value, jacrev, jvp, vjp, vmap
 
 import mics_fn as mf
 from mics_fn import tree
@@ -186,9 +186,8 @@ def second_order(layout, live):
     v_shards = tree.map_leaves(torch.cos, shards)
 
     def dot(a, b):
-        return sum(
-            (x * y).sum() for x, y in zip(tree.flatten(a)[0], tree.flatten(b)[0], strict=True)
-        )
+        pairs = zip(tree.flatten(a)[0], tree.flatten(b)[0], strict=True)
+        return sum((x * y).sum() for x, y in pairs)
 
     def plain_grad(p):
         return grad(plain_loss)(p, batch)
@@ -205,25 +204,6 @@ def second_order(layout, live):
         return dot(mf.reduce_grads(grad(loss)(s, batch), groups), v_shards)
 
     close(full(grad(synced)(shards)), want)
-
-
-def through_a_module(layout, live):
-    groups = groups_of(layout)
-    torch.manual_seed(0)
-    module = torch.nn.Sequential(
-        torch.nn.Linear(3, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 1)
-    ).double()
-    params = {k: v.detach() for k, v in module.named_parameters()}
-    x, y = batch_of(dist.get_rank())
-
-    def loss(p):
-        out = functional_call(module, p, (x.to(p["0.weight"].dtype),)).squeeze(-1)
-        return (out - y.to(out.dtype)).square().mean()
-
-    shards, schedule = cut(params, groups), policy(live)
-    full = lambda s: full_of(s, groups.hierarchy, schedule)  # noqa: E731
-    got = mf.reduce_grads(grad(lambda s: loss(full(s)))(shards), groups)
-    close(mf.unshard(got, groups), mean(grad(lambda p: loss(cast(p)))(params)))
 
 
 def used_on_some_ranks(layout, live):
@@ -251,20 +231,13 @@ PROGRAMS = [
     over_shards,
     jacobian,
     second_order,
-    through_a_module,
     used_on_some_ranks,
 ]
 
 
-LIVES = (None, 0, "keep", 300, 10**9)
-
-
-@pytest.mark.parametrize(
-    ("layout", "live"),
-    [(x, live) for x in LAYOUTS for live in LIVES[: 2 if x.world_size > 4 else 5]],
-    ids=str,
-)
+@pytest.mark.parametrize("layout", small_first(LAYOUTS))
+@pytest.mark.parametrize("live", [None, 0, 300, "keep"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-@pytest.mark.covering("program", "live")
+@pytest.mark.covering
 def test_equals_the_unsharded_result(ranks, layout, program, live):
     ranks(layout.world_size).run(program, layout, live)

@@ -3,12 +3,11 @@
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
-from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from cases import Layout, groups_of, placed_as, random, same_bits
+from cases import Layout, full_of, groups_of, placed_as, random, same_bits
 from costs import buckets_of, counted, gathered, level_sizes
 from torch import Tensor, nn
 from torch.func import grad, grad_and_value, jvp, vmap
@@ -16,7 +15,6 @@ from torch.func import grad, grad_and_value, jvp, vmap
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.collectives import Codec
-from mics_fn.errors import PlanError
 from mics_fn.init.filling import Filling
 from mics_fn.offload import Coded, as_codes, set_part
 from mics_fn.shards import Fixed, Sharded
@@ -121,115 +119,58 @@ def test_what_is_gathered_is_the_twin_on_any_ranks(ranks, layout, kind, compute,
 # Derivatives
 
 
-class Results(NamedTuple):
-    """What transforms of one loss give, in full."""
-
-    grads: Any
-    loss: Any
-    tangent: Any = None
-    product: Any = None
-    stack: Any = None
-
-
-def transformed(params: Any, groups: Any, policy: Any) -> Results:
+def transformed(params: Any, groups: Any, policy: Any) -> list[Any]:
     """Derivatives of a loss over frozen and trained leaves, by all kinds of transforms."""
 
-    def full_of(shards: Any) -> Any:
-        if policy is None:
-            return mf.gather(shards, groups)
-        return mf.defer(shards, groups, policy).params
-
     def loss(shards: Any) -> Tensor:
-        full = full_of(shards)
+        full = full_of(shards, groups, policy)
         base = full["base.big"].float()[:5, :3] + full["base.half"].float().sum()
         return ((base * full["new.a"]).sin() * full["steps"]).sum()
 
-    def unmade(shards: Any) -> Any:
-        return mf.unshard(shards, groups)["new.a"]
+    def unmade(data: Tensor) -> Any:
+        return mf.unshard({"new.a": Sharded(data, *_of(params["new.a"]))}, groups)["new.a"]
 
     grads, value = grad_and_value(loss)(params)
-    if policy is not None:
-        return Results(unmade({"new.a": grads["new.a"]}), value)
-    tangent = jvp(loss, (params,), (grads,))[1]
-    product = jvp(grad(loss), (params,), (grads,))[1]
     data = grads["new.a"].data
+    if policy is not None:
+        total = mf.GradSum()
+        with mf.defer(params, groups, mf.on_demand(live_bytes=0), into=total) as full:
+            total.backward((full["base.wide"][:15] * full["new.a"].flatten().exp()).sum())
+        return [unmade(data), value, unmade(total.grads()["new.a"].data)]
+    tangent = jvp(loss, (params,), (grads,))[1]
+    product = jvp(grad(loss), (params,), (grads,))[1]["new.a"].data
     many = {**params, "new.a": Sharded(torch.stack([data, -data]), *_of(params["new.a"]))}
     rows = vmap(grad(loss))(many)["new.a"].data
-    stack = [unmade({"new.a": Sharded(x, *_of(params["new.a"]))}) for x in rows]
-    wide = unmade({"new.a": product["new.a"]})
-    return Results(unmade({"new.a": grads["new.a"]}), value, tangent, wide, stack)
+    return [value, tangent, *map(unmade, (data, product, *rows))]
 
 
 def _of(leaf: Any) -> tuple[Any, int]:
     return leaf.bucket, leaf.slot
 
 
-def both_transformed(layout: Layout, policy: bool) -> Any:
+def both_transformed(layout: Layout) -> Any:
     groups = groups_of(layout)
     kept = coded(groups, "int4[64]")
     plain = mf.shard(twin(values(), "int4[64]"), groups, frozen=is_base)
-    policies = [mf.on_demand(live_bytes=0) if policy else None for _ in range(2)]
-    return [transformed(x, groups, each) for x, each in zip((kept, plain), policies, strict=True)]
+    for deferred in (False, True):
+        policies = [mf.on_demand(live_bytes=0) if deferred else None for _ in range(2)]
+        found = zip((kept, plain), policies, strict=True)
+        same_bits(*(transformed(x, groups, policy) for x, policy in found))
 
 
-@pytest.mark.parametrize("policy", [False, True])
-@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2,), 2), Layout((2, 2), 4)], ids=str)
-@pytest.mark.covering
-def test_derivatives_are_those_over_decoded_values(ranks, layout, policy):
+@pytest.mark.parametrize("layout", [Layout((2,), 2), Layout((2, 2), 4)], ids=str)
+@pytest.mark.short("2-p2")
+def test_derivatives_are_those_over_decoded_values(ranks, layout):
     """To the bit: the same leaves, frozen as the values that codes stand for, are the twin."""
-    for got, want in ranks(layout.world_size).run(both_transformed, layout, policy):
-        for name, a, b in zip(Results._fields, got, want, strict=True):
-            assert (a is None) == (b is None), name
-            same_bits(a, b) if a is not None else None
-
-
-def plain_backward(layout: Layout) -> Any:
-    """`loss.backward()` over deferred parameters, with the gradients in a sum."""
-    groups, found = groups_of(layout), []
-    kept = coded(groups, "fp8[128]")
-    plain = mf.shard(twin(values(), "fp8[128]"), groups, frozen=is_base)
-    for params in (kept, plain):
-        total = mf.GradSum()
-        with mf.defer(params, groups, mf.on_demand(live_bytes=0), into=total) as full:
-            loss = (full["base.big"][:5, :3] * full["new.a"].exp()).sum() * full["base.one"]
-            total.backward(loss)
-        found.append(mf.unshard(total.grads()["new.a"], groups))
-    return found
-
-
-@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2, 2), 2)], ids=str)
-def test_backward_is_that_over_decoded_values(ranks, layout):
-    for got, want in ranks(layout.world_size).run(plain_backward, layout):
-        same_bits(got, want)
+    ranks(layout.world_size).run(both_transformed, layout)
 
 
 # From files, and one bucket at a time
 
 
-def as_list(groups: Any, shards: Any) -> list[Any]:
+def as_list(shards: Any) -> list[Any]:
     """The rows of codes as lists, which are equal only to the bit."""
     return [row.tolist() for row in rows(shards)]
-
-
-def read_from_files(layout: Layout, path: str) -> Any:
-    groups = groups_of(layout)
-    how = {"precision": "*base*: param=int4[64]", "frozen": is_base, "bucket_bytes": 1200}
-    order = list(values())
-    how["order"] = lambda name: order.index(name)
-    want = mf.shard({k: x for k, x in values().items() if x.ndim}, groups, **how)
-    got = mf.load_shards(path, groups, **how)
-    assert as_list(groups, got) == as_list(groups, want)
-    return mf.unshard(got, groups), mf.unshard(want, groups)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=str)
-@pytest.mark.covering
-def test_files_are_read_into_the_codes_that_shard_makes(ranks, tmp_path, layout):
-    torch.save({k: x for k, x in values().items() if x.ndim}, tmp_path / "weights.pt")
-    for got, want in ranks(layout.world_size).run(
-        read_from_files, layout, str(tmp_path / "weights.pt")
-    ):
-        same_bits(got, want)
 
 
 class Adapted(nn.Module):
@@ -243,26 +184,27 @@ class Adapted(nn.Module):
 
 
 def made_as_codes(layout: Layout, path: str) -> Any:
-    """A model made as shards, and one whose base is read and whose adapter is made."""
+    """A model made as shards, one whose base is read and whose adapter is made, and one read."""
     groups = groups_of(layout)
     how: Any = {"precision": "*base*: param=fp8[32]", "frozen": is_base}
     _, drawn = mf.init_model(Adapted, groups, seed=5, **how)
-    _, read = mf.init_model(
-        Adapted, groups, seed=5, weights=path, missing=lambda name: "new" in name, **how
-    )
-    assert len(rows(drawn)) == len(rows(read)) == 1
-    return mf.unshard(drawn, groups), mf.unshard(read, groups)
+    missing = lambda name: "new" in name  # noqa: E731
+    _, read = mf.init_model(Adapted, groups, seed=5, weights=path, missing=missing, **how)
+    only = mf.load_shards(path, groups, **how)
+    full = [mf.unshard(each, groups) for each in (drawn, read, only)]
+    assert as_list(only) == as_list(mf.shard(torch.load(path), groups, **how))
+    return full
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:3], ids=str)
-@pytest.mark.covering
-def test_models_are_made_as_codes(ranks, tmp_path, layout):
+@pytest.mark.short("2-p2")
+def test_models_are_made_and_read_as_codes(ranks, tmp_path, layout):
     torch.manual_seed(8)
     base = {f"base.{k}": x for k, x in nn.Linear(20, 33).state_dict().items()}
     torch.save(base, tmp_path / "base.pt")
     torch.manual_seed(5)
     model = {k: x.detach() for k, x in Adapted().named_parameters()}
-    want = [twin(full, "fp8[32]") for full in (model, {**model, **base})]
+    want = [twin(full, "fp8[32]") for full in (model, {**model, **base}, base)]
     for found in ranks(layout.world_size).run(made_as_codes, layout, str(tmp_path / "base.pt")):
         for got, full in zip(found, want, strict=True):
             same_bits(got, full)
@@ -271,11 +213,7 @@ def test_models_are_made_as_codes(ranks, tmp_path, layout):
 def test_one_chunk_of_values_at_a_time_is_in_memory():
     full = {f"base.{i}": random(i, 40, 50) for i in range(12)}
     groups = mf.make_groups(1)
-    options = {
-        "frozen": is_base,
-        "precision": "param=int4[64]",
-        "bucket_bytes": 3 * 4 * 2048,
-    }
+    options = {"frozen": is_base, "precision": "param=int4[64]", "bucket_bytes": 3 * 4 * 2048}
     filling, seen = Filling("load_shards", full, groups, options), []
     with filling.under_way():
         for name in filling.order:
@@ -300,7 +238,7 @@ def used(layout: Layout) -> Any:
     full = mf.unshard(shards, groups)
     found["copied"] = mf.unshard(copy.deepcopy(shards), groups)
     found["pickled"] = mf.unshard(pickle.loads(pickle.dumps(shards)), groups)
-    assert as_list(groups, pickle.loads(pickle.dumps(shards))) == as_list(groups, shards)
+    assert as_list(pickle.loads(pickle.dumps(shards))) == as_list(shards)
     found["cut"] = mf.unshard(mf.shards.cut(full, groups, like=shards, check=True), groups)
     found["mapped"] = mf.unshard(mf.shards.map(torch.clone, shards), groups)
     found["synced"] = mf.unshard(mf.shards.sync_replicas(shards, groups), groups)
@@ -325,8 +263,8 @@ def used(layout: Layout) -> Any:
     return full, found, mf.get(new, "base.bias", groups), text
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[3]], ids=str)
-@pytest.mark.covering
+@pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[3]], ids=str)
+@pytest.mark.short("2-p2")
 def test_copies_and_changes_keep_all_other_codes(ranks, layout):
     want = decoded(torch.arange(7.0), "int8[32]", torch.float32)
     for full, found, changed, text in ranks(layout.world_size).run(used, layout):
@@ -338,12 +276,11 @@ def test_copies_and_changes_keep_all_other_codes(ranks, layout):
         assert line.endswith("320 B")  # 300 codes, and 10 scales of 2 bytes
 
 
-@pytest.mark.parametrize("size", [1, 7])
-def test_threads_fill_a_tensor_together(size):
+def test_threads_fill_a_tensor_together():
     whole = as_codes(torch.zeros(4096), Codec.parse("int8[64]"))
     kept, want = whole.unset(), random(0, 4096)
     parts = list(zip(range(0, 4096, 128), want.split(128), strict=True))
-    with ThreadPoolExecutor(size) as pool:
+    with ThreadPoolExecutor(7) as pool:
         list(pool.map(lambda each: set_part(kept, *each), parts))
     assert torch.equal(kept + 0, decoded(want, "int8[64]", torch.float32))
 
@@ -351,74 +288,51 @@ def test_threads_fill_a_tensor_together(size):
 # Errors
 
 
-def refused(layout: Layout) -> list[str]:
-    """The error on this rank of each mistake."""
-    groups, found = groups_of(layout), []
-    bad = values()
+NOT_FINITE = "has a value that is not finite, which param=int4[64] cannot hold"
+
+
+def refused() -> None:
+    groups, bad, outside = groups_of(Layout((2,), 2)), values(), values()
     bad["base.wide"][299] = float("inf")  # in the part of one rank
     shards = coded(groups, "int4[64]")
     full = mf.unshard(shards, groups)
     plain = {k: Fixed(x.data + 0, *_of(x)) if is_base(k) else x for k, x in shards.items()}
     big = coded(groups, "int4[2]")["base.big"].data
     other = {**shards, "base.big": Fixed(big, *_of(shards["base.big"]))}
-
-    outside = values()
+    elsewhere: Any = {"where": "params=disk:/tmp"}
 
     def inside(x: Tensor) -> Tensor:
         return mf.gather(coded(groups, "int4[64]", outside), groups)["new.a"].sum() * x
 
-    with TemporaryDirectory() as folder:
-        attempts = [
+    for words, call in (
+        (
+            ["PlanError", "trained cannot be kept as codes", "params.base.big: param=int4[64]"],
             lambda: mf.shard(values(), groups, precision="param=int4[64]"),
-            lambda: coded(groups, "int4[64]", bad),
-            lambda: coded(groups, "int4[64]", where=f"params=disk:{folder}"),
-            lambda: mf.gather(plain, groups),
-            lambda: mf.defer(other, groups, mf.on_demand(live_bytes=0)),
-            lambda: mf.set(shards, "base.one", float("nan"), groups),
+        ),
+        # On the other rank in a DesyncError.
+        (["LeafError", "params.base.wide", NOT_FINITE], lambda: coded(groups, "int4[64]", bad)),
+        (["device, not on disk"], lambda: coded(groups, "int4[64]", **elsewhere)),
+        (["LeafError", "gather: leaf", "expected codes, int4"], lambda: mf.gather(plain, groups)),
+        (
+            ["of int4[2]", "expected codes, int4[64]"],
+            lambda: mf.defer(other, groups, mf.keep_all()),
+        ),
+        (["base.one", NOT_FINITE], lambda: mf.set(shards, "base.one", float("nan"), groups)),
+        (
+            ["cut: full.base.wide", NOT_FINITE],
             lambda: mf.shards.cut({**full, **bad}, groups, like=shards),
-            lambda: shards["base.big"].data.mul_(2),
-            lambda: grad(inside)(torch.ones(())),
-        ]
-        for attempt in attempts:
-            try:
-                attempt()
-                found.append("nothing")
-            except mf.MicsError as error:
-                found.append(f"{type(error).__name__}: {error}")
-    return found
-
-
-NOT_FINITE = "has a value that is not finite, which param=int4[64] cannot hold"
-WORDS = [
-    ("PlanError", "trained cannot be kept as codes", "params.base.big: param=int4[64]"),
-    ("LeafError", "params.base.wide", NOT_FINITE),  # on the other rank in a DesyncError
-    ("PlanError", "leaves that are kept as codes lie on the device, not on disk", "param=int4[64]"),
-    ("LeafError", "gather: leaf", "expected codes, int4[64]"),
-    ("LeafError", "of int4[2]", "expected codes, int4[64]"),
-    ("LeafError", "set: base.one", NOT_FINITE),
-    ("LeafError", "cut: full.base.wide", NOT_FINITE),
-    ("LeafError", "writes to a coded tensor", "set()"),
-    ("LeafError", "shard: its result has no derivative", "outside of torch.func"),
-]
+        ),
+        (["writes to a coded tensor", "set()"], lambda: shards["base.big"].data.mul_(2)),
+        (["shard: its result has no derivative"], lambda: grad(inside)(torch.ones(()))),
+    ):
+        with pytest.raises(mf.MicsError) as caught:
+            call()
+        text = f"{type(caught.value).__name__}: {caught.value}"
+        assert all(word in text for word in words), text
 
 
 def test_errors_are_named_on_all_ranks(ranks):
-    for texts in ranks(2).run(refused, Layout((2,), 2)):
-        for text, (kind, *words) in zip(texts, WORDS, strict=True):
-            assert kind in text, text
-            assert all(word in text for word in words), text
-
-
-@pytest.mark.parametrize("text", ["int4[64]", "int8[256]", "fp8[2]"])
-def test_texts_of_codes(text):
-    precision = mf.Precision.parse(f"*base*: param={text}; *.bias*: param=f32")
-    assert mf.Precision.parse(str(precision)) == precision
-    assert precision.codes("base.w", torch.bfloat16) == Codec.parse(text)
-    assert precision.codes("base.bias", torch.bfloat16) is None
-    assert mf.Precision(param=text).param == Codec.parse(text)  # pyright: ignore
-    assert not mf.Precision(param=text).casts  # pyright: ignore
-    with pytest.raises(PlanError, match="is not a codec"):
-        mf.Precision.parse("param=int8[3x]")
+    ranks(2).run(refused)
 
 
 def test_shards_on_meta_have_the_layout_and_no_codes():

@@ -1,0 +1,88 @@
+"""Mistakes in shards, gathers and precisions; `planting.py` checks that tests catch them."""
+
+PLANTED = [
+    (
+        "a chunk takes the wrong part of a leaf",
+        "shards/bucket.py",
+        "found.append(Piece(start - low, stop - start, start - offset))",
+        "found.append(Piece(start - low, stop - start, 0))",
+        "shards/test_contracts.py -k gather_undoes",
+    ),
+    (
+        "padding sets the scale of a block that is gathered",
+        "shards/linear.py",
+        "            chunk = zero_padding(use.bucket, route.chunk, chunk)\n",
+        "",
+        "shards/test_wires.py -k decode_the_same",
+    ),
+    (
+        "hop 2 writes to the gradients that it is given",
+        "shards/linear.py",
+        "            chunk = chunk.clone()\n",
+        "            pass\n",
+        "shards/test_wires.py -k coded_hop2",
+    ),
+    (
+        "values of ranks are not compared",
+        "shards/sharding.py",
+        '    if replicas == "check":\n        _check_values(layout)\n',
+        "",
+        "shards/test_contracts.py -k check_names",
+    ),
+    (
+        "unshard rounds to the dtype of computation",
+        "shards/verbs.py",
+        "[replace(use, bucket=use.bucket.exact)]",
+        "[use]",
+        "shards/test_mixed.py -k rounded_value",
+    ),
+    (
+        "the derivative of a cut lacks the number of parts",
+        "shards/linear.py",
+        '"times parts": partial(_here, scaled=True)',
+        '"times parts": _here',
+        "shards/test_cutting.py -k cuts",
+    ),
+    (
+        "a bucket goes on where its key changes",
+        "shards/bucket.py",
+        " or full or open_keys[kind] != own:",
+        " or full:",
+        "shards/test_cutting.py -k border",
+    ),
+    (
+        "one override that matches hides the others",
+        "shards/precision.py",
+        "                found.update(precision._fields())\n",
+        "                return precision\n",
+        "shards/test_precision.py -k overrides",
+    ),
+    (
+        "of three tensors that overlap the third is not seen",
+        "shards/leaf.py",
+        "        end = max(end, stop)\n",
+        "        end = stop\n",
+        "shards/test_memory.py -k overlaps",
+    ),
+    (
+        "the gradient of an expert is not divided by all ranks",
+        "collectives/levels.py",
+        "        return mean if factor == 1.0 else mean * factor\n",
+        "        return mean\n",
+        "shards/test_mesh_parts.py -k one_process",
+    ),
+    (
+        "padding from files sets the scale of a block",
+        "shards/pack.py",
+        "\n    zero_padding(bucket, chunk, memory)",
+        "",
+        "shards/test_elsewhere.py -k same_bits",
+    ),
+    (
+        "kept codes may hold what is not finite",
+        "shards/pack.py",
+        "    if bool(whole.codes.tops.isfinite().all()):\n        return found\n",
+        "    return found\n",
+        "shards/test_kept_codes.py -k errors",
+    ),
+]
