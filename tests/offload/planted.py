@@ -9,7 +9,7 @@ PLANTED = [
         _S,
         "[(offset + nbytes, size - nbytes)]",
         "[(offset, size - nbytes)]",
-        "offload/test_file_space.py -k never_overlap",
+        "offload/test_stored.py -k space",
     ),
     (
         "values are not compared with their checksums",

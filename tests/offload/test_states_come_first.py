@@ -1,12 +1,10 @@
-"""States come while a step waits for hop 2 and for a norm; one that is refused writes nothing."""
+"""Guarded steps on states in files: the bits of memory, and one that is refused writes nothing."""
 
 import gc
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,17 +12,15 @@ from unittest import mock
 import pytest
 import torch
 from cases import Layout, groups_of, random, same_bits
-from torch import Tensor, nn
+from torch import Tensor
 
 import mics_fn as mf
-from mics_fn import offload, optim, spans, tree
-from mics_fn.deferred.reduction import Reduction
-from mics_fn.offload import is_stored, scratch, streaming
+from mics_fn import offload, optim, tree
+from mics_fn.offload import is_stored, scratch
 from mics_fn.optim.flat import by_leaf
 from mics_fn.shards import Arrival
 
 SHAPES = {"a": (301, 43), "b": (7,), "c": (300, 330), "d": (90, 11), "none": (0, 3)}
-MANY = {"a": (301, 43), "c": (1000, 330)}  # more blocks than are read ahead
 HOST_BYTES = 2**20
 ALONE, PAIR, SPLIT, BOTH = (Layout(*x) for x in (((1,), 1), ((2,), 1), ((2,), 2), ((2, 2), 2)))
 # Leaves of one bucket lie in several places.
@@ -139,126 +135,6 @@ def test_the_bits_of_judge_and_opt_step_in_memory(ranks, tmp_path, layout, name,
     assert not list(tmp_path.rglob("*.scratch"))
 
 
-@contextmanager
-def noted() -> Iterator[list[str]]:
-    """A block in which reads, writes, waits for hop 2 and collectives are noted, in their order."""
-    events: list[str] = []
-    waits, awaits = Reduction.wait_for, streaming._Stream._await
-
-    def waiting(self: Reduction, index: int) -> None:
-        if self._pendings.get(index):
-            events.append("wait for hop 2")
-        waits(self, index)
-
-    def awaiting(self: Any, *args: Any) -> Any:
-        events.append("await a block")
-        return awaits(self, *args)
-
-    observe = lambda point: events.append(point.name)  # noqa: E731
-    spans.observers.append(observe)
-    try:
-        with (
-            mock.patch.object(Reduction, "wait_for", waiting),
-            mock.patch.object(streaming._Stream, "_await", awaiting),
-        ):
-            yield events
-    finally:
-        spans.observers.remove(observe)
-
-
-def check_order(events: list[str], norm: str) -> None:
-    """The first blocks are asked for; hop 2 and the norm are awaited, then these blocks."""
-    kinds = ["offload: read", "wait for hop 2", norm, "offload: write", "await a block"]
-    short = [next((kind for kind in kinds if kind in event), "") for event in events]
-    assert all(kind in short for kind in kinds), events
-    first = min(short.index(kind) for kind in kinds[1:])
-    assert short[:first].count(kinds[0]) == streaming.SLOTS, events
-    assert short.count(kinds[0]) > streaming.SLOTS
-    last = max(i for i, kind in enumerate(short) if kind in kinds[1:3])
-    assert min(map(short.index, kinds[3:])) > last, events
-
-
-def of_order(folder: str) -> None:
-    """By hand: with a guard, and with a norm in a chain."""
-    groups = groups_of(BOTH)
-    where = offload.where(f"states=disk:{folder}", host_bytes=HOST_BYTES)
-    clipped = optim.chain(optim.clip_by_global_norm(0.1, groups), OPTIMIZERS["adamw"])
-    guard = optim.Guard(max_norm=0.1, on_nonfinite="skip")
-    for optimizer, norm in ((OPTIMIZERS["adamw"], "verdict of a guard"), (clipped, "norm")):
-        state = made(groups, optimizer, where, MANY)
-        for step in (0, 3):
-            total = summed(state, groups, guard, step, None)
-            with noted() as events:
-                if optimizer is clipped:
-                    state = mf.opt_step(state, total, donate=True)
-                else:
-                    state, _ = optim.guarded_step(state, total, guard, groups, donate=True)
-            total.release()
-            check_order(events, norm)
-
-
-def test_first_blocks_are_asked_for_before_hop_2_and_the_norm_are_awaited(ranks, tmp_path):
-    ranks(4).run(of_order, f"{tmp_path}")
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(400, 1300), nn.Linear(1300, 1)
-
-    def forward(self, x: Tensor, factor: float) -> Tensor:
-        return torch.tanh(self.last(torch.tanh(self.first(x)))).square().mean() * factor
-
-
-def trained(groups: mf.Groups, guard: str, where: Any, **options: Any) -> list[Any]:
-    torch.manual_seed(0)
-    trainer = mf.Trainer(
-        Net(),
-        OPTIMIZERS["adamw"],
-        groups,
-        guard=GUARDS[guard](),
-        bucket_bytes=400_000,
-        where=where,
-        **options,
-    )
-    found = []
-    for step, factor in enumerate(FACTORS):
-        batch = random(10 * step + groups.rank, 4, 400), factor
-        files, state = files_of(trainer.state), trainer.state
-        with noted() as events:
-            metrics = trainer.step(batch)
-        if where is not None and metrics.accepted:
-            check_order(events, "step totals")
-        if not metrics.accepted:
-            assert files_of(trainer.state) == files
-            assert trainer.state.params is state.params
-        metrics = replace(metrics, seconds=0.0)
-        found.append((read(trainer.state), repr(metrics), f"{trainer.guard}"))
-    return found
-
-
-def of_training(folder: str, guard: str, overlap: bool, recoverable: bool) -> None:
-    groups = groups_of(BOTH)
-    want = trained(groups, guard, None)
-    where = offload.where(f"states=disk:{folder}", host_bytes=HOST_BYTES)
-    options = {"overlap_step": overlap, "recoverable": recoverable}
-    found = trained(groups, guard, where, **options)
-    for (got, *rest), (other, *others) in zip(found, want, strict=True):
-        same_bits(got, other)
-        assert rest == others
-
-
-@pytest.mark.parametrize(
-    ("guard", "how"),
-    [
-        ("all", "overlapped"),
-        pytest.param("skip", "recoverable", marks=pytest.mark.thorough),
-    ],
-)
-def test_a_trainer_reads_before_it_waits_and_refuses_without_a_trace(ranks, tmp_path, guard, how):
-    ranks(4).run(of_training, f"{tmp_path}", guard, how == "overlapped", how == "recoverable")
-
-
 def of_few_elements(folder: str) -> None:
     """A rank without elements of what is in files judges with the others, and writes nothing."""
     groups = groups_of(Layout((4,), 4))
@@ -358,14 +234,10 @@ def test_ctrl_c_in_the_wait_for_a_verdict(tmp_path, donate):
     total = summed(state, groups, guard, 0, None)
     for error in (KeyboardInterrupt, mf.errors.PeerFailed("gone")):
         with (
-            noted() as events,
             mock.patch.object(optim.Guard, "judge", side_effect=error),
             pytest.raises(type(error) if isinstance(error, Exception) else error),
         ):
             optim.guarded_step(state, total, guard, groups, donate=donate)
-        assert [event.partition(" states")[0] for event in events if "offload" in event] == [
-            "offload: read"
-        ] * streaming.SLOTS
         assert threading.active_count() <= threads
         same_bits(read(state), held)
         assert files_of(state) == files or not donate

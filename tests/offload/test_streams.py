@@ -3,7 +3,7 @@
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -144,25 +144,6 @@ def test_blocks_that_are_refused(scratch: Scratch):
     with pytest.raises(PlanError, match="host_bytes=5"):
         list(stream([], 5))
     assert torch.equal(small, torch.ones(3))
-
-
-def test_overlap(scratch: Scratch, monkeypatch: pytest.MonkeyPatch):
-    """While the caller has a block, the next ones arrive, and all before it are written."""
-    kept, reads, writes = [store(torch.ones(1000), scratch) for _ in range(16)], [], []
-    moved: Callable[..., None] = streaming._Stream._move
-
-    def noted(self, slot, done, coming):
-        moved(self, slot, done, coming)
-        writes.extend([done] if done is not None else [])
-        reads.extend([coming] if coming is not None else [])
-
-    monkeypatch.setattr(streaming._Stream, "_move", noted)
-    for i, _ in enumerate(stream([Block([x], [x]) for x in kept])):
-        limit = time.monotonic() + 20
-        while len(reads) < min(16, i + streaming.SLOTS) or len(writes) < i:
-            assert time.monotonic() < limit
-            time.sleep(0.001)
-    assert len(writes) == 16
 
 
 def test_a_disk_that_hangs(scratch: Scratch, monkeypatch: pytest.MonkeyPatch):
