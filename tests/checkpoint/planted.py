@@ -65,7 +65,7 @@ PLANTED = [
         _D,
         "branch = max(branch, newest.number)",
         "branch = 0",
-        "checkpoint/test_branches.py -k branch_replaces",
+        "checkpoint/test_branches.py -k after_a_rollback",
     ),
     (
         "values are not compared with their checksums",
@@ -100,7 +100,7 @@ PLANTED = [
         _C,
         "image = home.replicas.rank if self.apart else 0",
         "image = 0",
-        "checkpoint/test_other_codes.py -k apart",
+        "checkpoint/test_other_codes.py -k every_form",
     ),
     (
         "states of different steps are saved as one",
@@ -121,7 +121,7 @@ PLANTED = [
         "checkpoint/exported.py",
         "also=(*found[own].also, name))",
         "also=found[own].also)",
-        "checkpoint/test_dcp_dirs.py -k tied",
+        "checkpoint/test_dcp_dirs.py -k every_kind",
     ),
     (
         "an export has its name before it is complete on the disk",

@@ -1,13 +1,11 @@
 """Directories of torch.distributed.checkpoint: FSDP2 reads what is written here, and vice versa."""
 
-import errno
 import os
 import pickle
 import random as python_random
 import re
 import shutil
 import signal
-import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +18,7 @@ import torch.distributed as dist
 from cases import Layout, groups_of, random, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mutating import BYTES, Watch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -110,9 +109,7 @@ def to_fsdp2(layout: Layout, path: Path, prefix: str) -> None:
     same_bits(full(model), dict(make(3).state_dict()))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("prefix", ["model.", ""])
-@pytest.mark.covering("layout")
+@pytest.mark.parametrize(("layout", "prefix"), [(LAYOUTS[0], ""), (LAYOUTS[2], "model.")], ids=str)
 def test_fsdp2_loads_what_is_written_here(
     ranks: Ranks, tmp_path: Path, layout: Layout, prefix: str
 ):
@@ -145,9 +142,9 @@ def save_values(layout: Layout, path: Path, **options: Any) -> None:
     save_dcp(path, {**shards, "buffer": torch.arange(8.0)[::2]}, groups, **options)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("max_file_bytes", [1, 10**9])
-@pytest.mark.covering("layout")
+@pytest.mark.parametrize(
+    ("layout", "max_file_bytes"), [(LAYOUTS[1], 1), (LAYOUTS[2], 10**9)], ids=str
+)
 def test_every_kind_of_leaf_is_written_once(
     ranks: Ranks, tmp_path: Path, layout: Layout, max_file_bytes: int
 ):
@@ -194,21 +191,15 @@ def resumed(layout: Layout, path: Path) -> None:
             if x.requires_grad:
                 same_bits(optimizer.state[x][kind].full_tensor(), pieces[name])
                 assert optimizer.state[x]["step"] == 2
-        back = load_dcp(
-            path,
-            groups,
-            like={name: x for name, x in pieces.items() if x is not None},
-            prefix="optimizer.state.",
-            names=lambda name, kind=kind: (
-                name.removesuffix(f".{kind}") if name.endswith(f".{kind}") else None
-            ),
-        )
-        same_bits(mf.unshard(back, groups), {k: x for k, x in pieces.items() if x is not None})
+        trained_ones = {name: x for name, x in pieces.items() if x is not None}
+        ours = {f"{name}.{kind}": name for name in trained_ones}
+        how: Any = {"like": trained_ones, "prefix": "optimizer.state.", "names": ours.get}
+        same_bits(mf.unshard(load_dcp(path, groups, **how), groups), trained_ones)
     assert optimizer.param_groups[0]["lr"] == 0.3
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
 def test_an_optimizer_of_torch_goes_on(ranks: Ranks, tmp_path: Path, layout: Layout):
     ranks(layout.world_size).run(resumed, layout, tmp_path / "a")
 
@@ -219,24 +210,6 @@ def test_an_optimizer_that_torch_does_not_have_is_refused(tmp_path: Path):
         with pytest.raises(mf.errors.PlanError, match="has 0 optimizers that torch has"):
             save_dcp(tmp_path / "a", state, groups)
         save_dcp(tmp_path / "a", state.params, groups)
-
-
-def to_tied(layout: Layout, path: Path) -> None:
-    groups = groups_of(layout)
-    shared = random(0, 5, 3)
-    save_dcp(path, mf.shard({"z": shared, "a": shared}, groups), groups)
-    state = {"a": torch.zeros(5, 3), "z": torch.zeros(5, 3)}
-    torchs(load, state, checkpoint_id=path)
-    same_bits(state, {"a": shared, "z": shared})
-    tied = torch.empty(5, 3)
-    found = load_dcp(path, groups, like={"a": tied, "z": tied})
-    assert isinstance(found["z"], mf.shards.Tied)
-    same_bits(mf.unshard(found, groups), {"a": shared, "z": shared})
-
-
-def test_a_tied_tensor_has_all_of_its_names_and_is_written_once(ranks: Ranks, tmp_path: Path):
-    ranks(2).run(to_tied, LAYOUTS[1], tmp_path / "a")
-    assert sum(file.stat().st_size for file in (tmp_path / "a").glob("*.distcp")) < 2500
 
 
 # What torch writes, is read here.
@@ -256,7 +229,7 @@ def from_fsdp2(layout: Layout, path: Path) -> None:
     same_bits(mf.unshard(by_name, groups), mf.unshard(want, groups))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
 def test_what_fsdp2_wrote_is_loaded(ranks: Ranks, tmp_path: Path, layout: Layout):
     ranks(layout.world_size).run(from_fsdp2, layout, tmp_path / "a")
     with mf.make_groups(1) as groups:  # on another number of ranks
@@ -355,26 +328,6 @@ def test_boxes_are_a_range_in_order(shape, data):
     assert len(found) <= 2 * len(shape) + 2
 
 
-def own_chunks(layout: Layout, folders: dict[int, Path]) -> None:
-    groups, x = groups_of(layout), torch.arange(40.0).view(8, 5)
-    found: Any = load_dcp(folders[dist.get_rank()], groups, like={"w": x})
-    same_bits(found["w"].data, x.view(-1)[20 * dist.get_rank() :][:20])
-
-
-def test_a_rank_reads_only_chunks_that_overlap_its_part(ranks: Ranks, tmp_path: Path):
-    """In the directory of each rank the chunks of the other one are damaged."""
-    x, folders = torch.arange(40.0).view(8, 5), {}
-    for rank in range(2):
-        folders[rank] = tmp_path / str(rank)
-        found = write_dcp(folders[rank], {"w": (x, [[2, 4, 6], []])})
-        data = bytearray((folders[rank] / "__0_0.distcp").read_bytes())
-        for index, at in (found.storage_data or {}).items():
-            if (index.offset[0] >= 4) != rank:
-                data[at.offset : at.offset + at.length] = b"\xff" * at.length
-        (folders[rank] / "__0_0.distcp").write_bytes(bytes(data))
-    ranks(2).run(own_chunks, Layout((2,), 2), folders)
-
-
 # Directories of strangers: nothing runs, and errors name the file.
 
 
@@ -388,17 +341,15 @@ class Runs:
         return Path.touch, (self.path,)
 
 
-def hostile(value: Runs) -> dict[str, Callable[[Metadata], Any]]:
-    return {
-        "all of it": lambda found: value,
-        "planner data": lambda found: put(found, "planner_data", value),
-        "a tensor": lambda found: put(found, "state_dict_metadata", {"w": value}),
-        "a place": lambda found: put(
-            found, "storage_data", dict.fromkeys(found.storage_data or {}, value)
-        ),
-        "a key": lambda found: put(found, "storage_data", {value: 1}),
-        "a version": lambda found: put(found, "version", value),
-    }
+HOSTILE: dict[str, Callable[[Metadata, Runs], Any]] = {
+    "all of it": lambda found, value: value,
+    "planner data": lambda found, value: put(found, "planner_data", value),
+    "a tensor": lambda found, value: put(found, "state_dict_metadata", {"w": value}),
+    "a place": lambda found, value: put(
+        found, "storage_data", dict.fromkeys(found.storage_data or {}, value)
+    ),
+    "a key": lambda found, value: put(found, "storage_data", {value: 1}),
+}
 
 
 def put(value: Any, name: str, other: Any) -> Any:
@@ -406,16 +357,16 @@ def put(value: Any, name: str, other: Any) -> Any:
     return value
 
 
-@pytest.mark.parametrize("where", list(hostile(Runs(Path()))))
-@pytest.mark.parametrize("trust", [False, True])
-def test_nothing_in_a_description_runs(tmp_path: Path, where: str, trust: bool):
-    found = write_dcp(tmp_path, {"w": (torch.ones(4), [[2]])})
+@pytest.mark.parametrize("where", HOSTILE)
+def test_nothing_in_a_description_runs(tmp_path: Path, where: str):
     mark = tmp_path / "it ran"
-    write_metadata(tmp_path, hostile(Runs(mark))[where](found))
-    with mf.make_groups(1) as groups:
-        if where in ("planner data", "a version"):  # which are not needed
-            load_dcp(tmp_path, groups, like=None, trust=trust)
-        else:
+    for trust in (False, True):
+        found = write_dcp(tmp_path, {"w": (torch.ones(4), [[2]])})
+        write_metadata(tmp_path, HOSTILE[where](found, Runs(mark)))
+        with mf.make_groups(1) as groups:
+            if where == "planner data":  # which is not needed
+                load_dcp(tmp_path, groups, like=None, trust=trust)
+                continue
             with pytest.raises(mf.errors.FileError) as error:
                 load_dcp(tmp_path, groups, like=None, trust=trust)
             assert error.value.path == str(tmp_path / ".metadata")
@@ -447,74 +398,33 @@ def described(found: Metadata) -> Any:
     return found.state_dict_metadata["w"]
 
 
+INDEX, FILE = ".metadata", "__0_0.distcp"
 # What is changed, and what the error says; it names the index, or the file of the chunk.
 DAMAGED: dict[str, tuple[Callable[[Metadata], Any], str, str]] = {
-    "gap": (lambda m: described(m).chunks.pop(), ".metadata", "chunks of 8 elements in all"),
+    "gap": (lambda m: described(m).chunks.pop(), INDEX, "chunks of 8 elements in all"),
     "overlap": (
         lambda m: described(m).chunks.__setitem__(1, described(m).chunks[0]),
-        ".metadata",
+        INDEX,
         "its chunks overlap",
-    ),
-    "outside": (
-        lambda m: put(described(m).chunks[1], "offsets", torch.Size((3, 0))),
-        ".metadata",
-        "a chunk lies outside of (4, 4)",
-    ),
-    "dimensions": (
-        lambda m: put(described(m).chunks[1], "offsets", torch.Size((3,))),
-        ".metadata",
-        "other dimensions",
-    ),
-    "no place": (lambda m: (m.storage_data or {}).clear(), ".metadata", "does not say where"),
-    "a size that is no number": (
-        lambda m: put(described(m), "size", ("4", 4)),
-        ".metadata",
-        "are not at most 64 sizes",
-    ),
-    "another shape": (
-        lambda m: put(described(m), "size", torch.Size((4, 8))),
-        ".metadata",
-        "chunks of 16 elements in all, expected 32",
     ),
     "another dtype": (
         lambda m: put(described(m).properties, "dtype", torch.float64),
-        "__0_0.distcp",
+        FILE,
         "should be torch.float64 of shape (2, 4)",
-    ),
-    "a dtype that is none": (
-        lambda m: put(described(m).properties, "dtype", torch.strided),
-        ".metadata",
-        "has a dtype that is not read",
-    ),
-    "another class": (
-        lambda m: m.state_dict_metadata.__setitem__("w", m.planner_data),
-        ".metadata",
-        "expected TensorStorageMetadata, got 'dict'",
     ),
     "compressed": (
         lambda m: put(places(m)[0], "transform_descriptors", ["zstd"]),
-        ".metadata",
+        INDEX,
         "is transformed: ['zstd']",
     ),
-    "beyond the file": (lambda m: put(places(m)[1], "length", 10**9), "__0_0.distcp", "it has"),
-    "negative": (lambda m: put(places(m)[0], "offset", -1), "__0_0.distcp", "is damaged"),
-    "another place": (lambda m: put(places(m)[0], "offset", 3), "__0_0.distcp", "is damaged"),
-    "a place of text": (lambda m: put(places(m)[0], "offset", "0"), ".metadata", "has no place"),
-    "a missing file": (
-        lambda m: put(places(m)[0], "relative_path", "gone"),
-        ".metadata",
-        "names 'gone', which cannot be opened\n  'w': No such file",
-    ),
+    "beyond the file": (lambda m: put(places(m)[1], "length", 10**9), FILE, "it has"),
+    "another place": (lambda m: put(places(m)[0], "offset", 3), FILE, "is damaged"),
     "a file elsewhere": (
         lambda m: put(places(m)[0], "relative_path", "../other"),
-        ".metadata",
+        INDEX,
         "it leads out of the folder",
     ),
-    "a link": (
-        lambda m: put(places(m)[0], "relative_path", "link"),
-        ".metadata",
-        "it is a symbolic link",
-    ),
+    "a link": (lambda m: put(places(m)[0], "relative_path", "link"), INDEX, "a symbolic link"),
 }
 
 
@@ -542,41 +452,26 @@ def test_what_is_damaged_is_refused_by_name(tmp_path: Path, what: str):
 def test_changed_bytes_never_do_harm(tmp_path: Path):
     """Whatever is changed, the result is an error of this library, or tensors of the right form."""
     write_dcp(tmp_path, {"w": (random(0, 4, 4), [[2], []]), "b": (random(1, 3), [[]])})
-    dice, outcomes = python_random.Random(0), set()
-    ran: list[str] = []
-    watching = [True]
-    unsafe = ("exec", "compile", "import", "os.system", "subprocess.Popen", "pickle.find_class")
-
-    def hook(event: str, args: Any) -> None:
-        if watching[0] and event in unsafe:
-            ran.append(event)
-
+    dice, outcomes, watch = python_random.Random(0), set(), Watch(tmp_path)
     with mf.make_groups(1) as groups:
         load_dcp(tmp_path, groups, like=None)
-        sys.addaudithook(hook)
-        for file in (".metadata", "__0_0.distcp"):
+        for file in (INDEX, FILE):
             whole = (tmp_path / file).read_bytes()
-            for _ in range(100):
+            for i in range(70):
                 data = bytearray(whole)
-                at = dice.randrange(len(data))
-                kind = dice.choice(["bit", "byte", "cut", "insert"])
-                if kind == "cut":
-                    del data[at : at + dice.choice([1, 10**6])]
-                elif kind == "insert":
-                    data[at:at] = dice.randbytes(2)
-                else:
-                    data[at] = data[at] ^ (1 << at % 8) if kind == "bit" else dice.randrange(256)
+                dice.choice(BYTES)(dice, data)
                 (tmp_path / file).write_bytes(bytes(data))
+                watch.on = i > 20  # the first ones may import modules
                 try:
                     found: Any = load_dcp(tmp_path, groups, like=None)
                     assert all(isinstance(x, mf.shards.Sharded) for x in found.values())
                     outcomes.add("loaded")
                 except mf.MicsError as error:
                     outcomes.add(type(error).__name__)
+                watch.on = False
             (tmp_path / file).write_bytes(whole)
-    watching[0] = False
     assert {"loaded", "FileError"} <= outcomes
-    assert not ran
+    assert not watch.seen
 
 
 def test_limits_and_mismatches_are_named(tmp_path: Path):
@@ -585,8 +480,6 @@ def test_limits_and_mismatches_are_named(tmp_path: Path):
         like = {"w": torch.empty(4, 4)}
         with pytest.raises(mf.errors.FileError, match="larger than the limits\n.*2 leaves"):
             load_dcp(tmp_path, groups, like=None, max_leaves=1)
-        with pytest.raises(mf.errors.FileError, match="larger than the limits"):
-            load_dcp(tmp_path, groups, like=None, max_header_bytes=10)
         with pytest.raises(mf.errors.LeafError, match="load_dcp: .*\n.*'b' is not expected"):
             load_dcp(tmp_path, groups, like=like)
         assert list(load_dcp(tmp_path, groups, like=like, strict=False)) == ["w"]
@@ -614,39 +507,6 @@ def test_an_error_on_one_rank_is_told_to_all(ranks: Ranks, tmp_path: Path):
     assert first.startswith(f"PeerFileError load_dcp: rank 1 failed: {said}")
 
 
-# Faults while writing.
-
-
-def refused(layout: Layout, path: Path, rank: int) -> str:
-    plain = exported._write
-
-    def failing(folder: Path, part: Any) -> Any:
-        if dist.get_rank() == rank:
-            (folder / "__1_0.distcp").write_bytes(b"a part")
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return plain(folder, part)
-
-    exported._write = failing
-    try:
-        save_values(layout, path, max_file_bytes=100)
-    except mf.MicsError as error:
-        return f"{type(error).__name__} {error}"
-    finally:
-        exported._write = plain
-    return ""
-
-
-@pytest.mark.parametrize("rank", [1])
-def test_a_full_disk_is_the_same_error_on_all_ranks(ranks: Ranks, tmp_path: Path, rank: int):
-    layout, path = LAYOUTS[2], tmp_path / "a"
-    (text,) = set(ranks(4).run(refused, layout, path, rank))
-    assert text.startswith(f"FileError save_dcp: {path} was not written\n  rank {rank}: OSError")
-    assert os.listdir(tmp_path) == []
-    ranks(4).run(save_values, layout, path)
-    (text,) = set(ranks(4).run(refused, layout, path, -1))
-    assert text.startswith(f"FileError save_dcp: {path} is a directory that is not empty")
-
-
 def killed(layout: Layout, path: Path, victim: int, place: str) -> str:
     """A save in which a rank is killed; what the others are told."""
     plain = getattr(exported, place)
@@ -666,15 +526,12 @@ def killed(layout: Layout, path: Path, victim: int, place: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("victim", "place"), [(1, "_write"), (0, "_describe")])
-def test_a_rank_that_is_killed_leaves_no_target(tmp_path: Path, victim: int, place: str):
+def test_a_rank_that_is_killed_leaves_no_target(tmp_path: Path):
     with RankPool(2) as pool:
-        found = pool.try_run(killed, LAYOUTS[1], tmp_path / "a", victim, place)
-        told = found[1 - victim]
+        told = pool.try_run(killed, LAYOUTS[1], tmp_path / "a", 0, "_describe")[1]
         assert isinstance(told, str)
         assert told.startswith(("PeerFailed", "CollectiveError"))
-        left = os.listdir(tmp_path)
-        assert left == [] if victim else all(re.fullmatch(r"\.a\.\w+\.tmp", x) for x in left)
+        assert all(re.fullmatch(r"\.a\.\w+\.tmp", x) for x in os.listdir(tmp_path))
         pool.run(save_values, LAYOUTS[1], tmp_path / "a")
     with mf.make_groups(1) as groups:
         assert set(load_dcp(tmp_path / "a", groups, like=None)) == {*values(), "buffer"}

@@ -1,10 +1,10 @@
 """A save that fails: the same error on all ranks, and nothing else has changed."""
 
-import ctypes
 import errno
 import gc
 import os
 import resource
+import shutil
 import signal
 import socket
 import threading
@@ -21,10 +21,9 @@ from jobs import Ended, run_job
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import mics_fn as mf
-from mics_fn import checkpoint, optim, spans, tree
+from mics_fn import checkpoint, spans, tree
 from mics_fn.checkpoint import saving
 from mics_fn.checkpoint.directory import Folder
-from mics_fn.checkpoint.snapshot import Snapshot
 from mics_fn.errors import FileError
 from mics_fn.lab.ranks.pool import RankPool
 
@@ -32,7 +31,6 @@ Pools = Callable[[int], RankPool]
 OPERATIONS = ("open", "write", "pwrite", "ftruncate", "fsync", "rename", "mkdir", "unlink", "rmdir")
 COMMITS = ["rename", "file"]
 LAYOUT = Layout((2, 2), 2)
-NOBODY = 65534
 # Errors come within a second on a quiet machine, and at the limit after 200.
 TIMEOUT_S, SOON_S = 200.0, 20.0
 
@@ -126,7 +124,7 @@ def fill_up(rank: int, folder: str, sizes: list[int]) -> list[Any]:
     return [rows, counts]
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(16, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("count", [6, pytest.param(24, marks=pytest.mark.thorough)])
 def test_a_full_disk_is_the_same_error_on_all_ranks(tmp_path: Path, count: int) -> None:
     sizes = [12_000 * i // count for i in range(count)]
     found = values(run_job(4, fill_up, str(tmp_path), sizes, limit_s=100.0))
@@ -143,85 +141,6 @@ def test_a_full_disk_is_the_same_error_on_all_ranks(tmp_path: Path, count: int) 
         assert sum(left for *_, left in ranks) == 0, size
     assert failed >= count / 2
     assert max(threads for _, (_, threads) in found) < 20
-
-
-def small_disk(rank: int, folder: str) -> Any:
-    groups = made()
-    state = mf.shard({"w": torch.zeros(60_000)}, groups)
-    checkpoint.save(folder, state, groups, step=1, keep=2)
-    found = []
-    for step in range(2, 8):
-        found.append(error_of(lambda: checkpoint.save(folder, state, groups, step=step)))  # noqa: B023
-        if found[-1][0]:
-            break
-    newest = checkpoint.latest(folder)
-    assert checkpoint.verify(folder).step == newest
-    groups.close()
-    return [kind for kind, *_ in found], found[-1][1], newest
-
-
-def on_a_small_disk(folder: str) -> list[Any]:
-    """Ranks that share a disk of 1 MB, which nobody else sees."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(0x00020000) or libc.mount(None, b"/", None, 0x44000, None):
-        return []
-    if libc.mount(b"none", folder.encode(), b"tmpfs", 0, b"size=1m"):
-        return []
-    return values(run_job(4, small_disk, folder))
-
-
-def test_a_disk_that_fills_up(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.write(write, repr(on_a_small_disk(str(tmp_path / "disk"))).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with open(read, "rb") as pipe:
-        found: list[Any] = eval(pipe.read() or b"['died']")
-    os.waitpid(pid, 0)
-    if not found:
-        pytest.skip("only root mounts")
-    kinds, text, newest = found[0]
-    assert all(each == found[0] for each in found)
-    assert kinds[-1] == "FileError"
-    assert newest == len(kinds) >= 2
-    assert "bytes" in text
-
-
-# No right to write.
-
-
-def write_as_nobody(rank: int, folder: str) -> Any:
-    groups = made()
-    save_at(folder, 1, groups)
-    groups.partition.check_open()
-    os.seteuid(NOBODY)
-    found = [error_of(lambda: save_at(folder, 2, groups, apart=a)) for a in (False, True)]  # noqa: B023
-    check_step(folder, 1, groups)
-    found += [error_of(lambda: save_at(f"{folder}/new", 2, groups))]
-    os.seteuid(0)
-    save_at(folder, 2, groups)
-    check_step(folder, 2, groups)
-    groups.close()
-    return [(kind, text) for kind, text, _ in found]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes somebody else")
-def test_without_the_right_to_write_all_ranks_say_so(tmp_path: Path) -> None:
-    for path in [tmp_path, *tmp_path.parents]:
-        if not path.stat().st_mode & 0o001 and path.stat().st_uid == os.geteuid():
-            path.chmod(path.stat().st_mode | 0o011)
-    (tmp_path / "jobs").mkdir(mode=0o755)
-    found = values(run_job(4, write_as_nobody, str(tmp_path / "jobs")))
-    assert all(each == found[0] for each in found)
-    for kind, text in found[0]:
-        assert kind == "FileError"
-        assert "Permission denied" in text
-        assert "rank 0" in text
 
 
 # Disks that fail.
@@ -254,11 +173,11 @@ class Failing:
 def test_each_operation_may_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commit: str, times: int, apart: bool
 ) -> None:
-    groups, failed = mf.make_groups(1), 0
+    groups, failed, plain = mf.make_groups(1), 0, tmp_path / "plain"
+    for step in (1, 2):
+        save_at(plain, step, groups, commit=COMMITS[step % 2])
     for first in range(0, 100, 1 + apart):
-        folder = tmp_path / f"{first}"
-        for step in (1, 2):
-            save_at(folder, step, groups, commit=COMMITS[step % 2])
+        folder = shutil.copytree(plain, tmp_path / f"{first}")
         failing = Failing(first, times)
         with monkeypatch.context() as patch:
             for name in OPERATIONS:
@@ -278,37 +197,6 @@ def test_each_operation_may_fail(
         assert left_in(folder) == 0, (first, os.listdir(folder))
         assert checkpoint.steps(folder) == [2, 3]
     assert failed >= 5 / (1 + apart)
-
-
-def fail_to_sync(layout: Layout, folder: str) -> list[Any]:
-    """One rank after the other cannot bring its file to the disk, and at last the first one."""
-    groups, found, plain = groups_of(layout), [], os.fsync
-    save_at(folder, 1, groups)
-    for odd in range(groups.world_size):
-
-        def fail(number: int) -> None:
-            raise OSError(errno.EIO, "Input/output error")
-
-        os.fsync = fail if groups.rank == odd else plain
-        try:
-            for apart in (False, True):
-                found.append(error_of(lambda: save_at(folder, 2, groups, apart=apart)))  # noqa: B023
-                check_step(folder, 1, groups)
-        finally:
-            os.fsync = plain
-    save_at(folder, 2, groups)
-    check_step(folder, 2, groups)
-    return found
-
-
-def test_one_rank_that_cannot_write_fails_the_save_of_all(ranks: Pools, tmp_path: Path) -> None:
-    found = ranks(4).run(fail_to_sync, LAYOUT, str(tmp_path))
-    for i, each in enumerate(zip(*found, strict=True)):
-        assert {(kind, text) for kind, text, _ in each} == {each[0][:2]}
-        assert each[0][0] == "FileError"
-        assert f"on rank {i // 2}" in each[0][1]
-        assert "nothing came within" not in each[0][1]
-    assert left_in(tmp_path) == 0
 
 
 # While training goes on.
@@ -354,61 +242,6 @@ def test_all_ranks_hear_of_a_failed_save_after_the_same_step(ranks: Pools, tmp_p
         assert "Input/output error" in text
 
 
-def change_at_once(layout: Layout, folder: str) -> None:
-    groups = groups_of(layout)
-    params = mf.shard({"w": torch.arange(90.0), "b": torch.ones(7)}, groups)
-    state = mf.init_state(params, optim.adamw(0.1), buffers={"mean": torch.ones(5)})
-    kept = [torch.as_tensor(x).clone() for x in tree.flatten(state)[0]]
-    plain = saving.write_part
-
-    def late(path: Path, tensors: Any) -> Any:
-        time.sleep(0.05)
-        return plain(path, tensors)
-
-    saving.write_part = late
-    try:
-        pending = checkpoint.start_save(folder, state, groups, step=1)
-        for x in tree.flatten(state.buffers)[0]:
-            x.zero_()
-        grads = tree.map_leaves(torch.ones_like, state.params)
-        state = mf.opt_step(state, grads, donate=True)
-        pending.wait()
-    finally:
-        saving.write_part = plain
-    found = checkpoint.load(folder, state, groups).state
-    assert found.step == 0
-    for x, y in zip(tree.flatten(found)[0], kept, strict=True):
-        assert torch.equal(torch.as_tensor(x), y)
-
-
-def test_what_changes_after_start_save_is_not_what_is_saved(ranks: Pools, tmp_path: Path) -> None:
-    ranks(4).run(change_at_once, LAYOUT, str(tmp_path))
-
-
-def fail_to_copy(layout: Layout, folder: str) -> Any:
-    groups, plain = groups_of(layout), Snapshot.copied
-
-    def fail(self: Any, tensors: Any) -> Any:
-        raise MemoryError("no room for the copy")
-
-    if groups.rank == 1:
-        Snapshot.copied = fail
-    try:
-        found = error_of(lambda: save_at(folder, 1, groups, apart=True))
-    finally:
-        Snapshot.copied = plain
-    save_at(folder, 1, groups, apart=True)
-    check_step(folder, 1, groups)
-    return found
-
-
-def test_a_copy_that_fails_on_one_rank_fails_the_save_of_all(ranks: Pools, tmp_path: Path) -> None:
-    found = ranks(4).run(fail_to_copy, LAYOUT, str(tmp_path))
-    assert {each[:2] for each in found} == {found[0][:2]}
-    assert "no room for the copy" in found[0][1]
-    assert "nothing came within" not in found[0][1]
-
-
 def test_a_finished_save_keeps_nothing_of_the_state(tmp_path: Path) -> None:
     groups = mf.make_groups(1)
     for step, apart in ((1, False), (2, True)):
@@ -452,7 +285,7 @@ def interrupted(rank: int, folder: str, who: list[int], where: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("who", [[1], [0, 1, 2, 3]])
+@pytest.mark.parametrize("who", [[1], pytest.param([0, 1, 2, 3], marks=pytest.mark.thorough)])
 def test_ctrl_c_in_a_save(tmp_path: Path, who: list[int]) -> None:
     found = values(run_job(4, interrupted, str(tmp_path), who, "save: write"))
     for rank, (kind, text, seconds) in enumerate(found):
@@ -463,8 +296,8 @@ def test_ctrl_c_in_a_save(tmp_path: Path, who: list[int]) -> None:
 
 
 def test_ctrl_c_while_a_save_is_waited_for(tmp_path: Path) -> None:
-    found = values(run_job(4, interrupted, str(tmp_path), [0], "save: commit"))
-    assert [kind for kind, *_ in found] == ["KeyboardInterrupt", "", "", ""]
+    found = values(run_job(2, interrupted, str(tmp_path), [0], "save: commit"))
+    assert [kind for kind, *_ in found] == ["KeyboardInterrupt", ""]
     assert checkpoint.steps(tmp_path) == [1, 2, 3, 4]  # the thread went on
 
 
@@ -488,7 +321,7 @@ def leave(rank: int, folder: str, how: str) -> Any:
         groups.close()
         assert pending.done
         return checkpoint.latest(folder)
-    if how == "raises" and rank == 2:
+    if how == "raises" and rank == 1:
         raise KeyError("an error of the program")
     if how == "raises":
         pending.wait()
@@ -497,12 +330,12 @@ def leave(rank: int, folder: str, how: str) -> Any:
 
 @pytest.mark.parametrize("how", ["closes", "exits", "raises"])
 def test_a_save_under_way_is_committed_whatever_the_program_does(tmp_path: Path, how: str) -> None:
-    found = run_job(4, leave, str(tmp_path), how)
-    assert [each.status for each in found] == [0] * 4
-    assert [each.error for each in found] == ["", "", "KeyError" if how == "raises" else "", ""]
+    found = run_job(2, leave, str(tmp_path), how)
+    assert [each.status for each in found] == [0, 0]
+    assert [each.error for each in found] == ["", "KeyError" if how == "raises" else ""]
     assert checkpoint.verify(tmp_path).step == 1
     if how == "closes":
-        assert [each.value for each in found] == [1] * 4
+        assert [each.value for each in found] == [1, 1]
 
 
 def killed(rank: int, folder: str, who: int, where: str, apart: bool) -> Any:
@@ -516,12 +349,12 @@ def killed(rank: int, folder: str, who: int, where: str, apart: bool) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("who", "where", "apart"), [(0, "save: commit", False), (3, "save: write", True)]
+    ("who", "where", "apart"), [(0, "save: commit", False), (1, "save: write", True)]
 )
 def test_a_rank_that_is_killed_in_a_save_is_named(
     tmp_path: Path, who: int, where: str, apart: bool
 ) -> None:
-    found = run_job(4, killed, str(tmp_path), who, where, apart)
+    found = run_job(2, killed, str(tmp_path), who, where, apart)
     for rank, each in enumerate(found):
         if rank == who:
             assert each.status == -signal.SIGKILL
@@ -584,16 +417,16 @@ def many_saves(layout: Layout, folder: str, count: int) -> Any:
         saving.write_part = fail if i % 5 == 4 and groups.rank == 1 else plain
         error_of(lambda: save_at(folder, i, groups, apart=bool(i % 2), keep=2))  # noqa: B023
         if i in (count - 1, 2 * count - 1):
-            looks.append(_look(folder))
+            looks.append(held(folder))
     saving.write_part = plain
     deadline = time.monotonic() + 5
     while looks[1] > looks[0] and time.monotonic() < deadline:  # others open files for a moment
         time.sleep(0.05)
-        looks[1] = _look(folder)
+        looks[1] = held(folder)
     return looks
 
 
-def _look(folder: str) -> tuple[int, int, int]:
+def held(folder: str) -> tuple[int, int, int]:
     """Open files, threads, and entries of the folder."""
     gc.collect()
     files = len(os.listdir("/proc/self/fd"))
@@ -601,5 +434,5 @@ def _look(folder: str) -> tuple[int, int, int]:
 
 
 def test_nothing_grows(ranks: Pools, tmp_path: Path) -> None:
-    for half, whole in ranks(4).run(many_saves, LAYOUT, str(tmp_path), 20):
+    for half, whole in ranks(4).run(many_saves, LAYOUT, str(tmp_path), 10):
         assert whole <= half

@@ -19,10 +19,7 @@ from mutating import Watch, replace_in_json
 
 import mics_fn as mf
 from mics_fn import checkpoint
-from mics_fn.errors import (
-    CheckpointNotFound,
-    FileError,
-)
+from mics_fn.errors import CheckpointNotFound, FileError
 from mics_fn.lab.ranks import pool
 
 PART, STEP = "rank-00000.safetensors", "step-00000001"
@@ -155,110 +152,51 @@ def device(path: Path) -> None:
         pytest.skip("only root makes devices")
 
 
-Bad = tuple[Callable[[Path], Any], type[FileError], str]
 MANIFEST = "MANIFEST.json"
-CASES: dict[str, Bad] = {
-    "no JSON": (raw(b"{nope"), FileError, "is not a manifest"),
-    "another object": (raw(b'{"format":"other"}'), FileError, "is not a manifest: format 'other'"),
-    "a list": (raw(b"{[]"), FileError, "is not a manifest"),
-    "deep nesting": (raw(b'{"a":' + b"[" * 10**6), FileError, "is not a manifest"),
-    "deep values": (
-        in_text(b'epoch":3', b'epoch":' + b"[" * 900 + b"]" * 900),
-        FileError,
-        "",
-    ),
-    "no text": (raw(b"{\xff\xfe"), FileError, "is not a manifest"),
-    "more than 64 MB": (
-        lambda folder: os.truncate(folder / STEP / MANIFEST, 65 * 2**20),
-        FileError,
-        "limits",
-    ),
-    "empty": (lambda folder: os.truncate(folder / STEP / MANIFEST, 0), FileError, "is damaged"),
-    "unknown version": (put("version", [2, 0]), FileError, "has version 2, known here is 1"),
-    "NaN": (in_text(b'epoch":3', b'epoch":NaN'), FileError, "NaN is not a number"),
-    "twice": (in_text(b'"step":1', b'"step":1,"step":1'), FileError, "'step' is there twice"),
-    "huge number": (in_text(b'"step":1', b'"step":' + b"9" * 5000), FileError, "is not a manifest"),
-    "another step": (put("step", 7), FileError, "holds step 7"),
-    "negative step": (put("step", -1), FileError, "does not fit together"),
-    "out of the folder": (put("writers", 0, 0, "../x"), FileError, "'../x', which is not opened"),
-    "absolute": (put("writers", 0, 0, "/etc/passwd"), FileError, "which is not opened"),
-    "nul": (put("writers", 0, 0, "a\0b"), FileError, "which is not opened"),
-    "half a character": (put("writers", 0, 0, "\ud800"), FileError, "which is not opened"),
-    "the folder": (put("writers", 0, 0, "."), FileError, "which is not opened"),
-    "long name": (put("writers", 0, 0, "x" * 5000), FileError, "does not fit together"),
-    "the manifest as a file": (put("writers", 0, 0, MANIFEST), FileError, "and had"),
-    "a link": (
-        instead(PART, lambda path: path.symlink_to("/etc/passwd")),
-        FileError,
-        "is not opened: it is not a regular file",
-    ),
-    "a FIFO": (instead(PART, os.mkfifo), FileError, "is not a regular file"),
-    "a device": (instead(PART, device), FileError, "is not a regular file"),
-    "a folder": (instead(PART, os.mkdir), FileError, "is not a regular file"),
-    "a link as manifest": (
-        instead(MANIFEST, lambda path: path.symlink_to("/etc/passwd")),
-        FileError,
-        "is not opened",
-    ),
-    "a FIFO as manifest": (instead(MANIFEST, os.mkfifo), FileError, "is not opened"),
+# What is done to a checkpoint, and what the error says.
+CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no JSON": (raw(b"{nope"), "is not a manifest"),
+    "deep nesting": (raw(b'{"a":' + b"[" * 10**6), "is not a manifest"),
+    "deep values": (in_text(b'epoch":3', b'epoch":' + b"[" * 900 + b"]" * 900), ""),
+    "more than 64 MB": (lambda folder: os.truncate(folder / STEP / MANIFEST, 65 * 2**20), "limits"),
+    "empty": (lambda folder: os.truncate(folder / STEP / MANIFEST, 0), "is damaged"),
+    "unknown version": (put("version", [2, 0]), "has version 2, known here is 1"),
+    "NaN": (in_text(b'epoch":3', b'epoch":NaN'), "NaN is not a number"),
+    "twice": (in_text(b'"step":1', b'"step":1,"step":1'), "'step' is there twice"),
+    "another step": (put("step", 7), "holds step 7"),
+    "out of the folder": (put("writers", 0, 0, "../x"), "'../x', which is not opened"),
+    "half a character": (put("writers", 0, 0, "\ud800"), "which is not opened"),
+    "the manifest as a file": (put("writers", 0, 0, MANIFEST), "and had"),
+    "a link": (instead(PART, lambda path: path.symlink_to("/etc/passwd")), "not a regular file"),
+    "a FIFO": (instead(PART, os.mkfifo), "is not a regular file"),
+    "a device": (instead(PART, device), "is not a regular file"),
     "a link as folder": (
         lambda folder: [(folder / STEP).rename(folder / "x"), (folder / STEP).symlink_to("x")],
-        FileError,
         "it is a symbolic link",
     ),
-    "cell out of range": (put("writers", 0, 3, 0, [5, 0]), FileError, "cells of 1 times 1 ranks"),
-    "negative cell": (put("writers", 0, 3, 0, [-1, 0]), FileError, "does not fit together"),
-    "no cells": (put("writers", 0, 3, []), FileError, "has not a cell"),
-    "no writers": (put("writers", []), FileError, "cells of 1 times 1 ranks"),
+    "cell out of range": (put("writers", 0, 3, 0, [5, 0]), "cells of 1 times 1 ranks"),
+    "no cells": (put("writers", 0, 3, []), "has not a cell"),
     "twice a file": (
         lambda folder: change_manifest(folder, lambda b: b["writers"].append(b["writers"][0])),
-        FileError,
         "a file is there twice",
     ),
-    "huge homes": (put("homes", 0, [2**40, 2**20]), FileError, "cells of"),
-    "no lines": (put("lines", []), FileError, "does not fit together"),
-    "huge line": (put("lines", -1, [2**60, 2**60, 1, 0]), FileError, "the last line"),
-    "huge cells": (put("lines", 0, 1, 2**50), FileError, "does not fit together"),
-    "line of nobody": (put("lines", 0, 3, 9), FileError, "is of unknown groups"),
-    "no parts": (put("lines", 0, 1, 0), FileError, "does not fit together"),
-    "many sizes": (put("tensors", 0, 2, [2**61] * 100_000), FileError, "at most 64 sizes"),
-    "overflow": (put("tensors", 0, 2, [2**40, 2**40]), FileError, "overflows"),
-    "negative size": (put("tensors", 0, 2, [-6]), FileError, "sizes"),
-    "beyond its line": (put("tensors", 0, 4, 2**50), FileError, "does not lie on its line"),
-    "dtype of a module": (put("tensors", 0, 1, "_dynamo"), FileError, "is of '_dynamo'"),
-    "unreadable dtype": (put("tensors", 0, 1, "quint8"), FileError, "is of 'quint8'"),
-    "half a character in a name": (put("tensors", 0, 0, "\ud800"), FileError, "does not fit"),
-    "a tensor in the numbers": (
-        put("values", "epoch", {"$tensor": "x"}),
-        FileError,
-        "does not fit together",
-    ),
-    "replicas": (put("replicas", "other"), FileError, "replicas 'other'"),
-    "another name": (put("tensors", 0, 0, "w.v"), FileError, "w.v"),
-    "negative bytes": (put("writers", 0, 1, -1), FileError, "does not fit together"),
-    "huge bytes": (put("writers", 0, 1, 2**61), FileError, "and had"),
-    "checksum missing": (sums(NAME, None), FileError, f"{NAME}: its checksums are missing"),
-    "checksum empty": (sums(NAME, ""), FileError, f"{NAME}: its checksums are missing"),
-    "checksum long": (sums(NAME, "0" * 16), FileError, f"{NAME}: its checksums are missing"),
-    "checksum wrong": (sums(NAME, "0" * 8), FileError, "are not those that were saved"),
-    "no checksums": (
-        in_part(lambda header: header.pop("__metadata__") and None),
-        FileError,
-        "its checksums are missing",
-    ),
-    "short slice": (in_part(short), FileError, NAME),
-    "overlap": (in_part(lambda h: h[NAME].update(data_offsets=[0, 24])), FileError, ""),
-    "huge shape": (in_part(lambda h: h[NAME].update(shape=[2**50])), FileError, "does not fit"),
-    "other dtype": (in_part(lambda h: h[NAME].update(dtype="I32")), FileError, NAME),
-    "unknown dtype": (in_part(lambda h: h[NAME].update(dtype="C64")), FileError, "no dtype"),
-    "more bytes": (in_part(lambda h: None, b"x" * 9), FileError, "9 bytes follow"),
-    "a list as header": (in_part(lambda h: [1]), FileError, "its header is a list"),
-    "extra is no JSON": (extra(b"{nope"), FileError, "$extra"),
-    "extra without its tensor": (extra(b'{"$tensor":"no"}'), FileError, "$extra"),
-    "extra of wrong types": (extra(b'{"$tuple":3}'), FileError, "$extra"),
-    "extra of a list": (extra(b'{"$tensor":[]}'), FileError, "$extra"),
-    "extra is no text": (extra(b"\xff\xff"), FileError, "$extra"),
-    "deep extra": (extra(b"[" * 10**5), FileError, "$extra"),
+    "huge homes": (put("homes", 0, [2**40, 2**20]), "cells of"),
+    "line of nobody": (put("lines", 0, 3, 9), "is of unknown groups"),
+    "many sizes": (put("tensors", 0, 2, [2**61] * 100_000), "at most 64 sizes"),
+    "overflow": (put("tensors", 0, 2, [2**40, 2**40]), "overflows"),
+    "beyond its line": (put("tensors", 0, 4, 2**50), "does not lie on its line"),
+    "dtype of a module": (put("tensors", 0, 1, "_dynamo"), "is of '_dynamo'"),
+    "replicas": (put("replicas", "other"), "replicas 'other'"),
+    "checksum missing": (sums(NAME, None), f"{NAME}: its checksums are missing"),
+    "checksum long": (sums(NAME, "0" * 16), f"{NAME}: its checksums are missing"),
+    "checksum wrong": (sums(NAME, "0" * 8), "are not those that were saved"),
+    "short slice": (in_part(short), NAME),
+    "huge shape": (in_part(lambda h: h[NAME].update(shape=[2**50])), "does not fit"),
+    "other dtype": (in_part(lambda h: h[NAME].update(dtype="I32")), NAME),
+    "more bytes": (in_part(lambda h: None, b"x" * 9), "9 bytes follow"),
+    "extra is no JSON": (extra(b"{nope"), "$extra"),
+    "extra without its tensor": (extra(b'{"$tensor":"no"}'), "$extra"),
+    "extra of wrong types": (extra(b'{"$tuple":3}'), "$extra"),
 }
 # What `verify` does not see, as it compares files with checksums and knows no state.
 LOAD_ONLY = ["deep values", *(name for name in CASES if "extra" in name)]
@@ -270,14 +208,14 @@ def look(case: str, folder: Path) -> list[str]:
     save(folder, groups)
     checkpoint.load(folder, state(groups), groups)
     checkpoint.verify(folder)
-    change, kind, _ = CASES[case]
+    change, _ = CASES[case]
     change(folder)
     watch, before = Watch(folder), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     verbs: list[Any] = [lambda: checkpoint.load(folder, state(groups), groups)]
     verbs += [] if case in LOAD_ONLY else [lambda: checkpoint.verify(folder)]
     for verb in verbs:
         started, watch.on = time.process_time(), True
-        with pytest.raises(kind) as raised:
+        with pytest.raises(FileError) as raised:
             verb()
         watch.on = False
         assert time.process_time() - started < 5.0
@@ -296,7 +234,7 @@ def look_at_all(folder: Path, cases: list[str]) -> dict[str, str]:
     for i, case in enumerate(cases):
         try:
             texts = look(case, folder / str(i))
-            fragment = CASES[case][2]
+            fragment = CASES[case][1]
             if not all(fragment in text for text in texts):
                 wrong[case] = f"{fragment!r} is not in {texts}"
         except BaseException as error:
@@ -341,7 +279,7 @@ def rewrite_at_random(folder: Path, first: int, count: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "count", [150, pytest.param(1200, marks=[pytest.mark.thorough, pytest.mark.limit(500)])]
+    "count", [80, pytest.param(1200, marks=[pytest.mark.thorough, pytest.mark.limit(500)])]
 )
 def test_any_value_at_any_place_is_refused_or_read(tmp_path: Path, count: int) -> None:
     (refused,) = pool.run_ranks(rewrite_at_random, 1, tmp_path, count, count, timeout_s=450.0)
@@ -352,11 +290,8 @@ def test_any_value_at_any_place_is_refused_or_read(tmp_path: Path, count: int) -
     ("make", "seen"),
     [
         (lambda path: None, "is not a folder"),
-        (lambda path: path.mkdir(), "no committed checkpoint"),
         (lambda path: (path / ".tmp-step-00000001-ab").mkdir(parents=True), "it has: .tmp-step"),
-        (lambda path: path.write_text("x"), "is not a folder"),
         (lambda path: (path / "step-00000001").mkdir(parents=True), "it has: step-00000001"),
-        (lambda path: (path.mkdir(), (path / STEP).write_text("x")), "it has: step-00000001"),
     ],
 )
 def test_where_no_step_is(tmp_path: Path, make: Callable[[Path], Any], seen: str) -> None:
@@ -398,10 +333,3 @@ def test_a_step_that_cannot_be_listed_is_never_removed(
         assert checkpoint.steps(tmp_path) == [1]
         checkpoint.save(tmp_path, state(groups), groups, step=2)
     assert checkpoint.verify(tmp_path, 1).step == 1
-
-
-def test_another_state_is_a_mismatch(tmp_path: Path) -> None:
-    groups = mf.make_groups(1)
-    save(tmp_path, groups)
-    with pytest.raises(FileError, match="plain"):
-        checkpoint.load(tmp_path, state(groups) | {"plain": torch.ones(6)}, groups)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, TREES, Layout, groups_of, placed_as, small_first
+from cases import DTYPES, LAYOUTS, TREES, Layout, groups_of, placed_as, same_bits, small_first
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from mics_fn.checkpoint.snapshot import on_bytes
 from mics_fn.errors import FileError, LeafError, MicsError
 from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.optim.flat import by_leaf
-from mics_fn.shards.leaf import is_leaf
 
 Pools = Callable[[int], RankPool]
 
@@ -89,19 +88,16 @@ def state_on(layout: Layout, kind: str, dtype: torch.dtype, seed: int, scheme: s
     return state, groups
 
 
-def whole_of(state: Any, groups: Any) -> list[Any]:
+def whole_of(state: Any, groups: Any) -> Any:
     """Everything in a state, in full."""
     plain = by_leaf(state)
-    found = []
-    for leaf in tree.flatten(plain, is_leaf)[0]:
-        if is_leaf(leaf) and getattr(leaf, "bucket", None) is not None and hasattr(leaf, "data"):
-            exact = mf.unshard([leaf], groups)[0]
-            found.append(exact)
-        elif is_leaf(leaf):
-            found.append(getattr(leaf, "data", None))
-        else:
-            found.append(leaf)
-    return found
+    moments = {kind: mf.unshard(x, groups) for kind, x in plain.opt.moments.items()}
+    rest = plain.opt.count, plain.opt.scalars, plain.buffers, plain.step
+    return mf.unshard(plain.params, groups), moments, rest
+
+
+def copied(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) else x
 
 
 def saved(layout: Layout, kind: str, dtype: torch.dtype, folder: str, scheme: str = "") -> Any:
@@ -124,21 +120,10 @@ def loaded(
         pairs = zip(tree.flatten(kept)[0], tree.flatten(like)[0], strict=True)
         assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
     assert tree.flatten(found.state)[1] == spec
-    whole = [x.clone() if isinstance(x, Tensor) else x for x in whole_of(found.state, groups)]
+    whole = tree.map_leaves(copied, whole_of(found.state, groups))
     grads = tree.map_leaves(torch.ones_like, found.state.params)
     assert mf.opt_step(found.state, grads, donate=True).step == 3  # memory is as steps need it
     return found.extra, whole
-
-
-def check_equal(a: list[Any], b: list[Any]) -> None:
-    assert len(a) == len(b)
-    for x, y in zip(a, b, strict=True):
-        assert type(x) is type(y)
-        if isinstance(x, Tensor):
-            assert x.dtype == y.dtype
-            assert torch.equal(x, y)
-        else:
-            assert x == y
 
 
 TARGETS = [Layout((1,), 1), Layout((2,), 2), Layout((2, 2), 2), Layout((2, 2), 4)]
@@ -158,23 +143,8 @@ def test_any_layout_loads_what_any_other_saved(
         got = ranks(target.world_size).run(loaded, target, kind, dtype, folder, len(kind) % 2 == 0)
         for rank, (extra, state) in enumerate(got):
             assert extra == {"rank": rank % source.world_size}
-            check_equal(state, states[0])
+            same_bits(state, states[0])
         assert checkpoint.verify(folder).step == 2
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", list(TREES))
-@pytest.mark.parametrize("target", [x for x in LAYOUTS if x.world_size <= 8])
-def test_all_pairs_of_layouts(ranks: Pools, tmp_path: Path, target: Layout, kind: str) -> None:
-    first = list(TREES).index(kind) % 4  # so each pair has a quarter of the trees
-    for i, source in list(enumerate(LAYOUTS))[first::4]:
-        folder = str(tmp_path / str(i))
-        found = ranks(source.world_size).run(saved, source, kind, torch.float32, folder)
-        got = ranks(target.world_size).run(
-            loaded, target, kind, torch.float32, folder, bool(i // 2 % 2)
-        )
-        for _, state in got:
-            check_equal(state, found[0][1])
 
 
 @pytest.mark.parametrize("scheme", ["zero2", "hpz", "fixed_order"])
@@ -182,9 +152,9 @@ def test_placements_do_not_matter(ranks: Pools, tmp_path: Path, scheme: str) -> 
     everywhere, two = Layout((2, 2), 4), Layout((2,), 1)
     found = ranks(4).run(saved, everywhere, "mixed", torch.float32, str(tmp_path), scheme)
     got = ranks(2).run(loaded, two, "mixed", torch.float32, str(tmp_path), False)
-    check_equal(got[0][1], found[0][1])
+    same_bits(got[0][1], found[0][1])
     got = ranks(4).run(loaded, everywhere, "mixed", torch.float32, str(tmp_path), True, scheme)
-    check_equal(got[0][1], found[0][1])
+    same_bits(got[0][1], found[0][1])
 
 
 def balanced(layout: Layout, folder: str) -> None:
@@ -196,7 +166,7 @@ def balanced(layout: Layout, folder: str) -> None:
     checkpoint.save(folder, state, groups, step=0)
 
 
-@pytest.mark.parametrize("layout", [Layout((2, 2), 2), Layout((2, 2), 1), Layout((2, 2), 4)])
+@pytest.mark.parametrize("layout", [Layout((2, 2), 2), Layout((2, 2), 1)])
 def test_each_byte_is_written_once_and_by_all(ranks: Pools, tmp_path: Path, layout: Layout) -> None:
     ranks(layout.world_size).run(balanced, layout, str(tmp_path))
     (step,) = tmp_path.glob("step-*")
@@ -244,7 +214,6 @@ def filled(layout: Layout, folder: str) -> None:
     ("source", "target"),
     [
         (Layout((2, 2), 2), Layout((2, 2), 4)),
-        (Layout((1,), 1), Layout((2, 2), 4)),
         (Layout((2, 2), 4), Layout((2,), 1)),
     ],
 )
@@ -259,7 +228,7 @@ def test_a_rank_reads_its_own_part(
 # Every dtype that torch has: what is saved can be loaded, and all else is refused by name.
 
 ALL_DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
-SHAPES: dict[str, tuple[int, ...]] = {"2D": (5, 3), "0-dim": (), "empty": (0, 3)}
+FORMED = [torch.float32, torch.complex64]  # whose views are saved too
 
 
 def value_of(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> Tensor:
@@ -279,17 +248,16 @@ def bits(x: Tensor) -> list[int]:
 
 
 def forms_of(dtype: torch.dtype) -> dict[str, Tensor]:
-    """Tensors of a dtype of every shape, and views of other tensors where torch can copy these."""
-    found = {name: value_of(dtype, shape, i) for i, (name, shape) in enumerate(SHAPES.items())}
-    try:
-        whole = value_of(dtype, (6, 4), 9)
-        whole.t().contiguous()
-        found |= {"transposed": whole.t(), "every other": whole[::2, 1:], "one": whole[1:2, 0]}
-    except (RuntimeError, NotImplementedError):
+    """Tensors of a dtype; of some dtypes of every shape, and views of other tensors."""
+    found = {"2D": value_of(dtype, (5, 3))}
+    if dtype not in FORMED:
         return found
+    found |= {"0-dim": value_of(dtype, ()), "empty": value_of(dtype, (0, 3))}
+    whole = value_of(dtype, (6, 4), 9)
+    found |= {"transposed": whole.t(), "every other": whole[::2, 1:], "one": whole[1:2, 0]}
     if dtype.is_complex:
         found["conj"] = value_of(dtype, (5,), 4).conj()
-    elif dtype in (torch.float16, torch.float32, torch.float64):
+    elif dtype == torch.float32:
         found["neg"] = torch.view_as_complex(value_of(dtype, (5, 2), 4)).conj().imag
     return found
 
@@ -310,13 +278,15 @@ def roles_of(x: Tensor, groups: mf.Groups) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-def saves_dtypes(layout: Layout, folder: str, part: int) -> dict[str, set[str]]:
-    """Save and load each dtype of a third in each form and role, and return what each ended in."""
+def saves_dtypes(layout: Layout, folder: str) -> dict[str, set[str]]:
+    """Save and load each dtype in each form and role, and return what each ended in."""
     groups, ends = groups_of(layout), dict[str, set[str]]()
     warnings.simplefilter("ignore")  # torch warns of some dtypes
-    for dtype in ALL_DTYPES[part::3]:
+    for i, dtype in enumerate(ALL_DTYPES):
         for form, x in forms_of(dtype).items():
-            for role, (state, extra) in roles_of(x, groups).items():
+            roles = list(roles_of(x, groups).items())
+            roles = roles if dtype in FORMED else [roles[i % len(roles)]]
+            for role, (state, extra) in roles:
                 end = comes_back(f"{folder}/{dtype}-{form}-{role}", state, extra, groups)
                 ends.setdefault(f"{dtype} {role}", set()).add(end)
     return ends
@@ -342,10 +312,9 @@ def comes_back(where: str, state: Any, extra: Any, groups: mf.Groups) -> str:
     return "comes back"
 
 
-@pytest.mark.parametrize("part", range(3))
-def test_every_dtype_comes_back_or_is_refused(ranks: Pools, tmp_path: Path, part: int) -> None:
-    for ends in ranks(2).run(saves_dtypes, Layout((2,), 2), str(tmp_path), part):
-        assert {case.partition(" ")[0] for case in ends} == set(map(str, ALL_DTYPES[part::3]))
+def test_every_dtype_comes_back_or_is_refused(ranks: Pools, tmp_path: Path) -> None:
+    for ends in ranks(2).run(saves_dtypes, Layout((2,), 2), str(tmp_path)):
+        assert {case.partition(" ")[0] for case in ends} == set(map(str, ALL_DTYPES))
         for case, end in ends.items():
             dtype, _, role = case.partition(" ")
             if dtype.removeprefix("torch.") in SAVED:
@@ -359,13 +328,14 @@ def exports_all_dtypes(layout: Layout, folder: str) -> dict[str, set[str]]:
     """Export each dtype, as a tensor and as shards, and tell which were refused."""
     groups, ends = groups_of(layout), dict[str, set[str]]()
     warnings.simplefilter("ignore")
-    for dtype in ALL_DTYPES:
+    verbs = checkpoint.save_pretrained, checkpoint.save_dcp
+    for i, dtype in enumerate(ALL_DTYPES):
         for form, x in forms_of(dtype).items():
             given: dict[str, Any] = {"tensor": {"x": x, "w": torch.ones(3)}}
             with contextlib.suppress(MicsError):
                 given["shards"] = mf.shard(given["tensor"], groups, frozen=lambda path: True)
             for role, params in given.items():
-                for save in (checkpoint.save_pretrained, checkpoint.save_dcp):
+                for save in verbs if dtype in FORMED else verbs[i % 2 :][:1]:
                     end = is_exported(f"{folder}/{dtype}-{form}-{role}", save, params, x, groups)
                     ends.setdefault(f"{dtype} {role}", set()).add(end)
     return ends
@@ -388,9 +358,8 @@ def is_exported(where: str, save: Any, params: Any, x: Tensor, groups: mf.Groups
     return "comes back"
 
 
-@pytest.mark.parametrize("layout", [Layout((2,), 2)], ids=str)
-def test_every_dtype_that_is_exported_can_be_loaded(ranks, tmp_path, layout: Layout) -> None:
-    for ends in ranks(layout.world_size).run(exports_all_dtypes, layout, str(tmp_path)):
+def test_every_dtype_that_is_exported_can_be_loaded(ranks, tmp_path) -> None:
+    for ends in ranks(2).run(exports_all_dtypes, Layout((2,), 2), str(tmp_path)):
         back = {case for case, end in ends.items() if end == {"comes back"}}
         assert back >= {f"torch.{x} shards" for x in ("float64", "bfloat16", "bool", "uint64")}
         for case in set(ends) - back:
@@ -400,66 +369,42 @@ def test_every_dtype_that_is_exported_can_be_loaded(ranks, tmp_path, layout: Lay
 
 
 class Buffered(nn.Module):
-    def __init__(self, x: Tensor, persistent: bool) -> None:
+    def __init__(self, x: Tensor) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 2)
-        self.register_buffer("x", x, persistent=persistent)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
+        self.register_buffer("x", x)
 
 
-def mean_of(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
-
-
-def real(x: Tensor) -> Tensor:
-    return torch.view_as_real(x) if x.is_complex() else x
-
-
-def trains_with_all_buffers(layout: Layout, folder: str) -> list[str]:
-    """Train with a buffer of each dtype and go on; tell which dtypes were refused at the start."""
+def trains_with_buffers(layout: Layout, folder: str) -> list[str]:
+    """Train with a buffer of each of some dtypes and go on; tell which were refused."""
     groups, refused = groups_of(layout), list[str]()
-    warnings.simplefilter("ignore")
-    for dtype in ALL_DTYPES:
-        for persistent in (True, False):
+    for dtype in (torch.complex64, torch.float32, torch.uint64, torch.float8_e4m3fn):
 
-            def made(seed: int, dtype: Any = dtype, persistent: Any = persistent) -> mf.Trainer:
-                model = Buffered(value_of(dtype, (3,), seed), persistent)
-                saved = mf.Checkpoints(f"{folder}/{dtype}{persistent}", every=1)
-                return mf.Trainer(model, optim.sgd(0.1), groups, loss=mean_of, checkpoint=saved)
+        def made(seed: int, dtype: Any = dtype) -> mf.Trainer:
+            saved = mf.Checkpoints(f"{folder}/{dtype}", every=1)
+            model, loss = Buffered(value_of(dtype, (3,), seed)), lambda m, y: m.layer(y).mean()
+            return mf.Trainer(model, optim.sgd(0.1), groups, loss=loss, checkpoint=saved)
 
-            try:
-                trainer = made(groups.rank)
-            except LeafError as error:
-                refused.append(f"{error}")
-                continue
-            trainer.step(torch.ones(2, 2))
-            x = trainer.state.buffers["x"]
-            if persistent and (dtype.is_complex or dtype in (torch.float32, torch.float64)):
-                every = [real(value_of(dtype, (3,), rank)) for rank in range(groups.world_size)]
-                mean = torch.stack(every).double().mean(0).to(every[0].dtype)
-                torch.testing.assert_close(real(x), mean)
-            else:
-                assert persistent or bits(x) == bits(value_of(dtype, (3,), groups.rank))
-            again = made(9)
-            assert (again.state.step, bits(again.state.buffers["x"])) == (1, bits(x)), dtype
+        try:
+            trainer = made(groups.rank)
+        except LeafError as error:
+            refused.append(f"{error}")
+            continue
+        trainer.step(torch.ones(2, 2))
+        x = trainer.state.buffers["x"]
+        if dtype != torch.uint64:
+            every = [value_of(dtype, (3,), rank) for rank in range(groups.world_size)]
+            torch.testing.assert_close(x, torch.stack(every).mean(0))
+        again = made(9)
+        assert (again.state.step, bits(again.state.buffers["x"])) == (1, bits(x)), dtype
     return refused
 
 
-@pytest.mark.parametrize("layout", [Layout((2,), 1)], ids=str)
-def test_buffers_of_every_dtype_go_on(ranks: Pools, tmp_path: Path, layout: Layout) -> None:
-    for refused in ranks(layout.world_size).run(trains_with_all_buffers, layout, str(tmp_path)):
-        wanted = list[torch.dtype]()
-        for dtype in ALL_DTYPES:
-            narrow = (
-                dtype.is_floating_point and dtype.itemsize == 1
-            )  # these have no mean over ranks
-            wanted += [dtype] * (narrow if f"{dtype}"[6:] in SAVED else 2)
-        assert len(refused) == len(wanted)
-        for dtype, text in zip(wanted, refused, strict=True):
-            assert "buffer 'x' is" in text
-            assert f"{dtype}" in text
+def test_buffers_of_every_kind_go_on(ranks: Pools, tmp_path: Path) -> None:
+    for refused in ranks(2).run(trains_with_buffers, Layout((2,), 1), str(tmp_path)):
+        assert len(refused) == 1, "of which there is no mean over ranks"
+        assert "buffer 'x' is" in refused[0]
+        assert "float8_e4m3fn" in refused[0]
 
 
 def differs(layout: Layout, folder: str, save: bool) -> str:

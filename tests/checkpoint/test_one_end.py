@@ -30,26 +30,22 @@ def state_at(step: int) -> dict[str, Any]:
     return {"w": torch.arange(500.0) + step, "step": step}
 
 
-def test_a_file_system_that_does_not_tell_its_room_is_a_typed_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("call", "verb"),
+    [
+        ("statvfs", lambda path: checkpoint.save(path, state_at(1), mf.make_groups(1), step=1)),
+        ("listdir", checkpoint.latest),
+        ("listdir", checkpoint.verify),
+    ],
+)
+def test_a_folder_that_cannot_be_looked_at_is_a_typed_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, verb: Any
 ) -> None:
-    def gone(path: Any) -> Any:
+    def gone(path: Any = ".") -> Any:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
 
-    monkeypatch.setattr(os, "statvfs", gone)
+    monkeypatch.setattr(os, call, gone)
     with pytest.raises(FileError, match="Stale file handle"):
-        checkpoint.save(tmp_path, state_at(1), mf.make_groups(1), step=1)
-
-
-@pytest.mark.parametrize("verb", [checkpoint.steps, checkpoint.latest, checkpoint.verify])
-def test_a_folder_that_cannot_be_read_is_a_typed_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: Any
-) -> None:
-    def refused(path: Any = ".") -> Any:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-
-    monkeypatch.setattr(os, "listdir", refused)
-    with pytest.raises(FileError, match="Permission denied"):
         verb(tmp_path)
 
 
@@ -144,9 +140,7 @@ READERS: dict[str, Callable[[str, mf.Groups], int | None]] = {
     "latest": lambda path, _: checkpoint.latest(path),
     "steps": lambda path, _: max(checkpoint.steps(path)),
     "verify": lambda path, _: checkpoint.verify(path).step,
-    "verify a step": lambda path, _: checkpoint.verify(path, 1).step,
     "load": lambda path, groups: checkpoint.load(path, state_at(0), groups).step,
-    "load a step": lambda path, groups: checkpoint.load(path, state_at(0), groups, step=1).step,
     "Trainer": lambda path, groups: trainer_in(path, groups).state.step,
 }
 
@@ -157,7 +151,7 @@ def read_while_saved(layout: Layout, folder: str, slow_rank: int, point: str) ->
     found, seconds = dict[str, Any](), 0.1 if groups.rank == slow_rank else 0.0
     os.chdir(folder)
     try:
-        for i, name in enumerate([name for name in READERS for _ in range(3)]):
+        for i, name in enumerate(READERS):
             path = f"{folder}/{point}-{slow_rank}-{i}"
             if groups.rank == 0:
                 os.makedirs(path)
@@ -174,9 +168,7 @@ def read_while_saved(layout: Layout, folder: str, slow_rank: int, point: str) ->
     return found
 
 
-@pytest.mark.parametrize(
-    ("slow_rank", "point"), [(0, "save: write"), (1, "save: write"), (0, "save: commit")]
-)
+@pytest.mark.parametrize(("slow_rank", "point"), [(1, "save: write"), (0, "save: commit")])
 def test_whoever_reads_waits_for_what_this_process_saves(
     ranks: Pools, tmp_path: Path, slow_rank: int, point: str
 ) -> None:

@@ -16,7 +16,7 @@ import mics_fn as mf
 from mics_fn.errors import FileError, LeafError
 from mics_fn.offload import Coded
 
-FORMS = ["", "param=int4[64]", "param=int4[32]", "param=int8[256]", "param=fp8[2]", "param=bf16"]
+FORMS = ["", "param=int4[64]", "param=int8[256]", "param=fp8[2]"]
 ONE, FOUR = Layout((1,), 1), Layout((2, 2), 2)
 
 
@@ -46,9 +46,7 @@ def values_of(groups: Any, replicas: str) -> tuple[Any, dict[str, Tensor]]:
     return groups.without_replicas(), {k: x + groups.replicas.rank for k, x in values().items()}
 
 
-def pairs() -> list[tuple[str, str]]:
-    coded = [x for x in FORMS if "[" in x]
-    return [(a, b) for a in FORMS for b in FORMS if a != b and (a in coded or b in coded)]
+PAIRS = [(a, b) for a in FORMS for b in FORMS if a != b]
 
 
 def codes_of(params: Any) -> list[Tensor]:
@@ -68,7 +66,7 @@ def saved(layout: Layout, folder: str, replicas: Any) -> None:
 def loaded(layout: Layout, folder: str, replicas: Any, donate: bool) -> None:
     """Each form into each other one, compared with `shard` of the values that were saved."""
     groups = groups_of(layout)
-    for before, form in pairs():
+    for before, form in PAIRS:
         alone, full = values_of(groups, replicas)
         held = mf.unshard(sharded(full, alone, before), alone)
         zeros = {k: torch.zeros_like(x) for k, x in full.items()}
@@ -86,17 +84,15 @@ def loaded(layout: Layout, folder: str, replicas: Any, donate: bool) -> None:
             same_bits(mf.offload.read(x.data), mf.offload.read(want[name].data))
 
 
-@pytest.mark.parametrize("there", [ONE, FOUR], ids=str)
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.covering
-def test_every_form_loads_into_every_other_one(ranks, tmp_path: Path, there, donate):
-    ranks(4).run(saved, FOUR, str(tmp_path), "equal")
-    ranks(there.world_size).run(loaded, there, str(tmp_path), "equal", donate)
-
-
-def test_replicas_that_are_apart_get_their_own_values_in_another_form(ranks, tmp_path: Path):
-    ranks(4).run(saved, FOUR, str(tmp_path), "apart")
-    ranks(4).run(loaded, FOUR, str(tmp_path), "apart", False)
+@pytest.mark.parametrize(
+    ("there", "replicas", "donate"),
+    [(ONE, "equal", True), (FOUR, "apart", False)],
+    ids=str,
+)
+def test_every_form_loads_into_every_other_one(ranks, tmp_path: Path, there, replicas, donate):
+    """Replicas that are apart get their own values."""
+    ranks(4).run(saved, FOUR, str(tmp_path), replicas)
+    ranks(there.world_size).run(loaded, there, str(tmp_path), replicas, donate)
 
 
 def test_what_codes_cannot_hold_is_refused_by_name(tmp_path: Path):
@@ -106,12 +102,12 @@ def test_what_codes_cannot_hold_is_refused_by_name(tmp_path: Path):
     with pytest.raises(LeafError) as caught:
         mf.checkpoint.load(tmp_path, sharded(values(), groups, "param=int4[64]"), groups)
     text = "load: base.b has a value that is not finite, which param=int4[64] cannot hold"
-    assert str(caught.value).startswith(text.replace("params", ""))
+    assert str(caught.value).startswith(text)
 
 
 def test_other_shapes_are_refused_in_every_form(tmp_path: Path):
     groups = mf.make_groups(1)
-    for before, form in pairs():
+    for before, form in PAIRS[::4]:
         folder, other = tmp_path / (before or "plain"), {**values(), "base.c": torch.ones(5, 1000)}
         if not folder.exists():
             mf.checkpoint.save(folder, sharded(values(), groups, before), groups, step=1)

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import resource
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from cases import Layout, groups_of, placed_as, random, same_bits
+from cases import Layout, groups_of, random, same_bits
 from zoo_transformers import DECODER, GPT2, T5, transformers
 
 import mics_fn as mf
@@ -26,7 +25,6 @@ LAYOUTS = [Layout((1,), 1), Layout((2,), 2), Layout((2,), 1), Layout((2, 2), 2)]
 MODELS = {
     "gpt2": (transformers.GPT2LMHeadModel, GPT2),
     "llama": (transformers.LlamaForCausalLM, DECODER | {"tie_word_embeddings": False}),
-    "llama-tied": (transformers.LlamaForCausalLM, DECODER | {"tie_word_embeddings": True}),
     "t5": (transformers.T5ForConditionalGeneration, T5),
 }
 ONE_FILE = 5_000_000_000
@@ -61,10 +59,14 @@ def names_in(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "max_file_bytes"), list(zip(LAYOUTS, [ONE_FILE, 6000] * 2, strict=True)), ids=str
+    ("name", "layout", "max_file_bytes"),
+    [
+        ("llama", LAYOUTS[1], ONE_FILE),
+        ("gpt2", LAYOUTS[3], 6000),
+        pytest.param("t5", LAYOUTS[2], 6000, marks=pytest.mark.thorough),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.covering("name")
 def test_transformers_loads_it_bit_for_bit(
     ranks: Ranks, tmp_path: Path, layout: Layout, name: str, max_file_bytes: int
 ):
@@ -91,27 +93,6 @@ def test_transformers_loads_it_bit_for_bit(
     assert len(files) >= max(2, -(-written // max(6000, *sizes)))
     assert held["metadata"]["total_size"] == written
     assert max(file.stat().st_size for file in files) <= max(6000, *sizes) + 2000
-
-
-def load_again(layout: Layout, path: Path) -> dict[str, Any]:
-    groups = groups_of(layout)
-    return mf.unshard(mf.load_shards(path, groups, like=make("gpt2")), groups)
-
-
-def test_load_shards_reads_it(ranks: Ranks, tmp_path: Path):
-    layout = LAYOUTS[1]
-    ranks(2).run(partial(save_model, max_file_bytes=6000), layout, tmp_path / "a", "gpt2")
-    want = dict(whole("gpt2").named_parameters(remove_duplicate=False))
-    for found in ranks(2).run(load_again, layout, tmp_path / "a"):
-        same_bits(found, {name: x.detach() for name, x in want.items()})
-
-
-def test_the_dtype_of_the_files_can_be_chosen(ranks: Ranks, tmp_path: Path):
-    save = partial(save_model, dtype=torch.bfloat16)
-    ranks(2).run(save, LAYOUTS[1], tmp_path / "a", "llama")
-    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "a", dtype="auto")
-    assert found.dtype == torch.bfloat16
-    same_bits(found.state_dict(), whole("llama").bfloat16().state_dict())
 
 
 # Without transformers.
@@ -148,7 +129,7 @@ def read_all(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "max_file_bytes"), list(zip(LAYOUTS, [1, 100, ONE_FILE, 100], strict=True)), ids=str
+    ("layout", "max_file_bytes"), [(LAYOUTS[0], 1), (LAYOUTS[2], ONE_FILE), (LAYOUTS[3], 100)]
 )
 def test_every_kind_of_leaf_is_written_once(
     ranks: Ranks, tmp_path: Path, layout: Layout, max_file_bytes: int
@@ -201,12 +182,8 @@ def largest_parts(layout: Layout, path: Path) -> list[int]:
 
 def test_a_rank_holds_one_file_at_a_time(ranks: Ranks, tmp_path: Path):
     found = ranks(4).run(largest_parts, LAYOUTS[3], tmp_path / "a")
-    assert found == [[800, 800, 800], [800, 800, 400], [0, 0, 0], [0, 0, 0]] or found == [
-        [800, 800, 400],
-        [800, 800, 0],
-        [0, 0, 0],
-        [0, 0, 0],
-    ]
+    assert max(map(max, found)) == 800  # of 3,600 bytes in all
+    assert [max(held) for held in found[2:]] == [0, 0]
 
 
 def of_replicas(layout: Layout, path: Path) -> None:
@@ -220,39 +197,6 @@ def of_replicas(layout: Layout, path: Path) -> None:
 def test_the_values_are_those_of_the_first_replica(ranks: Ranks, tmp_path: Path):
     ranks(4).run(of_replicas, LAYOUTS[3], tmp_path / "a")
     same_bits(read_all(tmp_path / "a"), {"w": torch.zeros(10), "v": torch.zeros(3)})
-
-
-def placed(layout: Layout, folder: Path) -> None:
-    for scheme in ("zero2", "hpz"):
-        groups = placed_as(groups_of(layout), scheme)
-        save_pretrained(folder / scheme, mf.shard(tree(), groups, bucket_bytes=64), groups)
-
-
-def test_a_placement_changes_nothing(ranks: Ranks, tmp_path: Path):
-    ranks(4).run(placed, Layout((2, 2), 4), tmp_path)
-    want = {name: x for name, x in tree().items() if name != "a"}
-    for scheme in ("zero2", "hpz"):
-        same_bits(read_all(tmp_path / scheme), want)
-
-
-def elsewhere(layout: Layout, folders: dict[int, Path]) -> str:
-    before = os.getcwd()
-    os.chdir(folders[dist.get_rank()])
-    try:
-        return refused(layout, dict.fromkeys(folders, Path("a")))
-    finally:
-        os.chdir(before)
-
-
-def test_a_relative_path_means_the_same_on_all_ranks(ranks: Ranks, tmp_path: Path):
-    folders = {rank: tmp_path / str(rank) for rank in range(2)}
-    for folder in folders.values():
-        folder.mkdir()
-    texts = set(ranks(2).run(elsewhere, LAYOUTS[1], folders))
-    assert len(texts) == 1
-    assert "first difference: path" in texts.pop()
-    assert set(ranks(2).run(elsewhere, LAYOUTS[1], {0: tmp_path, 1: tmp_path})) == {""}
-    assert sorted(os.listdir(tmp_path)) == ["0", "1", "a"]
 
 
 # Mistakes and faults: the same error on all ranks, and nothing is left.
@@ -298,35 +242,14 @@ def on_full_disk(layout: Layout, path: Path, rank: int) -> str:
         safetensors.torch.save_file = plain
 
 
-@pytest.mark.parametrize(("layout", "rank"), [(LAYOUTS[1], 0), (LAYOUTS[3], 1)])
-def test_a_full_disk_is_the_same_error_on_all_ranks(
-    ranks: Ranks, tmp_path: Path, layout: Layout, rank: int
-):
+def test_a_full_disk_is_the_same_error_on_all_ranks(ranks: Ranks, tmp_path: Path):
     path = tmp_path / "a"
-    (text,) = set(ranks(layout.world_size).run(on_full_disk, layout, path, rank))
-    assert text.startswith(f"FileError save_pretrained: {path} was not written\n  rank {rank}: ")
+    (text,) = set(ranks(4).run(on_full_disk, LAYOUTS[3], path, 1))
+    assert text.startswith(f"FileError save_pretrained: {path} was not written\n  rank 1: ")
     assert "No space left" in text
     assert os.listdir(tmp_path) == []
-    ranks(layout.world_size).run(save_tree, layout, path)  # nothing is broken
+    ranks(4).run(save_tree, LAYOUTS[3], path)  # nothing is broken
     assert "model.safetensors" in os.listdir(path)
-
-
-def test_what_a_file_system_refuses_is_named_and_removed(tmp_path: Path, monkeypatch: Any):
-    plain = safetensors.torch.save_file
-
-    def limited(*args: Any, **kwargs: Any) -> None:
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-        try:
-            plain(*args, **kwargs)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-    monkeypatch.setattr(safetensors.torch, "save_file", limited)
-    error = pytest.raises(mf.errors.FileError, match="rank 0: SafetensorError: .*File too large")
-    with mf.make_groups(1) as groups, error:
-        save_pretrained(tmp_path / "a", mf.shard(tree(), groups), groups)
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_keyboard_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: Any):
@@ -339,44 +262,21 @@ def test_a_keyboard_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: Any):
     assert os.listdir(tmp_path) == []
 
 
-def test_files_can_be_read_by_whom_the_umask_allows(tmp_path: Path):
-    before = os.umask(0o022)
-    try:
-        with mf.make_groups(1) as groups:
-            save_pretrained(tmp_path / "a", mf.shard(tree(), groups), groups, config={})
-    finally:
-        os.umask(before)
-    modes = {file.name: oct(file.stat().st_mode & 0o777) for file in (tmp_path / "a").iterdir()}
-    assert modes == {"config.json": "0o644", "model.safetensors": "0o644"}
-    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o755
-
-
-def test_a_path_that_cannot_be_made_is_named_on_all_ranks(ranks: Ranks, tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    path = tmp_path / "file" / "a"
-    (text,) = set(ranks(2).run(refused, LAYOUTS[1], {0: path, 1: path}))
-    assert text.startswith(f"FileError save_pretrained: {path} was not written\n  rank 0: ")
-
-
 def differing(layout: Layout, path: Path, what: str) -> str:
     rank = dist.get_rank()
     options: dict[str, Any] = {
+        "path": {},
         "names": {"names": lambda name: f"{name}{rank}"},
-        "file": {"max_file_bytes": 100 + rank},
         "config": {"config": torch.nn.Linear(1, 1) if rank else None},
     }[what]
-    return refused(layout, dict.fromkeys(range(2), path), **options)
+    paths = {0: path, 1: path / "b" if what == "path" else path}
+    return refused(layout, paths, **options)
 
 
 def test_ranks_that_differ_are_told(ranks: Ranks, tmp_path: Path):
-    texts = ranks(2).run(refused, LAYOUTS[1], {0: tmp_path / "a", 1: tmp_path / "b"})
-    for what in ("names", "file"):
-        texts += ranks(2).run(differing, LAYOUTS[1], tmp_path / "c", what)
-    assert [text.partition("\n")[0] for text in texts] == [
-        *["DesyncError save_pretrained: ranks differ"] * 2,
-        *["DesyncError save_pretrained: ranks disagree on the tree"] * 2,
-        *["DesyncError save_pretrained: ranks differ"] * 2,
-    ]
+    for what, said in (("path", "ranks differ"), ("names", "ranks disagree on the tree")):
+        texts = ranks(2).run(differing, LAYOUTS[1], tmp_path / "c", what)
+        assert all(x.startswith(f"DesyncError save_pretrained: {said}\n") for x in texts), texts
     ours, theirs = ranks(2).run(differing, LAYOUTS[1], tmp_path / "c", "config")
     assert theirs.startswith("LeafError save_pretrained: config is Linear")
     assert "rank 1: LeafError: save_pretrained: config is Linear" in ours
@@ -389,8 +289,6 @@ def test_arguments_of_the_wrong_kind_are_refused(tmp_path: Path):
         shards = mf.shard(tree(), groups)
         with pytest.raises(mf.errors.PlanError, match="max_file_bytes=0, expected"):
             save_pretrained(path, shards, groups, max_file_bytes=0)
-        with pytest.raises(mf.errors.GroupsError, match="groups is None"):
-            save_pretrained(path, shards, None)
         with pytest.raises(mf.errors.LeafError, match="cannot be used inside torch.func"):
             torch.func.grad(lambda x: save_pretrained(path, {"x": x}, groups))(torch.ones(()))
     with pytest.raises(mf.errors.GroupsError):

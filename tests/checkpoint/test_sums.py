@@ -1,7 +1,5 @@
 """One checksum of many blocks says what those of all of them say, and readers take turns."""
 
-import threading
-import time
 import zlib
 from pathlib import Path
 
@@ -12,16 +10,8 @@ from hypothesis import strategies as st
 
 import mics_fn as mf
 from mics_fn import checkpoint
-from mics_fn.checkpoint.manifest import BLOCK, block_sums, joined, sums_of
+from mics_fn.checkpoint.manifest import BLOCK, joined, sums_of
 from mics_fn.errors import FileError
-from mics_fn.init.torch_files import File
-
-
-def test_the_checksum_of_many_blocks_follows_from_theirs() -> None:
-    random = torch.Generator().manual_seed(0)
-    for nbytes in (1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 9 * BLOCK + 4321):
-        x = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=random)
-        assert joined(block_sums(x), nbytes) == zlib.crc32(bytes(x.tolist()))
 
 
 @settings(max_examples=15)
@@ -33,12 +23,6 @@ def test_any_blocks_join(numbers: list[int], rest: int) -> None:
     for i in range(len(numbers)):  # a wrong checksum of any block is one of all
         wrong = f"{int(sums[8 * i : 8 * i + 8], 16) ^ 1 << numbers[i] % 32:08x}"
         assert joined(sums[: 8 * i] + wrong + sums[8 * i + 8 :], len(data)) != zlib.crc32(data)
-
-
-@pytest.mark.parametrize("sums", ["", "0" * 7, "0" * 8, "0" * 24, "z" * 16, "0 " * 8, "é" * 16])
-def test_what_is_no_checksum_for_each_block_is_refused(sums: str) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011
-        joined(sums, BLOCK + 1)
 
 
 def test_damage_anywhere_in_what_is_read_at_once_is_found(tmp_path: Path) -> None:
@@ -63,25 +47,3 @@ def test_damage_anywhere_in_what_is_read_at_once_is_found(tmp_path: Path) -> Non
     file.write_bytes(plain)
     found = checkpoint.load(tmp_path, mf.shard(mf.gather(shards, groups), groups), groups).state
     assert all(torch.equal(found[name].data, shards[name].data) for name in shards)
-
-
-def test_threads_read_a_file_one_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    groups, turn = mf.make_groups(1), threading.Lock()
-    params = mf.shard({f"h.{i}": torch.full((BLOCK,), float(i)) for i in range(8)}, groups)
-    checkpoint.save(tmp_path, params, groups, step=0)
-    plain, names = File.read_into, []
-
-    def read_alone(self: File, rest: memoryview, offset: int, leaf: str = "") -> None:
-        assert turn.acquire(blocking=False), "another thread reads this file"
-        time.sleep(0.002)
-        names.append(leaf)
-        plain(self, rest, offset, leaf)
-        turn.release()
-
-    monkeypatch.setattr(File, "read_into", read_alone)
-    like = mf.shard({name: torch.zeros(BLOCK) for name in params}, groups)
-    found = checkpoint.load(tmp_path, like, groups).state
-    assert all(bool((found[f"h.{i}"].data == i).all()) for i in range(8))
-    assert sum("h." in name for name in names) == 8

@@ -124,15 +124,7 @@ def test_every_dtype_of_safetensors_that_torch_has(tmp_path):
             assert torch.equal(entry.read(2, 7).view(torch.uint8), bits)
 
 
-def test_files_of_the_safetensors_library_are_read(tmp_path):
-    library = pytest.importorskip("safetensors.torch")
-    tensors = tensors_of()
-    library.save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt"})
-    with mf.make_groups(1) as groups:
-        same_shards(mf.load_shards(tmp_path / "a.safetensors", groups), mf.shard(tensors, groups))
-
-
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(
     shape=st.lists(st.integers(1, 5), max_size=4).map(tuple),
     kind=st.sampled_from(["plain", "turned", "strided", "expanded"]),
@@ -206,9 +198,7 @@ def places_in(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
     return places
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("kind", ["safetensors", "torch"])
-@pytest.mark.covering("kind")
+@pytest.mark.parametrize(("layout", "kind"), [(LAYOUTS[2], "torch"), (LAYOUTS[3], "safetensors")])
 def test_exactly_a_ranks_bytes_of_a_file_are_read(ranks, tmp_path, layout, kind):
     name, write = WRITERS[kind]
     tensors = {f"w{i}": random(i, 61, 17) for i in range(9)}
@@ -233,34 +223,6 @@ def large_blocks(layout: Layout, path: Path, tensors: dict[str, Tensor]) -> None
 def test_large_pieces_are_read_in_blocks(ranks, tmp_path):
     write_safetensors(tmp_path / "a.safetensors", tensors_of())
     ranks(2).run(large_blocks, LAYOUTS[1], tmp_path / "a.safetensors", tensors_of())
-
-
-def own_part(layout: Layout, others: dict[int, Path], tensors: dict[str, Tensor]) -> None:
-    want = mf.shard(tensors, groups_of(layout), bucket_bytes=4096)
-    found = mf.load_shards(others[dist.get_rank()], groups_of(layout), bucket_bytes=4096)
-    same_shards(found, want)
-
-
-@pytest.mark.parametrize("kind", ["safetensors", "torch"])
-def test_what_others_keep_may_be_anything(ranks, tmp_path, kind):
-    """Each rank reads its own file, in which everything but its part is NaN."""
-    layout, (name, write) = LAYOUTS[3], WRITERS[kind]
-    tensors = {f"w{i}": random(i, 61, 17) for i in range(5)}
-    write(tmp_path / name, tensors)
-    parts = ranks(4).run(parts_of, layout, tensors)
-    others = {}
-    for rank, part in enumerate(parts):
-        masked = {k: torch.full_like(x, float("nan")) for k, x in tensors.items()}
-        for k, (start, stop) in part.items():
-            masked[k].view(-1)[start:stop] = tensors[k].view(-1)[start:stop]
-        (tmp_path / str(rank)).mkdir()
-        others[rank] = tmp_path / str(rank) / name
-        write(others[rank], masked)
-    ranks(4).run(own_part, layout, others, tensors)
-
-
-def parts_of(layout: Layout, tensors: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
-    return mine(layout, mf.shard(tensors, groups_of(layout), bucket_bytes=4096))
 
 
 # Modules.
@@ -312,7 +274,7 @@ def module_cases(layout: Layout, folder: Path) -> None:
     assert (with_weights.get_buffer("norm.running_mean") == 1).all()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[2]], ids=str)
 def test_a_module_says_what_is_tied_frozen_and_expected(ranks, tmp_path, layout):
     torch.manual_seed(3)
     model = Tied()
@@ -323,11 +285,7 @@ def test_a_module_says_what_is_tied_frozen_and_expected(ranks, tmp_path, layout)
     write_safetensors(tmp_path / "untied.safetensors", untied)
     wrapped = {f"module.{k}": x for k, x in state.items()} | {"step": torch.tensor(3)}
     torch.save(wrapped, tmp_path / "wrapped.pt")
-    ranks(layout.world_size).run(with_running_mean, layout, tmp_path)
-
-
-def with_running_mean(layout: Layout, folder: Path) -> None:
-    module_cases(layout, folder)
+    ranks(layout.world_size).run(module_cases, layout, tmp_path)
 
 
 # Mistakes.
@@ -349,8 +307,6 @@ def test_what_does_not_match_is_named(tmp_path):
         assert "fix: " in text
         with pytest.raises(mf.errors.LeafError, match="'b' is not expected"):
             mf.load_shards(path, groups, like={"a": tensors["a"], "count": tensors["count"]})
-        with pytest.raises(mf.errors.LeafError, match="and 6 more"):
-            mf.load_shards(path, groups, like={str(i): torch.ones(1) for i in range(8)})
         state = nn.BatchNorm1d(2).state_dict() | {"running_mean": torch.ones(3)}
         with pytest.raises(
             mf.errors.LeafError, match=r"buffers.running_mean: expected shape \(2,\)"
@@ -358,54 +314,37 @@ def test_what_does_not_match_is_named(tmp_path):
             mf.init_model(lambda: nn.BatchNorm1d(2), groups, seed=0, weights=state)
 
 
-def broken_files(folder: Path) -> dict[str, tuple[Path, str]]:
-    whole = folder / "whole.safetensors"
-    write_safetensors(whole, tensors_of())
-    data = whole.read_bytes()
-    text = {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}
+def broken_files(folder: Path) -> dict[str, str]:
+    """Files and folders, and what an error says of each."""
+    write_safetensors(folder / "part.safetensors", {"a": torch.ones(1)})
+    data = (folder / "part.safetensors").read_bytes()
+    header = json.dumps({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}).encode()
+    index = json.dumps({"weight_map": {"a": "part.safetensors", "b": "part.safetensors"}}).encode()
     made: dict[str, tuple[bytes, str]] = {
-        "cut.safetensors": (data[:-5], "does not fit bytes"),
-        "header.safetensors": (data[:60], "longer than the file"),
-        "nothing": (b"", "ends early"),
+        "cut.safetensors": (data[:-2], "does not fit bytes"),
         "text": (b"hello, this is no file of weights at all", "longer than the file"),
-        "shape.safetensors": (packed(text), "does not fit bytes 0 to 4"),
-        "dtype.safetensors": (
-            packed({"x": {**text["x"], "dtype": "F4"}}),
-            "torch has no dtype 'F4'",
-        ),
-        "list.safetensors": (packed([1]), "its header is a list"),
+        "shape": (struct.pack("<Q", len(header)) + header + bytes(8), "does not fit bytes 0 to 4"),
         "a.index.json": (b"{}", "has no weight_map"),
+        "b.index.json": (index, "'b': it should be in 'part.safetensors'"),
     }
     for name, (content, _) in made.items():
         (folder / name).write_bytes(content)
-    found = {name: (folder / name, line) for name, (_, line) in made.items()}
-    write_safetensors(folder / "part.safetensors", {"a": torch.ones(1)})
-    index = {"weight_map": {"a": "part.safetensors", "b": "part.safetensors"}}
-    (folder / "b.index.json").write_text(json.dumps(index))
-    found["lost"] = (folder / "b.index.json", "'b': it should be in 'part.safetensors'")
     torch.save({"model": {"a": torch.ones(1)}}, folder / "nested.pt")
-    found["nested"] = (folder / "nested.pt", "'model': got dict")
     torch.save([torch.ones(1)], folder / "list.pt")
-    found["list"] = (folder / "list.pt", "got list")
     (folder / "none").mkdir()
-    found["folder"] = (folder / "none", "no weights in the folder")
-    return found
-
-
-def packed(header: Any) -> bytes:
-    text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + bytes(8)
+    found = {name: line for name, (_, line) in made.items()}
+    found |= {"nested.pt": "'model': got dict", "list.pt": "got list"}
+    return found | {"none": "no weights in the folder"}
 
 
 def test_damaged_files_are_refused(tmp_path):
     with mf.make_groups(1) as groups:
-        for name, (path, line) in broken_files(tmp_path).items():
+        for name, line in broken_files(tmp_path).items():
             with pytest.raises(mf.errors.FileError) as error:
-                mf.load_shards(path, groups)
+                mf.load_shards(tmp_path / name, groups)
             assert line in str(error.value), name
             assert "fix: " in str(error.value), name
-            assert str(path) in str(error.value), name
-            assert error.value.path == str(path), name
+            assert error.value.path == str(tmp_path / name), name
         with pytest.raises(FileNotFoundError):
             mf.load_shards(tmp_path / "absent", groups)
 

@@ -108,7 +108,7 @@ class Interpreter:
 STEPS = st.tuples(*[st.integers(0, 6)] * 3, st.integers(0, 41))
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(steps=st.lists(STEPS, max_size=25), chosen=st.sets(st.integers(0, 3), min_size=1))
 def test_any_program_is_repeated_bit_by_bit(steps, chosen: set[int]):
     torch.manual_seed(SEED)
@@ -150,17 +150,6 @@ def test_what_a_value_followed_from_is_not_taken_for_what_it_was_before():
         a.add_(1)
         assert a.tolist() == [7, 7]
         assert c.tolist() == [3, 3]
-
-
-def test_an_op_that_writes_to_several_tensors_runs_once_for_all():
-    with Recorder():
-        pair = [torch.ones(2), torch.full((2,), 5.0)]
-        torch._foreach_mul_(pair, 2)  # pyright: ignore[reportPrivateImportUsage]
-        assert [float(pair[i].sum()) for i in (0, 1, 0, 1)] == [4, 20, 4, 20]
-        q, r = torch.linalg.qr(torch.eye(3) * 2)
-        q.mul_(3)
-        sums = [float(x.abs().sum()) for x in (q, r, q)]
-        assert sums == [9, 6, 9]
 
 
 def test_an_op_that_writes_to_several_tensors_leaves_what_came_later():

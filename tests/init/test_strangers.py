@@ -1,6 +1,5 @@
 """Files of strangers: what is refused, that nothing in them runs, and that all ranks hear of it."""
 
-import argparse
 import io
 import json
 import os
@@ -67,17 +66,9 @@ PICKLE = "archive/data.pkl"
 # The bytes of a file, the leaf that its error names, and what the error says.
 DAMAGED: dict[str, tuple[bytes, str, str]] = {
     "negative size": (safetensors({"x": leaf([-2])}), "x", "is not a list of at most 64 sizes"),
-    "float size": (safetensors({"x": leaf([2.0])}), "x", "is not a list of at most 64 sizes"),
-    "bool size": (safetensors({"x": leaf([True, 2])}), "x", "is not a list of at most 64 sizes"),
-    "size as text": (safetensors({"x": leaf("2")}), "x", "is not a list of at most 64 sizes"),
-    "65 dims": (safetensors({"x": leaf([2] + [1] * 64)}), "x", "is not a list of at most 64"),
     "overflow": (safetensors({"x": leaf([2**40, 2**40])}), "x", "overflows"),
-    "overflow beside 0": (safetensors({"x": leaf([0, 2**62, 8], (0, 0))}), "x", "overflows"),
     "huge number": (safetensors({"x": leaf([10**4000])}), "x", "overflows"),
-    "float offsets": (safetensors({"x": leaf(offsets=[0.0, 8])}), "x", "not two whole numbers"),
-    "one offset": (safetensors({"x": leaf(offsets=[0])}), "x", "not two whole numbers"),
     "beyond the file": (safetensors({"x": leaf([4], [0, 16])}), "x", "does not fit bytes 0 to 16"),
-    "backwards": (safetensors({"x": leaf([0], [8, 0])}), "x", "does not fit bytes 8 to 0"),
     "overlap": (
         safetensors({"x": leaf(), "y": leaf([1], [4, 8])}),
         "y",
@@ -90,16 +81,8 @@ DAMAGED: dict[str, tuple[bytes, str, str]] = {
         "",
         "neither a safetensors file nor a zip file of torch.save\n  'x' is there twice",
     ),
-    "half a character": (safetensors({"\ud800": leaf()}), "\ud800", "its name cannot be written"),
     "dtype of a list": (safetensors({"x": leaf(dtype=["F32"])}), "x", "torch has no dtype"),
-    "more facts": (safetensors({"x": leaf() | {"z": 1}}), "x", "something else than its dtype"),
-    "NaN": (safetensors(b'{"x": NaN}'), "", "NaN is not a number"),
-    "nesting": (safetensors(b"[" * 10**5), "", "recursion"),
-    "UTF-16": (safetensors('{"x": 1}'.encode("utf-16")), "", "can't decode"),
-    "long header": (struct.pack("<Q", 2**60) + bytes(50), "", "longer than the file"),
-    "three bytes": (b"abc", "", "it ends early, at byte 3 of 8"),
     "cut": (ONE[:-30], "", "it has no directory of records at its end"),
-    "cut twice": (ONE[:-200] + ONE[-22:], "", "is damaged"),
     "zip of others": (rezipped(ONE, lambda x: x.pop(PICKLE)), "", "not one of torch.save"),
     "compressed": (
         rezipped(ONE, lambda x: None, compression=zipfile.ZIP_DEFLATED),
@@ -121,28 +104,13 @@ DAMAGED: dict[str, tuple[bytes, str, str]] = {
         "x",
         "do not fit 4 bytes",
     ),
-    "no storage": (
-        rezipped(ONE, lambda x: x.pop("archive/data/0")),
-        "x",
-        "its storage '0' is missing",
-    ),
-    "no pickle": (rezipped(ONE, lambda x: x.update({PICKLE: b""})), "", "is damaged"),
     "pickle twice": (
         rezipped(ONE, lambda x: x.update({PICKLE: b"\x80\x02}(X\1\0\0\0aK\1X\1\0\0\0aK\1u."})),
         "",
         "the name 'a' is there twice",
     ),
-    "deep name": (
-        rezipped(ONE, lambda x: x.update({PICKLE: b"})" + b"\x85" * 10**6 + b"K\1s."})),
-        "",
-        "a name that is no text: tuple",
-    ),
     "runs": (saved({"x": X, "run": Runs()}), "run", "got posix.system"),
-    "needs more": (saved({"x": X, "args": argparse.Namespace(a=1)}), "args", "argparse.Namespace"),
-    "number as a name": (saved({1: X}), "", "a name that is no text: int"),
-    "number": (saved({"x": X, "step": 3}), "step", "got int"),
     "sparse": (saved({"x": X.to_sparse()}), "x", "got a sparse tensor"),
-    "meta": (saved({"x": X.to("meta")}), "x", "got a tensor on meta, without values"),
     "expanded": (saved({"x": torch.ones(1).expand(10)}), "x", "do not fit 4 bytes"),
     "negated": (saved({"x": torch.ones(2, dtype=torch.cfloat).conj().imag}), "x", "negates"),
 }
@@ -216,7 +184,6 @@ def outside(folder: Path) -> Path:
     ("name", "reason"),
     [
         ("../other/secret.safetensors", "it leads out of the folder"),
-        ("sub/../../other/secret.safetensors", "it leads out of the folder"),
         ("{}/other/secret.safetensors", "it leads out of the folder"),
         ("link", "it is a symbolic link, or behind one"),
         ("folder/secret.safetensors", "it is a symbolic link, or behind one"),
@@ -225,12 +192,8 @@ def outside(folder: Path) -> Path:
         ("model.safetensors.index.json", "it is an index, too"),
         ("absent", "No such file"),
         ("a\0b", "that is not the name of a file"),
-        ("\ud800", "that is not the name of a file"),
-        ("", "that is not the name of a file"),
         (3, "that is not the name of a file"),
-        (None, "that is not the name of a file"),
         (["a"], "that is not the name of a file"),
-        ({"a": "b"}, "that is not the name of a file"),
         ("a" * 5000, "File name too long"),
     ],
 )
@@ -254,17 +217,7 @@ def test_names_in_an_index_stay_in_its_folder(tmp_path, groups, name, reason):
             mf.load_shards(here, groups, trust=True)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[]",
-        "{}",
-        '{"weight_map": ["a"]}',
-        '{"weight_map": {"x": "a", "x": "b"}}',
-        "[" * 10**5,
-        "\0",
-    ],
-)
+@pytest.mark.parametrize("text", ["[]", '{"weight_map": {"x": "a", "x": "b"}}', "[" * 10**5, "\0"])
 def test_an_index_of_something_else_is_refused(tmp_path, groups, text):
     index = indexed(tmp_path, "", text)
     with pytest.raises(mf.errors.FileError, match="has no weight_map of names to files") as error:
@@ -304,23 +257,19 @@ def kept() -> dict[str, Any]:
         "part": x[1:3],
         "turned": x.t(),
         "columns": x[:, 1:5:2],
-        "last": torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last),
         "parameter": torch.nn.Parameter(torch.ones(2, 2)),
         "with_state": with_state,
         "parameter_with_state": torch.nn.Parameter(with_state),
         "scalar": torch.tensor(3.0),
         "empty": torch.ones(0, 5),
         "one": torch.ones(5, 5)[:, :1][:1],
-        "int": torch.tensor([1, -1]),
-        "uint16": torch.tensor([1, 2], dtype=torch.uint16),
         "float8": torch.ones(3).to(torch.float8_e4m3fn),
         "complex": torch.ones(3, dtype=torch.cfloat),
         "bool": torch.tensor([True, False]),
-        "bfloat16": torch.ones(3, dtype=torch.bfloat16),
     }
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("protocol", [2, 5])
 def test_all_that_torch_saves_of_tensors_is_read_as_torch_reads_it(tmp_path, protocol):
     path = tmp_path / "a.pt"
     values = OrderedDict(kept())
@@ -361,12 +310,13 @@ def cut_on_one(layout: Layout, path: Path, odd: int, verb: str) -> str:
     return "nothing was refused"
 
 
-@pytest.mark.parametrize("verb", ["load_shards", "init_model"])
-@pytest.mark.parametrize("write", [write_safetensors, write_torch])
 @pytest.mark.parametrize(
-    "layout", [Layout((2,), 2), Layout((2,), 1), Layout((2, 2), 2), Layout((4,), 4)], ids=str
+    ("layout", "write", "verb"),
+    [
+        (Layout((2,), 1), write_safetensors, "load_shards"),
+        (Layout((2, 2), 2), write_torch, "init_model"),
+    ],
 )
-@pytest.mark.covering("write", "layout")
 def test_what_cannot_be_read_on_one_rank_is_an_error_on_all(ranks, tmp_path, layout, write, verb):
     odd = layout.world_size - 2
     for rank in range(layout.world_size):

@@ -6,18 +6,15 @@ import time
 from collections.abc import Callable
 from itertools import product
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from cases import Layout, groups_of, random, same_bits
+from cases import Layout, groups_of, same_bits
 from disks import broken, files_of
 from torch import Tensor, nn
 
 import mics_fn as mf
-from mics_fn.collectives import broadcast
-from mics_fn.errors import DesyncError, FileError, PeerFailed, PeerFileError
-from mics_fn.offload import scratch as scratch_module
+from mics_fn.errors import FileError, PeerFailed, PeerFileError
 
 LIMIT_S = 30.0
 LAYOUTS = [Layout((2,), 2), Layout((2,), 1), Layout((2, 2), 2)]
@@ -108,51 +105,3 @@ def test_all_ranks_raise_the_error_of_one(ranks, tmp_path, verb, fault, layout):
     assert path.startswith(f"{tmp_path}/1")
     assert lines
     assert "made" in fault or any(name in leaf for name in NAMES)
-
-
-def slow(layout: Layout, folder: str) -> int:
-    """Writes of rank 0 take long, and rank 1 fails at its first one; how many were done."""
-    groups = groups_of(layout)
-    bad, writes = groups.position == 1, []
-    real = scratch_module.write_all
-
-    def written(*given: Any) -> None:
-        writes.append(1)
-        if bad:
-            raise OSError("it is broken")
-        time.sleep(0.02)
-        real(*given)
-
-    values = {f"{i}": random(i, 500, 40) for i in range(600)}
-    with (
-        broken("cannot write" if bad else "", "/proc/none"),
-        mock.patch.object(
-            scratch_module, "write_all", scratch_module.write_all if bad else written
-        ),
-        pytest.raises(FileError),
-    ):
-        mf.shard(values, groups, bucket_bytes=50_000, where=f"params=disk:{folder}")
-    return len(writes)
-
-
-def test_ranks_hear_of_it_before_they_have_done_their_part(ranks, tmp_path):
-    writes, _ = ranks(2).run(slow, LAYOUTS[0], f"{tmp_path}")
-    assert writes < 550, "of 600, which take 12 s"
-
-
-def other_errors(layout: Layout) -> None:
-    """What is no error of a disk is named, too; and a rank that has none goes on afterwards."""
-    groups = groups_of(layout)
-    values = full()
-    if groups.position == 1:
-        values["0.bias"].fill_(7)
-    with pytest.raises(DesyncError, match="replicas hold different values"):
-        mf.load_shards(values, groups)
-    same_bits(mf.unshard(mf.load_shards(full(), groups), groups), full())
-    mine = torch.zeros(3) + groups.position
-    broadcast(groups, mine, 0)
-    assert mine.tolist() == [0, 0, 0]
-
-
-def test_replicas_that_read_other_values(ranks):
-    ranks(2).run(other_errors, LAYOUTS[1])

@@ -3,42 +3,13 @@
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mics_fn.offload.scratch import PAGE, UNIT, Space, aligned, layout, padded, sums
-
-
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 6))))
-def test_parts_never_overlap(calls: list[tuple[bool, int]]):
-    space, taken = Space(PAGE), list[tuple[int, int]]()
-    used: set[int] = set()
-    for takes, number in calls:
-        if takes:
-            offset = space.take(number * PAGE)
-            pages = {offset // PAGE + i for i in range(number)}
-            assert not pages & used
-            assert 0 not in pages
-            used |= pages
-            taken.append((offset, number * PAGE))
-        elif taken:
-            offset, nbytes = taken.pop(number % len(taken))
-            used -= {offset // PAGE + i for i in range(nbytes // PAGE)}
-            space.give(offset, nbytes)
-        assert space.used == PAGE * len(used)
-        assert space.end == PAGE * (max(used, default=0) + 1)
-
-
-@given(st.lists(st.integers(0, 3 * PAGE), max_size=5))
-def test_layout(sizes: list[int]):
-    starts, end = layout(sizes)
-    assert [start % PAGE for start in starts] == [0] * len(sizes)
-    assert [*starts, end][1:] == [a + padded(n) for a, n in zip(starts, sizes, strict=True)]
+from mics_fn.offload.scratch import PAGE, UNIT, aligned, sums
 
 
 @given(st.integers(0, 9 * UNIT // PAGE), st.integers(0, 2**32), st.data())
@@ -78,25 +49,3 @@ def test_sums_are_made_on_the_thread_that_asks_for_them():
         assert min(started(sums) for _ in range(3)) == 0  # other tests' threads may arise
     finally:
         torch.set_num_threads(before)
-
-
-def advice_on(address: int) -> list[str]:
-    """What the system was asked to do with the memory at an address; [] where it does not say."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, _, rest = line.partition(" ")
-        if name == "VmFlags:" and inside:
-            return rest.split()
-        if not name.endswith(":"):
-            low, high = (int(end, 16) for end in name.split("-"))
-            inside = low <= address < high
-    return []
-
-
-@pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages"
-)
-def test_large_memory_is_asked_for_in_huge_pages():
-    """A disk fills it with a fraction of the requests."""
-    memory = aligned(2**23)
-    assert "hg" in advice_on(memory.data_ptr() + len(memory) // 2)

@@ -1,10 +1,10 @@
 """A rank that is killed while it writes its states to files, and what the others make of it."""
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from cases import random, same_bits
 from jobs import run_job
@@ -34,7 +34,7 @@ def loss_of(model: Any, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
-class ByHand:
+class Loop:
     """A loop of `opt_step` on sums whose buckets are still reduced, which saves each step."""
 
     def __init__(self, rank: int, folder: str, resume: bool) -> None:
@@ -56,43 +56,17 @@ class ByHand:
         mf.checkpoint.save(self.folder, self.state, self.groups, step=self.state.step)
 
 
-class ByTrainer:
-    """A `Trainer` that steps while hop 2 is under way, and saves each step."""
-
-    def __init__(self, rank: int, folder: str, resume: bool) -> None:
-        self.rank, self.groups = rank, mf.make_groups(2, timeout_s=LIMIT_S)
-        self.trainer = mf.Trainer(
-            net(), ADAMW, self.groups, loss=loss_of, bucket_bytes=5_000, overlap_step=True,
-            guard=optim.Guard(on_nonfinite="ignore"),
-            where=f"states=disk:{folder}/scratch",
-            checkpoint=mf.Checkpoints(f"{folder}/saved", every=1),
-        )  # fmt: skip
-
-    @property
-    def state(self) -> Any:
-        return self.trainer.state
-
-    def step(self) -> None:
-        self.trainer.step(batch(self.state.step, self.rank))
-        self.trainer.checkpoint.close()
-
-
-LOOPS: dict[str, Any] = {"by hand": ByHand, "Trainer": ByTrainer}
-
-
-def trained(rank: int, kind: str, folder: str, dies: bool, resume: bool) -> Any:
+def trained(rank: int, folder: str, dies: bool, resume: bool) -> Any:
     """What a rank comes to: its error and the seconds until then, or its state."""
     mf.init_distributed()
-    loop, started = LOOPS[kind](rank, folder, resume), 0.0
+    loop, started = Loop(rank, folder, resume), 0.0
     begun = loop.state.step
     try:
         while loop.state.step < STEPS:
             started = time.monotonic()
             now = dies and loop.state.step + 1 == KILLED_AT
-            if not now:
-                loop.step()
-                continue
-            with testing.inject(WHO, loop.state.step + 1, "offload: write", "kill"):
+            fault = testing.inject(WHO, loop.state.step + 1, "offload: write", "kill")
+            with fault if now else nullcontext():
                 loop.step()
     except PeerFailed as error:
         files = list(Path(folder, "scratch").glob("*.scratch"))
@@ -104,12 +78,10 @@ def trained(rank: int, kind: str, folder: str, dies: bool, resume: bool) -> Any:
     return begun, [x for x in tree.flatten(values)[0] if isinstance(x, Tensor)]
 
 
-@pytest.mark.parametrize("kind", LOOPS)
-@pytest.mark.short("by hand")
-def test_the_others_hear_of_it_and_a_new_job_goes_on_to_the_same_bits(tmp_path, kind):
+def test_the_others_hear_of_it_and_a_new_job_goes_on_to_the_same_bits(tmp_path):
     plain, folder = f"{tmp_path}/plain", f"{tmp_path}/killed"
-    want = run_job(2, trained, kind, plain, False, False, limit_s=90.0)
-    lost = run_job(2, trained, kind, folder, True, False, limit_s=90.0)
+    want = run_job(2, trained, plain, False, False, limit_s=90.0)
+    lost = run_job(2, trained, folder, True, False, limit_s=90.0)
     assert lost[WHO].status == -9
     (told, other, seconds, _), status = lost[1 - WHO].value, lost[1 - WHO].status
     assert (told, other, status) == ("killed", WHO, 0)
@@ -117,7 +89,7 @@ def test_the_others_hear_of_it_and_a_new_job_goes_on_to_the_same_bits(tmp_path, 
     (left,) = Path(folder, "scratch").glob("*.scratch")  # that of the rank that was killed
     Scratch(f"{folder}/scratch").close()
     assert not left.exists()
-    again = run_job(2, trained, kind, folder, False, True, limit_s=90.0)
+    again = run_job(2, trained, folder, False, True, limit_s=90.0)
     for rank in range(2):
         begun, found = again[rank].value
         assert begun == KILLED_AT - 1

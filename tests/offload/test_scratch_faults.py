@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from children import FORK, in_child
+from children import in_child
 from torch import Tensor
 
 from mics_fn import checkpoint, make_groups, testing
-from mics_fn.errors import CheckpointNotFound, FileError, PlanError
+from mics_fn.errors import CheckpointNotFound, FileError
 from mics_fn.offload import (
     Block,
     Scratch,
@@ -62,20 +62,17 @@ def files_in(folder: Path) -> list[str]:
 # Processes that die, and others that live.
 
 
-@pytest.mark.parametrize("operation", ["offload: write w5", "offload: read w7"])
 def test_a_killed_run_leaves_a_file_that_nobody_takes(
-    tmp_path: Path, operation: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     def dies() -> None:
         scratch = Scratch(tmp_path, "states")
         kept = renewed(kept_in(scratch))
-        with testing.inject(None, 0, operation, "kill"):
+        with testing.inject(None, 0, "offload: write w5", "kill"):
             step(kept, kept)
 
     assert in_child(dies) == -signal.SIGKILL
     (left,) = files_in(tmp_path)
-    assert left.startswith("states-")
-    assert left.endswith(".scratch")
     assert checkpoint.steps(tmp_path) == []
     with pytest.raises(CheckpointNotFound):
         checkpoint.load(tmp_path, {}, make_groups(1))
@@ -87,39 +84,17 @@ def test_a_killed_run_leaves_a_file_that_nobody_takes(
 
 
 def test_files_of_living_processes_stay(tmp_path: Path):
-    ours, theirs = FORK.Pipe()
-
-    def lives() -> None:
-        scratch = Scratch(tmp_path)
-        kept = kept_in(scratch)
-        theirs.send(scratch.path)
-        theirs.recv()
-        theirs.send(intact(kept))
-        scratch.close()
-
-    process = FORK.Process(target=lives)
-    process.start()
-    assert ours.poll(30)
-    other = ours.recv()
-    mine = Scratch(tmp_path)
-    assert files_in(tmp_path) == sorted([mine.path.name, other.name])
-    ours.send("go on")
-    assert ours.poll(30)
-    assert ours.recv()
-    process.join(30)
-    assert files_in(tmp_path) == [mine.path.name]
-
-
-def test_a_forked_process_leaves_the_file_of_its_parent(tmp_path: Path):
     scratch = Scratch(tmp_path)
     kept = kept_in(scratch)
 
-    def reads() -> None:
+    def another() -> None:
+        mine = Scratch(tmp_path)
+        assert files_in(tmp_path) == sorted([mine.path.name, scratch.path.name])
         assert intact(kept)
-        scratch.close()
+        scratch.close()  # which in a forked process leaves the file of its parent
         gc.collect()
 
-    assert in_child(reads) == 0
+    assert in_child(another) == 0
     assert scratch.path.exists()
     assert intact(kept)
 
@@ -175,11 +150,10 @@ def small_disk(folder: Path, nbytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-@pytest.mark.parametrize("direct", [None, False])
-def test_a_full_disk(tmp_path: Path, direct: bool | None):
+def test_a_full_disk(tmp_path: Path):
     """What does not fit is refused before anything changes; what is there can still be stepped."""
     with small_disk(tmp_path / "small", 3 * MIB) as folder:
-        scratch = Scratch(folder, direct=direct)
+        scratch = Scratch(folder)
         kept = kept_in(scratch)  # 1.5 MB
         with pytest.raises(FileError, match=r"(?s)no room for .*more.*w: .*No space left") as e:
             [empty(scratch, (400_000,), torch.float32, leaf="w") for _ in range(2)]
@@ -194,23 +168,6 @@ def test_a_full_disk(tmp_path: Path, direct: bool | None):
         assert intact(new, 1.0)
         assert torch.equal(rest, torch.ones(150_000))
         del rest, scratch, new
-    with pytest.raises(FileError, match="cannot be made"):
-        Scratch("/proc/none")
-    with pytest.raises(PlanError, match="folder"):
-        Scratch("")
-
-
-def test_a_file_that_may_not_grow(scratch: Scratch):
-    kept = kept_in(scratch)
-    with (
-        testing.inject(None, 0, "offload: read w3", "disk_full"),
-        pytest.raises(FileError, match=r"(?s)cannot be written.*new \d+: .*File too large"),
-    ):
-        step(kept, [empty(scratch, x.shape, x.dtype, leaf=f"new {i}") for i, x in enumerate(kept)])
-    assert intact(kept)
-    new = [empty(scratch, x.shape, x.dtype) for x in kept]
-    step(kept, new)
-    assert intact(new, 1.0)
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, name: str, after: int) -> None:
@@ -226,7 +183,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, after: int) -> None:
     monkeypatch.setattr(scratch_module, name, fails)
 
 
-@pytest.mark.parametrize("after", [0, 1, 5, 11])
+@pytest.mark.parametrize("after", [0, 5, 11])
 @pytest.mark.parametrize("name", ["read_all", "write_all"])
 def test_a_broken_disk(scratch: Scratch, monkeypatch: pytest.MonkeyPatch, name: str, after: int):
     kept, before = kept_in(scratch), threading.active_count()
@@ -272,11 +229,9 @@ def flip(path: Path, kept: list[Any], at: int) -> None:
 
 
 CHANGES: dict[str, Callable[[Path, list[Any], bytes], Any]] = {
-    "a flipped bit": lambda path, kept, old: flip(path, kept, 77_777),
-    "a bit at the end": lambda path, kept, old: flip(path, kept, 119_999),
+    "a flipped bit": lambda path, kept, old: flip(path, kept, 119_999),
     "a lost page": lambda path, kept, old: overwrite(path, kept[3].extent.offset, bytes(4096)),
     "cut off": lambda path, kept, old: os.truncate(path, kept[3].extent.offset + 5000),
-    "empty": lambda path, kept, old: os.truncate(path, 0),
     "an older copy": lambda path, kept, old: overwrite(path, 0, old),
     "taken over": lambda path, kept, old: overwrite(path, 0, b"mine".ljust(4096)),
 }
@@ -297,25 +252,6 @@ def test_a_changed_file(scratch: Scratch, change: str):
         assert caught.value.leaf in ("w0", "w3")
 
 
-def test_a_short_read(scratch: Scratch, monkeypatch: pytest.MonkeyPatch):
-    """The file ends while it is read, after it was compared."""
-    kept = kept_in(scratch)
-    monkeypatch.setattr(Scratch, "check", lambda *_: None)
-    os.truncate(scratch.path, kept[3].extent.offset + 5000)  # pyright: ignore
-    with pytest.raises(FileError, match=r"w3: \d+ of \d+ bytes at \d+ could be read"):
-        list(stream([Block([x]) for x in kept], MIB))
-
-
-def test_a_name_that_is_gone(scratch: Scratch):
-    """Somebody removes or renames the file: its values are still there."""
-    kept = kept_in(scratch)
-    scratch.path.unlink()
-    assert intact(kept)
-    new = renewed(kept)
-    step(new, new)
-    assert intact(new, 1.0)
-
-
 # Ctrl-C.
 
 
@@ -326,10 +262,10 @@ def test_ctrl_c_leaves_no_thread(scratch: Scratch):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
         stopped = 0
-        for trial in range(100):
+        for trial in range(30):
             begun = time.monotonic()
             try:
-                signal.setitimer(signal.ITIMER_REAL, 0.0002 * (1 + trial))
+                signal.setitimer(signal.ITIMER_REAL, 0.0006 * (1 + trial))
                 step(kept, new)
                 time.sleep(0.1)
             except KeyboardInterrupt:
@@ -339,7 +275,7 @@ def test_ctrl_c_leaves_no_thread(scratch: Scratch):
             while threading.active_count() > before and time.monotonic() < limit:
                 time.sleep(0.001)
             assert threading.active_count() == before
-        assert stopped > 50  # a few are lost in finalizers, as Python has it
+        assert stopped > 15  # a few are lost in finalizers, as Python has it
         assert intact(kept)
         step(kept, new)
         assert intact(new, 1.0)
@@ -351,12 +287,12 @@ def test_ctrl_c_leaves_no_thread(scratch: Scratch):
 
 
 def test_memory(tmp_path: Path):
-    """A state of 192 MiB goes through 8 MiB, and takes no more of the process."""
+    """A state of 48 MiB goes through 8 MiB, and takes no more of the process."""
 
     def streams() -> None:
         scratch = Scratch(tmp_path)
-        kept = [empty(scratch, (24 * MIB,), torch.float32) for _ in range(2)]
-        parts = [slice(a, a + MIB // 4) for a in range(0, 24 * MIB, MIB // 4)]
+        kept = [empty(scratch, (6 * MIB,), torch.float32) for _ in range(2)]
+        parts = [slice(a, a + MIB // 4) for a in range(0, 6 * MIB, MIB // 4)]
         fill = [Block([None, None], [x[part] for x in kept]) for part in parts]
         before = resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")
