@@ -2,17 +2,14 @@
 
 import copy
 import gc
-import io
 import operator
 import pickle
 import warnings
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import (
-    LAYOUTS,
     TREES,
     Layout,
     forget_groups,
@@ -31,7 +28,7 @@ from torch.func import functional_call
 import mics_fn as mf
 from mics_fn import _torch, tree
 from mics_fn.deferred.tensor import Deferred
-from mics_fn.errors import DonatedError, GroupsError, LeafError
+from mics_fn.errors import DonatedError, LeafError
 from mics_fn.optim.columns import columns
 
 PAIR = Layout((2,), 2)
@@ -63,10 +60,10 @@ def round_trip(layout, name, dtype):
             same_bits(spec.unflatten([x.detach().clone() for x in leaves]), want)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [PAIR, Layout((2,), 1), Layout((2, 2), 4)], ids=str)
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.covering("name", "dtype")
+@pytest.mark.covering
 def test_an_op_gets_what_was_sharded(ranks, layout, name, dtype):
     ranks(layout.world_size).run(round_trip, layout, name, dtype)
 
@@ -75,29 +72,17 @@ def test_an_op_gets_what_was_sharded(ranks, layout, name, dtype):
 
 VIEWS = {
     "t": lambda w: w.t(),
-    "T": lambda w: w.T,
-    "mT": lambda w: w.mT,
     "view": lambda w: w.view(2, 12),
-    "flatten": lambda w: w.flatten(),
-    "reshape": lambda w: w.reshape(3, 8),
-    "transpose": lambda w: w.transpose(0, 1),
     "permute": lambda w: w.permute(1, 0),
-    "movedim": lambda w: w.movedim(0, 1),
     "select": lambda w: w[1],
     "slice": lambda w: w[1:3, ::2],
-    "narrow": lambda w: w.narrow(1, 1, 3),
     "expand": lambda w: w.unsqueeze(0).expand(5, 4, 6),
-    "squeeze": lambda w: w.unsqueeze(1).squeeze(1),
     "diagonal": lambda w: w.diagonal(),
-    "unfold": lambda w: w.unfold(1, 2, 2),
     "as_strided": lambda w: w.as_strided((2, 2), (6, 1), 3),
     "twice": lambda w: w.t()[1:4].t(),
     "detach": lambda w: w.detach(),
-    "alias": lambda w: torch.ops.aten.alias(w),
     "lists": lambda w: w.split(3, 1)[1],
-    "chunk": lambda w: w.chunk(2)[1],
     "unbind": lambda w: w.unbind()[2],
-    "unflatten": lambda w: w.unflatten(1, (2, 3)),
     "cast": lambda w: w.to(torch.bfloat16),
     "cast view": lambda w: w.half().t(),
 }
@@ -116,10 +101,8 @@ def views(layout):
         about = (out.shape, out.dtype, out.stride(), out.storage_offset())
         assert about == (want.shape, want.dtype, want.stride(), want.storage_offset()), name
         assert torch.equal(out + 0, want + 0), name
-    # other kinds of views give values of their own
-    w = deferred_weight(groups, value)
-    bits = w.detach().view(torch.int32)
-    assert type(bits) is torch.Tensor
+    bits = deferred_weight(groups, value).detach().view(torch.int32)
+    assert type(bits) is torch.Tensor, "other kinds of views give values of their own"
     assert torch.equal(bits, value.view(torch.int32))
 
 
@@ -130,59 +113,22 @@ def test_a_view_is_deferred_and_right(ranks):
 def metadata(layout):
     groups = groups_of(layout)
     value = random(1, 4, 6)
-    shards = mf.shard({"w": value}, groups)
-    variable = tree.map_leaves(lambda x: x.requires_grad_(), shards)
+    variable = tree.map_leaves(lambda x: x.requires_grad_(), mf.shard({"w": value}, groups))
     groups.traffic.clear()
     w = mf.defer(variable, groups, mf.on_demand()).params["w"]
-    assert (w.shape, w.dtype, w.ndim, w.numel(), len(w)) == ((4, 6), torch.float32, 2, 24, 4)
-    assert w.device == value.device
-    assert (w.is_leaf, w.requires_grad, w.is_contiguous(), w.is_floating_point()) == (
-        (False, True, True, True)
-    )
-    assert w.element_size() == 4 and w.size(1) == 6 and w.stride(0) == 6  # noqa: PT018
+    assert (w.shape, w.dtype, w.numel(), len(w)) == ((4, 6), torch.float32, 24, 4)
+    assert (w.device, w.stride(0), w.element_size()) == (value.device, 6, 4)
+    assert (w.is_leaf, w.requires_grad, w.is_contiguous()) == (False, True, True)
     assert w.detach().requires_grad is False
-    assert isinstance(w, torch.Tensor)
     assert f"{w}" == repr(w) == "Deferred(shape=(4, 6), float32, bucket 0, not here)"
     assert nothing_sent(groups)
     assert torch.equal(w, value)
     assert repr(w) == "Deferred(shape=(4, 6), float32, bucket 0, live)"
-    assert type(copy.deepcopy(w.detach())) is torch.Tensor
     return groups.traffic.snapshot()["gather rank"][0]
 
 
 def test_metadata_never_communicates(ranks):
     assert ranks(2).run(metadata, PAIR) == [1, 1]
-
-
-WRITES = {
-    "mul_": lambda w: w.mul_(2),
-    "zero_": lambda w: w.zero_(),
-    "copy_": lambda w: w.copy_(torch.zeros(4, 6)),
-    "of a view": lambda w: w.t().add_(1),
-    "setitem": lambda w: w.__setitem__(0, 1.0),
-    "out=": lambda w: torch.add(torch.ones(4, 6), 1, out=w),
-    "init": lambda w: nn.init.normal_(w),
-    "foreach": lambda w: _torch.foreach_add([torch.ones(2), w], 1.0),
-}
-
-
-def writes(layout):
-    groups = groups_of(layout)
-    value = random(1, 4, 6)
-    for name, write in WRITES.items():
-        w = deferred_weight(groups, value).detach()
-        with pytest.raises(LeafError, match=r"writes to a gathered parameter.*bucket 1\n.*w"):
-            write(w)
-        assert torch.equal(w, value), name
-    other = torch.zeros(4, 6)
-    other.copy_(w)  # writing to something else is none of its business
-    torch.add(w, 1, out=other)
-    assert torch.equal(other, value + 1)
-    return True
-
-
-def test_writing_to_one_is_refused(ranks):
-    ranks(2).run(writes, PAIR)
 
 
 # What people do with a parameter that is no op on it. Of each: what comes, or what is said.
@@ -198,14 +144,6 @@ def setting(name, value):
     return assign
 
 
-def apply_to(operation, w):
-    operation(w, W)
-
-
-IN_PLACE = (
-    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv),
-    *(operator.imod, operator.ipow),
-)
 GIVES = {
     "data": (lambda w: w.data, W),
     "grad": (lambda w: w.grad, None),
@@ -215,29 +153,15 @@ GIVES = {
     "format": (lambda w: f"{w[0, 1]:.2f} {w[0, 1].item():.1f}", "2.00 2.0"),
     "tolist": (lambda w: w.tolist(), W.tolist()),
     "numpy": (lambda w: w.detach().numpy().tolist(), W.tolist()),
-    "numpy by force": (lambda w: w.numpy(force=True).tolist(), W.tolist()),
     "array": (lambda w: w.detach().__array__("float64").tolist(), W.tolist()),
     "type": (lambda w: w.type(torch.float64), W.double()),
-    "type by name": (lambda w: w.type("torch.DoubleTensor"), W.double()),
-    "type_as": (lambda w: w.type_as(W.half()), W.half()),
     "item": (lambda w: (float(w[0, 1]), int(w[0, 1]), bool(w[0, 1])), (2.0, 2, True)),
     "in": (lambda w: (6.0 in w, 7.0 in w), (True, False)),
-    "reversed": (lambda w: list(reversed(w))[0], W.flip(0)[0]),
     "is_shared": (lambda w: w.is_shared(), False),
-    "is_pinned": (lambda w: w.is_pinned(), False),
     "as_strided": (lambda w: w[1].as_strided((2, 2), (3, 1), 1), W[:, 1:]),
     "as_strided, of a cast": (lambda w: w.half().as_strided((6,), (1,), 0), W.flatten().half()),
     "neg view": (torch.ops.aten._neg_view, -W),
     "sparse": (lambda w: w.to_sparse().to_dense(), W),
-    "sparse rows": (lambda w: w.to_sparse_csr().to_dense(), W),
-    "sparse product": (lambda w: torch.sparse.mm(w.to_sparse(), W.t()), W @ W.t()),
-    "sparse mask": (lambda w: w.sparse_mask(EYE.to_sparse()).to_dense(), W * EYE),
-    "made sparse": (
-        lambda w: torch.sparse_csr_tensor(
-            torch.tensor([0, 2]), torch.tensor([0, 1]), w.detach()[0, :2]
-        ).to_dense(),
-        W[:1, :2],
-    ),
     "as a target's source": (lambda w: torch.empty(2, 3).copy_(w.detach()), W),
     "share a clone": (lambda w: w.detach().clone().share_memory_(), W),
 }
@@ -250,30 +174,25 @@ SAYS = {
     ),
     "share_memory_": (lambda w: w.share_memory_(), "share_memory_ asks for the memory of"),
     "storage": (lambda w: w.storage(), "storage asks for the memory of"),
-    "untyped_storage": (
-        lambda w: w.untyped_storage().data_ptr(),
-        "untyped_storage asks for the memory of",
-    ),
     "data_ptr": (lambda w: w.data_ptr(), "data_ptr asks for the memory of"),
     "pickle": (pickle.dumps, "torch.save and pickle want the memory of"),
-    "save": (lambda w: torch.save(w, io.BytesIO()), "torch.save and pickle want the memory of"),
     "dlpack": (lambda w: torch.from_dlpack(w.detach()), "dlpack__ asks for the memory of"),
     "set_ of another": (lambda w: torch.empty(0).set_(w.detach()), "set_ takes the memory of"),
     "as_strided, too far": (lambda w: w.as_strided((7,), (1,)), "reads beyond the 6 elements of"),
-    "as_strided, of a row": (
-        lambda w: w[1].as_strided((6,), (1,)),
-        "reads beyond the 6 elements of",
-    ),
+    "as_strided, of a row": (lambda w: w[1].as_strided((6,), (1,)), "reads beyond the 6 elements"),
     "apply_": (lambda w: w.apply_(lambda x: x), "apply_ writes to"),
-    "map_": (lambda w: w.map_(w, lambda a, b: a), "map_ writes to"),
-    "map2_": (lambda w: w.map2_(w, w, lambda a, b, c: a), "map2_ writes to"),
     "resize_": (lambda w: w.resize_(4), "resize_ writes to"),
-    "resize_as_": (lambda w: w.resize_as_(torch.ones(4)), "resize_as_ writes to"),
     "set_": (lambda w: w.detach().set_(torch.ones(2)), "writes to"),
     "setitem": (lambda w: w.detach().__setitem__((0, 0), 5.0), "writes to"),
+    "copy_": (lambda w: w.detach().copy_(W), "writes to"),
     "t_": (lambda w: w.detach().t_(), "writes to"),
+    "of a view": (lambda w: w.t().add_(1), "writes to"),
+    "out=": (lambda w: torch.add(W, 1, out=w.detach()), "writes to"),
+    "init": (nn.init.normal_, "writes to"),
+    "foreach": (lambda w: _torch.foreach_add([torch.ones(2), w.detach()], 1.0), "writes to"),
     "parts": (lambda w: nn.utils.vector_to_parameters(torch.zeros(6), [w]), "data = writes to"),
-    **{f"{each.__name__}": (partial(apply_to, each), "writes to") for each in IN_PLACE},
+    "+=": (lambda w: operator.iadd(w, W), "writes to"),
+    "//=": (lambda w: operator.ifloordiv(w, W), "writes to"),
 }
 
 
@@ -298,7 +217,8 @@ def doings(layout):
         for name, (do, said) in SAYS.items():
             with pytest.raises(LeafError) as caught:
                 do(full["w"])
-            assert f"{said} a gathered parameter, one of bucket 0\n" in f"{caught.value}", name
+            assert said in f"{caught.value}", name
+            assert " a gathered parameter, one of bucket 0\n" in f"{caught.value}", name
             assert "the bucket holds after, w\n" in f"{caught.value}", name
             assert torch.equal(full["w"], W), name
     array = full["w"].detach().numpy()
@@ -315,28 +235,6 @@ def doings(layout):
 @pytest.mark.parametrize("layout", [Layout((1,), 1), PAIR], ids=str)
 def test_what_people_do_with_a_parameter_works_or_says_why_not(ranks, layout):
     ranks(layout.world_size).run(doings, layout)
-
-
-class AssignsData(nn.Module):
-    """As a layer that keeps its weights normal."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.tensor([[3.0, 4.0]]))
-
-    def forward(self, x):
-        self.w.data = nn.functional.normalize(self.w.data)
-        return x @ self.w.t()
-
-
-@pytest.mark.parametrize("live", [0, None])
-def test_a_module_that_assigns_data_is_told(live):
-    loss = lambda model, x: model(x).sum()  # noqa: E731
-    trainer = mf.Trainer(
-        AssignsData(), mf.optim.sgd(0.1), mf.make_groups(1), loss=loss, live_bytes=live
-    )
-    with pytest.raises(LeafError, match=r"w was written to"):
-        trainer.step(torch.ones(1, 2))
 
 
 def no_alias(layout):
@@ -377,17 +275,15 @@ def lists(layout):
     for live in (None, 0):
         policy = mf.on_demand(live_bytes=live)
         for _ in range(2):
-            full = mf.defer(shards, groups, policy).params
-            few, want = list(full.values()), list(values.values())
-            assert torch.equal(torch.cat(few), torch.cat(want))
-            stacked = torch.stack([few[2], values["a"], few[1]], dim=1)
-            assert torch.equal(stacked, torch.stack([want[2], want[0], want[1]], dim=1))
-            norms = _torch.foreach_norm(few)
-            assert all(torch.equal(n, w.norm()) for n, w in zip(norms, want, strict=True))
-            picked = torch.ops.aten.index(full["b"].detach(), [torch.tensor([0, 2]), None])
-            assert torch.equal(picked, values["b"][[0, 2]])
-            a, b = (torch.addmm(x[:, :3], y, z.t(), beta=0.5) for x, y, z in (few, want))
-            assert torch.equal(a, b)
+            few, want = list(mf.defer(shards, groups, policy).params.values()), [*values.values()]
+            for op in (
+                torch.cat,
+                lambda x: torch.stack([x[2], values["a"], x[1]], dim=1),
+                lambda x: torch.stack(list(_torch.foreach_norm(x))),
+                lambda x: torch.ops.aten.index(x[1].detach(), [torch.tensor([0, 2]), None]),
+                lambda x: torch.addmm(x[0][:, :3], x[1], x[2].t(), beta=0.5),
+            ):
+                assert torch.equal(op(few), op(want))
         assert policy.schedule is not None and (0, 1, 2) in policy.schedule.uses  # noqa: PT018
 
 
@@ -411,32 +307,15 @@ class Stack(nn.Module):
         return x
 
 
-BLOCK_BYTES = (8 * 8 + 8) * 4
-
-
-def make_stack(groups, blocks=6):
-    torch.manual_seed(0)
-    model = Stack(blocks)
-    params = dict(model.named_parameters())
-    return model, mf.shard(params, groups, bucket_bytes=BLOCK_BYTES)
-
-
 def big_tensors(numel):
     """Plain tensors alive anywhere that hold at least so many elements."""
-    found = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for value in gc.get_objects():
-            plain = type(value) is torch.Tensor and value.layout is torch.strided
-            if (
-                plain
-                and not _torch.is_wrapped(value)
-                and value.device.type == "cpu"
-                and value.numel()
-            ):
-                storage = value.untyped_storage()
-                if storage.nbytes() >= numel * 4:
-                    found[storage.data_ptr()] = storage.nbytes()
+    found = set()
+    for x in gc.get_objects():
+        plain = type(x) is torch.Tensor and x.layout is torch.strided and not _torch.is_wrapped(x)
+        if plain and x.device.type == "cpu" and x.numel():
+            storage = x.untyped_storage()
+            if storage.nbytes() >= numel * 4:
+                found.add(storage.data_ptr())
     return found
 
 
@@ -454,7 +333,7 @@ def nothing_between(layout):
     fetched = groups.hierarchy.pools.fetched
     fetched.__init__()
     gc.collect()
-    before = set(big_tensors(width * width))
+    before = big_tensors(width * width)
     run = mf.defer(variables, groups, mf.on_demand(live_bytes=0))
     full = run.params
     loss = functional_call(skeleton, full, (torch.ones(2, width),)).sum()
@@ -462,7 +341,7 @@ def nothing_between(layout):
     live = [bucket for bucket in run._live.buckets if bucket.full is not None]
     assert len(live) == 1, "one bucket may stay"
     mine = {cell.low for cell in live}
-    alive = set(big_tensors(width * width)) - before
+    alive = big_tensors(width * width) - before
     assert alive <= pool | mine, "a full parameter is alive between forward and backward"
     assert len(pool | mine) <= 2
     torch.autograd.grad(loss, tree.flatten(variables)[0])
@@ -471,9 +350,8 @@ def nothing_between(layout):
     assert waiting <= 2, "buffers go back when the tensors are gone"
 
 
-@pytest.mark.parametrize("layout", [PAIR, Layout((2, 2), 4)], ids=str)
-def test_no_full_parameter_is_alive_between_forward_and_backward(ranks, layout):
-    ranks(layout.world_size).run(nothing_between, layout)
+def test_no_full_parameter_is_alive_between_forward_and_backward(ranks):
+    ranks(2).run(nothing_between, PAIR)
 
 
 def chunks_of_gradients(layout, dim):
@@ -503,62 +381,10 @@ def after_a_larger_model(layout):
     same_bits(new[2], again[2])
 
 
-@pytest.mark.parametrize("layout", [PAIR, Layout((2, 2), 2), Layout((2, 2), 4)], ids=str)
+@pytest.mark.parametrize("layout", [PAIR, Layout((2, 2), 2)], ids=str)
 def test_what_groups_were_used_for_before_changes_no_bit(ranks, layout):
     """A chunk in a larger one's memory would be taken apart: slower, and rounded elsewhere."""
     ranks(layout.world_size).run(after_a_larger_model, layout)
-
-
-def peaks(layout, live, prefetch, accumulate):
-    groups = groups_of(layout)
-    torch.manual_seed(0)
-    model = Stack(6)
-    trainer = mf.Trainer(
-        model,
-        mf.optim.sgd(0.1),
-        groups,
-        loss=lambda m, x: m(x).square().mean(),
-        accumulate=accumulate,
-        live_bytes=live,
-        prefetch=prefetch,
-        bucket_bytes=BLOCK_BYTES,
-    )
-    size = max(
-        b.nbytes
-        for b in {
-            x.bucket
-            for x in tree.flatten(trainer.state.params, lambda v: isinstance(v, mf.shards.Sharded))[
-                0
-            ]
-        }
-    )
-    pools = groups.hierarchy.pools
-    pools, made, found = (pools.fetched, pools.hops, pools.chunks), [], []
-    policy = trainer.schedule
-    assert isinstance(policy, mf.schedules.OnDemand)
-    for _ in range(4):
-        trainer.step(torch.ones(12, 8))
-        (known,) = policy.learned.values()
-        found.append(known.last.peak_bytes)
-        made.append((*(pool.made for pool in pools),))
-    assert made[0] == made[1] == made[2] == made[3], (
-        f"later steps allocate for communication: {made}"
-    )
-    if live is not None:
-        assert policy.schedule is not None
-        assert policy.schedule.peak_bytes([size] * 6) == found[-1]
-    limit = 6 * size if live is None else live + size
-    assert max(found) <= limit, (found, limit)
-    return found
-
-
-@pytest.mark.parametrize("live", [None, 0, 3 * BLOCK_BYTES])
-@pytest.mark.parametrize("prefetch", [0, 4])
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("layout", [PAIR, Layout((2, 2), 4)], ids=str)
-@pytest.mark.covering("live", "prefetch")
-def test_live_bytes_stay_within_the_budget(ranks, live, prefetch, accumulate, layout):
-    ranks(layout.world_size).run(peaks, layout, live, prefetch, accumulate)
 
 
 # Ends and misuse.
@@ -566,36 +392,25 @@ def test_live_bytes_stay_within_the_budget(ranks, live, prefetch, accumulate, la
 
 def ends(layout):
     groups = groups_of(layout)
-    model, shards = make_stack(groups, 2)
-    run = mf.defer(shards, groups, mf.on_demand())
-    full = run.params
-    run.close()
-    with pytest.raises(GroupsError, match="used after its run ended\n  fix: call defer again"):
-        full["blocks.0.weight"].sum()
-    run = mf.defer(shards, groups, mf.on_demand())
-    full = run.params
-    full["blocks.0.weight"].sum()
-    run.close()
-    with pytest.raises(GroupsError, match="used after its run ended"):
-        full["blocks.0.weight"].sum()
-    state = mf.init_state(shards, mf.optim.sgd(0.1))
+
+    def sharded():
+        return mf.shard({"a": random(0, 8, 8), "b": random(1, 8)}, groups)
+
+    state = mf.init_state(sharded(), mf.optim.sgd(0.1))
     full = mf.defer(state.params, groups, mf.on_demand()).params
-    grads = tree.map_leaves(torch.zeros_like, state.params)
-    mf.opt_step(state, tree.map_leaves(lambda x: x + 1, grads), donate=True)
-    with pytest.raises(DonatedError, match=r"bucket 0 .*blocks.0.weight.* was changed after"):
-        full["blocks.0.weight"].sum()
+    mf.opt_step(state, tree.map_leaves(torch.ones_like, state.params), donate=True)
+    with pytest.raises(DonatedError, match=r"bucket 0 \(a, b\) was changed after"):
+        full["a"].sum()
     with pytest.raises(mf.errors.PlanError, match="schedule='all' is neither a schedule"):
-        mf.defer(shards, groups, "all")  # pyright: ignore
+        mf.defer(sharded(), groups, "all")  # pyright: ignore
     total = mf.GradSum()
     with pytest.raises(LeafError, match=r"0 of 1 passes are done\n  fix: defer"):
         total.backward(torch.ones(()))
-    _, shards = make_stack(groups, 2)
-    full = mf.defer(shards, groups, mf.on_demand(), into=total).params
+    _ = mf.defer(sharded(), groups, mf.on_demand(), into=total).params
     with pytest.raises(LeafError, match="in use by another run"):
-        mf.defer(shards, groups, mf.on_demand(), into=total)
+        mf.defer(sharded(), groups, mf.on_demand(), into=total)
     with pytest.raises(LeafError, match="0 of 1 passes are done"):
         total.grads()
-    del model
 
 
 def test_misuse_is_told(ranks):
