@@ -28,18 +28,14 @@ def compiled(fullgraph):
     shards = mf.shard({"w": random(0, 4, 3), "b": random(1, 4)}, groups)
     x, fast = random(2, 5, 3), torch.compile(block, backend="eager", fullgraph=fullgraph)
     want = gradients(groups, shards, x, lambda full, x: block(full["w"], full["b"], x))
-    with pytest.raises(Exception, match="a deferred parameter enters a compiled region"):
+    said = "a deferred parameter enters a compiled region\n(.|\n)*use gather around compiled code"
+    with pytest.raises(Exception, match=said):
         gradients(groups, shards, x, lambda full, x: fast(full["w"], full["b"], x))
     # A clone at the edge is one touch, and what enters is an ordinary tensor.
-    edge = gradients(
-        groups, shards, x, lambda full, x: fast(full["w"].clone(), full["b"].clone(), x)
-    )
-    variables = {k: v.requires_grad_() for k, v in mf.unshard(shards, groups).items()}
-    loss = fast(*variables.values(), x).square().sum()
-    now = dict(zip(variables, torch.autograd.grad(loss, list(variables.values())), strict=True))
+    edge = lambda full, x: fast(full["w"].clone(), full["b"].clone(), x)  # noqa: E731
+    got = gradients(groups, shards, x, edge)
     for name, value in want.items():
-        assert torch.allclose(edge[name], value, rtol=1e-5, atol=1e-6), name
-        assert torch.allclose(now[name], value, rtol=1e-5, atol=1e-6), name
+        assert torch.allclose(got[name], value, rtol=1e-5, atol=1e-6), name
 
 
 def quiet(fn, *args):
@@ -63,17 +59,6 @@ class Block(nn.Module):
 
     def forward(self, x):
         return torch.tanh(self.down(self.norm(self.up(x))))
-
-
-class Inside(nn.Module):
-    """Calls a compiled function with parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.fast = nn.Linear(4, 4), torch.compile(block, backend="eager")
-
-    def forward(self, x):
-        return self.fast(self.linear.weight, self.linear.bias, x)
 
 
 def square(model, x):
@@ -136,7 +121,7 @@ WRAPPED = (
 
 
 def refused():
-    groups, x = mf.make_groups(2), random(9, 8, 4)
+    groups = mf.make_groups(2)
     for name, made in {
         "model": (wrap,),
         "model.0": (lambda m: with_first(m, wrap),),
@@ -156,13 +141,6 @@ def refused():
     for each in (groups, mf.make_groups(1)):
         with pytest.raises(mf.errors.PlanError, match="torch.compile made model.1.forward for the"):
             trained(each, with_forward)
-    step = mf.Trainer(Inside(), mf.optim.sgd(0.1), groups, loss=square).step
-    with pytest.raises(mf.errors.LeafError) as caught:
-        step(x)
-    assert str(caught.value) == (
-        "torch.compile: a deferred parameter enters a compiled region\n"
-        "  fix: use gather around compiled code, or clone() parameters before it"
-    )
 
 
 def test_compiled_modules_that_would_be_given_deferred_parameters_are_refused(ranks):
@@ -202,10 +180,6 @@ def dropped(p):
     with pytest.warns(UserWarning, match="init_model: compile.. of model.0 is dropped") as caught:
         mf.init_model(lambda: in_init(made), groups, seed=0)
     assert [each.filename for each in caught] == [__file__]
-    with warnings.catch_warnings(action="error"):
-        skeleton, shards = mf.init_model(lambda: compiling(Block()), groups, seed=0)
-    with pytest.warns(UserWarning, match="Trainer: compile.. of model is dropped"):
-        mf.Trainer(skeleton, mf.optim.sgd(0.1), groups, params=shards, loss=square)
 
 
 def test_compile_of_a_module_is_dropped_with_one_warning(ranks):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mics_fn import GradSum, Trainer, _torch, defer, keep_all, make_groups, on_demand, shard
+from mics_fn import Trainer, _torch, defer, keep_all, make_groups, on_demand, shard
 from mics_fn.deferred.tensor import Deferred
 from mics_fn.errors import LeafError
 from mics_fn.optim import sgd
@@ -78,20 +78,6 @@ def test_what_writes_nothing_or_puts_it_back_is_no_error() -> None:
     with torch.no_grad(), defer(_shards(groups), groups, keep_all()) as full:
         full["b"].data_ptr()  # copies the bucket, whose NaN equals itself
         full["w"].mul_(2).div_(2)
-
-
-def test_they_are_plain_and_share_the_memory_of_shards_until_then() -> None:
-    groups = make_groups(1)
-    shards = _shards(groups)
-    total = GradSum()
-    with defer(shards, groups, keep_all(), into=total) as full:
-        assert type(full["w"]) is Tensor
-        assert full["w"].requires_grad
-        x = torch.randn(4, 3)
-        total.backward(F.linear(x, full["w"]).sum())
-        assert _torch.is_lazy_clone(full["w"])
-    want = x.sum(0).expand(2, 3)
-    torch.testing.assert_close(total.grads()["w"].data.view(2, 3), want, rtol=0, atol=0)
 
 
 def test_values_that_outlive_the_run_keep_their_values() -> None:

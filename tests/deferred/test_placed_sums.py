@@ -15,7 +15,6 @@ from torch import Tensor
 import mics_fn as mf
 from mics_fn import optim
 from mics_fn.offload import is_stored
-from mics_fn.offload.scratch import Extent, Scratch
 
 ALONE, PAIR = Layout((1,), 1), Layout((2,), 2)
 PRECISIONS = ["param=f32", "param=f32, compute=bf16", "param=f32, reduce=bf16", "param=bf16"]
@@ -121,22 +120,6 @@ def test_memory_that_nobody_wants_any_more_is_let_go(tmp_path):
         summed(state, groups, 0, policy, 1, where=f"grads=disk:{tmp_path}/{name}").release()
     assert not list((tmp_path / "a").iterdir())
     assert len(list((tmp_path / "b").iterdir())) == 1
-
-
-def test_a_full_disk_is_an_error_before_anything_is_computed(tmp_path, monkeypatch):
-    groups, where = mf.make_groups(1), f"grads=disk:{tmp_path}"
-    state = mf.init_state(shards_of(groups, "param=f32"), optim.sgd(0.1))
-
-    def reserve(self: Scratch, nbytes: int, leaf: str = "") -> Extent:
-        with self.named("written", leaf):
-            raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Scratch, "reserve", reserve)
-        with pytest.raises(mf.errors.FileError, match=r"  grads\.w"):
-            summed(state, groups, 0, mf.on_demand(), 1, where=where)
-    total = summed(state, groups, 0, mf.on_demand(), 1, where=where)
-    same_bits(total.grads(), summed(state, groups, 0, mf.on_demand(), 1).grads())
 
 
 def test_a_file_that_others_have_written_to_is_an_error_by_name(tmp_path):

@@ -1,16 +1,14 @@
 """Buckets that get no gradient on some ranks: right, or refused by name before anything hangs."""
 
-import time
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Layout, forget_groups, groups_of, random
+from cases import Layout, groups_of, random
+from telling import told
 
 import mics_fn as mf
-from mics_fn.collectives import pending
-from mics_fn.errors import DesyncError
 
 PAIR, REPLICAS = Layout((2,), 2), Layout((2, 2), 2)
 BUCKETS, SIZE = 14, 6  # half of them are more than a ring has parts in flight
@@ -101,24 +99,15 @@ def test_a_bucket_without_gradient_on_one_rank_is_right(ranks, layout, kind, liv
 
 
 def refused(layout, kind, without, passes, before):
-    forget_groups(layout)
-    run, last = make_run(layout), layout.world_size - 1
-    plain = [None] * passes
-    schedule = schedule_of(run, kind, 0, passes)
-    for _ in range(before):
-        run(schedule, plain)
-    odd = [*plain[1:], without]
-    started = time.monotonic()
-    try:
-        with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pending, "_STALL_S", 0.3)
-            warnings.simplefilter("ignore")  # that a rank leaves its schedule
-            run(schedule, odd if dist.get_rank() == last else plain)
-    except DesyncError as error:
-        return str(error), time.monotonic() - started
-    finally:
-        forget_groups(layout)
-    return "no error", 0.0
+    def make(_):
+        run, plain = make_run(layout), [None] * passes
+        schedule = schedule_of(run, kind, 0, passes)
+        for _ in range(before):
+            run(schedule, plain)
+        odd = [*plain[1:], without] if dist.get_rank() == layout.world_size - 1 else plain
+        return lambda: run(schedule, odd)
+
+    return told(layout, make)
 
 
 STEADY = {"fixed": 1, "learned": 2}  # runs before one that compares nothing
@@ -163,9 +152,8 @@ def alike(layout, kind, passes):
             way = [None] * (passes - 1) + [without]
             got, _ = run(schedule, way)
             same_gradients(got, twin(layout.world_size, lambda r: way))  # noqa: B023
-    told = [str(w.message) for w in caught if "order of use changed" in str(w.message)]
-    assert len(told) == 1
-    assert f"reductions before it: {BUCKETS - 1 - MIDDLE + (passes - 1) * BUCKETS}, " in told[0]
+    (said,) = [str(w.message) for w in caught if "order of use changed" in str(w.message)]
+    assert f"reductions before it: {BUCKETS - 1 - MIDDLE + (passes - 1) * BUCKETS}, " in said
 
 
 @pytest.mark.parametrize(("kind", "passes"), [("fixed", 1), ("learned", 2)])
