@@ -317,7 +317,7 @@ def test_sizes_that_do_not_fit_are_refused(ranks):
 def refused():
     for sizes in ({"params": 2}, {"grads": 3}, {"params": 0}, {"grads": -1}, {"params": 16}):
         with pytest.raises(mf.errors.PlanError) as caught:
-            placement.place(groups_of(Layout((4,), 4)), **sizes)
+            placement.place(groups_of(Layout((4,), 4)), **sizes)  # pyright: ignore
         ((name, size),) = sizes.items()
         assert str(caught.value) == (
             f"place: {name}={size} ends inside a level\n"

@@ -62,7 +62,7 @@ def by_torch(world_size, max_norm, max_value):
     norm = torch.nn.utils.clip_grad_norm_(params.values(), max_norm or math.inf)
     if max_value is not None:
         torch.nn.utils.clip_grad_value_(params.values(), max_value)
-    return norm, {name: param.grad for name, param in params.items()}
+    return norm, {name: param.grad for name, param in params.items() if param.grad is not None}
 
 
 def parts(full):

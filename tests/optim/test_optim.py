@@ -174,9 +174,9 @@ def test_refuses_bad_arguments_at_once():
 
 
 def of_fused(layout):
-    rate, options = mf.optim.warmup_cosine(1e-2, 2, STEPS), {"weight_decay": 0.3}
-    got = run_sharded(layout, lambda: mf.optim.adamw(rate, **options), donate=True)
-    want = torch_twin(torch.optim.AdamW, {**options, "fused": True}, lr=rate)
+    rate = mf.optim.warmup_cosine(1e-2, 2, STEPS)
+    got = run_sharded(layout, lambda: mf.optim.adamw(rate, weight_decay=0.3), donate=True)
+    want = torch_twin(torch.optim.AdamW, {"weight_decay": 0.3, "fused": True}, lr=rate)
     for key, value in got.items():
         # Vector and tail loops of a fused kernel round differently: 4 steps of 8 roundings.
         bound = STEPS * 8 * torch.finfo(torch.float32).eps * (want[key].abs() + 0.04)
@@ -286,9 +286,9 @@ def odd_memory(layout, names, kinds):
             check_odd_state(state, grads, lambda t, kind=kind: in_odd_memory(kind, t))
     for kind in kinds:
         odd = in_odd_memory(kind, grads)
-        want = guard.judge(in_own_memory(odd), groups)
+        want: Any = guard.judge(in_own_memory(odd), groups)
         for donate in (False, True):
-            got = guard.judge(odd, groups, donate=donate)
+            got: Any = guard.judge(odd, groups, donate=donate)
             same_bits(got.grads, want.grads)
             assert abs(got.norm - want.norm) <= 120 * 6e-8 * want.norm  # of squares
 
