@@ -8,16 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from cases import (
-    TREES,
-    Layout,
-    forget_groups,
-    groups_of,
-    plain_values,
-    poison,
-    random,
-    same_bits,
-)
+from cases import TREES, Layout, forget_groups, groups_of, plain_values, poison, random, same_bits
 from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -125,7 +116,6 @@ def metadata(layout):
 # What people do with a parameter that is no op on it. Of each: what comes, or what is said.
 
 W = torch.arange(1.0, 7).view(2, 3)
-EYE = torch.eye(2, 3)
 
 
 def setting(name, value):

@@ -80,15 +80,3 @@ def test_the_ring_is_as_large_as_its_formula(ranks, layout, cases):
             least = max(want, LEAST_RING)
             assert least <= got[0][0] <= least + ROUNDED, case
             assert 0.2 * least > ROUNDED, "the tolerance is small"
-
-
-def test_a_large_bucket_counts_once(ranks):
-    """One bucket of six units and five of one: the six units, and what arrives for them.
-
-    Where all is kept, the six units lie where the parameters were, and so does their mean.
-    """
-    cases = [("zero3", "f32", 1, live, True) for live in (7 * UNIT, None)]
-    for layout, arriving in [(Layout((2,), 2), 0), (Layout((2, 2), 4), 0.5)]:
-        for (fetched, _), (kept, _) in ranks(layout.world_size).run(hops, layout, cases):
-            assert 0 <= fetched[-1][0] - (1 + arriving) * 6 * UNIT <= ROUNDED
-            assert 0 <= kept[-1][0] - 0.5 * 6 * UNIT <= ROUNDED

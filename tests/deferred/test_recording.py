@@ -1,8 +1,7 @@
 """`record`: the order of use without data is that of a real step."""
 
-import pytest
 import torch
-from cases import Layout, full_of, groups_of, random
+from cases import Layout, full_of, groups_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
@@ -53,11 +52,3 @@ def recorded(layout):
 def test_a_record_without_data_is_that_of_a_real_step(ranks):
     first, second = ranks(2).run(recorded, PAIR)
     assert first == second
-
-
-def test_what_a_record_takes():
-    shards = mf.shard({"a": random(0, 3), "b": random(1, 3)}, mf.make_groups(1), bucket_bytes=8)
-    assert mf.record(lambda full, x: full["a"].sum() * x, shards, torch.ones(())).uses == ((0,),)
-    assert mf.record(lambda full, x: x.sum(), shards, torch.ones(2)) == mf.schedules.Schedule(())
-    with pytest.raises(mf.errors.LeafError, match="not a shard"):
-        mf.record(lambda full, x: x, {"a": torch.ones(2)}, torch.ones(2))

@@ -163,10 +163,7 @@ def with_experts(what: str) -> str:
 
 @pytest.mark.parametrize(
     ("what", "odd"),
-    [
-        ("params.dense", "rank 2: other bits"),
-        ("opt.moments.exp_avg.experts.0", "rank 2: odd"),
-    ],
+    [("params.dense", "rank 2: other bits"), ("opt.moments.exp_avg.experts.0", "rank 2: odd")],
 )
 def test_leaves_on_several_groups_are_compared_on_each(ranks, what, odd):
     for text in ranks(4).run(with_experts, what):

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import TREES, Layout, groups_of, placed_as, poison, random
+from cases import TREES, Layout, groups_of, poison
 from torch import Tensor
 
 import mics_fn as mf
@@ -55,37 +55,16 @@ def test_norms_of_leaves_and_inner_products(ranks, layout, name, dtype):
     ranks(layout.world_size).run(norms_of, layout, name, dtype)
 
 
-def placed_norms(layout: Layout) -> None:
-    """Placements, several groups in one tree, moments, part of a tree; the same bits everywhere."""
-    groups = groups_of(layout)
-    params = {k: random(i, 7, 3) for i, k in enumerate("abcd")}
-    want = {k: x.double().norm() for k, x in params.items()}
-    placed = placed_as(groups, "zero1")
-    by_path = lambda path: placed if "a" in path else groups  # noqa: E731
-    for home in (placed, by_path):
-        same_close(mf.optim.leaf_norms(mf.shard(params, home), home), want)
-    part = {k: x for k, x in mf.shard(params, groups).items() if k in "bd"}
-    same_close(mf.optim.leaf_norms(part, groups), {k: want[k] for k in "bd"})
-    state = mf.init_state(mf.shard(params, groups), mf.optim.lion(0.1, betas=(0.5, 0.5)))
-    grads = mf.reduce_grads({k: x.clone() for k, x in params.items()}, groups)
-    state = mf.opt_step(state, grads)
-    same_close(mf.optim.leaf_norms(state.opt.mean, groups), {k: x / 2 for k, x in want.items()})
-
-
-def same_close(got: Any, want: Any) -> None:
-    for name, x in want.items():
-        assert abs(float(got[name] - x)) <= 1e-6 * (1 + float(x)), name
-
-
-def test_norms_on_placements_and_parts(ranks):
-    ranks(4).run(placed_norms, Layout((2, 2), 4))
-
-
 def test_what_cannot_be_is_named():
     groups = mf.make_groups(1)
     a = mf.shard({"w": torch.ones(4), "v": torch.ones(3)}, groups)
     b = mf.shard({"w": torch.ones(4)}, groups)
     c = mf.shard({"w": torch.ones(4), "v": torch.ones(3)}, groups, bucket_bytes=4)
+    sgd = mf.optim.sgd(0.1)
+
+    def by_path(parts: Any, **how: Any) -> Any:
+        return mf.init_state(a, mf.optim.by_path(parts, **how))
+
     for call, text in (
         (lambda: mf.optim.leaf_norms({"w": torch.ones(3)}, groups), "shards.w is Tensor"),
         (lambda: mf.optim.inner(a, b, groups), "inner: the trees differ\n  b.v is missing"),
@@ -93,22 +72,9 @@ def test_what_cannot_be_is_named():
         (lambda: mf.optim.inner(a, {"w": 1, "v": 2}, groups), "b.v is int, not a shard"),
         (lambda: mf.optim.leaf_norms(a, None), "leaf_norms: groups is None"),
         (lambda: mf.optim.by_path({"w": 3}), "int is not an optimizer"),
-        (
-            lambda: mf.init_state(a, mf.optim.by_path({"*w*": mf.optim.sgd(0.1)})),
-            "by_path: v matches no pattern, and there is no default",
-        ),
-        (
-            lambda: mf.init_state(
-                a, mf.optim.by_path({"w.*": mf.optim.sgd(0.1)}, default=mf.optim.sgd(0.1))
-            ),
-            "by_path: the pattern 'w.*' matches no trained leaf",
-        ),
-        (
-            lambda: mf.init_state(
-                a, mf.optim.by_path({"*w*": mf.optim.sgd(0.1), "*": mf.optim.sgd(0.1)})
-            ),
-            "'*w*' has only leaves that a later pattern matches, too",
-        ),
+        (lambda: by_path({"*w*": sgd}), "by_path: v matches no pattern, and there is no default"),
+        (lambda: by_path({"w.*": sgd}, default=sgd), "the pattern 'w.*' matches no trained leaf"),
+        (lambda: by_path({"*w*": sgd, "*": sgd}), "'*w*' has only leaves that a later pattern"),
     ):
         with pytest.raises(mf.MicsError) as caught:
             call()
