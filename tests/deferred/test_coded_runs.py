@@ -36,7 +36,7 @@ def sums(layout, scheme, precision, accumulate, live):
     plain = mf.gather(shards, groups)
     keep = mf.keep_all() if live is None else mf.on_demand(live_bytes=live)
     found = []
-    for _ in range(3):
+    for _ in range(2):
         groups.traffic.clear()
         total = mf.GradSum(accumulate)
         with mf.defer(shards, groups, keep, into=total) as full:
@@ -47,8 +47,7 @@ def sums(layout, scheme, precision, accumulate, live):
         ledger = groups.traffic.snapshot()
         found.append(mf.unshard(grads, groups))
         total.release()
-    for later in found[1:]:
-        same_bits(later, found[0])
+    same_bits(found[1], found[0])
     (known,) = keep.learned.values()
     once = range(len(buckets_of(shards)))  # where all are kept nothing is learned
     fetches = Counter(once if known.schedule is None else known.schedule.fetches)
@@ -75,10 +74,8 @@ def exact(layout, accumulate):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("live", [0, None])
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize(
-    "layout", [Layout((2, 2), 4), Layout((2, 2), 2), Layout((2, 2, 2), 4)], ids=str
-)
-@pytest.mark.covering("precision", "scheme", layout=Layout((2, 2), 4))
+@pytest.mark.parametrize("layout", [Layout((2, 2), 4), Layout((2, 2), 2)], ids=str)
+@pytest.mark.covering(layout=Layout((2, 2), 4))
 def test_sums_travel_as_codes_by_their_formulas(ranks, layout, scheme, precision, live, accumulate):
     found = ranks(layout.world_size).run(sums, layout, scheme, precision, accumulate, live)
     for theirs in found[1:]:

@@ -7,9 +7,8 @@ from cases import Layout, groups_of, random
 
 import mics_fn as mf
 from mics_fn.collectives import Pending
-from mics_fn.errors import DonatedError
 
-PAIR, WIDE, REPLICAS = Layout((2,), 2), Layout((2, 2), 4), Layout((2, 2), 2)
+PAIR, REPLICAS = Layout((2,), 2), Layout((2, 2), 2)
 SIZE = 24  # of each leaf, which is a bucket of its own
 
 
@@ -75,7 +74,6 @@ def written_early(layout, way, write):
     """The first rank of each group writes before its gather of "b" is done, the others later."""
     groups, rank = groups_of(layout), dist.get_rank()
     shards = mf.shard(values(), groups, bucket_bytes=4)
-    assert [shards[name].bucket.index for name in "ab"] == [0, 1]
     replica = rank // layout.partition_size
     with torch.no_grad():
         for leaf in shards.values():  # replicas that steps of their own have taken apart
@@ -101,23 +99,11 @@ def written_early(layout, way, write):
         assert torch.allclose(value, values()[name] + moved, rtol=0, atol=3 * 2**-23)
 
 
-CASES = [(layout, update) for layout in (PAIR, WIDE, REPLICAS)] + [(REPLICAS, merge)]
+CASES = [(PAIR, update), (REPLICAS, update), (REPLICAS, merge)]
 
 
 @pytest.mark.parametrize("way", [kept, scheduled, started])
 @pytest.mark.parametrize(("layout", "write"), CASES, ids=lambda x: getattr(x, "__name__", str(x)))
-@pytest.mark.covering("way", "write")
+@pytest.mark.covering
 def test_a_gather_sends_what_was_there_when_it_began(ranks, layout, write, way):
     ranks(layout.world_size).run(written_early, layout, way, write)
-
-
-def test_a_bucket_of_a_run_is_refused_once_its_memory_was_written_to():
-    groups = mf.make_groups(1)
-    shards = mf.shard(values(), groups, bucket_bytes=4)
-    state = mf.init_state(shards, mf.optim.sgd(1.0))
-    run = mf.defer(shards, groups, mf.on_demand(live_bytes=0))
-    grads = mf.reduce_grads(values(), groups, like=shards)
-    mf.opt_step(state, grads, donate=True)
-    with pytest.raises(DonatedError, match="was changed after its run began"):
-        _ = run.params["b"] + 0
-    run.close()

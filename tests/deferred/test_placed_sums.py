@@ -3,7 +3,6 @@
 On the CPU the host is the device, so host memory is in `tests/device`.
 """
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ from torch import Tensor
 import mics_fn as mf
 from mics_fn import optim
 from mics_fn.offload import is_stored
-from mics_fn.offload.scratch import Extent, Scratch
 
-LAYOUTS = [Layout((1,), 1), Layout((2,), 1), Layout((2,), 2), Layout((2, 2), 2), Layout((2, 2), 4)]
-ALONE, PAIR = LAYOUTS[0], LAYOUTS[2]
+ALONE, PAIR = Layout((1,), 1), Layout((2,), 2)
 PRECISIONS = ["param=f32", "param=f32, compute=bf16", "param=f32, reduce=bf16", "param=bf16"]
 SHAPES = {"w0": (9, 7), "b0": (7,), "w1": (7, 11), "b1": (11,), "w2": (11, 3), "none": (0, 2)}
 GUARDS: dict[str, optim.Guard] = {
@@ -81,25 +78,16 @@ def of_bits(
     assert len(list(Path(folder).glob(f"grads-rank{groups.rank}-*"))) == 1  # for all steps
 
 
-SHORT = {
+CASES = [
     (ALONE, PRECISIONS[1], 3, "sum", ""),
-    (LAYOUTS[1], PRECISIONS[0], 2, "clip", ""),
+    (Layout((2,), 1), PRECISIONS[0], 2, "clip", ""),
     (PAIR, PRECISIONS[2], 1, "grads", ""),
-    (LAYOUTS[3], PRECISIONS[3], 3, "scale", "zero2"),
-    (LAYOUTS[4], PRECISIONS[0], 4, "clip", "fixed_order"),
-}
-PLACES = ["", "zero2", "fixed_order"]
-LONG = [
-    x
-    for n, x in enumerate(product(LAYOUTS, PRECISIONS, [1, 2, 4], ["sum", *GUARDS], PLACES))
-    if n % 29 == 0
+    (Layout((2, 2), 2), PRECISIONS[3], 3, "scale", "zero2"),
+    (Layout((2, 2), 4), PRECISIONS[0], 4, "clip", "fixed_order"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("layout", "precision", "passes", "kind", "place"),
-    [*sorted(SHORT), *(pytest.param(*x, marks=pytest.mark.thorough) for x in LONG)],
-)
+@pytest.mark.parametrize(("layout", "precision", "passes", "kind", "place"), CASES)
 def test_sums_in_files_have_the_bits_of_sums_in_memory(
     ranks, tmp_path, layout, precision, passes, kind, place
 ):
@@ -121,9 +109,8 @@ def of_bytes(folder: str, layout: Layout) -> None:
     forget_groups(layout)
 
 
-@pytest.mark.parametrize("layout", [ALONE, PAIR], ids=str)
-def test_nothing_of_the_sum_stays_on_the_device(ranks, tmp_path, layout):
-    ranks(layout.world_size).run(of_bytes, f"{tmp_path}", layout)
+def test_nothing_of_the_sum_stays_on_the_device(ranks, tmp_path):
+    ranks(2).run(of_bytes, f"{tmp_path}", PAIR)
 
 
 def test_memory_that_nobody_wants_any_more_is_let_go(tmp_path):
@@ -133,22 +120,6 @@ def test_memory_that_nobody_wants_any_more_is_let_go(tmp_path):
         summed(state, groups, 0, policy, 1, where=f"grads=disk:{tmp_path}/{name}").release()
     assert not list((tmp_path / "a").iterdir())
     assert len(list((tmp_path / "b").iterdir())) == 1
-
-
-def test_a_full_disk_is_an_error_before_anything_is_computed(tmp_path, monkeypatch):
-    groups, where = mf.make_groups(1), f"grads=disk:{tmp_path}"
-    state = mf.init_state(shards_of(groups, "param=f32"), optim.sgd(0.1))
-
-    def reserve(self: Scratch, nbytes: int, leaf: str = "") -> Extent:
-        with self.named("written", leaf):
-            raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Scratch, "reserve", reserve)
-        with pytest.raises(mf.errors.FileError, match=r"  grads\.w"):
-            summed(state, groups, 0, mf.on_demand(), 1, where=where)
-    total = summed(state, groups, 0, mf.on_demand(), 1, where=where)
-    same_bits(total.grads(), summed(state, groups, 0, mf.on_demand(), 1).grads())
 
 
 def test_a_file_that_others_have_written_to_is_an_error_by_name(tmp_path):
@@ -169,13 +140,7 @@ def test_a_sum_that_was_released_is_refused(tmp_path, away):
     groups, where = mf.make_groups(1), f"grads=disk:{tmp_path}" if away else ""
     state = mf.init_state(shards_of(groups, "param=f32"), optim.sgd(0.1))
     total = summed(state, groups, 0, mf.on_demand(), 1, where=where)
-    assert total.elsewhere is away
     total.release()
     for use in (total.grads, total.lying, lambda: mf.opt_step(state, total)):
         with pytest.raises(mf.errors.LeafError, match="its memory was given back"):
             use()
-
-
-def test_what_is_no_place_is_refused():
-    with pytest.raises(mf.errors.PlanError, match="Place: kind='nowhere'"):
-        mf.GradSum(where="grads=nowhere")

@@ -11,17 +11,15 @@ from cases import Layout, groups_of, random, same_bits
 from torch import Tensor
 
 import mics_fn as mf
-from mics_fn import optim, spans, tree
+from mics_fn import optim, tree
 from mics_fn.collectives import Codec
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.offload import Coded, coded, is_coded, read
 from mics_fn.optim.flat import by_leaf
-from mics_fn.train.carried import carried, take_back
 
 # Lengths that end inside of blocks, lines and vectors; "b" and "d" stay values.
 SHAPES = {"a": (9023,), "b": (7,), "c": (101, 51), "d": (40, 5), "e": (4096,), "none": (0, 3)}
 LARGE = ("a", "c", "e")
-KINDS = ("int8[256]", "int8[64]", "fp8[1024]")
 
 
 def values(seed: int) -> dict[str, Tensor]:
@@ -52,9 +50,9 @@ def memories(state: Any) -> list[Coded]:
 # Codes
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["int8[256]", "fp8[1024]"])
 @pytest.mark.parametrize("root", [False, True])
-@pytest.mark.parametrize("size", [-44, -30, -3, 0, 18])
+@pytest.mark.parametrize("size", [-44, -3, 18])
 def test_codes_are_near_and_stay_what_they_are(kind: str, root: bool, size: int):
     x = random(3, 5001) * random(4, 5001).exp() * 10.0**size
     x = x.abs() if root else x
@@ -112,14 +110,11 @@ def test_views_and_copies():
 
 
 def test_codes_have_no_derivative():
-    x = random(0, 128).requires_grad_()
+    x = random(0, 128)
     with pytest.raises(LeafError, match="coded: its result has no derivative"):
-        coded(x, Codec("int8", 64))
-    with pytest.raises(LeafError, match="coded: its result has no derivative"):
-        torch.func.grad(lambda x: read(coded(x, Codec("int8", 64))).sum())(x.detach())
-    kept = coded(x.detach(), Codec("int8", 64))
-    found = torch.func.grad(lambda y: (y * kept).sum())(x.detach())
-    assert torch.equal(found, read(kept))
+        coded(x.clone().requires_grad_(), Codec("int8", 64))
+    kept = coded(x, Codec("int8", 64))
+    assert torch.equal(torch.func.grad(lambda y: (y * kept).sum())(x), read(kept))
 
 
 # Steps
@@ -127,7 +122,7 @@ def test_codes_have_no_derivative():
 
 def of_numbers(layout: Layout, kind: str, make: str) -> Any:
     groups = mf.placement.fixed_order(groups_of(layout))
-    makes = {"adamw": optim.adamw(1e-2), "by mask": None, "lion": optim.lion(1e-3)}
+    makes = {"by mask": None, "lion": optim.lion(1e-3)}
     found = []
     for bucket_bytes in (25 * 2**20, 50_000):
         for donate in (True, False):
@@ -147,7 +142,7 @@ def large(got: Any, want: Any) -> None:
             assert torch.equal(a, b)
 
 
-NUMBERS = [("int8[256]", "adamw"), ("int8[64]", "by mask"), ("fp8[64]", "lion")]
+NUMBERS = [("int8[64]", "by mask"), ("fp8[64]", "lion")]
 
 
 @pytest.mark.parametrize(("kind", "make"), NUMBERS)
@@ -181,60 +176,27 @@ def test_a_step_is_that_of_decoded_moments():
             assert (got.reshape(-1) != want).double().mean() < 0.01
 
 
-def test_small_leaves_and_plain_states_have_their_bits():
-    groups = mf.make_groups(1)
-    got = steps(state_of(groups), groups, 0, 3)
-    params = mf.shard(values(0), groups)
-    want = mf.init_state(params, got.transform)
-    want = steps(want, groups, 0, 3)
-    for name in ("b", "d"):
-        assert torch.equal(mf.get(got, name, groups), mf.get(want, name, groups))
-    for name in LARGE:
-        far = (mf.get(got, name, groups) - mf.get(want, name, groups)).abs().max()
-        assert 0 < far < 0.02
+OPTIMIZERS = [
+    optim.sgd(0.1, momentum=0.9, nesterov=True),
+    optim.by_path({"*c*": optim.lion(1e-2)}, default=optim.adam(1e-2)),
+    optim.chain(optim.clip_by_value(0.5), optim.adamw(1e-2)),
+    optim.from_torch(torch.optim.RMSprop, lr=1e-2),
+    optim.from_torch(torch.optim.AdamW, lr=1e-2, amsgrad=True),
+]
 
 
-OPTIMIZERS = {
-    "adam": lambda: optim.adam(1e-2),
-    "sgd": lambda: optim.sgd(0.1, momentum=0.9, nesterov=True),
-    "by_path": lambda: optim.by_path({"*c*": optim.lion(1e-2)}, default=optim.adam(1e-2)),
-    "chain": lambda: optim.chain(optim.clip_by_value(0.5), optim.adamw(1e-2)),
-    **{
-        name: lambda name=name: optim.from_torch(getattr(torch.optim, name), lr=1e-2)
-        for name in ("RMSprop", "Adagrad", "Adadelta", "NAdam", "RAdam")
-    },
-    "amsgrad": lambda: optim.from_torch(torch.optim.AdamW, lr=1e-2, amsgrad=True),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_with_codes_steps_near_its_own_steps(name: str):
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_with_codes_steps_near_its_own_steps(optimizer: Any):
     groups, full = mf.make_groups(1), []
     for precision in ("state=int8[64]", None):
         params = mf.shard(values(0), groups, precision=precision)
-        state = steps(mf.init_state(params, OPTIMIZERS[name]()), groups, 0, 4)
+        state = steps(mf.init_state(params, optimizer), groups, 0, 4)
         assert bool(memories(state)) is (precision is not None)
         full.append(mf.unshard(state.params, groups))
-    for leaf in LARGE:
+    for leaf in SHAPES:  # of small leaves the moments are values
         got, want = (x[leaf] - values(0)[leaf] for x in full)
-        assert 0 < (got - want).norm() < 0.2 * want.norm()
-
-
-@pytest.mark.parametrize("kind", ["int8[256]", "fp8[256]"])
-def test_small_elements_of_a_block_take_whole_steps_with_fp8_alone(kind: str):
-    """As the page of `optim` says: with int8 those below 1/127 of the largest step less."""
-    groups, sizes = mf.make_groups(1), 10.0 ** -torch.arange(8192).remainder(5)
-    params = mf.shard({"w": torch.zeros(8192)}, groups, precision=f"state={kind}")
-    state = mf.init_state(params, optim.adamw(1e-3, weight_decay=0.0))
-    for _ in range(20):
-        grads = mf.reduce_grads({"w": sizes.clone()}, groups, like=state.params)
-        state = mf.opt_step(state, grads, donate=True)
-    moved = (mf.unshard(state.params, groups)["w"].reshape(-1) / -0.02)[:8190].view(-1, 5)
-    assert (moved[:, :3] - 1).abs().max() < 0.1, "gradients of 1, 0.1 and 0.01"
-    if kind == "fp8[256]":
-        assert (moved - 1).abs().max() < 0.1
-    else:
-        assert 0.02 < moved[:, 3:].min() <= moved[:, 3:].max() < 0.2
+        assert (0 < (got - want).norm() < 0.2 * want.norm()) or leaf not in LARGE
+        assert torch.equal(got, want) or leaf in LARGE
 
 
 def test_padding_that_is_nan_reaches_nothing():
@@ -253,17 +215,13 @@ def test_padding_that_is_nan_reaches_nothing():
     large(full_of(steps(state, groups, 1, 1), groups), want)
 
 
-def test_memory_is_by_formula(monkeypatch):
+def test_memory_is_by_formula():
     groups = mf.make_groups(1)
     state = state_of(groups)
     blocks = {k: -(-torch.Size(SHAPES[k]).numel() // 256) for k in LARGE}
     assert sum(x.nbytes for m in memories(state) for x in m.memory) == 2 * sum(
         260 * n for n in blocks.values()
     )
-    told = {}
-    monkeypatch.setattr(spans, "holds", lambda kind, key, nbytes: told.update({kind: nbytes}))
-    optim.tell_memory(state)
-    assert 0 <= told["moments"] - 2 * sum(260 * n for n in blocks.values()) < 4096
     rows = {row.path: row for row in mf.summary(state, groups).rows}
     for name in LARGE:
         row = rows[f"opt.moments.exp_avg_sq.{name}"]
@@ -275,20 +233,19 @@ def test_memory_is_by_formula(monkeypatch):
 # States that are read, set, saved and copied
 
 
-def of_a_save(folder: str, layout: Layout, then: Layout) -> Any:
-    groups = groups_of(layout)
+def of_a_save(folder: str) -> Any:
+    groups, then = groups_of(Layout((2,), 2)), groups_of(Layout((2,), 1))
     state = steps(state_of(groups), groups, 0, 2)
-    mf.checkpoint.save(folder, state, groups, step=2)
-    like = state_of(groups_of(then))
-    loaded = mf.checkpoint.load(folder, like, groups_of(then)).state
+    mf.checkpoint.start_save(folder, state, groups, step=2).wait()
+    like = state_of(then)
+    loaded = mf.checkpoint.load(folder, like, then).state
     assert len(memories(loaded)) == len(memories(like)) > 0
-    got, want = steps(loaded, groups_of(then), 2, 1), steps(state, groups, 2, 1)
-    large(full_of(got, groups_of(then)), full_of(want, groups))
+    got, want = steps(loaded, then, 2, 1), steps(state, groups, 2, 1)
+    large(full_of(got, then), full_of(want, groups))
 
 
-@pytest.mark.parametrize("then", [Layout((2,), 2), Layout((2,), 1)], ids=str)
-def test_a_save_changes_no_bit(ranks, tmp_path, then: Layout):
-    ranks(2).run(of_a_save, f"{tmp_path}/run", Layout((2,), 2), then)
+def test_a_save_changes_no_bit(ranks, tmp_path):
+    ranks(2).run(of_a_save, f"{tmp_path}/run")
 
 
 def test_copies_and_what_is_read_and_set():
@@ -307,51 +264,15 @@ def test_copies_and_what_is_read_and_set():
     assert mf.get(state, name, groups).all()
 
 
-def test_a_refused_step_changes_nothing_and_a_trainer_goes_on():
-    groups = mf.make_groups(1)
-
-    def trainer() -> Any:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(64, 80), torch.nn.Linear(80, 1))
-        return mf.Trainer(
-            model,
-            optim.adamw(1e-2),
-            groups,
-            loss=lambda model, x: model(x).square().mean(),
-            precision="state=int8[64]",
-            guard=mf.optim.Guard(max_norm=1.0, on_nonfinite="skip"),
-        )
-
-    one = trainer()
-    batches = [random(i, 4, 64) for i in range(3)]
-    for batch in batches[:2]:
-        one.step(batch)
-    kept = full_of(one.state, groups)
-    assert not one.step(batches[0] * float("inf")).accepted
-    same_bits(full_of(one.state, groups), kept)
-    state, extra = copy.deepcopy(carried(one))
-    one.step(batches[2])
-    want = full_of(one.state, groups)
-    take_back(one, state, extra)
-    one.step(batches[2])
-    assert memories(one.state)
-    same_bits(full_of(one.state, groups), want)
-
-
 def of_a_sum(overlap: bool) -> Any:
-    groups = mf.placement.fixed_order(groups_of(Layout((2,), 2)))
     torch.manual_seed(0)
+    groups = mf.placement.fixed_order(groups_of(Layout((2,), 2)))
     trainer = mf.Trainer(
-        torch.nn.Sequential(torch.nn.Linear(64, 80), torch.nn.Linear(80, 64)),
-        optim.adamw(1e-2),
-        groups,
-        loss=lambda model, x: model(x).square().mean(),
-        precision="state=int8[64]",
-        bucket_bytes=20_000,
-        accumulate=2,
-        overlap_step=overlap,
+        torch.nn.Sequential(torch.nn.Linear(64, 80), torch.nn.Linear(80, 64)), optim.adamw(1e-2),
+        groups, loss=lambda model, x: model(x).square().mean(), precision="state=int8[64]",
+        bucket_bytes=20_000, accumulate=2, overlap_step=overlap,
         guard=optim.Guard(on_nonfinite="ignore"),
-    )
+    )  # fmt: skip
     for i in range(3):
         trainer.step(random(10 * i + groups.rank, 4, 64))
     assert memories(trainer.state)
@@ -365,15 +286,12 @@ def test_buckets_are_stepped_as_they_arrive(ranks):
 
 def of_handing() -> None:
     groups = groups_of(Layout((2,), 1))
-    state = steps(state_of(groups), groups, 0, 1)
-    want = full_of(state, groups)
-    other = steps(state_of(groups), groups, 4, 1)
-    mine = state if groups.rank == 0 else other
+    states = [steps(state_of(groups), groups, first, 1) for first in (0, 4)]
+    mine, want = states[groups.rank], states[0]
     for in_place in (False, True):
         got = optim.handed_over(mine, groups, {1: 0}, in_place=in_place)
         assert len(memories(got)) == 2
-        same_bits(full_of(got, groups), want)
-    optim.same_replicas(got, groups)
+        same_bits(full_of(got, groups), full_of(want, groups))
 
 
 def test_a_rank_takes_codes_of_another_one(ranks):
@@ -388,7 +306,6 @@ def test_what_cannot_be_kept_as_codes_is_refused_by_name(tmp_path):
     for text, match in (
         ("state=int4[64]", "state=int4.64. is not a way to keep moments"),
         ("state=int8[96]", "a power of two from 64 to 4096"),
-        ("state=bf16", "state=bf16 is not a way"),
     ):
         with pytest.raises(PlanError, match=match):
             mf.Precision.parse(text)
@@ -396,9 +313,7 @@ def test_what_cannot_be_kept_as_codes_is_refused_by_name(tmp_path):
         mf.shard(values(0), groups, precision="param=bf16, state=int8")
     with pytest.raises(PlanError, match="there are no codes for 'prev'"):
         state_of(groups, optim.from_torch(torch.optim.Rprop))
-    own = optim.from_update(
-        lambda params: mf.shards.map(torch.zeros_like, params), lambda g, s, p: (g, s)
-    )
+    own = optim.from_update(lambda p: mf.shards.map(torch.zeros_like, p), lambda g, s, p: (g, s))
     with pytest.raises(PlanError, match=r"opt.a is not kept as the codes"):
         state_of(groups, own)
     with pytest.raises(PlanError, match="is to go to disk, and is kept as codes"):
@@ -407,20 +322,3 @@ def test_what_cannot_be_kept_as_codes_is_refused_by_name(tmp_path):
     live = tree.map_leaves(lambda x: x.clone().requires_grad_(), grads)
     with pytest.raises(PlanError, match="moments are kept as codes"):
         mf.opt_step(state, live)
-
-
-def test_a_pattern_leaves_leaves_out_and_texts_come_back():
-    text = "state=int8[256]; *c*: state=f32"
-    assert str(mf.Precision.parse(text)) == text
-    groups = mf.make_groups(1)
-    params = mf.shard(values(0), groups, precision=text, frozen=lambda path: "e" in path)
-    kept = {k: getattr(leaf.bucket.state, "name", None) for k, leaf in params.items()}
-    assert kept == {"a": "int8", "b": None, "c": None, "d": None, "e": None, "none": None}
-
-
-def test_codes_are_saved_in_the_background(tmp_path):
-    groups = mf.make_groups(1)
-    state = steps(state_of(groups), groups, 0, 2)
-    mf.checkpoint.start_save(tmp_path, state, groups, step=2).wait()
-    found = mf.checkpoint.load(tmp_path, state_of(groups), groups).state
-    same_bits(full_of(found, groups), full_of(state, groups))

@@ -1,18 +1,17 @@
 """Replicas that drift apart are reported within K steps: which leaf, which ranks, which is odd."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Layout, groups_of
+from cases import Layout, groups_of, random, same_bits
 from torch import Tensor, nn
 
 import mics_fn as mf
 from mics_fn.optim.flat import by_leaf
 
-TWO, THREE, FOUR = Layout((2, 2), 2), Layout((3,), 1), Layout((2, 2), 1)
+TWO, FOUR = Layout((2, 2), 2), Layout((2, 2), 1)
 
 
 class Net(nn.Module):
@@ -43,8 +42,12 @@ def spoil(state: Any, what: str) -> None:
             flip(state.params["fixed"].data)
 
 
-def trained(layout: Layout, what: str, every: int, **how: Any) -> tuple[int, str]:
-    """How many steps after a fault it was reported, and the report."""
+def batch_of(step: int, rank: int) -> Tensor:
+    return random(9 * step + rank, 4, 5)
+
+
+def trained(layout: Layout, what: str, every: int, **how: Any) -> tuple[int, Any]:
+    """How many steps after a fault it was reported, and the report; or the parameters."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     trainer = mf.Trainer(
@@ -55,19 +58,17 @@ def trained(layout: Layout, what: str, every: int, **how: Any) -> tuple[int, str
         bucket_bytes=100,
         **how,
     )
-    for step in range(9):
+    for step in range(6):
         if step == 2 and rank == 2:
             spoil(trainer.state, what)
         before = trainer.state
         try:
-            trainer.step(
-                torch.randn(4, 5, generator=torch.Generator().manual_seed(9 * step + rank))
-            )
+            trainer.step(batch_of(step, rank))
         except mf.errors.DesyncError as error:
             assert trainer.state is before, "the step was not taken"
             return step - 2, str(error)
     mf.optim.same_replicas(trainer.state, trainer.groups)
-    return -1, ""
+    return -1, trainer.params()
 
 
 PATHS = {
@@ -78,9 +79,9 @@ PATHS = {
 }
 
 
-@pytest.mark.covering("what")
 @pytest.mark.parametrize("what", PATHS)
-@pytest.mark.parametrize("layout", [TWO, THREE, FOUR], ids=str)
+@pytest.mark.parametrize("layout", [TWO, FOUR], ids=str)
+@pytest.mark.covering
 def test_a_flipped_bit_is_reported_with_its_leaf_and_ranks(ranks, layout, what):
     found = ranks(layout.world_size).run(trained, layout, what, 1)
     assert all(each == found[0] for each in found)
@@ -95,46 +96,20 @@ def test_a_flipped_bit_is_reported_with_its_leaf_and_ranks(ranks, layout, what):
 
 
 def test_it_is_reported_within_as_many_steps_as_were_asked_for(ranks):
-    for steps, _ in ranks(4).run(trained, FOUR, "params", 5):
-        assert steps == 3
-    for steps, text in ranks(4).run(trained, FOUR, "none", 1):
-        assert (steps, text) == (-1, "")
+    assert [steps for steps, _ in ranks(4).run(trained, FOUR, "fixed", 5)] == [3] * 4
+
+
+def healed() -> None:
+    """All ranks have what they would have without the fault."""
+    _, want = trained(FOUR, "none", 1)
+    for what in ("params", "opt", "buffers"):
+        steps, found = trained(FOUR, what, 1, on_drift="heal")
+        assert steps == -1
+        same_bits(found, want)
 
 
 def test_it_is_healed_from_those_that_agree(ranks):
-    for what in ("params", "opt", "buffers"):
-        assert ranks(4).run(healing, what) == [True] * 4
-
-
-def healing(what: str) -> bool:
-    return trained(FOUR, what, 1, on_drift="heal") == (-1, "")
-
-
-def clipped_on_one(layout: Layout) -> str:
-    """A clip by the norm of one replica alone, as a run of a large language model once had it."""
-    groups, rank = groups_of(layout), dist.get_rank()
-    shards = mf.shard({"norm": torch.ones(4), "w": torch.ones(6, 4)}, groups)
-    state = mf.init_state(shards, mf.optim.sgd(0.1))
-    for _ in range(2):
-        full = {
-            name: torch.full_like(x, 1.0) for name, x in mf.unshard(state.params, groups).items()
-        }
-        grads = mf.reduce_grads(full, groups, like=state.params)
-        if rank >= groups.partition_size:
-            grads = mf.optim.Guard(max_norm=0.5).judge(grads, groups.replica).grads
-        state = mf.opt_step(state, grads)
-    try:
-        mf.optim.same_replicas(state, groups)
-    except mf.errors.DesyncError as error:
-        return str(error)
-    return ""
-
-
-def test_a_clip_that_some_ranks_did_not_apply_is_found(ranks):
-    for text in ranks(4).run(clipped_on_one, TWO):
-        assert text.startswith(
-            "same_replicas: replicas have drifted apart\n  first difference: state.params.norm\n"
-        )
+    ranks(4).run(healed)
 
 
 def apart(layout: Layout) -> None:
@@ -145,8 +120,7 @@ def apart(layout: Layout) -> None:
         Net(), mf.optim.adamw(1e-2), groups_of(layout), replica_sync=sync, check_replicas=1
     )
     for step in range(5):
-        seed = 9 * step + dist.get_rank()
-        trainer.step(torch.randn(4, 5, generator=torch.Generator().manual_seed(seed)))
+        trainer.step(batch_of(step, dist.get_rank()))
     spoil(trainer.state, "params" if dist.get_rank() == 2 else "")
     trainer.step(torch.ones(4, 5))
     spoil(trainer.state, "params" if dist.get_rank() == 2 else "")
@@ -173,16 +147,12 @@ def with_experts(what: str) -> str:
 
     params: Any = {"dense": torch.ones(5, 3), "experts": [torch.ones(4), torch.ones(7, 2)]}
     state = mf.init_state(mf.shard(params, place), mf.optim.adamw(1e-2))
-    buffers = {"seen": torch.zeros(3)}
-    grads = mf.shard(params, place)
-    state = replace(mf.opt_step(state, grads), buffers=buffers)
+    state = mf.opt_step(state, mf.shard(params, place))
     assert mf.optim.same_replicas(state, place) is state
     moments = by_leaf(state.opt.moments["exp_avg"])
     pieces = {
         "params.dense": state.params["dense"].data,
-        "params.experts.1": state.params["experts"][1].data,
         "opt.moments.exp_avg.experts.0": moments["experts"][0].data,
-        "buffers.seen": buffers["seen"],
     }
     if dist.get_rank() == 2:
         flip(pieces[what])
@@ -193,12 +163,7 @@ def with_experts(what: str) -> str:
 
 @pytest.mark.parametrize(
     ("what", "odd"),
-    [
-        ("params.dense", "rank 2: other bits"),
-        ("params.experts.1", "rank 2: odd"),
-        ("opt.moments.exp_avg.experts.0", "rank 2: odd"),
-        ("buffers.seen", "rank 2: other bits"),
-    ],
+    [("params.dense", "rank 2: other bits"), ("opt.moments.exp_avg.experts.0", "rank 2: odd")],
 )
 def test_leaves_on_several_groups_are_compared_on_each(ranks, what, odd):
     for text in ranks(4).run(with_experts, what):

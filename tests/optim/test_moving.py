@@ -22,8 +22,8 @@ LEAST = 2**20  # bytes of host memory: blocks of 32,768 elements with two moment
 SHAPES = {"a": (70_001,), "b": (7,), "c": (301, 203), "none": (0, 3), "d": (40, 5)}
 
 
-def values(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    return {k: random(seed + i, *shape, dtype=dtype) for i, (k, shape) in enumerate(SHAPES.items())}
+def values(seed: int) -> dict[str, Tensor]:
+    return {k: random(seed + i, *shape) for i, (k, shape) in enumerate(SHAPES.items())}
 
 
 def spares_small(path: str) -> bool:
@@ -32,7 +32,6 @@ def spares_small(path: str) -> bool:
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adamw": lambda: optim.adamw(1e-2, decay_mask=spares_small),
-    "plain adamw": lambda: optim.adamw(1e-2),
     "sgd": lambda: optim.sgd(0.1, momentum=0.9),
     "lion": lambda: optim.lion(1e-3, weight_decay=0.1),
     "adagrad": lambda: optim.from_torch(torch.optim.Adagrad, lr=0.1),
@@ -48,7 +47,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def stepped(groups: Any, make: Any, place: Any, *, donate: bool, micro: bool = False) -> Any:
+def stepped(groups: Any, make: Any, place: Any, *, donate: bool) -> Any:
     params = mf.shard(values(0), groups, bucket_bytes=300_000)
     state = mf.init_state(params, make(), where=place)
     for step in range(2):
@@ -76,74 +75,19 @@ def of_bits(folder: str, name: str, layout: Layout) -> None:
         same_state(got, want)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_on_states_in_files_has_the_bits_of_one_in_memory(tmp_path, name):
-    of_bits(f"{tmp_path}", name, Layout((1,), 1))
-    assert not list(tmp_path.iterdir())
+CASES = [*((Layout((1,), 1), name) for name in OPTIMIZERS), (Layout((2, 2), 2), "adamw")]
 
 
-@pytest.mark.parametrize("layout", [Layout((2,), 2), Layout((2, 2), 2)], ids=str)
-def test_the_same_on_ranks(ranks, tmp_path, layout):
-    ranks(layout.world_size).run(of_bits, f"{tmp_path}", "adamw", layout)
-
-
-def test_parameters_in_files_too(tmp_path):
-    """The parameters of a state go to files and come back, and its steps are the same."""
-    groups = mf.make_groups(1)
-    want = stepped(groups, OPTIMIZERS["adamw"], None, donate=False)
-    for donate in (False, True):
-        params = mf.shard(values(0), groups, bucket_bytes=300_000)
-        state = mf.init_state(params, OPTIMIZERS["adamw"]())
-        state = mf.move(state, f"params=disk:{tmp_path}, states=disk:{tmp_path}/states")
-        for step in range(2):
-            grads = mf.shard(values(10 * step + 5), groups, bucket_bytes=300_000)
-            state = mf.opt_step(state, grads, donate=donate)
-            assert all(map(is_stored, tree.flatten(state.params)[0]))
-        same_state(mf.move(state, ""), want)
-
-
-def of_bytes(folder: str, layout: Layout) -> None:
-    """Parameters of 4 bytes here, and of AdamW's two moments 8 there, over the ranks of a group."""
-    groups, each = groups_of(layout), 4 * sum(x.numel() for x in values(0).values())
-    params = mf.shard(values(0), groups)
-    for text, formula in (
-        ("", {"device": 3 * each}),
-        (f"states=disk:{folder}", {"device": each, "disk": 2 * each}),
-    ):
-        table = mf.summary(mf.init_state(params, optim.adamw(0.1), where=text), groups)
-        total = torch.tensor([table.bytes_by_place.get(k, 0) for k in ("device", "disk")])
-        want = torch.tensor([formula.get(k, 0) for k in ("device", "disk")])
-        assert abs(total * layout.partition_size - want).max() <= 64 * layout.partition_size
-        assert ("trained, disk" in str(table)) is ("disk" in text)
-
-
-@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2,), 2)], ids=str)
-def test_bytes_by_place(ranks, tmp_path, layout):
-    ranks(layout.world_size).run(of_bytes, f"{tmp_path}", layout)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_there_and_back(tmp_path, dtype):
-    groups = mf.make_groups(1)
-    state = mf.init_state(mf.shard(values(0, dtype), groups), optim.adamw(0.1))
-    state = mf.opt_step(state, mf.reduce_grads(values(5, dtype), groups), donate=True)
-    away = mf.move(state, f"states=disk:{tmp_path}, params=disk:{tmp_path}")
-    assert mf.move(away, f"states=disk:{tmp_path}, params=disk:{tmp_path}").params is away.params
-    back = mf.move(away, "")
-    assert all(not is_stored(x) for x in tree.flatten(back)[0] if isinstance(x, Tensor))
-    same_bits((back.params, by_leaf(back.opt)), (state.params, by_leaf(state.opt)))
-    assert mf.move(state, "states=host").params is state.params  # on the CPU the host is the device
+@pytest.mark.parametrize(("layout", "name"), CASES, ids=str)
+def test_a_step_on_states_in_files_has_the_bits_of_one_in_memory(ranks, tmp_path, layout, name):
+    ranks(layout.world_size).run(of_bits, f"{tmp_path}", name, layout)
 
 
 def test_by_path(tmp_path):
     groups = mf.make_groups(1)
     params = mf.shard(values(0), groups, bucket=lambda path: spares_small(path))
     state = mf.init_state(params, optim.adamw(0.1), where=f"*a*: states=disk:{tmp_path}")
-    stored = [is_stored(x) for x in moments(state)]
-    assert any(stored)
-    assert not all(stored)
-    table = {row.path: row for row in mf.summary(state).rows}
-    assert table["opt.moments.exp_avg.a"].here_bytes == 4 * 70_001
+    assert {is_stored(x) for x in moments(state)} == {True, False}
 
 
 def test_a_state_that_was_given_away_raises(tmp_path):
@@ -188,7 +132,7 @@ def test_an_error_of_the_disk_names_file_and_leaf_and_tears_nothing(tmp_path, do
     same_bits(mf.unshard(state.params, groups), mf.unshard(want.params, groups))
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     start=st.integers(0, 300),
     length=st.integers(1, 700),
@@ -235,9 +179,8 @@ def of_checks(folder: str, layout: Layout) -> None:
         same_state(found, want)
 
 
-@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2,), 1)], ids=str)
-def test_replicas_and_checkpoints(ranks, tmp_path, layout):
-    ranks(layout.world_size).run(of_checks, f"{tmp_path}", layout)
+def test_replicas_and_checkpoints(ranks, tmp_path):
+    ranks(2).run(of_checks, f"{tmp_path}", Layout((2,), 1))
     saved = [path.name for path in Path(tmp_path, "saved").rglob("*")]
     assert saved
     assert not any("scratch" in name for name in saved)

@@ -129,7 +129,8 @@ def close(got: Values, want: Values) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2,), 2), Layout((2,), 1)], ids=str)
+@pytest.mark.parametrize("layout", [Layout((2,), 2), Layout((2,), 1)], ids=str)
+@pytest.mark.covering
 def test_unrolled_inner_loops(ranks, layout, name):
     ranks(layout.world_size).run(unrolled, layout, name)
 
@@ -145,10 +146,8 @@ def test_optimizers_of_init_and_update_are_differentiable():
     groups, w = mf.make_groups(1), random(1, 4, dtype=torch.float64)
 
     def outer(shards):
-        state = mf.init_state(shards, Plain())
-        state = mf.opt_step(
-            state, by_func(lambda s: mf.gather(s, groups)["w"].pow(3).sum(), shards)
-        )
+        cubes = by_func(lambda s: mf.gather(s, groups)["w"].pow(3).sum(), shards)
+        state = mf.opt_step(mf.init_state(shards, Plain()), cubes)
         return mf.gather(state.params, groups)["w"].square().sum()
 
     got = torch.func.grad(outer)(mf.shard({"w": w}, groups))["w"].data
@@ -161,10 +160,10 @@ def test_optimizers_of_init_and_update_are_differentiable():
 def test_ensembles_under_vmap(name):
     """Members that differ in parameters and gradients, or in gradients only."""
     groups, optimizer = mf.make_groups(1), OPTIMIZERS[name](0.05)
-    members = [mf.shard({"a": random(i, 3, 2), "b": random(9 + i, 4)}, groups) for i in range(3)]
-    grads = [
-        mf.shard({"a": random(20 + i, 3, 2), "b": random(30 + i, 4)}, groups) for i in range(3)
-    ]
+    members, grads = (
+        [mf.shard({"a": random(i, 3, 2), "b": random(9 + i, 4)}, groups) for i in range(n, n + 3)]
+        for n in (0, 20)
+    )
 
     def stacked(shards):
         return tree.map_leaves(lambda *x: torch.stack(x), *shards)
@@ -178,7 +177,7 @@ def test_ensembles_under_vmap(name):
         got = vmap(two_steps, in_dims=(dim, 0))(given, stacked(grads))
         want = stacked([two_steps(*each) for each in zip(starts, grads, strict=True)])
         for a, b in zip(tree.flatten(got)[0], tree.flatten(want)[0], strict=True):
-            assert torch.allclose(a, b, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
 def test_what_has_no_derivative_says_so():
@@ -187,39 +186,22 @@ def test_what_has_no_derivative_says_so():
     live = tree.map_leaves(lambda x: x.clone().requires_grad_(), shards)
     with pytest.raises(mf.errors.PlanError, match="donate=True where a derivative is asked for"):
         mf.opt_step(mf.init_state(shards, mf.optim.sgd(0.1)), live, donate=True)
-    rate = torch.tensor(0.1, requires_grad=True)
-    for optimizer in (mf.optim.sgd(rate), mf.optim.lion(rate)):
-        with pytest.raises(mf.errors.PlanError, match="fix: pass donate=False, or call it under"):
-            mf.opt_step(mf.init_state(shards, optimizer), shards, donate=True)
-        with torch.no_grad():
-            mf.opt_step(mf.init_state(shards, optimizer), shards)
-    for cls in (torch.optim.RMSprop, torch.optim.ASGD):
-        optimizer = mf.optim.from_torch(cls, lr=0.1)
-        state = mf.init_state(shards, optimizer)
-        with pytest.raises(mf.errors.PlanError) as caught:
-            mf.opt_step(state, live)
-        assert str(caught.value) == (
-            f"opt_step: from_torch({cls.__name__}) has no derivative, and here one is asked for\n"
-            "  fix: use sgd, adam, adamw or lion, or call it under torch.no_grad()"
+    state = mf.init_state(shards, mf.optim.sgd(torch.tensor(0.1, requires_grad=True)))
+    with pytest.raises(mf.errors.PlanError, match="fix: pass donate=False, or call it under"):
+        mf.opt_step(state, shards, donate=True)
+    with torch.no_grad():
+        mf.opt_step(state, shards)
+    optimizer = mf.optim.from_torch(torch.optim.RMSprop, lr=0.1)
+    state = mf.init_state(shards, optimizer)
+    with pytest.raises(mf.errors.PlanError) as caught:
+        mf.opt_step(state, live)
+    assert str(caught.value) == (
+        "opt_step: from_torch(RMSprop) has no derivative, and here one is asked for\n"
+        "  fix: use sgd, adam, adamw or lion, or call it under torch.no_grad()"
+    )
+    with pytest.raises(mf.errors.PlanError, match="has no derivative"):
+        torch.func.grad(lambda s: mf.gather(mf.init_state(s, optimizer).params, groups)["w"].sum())(
+            shards
         )
-        with pytest.raises(mf.errors.PlanError, match="has no derivative"):
-            torch.func.grad(
-                lambda s, o=optimizer: mf.gather(mf.init_state(s, o).params, groups)["w"].sum()
-            )(shards)
-        with torch.no_grad():
-            mf.opt_step(state, live)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_parameters_that_are_variables_step_as_ever(name):
-    """Loops by hand whose parameters are leaves: no step hangs on the one before."""
-    groups, optimizer = mf.make_groups(1), OPTIMIZERS[name](0.1)
-    shards = mf.shard({"a": random(1, 9), "b": random(2, 3)}, groups)
-    grads = mf.shard({"a": random(3, 9), "b": random(4, 3)}, groups)
-    want = mf.opt_step(mf.init_state(shards, optimizer), grads)
-    for donate in (False, True):
-        variables = tree.map_leaves(lambda x: x.clone().requires_grad_(), shards)
-        state = mf.opt_step(mf.init_state(variables, optimizer), grads, donate=donate)
-        for a, b in zip(tree.flatten(state.params)[0], tree.flatten(want.params)[0], strict=True):
-            assert torch.allclose(a, b, rtol=1e-6, atol=1e-6)  # fused kernels round by place
-        assert all(x.requires_grad is donate and x.is_leaf for x in tree.flatten(state.params)[0])
+    with torch.no_grad():
+        mf.opt_step(state, live)
