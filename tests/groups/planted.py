@@ -1,4 +1,4 @@
-"""Mistakes in groups, how ranks meet, and who has failed; `planting.py` checks that tests see them."""
+"""Mistakes in groups, meetings and failures; `planting.py` checks that tests catch them."""
 
 PLANTED = [
     (
