@@ -1,6 +1,7 @@
 """What ranks say of failures, and what each of them hears; the threads are in test_peers.py."""
 
 import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
@@ -29,6 +31,7 @@ WORDS = st.tuples(
 )
 
 
+@examples(30, 100)
 @given(st.lists(WORDS, max_size=25))
 def test_all_ranks_read_the_same_whoever_reads_when(words: Any) -> None:
     """A rank goes on only if no other one has given up on it, and the other way round."""
@@ -118,26 +121,19 @@ def test_a_wait_is_in_vain_if_a_rank_has_not_issued_its_part() -> None:
 
 
 def sign(number: int, state: str = "open", process: Process | None = None) -> str:
-    own = process or Process.own()
-    return f"{number} {state} {own.host} {own.pid} {own.started}"
+    return f"{number} {state} {(process or Process.own()).name}"
 
 
-def test_silence_is_added_up_from_the_ticks_of_the_reader() -> None:
-    peer, elsewhere = Peer(), Process("another host", 1, "")
-    peer.heard(sign(1), elsewhere, 0.25)
+@pytest.mark.parametrize(("host", "most_s"), [("another host", 2.0), ("", 1.0)])
+def test_silence_is_added_up_from_the_ticks_of_the_reader(host: str, most_s: float) -> None:
+    """One that waits for a processor has twice the time."""
+    peer, reader = Peer(), Process(host, 1, "") if host else Process.own()
+    peer.heard(sign(1), reader, 0.25)
     for _ in range(7):
-        peer.heard(sign(1), elsewhere, 0.25)
-    assert (peer.silent_s, peer.is_silent(2.0), peer.is_silent(1.5)) == (1.75, False, True)
-    peer.heard(sign(2, PARKED), elsewhere, 0.25)
+        peer.heard(sign(1), reader, 0.25)
+    assert (peer.silent_s, peer.is_silent(most_s), peer.is_silent(0.8)) == (1.75, False, True)
+    peer.heard(sign(2, PARKED), reader, 0.25)
     assert (peer.silent_s, peer.parked) == (0.0, True)
-
-
-def test_one_that_waits_for_a_processor_has_twice_the_time() -> None:
-    peer = Peer()
-    for _ in range(9):
-        peer.heard(sign(1), Process.own(), 0.25)
-    assert not peer.is_silent(1.5), "this process runs"
-    assert peer.is_silent(0.9)
 
 
 @pytest.mark.parametrize("pidfds", [True, False])
@@ -146,27 +142,34 @@ def test_a_process_that_ended_is_seen_although_its_parent_has_not_looked(
 ) -> None:
     if not pidfds:
         monkeypatch.delattr(os, "pidfd_open")
-    reads, writes = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.read(reads, 1)
-        os._exit(0)
-    near, peer, own = LocalProcesses(), Peer(), Process.own()
-    started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    process = peer.heard(sign(1, process=Process(own.host, pid, started)), own, 0.25)
-    assert process is not None
-    near.add(1, process)
+    near, own, files = LocalProcesses(), Process.own(), len(os.listdir("/proc/self/fd"))
+
+    def child() -> Process:
+        pid = os.fork()
+        if pid == 0:
+            signal.pause()
+        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return Process(own.host, pid, started)
+
+    first, second = child(), child()
+    process = Peer().heard(sign(1, process=first), own, 0.25)
+    assert process == first
+    near.add(1, first)
     near.add(2, Process(own.host, os.getpid(), "another time"))
     assert near.ended() == [2], "another process has its number now"
-    os.write(writes, b"x")
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    os.kill(first.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
     assert sorted(near.ended()) == [1, 2]
-    os.waitpid(pid, 0)
+    os.waitpid(first.pid, 0)
+    assert sorted(near.ended()) == [1, 2]
+    near.add(1, second)  # which has taken its place
+    assert near.ended() == [2]
+    os.kill(second.pid, signal.SIGKILL)
+    os.waitpid(second.pid, 0)
     assert sorted(near.ended()) == [1, 2]
     near.forget()
     assert near.ended() == []
-    os.close(reads)
-    os.close(writes)
+    assert len(os.listdir("/proc/self/fd")) == files
 
 
 @pytest.fixture
@@ -199,8 +202,7 @@ def test_an_error_in_a_cell_is_told_and_the_next_cell_may_go_on(
     hooks: dict[str, Any] = {}
     shell = SimpleNamespace(events=SimpleNamespace(register=hooks.__setitem__))
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    assert uncaught.limit_by_default(8) == 10.0
-    assert uncaught.limit_by_default(16_384) == 192.0, "three signs of life"
+    assert [uncaught.limit_by_default(n) for n in (8, 16_384)] == [10.0, 192.0]
     uncaught.listen.__wrapped__()
     error = ValueError("mine")
     for each in (None, error):

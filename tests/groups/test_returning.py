@@ -1,20 +1,18 @@
 """What a process finds in the store that takes a lost rank's place, and what others know of it."""
 
 import os
-import signal
-import subprocess
-import sys
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mics_fn.groups import rendezvous
-from mics_fn.groups.peers import LocalProcesses, Peers, Process, heartbeat_of
-from mics_fn.groups.rendezvous import Rejoining, rejoin_error, some_rank_lives
+from mics_fn.groups.peers import Peers, Process, heartbeat_of
+from mics_fn.groups.rendezvous import Rejoining, some_rank_lives
 
 VERB = "reset"
 
@@ -27,6 +25,7 @@ def key_of(call: int, ranks: range) -> str:
     return f"mics_fn/{rendezvous._digest(ranks, VERB)}/{call}"
 
 
+@examples(20, 60)
 @given(ended=st.integers(0, 4), entered=st.integers(0, 2), wrote=st.booleans())
 def test_counting_goes_on_at_the_last_verdict(ended: int, entered: int, wrote: bool) -> None:
     """Whatever a lost process had begun, the next meeting is the one that the others enter."""
@@ -58,35 +57,26 @@ def started(store: Any, verb: str = "init_distributed") -> None:
     store.add(rendezvous._calls(rendezvous._digest(range(4), verb), 1), 1)
 
 
-def as_another() -> Any:
-    return mock.patch.object(Process, "own", return_value=Process("host", 1, "2"))
-
-
-def test_who_comes_back() -> None:
+@pytest.mark.parametrize(
+    ("begun", "lives", "env", "start"),
+    [
+        (True, True, {}, 1),
+        (False, True, {}, None),  # there is no job yet
+        (True, False, {}, None),  # nobody is left of it
+        (True, True, {"TORCHELASTIC_RUN_ID": "none"}, None),  # torchrun starts all ranks
+    ],
+)
+def test_who_comes_back(begun: bool, lives: bool, env: dict[str, str], start: int | None) -> None:
     store, here = new_store(), Rejoining()
     assert here.arrive(store, 1, 4, lambda start: True) is None  # the first process
-    started(store)
-    assert here.arrive(store, 1, 4, lambda start: True) is None  # the same one
-    with as_another(), mock.patch.dict(os.environ):
-        os.environ.pop("TORCHELASTIC_RUN_ID", None)
-        seen: list[int] = []
-        assert Rejoining().arrive(store, 1, 4, lambda start: bool(seen.append(start) or 1)) == 1
-        assert seen == [1]
-        assert not here.rejoins
-
-
-@pytest.mark.parametrize(
-    ("begun", "lives", "env"),
-    [(False, True, {}), (True, False, {}), (True, True, {"TORCHELASTIC_RUN_ID": "none"})],
-)
-def test_who_starts_with_the_others(begun: bool, lives: bool, env: dict[str, str]) -> None:
-    """There is no job yet, or nobody is left of it, or torchrun starts all ranks."""
-    store = new_store()
-    Rejoining().arrive(store, 1, 4, lambda start: True)
     if begun:
         started(store)
-    with as_another(), mock.patch.dict(os.environ, env):
-        assert Rejoining().arrive(store, 1, 4, lambda start: lives) is None
+    assert here.arrive(store, 1, 4, lambda start: True) is None  # the same one
+    another = mock.patch.object(Process, "own", return_value=Process("host", 1, "2"))
+    with another, mock.patch.dict(os.environ):
+        os.environ.pop("TORCHELASTIC_RUN_ID", None)
+        os.environ |= env
+        assert Rejoining().arrive(store, 1, 4, lambda start: lives and start == 1) == start
 
 
 def test_calls_are_found_in_their_order() -> None:
@@ -118,13 +108,6 @@ def test_signs_of_life() -> None:
         assert not some_rank_lives(store, 0, 3)
 
 
-def test_the_error_says_what_to_call() -> None:
-    error = rejoin_error("Trainer.step", 3)
-    assert (error.rank, error.kind) == (3, "returned")
-    assert "rank 3 was lost, and this process has taken its place" in str(error)
-    assert "trainer.reset()" in str(error)
-
-
 def test_another_process_of_a_rank_is_told() -> None:
     peers, own = Peers(), Process("elsewhere", 1, "1")
     peer, before = peers.hear(2, "1 open host 10 5", own, 0.25)
@@ -138,27 +121,3 @@ def test_another_process_of_a_rank_is_told() -> None:
     assert peers.silent([2], 0.1) == []
     peers.hear(2, "1 open host 11 6", own, 0.25)
     assert peers.silent([2, 3], 0.1) == [2]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
-def test_the_process_before_is_watched_no_more() -> None:
-    near = LocalProcesses()
-
-    def child() -> tuple[subprocess.Popen, Process]:
-        made = subprocess.Popen(["sleep", "30"])
-        with open(f"/proc/{made.pid}/stat") as file:
-            return made, Process("", made.pid, file.read().rpartition(")")[2].split()[19])
-
-    (first, process), (second, other) = child(), child()
-    near.add(1, process)
-    files = len(os.listdir("/proc/self/fd"))
-    first.send_signal(signal.SIGKILL)
-    first.wait()
-    assert near.ended() == [1]
-    near.add(1, other)
-    assert near.ended() == []
-    assert len(os.listdir("/proc/self/fd")) == files
-    second.kill()
-    second.wait()
-    assert near.ended() == [1]
-    near.forget()
