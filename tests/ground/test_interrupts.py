@@ -41,52 +41,48 @@ def test_the_users_own_handlers_are_called_after_the_block_and_stay(heard: list[
     assert handlers() == before
 
 
+def error_of(
+    begin: Callable[[Commit], Any], *numbers: int, error: Exception | None = None
+) -> BaseException | None:
+    """What comes out of a block in which signals come, and which gets to its end."""
+    ended = False
+    try:
+        with Commit() as commit:
+            begin(commit)
+            for number in numbers:
+                signal.raise_signal(number)
+            ended = True
+            if error is not None:
+                raise error
+    except BaseException as found:
+        assert ended
+        return found
+    return None
+
+
 @pytest.mark.parametrize("name", ["SIGCHLD", "SIGXCPU", "SIGQUIT", "SIGVTALRM", "SIGTERM"])
 def test_what_raises_in_a_handler_waits_for_the_end_of_a_write(name: str) -> None:
     """As torch's own handler does, where a worker of a DataLoader has died."""
-    number, done = getattr(signal, name), []
 
     def handler(number: int, frame: Any) -> None:
         raise RuntimeError(name)
 
-    def block(commit: Commit) -> None:
-        commit.write()
-        signal.raise_signal(number)
-        done.append(name)
-
+    number = getattr(signal, name)
     before = signal.signal(number, handler)
     try:
-        assert (f"{error_of(block)}", done) == (name, [name])
+        assert f"{error_of(Commit.write, number)}" == name
     finally:
         signal.signal(number, before)
-
-
-def error_of(block: Callable[[Commit], None]) -> BaseException | None:
-    """What comes out of a block."""
-    try:
-        with Commit() as commit:
-            block(commit)
-    except BaseException as error:
-        return error
-    return None
 
 
 @pytest.mark.parametrize("begin", [Commit.hold, Commit.write])
 def test_handlers_that_raise_do_not_keep_the_others_away(heard: list[int], begin: Any) -> None:
     """Nor the error of the block."""
     before = handlers()
-
-    def block(commit: Commit) -> None:
-        begin(commit)
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGUSR1)
-        raise ValueError("mine")
-
-    found = error_of(block)
+    found = error_of(begin, signal.SIGINT, signal.SIGUSR1, error=ValueError("mine"))
     assert isinstance(found, KeyboardInterrupt)
     assert isinstance(found.__context__, ValueError)
-    assert heard == [signal.SIGUSR1]
-    assert handlers() == before
+    assert (heard, handlers()) == ([signal.SIGUSR1], before)
 
 
 def result(*numbers: int) -> int:
@@ -159,14 +155,9 @@ def test_a_wait_gives_way_until_something_is_written(heard: list[int]) -> None:
 
 def test_other_threads_hold_nothing() -> None:
     before, found = handlers(), []
-
-    def elsewhere() -> None:
-        with Commit() as commit:
-            commit.write()
-            found.append(handlers())
-            give_way(1e9)
-
-    thread = threading.Thread(target=elsewhere)
+    thread = threading.Thread(
+        target=lambda: error_of(lambda commit: (commit.write(), found.append(handlers())))
+    )
     thread.start()
     thread.join()
     assert found == [before]

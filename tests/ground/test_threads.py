@@ -118,8 +118,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_job():
 
 
 def test_errors_of_jobs_are_raised_and_the_rest_is_dropped():
-    before, done = threading.active_count(), list[int]()
-    slow = Latch()
+    before, done, slow = threading.active_count(), list[int](), Latch()
 
     def work(i: int) -> None:
         if i == 0:
@@ -150,18 +149,15 @@ def test_a_crew_ends_in_time_or_says_that_it_has_not():
 
 @pytest.mark.parametrize("started", [True, False])
 def test_a_crew_ends_all_its_threads_if_a_start_was_cut_short(started: bool, monkeypatch):
-    class Cut(BaseException):
-        pass
-
     def start(thread: threading.Thread) -> None:
         if started:
             plain(thread)
-        raise Cut
+        raise SystemExit
 
     before, crew, plain = threading.active_count(), Crew(3, "test"), threading.Thread.start
     crew.give(lambda: None).result()
     monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(Cut):
+    with pytest.raises(SystemExit):
         crew.give(lambda: None)
     monkeypatch.setattr(threading.Thread, "start", plain)
     assert crew.give(lambda: 7).result() == 7

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.utils._pytree as torch_pytree
-from cases import TREES, Block, Pair, random
+from cases import Block, Pair, random
 from covering import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -238,12 +238,3 @@ def test_a_chunk_of_somebody_elses_memory_is_copied():
     found = pack.pack_chunk(bucket, 0, [big[:8]], device=torch.device("cpu"))
     assert found.data_ptr() != big.data_ptr()
     assert torch.equal(found, big[:8])
-
-
-def test_meta_gives_shapes_only():
-    groups, params = mf.make_groups(1), TREES["nested"](torch.float32, 0)
-    meta = tree.map_leaves(lambda x: x.to("meta") if x.is_floating_point() else x, params)
-    shards = mf.shard(meta, groups)
-    assert all(x.is_meta for x in tree.flatten(shards)[0])
-    full = tree.flatten(mf.gather(shards, groups))[0]
-    assert [x.shape for x in full] == [x.shape for x in tree.flatten(params)[0]]

@@ -57,19 +57,6 @@ def test_buffers_come_back_and_are_few():
     assert buffers.waiting_bytes == 0, "the new one takes the place of one that is too small"
 
 
-def test_a_buffer_can_be_the_tensors_alone():
-    buffers = Buffers()
-    wide, narrow = (buffers.take((n,), F32, CPU, exact=True) for n in (100, 60))
-    places = wide.data_ptr(), narrow.data_ptr()
-    buffers.give(wide)
-    other = buffers.take((60,), F32, CPU, exact=True)
-    assert other.data_ptr() not in places
-    assert other.untyped_storage().nbytes() == 240
-    buffers.give(narrow)
-    assert buffers.take((50,), torch.float64, CPU, exact=True).data_ptr() == places[0]
-    assert buffers.take((49,), F32, CPU).data_ptr() == places[1]
-
-
 def test_buffers_that_nobody_takes_any_more_are_let_go():
     buffers = Buffers()
     for n in (100, 60):  # of a model that is gone, and of the next one
@@ -174,22 +161,19 @@ def test_pools_of_a_plan_have_their_own_places():
 def test_what_has_no_place_lies_in_a_gap_or_alone():
     pool = Buffers()
     arena = Arena(pool, 64, CPU)
-    first, second, third = (arena.take(4, F32, at) for at in (0, 16, 32))
+    first, second, _ = (arena.take(4, F32, at) for at in (0, 16, 32))
     base = first.data_ptr()
     arena.give(second)
     arena.give(first)
     assert arena.take(8, F32).data_ptr() == base, "free parts that touch are one gap"
     assert arena.take(4, F32).data_ptr() == base + 48
     alone = arena.take(1, F32)
-    assert pool.made == 2
     assert not base <= alone.data_ptr() < base + 64
     arena.give(alone)
-    assert pool.waiting_bytes == alone.nbytes == third.nbytes // 4
-    assert Arena(pool, 0, CPU).take(2, F32).nbytes == 8, "without a plan"
-    pool.provide(64, CPU)
-    assert pool.waiting_bytes == 64
-    pool.provide(0, CPU)
-    assert pool.waiting_bytes == 0
+    assert (pool.made, pool.waiting_bytes) == (2, 4)
+    for nbytes in (64, 0):
+        pool.provide(nbytes, CPU)
+        assert pool.waiting_bytes == nbytes
 
 
 def test_arenas_that_are_used_at_one_time_are_apart():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from test_groups import heard
 
 from mics_fn.errors import GroupsError
-from mics_fn.groups.distributed import device_and_backend, init_distributed
+from mics_fn.groups.distributed import init_distributed
 from mics_fn.groups.make import make_groups
 from mics_fn.lab.ranks.pool import run_ranks
 
@@ -25,21 +25,6 @@ def test_make_groups_before_init(monkeypatch: pytest.MonkeyPatch, name: str) -> 
         "make_groups: 4 ranks were launched, but torch.distributed is not initialised\n"
         "  fix: call mics_fn.init_distributed() or torch.distributed.init_process_group() first"
     )
-
-
-def test_a_device_that_the_default_group_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
-    with pytest.raises(GroupsError) as caught:
-        device_and_backend("cpu", None, None)
-    assert str(caught.value) == (
-        "make_groups: the default group serves cuda:nccl, not cpu\n"
-        "  fix: pass device= or backend=, or start it with a backend for that device; for the CPU, "
-        "init_distributed(cpu_groups=True)"
-    )
-    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
-    assert device_and_backend("cpu", None, None) == (torch.device("cpu"), "gloo")
-    assert device_and_backend("cpu", None, "fake") == (torch.device("cpu"), "fake")
 
 
 def start_over(env: dict[str, str]) -> Any:

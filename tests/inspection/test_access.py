@@ -92,9 +92,10 @@ def reads_and_writes(layout, name, dtype, bucket_bytes):
 
 @some_layouts
 def test_get_gives_a_leaf_in_full_and_set_changes_one_leaf(ranks, layout):
+    small = torch.float32, 40
     for name in TREES:
-        for dtype, bucket_bytes in ((torch.float32, 40), (torch.bfloat16, 25 * 2**20)):
-            ranks(layout.world_size).run(reads_and_writes, layout, name, dtype, bucket_bytes)
+        how = small if layout == FOUR or name == "nested" else (torch.bfloat16, 25 * 2**20)
+        ranks(layout.world_size).run(reads_and_writes, layout, name, *how)
 
 
 class Net(nn.Module):
@@ -168,27 +169,6 @@ def gets_state(layout):
 @pytest.mark.short("2x2-p2")
 def test_get_reads_parameters_moments_buffers_and_counts_of_a_state(ranks, layout):
     ranks(layout.world_size).run(gets_state, layout)
-
-
-def gets_grads():
-    groups, model, total = groups_of(WHOLE), make_net(), mf.GradSum(1)
-    shards = mf.shard(dict(model.named_parameters()), groups, bucket_bytes=200)
-    full = mf.defer(shards, groups, mf.on_demand(), into=total).params
-    full |= dict(model.named_buffers())
-    call = lambda x: torch.func.functional_call(model, full, (x,))  # noqa: E731
-    total.backward(loss_of(call, batch_of(dist.get_rank(), 0)))
-    grads = total.grads()
-    want = mf.unshard(grads, groups)
-    assert want["h.0.weight"].abs().max() > 0
-    for name, value in want.items():
-        same_leaf(mf.get(grads, name, groups), value)
-    new = mf.set(grads, "h.0.weight", torch.ones(5, 5), groups)
-    same_bits(mf.unshard(new, groups), {**want, "h.0.weight": torch.ones(5, 5).double()})
-    same_bits(mf.unshard(grads, groups), want)
-
-
-def test_get_and_set_work_on_gradients(ranks):
-    ranks(4).run(gets_grads)
 
 
 # set
@@ -664,24 +644,15 @@ CODED = "gather=int8[64]@node,hop1=fp8[32],hop2=int4[64]; *.bias*: gather=bf16,h
 
 def what_is_sent(layout):
     groups, names = groups_of(layout), ("h.0.weight", "h.0.bias", "frozen", "head.weight")
-    trainer = mf.Trainer(
-        make_net().float(),
-        mf.optim.adamw(0.1),
-        groups,
-        loss=loss_of,
-        precision=CODED,
-        frozen=lambda path: "frozen" in path,
-    )
-    table = mf.summary(trainer.state, groups)
+    frozen = lambda path: "frozen" in path  # noqa: E731
+    how: dict = {"loss": loss_of, "precision": CODED, "frozen": frozen}
+    state = mf.Trainer(make_net().float(), mf.optim.adamw(0.1), groups, **how).state
+    table = mf.summary(state, groups)
     found = {row.path: row.sent for row in table.rows}
     assert {sent for path, sent in found.items() if not path.startswith("params")} == {""}
     assert Cells(table).rows[0] == str(table).splitlines()[0].split()
-    assert str(table).splitlines()[0].split()[-4:] == ["groups", "sent", "here", "full"]
-    one = trainer.state.params
-    inside, bare = (
-        {row.path: row.sent for row in mf.summary(one, x).rows} for x in (groups.hierarchy, None)
-    )
-    return [found[f"params.{name}"] for name in names], inside[names[0]], [bare[n] for n in names]
+    inside = {row.path: row.sent for row in mf.summary(state.params, groups.hierarchy).rows}
+    return [found[f"params.{name}"] for name in names], inside[names[0]]
 
 
 @pytest.mark.parametrize(
@@ -695,9 +666,7 @@ def what_is_sent(layout):
 def test_summary_shows_what_travels_and_on_which_levels(ranks, p, gather, hop1, hop2):
     codes = f"gather=int8[64]@node{gather}, hop1=fp8[32]{hop1}"
     bias = "gather=bf16" + (hop1 and " (not used)")  # on all levels, if there is one
-    for every, inside, bare in ranks(4).run(what_is_sent, Layout((2, 2), p)):
-        weight, frozen = f"{codes}, hop2=int4[64]{hop2}", f"gather=int8[64]@node{gather}"
+    weight, frozen = f"{codes}, hop2=int4[64]{hop2}", f"gather=int8[64]@node{gather}"
+    for every, inside in ranks(4).run(what_is_sent, Layout((2, 2), p)):
         assert every == [weight, bias, frozen, weight]  # the last one is tied
         assert inside == f"{codes}, hop2=int4[64]"  # without its replicas
-        weight = "gather=int8[64]@node, hop1=fp8[32], hop2=int4[64]"
-        assert bare == [weight, "gather=bf16", "gather=int8[64]@node", weight]

@@ -148,7 +148,7 @@ def test_transforms_are_seen_and_not_changed(ranks):
         assert found["same"]
         kinds = Counter(text.partition(" ")[0] for text in found["ranges"] if " over " not in text)
         assert (kinds["gather"], kinds["hop1"]) == (2, 4)
-        assert kinds["fetch"] >= 3
+        assert kinds["fetch"] >= 2
         levels = Counter((event.kind, event.level) for event in found["events"] if event.level)
         assert (levels["gather", "gather rank"], levels["hop1", "reduce rank"]) == (2, 4)
 
