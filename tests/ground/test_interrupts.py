@@ -27,7 +27,7 @@ def handlers() -> list[Any]:
     return [signal.getsignal(number) for number in interrupts._SIGNALS]
 
 
-def test_the_users_own_handlers_are_called_after_the_block_and_stay(heard: list[int]) -> None:
+def test_the_users_own_handlers_are_called_after_the_block_and_stay(heard: list[int]):
     before = handlers()
     with Commit() as commit:
         signal.raise_signal(signal.SIGUSR1)
@@ -61,7 +61,7 @@ def error_of(
 
 
 @pytest.mark.parametrize("name", ["SIGCHLD", "SIGXCPU", "SIGQUIT", "SIGVTALRM", "SIGTERM"])
-def test_what_raises_in_a_handler_waits_for_the_end_of_a_write(name: str) -> None:
+def test_what_raises_in_a_handler_waits_for_the_end_of_a_write(name: str):
     """As torch's own handler does, where a worker of a DataLoader has died."""
 
     def handler(number: int, frame: Any) -> None:
@@ -76,7 +76,7 @@ def test_what_raises_in_a_handler_waits_for_the_end_of_a_write(name: str) -> Non
 
 
 @pytest.mark.parametrize("begin", [Commit.hold, Commit.write])
-def test_handlers_that_raise_do_not_keep_the_others_away(heard: list[int], begin: Any) -> None:
+def test_handlers_that_raise_do_not_keep_the_others_away(heard: list[int], begin: Any):
     """Nor the error of the block."""
     before = handlers()
     found = error_of(begin, signal.SIGINT, signal.SIGUSR1, error=ValueError("mine"))
@@ -103,7 +103,7 @@ def rest_until(done: Callable[[], bool], limit_s: float = 10.0) -> None:
         time.sleep(0.001)
 
 
-def test_a_result_is_assigned_before_the_interrupt(heard: list[int]) -> None:
+def test_a_result_is_assigned_before_the_interrupt(heard: list[int]):
     before, kept = handlers(), 0
     try:
         kept = result(signal.SIGINT, signal.SIGUSR1)
@@ -122,7 +122,7 @@ def test_a_result_is_assigned_before_the_interrupt(heard: list[int]) -> None:
     assert handlers() == before
 
 
-def test_an_inner_block_leaves_signals_to_the_outer_one(heard: list[int]) -> None:
+def test_an_inner_block_leaves_signals_to_the_outer_one(heard: list[int]):
     with Commit() as outer:
         outer.hold()
         with Commit() as inner:
@@ -133,7 +133,7 @@ def test_an_inner_block_leaves_signals_to_the_outer_one(heard: list[int]) -> Non
     assert heard == [signal.SIGUSR1]
 
 
-def test_a_wait_gives_way_until_something_is_written(heard: list[int]) -> None:
+def test_a_wait_gives_way_until_something_is_written(heard: list[int]):
     def came(times: int, idle_s: float) -> int:
         for _ in range(times):
             signal.raise_signal(signal.SIGUSR1)
@@ -153,7 +153,7 @@ def test_a_wait_gives_way_until_something_is_written(heard: list[int]) -> None:
     assert len(heard) == 4
 
 
-def test_other_threads_hold_nothing() -> None:
+def test_other_threads_hold_nothing():
     before, found = handlers(), []
     thread = threading.Thread(
         target=lambda: error_of(lambda commit: (commit.write(), found.append(handlers())))
@@ -163,7 +163,7 @@ def test_other_threads_hold_nothing() -> None:
     assert found == [before]
 
 
-def test_what_python_does_not_handle_is_left_alone(heard: list[int]) -> None:
+def test_what_python_does_not_handle_is_left_alone(heard: list[int]):
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with Commit() as commit:
         commit.write()

@@ -72,12 +72,12 @@ def machine(fake: Fake, **env: str) -> Iterator[Fake]:
         ("cuda:1", Fake("cuda", "G", "H"), "cuda:1"),
     ],
 )
-def test_the_fourth_rank_of_a_node_takes(asked: str, fake: Fake, want: str) -> None:
+def test_the_fourth_rank_of_a_node_takes(asked: str, fake: Fake, want: str):
     with machine(fake):
         assert _choose(asked, Launch("Slurm", 3, 4, 3, 4, "a", 1)) == (torch.device(want), "")
 
 
-def test_without_a_launcher_it_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_launcher_it_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch):
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     with machine(Fake("xpu", "G", "H")) as fake:
@@ -87,7 +87,7 @@ def test_without_a_launcher_it_becomes_the_current_one(monkeypatch: pytest.Monke
     assert fake.used == 1
 
 
-def test_what_torch_says_of_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torch_says_of_the_hardware(monkeypatch: pytest.MonkeyPatch):
     for found, kind in (("cuda", "cuda"), ("xpu", "xpu"), ("mps", "cpu"), (None, "cpu")):
         answer = found and torch.device(found)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: answer)  # noqa: B023
@@ -144,9 +144,7 @@ MISSING = (
         ([("G",), ()], "", {"device": "cuda"}, [(GroupsError, *MISSING)] * 2),
     ],
 )
-def test_ranks_agree_on_devices_before_they_start(
-    ranks: Pools, seen: Any, hostid: str, options: dict[str, Any], want: list[Any]
-) -> None:
+def test_ranks_agree_on_devices_before_they_start(ranks, seen, hostid, options, want):
     assert ranks(2).run(start, free_port(), seen, hostid, options) == want
 
 
@@ -160,14 +158,14 @@ def shared_in_groups(hostids: list[str]) -> str:
     return str(caught.value)
 
 
-def test_groups_refuse_ranks_on_one_device(ranks: Pools) -> None:
+def test_groups_refuse_ranks_on_one_device(ranks: Pools):
     """Also where the user starts torch.distributed. (Here torch has no NCCL, which comes later.)"""
     for text in ranks(2).run(shared_in_groups, ["", ""]):
         assert text.startswith(f"make_groups: {SHARED[0]}\n{SHARED[1]}\n")
     assert all("cannot make" in said for said in ranks(2).run(shared_in_groups, ["a", "b"]))
 
 
-def test_a_device_without_a_uuid_is_known_by_what_the_process_sees() -> None:
+def test_a_device_without_a_uuid_is_known_by_what_the_process_sees():
     def unit(device: str, visible: str) -> str:
         with machine(Fake("npu", "", ""), ASCEND_RT_VISIBLE_DEVICES=visible):
             return spot_of(torch.device(device), alone=True).unit
@@ -190,9 +188,7 @@ def test_a_device_without_a_uuid_is_known_by_what_the_process_sees() -> None:
         ("cpu:gloo,cuda:nccl", NONE, ("cpu", "gloo")),
     ],
 )
-def test_groups_take_the_device_that_the_default_group_serves(
-    monkeypatch: pytest.MonkeyPatch, config: str, fake: Fake, want: tuple[str, str]
-) -> None:
+def test_groups_take_the_device_that_the_default_group_serves(monkeypatch, config, fake, want):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda: config)
     with machine(fake):
@@ -222,9 +218,7 @@ ORDER, HANDLING, MONITOR = (
         ({"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}, False, {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}, ()),
     ],
 )
-def test_this_library_owns_the_failures_of_nccl(
-    given: dict[str, str], begun: bool, becomes: dict[str, str], problems: tuple[str, ...]
-) -> None:
+def test_this_library_owns_the_failures_of_nccl(given, begun, becomes, problems):
     env = dict(given)
     found = nccl_problems(env, begun=begun)
     assert env.items() >= becomes.items()
@@ -234,9 +228,7 @@ def test_this_library_owns_the_failures_of_nccl(
         assert nccl_problems(env, begun=True) == {}, "set by then"
 
 
-def test_a_setting_of_nccl_that_forbids_to_go_on_is_warned_of_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_setting_of_nccl_that_forbids_to_go_on_is_warned_of_once(monkeypatch: pytest.MonkeyPatch):
     for setting in NCCL_SETTINGS:
         monkeypatch.setenv(setting.name, setting.value)
     monkeypatch.setenv(ORDER, "0")
@@ -268,7 +260,7 @@ def connected(fails_on: int) -> Any:
     return seen, made
 
 
-def test_communicators_are_connected_in_one_order(ranks: Pools) -> None:
+def test_communicators_are_connected_in_one_order(ranks: Pools):
     purposes = ["gather node", "reduce node", "gather rank", "reduce rank"]
     hop_2 = [("replicas", 2), ("replicas, second", 2)]
     want = [*((purpose, 2) for purpose in purposes), ("reduce flat", 4), *hop_2]

@@ -108,7 +108,8 @@ def one_replica_goes_on(rank: int) -> int:
     return rank
 
 
-def test_a_rank_that_closes_its_groups_and_ends_was_not_killed() -> None:
+@pytest.mark.thorough
+def test_a_rank_that_closes_its_groups_and_ends_was_not_killed():
     """Though its process is gone before others have read that it has closed them."""
     found = run_job(4, one_replica_goes_on)
     assert [(x.value, x.status) for x in found] == [(rank, 0) for rank in range(4)], found
@@ -119,7 +120,7 @@ def test_a_rank_that_closes_its_groups_and_ends_was_not_killed() -> None:
     [("4 open host 7 1", True), ("4 closed host 7 1", False), ("1 closed host 9 1", True)],
     ids=["open", "closed", "closed, by the process in its place"],
 )
-def test_what_a_rank_wrote_last_says_whether_it_was_killed(last: str, accused: bool) -> None:
+def test_what_a_rank_wrote_last_says_whether_it_was_killed(last: str, accused: bool):
     watching: Any = monitor.Monitor()
     life, asked = GroupState(ranks=(0, 1), key="groups"), list[Any]()
     watching._lives[life], watching._ask = Journal(life.key), asked.append

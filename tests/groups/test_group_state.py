@@ -47,7 +47,7 @@ def leave_by_an_error() -> tuple[str, float, int]:
     return text, time.monotonic() - started, _torch.num_process_groups()
 
 
-def test_a_rank_that_raises_ends_at_once_and_the_others_soon(ranks: Pools) -> None:
+def test_a_rank_that_raises_ends_at_once_and_the_others_soon(ranks: Pools):
     before = ranks(3).run(_torch.num_process_groups)
     first, *others = ranks(3).run(leave_by_an_error)
     assert first[0] == "'mine'"
@@ -82,7 +82,7 @@ raise KeyError("mine")
 
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no on_exit")
-def test_a_process_does_not_end_before_its_groups_are_aborted() -> None:
+def test_a_process_does_not_end_before_its_groups_are_aborted():
     """Python would end a thread that comes back from C++ after it, and that ends C++ by -6."""
     ended = subprocess.run([sys.executable, "-c", ABORTED], capture_output=True, timeout=100)
     assert (ended.returncode, b"KeyError: 'mine'" in ended.stderr) == (1, True), ended.stderr
@@ -149,9 +149,7 @@ def test_a_device_that_waits_for_a_lost_rank_is_freed_and_the_next_call_says_why
     ids=repr,
 )
 @pytest.mark.parametrize("how", ["with", "finally"])
-def test_an_error_destroys_nothing(
-    fakes: Any, error: BaseException | None, end: str, how: str
-) -> None:
+def test_an_error_destroys_nothing(fakes: Any, error: BaseException | None, end: str, how: str):
     groups, owned = fakes(False, False)
     told: list[Any] = []
     groups.life.report = told.append
@@ -214,12 +212,12 @@ _CLOSED = "a call that rank 1 will not make, since it closed its groups"
         ("in order, amid another error", _CLOSED),
     ],
 )
-def test_closing_does_not_hide_an_error(ranks: Pools, how: str, text: str) -> None:
+def test_closing_does_not_hide_an_error(ranks: Pools, how: str, text: str):
     found = ranks(2).run(fail_and_close, how)[0]
     assert found == (text, None if text == _CLOSED else 1)
 
 
-def test_groups_that_cannot_be_aborted_in_time_are_left(fakes: Any) -> None:
+def test_groups_that_cannot_be_aborted_in_time_are_left(fakes: Any):
     groups, owned = fakes(False, True, True, False)
     started = time.monotonic()
     with pytest.raises(ValueError, match="mine"), groups:

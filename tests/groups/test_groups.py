@@ -80,7 +80,7 @@ LAYOUTS = [((1,), 1), ((1, 2), 2), ((2, 2), 1), ((2, 2), 4), ((2, 4), 4), ((2, 2
 
 
 @pytest.mark.parametrize(("sizes", "p"), LAYOUTS)
-def test_members_are_those_of_the_plan(ranks: Pools, sizes: tuple[int, ...], p: int) -> None:
+def test_members_are_those_of_the_plan(ranks: Pools, sizes: tuple[int, ...], p: int):
     plan, n = plan_groups(Topology(sizes), p), prod(sizes)
     for rank, seen in enumerate(
         ranks(n).run(look, {"partition_size": p, "topology": plan.topology})
@@ -110,7 +110,7 @@ def replica_of_hostile_names() -> list[Any]:
         return [second.name, second.ranks, alone.size, alone.second, *groups.communicators]
 
 
-def test_levels_may_have_the_names_of_communicators(ranks: Pools) -> None:
+def test_levels_may_have_the_names_of_communicators(ranks: Pools):
     kinds = [
         f"{k} {name}" for name in ("replicas", "replicas, second") for k in ("gather", "reduce")
     ]
@@ -134,9 +134,7 @@ TWO, STEP = "SLURM_NTASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"
     ],
     ids=str,
 )
-def test_node_sizes_come_from_what_is_given_or_found(
-    ranks: Pools, kwargs: Any, env: dict[str, str], hosts: str, topology: str, p: int
-) -> None:
+def test_node_sizes_come_from_what_is_given_or_found(ranks, kwargs, env, hosts, topology, p):
     for seen in ranks(4).run(look, kwargs, env, hosts):
         assert (seen["topology"], seen["facts"].split()[1]) == (topology, f"p={p}")
 
@@ -160,7 +158,7 @@ def test_node_sizes_come_from_what_is_given_or_found(
 )
 def test_a_mesh_or_ranks_in_an_order_of_their_own(
     ranks: Pools, kwargs: Any, shape: Any, names: Any, part: Any, partition: Any, replicas: Any
-) -> None:
+):
     """As rank 3 sees it; those of other dimensions, such as tensor parallelism, stay outside."""
     n, mesh = prod(shape or (4,)), shape and (shape, names, part)
     seen = ranks(n).run(look, kwargs, {"LOCAL_WORLD_SIZE": "4" if n == 8 else "2"}, "", mesh)[3]
@@ -183,7 +181,7 @@ def side_by_side() -> list[tuple[int, ...]]:
     return seen
 
 
-def test_groups_side_by_side(ranks: Pools) -> None:
+def test_groups_side_by_side(ranks: Pools):
     found = ranks(4).run(side_by_side)[3]
     assert found == [(2, 3), (0, 2, 1, 3), (1, 3), (2, 3), (0, 2, 1, 3)]
 
@@ -211,14 +209,14 @@ def one_makes(how: str) -> Any:
     return text, ended[-1], time.monotonic(), _torch.num_process_groups() - before
 
 
-def test_no_rank_goes_on_before_all_have_their_groups(ranks: Pools) -> None:
+def test_no_rank_goes_on_before_all_have_their_groups(ranks: Pools):
     found = ranks(4).run(one_makes, "late")
     assert [text for text, *_ in found] == [""] * 4
     assert min(gone for _, _, gone, _ in found) >= max(ended for _, ended, _, _ in found)
 
 
 @pytest.mark.parametrize("how", ["fails", "too late"])
-def test_a_rank_that_does_not_get_its_groups_fails_all(ranks: Pools, how: str) -> None:
+def test_a_rank_that_does_not_get_its_groups_fails_all(ranks: Pools, how: str):
     what = own = "rank 1 did not make all groups within 1 s"
     if how == "fails":
         what = "rank 1 could not make its groups"
@@ -247,7 +245,7 @@ def use_after_close() -> list[str]:
     return [*texts, repr(groups)]
 
 
-def test_groups_that_are_closed_say_so(ranks: Pools) -> None:
+def test_groups_that_are_closed_say_so(ranks: Pools):
     assert ranks(2).run(use_after_close)[1] == [
         "n = 2 in 1 partition group of p = 2, on cpu\n"
         "  this is rank 1, which keeps chunk 1 of 2\n"
@@ -261,7 +259,7 @@ def test_groups_that_are_closed_say_so(ranks: Pools) -> None:
     ]
 
 
-def test_a_world_of_one_without_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_world_of_one_without_distributed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     with make_groups() as groups:
         assert (groups.world_size, groups.partition_size, groups.num_replicas) == (1, 1, 1)

@@ -31,9 +31,9 @@ WORDS = st.tuples(
 )
 
 
-@examples(30, 100)
+@examples(15, 100)
 @given(st.lists(WORDS, max_size=25))
-def test_all_ranks_read_the_same_whoever_reads_when(words: Any) -> None:
+def test_all_ranks_read_the_same_whoever_reads_when(words: Any):
     """A rank goes on only if no other one has given up on it, and the other way round."""
     store: Any = HashStore()
     ranks = [Journal("key") for _ in range(3)]
@@ -77,7 +77,7 @@ class Racing:
 
 
 @pytest.mark.parametrize("first", ["goes on", "gives up"])
-def test_of_two_ranks_at_once_the_one_that_writes_first_is_right(first: str) -> None:
+def test_of_two_ranks_at_once_the_one_that_writes_first_is_right(first: str):
     store: Any = HashStore()
     culprit, other, third = (Journal("key") for _ in range(3))
     culprit.say(store, said(0, final=False))
@@ -94,7 +94,7 @@ def test_of_two_ranks_at_once_the_one_that_writes_first_is_right(first: str) -> 
         assert [each.final for each in journal.standing.values()] == [True] * gave_up[0]
 
 
-def test_a_rank_that_fails_in_two_ways_failed_in_the_first() -> None:
+def test_a_rank_that_fails_in_two_ways_failed_in_the_first():
     store: Any = HashStore()
     one, other = Journal("key"), Journal("key")
     one.say(store, said(1, final=False))
@@ -106,7 +106,7 @@ def test_a_rank_that_fails_in_two_ways_failed_in_the_first() -> None:
     assert not other.say(store, Failure(1, "silent", "rank 1 is silent"))
 
 
-def test_a_wait_is_in_vain_if_a_rank_has_not_issued_its_part() -> None:
+def test_a_wait_is_in_vain_if_a_rank_has_not_issued_its_part():
     failure = Failure(1, "raised", "", made={"a": 3}, issued={"a": 2})
 
     def lacks(number: int, ranks: tuple[int, ...] = (0, 1), group: str = "a", **given: Any) -> bool:
@@ -125,7 +125,7 @@ def sign(number: int, state: str = "open", process: Process | None = None) -> st
 
 
 @pytest.mark.parametrize(("host", "most_s"), [("another host", 2.0), ("", 1.0)])
-def test_silence_is_added_up_from_the_ticks_of_the_reader(host: str, most_s: float) -> None:
+def test_silence_is_added_up_from_the_ticks_of_the_reader(host: str, most_s: float):
     """One that waits for a processor has twice the time."""
     peer, reader = Peer(), Process(host, 1, "") if host else Process.own()
     peer.heard(sign(1), reader, 0.25)
@@ -137,9 +137,7 @@ def test_silence_is_added_up_from_the_ticks_of_the_reader(host: str, most_s: flo
 
 
 @pytest.mark.parametrize("pidfds", [True, False])
-def test_a_process_that_ended_is_seen_although_its_parent_has_not_looked(
-    pidfds: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_ended_is_seen_although_its_parent_has_not_looked(pidfds, monkeypatch):
     if not pidfds:
         monkeypatch.delattr(os, "pidfd_open")
     near, own, files = LocalProcesses(), Process.own(), len(os.listdir("/proc/self/fd"))
@@ -183,9 +181,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def test_an_uncaught_error_is_told_before_it_is_shown(
-    told: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_uncaught_error_is_told_before_it_is_shown(told, monkeypatch):
     error, shown = ValueError("mine"), []
     monkeypatch.setattr(sys, "excepthook", lambda *args: shown.append((args, list(told))))
     uncaught.listen.__wrapped__()
@@ -196,9 +192,7 @@ def test_an_uncaught_error_is_told_before_it_is_shown(
     assert shown[0] == ((ValueError, error, None), told[:1])
 
 
-def test_an_error_in_a_cell_is_told_and_the_next_cell_may_go_on(
-    told: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_a_cell_is_told_and_the_next_cell_may_go_on(told, monkeypatch):
     hooks: dict[str, Any] = {}
     shell = SimpleNamespace(events=SimpleNamespace(register=hooks.__setitem__))
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
@@ -215,7 +209,7 @@ def raised(life: GroupState, made: dict[str, int], monkeypatch: pytest.MonkeyPat
     life.tell(ValueError("all ranks"), final=False)
 
 
-def test_what_ended_some_groups_does_not_end_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ended_some_groups_does_not_end_others(monkeypatch: pytest.MonkeyPatch):
     lost, other = (GroupState((0, 1), 0, retract=lambda kept=kept: kept) for kept in (False, True))
     monkeypatch.setattr(life_module, "OPEN", {lost, other})
     for life in (lost, other):
@@ -230,9 +224,7 @@ def test_what_ended_some_groups_does_not_end_others(monkeypatch: pytest.MonkeyPa
         life_module.withdraw_all(lost)
 
 
-def test_a_rank_that_is_late_after_an_error_of_all_is_not_given_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_is_late_after_an_error_of_all_is_not_given_up(monkeypatch: pytest.MonkeyPatch):
     life = GroupState((0, 1), 0)
     for made in ({"a": 3}, {"a": 4}):  # the same error again, which the other has not met yet
         raised(life, made, monkeypatch)

@@ -85,16 +85,14 @@ OF_MPI = Launch("Open MPI", 5, 8, 1, 4, "node0", 7)
         ({"SLURM_PROCID": "0"}, None),
     ],
 )
-def test_the_launcher_that_is_nearest_says_the_place_of_a_rank(
-    env: dict[str, str], launch: Launch | None
-) -> None:
+def test_the_launcher_that_is_nearest_says_the_place_of_a_rank(env, launch):
     assert read_launch(env) == launch
     if launch is None:
         assert launched_world_size(env) == 1
 
 
 @pytest.mark.parametrize("size", ["PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE"])
-def test_ranks_of_another_launcher_never_train_alone(size: str) -> None:
+def test_ranks_of_another_launcher_never_train_alone(size: str):
     """Nor as the rank of the daemon that srun started for it; their script names their place."""
     for env in ({size: "8"}, SLURM | DAEMON | {size: "8"}):
         with pytest.raises(GroupsError) as caught:
@@ -136,12 +134,12 @@ def test_ranks_of_another_launcher_never_train_alone(size: str) -> None:
         ),
     ],
 )
-def test_broken_environments(env: dict[str, str], text: str) -> None:
+def test_broken_environments(env: dict[str, str], text: str):
     with pytest.raises(GroupsError, match=re.escape(text)):
         read_launch(env)
 
 
-def test_tasks_per_node() -> None:
+def test_tasks_per_node():
     assert tasks_per_node("2(x3),1,4(x2)") == (2, 2, 2, 1, 4, 4)
     for bad in ("", "4(x0)", "0", "4(x2", "-1", "1２"):
         with pytest.raises(TypeError):
@@ -163,6 +161,6 @@ def test_tasks_per_node() -> None:
         ({}, [None] * 6),
     ],
 )
-def test_nodes_of_ranks(env: dict[str, str], nodes: list[int | None]) -> None:
+def test_nodes_of_ranks(env: dict[str, str], nodes: list[int | None]):
     found = [node_of(env, rank) for rank in range(6)]
     assert [node and node[0] for node in found] == nodes

@@ -170,9 +170,7 @@ def train(faults: dict[int, str]) -> Any:
     ],
     ids=str,
 )
-def test_all_others_raise_soon_and_name_the_rank(
-    fork: Any, faults: dict[str, str], odd: int, most_s: float
-) -> None:
+def test_all_others_raise_soon_and_name_the_rank(fork, faults, odd, most_s):
     started = [(fork(train, {odd: fault}), kind) for fault, kind in faults.items()]
     for each, kind in started:
         for done, how, who, seconds, text in each.wait(set(range(N)) - {odd}).values():
@@ -182,7 +180,7 @@ def test_all_others_raise_soon_and_name_the_rank(
             assert "fix: " in text
 
 
-def test_a_rank_that_is_late_is_no_alarm(fork: Any) -> None:
+def test_a_rank_that_is_late_is_no_alarm(fork: Any):
     found = fork(train, {1: "holds its interpreter", 2: "late"}).wait(set(range(N)))
     assert {tuple(each) for each in found.values()} == {(STEPS, "", None, 0.0, "")}
 
@@ -215,9 +213,7 @@ def thawed(pause_s: float) -> Any:
     [(2, 0.0), pytest.param(0, 3 * LIMIT_S, marks=pytest.mark.thorough)],
     ids=["a rank", "the rank that holds the store"],
 )
-def test_silence_before_a_meeting_means_nothing_after_it(
-    fork: Any, odd: int, pause_s: float
-) -> None:
+def test_silence_before_a_meeting_means_nothing_after_it(fork: Any, odd: int, pause_s: float):
     started = fork(thawed, pause_s)
     assert until((started.folder / f"ready{odd}").exists)
     os.kill(started.pids[odd], signal.SIGSTOP)
@@ -252,9 +248,7 @@ def stalled(is_slow: bool) -> Any:
 
 
 @pytest.mark.parametrize("is_slow", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_a_rank_that_makes_no_call_is_named_and_one_that_is_slow_goes_on(
-    fork: Any, is_slow: bool
-) -> None:
+def test_a_rank_that_makes_no_call_is_named_and_one_that_is_slow_goes_on(fork: Any, is_slow: bool):
     found = fork(stalled, is_slow).wait(set(range(N)))
     for rank, (done, kind, who, seconds, text, warned) in found.items():
         behind = warned.count("rank 2 is behind: it lives, but makes no call")
@@ -292,7 +286,7 @@ def slow(seconds: float) -> None:
     pending.Collective.done = done  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_a_step_that_the_culprit_has_done_is_done_by_all(fork: Any) -> None:
+def test_a_step_that_the_culprit_has_done_is_done_by_all(fork: Any):
     found = fork(torn, n=2).wait({0, 1})
     assert found == {0: [AT + 1, "PeerFailed"], 1: [AT + 1, "KeyError"]}
 
@@ -315,7 +309,7 @@ def stopped_store() -> Any:
     return "no interrupt"
 
 
-def test_ctrl_c_is_heard_while_the_store_is_stopped(fork: Any) -> None:
+def test_ctrl_c_is_heard_while_the_store_is_stopped(fork: Any):
     found = fork(stopped_store, n=2).wait({1}, 10.0)
     assert found[1] < 1.5
 
@@ -344,9 +338,7 @@ def caught() -> Any:
     return {}
 
 
-def test_an_error_of_all_is_none_of_the_groups_and_one_of_a_rank_says_all_that_it_knew(
-    fork: Any,
-) -> None:
+def test_an_error_of_all_is_none_of_the_groups_and_one_of_a_rank_says_all_that_it_knew(fork: Any):
     found = fork(caught, n=2).wait({0})[0]
     trace, leaf = found.pop("remote_traceback"), found.pop("leaf")
     assert "fetch of bucket 0" in found.pop("operation")
@@ -375,9 +367,7 @@ def start_without(how: str) -> Any:
         ("no store", 1, "127.0.0.1:PORT"),
     ],
 )
-def test_a_start_is_bounded_and_names_what_is_missing(
-    fork: Any, how: str, rank: int, text: str
-) -> None:
+def test_a_start_is_bounded_and_names_what_is_missing(fork: Any, how: str, rank: int, text: str):
     started = fork(start_without, how, n=2, served=False)
     name, said, seconds = started.wait({rank})[rank]
     assert name == "CollectiveError", said
@@ -420,15 +410,13 @@ def killed_at(place: str) -> Any:
     ],
 )
 @pytest.mark.short("before it connects-PeerFailed", "before the third group-PeerFailed")
-def test_a_rank_that_is_killed_at_the_start_is_the_one_that_is_named(
-    fork: Any, place: str, kind: str
-) -> None:
+def test_a_rank_that_is_killed_at_the_start_is_the_one_that_is_named(fork, place, kind):
     for name, text in fork(killed_at, place, served=False).wait({0, 1, 3}).values():
         assert name == kind, text
         assert re.findall(r"rank (\d) ", text) == ["2"]
 
 
-def test_frames_of_a_thread_that_runs_are_read_without_a_crash() -> None:
+def test_frames_of_a_thread_that_runs_are_read_without_a_crash():
     """A walk through frame objects of a running thread ended the process now and then."""
     found, ended = [], time.monotonic() + 0.3
 

@@ -81,9 +81,7 @@ def same_error(results: list[Any], within_s: float = 5.0) -> tuple[type, str]:
         ({"ranks": [0, 1, 2, 4]}, {}, "", "are not distinct ranks of a world of 4"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_everywhere(
-    ranks: Pools, kwargs: dict[str, Any], env: dict[str, str], hosts: str, text: str
-) -> None:
+def test_sizes_that_do_not_fit_are_refused_everywhere(ranks, kwargs, env, hosts, text):
     kind, said = same_error(ranks(4).run(attempt, [kwargs] * 4, [env] * 4, hosts))
     assert kind is PlanError
     assert text in said
@@ -121,9 +119,7 @@ TOPOLOGY = Topology((2, 2))
         ),
     ],
 )
-def test_ranks_that_disagree_hear_of_what(
-    ranks: Pools, given: list[dict[str, Any]], env: list[dict[str, str]], lines: list[str]
-) -> None:
+def test_ranks_that_disagree_hear_of_what(ranks, given, env, lines):
     kind, text = same_error(ranks(4).run(attempt, given, env))
     names = ", ".join(line.partition(":")[0] for line in lines)
     first, *said, _ = text.splitlines()
@@ -132,7 +128,7 @@ def test_ranks_that_disagree_hear_of_what(
 
 
 @pytest.mark.parametrize("others", [[0, 1], [1, 0]], ids=str)
-def test_ranks_that_disagree_on_the_ranks(ranks: Pools, others: list[int]) -> None:
+def test_ranks_that_disagree_on_the_ranks(ranks: Pools, others: list[int]):
     given: list[dict[str, Any]] = [{}, {"ranks": others}, {}, {}]
     assert same_error(ranks(4).run(attempt, given)) == (
         DesyncError,
@@ -147,7 +143,7 @@ def test_ranks_that_disagree_on_the_ranks(ranks: Pools, others: list[int]) -> No
         assert [result[0] for result in ranks(4).run(attempt, given)] == [None] * 4
 
 
-def test_ranks_of_which_each_waits_for_another(ranks: Pools) -> None:
+def test_ranks_of_which_each_waits_for_another(ranks: Pools):
     given: list[dict[str, Any]] = [{}, {"ranks": [1, 2, 0]}, {}, {}]
     kind, text = same_error(ranks(4).run(attempt, given))
     assert kind is DesyncError
@@ -171,7 +167,7 @@ class TwoPublish(dict):
 
 
 @pytest.mark.parametrize("orders", [("ab", "ab"), ("ab", "ba"), ("ba", "ab")], ids=str)
-def test_two_ranks_that_publish_at_two_keys_publish_one_verdict(orders: tuple[str, str]) -> None:
+def test_two_ranks_that_publish_at_two_keys_publish_one_verdict(orders: tuple[str, str]):
     first, second = ({"error": "desync", "text": f"by {name}"} for name in ("one", "two"))
     store: Any = TwoPublish(lambda store: rendezvous._publish(store, [*orders[1]], second))
     rendezvous._publish(store, [*orders[0]], first)
@@ -185,7 +181,7 @@ def come_late(missing: int) -> Any:
 
 
 @pytest.mark.parametrize("missing", [0, 3])
-def test_a_rank_that_does_not_come(ranks: Pools, missing: int) -> None:
+def test_a_rank_that_does_not_come(ranks: Pools, missing: int):
     results = ranks(4).run(come_late, missing)
     assert results.pop(missing) is None
     assert same_error(results, within_s=3.0) == (
@@ -212,6 +208,6 @@ def interrupted(at: int) -> float:
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_an_interrupt_while_waiting_stops_it_at_once(ranks: Pools, at: int) -> None:
+def test_an_interrupt_while_waiting_stops_it_at_once(ranks: Pools, at: int):
     assert ranks(2).run(interrupted, at)[at] < 1.5
     assert [result[0] for result in ranks(2).run(attempt, [{}] * 2)] == [None] * 2

@@ -63,7 +63,7 @@ def fail_and_reset() -> tuple[list[str], float, bool]:
     return texts, seconds, good
 
 
-def test_failed_groups_say_why_and_what_to_call(ranks: Pools) -> None:
+def test_failed_groups_say_why_and_what_to_call(ranks: Pools):
     (texts, seconds, good), (_, _, also) = ranks(2).run(fail_and_reset)
     late = "Collective(Timeout)?Error: all-gather over 'partition' |PeerFailed: rank 1 is behind"
     for text in texts:
@@ -95,7 +95,7 @@ def reset_placed(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["hpz", "fsdp"])
-def test_placements_are_kept(ranks: Pools, scheme: str) -> None:
+def test_placements_are_kept(ranks: Pools, scheme: str):
     ranks(4).run(reset_placed, scheme)
 
 
@@ -137,7 +137,7 @@ def cycles(count: int) -> tuple[list[Any], float]:
 
 
 @pytest.mark.parametrize(("n", "count"), [(4, 8), pytest.param(8, 40, marks=pytest.mark.thorough)])
-def test_cycles_leave_nothing(ranks: Pools, n: int, count: int) -> None:
+def test_cycles_leave_nothing(ranks: Pools, n: int, count: int):
     for (early, late), slowest in ranks(n).run(cycles, count):
         assert late[0] <= early[0]
         assert late[1] <= early[1]
@@ -160,7 +160,7 @@ def close_alone() -> list[str] | None:
     return texts
 
 
-def test_a_rank_that_closed_is_named(ranks: Pools) -> None:
+def test_a_rank_that_closed_is_named(ranks: Pools):
     first, _, third = ranks(3).run(close_alone)
     for texts in (first, third):
         assert texts[0].startswith("a call that rank 1 will not make, since it closed its groups\n")
@@ -194,7 +194,7 @@ def fork() -> list[str]:
     return told
 
 
-def test_a_fork_is_refused(ranks: Pools) -> None:
+def test_a_fork_is_refused(ranks: Pools):
     for rank, told in enumerate(ranks(2).run(fork)):
         used = f"'partition' of ranks 0, 1 is used in a fork of rank {rank}"
         forked = [f"{verb}: this process is a fork of a rank" for verb in ("make_groups", "reset")]
@@ -224,7 +224,7 @@ def learn(same: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_schedules_are_kept_if_all_ranks_have_them(ranks: Pools, same: bool) -> None:
+def test_schedules_are_kept_if_all_ranks_have_them(ranks: Pools, same: bool):
     assert ranks(2).run(learn, same) == [[True, same, None, None, True]] * 2
 
 
@@ -236,7 +236,7 @@ def reset_others() -> str:
     return error
 
 
-def test_ranks_that_reset_different_groups_are_told(ranks: Pools) -> None:
+def test_ranks_that_reset_different_groups_are_told(ranks: Pools):
     for text in ranks(2).run(reset_others):
         assert text.startswith("reset: ranks reset different groups\n")
 

@@ -27,7 +27,7 @@ def key_of(call: int, ranks: range) -> str:
 
 @examples(20, 60)
 @given(ended=st.integers(0, 4), entered=st.integers(0, 2), wrote=st.booleans())
-def test_counting_goes_on_at_the_last_verdict(ended: int, entered: int, wrote: bool) -> None:
+def test_counting_goes_on_at_the_last_verdict(ended: int, entered: int, wrote: bool):
     """Whatever a lost process had begun, the next meeting is the one that the others enter."""
     store, ranks = new_store(), range(3)
     for call in range(1, ended + 1):
@@ -57,7 +57,7 @@ def started(store: Any) -> None:
         (True, True, {"TORCHELASTIC_RUN_ID": "none"}, None),  # torchrun starts all ranks
     ],
 )
-def test_who_comes_back(begun: bool, lives: bool, env: dict[str, str], start: int | None) -> None:
+def test_who_comes_back(begun: bool, lives: bool, env: dict[str, str], start: int | None):
     store, here = new_store(), Rejoining()
     assert here.arrive(store, 1, 4, lambda start: True) is None  # the first process
     if begun:

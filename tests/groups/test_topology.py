@@ -51,7 +51,7 @@ def fits(topology: Topology, p: int) -> bool:
 
 @examples(30, 100)
 @given(plans())
-def test_groups_partition_the_world_and_cross_once(plan: Plan) -> None:
+def test_groups_partition_the_world_and_cross_once(plan: Plan):
     world = list(range(plan.world_size))
     assert list(sum(plan.partition_groups, ())) == world
     assert {len(group) for group in plan.partition_groups} == {plan.partition_size}
@@ -69,7 +69,7 @@ def test_groups_partition_the_world_and_cross_once(plan: Plan) -> None:
 
 @examples(30, 100)
 @given(plans())
-def test_level_groups_partition_and_stay_inside_their_machine(plan: Plan) -> None:
+def test_level_groups_partition_and_stay_inside_their_machine(plan: Plan):
     assert prod(plan.level_sizes) == plan.partition_size
     assert 1 not in plan.level_sizes
     by_name = dict(zip(plan.topology.names, units(plan.topology)[:0:-1], strict=True))
@@ -86,7 +86,7 @@ def test_level_groups_partition_and_stay_inside_their_machine(plan: Plan) -> Non
 
 @examples(30, 100)
 @given(plans())
-def test_hierarchical_gather_in_place_ends_in_chunk_order(plan: Plan) -> None:
+def test_hierarchical_gather_in_place_ends_in_chunk_order(plan: Plan):
     held = {i: [plan.chunk(i)] for i in range(plan.world_size)}
     for level in range(len(plan.level_sizes)):  # outermost first, each a plain concatenation
         held = {i: sum((held[j] for j in plan.level_group(i, level)), []) for i in held}
@@ -95,7 +95,7 @@ def test_hierarchical_gather_in_place_ends_in_chunk_order(plan: Plan) -> None:
 
 @examples(30, 100)
 @given(topologies)
-def test_a_size_is_refused_exactly_when_it_does_not_fit(topology: Topology) -> None:
+def test_a_size_is_refused_exactly_when_it_does_not_fit(topology: Topology):
     sizes = [p for p in range(1, topology.world_size + 1) if fits(topology, p)]
     assert list(valid_partition_sizes(topology)) == sizes
     for p in range(-2, topology.world_size + 2):
@@ -106,19 +106,19 @@ def test_a_size_is_refused_exactly_when_it_does_not_fit(topology: Topology) -> N
                 plan_groups(topology, p)
 
 
-def test_chunk_numbers_run_innermost_level_first() -> None:
+def test_chunk_numbers_run_innermost_level_first():
     plan = plan_groups(Topology((2, 2, 2)), 8)
     assert plan.coords(6) == (1, 1, 0)
     assert [plan.chunk(i) for i in range(8)] == [0, 4, 2, 6, 1, 5, 3, 7]
 
 
-def test_names_by_depth() -> None:
+def test_names_by_depth():
     names = [Topology((2,) * depth).names for depth in (1, 2, 3, 5)]
     assert names[:3] == [("rank",), ("node", "rank"), ("rack", "node", "rank")]
     assert names[3] == ("level0", "level1", "rack", "node", "rank")
 
 
-def test_sixteen_thousand_ranks() -> None:
+def test_sixteen_thousand_ranks():
     started = time.perf_counter()
     plan = plan_groups(Topology((16, 128, 8)), 1024)
     assert (len(plan.partition_groups), len(plan.replication_groups)) == (16, 1024)
@@ -153,6 +153,6 @@ def test_sixteen_thousand_ranks() -> None:
         (lambda: plan_groups(8, 4).coords(8), "position 8 is outside the world of 8 ranks"),
     ],
 )
-def test_what_does_not_fit_is_refused(make: Callable[[], Any], text: str) -> None:
+def test_what_does_not_fit_is_refused(make: Callable[[], Any], text: str):
     with pytest.raises(PlanError, match=re.escape(text)):
         make()

@@ -17,7 +17,7 @@ from mics_fn.lab.ranks.pool import run_ranks
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "PMI_SIZE"])
-def test_make_groups_before_init(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_make_groups_before_init(monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.setenv(name, "4")
     with pytest.raises(GroupsError) as caught:
         make_groups()
@@ -53,13 +53,13 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def test_a_job_of_slurm_from_its_start_to_its_end() -> None:
+def test_a_job_of_slurm_from_its_start_to_its_end():
     env = {"SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2", "SLURM_NNODES": "1"}
     results = run_ranks(start_over, 2, env | {"MASTER_PORT": free_port()})
     assert results == [(rank, (0, 1), "n=2 p=2 levels=rank:2", (0, 1)) for rank in range(2)]
 
 
-def test_init_distributed_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_distributed_without_a_launcher(monkeypatch: pytest.MonkeyPatch):
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     assert init_distributed(device="cpu") == torch.device("cpu")

@@ -15,7 +15,6 @@ from cases import (
     poison,
     random,
     same_bits,
-    small_first,
 )
 from torch import nn
 
@@ -29,9 +28,6 @@ from mics_fn.shards.pack import whole_chunk
 
 FOUR, WHOLE = Layout((2, 2), 2), Layout((2, 2), 4)
 two_layouts = pytest.mark.parametrize("layout", [FOUR, WHOLE], ids=str)
-some_layouts = pytest.mark.parametrize(
-    "layout", small_first([FOUR, WHOLE, Layout((2, 2, 2), 4)]), ids=str
-)
 
 
 def on_all_ranks(ranks, fn, *args, n=4) -> tuple[str, str]:
@@ -90,7 +86,8 @@ def reads_and_writes(layout, name, dtype, bucket_bytes):
         same_leaf(mf.get(filled, path, groups), torch.full_like(full[0], 2))
 
 
-@some_layouts
+@pytest.mark.parametrize("layout", [FOUR, WHOLE, Layout((2, 2, 2), 4)], ids=str)
+@pytest.mark.short("2x2-p2")
 def test_get_gives_a_leaf_in_full_and_set_changes_one_leaf(ranks, layout):
     small = torch.float32, 40
     for name in TREES:
@@ -166,7 +163,7 @@ def gets_state(layout):
 
 
 @two_layouts
-@pytest.mark.short("2x2-p2")
+@pytest.mark.short("2x2-p4")
 def test_get_reads_parameters_moments_buffers_and_counts_of_a_state(ranks, layout):
     ranks(layout.world_size).run(gets_state, layout)
 
