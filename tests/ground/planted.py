@@ -48,7 +48,7 @@ PLANTED = [
         "tree.py",
         "    if len(set(found)) == len(found):\n",
         "    if found:\n",
-        "ground/test_tree.py -k one_path",
+        "ground/test_tree.py -k a_path_is",
     ),
     (
         "the error of a job is dropped",

@@ -34,7 +34,7 @@ def examples() -> Iterator[errors.MicsError]:
 
 
 @pytest.mark.parametrize("error", list(examples()), ids=lambda error: type(error).__name__)
-def test_an_error_crosses_processes_whole(error: errors.MicsError) -> None:
+def test_an_error_crosses_processes_whole(error: errors.MicsError):
     error.add_note("seen in step 3")
     found = pickle.loads(pickle.dumps(error))
     assert type(found) is type(error)

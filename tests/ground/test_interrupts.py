@@ -27,7 +27,7 @@ def handlers() -> list[Any]:
     return [signal.getsignal(number) for number in interrupts._SIGNALS]
 
 
-def test_the_users_own_handlers_are_called_after_the_block_and_stay(heard: list[int]) -> None:
+def test_the_users_own_handlers_are_called_after_the_block_and_stay(heard: list[int]):
     before = handlers()
     with Commit() as commit:
         signal.raise_signal(signal.SIGUSR1)
@@ -41,79 +41,48 @@ def test_the_users_own_handlers_are_called_after_the_block_and_stay(heard: list[
     assert handlers() == before
 
 
+def error_of(
+    begin: Callable[[Commit], Any], *numbers: int, error: Exception | None = None
+) -> BaseException | None:
+    """What comes out of a block in which signals come, and which gets to its end."""
+    ended = False
+    try:
+        with Commit() as commit:
+            begin(commit)
+            for number in numbers:
+                signal.raise_signal(number)
+            ended = True
+            if error is not None:
+                raise error
+    except BaseException as found:
+        assert ended
+        return found
+    return None
+
+
 @pytest.mark.parametrize("name", ["SIGCHLD", "SIGXCPU", "SIGQUIT", "SIGVTALRM", "SIGTERM"])
-def test_what_raises_in_a_handler_waits_for_the_end_of_a_write(name: str) -> None:
+def test_what_raises_in_a_handler_waits_for_the_end_of_a_write(name: str):
     """As torch's own handler does, where a worker of a DataLoader has died."""
-    number, done = getattr(signal, name), []
 
     def handler(number: int, frame: Any) -> None:
         raise RuntimeError(name)
 
-    def block(commit: Commit) -> None:
-        commit.write()
-        signal.raise_signal(number)
-        done.append(name)
-
+    number = getattr(signal, name)
     before = signal.signal(number, handler)
     try:
-        error = error_of(block)
-        assert f"{error}" == name
-        assert done == [name]
+        assert f"{error_of(Commit.write, number)}" == name
     finally:
         signal.signal(number, before)
 
 
-def error_of(block: Callable[[Commit], None]) -> BaseException | None:
-    """What comes out of a block."""
-    try:
-        with Commit() as commit:
-            block(commit)
-    except BaseException as error:
-        return error
-    return None
-
-
-def test_an_interrupt_is_raised_right_after_the_block() -> None:
-    before, done = handlers(), []
-
-    def block(commit: Commit) -> None:
-        commit.hold()
-        signal.raise_signal(signal.SIGINT)
-        done.append(True)
-
-    assert isinstance(error_of(block), KeyboardInterrupt)
-    assert done
-    assert handlers() == before
-
-
-def test_handlers_that_raise_do_not_keep_the_others_away(heard: list[int]) -> None:
-    def block(commit: Commit) -> None:
-        commit.write()
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGUSR1)
-
-    assert isinstance(error_of(block), KeyboardInterrupt)
-    assert heard == [signal.SIGUSR1]
-
-
-def test_an_error_in_the_block_comes_with_the_interrupt() -> None:
+@pytest.mark.parametrize("begin", [Commit.hold, Commit.write])
+def test_handlers_that_raise_do_not_keep_the_others_away(heard: list[int], begin: Any):
+    """Nor the error of the block."""
     before = handlers()
-
-    def block(commit: Commit) -> None:
-        commit.write()
-        signal.raise_signal(signal.SIGINT)
-        raise ValueError("mine")
-
-    def no_signal(commit: Commit) -> None:
-        commit.write()
-        raise ValueError("mine")
-
-    found = error_of(block)
+    found = error_of(begin, signal.SIGINT, signal.SIGUSR1, error=ValueError("mine"))
     assert isinstance(found, KeyboardInterrupt)
     assert isinstance(found.__context__, ValueError)
-    assert handlers() == before
-    assert isinstance(error_of(no_signal), ValueError)
-    assert handlers() == before
+    assert (heard, handlers()) == ([signal.SIGUSR1], before)
 
 
 def result(*numbers: int) -> int:
@@ -134,7 +103,7 @@ def rest_until(done: Callable[[], bool], limit_s: float = 10.0) -> None:
         time.sleep(0.001)
 
 
-def test_a_result_is_assigned_before_the_interrupt(heard: list[int]) -> None:
+def test_a_result_is_assigned_before_the_interrupt(heard: list[int]):
     before, kept = handlers(), 0
     try:
         kept = result(signal.SIGINT, signal.SIGUSR1)
@@ -143,20 +112,17 @@ def test_a_result_is_assigned_before_the_interrupt(heard: list[int]) -> None:
     except KeyboardInterrupt:
         assert kept == 7
     rest_until(lambda: len(heard) == 1)
-    assert kept == 7
-    assert heard == [signal.SIGUSR1]
-    assert handlers() == before
-    assert result() == 7
+    assert (kept, heard, handlers()) == (7, [signal.SIGUSR1], before)
     with Commit() as commit:
         commit.hold()
-        kept = result(signal.SIGUSR1, signal.SIGUSR2)
+        result(signal.SIGUSR1, signal.SIGUSR2)
         rest_until(lambda: False, limit_s=0.01)
         assert len(heard) == 1
     assert heard[1:] == [signal.SIGUSR1, signal.SIGUSR2]
     assert handlers() == before
 
 
-def test_an_inner_block_leaves_signals_to_the_outer_one(heard: list[int]) -> None:
+def test_an_inner_block_leaves_signals_to_the_outer_one(heard: list[int]):
     with Commit() as outer:
         outer.hold()
         with Commit() as inner:
@@ -167,61 +133,45 @@ def test_an_inner_block_leaves_signals_to_the_outer_one(heard: list[int]) -> Non
     assert heard == [signal.SIGUSR1]
 
 
-def test_a_wait_gives_way_until_something_is_written(heard: list[int]) -> None:
+def test_a_wait_gives_way_until_something_is_written(heard: list[int]):
+    def came(times: int, idle_s: float) -> int:
+        for _ in range(times):
+            signal.raise_signal(signal.SIGUSR1)
+        give_way(idle_s)
+        return len(heard)
+
     with Commit() as commit:
         commit.hold()
-        give_way(1e9)
-        signal.raise_signal(signal.SIGUSR1)
-        give_way(0.5)
-        assert heard == [], "other ranks may be about to send"
-        give_way(1.5)
-        assert heard == [signal.SIGUSR1]
-        signal.raise_signal(signal.SIGUSR1)
-        assert len(heard) == 2, "and from here on nothing is held"
+        assert came(0, 1e9) == 0
+        assert came(1, 0.5) == 0, "other ranks may be about to send"
+        assert came(0, 1.5) == 1
+        assert came(1, 0.0) == 2, "and from here on nothing is held"
         commit.hold()
-        signal.raise_signal(signal.SIGUSR1)
-        signal.raise_signal(signal.SIGUSR1)
-        give_way(0.0)
-        assert len(heard) == 3, "a second one insists"
+        assert came(2, 0.0) == 3, "a second one insists"
         commit.write()
-        signal.raise_signal(signal.SIGUSR1)
-        signal.raise_signal(signal.SIGUSR1)
-        give_way(1e9)
-        assert len(heard) == 3
+        assert came(2, 1e9) == 3
     assert len(heard) == 4
 
 
-def test_other_threads_hold_nothing() -> None:
+def test_other_threads_hold_nothing():
     before, found = handlers(), []
-
-    def elsewhere() -> None:
-        with Commit() as commit:
-            commit.write()
-            found.append(handlers())
-            give_way(1e9)
-
-    thread = threading.Thread(target=elsewhere)
+    thread = threading.Thread(
+        target=lambda: error_of(lambda commit: (commit.write(), found.append(handlers())))
+    )
     thread.start()
     thread.join()
     assert found == [before]
 
 
-def test_what_python_does_not_handle_is_left_alone() -> None:
-    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    try:
-        with Commit() as commit:
-            commit.write()
-            assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+def test_what_python_does_not_handle_is_left_alone(heard: list[int]):
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    with Commit() as commit:
+        commit.write()
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
 
 
 def test_what_was_held_ends_a_sleep():
     begun = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        with Commit() as commit:
-            commit.write()
-            signal.raise_signal(signal.SIGINT)
-            _ = commit.ending()[0]
-        time.sleep(20)
+    with pytest.raises(KeyboardInterrupt):
+        time.sleep(20 + result(signal.SIGINT))
     assert time.monotonic() - begun < 10

@@ -1,6 +1,6 @@
 """Threads and Ctrl-C: it always comes out, no thread is left, and nobody waits for ever."""
 
-import ast
+import re
 import signal
 import sys
 import threading
@@ -39,10 +39,8 @@ def interrupted(at: int, work: Callable[[], Any]) -> bool:
         return instruction
 
     def call(frame: FrameType, event: str, arg: Any) -> Any:
-        if frame.f_code.co_filename in TRACED:
-            frame.f_trace_opcodes = True
-            return instruction
-        return None
+        frame.f_trace_opcodes = frame.f_code.co_filename in TRACED
+        return instruction if frame.f_trace_opcodes else None
 
     sys.settrace(call)
     try:
@@ -66,9 +64,6 @@ def by_hand() -> None:
 
 def shared() -> None:
     assert each(abs, [-1, 2, -3], 2, "test") == [1, 2, 3]
-
-
-def other() -> None:
     assert beside(lambda: 6 * 7)() == 42
 
 
@@ -79,10 +74,7 @@ def latched() -> None:
         pass
 
 
-LONG = [pytest.param(work, marks=pytest.mark.thorough) for work in (by_hand, other)]
-
-
-@pytest.mark.parametrize("work", [shared, latched, *LONG])
+@pytest.mark.parametrize("work", [shared, latched, by_hand])
 @pytest.mark.short("latched")
 def test_ctrl_c_at_every_instruction_comes_out_and_leaves_no_thread(work: Callable[[], None]):
     def body() -> None:
@@ -126,8 +118,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_job():
 
 
 def test_errors_of_jobs_are_raised_and_the_rest_is_dropped():
-    before, done = threading.active_count(), list[int]()
-    slow = Latch()
+    before, done, slow = threading.active_count(), list[int](), Latch()
 
     def work(i: int) -> None:
         if i == 0:
@@ -158,18 +149,15 @@ def test_a_crew_ends_in_time_or_says_that_it_has_not():
 
 @pytest.mark.parametrize("started", [True, False])
 def test_a_crew_ends_all_its_threads_if_a_start_was_cut_short(started: bool, monkeypatch):
-    class Cut(BaseException):
-        pass
-
     def start(thread: threading.Thread) -> None:
         if started:
             plain(thread)
-        raise Cut
+        raise SystemExit
 
     before, crew, plain = threading.active_count(), Crew(3, "test"), threading.Thread.start
     crew.give(lambda: None).result()
     monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(Cut):
+    with pytest.raises(SystemExit):
         crew.give(lambda: None)
     monkeypatch.setattr(threading.Thread, "start", plain)
     assert crew.give(lambda: 7).result() == 7
@@ -187,14 +175,16 @@ def test_threads_of_a_crew_that_is_forgotten_end():
 
 def test_a_program_ends_with_a_crew_that_was_not_ended():
     def body() -> None:
-        crew = Crew(1, "test")
+        globals()["kept"] = crew = Crew(1, "test")
         crew.give(lambda: None).result()
-        globals()["kept"] = crew
 
     assert in_child(body, 30) == 0
 
 
-TAKE_LOCKS = {"Event", "Condition", "Semaphore", "BoundedSemaphore", "Barrier"}
+TAKE_LOCKS = (
+    r"import concurrent|from concurrent|threading\.(Event|Condition|\w*Semaphore|Barrier)\b"
+    r"|hread[^#\n]*\.start\(\)$"  # see `threads.start`
+)
 
 
 def test_no_lock_of_python_is_shared_with_the_main_thread():
@@ -202,22 +192,6 @@ def test_no_lock_of_python_is_shared_with_the_main_thread():
 
     And by `notebook/bootstrap.py`, which runs before this package can be imported.
     """
-    package = Path(mics_fn.__file__).parent
-    for path in package.rglob("*.py"):
-        if "lab" in path.parts or path.name in ("threads.py", "bootstrap.py"):
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom | ast.Import):
-                named = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-                named += [alias.name for alias in node.names]
-                assert not any(name.startswith("concurrent") for name in named), path
-            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                assert not (node.value.id == "threading" and node.attr in TAKE_LOCKS), path
-            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-                called = node.value.func
-                assert not (
-                    isinstance(called, ast.Attribute)
-                    and called.attr == "start"
-                    and not node.value.args
-                    and "hread" in ast.unparse(called.value)
-                ), f"{path}: {ast.unparse(node)}; see mics_fn.threads.start"
+    for path in Path(mics_fn.__file__).parent.rglob("*.py"):
+        if "lab" not in path.parts and path.name not in ("threads.py", "bootstrap.py"):
+            assert not re.search(TAKE_LOCKS, path.read_text(), re.MULTILINE), path

@@ -16,6 +16,7 @@ import mics_fn as mf
 from mics_fn.groups import monitor, peers
 from mics_fn.groups.group_state import GroupState
 from mics_fn.groups.peers import Journal, Process, heartbeat_of
+from mics_fn.store import poll
 
 ENDINGS = Path(__file__).parents[1] / "support" / "endings.py"
 LIMIT_S = 2.0  # `heartbeat_s` there
@@ -34,18 +35,6 @@ def ended(folder: Path, *cases: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def all_end_if_one_raises(found: Any) -> None:
-    assert found["codes"] == [1, 1], found
-    assert max(found["seconds"]) <= 5 + SLACK_S, found
-    assert "PeerFailed: rank 1 left its groups: KeyError: 'mine'" in found["output"][0]
-
-
-def all_stop_and_end_with_zero(found: Any) -> None:
-    assert found["codes"] == [0, 0], found
-    assert len(set(found["saved"])) == 1, "not after one step"
-    assert len(found["saved"]) == 2
-
-
 def none_outlives_its_launcher(found: Any) -> None:
     assert all(found["codes"]), found
     assert max(found["seconds"]) <= LIMIT_S + 1 + SLACK_S, found
@@ -56,20 +45,18 @@ def none_outlives_its_launcher(found: Any) -> None:
 @pytest.mark.thorough
 @pytest.mark.limit(240)
 def test_ranks_end_together(tmp_path):
-    found = ended(tmp_path, "raises", "stops", "outlives")
-    all_end_if_one_raises(found["raises"])
-    all_stop_and_end_with_zero(found["stops"])
+    stop = "stops", "outlives a shell"  # and not before they are asked to
+    found = ended(tmp_path, "raises", "exits", "outlives", "outlives, asleep", *stop)
+    for how, codes in (("raises", [1, 1]), ("exits", [1, 3])):
+        assert found[how]["codes"] == codes, found
+        assert max(found[how]["seconds"]) <= 5 + SLACK_S, found
+    assert "PeerFailed: rank 1 left its groups: KeyError: 'mine'" in found["raises"]["output"][0]
     none_outlives_its_launcher(found["outlives"])
-
-
-@pytest.mark.thorough
-@pytest.mark.limit(240)
-def test_ranks_end_together_in_other_ways(tmp_path):
-    found = ended(tmp_path, "exits", "outlives, asleep", "outlives a shell")
-    assert found["exits"]["codes"] == [1, 3], found["exits"]
-    assert max(found["exits"]["seconds"]) <= 5 + SLACK_S, found["exits"]
     none_outlives_its_launcher(found["outlives, asleep"])
-    all_stop_and_end_with_zero(found["outlives a shell"])  # and not before it is asked to
+    for how in stop:
+        assert found[how]["codes"] == [0, 0], found
+        assert len(found[how]["saved"]) == 2
+        assert len(set(found[how]["saved"])) == 1, "not after one step"
 
 
 # Who has a launcher, and what is done when that is gone.
@@ -90,26 +77,22 @@ def test_only_ranks_of_a_launcher_end_with_it(env, launched):
 
 
 def test_groups_are_given_up_once_the_launcher_is_gone(monkeypatch):
-    ends, told = [], []
+    ends, told, mine = [], [], monitor.Launcher()
     monkeypatch.setattr(monitor, "_end", lambda text, grace_s: ends.append((text, grace_s)))
-    mine = monitor.Launcher()
     life = GroupState((0, 1), 1, heartbeat_s=0.1)
-    monkeypatch.setattr(life, "tell", lambda error, **how: told.append((error, how)))
+    monkeypatch.setattr(life, "tell", lambda error, **how: told.append((f"{error}", how)))
     mine.look([life])
     mine._pid = os.getppid()
     mine.look([life])
     assert life.failed is None
     mine._pid += 1
-    pid = mine._pid
+    text = f"the launcher of rank 1 (process {mine._pid}) is gone"
     mine.look([])  # no groups are open
     mine.look([life])
     mine.look([life])
-    text = f"the launcher of rank 1 (process {pid}) is gone"
     assert life.failed == f"GroupsError: {text}"
-    ((error, how),) = told
-    assert str(error) == f"{text}\n  fix: start the job again"
-    assert how == {"final": True, "kind": "exited"}
-    time.sleep(0.3)
+    assert told == [(f"{text}\n  fix: start the job again", {"final": True, "kind": "exited"})]
+    assert poll(lambda: bool(ends), 1, time.monotonic() + 5)
     assert ends == [(text, 0.05)]
 
 
@@ -125,7 +108,8 @@ def one_replica_goes_on(rank: int) -> int:
     return rank
 
 
-def test_a_rank_that_closes_its_groups_and_ends_was_not_killed() -> None:
+@pytest.mark.thorough
+def test_a_rank_that_closes_its_groups_and_ends_was_not_killed():
     """Though its process is gone before others have read that it has closed them."""
     found = run_job(4, one_replica_goes_on)
     assert [(x.value, x.status) for x in found] == [(rank, 0) for rank in range(4)], found
@@ -136,7 +120,7 @@ def test_a_rank_that_closes_its_groups_and_ends_was_not_killed() -> None:
     [("4 open host 7 1", True), ("4 closed host 7 1", False), ("1 closed host 9 1", True)],
     ids=["open", "closed", "closed, by the process in its place"],
 )
-def test_what_a_rank_wrote_last_says_whether_it_was_killed(last: str, accused: bool) -> None:
+def test_what_a_rank_wrote_last_says_whether_it_was_killed(last: str, accused: bool):
     watching: Any = monitor.Monitor()
     life, asked = GroupState(ranks=(0, 1), key="groups"), list[Any]()
     watching._lives[life], watching._ask = Journal(life.key), asked.append

@@ -1,6 +1,7 @@
 """What ranks say of failures, and what each of them hears; the threads are in test_peers.py."""
 
 import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
@@ -29,8 +31,9 @@ WORDS = st.tuples(
 )
 
 
+@examples(15, 100)
 @given(st.lists(WORDS, max_size=25))
-def test_all_ranks_read_the_same_whoever_reads_when(words: Any) -> None:
+def test_all_ranks_read_the_same_whoever_reads_when(words: Any):
     """A rank goes on only if no other one has given up on it, and the other way round."""
     store: Any = HashStore()
     ranks = [Journal("key") for _ in range(3)]
@@ -74,7 +77,7 @@ class Racing:
 
 
 @pytest.mark.parametrize("first", ["goes on", "gives up"])
-def test_of_two_ranks_at_once_the_one_that_writes_first_is_right(first: str) -> None:
+def test_of_two_ranks_at_once_the_one_that_writes_first_is_right(first: str):
     store: Any = HashStore()
     culprit, other, third = (Journal("key") for _ in range(3))
     culprit.say(store, said(0, final=False))
@@ -91,7 +94,7 @@ def test_of_two_ranks_at_once_the_one_that_writes_first_is_right(first: str) -> 
         assert [each.final for each in journal.standing.values()] == [True] * gave_up[0]
 
 
-def test_a_rank_that_fails_in_two_ways_failed_in_the_first() -> None:
+def test_a_rank_that_fails_in_two_ways_failed_in_the_first():
     store: Any = HashStore()
     one, other = Journal("key"), Journal("key")
     one.say(store, said(1, final=False))
@@ -103,7 +106,7 @@ def test_a_rank_that_fails_in_two_ways_failed_in_the_first() -> None:
     assert not other.say(store, Failure(1, "silent", "rank 1 is silent"))
 
 
-def test_a_wait_is_in_vain_if_a_rank_has_not_issued_its_part() -> None:
+def test_a_wait_is_in_vain_if_a_rank_has_not_issued_its_part():
     failure = Failure(1, "raised", "", made={"a": 3}, issued={"a": 2})
 
     def lacks(number: int, ranks: tuple[int, ...] = (0, 1), group: str = "a", **given: Any) -> bool:
@@ -118,55 +121,53 @@ def test_a_wait_is_in_vain_if_a_rank_has_not_issued_its_part() -> None:
 
 
 def sign(number: int, state: str = "open", process: Process | None = None) -> str:
-    own = process or Process.own()
-    return f"{number} {state} {own.host} {own.pid} {own.started}"
+    return f"{number} {state} {(process or Process.own()).name}"
 
 
-def test_silence_is_added_up_from_the_ticks_of_the_reader() -> None:
-    peer, elsewhere = Peer(), Process("another host", 1, "")
-    peer.heard(sign(1), elsewhere, 0.25)
+@pytest.mark.parametrize(("host", "most_s"), [("another host", 2.0), ("", 1.0)])
+def test_silence_is_added_up_from_the_ticks_of_the_reader(host: str, most_s: float):
+    """One that waits for a processor has twice the time."""
+    peer, reader = Peer(), Process(host, 1, "") if host else Process.own()
+    peer.heard(sign(1), reader, 0.25)
     for _ in range(7):
-        peer.heard(sign(1), elsewhere, 0.25)
-    assert (peer.silent_s, peer.is_silent(2.0), peer.is_silent(1.5)) == (1.75, False, True)
-    peer.heard(sign(2, PARKED), elsewhere, 0.25)
+        peer.heard(sign(1), reader, 0.25)
+    assert (peer.silent_s, peer.is_silent(most_s), peer.is_silent(0.8)) == (1.75, False, True)
+    peer.heard(sign(2, PARKED), reader, 0.25)
     assert (peer.silent_s, peer.parked) == (0.0, True)
 
 
-def test_one_that_waits_for_a_processor_has_twice_the_time() -> None:
-    peer = Peer()
-    for _ in range(9):
-        peer.heard(sign(1), Process.own(), 0.25)
-    assert not peer.is_silent(1.5), "this process runs"
-    assert peer.is_silent(0.9)
-
-
 @pytest.mark.parametrize("pidfds", [True, False])
-def test_a_process_that_ended_is_seen_although_its_parent_has_not_looked(
-    pidfds: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_ended_is_seen_although_its_parent_has_not_looked(pidfds, monkeypatch):
     if not pidfds:
         monkeypatch.delattr(os, "pidfd_open")
-    reads, writes = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.read(reads, 1)
-        os._exit(0)
-    near, peer, own = LocalProcesses(), Peer(), Process.own()
-    started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    process = peer.heard(sign(1, process=Process(own.host, pid, started)), own, 0.25)
-    assert process is not None
-    near.add(1, process)
+    near, own, files = LocalProcesses(), Process.own(), len(os.listdir("/proc/self/fd"))
+
+    def child() -> Process:
+        pid = os.fork()
+        if pid == 0:
+            signal.pause()
+        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return Process(own.host, pid, started)
+
+    first, second = child(), child()
+    process = Peer().heard(sign(1, process=first), own, 0.25)
+    assert process == first
+    near.add(1, first)
     near.add(2, Process(own.host, os.getpid(), "another time"))
     assert near.ended() == [2], "another process has its number now"
-    os.write(writes, b"x")
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    os.kill(first.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
     assert sorted(near.ended()) == [1, 2]
-    os.waitpid(pid, 0)
+    os.waitpid(first.pid, 0)
+    assert sorted(near.ended()) == [1, 2]
+    near.add(1, second)  # which has taken its place
+    assert near.ended() == [2]
+    os.kill(second.pid, signal.SIGKILL)
+    os.waitpid(second.pid, 0)
     assert sorted(near.ended()) == [1, 2]
     near.forget()
     assert near.ended() == []
-    os.close(reads)
-    os.close(writes)
+    assert len(os.listdir("/proc/self/fd")) == files
 
 
 @pytest.fixture
@@ -180,9 +181,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def test_an_uncaught_error_is_told_before_it_is_shown(
-    told: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_uncaught_error_is_told_before_it_is_shown(told, monkeypatch):
     error, shown = ValueError("mine"), []
     monkeypatch.setattr(sys, "excepthook", lambda *args: shown.append((args, list(told))))
     uncaught.listen.__wrapped__()
@@ -193,14 +192,11 @@ def test_an_uncaught_error_is_told_before_it_is_shown(
     assert shown[0] == ((ValueError, error, None), told[:1])
 
 
-def test_an_error_in_a_cell_is_told_and_the_next_cell_may_go_on(
-    told: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_a_cell_is_told_and_the_next_cell_may_go_on(told, monkeypatch):
     hooks: dict[str, Any] = {}
     shell = SimpleNamespace(events=SimpleNamespace(register=hooks.__setitem__))
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    assert uncaught.limit_by_default(8) == 10.0
-    assert uncaught.limit_by_default(16_384) == 192.0, "three signs of life"
+    assert [uncaught.limit_by_default(n) for n in (8, 16_384)] == [10.0, 192.0]
     uncaught.listen.__wrapped__()
     error = ValueError("mine")
     for each in (None, error):
@@ -213,7 +209,7 @@ def raised(life: GroupState, made: dict[str, int], monkeypatch: pytest.MonkeyPat
     life.tell(ValueError("all ranks"), final=False)
 
 
-def test_what_ended_some_groups_does_not_end_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ended_some_groups_does_not_end_others(monkeypatch: pytest.MonkeyPatch):
     lost, other = (GroupState((0, 1), 0, retract=lambda kept=kept: kept) for kept in (False, True))
     monkeypatch.setattr(life_module, "OPEN", {lost, other})
     for life in (lost, other):
@@ -228,9 +224,7 @@ def test_what_ended_some_groups_does_not_end_others(monkeypatch: pytest.MonkeyPa
         life_module.withdraw_all(lost)
 
 
-def test_a_rank_that_is_late_after_an_error_of_all_is_not_given_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_is_late_after_an_error_of_all_is_not_given_up(monkeypatch: pytest.MonkeyPatch):
     life = GroupState((0, 1), 0)
     for made in ({"a": 3}, {"a": 4}):  # the same error again, which the other has not met yet
         raised(life, made, monkeypatch)

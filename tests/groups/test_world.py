@@ -11,13 +11,13 @@ import torch.distributed as dist
 from test_groups import heard
 
 from mics_fn.errors import GroupsError
-from mics_fn.groups.distributed import device_and_backend, init_distributed
+from mics_fn.groups.distributed import init_distributed
 from mics_fn.groups.make import make_groups
 from mics_fn.lab.ranks.pool import run_ranks
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "PMI_SIZE"])
-def test_make_groups_before_init(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_make_groups_before_init(monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.setenv(name, "4")
     with pytest.raises(GroupsError) as caught:
         make_groups()
@@ -27,35 +27,23 @@ def test_make_groups_before_init(monkeypatch: pytest.MonkeyPatch, name: str) -> 
     )
 
 
-def test_a_device_that_the_default_group_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
-    with pytest.raises(GroupsError) as caught:
-        device_and_backend("cpu", None, None)
-    assert str(caught.value) == (
-        "make_groups: the default group serves cuda:nccl, not cpu\n"
-        "  fix: pass device= or backend=, or start it with a backend for that device; for the CPU, "
-        "init_distributed(cpu_groups=True)"
-    )
-    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
-    assert device_and_backend("cpu", None, None) == (torch.device("cpu"), "gloo")
-    assert device_and_backend("cpu", None, "fake") == (torch.device("cpu"), "fake")
-
-
-def start_over(env: dict[str, str], rank_names: tuple[str, ...]) -> Any:
-    rank = dist.get_rank()
+def start_over(env: dict[str, str]) -> Any:
+    rank = str(dist.get_rank())
     dist.barrier()  # else one may close connections that the other is still making
     dist.destroy_process_group()
     kept = {k: v for k, v in os.environ.items() if "RANK" not in k and "WORLD_SIZE" not in k}
-    mine = env | {name: str(rank) for name in rank_names}
+    mine = env | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}
     with mock.patch.dict(os.environ, kept | mine, clear=True):
-        assert init_distributed(device="cpu", timeout_s=30) == torch.device("cpu")
-        assert init_distributed(device="cpu") == torch.device("cpu")  # again: nothing
+        for _ in range(2):  # the second time: nothing
+            assert init_distributed(device="cpu", timeout_s=30) == torch.device("cpu")
         with make_groups(timeout_s=20) as groups:
             seen = dist.get_rank(), heard(groups.partition), groups.describe()
-        with make_groups(1, timeout_s=20) as groups:  # over a TCP store this time
-            seen += (heard(groups.replicas),)
+        groups = make_groups(1, timeout_s=20)  # over a TCP store this time
+        seen += (heard(groups.replicas),)
     dist.destroy_process_group()
+    with pytest.raises(GroupsError, match="is used after torch.distributed was shut down"):
+        groups.replicas.process_group()
+    groups.close()
     return seen
 
 
@@ -65,23 +53,13 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "Slurm", "Open MPI"])
-def test_init_distributed_from_a_launcher(launcher: str) -> None:
-    env = {"MASTER_PORT": free_port(), "LOCAL_WORLD_SIZE": "2"}
-    if launcher == "torchrun":
-        env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        names = ("RANK", "LOCAL_RANK")
-    elif launcher == "Open MPI":
-        env |= {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-        names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-    else:
-        env |= {"SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2", "SLURM_NNODES": "1"}
-        names = ("SLURM_PROCID", "SLURM_LOCALID")
-    results = run_ranks(start_over, 2, env, names)
+def test_a_job_of_slurm_from_its_start_to_its_end():
+    env = {"SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2", "SLURM_NNODES": "1"}
+    results = run_ranks(start_over, 2, env | {"MASTER_PORT": free_port()})
     assert results == [(rank, (0, 1), "n=2 p=2 levels=rank:2", (0, 1)) for rank in range(2)]
 
 
-def test_init_distributed_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_distributed_without_a_launcher(monkeypatch: pytest.MonkeyPatch):
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     assert init_distributed(device="cpu") == torch.device("cpu")

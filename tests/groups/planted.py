@@ -1,0 +1,81 @@
+"""Mistakes in groups, meetings and failures; `planting.py` checks that tests catch them."""
+
+PLANTED = [
+    (
+        "chunks are numbered outermost level first",
+        "groups/topology.py",
+        "for x, size in zip(reversed(coords), reversed(sizes), strict=True):",
+        "for x, size in zip(coords, sizes, strict=True):",
+        "groups/test_topology.py -k chunk",
+    ),
+    (
+        "a part of an arena is taken before the device is done with it",
+        "groups/buffers.py",
+        "        self._wait_for(over)\n",
+        "",
+        "groups/test_buffers.py -k all_that_lay_there",
+    ),
+    (
+        "two ranks publish two verdicts on one meeting",
+        "groups/rendezvous.py",
+        'text = first if "error" in json.loads(first) else text',
+        "text = first and text",
+        "groups/test_rendezvous.py -k one_verdict",
+    ),
+    (
+        "a rank that was interrupted in a meeting is one ahead in the next",
+        "groups/rendezvous.py",
+        '        later(store, "add", _calls(here["digest"], rank), -1)\n',
+        "",
+        "groups/test_rendezvous.py -k interrupt",
+    ),
+    (
+        "a rank goes on though another has given up on it",
+        "groups/peers.py",
+        "            if known.final:\n                return False\n",
+        "",
+        "groups/test_journal.py -k whoever_reads_when",
+    ),
+    (
+        "a wait for the last collective that a lost rank issued is in vain",
+        "groups/peers.py",
+        "counts.get(each.group, 0) < each.number for",
+        "counts.get(each.group, 0) <= each.number for",
+        "groups/test_peers.py -k culprit_has_done",
+    ),
+    (
+        "a rank that is stopped is waited for",
+        "groups/peers.py",
+        "return self.silent_s > limit_s * (2 if waits else 1)",
+        "return self.silent_s > limit_s * 40",
+        "groups/test_peers.py -k all_others_raise_soon",
+    ),
+    (
+        "silence before a meeting is counted after it",
+        "groups/peers.py",
+        "                peer.silent_s, peer.gone = 0.0, False\n",
+        "                pass\n",
+        "groups/test_peers.py -k before_a_meeting",
+    ),
+    (
+        "a rank that closed its groups and ended counts as killed",
+        "groups/peers.py",
+        '            self.parked = beat.split(" ", 2)[1] == PARKED\n',
+        "            pass\n",
+        "groups/test_endings.py -k wrote_last",
+    ),
+    (
+        "a rank that is in no call is never behind",
+        "groups/peers.py",
+        "return group in counts and counts[group][1] < number",
+        "return False",
+        "groups/test_peers.py -k makes_no_call",
+    ),
+    (
+        "the fourth rank of a node that sees two devices takes one that is not there",
+        "groups/distributed.py",
+        "launch.local_rank % machine.count()",
+        "launch.local_rank",
+        "groups/test_devices.py -k fourth_rank",
+    ),
+]
