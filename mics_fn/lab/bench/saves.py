@@ -4,7 +4,6 @@ import argparse
 import os
 import tempfile
 import time
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,13 +12,11 @@ from typing import Any
 import torch
 
 import mics_fn as mf
-from mics_fn.checkpoint import Line, Manifest, SavedTensor, Writer, load, save, start_save
+from mics_fn.checkpoint import load, save, start_save
 from mics_fn.errors import human_bytes
 from mics_fn.lab.bench.turns import between, nbytes, say, spread, start
 from mics_fn.lab.report import add_count, table
 from mics_fn.offload import read_all, write_all
-
-WRITERS = (4, 64, 1024, 16384)
 
 
 @dataclass(frozen=True)
@@ -56,8 +53,7 @@ def measure_saves(config: SavesConfig) -> dict[str, Any]:
     """Compare in one process.
 
     Returns:
-        Ratios by name, each the median over rounds with the least and the most; and how the
-        manifest grows with the number of writers.
+        Ratios by name, each the median over rounds with the least and the most.
     """
     start("cpu")
     laps: dict[str, list[float]] = {}
@@ -69,7 +65,7 @@ def measure_saves(config: SavesConfig) -> dict[str, Any]:
                 if number:  # the first one warms memory and files up
                     laps.setdefault(name, []).append(ratio)
     ratios = {name: spread(found)._asdict() for name, found in laps.items()}
-    return {"nbytes": bench.nbytes, "ratios": ratios, "writers": [_manifest(n) for n in WRITERS]}
+    return {"nbytes": bench.nbytes, "ratios": ratios}
 
 
 class _SaveBench:
@@ -151,44 +147,8 @@ def _seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - begun
 
 
-def _manifest(writers: int) -> dict[str, Any]:
-    """What the manifest of a model of 2,000 leaves costs the rank that writes it."""
-    tracemalloc.start()
-    begun = time.perf_counter()
-    lines = [Line(6_000_000, 4, writers // 4) for _ in range(100)] + [Line(8 * writers, writers, 1)]
-    places = ((f"opt.moments.exp_avg.h.{i}.w", i // 60, i % 60) for i in range(6000))
-    tensors = [
-        SavedTensor(name, torch.float32, (1000, 100), i, 100_000 * k) for name, i, k in places
-    ]
-    file, digest = "rank-00000.safetensors", "0" * 64
-    records = [Writer(file, 10**9, digest, [[i % 4, i // 4]]) for i in range(writers)]
-    manifest = Manifest(
-        step=1,
-        versions={},
-        replicas="equal",
-        homes=[[4, writers // 4]],
-        lines=lines,
-        tensors=tensors,
-        values={},
-        ties={},
-        writers=records,
-        extra="same",
-        commit="rename",
-    )
-    nbytes, seconds = len(manifest.to_bytes()), time.perf_counter() - begun
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return {"writers": writers, "seconds": seconds, "nbytes": nbytes, "peak_bytes": peak}
-
-
 def render_saves(figures: dict[str, Any], config: SavesConfig) -> str:
-    """The tables."""
+    """Render the table."""
     rows = [(name, between(found, ".2f")) for name, found in figures["ratios"].items()]
     title = f"a state of {human_bytes(figures['nbytes'])}: ratio of two turns that follow another"
-    first, head = table(title, rows), ("writers", "time", "manifest", "memory")
-    found = []
-    for x in figures["writers"]:
-        sizes = map(human_bytes, (x["nbytes"], x["peak_bytes"]))
-        found.append((f"{x['writers']:,}", f"{x['seconds']:.3f} s", *sizes))
-    second = table("the first rank's manifest of 6,000 tensors", [head, *found])
-    return f"{first}\n\n{second}"
+    return table(title, rows)

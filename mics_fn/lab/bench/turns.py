@@ -5,8 +5,6 @@ taken minutes apart cannot be compared. Here the peers of a comparison take step
 round, and each of them begins a round equally often. A ratio is taken inside each round, between
 neighbours in time. The report is the median over rounds, with the least and the most.
 
-If the rates of links can be set, each round has a turn of every peer at every rate.
-
 On an accelerator this is the memory that torch allocated. On the CPU it is resident memory, which
 includes code and what the allocator keeps for later.
 """
@@ -143,22 +141,17 @@ class BenchPeer(NamedTuple):
     Args:
         name: its name in tables.
         step: takes one step; called with the number of the step, counted from 0.
-        held_bytes: gives the bytes of parameters and optimizer state on this rank.
-        needs: the bytes that a step needs beyond those, by kind, from a formula.
     """
 
     name: str
     step: Callable[[int], Any]
-    held_bytes: Callable[[], int] = lambda: 0
-    needs: dict[str, float] = {}
 
 
 class Laps(NamedTuple):
-    """What `take_turns` measured of one peer on one rank; turns by round, then by setting."""
+    """What `take_turns` measured of one peer on one rank."""
 
     name: str
     seconds: list[float]  # per step, one for each turn
-    sent_bytes: list[float | None]  # per step, by the gauge
     results: list[Any]  # one per step
 
 
@@ -176,23 +169,13 @@ class BenchTurns:
     steps: int = 5
     warmup: int = 2
 
-    def all_steps(self, *steps: int) -> int:
-        """How many steps each peer takes.
-
-        Args:
-            steps: the steps of a turn under each setting; default `self.steps`.
-        """
-        return self.warmup + self.rounds * sum(steps or (self.steps,))
+    @property
+    def all_steps(self) -> int:
+        """How many steps each peer takes."""
+        return self.warmup + self.rounds * self.steps
 
     def __str__(self) -> str:
         return f"{self.rounds} rounds of {self.steps} steps in turns, median (least-most)"
-
-
-class BenchSetting(NamedTuple):
-    """A condition, such as the rate of the links; in each round every peer has a turn under it."""
-
-    steps: int  # of a turn
-    put: Callable[[], Any] = lambda: None  # sets the condition
 
 
 def take_turns(
@@ -201,8 +184,6 @@ def take_turns(
     *,
     device: torch.device,
     fence: Callable[[], Any] = lambda: None,
-    settings: Sequence[BenchSetting] = (),
-    gauge: Callable[[], Any] = lambda: None,
 ) -> list[Laps]:
     """Time peers in turns.
 
@@ -211,60 +192,30 @@ def take_turns(
         turns: how many steps.
         device: the device on which they work.
         fence: called around each turn, so that the ranks start together.
-        settings: in each round every peer has a turn under each of these, of as many steps as it
-            says; warm-up uses the first. () leaves conditions as they are.
-        gauge: gives the bytes that were sent so far.
 
     Returns:
         The measurements of each peer.
     """
-    laps = [Laps(peer.name, [], [], []) for peer in peers]
+    laps = [Laps(peer.name, [], []) for peer in peers]
 
-    def turn(i: int, steps: int) -> tuple[float, Any]:
-        def work() -> None:
-            for _ in range(steps):
-                laps[i].results.append(peers[i].step(len(laps[i].results)))
+    def turn(i: int, steps: int) -> float:
+        fence()
+        _device.finish(device)
+        started = time.perf_counter()
+        for _ in range(steps):
+            laps[i].results.append(peers[i].step(len(laps[i].results)))
+        _device.finish(device)
+        seconds = time.perf_counter() - started
+        fence()
+        return seconds / steps
 
-        return timed(work, device=device, fence=fence, gauge=gauge)
-
-    settings = settings or [BenchSetting(turns.steps)]
-    settings[0].put()
     for i in range(len(peers)):
         turn(i, turns.warmup)
     for number in range(turns.rounds):
-        for setting in settings:
-            setting.put()
-            for place in range(len(peers)):
-                i = (number + place) % len(peers)
-                seconds, sent = turn(i, setting.steps)
-                laps[i].seconds.append(seconds / setting.steps)
-                laps[i].sent_bytes.append(None if sent is None else sent / setting.steps)
+        for place in range(len(peers)):
+            i = (number + place) % len(peers)
+            laps[i].seconds.append(turn(i, turns.steps))
     return laps
-
-
-def timed(
-    work: Callable[[], Any],
-    *,
-    device: torch.device,
-    fence: Callable[[], Any],
-    gauge: Callable[[], Any],
-) -> tuple[float, Any]:
-    """Do some work between fences; its seconds, and by how much the gauge rose, if it is known."""
-
-    def look() -> Any:
-        fence()
-        seen = gauge()
-        fence()  # no rank may send before all have read their gauges
-        return seen
-
-    before = look()
-    _device.finish(device)
-    started = time.perf_counter()
-    work()
-    _device.finish(device)
-    seconds = time.perf_counter() - started
-    after = look()
-    return seconds, None if before is None or after is None else after - before
 
 
 def nbytes(values: Any) -> int:

@@ -189,7 +189,7 @@ def speed(job: DoctorConfig) -> None:
     found = measure_step(config)
     if not found:
         return
-    peers = found["rates"][0]["peers"]
+    peers = found["peers"]
     for peer in peers:
         me.say(f"{peer['title']}: median of a step", peer["seconds"]["median"], unit="s")
     titles = {peer["name"]: peer["title"] for peer in peers}
