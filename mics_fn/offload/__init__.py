@@ -102,7 +102,7 @@ and say in `stored.py` what reading from it means.
 
 from mics_fn.offload.apart import AT_REST, Coded, as_codes, coded, is_apart, is_coded
 from mics_fn.offload.places import DEVICE, HOST_BYTES, Place, Where, where, where_of
-from mics_fn.offload.scratch import Scratch, aligned, read_all, write_all
+from mics_fn.offload.scratch import Scratch, read_all, write_all
 from mics_fn.offload.stored import (
     Hold,
     Stored,
@@ -119,7 +119,7 @@ from mics_fn.offload.stored import (
     store,
     unset_like,
 )
-from mics_fn.offload.streaming import Block, block_bytes, cuts, stream
+from mics_fn.offload.streaming import Block, cuts, stream
 
 __all__ = [
     "AT_REST",
@@ -132,9 +132,7 @@ __all__ = [
     "Scratch",
     "Stored",
     "Where",
-    "aligned",
     "as_codes",
-    "block_bytes",
     "coded",
     "copied_from",
     "copied_into",

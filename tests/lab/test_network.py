@@ -11,7 +11,7 @@ import torch.distributed as dist
 from sockets import HAS_LIST, listening
 
 import mics_fn as mf
-from mics_fn.lab.ranks import bounded, launch
+from mics_fn.lab.ranks import launch
 from mics_fn.lab.ranks.pool import run_ranks
 
 pytestmark = pytest.mark.skipif(not HAS_LIST, reason="needs /proc/net/tcp")
@@ -24,14 +24,6 @@ def sockets_of_a_step() -> tuple[list[str], list[str]]:
         shards = mf.shard({"w": torch.ones(4)}, groups)
         mf.unshard(shards, groups)
         found = listening(), listening(os.getppid())
-        dist.barrier()
-    return found
-
-
-def of_pool() -> list[str]:
-    with mf.make_groups(2) as groups:
-        mf.unshard(mf.shard({"w": torch.ones(4)}, groups), groups)
-        found = listening()
         dist.barrier()
     return found
 
@@ -60,16 +52,9 @@ def test_launched_ranks_and_their_agent_listen_on_loopback(monkeypatch: pytest.M
     gc.collect()
 
 
-@pytest.mark.thorough  # the doctor runs it, too
-def test_bounded_ranks_and_their_store_listen_on_loopback(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    for ended in bounded.run_bounded(sockets_of_a_step, 2, limit_s=60.0):
-        assert ended.well, ended
-        check(list(ended.result))
-
-
 def test_ranks_of_a_pool_listen_on_loopback():
-    check(run_ranks(of_pool, 2))  # new ones: other tests open stores of their own
+    found = run_ranks(sockets_of_a_step, 2)  # new ones: other tests open stores of their own
+    check([own for own, _ in found])
 
 
 def test_the_agent_meets_no_other_and_its_store_is_on_loopback():
