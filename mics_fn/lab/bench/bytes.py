@@ -14,7 +14,7 @@ from mics_fn.lab.report import buckets_of, table, wire_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class BytesConfig(TrainConfig):
-    """Everything that decides what is measured.
+    """Options of `bench bytes`.
 
     Args:
         partition_sizes: ranks that share one replica; () takes all sizes that fit.
@@ -24,7 +24,7 @@ class BytesConfig(TrainConfig):
 
 
 class RankBytes(NamedTuple):
-    """What one rank counted in its steps."""
+    """Bytes that one rank counted in its steps, beside the formulas."""
 
     ledger: list[dict[str, tuple[int, int]]]  # for each step: name -> (calls, bytes)
     formula: dict[str, tuple[float, str]]  # for one step: name -> (bytes, formula in words)
@@ -32,7 +32,7 @@ class RankBytes(NamedTuple):
 
 
 def measure_bytes(config: BytesConfig) -> dict[str, Any]:
-    """Count a step's bytes for each partition size, as one rank of a job.
+    """Count the bytes of a step for each partition size, as one rank of a job.
 
     Returns:
         On rank 0 the figures; {} on the others.
@@ -50,7 +50,7 @@ def measure_bytes(config: BytesConfig) -> dict[str, Any]:
 
 
 def _run(config: BytesConfig, groups: mf.Groups) -> RankBytes:
-    """What this rank's steps sent."""
+    """Count the bytes that the steps of this rank send."""
     trainer = make_trainer(config, groups)
     batch = joined(make_batches(config, groups.device, 1)[0])
     for _ in range(config.turns.warmup):

@@ -37,7 +37,7 @@ def _add_gpt_flags(parser: argparse.ArgumentParser, steps: int) -> None:
 
 
 def _add_rank_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of a bench that runs on several ranks."""
+    """Add the flags of a bench that runs on several ranks."""
     _add_gpt_flags(parser, 5)
     add_count(parser, "ranks", None, f"ranks to launch (default {DEFAULT_RANKS})")
     add_count(parser, "node-size", None, "ranks per node (default that of the job, or 2)")
@@ -71,7 +71,7 @@ def _add_step_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class Bench(NamedTuple):
-    """One subcommand.
+    """Subcommand of `bench`.
 
     Args:
         summary: its help text.
@@ -89,7 +89,7 @@ class Bench(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of each bench."""
+    """Add the flags of each bench."""
     kinds = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
     for name, bench in BENCHES.items():
         one = kinds.add_parser(name, help=bench.summary, description=bench.summary)
@@ -125,7 +125,7 @@ def _on_ranks(measure: Callable[[Any], dict]) -> Callable[[Any, int], dict]:
 
 
 def _of_gpt(args: argparse.Namespace, rounds: int) -> dict[str, Any]:
-    """The fields of a config that trains a GPT."""
+    """Return the fields of a config that trains a GPT."""
     if args.dim % args.heads:
         raise PlanError(f"--dim {args.dim} is not a multiple of --heads {args.heads}")
     model = GPTConfig(args.vocab, args.context, args.dim, args.heads, args.blocks)
@@ -134,7 +134,7 @@ def _of_gpt(args: argparse.Namespace, rounds: int) -> dict[str, Any]:
 
 
 def _of_ranks(args: argparse.Namespace, rounds: int, ranks: int) -> dict[str, Any]:
-    """The fields of a config for several ranks: by default nodes are those of the job, or of 2."""
+    """Return the fields of a config for several ranks; nodes default to those of the job, or 2."""
     job = read_launch(os.environ)
     node_size = args.node_size or (job.node_size if job else 2 if ranks % 2 == 0 else ranks)
     return _of_gpt(args, rounds) | {"node_size": node_size, "accumulate": args.accumulate}

@@ -50,7 +50,7 @@ def set_rate(rate: str) -> None:
 
 
 def _links(rate: str) -> Any:
-    """The module that sets rates."""
+    """Import the module that sets rates."""
     name = os.environ.get(LINKS, DEFAULT_LINKS)
     fix = f"use a cluster that can, with its module in {LINKS}; or leave --rates out"
     what = f"--rates {rate}: nothing here sets the rate of a link"

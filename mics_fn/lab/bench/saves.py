@@ -21,7 +21,7 @@ from mics_fn.offload import read_all, write_all
 
 @dataclass(frozen=True)
 class SavesConfig:
-    """All that decides what is measured.
+    """Options of `bench checkpoint`.
 
     Args:
         mib: size of a state, in MiB.
@@ -37,7 +37,7 @@ class SavesConfig:
 
 
 def add_save_flags(parser: argparse.ArgumentParser) -> None:
-    """How much is saved, how often, and where."""
+    """Add the flags of `bench checkpoint`."""
     add_count(parser, "mib", SavesConfig.mib, "size of the state, in MiB")
     add_count(parser, "rounds", SavesConfig.rounds, "turns of each peer")
     default = tempfile.gettempdir()
@@ -45,12 +45,12 @@ def add_save_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def saves_config_of(args: argparse.Namespace, ranks: int) -> SavesConfig:
-    """What the flags ask for."""
+    """Make the config of the flags."""
     return SavesConfig(args.mib, args.rounds, folder=args.folder)
 
 
 def measure_saves(config: SavesConfig) -> dict[str, Any]:
-    """Compare in one process.
+    """Compare saves and loads with plain writing and reading, in one process.
 
     Returns:
         Ratios by name, each the median over rounds with the least and the most.
@@ -69,7 +69,7 @@ def measure_saves(config: SavesConfig) -> dict[str, Any]:
 
 
 class _SaveBench:
-    """A state, its bytes as one buffer, and the turns of a round."""
+    """State, its bytes as one buffer, and the turns of a round."""
 
     def __init__(self, config: SavesConfig, folder: Path, groups: mf.Groups) -> None:
         rows = config.mib * 2**20 // 3 // 4 // config.leaves // 1024
@@ -82,7 +82,7 @@ class _SaveBench:
         self.matrix = torch.randn(512, 512)
 
     def round(self, number: int) -> dict[str, float]:
-        """The ratio of each pair, whose two turns follow one another."""
+        """Return the ratio of each pair, whose two turns follow one another."""
         writes, saves = _seconds(self.write), _seconds(lambda: self.save(2 * number))
         reads, loads = _seconds(self.read), _seconds(self.load)
         self.forget()
@@ -125,7 +125,7 @@ class _SaveBench:
         self.state = load(*like, donate=True).state
 
     def forget(self) -> None:
-        """Let the system forget the content of files, so that they are read from the disk."""
+        """Drop files from the cache of the system, so that reads are from the disk."""
         for path in self.folder.rglob("*"):
             if path.is_file():
                 number = os.open(path, os.O_RDONLY)
@@ -133,7 +133,7 @@ class _SaveBench:
                 os.close(number)
 
     def steps(self, more: Callable[[], bool]) -> float:
-        """Seconds of a step of some work, the mean over at least ten."""
+        """Time a step of some work, as the mean over at least ten."""
         begun, count = time.perf_counter(), 0
         while count < 10 or more():
             self.matrix = torch.tanh(self.matrix @ self.matrix)

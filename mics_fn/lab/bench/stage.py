@@ -28,7 +28,7 @@ FILLED = 2  # buckets of full gradients that backward is making, in the dtype th
 
 
 class Cut(NamedTuple):
-    """The number of ranks over which each kind of data is cut."""
+    """Number of ranks over which each kind of data is cut."""
 
     states: int
     params: int  # gathered parameters, from their first use in a step to its end
@@ -45,7 +45,7 @@ def memory_formula(
     micro_steps: int = 1,
     exchanged: bool = True,
 ) -> dict[str, float]:
-    """The most that one of several ranks holds in a step with AdamW, by kind.
+    """Compute the most bytes that one of several ranks holds in a step with AdamW, by kind.
 
     Args:
         buckets: the buckets of the model, all of them trained; padding counts.
@@ -105,13 +105,13 @@ def memory_formula(
 
 
 def _fits(bucket: Bucket, cut: Cut) -> bool:
-    """Whether gradients are packed where gathered parameters were, in the last pass."""
+    """Return whether gradients reuse the memory of gathered parameters in the last pass."""
     sent = [x for x in (bucket.reduce, bucket.mean_wire) if isinstance(x, torch.dtype)]
     return cut.grads > 1 and max(x.itemsize for x in sent) <= bucket.compute.itemsize
 
 
 def _stays(bucket: Bucket, cut: Cut, micro_steps: int) -> bool:
-    """Whether the mean stays there too, also where a code of it is sent in hop 2."""
+    """Return whether the mean reuses that memory too, also where hop 2 sends a code of the mean."""
     same = micro_steps == 1 and sum_dtype(bucket, micro_steps) == bucket.reduce
     same = same and not isinstance(bucket.hop2, torch.dtype)
     return same and cut.grads == cut.states and _fits(bucket, cut)
@@ -128,7 +128,7 @@ def _in_hops(
     exchanged: bool,
     reused: bool,
 ) -> tuple[float, int]:
-    """Bytes that a bucket's reduction takes in one pass, and how many of them there are at most.
+    """Compute the bytes of a bucket's reduction in one pass, and how many there are at most.
 
     In the first pass a mean goes where the sum will be, in later ones it has to be added to it. If
     the memory of gathered parameters is `reused`, see `_fits` and `_stays`.
@@ -161,7 +161,7 @@ def _in_hops(
 def _arriving(
     bucket: Bucket, sizes: Sequence[int], numel: float, direct: bool, exchanged: bool
 ) -> float:
-    """Bytes of the memory for what arrives, if the last level can `direct` it to the mean.
+    """Compute the bytes of receive buffers, if the last level can `direct` them to the mean.
 
     Codes of hop 1 count as if all levels sent them.
     """
@@ -177,7 +177,7 @@ def _arriving(
 
 
 def sum_dtype(bucket: Bucket, micro_steps: int) -> torch.dtype:
-    """The dtype of a sum of gradients; after one micro-step the wider of its two ends."""
+    """Return the dtype of a sum of gradients; for one micro-step the wider of its two ends."""
     if micro_steps > 1:
         return bucket.accumulate
     return torch.promote_types(bucket.dtype, bucket.reduce)
@@ -190,7 +190,7 @@ DEFAULT_PEERS = ("keep", "zero3", "fsdp2", "fsdp2-keep", "plain")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What is trained, and on what.
+    """Options of what is trained, and on what.
 
     Args:
         node_size: nodes are groups of so many ranks.
@@ -215,7 +215,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig(TrainConfig):
-    """Everything that decides what is measured.
+    """Options of `bench step`.
 
     Args:
         partition_size: ranks that share one replica.
@@ -231,7 +231,7 @@ class StepConfig(TrainConfig):
 
 
 class Stage(NamedTuple):
-    """What a peer is built from, on this rank."""
+    """Inputs from which a peer is built, on this rank."""
 
     config: StepConfig
     device: torch.device
@@ -268,7 +268,7 @@ def make_model(config: TrainConfig, device: torch.device) -> gpt.GPT:
 
 
 def _trainer(stage: Stage, *, live: int | None) -> BenchPeer:
-    """`Trainer` that keeps all gathered parameters, or has a budget of `live` buckets.
+    """Build a `Trainer` that keeps all gathered parameters, or has a budget of `live` buckets.
 
     Two give the memory of ZeRO-3: a bucket in use, the next one, and one more that `live_bytes`
     allows.
@@ -302,7 +302,7 @@ def _plain(stage: Stage) -> BenchPeer:
 
 
 def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> BenchPeer:
-    """FSDP2 on a (replicate, shard) mesh, or on one of all ranks.
+    """Build FSDP2 on a (replicate, shard) mesh, or on one of all ranks.
 
     With `keep` parameters are gathered once per step, otherwise again for backward.
     """
@@ -329,7 +329,7 @@ def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> BenchPeer:
 def _torch_loop(
     name: str, stage: Stage, model: nn.Module, begin: Callable[[bool], None] = lambda last: None
 ) -> BenchPeer:
-    """A training loop of plain torch; `begin` is told whether a micro-step is the last one."""
+    """Build a loop of plain torch; `begin` gets whether a micro-step is the last one."""
     config = stage.config
     optimizer = torch.optim.AdamW(model.parameters(), config.lr, fused=True)
     last = config.accumulate - 1
@@ -350,7 +350,7 @@ def _torch_loop(
 
 
 class PeerKind(NamedTuple):
-    """A way to train: what builds it, and where it makes sense."""
+    """Way to train: what builds the peer, and in which worlds."""
 
     build: Callable[[Stage], BenchPeer]
     ours: bool = False

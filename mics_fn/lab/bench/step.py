@@ -71,13 +71,13 @@ def _stage(
 
 
 def _merge(laps: Sequence[Laps]) -> Laps:
-    """The laps of one peer on all ranks as one: a step takes as long as its slowest rank."""
+    """Merge the laps of one peer on all ranks: a step takes as long as its slowest rank."""
     _, seconds, results = (list(zip(*each, strict=True)) for each in zip(*laps, strict=True))
     return Laps(laps[0].name, list(map(max, seconds)), list(map(fmean, results)))
 
 
 def _compare(config: StepConfig, laps: dict[str, Laps]) -> dict[str, Any]:
-    """The figures of one comparison, from the laps by peer."""
+    """Compute the figures of one comparison from the laps by peer."""
     ours = [name for name in laps if PEERS[name].ours]
     first = (ours or [*laps])[0]
     peers = []
@@ -139,7 +139,7 @@ def run_rss(config: StepConfig, ranks: int) -> dict[str, Any]:
 
 
 def measure_rss(config: StepConfig, name: str, tight: bool) -> dict[str, Any]:
-    """Measure one peer as a rank of several; if `tight`, memory is given back at once."""
+    """Measure one peer as a rank of several; if `tight`, the allocator frees memory at once."""
     turns, device = config.turns, start(config.device)
     if tight:
         give_back_at_once()
@@ -154,7 +154,7 @@ def measure_rss(config: StepConfig, name: str, tight: bool) -> dict[str, Any]:
 def _take_steps(
     config: StepConfig, name: str, device: torch.device, warmup: int, steps: int
 ) -> dict[str, Any]:
-    """Build the peer and take its steps; the peak of memory after warm-up."""
+    """Build the peer and take its steps; return the peak of memory after warm-up."""
     with contextlib.ExitStack() as closing:
         peer = PEERS[name].build(_stage(config, device, closing, warmup + steps))
         for number in range(warmup):
@@ -167,7 +167,7 @@ def _take_steps(
 
 
 def _grown(ranks: Sequence[dict]) -> int | None:
-    """By how many bytes the fullest rank grew; None if that could not be measured."""
+    """Return by how many bytes the fullest rank grew; None if that could not be measured."""
     if any(rank["steps"] is None or rank["before"] is None for rank in ranks):
         return None
     return max(rank["steps"] - rank["before"] for rank in ranks)

@@ -39,21 +39,21 @@ CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """Bytes in use now; None if they cannot be read."""
+    """Return the bytes in use now; None if they cannot be read."""
     if _device.is_async(device):
         return torch.accelerator.memory_allocated(device)
     return _status_bytes("VmRSS")
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The most bytes since `reset_peak`, or ever; None if they cannot be read."""
+    """Return the most bytes since `reset_peak`, or ever; None if they cannot be read."""
     if _device.is_async(device):
         return torch.accelerator.max_memory_allocated(device)
     return _status_bytes("VmHWM")
 
 
 def reset_peak(device: torch.device) -> int | None:
-    """Set the peak to the bytes in use now, and return them; None if that is not possible."""
+    """Set the peak to the bytes in use now, and return them; None where that is not possible."""
     if _device.is_async(device):
         torch.accelerator.reset_peak_memory_stats(device)
         return torch.accelerator.memory_allocated(device)
@@ -66,13 +66,13 @@ def reset_peak(device: torch.device) -> int | None:
 
 
 def trim() -> None:
-    """Return the memory that the host's allocator keeps for later to the system, if it can."""
+    """Return unused memory of the host's allocator to the system, where that is possible."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def give_back_at_once(smallest: int = 65536) -> bool:
-    """Let blocks of this size or more return to the system when they are freed.
+    """Make the allocator return freed blocks of this size or more to the system at once.
 
     Glibc raises the size by itself, up to 32 MB, whenever a larger block is freed, and keeps
     smaller blocks. Resident memory is then more than the memory in use.
@@ -87,7 +87,7 @@ def give_back_at_once(smallest: int = 65536) -> bool:
 
 
 def _status_bytes(name: str) -> int | None:
-    """A field of /proc/self/status."""
+    """Read a field of /proc/self/status."""
     if not STATUS.exists():
         return None
     for line in STATUS.read_text().splitlines():
@@ -101,7 +101,7 @@ _calls = itertools.count()  # of `of_all_ranks`, equal on all ranks
 
 
 class Spread(NamedTuple):
-    """The median of some measurements, the least and the most."""
+    """Median of some measurements, the least and the most."""
 
     median: float
     least: float
@@ -109,7 +109,7 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """The median, the least and the most of some numbers.
+    """Compute the median, the least and the most of some numbers.
 
     >>> spread([3.0, 1.0, 2.0])
     Spread(median=2.0, least=1.0, most=3.0)
@@ -118,7 +118,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def between(values: dict[str, float], form: str) -> str:
-    """A spread as text.
+    """Format a spread as text.
 
     >>> between(spread([1.0, 2.0, 4.0])._asdict(), ".1f")
     '2.0 (1.0-4.0)'
@@ -127,7 +127,9 @@ def between(values: dict[str, float], form: str) -> str:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Ours over theirs, round by round. See [Note: taking turns].
+    """Divide our times by theirs, round by round.
+
+    See [Note: taking turns].
 
     >>> ratio([1.0, 4.0, 3.0], [1.0, 2.0, 2.0])
     Spread(median=1.5, least=1.0, most=2.0)
@@ -136,7 +138,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
 
 
 class BenchPeer(NamedTuple):
-    """One of the things that a comparison compares.
+    """Peer of a comparison.
 
     Args:
         name: its name in tables.
@@ -148,7 +150,7 @@ class BenchPeer(NamedTuple):
 
 
 class Laps(NamedTuple):
-    """What `take_turns` measured of one peer on one rank."""
+    """Measurements of one peer on one rank, by `take_turns`."""
 
     name: str
     seconds: list[float]  # per step, one for each turn
@@ -157,7 +159,7 @@ class Laps(NamedTuple):
 
 @dataclass(frozen=True)
 class BenchTurns:
-    """How many steps a comparison takes.
+    """Number of steps of a comparison.
 
     Args:
         rounds: turns of each peer.
@@ -171,7 +173,7 @@ class BenchTurns:
 
     @property
     def all_steps(self) -> int:
-        """How many steps each peer takes."""
+        """Number of steps that each peer takes."""
         return self.warmup + self.rounds * self.steps
 
     def __str__(self) -> str:
@@ -219,18 +221,18 @@ def take_turns(
 
 
 def nbytes(values: Any) -> int:
-    """Bytes of all tensors in a pytree."""
+    """Sum the bytes of all tensors in a pytree."""
     leaves, _ = tree.flatten(values)
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def in_job() -> bool:
-    """Whether a launcher started this process as one rank of several."""
+    """Return whether a launcher started this process as one rank of several."""
     return read_launch(os.environ) is not None
 
 
 def num_ranks(asked: int | None, default: int) -> int:
-    """How many ranks measure: those of the job around this process, otherwise as asked.
+    """Return the number of ranks of the job around this process, otherwise that asked for.
 
     Raises:
         PlanError: the job has another number of ranks than was asked for.
@@ -245,7 +247,7 @@ def num_ranks(asked: int | None, default: int) -> int:
 
 
 def on_ranks(work: Callable[[Any], dict], ranks: int, config: Any) -> dict:
-    """Run `work(config)` on every rank; returns what rank 0 found, and {} on the others.
+    """Run `work(config)` on every rank; return the result of rank 0, and {} on the others.
 
     In a job this process is one of the ranks; otherwise ranks are launched on this machine.
 
@@ -269,12 +271,12 @@ def start(device: str) -> torch.device:
 
 
 def world_size() -> int:
-    """The number of ranks; 1 without torch.distributed."""
+    """Return the number of ranks; 1 without torch.distributed."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def of_all_ranks(value: Any) -> list[Any]:
-    """The values of all ranks, on every rank, as JSON gives them back: with lists for tuples."""
+    """Gather the values of all ranks on every rank, by JSON: with lists for tuples."""
     text = json.dumps(value, default=float)  # such as the loss of a step
     if world_size() == 1:
         return [json.loads(text)]
@@ -284,7 +286,7 @@ def of_all_ranks(value: Any) -> list[Any]:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that prints."""
+    """Return whether this process is the one that prints."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
