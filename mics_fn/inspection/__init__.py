@@ -73,7 +73,7 @@ add a verb about a leaf, take `leaves_of` and `Leaves.agreed`, so that ranks whi
 instead of hanging.
 
 `summary` returns a `Summary`, which prints as a table. `watch` gives a `Watched`: its `timeline()`
-lists each `Event`, its `memory()` is a `StepMemory`.
+is a `Timeline` of each `Event`, its `memory()` a `StepMemory`.
 """
 
 from mics_fn.inspection.access import get, set

@@ -48,7 +48,7 @@ _ROOTS = ("params", "grads", "shards", "opt", "buffers")  # as errors write them
 
 
 class Leaves(NamedTuple):
-    """The leaves of a tree of shards or of a `TrainState`, each with its path."""
+    """Leaves of a tree of shards or of a `TrainState`, each with its path."""
 
     verb: str
     all: list[Any]
@@ -60,15 +60,15 @@ class Leaves(NamedTuple):
 
     @property
     def shards(self) -> list[int]:
-        """The indices of the leaves that belong to a tree of shards."""
+        """Return the indices of the leaves that belong to a tree of shards."""
         return [i for i, leaf in enumerate(self.all) if is_leaf(leaf)]
 
     def in_optimizer(self, at: int) -> bool:
-        """Whether a leaf belongs to the optimizer's part of a `TrainState`."""
+        """Return whether a leaf belongs to the optimizer's part of a `TrainState`."""
         return self.is_state and _in_optimizer(self.paths[at] or "")
 
     def find(self, path: str) -> int:
-        """The index of the leaf that a path means; for a tied leaf that of its owner.
+        """Return the index of the leaf that a path means; for a tied leaf that of its owner.
 
         Raises:
           LeafError: the path means no leaf, or several.
@@ -94,14 +94,14 @@ class Leaves(NamedTuple):
         return places[owner_index([self.all[i] for i in places])[places.index(at)]]
 
     def _readings(self, text: str) -> set[str]:
-        """The paths that a text may mean: with a root, or without."""
+        """Return the paths that a text may mean: with a root, or without."""
         root, _, bare = text.partition(".")
         if not self.is_state:
             return {text, bare} if root in _ROOTS else {text}
         return {bare} if root == "state" else {text, tree.join("params", text), f"buffers.{text}"}
 
     def _near(self, text: str) -> list[str]:
-        """Paths below it if it is a branch of the tree; otherwise paths of similar spelling."""
+        """Return paths below a branch of the tree; otherwise paths of similar spelling."""
         named = {own: own for own in self.paths if own is not None}
         below = [own for own in named if own.startswith(f"{text}.")]
         if below:
@@ -132,7 +132,7 @@ class Leaves(NamedTuple):
 
 
 def leaves_of(verb: str, shards: Tree, groups: Any, *, local: bool = False) -> Leaves:
-    """The leaves of a tree of shards or a `TrainState`, with paths and groups.
+    """Collect the leaves of a tree of shards or a `TrainState`, with paths and groups.
 
     Args:
       verb: the caller's name, for errors.
@@ -173,7 +173,7 @@ def _in_optimizer(path: str) -> bool:
 
 
 def _homes_of_state(values: Sequence[Any], params: Sequence[Any], given: Sequence[Any]) -> list:
-    """The groups of each leaf of a state, which are those of the parameters in its bucket."""
+    """Return the groups of each leaf of a state: those of the parameters in its bucket."""
     homes: dict[Any, Any] = {}
     for leaf, home in zip(params, given, strict=False):
         if is_leaf(leaf) and leaf.bucket is not None:
@@ -192,7 +192,7 @@ def _homes_of_state(values: Sequence[Any], params: Sequence[Any], given: Sequenc
 
 @torch.no_grad()
 def get(shards: Tree, path: str, groups: Any) -> Any:
-    """One leaf in full, by its path, on every rank.
+    """Return one leaf in full, by its path, on every rank.
 
     Args:
       shards: tree of shards (parameters, gradients, moments), or a `TrainState`.
@@ -244,7 +244,7 @@ def get(shards: Tree, path: str, groups: Any) -> Any:
 
 @torch.no_grad()
 def set(shards: Tree, path: str, value: Any, groups: Any) -> Tree:
-    """A copy of the tree or state in which one leaf is replaced; the given one does not change.
+    """Return a copy of the tree or state in which one leaf is replaced.
 
     Args:
       shards: as for `get`.
@@ -301,12 +301,12 @@ def set(shards: Tree, path: str, value: Any, groups: Any) -> Tree:
 
 
 def _bucket_of(leaf: Any) -> Bucket | None:
-    """The bucket of a piece; None for a leaf that is whole on this rank or is not a tensor."""
+    """Return the bucket of a piece; None for a leaf that is whole on this rank or no tensor."""
     return getattr(leaf, "bucket", None)
 
 
 def _described(found: Leaves, at: int) -> str:
-    """A leaf as a text that is the same on every rank, after checks that it can be gathered.
+    """Describe a leaf by the same text on every rank, after checks that a gather can work.
 
     Raises:
       LeafError, PlanError: as `get`.
@@ -333,7 +333,7 @@ def _described(found: Leaves, at: int) -> str:
 
 
 def _gathered(leaf: Any, bucket: Bucket, hierarchy: Hierarchy) -> Tensor:
-    """One leaf in full; each piece is padded to the length of the longest one."""
+    """Gather one leaf in full; each piece is padded to the length of the longest one."""
     slot, sent = leaf.slot, brought(leaf.data.detach(), hierarchy.device)
     start, stop = bucket.offsets[slot], bucket.offsets[slot] + bucket.numels[slot]
     bounds = [(i * bucket.chunk, (i + 1) * bucket.chunk) for i in range(bucket.parts)]
@@ -345,7 +345,7 @@ def _gathered(leaf: Any, bucket: Bucket, hierarchy: Hierarchy) -> Tensor:
 
 
 def _fitting(where: str, leaf: Any, value: Any) -> Any:
-    """The value that the full leaf will have: a tensor of its shape and dtype, or a number."""
+    """Convert a value to the full leaf: a tensor of its shape and dtype, or a number."""
     held = leaf.data if is_leaf(leaf) else leaf
     is_number = isinstance(value, int | float)
     if isinstance(value, bool) and isinstance(held, Tensor) and held.dtype != torch.bool:
@@ -382,7 +382,7 @@ def _fitting(where: str, leaf: Any, value: Any) -> Any:
 
 
 def _check_moment(where: str, held: Any, values: Tensor) -> None:
-    """Raise LeafError if the codes of a moment cannot hold these values: its block would be NaN."""
+    """Raise LeafError if the codes of a moment cannot hold these values without NaN."""
     codec, root = held.codes.codec, held.codes.root
     good = values.isfinite() & (values >= 0) if root else values.isfinite()
     if not bool(good.all()):
@@ -393,7 +393,7 @@ def _check_moment(where: str, held: Any, values: Tensor) -> None:
 
 
 def _survives(moved: Tensor, cast: Tensor) -> bool:
-    """Whether a cast kept integers equal and finite numbers finite; it may round fractions."""
+    """Return whether a cast kept integers equal and finite numbers finite."""
     if not cast.is_floating_point():
         return torch.equal(cast.to(moved.dtype), moved)
     wide = cast.float() if cast.itemsize == 1 else cast  # 8-bit floats have few ops of their own
@@ -401,7 +401,7 @@ def _survives(moved: Tensor, cast: Tensor) -> bool:
 
 
 def _replaced(found: Leaves, at: int, value: Any) -> dict[int, Any]:
-    """The leaves that change, by index; for a piece all of its bucket, which gets a new chunk."""
+    """Return the leaves that change, by index; for a piece all of its bucket."""
     leaf = found.all[at]
     if _bucket_of(leaf) is None:
         if isinstance(value, Tensor):  # since the caller may write to this one

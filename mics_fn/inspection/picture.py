@@ -27,7 +27,7 @@ _CHARS = 120  # of a label, that would fill the whole step
 
 
 def draw(timeline: Any, path: str | Path | None) -> Figure:
-    """One lane per communicator and per kind of work, and the memory held below them.
+    """Draw one lane per communicator and per kind of work, and the memory below.
 
     Args:
       timeline: the `Timeline` to draw.
@@ -64,7 +64,7 @@ def draw(timeline: Any, path: str | Path | None) -> Figure:
 
 
 def _tracks(events: Sequence[Any]) -> list[int]:
-    """Places one below the other for events of one lane, so that none covers another."""
+    """Place events of one lane one below the other, so that none covers another."""
     ends: list[float] = []
     found = []
     for event in events:
@@ -75,7 +75,7 @@ def _tracks(events: Sequence[Any]) -> list[int]:
 
 
 def _bar(axes: Any, event: Any, middle: float, height: float, seconds: float) -> None:
-    """One event, with the number of its bucket where there is room."""
+    """Draw one event, with the number of its bucket where there is room."""
     width = max(event.seconds, _LEAST * seconds)
     left, colour = 1e3 * event.start_s, _COLOURS.get(event.kind, _OTHER)
     axes.barh(middle, 1e3 * width, left=left, height=height, color=colour, alpha=0.8, linewidth=0)

@@ -22,7 +22,7 @@ _RIGHT = ("bucket", "here", "full")  # columns of numbers
 
 
 class SummaryRow(NamedTuple):
-    """One leaf of a `Summary`.
+    """Row of a `Summary`, for one leaf.
 
     Args:
       path: as `get` takes it.
@@ -53,7 +53,7 @@ class SummaryRow(NamedTuple):
     sent: str = ""
 
     def cells(self) -> tuple[str, ...]:
-        """The texts of the row in a table, one per column."""
+        """Return the texts of the row in a table, one per column."""
         bucket = "" if self.bucket is None else str(self.bucket)
         kind = self.kind if self.place == "device" else f"{self.kind}, {self.place}"
         shown = (self.path, str(self.shape), self.dtype, kind, bucket, self.groups, self.sent)
@@ -62,7 +62,7 @@ class SummaryRow(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Summary:
-    """The leaves of a sharded value, as this rank sees them; prints as a table.
+    """Leaves of a sharded value on this rank; prints as a table.
 
     The column "sent" is there if something travels as codes, or in a dtype of its own.
 
@@ -113,7 +113,7 @@ class Summary:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """The table for a notebook, in the notebook's own colours."""
+        """Render the table for a notebook, in the notebook's own colours."""
         top, bottom = self._ends()
         names, *cells = self._cells()
         body = [_html_row(names, row) for row in cells[:top]]
@@ -129,7 +129,7 @@ class Summary:
         )
 
     def _cells(self) -> list[tuple[str, ...]]:
-        """The names of the columns that are shown, and the texts of each row in them."""
+        """Return the names of the shown columns, and the texts of each row."""
         every = [_HEAD, *(row.cells() for row in self.rows)]
         if any(row.sent for row in self.rows):
             return every
@@ -137,7 +137,7 @@ class Summary:
         return [(*cells[:at], *cells[at + 1 :]) for cells in every]
 
     def _ends(self) -> tuple[int, int]:
-        """How many rows are shown before and after the hidden ones."""
+        """Return how many rows are shown before and after the hidden ones."""
         if self.shown is None or len(self.rows) <= self.shown:
             return len(self.rows), 0
         return self.shown - self.shown // 2, self.shown // 2
@@ -155,7 +155,7 @@ class Summary:
 
 
 def summary(shards: Tree, groups: Any = None, *, rows: int | None = 40) -> Summary:
-    """A table of what a sharded value holds: each leaf with its shape, dtype, kind and bytes.
+    """List what a sharded value holds: each leaf with its shape, dtype, kind and bytes.
 
     Args:
       shards: tree of shards, a `TrainState`, or a `GradSum` whose passes are done.
@@ -231,7 +231,7 @@ def _kind(leaf: Any) -> str:
 
 
 def _place(held: Tensor | None, home: Any) -> str:
-    """Where a tensor lies."""
+    """Return the place of a tensor."""
     if held is not None and is_stored(held):
         return "disk"
     elsewhere = held is not None and home is not None and held.device != home.device
@@ -239,7 +239,7 @@ def _place(held: Tensor | None, home: Any) -> str:
 
 
 def _sent(bucket: Bucket, home: Any) -> str:
-    """What travels of a bucket in the place of values, and whether a link of groups carries it."""
+    """Return the wire of a bucket, and whether a link of the groups uses that wire."""
     found = []
     for text in filter(None, bucket.wires.split(", ")):
         name = text.partition("=")[0]
@@ -253,12 +253,12 @@ def _sent(bucket: Bucket, home: Any) -> str:
 
 
 def _short(home: Any, parts: int) -> str:
-    """Groups in a few words."""
+    """Describe groups in a few words."""
     return f"p={parts}" if home is None else home.describe()
 
 
 def _padding(found: Leaves) -> int:
-    """Bytes of this rank's chunks that belong to no leaf."""
+    """Count the bytes of this rank's chunks that belong to no leaf."""
     shown = [i for i in found.shards if found.paths[i] is not None]
     leaves, total = [found.all[i] for i in shown], 0
     for use in grouped(leaves, [None] * len(leaves)):
@@ -272,7 +272,7 @@ def _padding(found: Leaves) -> int:
 
 
 def _aligned(names: Sequence[str], cells: Sequence[str], widths: Sequence[int]) -> str:
-    """A line of text, with numbers to the right, in columns of these names."""
+    """Format a line of text, with numbers to the right, in columns of these names."""
     padded = [
         cell.rjust(width) if name in _RIGHT else cell.ljust(width)
         for name, cell, width in zip(names, cells, widths, strict=True)

@@ -29,7 +29,7 @@ Sample = tuple[float, str, Hashable, int]  # when, kind, what holds it, and from
 
 
 class StepMemory(NamedTuple):
-    """The most bytes that each kind of data took on this rank; prints as a table.
+    """Peak bytes of each kind of data on this rank; prints as a table.
 
     They are sizes of tensors, padding included, and not of what an allocator keeps beside them.
     Activations are not counted.
@@ -93,7 +93,7 @@ _WIDTH = 100
 
 
 class Event(NamedTuple):
-    """One thing that happened.
+    """Event of a step, such as a fetch or an update.
 
     Args:
       kind: "fetch", "gather", "hop1" and "hop2" are transfers, one event for each of their levels;
@@ -118,13 +118,13 @@ class Event(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration of the event."""
         return self.end_s - self.start_s
 
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """What happened in a step on this rank, in the order in which it began; prints as a chart.
+    """Events of a step on this rank, in the order of their starts; prints as a chart.
 
     Args:
       name: "step 12"; empty for a block that is not a step.
@@ -141,7 +141,7 @@ class Timeline:
     shown: int | None = 80
 
     def sent_bytes(self) -> dict[str, int]:
-        """What this rank sent, by communicator, as the ledger of the groups counts it."""
+        """Sum what this rank sent, by communicator, as the ledger of the groups does."""
         found = Counter[str]()
         for event in self.events:
             if event.level:
@@ -149,7 +149,7 @@ class Timeline:
         return dict(found)
 
     def waited_s(self) -> dict[str, float]:
-        """Seconds of waits, by the kind of what was waited for."""
+        """Sum the seconds of waits, by the kind of what was waited for."""
         found: dict[str, float] = {}
         for event in self.events:
             if event.kind == "wait":
@@ -158,7 +158,7 @@ class Timeline:
         return found
 
     def picture(self, path: str | Path | None = None) -> Any:
-        """Draw it: one lane per communicator and per kind of work, and the memory below them.
+        """Draw one lane per communicator and per kind of work, and the memory below.
 
         Args:
           path: the image to write, if any; its ending says the kind.
@@ -187,7 +187,7 @@ class Timeline:
     __repr__ = __str__
 
     def summary(self) -> str:
-        """One line: how long it took, what was sent, and what was waited for."""
+        """Summarize the duration, the bytes sent, and the waits in one line."""
         sent, waited = sum(self.sent_bytes().values()), self.waited_s()
         longest = sorted(waited.items(), key=lambda one: -one[1])
         parts = ", ".join(f"{kind} {_ms(s)}" for kind, s in longest)
@@ -212,7 +212,7 @@ def _cut(text: str) -> str:
 
 
 def _bar(event: Event, seconds: float) -> str:
-    """Where an event lies in the step, as text."""
+    """Draw the place of an event in the step, as text."""
     scale = _BAR / seconds if seconds else 0.0
     start = min(_BAR - 1, int(event.start_s * scale))
     stop = max(start + 1, min(_BAR, round(event.end_s * scale)))
@@ -221,7 +221,7 @@ def _bar(event: Event, seconds: float) -> str:
 
 
 def _folded(numbers: Sequence[int]) -> str:
-    """Numbers as a short text.
+    """Format numbers as a short text.
 
     >>> _folded([3]), _folded([0, 1, 2, 5])
     ('3', '0-2+5')
@@ -240,7 +240,7 @@ def _ms(seconds: float) -> str:
 
 
 class _EndedSpan(NamedTuple):
-    """A span that has ended: on a device the marks at its ends, else times in seconds."""
+    """Span that has ended: on a device the marks at its ends, else times in seconds."""
 
     span: Span
     begin: float | torch.Event
@@ -248,7 +248,7 @@ class _EndedSpan(NamedTuple):
 
 
 class Watched:
-    """What happened on this rank in a block of `watch`, or in one step of a `Trainer` in it.
+    """Record of a block of `watch` on this rank, or of one step of a `Trainer` in the block.
 
     Args:
       name: "step 12", for one step.
@@ -262,7 +262,7 @@ class Watched:
         self._marks: dict[torch.device, tuple[float, torch.Event]] = {}
 
     def timeline(self) -> Timeline:
-        """What happened when, which prints as a chart and draws itself: see `Timeline`.
+        """Return the events, which print as a chart and draw themselves: see `Timeline`.
 
         Communication: none. On an accelerator the host waits for the work of the block.
         """
@@ -275,7 +275,7 @@ class Watched:
         return Timeline(self._name, ordered, last, curve)
 
     def memory(self) -> StepMemory:
-        """The most bytes that each kind of data took on this rank in the block."""
+        """Return the peak bytes of each kind of data on this rank in the block."""
         return memory_of(self._samples).most
 
     def _event(self, seen: _EndedSpan) -> Event:
@@ -293,7 +293,7 @@ class Watched:
         )
 
     def _seconds(self, at: float | torch.Event, device: Any) -> float:
-        """A time of the host; marks of a device are counted from its first one."""
+        """Convert a time to seconds; marks of a device count from the first one."""
         if isinstance(at, int | float):
             return at
         began, first = self._marks[device]
@@ -301,14 +301,14 @@ class Watched:
 
 
 class _NotWatched(Watched):
-    """Stands for a step that nobody has watched."""
+    """Placeholder for a step that was not watched."""
 
     def timeline(self) -> Timeline:
-        """Raises MicsError, which says how to watch."""
+        """Raise MicsError, which says how to watch."""
         raise self._error("timeline")
 
     def memory(self) -> StepMemory:
-        """Raises MicsError, which says how to watch."""
+        """Raise MicsError, which says how to watch."""
         raise self._error("memory")
 
     def _error(self, what: str) -> MicsError:
@@ -320,7 +320,7 @@ NOT_WATCHED: Watched = _NotWatched()
 
 
 class _Watcher:
-    """Records spans and memory, for a block and for each step in it."""
+    """Recorder of spans and memory, for a block and for each step in the block."""
 
     def __init__(self, whole: Watched) -> None:
         self._open = [whole]
@@ -357,7 +357,7 @@ class _Watcher:
 
 @contextmanager
 def watch() -> Iterator[Watched]:
-    """A block in which all that happens on this rank is written down.
+    """Record all that happens on this rank in a block.
 
     Returns:
       A `Watched`: its `timeline()` says what happened when, and its `memory()` how much memory it

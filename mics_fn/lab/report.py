@@ -1,8 +1,7 @@
 """Formulas for the traffic of MiCS, what they need to know of a training state, and tables.
 
-`report.step_bytes` has the same formulas for a model of which only the size is known, and which
-sends values of one dtype. These are written down from the definitions, beside what is counted, and
-share no code with the collectives but the bytes of a codec and the levels of a `Wire`.
+The formulas are written down from the definitions, beside what is counted, and share no code with
+the collectives but the bytes of a codec and the levels of a `Wire`.
 """
 
 import argparse
@@ -64,7 +63,7 @@ def add_count(
 
 
 def gather_bytes(level_sizes: Sequence[int], full_bytes: float) -> list[float]:
-    """What each rank sends at each level of one gather of `full_bytes`, outermost level first.
+    """Compute what each rank sends at each level of a gather, outermost level first.
 
     A rank starts with 1/p of the bytes. At a level of k ranks it sends all that it holds to k - 1
     others, and then holds k times as much. A reduce-scatter goes through the levels backwards.
@@ -94,7 +93,7 @@ def step_bytes(
     full_bytes: float,
     accumulate: int,
 ) -> dict[str, tuple[float, str]]:
-    """What each rank sends in one step through each communicator, with the formula in words.
+    """Compute what each rank sends in a step of a model of which only the size is known.
 
     Parameters are gathered once, hop 1 runs in every micro-step, hop 2 once on 1/p of the bytes.
 
@@ -129,7 +128,7 @@ def step_bytes(
 
 
 def totals_bytes(p: int, r: int, *, fixed_order: bool = False) -> dict[str, tuple[float, str]]:
-    """What a rank sends for the totals of a step, four float64 numbers over both groups."""
+    """Compute what a rank sends for the totals of a step, four float64 over both groups."""
     if p * r == 1:
         return {}
     sent = sum(2 * (n - 1) * (8 * -(-4 // n) if fixed_order else 32 / n) // 1 for n in (p, r))
@@ -137,19 +136,19 @@ def totals_bytes(p: int, r: int, *, fixed_order: bool = False) -> dict[str, tupl
 
 
 def bytes_or_dash(nbytes: float | None) -> str:
-    """Bytes with a unit; "-" if they could not be measured."""
+    """Format bytes with a unit; "-" if they could not be measured."""
     return "-" if nbytes is None else human_bytes(nbytes)
 
 
 def buckets_of(shards: tree.Tree) -> list[Bucket]:
-    """The buckets of a tree's trained leaves, by their numbers."""
+    """List the buckets of a tree's trained leaves, by their numbers."""
     leaves, _ = tree.flatten(shards, is_leaf)
     found = {leaf.bucket for leaf in leaves if isinstance(leaf, Sharded)}
     return sorted(found, key=lambda bucket: bucket.index)
 
 
 def table(title: str, rows: Sequence[Sequence[str]]) -> str:
-    """A title, then rows whose columns are aligned: the first to the left, the others to the right.
+    """Render a title and rows of aligned columns, all but the first to the right.
 
     >>> print(table("loss", [("", "start", "end"), ("train", "5.51", "2.4")]))
     loss
@@ -171,7 +170,7 @@ def table(title: str, rows: Sequence[Sequence[str]]) -> str:
 
 
 class Sent(NamedTuple):
-    """What a rank sends of one bucket through one communicator, each time."""
+    """Bytes of one bucket that a rank sends through one communicator, each time."""
 
     nbytes: float
     kind: str  # the dtype or the codec that travels, as text
@@ -186,7 +185,7 @@ def wire_bytes(
     fetches: Mapping[int, int] | None = None,
     fixed_order: bool = False,
 ) -> dict[str, tuple[float, str]]:
-    """What each rank sends in one step through each communicator, with the formula in words.
+    """Compute what each rank sends in a step through each communicator, and the formula.
 
     Levels over which a placement keeps parameters are gathered once, and those over which it
     reduces late once per step; see [Note: placements] in `groups.groups`. "step totals" are sent
@@ -235,7 +234,7 @@ def wire_bytes(
 
 
 def gathered(bucket: Bucket, route: Route) -> list[Sent]:
-    """What a rank sends of a bucket at each level of one gather, outermost level first.
+    """Compute what a rank sends of a bucket in one gather, by level, outermost first.
 
     On coded levels a chunk is one row of codes, which is sent on as it arrived.
     """
@@ -250,7 +249,7 @@ def gathered(bucket: Bucket, route: Route) -> list[Sent]:
 
 
 def scattered(bucket: Bucket, route: Route) -> list[Sent]:
-    """What a rank sends of a bucket at each level of hop 1, outermost level first.
+    """Compute what a rank sends of a bucket in hop 1, by level, outermost first.
 
     On coded levels it sends a row of codes to each other rank, of all that this one is to hold.
     """
@@ -265,7 +264,7 @@ def scattered(bucket: Bucket, route: Route) -> list[Sent]:
 
 
 def averaged(bucket: Bucket, num_replicas: int, *, fixed_order: bool = False) -> Sent:
-    """What a rank sends of a bucket in hop 2.
+    """Compute what a rank sends of a bucket in hop 2.
 
     Codes are sent in an exchange and an all-gather, in which each replica has equally many blocks;
     values in an all-reduce, or with `fixed_order` also in these two.
@@ -285,7 +284,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _in_words(sizes: Sequence[int]) -> list[str]:
-    """The formula of each level, outermost first; it begins with M/p in each rank's hands."""
+    """Return the formula of each level, outermost first; a rank starts with M/p."""
     parts, found = prod(sizes), []
     for size in sizes:
         found.append(f"({size}-1) M/{parts}")
@@ -294,7 +293,7 @@ def _in_words(sizes: Sequence[int]) -> list[str]:
 
 
 def _total(every: Iterable[tuple[Bucket, int, Sent]], words: str) -> tuple[float, str]:
-    """The bytes of all buckets, each sent so often, and the formula with the names of what travels.
+    """Sum the bytes of all buckets, and name what travels behind the formula.
 
     The name of a dtype is left out where all of it is what the shards have.
     """

@@ -18,7 +18,7 @@ _LOOK_S = 0.5
 
 
 def main() -> None:
-    """Tie this process to its parent, take over `sys.path`, and do the work that it names."""
+    """Tie this process to its parent, set `sys.path`, and run the named function."""
     told = json.loads(sys.argv[1])
     tie(told["parent"], told["folder"])
     sys.path[:] = told["path"]
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def tie(parent: int, folder: str = "") -> None:
-    """End this process and its group once its parent is gone, and remove a folder."""
+    """End this process and its group once its parent has ended, and remove a folder."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -42,7 +42,7 @@ def tie(parent: int, folder: str = "") -> None:
 
 
 def control(told: dict) -> None:
-    """Be ipyparallel's controller: what passes messages between the kernel and the engines."""
+    """Run ipyparallel's controller, which passes messages between kernel and engines."""
     from ipyparallel.controller.app import IPController
 
     options = {

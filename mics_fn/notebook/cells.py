@@ -35,7 +35,7 @@ _INSIDE = re.compile(r"^File (<string>|\S*/(mics_fn|ipyparallel|torch|optree)/\S
 
 
 class Failed(NamedTuple):
-    """What a rank raised in a cell."""
+    """Error of a rank in a cell."""
 
     kind: str  # the name of its type
     text: str
@@ -43,19 +43,19 @@ class Failed(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The type of the error and the first line of its text."""
+        """Type of the error and the first line of its text."""
         return f"{self.kind}: {self.text}".strip().partition("\n")[0].removesuffix(":")
 
 
 class Refused(GroupsError):
-    """What ranks were asked for and cannot do; IPython shows its text, which says what to do."""
+    """Error of a request that ranks cannot fulfil; IPython shows its text, with the fix."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"GroupsError: {self}"]
 
 
 def labelled(texts: Mapping[int, str]) -> str:
-    r"""Texts of ranks: one if all are equal, else each different one with the ranks that have it.
+    r"""Merge texts of ranks: one if all are equal, else each different one with its ranks.
 
     >>> print(labelled({0: "same\n", 1: "same\n"}), end="")
     same
@@ -84,7 +84,7 @@ def labelled(texts: Mapping[int, str]) -> str:
 
 
 def comparable(text: str) -> str:
-    r"""A text without what differs between ranks that do the same: bars, and numbers of processes.
+    r"""Remove from a text what differs between equal ranks: bars, and numbers of processes.
 
     >>> comparable("warning\n 50%|#####     | 1/2 [00:01<00:01]\n")
     'warning\n'
@@ -96,7 +96,7 @@ def comparable(text: str) -> str:
 
 
 def more(shown: str, text: str) -> str:
-    r"""What to write after `shown` so that `text` is there, whose last line may be another.
+    r"""Return what to write after `shown` to get `text`, whose last line may differ.
 
     >>> more("a\n", "a\nb"), more("a\n 50%", "a\n100%\nb")
     ('b', '\r100%\nb')
@@ -107,7 +107,7 @@ def more(shown: str, text: str) -> str:
 
 
 def first_causes(failures: Mapping[int, Failed]) -> list[list[int]]:
-    """Ranks that failed, those with the same error together; what others only followed comes last.
+    """Group failed ranks by their errors; those that followed another rank are last.
 
     >>> raised, told = Failed("ValueError", "no"), Failed("PeerFailed", "rank 2 failed")
     >>> first_causes({0: told, 1: told, 2: raised})
@@ -123,7 +123,7 @@ def first_causes(failures: Mapping[int, Failed]) -> list[list[int]]:
 
 
 def folded(failures: Mapping[int, Failed]) -> list[str]:
-    """Lines that show one traceback for each error that ranks share, and one line for followers.
+    """Render one traceback for each error that ranks share, and one line for followers.
 
     >>> trace = ("Traceback:", "ValueError: no")
     >>> lost = Failed("PeerFailed", "rank 2 failed")
@@ -147,7 +147,7 @@ def folded(failures: Mapping[int, Failed]) -> list[str]:
 
 
 def is_inside(file: str) -> bool:
-    """Whether a file of code is one of this library or below, as `own_frames` sees it.
+    """Return whether a file of code belongs to this library or below; see `own_frames`.
 
     >>> is_inside("/lib/mics_fn/shards/leaf.py"), is_inside("/tmp/ipykernel_1/2.py")
     (True, False)
@@ -156,7 +156,7 @@ def is_inside(file: str) -> bool:
 
 
 def own_frames(failed: Failed) -> Failed:
-    """A failure without the frames that are not the user's, where the error explains itself.
+    """Remove frames that are not the user's, where the error explains itself.
 
     >>> frame, code = "File /lib/mics_fn/shards/leaf.py:7, in f", "Cell In[1], line 1"
     >>> trace = ("LeafError  Traceback", code, "-> 1 f()", "", frame, "-> 7 raise", "", "LeafError")
@@ -176,7 +176,7 @@ def own_frames(failed: Failed) -> Failed:
 
 
 def plain(lines: Sequence[str]) -> str:
-    """Lines as one text without colors."""
+    """Join lines to one text without colors."""
     return _COLOR.sub("", "\n".join(lines))
 
 
@@ -190,7 +190,7 @@ _OUTPUT_S = 2.0  # for what was printed to come after the answer
 
 @dataclass
 class Outcome:
-    """How a cell ended, by rank."""
+    """End of a cell, by rank."""
 
     values: dict[int, Any] = field(default_factory=dict)  # of ranks that ended it well
     failures: dict[int, Failed] = field(default_factory=dict)
@@ -199,7 +199,7 @@ class Outcome:
 
 
 class Cell:
-    """A cell that is under way.
+    """Running cell.
 
     Args:
       sent: ipyparallel's result of each rank.
@@ -231,7 +231,7 @@ class Cell:
         self.outcome = Outcome()
 
     def wait(self) -> Outcome:
-        """Wait for all ranks, and show what they print; bounded as [Note: no cell hangs] says."""
+        """Wait for all ranks, and show their output; bounded as [Note: no cell hangs] says."""
         while True:
             try:
                 self._wait()
@@ -247,7 +247,7 @@ class Cell:
         return self.outcome
 
     def running(self) -> list[int]:
-        """The ranks that still run the cell."""
+        """Ranks that still run the cell."""
         gone = self._ended()
         return [rank for rank, sent in self._sent.items() if not sent.ready() and rank not in gone]
 
@@ -264,7 +264,7 @@ class Cell:
                 return
 
     def _let_others_know(self, running: list[int], now: float) -> None:
-        """Let ranks that do nothing say so, if some still run."""
+        """Let idle ranks report that they are idle, if some ranks still run."""
         gone = self._ended()
         idle = [*self._others, *(rank for rank in self._sent if rank not in running)]
         idle = [rank for rank in idle if rank not in gone and rank not in self._told]
@@ -293,7 +293,7 @@ class Cell:
         self._stopped = self._stopped or time.monotonic()
 
     def _collect(self) -> None:
-        """Take the values and the errors of all ranks."""
+        """Receive the values and the errors of all ranks."""
         gone, deadline = self._ended(), time.monotonic() + _OUTPUT_S
         for rank, sent in self._sent.items():
             if sent.ready():
@@ -313,7 +313,7 @@ class Cell:
         return getattr(self._sent[rank].metadata, name) or ""
 
     def _stream(self) -> None:
-        """Show what the first rank has printed since."""
+        """Show the new output of the first rank."""
         for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
             text = self._text(name, self._first)
             stream.write(more(self._shown[name], text))
@@ -321,7 +321,7 @@ class Cell:
             self._shown[name] = text
 
     def _show(self) -> None:
-        """Show all that was printed: what is the same on all ranks once."""
+        """Show the output of all ranks: once where equal."""
         texts = {name: self._texts(name) for name in ("stdout", "stderr")}
         different = any(len(set(found.values())) > 1 for found in texts.values())
         if different and any(self._shown.values()) and clear_output():
@@ -338,13 +338,13 @@ class Cell:
         self._display()
 
     def _texts(self, name: str) -> dict[int, str]:
-        """What each rank printed; what `comparable` leaves out is that of the first one."""
+        """Return the output of each rank; bars are those of the first one."""
         first = self._text(name, self._first)
         found = {rank: comparable(self._text(name, rank)) for rank in self._sent}
         return {r: first if t == found[self._first] else t for r, t in found.items()}
 
     def _display(self) -> None:
-        """Show pictures of the first rank, and what the last expression of the cell gave."""
+        """Show pictures of the first rank, and the value of the last expression of the cell."""
         show = displayer()
         for content in self._sent[self._first].metadata.outputs:
             show(content)
@@ -360,7 +360,7 @@ class Cell:
 
 
 def failed_of(error: Any) -> Failed:
-    """What a rank raised, from ipyparallel's error."""
+    """Convert an error of ipyparallel to that of the rank."""
     kind = getattr(error, "ename", None) or type(error).__name__
     text = getattr(error, "evalue", None)
     trace = getattr(error, "traceback", None)
@@ -374,7 +374,7 @@ def _of_one(found: Mapping[int, str]) -> str:
 
 
 def clear_output() -> bool:
-    """Let what comes replace the output of this cell, as notebooks can; False if they cannot."""
+    """Let the next output replace that of this cell; return False where that is not possible."""
     shell = shell_here()
     if getattr(shell, "kernel", None) is None:
         return False
@@ -385,7 +385,7 @@ def clear_output() -> bool:
 
 
 def displayer() -> Callable[[Mapping[str, Any]], None]:
-    """What shows a picture or a value that came from a rank."""
+    """Return the function that shows pictures and values of a rank."""
     if shell_here() is None:
         return lambda content: print(content["data"].get("text/plain", ""))
     from IPython.display import display
@@ -397,6 +397,6 @@ def displayer() -> Callable[[Mapping[str, Any]], None]:
 
 
 def shell_here() -> Any:
-    """IPython's shell if this process has one."""
+    """Return IPython's shell if this process has one."""
     get = getattr(sys.modules.get("IPython"), "get_ipython", None)  # it may be half imported
     return None if get is None else get()

@@ -43,7 +43,7 @@ _PATIENCE_S = 5.0  # for a process that was told to end
 
 
 class Processes:
-    """ipyparallel's controller, the process that forks ranks, and the ranks.
+    """Processes of a cluster: ipyparallel's controller, the one that forks ranks, and the ranks.
 
     Args:
       folder: the folder of the cluster, which nobody else can read.
@@ -66,7 +66,7 @@ class Processes:
         self._theirs.close()
 
     def _boot(self, work: str, pass_fds: Sequence[int] = (), **told: Any) -> None:
-        """Start a process, which the Ctrl-C of a terminal does not reach."""
+        """Start a process that the Ctrl-C of a terminal does not reach."""
         told |= {"work": work, "parent": os.getpid(), "path": sys.path, "folder": self._folder}
         with open(f"{self._folder}/{work}.txt", "wb") as output:
             process = subprocess.Popen(
@@ -81,7 +81,7 @@ class Processes:
         self._started.append(process)
 
     def wait_for_controller(self, deadline: float) -> tuple[str, dict[str, Any]]:
-        """The file for clients of ipyparallel's controller, and what engines need to know."""
+        """Wait for the controller; return its file for clients, and the options of engines."""
         folder = Path(self._folder) / "security"
         files = folder / "ipcontroller-client.json", folder / "ipcontroller-engine.json"
         while not all(file.exists() and file.read_text().endswith("}") for file in files):
@@ -107,7 +107,7 @@ class Processes:
         self._tell({"do": "signal", "ranks": list(ranks), "number": number})
 
     def kill(self) -> None:
-        """End all ranks, and wait until they are gone."""
+        """End all ranks, and wait for their end."""
         ranks = list(range(self._size))
         self._tell({"do": "kill", "ranks": ranks})
         deadline = time.monotonic() + _PATIENCE_S
@@ -118,14 +118,14 @@ class Processes:
             time.sleep(_LOOK_S)
 
     def _tell(self, order: Mapping[str, Any]) -> None:
-        """Give an order to the process that forks ranks, unless it ended."""
+        """Send an order to the process that forks ranks, unless that has ended."""
         try:
             self._node.send_bytes(json.dumps(order).encode())
         except OSError:
             self._lost = True
 
     def look(self) -> dict[int, str]:
-        """How ranks ended that did so since the start, by rank; never waits."""
+        """Return how ranks ended since the start, by rank; never wait."""
         try:
             while not self._lost and self._node.poll():
                 said = json.loads(self._node.recv_bytes())
@@ -140,7 +140,7 @@ class Processes:
         return self.ended
 
     def check_start(self, deadline: float, what: str) -> None:
-        """Raise if some rank ended, or if time is up; then wait for a moment.
+        """Raise if some rank ended, or at the time limit; then wait for a moment.
 
         Raises:
           GroupsError: a rank or a process ended.
@@ -162,7 +162,7 @@ class Processes:
         time.sleep(_LOOK_S)
 
     def _printed(self) -> list[str]:
-        """The last lines that both processes printed."""
+        """Return the last lines that both processes printed."""
         files = [Path(self._folder) / f"{work}.txt" for work in ("controller", "node")]
         return [line for file in files for line in file.read_text().splitlines()[-4:]]
 
@@ -177,7 +177,7 @@ class Processes:
 
 
 def _ending(code: int, output: str) -> str:
-    """How a process ended, in words."""
+    """Describe how a process ended."""
     how = f"exited with code {code}"
     if code < 0:
         how = f"killed by {signal.Signals(-code).name}"
@@ -186,7 +186,7 @@ def _ending(code: int, output: str) -> str:
 
 
 def gone(ended: Mapping[int, str]) -> str:
-    """Which ranks are gone, and how, in one line."""
+    """Describe which ranks have ended, and how, in one line."""
     by_how: dict[str, list[int]] = {}
     for rank, how in sorted(ended.items()):
         by_how.setdefault(how.partition("\n")[0], []).append(rank)
@@ -197,7 +197,7 @@ _ASK_AGAIN_S = 0.3
 
 
 class StartInfo(NamedTuple):
-    """What ranks are told at their start."""
+    """Options of ranks at their start."""
 
     environment: Callable[[int], Mapping[str, str]]  # by rank
     begin: str  # as `engine.begin` reads it
@@ -243,7 +243,7 @@ class Cluster:
     # Cells and functions
 
     def cell(self, code: str, ranks: Sequence[int] | None = None) -> None:
-        """Run code on ranks, as `%%ranks` does, and show what they print.
+        """Run code on ranks, as `%%ranks` does, and show their output.
 
         Args:
           code: the text of a cell.
@@ -258,7 +258,7 @@ class Cluster:
         self._done(self._run(ranks, lambda view: view.execute(code, silent=False, block=False)))
 
     def run(self, fn: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> list:
-        """Call a function on ranks, and return what it returns on each, in their order.
+        """Call a function on ranks, and return the results in the order of ranks.
 
         Args:
           fn: any function, also one of the notebook; names that it uses and does not define are
@@ -292,7 +292,7 @@ class Cluster:
         self._done(self._run(ranks, lambda view: view.apply_async(engine.define, *told)))
 
     def pull(self, name: str, rank: int | None = None) -> Any:
-        """The value of a name on a rank; of all ranks, a list.
+        """Return the value of a name on a rank; of all ranks, a list.
 
         Args:
           name: what cells call it.
@@ -313,11 +313,11 @@ class Cluster:
     # After a fault
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in what ranks run, as the stop button of a notebook does."""
+        """Raise KeyboardInterrupt on all ranks, as the stop button of a notebook does."""
         self._processes.signal(range(self.size), signal.SIGINT)
 
     def reset(self) -> None:
-        """`groups = mf.reset(groups)` on all ranks: new groups after an error ended the old ones.
+        """Rebuild groups on all ranks after an error, by `groups = mf.reset(groups)`.
 
         States and shards stay as they are. A `Trainer` has a `reset` of its own, for a cell.
 
@@ -329,7 +329,7 @@ class Cluster:
         self.cell("groups = mf.reset(groups)")
 
     def restart(self) -> None:
-        """End all ranks and start new ones, without what cells had defined there.
+        """End all ranks and start new ones, without the names that cells had defined.
 
         Communication: the start of torch.distributed, and small messages.
 
@@ -343,7 +343,7 @@ class Cluster:
         print("all ranks are new: what cells had defined is gone, so run those cells again")
 
     def stop(self) -> None:
-        """End all ranks, and whatever was started for them. Stopping twice is fine."""
+        """End all ranks and their helper processes. Stopping twice is fine."""
         if self.stopped or self._owner != os.getpid():
             return
         self.stopped = True
@@ -381,7 +381,7 @@ class Cluster:
     # How ranks begin
 
     def begin(self, timeout_s: float = 60.0) -> None:
-        """Start all ranks, and torch.distributed on them, in a new store; `start` calls it.
+        """Start all ranks, with torch.distributed in a new store; called by `start`.
 
         Args:
           timeout_s: for all of it.
@@ -400,7 +400,7 @@ class Cluster:
         self._facts = found.values
 
     def _meet(self, ranks: Sequence[int], deadline: float) -> None:
-        """Wait until each rank answers; what is sent to an engine before it listens is lost."""
+        """Wait until each rank answers; an engine loses messages that were sent before."""
         waiting = {rank: list[Any]() for rank in ranks}
         asked = 0.0
         while waiting:
@@ -437,7 +437,7 @@ class Cluster:
             self._client[self._engines[rank]].apply_async(engine.aside)
 
     def _done(self, outcome: Outcome) -> None:
-        """Raise what a cell came to, if it did not end well."""
+        """Raise the error of a cell, if there is one."""
         if not outcome.failures:
             return
         lines, fixes = folded(outcome.failures), []
@@ -480,7 +480,7 @@ class Cluster:
 
 
 class Interrupted(KeyboardInterrupt):
-    """The kernel was interrupted while ranks ran a cell; shows where each of them was."""
+    """Interrupt of the kernel while ranks ran a cell; shows where each of them was."""
 
     def __init__(self, lines: Sequence[str], text: str) -> None:
         super().__init__(text)
@@ -577,7 +577,7 @@ def stop_earlier() -> None:
 
 
 def _ranks_here() -> int:
-    """One rank per accelerator, or a few on the CPU."""
+    """Return one rank per accelerator, or a few on the CPU."""
     count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     return count or RANKS_ON_CPU
 
@@ -599,7 +599,7 @@ def _check_sizes(size: int, nodes: int | None, topology: Any) -> None:
 
 
 def _places(size: int, node_size: int, begin: str) -> tuple[StartInfo, Any]:
-    """What ranks are told at a start, and the store that they meet in."""
+    """Return the options of each rank at a start, and their store."""
     store = serve_store(LOOPBACK)
     common = {
         "WORLD_SIZE": size,

@@ -28,11 +28,11 @@ from mics_fn.notebook.cells import is_inside
 
 
 class CellEnded(RuntimeError):
-    """This rank does nothing until the next cell; see [Note: a cell is a unit]."""
+    """Error of a rank that has ended its cell; see [Note: a cell is a unit]."""
 
 
 def serve(connection: Mapping[str, Any], folder: str, rank: int, engine: int) -> None:
-    """Be the engine of a rank until the process ends.
+    """Serve as the engine of a rank until the process ends.
 
     Args:
       connection: what ipyparallel says of its controller.
@@ -63,7 +63,7 @@ def serve(connection: Mapping[str, Any], folder: str, rank: int, engine: int) ->
 
 
 def begin(told: str) -> dict[str, Any]:
-    """Start torch.distributed and make groups; returns the names that cells find.
+    """Start torch.distributed and make groups; return the names that cells find.
 
     Args:
       told: what all ranks are told, as JSON.
@@ -94,7 +94,7 @@ def _before_cell() -> None:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, but not where Python would only print it: in a finalizer."""
+    """Raise KeyboardInterrupt, except in a finalizer, where Python would only print that."""
     inner = frame
     while inner is not None:
         if inner.f_code.co_filename == weakref.__file__ or inner.f_code.co_name == "__del__":
@@ -105,13 +105,13 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 
 
 def _refuse_exit() -> NoReturn:
-    """Refuse `exit()` in a cell, which would end the rank without a word a moment later."""
+    """Refuse `exit()` in a cell, which would end the rank."""
     fix = "cluster.stop() in a cell without %%ranks ends all ranks, cluster.restart() renews them"
     raise GroupsError("exit(): a cell cannot end its rank", fix=fix)
 
 
 def _undisturbed(show: Callable[..., None], *args: Any, **options: Any) -> None:
-    """Show the error of a cell without an interrupt, which would show itself in its place."""
+    """Show the error of a cell without an interrupt, which would replace the error."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         error = sys.exc_info()[1]
@@ -123,7 +123,7 @@ def _undisturbed(show: Callable[..., None], *args: Any, **options: Any) -> None:
 
 
 def _outside(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without frames of this library and below, which nobody shows.
+    """Remove frames of this library and below from a traceback.
 
     IPython would read and parse their files, which takes seconds where ranks share few cores.
     """
@@ -139,12 +139,12 @@ def _outside(trace: TracebackType | None) -> TracebackType | None:
 
 
 def aside() -> None:
-    """Tell the other ranks that this one has ended the cell, or takes no part in it."""
+    """Report to the other ranks that this one has ended the cell, or takes no part."""
     tell_all(CellEnded("it has ended this cell, or takes no part in it"))
 
 
 def call(fn: Any, args: tuple[Any, ...]) -> list[Any]:
-    """Call a function as a cell would: the other ranks hear of its error.
+    """Call a function as a cell would: its error is reported to the other ranks.
 
     Returns:
       Its result in a list, since ipyparallel sorts a dict that it copies, but not one in a list.
@@ -163,12 +163,12 @@ def define(keys: list[str], values: list[Any]) -> None:
 
 
 def value_of(name: str) -> list[Any]:
-    """The value of a name in cells, in a list as that of `call`."""
+    """Return the value of a name in cells, in a list as that of `call`."""
     return [names()[name]]
 
 
 def names() -> dict[str, Any]:
-    """What cells have defined."""
+    """Return the names that cells have defined."""
     from IPython.core.getipython import get_ipython
 
     shell: Any = get_ipython()

@@ -10,14 +10,14 @@ current: Any = None  # the cluster that was started last
 
 
 def register(cluster: Any) -> None:
-    """Let `%%ranks` run on this cluster, if this process is a notebook or IPython."""
+    """Register `%%ranks` for this cluster, if this process is a notebook or IPython."""
     global current
     current = cluster
     offer()
 
 
 def offer() -> None:
-    """Let IPython know `%%ranks`, also before a cluster is there: it then says how to start one."""
+    """Register `%%ranks` in IPython before there is a cluster; a call then names `start`."""
     shell = shell_here()
     if shell is not None:
         shell.register_magic_function(run_cell, "cell", "ranks")
@@ -32,7 +32,7 @@ def run_cell(line: str, cell: str) -> None:
 
 
 def ranks_in(line: str, size: int) -> list[int] | None:
-    """The ranks of `size` that the first line of a cell names; None if it names none.
+    """Parse the ranks of `size` in the first line of a cell; None if there are none.
 
     >>> ranks_in("", 8), ranks_in("0", 8), ranks_in("0, 2-4", 8)
     (None, [0], [0, 2, 3, 4])

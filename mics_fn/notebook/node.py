@@ -24,7 +24,7 @@ _LAST_CHARACTERS = 2_000  # of what a rank that ended has printed outside of cel
 
 
 def serve(descriptor: int, folder: str) -> None:
-    """Do what the kernel says, and tell it which ranks end; ends with the connection.
+    """Execute orders of the kernel, and report ended ranks, until the connection ends.
 
     Args:
       descriptor: of an inherited connection to the kernel.
@@ -45,7 +45,7 @@ def serve(descriptor: int, folder: str) -> None:
 
 
 def _show_an_error() -> None:
-    """Make the text of an error, so that ranks do not each import what IPython needs for that."""
+    """Format an error, so that ranks need not each import what IPython needs for that."""
     from IPython.core.ultratb import AutoFormattedTB
 
     try:
@@ -56,7 +56,7 @@ def _show_an_error() -> None:
 
 
 class _Node:
-    """The ranks, and the connection to the kernel."""
+    """Ranks, and the connection to the kernel."""
 
     def __init__(self, kernel: Connection, folder: str) -> None:
         self._kernel, self._folder = kernel, folder
@@ -79,7 +79,7 @@ class _Node:
                     os.kill(self.pids[rank], order["number"])
 
     def look(self) -> None:
-        """Tell the kernel of ranks that ended."""
+        """Report ended ranks to the kernel."""
         for rank, pid in list(self.pids.items()):
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
@@ -88,7 +88,7 @@ class _Node:
                 self.say({"ended": rank, "code": code, "output": self._output(rank)})
 
     def kill(self, ranks: list[int]) -> None:
-        """End ranks, and wait until they are gone."""
+        """End ranks, and wait for their end."""
         pids = [self.pids.pop(rank) for rank in ranks if rank in self.pids]
         for pid in pids:
             os.kill(pid, signal.SIGKILL)

@@ -20,8 +20,8 @@ def forked_bench(
 ) -> Bench:
     """The figures of a bench, and what it printed.
 
-    Ranks that torch's launcher starts would first import torch, for seconds each; two tests of
-    this folder do that.
+    Ranks that torch's launcher starts would first import torch, for seconds each; the demo's tests
+    do that.
     """
 
     def run(*argv: str) -> tuple[dict[str, Any], str]:
@@ -32,7 +32,8 @@ def forked_bench(
     def forked(fn: Callable[..., Any], n: int, *args: Any) -> list[Any]:
         return run_ranks(as_in_a_new_process, n, fn, *args, timeout_s=240.0)
 
-    monkeypatch.setattr("mics_fn.lab.bench.turns.launch", forked)
+    for module in ("turns", "step"):
+        monkeypatch.setattr(f"mics_fn.lab.bench.{module}.launch", forked)
     return run
 
 

@@ -14,10 +14,8 @@ import torch.distributed as dist
 
 import mics_fn as mf
 from mics_fn.errors import GroupsError
-from mics_fn.lab.ranks.failures import RankError, RankFailure, RankTimeoutError, describe
+from mics_fn.lab.ranks.failures import RankError, RankTimeoutError
 from mics_fn.lab.ranks.pool import RankPool, run_ranks
-
-ROOT = Path(__file__).parents[2]
 
 
 def summed(value: torch.Tensor) -> torch.Tensor:
@@ -35,10 +33,6 @@ def raise_on(bad: list[int]) -> int:
     if dist.get_rank() in bad:
         raise ValueError("no such thing\nsecond line")
     return dist.get_rank()
-
-
-def raise_differently() -> None:
-    raise (ValueError if dist.get_rank() else KeyError)("odd")
 
 
 def sleep_on(bad: int, seconds: float) -> int:
@@ -86,7 +80,7 @@ def wait_until_gone(gone: list[int], limit_s: float = 5.0) -> list[int]:
     return [pid for pid in gone if alive(pid)]
 
 
-@pytest.mark.parametrize("n", [1, 2, 4, 8])
+@pytest.mark.parametrize("n", [1, 4])
 def test_results_come_in_rank_order_by_value(ranks: Any, n: int) -> None:
     pool = ranks(n)
     assert pool.run(place) == [(rank, rank, rank, str(n)) for rank in range(n)]
@@ -96,15 +90,7 @@ def test_results_come_in_rank_order_by_value(ranks: Any, n: int) -> None:
     assert len(results) == n
     assert all(torch.equal(result, expected) for result in results)
     assert not any(result.is_shared() for result in results)
-
-
-def test_large_values_travel_both_ways(ranks: Any) -> None:
-    value = torch.zeros(3_000_000)
-    assert [r.numel() for r in ranks(2).run(summed, value)] == [3_000_000] * 2
-
-
-def test_ranks_stay_alive_between_calls(ranks: Any) -> None:
-    assert ranks(2).run(pids) == ranks(2).run(pids)
+    assert pool.run(pids) == pool.run(pids)
 
 
 def test_an_error_names_its_ranks_and_quotes_a_shared_traceback_once(ranks: Any) -> None:
@@ -135,55 +121,26 @@ def leave_the_others(kind: str) -> None:
         mf.unshard(shards, groups)
 
 
-def test_the_cause_comes_first_and_those_that_waited_have_no_traceback() -> None:
+@pytest.mark.parametrize(
+    ("kind", "cause", "follows"),
+    [
+        ("raised", "ValueError: it began here", "  ranks 0, 2: PeerFailed: rank 1 left its"),
+        ("killed", "RankDied: process was killed by SIGKILL", "PeerFailed: rank 1 is gone"),
+    ],
+)
+def test_the_cause_comes_first_and_those_that_waited_have_no_traceback(
+    kind: str, cause: str, follows: str
+) -> None:
     with pytest.raises(RankError) as caught:
-        run_ranks(leave_the_others, 3, "raised")
-    headline, first, *rest = str(caught.value).splitlines()
-    assert headline == "leave_the_others: 3 of 3 ranks failed"
-    assert first == "  rank 1: ValueError: it began here"
-    assert rest[0] == "    Traceback (most recent call last):"
-    after = [line for line in rest if line.startswith("  ranks 0, 2: PeerFailed: rank 1 left its")]
-    assert len(after) == 1
-    assert str(caught.value).count("Traceback") == 1
-    assert "Traceback" in caught.value.errors[0].traceback  # which is still there to be asked for
-
-
-def test_a_rank_that_died_comes_first() -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(leave_the_others, 3, "killed")
+        run_ranks(leave_the_others, 3, kind)
     text = str(caught.value)
-    assert text.splitlines()[1] == "  rank 1: RankDied: process was killed by SIGKILL"
-    assert "PeerFailed: rank 1 is gone" in text
-
-
-def test_the_order_of_causes_and_what_follows() -> None:
-    follows = RankFailure("PeerFailed", "rank 3 is silent", "Traceback: waits")
-    found = {
-        0: follows,
-        1: RankFailure("KeyError", "'a'", "Traceback: own"),
-        2: RankFailure("RankTimeout", "no answer", "stack 2"),
-        3: RankFailure("RankTimeout", "no answer", "stack 3"),
-    }
-    lines = describe("f", found).splitlines()
-    heads = [line.partition(":")[0].strip() for line in lines if line.startswith("  rank")]
-    assert heads == ["rank 3", "rank 1", "rank 2", "rank 0"]
-    assert "waits" not in "\n".join(lines)
-    # If no cause is known, where they waited is all that there is.
-    assert "Traceback: waits" in describe("f", {0: follows, 1: follows})
-
-
-def test_different_errors_are_quoted_apart(ranks: Any) -> None:
-    with pytest.raises(RankError) as caught:
-        ranks(2).run(raise_differently)
-    assert "rank 0: KeyError: 'odd'" in str(caught.value)
-    assert "rank 1: ValueError: odd" in str(caught.value)
-
-
-def test_try_run_gives_values_and_failures(ranks: Any) -> None:
-    results = ranks(2).try_run(raise_on, [0])
-    assert results[0].type_name == "ValueError"
-    assert results[0].message.startswith("no such thing")
-    assert results[1] == 1
+    assert text.splitlines()[:2] == [
+        "leave_the_others: 3 of 3 ranks failed",
+        f"  rank 1: {cause}",
+    ]
+    assert follows in text
+    assert text.count("Traceback") <= 1
+    assert "Traceback" in caught.value.errors[0].traceback  # which is still there to be asked for
 
 
 def test_a_hang_becomes_an_error_with_its_stack_and_the_pool_recovers() -> None:
@@ -205,28 +162,18 @@ def test_a_hang_becomes_an_error_with_its_stack_and_the_pool_recovers() -> None:
 
 def test_ranks_that_wait_for_one_that_raised_are_reported_with_it() -> None:
     with RankPool(3, grace_s=0.5) as pool:
-        start = time.monotonic()
-        with pytest.raises(RankTimeoutError) as caught:
+        with pytest.raises(RankTimeoutError, match="ranks 0, 2 of 3 give no answer") as caught:
             pool.run(wait_for_a_rank_that_raised)
-        assert time.monotonic() - start < 10.0
         assert caught.value.errors[1].message == "rank 1 gave up"
         assert "wait_for_a_rank_that_raised" in caught.value.errors[0].traceback
-        assert "ranks 0, 2 of 3 give no answer within 0.5 s after another failed" in str(
-            caught.value
-        )
         assert pool.run(raise_on, []) == [0, 1, 2]
 
 
-def test_a_rank_that_dies_is_named_with_its_signal() -> None:
+def test_ranks_that_die_or_are_out_of_step_are_replaced() -> None:
     with RankPool(2) as pool:
         results = pool.try_run(die, 1)
         assert results[0] is None
         assert results[1].message == "process was killed by SIGKILL"
-        assert pool.run(raise_on, []) == [0, 1]
-
-
-def test_ranks_out_of_step_are_replaced() -> None:
-    with RankPool(2) as pool:
         before = pool.run(pids)
         pool.run(group_on_rank_0_only)
         assert not set(before) & set(pool.run(pids))
@@ -238,17 +185,6 @@ def test_what_cannot_travel_is_refused_with_the_fix(ranks: Any) -> None:
     with pytest.raises(RankError, match="ranks 0, 1: .*lambda"):
         ranks(2).run(unpicklable)
     assert ranks(2).run(raise_on, []) == [0, 1]
-
-
-def test_a_module_made_after_the_fork_is_found(
-    ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks(2).run(pids)
-    (tmp_path / "made_after_the_fork.py").write_text("def answer():\n    return 42\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    import made_after_the_fork  # pyright: ignore[reportMissingImports]
-
-    assert ranks(2).run(made_after_the_fork.answer) == [42, 42]
 
 
 def test_run_ranks_inherits_closures() -> None:
@@ -298,34 +234,20 @@ def test_close_leaves_no_process_and_no_file() -> None:
     pool.close()
 
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        pytest.param("pass", marks=pytest.mark.thorough),
-        pytest.param("os._exit(1)", marks=pytest.mark.thorough),
-        "os.kill(os.getpid(), 9)",
-    ],
-)
 @pytest.mark.thorough
-def test_ranks_end_with_their_parent_however_it_ends(end: str, tmp_path: Path) -> None:
+def test_ranks_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     code = (
         "import os\nfrom mics_fn.lab.ranks.pool import RankPool\n"
-        f"pool = RankPool(2)\nprint(*pool.run(os.getpid), flush=True)\n{end}"
+        "pool = RankPool(2)\nprint(*pool.run(os.getpid), flush=True)\nos.kill(os.getpid(), 9)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | {"TMPDIR": str(tmp_path)},
-    )
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, env=env)
     started = [int(pid) for pid in done.stdout.split()]
     assert len(started) == 2, done.stderr
     assert wait_until_gone(started) == []
-    assert end != "pass" or not list(tmp_path.glob("mics_*"))  # torch keeps caches there
 
 
-def test_a_live_process_group_is_refused() -> None:
+def test_what_cannot_be_forked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -333,33 +255,8 @@ def test_a_live_process_group_is_refused() -> None:
             run_ranks(pids, 1)
     finally:
         dist.destroy_process_group()
-
-
-def test_initialised_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(GroupsError, match="CUDA is initialised"):
         run_ranks(pids, 1)
     with pytest.raises(ValueError, match="at least 1, got 0"):
         RankPool(0)
-
-
-@pytest.mark.thorough
-def test_the_time_limit_fails_a_test_and_shows_its_stack(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
-    (tmp_path / "test_slow.py").write_text(
-        "import pytest, time\n"
-        "@pytest.mark.limit(0.3)\n"
-        "def test_slow():\n    time.sleep(30)\n"
-        "def test_quick():\n    pass\n"
-    )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
-    done = subprocess.run(
-        [*command, f"--rootdir={tmp_path}", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'support'}"},
-    )
-    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
-    assert "over its limit of 0.3 s" in done.stdout
-    assert "in test_slow" in done.stdout

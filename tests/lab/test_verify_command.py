@@ -1,4 +1,4 @@
-"""`python -m mics_fn verify`, and `bench checkpoint`."""
+"""`python -m mics_fn verify`."""
 
 from pathlib import Path
 
@@ -7,7 +7,6 @@ import torch
 
 import mics_fn as mf
 from mics_fn.__main__ import main
-from mics_fn.lab.bench.saves import SavesConfig, measure_saves, render_saves
 
 
 def saved(folder: Path, *steps: int) -> None:
@@ -44,24 +43,11 @@ def test_all_steps_are_compared_though_one_is_damaged(
     assert "step 2: " in err
 
 
-def test_a_folder_without_steps_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    for folder in (tmp_path, tmp_path / "mistyped"):
-        assert main(["verify", str(folder), "--all"]) == 1
-        assert "no committed checkpoint" in capsys.readouterr().err
-
-
-def test_it_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main(["verify", str(tmp_path), "--step", "3"]) == 1
-    assert "no committed step 3" in capsys.readouterr().err
-
-
-@pytest.mark.thorough
-def test_the_bench_measures_each_pair(tmp_path: Path) -> None:
-    config = SavesConfig(mib=3, rounds=1, leaves=2, folder=str(tmp_path))
-    figures = measure_saves(config)
-    assert len(figures["ratios"]) == 5
-    assert all(found["median"] > 0 for found in figures["ratios"].values())
-    first, last = figures["writers"][0], figures["writers"][-1]
-    assert (first["writers"], last["writers"]) == (4, 16384)
-    assert last["nbytes"] < 6 * first["nbytes"]
-    assert "16,384" in render_saves(figures, config)
+def test_what_is_not_there_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for flags, said in (
+        ([str(tmp_path), "--all"], "no committed checkpoint"),
+        ([str(tmp_path / "mistyped"), "--all"], "no committed checkpoint"),
+        ([str(tmp_path), "--step", "3"], "no committed step 3"),
+    ):
+        assert main(["verify", *flags]) == 1
+        assert said in capsys.readouterr().err

@@ -15,7 +15,6 @@ from mics_fn.errors import DonatedError, FileError, PlanError
 from mics_fn.offload import (
     Block,
     Scratch,
-    block_bytes,
     cuts,
     empty,
     read,
@@ -109,9 +108,9 @@ def test_cuts(numel: int, sizes: list[int]):
         parts = cuts(numel, sizes, host_bytes)
         assert [0, *(b for _, b in parts)] == [*(a for a, _ in parts), numel]
         for a, b in parts:
-            assert sum(-(-(b - a) * size // PAGE) * PAGE for size in sizes) <= block_bytes(
-                host_bytes
-            )
+            assert sum(
+                -(-(b - a) * size // PAGE) * PAGE for size in sizes
+            ) <= streaming.block_bytes(host_bytes)
             assert all(a * size % PAGE == 0 for size in sizes)
     assert all(a * size % UNIT == 0 for a, _ in cuts(numel, sizes, 64 * MIB) for size in sizes)
 

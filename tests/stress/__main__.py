@@ -25,14 +25,10 @@ and look at what grows. Figures: two shared cores, gloo, torch 2.13.0; each is o
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from mics_fn.errors import MicsError, PlanError
 from mics_fn.lab.report import add_count
 from tests.stress.cost import CostConfig, render_cost, run_cost
 from tests.stress.faults import FaultsConfig, measure_faults, render_faults
@@ -51,24 +47,23 @@ PARTS: dict[type, tuple[Any, Any]] = {
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """What to inject, or to look at instead."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="a file for all figures")
     text = f"faults to inject (default {FaultsConfig.trials}, with --rejoin {RejoinConfig.trials})"
     add_count(parser, "trials", None, text)
     add_count(parser, "ranks", None, "sizes of the jobs (default 4 8)", nargs="+")
     add_count(parser, "lanes", FaultsConfig.lanes, "jobs at the same time")
     parser.add_argument("--seed", type=int, default=0, help="chooses the faults (default 0)")
-    instead: Any = parser.add_mutually_exclusive_group()
-    text = "look instead at what grows over many steps, resets and trainers"
-    instead.add_argument("--soak", action="store_true", help=text)
     for name in ("steps", "saves", "resets", "trainers"):
         add_count(parser, name, getattr(SoakConfig, name), f"{name} of --soak")
-    text = "compare instead steps with and without the monitor, and count their messages"
-    instead.add_argument("--cost", action="store_true", help=text)
+    add_count(parser, "rounds", CostConfig.rounds, "turns of --cost")
+    instead: Any = parser.add_mutually_exclusive_group()
+    for name, text in (
+        ("soak", "look instead at what grows over many steps, resets and trainers"),
+        ("cost", "look instead at what the monitor takes: processor time and messages"),
+        ("rejoin", "kill ranks instead, and start them again, so that they go on from replicas"),
+    ):
+        instead.add_argument(f"--{name}", action="store_true", help=text)
     text = "kill instead so many jobs while they save, and look at what the next one finds"
     add_count(instead, "kills", None, text)
-    add_count(parser, "rounds", CostConfig.rounds, "pairs of turns of --cost")
-    text = "kill ranks instead, and start them again, so that they go on from their replicas"
-    instead.add_argument("--rejoin", action="store_true", help=text)
 
 
 def config_of(args: argparse.Namespace) -> Any:
@@ -95,24 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     summary = "faults of every kind in small jobs: who hangs, who dies, who is wrong, who is named"
     for name, add in STRESS.items():
         add(kinds.add_parser(name, help=summary, description=summary))
-    args = parser.parse_args(argv)
-    if args.json is not None and not args.json.parent.is_dir():
-        parser.error(f"--json {args.json}: there is no folder {args.json.parent}")
-    config = config_of(args)
+    config = config_of(parser.parse_args(argv))
     run, render = PARTS[type(config)]
-    try:
-        figures = run(config)
-    except MicsError as error:
-        print(f"\n{parser.prog} {args.stress}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, PlanError) else getattr(error, "exit_code", 1)
-    except KeyboardInterrupt:
-        print(f"\n{parser.prog} {args.stress}: interrupted", file=sys.stderr)
-        return 130
+    figures = run(config)
     if figures:
         print("\n" + render(figures, config), flush=True)
-        if args.json is not None:
-            written = {"stress": args.stress, "config": asdict(config), **figures}
-            args.json.write_text(json.dumps(written, indent=1))
     return 1 if figures.get("missed") else 0
 
 

@@ -111,10 +111,8 @@ class Rank:
                 self.conn.send(self._told(self._try(self._train_again)))
 
     def _settle(self) -> None:
-        faulthandler.disable()
-        faulthandler.register(signal.SIGUSR1, open(self.stacks, "w"))  # noqa: SIM115
+        settle(self.stacks)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        torch.set_num_threads(1)
         take_place(self.rank, self.trial.ranks, self.port, apart=self.trial.apart)
 
     def _try(self, body: Callable[[], None]) -> BaseException | None:
@@ -186,6 +184,13 @@ class Rank:
         self.board[:] = MARK.pack(time.monotonic())
 
 
+def settle(stacks: str) -> None:
+    """Write this process's stacks to a file at a signal, and compute in one thread."""
+    faulthandler.disable()
+    faulthandler.register(signal.SIGUSR1, open(stacks, "w"))  # noqa: SIM115
+    torch.set_num_threads(1)
+
+
 def take_place(rank: int, ranks: int, port: int, *, apart: bool) -> None:
     """Be this rank of a job on this machine.
 
@@ -215,12 +220,8 @@ def trainer_for(groups: mf.Groups) -> mf.Trainer:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)), nn.Linear(16, 1))
     guard = mf.optim.Guard(on_nonfinite="skip")
-    how: dict[str, Any] = {
-        "guard": guard,
-        "bucket_bytes": 2_000,
-        "check_replicas": 1,
-        "deterministic": True,
-    }
+    how: dict[str, Any] = {"guard": guard, "bucket_bytes": 2_000, "check_replicas": 1}
+    how["deterministic"] = True
     return mf.Trainer(model, mf.optim.adamw(1e-2), groups, loss=loss, **how)
 
 

@@ -56,7 +56,7 @@ def run_trial(trial: Trial) -> Found:
         gone = _gone(trial)
         living = [rank for rank in pids if rank not in gone]
         limit = started + 3 * trial.timeout_s + 2 * trial.heartbeat_s
-        told, died = _hear(conns, living, pids, limit)
+        told, died = hear(conns, living, pids, limit)
         silent = [rank for rank in living if rank not in told and rank not in died]
         again: dict[int, Told] = {}
         (happened,) = MARK.unpack(board[:])
@@ -64,7 +64,7 @@ def run_trial(trial: Trial) -> Found:
         if failed and not silent and not died and _may_reset(trial):
             for rank in living:
                 conns[rank].send("reset")
-            again, lost = _hear(conns, living, pids, time.monotonic() + 2 * trial.timeout_s)
+            again, lost = hear(conns, living, pids, time.monotonic() + 2 * trial.timeout_s)
             died |= lost
             silent = [rank for rank in living if rank not in again and rank not in died]
         stacks = stacks_of({rank: pids[rank] for rank in silent}, folder)
@@ -92,11 +92,11 @@ def _may_reset(trial: Trial) -> bool:
     return not trial.script and not lost and trial.step > 0
 
 
-def _hear(
-    conns: dict[int, Connection], ranks: list[int], pids: dict[int, int], limit: float
-) -> tuple[dict[int, Told], dict[int, int]]:
+def hear(
+    conns: dict[int, Connection], ranks: Iterable[int], pids: dict[int, int], limit: float
+) -> tuple[dict[int, Any], dict[int, int]]:
     """What each of these ranks says until the limit, and those that ended without a word."""
-    told: dict[int, Told] = {}
+    told: dict[int, Any] = {}
     died: dict[int, int] = {}
     waiting: dict[Any, int] = {conns[rank]: rank for rank in ranks}
     while waiting and (left := limit - time.monotonic()) > 0:

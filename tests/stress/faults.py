@@ -21,7 +21,6 @@ from mics_fn.errors import GroupsError
 from mics_fn.lab.report import table
 from tests.stress.fault_ranks import SAVED, STEPS, Told, Trial
 from tests.stress.fault_trials import Found, run_trial
-from tests.stress.stalls import Stalls
 
 LANE_LIMIT_S = 240.0  # of one trial, if all else fails
 HARMLESS = ("slow", "gil", "disk_full")
@@ -55,8 +54,7 @@ without a fault never has. alarm: an error although nothing was wrong. untyped: 
 library. unnamed: an error that does not name the rank. late: later than the goal. reset: not right
 after `reset`. unreached: the fault did not happen, or nobody noticed it. made again: some rank, or
 the store at the start, was not heard in time, with nothing worse; tried once more with twice the
-limits, then alone with eight times as much; at most 5 % of trials. stall: a process that only
-sleeps woke up so late."""
+limits, then alone with eight times as much; at most 5 % of trials."""
 
 
 @dataclass(frozen=True)
@@ -95,20 +93,12 @@ def trials_of(config: FaultsConfig) -> Iterator[Trial]:
         step = draw.randrange(1, STEPS) if operation in PLACES["step"] else 0
         if operation in ON_DISK:
             step = SAVED
-        yield Trial(
-            number,
-            n,
-            p,
-            fault,
-            operation,
-            step,
-            0 if operation == "save: commit" else draw.randrange(n),  # one rank commits for all
-            script=draw.random() < 0.5,
-            apart=draw.random() < 0.5,
-            heartbeat_s=config.heartbeat_s,
-            # At the start nothing else bounds a wait.
-            timeout_s=config.timeout_s - (2.0 if operation in PLACES["start"] else 0.0),
-        )
+        # At the start nothing else bounds a wait.
+        timeout_s = config.timeout_s - (2.0 if operation in PLACES["start"] else 0.0)
+        # One rank commits for all.
+        place = (operation, step, 0 if operation == "save: commit" else draw.randrange(n))
+        how = (draw.random() < 0.5, draw.random() < 0.5, config.heartbeat_s, timeout_s)
+        yield Trial(number, n, p, fault, *place, *how)
 
 
 def _operation(draw: random.Random, fault: str, n: int, p: int) -> str:
@@ -134,7 +124,7 @@ def measure_faults(config: FaultsConfig) -> dict[str, Any]:
     torch.set_num_threads(1)
     trials, started = list(trials_of(config)), time.monotonic()
     plain = {twin for trial in trials for twin in _twins(trial)}
-    with Stalls() as stalls, mp.get_context("fork").Pool(config.lanes) as lanes:
+    with mp.get_context("fork").Pool(config.lanes) as lanes:
         twins: Twins = {}
         for found in _all(lanes, sorted(plain, reverse=True)):
             errors = [told.text for told in found.told.values() if told.error]
@@ -150,10 +140,9 @@ def measure_faults(config: FaultsConfig) -> dict[str, Any]:
             found = [each for turn in turns for each in _all(lanes, turn)]
             rows |= {each.trial.number: _row(each, twins) for each in found}
             busy = _worthless_rows(rows)
-        longest = stalls.longest()
     ordered = [rows[trial.number] for trial in trials]
     figures = {"rows": ordered, "seconds": time.monotonic() - started, "again": sorted(first)}
-    return {**figures, "stall_s": longest, "missed": missed(ordered, len(first))}
+    return {**figures, "missed": missed(ordered, len(first))}
 
 
 def worthless(row: Mapping[str, Any]) -> bool:
@@ -171,8 +160,8 @@ def _worthless_rows(rows: Mapping[int, Mapping[str, Any]]) -> set[int]:
 
 def _patient(trial: Trial, times: int) -> Trial:
     """A trial with so many times the limits."""
-    longer = {"heartbeat_s": times * trial.heartbeat_s, "timeout_s": times * trial.timeout_s}
-    return trial._replace(**longer)
+    heartbeat_s, timeout_s = times * trial.heartbeat_s, times * trial.timeout_s
+    return trial._replace(heartbeat_s=heartbeat_s, timeout_s=timeout_s)
 
 
 def _row(found: Found, twins: Twins) -> dict[str, Any]:
@@ -305,7 +294,6 @@ def render_faults(figures: dict[str, Any], config: FaultsConfig) -> str:
     title = f"{count} faults on {sizes} ranks, heartbeat {config.heartbeat_s:g} s, seed"
     title += f" {config.seed}: {seconds:.0f} s, {seconds / max(1, count):.2f} s each"
     title += f", {len(figures['again'])} made again" if figures["again"] else ""
-    title += f", longest stall {figures['stall_s']:.2f} s" if figures["stall_s"] else ""
     verdict = f"goals missed: {', '.join(figures['missed'])}" if figures["missed"] else "goals met"
     return f"{table(title, lines)}\n\n{LEGEND}\n{verdict}"
 

@@ -6,7 +6,6 @@ back. The state of every rank after every step is
 compared, bit for bit, with that of the same job to which nothing happened.
 """
 
-import contextlib
 import importlib
 import mmap
 import multiprocessing as mp
@@ -18,14 +17,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
 
 from mics_fn.errors import GroupsError
 from mics_fn.lab.report import table
-from tests.stress.fault_trials import end, fork, free_port, host_store, stacks_of
+from tests.stress.fault_trials import end, fork, free_port, hear, host_store, stacks_of
 from tests.stress.rejoin_ranks import STEP, Heard, Loss, Rank
 
 GOAL_S = 3.0  # from the start of a process to the end of its first step
@@ -110,8 +109,9 @@ def run_loss(trial: Loss, kind: type[Rank] = Rank, *, again: bool = True) -> Out
                 conns.pop(rank).close()
                 start(rank, again=True)
         board[STEP.size * trial.ranks] = 1
-        heard = _hear(conns, started + LIMIT_S)
-        silent = stacks_of({rank: pids[rank] for rank in pids if rank not in heard}, folder)
+        heard, died = hear(conns, list(conns), pids, started + LIMIT_S)
+        left = {rank: pid for rank, pid in pids.items() if rank not in {**heard, **died}}
+        silent = stacks_of(left, folder) | {rank: f"died: {code}" for rank, code in died.items()}
     finally:
         end([*pids.values(), *hosts])
         for conn in conns.values():
@@ -143,17 +143,6 @@ def _end_all(ranks: Sequence[int], pids: dict[int, int]) -> None:
         os.kill(pids[rank], signal.SIGKILL)
     for rank in ranks:
         os.waitpid(pids[rank], 0)
-
-
-def _hear(conns: dict[int, Connection], limit: float) -> dict[int, Heard]:
-    heard: dict[int, Heard] = {}
-    waiting: dict[Any, int] = {conn: rank for rank, conn in conns.items()}
-    while waiting and (left := limit - time.monotonic()) > 0:
-        for conn in wait(list(waiting), left):
-            rank = waiting.pop(conn)
-            with contextlib.suppress(EOFError, OSError):
-                heard[rank] = conns[rank].recv()
-    return heard
 
 
 def measure_rejoin(config: RejoinConfig) -> dict[str, Any]:

@@ -1,10 +1,7 @@
 """A rank of a trial of `stress faults --rejoin`: it trains, and goes on wherever it is put."""
 
 import contextlib
-import faulthandler
 import mmap
-import os
-import signal
 import struct
 import time
 from multiprocessing.connection import Connection
@@ -15,8 +12,7 @@ from torch import Tensor, nn
 
 import mics_fn as mf
 from mics_fn.errors import PeerFailed
-from mics_fn.lab.ranks import launch
-from tests.stress.fault_ranks import digest
+from tests.stress.fault_ranks import digest, settle, take_place
 
 STEP = struct.Struct("i")
 WIDTH = 24
@@ -164,13 +160,5 @@ class Rank:
             time.sleep(0.002)
 
     def _settle(self) -> None:
-        faulthandler.disable()
-        faulthandler.register(signal.SIGUSR1, open(self.stacks, "w"))  # noqa: SIM115
-        torch.set_num_threads(1)
-        numbers = {"RANK": self.rank, "WORLD_SIZE": self.trial.ranks, "MASTER_PORT": self.port}
-        numbers |= {"LOCAL_RANK": self.rank, "LOCAL_WORLD_SIZE": self.trial.ranks}
-        os.environ.update({name: str(number) for name, number in numbers.items()})
-        os.environ.update(MASTER_ADDR=launch.ADDRESS, GLOO_SOCKET_IFNAME="lo")
-        # The store of torch looks up the name of each client, and serves nobody meanwhile.
-        os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(self.agent)
+        settle(self.stacks)
+        take_place(self.rank, self.trial.ranks, self.port, apart=self.agent)

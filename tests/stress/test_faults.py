@@ -1,8 +1,5 @@
 """`stress faults`: what it calls wrong, a few faults of each kind, and its parts on tiny sizes."""
 
-import os
-import signal
-import time
 from typing import Any
 
 import pytest
@@ -12,7 +9,7 @@ from mics_fn.testing.injector import FAULTS as KNOWN
 from tests.stress.__main__ import main
 from tests.stress.cost import CostConfig, measure_cost, render_cost
 from tests.stress.fault_ranks import STEPS, Told, Trial
-from tests.stress.fault_trials import Found, end, fork
+from tests.stress.fault_trials import Found
 from tests.stress.faults import (
     FAULTS,
     PLACES,
@@ -21,13 +18,11 @@ from tests.stress.faults import (
     judged,
     measure_faults,
     missed,
-    named,
     render_faults,
     trials_of,
     worthless,
 )
 from tests.stress.soak import SoakConfig, grown, render_soak, soak
-from tests.stress.stalls import Stalls
 
 TRIAL = Trial(7, 2, 1, "raise", "fetch", 2, 1, False, False, heartbeat_s=2.0, timeout_s=5.0)
 TWIN = {rank: {step: f"{rank}/{step}" for step in range(STEPS + 1)} for rank in range(2)}
@@ -48,10 +43,6 @@ def problems(trial: Trial = TRIAL, *others: Told, **how: Any) -> dict[str, int]:
     return judged(Found(trial, **{**found, **how}), TWIN)["problems"]
 
 
-def test_an_error_that_names_the_rank_in_time_is_right():
-    assert problems(TRIAL, told()) == {}
-
-
 @pytest.mark.parametrize(
     ("how", "problem"),
     [
@@ -64,6 +55,7 @@ def test_an_error_that_names_the_rank_in_time_is_right():
     ],
 )
 def test_one_thing_that_is_wrong_with_an_error(how: dict[str, Any], problem: str):
+    assert problems(TRIAL, told()) == {}
     assert problems(TRIAL, told(**how)) == {problem: 1}
 
 
@@ -80,38 +72,13 @@ def test_ranks_that_say_nothing_and_jobs_that_should_have_gone_on():
     assert problems(harmless, told=both) == {}
 
 
-@pytest.mark.parametrize(
-    ("text", "culprit", "found"),
-    [
-        ("rank 1 left its groups", 1, True),
-        ("ranks 0, 1 did not come", 1, True),
-        ("ranks 0, 1 did not come", 2, False),
-        ("waiting: rank 0 of ranks 0-3", 0, False),
-        ("on rank 2; its group is ranks 0, 2", 2, False),
-        ("save: OSError\n  on rank 2", 2, True),
-        ("the store at 127.0.0.1 is gone", None, True),
-    ],
-)
-def test_a_text_that_names_a_rank(text: str, culprit: int | None, found: bool):
-    assert named(told(names=None, text=text), culprit) is found
-    assert named(told(names=1, text=""), 1)
-    assert not named(told(names=1, text=text), 0)
-
-
 def test_trials_are_uniform_and_the_same_for_a_seed():
     trials = list(trials_of(FaultsConfig(trials=600)))
     assert trials == list(trials_of(FaultsConfig(trials=600)))
     assert trials[:50] != list(trials_of(FaultsConfig(trials=50, seed=1)))
     assert {trial.fault for trial in trials} == set(FAULTS) == set(KNOWN) - {"link_down"}
     assert {trial.operation for trial in trials} == {name for at in PLACES.values() for name in at}
-    assert {(trial.ranks, trial.partition_size) for trial in trials} == {
-        (n, p) for n in (4, 8) for p in (1, 2, 4, 8) if p <= n
-    }
     assert {trial.rank for trial in trials} == set(range(8))
-    for place in PLACES.values():
-        share = sum(trial.operation in place for trial in trials) / len(trials)
-        assert 0.1 < share < 0.5
-    assert all(trial.step < STEPS for trial in trials)
     assert {goal_s(trial) for trial in trials} >= {None, 1.0, 3.0}
 
 
@@ -127,78 +94,29 @@ def check(config: FaultsConfig) -> None:
     assert figures["missed"] in ([], ["late"])
 
 
-def row(**problems: int) -> dict[str, Any]:
-    return {"problems": problems, "goal_s": 1.0}
-
-
-def test_what_a_busy_machine_may_do():
-    assert missed([row()] * 19 + [row(late=1)]) == []
-    assert missed([row()] * 18 + [row(late=1)] * 2) == ["late"]
-    assert missed([row()] * 40, again=2) == [] == missed([row()], again=1)
-    assert missed([row()] * 40, again=3) == ["made again"]
-    assert missed([row(unnamed=1), row()]) == ["unnamed"]  # also the second time
-
-
-def judged_as(kinds: tuple[str, ...] = ("silent",), **problems: Any) -> bool:
+def judged_as(*kinds: str, **problems: Any) -> bool:
     return worthless({"problems": problems, "kinds": kinds})
 
 
-def test_only_trials_without_a_worse_problem_are_made_again():
-    assert judged_as(unnamed=1)
-    assert judged_as(late=1, unreached=2)
-    assert not judged_as(late=1)
-    assert not judged_as()
+def test_only_trials_without_a_worse_problem_are_made_again_and_few_of_them():
+    assert judged_as("silent", unnamed=1)
+    assert judged_as("no answer", "silent", alarm=2)  # of the store, at the start
+    assert not judged_as("silent", late=1)
+    assert not judged_as("killed", "silent", alarm=2)
     for worse in ("hang", "death", "wrong", "untyped", "reset"):
         also: dict[str, Any] = {worse: 1}
-        assert not judged_as(unnamed=1, **also)
-        assert not judged_as(alarm=1, **also)
-
-
-def test_an_alarm_is_made_again_only_if_all_ranks_say_that_one_or_the_store_was_not_heard():
-    assert judged_as(alarm=2, unreached=1)
-    assert judged_as(("no answer", "silent"), alarm=2)  # of the store, at the start
-    assert not judged_as(("killed", "silent"), alarm=2)
-    assert not judged_as(("", "no answer"), alarm=2)
-    assert not judged_as(("",), alarm=1)
-
-
-def test_a_process_that_sleeps_notices_when_it_does_not_wake_up():
-    with Stalls() as stalls:
-        time.sleep(0.1)
-        begin = time.monotonic()
-        stopped = stalls._pids[0]
-        os.kill(stopped, signal.SIGSTOP)
-        time.sleep(0.6)
-        os.kill(stopped, signal.SIGCONT)
-        deadline = time.monotonic() + 10
-        while stalls.longest(begin) < 0.4 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert stalls.longest(begin) >= 0.4
-        assert stalls.longest(time.monotonic() + 1) == 0.0
-    with pytest.raises(ProcessLookupError):
-        os.kill(stopped, 0)
-
-
-def test_only_processes_that_are_still_there_are_ended(monkeypatch: pytest.MonkeyPatch):
-    """The number of one that was waited for may be that of another process."""
-    gone, there = (fork(lambda: time.sleep(60)) for _ in range(2))
-    os.kill(gone, signal.SIGKILL)
-    os.waitpid(gone, 0)
-    killed, plain = list[int](), os.kill
-    monkeypatch.setattr(os, "kill", lambda pid, number: (killed.append(pid), plain(pid, number)))
-    end([gone, there])
-    assert killed == [there]
+        assert not judged_as("silent", unnamed=1, **also)
+    right: dict[str, Any] = {"problems": {}, "goal_s": 1.0}
+    late: dict[str, Any] = {"problems": {"late": 1}, "goal_s": 1.0}
+    assert missed([right] * 19 + [late]) == [] == missed([right] * 40, again=2)
+    assert missed([right] * 18 + [late] * 2) == ["late"]
+    assert missed([right] * 40, again=3) == ["made again"]
 
 
 @pytest.mark.thorough
-def test_a_few_faults():
-    check(FaultsConfig(trials=6, ranks=(4,), seed=3))
-
-
-@pytest.mark.thorough
-@pytest.mark.limit(600)
+@pytest.mark.limit(300)
 def test_many_faults():
-    check(FaultsConfig(trials=40, seed=4))
+    check(FaultsConfig(trials=24, seed=4))
 
 
 @pytest.mark.thorough
@@ -210,9 +128,6 @@ def test_what_grows():
     ]  # the allocator is warm later
     printed = render_soak(figures, config)
     assert [line.split()[0] for line in printed.splitlines()[2:14:3]] == list(figures["looks"])
-    for ranks in figures["looks"].values():
-        assert [len(looks) for looks in ranks] == [3] * config.ranks
-        assert all(look[what] > 0 for looks in ranks for look in looks for what in look)
 
 
 def test_what_has_grown_is_said():

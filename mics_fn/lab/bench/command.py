@@ -1,7 +1,6 @@
 """`python -m mics_fn bench`: the flags of every bench, and what runs it and prints its tables."""
 
 import argparse
-import itertools
 import json
 import os
 from collections.abc import Callable
@@ -12,16 +11,14 @@ from typing import Any, NamedTuple
 from mics_fn.errors import PlanError
 from mics_fn.groups import Topology, plan_groups, read_launch
 from mics_fn.lab.bench.bytes import BytesConfig, measure_bytes, render_bytes
-from mics_fn.lab.bench.disk import add_disk_flags, disk_config_of, measure_disk, render_disk
-from mics_fn.lab.bench.links import AS_IS, LINKS, read_rates
+from mics_fn.lab.bench.links import LINKS, read_rate
 from mics_fn.lab.bench.opt import OptConfig, measure_opt, render_opt
 from mics_fn.lab.bench.saves import add_save_flags, measure_saves, render_saves, saves_config_of
-from mics_fn.lab.bench.stage import DEFAULT_PEERS, OVERLAP_PEERS, PEERS, StepConfig, check_peers
+from mics_fn.lab.bench.stage import DEFAULT_PEERS, PEERS, StepConfig, check_peers
 from mics_fn.lab.bench.step import measure_step, render_rss, render_step, run_rss
 from mics_fn.lab.bench.turns import BenchTurns, num_ranks, on_ranks
 from mics_fn.lab.models.gpt import GPTConfig
 from mics_fn.lab.report import add_count
-from mics_fn.shards import Precision
 
 DEFAULT_RANKS = 4
 
@@ -40,22 +37,17 @@ def _add_gpt_flags(parser: argparse.ArgumentParser, steps: int) -> None:
 
 
 def _add_rank_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of a bench that runs on several ranks."""
+    """Add the flags of a bench that runs on several ranks."""
     _add_gpt_flags(parser, 5)
     add_count(parser, "ranks", None, f"ranks to launch (default {DEFAULT_RANKS})")
     add_count(parser, "node-size", None, "ranks per node (default that of the job, or 2)")
     add_count(parser, "accumulate", 1, "micro-steps in a step")
-    add_count(parser, "sequences", 1, "samples per rank and micro-step")
 
 
 def _add_bytes_flags(parser: argparse.ArgumentParser) -> None:
     _add_rank_flags(parser)
     text = "ranks of a replica (default all sizes that fit)"
     add_count(parser, "partition-size", None, text, nargs="+")
-    text = "budget for gathered parameters, in parameters of the largest size (default all)"
-    add_count(parser, "live-buckets", None, text)
-    text = "precisions, each a text such as hop2=int8[256] (default f32)"
-    parser.add_argument("--precision", default=("f32",), help=text, metavar="TEXT", nargs="+")
 
 
 def _add_opt_flags(parser: argparse.ArgumentParser) -> None:
@@ -68,32 +60,18 @@ def _add_step_flags(parser: argparse.ArgumentParser) -> None:
     _add_rank_flags(parser)
     add_count(parser, "rounds", 5, "turns of each peer")
     add_count(parser, "partition-size", None, "ranks of a replica (default node size)")
-    add = parser.add_argument
     names, default = " ".join(PEERS), " ".join(DEFAULT_PEERS)
-    lists: dict[str, Any] = {"nargs": "+", "type": _names}
     text = f"what to compare, of {names}, as far as it makes sense (default {default})"
-    add("--peers", default=[], help=text, metavar="NAME", **lists)
-    text = "rates of the links between nodes, such as unshaped:5 1gbit:3, with the steps of a turn;"
-    text += f" the first also for warm-up. A module that {LINKS} names sets them (default {AS_IS})"
-    add("--rates", default=[(AS_IS,)], help=text, metavar="RATE", **lists)
-    text = "precisions, each a text such as compute=bf16,reduce=bf16: every peer that takes"
-    text += " them is measured with each, and compared with itself under the first"
-    add("--precision", default=[], help=text, metavar="TEXT", nargs="+")
-    instead = parser.add_mutually_exclusive_group()
+    parser.add_argument("--peers", default=DEFAULT_PEERS, help=text, metavar="NAME", nargs="+")
+    text = "rate of the links between nodes, such as 1gbit, or 200mbit:1 for turns of one step;"
+    text += f" a module that {LINKS} names sets it (default: as it is)"
+    parser.add_argument("--rates", default="", help=text, metavar="RATE")
     text = "measure memory instead of time, with each peer in new processes"
-    instead.add_argument("--rss", action="store_true", help=text)
-    text = "measure also which share of the optimizer is hidden behind hop 2 (default peers"
-    text = f"{text} {' '.join(OVERLAP_PEERS)})"
-    instead.add_argument("--overlap", action="store_true", help=text)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    """The names in one argument of a list that spaces or commas separate."""
-    return tuple(filter(None, text.split(",")))
+    parser.add_argument("--rss", action="store_true", help=text)
 
 
 class Bench(NamedTuple):
-    """One subcommand.
+    """Subcommand of `bench`.
 
     Args:
         summary: its help text.
@@ -111,7 +89,7 @@ class Bench(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of each bench."""
+    """Add the flags of each bench."""
     kinds = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
     for name, bench in BENCHES.items():
         one = kinds.add_parser(name, help=bench.summary, description=bench.summary)
@@ -147,7 +125,7 @@ def _on_ranks(measure: Callable[[Any], dict]) -> Callable[[Any, int], dict]:
 
 
 def _of_gpt(args: argparse.Namespace, rounds: int) -> dict[str, Any]:
-    """The fields of a config that trains a GPT."""
+    """Return the fields of a config that trains a GPT."""
     if args.dim % args.heads:
         raise PlanError(f"--dim {args.dim} is not a multiple of --heads {args.heads}")
     model = GPTConfig(args.vocab, args.context, args.dim, args.heads, args.blocks)
@@ -156,32 +134,19 @@ def _of_gpt(args: argparse.Namespace, rounds: int) -> dict[str, Any]:
 
 
 def _of_ranks(args: argparse.Namespace, rounds: int, ranks: int) -> dict[str, Any]:
-    """The fields of a config for several ranks: by default nodes are those of the job, or of 2."""
+    """Return the fields of a config for several ranks; nodes default to those of the job, or 2."""
     job = read_launch(os.environ)
     node_size = args.node_size or (job.node_size if job else 2 if ranks % 2 == 0 else ranks)
-    if len(set(map(Precision.parse, args.precision))) < len(args.precision):
-        text = f"--precision {' '.join(map(repr, args.precision))}: one of them is given twice"
-        raise PlanError(text, fix="give each once")
-    return _of_gpt(args, rounds) | {
-        "node_size": node_size,
-        "precisions": tuple(args.precision),
-        "accumulate": args.accumulate,
-        "sequences": args.sequences,
-    }
+    return _of_gpt(args, rounds) | {"node_size": node_size, "accumulate": args.accumulate}
 
 
 def _step_config(args: argparse.Namespace, ranks: int) -> StepConfig:
+    rate, args.steps = read_rate(args.rates, args.steps)
     fields = _of_ranks(args, args.rounds, ranks)
-    partition_size = args.partition_size or fields["node_size"]
-    plan_groups(Topology.of(ranks, fields["node_size"]), partition_size)
-    config = StepConfig(
-        partition_size=partition_size,
-        peers=tuple(itertools.chain(*args.peers)) or (DEFAULT_PEERS, OVERLAP_PEERS)[args.overlap],
-        rates=read_rates(list(itertools.chain(*args.rates)), args.steps),
-        overlap=args.overlap,
-        rss=args.rss,
-        **fields,
-    )
+    p = args.partition_size or fields["node_size"]
+    plan_groups(Topology.of(ranks, fields["node_size"]), p)
+    peers = tuple(args.peers)
+    config = StepConfig(partition_size=p, peers=peers, rate=rate, rss=args.rss, **fields)
     check_peers(config, ranks)
     return config
 
@@ -191,7 +156,7 @@ def _bytes_config(args: argparse.Namespace, ranks: int) -> BytesConfig:
     topology = Topology.of(ranks, fields["node_size"])
     for partition_size in sizes:
         plan_groups(topology, partition_size)
-    return BytesConfig(partition_sizes=sizes, live_buckets=args.live_buckets, **fields)
+    return BytesConfig(partition_sizes=sizes, **fields)
 
 
 BENCHES = {
@@ -210,7 +175,7 @@ BENCHES = {
         render_opt,
     ),
     "bytes": Bench(
-        "bytes of a step at each level: counted, by formula, and those that leave a node",
+        "bytes of a step at each level: counted and by formula",
         _add_bytes_flags,
         _bytes_config,
         _on_ranks(measure_bytes),
@@ -222,12 +187,5 @@ BENCHES = {
         saves_config_of,
         _on_ranks(measure_saves),
         render_saves,
-    ),
-    "disk": Bench(
-        "a step on states in a file, against plain reading and writing of the same bytes",
-        add_disk_flags,
-        disk_config_of,
-        lambda config, ranks: measure_disk(config),
-        render_disk,
     ),
 }

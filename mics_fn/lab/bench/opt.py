@@ -28,7 +28,7 @@ SMALL_SHAPES = ((64,), (16, 64), (256,), (8, 32))
 
 @dataclass(frozen=True)
 class OptConfig:
-    """All that decides what is measured.
+    """Options of `bench opt`.
 
     Args:
         turns: how long.
@@ -44,7 +44,7 @@ class OptConfig:
 
 
 def measure_opt(config: OptConfig) -> dict[str, Any]:
-    """Compare on two trees, in one process; in a job the others wait.
+    """Compare both optimizers on two trees, in one process; in a job the others wait.
 
     Returns:
         On rank 0 the figures of each tree; {} on the others.
@@ -62,7 +62,7 @@ def measure_opt(config: OptConfig) -> dict[str, Any]:
 
 
 def trees(config: OptConfig) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The shapes to step on, by name of the tree and path."""
+    """Return the shapes to step on, by name of the tree and path."""
     with torch.device("meta"):
         model = gpt.GPT(config.model)
     few = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -105,7 +105,7 @@ def _compare(
 def _ours(
     values: dict[str, Tensor], grads: dict[str, Tensor], groups: mf.Groups
 ) -> tuple[BenchPeer, Any]:
-    """`opt_step` with donation; gradients lie in flat buckets, as hop 1 leaves them."""
+    """Build the peer of `opt_step` with donation; gradients are flat, as hop 1 returns them."""
     params = mf.shard(values, groups)
     state = mf.init_state(params, mf.optim.adamw(1e-3))
     shards = {
@@ -132,7 +132,7 @@ def _theirs(
 
 
 def render_opt(figures: dict[str, Any], config: OptConfig) -> str:
-    """The figures as tables."""
+    """Render the figures as tables."""
     blocks = []
     for part in figures["trees"]:
         title = (

@@ -4,7 +4,6 @@ import argparse
 import os
 import tempfile
 import time
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,18 +12,16 @@ from typing import Any
 import torch
 
 import mics_fn as mf
-from mics_fn.checkpoint import Line, Manifest, SavedTensor, Writer, load, save, start_save
+from mics_fn.checkpoint import load, save, start_save
 from mics_fn.errors import human_bytes
 from mics_fn.lab.bench.turns import between, nbytes, say, spread, start
 from mics_fn.lab.report import add_count, table
 from mics_fn.offload import read_all, write_all
 
-WRITERS = (4, 64, 1024, 16384)
-
 
 @dataclass(frozen=True)
 class SavesConfig:
-    """All that decides what is measured.
+    """Options of `bench checkpoint`.
 
     Args:
         mib: size of a state, in MiB.
@@ -40,7 +37,7 @@ class SavesConfig:
 
 
 def add_save_flags(parser: argparse.ArgumentParser) -> None:
-    """How much is saved, how often, and where."""
+    """Add the flags of `bench checkpoint`."""
     add_count(parser, "mib", SavesConfig.mib, "size of the state, in MiB")
     add_count(parser, "rounds", SavesConfig.rounds, "turns of each peer")
     default = tempfile.gettempdir()
@@ -48,16 +45,15 @@ def add_save_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def saves_config_of(args: argparse.Namespace, ranks: int) -> SavesConfig:
-    """What the flags ask for."""
+    """Make the config of the flags."""
     return SavesConfig(args.mib, args.rounds, folder=args.folder)
 
 
 def measure_saves(config: SavesConfig) -> dict[str, Any]:
-    """Compare in one process.
+    """Compare saves and loads with plain writing and reading, in one process.
 
     Returns:
-        Ratios by name, each the median over rounds with the least and the most; and how the
-        manifest grows with the number of writers.
+        Ratios by name, each the median over rounds with the least and the most.
     """
     start("cpu")
     laps: dict[str, list[float]] = {}
@@ -69,11 +65,11 @@ def measure_saves(config: SavesConfig) -> dict[str, Any]:
                 if number:  # the first one warms memory and files up
                     laps.setdefault(name, []).append(ratio)
     ratios = {name: spread(found)._asdict() for name, found in laps.items()}
-    return {"nbytes": bench.nbytes, "ratios": ratios, "writers": [_manifest(n) for n in WRITERS]}
+    return {"nbytes": bench.nbytes, "ratios": ratios}
 
 
 class _SaveBench:
-    """A state, its bytes as one buffer, and the turns of a round."""
+    """State, its bytes as one buffer, and the turns of a round."""
 
     def __init__(self, config: SavesConfig, folder: Path, groups: mf.Groups) -> None:
         rows = config.mib * 2**20 // 3 // 4 // config.leaves // 1024
@@ -86,7 +82,7 @@ class _SaveBench:
         self.matrix = torch.randn(512, 512)
 
     def round(self, number: int) -> dict[str, float]:
-        """The ratio of each pair, whose two turns follow one another."""
+        """Return the ratio of each pair, whose two turns follow one another."""
         writes, saves = _seconds(self.write), _seconds(lambda: self.save(2 * number))
         reads, loads = _seconds(self.read), _seconds(self.load)
         self.forget()
@@ -129,7 +125,7 @@ class _SaveBench:
         self.state = load(*like, donate=True).state
 
     def forget(self) -> None:
-        """Let the system forget the content of files, so that they are read from the disk."""
+        """Drop files from the cache of the system, so that reads are from the disk."""
         for path in self.folder.rglob("*"):
             if path.is_file():
                 number = os.open(path, os.O_RDONLY)
@@ -137,7 +133,7 @@ class _SaveBench:
                 os.close(number)
 
     def steps(self, more: Callable[[], bool]) -> float:
-        """Seconds of a step of some work, the mean over at least ten."""
+        """Time a step of some work, as the mean over at least ten."""
         begun, count = time.perf_counter(), 0
         while count < 10 or more():
             self.matrix = torch.tanh(self.matrix @ self.matrix)
@@ -151,44 +147,8 @@ def _seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - begun
 
 
-def _manifest(writers: int) -> dict[str, Any]:
-    """What the manifest of a model of 2,000 leaves costs the rank that writes it."""
-    tracemalloc.start()
-    begun = time.perf_counter()
-    lines = [Line(6_000_000, 4, writers // 4) for _ in range(100)] + [Line(8 * writers, writers, 1)]
-    places = ((f"opt.moments.exp_avg.h.{i}.w", i // 60, i % 60) for i in range(6000))
-    tensors = [
-        SavedTensor(name, torch.float32, (1000, 100), i, 100_000 * k) for name, i, k in places
-    ]
-    file, digest = "rank-00000.safetensors", "0" * 64
-    records = [Writer(file, 10**9, digest, [[i % 4, i // 4]]) for i in range(writers)]
-    manifest = Manifest(
-        step=1,
-        versions={},
-        replicas="equal",
-        homes=[[4, writers // 4]],
-        lines=lines,
-        tensors=tensors,
-        values={},
-        ties={},
-        writers=records,
-        extra="same",
-        commit="rename",
-    )
-    nbytes, seconds = len(manifest.to_bytes()), time.perf_counter() - begun
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return {"writers": writers, "seconds": seconds, "nbytes": nbytes, "peak_bytes": peak}
-
-
 def render_saves(figures: dict[str, Any], config: SavesConfig) -> str:
-    """The tables."""
+    """Render the table."""
     rows = [(name, between(found, ".2f")) for name, found in figures["ratios"].items()]
     title = f"a state of {human_bytes(figures['nbytes'])}: ratio of two turns that follow another"
-    first, head = table(title, rows), ("writers", "time", "manifest", "memory")
-    found = []
-    for x in figures["writers"]:
-        sizes = map(human_bytes, (x["nbytes"], x["peak_bytes"]))
-        found.append((f"{x['writers']:,}", f"{x['seconds']:.3f} s", *sizes))
-    second = table("the first rank's manifest of 6,000 tensors", [head, *found])
-    return f"{first}\n\n{second}"
+    return table(title, rows)

@@ -2,29 +2,25 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from statistics import median_low
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 import mics_fn as mf
-from mics_fn._device import is_async
 from mics_fn.collectives import Codec, mean_bytes
-from mics_fn.errors import PlanError
-from mics_fn.groups import placement
-from mics_fn.lab.bench.links import AS_IS, Rate
-from mics_fn.lab.bench.turns import BenchPeer, BenchTurns, in_job, nbytes
+from mics_fn.errors import PlanError, message
+from mics_fn.lab.bench.turns import BenchPeer, BenchTurns, in_job
 from mics_fn.lab.models import gpt
 from mics_fn.lab.models.text import load_text
-from mics_fn.lab.report import buckets_of
-from mics_fn.shards import Bucket, Precision
+from mics_fn.shards import Bucket
 
 # The formula for what a rank should hold.
 
@@ -32,7 +28,7 @@ FILLED = 2  # buckets of full gradients that backward is making, in the dtype th
 
 
 class Cut(NamedTuple):
-    """The number of ranks over which each kind of data is cut."""
+    """Number of ranks over which each kind of data is cut."""
 
     states: int
     params: int  # gathered parameters, from their first use in a step to its end
@@ -49,7 +45,7 @@ def memory_formula(
     micro_steps: int = 1,
     exchanged: bool = True,
 ) -> dict[str, float]:
-    """The most that one of several ranks holds in a step with AdamW, by kind.
+    """Compute the most bytes that one of several ranks holds in a step with AdamW, by kind.
 
     Args:
         buckets: the buckets of the model, all of them trained; padding counts.
@@ -109,13 +105,13 @@ def memory_formula(
 
 
 def _fits(bucket: Bucket, cut: Cut) -> bool:
-    """Whether gradients are packed where gathered parameters were, in the last pass."""
+    """Return whether gradients reuse the memory of gathered parameters in the last pass."""
     sent = [x for x in (bucket.reduce, bucket.mean_wire) if isinstance(x, torch.dtype)]
     return cut.grads > 1 and max(x.itemsize for x in sent) <= bucket.compute.itemsize
 
 
 def _stays(bucket: Bucket, cut: Cut, micro_steps: int) -> bool:
-    """Whether the mean stays there too, also where a code of it is sent in hop 2."""
+    """Return whether the mean reuses that memory too, also where hop 2 sends a code of the mean."""
     same = micro_steps == 1 and sum_dtype(bucket, micro_steps) == bucket.reduce
     same = same and not isinstance(bucket.hop2, torch.dtype)
     return same and cut.grads == cut.states and _fits(bucket, cut)
@@ -132,7 +128,7 @@ def _in_hops(
     exchanged: bool,
     reused: bool,
 ) -> tuple[float, int]:
-    """Bytes that a bucket's reduction takes in one pass, and how many of them there are at most.
+    """Compute the bytes of a bucket's reduction in one pass, and how many there are at most.
 
     In the first pass a mean goes where the sum will be, in later ones it has to be added to it. If
     the memory of gathered parameters is `reused`, see `_fits` and `_stays`.
@@ -165,7 +161,7 @@ def _in_hops(
 def _arriving(
     bucket: Bucket, sizes: Sequence[int], numel: float, direct: bool, exchanged: bool
 ) -> float:
-    """Bytes of the memory for what arrives, if the last level can `direct` it to the mean.
+    """Compute the bytes of receive buffers, if the last level can `direct` them to the mean.
 
     Codes of hop 1 count as if all levels sent them.
     """
@@ -181,7 +177,7 @@ def _arriving(
 
 
 def sum_dtype(bucket: Bucket, micro_steps: int) -> torch.dtype:
-    """The dtype of a sum of gradients; after one micro-step the wider of its two ends."""
+    """Return the dtype of a sum of gradients; for one micro-step the wider of its two ends."""
     if micro_steps > 1:
         return bucket.accumulate
     return torch.promote_types(bucket.dtype, bucket.reduce)
@@ -190,17 +186,15 @@ def sum_dtype(bucket: Bucket, micro_steps: int) -> torch.dtype:
 Batch = tuple[Tensor, Tensor]
 TEXT_BYTES = 500_000
 DEFAULT_PEERS = ("keep", "zero3", "fsdp2", "fsdp2-keep", "plain")
-OVERLAP_PEERS = ("keep", "overlap")  # of `--overlap`
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What is trained, and on what.
+    """Options of what is trained, and on what.
 
     Args:
         node_size: nodes are groups of so many ranks.
         turns: how many steps.
-        precisions: texts of precisions; all is measured with each of them.
         accumulate: micro-steps in a step.
         sequences: samples per rank and micro-step.
         device: "auto", "cpu" or "cuda".
@@ -211,7 +205,6 @@ class TrainConfig:
 
     node_size: int
     turns: BenchTurns = field(default_factory=BenchTurns)
-    precisions: tuple[str, ...] = ()
     accumulate: int = 1
     sequences: int = 1
     device: str = "auto"
@@ -222,57 +215,32 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig(TrainConfig):
-    """Everything that decides what is measured.
+    """Options of `bench step`.
 
     Args:
         partition_size: ranks that share one replica.
-        peers: names from `PEERS`; of the precisions those that take one are built with each of
-            them. () means float32, which is then not part of a name.
-        rates: rates of the links between nodes, which are all measured in one run.
-        overlap: measure also what is hidden behind hop 2.
+        peers: names from `PEERS`.
+        rate: of the links between nodes; "" leaves them as they are.
         rss: measure memory instead, each peer in processes of its own.
     """
 
     partition_size: int
     peers: tuple[str, ...] = DEFAULT_PEERS
-    rates: tuple[Rate, ...] = (Rate(AS_IS, BenchTurns.steps),)
-    overlap: bool = False
+    rate: str = ""
     rss: bool = False
 
 
-def steps_at(config: StepConfig, place: int) -> list[int]:
-    """The numbers of the steps that were timed at one of the rates."""
-    steps = [rate.steps for rate in config.rates]
-    first = config.turns.warmup + sum(steps[:place])
-    starts = range(first, first + config.turns.rounds * sum(steps), sum(steps))
-    return [start + step for start in starts for step in range(steps[place])]
-
-
 class Stage(NamedTuple):
-    """What a peer is built from, on this rank."""
+    """Inputs from which a peer is built, on this rank."""
 
     config: StepConfig
     device: torch.device
     batches: list[list[Batch]]  # by step and micro-step, the same for every peer
     closing: contextlib.ExitStack  # closes what peers leave open
-    precision: Precision = Precision()  # for the next peer
-
-
-def make_stage(
-    config: StepConfig,
-    device: torch.device,
-    closing: contextlib.ExitStack,
-    *,
-    steps: int | None = None,
-) -> Stage:
-    """A stage of all ranks."""
-    if steps is None:
-        steps = config.turns.all_steps(*(rate.steps for rate in config.rates))
-    return Stage(config, device, make_batches(config, device, steps), closing)
 
 
 def make_batches(config: TrainConfig, device: torch.device, steps: int) -> list[list[Batch]]:
-    """The batches of this rank, by step and micro-step."""
+    """Make the batches of this rank, by step and micro-step."""
     text, rank = load_text(TEXT_BYTES), dist.get_rank()
     sizes = {"size": config.sequences, "context": config.model.context, "seed": config.seed}
     found = []
@@ -286,80 +254,47 @@ def make_batches(config: TrainConfig, device: torch.device, steps: int) -> list[
 
 
 def joined(micros: Sequence[Batch]) -> Batch:
-    """The batches of all micro-steps as one."""
+    """Concatenate the batches of all micro-steps."""
     x, y = map(torch.cat, zip(*micros, strict=True))
     return x, y
 
 
 def make_model(config: TrainConfig, device: torch.device) -> gpt.GPT:
-    """The GPT with the parameters that every peer starts from."""
+    """Make the GPT with the parameters that every peer starts from."""
     return gpt.seeded(config.model, device, config.seed)
 
 
-# The peers of `bench step`: `Trainer` in several modes, and the ways to train of torch itself.
+# The peers of `bench step`: `Trainer` in two modes, and the ways to train of torch itself.
 
 
-def _trainer(
-    stage: Stage,
-    *,
-    live: int | None,
-    wide: bool = False,
-    place: str = "",
-    overlap: bool = False,
-) -> BenchPeer:
-    """`Trainer` with the partition groups of the stage, or `wide` ones of all ranks.
+def _trainer(stage: Stage, *, live: int | None) -> BenchPeer:
+    """Build a `Trainer` that keeps all gathered parameters, or has a budget of `live` buckets.
 
-    It keeps all gathered parameters, or has a budget of `live` buckets. Two give the memory of
-    ZeRO-3: a bucket in use, the next one, and one more that `live_bytes` allows. Parameters may
-    have a placement, and buckets be stepped while others are in hop 2.
+    Two give the memory of ZeRO-3: a bucket in use, the next one, and one more that `live_bytes`
+    allows.
     """
     config = stage.config
-    p = dist.get_world_size() if wide else config.partition_size
-    groups = mf.make_groups(p, node_size=config.node_size, device=stage.device)
-    groups = stage.closing.enter_context(placement.place(groups, place) if place else groups)
-    guard = mf.optim.Guard(on_nonfinite="ignore") if overlap else None
-    trainer, budget = make_trainer(
-        config, groups, live, stage.precision, overlap_step=overlap, guard=guard
-    )
-    batches, route = [joined(micros) for micros in stage.batches], groups.hierarchy.route
-    needs = memory_formula(
-        buckets_of(trainer.state.params),
-        Cut(p, route.split(route.hold)[1].size, route.split(route.late)[1].size),
-        route.sizes,
-        live_bytes=budget,
-        num_replicas=groups.num_replicas,
-        micro_steps=config.accumulate,
-        exchanged=not is_async(stage.device),
-    )
-    del needs["states"]  # measured
-    how = [place or {None: "keep", 0: "least", 2: "two buckets"}[live], *["overlapped"] * overlap]
-    return BenchPeer(
-        f"Trainer p={p}, {', '.join(how)}",
-        lambda step: trainer.step(batches[step]).loss,
-        lambda: nbytes((trainer.state.params, trainer.state.opt)),
-        needs,
-    )
+    p, device = config.partition_size, stage.device
+    groups = mf.make_groups(p, node_size=config.node_size, device=device)
+    trainer = make_trainer(config, stage.closing.enter_context(groups), live)
+    batches = [joined(micros) for micros in stage.batches]
+    name = f"Trainer p={p}, {'keep' if live is None else 'two buckets'}"
+    return BenchPeer(name, lambda step: trainer.step(batches[step]).loss)
 
 
-def make_trainer(
-    config: TrainConfig, groups: mf.Groups, live: int | None, precision: Precision, **options: Any
-) -> tuple[mf.Trainer, int | None]:
-    """A trainer of the GPT, and the bytes of its budget of `live` buckets; None keeps all."""
+def make_trainer(config: TrainConfig, groups: mf.Groups, live: int | None = None) -> mf.Trainer:
+    """Make a trainer of the GPT with a budget of `live` buckets; None keeps all."""
     model = make_model(config, groups.device)
     # A parameter that is larger than a bucket has a bucket of its own.
-    largest = max(parameter.numel() for parameter in model.parameters())
-    largest *= precision.dtypes("", torch.float32).compute.itemsize
-    trainer = mf.Trainer(
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    return mf.Trainer(
         model,
         mf.optim.adamw(config.lr),
         groups,
         loss=gpt.loss,
         accumulate=config.accumulate,
         live_bytes=None if live is None else live * largest,
-        precision=precision,
-        **options,
     )
-    return trainer, None if live is None else live * largest
 
 
 def _plain(stage: Stage) -> BenchPeer:
@@ -367,22 +302,19 @@ def _plain(stage: Stage) -> BenchPeer:
 
 
 def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> BenchPeer:
-    """FSDP2 on a (replicate, shard) mesh, or on one of all ranks.
+    """Build FSDP2 on a (replicate, shard) mesh, or on one of all ranks.
 
     With `keep` parameters are gathered once per step, otherwise again for backward.
     """
     config, n = stage.config, dist.get_world_size()
     p = n if full else config.partition_size
-    dtypes = stage.precision.dtypes("", torch.float32)
-    model = make_model(config, stage.device).to(dtypes.param)
+    model = make_model(config, stage.device)
     sizes = (n,) if full or n == 1 else (n // p, p)
     names = ("replicate", "shard")[-len(sizes) :]
     mesh = init_device_mesh(stage.device.type, sizes, mesh_dim_names=names)
-    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": not keep}
-    options["mp_policy"] = MixedPrecisionPolicy(dtypes.compute, dtypes.reduce)
     for block in model.blocks:
-        fully_shard(block, **options)
-    root = fully_shard(model, **options)
+        fully_shard(block, mesh=mesh, reshard_after_forward=not keep)
+    root = fully_shard(model, mesh=mesh, reshard_after_forward=not keep)
 
     def begin(last: bool) -> None:
         # As in MiCS: hop 1 in each micro-step, hop 2 in the last one.
@@ -390,23 +322,14 @@ def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> BenchPeer:
         if keep:
             root.set_reshard_after_backward(last)
 
-    size = dtypes.compute.itemsize
-    blocks = [sum(x.numel() * size for x in block.parameters()) for block in model.blocks]
-    whole = sum(x.numel() * size for x in model.parameters())
     name = ("FSDP2 full" if full else "FSDP2") + f" p={p}, " + ("keep" if keep else "default")
-    wider = dtypes.param.itemsize / size
-    needs = _needs([*blocks, whole - sum(blocks)], p, keep=keep, wider=wider)
-    return _torch_loop(name, stage, model, begin, needs)
+    return _torch_loop(name, stage, model, begin)
 
 
 def _torch_loop(
-    name: str,
-    stage: Stage,
-    model: nn.Module,
-    begin: Callable[[bool], None] = lambda last: None,
-    needs: dict[str, float] | None = None,
+    name: str, stage: Stage, model: nn.Module, begin: Callable[[bool], None] = lambda last: None
 ) -> BenchPeer:
-    """A training loop of plain torch; `begin` is told whether a micro-step is the last one."""
+    """Build a loop of plain torch; `begin` gets whether a micro-step is the last one."""
     config = stage.config
     optimizer = torch.optim.AdamW(model.parameters(), config.lr, fused=True)
     last = config.accumulate - 1
@@ -423,113 +346,49 @@ def _torch_loop(
         optimizer.zero_grad(set_to_none=True)
         return torch.stack(losses).mean()
 
-    if needs is None:
-        full = sum(x.numel() * x.itemsize for x in model.parameters())
-        needs = {"parameters": 0, "sums": full, "hops": 0, "in full": 0}
-    return BenchPeer(name, step, lambda: _held(model, optimizer), needs)
-
-
-def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of parameters and optimizer state on this rank."""
-    tensors: list[Any] = [*model.parameters()]
-    for state in optimizer.state.values():
-        tensors += [value for value in state.values() if isinstance(value, Tensor)]
-    local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
-    return sum(t.nbytes for t in local)
-
-
-def _needs(units: Iterable[int], p: int, *, keep: bool, wider: float) -> dict[str, float]:
-    """The least bytes that a step of FSDP2 needs beyond states, for units of such bytes.
-
-    Gathered parameters are all of them, or two units. Of gradients it has this rank's part, in a
-    dtype that is `wider` by a factor, one unit that is packed while it is reduced, and one in full.
-    """
-    ordered = sorted(units, reverse=True)
-    total, largest, two = sum(ordered), ordered[0], sum(ordered[:2])
-    if p == 1:  # the states themselves are in full
-        return {"parameters": 0, "sums": total * wider, "hops": 0, "in full": 0}
-    gathered = total if keep else two
-    return {"parameters": gathered, "sums": total * wider / p, "hops": largest, "in full": largest}
+    return BenchPeer(name, step)
 
 
 class PeerKind(NamedTuple):
-    """A way to train: what builds it, and where it makes sense."""
+    """Way to train: what builds the peer, and in which worlds."""
 
     build: Callable[[Stage], BenchPeer]
     ours: bool = False
     alone: bool = True  # in a world of one
     together: bool = True
-    mixed: bool = True  # takes precisions
 
 
 PEERS = {
     "keep": PeerKind(partial(_trainer, live=None), ours=True),
     "zero3": PeerKind(partial(_trainer, live=2), ours=True),
-    "least": PeerKind(partial(_trainer, live=0), ours=True),
-    "wide-zero3": PeerKind(partial(_trainer, wide=True, live=2), ours=True, alone=False),
-    "hpz": PeerKind(partial(_trainer, wide=True, live=2, place="hpz"), ours=True, alone=False),
-    "overlap": PeerKind(partial(_trainer, live=None, overlap=True), ours=True, alone=False),
     "fsdp2": PeerKind(partial(_fsdp2, full=False, keep=False)),
     "fsdp2-keep": PeerKind(partial(_fsdp2, full=False, keep=True)),
     "fsdp2-full": PeerKind(partial(_fsdp2, full=True, keep=False), alone=False),
-    "plain": PeerKind(_plain, together=False, mixed=False),
+    "plain": PeerKind(_plain, together=False),
 }
 
 
-def kind_of(label: str) -> PeerKind:
-    """A peer by its label: a name, or a name and a precision as in `labels`."""
-    return PEERS[label.partition("@")[0]]
-
-
-def build(stage: Stage, label: str) -> BenchPeer:
-    """The peer with a label."""
-    return kind_of(label).build(stage._replace(precision=Precision.parse(label.partition("@")[2])))
-
-
-def labels(config: StepConfig, world_size: int) -> list[str]:
-    """The labels of the peers that make sense in a world of this size.
-
-    With precisions, a peer that takes them is there once per precision, as "name@precision".
-    """
-    found = []
-    for name in config.peers:
-        kind = PEERS[name]
-        mixed = kind.mixed and config.precisions
-        if kind.alone if world_size == 1 else kind.together:
-            found += [f"{name}@{precision}" for precision in config.precisions] if mixed else [name]
-    return found
+def fitting(peers: Iterable[str], world_size: int) -> list[str]:
+    """Select the peers that make sense in a world of this size."""
+    found = [(name, PEERS[name]) for name in peers]
+    return [name for name, x in found if (x.alone if world_size == 1 else x.together)]
 
 
 def check_peers(config: StepConfig, world_size: int) -> None:
-    """Raise PlanError for peers, precisions, and flags that do not fit together."""
+    """Raise PlanError for peers and flags that do not fit together."""
     asked = f"--peers {' '.join(config.peers)}"
     wrong = [name for name in config.peers if name not in PEERS]
     if wrong:
         what = f"{asked}: there is no peer {' '.join(wrong)}"
-        raise PlanError(what, fix=f"choose from {' '.join(PEERS)}")
+        raise PlanError(message(what, fix=f"choose from {' '.join(PEERS)}"))
     if len(set(config.peers)) < len(config.peers):
-        raise PlanError(f"{asked}: one is given twice", fix="give each once")
-    if not labels(config, world_size):
-        every = replace(config, peers=tuple(PEERS), precisions=())
-        fits = " ".join(labels(every, world_size))
+        raise PlanError(message(f"{asked}: one is given twice", fix="give each once"))
+    if not fitting(config.peers, world_size):
         what = f"{asked}: none of these is measured with {world_size} ranks"
-        raise PlanError(what, fix=f"choose from {fits}")
-    others = [name for name in config.peers if PEERS[name].mixed and not PEERS[name].ours]
-    own = [text for text in config.precisions if Precision.parse(text).overrides]
-    if own and others:
-        what = f"--precision {own[0]!r}: {others[0]} has one precision for all parameters"
-        raise PlanError(what, fix="leave the overrides out, or that peer")
-    if config.overlap:
-        others = [name for name in config.peers if not PEERS[name].ours]
-        if others:
-            fix = "choose peers of this library, such as keep overlap"
-            raise PlanError(f"--overlap: {others[0]} has no timeline", fix=fix)
-        if config.partition_size == world_size:
-            what = f"--overlap: a partition group of all {world_size} ranks has no hop 2"
-            raise PlanError(what, fix=f"pass --partition-size, less than {world_size}")
-    if config.rss and config.rates[0].name != AS_IS:
+        raise PlanError(message(what, fix=f"choose from {' '.join(fitting(PEERS, world_size))}"))
+    if config.rss and config.rate:
         text = "--rss with --rates: memory does not depend on them"
-        raise PlanError(text, fix="leave one of them out")
+        raise PlanError(message(text, fix="leave one of them out"))
     if config.rss and in_job():
         fix = "run it without a launcher, on any machine: --rss starts ranks of its own"
-        raise PlanError("--rss in a job: it needs new processes for each peer", fix=fix)
+        raise PlanError(message("--rss in a job: it needs new processes for each peer", fix=fix))

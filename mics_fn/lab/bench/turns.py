@@ -5,8 +5,6 @@ taken minutes apart cannot be compared. Here the peers of a comparison take step
 round, and each of them begins a round equally often. A ratio is taken inside each round, between
 neighbours in time. The report is the median over rounds, with the least and the most.
 
-If the rates of links can be set, each round has a turn of every peer at every rate.
-
 On an accelerator this is the memory that torch allocated. On the CPU it is resident memory, which
 includes code and what the allocator keeps for later.
 """
@@ -41,21 +39,21 @@ CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """Bytes in use now; None if they cannot be read."""
+    """Return the bytes in use now; None if they cannot be read."""
     if _device.is_async(device):
         return torch.accelerator.memory_allocated(device)
     return _status_bytes("VmRSS")
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The most bytes since `reset_peak`, or ever; None if they cannot be read."""
+    """Return the most bytes since `reset_peak`, or ever; None if they cannot be read."""
     if _device.is_async(device):
         return torch.accelerator.max_memory_allocated(device)
     return _status_bytes("VmHWM")
 
 
 def reset_peak(device: torch.device) -> int | None:
-    """Set the peak to the bytes in use now, and return them; None if that is not possible."""
+    """Set the peak to the bytes in use now, and return them; None where that is not possible."""
     if _device.is_async(device):
         torch.accelerator.reset_peak_memory_stats(device)
         return torch.accelerator.memory_allocated(device)
@@ -68,13 +66,13 @@ def reset_peak(device: torch.device) -> int | None:
 
 
 def trim() -> None:
-    """Return the memory that the host's allocator keeps for later to the system, if it can."""
+    """Return unused memory of the host's allocator to the system, where that is possible."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def give_back_at_once(smallest: int = 65536) -> bool:
-    """Let blocks of this size or more return to the system when they are freed.
+    """Make the allocator return freed blocks of this size or more to the system at once.
 
     Glibc raises the size by itself, up to 32 MB, whenever a larger block is freed, and keeps
     smaller blocks. Resident memory is then more than the memory in use.
@@ -89,7 +87,7 @@ def give_back_at_once(smallest: int = 65536) -> bool:
 
 
 def _status_bytes(name: str) -> int | None:
-    """A field of /proc/self/status."""
+    """Read a field of /proc/self/status."""
     if not STATUS.exists():
         return None
     for line in STATUS.read_text().splitlines():
@@ -103,7 +101,7 @@ _calls = itertools.count()  # of `of_all_ranks`, equal on all ranks
 
 
 class Spread(NamedTuple):
-    """The median of some measurements, the least and the most."""
+    """Median of some measurements, the least and the most."""
 
     median: float
     least: float
@@ -111,7 +109,7 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """The median, the least and the most of some numbers.
+    """Compute the median, the least and the most of some numbers.
 
     >>> spread([3.0, 1.0, 2.0])
     Spread(median=2.0, least=1.0, most=3.0)
@@ -120,7 +118,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def between(values: dict[str, float], form: str) -> str:
-    """A spread as text.
+    """Format a spread as text.
 
     >>> between(spread([1.0, 2.0, 4.0])._asdict(), ".1f")
     '2.0 (1.0-4.0)'
@@ -129,7 +127,9 @@ def between(values: dict[str, float], form: str) -> str:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Ours over theirs, round by round. See [Note: taking turns].
+    """Divide our times by theirs, round by round.
+
+    See [Note: taking turns].
 
     >>> ratio([1.0, 4.0, 3.0], [1.0, 2.0, 2.0])
     Spread(median=1.5, least=1.0, most=2.0)
@@ -138,33 +138,28 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
 
 
 class BenchPeer(NamedTuple):
-    """One of the things that a comparison compares.
+    """Peer of a comparison.
 
     Args:
         name: its name in tables.
         step: takes one step; called with the number of the step, counted from 0.
-        held_bytes: gives the bytes of parameters and optimizer state on this rank.
-        needs: the bytes that a step needs beyond those, by kind, from a formula.
     """
 
     name: str
     step: Callable[[int], Any]
-    held_bytes: Callable[[], int] = lambda: 0
-    needs: dict[str, float] = {}
 
 
 class Laps(NamedTuple):
-    """What `take_turns` measured of one peer on one rank; turns by round, then by setting."""
+    """Measurements of one peer on one rank, by `take_turns`."""
 
     name: str
     seconds: list[float]  # per step, one for each turn
-    sent_bytes: list[float | None]  # per step, by the gauge
     results: list[Any]  # one per step
 
 
 @dataclass(frozen=True)
 class BenchTurns:
-    """How many steps a comparison takes.
+    """Number of steps of a comparison.
 
     Args:
         rounds: turns of each peer.
@@ -176,23 +171,13 @@ class BenchTurns:
     steps: int = 5
     warmup: int = 2
 
-    def all_steps(self, *steps: int) -> int:
-        """How many steps each peer takes.
-
-        Args:
-            steps: the steps of a turn under each setting; default `self.steps`.
-        """
-        return self.warmup + self.rounds * sum(steps or (self.steps,))
+    @property
+    def all_steps(self) -> int:
+        """Number of steps that each peer takes."""
+        return self.warmup + self.rounds * self.steps
 
     def __str__(self) -> str:
         return f"{self.rounds} rounds of {self.steps} steps in turns, median (least-most)"
-
-
-class BenchSetting(NamedTuple):
-    """A condition, such as the rate of the links; in each round every peer has a turn under it."""
-
-    steps: int  # of a turn
-    put: Callable[[], Any] = lambda: None  # sets the condition
 
 
 def take_turns(
@@ -201,8 +186,6 @@ def take_turns(
     *,
     device: torch.device,
     fence: Callable[[], Any] = lambda: None,
-    settings: Sequence[BenchSetting] = (),
-    gauge: Callable[[], Any] = lambda: None,
 ) -> list[Laps]:
     """Time peers in turns.
 
@@ -211,75 +194,45 @@ def take_turns(
         turns: how many steps.
         device: the device on which they work.
         fence: called around each turn, so that the ranks start together.
-        settings: in each round every peer has a turn under each of these, of as many steps as it
-            says; warm-up uses the first. () leaves conditions as they are.
-        gauge: gives the bytes that were sent so far.
 
     Returns:
         The measurements of each peer.
     """
-    laps = [Laps(peer.name, [], [], []) for peer in peers]
+    laps = [Laps(peer.name, [], []) for peer in peers]
 
-    def turn(i: int, steps: int) -> tuple[float, Any]:
-        def work() -> None:
-            for _ in range(steps):
-                laps[i].results.append(peers[i].step(len(laps[i].results)))
+    def turn(i: int, steps: int) -> float:
+        fence()
+        _device.finish(device)
+        started = time.perf_counter()
+        for _ in range(steps):
+            laps[i].results.append(peers[i].step(len(laps[i].results)))
+        _device.finish(device)
+        seconds = time.perf_counter() - started
+        fence()
+        return seconds / steps
 
-        return timed(work, device=device, fence=fence, gauge=gauge)
-
-    settings = settings or [BenchSetting(turns.steps)]
-    settings[0].put()
     for i in range(len(peers)):
         turn(i, turns.warmup)
     for number in range(turns.rounds):
-        for setting in settings:
-            setting.put()
-            for place in range(len(peers)):
-                i = (number + place) % len(peers)
-                seconds, sent = turn(i, setting.steps)
-                laps[i].seconds.append(seconds / setting.steps)
-                laps[i].sent_bytes.append(None if sent is None else sent / setting.steps)
+        for place in range(len(peers)):
+            i = (number + place) % len(peers)
+            laps[i].seconds.append(turn(i, turns.steps))
     return laps
 
 
-def timed(
-    work: Callable[[], Any],
-    *,
-    device: torch.device,
-    fence: Callable[[], Any],
-    gauge: Callable[[], Any],
-) -> tuple[float, Any]:
-    """Do some work between fences; its seconds, and by how much the gauge rose, if it is known."""
-
-    def look() -> Any:
-        fence()
-        seen = gauge()
-        fence()  # no rank may send before all have read their gauges
-        return seen
-
-    before = look()
-    _device.finish(device)
-    started = time.perf_counter()
-    work()
-    _device.finish(device)
-    seconds = time.perf_counter() - started
-    after = look()
-    return seconds, None if before is None or after is None else after - before
-
-
 def nbytes(values: Any) -> int:
-    """Bytes of all tensors in a pytree."""
+    """Sum the bytes of all tensors in a pytree."""
     leaves, _ = tree.flatten(values)
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def in_job() -> bool:
-    """Whether a launcher started this process as one rank of several."""
+    """Return whether a launcher started this process as one rank of several."""
     return read_launch(os.environ) is not None
 
 
 def num_ranks(asked: int | None, default: int) -> int:
-    """How many ranks measure: those of the job around this process, otherwise as asked.
+    """Return the number of ranks of the job around this process, otherwise that asked for.
 
     Raises:
         PlanError: the job has another number of ranks than was asked for.
@@ -294,7 +247,7 @@ def num_ranks(asked: int | None, default: int) -> int:
 
 
 def on_ranks(work: Callable[[Any], dict], ranks: int, config: Any) -> dict:
-    """Run `work(config)` on every rank; returns what rank 0 found, and {} on the others.
+    """Run `work(config)` on every rank; return the result of rank 0, and {} on the others.
 
     In a job this process is one of the ranks; otherwise ranks are launched on this machine.
 
@@ -318,12 +271,12 @@ def start(device: str) -> torch.device:
 
 
 def world_size() -> int:
-    """The number of ranks; 1 without torch.distributed."""
+    """Return the number of ranks; 1 without torch.distributed."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def of_all_ranks(value: Any) -> list[Any]:
-    """The values of all ranks, on every rank, as JSON gives them back: with lists for tuples."""
+    """Gather the values of all ranks on every rank, by JSON: with lists for tuples."""
     text = json.dumps(value, default=float)  # such as the loss of a step
     if world_size() == 1:
         return [json.loads(text)]
@@ -333,7 +286,7 @@ def of_all_ranks(value: Any) -> list[Any]:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that prints."""
+    """Return whether this process is the one that prints."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 

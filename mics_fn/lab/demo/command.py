@@ -90,7 +90,7 @@ FLOAT = 4  # bytes
 
 
 def folder_for(out: Path | None, overwrite: bool) -> Path:
-    """A folder that can be written to and holds no results, which is made here.
+    """Make a folder that can be written to and holds no results.
 
     Args:
         out: the one that was asked for; None for the first of `mics_fn_demo`, `mics_fn_demo-2`
@@ -151,7 +151,7 @@ def check_memory(config: DemoConfig, given: Sequence[str], has: int | None = Non
 
 
 def needed_bytes(config: DemoConfig) -> dict[str, int]:
-    """Bytes that all ranks together need at least, by what they are for; nothing is allocated.
+    """Estimate the least bytes of all ranks together, by kind; nothing is allocated.
 
     On a GPU states and activations are elsewhere, but each rank makes its model on the CPU.
     """
@@ -189,7 +189,7 @@ LATE = 30  # the last losses whose mean is compared, or half of them if there ar
 def compare(
     run: RankResult, alone: AloneResult, *, bounded: bool = True, coded_bound: float | None = None
 ) -> dict[str, Any]:
-    """How far the sharded run is from the single process, and whether that is within the bounds.
+    """Compare the sharded run with the single process, and with the bounds.
 
     Args:
         run, alone: the results of both.
@@ -229,7 +229,7 @@ def _norm(tensors: dict[str, Tensor]) -> float:
 
 
 def render_check(check: dict[str, Any]) -> str:
-    """The figures of `compare` as a table."""
+    """Render the figures of `compare` as a table."""
     rows = [("", "largest", "relative", "bound")]
     for title, name in (("train losses", "loss"), ("parameters at the end", "param")):
         bound = check[f"{name}_bound"]
@@ -258,7 +258,7 @@ MOST_STEPS = 1_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The demo's flags."""
+    """Add the flags of the demo."""
     add = parser.add_argument
     add_count(parser, "ranks", 4, "processes, one per rank")
     text = "ranks that count as one node (default 2 if that divides)"
@@ -283,14 +283,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _folder(given: str) -> Path:
-    """The folder of a flag; an empty one, as of a variable that is not set, would be this one."""
+    """Parse the folder of a flag; an empty text, as of an unset variable, is refused."""
     if not given.strip():
         raise argparse.ArgumentTypeError("it is empty")
     return Path(given)
 
 
 def _rate(given: str) -> float:
-    """A learning rate."""
+    """Parse a learning rate."""
     try:
         rate = float(given)
     except ValueError as error:
@@ -321,7 +321,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _given(args: argparse.Namespace) -> list[str]:
-    """The sizes that are not at their defaults, as flags."""
+    """List the sizes that are not at their defaults, as flags."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     sizes = ("ranks", "accumulate", "sequences", "context", "dim")
@@ -330,7 +330,7 @@ def _given(args: argparse.Namespace) -> list[str]:
 
 
 def _introduce(config: DemoConfig, text: Text) -> None:
-    """Print what is about to happen."""
+    """Print what the demo will do."""
     plan = plan_groups(Topology.of(config.ranks, config.node_size), config.partition_size)
     blocks = config.model.num_blocks
     print(f"mics_fn demo: a {blocks}-block GPT learns bytes of Python's library")
@@ -349,7 +349,7 @@ def _introduce(config: DemoConfig, text: Text) -> None:
 
 
 def make_config(args: argparse.Namespace) -> DemoConfig:
-    """The flags as a `DemoConfig`, with defaults that depend on each other filled in.
+    """Make a `DemoConfig` of the flags, with defaults that depend on each other filled in.
 
     Raises:
         PlanError: the flags do not fit together, or do not fit this machine.
@@ -383,7 +383,7 @@ def make_config(args: argparse.Namespace) -> DemoConfig:
 
 
 def _precision(given: str, plan: Plan) -> str:
-    """The canonical text of a precision, after a check that its levels exist."""
+    """Return the canonical text of a precision, after a check that its levels exist."""
     precision = Precision.parse(given)
     for part in (precision, *(override for _, override in precision.overrides)):
         for sent in (part.gather, part.hop1):
@@ -403,7 +403,7 @@ def _progress(steps: Iterable[int]) -> Iterable[int]:
 
 @dataclass(frozen=True)
 class DemoSummary:
-    """The figures that the demo prints and writes to results.json."""
+    """Figures that the demo prints and writes to results.json."""
 
     train_loss: tuple[float, float]  # first and last step
     held_out_loss: tuple[float, float]  # before and after
@@ -421,7 +421,7 @@ class DemoSummary:
 def summarize(
     config: DemoConfig, results: list[RankResult], alone: AloneResult | None
 ) -> DemoSummary:
-    """The figures of the two runs."""
+    """Compute the figures of the two runs."""
     first = results[0]
     formulas = first.formulas
     counted = {what for result in results for what in result.sent}
@@ -451,12 +451,12 @@ def summarize(
 
 
 def _checked(config: DemoConfig, run: RankResult, alone: AloneResult) -> dict[str, Any]:
-    """The comparison of both runs, with the bounds that such runs have."""
+    """Compare both runs, with the bounds that such runs have."""
     return compare(run, alone, bounded=config.bounded, coded_bound=config.coded_bound)
 
 
 def render(summary: DemoSummary) -> str:
-    """The figures as tables."""
+    """Render the figures as tables."""
     (train0, train1), (held0, held1) = summary.train_loss, summary.held_out_loss
     losses = [
         ("", "start", "end"),

@@ -28,7 +28,7 @@ CODED_BOUNDS = {"int8": 5e-3, "fp8": 5e-3, "int4": 1e-2}  # three times and more
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """Everything that decides what the demo computes.
+    """Options of the demo.
 
     Args:
         ranks, node_size, partition_size: the layout; nodes are groups of `node_size` ranks.
@@ -58,7 +58,7 @@ class DemoConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """The tokens that all ranks together train on in a step."""
+        """Number of tokens that all ranks together train on in a step."""
         return self.ranks * self.accumulate * self.sequences * self.model.context
 
     @property
@@ -67,7 +67,7 @@ class DemoConfig:
         return bool(self._rounded())
 
     def _rounded(self) -> list[tuple[str, Any]]:
-        """The fields of the precision that round to less than float32, with their values."""
+        """Return the fields of the precision that round to less than float32, with their values."""
         found = Precision.parse(self.precision)
         each = (found, *(override for _, override in found.overrides))
         names = [x.name for x in fields(Precision) if x.name != "overrides"]
@@ -76,7 +76,7 @@ class DemoConfig:
 
     @property
     def coded_bound(self) -> float | None:
-        """How far codes that travel may move the mean of the last losses, relative to one process.
+        """Bound on the mean of the last losses for codes on the wire, relative to one process.
 
         None where that was not measured: if anything else is rounded, at a higher rate, at which
         training magnifies any rounding, or over more steps. The figures are in `collectives`.
@@ -89,7 +89,7 @@ class DemoConfig:
 
     @property
     def bounded(self) -> bool:
-        """Whether the bounds of float32 hold: elsewhere training may magnify rounding beyond them.
+        """Whether the bounds of float32 hold; elsewhere training may magnify rounding.
 
         With seed 1, parameters that are changed by 1e-6 of themselves change a loss by 2e-3.
         """
@@ -98,13 +98,13 @@ class DemoConfig:
 
     @property
     def tests_at(self) -> set[int]:
-        """After how many steps the held-out loss is taken: at both ends, and about twelve times."""
+        """Steps after which the held-out loss is computed: both ends, and about twelve more."""
         return {*range(0, self.steps, max(1, self.steps // 12)), self.steps}
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank returns."""
+    """Result of one rank."""
 
     losses: list[float]  # one per step, the mean over ranks
     seconds: list[float]  # one per step, without the last
@@ -119,7 +119,7 @@ class RankResult:
 
 @dataclass(frozen=True)
 class AloneResult:
-    """What the single process returns."""
+    """Result of the single process."""
 
     losses: list[float]
     held_out: float  # at the end
@@ -128,12 +128,12 @@ class AloneResult:
 
 
 def make_model(config: DemoConfig, device: torch.device | str) -> gpt.GPT:
-    """The GPT with the parameters that both runs start from."""
+    """Make the GPT with the parameters that both runs start from."""
     return gpt.seeded(config.model, torch.device("cpu"), config.seed).to(device)
 
 
 def micro_batch(config: DemoConfig, text: Text, step: int, micro: int, rank: int) -> Batch:
-    """The batch on which one rank trains in one micro-step."""
+    """Return the batch on which one rank trains in one micro-step."""
     return text.batch(
         "train",
         step=step,
@@ -146,20 +146,20 @@ def micro_batch(config: DemoConfig, text: Text, step: int, micro: int, rank: int
 
 
 def held_out_batch(config: DemoConfig, text: Text, rank: int) -> Batch:
-    """The batch on which one rank is tested, always the same one."""
+    """Return the batch on which one rank is tested, always the same one."""
     size, context = config.held_out_sequences, config.model.context
     return text.batch("held_out", step=0, rank=rank, size=size, context=context, seed=config.seed)
 
 
 def join(batches: list[Batch], device: Any) -> Batch:
-    """The concatenation of batches, on a device."""
+    """Concatenate batches on a device."""
     tokens_in, tokens_out = (torch.cat(part).to(device) for part in zip(*batches, strict=True))
     return tokens_in, tokens_out
 
 
 @dataclass
 class _Record:
-    """What is measured between the steps."""
+    """Measurements between the steps."""
 
     held_out: list[tuple[int, float]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -167,7 +167,7 @@ class _Record:
 
 
 def train_rank(config: DemoConfig) -> RankResult:
-    """The sharded run, as one of the ranks that `python -m mics_fn demo` launches."""
+    """Run the sharded training, as one of the ranks that `python -m mics_fn demo` launches."""
     device = mf.init_distributed(device=config.device)
     groups = mf.make_groups(
         partition_size=config.partition_size, node_size=config.node_size, device=device
@@ -210,7 +210,7 @@ def train_rank(config: DemoConfig) -> RankResult:
 def _batches(
     config: DemoConfig, text: Text, groups: mf.Groups, record: _Record, test: Callable[[], float]
 ) -> Iterator[Batch]:
-    """This rank's batches; the training step between two of them is measured."""
+    """Yield this rank's batches, and measure the training step between two of them."""
     micros, device = range(config.accumulate), groups.device
     for step in range(config.steps):
         if step in config.tests_at:
@@ -225,7 +225,7 @@ def _batches(
 
 
 def train_alone(config: DemoConfig, progress: Any) -> AloneResult:
-    """Train on the same batches from the same parameters in one process with `torch.optim.AdamW`.
+    """Train on the same batches and parameters in one process with `torch.optim.AdamW`.
 
     Args:
         config: as for the ranks.

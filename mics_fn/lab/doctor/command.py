@@ -42,7 +42,7 @@ ENVIRONMENT, TWO_RANKS = ReportPart(environment, 1, 60), ReportPart(loopback, 2,
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of the command."""
+    """Add the flags of the command."""
     add = parser.add_argument
     add("--gpu", action="store_true", help="check numbers, memory, errors and speed on the GPUs")
     names = " ".join(PARTS)
@@ -119,7 +119,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _device_of(args: argparse.Namespace, facts: Mapping) -> str:
-    """The type of device to check."""
+    """Return the type of device to check."""
     if not args.gpu or args.device == "cpu":
         return "cpu"
     found = facts.get("accelerator", "none")
@@ -130,7 +130,7 @@ def _device_of(args: argparse.Namespace, facts: Mapping) -> str:
 
 
 def _job(args: argparse.Namespace, device: str) -> DoctorConfig:
-    """What the ranks are told; small on the CPU, where it shows that every part runs."""
+    """Make the config of the ranks; small on the CPU, where each part only has to run."""
     small = device == "cpu"
     dim, blocks = args.dim or (32 if small else 256), args.blocks or (2 if small else 6)
     model = GPTConfig(context=16 if small else 64, dim=dim, num_blocks=blocks)
@@ -143,7 +143,7 @@ def _job(args: argparse.Namespace, device: str) -> DoctorConfig:
 
 
 def _planned(args: argparse.Namespace, devices: int) -> dict[str, ReportPart]:
-    """The parts that were asked for, each with as many ranks as it can have."""
+    """Select the parts that were asked for, each with as many ranks as possible."""
     found = {name: PARTS[name] for name in args.parts or PARTS}
     if "speed" in found:  # times say something where each rank has a device of its own
         found["speed"] = found["speed"]._replace(ranks=max(1, min(devices, 4, args.ranks)))
@@ -157,7 +157,7 @@ def _planned(args: argparse.Namespace, devices: int) -> dict[str, ReportPart]:
 
 
 def _variables(shared: bool, rank: int) -> Mapping[str, str]:
-    """The environment of a rank.
+    """Return the environment variables of a rank.
 
     NCCL refuses several ranks on one GPU of a host. So each of them says that it is another host,
     and they talk through sockets.
@@ -170,7 +170,7 @@ def _variables(shared: bool, rank: int) -> Mapping[str, str]:
 
 
 def run_part(name: str, part: ReportPart, job: DoctorConfig, left_s: float) -> Finding:
-    """Run one part, and say what came of it, whatever happens to its ranks.
+    """Run one part and return its finding, whatever happens to its ranks.
 
     Args:
         name: of the part.

@@ -31,7 +31,7 @@ MINE = "the doctor's own error"
 
 
 def alone(job: DoctorConfig) -> None:
-    """A world of one: numbers, waits of the host, the model as it is made, and the optimizer."""
+    """Check a world of one: numbers, waits of the host, the initial model, and the optimizer."""
     me = Rank(job)
     with me.groups() as groups:
         me.compare("float32", groups)
@@ -50,7 +50,7 @@ def alone(job: DoctorConfig) -> None:
 
 
 def _adamw(me: Rank, groups: mf.Groups) -> tuple[float, float]:
-    """How far a few steps on given gradients are from float64, at most, and the bound.
+    """Return the largest error of AdamW on given gradients against float64, and the bound.
 
     An update is a few dozen roundings long, each relative to the learning rate. Decay rounds its
     factor and its product, and the sum of the two is rounded once more, relative to the parameter.
@@ -76,7 +76,7 @@ def _adamw(me: Rank, groups: mf.Groups) -> tuple[float, float]:
 
 
 def ways(job: DoctorConfig) -> None:
-    """One partition group: each way to fetch, each precision, a guard, and replicas apart."""
+    """Check one partition group: each fetch, each precision, a guard, independent replicas."""
     me, live = Rank(job), job.training.live_bytes
     guard = mf.optim.Guard(mf.optim.dynamic_scale(2.0**10), max_norm=1.0)
     with me.groups() as groups:
@@ -92,7 +92,7 @@ def ways(job: DoctorConfig) -> None:
 
 
 def levels(job: DoctorConfig) -> None:
-    """Several levels and replicas: hop 2, gathers over two levels, and placements."""
+    """Check several levels and replicas: hop 2, gathers over two levels, and placements."""
     me, live = Rank(job), job.training.live_bytes
     half = me.size // 2
     for p, place in ((half, ""), (me.size, ""), (me.size, "hybrid"), (me.size, "zero1")):
@@ -104,7 +104,7 @@ def levels(job: DoctorConfig) -> None:
 
 
 def delays(job: DoctorConfig) -> None:
-    """Streams that are late by chance must not change a bit."""
+    """Check that random delays on streams change no bit."""
     me = Rank(job)
     options = {"live_bytes": job.training.live_bytes, "deterministic": True}
     late = "streams" if me.seam.delays_streams else "hosts"
@@ -127,7 +127,7 @@ def delays(job: DoctorConfig) -> None:
 
 
 def pools(job: DoctorConfig) -> None:
-    """Memory that pools keep while the device is behind, against the plan and the formula."""
+    """Compare the memory of pools with the plan and the formula while the device is behind."""
     me, training = Rank(job), job.training
     with me.groups() as groups:
         mode = Delays(me.seam, groups, "compute", me.number)
@@ -154,7 +154,7 @@ def pools(job: DoctorConfig) -> None:
 
 
 def ends(job: DoctorConfig) -> None:
-    """The last rank fails in the middle of a run; its error must come out at once."""
+    """Raise on the last rank in the middle of a run; the error must end all ranks at once."""
     me, failed = Rank(job), []
 
     @contextlib.contextmanager
@@ -174,7 +174,7 @@ def ends(job: DoctorConfig) -> None:
 
 
 def speed(job: DoctorConfig) -> None:
-    """Step times in turns with FSDP2, over the ranks that have a device of their own."""
+    """Compare step times in turns with FSDP2, over the ranks with a device of their own."""
     me = Rank(job)
     config = StepConfig(
         node_size=me.size,
@@ -189,7 +189,7 @@ def speed(job: DoctorConfig) -> None:
     found = measure_step(config)
     if not found:
         return
-    peers = found["rates"][0]["peers"]
+    peers = found["peers"]
     for peer in peers:
         me.say(f"{peer['title']}: median of a step", peer["seconds"]["median"], unit="s")
     titles = {peer["name"]: peer["title"] for peer in peers}
@@ -199,7 +199,7 @@ def speed(job: DoctorConfig) -> None:
 
 
 class ReportPart(NamedTuple):
-    """A part of the report.
+    """Part of the report.
 
     Args:
         run: what each rank runs.
@@ -219,7 +219,7 @@ class ReportPart(NamedTuple):
 
 
 def ended_right(ended: Sequence[Ended]) -> list[Check]:
-    """Whether all ranks of `ends` ended by themselves, and the one that failed with its error."""
+    """Check that all ranks of `ends` ended by themselves, and the failed one with its error."""
     *others, last = ended
     seconds = [one.seconds for one in ended]
     return [

@@ -15,7 +15,7 @@ from mics_fn.lab.doctor.training import STEADY, Seam, Training, distance, refere
 
 @dataclass(frozen=True)
 class DoctorConfig:
-    """What a rank of a part is told.
+    """Options of a rank of a part.
 
     Args:
         device: the type of device.
@@ -33,7 +33,7 @@ class DoctorConfig:
 
 
 class Check(NamedTuple):
-    """One thing that a part looked at.
+    """Value that a part measured, with its limit.
 
     Args:
         what: its name.
@@ -54,7 +54,7 @@ class Check(NamedTuple):
 
 
 class Rank:
-    """One rank of a part: its device, and where it puts what it finds."""
+    """Rank of a part: its device, and the file of its checks."""
 
     def __init__(self, job: DoctorConfig) -> None:
         self.job, self.training = job, job.training
@@ -69,7 +69,7 @@ class Rank:
             file.write(json.dumps(Check(*check, **fields)) + "\n")
 
     def groups(self, p: int | None = None, node_size: int | None = None, place: str = "") -> Any:
-        """Groups of all ranks, for a `with` block."""
+        """Make groups of all ranks, for a `with` block."""
         how = {"node_size": node_size or self.size, "device": self.device}
         how["timeout_s"] = self.job.timeout_s
         groups = mf.make_groups(p or self.size, **how)
@@ -96,7 +96,7 @@ class Rank:
         self.say(f"{what}: error of the update", *gap)
 
     def forbid_waits(self, what: str, groups: mf.Groups, **options: Any) -> None:
-        """Train again; where the host waits in a steady step, the error says where.
+        """Train again; where the host waits in a steady step, raise an error that says where.
 
         It comes last in its part, because ranks that were interrupted in a step cannot go on.
         """

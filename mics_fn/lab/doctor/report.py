@@ -44,7 +44,7 @@ _COMMON = ("localhost", "root", "user", "nobody")  # these tell nobody apart
 
 @dataclass(frozen=True)
 class Finding:
-    """What came of one part.
+    """Result of one part.
 
     Args:
         name: of the part.
@@ -69,7 +69,7 @@ class Finding:
 
 
 def checks_of(folder: Path, ranks: int) -> list[Check]:
-    """What the ranks found; of a check that several ranks made, the worst value."""
+    """Read the checks of all ranks; of a check that several ranks made, the worst value."""
     worst: dict[str, Check] = {}
     for rank in range(ranks):
         with suppress(FileNotFoundError):
@@ -82,7 +82,7 @@ def checks_of(folder: Path, ranks: int) -> list[Check]:
 
 
 def errors_of(ended: Sequence[Ended]) -> list[str]:
-    """How ranks ended that did not end well, each distinct text once, then their tracebacks."""
+    """List how ranks failed, each distinct text once, then their tracebacks."""
     shared: dict[str, list[int]] = {}
     for rank, one in enumerate(ended):
         if not one.well:
@@ -93,7 +93,7 @@ def errors_of(ended: Sequence[Ended]) -> list[str]:
 
 
 def clean(text: str) -> str:
-    """A text without folders, names of hosts and users, and addresses.
+    """Remove folders, names of hosts and users, and addresses from a text.
 
     >>> clean('File "/home/ann/env/lib/torch/nn.py", line 3: peer 10.0.0.7 closed')
     'File "nn.py", line 3: peer <address> closed'
@@ -105,7 +105,7 @@ def clean(text: str) -> str:
 
 
 def _names() -> dict[str, str]:
-    """What tells this machine and its user apart, and what is written instead."""
+    """Return the names that identify this machine and its user, with their replacements."""
     found = {}
     host = socket.gethostname()
     for name in (host, host.partition(".")[0]):
@@ -117,7 +117,7 @@ def _names() -> dict[str, str]:
 
 
 def as_json(findings: Sequence[Finding], device: str, seconds: float) -> dict[str, Any]:
-    """The report as plain data."""
+    """Return the report as plain data."""
     return {
         "report": "mics_fn doctor",
         "device": device,
@@ -139,7 +139,7 @@ def as_json(findings: Sequence[Finding], device: str, seconds: float) -> dict[st
 
 
 def as_text(finding: Finding) -> str:
-    """One part for people: its verdict, its checks, and what went wrong."""
+    """Render one part: its verdict, its checks, and its errors."""
     if finding.verdict == LEFT_OUT:
         return f"{finding.name}: {LEFT_OUT}, because {finding.errors[0]}"
     ranks = f"{finding.ranks} rank" + ("s" if finding.ranks > 1 else "")
@@ -188,7 +188,9 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def check_job(device: str) -> int:
-    """What each rank does; the first one prints. Returns the exit code: 1 if something is wrong.
+    """Check the ranks of a job, as each of them; the first one prints.
+
+    Returns the exit code: 1 if something is wrong.
 
     Args:
         device: "auto", or a type of device.
@@ -218,7 +220,7 @@ def check_job(device: str) -> int:
 
 
 def _gather(groups: mf.Groups) -> list[Check]:
-    """Every rank has a part of known values, and gathers all of them, across nodes first."""
+    """Gather known values of every rank, across nodes first."""
     want = torch.arange(SIZE, dtype=torch.float32, device=groups.device)
     shards = mf.shard({"known": want}, groups)
     mf.unshard(shards, groups)  # the first one also makes connections
@@ -234,7 +236,7 @@ def _gather(groups: mf.Groups) -> list[Check]:
 
 
 def _means(groups: mf.Groups) -> list[Check]:
-    """Both hops of a gradient: each rank gives its number, and finds the mean of all numbers."""
+    """Reduce a gradient by both hops: each rank gives its number, and gets the mean of all."""
     shards = mf.shard({"known": torch.zeros(SIZE, device=groups.device)}, groups)
     mine = {"known": torch.full((SIZE,), float(groups.position), device=groups.device)}
     wanted, seconds = (groups.world_size - 1) / 2, 0.0
@@ -257,7 +259,7 @@ UUID_DIGITS = 8  # enough to tell the devices of a machine apart
 
 
 def environment(job: DoctorConfig) -> dict[str, Any]:
-    """The facts by name, as text; the devices are a list.
+    """Return the facts of this machine by name, as text; the devices are a list.
 
     Args:
         job: of a rank; it has no part in this.
@@ -309,7 +311,7 @@ def _device_text(device: torch.device) -> str:
 
 
 def loopback(job: DoctorConfig) -> None:
-    """Two ranks of gloo: their store, and a sum."""
+    """Check two ranks of gloo: their store, and a sum."""
     began = time.monotonic()
     me = Rank(job)
     me.say("until ranks are connected", time.monotonic() - began, unit="s")

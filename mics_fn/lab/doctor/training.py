@@ -40,7 +40,7 @@ LATE = {
 
 
 class Seam:
-    """The abilities of one device.
+    """Abilities of one device.
 
     Args:
         device: where the ranks compute.
@@ -63,12 +63,12 @@ class Seam:
 
     @property
     def delays_streams(self) -> bool:
-        """Whether `delay` makes a stream late; otherwise it makes the host late."""
+        """Whether `delay` delays a stream; otherwise the host."""
         return self._sleep is not None
 
     @contextlib.contextmanager
     def without_waits(self) -> Iterator[None]:
-        """A block in which an op raises RuntimeError if the host waits for the device in it.
+        """Raise RuntimeError at an op of this block in which the host waits for the device.
 
         Not for an event, such as that of the totals of the step before, which is long over.
         """
@@ -82,7 +82,7 @@ class Seam:
             self._forbid("default")
 
     def delay(self) -> None:
-        """Make what is queued next on the current stream late, by about a millisecond."""
+        """Delay the next work on the current stream by about a millisecond."""
         if self._sleep is None:
             time.sleep(HOST_DELAY_S)
         else:
@@ -90,7 +90,7 @@ class Seam:
 
 
 def _works(call: Callable[[Any], Any] | None, argument: Any) -> bool:
-    """Whether there is such a function, and this build of torch has what it calls."""
+    """Return whether there is such a function, and this build of torch has what it calls."""
     if call is None:
         return False
     try:
@@ -101,7 +101,7 @@ def _works(call: Callable[[Any], Any] | None, argument: Any) -> bool:
 
 
 class Delays(_torch.DispatchMode):
-    """Makes what is queued late while it is active, in backward too.
+    """Mode that delays queued work, in backward too.
 
     It sees each op before torch queues it, and each collective when the ledger of its groups does,
     on the stream on which it will be. So gathers and reductions are late on their own streams, and
@@ -154,7 +154,7 @@ STEADY = 3  # steps before these record and plan, or allocate for the first time
 
 @dataclass(frozen=True)
 class Training:
-    """Everything that decides what is trained.
+    """Options of what is trained.
 
     Args:
         model: sizes of the GPT.
@@ -174,22 +174,22 @@ class Training:
 
     @property
     def num_params(self) -> int:
-        """How many parameters the model has."""
+        """Number of parameters of the model."""
         return gpt.num_params(self.model)
 
     @property
     def bucket_bytes(self) -> int:
-        """A size that cuts the model into about eight buckets."""
+        """Size that cuts the model into about eight buckets."""
         return self.num_params * 4 // 8
 
     @property
     def live_bytes(self) -> int:
-        """A budget of two buckets, far below all parameters."""
+        """Budget of two buckets, far below all parameters."""
         return 2 * self.bucket_bytes
 
 
 class Trained(NamedTuple):
-    """What some steps left."""
+    """Results of some steps."""
 
     losses: list[float]  # of this rank
     params: dict[str, Tensor]  # full, on the CPU
@@ -197,19 +197,19 @@ class Trained(NamedTuple):
 
 
 def make_model(training: Training, device: torch.device | str = "cpu") -> gpt.GPT:
-    """The model that every run starts from, made on the CPU so that it is the same everywhere."""
+    """Make the initial model of every run, on the CPU, so that all machines have the same."""
     return gpt.seeded(training.model, torch.device("cpu"), training.seed).to(device)
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean cross-entropy, in float64 for a model of float64, else in float32."""
+    """Compute the mean cross-entropy, in float64 for a model of float64, else in float32."""
     logits = model(batch[0])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
 
 
 def batch_of(training: Training, text: Text, step: int, ranks: Sequence[int]) -> Batch:
-    """What these ranks together train on in a step."""
+    """Return the batch of these ranks in a step."""
     size = training.sequences * training.accumulate
     options = {"size": size, "context": training.model.context, "seed": training.seed}
     found = [text.batch("train", step=step, rank=rank, **options) for rank in ranks]
@@ -261,7 +261,7 @@ def reference(
     merge_every: int = 1,
     max_norm: float | None = None,
 ) -> dict[str, Tensor]:
-    """The parameters of the first replica after the same steps of plain torch in float64.
+    """Train in plain torch in float64; return the parameters of the first replica.
 
     Args:
         training: what to train.
@@ -301,7 +301,7 @@ def distance(
     precision: str = "",
     ranks: int = 1,
 ) -> tuple[float, float]:
-    """How far parameters are from those in float64, relative to what training changed; the bound.
+    """Return the error of parameters against float64, relative to their update, and the bound.
 
     See [Note: how far apart numbers may be].
     """
@@ -314,7 +314,7 @@ def distance(
 
 
 def _roundings(training: Training, compute: torch.dtype, reduce: torch.dtype, ranks: int) -> float:
-    """The relative error of a gradient; see [Note: how far apart numbers may be]."""
+    """Return the relative error of a gradient; see [Note: how far apart numbers may be]."""
     model = training.model
     d, context = model.dim, model.context
     block = [d, d, d // model.num_heads, context, d, 1]  # attention, from its norm to its addition
@@ -326,7 +326,7 @@ def _roundings(training: Training, compute: torch.dtype, reduce: torch.dtype, ra
 
 
 def _unit(dtype: torch.dtype) -> float:
-    """The most by which rounding to a dtype changes a number, relative to it."""
+    """Return the largest relative error of rounding to a dtype."""
     return torch.finfo(dtype).eps / 2
 
 

@@ -51,7 +51,7 @@ class Attention(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """Attention and a two-layer MLP, each on a normed copy of the stream and added to it."""
+    """Attention and a two-layer MLP, each added to the stream after a norm of the input."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -113,19 +113,19 @@ def _init(module: nn.Module) -> None:
 
 
 def seeded(config: GPTConfig, device: torch.device, seed: int = 0) -> GPT:
-    """The GPT with parameters that a seed decides, made on a device."""
+    """Make a GPT on a device, with parameters that a seed decides."""
     torch.manual_seed(seed)
     with device:
         return GPT(config)
 
 
 def num_params(config: GPTConfig) -> int:
-    """How many parameters such a GPT has."""
+    """Count the parameters of such a GPT."""
     return sum(p.numel() for p in seeded(config, torch.device("meta")).parameters())
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean cross-entropy in nats per token of `(tokens_in, tokens_out)`, each [batch, time].
+    """Compute the mean cross-entropy in nats per token of `(tokens_in, tokens_out)`.
 
     It is computed in float32, in whatever dtype the model computes.
     """

@@ -39,7 +39,7 @@ class Text:
         micro: int = 0,
         seed: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Sequences from random places of the text, the same on every machine for equal arguments.
+        """Draw sequences of the text, the same on every machine for equal arguments.
 
         Args:
             part: "train" or "held_out".
@@ -66,7 +66,7 @@ class Text:
 
 
 def load_text(max_bytes: int = 4_000_000) -> Text:
-    """The sources of Python's library, file by file in the order of names; every tenth is held out.
+    """Read the sources of Python's library in the order of names; every tenth is held out.
 
     Args:
         max_bytes: how many bytes to read at most.

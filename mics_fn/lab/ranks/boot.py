@@ -13,7 +13,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Tie this process to its launcher, take over its `sys.path`, and do the work."""
+    """Tie this process to its launcher, set its `sys.path`, and run the call."""
     folder = Path(sys.argv[1])
     try:
         boot = json.loads((folder / "boot.json").read_text())

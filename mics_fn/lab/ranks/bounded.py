@@ -29,7 +29,7 @@ LAST_CHARACTERS = 4000  # of what a rank printed
 
 
 class Ended(NamedTuple):
-    """How one rank ended."""
+    """End of one rank."""
 
     result: Any  # what the function returned; None if it did not
     how: str  # such as "exited with code 0"
@@ -53,7 +53,7 @@ def run_bounded(
     grace_s: float = 10.0,
     environment: Callable[[int], Mapping[str, str]] = lambda rank: {},
 ) -> list[Ended]:
-    """Run `fn(*args)` as n ranks on this machine, and end all that are still there at the limit.
+    """Run `fn(*args)` as n ranks on this machine, and end the remaining ones at the limit.
 
     Args:
         fn: a function of an importable module; it, `args` and results travel by pickle.
@@ -86,7 +86,7 @@ def run_bounded(
 
 
 def _variables(rank: int, n: int, port: int) -> dict[str, str]:
-    """What torchrun would set for a rank of one machine."""
+    """Return the variables that torchrun would set for a rank of one machine."""
     numbers = {"RANK": rank, "WORLD_SIZE": n, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": n}
     numbers |= {"GROUP_RANK": 0, "MASTER_PORT": port}
     texts = {"MASTER_ADDR": launch.ADDRESS, "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -102,7 +102,7 @@ def _start(folder: Path, rank: int, env: Mapping[str, str]) -> subprocess.Popen:
 
 
 def _wait(procs: Sequence[subprocess.Popen], deadline: float, grace_s: float) -> dict[int, float]:
-    """When each rank ended, by `time.monotonic`; ranks that did not end in time are missing."""
+    """Return when each rank ended, by `time.monotonic`; the others are missing."""
     ended: dict[int, float] = {}
     while len(ended) < len(procs) and time.monotonic() < deadline:
         for rank, proc in enumerate(procs):
@@ -130,7 +130,7 @@ def _kill(procs: Sequence[subprocess.Popen]) -> None:
 
 
 def _read(folder: Path, rank: int, proc: subprocess.Popen, seconds: float, stopped: bool) -> Ended:
-    """What a rank left behind."""
+    """Read the files that a rank has written."""
     result, error = None, ""
     with contextlib.suppress(FileNotFoundError):
         result = pickle.loads((folder / f"result{rank}.pickle").read_bytes())

@@ -12,7 +12,7 @@ FOLLOWS = (*FAILED, "CollectiveError")  # errors of ranks that wait for another 
 
 
 class RankFailure(NamedTuple):
-    """What went wrong on one rank, as text."""
+    """Failure of one rank, as text."""
 
     type_name: str
     message: str
@@ -32,7 +32,7 @@ class RankTimeoutError(RankError, TimeoutError):
 
 
 def describe(what: str, errors: dict[int, RankFailure]) -> str:
-    """A headline, then each distinct failure once with the ranks that share it, causes first.
+    """Render each distinct failure once with the ranks that share it, causes first.
 
     Of ranks that failed because another one did, the traceback only shows where they waited, so it
     is left out if that of the cause is there.
@@ -64,7 +64,7 @@ def describe(what: str, errors: dict[int, RankFailure]) -> str:
 
 
 def _causes_first(errors: dict[int, RankFailure]) -> list[int]:
-    """The ranks in the order in which a reader wants to know of them.
+    """Sort ranks by their failures: causes first.
 
     First those that died or that others name, then those with an error of their own, then those
     that gave no answer, and those that waited for others.
@@ -84,7 +84,7 @@ def _causes_first(errors: dict[int, RankFailure]) -> list[int]:
 
 
 def _shorten(lines: list[str]) -> list[str]:
-    """The first and last lines of a long text: both ends of a stack are of use."""
+    """Cut a long text to its first and last lines."""
     if len(lines) <= MAX_LINES:
         return lines
     half = MAX_LINES // 2
@@ -92,7 +92,7 @@ def _shorten(lines: list[str]) -> list[str]:
 
 
 def exit_text(code: int | None) -> str:
-    """How a process ended, from its exit code as Python's launchers give it.
+    """Describe how a process ended, from its exit code as Python's launchers give it.
 
     >>> exit_text(3), exit_text(-9)
     ('exited with code 3', 'was killed by SIGKILL')

@@ -52,12 +52,12 @@ BACKEND = "mics_fn_loopback"
 
 
 def serve_store(port: int = 0) -> Any:
-    """A store that listens on a port of the loopback address; 0 takes a free one."""
+    """Serve a store at a port of the loopback address; 0 takes a free one."""
     return _torch.serve_store(ADDRESS, port)
 
 
 class _Alone(RendezvousHandler):
-    """The rendezvous of one agent, which meets no other; its ranks share its store."""
+    """Rendezvous of one agent, which meets no other; its ranks share its store."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id, self._store = run_id, serve_store()
@@ -116,7 +116,7 @@ class LaunchError(MicsError, RuntimeError):
 
 
 def choose_device(device: str, n: int) -> str:
-    """`auto` as a device type: "cuda" if there is a GPU for each of n ranks, else "cpu".
+    """Return "cuda" for `auto` if there is a GPU for each of n ranks, else "cpu".
 
     >>> choose_device("cpu", 4)
     'cpu'
@@ -164,7 +164,7 @@ def launch(fn: Callable[..., Any], n: int, *args: Any) -> list[Any]:
 
 
 def leave_call(fn: Callable[..., Any], args: tuple) -> Path:
-    """A new folder with a call, for processes that run `BOOT` with it as their argument."""
+    """Write a call to a new folder, for processes that run `BOOT` with that folder."""
     call = _dumps(fn, args)
     folder = Path(tempfile.mkdtemp(prefix="mics_launch_"))
     boot = {"path": [os.path.abspath(p) for p in sys.path], "launcher": os.getpid()}
@@ -203,7 +203,7 @@ def _config(n: int, folder: Path) -> LaunchConfig:
 
 @contextlib.contextmanager
 def _quiet_elastic() -> Iterator[None]:
-    """Silence the agent's own reports, and put back the signal handlers that it sets for good."""
+    """Silence the agent's own reports, and restore the signal handlers that it replaces."""
     names = ("torch.distributed.elastic", "torch.distributed.launcher")
     loggers = [logging.getLogger(n) for n in logging.root.manager.loggerDict if n.startswith(names)]
     levels = [logger.level for logger in loggers]
@@ -223,7 +223,7 @@ def _quiet_elastic() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """What the ranks inherit, unless the caller has set it."""
+    """Return the environment of the ranks, unless the caller has set it."""
     before = dict(os.environ)
     os.environ.update(DEFAULTS | before)
     try:
@@ -234,7 +234,7 @@ def _environment() -> Iterator[None]:
 
 
 def _explain(failures: dict[int, ProcessFailure], n: int, folder: Path) -> str:
-    """One message for what began it: a rank that died without a word, else the first that raised.
+    """Describe the first cause: a rank that died, else the first that raised.
 
     Peers of one that died raise too, but they linger (see LINGER_S), so it did not die later.
     """
@@ -262,7 +262,7 @@ def _explain(failures: dict[int, ProcessFailure], n: int, folder: Path) -> str:
 
 
 def _where(folder: Path, rank: int, n: int) -> list[str]:
-    """Where to read on, and what became of the rest."""
+    """Name the file of the full traceback, and how the other ranks ended."""
     trace = folder / f"trace{rank}.txt"
     full = trace.exists() and trace.stat().st_size > 0
     lines = [f"full traceback: {trace}" if full else f"output of the ranks: {folder}"]
@@ -272,7 +272,7 @@ def _where(folder: Path, rank: int, n: int) -> list[str]:
 
 
 def work(folder: Path) -> None:
-    """The rank's side: run the call that was left in `folder`, and leave its result there."""
+    """Run the call in `folder` on this rank, and write its result there."""
     if not folder.exists():
         os._exit(1)  # the launch was interrupted before it knew of this process
     rank = int(os.environ["RANK"])

@@ -48,14 +48,14 @@ Call = tuple[Callable[..., Any], tuple]
 
 
 class Reply(NamedTuple):
-    """A rank's answer to one call."""
+    """Answer of a rank to one call."""
 
     value: Any  # the function's result, or a RankFailure
     num_groups: int  # process groups alive on that rank; torch names new groups after it
 
 
 class RankPlace(NamedTuple):
-    """Where one rank stands: what `serve` needs to know to join the others."""
+    """Place of one rank: what `serve` needs to join the others."""
 
     rank: int
     world_size: int
@@ -65,7 +65,7 @@ class RankPlace(NamedTuple):
 
 
 def dumps_call(fn: Callable[..., Any], args: tuple) -> bytes:
-    """A call as bytes, with the caller's `sys.path` so that its modules are found."""
+    """Pickle a call, with the caller's `sys.path` so that its modules are found."""
     try:
         # Plain pickle, not multiprocessing's: tensors go by value, with no shared memory behind.
         return pickle.dumps((list(sys.path), pickle.dumps((fn, args))))
@@ -77,7 +77,7 @@ def dumps_call(fn: Callable[..., Any], args: tuple) -> bytes:
 
 
 def call_name(fn: Callable[..., Any]) -> str:
-    """The name of a callable for messages."""
+    """Return the name of a callable for messages."""
     return getattr(fn, "__qualname__", None) or repr(fn)
 
 
@@ -98,7 +98,7 @@ def serve(place: RankPlace, conn: Connection, first: Call | None) -> None:
 
 
 def _settle(place: RankPlace) -> None:
-    """Signals, threads, garbage and environment of a rank."""
+    """Set signals, threads, garbage collection and environment of a rank."""
     gc.freeze()  # else each collection would look through, and copy, all that the parent has
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -133,7 +133,7 @@ def _watch_parent(parent: int) -> None:
 
 
 def _join_group(place: RankPlace) -> RankFailure | None:
-    """Make the default group; why it failed is then the answer to every call."""
+    """Make the default group; an error of that is then the answer to every call."""
     try:
         dist.init_process_group(
             "gloo",
@@ -162,7 +162,7 @@ def _loads_call(payload: bytes) -> Call:
 
 
 def _answer(load: Callable[[], Call], failure: RankFailure | None) -> bytes:
-    """Run one call and pack what came of it; never raises for what the function did."""
+    """Run one call and pack its result; never raise for an error of the function."""
     value: Any = failure
     if failure is None:
         try:
@@ -177,7 +177,7 @@ def _answer(load: Callable[[], Call], failure: RankFailure | None) -> bytes:
 
 
 def _failure(err: BaseException) -> RankFailure:
-    """The error as text, without this file's own frames on top."""
+    """Return the error as text, without this file's own frames on top."""
     frames = err.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -186,7 +186,7 @@ def _failure(err: BaseException) -> RankFailure:
 
 
 def check_in_step() -> bool:
-    """Whether this rank's default group still carries data and all made as many groups."""
+    """Return whether this rank's default group works and all made as many groups."""
     mine = torch.tensor([dist.get_rank(), num_process_groups()])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
@@ -203,7 +203,7 @@ HEALTH_TIMEOUT_S = 5.0
 
 
 class RankPool:
-    """Ranks that live until `close()`: a default gloo group of n forked processes.
+    """Pool of n forked processes in a default gloo group, until `close()`.
 
     Args:
         n: number of ranks.
@@ -252,7 +252,7 @@ class RankPool:
     def try_run(
         self, fn: Callable[..., Any], *args: Any, timeout_s: float | None = None
     ) -> list[Any]:
-        """Like `run`, but a rank that raised or died yields a `RankFailure` in its place.
+        """Call `fn(*args)` on every rank; a `RankFailure` is in the place of a failed result.
 
         Raises:
             RankTimeoutError: some ranks gave no answer; their stacks are in the text.
@@ -311,7 +311,7 @@ class RankPool:
             raise
 
     def _finish(self, name: str, timeout_s: float | None) -> list[Any]:
-        """Collect the answers of a call under way; leave the pool fit for the next one or empty."""
+        """Collect the answers of a call; keep the pool fit for the next one, or empty."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         try:
             replies = self._collect(limit_s)
@@ -330,7 +330,7 @@ class RankPool:
         return results
 
     def _collect(self, limit_s: float) -> dict[int, Reply]:
-        """Replies by rank; ranks that gave none within the bound are missing."""
+        """Receive replies by rank; ranks that gave none within the bound are missing."""
         replies: dict[int, Reply] = {}
         waiting = dict(zip(self._conns, range(self.n), strict=True))
         deadline = time.monotonic() + limit_s
@@ -355,7 +355,7 @@ class RankPool:
             return Reply(RankFailure(type(err).__name__, str(err), "result: not readable"), -1)
 
     def _healthy(self) -> bool:
-        """Whether the default group still works: a failed collective breaks gloo's connections."""
+        """Return whether the default group works: a failed collective breaks gloo's connections."""
         payload = dumps_call(check_in_step, ())
         try:
             for conn in self._conns:
@@ -377,7 +377,7 @@ class RankPool:
         raise RankTimeoutError(describe(what, dict(sorted(errors.items()))), errors)
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
-        """The stacks of all threads of `ranks`, written by their signal handlers."""
+        """Read the stacks of all threads of `ranks`, written by their signal handlers."""
         files = {rank: self._dirs[0] / f"stacks{rank}" for rank in ranks}
         for rank in ranks:
             with contextlib.suppress(OSError):
@@ -416,7 +416,7 @@ def run_ranks(
 
 
 def _values(name: str, results: list[Any]) -> list[Any]:
-    """The results, unless one is a failure."""
+    """Return the results; raise if one is a failure."""
     failures = {rank: r for rank, r in enumerate(results) if isinstance(r, RankFailure)}
     if failures:
         what = f"{name}: {len(failures)} of {len(results)} ranks failed"
@@ -425,7 +425,7 @@ def _values(name: str, results: list[Any]) -> list[Any]:
 
 
 def _refuse_unsafe_fork() -> None:
-    """See [Note: What a fork may inherit]."""
+    """Refuse to fork what is unsafe; see [Note: What a fork may inherit]."""
     if not hasattr(os, "fork"):
         raise GroupsError("ranks: this platform cannot fork processes")
     if torch.cuda.is_initialized():
@@ -442,7 +442,7 @@ def _refuse_unsafe_fork() -> None:
 
 
 def _end(procs: list[Any], folders: list[Path], owner: int) -> None:
-    """Kill the processes, remove the folders; in a forked copy of the owner this does nothing."""
+    """Kill the processes and remove the folders; in a forked copy of the owner, do nothing."""
     if os.getpid() != owner:
         return
     for proc in procs:

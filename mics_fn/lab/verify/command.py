@@ -8,7 +8,7 @@ from mics_fn.errors import FileError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """Add the flags of the command."""
     parser.add_argument("folder", help="the folder that save was given")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="which step (default the newest)")
