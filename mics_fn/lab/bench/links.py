@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mics_fn.errors import PlanError, message
+from mics_fn.errors import PlanError
 
 LINKS = "MICS_FN_LINKS"
 DEFAULT_LINKS = "rigmark"
@@ -36,7 +36,7 @@ def read_rate(text: str, steps: int) -> tuple[str, int]:
     match = re.fullmatch(r"(unshaped|\d+(?:\.\d+)?[kmg]bit)(?::([1-9]\d*))?", text)
     if match is None:
         fix = "write 200mbit, 1gbit or unshaped, followed by :3 for turns of 3 steps"
-        raise PlanError(message(f"--rates {text}: it is not a rate", fix=fix))
+        raise PlanError(f"--rates {text}: it is not a rate", fix=fix)
     _links(match[1])
     return match[1], int(match[2] or steps)
 
@@ -57,7 +57,7 @@ def _links(rate: str) -> Any:
     try:
         module = importlib.import_module(name)
     except ImportError as error:
-        raise PlanError(message(what, [f"{LINKS}={name}: {error}"], fix)) from None
+        raise PlanError(what, [f"{LINKS}={name}: {error}"], fix) from None
     if not callable(getattr(module, "set_rate", None)):
-        raise PlanError(message(what, [f"{LINKS}={name}: it has no set_rate"], fix))
+        raise PlanError(what, [f"{LINKS}={name}: it has no set_rate"], fix)
     return module

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import mics_fn as mf
 from mics_fn.collectives import Codec, mean_bytes
-from mics_fn.errors import PlanError, message
+from mics_fn.errors import PlanError
 from mics_fn.lab.bench.turns import BenchPeer, BenchTurns, in_job
 from mics_fn.lab.models import gpt
 from mics_fn.lab.models.text import load_text
@@ -380,15 +380,15 @@ def check_peers(config: StepConfig, world_size: int) -> None:
     wrong = [name for name in config.peers if name not in PEERS]
     if wrong:
         what = f"{asked}: there is no peer {' '.join(wrong)}"
-        raise PlanError(message(what, fix=f"choose from {' '.join(PEERS)}"))
+        raise PlanError(what, fix=f"choose from {' '.join(PEERS)}")
     if len(set(config.peers)) < len(config.peers):
-        raise PlanError(message(f"{asked}: one is given twice", fix="give each once"))
+        raise PlanError(f"{asked}: one is given twice", fix="give each once")
     if not fitting(config.peers, world_size):
         what = f"{asked}: none of these is measured with {world_size} ranks"
-        raise PlanError(message(what, fix=f"choose from {' '.join(fitting(PEERS, world_size))}"))
+        raise PlanError(what, fix=f"choose from {' '.join(fitting(PEERS, world_size))}")
     if config.rss and config.rate:
         text = "--rss with --rates: memory does not depend on them"
-        raise PlanError(message(text, fix="leave one of them out"))
+        raise PlanError(text, fix="leave one of them out")
     if config.rss and in_job():
         fix = "run it without a launcher, on any machine: --rss starts ranks of its own"
-        raise PlanError(message("--rss in a job: it needs new processes for each peer", fix=fix))
+        raise PlanError("--rss in a job: it needs new processes for each peer", fix=fix)
