@@ -1,0 +1,23 @@
+"""Mistakes in what recipes are made of; `tests/support/planting.py` checks that tests fail."""
+
+_T, _TRANSFORM = "recipes/test_recipes.py", "optim/transform.py"
+_KEEPS, _LOSES = "return hop2(grads, outer, groups)", "return hop2(grads, outer, groups)[0], outer"
+_SENT, _LOST = "levels.all_gather(comm, out, raw)", "levels.all_gather(comm, out.clone(), raw)"
+_MEAN, _MINE = 'apply("mean", uses, data)', "[data[i] for use in uses for i in use.members]"
+_OWNERS, _LAST = "mine = owners(params.paths)", "mine = [len(parts) - 1 for _ in params.paths]"
+_HELD, _FREE = 'hierarchy, hold=found["params"]', "hierarchy, hold=0"
+_USES, _LESS = 'self.actions if action.kind == "use"', 'self.actions[2:] if action.kind == "use"'
+_OTHER, _FIRST = "*(other[i] for other in", "*(other[min(trained)] for other in"
+
+PLANTED = [
+    ("AdamW decays as Adam", "optim/optimizers.py", "= cls is torch.optim.AdamW", "= False", _T),
+    ("a record lacks its first use", "schedules/schedule.py", _USES, _LESS, _T),
+    ("updates are taken away", _TRANSFORM, "p.add_(u)", "p.sub_(u)", _T),
+    ("norms of leaves have no root", "optim/norms.py", "pieces).sqrt()", "pieces)", _T),
+    ("one optimizer takes all leaves", _TRANSFORM, _OWNERS, _LAST, _T),
+    ("hop 2 of one's own forgets its state", "train/replicas.py", _KEEPS, _LOSES, _T),
+    ("a gather gives memory that nobody wrote", "collectives/own.py", _SENT, _LOST, _T),
+    ("each replica keeps its own gradients", "shards/verbs.py", _MEAN, _MINE, _T),
+    ("a placement keeps nothing", "groups/placement.py", _HELD, _FREE, _T),
+    ("all leaves are mapped with the first", "shards/mapping.py", _OTHER, _FIRST, _T),
+]
