@@ -2,11 +2,11 @@
 
 PLANTED = [
     (
-        "a chunk takes the wrong part of a leaf",
+        "a cut takes the wrong part of a leaf",
         "shards/bucket.py",
         "found.append(Piece(start - low, stop - start, start - offset))",
         "found.append(Piece(start - low, stop - start, 0))",
-        "shards/test_contracts.py -k gather_undoes",
+        "shards/test_cutting.py -k cut_is_what",
     ),
     (
         "padding sets the scale of a block that is gathered",

@@ -189,12 +189,10 @@ def test_check_names_the_rank_that_differs(ranks, layout):
 def traffic_of_a_step(layout):
     groups = groups_of(layout)
     params = {"a": random(0, 64, 8), "b": random(1, 512)}  # 1024 elements, no padding for p <= 8
-    shards = mf.shard(params, groups)
-    seen = []
+    shards, seen = mf.shard(params, groups), []
     for _ in range(3):
         groups.traffic.clear()
-        full = mf.gather(shards, groups.hierarchy)
-        mf.reduce_grads(full, groups, like=shards)
+        mf.reduce_grads(mf.gather(shards, groups.hierarchy), groups, like=shards)
         seen.append(groups.traffic.snapshot())
     return seen
 
@@ -203,22 +201,17 @@ def traffic_of_a_step(layout):
 @pytest.mark.covering
 def test_bytes_on_each_level(ranks, layout):
     nbytes, p, r = 4096, layout.partition_size, layout.world_size // layout.partition_size
+    plan = mf.groups.plan_groups(mf.groups.Topology(layout.sizes), p)
+    want, held = {}, nbytes // p
+    for name, size in zip(plan.level_names, plan.level_sizes, strict=True):
+        want[f"gather {name}"] = want[f"reduce {name}"] = (1, (size - 1) * held)
+        held *= size
+    if r > 1:
+        want["replicas"] = (1, 2 * (r - 1) * (nbytes // p) // r)
     for first, second, third in ranks(layout.world_size).run(traffic_of_a_step, layout):
-        assert second == third
+        assert second == third == want
         routes = ("gather", "reduce")  # the first step agrees on the tree too, over the others
-        assert all(first[k] == v for k, v in second.items() if k.startswith(routes))
-        want, held = {}, nbytes // p
-        for name, size in zip(*levels_of(layout), strict=True):
-            want[f"gather {name}"] = want[f"reduce {name}"] = (1, (size - 1) * held)
-            held *= size
-        if r > 1:
-            want["replicas"] = (1, 2 * (r - 1) * (nbytes // p) // r)
-        assert second == want
-
-
-def levels_of(layout):
-    plan = mf.groups.plan_groups(mf.groups.Topology(layout.sizes), layout.partition_size)
-    return plan.level_names, plan.level_sizes
+        assert all(first[k] == v for k, v in want.items() if k.startswith(routes))
 
 
 # Law 9: a collective that fails raises, on a rank that still waits, and leaves no value behind.

@@ -9,8 +9,6 @@ from costs import buckets_of
 from torch import nn
 
 import mics_fn as mf
-from mics_fn.shards.bucket import LeafSpec, check_blocks, plan_buckets, warn_of_padding
-from mics_fn.shards.precision import Precision
 
 W = torch.ones(70, 70)
 LEAVES = {f"w{i}": torch.ones(768) for i in range(200)}
@@ -122,20 +120,3 @@ def test_blocks_of_moments_and_of_frozen_leaves_count_as_well():
         told("hop2=int8[250],state=fp8[256]", big)
     shards, _ = told("param=int4[250],hop2=int8[256]", big, frozen=lambda path: True)
     assert buckets_of(shards)[0].numel < 4096 + 500  # a frozen leaf is sent as it is kept
-
-
-def test_the_worst_bucket_is_named_and_small_ones_are_not():
-    wire = Precision.parse("hop2=int8[65536]").wires("", torch.float32)
-    sizes = {"a": 9, "b0": 4000, "b1": 40000, "b2": 1, "c0": 9, "c1": 9, "c2": 1}
-    specs = [
-        LeafSpec(path, (n,), torch.float32, 1, True, path[0], sent=wire)
-        for path, n in sizes.items()
-    ]
-    check_blocks("shard", specs)
-    buckets = dict.fromkeys(bucket for bucket, _ in plan_buckets(specs))
-    with pytest.warns(UserWarning, match=r"\(c0, c1, .*\): hop2") as found:
-        warn_of_padding("shard", buckets, 1)
-    assert len(found) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_of_padding("shard", [b for b in buckets if b.names == "a"], 1)

@@ -21,7 +21,7 @@ from mics_fn.shards import Fixed, Sharded
 
 KINDS = ["int4[64]", "int8[32]", "fp8[2]"]
 # The smallest ranks first; in the last the ranks of a group meet over two levels.
-LAYOUTS = [Layout((1,), 1), Layout((2,), 2), Layout((2, 2), 2), Layout((4,), 4), Layout((2, 2), 4)]
+LAYOUTS = [Layout((1,), 1), Layout((2,), 2), Layout((2, 2), 2), Layout((2, 2), 4)]
 
 
 def values(seed: int = 0) -> dict[str, Tensor]:
@@ -85,11 +85,10 @@ def gathers(layout: Layout, kind: str, compute: str, scheme: str) -> Any:
             want[f"gather {level.name}"] = [calls + bool(sent), total + sent]
     assert {k: list(v) for k, v in ledger.items()} == {k: v for k, v in want.items() if v[0]}
     same_bits(mf.shards.start_gather(shards, groups).wait(), now)
-    for policy in (mf.keep_all(), mf.on_demand(live_bytes=0), mf.on_demand(live_bytes=4000)):
+    for policy in (mf.keep_all(), mf.on_demand(live_bytes=4000)):
         for _ in range(2):
             with mf.defer(shards, groups, policy) as full:
                 same_bits({name: x.clone() for name, x in full.items()}, now)
-                same_bits({name: x.clone() for name, x in reversed(full.items())}, now)
     one = {name: mf.get(shards, name, groups) for name in shards}
     held = sum(row.numel() for row in rows(shards))
     kept = sum(b.codes.nbytes(b.chunk) for b in buckets_of(shards) if b.codes is not None)
@@ -263,7 +262,7 @@ def used(layout: Layout) -> Any:
     return full, found, mf.get(new, "base.bias", groups), text
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[3]], ids=str)
+@pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[2]], ids=str)
 @pytest.mark.short("2-p2")
 def test_copies_and_changes_keep_all_other_codes(ranks, layout):
     want = decoded(torch.arange(7.0), "int8[32]", torch.float32)
