@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -230,15 +229,6 @@ def test_the_highest_step_is_an_ordinary_one_and_a_higher_one_is_refused(tmp_pat
     assert load_at(tmp_path) == MAX_STEP
     with pytest.raises(PlanError, match="expected at most"):
         save_at(tmp_path, MAX_STEP + 1)
-
-
-def test_a_number_of_numpy_comes_back(tmp_path: Path) -> None:
-    value = np.float64(0.1)
-    groups, state = mf.make_groups(1), {"w": torch.ones(3), "x": value}
-    checkpoint.save(tmp_path, state, groups, step=1, extra={"x": value})
-    found = checkpoint.load(tmp_path, state, groups)
-    assert found.state["x"] == value
-    assert found.extra == {"x": value}
 
 
 def test_a_lock_lasts_until_the_save_ends_whoever_reads_its_file(tmp_path: Path) -> None:

@@ -3,14 +3,13 @@
 import os
 import shutil
 import signal
-import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from children import in_child
 
 import mics_fn as mf
 from mics_fn import checkpoint
@@ -82,21 +81,6 @@ class Recorder:
             return found
 
         return call
-
-
-def in_child(body: Callable[[], None]) -> int:
-    """Do something in a forked process; its status."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            body()
-            code = 0
-        except BaseException:
-            traceback.print_exc(file=sys.__stderr__)
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.mark.parametrize("commit", COMMITS)

@@ -3,9 +3,7 @@
 import os
 import pickle
 import random as python_random
-import re
 import shutil
-import signal
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -41,8 +39,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import mics_fn as mf
-from mics_fn.checkpoint import exported, load_dcp, save_dcp
-from mics_fn.init.files import boxes
+from mics_fn.checkpoint import load_dcp, save_dcp
 from mics_fn.lab.ranks.pool import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -315,19 +312,6 @@ def test_any_cuts_are_put_together(tmp_path_factory, first, second, protocol):
     shutil.rmtree(folder)
 
 
-@given(shape=st.lists(st.integers(1, 4), max_size=4), data=st.data())
-def test_boxes_are_a_range_in_order(shape, data):
-    x = torch.arange(torch.Size(shape).numel()).view(shape)
-    start = data.draw(st.integers(0, x.numel()))
-    stop = data.draw(st.integers(start, x.numel()))
-    found = [torch.empty(0, dtype=torch.int64)]
-    for offsets, sizes in boxes(shape, start, stop):
-        where = tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
-        found.append(x[where].reshape(-1))
-    assert torch.equal(torch.cat(found), x.view(-1)[start:stop])
-    assert len(found) <= 2 * len(shape) + 2
-
-
 # Directories of strangers: nothing runs, and errors name the file.
 
 
@@ -486,52 +470,3 @@ def test_limits_and_mismatches_are_named(tmp_path: Path):
         assert list(load_dcp(tmp_path, groups, like=like, prefix="w", names=lambda _: "w")) == ["w"]
         with pytest.raises(FileNotFoundError):
             load_dcp(tmp_path / "absent", groups, like=None)
-
-
-def one_lacks_a_file(layout: Layout, folders: dict[int, Path]) -> str:
-    try:
-        load_dcp(folders[dist.get_rank()], groups_of(layout), like={"w": torch.empty(8, 5)})
-    except mf.MicsError as error:
-        return f"{type(error).__name__} {error}"
-    return ""
-
-
-def test_an_error_on_one_rank_is_told_to_all(ranks: Ranks, tmp_path: Path):
-    folders = {rank: tmp_path / str(rank) for rank in range(2)}
-    for folder in folders.values():
-        write_dcp(folder, {"w": (torch.ones(8, 5), [[4], []])})
-    (folders[1] / "__0_0.distcp").unlink()
-    first, second = ranks(2).run(one_lacks_a_file, Layout((2,), 2), folders)
-    assert second.startswith(f"FileError load_dcp: {folders[1] / '.metadata'} names")
-    said = f"FileError: load_dcp: {folders[1] / '.metadata'} names"
-    assert first.startswith(f"PeerFileError load_dcp: rank 1 failed: {said}")
-
-
-def killed(layout: Layout, path: Path, victim: int, place: str) -> str:
-    """A save in which a rank is killed; what the others are told."""
-    plain = getattr(exported, place)
-
-    def kills(*args: Any) -> Any:
-        if dist.get_rank() == victim:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return plain(*args)
-
-    setattr(exported, place, kills)
-    try:
-        save_values(layout, path, max_file_bytes=100)
-    except mf.MicsError as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        setattr(exported, place, plain)
-    return ""
-
-
-def test_a_rank_that_is_killed_leaves_no_target(tmp_path: Path):
-    with RankPool(2) as pool:
-        told = pool.try_run(killed, LAYOUTS[1], tmp_path / "a", 0, "_describe")[1]
-        assert isinstance(told, str)
-        assert told.startswith(("PeerFailed", "CollectiveError"))
-        assert all(re.fullmatch(r"\.a\.\w+\.tmp", x) for x in os.listdir(tmp_path))
-        pool.run(save_values, LAYOUTS[1], tmp_path / "a")
-    with mf.make_groups(1) as groups:
-        assert set(load_dcp(tmp_path / "a", groups, like=None)) == {*values(), "buffer"}

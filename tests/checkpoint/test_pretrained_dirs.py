@@ -158,34 +158,6 @@ def test_names_can_be_changed_and_left_out(ranks: Ranks, tmp_path: Path):
     assert os.listdir(tmp_path) == ["a"]
 
 
-def largest_parts(layout: Layout, path: Path) -> list[int]:
-    """Bytes that this rank held of the files of each round."""
-    held: list[int] = []
-    groups, plain = groups_of(layout), exported.rounds
-
-    def watched(*args: Any) -> Any:
-        before: dict[str, Any] = {}
-        for part in plain(*args):
-            assert not before  # those of the last round are gone
-            before = part.tensors
-            held.append(sum(x.nbytes for x in part.tensors.values()))
-            yield part
-
-    exported.rounds = watched
-    try:
-        shards = mf.shard({f"w{i}": random(i, 10, 10) for i in range(9)}, groups, bucket_bytes=900)
-        save_pretrained(path, shards, groups, max_file_bytes=1000)
-    finally:
-        exported.rounds = plain
-    return held
-
-
-def test_a_rank_holds_one_file_at_a_time(ranks: Ranks, tmp_path: Path):
-    found = ranks(4).run(largest_parts, LAYOUTS[3], tmp_path / "a")
-    assert max(map(max, found)) == 800  # of 3,600 bytes in all
-    assert [max(held) for held in found[2:]] == [0, 0]
-
-
 def of_replicas(layout: Layout, path: Path) -> None:
     groups = groups_of(layout)
     shards: Any = mf.shard({"w": torch.zeros(10), "v": torch.zeros(3)}, groups)
@@ -250,16 +222,6 @@ def test_a_full_disk_is_the_same_error_on_all_ranks(ranks: Ranks, tmp_path: Path
     assert os.listdir(tmp_path) == []
     ranks(4).run(save_tree, LAYOUTS[3], path)  # nothing is broken
     assert "model.safetensors" in os.listdir(path)
-
-
-def test_a_keyboard_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: Any):
-    def interrupted(*args: Any, **kwargs: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(safetensors.torch, "save_file", interrupted)
-    with mf.make_groups(1) as groups, pytest.raises(KeyboardInterrupt):
-        save_pretrained(tmp_path / "a", mf.shard(tree(), groups), groups)
-    assert os.listdir(tmp_path) == []
 
 
 def differing(layout: Layout, path: Path, what: str) -> str:

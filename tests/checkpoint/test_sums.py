@@ -42,8 +42,6 @@ def test_damage_anywhere_in_what_is_read_at_once_is_found(tmp_path: Path) -> Non
         file.write_bytes(case)
         with pytest.raises(FileError, match="its values are not those that were saved"):
             checkpoint.load(tmp_path, shards, groups)
-        with pytest.raises(FileError, match="its values are not those that were saved"):
-            checkpoint.verify(tmp_path)
     file.write_bytes(plain)
     found = checkpoint.load(tmp_path, mf.shard(mf.gather(shards, groups), groups), groups).state
     assert all(torch.equal(found[name].data, shards[name].data) for name in shards)

@@ -17,7 +17,7 @@ PLANTED = [
         _S,
         "if end - begin != prod(shape) * kind.itemsize or not",
         "if not",
-        "init/test_files.py -k damaged",
+        "init/test_strangers.py -k refused_by_name",
     ),
     (
         "a file of an index may be a link that leads out of its folder",

@@ -314,37 +314,10 @@ def test_what_does_not_match_is_named(tmp_path):
             mf.init_model(lambda: nn.BatchNorm1d(2), groups, seed=0, weights=state)
 
 
-def broken_files(folder: Path) -> dict[str, str]:
-    """Files and folders, and what an error says of each."""
-    write_safetensors(folder / "part.safetensors", {"a": torch.ones(1)})
-    data = (folder / "part.safetensors").read_bytes()
-    header = json.dumps({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}).encode()
-    index = json.dumps({"weight_map": {"a": "part.safetensors", "b": "part.safetensors"}}).encode()
-    made: dict[str, tuple[bytes, str]] = {
-        "cut.safetensors": (data[:-2], "does not fit bytes"),
-        "text": (b"hello, this is no file of weights at all", "longer than the file"),
-        "shape": (struct.pack("<Q", len(header)) + header + bytes(8), "does not fit bytes 0 to 4"),
-        "a.index.json": (b"{}", "has no weight_map"),
-        "b.index.json": (index, "'b': it should be in 'part.safetensors'"),
-    }
-    for name, (content, _) in made.items():
-        (folder / name).write_bytes(content)
-    torch.save({"model": {"a": torch.ones(1)}}, folder / "nested.pt")
-    torch.save([torch.ones(1)], folder / "list.pt")
-    (folder / "none").mkdir()
-    found = {name: line for name, (_, line) in made.items()}
-    found |= {"nested.pt": "'model': got dict", "list.pt": "got list"}
-    return found | {"none": "no weights in the folder"}
-
-
-def test_damaged_files_are_refused(tmp_path):
+def test_folders_without_weights_are_refused(tmp_path):
     with mf.make_groups(1) as groups:
-        for name, line in broken_files(tmp_path).items():
-            with pytest.raises(mf.errors.FileError) as error:
-                mf.load_shards(tmp_path / name, groups)
-            assert line in str(error.value), name
-            assert "fix: " in str(error.value), name
-            assert error.value.path == str(tmp_path / name), name
+        with pytest.raises(mf.errors.FileError, match="no weights in the folder"):
+            mf.load_shards(tmp_path, groups)
         with pytest.raises(FileNotFoundError):
             mf.load_shards(tmp_path / "absent", groups)
 

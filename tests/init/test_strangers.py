@@ -66,9 +66,11 @@ PICKLE = "archive/data.pkl"
 # The bytes of a file, the leaf that its error names, and what the error says.
 DAMAGED: dict[str, tuple[bytes, str, str]] = {
     "negative size": (safetensors({"x": leaf([-2])}), "x", "is not a list of at most 64 sizes"),
-    "overflow": (safetensors({"x": leaf([2**40, 2**40])}), "x", "overflows"),
     "huge number": (safetensors({"x": leaf([10**4000])}), "x", "overflows"),
     "beyond the file": (safetensors({"x": leaf([4], [0, 16])}), "x", "does not fit bytes 0 to 16"),
+    "size": (safetensors({"x": leaf([2], [0, 4])}, 4), "x", "does not fit bytes 0 to 4"),
+    "nested": (saved({"model": {"a": X}}), "model", "got dict"),
+    "list": (saved([X]), "", "got list"),
     "overlap": (
         safetensors({"x": leaf(), "y": leaf([1], [4, 8])}),
         "y",
@@ -76,11 +78,6 @@ DAMAGED: dict[str, tuple[bytes, str, str]] = {
     ),
     "gap": (safetensors({"x": leaf([1], [4, 8])}), "x", "leave a gap before them"),
     "trailing": (safetensors({"x": leaf()}, data=11), "", "3 bytes follow the last tensor"),
-    "twice": (
-        safetensors(b'{"x": 1, "x": 2}'),
-        "",
-        "neither a safetensors file nor a zip file of torch.save\n  'x' is there twice",
-    ),
     "dtype of a list": (safetensors({"x": leaf(dtype=["F32"])}), "x", "torch has no dtype"),
     "cut": (ONE[:-30], "", "it has no directory of records at its end"),
     "zip of others": (rezipped(ONE, lambda x: x.pop(PICKLE)), "", "not one of torch.save"),
@@ -93,11 +90,6 @@ DAMAGED: dict[str, tuple[bytes, str, str]] = {
         rezipped(ONE, lambda x: x.update({"archive/constants.pkl": b""})),
         "",
         "is an archive of TorchScript, which is a program",
-    ),
-    "big endian": (
-        rezipped(ONE, lambda x: x.update({"archive/byteorder": b"big"})),
-        "",
-        "another order of bytes",
     ),
     "short storage": (
         rezipped(ONE, lambda x: x.update({"archive/data/0": b"1234"})),
@@ -208,13 +200,9 @@ def test_names_in_an_index_stay_in_its_folder(tmp_path, groups, name, reason):
         mf.load_shards(here, groups)
     assert reason in str(error.value)
     assert str(here) in str(error.value)
-    elsewhere = "symbolic" in reason or "leads out" in reason
-    if elsewhere:
+    if "symbolic" in reason or "leads out" in reason:
         shards: Any = mf.load_shards(here, groups, trust=True)
         same_bits(shards["x"].data, X)
-    else:
-        with pytest.raises(mf.errors.FileError):
-            mf.load_shards(here, groups, trust=True)
 
 
 @pytest.mark.parametrize("text", ["[]", '{"weight_map": {"x": "a", "x": "b"}}', "[" * 10**5, "\0"])

@@ -61,11 +61,11 @@ PLANTED = [
         "offload/test_stored.py -k there_and_back",
     ),
     (
-        "a step writes to files before its guard has judged",
-        "optim/columns.py",
-        "            if files:\n                self._decide()\n",
-        "",
-        "offload/test_states_come_first.py -k bits_of",
+        "a step writes to what a save is reading",
+        _S,
+        "        if self.is_held:\n            fix =",
+        "        if self.is_held is None:\n            fix =",
+        "checkpoint/test_saves_of_files.py -k what_is_held",
     ),
     (
         "other ranks are not told that a step failed on a disk",

