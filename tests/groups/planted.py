@@ -55,7 +55,7 @@ PLANTED = [
         "groups/peers.py",
         "                peer.silent_s, peer.gone = 0.0, False\n",
         "                pass\n",
-        "groups/test_peers.py -k before_a_meeting",
+        "groups/test_journal.py -k before_a_meeting",
     ),
     (
         "a rank that closed its groups and ended counts as killed",

@@ -18,7 +18,7 @@ from mics_fn.errors import PeerFailed
 from mics_fn.groups import group_state as life_module
 from mics_fn.groups import uncaught
 from mics_fn.groups.group_state import GroupState
-from mics_fn.groups.peers import PARKED, Failure, Journal, LocalProcesses, Peer, Process
+from mics_fn.groups.peers import PARKED, Failure, Journal, LocalProcesses, Peer, Peers, Process
 from mics_fn.schedules import Stuck
 
 
@@ -134,6 +134,20 @@ def test_silence_is_added_up_from_the_ticks_of_the_reader(host: str, most_s: flo
     assert (peer.silent_s, peer.is_silent(most_s), peer.is_silent(0.8)) == (1.75, False, True)
     peer.heard(sign(2, PARKED), reader, 0.25)
     assert (peer.silent_s, peer.parked) == (0.0, True)
+
+
+def test_silence_before_a_meeting_is_forgotten_and_the_end_of_a_process_is_not():
+    peers, own = Peers(), Process.own()
+    ended = Process(own.host, own.pid, "1")  # another one has its number
+    for _ in range(9):
+        peers.hear(1, sign(1, process=Process("elsewhere", 7, "1")), own, 0.25)
+        peers.hear(2, sign(1, process=ended), own, 0.25)
+    assert peers[1].is_silent(1.5)
+    assert peers[1].mark_gone()
+    assert peers.anew({1: "", 2: ""}) == [2]
+    assert not peers[1].is_silent(0.0)
+    assert peers[1].mark_gone(), "its next silence is found again"
+    peers.near.forget()
 
 
 @pytest.mark.parametrize("pidfds", [True, False])
