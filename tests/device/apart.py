@@ -186,24 +186,3 @@ def masked() -> list[Any]:
             numbers.append(values)
     gap = (torch.cat(numbers[0]) - torch.cat(numbers[1])).abs().max()  # they round in other ways
     return [*found, float(gap)]
-
-
-def nonfinite_on_rank_1() -> list[tuple[bool, str | None]]:
-    """What is said of steps of which the second has an infinite gradient on rank 1."""
-    device = torch.device("cuda", dist.get_rank())
-    guard, found = optim.Guard(on_nonfinite="skip"), []
-    with mf.make_groups(dist.get_world_size(), device=device, timeout_s=8) as groups:
-        params = {name: torch.ones(5, device=device) for name in "abc"}
-        state = mf.init_state(mf.shard(params, groups, bucket_bytes=16), optim.sgd(0.1))
-        for step in range(3):
-            bad = step == 1 and groups.rank == 1
-            total = mf.GradSum(2)
-            with mf.defer(state.params, groups, mf.on_demand(live_bytes=0), into=total) as full:
-                for _ in range(2):
-                    b = full["b"].sum() * (float("inf") if bad else 1.0)
-                    total.backward(full["a"].sum() + b + full["c"].sum())
-            verdict = guard.judge(total.grads(), groups)
-            found.append((verdict.accept, verdict.nonfinite))
-            if verdict.accept:
-                state = mf.opt_step(state, verdict.grads)
-        return found

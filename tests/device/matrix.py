@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mics_fn as mf
@@ -27,15 +27,15 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class Scenario:
-    """A program on so many ranks, with options of its own."""
+    """A program on so many ranks, with options of its own, made anew for each run."""
 
-    program: str = "trained"
-    ranks: int = 2
-    partition: int = 2
-    node: int = 2
-    place: str | None = None
-    options: Callable[[], Mapping[str, Any]] = field(default=dict)
-    host_waits: int | None = 0  # in a steady step; None where the update is one of the host
+    program: str
+    ranks: int
+    partition: int
+    node: int
+    place: str | None
+    options: Callable[[], Mapping[str, Any]]
+    host_waits: int | None  # in a steady step; None where the update is one of the host
 
     @property
     def plans(self) -> bool:
@@ -44,254 +44,136 @@ class Scenario:
         return with_trainer and self.partition > 1 and self.place not in ("zero1", "zero2")
 
 
-def _options(**options: Any) -> Callable[[], Mapping[str, Any]]:
-    return lambda: options
+def _of(
+    ranks: int = 2,
+    partition: int = 2,
+    place: str | None = None,
+    waits: int | None = 0,
+    program: str = "trained",
+    guard: Mapping[str, Any] | None = None,
+    sync: Callable[[int], Any] | None = None,
+    **options: Any,
+) -> Scenario:
+    """A scenario in nodes of two ranks; guards, schedules and syncs of replicas have a state."""
 
+    def made() -> Mapping[str, Any]:
+        found = dict(options)
+        if found.get("schedule") == "keep all":
+            found["schedule"] = mf.keep_all()
+        if guard is not None:
+            scale = {"scale": optim.dynamic_scale(16.0)} if "scale" in guard else {}
+            spike = {"spike": optim.norm_spike(3.0, warmup=1)} if "spike" in guard else {}
+            found["guard"] = optim.Guard(**{**guard, **scale, **spike})
+        return found if sync is None else {**found, "replica_sync": sync(2)}
 
-def _in_files() -> Mapping[str, Any]:
-    where = f"states=disk:{tempfile.gettempdir()}"
-    return {"live_bytes": _TWO_BUCKETS, "where": where, "optimizer": optim.adamw(1e-2)}
+    node = 3 if ranks == 3 else min(2, ranks)
+    return Scenario(program, ranks, partition, node, place, made, waits)
 
 
 _BF16 = "param=f32, compute=bf16, reduce=f32, output=f32"
 _F16 = "param=f32, compute=f16, reduce=f32, output=f32"
+_PARAMS_BF16 = "param=bf16, compute=bf16, reduce=f32, output=f32"
 _CODES = "gather=int8[64], hop1=int8[64], hop2=int8[64]"
 _FAR_CODES = "gather=int8[64]@node, hop1=int8[64]@node"
-_TWO_BUCKETS = 2 * BUCKET_BYTES
-_OVERLAPPED = {"overlap_step": True, "guard": optim.Guard(on_nonfinite="ignore")}
+_TWO = 2 * BUCKET_BYTES
+_HOST, _STATES, _GRADS = "params=host", "states=host", "grads=host"
+_FILES = f"states=disk:{tempfile.gettempdir()}"
+_ADAM = {"live_bytes": _TWO, "optimizer": optim.adamw(1e-2)}
+_IGNORE = {"on_nonfinite": "ignore"}
+_OVERLAPPED: dict[str, Any] = {"overlap_step": True, "guard": _IGNORE}
+_BY_HAND: dict[str, Any] = {"where": _HOST, "waits": None}
 
 SCENARIOS: dict[str, Scenario] = {
-    "alone": Scenario(ranks=1, partition=1, node=1, options=_options(live_bytes=0)),
-    "three ranks": Scenario(ranks=3, partition=3, node=3, options=_options(live_bytes=0)),
+    "alone": _of(1, 1, live_bytes=0),
+    "three ranks": _of(3, 3, live_bytes=0),
     # Budgets, over one level and over two.
-    "budget 0": Scenario(options=_options(live_bytes=0)),
-    "budget 2 buckets": Scenario(options=_options(live_bytes=_TWO_BUCKETS)),
-    "no prefetch": Scenario(options=_options(live_bytes=_TWO_BUCKETS, prefetch=0)),
-    "keep all": Scenario(options=_options(live_bytes=None)),
-    "two levels, budget": Scenario(
-        ranks=4, partition=4, options=_options(live_bytes=_TWO_BUCKETS, accumulate=2)
-    ),
-    "two levels, keep all": Scenario(ranks=4, partition=4, options=_options(live_bytes=None)),
-    "two replicas, budget": Scenario(
-        ranks=4, options=_options(live_bytes=_TWO_BUCKETS, accumulate=2)
-    ),
-    "two replicas, keep all": Scenario(ranks=4, options=_options(live_bytes=None)),
-    "two replicas, keep all to the end": Scenario(
-        ranks=4, options=lambda: {"schedule": mf.keep_all()}
-    ),
+    "budget 0": _of(live_bytes=0),
+    "budget 2 buckets": _of(live_bytes=_TWO),
+    "no prefetch": _of(live_bytes=_TWO, prefetch=0),
+    "keep all": _of(live_bytes=None),
+    "two levels, budget": _of(4, 4, live_bytes=_TWO, accumulate=2),
+    "two levels, keep all": _of(4, 4, live_bytes=None),
+    "two replicas, budget": _of(4, live_bytes=_TWO, accumulate=2),
+    "two replicas, keep all": _of(4, live_bytes=None),
+    "two replicas, keep all to the end": _of(4, schedule="keep all"),
     # Placements.
-    "zero1": Scenario(place="zero1", options=_options(live_bytes=_TWO_BUCKETS, accumulate=2)),
-    "zero2": Scenario(place="zero2", options=_options(live_bytes=_TWO_BUCKETS, accumulate=2)),
-    "ddp": Scenario(partition=1, options=_options(live_bytes=None)),
-    "hpz": Scenario(ranks=4, partition=4, place="hpz", options=_options(live_bytes=_TWO_BUCKETS)),
-    "hybrid": Scenario(
-        ranks=4, partition=4, place="hybrid", options=_options(live_bytes=0, accumulate=2)
-    ),
+    "zero1": _of(place="zero1", live_bytes=_TWO, accumulate=2),
+    "zero2": _of(place="zero2", live_bytes=_TWO, accumulate=2),
+    "ddp": _of(partition=1, live_bytes=None),
+    "hpz": _of(4, 4, "hpz", live_bytes=_TWO),
+    "hybrid": _of(4, 4, "hybrid", live_bytes=0, accumulate=2),
     # Precision.
-    "bf16": Scenario(options=_options(live_bytes=_TWO_BUCKETS, precision=_BF16, accumulate=2)),
-    "bf16, two replicas": Scenario(
-        ranks=4, options=_options(live_bytes=0, precision=_BF16, accumulate=2)
-    ),
+    "bf16": _of(live_bytes=_TWO, precision=_BF16, accumulate=2),
+    "bf16, two replicas": _of(4, live_bytes=0, precision=_BF16, accumulate=2),
     # Codes, on all levels and on the outer one.
-    "codes, two replicas": Scenario(
-        ranks=4, options=_options(live_bytes=_TWO_BUCKETS, precision=_CODES, accumulate=2)
+    "codes, two replicas": _of(4, live_bytes=_TWO, precision=_CODES, accumulate=2),
+    "codes, keep all": _of(4, live_bytes=None, precision=_CODES),
+    "codes, two levels": _of(4, 4, live_bytes=0, precision=_FAR_CODES),
+    "codes, hpz": _of(4, 4, "hpz", live_bytes=0, precision=_CODES),
+    # The wait is for the guard: no fused kernel of torch steps by lion.
+    "bf16 parameters": _of(
+        waits=1, live_bytes=_TWO, precision=_PARAMS_BF16, optimizer=optim.lion(1e-2)
     ),
-    "codes, keep all": Scenario(ranks=4, options=_options(live_bytes=None, precision=_CODES)),
-    "codes, two levels": Scenario(
-        ranks=4, partition=4, options=_options(live_bytes=0, precision=_FAR_CODES)
-    ),
-    "codes, hpz": Scenario(
-        ranks=4, partition=4, place="hpz", options=_options(live_bytes=0, precision=_CODES)
-    ),
-    "bf16 parameters": Scenario(
-        options=lambda: {
-            "live_bytes": _TWO_BUCKETS,
-            "precision": "param=bf16, compute=bf16, reduce=f32, output=f32",
-            "optimizer": optim.lion(1e-2),
-        },
-        host_waits=1,  # for the guard: no fused kernel of torch steps by lion
-    ),
-    "f16 with a loss scale": Scenario(
-        options=lambda: {
-            "live_bytes": _TWO_BUCKETS,
-            "precision": _F16,
-            "guard": optim.Guard(optim.dynamic_scale(16.0), max_norm=1.0),
-        },
-        host_waits=1,
+    "f16 with a loss scale": _of(
+        waits=1, live_bytes=_TWO, precision=_F16, guard={"scale": 16.0, "max_norm": 1.0}
     ),
     # Parameters in host memory, brought for each fetch, and updated there.
-    "on the host": Scenario(
-        options=_options(live_bytes=_TWO_BUCKETS, where="params=host"), host_waits=None
-    ),
-    "on the host, alone": Scenario(
-        ranks=1,
-        partition=1,
-        node=1,
-        options=_options(live_bytes=0, where="params=host"),
-        host_waits=None,
-    ),
-    "on the host, bf16": Scenario(
-        ranks=4,
-        options=_options(live_bytes=0, precision=_BF16, where="params=host"),
-        host_waits=None,
-    ),
-    "on the host, hpz": Scenario(
-        ranks=4,
-        partition=4,
-        place="hpz",
-        options=_options(live_bytes=_TWO_BUCKETS, where="params=host"),
-        host_waits=None,
-    ),
-    "on the host, codes": Scenario(
-        ranks=4,
-        options=_options(live_bytes=_TWO_BUCKETS, precision=_CODES, where="params=host"),
-        host_waits=None,
-    ),
-    "on the host, codes, hpz": Scenario(
-        ranks=4,
-        partition=4,
-        place="hpz",
-        options=_options(live_bytes=0, precision=_CODES, where="params=host"),
-        host_waits=None,
-    ),
-    "on the host, torch.func": Scenario(
-        "transformed", options=_options(where="params=host"), host_waits=None
-    ),
-    "on the host, deferred": Scenario(
-        "transformed_deferred", options=_options(where="params=host"), host_waits=None
-    ),
-    "on the host, by hand": Scenario(
-        "by_hand", ranks=4, options=_options(where="params=host"), host_waits=None
-    ),
+    "on the host": _of(waits=None, live_bytes=_TWO, where=_HOST),
+    "on the host, alone": _of(1, 1, waits=None, live_bytes=0, where=_HOST),
+    "on the host, bf16": _of(4, waits=None, live_bytes=0, precision=_BF16, where=_HOST),
+    "on the host, hpz": _of(4, 4, "hpz", None, live_bytes=_TWO, where=_HOST),
+    "on the host, codes": _of(4, waits=None, live_bytes=_TWO, precision=_CODES, where=_HOST),
+    "on the host, codes, hpz": _of(4, 4, "hpz", None, live_bytes=0, precision=_CODES, where=_HOST),
+    "on the host, torch.func": _of(program="transformed", **_BY_HAND),
+    "on the host, deferred": _of(program="transformed_deferred", **_BY_HAND),
+    "on the host, by hand": _of(4, program="by_hand", **_BY_HAND),
     # Places, and steps on gradients that still arrive.
-    "states on the host": Scenario(
-        options=lambda: {
-            "live_bytes": _TWO_BUCKETS,
-            "where": "states=host",
-            "optimizer": optim.adamw(1e-2),
-        },
-        host_waits=2,
+    "states on the host": _of(waits=2, where=_STATES, **_ADAM),
+    "states on the host, overlapped": _of(4, waits=1, where=_STATES, **_ADAM, **_OVERLAPPED),
+    "states on the host, guarded": _of(
+        4, waits=2, where=_STATES, guard={"max_norm": 1.0, "on_nonfinite": "skip"}, **_ADAM
     ),
-    "states on the host, overlapped": Scenario(
-        ranks=4,
-        options=lambda: {
-            "live_bytes": _TWO_BUCKETS,
-            "where": "states=host",
-            "overlap_step": True,
-            "guard": optim.Guard(on_nonfinite="ignore"),
-            "optimizer": optim.adamw(1e-2),
-        },
-        host_waits=1,
+    "all on the host": _of(4, waits=None, where=f"{_STATES}, {_HOST}", accumulate=2, **_ADAM),
+    "states in files": _of(waits=FILE_RUNS + 1, where=_FILES, **_ADAM),
+    "states in files, overlapped": _of(
+        4, waits=FILE_RUNS, where=_FILES, accumulate=2, **_ADAM, **_OVERLAPPED
     ),
-    "states on the host, guarded": Scenario(
-        ranks=4,
-        options=lambda: {
-            "live_bytes": _TWO_BUCKETS,
-            "where": "states=host",
-            "guard": optim.Guard(max_norm=1.0, on_nonfinite="skip"),
-            "optimizer": optim.adamw(1e-2),
-        },
-        host_waits=2,
+    "gradients on the host": _of(4, waits=1, live_bytes=_TWO, where=_GRADS, accumulate=2),
+    "gradients on the host, alone": _of(1, 1, waits=1, live_bytes=0, where=_GRADS, accumulate=2),
+    "gradients on the host, zero1": _of(
+        place="zero1", waits=1, live_bytes=0, where=_GRADS, accumulate=2
     ),
-    "all on the host": Scenario(
-        ranks=4,
-        options=lambda: {
-            "live_bytes": _TWO_BUCKETS,
-            "where": "states=host, params=host",
-            "accumulate": 2,
-            "optimizer": optim.adamw(1e-2),
-        },
-        host_waits=None,
+    "gradients on the host, keep all": _of(waits=1, live_bytes=None, where=_GRADS),
+    "gradients on the host, bf16, zero2, clipped": _of(
+        *(2, 2, "zero2", 1, "trained", {"max_norm": 1.0}),
+        **{"live_bytes": _TWO, "precision": _BF16, "where": _GRADS, "accumulate": 4},
     ),
-    "states in files": Scenario(options=_in_files, host_waits=FILE_RUNS + 1),
-    "states in files, overlapped": Scenario(
-        ranks=4,
-        options=lambda: {**_in_files(), **_OVERLAPPED, "accumulate": 2},
-        host_waits=FILE_RUNS,
+    "gradients and states on the host": _of(
+        waits=1, where=f"{_GRADS}, {_STATES}", **_ADAM, **_OVERLAPPED
     ),
-    "gradients on the host": Scenario(
-        ranks=4,
-        options=_options(live_bytes=_TWO_BUCKETS, where="grads=host", accumulate=2),
-        host_waits=1,
-    ),
-    "gradients on the host, alone": Scenario(
-        ranks=1,
-        partition=1,
-        node=1,
-        options=_options(live_bytes=0, where="grads=host", accumulate=2),
-        host_waits=1,
-    ),
-    "gradients on the host, zero1": Scenario(
-        place="zero1",
-        options=_options(live_bytes=0, where="grads=host", accumulate=2),
-        host_waits=1,
-    ),
-    "gradients on the host, keep all": Scenario(
-        options=_options(live_bytes=None, where="grads=host"), host_waits=1
-    ),
-    "gradients on the host, bf16, zero2, clipped": Scenario(
-        place="zero2",
-        options=lambda: {
-            "live_bytes": _TWO_BUCKETS,
-            "precision": _BF16,
-            "where": "grads=host",
-            "guard": optim.Guard(max_norm=1.0),
-            "accumulate": 4,
-        },
-        host_waits=1,
-    ),
-    "gradients and states on the host": Scenario(
-        options=lambda: {
-            "live_bytes": _TWO_BUCKETS,
-            "where": "grads=host, states=host",
-            **_OVERLAPPED,
-            "optimizer": optim.adamw(1e-2),
-        },
-        host_waits=1,
-    ),
-    "overlapped": Scenario(
-        ranks=4, options=_options(live_bytes=_TWO_BUCKETS, accumulate=2, **_OVERLAPPED)
-    ),
+    "overlapped": _of(4, live_bytes=_TWO, accumulate=2, **_OVERLAPPED),
     # Guards and replicas.
-    "clipping": Scenario(
-        options=lambda: {"live_bytes": _TWO_BUCKETS, "guard": optim.Guard(max_norm=1.0)}
+    "clipping": _of(live_bytes=_TWO, guard={"max_norm": 1.0}),
+    "a guard that refuses": _of(
+        waits=1, live_bytes=_TWO, guard={"spike": 3.0, "on_nonfinite": "skip"}
     ),
-    "a guard that refuses": Scenario(
-        options=lambda: {
-            "live_bytes": _TWO_BUCKETS,
-            "guard": optim.Guard(spike=optim.norm_spike(3.0, warmup=1), on_nonfinite="skip"),
-        },
-        host_waits=1,
-    ),
-    "local_sgd": Scenario(
-        partition=1,
-        options=lambda: {"live_bytes": 0, "replica_sync": mf.replicas.local_sgd(2)},
-        host_waits=1,
-    ),
-    "diloco": Scenario(
-        ranks=4,
-        options=lambda: {"live_bytes": _TWO_BUCKETS, "replica_sync": mf.replicas.diloco(2)},
-        host_waits=1,
-    ),
-    "fixed order": Scenario(ranks=4, options=_options(live_bytes=_TWO_BUCKETS, deterministic=True)),
-    "watched": Scenario(
-        "watched", ranks=4, options=_options(live_bytes=_TWO_BUCKETS, accumulate=2)
-    ),
-    "saved while it trains": Scenario("saved", ranks=4, options=_options(live_bytes=_TWO_BUCKETS)),
+    "local_sgd": _of(partition=1, waits=1, live_bytes=0, sync=mf.replicas.local_sgd),
+    "diloco": _of(4, waits=1, live_bytes=_TWO, sync=mf.replicas.diloco),
+    "fixed order": _of(4, live_bytes=_TWO, deterministic=True),
+    "watched": _of(4, program="watched", live_bytes=_TWO, accumulate=2),
+    "saved while it trains": _of(4, program="saved", live_bytes=_TWO),
     # What users do around it.
-    "recomputation": Scenario("recomputed", options=_options(live_bytes=0, accumulate=2)),
-    "a use that does not come": Scenario(
-        "unused", ranks=4, partition=4, options=_options(live_bytes=None)
-    ),
-    "an update before the run has ended": Scenario("updated_early"),
-    "float16 on the wire": Scenario("in_float16"),
-    "made as shards": Scenario("made_as_shards"),
-    "two trainers": Scenario("two_trainers", host_waits=1),  # for the totals of each
-    "a stream of the user's": Scenario("own_stream", options=_options(live_bytes=0)),
-    "two compute streams, budget": Scenario("forked", options=_options(live_bytes=0)),
-    "two compute streams, keep all": Scenario("forked", options=_options(live_bytes=None)),
-    "torch.func": Scenario("transformed"),
-    "torch.func, deferred": Scenario("transformed_deferred"),
-    "verbs by hand": Scenario("by_hand", ranks=4),
-    "never waited for": Scenario("left_in_flight", ranks=4, partition=4),
+    "recomputation": _of(program="recomputed", live_bytes=0, accumulate=2),
+    "a use that does not come": _of(4, 4, program="unused", live_bytes=None),
+    "an update before the run has ended": _of(program="updated_early"),
+    "float16 on the wire": _of(program="in_float16"),
+    "made as shards": _of(program="made_as_shards"),
+    "two trainers": _of(program="two_trainers", waits=1),  # for the totals of each
+    "a stream of the user's": _of(program="own_stream", live_bytes=0),
+    "two compute streams, budget": _of(program="forked", live_bytes=0),
+    "two compute streams, keep all": _of(program="forked", live_bytes=None),
+    "torch.func": _of(program="transformed"),
+    "torch.func, deferred": _of(program="transformed_deferred"),
+    "verbs by hand": _of(4, program="by_hand"),
+    "never waited for": _of(4, 4, program="left_in_flight"),
 }

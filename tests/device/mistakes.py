@@ -25,11 +25,16 @@ class Mistake(NamedTuple):
     """Changes of the source, and the scenario that shows them."""
 
     scenario: str
-    changes: list[Change]
-    law: str = "ordered"  # that it breaks
+    law: str  # that it breaks
+    changes: tuple[Change, ...]
 
 
-_PENDING, _SUM = "collectives/pending.py", "deferred/reduction.py"
+def _of(scenario: str, *changes: Change, law: str = "ordered") -> Mistake:
+    return Mistake(scenario, law, changes)
+
+
+_PENDING, _SUM, _COLUMNS = "collectives/pending.py", "deferred/reduction.py", "optim/columns.py"
+_BUFFERS, _TENSOR = "groups/buffers.py", "deferred/tensor.py"
 _LET_GO = Change(
     _PENDING, 'if getattr(self, "_keep", None) and self.ready is not None:', "if False:"
 )
@@ -37,6 +42,10 @@ _DROP = Change(
     "deferred/live.py", "coming.wait()\n            self.buckets", "pass\n            self.buckets"
 )
 _SCATTER = "yield from scatter_steps(now, full, out, whole(slot.second, reduce), hop1)"
+_FREE = "                free_slot(slot)\n            if last:\n"
+_RECORD = "self.ready = _device.record(self._device)"
+_WAIT = "_device.wait(self._device, self.ready)\n        self._keep"
+_DRAIN = "while not self.finished:\n                self._advance()"
 
 # Hop 2 of codes has two levels, which come after that of hop 1.
 _SECOND = Change(
@@ -58,171 +67,115 @@ def _unordered(comm: str) -> Change:
 
 
 MISTAKES: dict[str, Mistake] = {
-    "a collective does not wait for its inputs": Mistake(
-        "budget 2 buckets", [_unordered("self._comms[0]")]
+    "a collective does not wait for its inputs": _of(
+        "budget 2 buckets", _unordered("self._comms[0]")
     ),
-    "a level does not wait for the one before": Mistake(
-        "two levels, budget", [_unordered("collective.comm")]
+    "a level does not wait for the one before": _of(
+        "two levels, budget", _unordered("collective.comm")
     ),
-    "a result is not waited for": Mistake(
-        "torch.func",
-        [
-            Change(
-                _PENDING, "_device.wait(self._device, self.ready)\n        self._keep", "self._keep"
-            )
-        ],
-    ),
-    "the event of a result is recorded too early": Mistake(
+    "a result is not waited for": _of("torch.func", Change(_PENDING, _WAIT, "self._keep")),
+    "the event of a result is recorded too early": _of(
         "budget 2 buckets",
-        [
-            Change(_PENDING, "self.ready = _device.record(self._device)", "pass"),
-            Change(
-                _PENDING,
-                "while not self.finished:\n                self._advance()",
-                "self.ready = _device.record(self._device)\n"
-                "            while not self.finished:\n                self._advance()",
-            ),
-        ],
+        Change(_PENDING, _RECORD, "pass"),
+        Change(_PENDING, _DRAIN, f"{_RECORD}\n            {_DRAIN}"),
     ),
-    "tensors in flight are not kept": Mistake(
+    "tensors in flight are not kept": _of(
         "never waited for",
-        [
-            Change(_PENDING, "comms, list[Any](keep)", "comms, list[Any]()"),
-            Change(_PENDING, "self._keep.append(collective)", "pass"),
-        ],
+        Change(_PENDING, "comms, list[Any](keep)", "comms, list[Any]()"),
+        Change(_PENDING, "self._keep.append(collective)", "pass"),
     ),
-    "what is let go is not waited for": Mistake("never waited for", [_LET_GO]),
-    "a stream reads a bucket without a wait": Mistake(
+    "what is let go is not waited for": _of("never waited for", _LET_GO),
+    "a stream reads a bucket without a wait": _of(
+        "two compute streams, budget", Change(_TENSOR, "stream.wait_event(self._ready)", "pass")
+    ),
+    "a drop does not wait for other streams": _of(
         "two compute streams, budget",
-        [Change("deferred/tensor.py", "stream.wait_event(self._ready)", "pass")],
+        Change(_TENSOR, "_device.current_stream(self.full.device).wait_stream(stream)", "pass"),
     ),
-    "a drop does not wait for other streams": Mistake(
-        "two compute streams, budget",
-        [
-            Change(
-                "deferred/tensor.py",
-                "_device.current_stream(self.full.device).wait_stream(stream)",
-                "pass",
-            )
-        ],
+    "a buffer is taken without a wait": _of(
+        "never waited for", Change(_BUFFERS, "_device.wait(raw.device, event)", "pass")
     ),
-    "a buffer is taken without a wait": Mistake(
-        "never waited for",
-        [Change("groups/buffers.py", "_device.wait(raw.device, event)", "pass")],
-    ),
-    "a slot is taken without a wait": Mistake(
+    "a slot is taken without a wait": _of(
         "two replicas, budget",
-        [
-            Change(
-                "groups/buffers.py",
-                "in self._lent):\n            self._lent.popleft().until()",
-                "in self._lent):\n            self._lent.popleft()",
-            )
-        ],
+        Change(
+            _BUFFERS,
+            "in self._lent):\n            self._lent.popleft().until()",
+            "in self._lent):\n            self._lent.popleft()",
+        ),
     ),
-    "a slot is free before hop 1 is over": Mistake(
+    "a slot is free before hop 1 is over": _of(
         "two replicas, budget",
-        [
-            Change(_SUM, "free_slot(slot)\n            if last:", "pass\n            if last:"),
-            Change(_SUM, _SCATTER, f"free_slot(slot)\n            {_SCATTER}"),
-        ],
+        Change(_SUM, "free_slot(slot)\n            if last:", "pass\n            if last:"),
+        Change(_SUM, _SCATTER, f"free_slot(slot)\n            {_SCATTER}"),
     ),
-    "a slot is free before hop 2 of codes": Mistake(
+    "a slot is free before hop 2 of codes": _of(
         "codes, two replicas",
-        [
-            Change(_SUM, "if not copies:\n                free_slot(slot)", "free_slot(slot)"),
-            Change(_SUM, "if copies:\n                free_slot(slot)", "pass"),
-        ],
+        Change(_SUM, "if not copies:\n                free_slot(slot)", "free_slot(slot)"),
+        Change(_SUM, "if copies:\n                free_slot(slot)", "pass"),
     ),
-    "the second gather of hop 2 does not wait for its codes": Mistake(
-        "codes, two replicas", [_SECOND]
-    ),
-    "gradients are not waited for": Mistake(
+    "the second gather of hop 2 does not wait for its codes": _of("codes, two replicas", _SECOND),
+    "gradients are not waited for": _of(
         "two replicas, budget",
-        [
-            Change(
-                "deferred/grad_sum.py",
-                "bound.reduction.wait()\n        bound.passes",
-                "bound.passes",
-            )
-        ],
+        Change(
+            "deferred/grad_sum.py", "bound.reduction.wait()\n        bound.passes", "bound.passes"
+        ),
     ),
-    "sums go back to the pool before hop 2": Mistake(
+    "sums go back to the pool before hop 2": _of(
         "two replicas, keep all to the end",
-        [
-            Change(_SUM, 'self._give_back(pool, taken, "gradient shards")', "pass"),
-            Change(
-                _SUM,
-                "                free_slot(slot)\n            if last:\n",
-                "                free_slot(slot)\n            if last:\n"
-                "                use.hierarchy.pools.chunks.give(total)\n",
-            ),
-        ],
+        Change(_SUM, 'self._give_back(pool, taken, "gradient shards")', "pass"),
+        Change(_SUM, _FREE, f"{_FREE}                use.hierarchy.pools.chunks.give(total)\n"),
     ),
-    "a reduction writes what it reads": Mistake(
-        "two levels, budget",
-        [Change("deferred/reduction.py", "[levels % 2 if", "[1 - levels % 2 if")],
+    "a reduction writes what it reads": _of(
+        "two levels, budget", Change(_SUM, "[levels % 2 if", "[1 - levels % 2 if")
     ),
-    "the host waits for a result": Mistake(
+    "the host waits for a result": _of(
         "torch.func",
-        [
-            Change(
-                _PENDING,
-                "_device.wait(self._device, self.ready)\n        self._keep",
-                "self.ready.synchronize()\n        self._keep",
-            )
-        ],
+        Change(_PENDING, _WAIT, "self.ready.synchronize()\n        self._keep"),
         law="no_host_waits",
     ),
-    "states go back to the host before they are updated": Mistake(
+    "states go back to the host before they are updated": _of(
         "states on the host",
-        [
-            Change(
-                "optim/columns.py",
-                "_device.follow(self._down, self._device)",
-                "torch.accelerator.set_stream(self._down)",
-            )
-        ],
+        Change(
+            _COLUMNS,
+            "_device.follow(self._down, self._device)",
+            "torch.accelerator.set_stream(self._down)",
+        ),
     ),
-    "states are updated before they have come from the host": Mistake(
+    "states are updated before they have come from the host": _of(
         "states on the host",
-        [
-            Change(
-                "optim/columns.py",
-                "_device.wait(self._device, event)\n            yield part.run",
-                "yield part.run",
-            )
-        ],
+        Change(
+            _COLUMNS,
+            "_device.wait(self._device, event)\n            yield part.run",
+            "yield part.run",
+        ),
     ),
-    "a file is written before states have come back": Mistake(
+    "a file is written before states have come back": _of(
         "states in files",
-        [Change("optim/columns.py", "_device.synchronize(device)", "pass")],
+        Change(_COLUMNS, "_device.synchronize(device)", "pass"),
         law="no_host_waits",
     ),
-    "float16 values are not halved before they are added": Mistake(
+    "float16 values are not halved before they are added": _of(
         "float16 on the wire",
-        [Change("collectives/levels.py", " parts.mul_(before)", " pass")],
+        Change("collectives/levels.py", " parts.mul_(before)", " pass"),
         law="equal_numbers",
     ),
-    "memory is recorded on the stream of a collective": Mistake(
+    "memory is recorded on the stream of a collective": _of(
         "never waited for",
-        [
-            Change(
-                _PENDING,
-                "self.ready = _device.record(self._device)",
-                "kept = [t for t in self._keep if isinstance(t, Tensor)]\n"
-                "            [t.record_stream(_device.current_stream(t.device)) for t in kept]\n"
-                "            self.ready = _device.record(self._device)",
-            ),
-        ],
+        Change(
+            _PENDING,
+            _RECORD,
+            "kept = [t for t in self._keep if isinstance(t, Tensor)]\n"
+            "            [t.record_stream(_device.current_stream(t.device)) for t in kept]\n"
+            f"            {_RECORD}",
+        ),
         law="kept_by_references",
     ),
-    "an update does not wait for gathers of what it writes": Mistake(
+    "an update does not wait for gathers of what it writes": _of(
         "an update before the run has ended",
-        [Change("collectives/pending.py", "if storage in storages:", "if False:")],
+        Change(_PENDING, "if storage in storages:", "if False:"),
     ),
-    "a drop does not wait for a fetch that nobody used": Mistake(
-        "a use that does not come", [_DROP, _LET_GO]
+    "a drop does not wait for a fetch that nobody used": _of(
+        "a use that does not come", _DROP, _LET_GO
     ),
 }
 

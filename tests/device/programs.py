@@ -1,5 +1,6 @@
 """What ranks do in the scenarios: the same on the simulated device and on the CPU."""
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -54,18 +55,16 @@ def _run(scenario: Scenario, watch: Watch) -> Numbers:
         return {name: value.detach().cpu() for name, value in numbers.items()}
 
 
-def trained(
-    groups: Any,
-    watch: Watch,
-    model: nn.Module | None = None,
-    optimizer: optim.Transform | None = None,
-    **options: Any,
-) -> Numbers:
+def _trainer(
+    groups: Any, model: nn.Module, optimizer: optim.Transform | None = None, **options: Any
+) -> mf.Trainer:
+    how = {"loss": loss_of, "bucket_bytes": BUCKET_BYTES, **options}
+    return mf.Trainer(model.to(groups.device), optimizer or optim.sgd(0.1), groups, **how)
+
+
+def trained(groups: Any, watch: Watch, model: nn.Module | None = None, **options: Any) -> Numbers:
     """Steps of a `Trainer`, an evaluation, and the parameters."""
-    model, optimizer = (model or Net()).to(watch.device), optimizer or optim.sgd(0.1)
-    trainer = mf.Trainer(
-        model, optimizer, groups, loss=loss_of, bucket_bytes=BUCKET_BYTES, **options
-    )
+    trainer = _trainer(groups, model or Net(), **options)
     losses, data = [], batches(watch.device)
     for batch in data:
         with watch.step(groups, trainer):
@@ -97,15 +96,7 @@ def own_stream(groups: Any, watch: Watch, **options: Any) -> Numbers:
 def watched(groups: Any, watch: Watch, **options: Any) -> Numbers:
     """Every step is watched; after them the bytes of the last one, and in which order it went."""
     with mf.inspection.watch():
-        trainer = mf.Trainer(
-            Net().to(watch.device),
-            optim.sgd(0.1),
-            groups,
-            loss=loss_of,
-            bucket_bytes=BUCKET_BYTES,
-            **options,
-        )
-        losses = []
+        trainer, losses = _trainer(groups, Net(), **options), []
         for batch in batches(watch.device):
             groups.traffic.clear()
             with watch.step(groups):
@@ -125,14 +116,7 @@ def watched(groups: Any, watch: Watch, **options: Any) -> Numbers:
 def saved(groups: Any, watch: Watch, **options: Any) -> Numbers:
     """A state is copied to the host and written while steps go on in its memory, and is read."""
     folder = f"{tempfile.gettempdir()}/mics_fn-{os.getppid()}-{watch.device.type}"
-    trainer = mf.Trainer(
-        Net().to(watch.device),
-        optim.adamw(1e-2),
-        groups,
-        loss=loss_of,
-        bucket_bytes=BUCKET_BYTES,
-        **options,
-    )
+    trainer = _trainer(groups, Net(), optim.adamw(1e-2), **options)
     pending, numbers = None, {}
     for k, batch in enumerate(batches(watch.device)):
         with watch.step(groups, trainer):
@@ -158,10 +142,7 @@ def unused(groups: Any, watch: Watch, **options: Any) -> Numbers:
         few = steps > 1 and dist.get_rank() % 2
         return model.embedding.weight.square().mean() if few else loss_of(model, batch)
 
-    trainer = mf.Trainer(
-        model, optim.sgd(0.1), groups, loss=loss, bucket_bytes=BUCKET_BYTES, **options
-    )
-    losses = []
+    trainer, losses = _trainer(groups, model, loss=loss, **options), []
     for batch in batches(watch.device):
         with watch.step():
             losses.append(trainer.step(batch).loss)
@@ -171,17 +152,10 @@ def unused(groups: Any, watch: Watch, **options: Any) -> Numbers:
 
 def two_trainers(groups: Any, watch: Watch) -> Numbers:
     """Two trainers on the same groups take turns, with an evaluation in between."""
+    how: dict[str, Any] = {"optimizer": optim.adamw(1e-2), "accumulate": 2}
     trainers = [
-        mf.Trainer(
-            Net(depth).to(watch.device),
-            optim.adamw(1e-2),
-            groups,
-            loss=loss_of,
-            bucket_bytes=bucket_bytes,
-            live_bytes=live_bytes,
-            accumulate=2,
-        )
-        for depth, bucket_bytes, live_bytes in ((4, 4096, 8192), (2, 9000, None))
+        _trainer(groups, Net(), live_bytes=8192, **how),
+        _trainer(groups, Net(2), live_bytes=None, bucket_bytes=9000, **how),
     ]
     losses = []
     for batch in batches(watch.device):
@@ -200,45 +174,14 @@ def _by_hand(watch: Watch, groups: Any, where: str = "") -> tuple[Net, Any]:
     return model, mf.init_state(shards, optim.sgd(0.1))
 
 
-def transformed(groups: Any, watch: Watch, where: str = "") -> Numbers:
-    """A step by hand under torch.func, and vmap over gradients."""
+def transformed(groups: Any, watch: Watch, where: str = "", policy: Any = None) -> Numbers:
+    """Steps by hand under torch.func, through a policy if there is one, else vmap at the end."""
     model, state = _by_hand(watch, groups, where)
 
     def loss_fn(shards: Any, batch: Any) -> Tensor:
-        full = mf.gather(shards, groups)
-        return loss_of(lambda x: functional_call(model, full, (x,)), batch)
-
-    losses, data = [], batches(watch.device)
-    for batch in data:
-        with watch.step():
-            grads, loss = grad_and_value(loss_fn)(state.params, batch)
-            state = mf.opt_step(state, mf.reduce_grads(grads, groups), donate=True)
-        losses.append(loss)
-    full = mf.gather(state.params, groups)
-    x = full["embedding.weight"].detach()
-
-    def hidden(row: Tensor) -> Tensor:
-        gathered = mf.gather(state.params, groups)
-        return functional_call(model.blocks[0], _inner(gathered, "blocks.0."), (row,)).sum()
-
-    return {
-        "losses": torch.stack(losses),
-        "vmapped": vmap(grad(hidden))(x),
-        **mf.unshard(state.params, groups),
-    }
-
-
-def _inner(params: Any, prefix: str) -> dict[str, Tensor]:
-    return {k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)}
-
-
-def transformed_deferred(groups: Any, watch: Watch, where: str = "") -> Numbers:
-    """torch.func through parameters that are fetched at the op that needs them."""
-    model, state = _by_hand(watch, groups, where)
-    policy = mf.on_demand(live_bytes=BUCKET_BYTES)
-
-    def loss_fn(shards: Any, batch: Any) -> Tensor:
-        with mf.defer(shards, groups, policy) as full:
+        whole = contextlib.nullcontext
+        how = mf.defer(shards, groups, policy) if policy else whole(mf.gather(shards, groups))
+        with how as full:
             return loss_of(lambda x: functional_call(model, full, (x,)), batch)
 
     losses = []
@@ -247,7 +190,23 @@ def transformed_deferred(groups: Any, watch: Watch, where: str = "") -> Numbers:
             grads, loss = grad_and_value(loss_fn)(state.params, batch)
             state = mf.opt_step(state, mf.reduce_grads(grads, groups), donate=True)
         losses.append(loss)
-    return {"losses": torch.stack(losses), **mf.unshard(state.params, groups)}
+    found = {"losses": torch.stack(losses), **mf.unshard(state.params, groups)}
+
+    def hidden(row: Tensor) -> Tensor:
+        gathered = mf.gather(state.params, groups)
+        return functional_call(model.blocks[0], _inner(gathered, "blocks.0."), (row,)).sum()
+
+    x = mf.gather(state.params, groups)["embedding.weight"].detach()
+    return found if policy else {**found, "vmapped": vmap(grad(hidden))(x)}
+
+
+def _inner(params: Any, prefix: str) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)}
+
+
+def transformed_deferred(groups: Any, watch: Watch, where: str = "") -> Numbers:
+    """Parameters are fetched at the op that needs them."""
+    return transformed(groups, watch, where, mf.on_demand(live_bytes=BUCKET_BYTES))
 
 
 def by_hand(groups: Any, watch: Watch, where: str = "") -> Numbers:

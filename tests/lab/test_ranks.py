@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from children import left_of
 
 import mics_fn as mf
 from mics_fn.errors import GroupsError
@@ -63,21 +65,6 @@ def group_on_rank_0_only() -> None:
 
 def pids() -> int:
     return os.getpid()
-
-
-def alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
-
-
-def wait_until_gone(gone: list[int], limit_s: float = 5.0) -> list[int]:
-    deadline = time.monotonic() + limit_s
-    while any(map(alive, gone)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return [pid for pid in gone if alive(pid)]
 
 
 @pytest.mark.parametrize("n", [1, 4])
@@ -153,7 +140,7 @@ def test_a_hang_becomes_an_error_with_its_stack_and_the_pool_recovers() -> None:
         assert "sleep_on: rank 1 of 3 gives no answer within 1 s" in str(caught.value)
         assert "in sleep_on" in caught.value.errors[1].traceback
         assert set(caught.value.errors) == {1}
-        assert wait_until_gone(before) == []
+        assert left_of(before) == []
         after = pool.run(sleep_on, 1, 0.0)
         assert len(set(after)) == 3
         assert not set(before) & set(after)
@@ -208,18 +195,10 @@ def test_ctrl_c_reaches_the_caller_only_and_frees_the_pool() -> None:
             os.kill(pid, signal.SIGINT)
         assert pool.run(pids) == before
 
-        def interrupt(signum: int, frame: object) -> None:
-            raise KeyboardInterrupt
-
-        previous = signal.signal(signal.SIGVTALRM, interrupt)
-        killer = subprocess.Popen(["/bin/sh", "-c", f"sleep 0.3; kill -VTALRM {os.getpid()}"])
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                pool.run(sleep_on, 0, 30.0)
-        finally:
-            signal.signal(signal.SIGVTALRM, previous)
-            killer.wait()
-        assert wait_until_gone(before) == []
+        threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(sleep_on, 0, 30.0)
+        assert left_of(before) == []
         assert pool.run(raise_on, []) == [0, 1]
 
 
@@ -229,7 +208,7 @@ def test_close_leaves_no_process_and_no_file() -> None:
     (folder,) = pool._dirs
     assert folder.exists()
     pool.close()
-    assert wait_until_gone(started) == []
+    assert left_of(started) == []
     assert not folder.exists()
     pool.close()
 
@@ -244,7 +223,7 @@ def test_ranks_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, env=env)
     started = [int(pid) for pid in done.stdout.split()]
     assert len(started) == 2, done.stderr
-    assert wait_until_gone(started) == []
+    assert left_of(started) == []
 
 
 def test_what_cannot_be_forked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

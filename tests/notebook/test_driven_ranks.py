@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from children import left_of, running
 from jobs import free_port
 from sockets import HAS_LIST, listening
 
@@ -246,22 +247,6 @@ def processes_of(cluster: mf.notebook.Cluster) -> list[int]:
     return found
 
 
-def is_there(pid: int) -> bool:
-    """Whether a process runs; one that nobody has waited for does not."""
-    try:
-        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-
-
-def left_of(pids: list[int]) -> list[int]:
-    """Those that have not ended in time."""
-    deadline = time.monotonic() + LONGEST_S
-    while time.monotonic() < deadline and any(map(is_there, pids)):
-        time.sleep(0.05)
-    return [pid for pid in pids if is_there(pid)]
-
-
 @pytest.mark.skipif(not HAS_LIST, reason="needs /proc/net/tcp")
 def test_a_cluster_listens_on_loopback_alone(cluster):
     pids = [os.getpid(), *processes_of(cluster)]
@@ -280,7 +265,7 @@ def test_a_cluster_that_was_stopped_says_so(cluster):  # the last one that uses 
     pids = [*cluster.run(os.getpid), *processes_of(cluster)]
     assert len(set(pids)) >= 4
     cluster.stop()
-    assert left_of(pids) == []
+    assert left_of(pids, LONGEST_S) == []
     cluster.stop()
     assert repr(cluster) == "Cluster(2 ranks, stopped)"
     with pytest.raises(mf.errors.GroupsError, match="was stopped"):
@@ -305,9 +290,9 @@ def test_nothing_is_left_when_the_kernel_is_killed():
         assert kernel.stdout is not None
         pids = [int(pid) for pid in kernel.stdout.readline().split()]
         folder = Path(kernel.stdout.readline().strip())
-        assert all(map(is_there, pids))
+        assert all(map(running, pids))
         kernel.kill()
-    assert left_of(pids) == []
+    assert left_of(pids, LONGEST_S) == []
     assert not folder.exists()
 
 

@@ -34,7 +34,7 @@ from tests.stress.cost import CostConfig, render_cost, run_cost
 from tests.stress.faults import FaultsConfig, measure_faults, render_faults
 from tests.stress.kills import KillsConfig, measure_kills, render_kills
 from tests.stress.rejoin import RejoinConfig, measure_rejoin, render_rejoin
-from tests.stress.soak import SoakConfig, render_soak, run_soak
+from tests.stress.soak import WORK, SoakConfig, render_soak, run_soak
 
 PARTS: dict[type, tuple[Any, Any]] = {
     FaultsConfig: (measure_faults, render_faults),
@@ -52,7 +52,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "ranks", None, "sizes of the jobs (default 4 8)", nargs="+")
     add_count(parser, "lanes", FaultsConfig.lanes, "jobs at the same time")
     parser.add_argument("--seed", type=int, default=0, help="chooses the faults (default 0)")
-    for name in ("steps", "saves", "resets", "trainers"):
+    for name in WORK:
         add_count(parser, name, getattr(SoakConfig, name), f"{name} of --soak")
     add_count(parser, "rounds", CostConfig.rounds, "turns of --cost")
     instead: Any = parser.add_mutually_exclusive_group()
@@ -69,7 +69,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def config_of(args: argparse.Namespace) -> Any:
     """What the flags ask for."""
     if args.soak:
-        return SoakConfig(args.steps, args.saves, args.resets, args.trainers)
+        return SoakConfig(*(getattr(args, name) for name in WORK))
     if args.cost:
         return CostConfig(args.rounds)
     sizes = tuple(args.ranks or FaultsConfig.ranks)

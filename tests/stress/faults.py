@@ -282,26 +282,33 @@ def missed(rows: Sequence[dict[str, Any]], again: int = 0) -> list[str]:
 def render_faults(figures: dict[str, Any], config: FaultsConfig) -> str:
     """The figures as a table, a row per fault, and what went wrong first."""
     lines: list[tuple[str, ...]] = [("", "trials", "seconds", "goal", *PROBLEMS)]
-    for fault in FAULTS:
-        rows = [row for row in figures["rows"] if row["fault"] == fault]
-        for starts in (False, True):
-            part = [row for row in rows if (row["operation"] in PLACES["start"]) == starts]
-            if part:
-                lines.append(_line(f"{fault}{', at the start' if starts else ''}", part))
-    lines.append(_line("all", figures["rows"]))
+    for starts, where in ((False, ""), (True, ", at the start")):
+        for fault in FAULTS:
+            rows = [row for row in figures["rows"] if row["fault"] == fault]
+            lines += _line(fault + where, [x for x in rows if at_the_start(x) == starts])
+    lines += _line("all", figures["rows"])
     count, seconds = len(figures["rows"]), figures["seconds"]
     sizes = " and ".join(map(str, config.ranks))
     title = f"{count} faults on {sizes} ranks, heartbeat {config.heartbeat_s:g} s, seed"
-    title += f" {config.seed}: {seconds:.0f} s, {seconds / max(1, count):.2f} s each"
-    title += f", {len(figures['again'])} made again" if figures["again"] else ""
+    title += f" {config.seed}: {seconds:.0f} s, {len(figures['again'])} made again"
     verdict = f"goals missed: {', '.join(figures['missed'])}" if figures["missed"] else "goals met"
-    return f"{table(title, lines)}\n\n{LEGEND}\n{verdict}"
+    bad = [row for row in figures["rows"] if row["problems"]][:5]
+    shown = ("number", "fault", "operation", "rank", "problems", "texts", "again", "stacks", "died")
+    wrong = [str({key: row[key] for key in shown}) for row in bad]
+    return "\n".join([table(title, lines), "", LEGEND, *wrong, verdict])
 
 
-def _line(name: str, rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+def at_the_start(row: Mapping[str, Any]) -> bool:
+    """Whether the fault of a row was before there were groups."""
+    return row["operation"] in PLACES["start"]
+
+
+def _line(name: str, rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """The line of some rows, if there are any."""
     seconds = sorted(row["seconds"] for row in rows if row["seconds"] is not None)
-    goals = {row["goal_s"] for row in rows}
+    goals = {f"{row['goal_s'] or 0:g}" for row in rows}
     spread = f"{seconds[len(seconds) // 2]:.2f} (most {seconds[-1]:.2f})" if seconds else "-"
-    goal = f"{goals.pop() or 0:g}" if len(goals) == 1 and None not in goals else "-"
     counts = [sum(problem in row["problems"] for row in rows) for problem in PROBLEMS]
-    return (name, str(len(rows)), spread, goal, *(str(count or "-") for count in counts))
+    goal = goals.pop() if len(goals) == 1 else "-"
+    found = (name, str(len(rows)), spread, goal, *(str(count or "-") for count in counts))
+    return [found] if rows else []

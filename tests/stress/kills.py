@@ -16,7 +16,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,10 +123,9 @@ class Chain:
         self.pids, self.pipes = {}, {}
         self.seen = Seen({rank: [] for rank in range(job.ranks)})
         for rank in range(job.ranks):
-            ours, theirs = os.pipe()
-            os.set_blocking(ours, False)
+            self.pipes[rank], theirs = os.pipe()
+            os.set_blocking(self.pipes[rank], False)
             self.pids[rank] = fork(Rank(job, rank, port, board, theirs).serve)
-            self.pipes[rank] = ours
             os.close(theirs)
 
     def _reach(self, ranks: int) -> bool:
@@ -136,7 +135,7 @@ class Chain:
             self._hear(0.0)
             if len(self.seen.numbers("begins")) >= ranks:
                 return True
-            if any(words[-1][0] == "ended" for words in self.seen.words.values() if words):
+            if self._ended():
                 return False
             time.sleep(2e-3)
         return False
@@ -168,9 +167,7 @@ class Chain:
                 self._note("untyped", f"{job}: rank {rank}: {words[-1]}")
 
     def _ended(self) -> set[int]:
-        return {
-            rank for rank, words in self.seen.words.items() if words and words[-1][0] == "ended"
-        }
+        return {rank for rank, x in self.seen.words.items() if x and x[-1][0] == "ended"}
 
     def _hear(self, seconds: float) -> None:
         """Read what ranks say, for so long."""
@@ -186,36 +183,28 @@ class Chain:
     def _judge(self, number: int, job: Job) -> None:
         """Compare what a job found and left with what it and those before it were told."""
         text = f"trial {number}: {job}, at least {self.low}, at most {self.high}: {self.seen.words}"
-        for rank, words in self.seen.words.items():
-            loaded = [x for x in words if x[0] == "loaded"]
-            least = 0 if job.rolls_back else self.low
-            if any(not least <= int(x[1]) <= self.high for x in loaded):
-                self._note("lost", f"rank {rank}, {text}")
-            if any(x[2] != "1" for x in loaded):
-                self._note("wrong", f"rank {rank}, {text}")
+        least = 0 if job.rolls_back else self.low
+        for loaded in (x for each in self.seen.words.values() for x in each if x[0] == "loaded"):
+            if not least <= int(loaded[1]) <= self.high:
+                self._note("lost", text)
+            if loaded[2] != "1":
+                self._note("wrong", text)
         begun, told = self.seen.numbers("begins"), self.seen.numbers("committed")
         if told:  # newer steps of a run that was rolled back are gone
             self.low, self.high = max(told), max(begun)
         elif begun:
             self.low, self.high = min(self.low, *begun), max(self.high, *begun)
-        self._look(text)
-
-    def _look(self, text: str) -> None:
-        """What is in the folder now."""
-        newest = mf.checkpoint.latest(self.folder)
-        if newest is None:
-            if self.low > 0:
-                self._note("lost", text)
-            return
-        if not self.low <= newest <= self.high:
+        newest, left = mf.checkpoint.latest(self.folder), sorted(os.listdir(self.folder))
+        if not self.low <= (newest or 0) <= self.high:
             self._note("lost", f"{newest} is the newest; {text}")
         try:
-            mf.checkpoint.verify(self.folder)
+            if newest is not None:
+                mf.checkpoint.verify(self.folder)
         except FileError as error:
             self._note("unloadable", f"{error}; {text}")
         # What the last save was to remove, what it had begun, what the one before it had left.
-        if len(os.listdir(self.folder)) > 2 * KEPT + 4:
-            self._note("left over", f"{sorted(os.listdir(self.folder))}; {text}")
+        if len(left) > 2 * KEPT + 4:
+            self._note("left over", f"{left}; {text}")
 
     def _note(self, problem: str, text: str) -> None:
         self.found[problem] += 1
@@ -224,14 +213,10 @@ class Chain:
 
 def _read(pipe: int) -> bytes:
     found = b""
-    while True:
-        try:
-            part = os.read(pipe, 65536)
-        except BlockingIOError:
-            return found
-        if not part:
-            return found
-        found += part
+    with suppress(BlockingIOError):
+        while part := os.read(pipe, 65536):
+            found += part
+    return found
 
 
 def measure_kills(config: KillsConfig) -> dict[str, Any]:
@@ -264,7 +249,7 @@ def missed(found: Counter[str]) -> list[str]:
 def render_kills(figures: dict[str, Any], config: KillsConfig) -> str:
     """The figures as a table, and what went wrong first."""
     found = Counter(figures["found"])
-    names: Iterable[str] = ("kills", "inside", "victims", "survivors", *PROBLEMS)
+    names = ("kills", "inside", "victims", "survivors", *PROBLEMS)
     title = f"{found['kills']} jobs of 1 to 4 ranks killed, seed {config.seed}:"
     title += f" {figures['seconds']:.0f} s"
     rows = [(name, str(found[name] or "-")) for name in names]

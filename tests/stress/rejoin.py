@@ -182,25 +182,17 @@ def judged(found: Outcome, twin: dict[int, Heard]) -> dict[str, Any]:
 
 def render_rejoin(figures: dict[str, Any], config: RejoinConfig) -> str:
     """The figures as a table, a row per size of job, and what went wrong."""
-    lines: list[tuple[str, ...]] = [
-        ("ranks", "trials", "right", "killed", "seconds to the next step", "most")
-    ]
+    lines = [("ranks", "trials", "right", "killed", "seconds to the next step", "most")]
     rows: Sequence[dict[str, Any]] = figures["rows"]
-    for n in (*config.ranks, None):
-        part = [row for row in rows if n in (None, row["ranks"])]
-        if part:
-            lines.append(_line("all" if n is None else str(n), part))
+    for n in (*config.ranks, "all"):
+        part = [row for row in rows if n in ("all", row["ranks"])]
+        seconds = sorted(row["seconds"] for row in part) or [0.0]
+        right, killed = sum(not x["problems"] for x in part), sum(len(x["killed"]) for x in part)
+        numbers = (f"{n}", f"{len(part)}", f"{right}", f"{killed}")
+        lines.append((*numbers, f"{seconds[len(seconds) // 2]:.2f}", f"{seconds[-1]:.2f}"))
     wrong = [f"trial {row['number']}: {text}" for row in rows for text in row["problems"]]
     late = sum(row["seconds"] > GOAL_S for row in rows)
     verdict = "goals missed" if wrong or late else "goals met"
     title = f"{len(rows)} losses of ranks, seed {config.seed}: {figures['seconds']:.0f} s"
     text = f"{table(title, lines)}\n\n{verdict}: all right, and at most {GOAL_S:g} s"
     return "\n".join([text, *wrong])
-
-
-def _line(name: str, rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    seconds = sorted(row["seconds"] for row in rows)
-    right = sum(not row["problems"] for row in rows)
-    killed = sum(len(row["killed"]) for row in rows)
-    middle = f"{seconds[len(seconds) // 2]:.2f}"
-    return name, str(len(rows)), str(right), str(killed), middle, f"{seconds[-1]:.2f}"

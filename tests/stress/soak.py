@@ -23,6 +23,7 @@ from tests.stress.fault_ranks import batch_of, trainer_for
 GROWTH_BYTES = 3e6  # of resident memory, from the first look to the last
 SETTLES_S = 3.0  # how long threads that end saves and free groups may take
 COUNTS = ("descriptors", "threads", "store keys")
+WORK = ("steps", "saves", "resets", "trainers")
 
 
 @dataclass(frozen=True)
@@ -70,15 +71,10 @@ def soak(config: SoakConfig) -> dict[str, Any]:
     def make() -> None:
         trainer_for(trainer.groups).step(batch_of(rank, 1))
 
-    looks, numbers = {}, itertools.count(1)
+    looks, numbers, work = {}, itertools.count(1), (step, save, reset, make)
     folder = of_all_ranks(tempfile.mkdtemp(prefix="mics_soak_") if rank == 0 else "")[0]
-    work: list[tuple[str, int, Callable[[], None]]] = [
-        ("steps", config.steps, step),
-        ("saves", config.saves, save),
-        ("resets", config.resets, reset),
-        ("trainers", config.trainers, make),
-    ]
-    for name, count, do in work:
+    for name, do in zip(WORK, work, strict=True):
+        count = getattr(config, name)
         say(f"{count} {name} ...")
         done, looks[name] = 0, []
         for look in _looks(count):
@@ -128,13 +124,12 @@ def _held() -> dict[str, float]:
 
 def grown(looks: dict[str, list[list[dict[str, float]]]]) -> list[str]:
     """What grew, by name."""
-    wrong = []
-    for name, ranks in looks.items():
-        wrong += [
-            f"{what} in {name}"
-            for what in COUNTS
-            if any(last[what] > half[what] for _, half, last in ranks)
-        ]
+    wrong = [
+        f"{what} in {name}"
+        for name, ranks in looks.items()
+        for what in COUNTS
+        if any(last[what] > half[what] for _, half, last in ranks)
+    ]
     first = [before["memory"] for before, _, _ in looks["steps"]]
     last = [after["memory"] for _, _, after in looks["trainers"]]
     if max(after - before for before, after in zip(first, last, strict=True)) > GROWTH_BYTES:

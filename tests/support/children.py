@@ -7,7 +7,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 FORK = multiprocessing.get_context("fork")
@@ -48,3 +49,19 @@ def await_interrupt(limit_s: float = 5.0) -> None:
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
         time.sleep(1e-3)
+
+
+def running(pid: int) -> bool:
+    """Whether a process runs; one that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def left_of(pids: Iterable[int], limit_s: float = 5.0) -> list[int]:
+    """Those of some processes that have not ended within a limit."""
+    pids, deadline = list(pids), time.monotonic() + limit_s
+    while any(map(running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return [pid for pid in pids if running(pid)]

@@ -5,8 +5,8 @@ taken minutes apart cannot be compared. Here the peers of a comparison take step
 round, and each of them begins a round equally often. A ratio is taken inside each round, between
 neighbours in time. The report is the median over rounds, with the least and the most.
 
-On an accelerator this is the memory that torch allocated. On the CPU it is resident memory, which
-includes code and what the allocator keeps for later.
+Memory on an accelerator is what torch allocated. On the CPU it is resident memory, which includes
+code and what the allocator keeps for later.
 """
 
 import contextlib

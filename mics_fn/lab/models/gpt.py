@@ -127,7 +127,7 @@ def num_params(config: GPTConfig) -> int:
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Compute the mean cross-entropy in nats per token of `(tokens_in, tokens_out)`.
 
-    It is computed in float32, in whatever dtype the model computes.
+    Both are [batch, time]. The loss is in float32, in whatever dtype the model computes.
     """
     tokens_in, tokens_out = batch
     logits = model(tokens_in).float()

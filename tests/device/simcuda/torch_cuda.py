@@ -161,11 +161,6 @@ def recorded_streams() -> int:
     return sum(_counts(2).values())
 
 
-def queries() -> int:
-    """How often the device was asked whether work is over, since `reset`."""
-    return _counts(3).get("query", 0)
-
-
 def reset() -> None:
     """Forget what was found; what is ordered after what stays."""
     misuse.clear()
