@@ -407,16 +407,17 @@ class Checkpoints:
         where = self.folder, state_of(trainer), trainer.groups
         how: dict[str, Any] = {"on_corrupt": self.on_corrupt, "replicas": _replicas(trainer)}
         try:
-            with Writing():  # until it is the state of the trainer
+            with Writing() as writing:  # until all of it is that of the trainer
                 found = load(*where, donate=True, **how)
+                writing.covers(found.state, "state", "load")
                 buffers, state = trainer.state.buffers, found.state["train"]
                 trainer.state = replace(state, buffers=buffers)
                 trainer.sync_state = found.state["sync"]
+                take_back(trainer, found.state, found.extra, other_options=self.other_options)
         except CheckpointNotFound:
             if trainer.member.home.position == 0:
                 LOG.info("no checkpoint in %s: beginning at step 0", self.folder)
             return False
-        take_back(trainer, found.state, found.extra, other_options=self.other_options)
         self._saved, self._failed = found.step, None
         if trainer.member.home.position == 0:
             LOG.info("going on from step %d in %s", found.step, self.folder)

@@ -63,19 +63,18 @@ PATHS: dict[str, Callable[[str], dict[str, Any]]] = {
 
 
 class Net(nn.Module):
-    def __init__(self, norm: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        last = nn.BatchNorm1d(16) if norm else nn.Linear(16, 16)
-        self.layers = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), last)
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.BatchNorm1d(16))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x).square().mean()
 
 
-def made(groups: mf.Groups, path: str, folder: str = "", norm: bool = True) -> mf.Trainer:
+def made(groups: mf.Groups, path: str, folder: str = "") -> mf.Trainer:
     torch.manual_seed(0)
     options = PATHS[path](folder)
-    return mf.Trainer(Net(norm), options.pop("optimizer"), groups, bucket_bytes=1_200, **options)
+    return mf.Trainer(Net(), options.pop("optimizer"), groups, bucket_bytes=1_200, **options)
 
 
 def batch() -> Tensor:
@@ -400,7 +399,7 @@ def test_grad_mode_is_as_before_wherever_it_is_cut(verb, mode):
 
 def test_a_load_that_is_cut_leaves_the_old_state_or_none(tmp_path):
     """Into the memory of the state: by `load`, by `take_back`, and as `reset` does both."""
-    trainer = made(mf.make_groups(1), "plain", norm=False)
+    trainer = made(mf.make_groups(1), "plain")
     trainer.step(batch())
     mf.checkpoint.save(f"{tmp_path}/one", trainer.state, trainer.groups, step=1)
     Checkpoints(f"{tmp_path}/all").save(trainer)
