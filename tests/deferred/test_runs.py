@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import mics_fn as mf
 from mics_fn import _torch, tree
 from mics_fn.collectives import pending
+from mics_fn.deferred.live import LiveBuckets
+from mics_fn.deferred.reduction import Reduction
 from mics_fn.errors import DesyncError
 
 PAIR = Layout((2,), 2)
@@ -81,6 +83,117 @@ def same_params(trainer, want):
 
 
 # Orders that change, on all ranks alike.
+
+
+# The collectives of a small model, pinned.
+
+
+class Log:
+    """What is started, in order, as 'gather 2' or 'reduce 0'."""
+
+    def __init__(self, monkeypatch):
+        self.events, real_fetch, real_start = [], LiveBuckets._fetch, Reduction._start
+
+        def fetch(self_, index):
+            self.events.append(f"gather {index}")
+            return real_fetch(self_, index)
+
+        def start(self_, index, *rest):
+            self.events.append(f"reduce {index}")
+            return real_start(self_, index, *rest)
+
+        monkeypatch.setattr(LiveBuckets, "_fetch", fetch)
+        monkeypatch.setattr(Reduction, "_start", start)
+
+
+def pinned(layout, live, prefetch, accumulate, want):
+    groups = groups_of(layout)
+    with pytest.MonkeyPatch.context() as patch:
+        log = Log(patch)
+        trainer = make_trainer(groups, live_bytes=live, prefetch=prefetch, accumulate=accumulate)
+        found = []
+        for _ in range(4):
+            log.events.clear()
+            groups.traffic.clear()
+            batch = batch_of(dist.get_rank())
+            batch["x"] = batch["x"][:1].repeat(accumulate, 1)
+            trainer.step(batch)
+            found.append((" ".join(log.events), groups.traffic.snapshot()))
+    assert found[1] == found[2] == found[3], "step 2 issues the same collectives as step 3"
+    assert found[2][0] == want
+    gathers = want.count("gather")
+    levels = [f"gather {level.name}" for level in groups.hierarchy.route.levels]
+    for level in levels:
+        assert found[2][1][level][0] == gathers
+    hop2 = found[2][1].get("replicas", (0, 0))[0]
+    assert hop2 == (4 if groups.num_replicas > 1 else 0), "one hop 2 a bucket and step"
+
+
+PINNED = {
+    (None, 0, 1): "gather 0 gather 1 gather 2 gather 3 reduce 3 reduce 2 reduce 1 reduce 0",
+    (0, 0, 1): "gather 0 gather 1 gather 2 gather 3 reduce 3 gather 2 reduce 2 gather 1 reduce 1 "
+    "reduce 0",
+    (TWO_BLOCKS, 0, 1): "gather 0 gather 1 gather 2 gather 3 reduce 3 reduce 2 gather 1 "
+    "reduce 1 reduce 0",
+    (None, 0, 2): "gather 0 gather 1 gather 2 gather 3"
+    + " reduce 3 reduce 2 reduce 1 reduce 0" * 2,
+}
+
+
+@pytest.mark.parametrize(("live", "prefetch", "accumulate"), PINNED)
+def test_the_collectives_of_a_step_are_pinned(ranks, live, prefetch, accumulate):
+    """The first block's weight is not needed in backward: its input has no gradient."""
+    want = PINNED[live, prefetch, accumulate]
+    for layout in (PAIR, Layout((2, 2), 2)):
+        ranks(layout.world_size).run(pinned, layout, live, prefetch, accumulate, want)
+
+
+def early(layout):
+    """Hop 1 of a bucket starts while backward still runs, under autograd and under torch.func."""
+    groups = groups_of(layout)
+    events = []
+
+    class Mark(torch.autograd.Function):
+        @staticmethod
+        def forward(i, x, w):
+            return x * w
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.i = inputs[0]
+            ctx.save_for_backward(*inputs[1:])
+
+        @staticmethod
+        def backward(ctx, grad):
+            events.append(f"backward {ctx.i}")
+            x, w = ctx.saved_tensors
+            return None, grad * w, grad * x
+
+    def loss(shards):
+        full = mf.defer(shards, groups, policy).params
+        x = torch.ones(6)
+        for i, w in enumerate(full):
+            x = Mark.apply(i, x, w)
+        return x.sum()
+
+    shards = mf.shard([random(i, 6) for i in range(3)], groups, bucket_bytes=8)
+    leaves, spec = tree.flatten(shards)
+    with pytest.MonkeyPatch.context() as patch:
+        log = Log(patch)
+        log.events = events
+        for live in (None, 0):
+            policy = mf.on_demand(live_bytes=live)
+            for _ in range(2):
+                torch.func.grad(loss)(shards)
+                variables = [x.detach().requires_grad_() for x in leaves]
+                torch.autograd.grad(loss(spec.unflatten(variables)), variables)
+    steps = [e for e in events if not e.startswith("gather")]
+    once = ["backward 2", "reduce 2", "backward 1", "reduce 1", "backward 0", "reduce 0"]
+    assert steps == once * 8
+
+
+def test_hop_1_overlaps_backward(ranks):
+    ranks(2).run(early, PAIR)
 
 
 def changing(layout, live, ways):
