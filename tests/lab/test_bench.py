@@ -241,7 +241,7 @@ def test_as_ranks_of_a_job_only_the_first_prints(tmp_path: Path) -> None:
         (["step", "--peers", "plain"], "none of these is measured with 4 ranks"),
         (["step", "--precision", "compute=bf17"], "'bf17' is not a torch.dtype"),
         (["step", "--precision", "f32", "compute=fp32"], "one of them is given twice"),
-        (["step", "--precision", "bf16; *norm*: f32"], "fsdp2 has one for all parameters"),
+        (["step", "--precision", "bf16; *norm*: f32"], "fsdp2 has one for all leaves"),
         (["bytes", "--precision", "hop2=int9[64]"], "'int9[64]' is not a codec"),
         (["step", "--overlap", "--peers", "keep", "fsdp2"], "--overlap: fsdp2 has no timeline"),
         (["step", "--overlap", "--ranks", "2"], "--overlap: one replica has no hop 2"),

@@ -15,11 +15,22 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from mics_fn import offload
 from mics_fn.errors import human_bytes
 from mics_fn.lab.bench.saves import add_save_flags, seconds_of
 from mics_fn.lab.bench.turns import between, ratio, say, spread
 from mics_fn.lab.report import add_count, table
+from mics_fn.offload import (
+    Block,
+    Scratch,
+    aligned,
+    block_bytes,
+    cuts,
+    read_all,
+    renewed,
+    store,
+    stream,
+    write_all,
+)
 
 _ADAMW: Any = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 
@@ -72,9 +83,9 @@ def measure_disk(config: DiskConfig) -> dict[str, Any]:
             folder = closing.enter_context(tempfile.TemporaryDirectory(dir=config.folder))
             bench = _DiskBench(config, Path(folder), closing)
             for turn in bench.peers.values():
-                bench.timed(turn)  # warms memory and file up
+                seconds_of(turn)  # warms memory and file up
             for name, turn in bench.peers.items():
-                laps.setdefault(name, []).append(bench.timed(turn))
+                laps.setdefault(name, []).append(seconds_of(turn))
             equal = equal and bench.equal()
     laps["in memory"] = [seconds / bench.streams for seconds in laps["in memory"]]
     return {
@@ -96,14 +107,14 @@ class _DiskBench:
         self.grad = torch.randn(numel, generator=torch.Generator().manual_seed(0))
         self.params, self.moments = ([torch.zeros(numel) for _ in range(2)] for _ in range(2))
         self.steps = [0, 0]  # as of `params`: of those with moments on disk, and in memory
-        self.scratch = closing.enter_context(contextlib.closing(offload.Scratch(folder, "states")))
-        self.stored = [offload.store(x, self.scratch) for x in self.moments]
+        self.scratch = closing.enter_context(contextlib.closing(Scratch(folder, "states")))
+        self.stored = [store(x, self.scratch) for x in self.moments]
         # Plain reading and writing is that of the same bytes, in the same places of the disk.
         flags = os.O_RDWR | getattr(os, "O_DIRECT", 0) * self.scratch.direct
         self.file = os.open(self.scratch.path, flags)
         closing.callback(os.close, self.file)
-        part = offload.block_bytes(config.host_mib[0] * 2**20)
-        self.memory = [offload.aligned(part) for _ in range(2)]
+        part = block_bytes(config.host_mib[0] * 2**20)
+        self.memory = [aligned(part) for _ in range(2)]
         self.places = [
             (x.extent.offset + at, min(part, x.extent.nbytes - at))
             for x in self.stored
@@ -118,17 +129,6 @@ class _DiskBench:
         self.peers = {"plain": self.plain, "overlapped": self.overlapped}
         self.peers |= {"in memory": self.in_memory, **streams}
 
-    def timed(self, work: Callable[[], Any]) -> float:
-        """Time some work, until the cache of the system has written and forgotten all of it."""
-
-        def whole() -> None:
-            work()
-            if not self.scratch.direct:
-                os.fdatasync(self.file)
-                os.posix_fadvise(self.file, 0, 0, os.POSIX_FADV_DONTNEED)
-
-        return seconds_of(whole)
-
     def move(self, number: int, how: Callable[[int, Tensor, int], None]) -> None:
         """Read or write one part."""
         at, nbytes = self.places[number]
@@ -137,28 +137,28 @@ class _DiskBench:
     def plain(self) -> None:
         """Read part after part and write it back."""
         for number in range(len(self.places)):
-            self.move(number, offload.read_all)
-            self.move(number, offload.write_all)
+            self.move(number, read_all)
+            self.move(number, write_all)
 
     def overlapped(self) -> None:
         """Do the same, but read the next part while one is written."""
-        self.move(0, offload.read_all)
+        self.move(0, read_all)
         for number in range(len(self.places)):
-            behind = threading.Thread(target=self.move, args=[number, offload.write_all])
+            behind = threading.Thread(target=self.move, args=[number, write_all])
             behind.start()
             if number + 1 < len(self.places):
-                self.move(number + 1, offload.read_all)
+                self.move(number + 1, read_all)
             behind.join()
 
     def step(self, host_bytes: int, threads: int) -> None:
         """Take a step of AdamW on states in the file."""
         self.steps[0] += 1
-        m, v = self.stored = offload.renewed(self.stored)
+        m, v = self.stored = renewed(self.stored)
         blocks = [
-            offload.Block((m[a:b], v[a:b]), (m[a:b], v[a:b]), (a, b))
-            for a, b in offload.cuts(self.grad.numel(), [4, 4], host_bytes)
+            Block((m[a:b], v[a:b]), (m[a:b], v[a:b]), (a, b))
+            for a, b in cuts(self.grad.numel(), [4, 4], host_bytes)
         ]
-        for block, moments in offload.stream(blocks, host_bytes, threads=threads):
+        for block, moments in stream(blocks, host_bytes, threads=threads):
             part = slice(*block.key)
             _adamw(self.params[0][part], self.grad[part], moments, self.steps[0])
 
@@ -176,8 +176,8 @@ class _DiskBench:
 
 def _adamw(param: Tensor, grad: Tensor, moments: list[Tensor], step: int) -> None:
     """Take one fused step with this number."""
-    before = [torch.tensor(step - 1.0)]  # the op counts up by itself
-    lists = [param], [grad], moments[:1], moments[1:], [], before
+    # The op counts up by itself.
+    lists = [param], [grad], moments[:1], moments[1:], [], [torch.tensor(step - 1.0)]
     adamw(*lists, fused=True, amsgrad=False, maximize=False, **_ADAMW)
 
 
@@ -186,7 +186,7 @@ def render_disk(figures: dict[str, Any], config: DiskConfig) -> str:
     rows = [("", "seconds", "speed over plain")]
     for name, seconds in figures["seconds"].items():
         rows.append((name, between(seconds, ".2f"), between(figures["ratios"][name], ".2f")))
-    how = "direct I/O," if figures["direct"] else "the cache of the system, synced,"
+    how = "direct I/O," if figures["direct"] else "the cache of the system,"
     title = (
         f"{human_bytes(figures['nbytes'])} of moments read and written, by {how} "
         f"plain at {human_bytes(figures['speed']['median'])}/s; {config.rounds} rounds in turns"

@@ -437,8 +437,7 @@ def check_peers(config: StepConfig, world_size: int) -> None:
         raise PlanError("--overlap: one replica has no hop 2", fix="lower --partition-size")
     own = [text for text in config.precisions if Precision.parse(text).overrides]
     if own and others:
-        what = f"--precision {own[0]!r}: {others[0]} has one for all parameters"
-        raise PlanError(what, fix="leave the overrides out, or that peer")
+        raise PlanError(f"--precision: {others[0]} has one for all leaves", fix="leave it out")
     if config.rss and config.rate:
         text = "--rss with --rates: memory does not depend on them"
         raise PlanError(text, fix="leave one of them out")

@@ -51,12 +51,10 @@ SHARES = ("optimizer", "exposed", "hidden")
 LEGEND = """\
 seconds per step: of the slowest rank. x/it: the time of x divided by that of this row, round by
 round. gap: the largest relative difference from the loss of {first} at any of these steps."""
-_OVER_FIRST = """
-x/it compares peers of one precision; over {first}: a peer's time over its own with that one."""
+_OVER_FIRST = "\nover {first}: the time of a peer divided by its own in that precision."
 _HIDDEN = """
 optimizer, exposed: seconds of a step in which leaves are updated, and those of them in which no hop
-2 was certainly under way; means over ranks. hidden: the share of the optimizer that is not exposed.
-Each is the median over rounds, with the least and the most."""
+2 was certainly under way; means over ranks. hidden: the share of the optimizer not exposed."""
 
 
 def measure_step(config: StepConfig) -> dict[str, Any]:
