@@ -77,7 +77,6 @@ older versions would read it wrongly.
 from mics_fn.checkpoint.directory import check_writable
 from mics_fn.checkpoint.exported import load_dcp, save_dcp, save_pretrained
 from mics_fn.checkpoint.loading import Loaded, Verified, latest, load, steps, verify
-from mics_fn.checkpoint.manifest import Line, Manifest, SavedTensor, Writer
 from mics_fn.checkpoint.saving import PendingSave, check_folder, save, start_save
 
 __all__ = [

@@ -44,7 +44,7 @@ only small ones are left to it. All this is tested on Linux with Python 3.11.
 What travels need not be the values: a `Wire` is a `Codec` and the innermost level on which codes
 are sent. They have a quarter or an eighth of the bytes of float32. See [Note: codes] in `levels`.
 `summary` shows which leaves send codes, and `groups.traffic` the bytes that they take: `python -m
-mics_fn demo --precision "hop2=int8[256]"` prints them beside their formulas.
+mics_fn bench bytes --precision "hop2=int8[256]"` prints them beside their formulas.
 
 What codes do to a loss depends on how stable training is. With the demo's model, text and 60 steps,
 the mean of the last 30 losses (one rank's samples) differs from that of float32 with the same seed,

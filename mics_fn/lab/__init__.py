@@ -11,7 +11,7 @@ library works, to measure it, and to test it.
 - `demo/` is `python -m mics_fn demo`: it trains the GPT sharded over ranks, trains it again in one
   process of plain torch, and compares the two.
 - `bench/` is `python -m mics_fn bench WHAT`: `step` and `opt` compare times with torch and FSDP2,
-  `bytes` traffic with formulas, `checkpoint` saves and loads with plain writing and reading.
+  `bytes` traffic with formulas, `checkpoint` and `disk` with plain reading and writing.
 - `doctor/` is `python -m mics_fn doctor`: what this machine and its torch are, and whether two
   ranks reach each other. With `--gpu` it checks, in eight minutes at most: numbers against float64
   on the CPU, that the host never waits, real NCCL ranks (several on one GPU where there are too

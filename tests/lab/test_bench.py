@@ -13,7 +13,9 @@ import torch
 from init_peak import peak_growth
 
 from mics_fn.__main__ import main
+from mics_fn.inspection import Event, Timeline
 from mics_fn.lab.bench import turns as turns_module
+from mics_fn.lab.bench.step import updates_of
 from mics_fn.lab.bench.turns import (
     BenchPeer,
     BenchTurns,
@@ -90,6 +92,51 @@ def test_step(
     assert asked == ["1gbit\n"] * (4 if n == 4 else 0)
 
 
+def test_step_in_several_precisions(forked_bench: Callable) -> None:
+    f32, bf16 = "f32", "compute=bf16,reduce=bf16"
+    argv = ["step", "--rounds", "2", "--steps", "1", "--warmup", "1", "--precision", f32, bf16]
+    figures, printed = forked_bench(*argv, *TINY, "--peers", "least", "hpz", "fsdp2")
+    peers = {peer["name"]: peer for peer in figures["peers"]}
+    assert [*peers] == [f"{x}@{text}" for x in ("least", "hpz", "fsdp2") for text in (f32, bf16)]
+    assert figures["ours"] == ["least", "hpz"]
+    first = peers["least@f32"]["losses"]
+    for label, peer in peers.items():
+        name, _, text = label.partition("@")
+        seconds = peer["seconds_by_round"]
+        over = {x: peers[f"{x}@{text}"]["seconds_by_round"] for x in figures["ours"] if x != name}
+        over = {x: ratio(found, seconds)._asdict() for x, found in over.items()}
+        assert peer["over_it"] == over, "peers are compared in one precision"
+        same = peers[f"{name}@f32"]["seconds_by_round"]
+        assert peer["over_first"] == (ratio(seconds, same)._asdict() if text == bf16 else None)
+        close = 3e-2 if text == bf16 else 1e-5  # some roundings of 2**-9 in a loss of about 5
+        assert peer["losses"] == pytest.approx(first, rel=close)
+        assert text == f32 or peer["losses"] != first
+    assert "over f32" in printed
+
+
+def test_step_that_overlaps_hop_2(forked_bench: Callable) -> None:
+    argv = ["step", "--overlap", "--ranks", "2", "--node-size", "1"]
+    figures, printed = forked_bench(*argv, *TINY, "--rounds", "2", "--steps", "2", "--warmup", "1")
+    whole, overlapped = figures["peers"]
+    assert (whole["name"], overlapped["name"]) == ("keep", "overlap")
+    for peer in figures["peers"]:
+        assert peer["largest_loss_gap"] == 0.0
+        assert 0 < peer["exposed"]["least"] <= peer["optimizer"]["most"]
+        assert 0 <= peer["hidden"]["least"] <= peer["hidden"]["most"] < 1
+    assert whole["hidden"]["most"] == 0, "all waits come before its optimizer"
+    assert "hidden: the share of the optimizer" in printed
+
+
+def test_what_is_hidden_by_hop_2() -> None:
+    def event(kind: str, start: float, end: float) -> Event:
+        return Event(kind, "hop2 w", (0,), "", 0, start, end)  # type: ignore[arg-type]
+
+    events = [event("opt", 0.0, 4.0), event("wait", 2.5, 3.0)]
+    # Two at once count once; one that nothing waited for does not count.
+    hops = [event("hop2", 1.0, 2.9), event("hop2", 2.0, 3.0), event("hop2", 3.0, 3.9)]
+    assert updates_of(Timeline("step", (*events, *hops), 4.0)) == pytest.approx((4.0, 2.0))
+
+
 def test_memory_of_a_peer_alone(forked_bench: Callable) -> None:
     argv = ["step", "--rss", "--ranks", "2", "--rounds", "1", "--steps", "1", "--peers", "zero3"]
     figures, printed = forked_bench(*argv, *TINY)
@@ -139,6 +186,23 @@ def test_bytes_equal_the_formulas_at_every_partition_size(forked_bench: Callable
     assert "NOT THE SAME" not in printed
 
 
+def test_bytes_of_codes_equal_the_formulas(forked_bench: Callable) -> None:
+    coded = "gather=int8[64]@node,hop1=int4[32],hop2=int8[64]; *norm*: hop2=f32"
+    argv = ["bytes", "--steps", "1", "--warmup", "3", "--live-buckets", "2"]
+    figures, printed = forked_bench(*argv, *TINY, "--precision", "f32", coded)
+    found = {(x["partition_size"], x["precision"]): x for x in figures["partition_sizes"]}
+    assert [*found] == [(p, text) for p in (1, 2, 4) for text in ("f32", coded)]
+    for part in found.values():
+        assert part["steady"]
+        for row in part["rows"].values():
+            assert row["ledger"] == [row["formula"]] * 4
+            assert row["why"] in printed
+    words = {p: {k: x["why"] for k, x in found[p, coded]["rows"].items()} for p in (1, 2, 4)}
+    assert words[1]["replicas"] == words[2]["replicas"] == "2 (r-1)/r M/p as int8[64], f32"
+    assert words[2]["reduce rank"] == "s (2-1) M/2 as int4[32]"
+    assert words[4]["gather node"].endswith("(2-1) M/4 as int8[64]")
+
+
 @pytest.mark.thorough
 def test_saves(forked_bench: Callable, tmp_path: Path) -> None:
     argv = ["checkpoint", "--mib", "3", "--rounds", "1", "--folder", str(tmp_path)]
@@ -175,6 +239,12 @@ def test_as_ranks_of_a_job_only_the_first_prints(tmp_path: Path) -> None:
         (["step", "--peers", "fsdp"], "there is no peer fsdp\n  fix: choose from keep zero3"),
         (["step", "--peers", "keep", "keep"], "one is given twice"),
         (["step", "--peers", "plain"], "none of these is measured with 4 ranks"),
+        (["step", "--precision", "compute=bf17"], "'bf17' is not a torch.dtype"),
+        (["step", "--precision", "f32", "compute=fp32"], "one of them is given twice"),
+        (["step", "--precision", "bf16; *norm*: f32"], "fsdp2 has one for all leaves"),
+        (["bytes", "--precision", "hop2=int9[64]"], "'int9[64]' is not a codec"),
+        (["step", "--overlap", "--peers", "keep", "fsdp2"], "--overlap: fsdp2 has no timeline"),
+        (["step", "--overlap", "--ranks", "2"], "--overlap: one replica has no hop 2"),
         (["step", "--rates", "200mbits"], "200mbits: it is not a rate"),
         (["step", "--rates", "1gbit"], "MICS_FN_LINKS=no_such_module: No module named"),
         (["step", "--rates", "unshaped"], "MICS_FN_LINKS=json: it has no set_rate"),

@@ -14,40 +14,70 @@ rounds, with the least and the most; below 1 is in favour of this library. The m
   least and the most of any round. `python -m mics_fn bench opt`
 - Bytes on each level over the formulas, on 2 nodes of 2 ranks: 1.0000 for p = 2 and p = 4.
   `python -m mics_fn bench bytes --ranks 4 --node-size 2 --partition-size 2` (or 4)
+- Bytes of codes over the formulas, and what leaves a node of two ranks in MB, beside values. p = 2,
+  `hop2=int8[256]`: 1.0000, 13.80 beside 54.77; `hop2=int4[64]` 7.27; that is twice the row
+  `replicas`. p = 4 on a budget, gather and hop 1 `int8[256]`, on all levels or at `@node`: 1.0000,
+  19.38 beside 76.89; that is twice the rows `gather node` and `reduce node`. `python -m mics_fn
+  bench bytes --partition-size 2 --precision f32 "hop2=int8[256]"`, and `--partition-size 4
+  --live-buckets 2 --warmup 3 --precision f32 "gather=int8[256], hop1=int8[256]"`
 - Peak memory of a rank beyond the loaded code, p = 2, resident: 189 MB keeping all, FSDP2 419
   MB; on a budget 302 MB and 342 MB. `python -m mics_fn bench step --rss --ranks 4 --node-size 2
   --partition-size 2 --peers keep` (or `zero3`, `fsdp2-keep`, `fsdp2`)
 - The same with 103 M parameters, p = 4 on 2 nodes of 2 ranks, resident, and in use (an allocator
-  that returns freed memory at once): a budget of two buckets 815 MB and 564 MB, FSDP2 886 MB and
-  613 MB; keeping all 873 MB and 800 MB, FSDP2 980 MB and 856 MB. `python -m mics_fn bench step
-  --rss --ranks 4 --node-size 2 --partition-size 4 --dim 1024 --blocks 8 --heads 16 --rounds 1
-  --steps 2 --peers zero3` (or `fsdp2`, `keep`, `fsdp2-keep`)
+  that returns freed memory at once): `live_bytes=0` 735 MB and 526 MB, two buckets 815 MB and 564
+  MB, FSDP2 886 MB and 613 MB; keeping all 873 MB and 800 MB, FSDP2 980 MB and 856 MB. With p = 2
+  in a world of 2: 1.04 GB and 926 MB, 1.07 GB and 960 MB, 1.28 GB and 997 MB; keeping all 1.14 GB
+  and 1.11 GB, FSDP2 1.42 GB and 1.16 GB. `python -m mics_fn bench step --rss --ranks 4 --node-size
+  2 --partition-size 4 --dim 1024 --blocks 8 --heads 16 --rounds 1 --steps 2 --peers least` (or
+  `zero3`, `fsdp2`, `keep`, `fsdp2-keep`)
 - Saving a state of 403 MB in one process, on a disk that other machines share, medians of three
   runs of 5 or 7 rounds (least to most of all rounds): 0.90 (0.48 to 1.21) of the speed of plain
   writing, 0.87 (0.81 to 1.03) of plain reading where the system has forgotten the file, and 0.45
   (0.33 to 0.48) where it lies in memory, since every byte goes through a checksum. `start_save`
   takes 1.10 (0.99 to 1.33) of a copy in memory, and a step while the file is written 0.99 (0.87 to
   1.09). `python -m mics_fn bench checkpoint --rounds 7`
+- A step of AdamW on moments of 537 MB in a file, through 64 MiB of host memory, bit-equal to that
+  in memory: 0.87 (0.80 to 1.09) and 0.86 (0.68 to 1.01) of the speed of plain reading and writing
+  of the same bytes in the same places by direct I/O, at 2.6 GB/s. There plain reading and writing
+  at the same time is no faster than one after the other, so that nothing is gained by it, and
+  checksums and AdamW share two cores with the system. Medians of 9 and 7 rounds. `python -m mics_fn
+  bench disk --rounds 9`
+- Of the seconds of the optimizer, 0.96 (0.95 to 0.97) are hidden behind hop 2 with
+  `Trainer(overlap_step=True)`, and none without, on 2 nodes of 2 ranks at 200 Mbit/s, with 3.7 M
+  parameters and p = 2; the losses are equal. A second counts as hidden only if a hop 2 was
+  certainly under way. On each rank of such nodes: `python -m mics_fn bench step --overlap
+  --partition-size 2 --dim 256 --rounds 3 --rates 200mbit:1`
 
 Steps over emulated nodes with shaped links, 2 nodes of 2 ranks, in seconds (medians of 3 rounds,
-all peers of a line in one run) and MB of a step that left a node by its network interface. "On a
-budget" is `live_bytes` of two buckets; FSDP2 has a bucket per block, on a (replicate, shard) mesh,
-or over all ranks (full).
+all peers of a line in one run). "On a budget" is `live_bytes` of two buckets; FSDP2 has a bucket
+per block, on a (replicate, shard) mesh, or over all ranks (full).
 
-    one micro-step            not shaped   1 Gbit/s   200 Mbit/s   MB a node sends
-    p = 2, keeps all                0.43       0.69         2.57              54.9
-    p = 2, on a budget              0.52       0.73         2.59              54.9
-    FSDP2, p = 2                    0.71       1.02         2.86              54.9
-    FSDP2, full                     0.59       1.80         7.33             164.7
+    one micro-step            not shaped   1 Gbit/s   200 Mbit/s
+    p = 2, keeps all                0.43       0.69         2.57
+    p = 2, on a budget              0.52       0.73         2.59
+    FSDP2, p = 2                    0.71       1.02         2.86
+    p = 4, on a budget              0.60       0.80         3.62
+    FSDP2, full                     0.59       1.80         7.33
 
-    four micro-steps          not shaped   1 Gbit/s                MB a node sends
-    p = 2, keeps all                1.12       1.43                           54.9
-    p = 2, on a budget              1.56       1.71                           54.9
-    FSDP2, p = 2                    1.71       1.99                           54.9
-    FSDP2, full                     2.13       6.90                          658.8
+    four micro-steps          not shaped   1 Gbit/s
+    p = 2, keeps all                1.12       1.43
+    p = 2, on a budget              1.56       1.71
+    FSDP2, p = 2                    1.71       1.99
+    FSDP2, full                     2.13       6.90
+
+In `compute=bf16,reduce=bf16` a step at 200 Mbit/s takes 0.50 (0.50 to 0.51) of its time in
+float32, at p = 2 and with all kept: 1.24 s against 2.47 (FSDP2: 1.40 against 2.81). At p = 4 on a
+budget, `hpz` takes 0.75 (0.71 to 1.01) of the time of `zero3` there. The flags are `--precision
+f32 compute=bf16,reduce=bf16`, and peers `wide-zero3 hpz`.
+
+With codes, in float32 otherwise, a step takes at 200 Mbit/s: p = 2 with `hop2=int8[256]` 0.32 of
+its time without (0.79 s against 2.48); p = 4 with `gather=int8[256], hop1=int8[256]@node` 0.23 and,
+on another day, 0.27, which was 0.12 of the time of FSDP2, full (0.89 s against 7.38). At 1 Gbit/s
+p = 2 takes 0.76 and 0.79 (0.73 to 0.85), and on another day 0.84 to 0.87 in three runs: four ranks
+share two cores there, and each codes for 0.03 to 0.07 s of a processor in a step of 0.5 s.
 
 The command on each rank of such nodes is `python -m mics_fn bench step --rounds 3 --partition-size
-2 --peers keep zero3 fsdp2 fsdp2-full --rates 200mbit:1` (or `1gbit:2`, or without `--rates`), with
-`--accumulate 4` for the lower table. `--rates` needs a module `rigmark` (or what `MICS_FN_LINKS`
-names) with `set_rate(rate)` to shape the links; without it leave the flag out.
+2 --peers keep zero3 wide-zero3 fsdp2 fsdp2-full --rates 200mbit:1` (or `1gbit:2`, or without
+`--rates`), with `--accumulate 4` for the lower table. `--rates` needs a module `rigmark` (or what
+`MICS_FN_LINKS` names) with `set_rate(rate)` to shape the links; without it leave the flag out.
 """

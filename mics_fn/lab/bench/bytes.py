@@ -1,5 +1,7 @@
 """`bench bytes`: what a step sends at each level, as counted and by formula."""
 
+import itertools
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,6 +12,7 @@ from mics_fn.groups import Topology, valid_partition_sizes
 from mics_fn.lab.bench.stage import TrainConfig, joined, make_batches, make_trainer
 from mics_fn.lab.bench.turns import is_first, of_all_ranks, say, start
 from mics_fn.lab.report import buckets_of, table, wire_bytes
+from mics_fn.shards import Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +21,12 @@ class BytesConfig(TrainConfig):
 
     Args:
         partition_sizes: ranks that share one replica; () takes all sizes that fit.
+        live_buckets: the budget for gathered parameters in units of the largest one, as peers of
+            `bench step` have it; None keeps all.
     """
 
     partition_sizes: tuple[int, ...] = ()
+    live_buckets: int | None = None
 
 
 class RankBytes(NamedTuple):
@@ -32,7 +38,7 @@ class RankBytes(NamedTuple):
 
 
 def measure_bytes(config: BytesConfig) -> dict[str, Any]:
-    """Count the bytes of a step for each partition size, as one rank of a job.
+    """Count the bytes of a step for each partition size and precision, as one rank of a job.
 
     Returns:
         On rank 0 the figures; {} on the others.
@@ -41,17 +47,18 @@ def measure_bytes(config: BytesConfig) -> dict[str, Any]:
     sizes = config.partition_sizes
     sizes = sizes or valid_partition_sizes(Topology.of(dist.get_world_size(), config.node_size))
     found = []
-    for p in sizes:
-        say(f"p = {p}: counting ...")
+    for p, text in itertools.product(sizes, config.precisions or ("f32",)):
+        say(f"p = {p}, {text}: counting ...")
         with mf.make_groups(p, node_size=config.node_size, device=device) as groups:
-            every = [RankBytes(*one) for one in of_all_ranks(_run(config, groups))]
-            found.append(_summarize(groups, every))
+            mine = _run(config, groups, Precision.parse(text))
+            every = [RankBytes(*one) for one in of_all_ranks(mine)]
+            found.append(_summarize(groups, every) | {"precision": text})
     return {"partition_sizes": found} if is_first() else {}
 
 
-def _run(config: BytesConfig, groups: mf.Groups) -> RankBytes:
+def _run(config: BytesConfig, groups: mf.Groups, precision: Precision) -> RankBytes:
     """Count the bytes that the steps of this rank send."""
-    trainer = make_trainer(config, groups)
+    trainer = make_trainer(config, groups, config.live_buckets, precision)
     batch = joined(make_batches(config, groups.device, 1)[0])
     for _ in range(config.turns.warmup):
         trainer.step(batch)
@@ -61,8 +68,11 @@ def _run(config: BytesConfig, groups: mf.Groups) -> RankBytes:
         trainer.step(batch)
         ledger.append(groups.traffic.snapshot())
     buckets, route = buckets_of(trainer.state.params), groups.hierarchy.route
-    formula = wire_bytes(buckets, route, groups.num_replicas, accumulate=config.accumulate)
-    return RankBytes(ledger, formula, sum(bucket.nbytes for bucket in buckets))
+    planned = getattr(trainer.schedule, "schedule", None)  # on a budget buckets are gathered again
+    fetches = None if planned is None else Counter(planned.fetches)
+    r, s = groups.num_replicas, config.accumulate
+    formula = wire_bytes(buckets, route, r, accumulate=s, fetches=fetches)
+    return RankBytes(ledger, formula, sum(x.numel * x.dtype.itemsize for x in buckets))
 
 
 def _summarize(groups: mf.Groups, every: list[RankBytes]) -> dict[str, Any]:
@@ -95,7 +105,8 @@ def render_bytes(figures: dict[str, Any], config: BytesConfig) -> str:
         levels = " x ".join(f"{name} {size}" for name, size in part["levels"]) or "none"
         title = (
             f"p = {part['partition_size']}, levels {levels}, r = {part['num_replicas']} replicas, "
-            f"M = {part['full_bytes']:,} bytes, s = {config.accumulate}; each rank in one step"
+            f"M = {part['full_bytes']:,} bytes, s = {config.accumulate}, "
+            f"{part['precision']}; each rank in one step"
         )
         rows = [("", "calls", "ledger", "formula", "ratio", "")]
         for name, row in part["rows"].items():

@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 from mics_fn.errors import PlanError
 from mics_fn.groups import Topology, plan_groups, read_launch
 from mics_fn.lab.bench.bytes import BytesConfig, measure_bytes, render_bytes
+from mics_fn.lab.bench.disk import add_disk_flags, disk_config_of, measure_disk, render_disk
 from mics_fn.lab.bench.links import LINKS, read_rate
 from mics_fn.lab.bench.opt import OptConfig, measure_opt, render_opt
 from mics_fn.lab.bench.saves import add_save_flags, measure_saves, render_saves, saves_config_of
-from mics_fn.lab.bench.stage import DEFAULT_PEERS, PEERS, StepConfig, check_peers
+from mics_fn.lab.bench.stage import DEFAULT_PEERS, OVERLAP_PEERS, PEERS, StepConfig, check_peers
 from mics_fn.lab.bench.step import measure_step, render_rss, render_step, run_rss
 from mics_fn.lab.bench.turns import BenchTurns, num_ranks, on_ranks
 from mics_fn.lab.models.gpt import GPTConfig
 from mics_fn.lab.report import add_count
+from mics_fn.shards import Precision
 
 DEFAULT_RANKS = 4
 
@@ -42,12 +44,16 @@ def _add_rank_flags(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "ranks", None, f"ranks to launch (default {DEFAULT_RANKS})")
     add_count(parser, "node-size", None, "ranks per node (default that of the job, or 2)")
     add_count(parser, "accumulate", 1, "micro-steps in a step")
+    text = "precisions, each a text such as hop2=int8[256]; all that takes one is measured in each"
+    parser.add_argument("--precision", default=(), help=text, metavar="TEXT", nargs="+")
 
 
 def _add_bytes_flags(parser: argparse.ArgumentParser) -> None:
     _add_rank_flags(parser)
     text = "ranks of a replica (default all sizes that fit)"
     add_count(parser, "partition-size", None, text, nargs="+")
+    text = "budget for gathered parameters, in parameters of the largest size (default all)"
+    add_count(parser, "live-buckets", None, text)
 
 
 def _add_opt_flags(parser: argparse.ArgumentParser) -> None:
@@ -62,12 +68,16 @@ def _add_step_flags(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "partition-size", None, "ranks of a replica (default node size)")
     names, default = " ".join(PEERS), " ".join(DEFAULT_PEERS)
     text = f"what to compare, of {names}, as far as it makes sense (default {default})"
-    parser.add_argument("--peers", default=DEFAULT_PEERS, help=text, metavar="NAME", nargs="+")
+    parser.add_argument("--peers", default=(), help=text, metavar="NAME", nargs="+")
     text = "rate of the links between nodes, such as 1gbit, or 200mbit:1 for turns of one step;"
     text += f" a module that {LINKS} names sets it (default: as it is)"
     parser.add_argument("--rates", default="", help=text, metavar="RATE")
+    instead = parser.add_mutually_exclusive_group()
     text = "measure memory instead of time, with each peer in new processes"
-    parser.add_argument("--rss", action="store_true", help=text)
+    instead.add_argument("--rss", action="store_true", help=text)
+    text = "measure also which share of the optimizer is hidden behind hop 2 (default peers"
+    text = f"{text} {' '.join(OVERLAP_PEERS)})"
+    instead.add_argument("--overlap", action="store_true", help=text)
 
 
 class Bench(NamedTuple):
@@ -137,7 +147,10 @@ def _of_ranks(args: argparse.Namespace, rounds: int, ranks: int) -> dict[str, An
     """Return the fields of a config for several ranks; nodes default to those of the job, or 2."""
     job = read_launch(os.environ)
     node_size = args.node_size or (job.node_size if job else 2 if ranks % 2 == 0 else ranks)
-    return _of_gpt(args, rounds) | {"node_size": node_size, "accumulate": args.accumulate}
+    if len(set(map(Precision.parse, args.precision))) < len(args.precision):
+        raise PlanError("--precision: one of them is given twice", fix="give each once")
+    fields = {"node_size": node_size, "accumulate": args.accumulate}
+    return _of_gpt(args, rounds) | fields | {"precisions": tuple(args.precision)}
 
 
 def _step_config(args: argparse.Namespace, ranks: int) -> StepConfig:
@@ -145,8 +158,9 @@ def _step_config(args: argparse.Namespace, ranks: int) -> StepConfig:
     fields = _of_ranks(args, args.rounds, ranks)
     p = args.partition_size or fields["node_size"]
     plan_groups(Topology.of(ranks, fields["node_size"]), p)
-    peers = tuple(args.peers)
-    config = StepConfig(partition_size=p, peers=peers, rate=rate, rss=args.rss, **fields)
+    fields |= {"peers": tuple(args.peers) or (DEFAULT_PEERS, OVERLAP_PEERS)[args.overlap]}
+    fields |= {"rate": rate, "overlap": args.overlap, "rss": args.rss}
+    config = StepConfig(partition_size=p, **fields)
     check_peers(config, ranks)
     return config
 
@@ -156,7 +170,7 @@ def _bytes_config(args: argparse.Namespace, ranks: int) -> BytesConfig:
     topology = Topology.of(ranks, fields["node_size"])
     for partition_size in sizes:
         plan_groups(topology, partition_size)
-    return BytesConfig(partition_sizes=sizes, **fields)
+    return BytesConfig(partition_sizes=sizes, live_buckets=args.live_buckets, **fields)
 
 
 BENCHES = {
@@ -187,5 +201,12 @@ BENCHES = {
         saves_config_of,
         _on_ranks(measure_saves),
         render_saves,
+    ),
+    "disk": Bench(
+        "a step on states in a file, against plain reading and writing of the same bytes",
+        add_disk_flags,
+        disk_config_of,
+        lambda config, ranks: measure_disk(config),
+        render_disk,
     ),
 }

@@ -36,10 +36,10 @@ class SavesConfig:
     folder: str = field(default_factory=tempfile.gettempdir)
 
 
-def add_save_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `bench checkpoint`."""
-    add_count(parser, "mib", SavesConfig.mib, "size of the state, in MiB")
-    add_count(parser, "rounds", SavesConfig.rounds, "turns of each peer")
+def add_save_flags(parser: argparse.ArgumentParser, mib: int = 384, rounds: int = 5) -> None:
+    """Add the flags of `bench checkpoint`, and of others that write so much to a folder."""
+    add_count(parser, "mib", mib, "size of the state, in MiB")
+    add_count(parser, "rounds", rounds, "turns of each peer")
     default = tempfile.gettempdir()
     parser.add_argument("--folder", default=default, help=f"where to write (default {default})")
 
@@ -83,13 +83,13 @@ class _SaveBench:
 
     def round(self, number: int) -> dict[str, float]:
         """Return the ratio of each pair, whose two turns follow one another."""
-        writes, saves = _seconds(self.write), _seconds(lambda: self.save(2 * number))
-        reads, loads = _seconds(self.read), _seconds(self.load)
+        writes, saves = seconds_of(self.write), seconds_of(lambda: self.save(2 * number))
+        reads, loads = seconds_of(self.read), seconds_of(self.load)
         self.forget()
-        cold_reads = _seconds(self.read)
+        cold_reads = seconds_of(self.read)
         self.forget()
-        cold_loads = _seconds(self.load)
-        copies, alone = _seconds(lambda: self.copy.copy_(self.plain)), self.steps(lambda: False)
+        cold_loads = seconds_of(self.load)
+        copies, alone = seconds_of(lambda: self.copy.copy_(self.plain)), self.steps(lambda: False)
         begun = time.perf_counter()
         args = self.folder / "steps", self.state, self.groups
         pending = start_save(*args, step=2 * number + 1, keep=2)
@@ -141,7 +141,7 @@ class _SaveBench:
         return (time.perf_counter() - begun) / count
 
 
-def _seconds(work: Callable[[], Any]) -> float:
+def seconds_of(work: Callable[[], Any]) -> float:
     begun = time.perf_counter()
     work()
     return time.perf_counter() - begun

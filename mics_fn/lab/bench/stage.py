@@ -6,21 +6,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from statistics import median_low
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import mics_fn as mf
 from mics_fn.collectives import Codec, mean_bytes
 from mics_fn.errors import PlanError
+from mics_fn.groups import placement
 from mics_fn.lab.bench.turns import BenchPeer, BenchTurns, in_job
 from mics_fn.lab.models import gpt
 from mics_fn.lab.models.text import load_text
-from mics_fn.shards import Bucket
+from mics_fn.shards import Bucket, Precision
 
 # The formula for what a rank should hold.
 
@@ -186,6 +187,7 @@ def sum_dtype(bucket: Bucket, micro_steps: int) -> torch.dtype:
 Batch = tuple[Tensor, Tensor]
 TEXT_BYTES = 500_000
 DEFAULT_PEERS = ("keep", "zero3", "fsdp2", "fsdp2-keep", "plain")
+OVERLAP_PEERS = ("keep", "overlap")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +197,8 @@ class TrainConfig:
     Args:
         node_size: nodes are groups of so many ranks.
         turns: how many steps.
+        precisions: texts of precisions, in each of which is measured; () means float32, which is
+            then not part of a peer's label.
         accumulate: micro-steps in a step.
         sequences: samples per rank and micro-step.
         device: "auto", "cpu" or "cuda".
@@ -205,6 +209,7 @@ class TrainConfig:
 
     node_size: int
     turns: BenchTurns = field(default_factory=BenchTurns)
+    precisions: tuple[str, ...] = ()
     accumulate: int = 1
     sequences: int = 1
     device: str = "auto"
@@ -221,12 +226,14 @@ class StepConfig(TrainConfig):
         partition_size: ranks that share one replica.
         peers: names from `PEERS`.
         rate: of the links between nodes; "" leaves them as they are.
+        overlap: measure also what is hidden behind hop 2.
         rss: measure memory instead, each peer in processes of its own.
     """
 
     partition_size: int
     peers: tuple[str, ...] = DEFAULT_PEERS
     rate: str = ""
+    overlap: bool = False
     rss: bool = False
 
 
@@ -237,6 +244,7 @@ class Stage(NamedTuple):
     device: torch.device
     batches: list[list[Batch]]  # by step and micro-step, the same for every peer
     closing: contextlib.ExitStack  # closes what peers leave open
+    precision: Precision = Precision()  # of the next peer
 
 
 def make_batches(config: TrainConfig, device: torch.device, steps: int) -> list[list[Batch]]:
@@ -264,29 +272,39 @@ def make_model(config: TrainConfig, device: torch.device) -> gpt.GPT:
     return gpt.seeded(config.model, device, config.seed)
 
 
-# The peers of `bench step`: `Trainer` in two modes, and the ways to train of torch itself.
+# The peers of `bench step`: `Trainer` in several modes, and the ways to train of torch itself.
 
 
-def _trainer(stage: Stage, *, live: int | None) -> BenchPeer:
+def _trainer(
+    stage: Stage, *, live: int | None, wide: bool = False, place: str = "", overlap: bool = False
+) -> BenchPeer:
     """Build a `Trainer` that keeps all gathered parameters, or has a budget of `live` buckets.
 
     Two give the memory of ZeRO-3: a bucket in use, the next one, and one more that `live_bytes`
-    allows.
+    allows. Its partition groups are those of the stage, or `wide` ones of all ranks. Parameters
+    may have a placement, and buckets be stepped while others are in hop 2.
     """
     config = stage.config
-    p, device = config.partition_size, stage.device
-    groups = mf.make_groups(p, node_size=config.node_size, device=device)
-    trainer = make_trainer(config, stage.closing.enter_context(groups), live)
+    p = dist.get_world_size() if wide else config.partition_size
+    groups = mf.make_groups(p, node_size=config.node_size, device=stage.device)
+    groups = stage.closing.enter_context(placement.place(groups, place) if place else groups)
+    guard = mf.optim.Guard(on_nonfinite="ignore") if overlap else None
+    options = {"overlap_step": overlap, "guard": guard}
+    trainer = make_trainer(config, groups, live, stage.precision, **options)
     batches = [joined(micros) for micros in stage.batches]
-    name = f"Trainer p={p}, {'keep' if live is None else 'two buckets'}"
+    how = place or {None: "keep", 0: "least", 2: "two buckets"}[live]
+    name = f"Trainer p={p}, {how}{', overlapped' * overlap}"
     return BenchPeer(name, lambda step: trainer.step(batches[step]).loss)
 
 
-def make_trainer(config: TrainConfig, groups: mf.Groups, live: int | None = None) -> mf.Trainer:
+def make_trainer(
+    config: TrainConfig, groups: mf.Groups, live: int | None, precision: Precision, **options: Any
+) -> mf.Trainer:
     """Make a trainer of the GPT with a budget of `live` buckets; None keeps all."""
     model = make_model(config, groups.device)
     # A parameter that is larger than a bucket has a bucket of its own.
-    largest = max(parameter.nbytes for parameter in model.parameters())
+    largest = max(parameter.numel() for parameter in model.parameters())
+    largest *= precision.dtypes("", torch.float32).compute.itemsize
     return mf.Trainer(
         model,
         mf.optim.adamw(config.lr),
@@ -294,6 +312,8 @@ def make_trainer(config: TrainConfig, groups: mf.Groups, live: int | None = None
         loss=gpt.loss,
         accumulate=config.accumulate,
         live_bytes=None if live is None else live * largest,
+        precision=precision,
+        **options,
     )
 
 
@@ -308,13 +328,16 @@ def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> BenchPeer:
     """
     config, n = stage.config, dist.get_world_size()
     p = n if full else config.partition_size
-    model = make_model(config, stage.device)
+    dtypes = stage.precision.dtypes("", torch.float32)
+    model = make_model(config, stage.device).to(dtypes.param)
     sizes = (n,) if full or n == 1 else (n // p, p)
     names = ("replicate", "shard")[-len(sizes) :]
     mesh = init_device_mesh(stage.device.type, sizes, mesh_dim_names=names)
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": not keep}
+    options["mp_policy"] = MixedPrecisionPolicy(dtypes.compute, dtypes.reduce)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=not keep)
-    root = fully_shard(model, mesh=mesh, reshard_after_forward=not keep)
+        fully_shard(block, **options)
+    root = fully_shard(model, **options)
 
     def begin(last: bool) -> None:
         # As in MiCS: hop 1 in each micro-step, hop 2 in the last one.
@@ -356,15 +379,20 @@ class PeerKind(NamedTuple):
     ours: bool = False
     alone: bool = True  # in a world of one
     together: bool = True
+    mixed: bool = True  # takes a precision
 
 
 PEERS = {
     "keep": PeerKind(partial(_trainer, live=None), ours=True),
     "zero3": PeerKind(partial(_trainer, live=2), ours=True),
+    "least": PeerKind(partial(_trainer, live=0), ours=True),
+    "wide-zero3": PeerKind(partial(_trainer, wide=True, live=2), ours=True, alone=False),
+    "hpz": PeerKind(partial(_trainer, wide=True, live=2, place="hpz"), ours=True, alone=False),
+    "overlap": PeerKind(partial(_trainer, live=None, overlap=True), ours=True, alone=False),
     "fsdp2": PeerKind(partial(_fsdp2, full=False, keep=False)),
     "fsdp2-keep": PeerKind(partial(_fsdp2, full=False, keep=True)),
     "fsdp2-full": PeerKind(partial(_fsdp2, full=True, keep=False), alone=False),
-    "plain": PeerKind(_plain, together=False),
+    "plain": PeerKind(_plain, together=False, mixed=False),
 }
 
 
@@ -374,8 +402,23 @@ def fitting(peers: Iterable[str], world_size: int) -> list[str]:
     return [name for name, x in found if (x.alone if world_size == 1 else x.together)]
 
 
+def labels(config: StepConfig, world_size: int) -> list[str]:
+    """Label the peers that fit: by name, or once in each precision, such as "keep@bf16"."""
+    found = []
+    for name in fitting(config.peers, world_size):
+        every = config.precisions if PEERS[name].mixed else ()
+        found += [f"{name}@{text}" for text in every] or [name]
+    return found
+
+
+def build(stage: Stage, label: str) -> BenchPeer:
+    """Build the peer with a label of `labels`."""
+    name, _, text = label.partition("@")
+    return PEERS[name].build(stage._replace(precision=Precision.parse(text)))
+
+
 def check_peers(config: StepConfig, world_size: int) -> None:
-    """Raise PlanError for peers and flags that do not fit together."""
+    """Raise PlanError for peers, precisions and flags that do not fit together."""
     asked = f"--peers {' '.join(config.peers)}"
     wrong = [name for name in config.peers if name not in PEERS]
     if wrong:
@@ -383,9 +426,18 @@ def check_peers(config: StepConfig, world_size: int) -> None:
         raise PlanError(what, fix=f"choose from {' '.join(PEERS)}")
     if len(set(config.peers)) < len(config.peers):
         raise PlanError(f"{asked}: one is given twice", fix="give each once")
-    if not fitting(config.peers, world_size):
+    fit = fitting(config.peers, world_size)
+    if not fit:
         what = f"{asked}: none of these is measured with {world_size} ranks"
         raise PlanError(what, fix=f"choose from {' '.join(fitting(PEERS, world_size))}")
+    others = [name for name in fit if PEERS[name].mixed and not PEERS[name].ours]
+    if config.overlap and others:
+        raise PlanError(f"--overlap: {others[0]} has no timeline", fix="leave that peer out")
+    if config.overlap and config.partition_size == world_size:
+        raise PlanError("--overlap: one replica has no hop 2", fix="lower --partition-size")
+    own = [text for text in config.precisions if Precision.parse(text).overrides]
+    if own and others:
+        raise PlanError(f"--precision: {others[0]} has one for all leaves", fix="leave it out")
     if config.rss and config.rate:
         text = "--rss with --rates: memory does not depend on them"
         raise PlanError(text, fix="leave one of them out")
