@@ -11,7 +11,7 @@ PLANTED = [
     (
         "padding sets the scale of a block that is gathered",
         "shards/linear.py",
-        "            chunk = zero_padding(use.bucket, route.chunk, chunk)\n",
+        "            chunk = pack.zero_padding(use.bucket, route.chunk, chunk)\n",
         "",
         "shards/test_wires.py -k decode_the_same",
     ),
