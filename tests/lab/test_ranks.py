@@ -195,7 +195,8 @@ def test_ctrl_c_reaches_the_caller_only_and_frees_the_pool() -> None:
             os.kill(pid, signal.SIGINT)
         assert pool.run(pids) == before
 
-        threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
+        here = threading.main_thread().ident or 0  # only a signal of its own ends its wait in C
+        threading.Timer(0.3, signal.pthread_kill, [here, signal.SIGINT]).start()
         with pytest.raises(KeyboardInterrupt):
             pool.run(sleep_on, 0, 30.0)
         assert left_of(before) == []
