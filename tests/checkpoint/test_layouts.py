@@ -111,7 +111,8 @@ def loaded(
 TARGETS = [Layout((1,), 1), Layout((2,), 2), Layout((2, 2), 2), Layout((2, 2), 4)]
 
 
-@pytest.mark.parametrize("source", small_first(LAYOUTS))
+@pytest.mark.parametrize("source", small_first(LAYOUTS), ids=str)
+@pytest.mark.short("1-p1", "2-p1", "2x2-p2", "2x2-p4")
 def test_any_layout_loads_what_any_other_saved(
     ranks: Pools, tmp_path: Path, source: Layout
 ) -> None:

@@ -80,9 +80,9 @@ def of_bits(
 
 CASES = [
     (ALONE, PRECISIONS[1], 3, "sum", ""),
-    (Layout((2,), 1), PRECISIONS[0], 2, "clip", ""),
+    pytest.param(Layout((2,), 1), PRECISIONS[0], 2, "clip", "", marks=pytest.mark.thorough),
     (PAIR, PRECISIONS[2], 1, "grads", ""),
-    (Layout((2, 2), 2), PRECISIONS[3], 3, "scale", "zero2"),
+    pytest.param(Layout((2, 2), 2), PRECISIONS[3], 3, "scale", "zero2", marks=pytest.mark.thorough),
     (Layout((2, 2), 4), PRECISIONS[0], 4, "clip", "fixed_order"),
 ]
 

@@ -347,8 +347,11 @@ def messages(layout, kind):
 
 
 @pytest.mark.parametrize(
-    ("layout", "kind"), [*((PAIR, kind) for kind in KINDS), (Layout((2,), 1), "accumulates")]
+    ("layout", "kind"),
+    [*((PAIR, kind) for kind in KINDS), (Layout((2,), 1), "accumulates")],
+    ids=str,
 )
+@pytest.mark.short("2-p2-steps", "2-p2-generates", "2-p1-accumulates")
 def test_runs_that_repeat_send_no_message(ranks, layout, kind):
     for first, *later in ranks(2).run(messages, layout, kind):
         assert first > 0

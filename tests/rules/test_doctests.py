@@ -28,7 +28,15 @@ def examples() -> Iterator[doctest.DocTest]:
         yield from (test for test in finder.find(module, name, globs=names) if test.examples)
 
 
-@pytest.mark.parametrize("example", list(examples()), ids=lambda example: example.name)
+# Each of these starts ranks in processes of their own.
+STARTS = {"mics_fn.notebook", "mics_fn.notebook.cluster.start"}
+CASES = [
+    pytest.param(x, id=x.name, marks=[pytest.mark.thorough] * (x.name in STARTS))
+    for x in examples()
+]
+
+
+@pytest.mark.parametrize("example", CASES)
 def test_an_example_gives_what_it_shows(example: doctest.DocTest):
     shown = io.StringIO()
     runner = doctest.DocTestRunner(optionflags=FLAGS)
