@@ -237,7 +237,10 @@ class Calls:
             self._written.append((number, heard))
             said = json.dumps([number, self._job.rank, text])
             # Never in the place of what this rank has not read: another one may have left earlier.
-            while store.compare_set(f"{self.key}/left", self._left, said).decode() != said:
+            # Nor once all know of this call, as what a rank says of a later one would be lost.
+            while store.add(heard, 0) < len(self._ranks):
+                if store.compare_set(f"{self.key}/left", self._left, said).decode() == said:
+                    break
                 self.read()
             self._job.tell()
 

@@ -1,5 +1,6 @@
 """The calls of a communicator: guessed alike, compared before data moves, silent in a pattern."""
 
+import json
 import threading
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ from mics_fn.errors import CollectiveError, DesyncError
 from mics_fn.schedules import Calls, Channel
 from mics_fn.schedules import calls as calls_module
 from mics_fn.schedules.calls import CallPattern
+from mics_fn.store import poll
 
 N = 3
 
@@ -69,9 +71,9 @@ class Rank(threading.Thread):
             time.sleep(1e-4)
 
 
-def run(programs, ahead=0, timeout_s=20.0):
+def run(programs, ahead=0, timeout_s=20.0, store=None):
     """What each rank made, its error, and what the store was asked."""
-    store, made = Counting(), [[] for _ in range(N)]
+    store, made = store or Counting(), [[] for _ in range(N)]
     ranks = [Rank(rank, store, programs, made, timeout_s) for rank in range(N)]
     for rank in ranks:
         rank.ahead = ahead
@@ -156,6 +158,31 @@ def test_different_calls_never_meet(step, times, odd, rank, kind, ahead):
         assert f"call {first} over 'all' of ranks 0-2: ranks differ in it" in str(errors[0])
         assert f"rank {rank}: {changed[first]}: , 8 bytes" in str(errors[0])
         assert all(len(each) <= first + 1 + ahead for each in made)
+
+
+class Slow(Counting):
+    """A store in which who left first at call 3 says so right after another left at call 4."""
+
+    def compare_set(self, key, expected, desired):
+        left = key.endswith("/left")
+        first = json.loads(desired)[0] if left or key.endswith("/3") else None
+        if (left and first == 3) or (key.endswith("/3") and first == 1):  # rank 1 is never first
+            self.until(lambda: self.store.check([key]), 5)
+        found = super().compare_set(key, expected, desired)
+        if left and first == 4:
+            self.until(lambda: self.store.get(key).decode() != desired, 0.5)
+        return found
+
+    def until(self, done, seconds):
+        poll(done, 1, time.monotonic() + seconds)
+
+
+def test_who_says_late_that_it_left_takes_no_place_of_a_later_call():
+    """The third rank would go on, and the others wait for it until the end of their time."""
+    programs = ["abbaabbaabb", "abbabbaabba", "abbaabbaabb"]
+    made, errors, _ = run(programs, 2, store=Slow())
+    assert all(isinstance(error, DesyncError) for error in errors), errors
+    assert "call 4 over 'all' of ranks 0-2: ranks differ in it" in str(errors[0])
 
 
 def test_ranks_may_differ_in_the_order_of_calls_on_different_communicators():
