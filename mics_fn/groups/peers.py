@@ -145,9 +145,8 @@ _ABORTS = WeakSet[threading.Thread]()
 
 def abort(group: dist.ProcessGroup) -> threading.Thread:
     """Abort a process group on a thread, which is returned."""
-    task = partial(_torch.abort, group)
-    thread = start(threading.Thread(target=quietly, args=(task,), daemon=True))
-    _ABORTS.add(thread)
+    task = partial(quietly, partial(_torch.abort, group))
+    _ABORTS.add(thread := start(threading.Thread(target=task, daemon=True)))
     return thread
 
 

@@ -9,8 +9,6 @@ from mics_fn.groups.group_state import never_destruct, tell_all
 from mics_fn.groups.monitor import monitor
 from mics_fn.groups.peers import end_aborts, least_limit_s
 
-_PATIENCE_S = 5.0  # how long a process that ends waits for its groups to be aborted
-
 
 def _shell() -> Any:
     """IPython's shell if this process has one."""
@@ -63,4 +61,4 @@ def _end() -> None:
         never_destruct()
     monitor.linger()
     monitor.end()
-    end_aborts(_PATIENCE_S)
+    end_aborts(patience_s=5.0)
