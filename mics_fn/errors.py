@@ -33,10 +33,11 @@ class MicsError(Exception):
       lines: details, which are indented below it.
       fix: what to do about it.
 
-    >>> print(LeafError("shard: no leaf", ["params.w: got None"], fix="pass tensors"))
-    shard: no leaf
-      params.w: got None
-      fix: pass tensors
+    Example:
+      >>> print(LeafError("shard: no leaf", ["params.w: got None"], fix="pass tensors"))
+      shard: no leaf
+        params.w: got None
+        fix: pass tensors
     """
 
     def __init__(self, text: str = "", lines: Iterable[str] = (), fix: str = "") -> None:

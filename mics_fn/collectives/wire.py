@@ -1,7 +1,8 @@
 """`Wire`: what travels in the place of values, and on which levels.
 
 A gather sends codes of parameters, and hop 1 codes of gradients, on the named level of a route and
-on those outside of it, which are slower. All other levels send the values.
+on those outside of it, which are slower. All other levels send the values. `checksum` is what ranks
+compare in the place of a tensor.
 """
 
 from collections.abc import Sequence

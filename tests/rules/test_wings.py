@@ -112,10 +112,6 @@ def floor_of(file: str) -> int:
     return next(floor for floor, row in enumerate(FLOORS) if own in row)
 
 
-def face_of(file: str) -> str:
-    return f"{wing_of(file)}/__init__"
-
-
 def file_of(module: str, package: Path = PACKAGE) -> str | None:
     """The file of a module of this package; None if it is none."""
     if module.partition(".")[0] != "mics_fn":

@@ -41,16 +41,6 @@ def in_child(work: Callable[[], Any], limit_s: float = 60.0) -> int:
     return process.exitcode
 
 
-def await_interrupt(limit_s: float = 5.0) -> None:
-    """Sleep until a Ctrl-C ends it: one that was held in a step is sent again, at some time.
-
-    Python loses one that comes in a finalizer, so it may never come.
-    """
-    end = time.monotonic() + limit_s
-    while time.monotonic() < end:
-        time.sleep(1e-3)
-
-
 def running(pid: int) -> bool:
     """Whether a process runs; one that nobody has waited for does not."""
     try:

@@ -1,7 +1,7 @@
 """What a step sends and holds, written down from the definitions; and pools that count."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
@@ -170,13 +170,3 @@ def counted(groups: mf.Groups) -> mf.Groups:
         hierarchy=replace(groups.hierarchy, pools=pools),
         flat=replace(groups.flat, pools=pools),
     )
-
-
-def storage_bytes(values: Any, keep: Callable[[Any], bool] = lambda x: True) -> int:
-    """Bytes of the distinct storages behind the tensors of a tree."""
-    found = {}
-    for tensor in tree.flatten(values)[0]:
-        if keep(tensor):
-            storage = tensor.untyped_storage()
-            found[storage.data_ptr() or id(tensor)] = storage.nbytes()
-    return sum(found.values())
