@@ -174,6 +174,7 @@ def coded_hops(layout, wire, at_hop2):
         check_hop1_bytes(bucket, groups, sent, coded)
         return None
     groups.traffic.clear()
+    before = pack(bucket, route.chunk, hop1)
     mean = mf.sync_replicas(hop1, groups)
     check_hop2_bytes(bucket, groups, groups.traffic.snapshot())
     exact = mf.unshard(mf.sync_replicas(hop1, groups, exact=True), groups)
@@ -188,6 +189,7 @@ def coded_hops(layout, wire, at_hop2):
         same_bits(full, exact)
     again = mf.sync_replicas(hop1, mf.placement.fixed_order(groups))
     same_bits(again, mean)  # law 7
+    same_bits(pack(bucket, route.chunk, hop1), before)  # none writes to what it is given
     return full
 
 
