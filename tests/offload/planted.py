@@ -9,7 +9,7 @@ PLANTED = [
         _S,
         "[(offset + nbytes, size - nbytes)]",
         "[(offset, size - nbytes)]",
-        "offload/test_stored.py -k space",
+        "offload/test_file_space.py",
     ),
     (
         "values are not compared with their checksums",

@@ -4,7 +4,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mics_fn.offload.scratch import PAGE, UNIT, aligned, sums
+from mics_fn.offload.scratch import PAGE, UNIT, Space, aligned, sums
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 6))))
+def test_parts_never_overlap(calls: list[tuple[bool, int]]):
+    space, taken = Space(PAGE), list[tuple[int, int]]()
+    used: set[int] = set()
+    for takes, number in calls:
+        if takes:
+            offset = space.take(number * PAGE)
+            pages = {offset // PAGE + i for i in range(number)}
+            assert not pages & used
+            assert 0 not in pages
+            used |= pages
+            taken.append((offset, number * PAGE))
+        elif taken:
+            offset, nbytes = taken.pop(number % len(taken))
+            used -= {offset // PAGE + i for i in range(nbytes // PAGE)}
+            space.give(offset, nbytes)
+        assert space.used == PAGE * len(used)
+        assert space.end == PAGE * (max(used, default=0) + 1)
 
 
 @given(st.integers(0, 9 * UNIT // PAGE), st.integers(0, 2**32), st.data())
