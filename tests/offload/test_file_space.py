@@ -1,12 +1,13 @@
 """Which parts of a file are free, against a set of pages; memory that begins at a page; sums."""
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mics_fn.offload.scratch import PAGE, UNIT, Space, aligned, sums
 
 
+@example([(True, 2), (True, 1), (False, 0), (True, 1), (True, 1)])  # the rest of a freed part
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 6))))
 def test_parts_never_overlap(calls: list[tuple[bool, int]]):
     space, taken = Space(PAGE), list[tuple[int, int]]()
