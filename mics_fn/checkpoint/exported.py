@@ -254,12 +254,12 @@ def optimizer_leaves(
       params: the parameters that are written; others are left out.
 
     Raises:
-      PlanError: it is not, or does not contain, one optimizer made by `from_torch`.
+      PlanError: it is not, or does not contain, one optimizer with moments under names of torch.
     """
     found = list(_torch_states(opt))
     if len(found) != 1:
         what = f"{verb}: the state has {len(found)} optimizers that torch has names for, expected 1"
-        fix = "use adamw, adam, sgd or from_torch, alone or in a chain; or pass state.params"
+        fix = "use adamw, adam, sgd, lion or from_torch, alone or in a chain; or pass state.params"
         raise PlanError(what, fix=fix)
     values: dict[str, Any] = {}
     leaves: list[Saved] = []

@@ -7,7 +7,7 @@ one bucket at a time is on the device then, and no limit is written to host memo
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +17,7 @@ from mics_fn import _torch, checks, tree
 from mics_fn.collectives import collect
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Comm, Groups, Home, fold_ranks
-from mics_fn.optim.columns import in_chunks, map_columns
-from mics_fn.optim.comparing import facts_from
-from mics_fn.optim.flat import by_leaf
-from mics_fn.optim.transform import Transform, from_update
+from mics_fn.optim import columns, flat, transform
 from mics_fn.shards import (
     Arrival,
     Arriving,
@@ -69,7 +66,7 @@ def limited(
         return grads
 
     if isinstance(grads, Arriving):
-        return Limited(grads, factor, max_value)
+        return _limited_when_taken(grads.arrival(), factor, max_value)
 
     def limit(grad: Tensor) -> None:
         if not isinstance(factor, Tensor):
@@ -83,39 +80,25 @@ def limited(
         if max_value is not None:
             grad.clamp_min_(-max_value).clamp_max_(max_value)  # clamp_ has no rule for vmap
 
-    return map_columns(limit, in_chunks(grads) if donate else grads, donate=donate)
+    return columns.map_columns(limit, columns.in_chunks(grads) if donate else grads, donate=donate)
 
 
-@dataclass(frozen=True, eq=False)
-class Limited:
-    """Gradients times a factor, then clamped, once a step takes them.
+def _limited_when_taken(given: Arrival, factor: Tensor | float, max_value: float | None) -> Arrival:
+    """Gradients that are limited, in new memory, once a step takes them."""
+    leaves = [x for x in tree.flatten(given.like, is_leaf)[0] if isinstance(x, Sharded)]
 
-    Args:
-      given: the gradients.
-      factor, max_value: as for `limited`.
-    """
+    def take(place: int) -> list[Tensor]:
+        pairs = zip(given.order[place], given.take(place), strict=True)
+        held = [Sharded(x.detach(), leaves[i].bucket, leaves[i].slot) for i, x in pairs]
+        return [x.data for x in limited(held, factor, max_value)]
 
-    given: Arriving
-    factor: Tensor | float
-    max_value: float | None
+    def whole() -> Tree:
+        return limited(given.whole(), factor, max_value)
 
-    def arrival(self) -> Arrival:
-        """The limited gradients, in new memory."""
-        found = self.given.arrival()
-        leaves = [x for x in tree.flatten(found.like, is_leaf)[0] if isinstance(x, Sharded)]
-
-        def take(place: int) -> list[Tensor]:
-            pairs = zip(found.order[place], found.take(place), strict=True)
-            held = [Sharded(x.detach(), leaves[i].bucket, leaves[i].slot) for i, x in pairs]
-            return [x.data for x in limited(held, self.factor, self.max_value)]
-
-        whole: Any = lambda: limited(found.whole(), self.factor, self.max_value)  # noqa: E731
-        return replace(found, take=take, whole=whole)
+    return replace(given, take=take, whole=whole)
 
 
 # The norm of a sharded gradient, and clipping: by `Guard`, or by a part of a `chain`.
-
-_Norm = tuple[bool, Tensor | None]  # of a narrow dtype, and the norm; None of no elements
 
 
 def global_norm(grads: Tree, groups: Any) -> Tensor:
@@ -150,7 +133,12 @@ def global_norm(grads: Tree, groups: Any) -> Tensor:
     problem = norm_problem("global_norm", counted_homes("global_norm", grads, groups))
     if problem is not None:
         raise problem
-    return norm_here(grads, groups)
+    leaves = tree.flatten(grads, is_leaf)[0]
+    if not needs_derivative([x.data for x in leaves if isinstance(x, Sharded)]):
+        return norm_here(grads, groups)
+    _, parts, _ = _opened("global_norm", grads, groups, "grads")
+    totals = [_total(x.home, _squares(x.pieces, True).sum().view(1), True) for x in parts]
+    return _roots(torch.cat(totals).sum())
 
 
 def counted_homes(verb: str, grads: Tree, groups: Any) -> list[Home]:
@@ -162,138 +150,78 @@ def counted_homes(verb: str, grads: Tree, groups: Any) -> list[Home]:
 
 
 def norm_here(grads: Tree | Arriving, groups: Any) -> Tensor:
-    """`global_norm` of the leaves that these groups reach, whichever others there are."""
-    if isinstance(grads, Arriving):
-        return _norm_of_arriving(grads.arrival(), groups)
-    grads = by_leaf(grads)  # the padding inside of a run must not count
-    leaves, by_home = tree.flatten(grads, is_leaf)[0], _by_home(grads, groups)
-    differentiated = any(needs_derivative(pieces) for pieces in by_home.values())
-    if differentiated:
-        by_home = _looked_at(by_home, open_shards("global_norm", grads, groups).uses, leaves)
-    of_home = _smooth_total if differentiated else _total
-    totals = [of_home(home, pieces) for home, pieces in by_home.items()]
+    """The norm of the leaves that these groups reach, whichever others there are; a constant."""
+    by_home = squares_here(grads, groups)
+    totals = [_total(home, squares, False) for home, squares in by_home.items()]
     if not totals:
         return torch.zeros((), dtype=torch.float64)
-    total = torch.stack(totals).sum()
-    if not differentiated:
-        return total.sqrt()
-    # A root has no finite derivative at 0, and 0 times that would be NaN.
-    above = total > 0
-    return torch.where(above, torch.where(above, total, 1.0).sqrt(), total)
-
-
-def _by_home(grads: Tree, groups: Any) -> dict[Groups, list[Tensor]]:
-    """The pieces of the trained leaves of a tree, by their groups."""
-    by_home: dict[Groups, list[Tensor]] = {}
-    pairs = zip(
-        tree.flatten(grads, is_leaf)[0], homes_of("global_norm", groups, grads), strict=True
-    )
-    for i, (leaf, home) in enumerate(pairs):
-        mine = by_home.setdefault(home, [])
-        if isinstance(leaf, Sharded):
-            mine.append(leaf.data)
-        elif not is_leaf(leaf):
-            path = tree.paths(grads, "grads", is_leaf)[i]
-            fix = "do both hops first: reduce_grads(grads, groups)"
-            raise LeafError(f"global_norm: {path} is not a shard", fix=fix)
-    return by_home
+    return torch.stack(totals).sum().sqrt()
 
 
 def squares_here(grads: Tree | Arriving, groups: Any) -> dict[Groups, Tensor]:
-    """By groups, the sum of squares of this rank's pieces, in float64; nothing is sent."""
-    if isinstance(grads, Arriving):
-        by_home = _norms_of_arriving(grads.arrival(), groups)
-    else:
-        by_home = {h: norms_of(x) for h, x in _by_home(by_leaf(grads), groups).items()}
-    return {home: _squares(home, norms) for home, norms in by_home.items()}
+    """By groups, the sum of squares of this rank's pieces, in float64; nothing is sent.
 
-
-def _looked_at(
-    by_home: Iterable[Any], uses: Sequence[BucketUse], leaves: Sequence[Any]
-) -> dict[Any, list[Tensor]]:
-    """The pieces as they are, once directions that only one rank differentiates by are refused.
-
-    After squares are added up nobody could tell; see [Note: rows of ranks] in `shards.linear`.
+    Memory: of gradients elsewhere one bucket at a time is on the device.
     """
-    uses = [use for use in uses if use.bucket.trainable]
-    data = [leaves[i].data for use in uses for i in use.members]
-    found: dict[Any, list[Tensor]] = {home: [] for home in by_home}
-    for use, pieces in deal(uses, linear_map("own", uses, *data)):
-        found[use.home] += pieces
-    return found
+    arrival = grads.arrival() if isinstance(grads, Arriving) else None
+    like = (
+        flat.by_leaf(grads) if arrival is None else arrival.like
+    )  # padding in a run must not count
+    leaves, homes = tree.flatten(like, is_leaf)[0], homes_of("global_norm", groups, like)
+    for i, leaf in enumerate(leaves):
+        if not is_leaf(leaf):
+            path = tree.paths(like, "grads", is_leaf)[i]
+            fix = "do both hops first: reduce_grads(grads, groups)"
+            raise LeafError(f"global_norm: {path} is not a shard", fix=fix)
+    trained = [(x, home) for x, home in zip(leaves, homes, strict=True) if isinstance(x, Sharded)]
+    order = [range(len(trained))] if arrival is None else arrival.order
+    squares: dict[int, Tensor] = {}
+    for place, numbers in enumerate(order):
+        here = [x.data for x, _ in trained] if arrival is None else arrival.take(place)
+        squares.update(zip(numbers, _squares(here).unbind(), strict=True))
+    found = {x: [torch.zeros((), dtype=torch.float64, device=x.device)] for x in homes}
+    for number, (_, home) in enumerate(trained):
+        found[home].append(squares[number])
+    return {home: torch.stack(every).sum() for home, every in found.items()}
 
 
-def _total(home: Groups, pieces: Sequence[Tensor]) -> Tensor:
-    """The sum of squares over a partition group, without a derivative."""
-    return _total_of(home, norms_of(pieces))
-
-
-def norms_of(pieces: Sequence[Tensor]) -> list[_Norm]:
-    """The norm of each piece, and whether its elements have fewer than 4 bytes."""
-    norms: list[_Norm] = [(False, None)] * len(pieces)
+def _squares(pieces: Sequence[Tensor], live: bool = False) -> Tensor:
+    """The sum of squares of each piece, in float64; differentiable if `live`."""
+    if not pieces:
+        return torch.zeros(0, dtype=torch.float64)
+    if live:
+        return torch.stack([x.double().square().sum() for x in pieces])
+    norms = [torch.zeros((), device=pieces[0].device)] * len(pieces)
     # The norm of a float16 tensor may exceed float16 although no element does.
     for dtype, narrow in ((torch.float32, True), (None, False)):
         held = [i for i, x in enumerate(pieces) if x.numel() and (x.itemsize < 4) is narrow]
         if held:
             found = _torch.foreach_norm([pieces[i] for i in held], 2, dtype)
             for i, norm in zip(held, found, strict=True):
-                norms[i] = narrow, norm
-    return norms
+                norms[i] = norm
+    return torch.stack(norms).double().square()
 
 
-def _total_of(home: Groups, norms: Sequence[_Norm]) -> Tensor:
-    """The sum of the squares of norms over a partition group."""
-    return collect(home.partition, _squares(home, norms), "norm").sum(0)
+def _total(home: Home, here: Tensor, live: bool) -> Tensor:
+    """The sum of a vector over a partition group; differentiable if `live`.
 
-
-def _squares(home: Groups, norms: Sequence[_Norm]) -> Tensor:
-    """The sum of the squares of norms of this rank, those of narrow pieces first."""
-    held = [x for want in (True, False) for narrow, x in norms if x is not None and narrow is want]
-    return torch.stack([torch.zeros((), device=home.device), *held]).double().square().sum()
-
-
-def _norm_of_arriving(arrival: Arrival, groups: Any) -> Tensor:
-    """`norm_here` of gradients that arrive, with the same bits; not differentiable.
-
-    Memory: on the device one bucket of what lies elsewhere.
+    What ranks add up is a tensor held in parts, one per rank, and the sum is a full value, so its
+    derivative is that of a gather. See [Note: adjoint] in `shards.linear`.
     """
-    homes = homes_of("global_norm", groups, arrival.like)
-    leaves = tree.flatten(arrival.like, is_leaf)[0]
-    trained = [home for x, home in zip(leaves, homes, strict=True) if isinstance(x, Sharded)]
-    if not trained:
-        return norm_here(arrival.whole(), groups)
-    by_home = _norms_of_arriving(arrival, groups)
-    return torch.stack([_total_of(*found) for found in by_home.items()]).sum().sqrt()
-
-
-def _norms_of_arriving(arrival: Arrival, groups: Any) -> dict[Groups, list[_Norm]]:
-    """The norms of pieces that arrive, by their groups; one bucket at a time is on the device."""
-    homes = homes_of("global_norm", groups, arrival.like)
-    leaves = tree.flatten(arrival.like, is_leaf)[0]
-    trained = [home for x, home in zip(leaves, homes, strict=True) if isinstance(x, Sharded)]
-    norms: dict[int, _Norm] = {}
-    for place, numbers in enumerate(arrival.order):
-        norms.update(zip(numbers, norms_of(arrival.take(place)), strict=True))
-    by_home: dict[Groups, list[_Norm]] = {home: [] for home in homes}
-    for number, home in enumerate(trained):
-        by_home[home].append(norms[number])
-    return by_home
-
-
-def _smooth_total(home: Groups, pieces: Sequence[Tensor]) -> Tensor:
-    """The sum of squares, differentiable any number of times, at 0 too.
-
-    What ranks add up is a tensor held in parts, one element per rank, and the sum is a full value,
-    so its derivative is that of a gather. See [Note: adjoint] in `shards.linear`.
-    """
-    zero = torch.zeros((), dtype=torch.float64, device=home.device)
-    here = torch.stack([zero, *(x.double().square().sum() for x in pieces)]).sum()
-    p = home.partition.size
+    if not live:
+        return collect(home.partition, here, "norm").sum(0)
+    p, n = home.partition.size, here.numel()
     if p == 1:
         return here
-    bucket = Bucket(0, torch.float64, p, ((p,),), (0,), p)
-    (every,) = linear_map("gather", [BucketUse(bucket, home, (0,), "norm")], here.view(1))
-    return every.sum()
+    bucket = Bucket(0, torch.float64, p, ((p * n,),), (0,), p * n)
+    (every,) = linear_map("gather", [BucketUse(bucket, home, (0,), "norm")], here)
+    return every.view(p, n).sum(0)
+
+
+def _roots(sums: Tensor) -> Tensor:
+    """Square roots whose derivative at 0 is 0: that of a root is infinite, and times 0 NaN."""
+    above = sums > 0
+    return torch.where(above, torch.where(above, sums, 1.0).sqrt(), sums)
 
 
 def norm_problem(verb: str, homes: Iterable[Home]) -> PlanError | None:
@@ -331,7 +259,7 @@ def check_limit(verb: str, name: str, value: float) -> None:
     checks.number(verb, name, value, above=0, finite=False)
 
 
-def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
+def clip_by_global_norm(max_norm: float, groups: Any) -> transform.Transform:
     """Scale gradients so that their global norm is at most `max_norm`, as `clip_grad_norm_` does.
 
     Args:
@@ -367,8 +295,8 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
             factor = _for_parts(factor, counted_homes("clip_by_global_norm", grads, groups))
         return limited(grads, factor), state
 
-    facts = facts_from("clip_by_global_norm", {"max_norm": max_norm})
-    return from_update(lambda params: (), update, facts)
+    facts = {"optimizer": "clip_by_global_norm", "max_norm": max_norm}
+    return transform.from_update(lambda params: (), update, facts)
 
 
 def _for_parts(factor: Tensor, homes: Sequence[Home]) -> Tensor:
@@ -382,7 +310,7 @@ def _for_parts(factor: Tensor, homes: Sequence[Home]) -> Tensor:
     return own[0]
 
 
-def clip_by_value(max_value: float) -> Transform:
+def clip_by_value(max_value: float) -> transform.Transform:
     """Clamp every gradient element to [-max_value, max_value].
 
     Args:
@@ -404,8 +332,8 @@ def clip_by_value(max_value: float) -> Transform:
     def update(grads: Tree, state: tuple, params: Tree) -> tuple[Tree, tuple]:
         return limited(grads, max_value=max_value), state
 
-    facts = facts_from("clip_by_value", {"max_value": max_value})
-    return from_update(lambda params: (), update, facts)
+    facts = {"optimizer": "clip_by_value", "max_value": max_value}
+    return transform.from_update(lambda params: (), update, facts)
 
 
 def leaf_norms(shards: Tree, groups: Any) -> Tree:
@@ -445,7 +373,7 @@ def leaf_norms(shards: Tree, groups: Any) -> Tree:
     opened, parts, live = _opened("leaf_norms", shards, groups)
     out: list[Any] = list(opened.leaves)
     for home, index, pieces in parts:
-        found = _roots(_smooth(home, pieces)) if live else _sums(home, pieces).sqrt()
+        found = _roots(_total(home, _squares(pieces, live), live))
         for i, norm in zip(index, found.unbind(), strict=True):
             out[i] = norm
     return opened.spec.unflatten(out)
@@ -487,13 +415,10 @@ def inner(a: Tree, b: Tree, groups: Any) -> Tensor:
     _check_same(left, right)
     totals = []
     for (home, _, x), (_, _, y) in zip(parts, others, strict=True):
-        zero = torch.zeros((), dtype=torch.float64, device=home.device)
         products = [(u.double() * v.double()).sum() for u, v in zip(x, y, strict=True)]
-        here = torch.stack([zero, *products]).sum().view(1)
-        live = live or other_live
-        total = _summed(home, here) if live else collect(home.partition, here, "inner").sum(0)
-        totals.append(total[0])
-    return torch.stack(totals).sum() if totals else torch.zeros((), dtype=torch.float64)
+        here = torch.stack(products).sum().view(1)
+        totals.append(_total(home, here, live or other_live))
+    return torch.cat(totals).sum() if totals else torch.zeros((), dtype=torch.float64)
 
 
 class _Part(NamedTuple):
@@ -512,7 +437,7 @@ def _opened(
     Then directions that only one rank differentiates by are refused, since after squares are added
     up nobody could tell; see [Note: rows of ranks] in `shards.linear`.
     """
-    opened = open_shards(verb, by_leaf(shards), groups, root=root)
+    opened = open_shards(verb, flat.by_leaf(shards), groups, root=root)
     uses = opened.trained
     data = [opened.data[i] for use in uses for i in use.members]
     live = needs_derivative(data)
@@ -524,39 +449,6 @@ def _opened(
         part.index.extend(use.members)
         part.pieces.extend(pieces)
     return opened, list(found.values()), live
-
-
-def _sums(home: Home, pieces: Sequence[Tensor]) -> Tensor:
-    """The sum of squares of each leaf over a partition group, without a derivative."""
-    here = torch.zeros(len(pieces), dtype=torch.float64, device=home.device)
-    # The norm of a float16 tensor may exceed float16 although no element does.
-    for dtype, narrow in ((torch.float32, True), (None, False)):
-        held = [i for i, x in enumerate(pieces) if x.numel() and (x.itemsize < 4) is narrow]
-        if held:
-            norms = _torch.foreach_norm([pieces[i] for i in held], 2, dtype)
-            here[held] = torch.stack([norm.double() for norm in norms]).square()
-    return collect(home.partition, here, "leaf norms").sum(0)
-
-
-def _smooth(home: Home, pieces: Sequence[Tensor]) -> Tensor:
-    """The same, differentiable any number of times."""
-    return _summed(home, torch.stack([x.double().square().sum() for x in pieces]))
-
-
-def _summed(home: Home, here: Tensor) -> Tensor:
-    """The sum of a vector over a partition group; differentiable, as `clip._smooth_total`."""
-    p, n = home.partition.size, here.numel()
-    if p == 1:
-        return here
-    bucket = Bucket(0, torch.float64, p, ((p * n,),), (0,), p * n)
-    (every,) = linear_map("gather", [BucketUse(bucket, home, (0,), "norm")], here)
-    return every.view(p, n).sum(0)
-
-
-def _roots(sums: Tensor) -> Tensor:
-    """Square roots whose derivative at 0 is 0."""
-    above = sums > 0
-    return torch.where(above, torch.where(above, sums, 1.0).sqrt(), sums)
 
 
 def _check_same(a: Opened, b: Opened) -> None:

@@ -13,17 +13,8 @@ from mics_fn.errors import FileError, LeafError, MicsError, PlanError
 from mics_fn.groups import Groups
 from mics_fn.interrupts import Commit
 from mics_fn.offload import Where, is_stored, read
-from mics_fn.optim.columns import Coming, gradients
-from mics_fn.optim.comparing import compare_once, optimizer_facts, same_options
-from mics_fn.optim.flat import Unpacked, any_requires_grad, check_coded, devices, unpacked
-from mics_fn.optim.moving import as_before, init_elsewhere
-from mics_fn.optim.transform import (
-    Optimizer,
-    Transform,
-    as_transform,
-    found_inf,
-    step_of_tree,
-)
+from mics_fn.optim import columns, comparing, flat, moving
+from mics_fn.optim.transform import Optimizer, Transform, as_transform, found_inf
 from mics_fn.shards import (
     Arriving,
     Sharded,
@@ -42,7 +33,7 @@ from mics_fn.tree import Tree
 # Whether gradients fit the parameters that a step is taken on.
 
 
-def check_grads(want: Unpacked, got: Unpacked) -> bool:
+def check_grads(want: flat.Unpacked, got: flat.Unpacked) -> bool:
     """Check that trees fit; whether parameters are leaves of autograd, and nothing else derives.
 
     Raises:
@@ -56,24 +47,24 @@ def check_grads(want: Unpacked, got: Unpacked) -> bool:
         )
     if not _fits(want, got):
         for i, (a, b) in enumerate(zip(want.leaves, got.leaves, strict=True)):
-            if not _fits(unpacked(a), unpacked(b)):
+            if not _fits(flat.unpacked(a), flat.unpacked(b)):
                 raise _mismatch(tree.join("grads", tree.spec_paths(want.spec)[i]), a, b)
-    if any_requires_grad(got.pieces) or _torch.inside_torch_func():
+    if flat.any_requires_grad(got.pieces) or _torch.inside_torch_func():
         return False
     variables = [x for x in want.pieces if x.requires_grad]
     return bool(variables) and all(x.is_leaf for x in variables)
 
 
-def _facts(found: Unpacked) -> tuple[Any, ...]:
+def _facts(found: flat.Unpacked) -> tuple[Any, ...]:
     """What a gradient has in common with its parameter, piece by piece."""
     # Shapes of tensors take long to read.
     shapes = found.lengths if found.in_rows else [x.shape for x in found.pieces]
     return found.places, shapes
 
 
-def _fits(want: Unpacked, got: Unpacked) -> bool:
+def _fits(want: flat.Unpacked, got: flat.Unpacked) -> bool:
     """Whether gradients fit; those of parameters on the host may be on a device."""
-    homes, own = devices(want.pieces), devices(got.pieces)
+    homes, own = flat.devices(want.pieces), flat.devices(got.pieces)
     fit = homes == own or all(
         home == x or (home.type == "cpu" and _device.is_async(x))
         for home, x in zip(homes, own, strict=False)
@@ -150,7 +141,7 @@ class TrainState(Generic[P]):
         checks.integer("TrainState", "step", self.step, 0, fix=fix)
         if not isinstance(self.transform, Transform):
             fix = "pass an optimizer, such as adamw(1e-3)"
-            checks.refuse("TrainState", "transform", self.transform, "a Transform", fix, PlanError)
+            checks.refuse("TrainState", "transform", self.transform, "a Transform", fix)
 
     def __reduce__(self) -> tuple:
         return _from_pickle, (self.step, self.params, self.opt, self.buffers)
@@ -219,10 +210,10 @@ def init_state(
     if groups is not None:
         homes = homes_of("init_state", groups, params)
         several = any(home.partition_size * home.num_replicas > 1 for home in homes)
-        facts = optimizer_facts("init_state", transform, names(params), several)
-        same_options("init_state", facts, homes)
-    opt = init_elsewhere(transform.init, params, where)
-    check_coded(params, opt)
+        facts = comparing.optimizer_facts("init_state", transform, names(params), several)
+        comparing.same_options("init_state", facts, homes)
+    opt = moving.init_elsewhere(transform.init, params, where)
+    flat.check_coded(params, opt)
     return TrainState(0, params, opt, dict(buffers or {}), transform)
 
 
@@ -281,32 +272,32 @@ def opt_step(
       tensor([0.9000, 0.9000])
     """
     checks.flag("opt_step", "donate", donate)
-    ahead = gradients(grads)
-    compare_once(state, _home_of(ahead))
+    ahead = columns.gradients(grads)
+    comparing.compare_once(state, _home_of(ahead))
     if spans.observers:
-        spans.passing("opt_step", state.step + 1, unpacked(state.params).pieces)
+        spans.passing("opt_step", state.step + 1, flat.unpacked(state.params).pieces)
     if not donate:
-        return _stepped(state, grads, ahead, donate)
+        return _stepped(state, ahead, donate)
     with Commit() as commit:
-        if isinstance(ahead, Coming):
+        if isinstance(ahead, columns.Coming):
             commit.hold()  # a wait for a rank that is gone gives way to a signal
         else:
             commit.write()
         if spans.observers:
-            spans.passing("commit", state.step + 1, unpacked(state.params).pieces)
-        found = _stepped(state, grads, ahead, donate)
+            spans.passing("commit", state.step + 1, flat.unpacked(state.params).pieces)
+        found = _stepped(state, ahead, donate)
         ending = commit.ending()
     ending[0]  # see [Note: between two instructions] in `interrupts`
     return found
 
 
-def _home_of(grads: Unpacked) -> Any:
+def _home_of(grads: flat.Unpacked) -> Any:
     """The groups that gradients are reduced over, if that is known."""
-    return grads.arrival.home if isinstance(grads, Coming) else reduced_over(grads.leaves)
+    return grads.arrival.home if isinstance(grads, columns.Coming) else reduced_over(grads.leaves)
 
 
-def _stepped(state: TrainState, grads: Any, ahead: Unpacked, donate: bool) -> TrainState:
-    before = unpacked(state.params)
+def _stepped(state: TrainState, ahead: flat.Unpacked, donate: bool) -> TrainState:
+    before = flat.unpacked(state.params)
     variables = check_grads(before, ahead)
     if spans.watchers:
         tell_memory(state)
@@ -318,11 +309,13 @@ def _stepped(state: TrainState, grads: Any, ahead: Unpacked, donate: bool) -> Tr
             writing.covers_leaves(before.leaves, before.spec, "params", to)
             writing.covers(state.opt, "opt", to)
         try:
-            given = start.closed() if variables else state.params
-            params, opt, after = _updated(state, grads, ahead, start, given, donate)
+            after, opt = state.transform.step(ahead, state.opt, start, donate)
+            if isinstance(ahead, columns.Coming):
+                ahead.arrival.first()  # a rank without elements has taken nothing
         except BaseException as error:
             _told(state, error, _home_of(ahead), donate)
             raise
+        params = after.closed()
         if donate:
             writing.give_away([*after.leaves, *tree.flatten(opt, is_leaf)[0]])
             # torch's optimizers write through tensors that count versions separately; autograd must
@@ -334,24 +327,6 @@ def _stepped(state: TrainState, grads: Any, ahead: Unpacked, donate: bool) -> Tr
     if found_inf() is None and home is not None:  # a masked step is not written then
         lose_if_aborted(params, f"opt_step at step {state.step}", home.device, home)
     return TrainState(state.step + 1, params, opt, state.buffers, state.transform)
-
-
-def _updated(
-    state: TrainState, grads: Any, ahead: Unpacked, start: Unpacked, given: Tree, donate: bool
-) -> tuple[Any, Any, Unpacked]:
-    """Run the optimizer; return parameters, its state, and the flattened parameters."""
-    transform = state.transform
-    if transform.step_unpacked is not None:
-        after, opt = transform.step_unpacked(ahead, state.opt, start, donate)
-        params = after.closed()
-    else:
-        whole = ahead.arrival.whole() if isinstance(ahead, Coming) else grads
-        params, opt = step_of_tree(transform, whole, state.opt, given, donate)
-        opt = as_before(opt, state.opt)
-        after = unpacked(params) if donate else start
-    if isinstance(ahead, Coming):
-        ahead.arrival.first()  # a rank without elements has taken nothing
-    return params, opt, after
 
 
 def _told(state: TrainState, error: BaseException, home: Any, donate: bool) -> None:

@@ -604,6 +604,10 @@ class Arrival:
     whole: Callable[[], Tree]
     first: Callable[[], object] = lambda: None
 
+    def arrival(self) -> "Arrival":
+        """Return itself, so that it is `Arriving`."""
+        return self
+
 
 @runtime_checkable
 class Arriving(Protocol):

@@ -23,6 +23,7 @@ from mics_fn.optim import (
     as_transform,
     optimizer_facts,
     same_options,
+    texts_of,
     versions,
 )
 from mics_fn.schedules import OnDemand, Schedule, keep_all, on_demand
@@ -133,7 +134,7 @@ def _facts(trainer: Any, paths: Sequence[str], several: bool) -> dict[str, str]:
     }
     facts |= {"weight": "a function"} if trainer.weight is not None else {}
     facts |= _under("", optimizer_facts("Trainer", transform, paths, several))
-    return facts if sync.facts is None else facts | _under("outer ", sync.facts(paths))
+    return facts if sync.facts is None else facts | _under("outer ", texts_of(sync.facts, paths))
 
 
 def _under(head: str, facts: Mapping[str, str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ the outer gradients of `diloco`. `local_sgd` sends parameters, which are never c
 them would be an error in the model itself: there it has no effect, and `Trainer` warns of it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -96,7 +96,7 @@ class ReplicaSync:
     apart: bool
     begin: Callable[[Tree], Any]
     merge: Callable[[Tree, Any, Any, bool], tuple[Tree, Any]]
-    facts: Callable[[Sequence[str]], Mapping[str, str]] | None = None
+    facts: Mapping[str, Any] | None = None
     reduce: Callable[[Tree, Any, Any], tuple[Tree, Any]] | None = None
     exact: bool = False
 

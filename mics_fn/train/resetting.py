@@ -41,7 +41,7 @@ from mics_fn.errors import (
     rank_lines,
 )
 from mics_fn.groups import Groups, replaced, reports
-from mics_fn.optim import Comparison, handed_over, same_step
+from mics_fn.optim import Comparison, from_replica, same_step
 from mics_fn.schedules import OnDemand
 from mics_fn.shards import any_lost, is_leaf, reclaimed
 from mics_fn.spans import LOG
@@ -152,7 +152,7 @@ def _take(trainer: Any, found: Mapping[int, Said], have: Sequence[int], needy: l
         takers = [rank for rank in ranks if rank in needy]
         if takers and not holders:
             raise _no_replica(home, found, have, "no replica holds all of the newest state")
-        sources |= {rank: holders[i % len(holders)] for i, rank in enumerate(takers)}
+        sources |= dict.fromkeys(takers, holders[0])
     guide = max((found[rank] for rank in have), key=lambda said: said.at)
     mine, own = found[home.rank], reclaimed(trainer.state)
     behind = trainer.sync_state.step < guide.calls or mine.lost
@@ -165,8 +165,10 @@ def _take(trainer: Any, found: Mapping[int, Said], have: Sequence[int], needy: l
         pairs = ", ".join(f"rank {to} from rank {source}" for to, source in sources.items())
         came = f"{name_ranks(lost)} had no state; " if lost else ""
         LOG.info("reset: %sall go on at step %d; state of %s", came, guide.step, pairs)
-    state = handed_over(own, home, sources, in_place=mine.lost)
-    if home.rank in sources:
+    source = next((sources[rank] for rank in home.replicas.ranks if rank in sources), None)
+    takes = home.rank in sources
+    state = from_replica(own, home, source, takes=takes, in_place=mine.lost)
+    if takes:
         trainer.ahead, trainer.guard, member.masked = state, guard, None
         trainer.sync_state = replace(trainer.sync_state, step=guide.calls)
         trainer.epochs.took()  # the batch of a step that failed here is used, after all

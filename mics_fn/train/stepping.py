@@ -219,15 +219,14 @@ def can_be_masked(trainer: Any, grads: Any) -> bool:
     Where more than parameters, moments and buffers changes with a step, or a step writes without
     torch's fused kernels, the host waits. See [Note: masked steps] in `optim.optimizers`.
     """
-    state, sync, masked = trainer.ahead, trainer.replica_sync, trainer.ahead.transform.masked
-    device = trainer.member.home.device
-    if not _device.is_async(device) or masked is None or comes(trainer):
+    state, sync, device = trainer.ahead, trainer.replica_sync, trainer.member.home.device
+    if not _device.is_async(device) or not state.transform.masked or comes(trainer):
         return False
     more = sync.apart or sync.reduce is not None or trainer.recoverable
     buckets = {getattr(x, "bucket", None) for x in tree.flatten(state.params, is_leaf)[0]}
     coded = any(x is not None and (x.state or x.codes) for x in buckets)
     more = more or coded or isinstance(grads, GradSum) or _device.abort_flag(device) is None
-    return masked(state.opt) and not more
+    return not more
 
 
 def settle(trainer: Any) -> None:

@@ -113,17 +113,6 @@ PlanError: warmup_cosine: floor=2.0, expected a finite number of at least 0 and 
 >>> optim.from_torch(torch.optim.RMSprop, lr=-1)
 PlanError: from_torch: lr=-1, expected a finite number of at least 0
   fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
->>> optim.from_torch(torch.optim.RMSprop, lr=0.1, momentun=0.9)
-PlanError: from_torch: there is no option momentun=
-  fix: did you mean momentum=?
->>> optim.from_torch(torch.optim.RMSprop, lr=0.1, alpha=nan)
-PlanError: from_torch: alpha=nan, expected a finite number
->>> optim.from_torch(torch.optim.Adam, lr=0.1, amsgrad="no")
-PlanError: from_torch: amsgrad='no', expected True or False
->>> optim.from_torch(torch.optim.Adam, lr=0.1, capturable=None)
-PlanError: from_torch: capturable=None, expected True or False
->>> optim.from_torch(torch.optim.Adam, lr=0.1, foreach="no")
-PlanError: from_torch: foreach='no', expected True, False or None
 >>> optim.from_torch(torch.optim.Adam, decay_mask="bias")
 PlanError: from_torch: decay_mask='bias', expected a function from the path of a leaf to a bool
   fix: pass a function such as lambda path: 'bias' not in path
@@ -146,19 +135,12 @@ GroupsError: clip_by_global_norm: groups is None
 >>> optim.Guard(max_norm="1")
 PlanError: Guard: max_norm='1', expected a number above 0
 >>> optim.Guard(spike=True)
-PlanError: Guard: spike=True is not a watch
+PlanError: Guard: spike=True, expected a watch
   fix: make one with norm_spike
 >>> optim.Guard(on_nonfinite="stop")
-PlanError: Guard: on_nonfinite='stop', expected 'skip', 'raise' or 'ignore'
+PlanError: Guard: on_nonfinite='stop', expected 'skip', 'raise', 'ignore' or None
 >>> optim.Guard(optim.LossScale("static", nan))
 PlanError: LossScale: value=nan, expected a finite number above 0
-  fix: make it with no_scale, static_scale or dynamic_scale
->>> optim.LossScale("nope", 1.0)
-PlanError: LossScale: kind='nope', expected 'none', 'static' or 'dynamic'
-  fix: make it with no_scale, static_scale or dynamic_scale
->>> optim.LossScale("dynamic", 8.0, credits=-1)
-PlanError: LossScale: credits=-1, expected an int of at least 0
-  fix: make it with no_scale, static_scale or dynamic_scale
 >>> optim.LossScale("dynamic", 8.0, max=4.0)
 PlanError: LossScale: max=4.0, expected a finite number of at least 8
   fix: a scale lies between min and max
@@ -205,13 +187,13 @@ PlanError: guarded_step: guard=None, expected a Guard
 >>> optim.guarded_step(state(), shards(), optim.Guard(), groups, donate="no")
 PlanError: guarded_step: donate='no', expected True or False
 >>> mf.opt_step(replace(state(), transform=optim.lion(0.1)), shards())
-PlanError: opt_step: the state of the optimizer is of type TorchState, and not that of lion
+PlanError: opt_step: the state of the optimizer is of type OptimizerState, and not that of lion
   fix: make it with init_state(params, optimizer), or load it with the optimizer of the save
 >>> mf.opt_step(replace(state(optim.lion(0.1)), transform=optim.adam(0.1)), shards())
-PlanError: opt_step: the state of the optimizer is of type LionState, and not that of torch.optim.Adam with these options
+PlanError: opt_step: the state of the optimizer is of type OptimizerState, and not that of adam
   fix: make it with init_state(params, optimizer), or load it with the optimizer of the save
 >>> mf.opt_step(replace(state(), transform=optim.chain(optim.clip_by_value(1.0), optim.sgd(0.1))), shards())
-PlanError: opt_step: the state of the optimizer is of type TorchState, and not that of a chain of 2
+PlanError: opt_step: the state of the optimizer is of type OptimizerState, and not that of a chain of 2
   fix: make it with init_state(params, optimizer), or load it with the optimizer of the save
 >>> optim.same_step(state(), groups, heal="no")
 PlanError: same_step: heal='no', expected True or False
@@ -726,9 +708,6 @@ PlanError: from_update: init=None, expected a function
 >>> optim.from_update(max, optim.sgd(0.1))
 PlanError: from_update: update is of type Transform, expected a function
   fix: the order is from_update(init, update, facts)
->>> optim.from_update(max, max, {"lr": 0.1})
-PlanError: from_update: facts is of type dict, expected a function
-  fix: the order is from_update(init, update, facts)
 >>> mf.opt_step(state(optim.from_update(lambda p: None, lambda g, s, p: (None, s))), shards())
 LeafError: from_update: the updates that update gave do not fit the parameters
   updates.b is missing
@@ -762,14 +741,11 @@ LeafError: move: value=None, expected a TrainState or a tree of shards
 >>> mf.get(shards(), groups, "w")
 LeafError: groups.b: got str, which is no groups
   fix: pass groups for all leaves, a function from the path of a leaf, or a tree
->>> mf.set(shards(), "w", True, groups)
-LeafError: set: w: the value is True, and the leaf has dtype float32
-  fix: pass 1 to fill the leaf with that number
 >>> mf.set(roots(), "opt.moments.exp_avg_sq.w", -1.0, groups)
-LeafError: set: opt.moments.exp_avg_sq.w has a value that is negative or not finite, which state=int8[256] cannot hold
+LeafError: set: opt.moments.exp_avg_sq.w has a value that state=int8[256] cannot hold
   fix: pass finite numbers of at least 0
 >>> mf.set(roots(), "opt.moments.exp_avg.w", math.inf, groups)
-LeafError: set: opt.moments.exp_avg.w has a value that is not finite, which state=int8[256] cannot hold
+LeafError: set: opt.moments.exp_avg.w has a value that state=int8[256] cannot hold
   fix: pass finite numbers
 >>> mf.notebook.start(2, nodes=0)
 PlanError: notebook.start: nodes=0, expected None or an int of at least 1
@@ -781,7 +757,7 @@ PlanError: notebook.start: device=5, expected the name of a device
 LeafError: summary: shards=None, expected shards or tensors
   fix: pass a tree of shards, or a TrainState such as trainer.state
 >>> mf.summary(shards(), rows=1)
-LeafError: summary: rows=1, expected None or an int of at least 2
+PlanError: summary: rows=1, expected None or an int of at least 2
 >>> injected(rank=-1)
 PlanError: inject: rank=-1, expected None or an int of at least 0
   fix: None means every rank
@@ -794,8 +770,6 @@ PlanError: inject: step='1', expected an int of at least 0
 >>> injected(operation=None)
 PlanError: inject: operation=None, expected a text that is not empty
   fix: pass a part of the name of a point, such as 'step' or 'hop 1'
->>> injected(seconds=nan)
-PlanError: inject: seconds=nan, expected a finite number of at least 0
 >>> tree.node(None)
 LeafError: tree.node: None is not a dataclass
   fix: write @tree.node above @dataclass(frozen=True)

@@ -277,7 +277,7 @@ def test_a_step_inside_of_a_step_is_refused(options: dict[str, Any]):
 def cut(where: str) -> Iterator[None]:
     """Rank 1 does not end a step, by an error that is none of this library."""
     inside = where == "in the write"
-    module, name = (optimizers, "_step") if inside else (stepping, "opt_step")
+    module, name = (optimizers, "_torch_adam") if inside else (stepping, "opt_step")
     whole = getattr(module, name)
 
     def raises(*args: Any, **options: Any) -> Any:
