@@ -164,9 +164,8 @@ def squares_here(grads: Tree | Arriving, groups: Any) -> dict[Groups, Tensor]:
     Memory: of gradients elsewhere one bucket at a time is on the device.
     """
     arrival = grads.arrival() if isinstance(grads, Arriving) else None
-    like = (
-        flat.by_leaf(grads) if arrival is None else arrival.like
-    )  # padding in a run must not count
+    # The padding inside of a run must not count.
+    like = flat.by_leaf(grads) if arrival is None else arrival.like
     leaves, homes = tree.flatten(like, is_leaf)[0], homes_of("global_norm", groups, like)
     for i, leaf in enumerate(leaves):
         if not is_leaf(leaf):
@@ -179,7 +178,8 @@ def squares_here(grads: Tree | Arriving, groups: Any) -> dict[Groups, Tensor]:
     for place, numbers in enumerate(order):
         here = [x.data for x, _ in trained] if arrival is None else arrival.take(place)
         squares.update(zip(numbers, _squares(here).unbind(), strict=True))
-    found = {x: [torch.zeros((), dtype=torch.float64, device=x.device)] for x in homes}
+    zero = {x: torch.zeros((), dtype=torch.float64, device=x.device) for x in dict.fromkeys(homes)}
+    found = {home: [x] for home, x in zero.items()}
     for number, (_, home) in enumerate(trained):
         found[home].append(squares[number])
     return {home: torch.stack(every).sum() for home, every in found.items()}
