@@ -7,7 +7,7 @@ most easily where a person types at a prompt.
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,8 +41,6 @@ from mics_fn.shards import (
 from mics_fn.tree import Tree
 
 # Which leaf of a sharded value a path means, and whether all ranks mean the same.
-
-Looked = TypeVar("Looked", bound=tuple)
 
 _ROOTS = ("params", "grads", "shards", "opt", "buffers")  # as errors write them
 
@@ -111,7 +109,7 @@ class Leaves(NamedTuple):
         close = difflib.get_close_matches(text, named, n=3, cutoff=0.5)
         return list(dict.fromkeys(named[name] for name in close))
 
-    def agreed(self, look: Callable[[], Looked]) -> Looked:
+    def agreed(self, look: Callable[[], tuple]) -> Any:
         """Return the result of `look`, after a check that every rank got the same text.
 
         Args:
@@ -122,12 +120,14 @@ class Leaves(NamedTuple):
         Raises:
           DesyncError: the ranks are about to do different things, or `look` raised on another rank.
         """
+        failed, found = None, ("",)
         try:
             found = look()
         except Exception as error:  # of any type, so that the other ranks do not wait for this one
-            same_call(self.verb, self.groups, "", error)
-            raise
-        same_call(self.verb, self.groups, found[0])
+            failed = error
+        same_call(self.verb, self.groups, found[0], failed)
+        if failed is not None:
+            raise failed
         return found
 
 

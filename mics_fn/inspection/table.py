@@ -1,5 +1,6 @@
 """`summary`: a table of what a sharded value holds, leaf by leaf."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -83,10 +84,10 @@ class Summary:
     @property
     def bytes_by_place(self) -> dict[str, int]:
         """Bytes of all leaves on this rank, without padding, by where they lie."""
-        found: dict[str, int] = {}
+        found = Counter[str]()
         for row in self.rows:
-            found[row.place] = found.get(row.place, 0) + row.here_bytes
-        return found
+            found[row.place] += row.here_bytes
+        return dict(found)
 
     @property
     def full_bytes(self) -> int:

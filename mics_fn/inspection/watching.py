@@ -126,12 +126,11 @@ class Timeline:
 
     def waited_s(self) -> dict[str, float]:
         """Sum the seconds of waits, by the kind of what was waited for."""
-        found: dict[str, float] = {}
+        found = Counter[str]()
         for event in self.events:
             if event.kind == "wait":
-                kind = event.about.partition(" ")[0]
-                found[kind] = found.get(kind, 0.0) + event.seconds
-        return found
+                found[event.about.partition(" ")[0]] += event.seconds  # pyright: ignore
+        return dict(found)
 
     def __str__(self) -> str:
         lines = [_row(event, self.seconds) for event in self.events]
@@ -260,17 +259,11 @@ class Watched:
 class _NotWatched(Watched):
     """Placeholder for a step that was not watched."""
 
-    def timeline(self) -> Timeline:
-        """Raise MicsError, which says how to watch."""
-        raise self._error("timeline")
-
-    def memory(self) -> StepMemory:
-        """Raise MicsError, which says how to watch."""
-        raise self._error("memory")
-
-    def _error(self, what: str) -> MicsError:
+    def _error(self) -> Any:
         fix = "with mf.inspection.watch(): trainer.step(batch)"
-        return MicsError(f"last_step.{what}: nobody has watched that step", fix=fix)
+        raise MicsError("last_step: nobody has watched that step", fix=fix)
+
+    timeline = memory = _error
 
 
 NOT_WATCHED: Watched = _NotWatched()

@@ -132,7 +132,7 @@ def versions() -> dict[str, str]:
 
 
 def optimizer_facts(verb: str, transform: Any, paths: Sequence[str], several: bool) -> Facts:
-    """The options of a `Transform` as texts, by name.
+    """Describe the options of a `Transform` as texts, by name.
 
     Args:
       verb: the call, for a warning.
@@ -150,7 +150,7 @@ def optimizer_facts(verb: str, transform: Any, paths: Sequence[str], several: bo
 
 
 def texts_of(options: Mapping[str, Any], paths: Sequence[str]) -> dict[str, str]:
-    """Options as texts, by name: of parts too, with rates at some steps and masks at all paths."""
+    """Describe options by name: of parts too, rates at some steps, and masks at all paths."""
     found: dict[str, str] = {}
     for name, value in options.items():
         if isinstance(value, Mapping):
@@ -184,7 +184,7 @@ def _text(value: Any) -> str:
 def from_replica(
     state: Any, home: Groups, source: int | None, *, takes: bool, in_place: bool = False
 ) -> Any:
-    """The state that one rank of this replication group has; all ranks of the groups call it.
+    """Take the state of a rank of the replication group; all ranks of the groups call it.
 
     Args:
       state: a `TrainState`, of equal structure and sizes on the ranks of a replication group.
@@ -215,9 +215,10 @@ def from_replica(
         return before
     with torch.no_grad():
         for x in sent:
-            data = read(x).to(home.device).contiguous()
-            if not takes and home.rank != source:
-                data = torch.empty_like(data)  # what this rank has stays as it is
+            if takes or home.rank == source:
+                data = read(x).to(home.device).contiguous()
+            else:  # what this rank has stays as it is
+                data = torch.empty(x.shape, dtype=x.dtype, device=home.device)
             send_from(home.replicas, data.view(-1).view(torch.uint8), source)
             if takes and data.data_ptr() != x.data_ptr():
                 x.copy_(data)
@@ -229,7 +230,7 @@ def from_replica(
 
 
 def _in_new_memory(state: Any) -> Any:
-    """A state to write another one into: a copy, without what is in files or is codes."""
+    """Copy a state to write another one into, without what is in files or is codes."""
     state = moving.room_for(state)
     copied = lambda x: x.clone() if isinstance(x, Tensor) else x  # noqa: E731
     opt, buffers = tree.map_leaves(copied, (state.opt, state.buffers))
@@ -248,13 +249,14 @@ def _check_equal(sent: list[Tensor], home: Groups) -> None:
 
 
 def _replicas(home: Groups) -> list[Sequence[int]]:
-    """The ranks of each replication group."""
+    """List the ranks of each replication group."""
     return [home.ranks[place :: home.partition_size] for place in range(home.partition_size)]
 
 
 # At which step ranks are: compared on new groups, and mended from a replica.
 
 _SEEN = "steps"  # in `Groups.agreed`: their ranks were at one step
+AGREED = {_SEEN, OPTIONS}  # on groups on which nothing is left to compare
 _NO_STEP = -1  # of a rank without a state
 
 
@@ -315,7 +317,7 @@ def compare_once(state: Any, home: Any) -> None:
       LostStateError: on all ranks, if they are at different steps.
       DesyncError: on all ranks, if they have other options; see `same_options`.
     """
-    if not isinstance(home, Groups) or home.world_size == 1 or {_SEEN, OPTIONS} <= home.agreed:
+    if not isinstance(home, Groups) or home.world_size == 1 or home.agreed >= AGREED:
         return
     with _torch.without_torch_func():
         if _SEEN not in home.agreed:
@@ -452,7 +454,7 @@ class Comparison:
         return self._state
 
     def _error(self, leaf: _Compared, found: Sequence[Mapping[int, int]]) -> DesyncError:
-        """The error that names the first leaf that differs, from its sums by replication group."""
+        """Name the first leaf that differs, from its sums by replication group."""
         lines = [f"first difference: {leaf.path}"]
         for sums in found:
             (_, most), *others = by_value(sums)
@@ -470,7 +472,7 @@ class Comparison:
 def _compared(
     state: Any, owners: Sequence[Any], buffers: Sequence[str], moments: bool
 ) -> Iterator[_Compared]:
-    """The step and the leaves of a state, which are equal on all replicas."""
+    """Yield the step and the leaves of a state, which are equal on all replicas."""
     yield _Compared("state.step", torch.tensor(state.step), None, True)
     params = tree.flatten(state.params, is_leaf)[0]
     homes = {id(x): home for x, home in zip(params, owners, strict=True)}

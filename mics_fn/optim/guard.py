@@ -62,8 +62,7 @@ class LossScale:
     Args:
       kind: which of the three functions made it.
       value: the scale.
-      factor, interval, hysteresis, min, max: as for `dynamic_scale`.
-      credits: how many more overflows it takes until the scale falls; at 0 or 1 the next one does.
+      factor, interval, min, max: as for `dynamic_scale`.
       good_steps: finite steps in a row since the last overflow or growth.
       overflows: all steps with an overflow so far.
 
@@ -71,16 +70,14 @@ class LossScale:
       PlanError: a number is out of its range.
     """
 
-    CHANGING: ClassVar = ("value", "credits", "good_steps", "overflows")  # from step to step
+    CHANGING: ClassVar = ("value", "good_steps", "overflows")  # from step to step
 
     kind: Literal["none", "static", "dynamic"]
     value: float
     factor: float = 2.0
     interval: int = 2000
-    hysteresis: int = 1
     min: float = 1.0
     max: float = 2.0**24
-    credits: int = 1
     good_steps: int = 0
     overflows: int = 0
 
@@ -90,7 +87,6 @@ class LossScale:
         if self.kind == "dynamic":
             checks.number(verb, "factor", self.factor, above=1)
             checks.integer(verb, "interval", self.interval)
-            checks.integer(verb, "hysteresis", self.hysteresis)
             checks.number(verb, "min", low, above=0)
             checks.number(verb, "value", self.value, least=low, fix=f"min={low:g} is the lowest")
             fix = "a scale lies between min and max"
@@ -104,15 +100,6 @@ class LossScale:
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the scale; keep it in float32, since float16 has no number above 65504."""
         return loss if self.value == 1.0 else loss * self.value
-
-    def unscale(self, grads: Tree) -> Tree:
-        """A tree of tensors or of shards divided by the scale; exact for powers of two.
-
-        What is too small for float16 afterwards becomes 0, so unscale sums that are in float32.
-        """
-        if self.value == 1.0:
-            return grads
-        return tree.map_leaves(lambda grad: grad / self.value, grads)
 
     def adjust(self, finite: bool | Tensor) -> "LossScale":
         """The scale for the next step.
@@ -134,14 +121,12 @@ class LossScale:
         overflows = self.overflows + (not finite)
         if self.kind == "static":
             return replace(self, overflows=overflows)
-        value, credits, good = self.value, self.credits, self.good_steps + 1
+        value, good = self.value, self.good_steps + 1
         if not finite:
-            credits, good = max(credits - 1, 0), 0
-            if not credits:
-                value = max(value / self.factor, self.min)
+            value, good = max(value / self.factor, self.min), 0
         elif good == self.interval:
-            value, credits, good = min(value * self.factor, self.max), self.hysteresis, 0
-        return replace(self, value=value, credits=credits, good_steps=good, overflows=overflows)
+            value, good = min(value * self.factor, self.max), 0
+        return replace(self, value=value, good_steps=good, overflows=overflows)
 
 
 def no_scale() -> LossScale:
@@ -167,15 +152,12 @@ def static_scale(scale: float) -> LossScale:
     Returns:
       A `LossScale`.
 
-    Memory: `unscale` makes a copy of the gradients.
-
     Raises:
       PlanError: `scale` is not above 0, or not finite.
 
     Example:
-      >>> scale = static_scale(128.0)
-      >>> scale.unscale([scale.scale(torch.tensor(3.0))])
-      [tensor(3.)]
+      >>> static_scale(128.0).scale(torch.tensor(3.0))
+      tensor(384.)
     """
     return LossScale("static", float(scale))
 
@@ -185,28 +167,23 @@ def dynamic_scale(
     *,
     factor: float = 2.0,
     interval: int = 2000,
-    hysteresis: int = 1,
     min: float = 1.0,
     max: float = 2.0**24,
 ) -> LossScale:
     """A scale that falls at overflows and grows again after a run of finite steps.
 
-    Each overflow takes one of `hysteresis` credits; once none is left, it divides the scale by
-    `factor`. `interval` finite steps in a row multiply the scale by `factor` and restore all
-    credits; an overflow starts that count again.
+    Each overflow divides the scale by `factor`. `interval` finite steps in a row multiply it by
+    `factor`; an overflow starts that count again.
 
     Args:
       init: the first scale. With powers of two, here and as `factor`, nothing is rounded.
       factor: above 1.
       interval: finite steps in a row before the scale grows.
-      hysteresis: the number of credits; 1 lets every overflow lower the scale.
       min: the lowest scale.
       max: the highest scale.
 
     Returns:
       A `LossScale`.
-
-    Memory: `unscale` makes a copy of the gradients.
 
     Raises:
       PlanError: a number is out of its range, or not finite.
@@ -223,8 +200,7 @@ def dynamic_scale(
     References: Mixed Precision Training, Micikevicius et al., ICLR 2018, arXiv:1710.03740, section
       3.2.
     """
-    numbers = (float(init), float(factor), interval, hysteresis, float(min), float(max))
-    return LossScale("dynamic", *numbers, credits=hysteresis)
+    return LossScale("dynamic", float(init), float(factor), interval, float(min), float(max))
 
 
 # Which leaf of a gradient is not finite, and on which ranks that arose.
@@ -286,7 +262,7 @@ def find_nonfinite(
 
 
 def _said(homes: Iterable[Any], here: list[str]) -> list[dict[int, str]]:
-    """The texts of all ranks, by global rank."""
+    """Collect the texts of all ranks, by global rank."""
     homes = list(dict.fromkeys(homes))
     said = {homes[0].life.rank: here}
     for each in homes:
@@ -672,7 +648,7 @@ class Guard:
             out = self._limited(grads, factor, donate)
             return Verdict(out, norm, None, False, True, self, None, found_inf)
         # The host waits once for both numbers.
-        times, most = torch.stack([highest.new_tensor(1.0) * factor, highest]).tolist()
+        times, most = torch.stack([torch.ones_like(highest) * factor, highest]).tolist()
         for home in homes:
             home.partition.check_open()  # else these may be no values of any rank
         finite = math.isfinite(most) and (totals is None or totals.finite)
@@ -686,7 +662,7 @@ class Guard:
         return Verdict(out, norm, finite, spike, not refused, after, where and where.text)
 
     def _after(self, norm: float, finite: bool) -> tuple[bool, bool, "Guard"]:
-        """Whether a step is refused, whether its norm is a spike, and the next step's guard."""
+        """Decide whether a step is refused, whether its norm is a spike, and the next guard."""
         spike, watch = (False, None) if self.spike is None else self.spike.look(norm)
         skips = not finite and self.on_nonfinite != "ignore"
         refused = skips or (spike and watch is not None and watch.action == "skip")
@@ -699,7 +675,7 @@ class Guard:
     def _norms(
         self, grads: Any, groups: Any, homes: list[Any], totals: StepTotals | None, decides: bool
     ) -> tuple[Tensor, Tensor]:
-        """The unscaled norm that this rank knows, and the highest of any rank if that is needed."""
+        """Compute the unscaled norm of this rank, and the highest of any rank if that is needed."""
         if totals is not None and totals.reaches(homes):
             norm = _norm_by(totals, grads, groups) / self.scale.value
             return norm, norm

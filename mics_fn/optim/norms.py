@@ -45,7 +45,7 @@ def limited(
     *,
     donate: bool = False,
 ) -> Any:
-    """Gradients times a factor, then clamped, in one pass; all clipping is done here.
+    """Multiply gradients by a factor and clamp them, in one pass; all clipping is done here.
 
     Args:
       grads: tree of shards, or `Arriving`.
@@ -84,7 +84,7 @@ def limited(
 
 
 def _limited_when_taken(given: Arrival, factor: Tensor | float, max_value: float | None) -> Arrival:
-    """Gradients that are limited, in new memory, once a step takes them."""
+    """Limit gradients once a step takes them, in new memory."""
     leaves = [x for x in tree.flatten(given.like, is_leaf)[0] if isinstance(x, Sharded)]
 
     def take(place: int) -> list[Tensor]:
@@ -150,7 +150,7 @@ def counted_homes(verb: str, grads: Tree, groups: Any) -> list[Home]:
 
 
 def norm_here(grads: Tree | Arriving, groups: Any) -> Tensor:
-    """The norm of the leaves that these groups reach, whichever others there are; a constant."""
+    """Compute the norm of the leaves that these groups reach, without a derivative."""
     by_home = squares_here(grads, groups)
     totals = [_total(home, squares, False) for home, squares in by_home.items()]
     if not totals:
@@ -159,7 +159,7 @@ def norm_here(grads: Tree | Arriving, groups: Any) -> Tensor:
 
 
 def squares_here(grads: Tree | Arriving, groups: Any) -> dict[Groups, Tensor]:
-    """By groups, the sum of squares of this rank's pieces, in float64; nothing is sent.
+    """Sum the squares of this rank's pieces by groups, in float64; nothing is sent.
 
     Memory: of gradients elsewhere one bucket at a time is on the device.
     """
@@ -186,7 +186,7 @@ def squares_here(grads: Tree | Arriving, groups: Any) -> dict[Groups, Tensor]:
 
 
 def _squares(pieces: Sequence[Tensor], live: bool = False) -> Tensor:
-    """The sum of squares of each piece, in float64; differentiable if `live`."""
+    """Sum the squares of each piece, in float64; differentiable if `live`."""
     if not pieces:
         return torch.zeros(0, dtype=torch.float64)
     if live:
@@ -203,7 +203,7 @@ def _squares(pieces: Sequence[Tensor], live: bool = False) -> Tensor:
 
 
 def _total(home: Home, here: Tensor, live: bool) -> Tensor:
-    """The sum of a vector over a partition group; differentiable if `live`.
+    """Sum a vector over a partition group; differentiable if `live`.
 
     What ranks add up is a tensor held in parts, one per rank, and the sum is a full value, so its
     derivative is that of a gather. See [Note: adjoint] in `shards.linear`.
@@ -219,7 +219,7 @@ def _total(home: Home, here: Tensor, live: bool) -> Tensor:
 
 
 def _roots(sums: Tensor) -> Tensor:
-    """Square roots whose derivative at 0 is 0: that of a root is infinite, and times 0 NaN."""
+    """Take roots whose derivative at 0 is 0: that of a root is infinite, and times 0 NaN."""
     above = sums > 0
     return torch.where(above, torch.where(above, sums, 1.0).sqrt(), sums)
 

@@ -34,11 +34,10 @@ from mics_fn.tree import Tree
 
 
 class OptimizerNames(NamedTuple):
-    """The names of what an optimizer keeps; the first step of its class makes those in `late`."""
+    """The names of what an optimizer keeps."""
 
     moments: tuple[str, ...]
-    scalars: tuple[str, ...]
-    late: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
 
     def fits(self, state: Any) -> bool:
         """Whether a state has these names."""
@@ -89,7 +88,7 @@ def _on_columns(
     init: Callable[[Tree], OptimizerState],
     options: dict[str, Any],
 ) -> Transform:
-    """A `Transform` from `take`, which writes to columns and gives the new scalars."""
+    """Make a `Transform` from `take`, which writes to columns and gives the new scalars."""
     lr, decay_mask = options["lr"], options["decay_mask"]
 
     def step(
@@ -121,7 +120,7 @@ def _on_columns(
 
 
 def _by_key(block: Iterable[Column]) -> dict[Hashable, list[Column]]:
-    """Columns by whether they decay."""
+    """Group columns by whether they decay."""
     found: dict[Hashable, list[Column]] = {}
     for column in block:
         found.setdefault(column.key, []).append(column)
@@ -137,7 +136,7 @@ def _fused_skips(params: Iterable[Tensor]) -> bool:
 
 
 def _zeros(names: OptimizerNames) -> Callable[[Tree], OptimizerState]:
-    """The `init` of an optimizer whose state begins with zeros."""
+    """Make the `init` of an optimizer whose state begins with zeros."""
 
     def init(params: Tree) -> OptimizerState:
         moments = {name: flat.zeros(params, name) for name in names.moments}
@@ -179,7 +178,7 @@ def sgd(
     """
     transform.check_rule("sgd", lr, decay_mask, momentum=momentum, weight_decay=weight_decay)
     checks.choice("sgd", "nesterov", nesterov, True, False)
-    names = OptimizerNames(("momentum_buffer",) if momentum else (), ())
+    names = OptimizerNames(("momentum_buffer",) if momentum else ())
 
     def take(now: _Now) -> dict[str, Tensor]:
         params, *buffers, grads = map(list, zip(*now.columns, strict=True))
@@ -348,7 +347,7 @@ def lion(
             m.lerp_(g, 1 - betas[1])
         return {}
 
-    names = OptimizerNames(("exp_avg",), ())
+    names = OptimizerNames(("exp_avg",))
     options = {"betas": betas, "weight_decay": weight_decay, "lr": lr, "decay_mask": decay_mask}
     return _on_columns("lion", names, take, _zeros(names), options)
 
@@ -457,33 +456,30 @@ def _no_derivative(cls: Any) -> PlanError:
 
 
 def _names_of(cls: Any, options: dict[str, Any]) -> OptimizerNames:
-    """What a class keeps, by a step on two elements; its arguments are checked by it, too."""
+    """Name what a class keeps, by a step on two elements, which checks its arguments too."""
     param = torch.nn.Parameter(torch.zeros(2))
     param.grad = torch.ones(2)
     optimizer = cls([param], **options)
-    begun = _begun_in(optimizer, param)
-    first = {name for name, value in begun.items() if isinstance(value, Tensor)}
+    first = set(_begun_in(optimizer, param))
     optimizer.step()
     kept = {name: value for name, value in optimizer.state[param].items() if value is not None}
-    text = f"from_torch: {cls.__name__} cannot be used: "
+    text = f"from_torch: {cls.__name__} cannot be used: it "
     for name, value in kept.items():
         if not isinstance(value, Tensor) or value.shape not in (param.shape, ()):
-            text += f"it keeps {name!r}, which is neither a tensor with the shape of the parameter"
+            text += f"keeps {name!r}, which is no tensor of 0 dims or of the parameter's shape"
+            raise PlanError(text, fix="let _init_group make it such a tensor")
+        if name not in first and not issubclass(cls, torch.optim.SGD):  # see `_step_object`
             raise PlanError(
-                f"{text} nor one of 0 dims", fix="let _init_group make it such a tensor"
+                f"{text}makes {name!r} in its first step", fix="let _init_group make it"
             )
-        if not value.ndim and name not in first:
-            text += f"its first step makes {name!r}"
-            raise PlanError(text, fix="let _init_group make it")
     moments = tuple(name for name, value in kept.items() if value.ndim)
-    scalars = tuple(name for name in kept if name not in moments)
-    return OptimizerNames(moments, scalars, tuple(name for name in kept if name not in first))
+    return OptimizerNames(moments, tuple(name for name in kept if name not in moments))
 
 
 def _begin(
     cls: Any, options: dict[str, Any], names: OptimizerNames, params: Tree
 ) -> OptimizerState:
-    """The state before the first step, in which each moment is made run by run."""
+    """Make the state before the first step, each moment run by run."""
     found = flat.unpacked(params)
     layout = found.layout()
     hollow = not found.pieces or found.pieces[0].is_meta
@@ -495,15 +491,15 @@ def _begin(
         x = flat.joined(run, [found.pieces[i] for i in run.members]) if x is None else read(x)
         begun = {} if x.is_meta or not wholes else _begun(cls, options, x)
         for name, mine in wholes.items():
-            late = name in names.late or x.is_meta
-            begins = torch.zeros_like(x) if late else begun.pop(name)
+            begins = begun.pop(name, None)
+            begins = torch.zeros_like(x) if begins is None else begins
             mine.append(flat.made(layout, r, begins, name))
     moments = {name: flat.with_wholes(layout, mine) for name, mine in wholes.items()}
     return OptimizerState(0, moments, {name: scalars[name] for name in names.scalars})
 
 
 def _begun(cls: Any, options: dict[str, Any], value: Tensor) -> dict[str, Any]:
-    """What an optimizer keeps for a parameter before its first step."""
+    """Make what an optimizer keeps for a parameter before its first step."""
     param = _with_grad(value, value)
     return _begun_in(cls([param], **options), param)
 
@@ -517,19 +513,19 @@ def _begun_in(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]
 def _step_object(
     cls: Any, options: dict[str, Any], names: OptimizerNames, now: _Now
 ) -> dict[str, Tensor]:
-    """Let an object of a class step in place on columns; gives new scalars."""
+    """Step in place on columns by an object of a class; gives the new scalars."""
     params = [_with_grad(piece, grad) for piece, *_, grad in now.columns]
-    if cls is torch.optim.SGD and _fused_skips(params):
-        options = {**options, "fused": False}
+    if issubclass(cls, torch.optim.SGD):
+        # It begins with the first gradient, which zeros and no dampening give, too.
+        options = {**options, "dampening": 0.0} if now.state.count == 0 else options
+        options = {**options, "fused": False} if _fused_skips(params) else options
     optimizer = cls(params, **options)
     # One copy of each scalar for every column, made together.
     scalars = [x.repeat(len(params)).unbind() for x in now.state.scalars.values()]
     kept = [column[1:-1] for column in now.columns]
     for param, targets, *own in zip(params, kept, *scalars, strict=True):
-        given = dict(zip(names.moments, targets, strict=True))
-        if now.state.count == 0:
-            given = {name: x for name, x in given.items() if name not in names.late}
-        optimizer.state[param] = given | dict(zip(now.state.scalars, own, strict=True))
+        given = zip((*names.moments, *now.state.scalars), (*targets, *own), strict=True)
+        optimizer.state[param] = dict(given)
     optimizer.step()
     for param, targets in zip(params, kept, strict=True):
         for name, target in zip(names.moments, targets, strict=True):

@@ -20,7 +20,6 @@ from mics_fn.shards import (
     Sharded,
     Writing,
     check_leaves,
-    dtype_name,
     homes_of,
     is_leaf,
     lose_if_aborted,
@@ -41,10 +40,8 @@ def check_grads(want: flat.Unpacked, got: flat.Unpacked) -> bool:
     """
     if want.spec != got.spec:
         where = tree.first_mismatch(want.closed(), got.closed(), "grads", is_leaf)
-        fix = "differentiate with respect to state.params"
-        raise LeafError(
-            "opt_step: the gradients' tree differs from the parameters'", [where], fix=fix
-        )
+        text = "opt_step: the gradients' tree differs from the parameters'"
+        raise LeafError(text, [where], fix="differentiate with respect to state.params")
     if not _fits(want, got):
         for i, (a, b) in enumerate(zip(want.leaves, got.leaves, strict=True)):
             if not _fits(flat.unpacked(a), flat.unpacked(b)):
@@ -73,25 +70,20 @@ def _fits(want: flat.Unpacked, got: flat.Unpacked) -> bool:
 
 
 def _mismatch(path: str, param: Any, grad: Any) -> LeafError:
-    """The error for a gradient that does not fit its parameter."""
-    what, fix = "does not match its parameter", "pass like=state.params to reduce_grads"
-    lines = [f"expected {param}", f"got {grad if is_leaf(grad) else type(grad).__name__}"]
+    """Describe a gradient that does not fit its parameter."""
+    lines = [f"expected {_described(param)}", f"got {_described(grad)}"]
+    fix = "do both hops first: reduce_grads(grads, groups, like=state.params)"
     if not isinstance(param, Sharded):
         fix = "differentiate with respect to state.params"
-    elif isinstance(grad, Tensor):
-        fix = "do both hops first: reduce_grads(grads, groups, like=state.params)"
-    elif isinstance(grad, Sharded) and grad.data.device != param.data.device:
-        text = f"opt_step: {path} is on {grad.data.device}, its parameter on {param.data.device}"
-        return LeafError(text, fix="move it to the parameter's device")
-    elif isinstance(grad, Sharded) and grad.shape == param.shape:
-        lines = [f"it lies at {_place(grad)}, the parameter at {_place(param)}"]
-    return LeafError(f"opt_step: {path} {what}", lines, fix=fix)
+    return LeafError(f"opt_step: {path} does not match its parameter", lines, fix=fix)
 
 
-def _place(leaf: Sharded) -> str:
+def _described(leaf: Any) -> str:
+    if not isinstance(leaf, Sharded):
+        return f"{leaf}" if is_leaf(leaf) else type(leaf).__name__
     bucket = leaf.bucket
-    size = f"{bucket.numel} x {dtype_name(bucket.dtype)}"
-    return f"{bucket.offsets[leaf.slot]} of bucket {bucket.index} ({size})"
+    place = f"{bucket.offsets[leaf.slot]} of bucket {bucket.index} ({bucket.numel} elements)"
+    return f"{leaf} on {leaf.data.device}, at {place}"
 
 
 P = TypeVar("P")  # a tree of shards
@@ -116,10 +108,6 @@ class TrainState(Generic[P]):
         name.
       transform: the optimizer.
 
-    Raises:
-      PlanError: `step` is not a number of steps.
-      PlanError: `transform` is not a `Transform`.
-
     Example:
       >>> groups = make_groups(1)
       >>> state = init_state(shard({"w": torch.ones(2)}, groups), optim.sgd(0.1))
@@ -135,13 +123,6 @@ class TrainState(Generic[P]):
     opt: Any
     buffers: dict[str, Tensor]
     transform: Transform = tree.static()
-
-    def __post_init__(self) -> None:
-        fix = "make it with init_state, or change one with replace of dataclasses"
-        checks.integer("TrainState", "step", self.step, 0, fix=fix)
-        if not isinstance(self.transform, Transform):
-            fix = "pass an optimizer, such as adamw(1e-3)"
-            checks.refuse("TrainState", "transform", self.transform, "a Transform", fix)
 
     def __reduce__(self) -> tuple:
         return _from_pickle, (self.step, self.params, self.opt, self.buffers)
@@ -273,7 +254,9 @@ def opt_step(
     """
     checks.flag("opt_step", "donate", donate)
     ahead = columns.gradients(grads)
-    comparing.compare_once(state, _home_of(ahead))
+    home = _home_of(ahead)
+    if isinstance(home, Groups) and not home.agreed >= comparing.AGREED:
+        comparing.compare_once(state, home)
     if spans.observers:
         spans.passing("opt_step", state.step + 1, flat.unpacked(state.params).pieces)
     if not donate:

@@ -185,22 +185,15 @@ def check_rate(verb: str, name: str, lr: Any, fix: str) -> None:
     """
     if not isinstance(lr, Tensor):
         checks.number(verb, name, lr, least=0, fix=fix)
-    elif lr.ndim or lr.is_complex():
-        shape = tuple(lr.shape)
-        text = f"{verb}: {name} is a tensor of shape {shape}, expected one with 0 dims"
-        raise PlanError(text, fix="pass a number, or torch.tensor(number)")
-    elif lr.is_meta or lr.dtype == torch.bool:
-        what = "on meta" if lr.is_meta else "a tensor of torch.bool"
+        return
+    if lr.ndim or lr.is_complex() or lr.is_meta or lr.dtype == torch.bool:
+        what = f"a tensor of shape {tuple(lr.shape)} and {lr.dtype} on {lr.device}"
         text = f"{verb}: {name} is {what}, expected a number"
         raise PlanError(text, fix="pass a number, or torch.tensor(number)")
-    elif _can_be_read(lr):
+    # The number is looked at where nothing is waited for or cut off by that.
+    plain = type(lr) in (Tensor, torch.nn.Parameter) and not _torch.is_wrapped(lr)
+    if plain and lr.is_cpu and not _torch.is_tracing():
         checks.number(verb, name, lr.item(), least=0, fix=fix)
-
-
-def _can_be_read(value: Tensor) -> bool:
-    """Whether the number in a tensor is here, so that nothing is waited for or cut off by it."""
-    plain = type(value) in (Tensor, torch.nn.Parameter) and not _torch.is_wrapped(value)
-    return plain and value.is_cpu and not _torch.is_tracing()
 
 
 def check_own(fits: bool, kind: str, state: Any) -> None:
@@ -302,7 +295,7 @@ def _no_optimizer(given: Any) -> PlanError:
 
 
 def _facts(parts: Mapping[str, Transform]) -> Facts | None:
-    """The facts of parts by their names; None if one has none."""
+    """Join the facts of parts under their names; None if one has none."""
     every = {name: part.facts for name, part in parts.items()}
     return None if None in every.values() else every
 

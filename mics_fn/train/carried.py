@@ -280,7 +280,7 @@ def _guard_from(guard: Guard, saved: Mapping[str, Any], same_scale: bool) -> Gua
     own, _ = guard_numbers(guard)
     scale: Any = saved.get("scale")
     found = saved.get("norms")
-    kinds = [float, int, int, int, int, int]
+    kinds = [float, int, int, int, int]
     if isinstance(scale, list):  # earlier versions did not count steps that were refused
         scale = [*scale, *[0] * (len(kinds) - len(scale))]
     found = [] if found is None else found
