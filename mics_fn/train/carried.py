@@ -43,7 +43,7 @@ from mics_fn.optim import Guard, differing
 from mics_fn.shards import Fixed, Sharded, Writing, is_leaf, note_write, reclaimed
 from mics_fn.spans import LOG
 from mics_fn.train.given import lasting_options
-from mics_fn.train.loop import Position, Resume
+from mics_fn.train.loop import Position
 from mics_fn.train.plain import Randoms, guard_numbers, with_numbers
 from mics_fn.train.replicas import has_own_state
 from mics_fn.tree import Tree
@@ -82,8 +82,8 @@ def carried(trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         "ranks": [home.position, home.world_size],
         "guard": {"scale": scale, "norms": norms},
         "buffers": {name: x for name, x in trainer.state.buffers.items() if name in own},
-        "data": trainer.epochs.kept(),
-        "random": Randoms.now(home.device).plain(),
+        "data": trainer.passes.kept(trainer.sync_state.step),
+        "random": trainer.passes.randoms(home.device).plain(),
     }
     return _without(trainer, own), extra
 
@@ -112,7 +112,7 @@ class _Taken(NamedTuple):
     buffers: dict[str, Tensor]
     guard: Guard
     randoms: Randoms | None
-    resume: Resume | None
+    resume: Position | None
 
 
 def take_back(
@@ -166,7 +166,7 @@ def take_back(
         trainer.state = replace(state["train"], buffers=taken.buffers)
         trainer.sync_state, trainer.guard = state["sync"], taken.guard
         trainer.member.compared, trainer.member.merges = trainer.replica_sync.apart, False
-        trainer.epochs.go_on(taken.resume)
+        trainer.passes.resume(taken.resume, strict=other_options == "raise")
         took_back = getattr(trainer.checkpoint, "took_back", None)
         if took_back is not None:
             took_back(trainer)
@@ -195,20 +195,20 @@ def _checked(trainer: Any, state: Tree, extra: Any, other_options: OnChange) -> 
     found = {**state["train"].buffers, **extra["buffers"]}
     buffers = {name: found[name] for name in trainer.state.buffers}
     guard = _guard_from(trainer.guard, extra["guard"], same_scale)
-    randoms, exact = Randoms.from_plain(extra["random"]), True
+    randoms: Randoms | None = Randoms.from_plain(extra["random"], home.device)
     if extra["ranks"] != [home.position, home.world_size]:
-        exact = False
+        randoms = None
         text = f"saved by rank {extra['ranks'][0]} of {extra['ranks'][1]}"
         text = f"take_back: rank {home.position} of {home.world_size} was given what was {text}"
         fix = "random numbers will not be those of the saved run: their states belong to a rank"
         warnings.warn(message(text, [fix]), stacklevel=3)
-    else:
-        randoms.check_device(home.device)
+    elif randoms.kind != home.device.type:
+        text = f"take_back: random states are of {randoms.kind}, this rank is on {home.device.type}"
+        warnings.warn(message(text, ["numbers will not be those of the saved run"]), stacklevel=3)
     resume, data = None, extra["data"]
     if data is not None:
-        at = Position.from_plain(data, "extra.data")
-        resume = Resume(at, data, randoms, exact and at.ranks == home.world_size, strict)
-    return _Taken(state, buffers, guard, randoms if exact else None, resume)
+        resume = Position.from_plain(data, randoms, home.device)
+    return _Taken(state, buffers, guard, randoms, resume)
 
 
 def _written(own: Tree, given: Tree) -> Tree:
@@ -314,8 +314,8 @@ class Checkpoints:
       background: whether training goes on while files are written; each step that is saved then
         waits for a copy in memory only.
       on_corrupt: "previous" lets it go on from an older step, if the newest one is damaged.
-      other_options: "warn" lets it go on with options that change numbers and are not as saved, or
-        with a loader whose sampler has another seed or `shuffle`.
+      other_options: "warn" lets it go on with options that change numbers and are not as saved, and
+        begins a new pass with a loader whose sampler has another seed or `shuffle`.
       commit: as for `checkpoint.save`.
 
     Communication: at a step that is saved that of `checkpoint.start_save`; at others none.

@@ -14,8 +14,8 @@ PLANTED = [
     (
         "a pass is gone on with one batch early",
         _L,
-        "for _ in range(self.at.batches):",
-        "for _ in range(self.at.batches - 1):",
+        "while used < self.samples:",
+        "while used < self.samples - ranks:",
         "train/test_position.py",
     ),
     (

@@ -15,7 +15,6 @@ import mics_fn as mf
 from mics_fn import optim
 from mics_fn.errors import LeafError
 from mics_fn.train.carried import carried, take_back
-from mics_fn.train.loop import Epochs
 
 KEPT: dict[int, Any] = {}  # by the number of calls
 
@@ -123,25 +122,12 @@ def test_a_batch_counts_once_its_step_is_done() -> None:
     with pytest.raises(ValueError, match="stumbled"):
         trainer.fit(loader, 4, progress=False)
     data = carried(trainer)[1]["data"]
-    assert (data["epoch"], data["batches"], data["samples"]) == (0, 2, 8)
-    trainer.step(next(iter(loader)))
-    assert carried(trainer)[1]["data"]["batches"] == 2
+    assert (data["epoch"], data["samples"]) == (0, 8)
     trainer.fit(loader, 1, progress=False)  # begins the next pass, as ever
-    assert carried(trainer)[1]["data"]["batches"] == 1
-
-
-def test_a_batch_counts_if_other_ranks_took_the_step_that_failed_here() -> None:
-    epochs = Epochs()
-    batches = epochs.batches([torch.ones(2)] * 3)
-    epochs.using(next(batches))
-    epochs.took()
-    epochs.using(next(batches))
-    batches.close()
-    for took, want in ((False, 1), (True, 2), (True, 2)):
-        if took:
-            epochs.took()
-        kept: Any = epochs.kept()
-        assert (kept["batches"], kept["samples"]) == (want, 2 * want)
+    data = carried(trainer)[1]["data"]
+    assert (data["epoch"], data["samples"]) == (1, 4)
+    trainer.step(next(iter(loader)))
+    assert carried(trainer)[1]["data"]["samples"] == 4
 
 
 def test_what_was_taken_back_can_be_saved_at_once() -> None:
