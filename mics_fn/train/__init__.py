@@ -86,7 +86,7 @@ What is carried: all that a `Trainer` carries is a value. `carried(trainer)` giv
 and numbers, and what belongs to this rank: random states, the place in its data, what the guard
 found. `take_back` lets another trainer go on from them, to the same bits, in the middle of a pass
 too. It checks all of it first, and refuses options that would change numbers. An object that saves
-steps, `Trainer(checkpoint=)`, is told of each one; see `Checkpoint` in `plain`.
+steps, `Trainer(checkpoint=)`, is told of each one; see `Checkpoints`.
 
 Limits: a layer that mixes dtypes, such as a norm in float32 inside a bfloat16 model, must accept
 the inputs that it gets, since only calls of the model are cast. A refused step changes nothing but

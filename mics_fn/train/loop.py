@@ -458,12 +458,14 @@ def train_for(
                 metrics.append(trainer.step(batch))
                 bar.update(metrics)
                 if stop is not None and stop.due():
-                    trainer.checkpoint.save(trainer)
+                    if trainer.checkpoint is not None:
+                        trainer.checkpoint.save(trainer)
                     break
     except BaseException:
         passes.interrupted = True
         raise
     finally:
         bar.close()
-    trainer.checkpoint.close()
+    if trainer.checkpoint is not None:
+        trainer.checkpoint.close()
     return metrics

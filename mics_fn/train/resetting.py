@@ -291,12 +291,13 @@ def renew(trainer: Any, *, heal: bool) -> None:
                 raise
         except LostStateError:  # whoever goes on puts a saved state here; the next step compares it
             member.lost, member.ready, member.merges = False, None, False
-            if trainer.checkpoint.begin(trainer):
+            if trainer.checkpoint is not None and trainer.checkpoint.begin(trainer):
                 return
             raise
         else:
             member.compared = True
-            trainer.checkpoint.reset(trainer)
+            if trainer.checkpoint is not None:
+                trainer.checkpoint.reset(trainer)
             return
 
 

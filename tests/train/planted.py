@@ -35,8 +35,8 @@ PLANTED = [
     (
         "a step that was not saved before a reset stays without a save",
         _C,
-        "self._again = self._failed is not None",
-        "self._again = False",
+        "            return True\n        return False",
+        "            return False\n        return False",
         "train/test_checkpoints.py -k before_a_reset",
     ),
     (

@@ -46,6 +46,9 @@ class Memory:
     def close(self) -> None:
         self.told.append("close")
 
+    def took_back(self, trainer: mf.Trainer) -> None:
+        self.told.append("took back")
+
 
 def told_by(trainer: Any) -> list[Any]:
     return trainer.checkpoint.told
@@ -91,7 +94,7 @@ def test_a_run_that_failed_goes_on(at: int) -> None:
     same_bits(held(second), held(whole))
     last = (at - 1) // 3 * 3
     assert told_by(first) == ["begin", *range(1, at)]
-    assert told_by(second) == ["begin", *range(last + 1, 13), "close"]
+    assert told_by(second) == ["begin", "took back", *range(last + 1, 13), "close"]
 
 
 def test_steps_by_hand_are_saved_too_and_a_save_that_fails_leaves_the_step_done() -> None:
