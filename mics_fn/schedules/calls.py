@@ -149,6 +149,7 @@ class Calls:
       name: of the communicator, the same on all of its ranks, and no other one has it.
       ranks: its global ranks.
       timeout_s: bound in seconds of the wait for the other ranks.
+      differ: the error if ranks differ, and what to do; None for that of a communicator.
     """
 
     def __init__(
@@ -157,9 +158,10 @@ class Calls:
         name: str = "",
         ranks: Sequence[int] = (),
         timeout_s: float = 0.0,
+        differ: tuple[str, str] | None = None,
     ) -> None:
         self._channel, self._name, self._ranks = channel, name, ranks
-        self._timeout_s = timeout_s
+        self._timeout_s, self._differ = timeout_s, differ
         self._job = JobMessages() if channel is None else channel.job
         self._store = self._job.store if len(ranks) > 1 else None
         self.key = f"{self._job.key}/calls/{name}/{min(ranks, default=0)}"
@@ -285,6 +287,7 @@ class Calls:
         number = self.number if number is None else number
         what = f"call {number} over '{self._name}' of {name_ranks(self._ranks)}: ranks differ in it"
         fix = "call the same verbs on the same trees, in the same order, on all of these ranks"
+        what, fix = self._differ or (what, fix)
         self._job.raise_everywhere(what, {rank: told, self._job.rank: mine}, fix)
 
     def _says(self, text: str) -> str:
@@ -303,12 +306,13 @@ class Calls:
 def call_text(call: Call) -> str:
     """A call in words, which other calls do not have.
 
-    >>> call_text(("gather", "gather", "bucket 0 (w)", 8)), call_text(("", "norm", "", 8))
-    ('gather: gather of bucket 0 (w), 8 bytes', 'norm, 8 bytes')
+    >>> call_text(("gather", "gather", "bucket 0 (w)", 8)), call_text(("", "a run ends", "", 0))
+    ('gather: gather of bucket 0 (w), 8 bytes', 'a run ends')
     """
     verb, does, about, nbytes = call
     what = f"{does} of {about}" if about else does
-    return f"{verb}: {what}, {nbytes} bytes" if verb else f"{what}, {nbytes} bytes"
+    what = f"{what}, {nbytes} bytes" if nbytes else what
+    return f"{verb}: {what}" if verb else what
 
 
 def made(key: str = "") -> dict[str, int]:

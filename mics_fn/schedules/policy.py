@@ -17,13 +17,8 @@ class Learned:
     schedule: Schedule | None = None  # what the next run follows
     order: tuple[int, ...] | None = None  # of reductions; the same on all ranks of the job
     firsts: tuple[int, ...] | None = None  # order of first uses; the same on all ranks of the job
-    passes: int | None = None  # number of backward passes in a run
-    # Of each use that fetches, how many reductions start before it, by the run `since` and later
-    # ones; None before a run follows the schedule. See [Note: reductions between fetches] in `run`.
-    before: tuple[tuple[int, int], ...] | None = None
-    since: int = 0
     offsets: tuple[Any, Any] = (None, None)  # what they were found for, and the `Offsets`
-    last: Any = None  # the last `Run`, from which `settle` has perhaps not learned yet
+    last: Any = None  # the last `Run`, which has perhaps not settled yet
     warned: bool = False  # whether the warning of a changed order of use was given
     missed: set[int] = field(default_factory=set)  # buckets that got no gradient in some pass
     recomputes: bool | None = None  # `Graph.recomputes` of a loss; None before the first one
@@ -35,7 +30,7 @@ class Learned:
         """What must be the same on all ranks; empty if nothing was learned."""
         if self.schedule is None and self.order is None:
             return ""
-        return f"{self.schedule}; {self.order}; {self.firsts}; {self.passes}"
+        return f"{self.schedule}; {self.order}; {self.firsts}"
 
     def carry_over(self, *, forget: bool) -> None:
         """Prepare for new groups, whose runs count from 1; a run that an error ended is left out.
@@ -43,9 +38,9 @@ class Learned:
         Args:
           forget: whether to forget all that ranks must have in common.
         """
-        self.before, self.since, self.last = None, 0, None
+        self.last = None
         if forget:
-            self.schedule = self.order = self.firsts = self.passes = self.recomputes = None
+            self.schedule = self.order = self.firsts = self.recomputes = None
             self.missed, self.again = set(), set()
 
 
@@ -107,7 +102,7 @@ class OnDemand:
         """The facts that must be the same on every rank."""
         if self.at_once:
             return "keep_all()"
-        # Functions cannot be compared between ranks; the schedules that they make are.
+        # Functions cannot be compared between ranks; the fetches that they plan are.
         own = "" if self.planner is None else ", plan=a function"
         return f"on_demand(live_bytes={self.live_bytes}, prefetch={self.prefetch}{own})"
 

@@ -5,64 +5,22 @@ recently used one if the budget requires it, and records the order of use. The n
 schedule that was planned from this record, as long as the model does the same again. If it does
 not, the run continues like a first run from there, and its record replaces the old one.
 
-[Note: reductions between fetches] A rank may wait for the memory of a reduction that another one
-starts after a fetch, while that one waits for this fetch. Reductions come in one order on all
-ranks, and each waits at most for the one that is `slack` places before it. So it is enough that
-the numbers of reductions before a fetch differ by at most `slack`. A rank starts fewer before a
-fetch if a bucket got no gradient there: nobody can know yet that none will come. Ranks tell these
-numbers before each fetch, from the second run that follows a schedule on only where theirs are new.
-Nothing is compared after the last fetch, so under `keep_all`, or if everything stays, ranks may
-differ in what gets a gradient.
+[Note: the same order of use] Each rank decides by itself what to fetch. Ranks that fetch different
+buckets would hang, or receive the wrong bytes, so what a run does is compared before it is done,
+like the calls of a communicator: each fetch, the end of a backward pass, and the end of the run.
+See [Note: the same calls] in `schedules.calls`; runs that repeat send nothing. A fetch is compared
+with the number of reductions that have started before it: a rank may wait for the memory of a
+reduction that another one starts after the fetch, while that one waits for the fetch. Ranks may
+differ in what they use while it is live, and in gradients after the last fetch. Under `keep_all`,
+which fetches everything before the first use, nothing is compared.
 """
 
 import warnings
 from collections.abc import Callable, Sequence
-from hashlib import sha256
-from typing import Any
 
-from mics_fn.schedules.desync import Channel
+from mics_fn.schedules.channel import Channel
 from mics_fn.schedules.policy import Learned, OnDemand
 from mics_fn.schedules.schedule import Action, Schedule
-
-# What is learned from a run once it has ended.
-
-
-def settle(learned: Learned, policy: OnDemand, sizes: Sequence[int], channel: Channel) -> None:
-    """Learn from the last run, unless it followed a schedule to its end."""
-    last: Any = learned.last
-    if last is None or last.settled:
-        return
-    last.end()
-    last.settled = True
-    if last.following:
-        learned.passes = learned.passes or last.passes or None
-        learned.since = last.number if learned.before is None else learned.since
-        learned.before = tuple(last.before)
-        return
-    channel.forget(f"{learned.since}/{k}" for k, _ in learned.before or ())
-    learned.before = None
-    if not policy.at_once or last.left:
-        uses = sha256(repr(last.uses).encode()).hexdigest()[:16]
-        channel.compare(f"{last.use_text(len(last.uses))} (digest of its uses: {uses})")
-    if not last.uses:
-        return
-    if not policy.at_once:
-        learned.schedule, learned.passes = policy.plan(last.marked, sizes), last.passes or None
-        planned = sha256(str(learned.schedule).encode()).hexdigest()[:16]
-        channel.compare(f"made a schedule that differs ({planned})")
-    if learned.order is None:
-        # Replicas reduce together in hop 2, so all ranks of the job keep the order of one rank.
-        reduced = [action.buckets[0] for action in last.events if action.kind == "reduce"]
-        rest = reversed(range(len(sizes)))
-        learned.order = _first_order(channel, f"order/{last.number}", [*reduced, *rest])
-        used = [i for ids in last.uses for i in ids]
-        learned.firsts = _first_order(channel, f"firsts/{last.number}", [*used, *range(len(sizes))])
-
-
-def _first_order(channel: Channel, event: str, order: Sequence[int]) -> tuple[int, ...]:
-    """The order of first occurrences, as found by the rank that asks first among all ranks."""
-    text = channel.first_of(event, " ".join(map(str, dict.fromkeys(order))))
-    return tuple(map(int, text.split()))
 
 
 class Run:
@@ -74,6 +32,7 @@ class Run:
       sizes: bytes of each bucket.
       channel: for messages to the other ranks.
       name: text of a bucket, for errors.
+      push: called while other ranks are waited for, so that what they wait for gets on.
     """
 
     def __init__(
@@ -83,27 +42,24 @@ class Run:
         sizes: Sequence[int],
         channel: Channel,
         name: Callable[[int], str],
+        push: Callable[[], object] = lambda: None,
     ) -> None:
-        settle(learned, policy, sizes, channel)
+        if learned.last is not None:
+            learned.last.settle()
         self.learned, self.policy, self.sizes = learned, policy, sizes
-        self.uses: list[tuple[int, ...]] = []
         self.events: list[Action] = []  # uses and complete gradients as they happened
         self._backwards: list[int] = []  # how many events came before each backward pass
         self._reduced: list[int] = []  # buckets whose reductions have started, over all passes
-        # Of each use that fetches: its number, and how many reductions have started before it.
-        self.before: list[tuple[int, int]] = []
-        self.slack = 0  # a reduction waits at most for the one so many places before it
         self.live: dict[int, None] = {}  # least recently used first
-        self.live_bytes = self.peak_bytes = 0
+        self.live_bytes = 0
         self.following = learned.schedule is not None
-        self.left = self.ended = self.settled = False
+        self._left = ""  # why it does not follow its schedule any more
+        self._settled = False
         self._actions = () if learned.schedule is None else learned.schedule.actions
         self._next = 0  # index of the next action to follow
         self.passes = 0  # number of backward passes so far
-        self._end: int | None = None  # number of uses up to the end of the last backward pass
-        self._channel, self.name = channel, name
-        self._digest = sha256()
-        self.number = channel.begin_run(self)
+        self._channel, self.name, self._push = channel, name, push
+        self.number = channel.begin_run()
         channel.remember(learned)
         learned.last = self
 
@@ -111,6 +67,11 @@ class Run:
     def order(self) -> tuple[int, ...]:
         """The order in which buckets are reduced, on every rank, whichever is complete first."""
         return self.learned.order or tuple(reversed(range(len(self.sizes))))
+
+    @property
+    def _compares(self) -> bool:
+        """Whether it may fetch something after its start, in which ranks have to agree."""
+        return not self.policy.at_once or self.policy.lets_go
 
     def start(self) -> list[Action]:
         """What to fetch before anything is used."""
@@ -121,26 +82,17 @@ class Run:
 
     def use(self, ids: tuple[int, ...]) -> list[Action]:
         """What to fetch and drop before an op that needs these buckets."""
-        k = len(self.uses)
-        self.uses.append(ids)
         self.events.append(Action("use", ids))
-        if self.policy.at_once:
-            again = [i for i in ids if i not in self.live]
-            return self._again(k, ids, again) if again else []
         if self.following:
             found = self._until(ids)
-            if found is None:
-                self._leave(k, self.use_text(k))
-            elif any(a.kind == "fetch" for a in found) and not self._fetch_is_near(k):
-                self._leave(k, self._fetch_text(k), len(self._reduced))
-            else:
-                return [self._apply(action) for action in found]
-        self._digest.update(repr(ids).encode())
+            if found is not None:
+                return [self._agreed(action) for action in found]
+            self._leave(f"a use is of {' and '.join(map(self.name, ids))}")
         for i in ids:
             if i in self.live:
                 del self.live[i]
                 self.live[i] = None
-        return self._on_demand(k, ids)
+        return self._on_demand(ids)
 
     def lets_go(self, index: int) -> bool:
         """Return whether `let_go` will drop a live bucket, by policy and because no use follows."""
@@ -165,74 +117,37 @@ class Run:
         self.events.append(Action("reduce", (index,)))
 
     def reduce(self, index: int) -> None:
-        """Note that a bucket's reduction starts next; see [Note: reductions between fetches]."""
-        n = len(self._reduced)
+        """Note that a bucket's reduction starts next."""
         self._reduced.append(index)
-        known, at = self.learned.before or (), len(self.before)
-        if self.following and not self.ended and at < len(known):
-            k, most = known[at]
-            text = self._reduction_text(k, n)
-            if n >= most and not self._is_near(self.learned.since, k, n + 1, text):
-                self._leave(k, text, n)
-
-    def _fetch_is_near(self, k: int) -> bool:
-        """Whether about as many reductions have come before these fetches as on other ranks."""
-        known, at, now = self.learned.before, len(self.before), (k, len(self._reduced))
-        self.before.append(now)
-        if known is None:
-            self._compare_reductions(k)
-            return True
-        return known[at] == now or self._is_near(self.learned.since, *now, self._fetch_text(k))
-
-    def _is_near(self, run: int, k: int, count: int, text: str) -> bool:
-        """Whether this number of reductions before use k is near those told since a run."""
-        least, most = self._channel.extremes(f"{run}/{k}", count, text)
-        return most[0] - least[0] <= self.slack
-
-    def _compare_reductions(self, k: int) -> None:
-        """Raise DesyncError if other ranks have started many more or fewer before use k."""
-        count, text, lasting = len(self._reduced), self._fetch_text(k), self.following
-        found = self._channel.extremes(f"{self.number}/{k}", count, text, lasting=lasting)
-        if found[1][0] - found[0][0] > self.slack:
-            self._channel.refuse({rank: text for _, rank, text in found})
-
-    def _fetch_text(self, k: int) -> str:
-        """Use k, which fetches, as text with the reductions that have started before it."""
-        n = dict(self.before).get(k, len(self._reduced))
-        last = f", the last of {self.name(self._reduced[n - 1])}" if n else ""
-        return f"{self.use_text(k)}; reductions before it: {n}{last}"
-
-    def _reduction_text(self, k: int, n: int) -> str:
-        name = self.name(self._reduced[n])
-        return f"reduction {n} of run {self.number} is of {name}, before use {k}"
 
     def end_pass(self, last: bool | None) -> None:
         """Compare the end of a backward pass; buckets without gradients will be reduced as zeros.
 
-        Ranks may differ in which of several passes uses a bucket, as long as they fetch the same.
-
         Args:
-          last: whether it is the last pass of the run. None: if it has the number of the pass that
-            was the last one in the run before.
+          last: whether it is the last pass of the run. False compares nothing: ranks may differ in
+            which of several passes uses a bucket, as long as they fetch the same.
         """
         self.passes += 1
-        if self.policy.at_once or last is False:
-            return
-        self._end = len(self.uses)
-        if not self.following:
-            self._channel.compare(f"run {self.number} ends a backward pass")
-        elif (last or self.learned.passes in (None, self.passes)) and self._uses_left():
-            self._leave(self._end, self._pass_end())
+        if last is not False:
+            self._compare("a backward pass ends")
 
-    def _pass_end(self) -> str:
-        return f"run {self.number} ends a backward pass after {self._end} uses of buckets"
+    def _compare(self, text: str) -> None:
+        """See [Note: the same order of use]."""
+        if self._compares:
+            self._channel.compare(text, self._push)
+        if self._left and not self.learned.warned:
+            self.learned.warned = True
+            text = f"defer: the order of use changed: {self._left}. Buckets are fetched on demand"
+            warnings.warn(f"{text} until it repeats; this warning is given once", stacklevel=2)
 
-    def _so_far(self, step: str) -> str:
-        """A step as text that also differs if any earlier use differed."""
-        return f"{step} (digest of the uses so far: {self._digest.hexdigest()[:8]})"
-
-    def _uses_left(self) -> bool:
-        return any(action.kind == "use" for action in self._actions[self._next :])
+    def _agreed(self, action: Action) -> Action:
+        """Do an action, of which all ranks know that the others do it too if it is a fetch."""
+        if action.kind == "fetch":
+            n = len(self._reduced)
+            last = f", the last of {self.name(self._reduced[-1])}" if n else ""
+            name = self.name(action.buckets[0])
+            self._compare(f"fetch of {name}; reductions before it: {n}{last}")
+        return self._apply(action)
 
     def tally(self, event: str, amount: int) -> int:
         """Add to a number of this run that all ranks share, and return the sum; never waits."""
@@ -257,81 +172,36 @@ class Run:
         if action.kind == "fetch":
             self.live[index] = None
             self.live_bytes += self.sizes[index]
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         else:
             del self.live[index]
             self.live_bytes -= self.sizes[index]
         return action
 
-    def _on_demand(self, k: int, ids: tuple[int, ...]) -> list[Action]:
+    def _on_demand(self, ids: tuple[int, ...]) -> list[Action]:
         """Fetch missing buckets, after drops of the least recently used ones if room is needed."""
         done, budget = [], self.policy.live_bytes
         for i in ids:
             if i in self.live:
                 continue
+            if self.policy.at_once:  # `let_go` has dropped it
+                self.learned.again.add(i)
             while budget is not None and self.live_bytes + self.sizes[i] > budget:
                 victim = next((b for b in self.live if b not in ids), None)
                 if victim is None:
                     break
                 done.append(self._apply(Action("drop", (victim,))))
-            # See [Note: the same order of use] in `schedules.desync`.
-            self._channel.compare(self._so_far(self.use_text(k)))
-            self._compare_reductions(k)
-            done.append(self._apply(Action("fetch", (i,))))
+            done.append(self._agreed(Action("fetch", (i,))))
         return done
 
-    def _again(self, k: int, ids: tuple[int, ...], again: list[int]) -> list[Action]:
-        """Fetch buckets that `let_go` dropped, once all ranks need them again."""
-        self.learned.again.update(again)
-        if not self.left:
-            self.left = True
-            self._channel.leave(self.number, (k, None), self.use_text(k))
-        return self._on_demand(k, ids)
-
-    def use_text(self, k: int) -> str:
-        """Use k of this run as text."""
-        if k >= len(self.uses):
-            return f"run {self.number} ends after {len(self.uses)} uses of buckets"
-        named = " and ".join(map(self.name, self.uses[k]))
-        return f"use {k} of run {self.number} is of {named}"
-
-    def step_text(self, k: int, reduced: int | None) -> str | None:
-        """What this rank did at a step; see `schedules.desync.Progress`."""
-        if self.left:
-            return None
-        if reduced is not None and len(self.uses) <= k and len(self._reduced) > reduced:
-            return self._reduction_text(k, reduced)
-        if reduced is not None and len(self.uses) > k:
-            return self._fetch_text(k)
-        if len(self.uses) == k == self._end and not self.ended:
-            return self._pass_end()
-        return self.use_text(k) if len(self.uses) > k or self.ended else None
-
-    def last_step(self) -> str:
-        """The last thing that this rank did."""
-        if len(self.uses) == self._end and not self.ended:
-            return self._pass_end()
-        if not self.uses and not self.ended:
-            return f"run {self.number} began"
-        return self.use_text(len(self.uses) - (0 if self.ended else 1))
-
-    def _leave(self, k: int, text: str, reduced: int | None = None) -> None:
-        """Stop following the schedule at a step, on all ranks, and warn the first time."""
-        self.left = True
-        self._channel.leave(self.number, (k, reduced), text)
-        self.following = False
-        for used in self.uses[: k + 1]:
-            self._digest.update(repr(used).encode())
-        if not self.learned.warned:
-            self.learned.warned = True
-            text = f"defer: the order of use changed: {text}. Buckets are fetched on demand"
-            warnings.warn(f"{text} until it repeats; this warning is given once", stacklevel=2)
+    def _leave(self, why: str) -> None:
+        """Stop following the schedule; says why the first time, once no rank differs."""
+        self.following, self._left = False, why
 
     def end(self) -> list[Action]:
         """End the run; returns the drops of what is still live."""
-        if self.following and not self.ended and self._uses_left():
-            self._leave(len(self.uses), self.use_text(len(self.uses)))
-        self.ended = True
+        left = self._actions[self._next :]
+        if self.following and any(action.kind == "use" for action in left):
+            self._leave(f"run {self.number} ends after {len(self.record.uses)} uses of buckets")
         return [Action("drop", (i,)) for i in self.live]
 
     def look(self) -> None:
@@ -340,13 +210,39 @@ class Run:
         Whether a rank has failed is known here without a message.
         """
         self._channel.check()
-        if not self.policy.at_once:
+        if self._compares:
             self._channel.glance()
 
     def settle(self) -> Schedule | None:
-        """Learn from this run now; returns what the next one follows, if this one has not."""
-        settle(self.learned, self.policy, self.sizes, self._channel)
+        """Learn from this run; returns what the next one follows, if this one has not.
+
+        Raises:
+          DesyncError: other ranks fetch something else where this one ends the run.
+        """
+        if not self._settled:
+            self.end()
+            self._settled = True
+            self._compare("a run ends")
+            self._learn()
         return None if self.following else self.learned.schedule
+
+    def _learn(self) -> None:
+        learned, uses = self.learned, self.record.uses
+        if self.following or not uses:
+            return
+        if not self.policy.at_once:
+            learned.schedule = self.policy.plan(self.marked, self.sizes)
+        if learned.order is None:
+            # Replicas reduce together in hop 2, so all ranks of the job keep the order of one rank.
+            rest = reversed(range(len(self.sizes)))
+            learned.order = self._first_order("order", [*self.record.reduces, *rest])
+            used = [i for ids in uses for i in ids]
+            learned.firsts = self._first_order("firsts", [*used, *range(len(self.sizes))])
+
+    def _first_order(self, event: str, order: Sequence[int]) -> tuple[int, ...]:
+        """The order of first occurrences, as found by the rank that asks first among all ranks."""
+        text = " ".join(map(str, dict.fromkeys(order)))
+        return tuple(map(int, self._channel.first_of(f"{event}/{self.number}", text).split()))
 
     @property
     def record(self) -> Schedule:
