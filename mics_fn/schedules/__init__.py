@@ -49,20 +49,16 @@ Ranks also compare all that they call on each communicator, whatever verb it com
 the same calls] in `calls.py`. A step that repeats sends no message.
 
 Start reading at `schedule.py` (the value, the plan, and where fetched buckets lie in one piece of
-memory), then `policy.py`, `run.py` (follow or record a schedule, and what that teaches the next
-one), `channel.py` (messages between ranks), `calls.py` (the order of calls) and `messages.py`
-(errors of other ranks, ranks that wait for each other, and those that have closed their groups).
+memory), then `run.py` (policies; follow or record a schedule, and what that teaches the next one),
+`calls.py` (the order of calls, and the channel between ranks) and `messages.py` (errors of other
+ranks, ranks that wait for each other, and those that have closed their groups).
 To add a policy, write a function from a record and sizes to a schedule; the wing `deferred` moves
 the data, and asks a `Run` what to fetch and drop.
-
-Where the schedules of ranks first differ, `first_difference` says in words.
 """
 
-from mics_fn.schedules.calls import Calls, call_text, issued, made
-from mics_fn.schedules.channel import Channel, joined
+from mics_fn.schedules.calls import Calls, Channel, call_text, issued, joined, made
 from mics_fn.schedules.messages import LEFT, NEWS, JobMessages, Stuck
-from mics_fn.schedules.policy import Learned, OnDemand, keep_all, on_demand
-from mics_fn.schedules.run import Run
-from mics_fn.schedules.schedule import Action, Offsets, Schedule, first_difference, offsets, plan
+from mics_fn.schedules.run import Learned, OnDemand, Run, keep_all, on_demand
+from mics_fn.schedules.schedule import Action, Offsets, Schedule, offsets, plan
 
 __all__ = ["Action", "Schedule", "plan"]
