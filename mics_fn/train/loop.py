@@ -35,7 +35,7 @@ from torch.utils.data import DistributedSampler, RandomSampler, SequentialSample
 from mics_fn import checks
 from mics_fn.collectives import same_call
 from mics_fn.errors import FileError, GroupsError, LeafError, MicsError, message
-from mics_fn.groups import ErrorReport, Groups, StopRequest
+from mics_fn.groups import Groups, StopRequest, reports_step
 from mics_fn.shards import require_groups
 from mics_fn.train.metrics import StepMetrics
 from mics_fn.train.plain import Randoms, as_plain, from_plain
@@ -648,7 +648,7 @@ def train_for(
     home = trainer.member.home
     try:
         with (
-            ErrorReport(home.life, trainer.state.step + 1),  # of the loader, or of the bar
+            reports_step(home.life, trainer.state.step + 1),  # of the loader, or of the bar
             closing(trainer.epochs.batches(loader, home)) as batches,
         ):
             for _ in range(steps):

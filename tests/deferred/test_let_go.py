@@ -16,7 +16,7 @@ from mics_fn import tree
 
 WIDTH, STEPS = 96, 3
 UNIT = 4 * WIDTH * WIDTH
-PAIR, LAYOUTS, LONG = Layout((2,), 2), [Layout((2, 2), 4), Layout((2, 2), 2)], pytest.mark.thorough
+PAIR, LAYOUTS = Layout((2,), 2), [Layout((2, 2), 4), Layout((2, 2), 2)]
 
 
 class Late(nn.Module):
@@ -100,10 +100,11 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", [PAIR, *(pytest.param(x, marks=LONG) for x in LAYOUTS)], ids=str)
-def test_gradients_in_the_memory_of_parameters_have_the_same_bits(ranks, layout):
-    for half in (CASES[::2], CASES[1::2]):  # each within the limit of the pool
-        ranks(layout.world_size).run(both, layout, half)
+@pytest.mark.parametrize("layout", [PAIR, *LAYOUTS], ids=str)
+@pytest.mark.parametrize("half", [0, 1])  # each within the limit of the pool
+@pytest.mark.short("0-2-p2")
+def test_gradients_in_the_memory_of_parameters_have_the_same_bits(ranks, layout, half):
+    ranks(layout.world_size).run(both, layout, CASES[half::2])
 
 
 @pytest.mark.parametrize("layout", [PAIR, *LAYOUTS], ids=str)
