@@ -89,7 +89,7 @@ class GroupState:
     retract: Callable[[], bool] = lambda: True
     listen: Callable[[], bool] = bool
     left: Callable[[], None] = lambda: None  # tells the monitor that these groups are closed here
-    depart: Callable[[str], Callable[[], None]] = lambda how: quiet  # `Departures.depart`
+    depart: Callable[[str], Callable[[], None]] = lambda how: quiet  # `JobMessages.depart`
     again: Any = None  # makes groups like these; see `make`
     follows: Any = None  # gives what took the place of these groups in a `reset`
     turns: peers.Turns = field(default_factory=peers.Turns)
@@ -221,7 +221,7 @@ class GroupState:
                 cause = self.first(failure)
                 error = cause.error(str(error).partition("\n")[0])
                 break
-            gone = None if call is None else self.job.gone(call)
+            gone = None if call is None else self.job.closed(call)
             if gone is not None:
                 error = gone
                 break

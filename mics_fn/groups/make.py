@@ -408,5 +408,5 @@ def _channel(maker: Maker, ranks: tuple[int, ...]) -> Channel:
     life.job.check, life.job.late = life.check, life.late
     life.job.fail = life.fail
     life.job.withdraw = partial(withdraw_all, life)
-    life.depart, life.job.explain = channel.departures.depart, life.explained
+    life.depart, life.job.explain = channel.job.depart, life.explained
     return channel

@@ -103,7 +103,7 @@ def _rebuilt(life: GroupState, channel: Channel, alone: bool) -> Groups:
     if life.told is not None:
         life.settle(life.told)  # others that wait for this rank need not ask whether it goes on
     if channel.job.key == life.again.first:  # which one that comes back looks for
-        channel.departures.kept = f"{channel.job.key}/verdict"
+        channel.job.kept = f"{channel.job.key}/verdict"
     life.depart("called reset")
     # One that comes back knows the first groups alone, and these may have been reset since.
     key = "" if life.returning else channel.job.key

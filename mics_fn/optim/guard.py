@@ -34,12 +34,12 @@ from mics_fn.errors import LeafError, NonFiniteError, PlanError, by_value, messa
 from mics_fn.groups import Groups, Home, require_replicas
 from mics_fn.optim import columns, norms
 from mics_fn.optim.comparing import compare_once
-from mics_fn.optim.flat import by_leaf
+from mics_fn.optim.flat import by_leaf, unpacked
 from mics_fn.optim.state import TrainState, opt_step
 from mics_fn.shards import (
-    Arriving,
     Sharded,
     forget_origins,
+    grad_stream,
     homes_of,
     is_leaf,
     kind_of,
@@ -220,20 +220,18 @@ class NonFinite(NamedTuple):
     text: str
 
 
-def find_nonfinite(
-    grads: Tree | Arriving, groups: Any, loss: torch.Tensor | None = None
-) -> NonFinite:
+def find_nonfinite(grads: Tree, groups: Any, loss: torch.Tensor | None = None) -> NonFinite:
     """Where a gradient is not finite, the same on all ranks.
 
     Args:
-      grads: tree of shards, or `Arriving`, both hops done, whose norm is not finite on some rank.
+      grads: tree of shards, or a stream, both hops done, whose norm is not finite on some rank.
       groups: as for `shard`.
       loss: this rank's, if that is known.
 
     Communication: over each partition group and each replication group 8 bytes, then two words of
       each rank.
     """
-    grads = by_leaf(grads.arrival().whole() if isinstance(grads, Arriving) else grads)
+    grads = by_leaf(grads if grad_stream(grads) is None else unpacked(grads).whole().closed())
     leaves, homes = tree.flatten(grads, is_leaf)[0], homes_of("Guard.judge", groups, grads)
     at = _first(leaves, list(dict.fromkeys(homes)))
     kind = ""  # of this rank's own gradient, before it was reduced
@@ -493,7 +491,7 @@ class Verdict(NamedTuple):
         1 if the step is not to be taken; `accept` and `next` are then as if it were. Else None.
     """
 
-    grads: Tree  # or `Arriving`, if that was judged
+    grads: Tree  # or a stream, if that was judged
     norm: Tensor | None
     finite: bool | None
     spike: bool
@@ -578,7 +576,7 @@ class Guard:
 
     def judge(
         self,
-        grads: Tree | Arriving,
+        grads: Tree,
         groups: Any,
         donate: bool = False,
         *,
@@ -617,7 +615,7 @@ class Guard:
           NonFiniteError: on all ranks, with "raise"; nothing was written.
         """
         fix = "judge outside, or in torch.no_grad(); global_norm can be differentiated"
-        held = [] if isinstance(grads, Arriving) else tree.flatten(grads, is_leaf)[0]
+        held = tree.flatten(grads, is_leaf)[0] if grad_stream(grads) is None else []
         leaves = [getattr(leaf, "data", leaf) for leaf in held]
         refuse_derivative("Guard.judge", leaves, fix)
         with torch.no_grad():
@@ -626,7 +624,8 @@ class Guard:
     def _judge(
         self, grads: Any, groups: Any, donate: bool, totals: StepTotals | None, wait: bool
     ) -> Verdict:
-        like = grads.arrival().like if isinstance(grads, Arriving) else grads
+        stream = grad_stream(grads)
+        like = grads if stream is None else stream.like
         homes = list(dict.fromkeys(homes_of("Guard.judge", groups, like)))
         exact = self.check_groups(like, groups)
         decides = self.chosen or (self.decides and any(home.life.whole for home in homes))
@@ -715,12 +714,12 @@ class Guard:
 
     def _limited(self, grads: Any, factor: Tensor | float, donate: bool) -> Any:
         out = norms.limited(grads, factor, self.max_value, donate=donate)
-        if donate and out is not grads and not isinstance(grads, Arriving):
+        if donate and out is not grads and grad_stream(grads) is None:
             mark_donated(grads, "grads", "Guard.judge", keep=out)
         return out
 
 
-def _norm_by(totals: StepTotals, grads: Tree | Arriving, groups: Any) -> Tensor:
+def _norm_by(totals: StepTotals, grads: Tree, groups: Any) -> Tensor:
     """The norm of the whole gradient, by a message whose ranks are those of all groups."""
     # Of each of its groups there are p parts, and the message gives a mean over all ranks.
     parts = [x * home.partition_size for home, x in norms.squares_here(grads, groups).items()]
@@ -754,7 +753,12 @@ P = TypeVar("P")  # a tree of shards
 
 
 def guarded_step(
-    state: TrainState[P], grads: Tree | Arriving, guard: Guard, groups: Any, *, donate: bool = False
+    state: TrainState[P],
+    grads: Tree,
+    guard: Guard,
+    groups: Any,
+    *,
+    donate: bool = False,
 ) -> tuple[TrainState[P], Verdict]:
     """`Guard.judge`, and `opt_step` if the step is accepted, in one call.
 
@@ -799,17 +803,17 @@ def guarded_step(
     checks.flag("guarded_step", "donate", donate)
     found: list[Verdict] = []
 
-    def judged() -> Tree | Arriving:
+    def judged() -> Tree:
         found.append(guard.judge(grads, groups, donate))
         if not found[0].accept:
             raise columns.StepRefused
         return found[0].grads
 
-    late = columns.Late(grads, judged)
+    lazy = columns.lazy_grads(grads, judged)
     # On every rank first, since not every rank may have a part of what is elsewhere.
-    compare_once(state, late.arrival().home)
+    compare_once(state, lazy.home)
     try:
-        given = late if columns.needs_fetch(state.params, state.opt) else judged()
+        given = lazy if columns.needs_fetch(state.params, state.opt) else judged()
         return opt_step(state, given, donate=donate), found[0]
     except columns.StepRefused:
         return state, found[0]

@@ -19,13 +19,13 @@ from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Comm, Groups, Home, fold_ranks
 from mics_fn.optim import columns, flat, transform
 from mics_fn.shards import (
-    Arrival,
-    Arriving,
     Bucket,
     BucketUse,
+    GradStream,
     Opened,
     Sharded,
     deal,
+    grad_stream,
     homes_of,
     is_leaf,
     linear_map,
@@ -39,7 +39,7 @@ from mics_fn.tree import Tree
 
 
 def limited(
-    grads: Tree | Arriving,
+    grads: Tree | GradStream,
     factor: Tensor | float = 1.0,
     max_value: float | None = None,
     *,
@@ -48,7 +48,7 @@ def limited(
     """Multiply gradients by a factor and clamp them, in one pass; all clipping is done here.
 
     Args:
-      grads: tree of shards, or `Arriving`.
+      grads: tree of shards, or a stream of gradients.
       factor: a float, or a 0-dim float64 tensor, for which the host does not wait.
       max_value: elements are clamped to [-max_value, max_value].
       donate: write into the chunks of `grads`, which cannot be used afterwards.
@@ -65,8 +65,9 @@ def limited(
     if not isinstance(factor, Tensor) and factor == 1.0 and max_value is None:
         return grads
 
-    if isinstance(grads, Arriving):
-        return _limited_when_taken(grads.arrival(), factor, max_value)
+    stream = grad_stream(grads)
+    if stream is not None:
+        return _limited_stream(stream, factor, max_value)
 
     def limit(grad: Tensor) -> None:
         if not isinstance(factor, Tensor):
@@ -83,8 +84,10 @@ def limited(
     return columns.map_columns(limit, columns.in_chunks(grads) if donate else grads, donate=donate)
 
 
-def _limited_when_taken(given: Arrival, factor: Tensor | float, max_value: float | None) -> Arrival:
-    """Limit gradients once a step takes them, in new memory."""
+def _limited_stream(
+    given: GradStream, factor: Tensor | float, max_value: float | None
+) -> GradStream:
+    """Limit gradients as they are taken, in new memory."""
     leaves = [x for x in tree.flatten(given.like, is_leaf)[0] if isinstance(x, Sharded)]
 
     def take(place: int) -> list[Tensor]:
@@ -92,10 +95,7 @@ def _limited_when_taken(given: Arrival, factor: Tensor | float, max_value: float
         held = [Sharded(x.detach(), leaves[i].bucket, leaves[i].slot) for i, x in pairs]
         return [x.data for x in limited(held, factor, max_value)]
 
-    def whole() -> Tree:
-        return limited(given.whole(), factor, max_value)
-
-    return replace(given, take=take, whole=whole)
+    return replace(given, take=take)
 
 
 # The norm of a sharded gradient, and clipping: by `Guard`, or by a part of a `chain`.
@@ -149,7 +149,7 @@ def counted_homes(verb: str, grads: Tree, groups: Any) -> list[Home]:
     return list(dict.fromkeys(found))
 
 
-def norm_here(grads: Tree | Arriving, groups: Any) -> Tensor:
+def norm_here(grads: Tree, groups: Any) -> Tensor:
     """Compute the norm of the leaves that these groups reach, without a derivative."""
     by_home = squares_here(grads, groups)
     totals = [_total(home, squares, False) for home, squares in by_home.items()]
@@ -158,14 +158,14 @@ def norm_here(grads: Tree | Arriving, groups: Any) -> Tensor:
     return torch.stack(totals).sum().sqrt()
 
 
-def squares_here(grads: Tree | Arriving, groups: Any) -> dict[Groups, Tensor]:
+def squares_here(grads: Tree, groups: Any) -> dict[Groups, Tensor]:
     """Sum the squares of this rank's pieces by groups, in float64; nothing is sent.
 
     Memory: of gradients elsewhere one bucket at a time is on the device.
     """
-    arrival = grads.arrival() if isinstance(grads, Arriving) else None
+    stream = grad_stream(grads)
     # The padding inside of a run must not count.
-    like = flat.by_leaf(grads) if arrival is None else arrival.like
+    like = flat.by_leaf(grads) if stream is None else stream.like
     leaves, homes = tree.flatten(like, is_leaf)[0], homes_of("global_norm", groups, like)
     for i, leaf in enumerate(leaves):
         if not is_leaf(leaf):
@@ -173,10 +173,10 @@ def squares_here(grads: Tree | Arriving, groups: Any) -> dict[Groups, Tensor]:
             fix = "do both hops first: reduce_grads(grads, groups)"
             raise LeafError(f"global_norm: {path} is not a shard", fix=fix)
     trained = [(x, home) for x, home in zip(leaves, homes, strict=True) if isinstance(x, Sharded)]
-    order = [range(len(trained))] if arrival is None else arrival.order
+    order = [range(len(trained))] if stream is None else stream.order
     squares: dict[int, Tensor] = {}
     for place, numbers in enumerate(order):
-        here = [x.data for x, _ in trained] if arrival is None else arrival.take(place)
+        here = [x.data for x, _ in trained] if stream is None else stream.take(place)
         squares.update(zip(numbers, _squares(here).unbind(), strict=True))
     zero = {x: torch.zeros((), dtype=torch.float64, device=x.device) for x in dict.fromkeys(homes)}
     found = {home: [x] for home, x in zero.items()}

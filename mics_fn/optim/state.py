@@ -13,10 +13,9 @@ from mics_fn.errors import FileError, LeafError, MicsError, PlanError
 from mics_fn.groups import Groups
 from mics_fn.interrupts import Commit
 from mics_fn.offload import Where, is_stored, read
-from mics_fn.optim import columns, comparing, flat, moving
+from mics_fn.optim import comparing, flat, moving
 from mics_fn.optim.transform import Optimizer, Transform, as_transform, found_inf
 from mics_fn.shards import (
-    Arriving,
     Sharded,
     Writing,
     check_leaves,
@@ -198,9 +197,7 @@ def init_state(
     return TrainState(0, params, opt, dict(buffers or {}), transform)
 
 
-def opt_step(
-    state: TrainState[P], grads: Tree | Arriving, *, donate: bool = False
-) -> TrainState[P]:
+def opt_step(state: TrainState[P], grads: Tree, *, donate: bool = False) -> TrainState[P]:
     """The next state.
 
     Args:
@@ -253,7 +250,7 @@ def opt_step(
       tensor([0.9000, 0.9000])
     """
     checks.flag("opt_step", "donate", donate)
-    ahead = columns.gradients(grads)
+    ahead = flat.unpacked(grads)
     home = _home_of(ahead)
     if isinstance(home, Groups) and not home.agreed >= comparing.AGREED:
         comparing.compare_once(state, home)
@@ -262,7 +259,7 @@ def opt_step(
     if not donate:
         return _stepped(state, ahead, donate)
     with Commit() as commit:
-        if isinstance(ahead, columns.Coming):
+        if ahead.stream is not None:
             commit.hold()  # a wait for a rank that is gone gives way to a signal
         else:
             commit.write()
@@ -276,7 +273,7 @@ def opt_step(
 
 def _home_of(grads: flat.Unpacked) -> Any:
     """The groups that gradients are reduced over, if that is known."""
-    return grads.arrival.home if isinstance(grads, columns.Coming) else reduced_over(grads.leaves)
+    return reduced_over(grads.leaves) if grads.stream is None else grads.stream.home
 
 
 def _stepped(state: TrainState, ahead: flat.Unpacked, donate: bool) -> TrainState:
@@ -293,8 +290,8 @@ def _stepped(state: TrainState, ahead: flat.Unpacked, donate: bool) -> TrainStat
             writing.covers(state.opt, "opt", to)
         try:
             after, opt = state.transform.step(ahead, state.opt, start, donate)
-            if isinstance(ahead, columns.Coming):
-                ahead.arrival.first()  # a rank without elements has taken nothing
+            if ahead.stream is not None:
+                ahead.stream.first()  # a rank without elements has taken nothing
         except BaseException as error:
             _told(state, error, _home_of(ahead), donate)
             raise

@@ -123,7 +123,7 @@ def from_update(
             checks.refuse("from_update", name, fn, "a function", fix)
 
     def step(grads: Unpacked, state: Any, params: Unpacked, donate: bool) -> tuple[Unpacked, Any]:
-        updates, after = update(columns.settled(grads).closed(), state, params.closed())
+        updates, after = update(grads.whole().closed(), state, params.closed())
         updates = unpacked(updates)
         where = _difference(updates, params)
         if where:
@@ -354,18 +354,14 @@ def chain(*transforms: Optimizer) -> Transform:
         new: list[Any] = []
 
         def made() -> Tree:
-            given, found = before_last(columns.settled(grads).closed(), states, params.closed())
+            given, found = before_last(grads.whole().closed(), states, params.closed())
             new.extend(as_before(found, list(states[:-1])))
             return given
 
         # See [Note: states come first] in `columns`. What the others have in files comes through
         # the same memory, and so before.
         late = columns.needs_fetch(params, states[-1]) and not columns.needs_fetch([], states[:-1])
-        given = (
-            columns.Coming.of(columns.Late(grads.closed(), made).arrival())
-            if late
-            else unpacked(made())
-        )
+        given = unpacked(columns.lazy_grads(grads.closed(), made) if late else made())
         after, last = parts[-1].step(given, states[-1], params, donate)
         return after, (*new, last)
 
