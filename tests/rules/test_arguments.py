@@ -234,8 +234,8 @@ LeafError: scatter_grads: like.w is Tensor, not a shard
   fix: make shards with shard(params, groups)
 >>> mf.opt_step(two, mf.scatter_grads({"b": x, "w": x + 1}, groups))
 LeafError: opt_step: grads.b does not match its parameter
-  expected Sharded(shape=(2,), float32, here 2 of 2) on cpu, at 0 of bucket 0 (8 elements)
-  got Sharded(shape=(2,), float32, here 2 of 2) on cpu, at 0 of bucket 0 (16 elements)
+  expected Sharded(shape=(4, 2), float32, here 8 of 8) on cpu, at 0 of bucket 0 (8 elements)
+  got Sharded(shape=(4, 2), float32, here 8 of 8) on cpu, at 0 of bucket 0 (16 elements)
   fix: do both hops first: reduce_grads(grads, groups, like=state.params)
 >>> mf.sync_replicas(shards(), groups, donate="no")
 PlanError: sync_replicas: donate='no', expected True or False
