@@ -2,11 +2,11 @@
 
 PLANTED = [
     (
-        "reductions may be one too many apart",
+        "reductions before a fetch are not counted",
         "schedules/run.py",
-        "if found[1][0] - found[0][0] > self.slack:",
-        "if found[1][0] - found[0][0] > self.slack + 1:",
-        "schedules/test_run.py -k some_more",
+        "            n = len(self._reduced)\n",
+        "            n = 0\n",
+        "schedules/test_run.py",
     ),
     (
         "a rank that leaves its habit does not say so",
@@ -28,13 +28,6 @@ PLANTED = [
         "own in ranks and issued.get(group, 0) < number for",
         "own in ranks and issued.get(group, 0) < number - 1 for",
         "schedules/test_stalled.py",
-    ),
-    (
-        "a key that was deleted meanwhile is asked for ever",
-        "schedules/desync.py",
-        '            found = now if now != found else ""\n',
-        "            found = now\n",
-        "schedules/test_extremes.py",
     ),
     (
         "the scales of a band are those of the first one",
