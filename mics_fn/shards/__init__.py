@@ -87,7 +87,6 @@ from mics_fn.shards.leaf import (
     closed_after,
     donate,
     dtype_name,
-    each_once,
     is_donated,
     is_leaf,
     lose_if_aborted,
