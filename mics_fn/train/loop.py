@@ -34,7 +34,7 @@ from torch.utils.data import DistributedSampler, Sampler, SequentialSampler
 from mics_fn import checks
 from mics_fn.collectives import same_call
 from mics_fn.errors import GroupsError, LeafError, MicsError, message
-from mics_fn.groups import ErrorReport, Groups, StopRequest
+from mics_fn.groups import Groups, StopRequest, reports_step
 from mics_fn.shards import require_groups
 from mics_fn.train.metrics import StepMetrics
 from mics_fn.train.plain import Randoms, as_plain, from_plain
@@ -449,7 +449,7 @@ def train_for(
     home, passes = trainer.member.home, trainer.passes
     try:
         with (
-            ErrorReport(home.life, trainer.state.step + 1),  # of the loader, or of the bar
+            reports_step(home.life, trainer.state.step + 1),  # of the loader, or of the bar
             closing(passes.batches(loader, home.device, home.world_size)) as batches,
         ):
             for _ in range(steps):

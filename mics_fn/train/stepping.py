@@ -30,19 +30,19 @@ from mics_fn.groups import Groups
 from mics_fn.interrupts import Commit
 from mics_fn.offload import where_of
 from mics_fn.optim import (
-    Late,
     StepRefused,
     StepTotals,
     TrainState,
     Verdict,
     init_state,
+    lazy_grads,
     masked_by,
     move,
     opt_step,
     same_step,
     tell_memory,
 )
-from mics_fn.shards import Writing, is_leaf
+from mics_fn.shards import Writing, grad_stream, is_leaf
 from mics_fn.train import given
 from mics_fn.train.loop import learning
 from mics_fn.train.metrics import StepMetrics, Weights, counted, weights_of
@@ -96,7 +96,7 @@ def reduced(trainer: Any, total: GradSum) -> Any:
     if not total.elsewhere or trainer.replica_sync.reduce is not None:
         return total.grads()
     total.wait()
-    total.arrival()  # which raises where a step has no gradient
+    grad_stream(total)  # which raises where a step has no gradient
     return total
 
 
@@ -139,7 +139,7 @@ def update_late(
     with Writing():
         state = trainer.ahead
         with suppress(StepRefused):
-            state = opt_step(state, Late(total, judged), donate=True)
+            state = opt_step(state, lazy_grads(total, judged), donate=True)
         write(trainer, found[0], state)
     return found[0].verdict
 

@@ -10,7 +10,7 @@ from mics_fn import checks, spans
 from mics_fn._torch import keeps_grad_mode
 from mics_fn.deferred import bucket_sizes, defer
 from mics_fn.errors import GroupsError, message
-from mics_fn.groups import ErrorReport, StopRequest, rejoin_error
+from mics_fn.groups import StopRequest, rejoin_error, reports_step
 from mics_fn.inspection import NOT_WATCHED
 from mics_fn.offload import Where
 from mics_fn.optim import Guard, Optimizer, TrainState
@@ -311,7 +311,7 @@ class Trainer(Exporting):
         if member.lost:  # the batch is that of the first step, and the others have come further
             raise rejoin_error("Trainer.step", home.rank)
         seen, self.last_step = spans.span("step", self.ahead.step + 1, parts=True), NOT_WATCHED
-        with home.life.turns.stepping(), ErrorReport(home.life, self.ahead.step + 1), seen:
+        with home.life.turns.stepping(), reports_step(home.life, self.ahead.step + 1), seen:
             metrics = one_step(self, batch)
             if self.checkpoint is not None:
                 self.checkpoint.after(self)
@@ -335,7 +335,7 @@ class Trainer(Exporting):
         """
         refuse_derivative("Trainer.eval", (), "call it outside of torch.func")
         home = self.member.home
-        with ErrorReport(home.life, self.ahead.step), home.life.turns.alone(), torch.no_grad():
+        with reports_step(home.life, self.ahead.step), home.life.turns.alone(), torch.no_grad():
             batch = to_device(batch, home.device)
             before = self.program.buffers.copies(self.ahead.buffers)
             # The run ends before the mean over ranks: ranks whose ways differ are told there.
