@@ -86,7 +86,6 @@ from mics_fn.shards.leaf import (
     closed_after,
     donate,
     dtype_name,
-    each_once,
     grad_stream,
     is_donated,
     is_leaf,

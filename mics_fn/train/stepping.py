@@ -57,7 +57,6 @@ def begin(trainer: Any, params: Tree, optimizer: Any, buffers: Values) -> None:
 
     Communication: that of `compare_options`, and of the policy that merges replicas.
     """
-    given.warn_of_hop2(params, trainer.replica_sync)
     given.warn_of_overlap(trainer)
     params = move(params, trainer.where, device=trainer.member.home.device)
     trainer.state = init_state(params, optimizer, buffers=buffers, where=trainer.where)

@@ -18,7 +18,7 @@ from mics_fn.schedules import OnDemand, Schedule
 from mics_fn.shards import GroupsTree, Precision, precision_of, refuse_derivative, unshard
 from mics_fn.train import given
 from mics_fn.train.carried import Checkpoints
-from mics_fn.train.loop import Passes, ProgressBar, check_fit, train_for
+from mics_fn.train.loop import DataPasses, ProgressBar, check_fit, train_for
 from mics_fn.train.metrics import StepMetrics, evaluated
 from mics_fn.train.program import program_of, to_device
 from mics_fn.train.replicas import ReplicaSync, SyncState, policy_of
@@ -245,7 +245,7 @@ class Trainer(Exporting):
         self.precision, self.guard = precision_of(precision), guard or Guard()
         self.replica_sync, self.grad_dtype = policy_of(replica_sync, hop2), grad_dtype
         given.check_options(self, prefetch, schedule, checkpoint)
-        self.program, self.passes = program_of(model, loss, self.precision), Passes()
+        self.program, self.passes = program_of(model, loss, self.precision), DataPasses()
         own, buffers = self.program.take()
         groups, home = given.homes_for(groups, own if params is None else params, deterministic)
         self.groups, apart = cast(Any, groups), self.replica_sync.apart
@@ -347,9 +347,9 @@ class Trainer(Exporting):
     def reset(self, *, heal: bool = True) -> None:
         """Go on after an error has ended the groups: new ones, all ranks at one step. All call it.
 
-        The state, the guard, when replicas are merged, the epochs of `fit` and the learned order of
-        fetches are kept, and nothing of a step that was not completed. A rank that was lost and
-        started again calls it, too, and takes all of these from its replicas.
+        The state, the guard, when replicas are merged and the epochs of `fit` are kept, and nothing
+        of a step that was not completed. A rank that was lost and started again calls it, too, and
+        takes all of these from its replicas.
 
         Args:
           heal: let a rank that is behind, or has come back, take what it lacks from a replica.
