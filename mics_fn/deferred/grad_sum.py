@@ -25,8 +25,8 @@ from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.offload import Where, where_of
 from mics_fn.schedules import Run
 from mics_fn.shards import (
-    Arrival,
     BucketUse,
+    GradStream,
     Opened,
     Sharded,
     check_dtype,
@@ -397,13 +397,13 @@ class GradSum:
         bound.reduction.wait()
         return bound.opened.rebuild({i: bound.reduction.lying(i) for i in bound.reduction.totals})
 
-    def arrival(self) -> Arrival:
-        """The same gradients for `opt_step`, which takes each bucket once its hop 2 is done.
+    def __grad_stream__(self) -> GradStream:
+        """Return the gradients for `opt_step`, which takes each bucket once its hop 2 is done.
 
         Raises:
           LeafError: as `grads`.
         """
-        bound = self._complete("arrival")
+        bound = self._complete("grads")
         opened, reduction = bound.opened, bound.reduction
         if not bound.passes.reached:  # the step is refused unless other ranks have a gradient
             reduction.wait()
@@ -416,13 +416,12 @@ class GradSum:
             reduction.wait_for(order[place])
             return reduction.pieces(order[place])
 
-        return Arrival(
+        return GradStream(
             like=opened.rebuild({}),
             home=opened.homes[0],
             order=[[number[i] for i in opened.uses[index].members] for index in order],
             here=lambda k: not reduction.elsewhere(order[k]) and reduction.done(order[k]),
             take=take,
-            whole=self.grads,
         )
 
     def _complete(self, verb: str) -> "_Bound":

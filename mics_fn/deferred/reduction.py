@@ -5,7 +5,7 @@ for example if only some of them use a parameter. Buckets are reduced in one ord
 everywhere: a bucket that is complete early waits for those before it, and one that never becomes
 complete is reduced as zeros at the end. So no rank can wait for a reduction that another one does
 not do. Where these reductions come between fetches is a part of the run, which compares it: see
-[Note: reductions between fetches] in `schedules.run`.
+[Note: the same order of use] in `schedules.run`.
 
 [Note: gradients in flight] A bucket's gradients are packed into a part of a ring of memory, with
 room for what arrives from other ranks. They stay there until hop 1 is done, late levels included,
@@ -247,18 +247,6 @@ class Lending:
         """Bytes of a ring that each of these buckets needs in this pass."""
         return [ring_bytes(self.slot_sizes(i, self.gets_room(i))) for i in indexes]
 
-    def _slack(self) -> int:
-        """A reduction waits at most for the memory of the one so many places before it."""
-        found, uses = [len(self.order)], [self.uses[i] for i in self.order if not self.alone(i)]
-        for ring in {use.hierarchy.pools.hops for use in uses}:
-            sizes = set(self._needs(self._users(ring)))
-            room, count = self._room(ring)
-            if count > 1:  # else nothing is sent in this pass
-                # Parts of different sizes may leave a gap at the end of the ring.
-                fit = room // max(1, *sizes) - (len(sizes) > 1)
-                found.append(max(1, min(count, fit)))
-        return min(found)
-
     def _lend(self, index: int, device: torch.device) -> Slot:
         """Memory for a bucket's reduction; waits for those that still use it."""
         ring, own = self.uses[index].hierarchy.pools.hops, self.own.get(index)
@@ -297,7 +285,6 @@ class Reduction(Lending):
         self._last_far = next((i for i in self.order[::-1] if not uses[i].alone), None)
         # Called before this rank sends its part of the step's last reduction.
         self.before_last: Callable[[], None] = lambda: None
-        run.slack = self._slack()
 
     def add(self, index: int, grads: Sequence[Tensor | None]) -> list[Tensor]:
         """Add a bucket's full gradients, one per member, and start hop 1 in the agreed order.
@@ -336,7 +323,6 @@ class Reduction(Lending):
     def end_pass(self) -> None:
         """Prepare for the next pass, once no bucket is missing."""
         self._complete, self._rooms, self._next = {}, {}, 0
-        self._run.slack = min(self._run.slack, self._slack())
 
     def skip(self, index: int) -> None:
         """Mark a bucket as reduced elsewhere (under vmap), so that those behind it can start."""

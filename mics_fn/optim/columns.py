@@ -25,7 +25,7 @@ they are written; padding between leaves becomes zero before, so that it sets no
 
 [Note: states come first] A step on gradients of which all have to be known first, as by a guard or
 for a norm, waits for hop 2 and for that norm before it writes anything. What it needs from files or
-from the host does not depend on either. So such a step is begun with `Late` gradients: `Elsewhere`
+from the host does not depend on either. So such a step is begun with `lazy_grads`: `Elsewhere`
 begins to bring the first parts of the states, as many as its memory holds, and only then asks for
 the gradients, which are made and judged meanwhile. If they are refused, an exception ends the step
 before its first write: what was brought is dropped, and the state is as it was.
@@ -34,7 +34,6 @@ before its first write: what was brought is dropped, and the state is as it was.
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -59,26 +58,12 @@ from mics_fn.offload import (
     renewed,
     stream,
 )
-from mics_fn.optim.flat import (
-    FlatRun,
-    FlatShards,
-    Unpacked,
-    any_requires_grad,
-    copied,
-    devices,
-    is_dense,
-    is_in_chunk,
-    joined,
-    split,
-    unpacked,
-    whole_run,
-    with_wholes,
-)
+from mics_fn.optim import flat
 from mics_fn.shards import (
-    Arrival,
-    Arriving,
     Bucket,
+    GradStream,
     closed_after,
+    grad_stream,
     needs_derivative,
     note_write,
     reduced_over,
@@ -104,94 +89,14 @@ def updating(found: Sequence[Column]) -> Any:
     return spans.Span("opt", list(buckets), device=found[0].tensors[0].device if found else None)
 
 
-# Gradients on their way: a tree of which some pieces have not arrived.
-
-
-@dataclass(frozen=True, eq=False)
-class Coming(Unpacked):
-    """Asynchronous gradients, complete bucket by bucket.
-
-    Until a piece has arrived, its place is held by that of its parameter, which has the same shape
-    and device.
-
-    Args:
-      arrival: what they are taken from.
-      numbers: of the pieces among those of the arrival, of whose tree this may be a part.
-    """
-
-    arrival: Arrival
-    numbers: list[int]
-
-    @classmethod
-    def of(cls, arrival: Arrival) -> "Coming":
-        """All gradients of an arrival."""
-        like = unpacked(arrival.like)
-        held = like.with_pieces([x.detach() for x in like.pieces])
-        return cls(held.leaves, held.spec, held.pieces, arrival, list(range(len(held.pieces))))
-
-    def arriving(self) -> Iterator[list[int]]:
-        """Yield the numbers of pieces as they become available."""
-        own = {number: i for i, number in enumerate(self.numbers)}
-        left = [
-            k for k, bucket in enumerate(self.arrival.order) if not own.keys().isdisjoint(bucket)
-        ]
-        while left:
-            here = [k for k in left if self.arrival.here(k)] or left[:1]
-            left = [k for k in left if k not in here]
-            yield [i for k in here for i in self._take(k, own)]
-
-    def run_order(self, runs: Sequence[FlatRun]) -> list[int]:
-        """The numbers of runs, in the order in which they will have arrived."""
-        own = {number: i for i, number in enumerate(self.numbers)}
-        place = {
-            own[n]: k for k, bucket in enumerate(self.arrival.order) for n in bucket if n in own
-        }
-        return sorted(range(len(runs)), key=lambda r: max(place[i] for i in runs[r].members))
-
-    def _take(self, k: int, own: Mapping[int, int]) -> list[int]:
-        """Wait for a bucket; the numbers of its pieces."""
-        found = []
-        for number, piece in zip(self.arrival.order[k], self.arrival.take(k), strict=True):
-            if number in own:
-                self.pieces[own[number]] = piece.detach()
-                found.append(own[number])
-        return found
-
-    def drop(self, numbers: Iterable[int]) -> None:
-        """Free pieces that were fetched and used."""
-        for i in numbers:
-            self.pieces[i] = self.pieces[i].new_empty(0)
-
-    def part(self, leaves: list[Any], own: Sequence[int]) -> "Coming":
-        """The tree with other leaves, of which only those pieces are left."""
-        pieces, numbers = [self.pieces[i] for i in own], [self.numbers[i] for i in own]
-        return Coming(leaves, self.spec, pieces, self.arrival, numbers)
-
-    def settled(self) -> Unpacked:
-        """The tree once all of it has arrived."""
-        for _ in self.arriving():
-            pass
-        return self.with_pieces(self.pieces)
-
-
-def gradients(given: Tree | Arriving) -> Unpacked:
-    """Gradients taken apart, of which some may be on their way."""
-    return Coming.of(given.arrival()) if isinstance(given, Arriving) else unpacked(given)
-
-
-def settled(found: Unpacked) -> Unpacked:
-    """The same tree once all of it is here."""
-    return found.settled() if isinstance(found, Coming) else found
-
-
 # Trees on their way through a step: the pieces of each run as one tensor, or one by one.
 
 
 class WorkingTree(NamedTuple):
     """A tree on its way through a step: the pieces of each run as one tensor, or one by one."""
 
-    given: Unpacked | FlatShards
-    runs: tuple[FlatRun, ...]
+    given: flat.Unpacked | flat.FlatShards
+    runs: tuple[flat.FlatRun, ...]
     pieces: list[Tensor]  # all of the tree; none where it is kept as runs
     wholes: list[Tensor | None]  # by run
 
@@ -203,7 +108,7 @@ class WorkingTree(NamedTuple):
     @property
     def batched(self) -> bool:
         """Whether it is kept as runs with batch dimensions, whose pieces are not rows of memory."""
-        return isinstance(self.given, FlatShards) and any(
+        return isinstance(self.given, flat.FlatShards) and any(
             run.bucket is not None and whole is not None and whole.ndim > 1
             for run, whole in zip(self.runs, self.wholes, strict=True)
         )
@@ -213,7 +118,7 @@ class WorkingTree(NamedTuple):
 
         Kernels round the last elements of a tensor in another way, so leaf by leaf bits differ.
         """
-        if isinstance(self.given, FlatShards | Coming):
+        if isinstance(self.given, flat.FlatShards) or self.given.stream is not None:
             return self
         pieces = list(self.pieces)
         return self._replace(wholes=[_brought(run, pieces) for run in self.runs], pieces=pieces)
@@ -236,14 +141,14 @@ class WorkingTree(NamedTuple):
     def single(self, r: int) -> list[Tensor]:
         """The pieces of a run that are not empty."""
         whole, run = self.wholes[r], self.runs[r]
-        if isinstance(self.given, FlatShards) and whole is not None:
+        if isinstance(self.given, flat.FlatShards) and whole is not None:
             found = self.given.cut(r, whole)
         else:
             found = [self.pieces[i] for i, _, _ in run.laid]
-        return [x.detach() for x in found] if any_requires_grad(found) else found
+        return [x.detach() for x in found] if flat.any_requires_grad(found) else found
 
     def change(
-        self, fn: Callable[[FlatRun, Tensor], Tensor], only: Sequence[int] | None = None
+        self, fn: Callable[[flat.FlatRun, Tensor], Tensor], only: Sequence[int] | None = None
     ) -> "WorkingTree":
         """The same with `fn(run, x)` in place of each part x of each run, empty pieces too."""
         pieces, wholes = list(self.pieces), list(self.wholes)
@@ -256,30 +161,30 @@ class WorkingTree(NamedTuple):
                 continue
             new = wholes[r] = fn(run, old)
             if pieces and new is not old:
-                for i, piece in zip(run.members, split(run, new), strict=True):
+                for i, piece in zip(run.members, flat.split(run, new), strict=True):
                     pieces[i] = piece
         return self._replace(pieces=pieces, wholes=wholes)
 
-    def renewed(self) -> Unpacked | FlatShards:
+    def renewed(self) -> flat.Unpacked | flat.FlatShards:
         """What it holds, in new nodes, where it lay before."""
-        if isinstance(self.given, Unpacked):
+        if isinstance(self.given, flat.Unpacked):
             old, new = self.given.pieces, self.pieces
             # To ask each of them takes long.
             return self.given.with_pieces(laid_like(new, old) if Stored in map(type, old) else new)
         wholes = [
-            joined(run, [self.pieces[i] for i in run.members]) if whole is None else whole
+            flat.joined(run, [self.pieces[i] for i in run.members]) if whole is None else whole
             for run, whole in zip(self.runs, self.wholes, strict=True)
         ]
-        return with_wholes(self.given.layout, wholes, self.given.cuts)
+        return flat.with_wholes(self.given.layout, wholes, self.given.cuts)
 
 
-def _brought(run: FlatRun, pieces: list[Tensor]) -> Tensor | None:
+def _brought(run: flat.FlatRun, pieces: list[Tensor]) -> Tensor | None:
     """Fetch pieces from several places of files into one run, and return `whole_run`."""
-    whole, mine = whole_run(run, pieces), [pieces[i] for i in run.members]
+    whole, mine = flat.whole_run(run, pieces), [pieces[i] for i in run.members]
     if whole is None and run.laid and Stored in map(type, mine):
         device = next(x.device for x in mine if is_stored(x))
-        whole = joined(run, [read(x.detach()).to(device) for x in mine])
-        for i, piece in zip(run.members, split(run, whole), strict=True):
+        whole = flat.joined(run, [read(x.detach()).to(device) for x in mine])
+        for i, piece in zip(run.members, flat.split(run, whole), strict=True):
             pieces[i] = piece
     return whole
 
@@ -287,14 +192,14 @@ def _brought(run: FlatRun, pieces: list[Tensor]) -> Tensor | None:
 def held_of(trees: Sequence[Tree]) -> list[WorkingTree]:
     found: list[WorkingTree] = []
     for shards in trees:
-        if isinstance(shards, FlatShards):
+        if isinstance(shards, flat.FlatShards):
             runs = shards.layout.runs
             if found and runs is not found[0].runs and runs != found[0].runs:
                 fix = "pass the optimizer's state of these parameters"
                 raise LeafError("opt_step: the state is of another tree", fix=fix)
             found.append(WorkingTree(shards, runs, [], list(shards.wholes)))
             continue
-        given = unpacked(shards)
+        given = flat.unpacked(shards)
         runs = found[0].runs if found else given.runs()
         if len(given.pieces) != sum(len(run.members) for run in runs):
             raise LeafError("opt_step: trees of different numbers of leaves")
@@ -309,14 +214,20 @@ def in_place(held: Sequence[WorkingTree]) -> list[WorkingTree]:
     parts = [x for x in parts if not is_apart(x)]
     far = {id(x) for each in held for x in each.wholes}  # whose parts are brought here later
     spans = sorted(
-        (_torch.storage_id(x), int(x.storage_offset()), x.numel()) for x in parts if is_dense(x)
+        (_torch.storage_id(x), int(x.storage_offset()), x.numel())
+        for x in parts
+        if flat.is_dense(x)
     )
     odd = {a[0] for a, b in pairwise(spans) if a[0] == b[0] and b[1] < a[1] + a[2]}
 
-    def settled(run: FlatRun, x: Tensor) -> Tensor:
+    def settled(run: flat.FlatRun, x: Tensor) -> Tensor:
         if is_apart(x):
-            return x if id(x) in far else copied(run, x)
-        return x if is_dense(x) and not (odd and _torch.storage_id(x) in odd) else copied(run, x)
+            return x if id(x) in far else flat.copied(run, x)
+        return (
+            x
+            if flat.is_dense(x) and not (odd and _torch.storage_id(x) in odd)
+            else flat.copied(run, x)
+        )
 
     return [each.change(settled) for each in held]
 
@@ -332,11 +243,11 @@ def readable(
     written = {_torch.storage_id(x) for x in parts if not is_apart(x)}
     first = {id(run): targets[0].parts(r)[:1] for r, run in enumerate(targets[0].runs)}
 
-    def settled(run: FlatRun, x: Tensor) -> Tensor:
+    def settled(run: flat.FlatRun, x: Tensor) -> Tensor:
         if any(x.device != home.device for home in first.get(id(run), ())):
-            return copied(run, x.to(first[id(run)][0].device))
-        here = not is_stored(x) and is_dense(x)
-        return x if here and _torch.storage_id(x) not in written else copied(run, x)
+            return flat.copied(run, x.to(first[id(run)][0].device))
+        here = not is_stored(x) and flat.is_dense(x)
+        return x if here and _torch.storage_id(x) not in written else flat.copied(run, x)
 
     return [each.change(settled, only) for each in held]
 
@@ -539,7 +450,7 @@ class Elsewhere:
         self,
         targets: Sequence[WorkingTree],
         reads: Sequence[WorkingTree],
-        coming: Coming | None,
+        coming: flat.Unpacked | None,
         keys: Sequence[Hashable] | None,
         donate: bool,
     ) -> None:
@@ -581,8 +492,8 @@ class Elsewhere:
         self._finish()
 
     def _decide(self) -> None:
-        if self._coming is not None:
-            self._coming.arrival.first()
+        if self._coming is not None and self._coming.stream is not None:
+            self._coming.stream.first()
 
     def _coded(self, r: int) -> list[int]:
         """The targets that are kept as codes."""
@@ -670,7 +581,7 @@ class Elsewhere:
         for each in self.targets:
             for run, whole in zip(each.runs, each.wholes, strict=True):
                 if each.pieces and whole is not None:
-                    for i, piece in zip(run.members, split(run, whole), strict=True):
+                    for i, piece in zip(run.members, flat.split(run, whole), strict=True):
                         each.pieces[i] = piece
 
 
@@ -685,7 +596,7 @@ class _Cut(NamedTuple):
       whole: columns are stepped as if they went on to a multiple of so many elements.
     """
 
-    run: FlatRun
+    run: flat.FlatRun
     low: int
     high: int
     given: Sequence[Tensor | Mapping[int, Tensor]]
@@ -744,7 +655,7 @@ def _like(old: Tensor, device: torch.device) -> Tensor:
 
 
 def _arrivals(
-    targets: Sequence[WorkingTree], reads: Sequence[WorkingTree], coming: Coming | None
+    targets: Sequence[WorkingTree], reads: Sequence[WorkingTree], coming: flat.Unpacked | None
 ) -> Generator[Any, Any]:
     """First the order of runs; then, for each run that is sent, what is read, once it is there."""
     runs = targets[0].runs
@@ -754,9 +665,11 @@ def _arrivals(
         while True:
             sent = yield ready
     left, ready, there = dict(enumerate(runs)), dict[int, list[WorkingTree]](), set[int]()
-    sent = yield coming.run_order(runs)
-    coming.arrival.first()
-    batches = coming.arriving()
+    stream: Any = coming.stream
+    place = {i: k for k, bucket in enumerate(stream.order) for i in bucket}
+    sent = yield sorted(range(len(runs)), key=lambda r: max(place[i] for i in runs[r].members))
+    stream.first()
+    batches = coming.completed()
     while True:
         while sent not in ready:
             there.update(next(batches))
@@ -777,63 +690,46 @@ class StepRefused(MicsError):
     """A step is not taken, since its gradients were refused; nothing was written."""
 
 
-class Late:
-    """Gradients computed lazily, at the first read; see [Note: states come first].
+def lazy_grads(like: Tree, make: Callable[[], Tree]) -> GradStream:
+    """Make gradients at the first read; see [Note: states come first].
 
     Args:
-      like: a tree of shards like that of the gradients, or what they are made of as it arrives.
-      make: gives them, a tree or `Arriving`; what it raises ends the step.
+      like: a tree of shards like that of the gradients, or what they are made of as it completes.
+      make: gives them, a tree or what `grad_stream` takes; what it raises ends the step.
     """
+    given, found = grad_stream(like), flat.unpacked(like)
+    order: Sequence[Sequence[int]] = [range(len(found.pieces))]
+    if given is not None:
+        like, order = given.like, given.order
+    done: list[flat.Unpacked] = []
 
-    def __init__(self, like: Tree | Arriving, make: Callable[[], Tree | Arriving]) -> None:
-        self._like, self._make = like, make
-        self._order: Sequence[Sequence[int]] = ()
-        self._made: list[Any] = []
+    def made() -> flat.Unpacked:
+        if not done:
+            done.append(flat.unpacked(make()))
+            got, count = len(done[0].pieces), len(found.pieces)
+            if got != count:
+                text = f"opt_step: gradients of {count} leaves were given to what made {got}"
+                raise LeafError(text, fix="return a tree like the one that it was given")
+        return done[0]
 
-    def arrival(self) -> Arrival:
-        """The gradients; nothing is made yet."""
-        if isinstance(self._like, Arriving):
-            like = self._like.arrival()
-            self._order, shards, home = like.order, like.like, like.home
-        else:
-            shards, found = self._like, unpacked(self._like)
-            self._order, home = [range(len(found.pieces))], reduced_over(found.leaves)
-        given = shards, home, self._order, self._here, self._take, self._whole, self.made
-        return Arrival(*given)
+    def here(place: int) -> bool:
+        return bool(done) and (done[0].stream is None or done[0].stream.here(place))
 
-    def made(self) -> Any:
-        """The gradients, an `Arrival` or a tree."""
-        if not self._made:
-            found = self._make()
-            self._made.append(found.arrival() if isinstance(found, Arriving) else found)
-        return self._made[0]
+    def take(place: int) -> list[Tensor]:
+        stream = made().stream
+        if stream is not None:
+            return stream.take(place)
+        return [made().pieces[i] for i in order[place]]
 
-    def _here(self, place: int) -> bool:
-        if not self._made:
-            return False
-        (found,) = self._made
-        return not isinstance(found, Arrival) or found.here(place)
-
-    def _take(self, place: int) -> list[Tensor]:
-        found = self.made()
-        if isinstance(found, Arrival):
-            return found.take(place)
-        pieces, count = unpacked(found).pieces, sum(map(len, self._order))
-        if len(pieces) != count:
-            text = f"opt_step: gradients of {count} leaves were given to what made {len(pieces)}"
-            raise LeafError(text, fix="return a tree like the one that it was given")
-        return [pieces[i] for i in self._order[place]]
-
-    def _whole(self) -> Tree:
-        found = self.made()
-        return found.whole() if isinstance(found, Arrival) else found
+    home = reduced_over(found.leaves) if given is None else given.home
+    return GradStream(like, home, order, here, take, made)
 
 
 def needs_fetch(params: Tree, opt: Any) -> bool:
     """Return whether a step fetches states from a file or another device, on this rank."""
     held = [x for x in tree.flatten(opt)[0] if isinstance(x, Tensor)]
-    held += unpacked(params).pieces
-    return Stored in map(type, held) or len(set(devices(held))) > 1
+    held += flat.unpacked(params).pieces
+    return Stored in map(type, held) or len(set(flat.devices(held))) > 1
 
 
 class Columns(NamedTuple):
@@ -866,7 +762,7 @@ def columns(
     Args:
       targets: trees of shards, `Unpacked` or not, or `FlatShards`; columns are to be written to,
         and are copies.
-      reads: trees that are only read, or a single one that is `Coming`. All trees have the leaves
+      reads: trees that are only read, or gradients that are a stream. All trees have the leaves
         of the first one, in its order.
       keys: one per piece; only neighbours with equal keys are joined. Default: all are equal.
       by: what else results depend on and may be differentiated by, such as a learning rate.
@@ -885,7 +781,7 @@ def columns(
     """
     held, n = held_of([*targets, *reads]), len(targets)
     live = needs_derivative(by) or (
-        torch.is_grad_enabled() and any(any_requires_grad(each.tensors) for each in held)
+        torch.is_grad_enabled() and any(flat.any_requires_grad(each.tensors) for each in held)
     )
     if live and any(is_coded(x) for each in held for x in each.wholes):
         text = "opt_step: a derivative is asked for, and moments are kept as codes"
@@ -893,10 +789,11 @@ def columns(
     if live and donate:
         text = "opt_step: donate=True where a derivative is asked for"
         raise PlanError(text, fix="pass donate=False, or call it under torch.no_grad()")
-    (coming,) = [x for x in reads if isinstance(x, Coming)] or [None]
+    streams = (x for x in reads if isinstance(x, flat.Unpacked) and x.stream is not None)
+    coming = next(streams, None)
     if live or any(each.batched for each in held):
         if coming is not None:
-            return columns(targets, [coming.settled()], keys, by=by, donate=donate)
+            return columns(targets, [coming.whole()], keys, by=by, donate=donate)
         done, found = _by_leaf(held, n, keys, by)
         blocks = [found]
     else:
@@ -944,7 +841,7 @@ def fresh(shards: Tree) -> Tree:
     if _torch.inside_torch_func():
         return tree.map_leaves(torch.clone, shards)
     (held,) = held_of([shards])
-    return _closed(held.look().change(copied).renewed())
+    return _closed(held.look().change(flat.copied).renewed())
 
 
 def in_chunks(shards: Tree) -> Tree:
@@ -953,19 +850,19 @@ def in_chunks(shards: Tree) -> Tree:
     In groups of one rank a gradient is a view of what autograd gave, which may belong to others.
     """
     (held,) = held_of([shards])
-    held = held.look().change(lambda run, x: x if is_in_chunk(run, x) else copied(run, x))
+    held = held.look().change(lambda run, x: x if flat.is_in_chunk(run, x) else flat.copied(run, x))
     return _closed(held.renewed())
 
 
-def _closed(value: Unpacked | FlatShards) -> Tree:
-    return value.closed() if isinstance(value, Unpacked) else value
+def _closed(value: flat.Unpacked | flat.FlatShards) -> Tree:
+    return value.closed() if isinstance(value, flat.Unpacked) else value
 
 
 def _by_leaf(
     held: Sequence[WorkingTree], n: int, keys: Sequence[Hashable] | None, by: Sequence[Any]
 ) -> tuple[list[WorkingTree], list[Column]]:
     """Columns of single pieces, for which nobody looks at memory; the first `n` are targets."""
-    given = [x.given.pieces() if isinstance(x.given, FlatShards) else x.pieces for x in held]
+    given = [x.given.pieces() if isinstance(x.given, flat.FlatShards) else x.pieces for x in held]
     others = [value for value in by if isinstance(value, Tensor)]
     rows = list(zip(*given, strict=True))
     made = [[_livecopied(x, [*row, *others]) for x in row[:n]] for row in rows]
@@ -1013,7 +910,7 @@ def _columns_of_run(
 def _copies(held: Sequence[WorkingTree], far: Sequence[Sequence[int]]) -> list[WorkingTree]:
     """Trees to be written to in the place of others; what lies elsewhere is left for later."""
     return [
-        each.change(copied, [r for r, others in enumerate(far) if k not in others])
+        each.change(flat.copied, [r for r, others in enumerate(far) if k not in others])
         for k, each in enumerate(held)
     ]
 
@@ -1035,7 +932,7 @@ def _all(
 def _as_they_arrive(
     targets: Sequence[WorkingTree],
     grads: WorkingTree,
-    coming: Coming,
+    coming: flat.Unpacked,
     keys: Sequence[Hashable] | None,
     donate: bool,
 ) -> Generator[list[Column]]:
@@ -1045,8 +942,9 @@ def _as_they_arrive(
     of any parameter; but those are here at once, and copied before anything is written.
     """
     left, there = dict(enumerate(grads.runs)), set[int]()
-    coming.arrival.first()
-    for numbers in coming.arriving():
+    stream: Any = coming.stream
+    stream.first()
+    for numbers in coming.completed():
         there.update(numbers)
         ready = [r for r, run in left.items() if there.issuperset(run.members)]
         every = [*targets, *readable([grads.arrived(ready)], targets, ready)]

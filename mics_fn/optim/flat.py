@@ -18,7 +18,7 @@ ranks share a tensor. Second moments are kept by their roots; see [Note: roots] 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -33,7 +33,17 @@ from torch import Tensor
 from mics_fn import _torch, tree
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.offload import Coded, Stored, coded, is_apart, is_coded, is_stored, laid_like, read
-from mics_fn.shards import Bucket, Nothing, Sharded, Tied, is_leaf, mark_reduced, reduced_over
+from mics_fn.shards import (
+    Bucket,
+    GradStream,
+    Nothing,
+    Sharded,
+    Tied,
+    grad_stream,
+    is_leaf,
+    mark_reduced,
+    reduced_over,
+)
 from mics_fn.tree import Tree
 
 # Where the pieces of a tree of shards lie in the memory of their buckets.
@@ -426,11 +436,19 @@ def is_node(value: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Unpacked:
-    """A flattened tree of shards, whose attributes are read once in a step."""
+    """A flattened tree of shards, whose attributes are read once in a step.
+
+    Args:
+      leaves, spec: of the tree.
+      pieces: this rank's. Until a gradient is complete, its place is held by the piece of its
+        parameter, which has the same shape and device.
+      stream: of gradients that are not all complete; None of any other tree.
+    """
 
     leaves: list[Any]
     spec: Any
     pieces: list[Tensor]
+    stream: GradStream | None = None
 
     @cached_property
     def only_shards(self) -> bool:
@@ -495,7 +513,34 @@ class Unpacked:
 
     def part(self, leaves: list[Any], own: Sequence[int]) -> "Unpacked":
         """The tree with other leaves, of which only these pieces are left."""
-        return Unpacked(leaves, self.spec, [self.pieces[i] for i in own])
+        stream = None if self.stream is None else self.stream.part(own)
+        return Unpacked(leaves, self.spec, [self.pieces[i] for i in own], stream)
+
+    def completed(self) -> Iterator[list[int]]:
+        """Take gradients as their buckets complete; yield the numbers of the pieces."""
+        stream: Any = self.stream
+        for buckets in stream.ready():
+            found = []
+            for k in buckets:
+                for i, piece in zip(stream.order[k], stream.take(k), strict=True):
+                    self.pieces[i] = piece.detach()
+                    found.append(i)
+            yield found
+
+    def whole(self) -> "Unpacked":
+        """Wait for all gradients; the same tree if it is no stream."""
+        if self.stream is None:
+            return self
+        for _ in self.completed():
+            pass
+        made = self.with_pieces(self.pieces)
+        mark_reduced(made.leaves, self.stream.home)
+        return made
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Free gradients that were taken and used."""
+        for i in numbers:
+            self.pieces[i] = self.pieces[i].new_empty(0)
 
     @cached_property
     def _tree(self) -> Tree:
@@ -507,9 +552,14 @@ class Unpacked:
 
 
 def unpacked(shards: Tree) -> Unpacked:
-    """Flatten a tree of shards, unless it is flattened."""
+    """Flatten a tree of shards, or gradients that are not all complete, unless it is flattened."""
     if isinstance(shards, Unpacked):
         return shards
+    stream = grad_stream(shards)
+    if stream is not None:
+        like = unpacked(stream.like)
+        like = like.with_pieces([x.detach() for x in like.pieces])
+        return replace(like, stream=stream)
     leaves, spec = tree.flatten(shards, is_leaf)
     found = Unpacked(leaves, spec, [])
     vars(found)["_tree"] = shards

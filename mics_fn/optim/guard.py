@@ -32,9 +32,9 @@ from mics_fn import _device, checks, tree
 from mics_fn.collectives import collect, collect_bytes, start_mean_over_ranks
 from mics_fn.errors import LeafError, NonFiniteError, PlanError, by_value, message, name_ranks
 from mics_fn.groups import Groups, Home, require_replicas
-from mics_fn.optim.columns import Late, StepRefused, needs_fetch
+from mics_fn.optim.columns import StepRefused, lazy_grads, needs_fetch
 from mics_fn.optim.comparing import compare_once
-from mics_fn.optim.flat import by_leaf
+from mics_fn.optim.flat import by_leaf, unpacked
 from mics_fn.optim.norms import (
     check_limit,
     clip_factor,
@@ -46,9 +46,9 @@ from mics_fn.optim.norms import (
 )
 from mics_fn.optim.state import TrainState, opt_step
 from mics_fn.shards import (
-    Arriving,
     Sharded,
     forget_origins,
+    grad_stream,
     homes_of,
     is_leaf,
     kind_of,
@@ -259,20 +259,18 @@ class NonFinite(NamedTuple):
     text: str
 
 
-def find_nonfinite(
-    grads: Tree | Arriving, groups: Any, loss: torch.Tensor | None = None
-) -> NonFinite:
+def find_nonfinite(grads: Tree, groups: Any, loss: torch.Tensor | None = None) -> NonFinite:
     """Where a gradient is not finite, the same on all ranks.
 
     Args:
-      grads: tree of shards, or `Arriving`, both hops done, whose norm is not finite on some rank.
+      grads: tree of shards, or a stream, both hops done, whose norm is not finite on some rank.
       groups: as for `shard`.
       loss: this rank's, if that is known.
 
     Communication: over each partition group and each replication group 8 bytes, then a text of each
       rank.
     """
-    grads = by_leaf(grads.arrival().whole() if isinstance(grads, Arriving) else grads)
+    grads = by_leaf(grads if grad_stream(grads) is None else unpacked(grads).whole().closed())
     leaves, homes = tree.flatten(grads, is_leaf)[0], homes_of("Guard.judge", groups, grads)
     at = _first(leaves, list(dict.fromkeys(homes)))
     losses = _said(homes, "" if loss is None else kind_of(loss))
@@ -532,7 +530,7 @@ class Verdict(NamedTuple):
         1 if the step is not to be taken; `accept` and `next` are then as if it were. Else None.
     """
 
-    grads: Tree  # or `Arriving`, if that was judged
+    grads: Tree  # or a stream, if that was judged
     norm: Tensor | None
     finite: bool | None
     spike: bool
@@ -620,7 +618,7 @@ class Guard:
 
     def judge(
         self,
-        grads: Tree | Arriving,
+        grads: Tree,
         groups: Any,
         donate: bool = False,
         *,
@@ -659,7 +657,7 @@ class Guard:
           NonFiniteError: on all ranks, with "raise"; nothing was written.
         """
         fix = "judge outside, or in torch.no_grad(); global_norm can be differentiated"
-        held = [] if isinstance(grads, Arriving) else tree.flatten(grads, is_leaf)[0]
+        held = tree.flatten(grads, is_leaf)[0] if grad_stream(grads) is None else []
         leaves = [getattr(leaf, "data", leaf) for leaf in held]
         refuse_derivative("Guard.judge", leaves, fix)
         with torch.no_grad():
@@ -668,7 +666,8 @@ class Guard:
     def _judge(
         self, grads: Any, groups: Any, donate: bool, totals: StepTotals | None, wait: bool
     ) -> Verdict:
-        like = grads.arrival().like if isinstance(grads, Arriving) else grads
+        stream = grad_stream(grads)
+        like = grads if stream is None else stream.like
         homes = dict.fromkeys(homes_of("Guard.judge", groups, like))
         exact = self.check_groups(like, groups)
         decides = self.chosen or (self.decides and any(home.life.whole for home in homes))
@@ -751,12 +750,12 @@ class Guard:
 
     def _limited(self, grads: Any, factor: Tensor | float, donate: bool) -> Any:
         out = limited(grads, factor, self.max_value, donate=donate)
-        if donate and out is not grads and not isinstance(grads, Arriving):
+        if donate and out is not grads and grad_stream(grads) is None:
             mark_donated(grads, "grads", "Guard.judge", keep=out)
         return out
 
 
-def _norm_by(totals: StepTotals, grads: Tree | Arriving, groups: Any) -> Tensor:
+def _norm_by(totals: StepTotals, grads: Tree, groups: Any) -> Tensor:
     """The norm of the whole gradient, by a message whose ranks are those of all groups."""
     # Of each of its groups there are p parts, and the message gives a mean over all ranks.
     parts = [x * home.partition_size for home, x in squares_here(grads, groups).items()]
@@ -790,7 +789,12 @@ P = TypeVar("P")  # a tree of shards
 
 
 def guarded_step(
-    state: TrainState[P], grads: Tree | Arriving, guard: Guard, groups: Any, *, donate: bool = False
+    state: TrainState[P],
+    grads: Tree,
+    guard: Guard,
+    groups: Any,
+    *,
+    donate: bool = False,
 ) -> tuple[TrainState[P], Verdict]:
     """`Guard.judge`, and `opt_step` if the step is accepted, in one call.
 
@@ -835,17 +839,17 @@ def guarded_step(
     checks.flag("guarded_step", "donate", donate)
     found: list[Verdict] = []
 
-    def judged() -> Tree | Arriving:
+    def judged() -> Tree:
         found.append(guard.judge(grads, groups, donate))
         if not found[0].accept:
             raise StepRefused
         return found[0].grads
 
-    late = Late(grads, judged)
+    lazy = lazy_grads(grads, judged)
     # On every rank first, since not every rank may have a part of what is elsewhere.
-    compare_once(state, late.arrival().home)
+    compare_once(state, lazy.home)
     try:
-        given = late if needs_fetch(state.params, state.opt) else judged()
+        given = lazy if needs_fetch(state.params, state.opt) else judged()
         return opt_step(state, given, donate=donate), found[0]
     except StepRefused:
         return state, found[0]

@@ -27,19 +27,7 @@ from mics_fn.offload import (
     store,
     where_of,
 )
-from mics_fn.optim.flat import (
-    FlatLayout,
-    FlatRun,
-    FlatShards,
-    Unpacked,
-    is_in_chunk,
-    is_node,
-    making,
-    split,
-    unpacked,
-    whole_run,
-    with_wholes,
-)
+from mics_fn.optim import flat
 from mics_fn.shards import Sharded, check_kept_place, is_donated, is_leaf
 
 V = TypeVar("V")
@@ -90,22 +78,22 @@ class Mover:
             self._files[folder] = Scratch(folder, self._field, host_bytes=budget)
         return store(x, self._files[folder], tree.join(self._field, path))
 
-    def of_run(self, layout: FlatLayout, r: int, moment: Tensor) -> Tensor:
+    def of_run(self, layout: flat.FlatLayout, r: int, moment: Tensor) -> Tensor:
         """`taken` for the long tensor of a run."""
         return self.taken(moment, _leader(layout, layout.runs[r]))
 
-    def flat(self, moment: FlatShards) -> FlatShards:
+    def flat_shards(self, moment: flat.FlatShards) -> flat.FlatShards:
         """Flat shards, run by run."""
         layout, old = moment.layout, moment.wholes
         new = [self.of_run(layout, r, x) for r, x in enumerate(old)]
         same = all(a is b for a, b in zip(old, new, strict=True))
-        return moment if same else with_wholes(layout, new)
+        return moment if same else flat.with_wholes(layout, new)
 
-    def shards(self, found: Unpacked) -> Unpacked:
+    def shards(self, found: flat.Unpacked) -> flat.Unpacked:
         """A tree of shards, chunk by chunk."""
         pieces, layout = list(found.pieces), found.layout()
         for run in layout.runs:
-            whole, path = whole_run(run, pieces), _leader(layout, run)
+            whole, path = flat.whole_run(run, pieces), _leader(layout, run)
             if run.bucket is not None:
                 check_kept_place("move", run.bucket, self.place(path))
             if whole is None:
@@ -114,15 +102,15 @@ class Mover:
                 continue
             new = self._chunk(run, whole, path)
             if new is not whole:
-                for i, piece in zip(run.members, split(run, new), strict=True):
+                for i, piece in zip(run.members, flat.split(run, new), strict=True):
                     pieces[i] = piece
         if all(a is b for a, b in zip(pieces, found.pieces, strict=True)):
             return found
         return found.with_pieces(pieces)
 
-    def _chunk(self, run: FlatRun, whole: Tensor, path: str) -> Tensor:
+    def _chunk(self, run: flat.FlatRun, whole: Tensor, path: str) -> Tensor:
         """A run, with the rest of its chunk if it has one of its own, which stays one."""
-        if is_stored(whole) or not is_in_chunk(run, whole):
+        if is_stored(whole) or not flat.is_in_chunk(run, whole):
             return self.taken(whole, path)
         count = whole.untyped_storage().nbytes() // whole.itemsize
         chunk = whole.detach().as_strided((count,), (1,), 0)
@@ -130,7 +118,7 @@ class Mover:
         return whole if new is chunk else new.narrow(0, int(whole.storage_offset()), whole.numel())
 
 
-def _leader(layout: FlatLayout, run: FlatRun) -> str:
+def _leader(layout: flat.FlatLayout, run: flat.FlatRun) -> str:
     """The path of the largest leaf of a run, which says where all of it lies."""
     held = [i for i, x in enumerate(layout.leaves) if x is None or isinstance(x, tuple)]
     paths = tree.spec_paths(layout.spec)
@@ -142,19 +130,19 @@ def _leader(layout: FlatLayout, run: FlatRun) -> str:
     return paths[held[max(run.members, key=size)]]
 
 
-def moved_states(opt: Any, params: Unpacked, mover: Mover) -> Any:
+def moved_states(opt: Any, params: flat.Unpacked, mover: Mover) -> Any:
     """The state of an optimizer with its moments at their places."""
     names = dict(zip(zip(*params.places, strict=True), params.paths, strict=True))
 
     def take(x: Any) -> Any:
-        if isinstance(x, FlatShards):
-            return mover.flat(x)
+        if isinstance(x, flat.FlatShards):
+            return mover.flat_shards(x)
         if not isinstance(x, Sharded) or (x.bucket, x.slot) not in names:
             return x
         data = mover.taken(x.data, names[x.bucket, x.slot])
         return x if data is x.data else Sharded(data, x.bucket, x.slot)
 
-    return tree.map_leaves(take, opt, is_leaf=is_node)
+    return tree.map_leaves(take, opt, is_leaf=flat.is_node)
 
 
 def as_before(new: V, old: Any) -> V:
@@ -210,13 +198,13 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 def init_elsewhere(init: Callable[[Any], Any], params: Any, where: Where | str | None) -> Any:
     """What `init(params)` gives, its moments made at their places one after the other."""
-    places, found = where_of(where), unpacked(params)
+    places, found = where_of(where), flat.unpacked(params)
     check_matched("init_state: where", places.patterns, tree.spec_paths(found.spec))
     if not places.moves("states"):
         return init(params)
     mover = Mover(places, "states", device_of(found.pieces))
     with reports(FileError):
-        with making(mover.of_run):
+        with flat.making(mover.of_run):
             opt = init(params)
         return moved_states(opt, found, mover)  # those of optimizers of one's own
 
@@ -270,12 +258,12 @@ def _moved(value: V, places: Where, device: torch.device | None) -> V:
     given = [x for x in tensors_of(value) if not x.is_leaf]
     refuse_derivative("move", given, "move outside, and differentiate by what came back")
     if not all(hasattr(value, name) for name in ("params", "opt", "transform")):
-        found = unpacked(value)
+        found = flat.unpacked(value)
         _check_patterns(places, found)
         new = Mover(places, "params", device or device_of(found.pieces)).shards(found)
         return value if new is found else new.closed()  # pyright: ignore[reportReturnType]
     state: Any = value
-    params = unpacked(state.params)
+    params = flat.unpacked(state.params)
     _check_patterns(places, params)
     home = device or device_of(params.pieces, tensors_of(state.opt))
     new = Mover(places, "params", home).shards(params)
@@ -283,7 +271,7 @@ def _moved(value: V, places: Where, device: torch.device | None) -> V:
     return replace(state, params=state.params if new is params else new.closed(), opt=opt)
 
 
-def _check_patterns(places: Where, params: Unpacked) -> None:
+def _check_patterns(places: Where, params: flat.Unpacked) -> None:
     """Refuse patterns that match no leaf, and warn of those that match no leaf that is trained."""
     check_matched("move: where", places.patterns, tree.spec_paths(params.spec))
     for pattern in places.patterns:

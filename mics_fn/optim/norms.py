@@ -7,7 +7,7 @@ one bucket at a time is on the device then, and no limit is written to host memo
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +22,13 @@ from mics_fn.optim.comparing import facts_from
 from mics_fn.optim.flat import by_leaf
 from mics_fn.optim.transform import Transform, from_update
 from mics_fn.shards import (
-    Arrival,
-    Arriving,
     Bucket,
     BucketUse,
+    GradStream,
     Opened,
     Sharded,
     deal,
+    grad_stream,
     homes_of,
     is_leaf,
     linear_map,
@@ -42,7 +42,7 @@ from mics_fn.tree import Tree
 
 
 def limited(
-    grads: Tree | Arriving,
+    grads: Tree | GradStream,
     factor: Tensor | float = 1.0,
     max_value: float | None = None,
     *,
@@ -51,7 +51,7 @@ def limited(
     """Gradients times a factor, then clamped, in one pass; all clipping is done here.
 
     Args:
-      grads: tree of shards, or `Arriving`.
+      grads: tree of shards, or a stream of gradients.
       factor: a float, or a 0-dim float64 tensor, for which the host does not wait.
       max_value: elements are clamped to [-max_value, max_value].
       donate: write into the chunks of `grads`, which cannot be used afterwards.
@@ -68,8 +68,9 @@ def limited(
     if not isinstance(factor, Tensor) and factor == 1.0 and max_value is None:
         return grads
 
-    if isinstance(grads, Arriving):
-        return Limited(grads, factor, max_value)
+    stream = grad_stream(grads)
+    if stream is not None:
+        return _limited_stream(stream, factor, max_value)
 
     def limit(grad: Tensor) -> None:
         if not isinstance(factor, Tensor):
@@ -86,31 +87,18 @@ def limited(
     return map_columns(limit, in_chunks(grads) if donate else grads, donate=donate)
 
 
-@dataclass(frozen=True, eq=False)
-class Limited:
-    """Gradients times a factor, then clamped, once a step takes them.
+def _limited_stream(
+    given: GradStream, factor: Tensor | float, max_value: float | None
+) -> GradStream:
+    """Limit gradients as they are taken, in new memory."""
+    leaves = [x for x in tree.flatten(given.like, is_leaf)[0] if isinstance(x, Sharded)]
 
-    Args:
-      given: the gradients.
-      factor, max_value: as for `limited`.
-    """
+    def take(place: int) -> list[Tensor]:
+        pairs = zip(given.order[place], given.take(place), strict=True)
+        held = [Sharded(x.detach(), leaves[i].bucket, leaves[i].slot) for i, x in pairs]
+        return [x.data for x in limited(held, factor, max_value)]
 
-    given: Arriving
-    factor: Tensor | float
-    max_value: float | None
-
-    def arrival(self) -> Arrival:
-        """The limited gradients, in new memory."""
-        found = self.given.arrival()
-        leaves = [x for x in tree.flatten(found.like, is_leaf)[0] if isinstance(x, Sharded)]
-
-        def take(place: int) -> list[Tensor]:
-            pairs = zip(found.order[place], found.take(place), strict=True)
-            held = [Sharded(x.detach(), leaves[i].bucket, leaves[i].slot) for i, x in pairs]
-            return [x.data for x in limited(held, self.factor, self.max_value)]
-
-        whole: Any = lambda: limited(found.whole(), self.factor, self.max_value)  # noqa: E731
-        return replace(found, take=take, whole=whole)
+    return replace(given, take=take)
 
 
 # The norm of a sharded gradient, and clipping: by `Guard`, or by a part of a `chain`.
@@ -161,10 +149,11 @@ def counted_homes(verb: str, grads: Tree, groups: Any) -> list[Home]:
     return list(dict.fromkeys(found))
 
 
-def norm_here(grads: Tree | Arriving, groups: Any) -> Tensor:
+def norm_here(grads: Tree | GradStream, groups: Any) -> Tensor:
     """`global_norm` of the leaves that these groups reach, whichever others there are."""
-    if isinstance(grads, Arriving):
-        return _norm_of_arriving(grads.arrival(), groups)
+    stream = grad_stream(grads)
+    if stream is not None:
+        return _norm_of_stream(stream, groups)
     grads = by_leaf(grads)  # the padding inside of a run must not count
     leaves, by_home = tree.flatten(grads, is_leaf)[0], _by_home(grads, groups)
     differentiated = any(needs_derivative(pieces) for pieces in by_home.values())
@@ -199,10 +188,11 @@ def _by_home(grads: Tree, groups: Any) -> dict[Groups, list[Tensor]]:
     return by_home
 
 
-def squares_here(grads: Tree | Arriving, groups: Any) -> dict[Groups, Tensor]:
+def squares_here(grads: Tree | GradStream, groups: Any) -> dict[Groups, Tensor]:
     """By groups, the sum of squares of this rank's pieces, in float64; nothing is sent."""
-    if isinstance(grads, Arriving):
-        by_home = _norms_of_arriving(grads.arrival(), groups)
+    stream = grad_stream(grads)
+    if stream is not None:
+        by_home = _norms_of_stream(stream, groups)
     else:
         by_home = {h: norms_of(x) for h, x in _by_home(by_leaf(grads), groups).items()}
     return {home: _squares(home, norms) for home, norms in by_home.items()}
@@ -252,28 +242,25 @@ def _squares(home: Groups, norms: Sequence[_Norm]) -> Tensor:
     return torch.stack([torch.zeros((), device=home.device), *held]).double().square().sum()
 
 
-def _norm_of_arriving(arrival: Arrival, groups: Any) -> Tensor:
-    """`norm_here` of gradients that arrive, with the same bits; not differentiable.
+def _norm_of_stream(stream: GradStream, groups: Any) -> Tensor:
+    """`norm_here` of a stream of gradients, with the same bits; not differentiable.
 
     Memory: on the device one bucket of what lies elsewhere.
     """
-    homes = homes_of("global_norm", groups, arrival.like)
-    leaves = tree.flatten(arrival.like, is_leaf)[0]
-    trained = [home for x, home in zip(leaves, homes, strict=True) if isinstance(x, Sharded)]
-    if not trained:
-        return norm_here(arrival.whole(), groups)
-    by_home = _norms_of_arriving(arrival, groups)
+    by_home = _norms_of_stream(stream, groups)
+    if not any(by_home.values()):
+        return torch.zeros((), dtype=torch.float64)
     return torch.stack([_total_of(*found) for found in by_home.items()]).sum().sqrt()
 
 
-def _norms_of_arriving(arrival: Arrival, groups: Any) -> dict[Groups, list[_Norm]]:
-    """The norms of pieces that arrive, by their groups; one bucket at a time is on the device."""
-    homes = homes_of("global_norm", groups, arrival.like)
-    leaves = tree.flatten(arrival.like, is_leaf)[0]
+def _norms_of_stream(stream: GradStream, groups: Any) -> dict[Groups, list[_Norm]]:
+    """The norms of pieces of a stream, by their groups; one bucket at a time is on the device."""
+    homes = homes_of("global_norm", groups, stream.like)
+    leaves = tree.flatten(stream.like, is_leaf)[0]
     trained = [home for x, home in zip(leaves, homes, strict=True) if isinstance(x, Sharded)]
     norms: dict[int, _Norm] = {}
-    for place, numbers in enumerate(arrival.order):
-        norms.update(zip(numbers, norms_of(arrival.take(place)), strict=True))
+    for place, numbers in enumerate(stream.order):
+        norms.update(zip(numbers, norms_of(stream.take(place)), strict=True))
     by_home: dict[Groups, list[_Norm]] = {home: [] for home in homes}
     for number, home in enumerate(trained):
         by_home[home].append(norms[number])

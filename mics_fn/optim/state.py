@@ -13,7 +13,6 @@ from mics_fn.errors import FileError, LeafError, MicsError, PlanError
 from mics_fn.groups import Groups
 from mics_fn.interrupts import Commit
 from mics_fn.offload import Where, is_stored, read
-from mics_fn.optim.columns import Coming, gradients
 from mics_fn.optim.comparing import compare_once, optimizer_facts, same_options
 from mics_fn.optim.flat import Unpacked, any_requires_grad, check_coded, devices, unpacked
 from mics_fn.optim.moving import as_before, init_elsewhere
@@ -25,7 +24,6 @@ from mics_fn.optim.transform import (
     step_of_tree,
 )
 from mics_fn.shards import (
-    Arriving,
     Sharded,
     Writing,
     check_leaves,
@@ -226,9 +224,7 @@ def init_state(
     return TrainState(0, params, opt, dict(buffers or {}), transform)
 
 
-def opt_step(
-    state: TrainState[P], grads: Tree | Arriving, *, donate: bool = False
-) -> TrainState[P]:
+def opt_step(state: TrainState[P], grads: Tree, *, donate: bool = False) -> TrainState[P]:
     """The next state.
 
     Args:
@@ -281,14 +277,14 @@ def opt_step(
       tensor([0.9000, 0.9000])
     """
     checks.flag("opt_step", "donate", donate)
-    ahead = gradients(grads)
+    ahead = unpacked(grads)
     compare_once(state, _home_of(ahead))
     if spans.observers:
         spans.passing("opt_step", state.step + 1, unpacked(state.params).pieces)
     if not donate:
         return _stepped(state, grads, ahead, donate)
     with Commit() as commit:
-        if isinstance(ahead, Coming):
+        if ahead.stream is not None:
             commit.hold()  # a wait for a rank that is gone gives way to a signal
         else:
             commit.write()
@@ -302,7 +298,7 @@ def opt_step(
 
 def _home_of(grads: Unpacked) -> Any:
     """The groups that gradients are reduced over, if that is known."""
-    return grads.arrival.home if isinstance(grads, Coming) else reduced_over(grads.leaves)
+    return reduced_over(grads.leaves) if grads.stream is None else grads.stream.home
 
 
 def _stepped(state: TrainState, grads: Any, ahead: Unpacked, donate: bool) -> TrainState:
@@ -345,12 +341,12 @@ def _updated(
         after, opt = transform.step_unpacked(ahead, state.opt, start, donate)
         params = after.closed()
     else:
-        whole = ahead.arrival.whole() if isinstance(ahead, Coming) else grads
+        whole = grads if ahead.stream is None else ahead.whole().closed()
         params, opt = step_of_tree(transform, whole, state.opt, given, donate)
         opt = as_before(opt, state.opt)
         after = unpacked(params) if donate else start
-    if isinstance(ahead, Coming):
-        ahead.arrival.first()  # a rank without elements has taken nothing
+    if ahead.stream is not None:
+        ahead.stream.first()  # a rank without elements has taken nothing
     return params, opt, after
 
 

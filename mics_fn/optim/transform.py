@@ -12,7 +12,7 @@ from torch import Tensor
 from mics_fn import _torch, checks, tree
 from mics_fn.checks import check_matched, matches
 from mics_fn.errors import LeafError, PlanError
-from mics_fn.optim.columns import Coming, Late, map_columns, needs_fetch, settled
+from mics_fn.optim.columns import lazy_grads, map_columns, needs_fetch
 from mics_fn.optim.flat import Unpacked, unpacked
 from mics_fn.optim.moving import as_before
 from mics_fn.shards import Nothing, Sharded, is_leaf, names, needs_derivative, note_write
@@ -178,7 +178,7 @@ def step_of(
     """Run a step of any transform on flattened trees."""
     if part.step_unpacked is not None:
         return part.step_unpacked(grads, state, params, donate)
-    given = settled(grads).closed()
+    given = grads.whole().closed()
     found, state = step_of_tree(part, given, state, params.closed(), donate)
     return unpacked(found), state
 
@@ -382,7 +382,7 @@ def chain(*transforms: Optimizer) -> Transform:
         new: list[Any] = []
 
         def made() -> Tree:
-            given, found = before_last(settled(grads).closed(), states, params.closed())
+            given, found = before_last(grads.whole().closed(), states, params.closed())
             new.extend(as_before(found, list(states[:-1])))
             return given
 
@@ -390,7 +390,7 @@ def chain(*transforms: Optimizer) -> Transform:
         # the same memory, and so before.
         late = needs_fetch(params, states[-1]) and not needs_fetch([], states[:-1])
         late = late and parts[-1].step_unpacked is not None
-        given = Coming.of(Late(grads.closed(), made).arrival()) if late else unpacked(made())
+        given = unpacked(lazy_grads(grads.closed(), made) if late else made())
         after, last = step_of(parts[-1], given, states[-1], params, donate)
         return after, (*new, last)
 

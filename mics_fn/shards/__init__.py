@@ -73,9 +73,8 @@ from mics_fn.collectives import needs_derivative, refuse_derivative
 from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, pieces, with_parts
 from mics_fn.shards.contents import PLAIN, leaves_of, map_contents
 from mics_fn.shards.leaf import (
-    Arrival,
-    Arriving,
     Fixed,
+    GradStream,
     Leaf,
     MemoryPlace,
     Nothing,
@@ -87,7 +86,7 @@ from mics_fn.shards.leaf import (
     closed_after,
     donate,
     dtype_name,
-    each_once,
+    grad_stream,
     is_donated,
     is_leaf,
     lose_if_aborted,

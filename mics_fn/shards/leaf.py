@@ -16,10 +16,10 @@ import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import currentframe
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -575,25 +575,24 @@ def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None
         raise LeafError(f"{verb}: {where} is on {leaf.device}, its groups are on {device}", fix=fix)
 
 
-# Gradients that arrive bucket by bucket: some can be used while others are still being reduced.
+# Gradients of which some buckets can be used while others are still being reduced.
 
 
 @dataclass(frozen=True, eq=False)
-class Arrival:
-    """A tree of gradients whose buckets complete one by one, in a known order.
+class GradStream:
+    """Gradients whose buckets complete one by one, in an order that is known.
 
     Args:
       like: the tree of shards that they are gradients of.
       home: the groups that they are reduced over.
-      order: for each bucket, in the order in which they arrive, the numbers of its leaves among the
-        trained leaves of the tree; the same on every rank.
-      here: whether the bucket with this number in the order has arrived, on the device; nothing
+      order: for each bucket, in the order in which they complete, the numbers of its pieces among
+        those of the tree; the same on every rank.
+      here: whether the bucket with this number in the order is complete, on the device; nothing
         waits.
-      take: waits for a bucket, and gives its pieces, one per leaf. What lies elsewhere is brought
-        at each call, in memory of its own.
-      whole: waits for all of them, and gives the tree.
+      take: waits for a bucket, and gives its pieces, one per number. What is placed elsewhere is
+        fetched at each call, into memory of its own.
       first: waits for what has to be known before any bucket can be taken, such as a verdict on all
-        of them; `take` and `whole` call it themselves.
+        of them; `take` calls it itself.
     """
 
     like: Tree
@@ -601,17 +600,41 @@ class Arrival:
     order: Sequence[Sequence[int]]
     here: Callable[[int], bool]
     take: Callable[[int], list[Tensor]]
-    whole: Callable[[], Tree]
     first: Callable[[], object] = lambda: None
 
+    def ready(self) -> Iterator[list[int]]:
+        """Yield numbers of buckets to take: those that are complete, or else the next one."""
+        left = list(range(len(self.order)))
+        while left:
+            here = [k for k in left if self.here(k)] or left[:1]
+            left = [k for k in left if k not in here]
+            yield here
 
-@runtime_checkable
-class Arriving(Protocol):
-    """What can be given for gradients that have not all arrived, such as a `GradSum`."""
+    def part(self, own: Sequence[int]) -> "GradStream":
+        """Select pieces by their numbers; these are numbered anew."""
+        number = {n: i for i, n in enumerate(own)}
+        buckets = [k for k, found in enumerate(self.order) if not number.keys().isdisjoint(found)]
+        order = [[number[n] for n in self.order[k] if n in number] for k in buckets]
 
-    def arrival(self) -> Arrival:
-        """The gradients, some of which are still being reduced."""
-        ...
+        def take(place: int) -> list[Tensor]:
+            k = buckets[place]
+            pairs = zip(self.order[k], self.take(k), strict=True)
+            return [piece for n, piece in pairs if n in number]
+
+        here = lambda place: self.here(buckets[place])  # noqa: E731
+        return replace(self, order=order, here=here, take=take)
+
+
+def grad_stream(grads: Any) -> GradStream | None:
+    """Return gradients that may not all be complete, such as a `GradSum`, as a stream; else None.
+
+    Args:
+      grads: a `GradStream`; what has a method `__grad_stream__` that gives one; or a tree.
+    """
+    if isinstance(grads, GradStream):
+        return grads
+    make = getattr(grads, "__grad_stream__", None)
+    return None if make is None else make()
 
 
 # Which tensors share memory.

@@ -5,7 +5,7 @@ replica steps on its own gradients for a while, and then all of them are merged.
 
 What `hop2` of a `Precision` says, such as `hop2=int8`, holds for gradients in `every_step` and for
 the outer gradients of `diloco`. `local_sgd` sends parameters, which are never coded, since rounding
-them would be an error in the model itself: there it has no effect, and `Trainer` warns of it.
+them would be an error in the model itself: there it has no effect.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -74,7 +74,6 @@ class ReplicaSync:
         that of `outer`, once it needs no other rank any more.
       facts: those of the outer optimizer, as for a `Transform`.
       reduce: `reduce(grads, outer, groups) -> (grads, outer)`, in place of hop 2; None does hop 2.
-      exact: whether `merge` sends values as they are, so that no codes of hop 2 are sent.
 
     Example:
       >>> from mics_fn.optim import sgd
@@ -98,7 +97,6 @@ class ReplicaSync:
     merge: Callable[[Tree, Any, Any, bool], tuple[Tree, Any]]
     facts: Callable[[Sequence[str]], Mapping[str, str]] | None = None
     reduce: Callable[[Tree, Any, Any], tuple[Tree, Any]] | None = None
-    exact: bool = False
 
     def groups(self, groups: Any) -> Any:
         """The groups for the steps: one replica's if these do no hop 2, else those given.
@@ -317,7 +315,7 @@ def local_sgd(every: int) -> ReplicaSync:
         # Parameters, unlike differences of them, must be sent in full precision.
         return sync_replicas(fresh(params), groups, donate=True, exact=True), outer
 
-    return ReplicaSync(f"local_sgd({every})", every, True, lambda params: (), merge, exact=True)
+    return ReplicaSync(f"local_sgd({every})", every, True, lambda params: (), merge)
 
 
 def diloco(every: int, outer: Optimizer | None = None) -> ReplicaSync:

@@ -46,7 +46,6 @@ from mics_fn.schedules import OnDemand
 from mics_fn.shards import any_lost, is_leaf, reclaimed
 from mics_fn.spans import LOG
 from mics_fn.train.given import compare_options
-from mics_fn.train.loop import Epochs
 from mics_fn.train.plain import guard_numbers, with_numbers
 from mics_fn.train.replicas import has_own_state
 from mics_fn.train.stepping import merge, write
@@ -69,7 +68,7 @@ class Said:
     cut: bool  # whether its state is lost, as a write of it was cut short
     ready: bool  # whether it has kept what it needs to write one more step
     merges: bool  # whether a merge of replicas is left to do of its last step
-    epoch: int | None  # of the last pass of `fit`
+    passes: list[Any]  # what `DataPasses.report` gave
     policies: list[list[Any] | None]  # for training and evaluation
 
     @property
@@ -97,7 +96,7 @@ def reported_by_all(trainer: Any) -> dict[int, Said]:
         any_lost((trainer.state, trainer.sync_state)),
         trainer.member.ready is not None,
         trainer.member.merges,
-        trainer.epochs.epoch,
+        trainer.passes.report(),
         [_limits(policy) for policy in policies],
     ]
     said = collect_bytes(trainer.member.home, json.dumps(mine).encode())
@@ -125,7 +124,7 @@ def rejoin(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
     member, whole = trainer.member, [rank for rank in found if not found[rank].lost]
     home = member.home
     if not whole:
-        raise _no_replica(home, found, [], "no rank has a whole state")
+        raise _lost(found, "no rank has a whole state")
     newest = max(found[rank].at for rank in whole)
     ready = [rank for rank in whole if found[rank].ready and found[rank].calls == newest[0] - 1]
     if home.rank in ready:
@@ -144,14 +143,18 @@ def _take(trainer: Any, found: Mapping[int, Said], have: Sequence[int], needy: l
     """Let some ranks take state, guard and position in the data from those that have them."""
     member, lost = trainer.member, [rank for rank in needy if found[rank].lost]
     home = member.home
-    _check_one_home(trainer.groups, home, found, lost)
+    groups = trainer.groups
+    homes = {} if callable(groups) else dict.fromkeys(tree.flatten(groups)[0])
+    if list(homes) != [home]:
+        raise _lost(found, "leaves live on several groups, whose replicas are other ranks")
     sources: dict[int, int] = {}
     for place in range(home.partition_size):
         ranks = home.ranks[place :: home.partition_size]
         holders = [rank for rank in ranks if rank in have]
         takers = [rank for rank in ranks if rank in needy]
         if takers and not holders:
-            raise _no_replica(home, found, have, "no replica holds all of the newest state")
+            part = f"part {place + 1} of {home.partition_size}"
+            raise _lost(found, f"no rank with {part} has all of it")
         sources |= {rank: holders[i % len(holders)] for i, rank in enumerate(takers)}
     guide = max((found[rank] for rank in have), key=lambda said: said.at)
     mine, own = found[home.rank], reclaimed(trainer.state)
@@ -169,9 +172,8 @@ def _take(trainer: Any, found: Mapping[int, Said], have: Sequence[int], needy: l
     if home.rank in sources:
         trainer.ahead, trainer.guard, member.masked = state, guard, None
         trainer.sync_state = replace(trainer.sync_state, step=guide.calls)
-        trainer.epochs.took()  # the batch of a step that failed here is used, after all
     if member.lost:
-        trainer.epochs.begin_after(guide.epoch)
+        trainer.passes.take(guide.passes)
         trainer.schedule = _limited(trainer.schedule, guide.policies[0])
         trainer.eval_schedule = _limited(trainer.eval_schedule, guide.policies[1])
         member.lost = False
@@ -179,16 +181,6 @@ def _take(trainer: Any, found: Mapping[int, Said], have: Sequence[int], needy: l
         with reports(FileError):  # leaves may lie in files
             compared = Comparison("Trainer.reset", trainer.state, home, [], moments=False)
         compared.finish("raise")
-
-
-def _check_one_home(
-    groups: Any, home: Groups, found: Mapping[int, Said], lost: Sequence[int]
-) -> None:
-    """Raise unless all leaves live on the same groups, which have all replicas."""
-    homes = {} if callable(groups) else dict.fromkeys(tree.flatten(groups)[0])
-    if list(homes) != [home]:
-        why = "leaves live on several groups, whose replicas are other ranks"
-        raise _no_replica(home, found, [], why) if lost else torn(found)
 
 
 def _limited(policy: Any, limits: list[Any] | None) -> Any:
@@ -201,69 +193,53 @@ def _limited(policy: Any, limits: list[Any] | None) -> Any:
 
 def refuse_apart(home: Groups, found: Mapping[int, Said]) -> None:
     """Raise LostStateError if replicas with states of their own lack a part of one."""
-    apart, p, ranks = "replicas are apart, so each has a state of its own", home.partition_size, []
-    for start in range(0, len(found), p):
-        replica = home.stacked_ranks[start : start + p]
-        lost = [rank for rank in replica if found[rank].lost]
-        alike = len({(found[rank].at, found[rank].merges) for rank in replica}) == 1
-        ranks += lost or ([] if alike else replica)
-    newest = max(said.calls for said in found.values())
-    merged = {said.merges for said in found.values() if said.calls == newest}
-    if not ranks and len(merged) > 1:
-        apart, ranks = "only some ranks have merged after the last step", list(found)
-    elif ranks and not any(said.lost for said in found.values()):
-        apart = f"{apart}, and ranks of one are at different steps"
-    if ranks:
-        raise _gone(found, apart, [f"rank {rank} {_place(found[rank])}" for rank in ranks])
+    p, newest, why = home.partition_size, max(said.calls for said in found.values()), ""
+    replicas = [home.stacked_ranks[start : start + p] for start in range(0, len(found), p)]
+    places = [{(found[rank].at, found[rank].merges) for rank in ranks} for ranks in replicas]
+    if any(said.lost for said in found.values()):
+        why = "replicas are apart, so each has a state of its own"
+    elif any(len(each) > 1 for each in places):
+        why = "replicas are apart, and ranks of one are at different steps"
+    elif len({said.merges for said in found.values() if said.calls == newest}) > 1:
+        why = "only some ranks have merged after the last step"
+    if why:
+        raise _lost(found, why)
 
 
-def refuse_own_state(home: Groups, found: Mapping[int, Said], name: str) -> None:
+def refuse_own_state(found: Mapping[int, Said], name: str) -> None:
     """Raise LostStateError if a rank lacks what hop 2 keeps on that rank alone."""
     newest = max(said.at for said in found.values())
     if any(said.lost or (said.at != newest and not said.ready) for said in found.values()):
-        why = f"{name} keeps a state on each rank that no other one has"
-        raise _no_replica(home, found, [], why)
+        raise _lost(found, f"{name} keeps a state on each rank that no other one has")
 
 
-def _no_replica(
-    home: Groups, found: Mapping[int, Said], have: Sequence[int], why: str
-) -> LostStateError:
-    """The error that names the parts that nobody holds."""
-    lines, p = [], home.partition_size
-    for place in range(p):
-        ranks = home.ranks[place::p]
-        if not set(ranks) & set(have):
-            states = [f"rank {rank} {_place(found[rank])}" for rank in ranks]
-            lines.append(f"part {place + 1} of {p}: {', '.join(states)}")
-    return _gone(found, why, lines)
-
-
-def _gone(found: Mapping[int, Said], why: str, lines: list[str]) -> LostStateError:
+def _lost(found: Mapping[int, Said], why: str) -> LostStateError:
     """Return the error of a state that no rank holds, with the saves to resume from."""
-    what = "Trainer.reset: no replica holds the state that a lost rank had"
-    if not any(said.lost for said in found.values()):
-        what = "Trainer.reset: no replica holds the newest state"
+    lost = any(said.lost for said in found.values())
+    what = "the state that a lost rank had" if lost else "the newest state"
     newest = max(said.step for said in found.values())
     fix = f"put a state in its place that all ranks have saved, of step {newest} or before"
     fix += "; with checkpoint= the Trainer goes back to the newest by itself"
-    return LostStateError(f"{what}: {why}", lines, fix)
-
-
-def _place(said: Said) -> str:
-    if said.cut:
-        return "was cut short while it wrote a step"
-    merges = ", before its merge" if said.merges else ""
-    return "came back without it" if said.back else f"is at step {said.step}{merges}"
+    return LostStateError(f"Trainer.reset: no replica holds {what}: {why}", _places(found), fix)
 
 
 def torn(found: Mapping[int, Said]) -> LostStateError:
-    """The error of ranks that are at different steps."""
-    texts = {
-        rank: "lost" if said.lost else f"step {said.step}, in {said.calls} calls"
-        for rank, said in found.items()
-    }
+    """Return the error of ranks that are at different steps."""
     fix = "pass heal=True, or go back to a state that all ranks have saved"
-    return LostStateError("Trainer.reset: ranks are at different steps", rank_lines(texts), fix)
+    return LostStateError("Trainer.reset: ranks are at different steps", _places(found), fix)
+
+
+def _places(found: Mapping[int, Said]) -> list[str]:
+    """Return the lines that say how far each rank has come."""
+    texts = {}
+    for rank, said in found.items():
+        merges = ", before its merge" if said.merges else ""
+        texts[rank] = f"step {said.step}, in {said.calls} calls{merges}"
+        if said.back:
+            texts[rank] = "came back without a state"
+        if said.cut:
+            texts[rank] = "was cut short while it wrote a step"
+    return rank_lines(texts)
 
 
 _ATTEMPTS = 5  # as a rank may be lost while another one is healed
@@ -288,18 +264,18 @@ def renew(trainer: Any, *, heal: bool) -> None:
         member.compared = False
         try:
             at_one_step(trainer, heal=heal)
-            _go_on_in_data(member.home, trainer.epochs)
         except (CollectiveError, PeerFailed):
             if not attempt:
                 raise
         except LostStateError:  # whoever goes on puts a saved state here; the next step compares it
             member.lost, member.ready, member.merges = False, None, False
-            if trainer.checkpoint.begin(trainer):
+            if trainer.checkpoint is not None and trainer.checkpoint.begin(trainer):
                 return
             raise
         else:
             member.compared = True
-            trainer.checkpoint.reset(trainer)
+            if trainer.checkpoint is not None:
+                trainer.checkpoint.reset(trainer)
             return
 
 
@@ -337,9 +313,16 @@ def at_one_step(trainer: Any, *, heal: bool) -> None:
     if trainer.replica_sync.apart:
         refuse_apart(home, found)
         _merged(trainer, found, heal=heal)
-        return
-    if has_own_state(trainer.replica_sync, trainer.sync_state):
-        refuse_own_state(home, found, trainer.replica_sync.name)
+    else:
+        if has_own_state(trainer.replica_sync, trainer.sync_state):
+            refuse_own_state(found, trainer.replica_sync.name)
+        _aligned(trainer, found, heal=heal)
+    if any(said.passes[0] for said in found.values()):
+        trainer.passes.go_on(trainer.sync_state.step)
+
+
+def _aligned(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
+    """Align replicas that step together; see [Note: one step again]."""
     if any(said.lost or said.ready for said in found.values()):
         rejoin(trainer, found, heal=heal)
         return
@@ -349,20 +332,8 @@ def at_one_step(trainer: Any, *, heal: bool) -> None:
             raise torn(found)
         last = max(found.values(), key=lambda said: said.at)
         if trainer.sync_state.step < last.calls:
-            trainer.epochs.took()  # the batch of the step that failed here is used, after all
             trainer.sync_state = replace(trainer.sync_state, step=last.calls)
             trainer.guard = with_numbers(trainer.guard, last.scale, last.norms)
-
-
-def _go_on_in_data(home: Groups, epochs: Epochs) -> None:
-    """Resume the pass that an error has ended, on all ranks.
-
-    Communication: two small all-gathers over each of the two groups.
-    """
-    said = collect_bytes(home, json.dumps(epochs.place).encode()).values()
-    places = [place for place in map(json.loads, said) if place is not None]
-    if places:
-        epochs.repeat(max(places, key=lambda place: place[:2]), home.device)
 
 
 def _merged(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
@@ -376,7 +347,6 @@ def _merged(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
     if behind and not heal:
         raise torn(found)
     if mine.calls < last.calls:
-        trainer.epochs.took()
         trainer.sync_state = replace(trainer.sync_state, step=last.calls)
         trainer.guard = with_numbers(trainer.guard, last.scale, last.norms)
         trainer.state = replace(trainer.state, step=last.step)

@@ -30,23 +30,23 @@ from mics_fn.groups import Groups
 from mics_fn.interrupts import Commit
 from mics_fn.offload import where_of
 from mics_fn.optim import (
-    Late,
     StepRefused,
     StepTotals,
     TrainState,
     Verdict,
     init_state,
+    lazy_grads,
     masked_by,
     move,
     opt_step,
     same_step,
     tell_memory,
 )
-from mics_fn.shards import Writing, is_leaf
+from mics_fn.shards import Writing, grad_stream, is_leaf
 from mics_fn.train import given
 from mics_fn.train.loop import learning
 from mics_fn.train.metrics import StepMetrics, Weights, counted, weights_of
-from mics_fn.train.program import Values, cut, to_device
+from mics_fn.train.program import Values, count, cut, to_device
 from mics_fn.tree import Tree
 
 # The end of a step of a `Trainer`: gradients are judged, and the step is written or refused.
@@ -57,7 +57,6 @@ def begin(trainer: Any, params: Tree, optimizer: Any, buffers: Values) -> None:
 
     Communication: that of `compare_options`, and of the policy that merges replicas.
     """
-    given.warn_of_hop2(params, trainer.replica_sync)
     given.warn_of_overlap(trainer)
     params = move(params, trainer.where, device=trainer.member.home.device)
     trainer.state = init_state(params, optimizer, buffers=buffers, where=trainer.where)
@@ -97,7 +96,7 @@ def reduced(trainer: Any, total: GradSum) -> Any:
     if not total.elsewhere or trainer.replica_sync.reduce is not None:
         return total.grads()
     total.wait()
-    total.arrival()  # which raises where a step has no gradient
+    grad_stream(total)  # which raises where a step has no gradient
     return total
 
 
@@ -140,7 +139,7 @@ def update_late(
     with Writing():
         state = trainer.ahead
         with suppress(StepRefused):
-            state = opt_step(state, Late(total, judged), donate=True)
+            state = opt_step(state, lazy_grads(total, judged), donate=True)
         write(trainer, found[0], state)
     return found[0].verdict
 
@@ -160,8 +159,7 @@ def _judged(
     masked, found_inf = None, verdict.found_inf
     if found_inf is not None:
         totals.mask(found_inf)
-        place = trainer.epochs.place_before
-        masked = given.Masked(totals, _plain(old.opt), trainer.sync_state, place)
+        masked = given.Masked(totals, _plain(old.opt), trainer.sync_state)
         for name, new in buffers.items():
             if new.shape == old.buffers[name].shape:
                 new.copy_(torch.where(found_inf > 0, old.buffers[name], new))
@@ -192,7 +190,6 @@ def write(trainer: Any, ready: given.Ready, stepped: TrainState | None = None) -
         kept = kept if verdict.accept else trainer.sync_state
         merges, member = sync.apart and sync.due(kept), trainer.member
         kept = replace(kept, step=kept.step + 1)
-        trainer.epochs.took()
         # Between these nothing can interrupt; see [Note: between two instructions] in `interrupts`.
         trainer.ahead, trainer.sync_state, trainer.guard = state, kept, verdict.next
         member.merges, member.masked = merges, ready.masked
@@ -241,7 +238,6 @@ def settle(trainer: Any) -> None:
     refused, aborted = masked.totals.outcome()
     if aborted:  # the step is to be made again, with the same batch
         trainer.sync_state = masked.sync
-        trainer.epochs.go_back(masked.place)
     else:
         masked.totals.warn_of_unequal()
     if refused:
@@ -319,7 +315,7 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
     home, groups = member.home, trainer.replica_sync.groups(trainer.groups)
     batch = to_device(batch, home.device)
     parts = cut(batch, trainer.accumulate)
-    state, counts = trainer.ahead, trainer.epochs.using(batch)
+    state, counts = trainer.ahead, count(batch)
     drift = given.start_comparison(trainer, trainer.program.buffers.averaged)
     where = trainer.where if trainer.where.sets("grads") else None
     total = GradSum(len(parts), dtype=trainer.grad_dtype, where=where)

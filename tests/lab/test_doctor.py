@@ -22,12 +22,12 @@ import mics_fn as mf
 from mics_fn.__main__ import main
 from mics_fn.lab.doctor import command, parts, rank, report, training
 from mics_fn.lab.models.gpt import GPTConfig
-from mics_fn.lab.ranks.bounded import Ended, run_bounded
+from mics_fn.lab.ranks.launch import Ended, run_bounded
 from mics_fn.lab.ranks.pool import run_ranks
 
 ROOT = Path(__file__).parents[2]
 WELL = Ended(None, "exited with code 0", 1.0, False, "", "", "")
-SMALL = training.Training(GPTConfig(context=16, dim=32, num_blocks=2))
+SMALL = training.Training(model=GPTConfig(context=16, dim=32, num_blocks=2))
 
 
 def forked(fn: Callable[..., Any], n: int, *args: Any, **how: Any) -> list[Ended]:
@@ -243,7 +243,6 @@ def test_without_an_accelerator_it_is_one_line(
     ("flags", "text"),
     [
         (["--parts", "ways"], "--parts ways without --gpu"),
-        (["--gpu", "--dim", "30"], "--dim 30 is not a multiple of 4 heads"),
         (["--out", "nowhere/report.json"], "there is no folder nowhere"),
         (["--gpu", "--parts", "ways,none"], "none: choose from alone ways"),
     ],

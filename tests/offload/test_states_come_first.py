@@ -18,7 +18,7 @@ import mics_fn as mf
 from mics_fn import offload, optim, tree
 from mics_fn.offload import is_stored, scratch
 from mics_fn.optim.flat import by_leaf
-from mics_fn.shards import Arrival
+from mics_fn.shards import GradStream
 
 SHAPES = {"a": (301, 43), "b": (7,), "c": (300, 330), "d": (90, 11), "none": (0, 3)}
 HOST_BYTES = 2**20
@@ -164,11 +164,11 @@ class Given:
     def __init__(self, grads: Any):
         self._grads = grads
 
-    def arrival(self) -> Arrival:
+    def __grad_stream__(self) -> GradStream:
         found = [x.data for x in self._grads.values()]
         order = [[i] for i in range(len(found))]
         take = lambda place: [found[place]]  # noqa: E731
-        return Arrival(self._grads, None, order, lambda _: True, take, lambda: self._grads)
+        return GradStream(self._grads, None, order, lambda _: True, take)
 
 
 @pytest.mark.parametrize("kind", ["tree", "arriving", "late"])
@@ -187,7 +187,9 @@ def test_gradients_in_the_memory_of_parameters(tmp_path, kind):
             grads = mf.reduce_grads(grads, groups, like=state.params)
             assert (grads["a"].data.data_ptr() == held["b"].data_ptr()) is shared
             if kind == "late":
-                state = mf.opt_step(state, optim.Late(Given(grads), lambda g=grads: g), donate=True)
+                state = mf.opt_step(
+                    state, optim.lazy_grads(Given(grads), lambda g=grads: g), donate=True
+                )
             else:
                 given = grads if kind == "tree" else Given(grads)
                 state, _ = optim.guarded_step(state, given, guard, groups, donate=True)

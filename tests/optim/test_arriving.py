@@ -14,6 +14,7 @@ from torch import Tensor
 import mics_fn as mf
 from mics_fn import optim, tree
 from mics_fn.optim.flat import by_leaf
+from mics_fn.shards import grad_stream
 
 STEPS = 3
 LAYOUTS = [Layout((1,), 1), Layout((2,), 1), Layout((2, 2), 2), Layout((2, 2), 4)]
@@ -112,8 +113,9 @@ class Broken:
     def __init__(self, total: mf.GradSum, at: int):
         self.total, self.at = total, at
 
-    def arrival(self) -> Any:
-        found, calls = self.total.arrival(), iter(range(100))
+    def __grad_stream__(self) -> Any:
+        found: Any = grad_stream(self.total)
+        calls = iter(range(100))
 
         def take(place: int) -> Any:
             if next(calls) == self.at:
