@@ -666,8 +666,6 @@ PlanError: save: step=-1, expected an int of at least 0
 PlanError: save: keep='2', expected an int of at least 1
 >>> checkpoint.save("a", state(), groups, step=1, overwrite=True)
 PlanError: save: overwrite=True, expected 'never' or 'newer'
->>> checkpoint.start_save("a", state(), groups, step=1, commit="copy")
-PlanError: save: commit='copy', expected 'rename' or 'file'
 >>> checkpoint.load("a", state(), groups, step="3")
 PlanError: load: step='3', expected None or an int of at least 0
   fix: None takes the newest one
