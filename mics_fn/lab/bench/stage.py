@@ -20,7 +20,7 @@ from mics_fn.errors import PlanError
 from mics_fn.groups import placement
 from mics_fn.lab.bench.turns import BenchPeer, BenchTurns, in_job
 from mics_fn.lab.models import gpt
-from mics_fn.lab.models.task import Batch, Task, join
+from mics_fn.lab.models.task import Batch, TrainingTask, join
 from mics_fn.lab.models.text import load_text
 from mics_fn.shards import Bucket, Precision
 
@@ -191,7 +191,7 @@ OVERLAP_PEERS = ("keep", "overlap")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(Task):
+class TrainConfig(TrainingTask):
     """Options of what is trained by AdamW, and on what.
 
     Args:

@@ -14,7 +14,7 @@ from mics_fn import _device
 from mics_fn.collectives import Codec
 from mics_fn.lab.bench.turns import nbytes
 from mics_fn.lab.models import gpt
-from mics_fn.lab.models.task import Batch, Task, join
+from mics_fn.lab.models.task import Batch, TrainingTask, join
 from mics_fn.lab.models.text import Text, load_text
 from mics_fn.lab.report import buckets_of, wire_bytes
 from mics_fn.shards import Precision
@@ -27,7 +27,7 @@ CODED_BOUNDS = {"int8": 5e-3, "fp8": 5e-3, "int4": 1e-2}  # three times and more
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoConfig(Task):
+class DemoConfig(TrainingTask):
     """Options of the demo.
 
     Args:

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import mics_fn as mf
 from mics_fn import _torch
 from mics_fn.lab.models import gpt
-from mics_fn.lab.models.task import Batch, Task
+from mics_fn.lab.models.task import Batch, TrainingTask
 from mics_fn.lab.models.text import load_text
 from mics_fn.shards import Precision
 
@@ -114,7 +114,7 @@ STEADY = 3  # steps before these record and plan, or allocate for the first time
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training(Task):
+class Training(TrainingTask):
     """Options of what is trained by SGD, at a rate at which a step changes more than rounding does.
 
     Args:

@@ -14,7 +14,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class TrainingTask:
     """Options of a training of the GPT.
 
     Args:
