@@ -344,9 +344,9 @@ class Trainer:
     def reset(self, *, heal: bool = True) -> None:
         """Go on after an error has ended the groups: new ones, all ranks at one step. All call it.
 
-        The state, the guard, when replicas are merged, the epochs of `fit` and the learned order of
-        fetches are kept, and nothing of a step that was not completed. A rank that was lost and
-        started again calls it, too, and takes all of these from its replicas.
+        The state, the guard, when replicas are merged and the epochs of `fit` are kept, and nothing
+        of a step that was not completed. A rank that was lost and started again calls it, too, and
+        takes all of these from its replicas.
 
         Args:
           heal: let a rank that is behind, or has come back, take what it lacks from a replica.

@@ -771,9 +771,6 @@ LeafError: set: opt.moments.exp_avg.w has a value that is not finite, which stat
 >>> mf.notebook.start(2, nodes=0)
 PlanError: notebook.start: nodes=0, expected None or an int of at least 1
   fix: give 1 or more
->>> mf.notebook.start(2, device=5)
-PlanError: notebook.start: device=5, expected the name of a device
-  fix: pass 'auto', 'cpu', or the kind of this machine's accelerators
 >>> mf.summary(None)
 LeafError: summary: shards=None, expected shards or tensors
   fix: pass a tree of shards, or a TrainState such as trainer.state
