@@ -336,7 +336,7 @@ def warn_of_overlap(trainer: Any) -> None:
         text = "Trainer: overlap_step=True has no effect with a guard that may refuse a step"
         why = "to refuse one that is not finite, all gradients have to be known before any is used"
         fix = "pass guard=optim.Guard(on_nonfinite='ignore'), or leave overlap_step= out"
-        warnings.warn(message(text, [why], fix), stacklevel=5)
+        warnings.warn(message(text, [why], fix), stacklevel=4)
 
 
 def check_buffers(buffers: Mapping[str, Tensor], home: Groups) -> None:

@@ -277,11 +277,12 @@ def every_step() -> ReplicaSync:
       >>> every_step().groups(groups) is groups
       True
     """
+    return ReplicaSync("every_step()", 1, False, lambda params: (), _nothing_left)
 
-    def nothing_left(params: Tree, outer: Any, groups: Any, donate: bool) -> tuple[Tree, Any]:
-        return params, outer
 
-    return ReplicaSync("every_step()", 1, False, lambda params: (), nothing_left)
+def _nothing_left(params: Tree, outer: Any, groups: Any, donate: bool) -> tuple[Tree, Any]:
+    """The merge of replicas that are equal after each step."""
+    return params, outer
 
 
 def local_sgd(every: int) -> ReplicaSync:
@@ -419,18 +420,11 @@ def reduced_by(
     checks.function(verb, "init", init, "init(params)", "it returns the first state")
     checks.call(verb, init, "init(params)", "it returns the first state")
 
-    def with_state(grads: Tree, outer: Any, groups: Any) -> Any:
-        return hop2(grads, outer, groups)
-
-    def without_state(grads: Tree, outer: Any, groups: Any) -> Any:
-        return hop2(grads, groups), outer
-
-    def nothing_left(params: Tree, outer: Any, groups: Any, donate: bool) -> tuple[Tree, Any]:
-        return params, outer
+    def reduce(grads: Tree, outer: Any, groups: Any) -> Any:
+        return hop2(grads, outer, groups) if init is not None else (hop2(grads, groups), outer)
 
     name = f"reduced_by({getattr(hop2, '__qualname__', type(hop2).__name__)})"
-    reduce = without_state if init is None else with_state
-    return ReplicaSync(name, 1, False, init or (lambda _: ()), nothing_left, reduce=reduce)
+    return ReplicaSync(name, 1, False, init or (lambda _: ()), _nothing_left, reduce=reduce)
 
 
 def policy_of(replica_sync: ReplicaSync | None, hop2: Any) -> ReplicaSync:
