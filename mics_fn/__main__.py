@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except MicsError as err:
         print(f"\n{parser.prog} {args.command}: {err}", file=sys.stderr)
-        return getattr(err, "exit_code", 1)
+        return 1
     except KeyboardInterrupt:
         print(f"\n{parser.prog} {args.command}: interrupted", file=sys.stderr)
         return 130

@@ -84,7 +84,7 @@ from mics_fn.errors import (
     rank_lines,
 )
 from mics_fn.groups import Groups
-from mics_fn.init import File, Limits, with_texts
+from mics_fn.init import File, with_texts
 from mics_fn.shards import dtype_name
 from mics_fn.spans import LOG
 from mics_fn.threads import beside
@@ -149,7 +149,6 @@ def step_back() -> None:
 # tensor.
 
 READ = 256 * BLOCK  # bytes that are read, and compared, at once
-_LIMITS = Limits(trust=False, max_header_bytes=2**30, max_leaves=1_000_000)
 _OLDER = "load an older step, as on_corrupt='previous' does"
 _AGAIN = "load it again; the file may be as it was saved"
 # What the system says of a file that is not there, or is something else.
@@ -253,7 +252,7 @@ class PartFile:
 
     def __init__(self, folder: Path, name: str, record: FileRecord) -> None:
         self.path = folder / name
-        self._file = File("load", self.path, _LIMITS)
+        self._file = File("load", self.path)
         self._turn = threading.Lock()  # one thread reads, so that the system can read ahead
         try:
             self._open(record)
@@ -883,8 +882,6 @@ def sync(path: Path) -> None:
 
 # The manifest of a step, and which files of a step are opened at all.
 
-_MANIFEST_LIMITS = Limits(trust=False, max_header_bytes=MAX_BYTES, max_leaves=0)
-
 
 def manifest_in(path: Path, step: int) -> tuple[Manifest, str]:
     """The manifest of a step and its digest.
@@ -937,9 +934,8 @@ def _content(path: Path, name: str) -> bytes:
     """A small file of a step, whole."""
     check_files(path, [name])
     with load_errors(path / name):
-        file = File("load", path / name, _MANIFEST_LIMITS)
+        file = File("load", path / name)
         try:
-            file.require_small(file.size)
-            return bytes(file.read(0, file.size))
+            return file.header(0, file.size, MAX_BYTES)
         finally:
             file.close()

@@ -13,7 +13,7 @@ Torch's own classes write them: a planner and a `FileSystemWriter` on each rank,
 `.distcp` file per part, and at the end the writer of the first rank, which makes `.metadata`. These
 classes are used without their collectives, so that waits are bounded and errors are named as
 everywhere here. How such a directory is read without running anything in it is described in
-`init.dcp_files`.
+`init/torch_files.py`.
 """
 
 import json
@@ -34,7 +34,7 @@ from mics_fn.checkpoint.manifest import savable
 from mics_fn.collectives import agree, in_step
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Groups
-from mics_fn.init import Limits, read_shards
+from mics_fn.init import read_shards
 from mics_fn.optim import TrainState, by_leaf
 from mics_fn.shards import (
     LayoutOptions,
@@ -313,15 +313,13 @@ def load_dcp(
     strict: bool = True,
     dtype: torch.dtype | None = None,
     trust: bool = False,
-    max_header_bytes: int = 100_000_000,
-    max_leaves: int = 100_000,
     **options: Unpack[LayoutOptions],
 ) -> dict[str, Leaf]:
     """Shards of the parameters in a directory that torch.distributed.checkpoint wrote.
 
     Each rank reads only the chunks that overlap its own part, however many ranks wrote them. The
-    directory needs no trust to be read: `.metadata` is a pickle, but its opcodes are read as a
-    description, and nothing that it names is imported or called.
+    directory needs no trust to be read: `.metadata` is a pickle, but it is read as a description,
+    and nothing that it names is imported or called.
 
     Args:
       path: the directory, as FSDP2 and torchtitan save it.
@@ -336,8 +334,6 @@ def load_dcp(
       dtype: as for `load_shards`.
       trust: whether a file that `.metadata` names may be a symbolic link or lie elsewhere. Nothing
         is run in any case.
-      max_header_bytes: the most bytes that `.metadata` may have.
-      max_leaves: the most tensors that the directory may have, with those that are ignored.
       options: as for `load_shards`.
 
     Returns:
@@ -349,8 +345,8 @@ def load_dcp(
       time while it reads.
 
     Raises:
-      FileError: a file is damaged, is missing, holds something else, does not match `.metadata`, or
-        asks for more than the limits; it names the file and the leaf.
+      FileError: a file is damaged, is missing, holds something else, or does not match `.metadata`;
+        it names the file and the leaf.
       OSError: there is no `.metadata`, or it cannot be opened.
       LeafError, DesyncError, PlanError, FileError: as `load_shards`.
 
@@ -369,10 +365,9 @@ def load_dcp(
         bare = name.removeprefix(prefix)
         return bare if names is None else names(bare)
 
-    limits = Limits.checked("load_dcp", trust, max_header_bytes, max_leaves)
-    how = {"like": like, "names": meant, "strict": strict, "dtype": dtype}
+    how = {"like": like, "names": meant, "strict": strict, "dtype": dtype, "trust": trust}
     described = Path(fspath(path)) / ".metadata"
-    return read_shards("load_dcp", described, groups, limits, **how, options={**options})
+    return read_shards("load_dcp", described, groups, **how, options={**options})
 
 
 def save_dcp(

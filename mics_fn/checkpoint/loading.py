@@ -22,7 +22,7 @@ from mics_fn.errors import (
     name_ranks,
 )
 from mics_fn.groups import Groups
-from mics_fn.offload import is_apart, is_coded, set_part, unset_like
+from mics_fn.offload import is_coded, is_placed
 from mics_fn.optim import by_leaf, replaced
 from mics_fn.shards import (
     Fixed,
@@ -185,7 +185,7 @@ class Wanted(NamedTuple):
     def read(self, part: directory.PartFile) -> None:
         """Read these elements into the target."""
         x: Any = self.target
-        direct = x.is_cpu and x.is_contiguous() and not is_apart(x)
+        direct = x.is_cpu and x.is_contiguous() and not is_placed(x)
         count = self.high - self.low
         if direct:  # one element may have any stride
             out = x.as_strided((count,), (1,), x.storage_offset() + self.low)
@@ -193,8 +193,8 @@ class Wanted(NamedTuple):
             out = torch.empty(count, dtype=x.dtype)
         with directory.load_errors(part.path):
             part.read(self.name, self.start, out)
-        if is_apart(x):
-            set_part(x, self.low, out)
+        if is_placed(x):
+            x.fill(self.low, out)
         elif not direct and x.is_contiguous():
             x.view(-1)[self.low : self.high].copy_(out)
         elif not direct:
@@ -407,8 +407,8 @@ def copy_of(state: Tree, into: Callable[[Tensor], Tensor] | None = None) -> Tree
         if is_coded(x) and x.codes.row is not None:  # it is read into as bytes
             row = x.codes.row if into is not None else copied(x.codes.row)
             return x.within(row)
-        if is_apart(x):
-            return unset_like(x)
+        if is_placed(x):
+            return x.unset()
         lazy = x.is_conj() or x.is_neg()  # memory that is read into holds the values themselves
         return copied(x) if into is None or lazy else into(x)
 

@@ -22,7 +22,7 @@ from mics_fn.checkpoint import manifest
 from mics_fn.collectives import Codec, checksum
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Groups
-from mics_fn.offload import Hold, is_apart, is_coded, is_stored, mapped, read, set_part
+from mics_fn.offload import Hold, in_file, is_coded, is_placed, read
 from mics_fn.optim import TrainState, by_leaf
 from mics_fn.shards import (
     Bucket,
@@ -371,8 +371,8 @@ class Conversion(NamedTuple):
             values = values.float()
             check_finite(f"load: {self.held.name}", self.held.codec, values)
             data.write(0, values.to(data.device))
-        elif is_apart(data):
-            set_part(data, 0, values.to(data.dtype))
+        elif is_placed(data):
+            data.fill(0, values.to(data.dtype))
         else:
             data.copy_(values)
 
@@ -482,7 +482,7 @@ class Snapshot:
 
     def on_host(self, tensors: Mapping[str, Tensor]) -> Any:
         """A block that has these tensors on the host: themselves if they are there already."""
-        if all(x.is_cpu or is_stored(x) for x in tensors.values()):
+        if all(x.is_cpu or in_file(x) for x in tensors.values()):
             dense = {name: _dense(x) for name, x in tensors.items()}
             return _given(lambda: dense)
         return self.copied(tensors)
@@ -491,12 +491,12 @@ class Snapshot:
         """Copy tensors; the result is a block that has the copies.
 
         What lies in files is not copied but held, so that steps meanwhile write to other parts, and
-        the block has it as it was; see [Note: held parts] in `offload.stored`.
+        the block has it as it was; see [Note: held parts] in `offload.placed`.
 
         On an accelerator the copies are queued on the current stream, in front of whatever changes
         the tensors next, and the block waits for them, not the caller.
         """
-        far: dict[str, Any] = {name: x for name, x in tensors.items() if is_stored(x)}
+        far: dict[str, Any] = {name: x for name, x in tensors.items() if in_file(x)}
         hold, near = Hold(far.values()), {k: x for k, x in tensors.items() if k not in far}
         devices = {x.device for x in near.values() if _device.is_async(x.device)}
         places, sources, end = dict[str, int](), list[tuple[int, Tensor]](), 0
@@ -518,7 +518,7 @@ class Snapshot:
         order = list(tensors)
 
         def made() -> dict[str, Tensor]:  # in the block, for which nobody waits
-            return {k: mapped(far[k]) if k in far else _view(memory, *facts[k]) for k in order}
+            return {k: far[k].mapped() if k in far else _view(memory, *facts[k]) for k in order}
 
         return _given(made, events, hold, lambda: MEMORY.give_back(memory, device))
 
@@ -549,7 +549,7 @@ def _runs(tensors: Mapping[str, Tensor]) -> list[list[str]]:
     """
     runs, flat = list[list[str]](), list[tuple[int, str]]()
     for name, x in tensors.items():
-        if is_apart(x) or x.is_neg() or x.is_conj() or not x.is_contiguous():
+        if is_placed(x) or x.is_neg() or x.is_conj() or not x.is_contiguous():
             runs.append([name])
         else:
             flat.append((x.data_ptr(), name))
@@ -576,4 +576,4 @@ def _view(memory: Tensor, place: int, dtype: torch.dtype, shape: torch.Size) -> 
 
 
 def _dense(x: Any) -> Tensor:
-    return mapped(x) if is_stored(x) else read(x).detach().resolve_conj().resolve_neg().contiguous()
+    return x.mapped() if in_file(x) else read(x).detach().resolve_conj().resolve_neg().contiguous()

@@ -68,9 +68,9 @@ for codes in gathers and hop 1): `python -m mics_fn demo --precision "hop2=int4[
 Start reading at `pending.py`, with its notes: a collective in flight, what a rank does by itself
 before it sends, and which memory must not be overwritten yet. Then `levels.py`, the only file that
 calls what moves data: single levels first, then hierarchical collectives, codes and hop 2.
-`wire.py` has the arithmetic of means and says where codes travel, `codec.py` makes them, with
-`pieces.py` on the CPU and `fused.py` on CUDA. `agreement.py` is what ranks compare, and long work
-that all of them leave if one fails. `derivatives.py` says where a verb must refuse a derivative.
+`wire.py` has the arithmetic of means and says where codes travel, `codec.py` makes them by the
+arithmetic of `blocks.py`. `agreement.py` is what ranks compare, and long work that all of them
+leave if one fails. `derivatives.py` says where a verb must refuse a derivative.
 `own.py` runs collectives of a user's own on `Groups.communicators`:
 
   >>> for name, comm in groups.communicators.items():

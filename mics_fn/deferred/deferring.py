@@ -347,7 +347,7 @@ class DeferredParams:
         All ranks must close the same runs in the same order. A second call has no effect.
 
         Raises:
-          DesyncError: another rank used other buckets in this run.
+          DesyncError: another rank fetched other buckets in this run.
         """
         self._live.close()
 
@@ -404,8 +404,8 @@ def defer(
     Raises:
       PlanError: the groups are not those that the tree was sharded with, or the schedule does not
         fit the tree.
-      DesyncError: ranks have different trees or schedules, or use buckets in different orders, or
-        some reduce many more than others before a fetch.
+      DesyncError: ranks have different trees or schedules, or fetch buckets in different orders, or
+        some reduce more than others before a fetch.
       LeafError: an op writes to a deferred parameter; `into` or `linearize` inside torch.func. On
         the CPU, under `keep_all` a parameter that this rank holds in full is a plain tensor, which
         keeps its value after the run: there a write is an error at the end of the run.

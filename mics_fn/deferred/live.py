@@ -21,7 +21,7 @@ from mics_fn.collectives import SentCodes, Task, moves, push_all, start_coded_ga
 from mics_fn.deferred.reduction import Reduction
 from mics_fn.deferred.tensor import GatheredBucket
 from mics_fn.errors import DonatedError, GroupsError, LeafError
-from mics_fn.groups import Arena, Buffers
+from mics_fn.groups import Arena, Buffers, GroupState
 from mics_fn.schedules import Channel, Learned, Offsets, OnDemand, Run, Schedule, offsets
 from mics_fn.shards import (
     BucketUse,
@@ -202,7 +202,8 @@ class LiveBuckets:
         self._name = partial(_title, names)
         for bucket in self.buckets:
             bucket.stays = policy.at_once
-        self.run = Run(learned, policy, sizes_of(uses), channel, self._name)
+        push = partial(_push, tuple(dict.fromkeys(use.home.life for use in uses)))
+        self.run = Run(learned, policy, sizes_of(uses), channel, self._name, push)
         # The schedule that this run follows; another run may learn a new one before this run ends.
         self._schedule = learned.schedule if self.run.following else None
         self.reduction: Reduction | None = None  # of the backward pass under way
@@ -444,6 +445,11 @@ class LiveBuckets:
         for index in list(self._codes):
             if index not in self._coming:
                 self._codes.pop(index).release()
+
+
+def _push(lives: Sequence[GroupState]) -> None:
+    for life in lives:
+        push_all(life)
 
 
 def _title(names: Callable[[int], Sequence[str]], index: int) -> str:

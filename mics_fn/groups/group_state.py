@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -90,7 +89,7 @@ class GroupState:
     retract: Callable[[], bool] = lambda: True
     listen: Callable[[], bool] = bool
     left: Callable[[], None] = lambda: None  # tells the monitor that these groups are closed here
-    depart: Callable[[str], Callable[[], None]] = lambda how: quiet  # `Departures.depart`
+    depart: Callable[[str], Callable[[], None]] = lambda how: quiet  # `JobMessages.depart`
     again: Any = None  # makes groups like these; see `make`
     follows: Any = None  # gives what took the place of these groups in a `reset`
     turns: peers.Turns = field(default_factory=peers.Turns)
@@ -104,6 +103,11 @@ class GroupState:
 
     def __post_init__(self) -> None:
         self.idle = peers.Idle(self.ranks, self.rank)
+
+    def fresh(self) -> "GroupState":
+        """A new life of the same ranks."""
+        kept = {"whole": self.whole, "on_device": self.on_device, "heartbeat_s": self.heartbeat_s}
+        return GroupState(self.ranks, self.rank, **kept, timeout_s=self.timeout_s)
 
     def own(self, group: dist.ProcessGroup) -> None:
         """Take over a process group, which `close` will destroy."""
@@ -217,7 +221,7 @@ class GroupState:
                 cause = self.first(failure)
                 error = cause.error(str(error).partition("\n")[0])
                 break
-            gone = None if call is None else self.job.gone(call)
+            gone = None if call is None else self.job.closed(call)
             if gone is not None:
                 error = gone
                 break
@@ -413,31 +417,15 @@ def _started(task: Callable[[], None]) -> threading.Thread:
     return start(threading.Thread(target=peers.quietly, args=(task,), daemon=True))
 
 
-# `ErrorReport`: a step of a program, of whose error the other ranks hear.
+# Errors of a program, of which the other ranks hear.
 
 
-class ErrorReport:
-    """Context of one step of a program; its error is reported to the other ranks.
-
-    Args:
-      life: of the groups that step.
-      step: the number of the step.
-    """
-
-    def __init__(self, life: GroupState, step: int) -> None:
-        self._life, self._step = life, step
-
-    def __enter__(self) -> None:
-        self._life.step = self._step
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            tell_all(error)
+@contextmanager
+def reports_step(life: GroupState, step: int) -> Iterator[None]:
+    """Context of the step with this number; its error is reported to the other ranks."""
+    life.step = step
+    with reports(BaseException):
+        yield
 
 
 def tell_all(error: BaseException, *, final: bool = False, kind: str = "") -> None:
@@ -447,7 +435,7 @@ def tell_all(error: BaseException, *, final: bool = False, kind: str = "") -> No
 
 
 @contextmanager
-def reports(kind: type[Exception]) -> Iterator[None]:
+def reports(kind: type[BaseException]) -> Iterator[None]:
     """Context whose errors of a class are reported, even if the program catches them."""
     try:
         yield

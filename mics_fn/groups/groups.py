@@ -13,7 +13,7 @@ else: hop 2 stays a plain mean, which serves parameters too and can be repeated.
 
 import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -226,6 +226,10 @@ class Hierarchy:
         return f"Hierarchy({levels or 'one rank'}, chunk {self.route.chunk} of {self.route.size})"
 
 
+def _as_made(groups: Any) -> Any:
+    return groups
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Groups:
     """The process groups of one data-parallel job, as this rank sees them; made by `make_groups`.
@@ -250,6 +254,7 @@ class Groups:
       mean_over: number of ranks that gradients are averaged over; None for those of the job.
       apart: whether other replicas of the job step on their own; see `replica`.
       agreed: digests of trees that were compared before.
+      derive: makes groups like these of those that `make_groups` gave; see `reset`.
 
     Example:
       >>> with make_groups(1) as groups:
@@ -277,6 +282,7 @@ class Groups:
     mean_over: int | None = None
     apart: bool = False
     agreed: set = field(default_factory=set)
+    derive: Callable[[Any], Any] = _as_made
 
     @property
     def world_size(self) -> int:
@@ -314,8 +320,10 @@ class Groups:
         if self.num_replicas == 1:
             return self
         plan, own = self.plan, self.plan.partition_group(self.position)
+        derive = self.derive
         return replace(
             self,
+            derive=lambda made: made.derived(derive).replica,
             plan=Plan(Topology(plan.level_sizes or (1,), plan.level_names), plan.partition_size),
             ranks=tuple(self.ranks[position] for position in own),
             position=own.index(self.position),
@@ -325,6 +333,16 @@ class Groups:
             apart=True,
             agreed=set(),
         )
+
+    @cached_property
+    def _derived(self) -> dict[Callable[[Any], Any], Any]:
+        return {_as_made: self}
+
+    def derived(self, derive: Callable[[Any], Any]) -> "Groups":
+        """What `derive` of other groups makes of these, which `make_groups` made; each once."""
+        if derive not in self._derived:
+            self._derived[derive] = derive(self)
+        return self._derived[derive]
 
     def without_replicas(self) -> "Groups":
         """Groups of this rank's replica alone, for which hop 2 does nothing.

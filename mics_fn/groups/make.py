@@ -32,107 +32,20 @@ from mics_fn.groups.group_state import GroupState, check_fork, withdraw_all
 from mics_fn.groups.groups import Groups, Hierarchy, Level, Route
 from mics_fn.groups.monitor import monitor
 from mics_fn.groups.peers import check_limits
-from mics_fn.groups.rendezvous import Judge, Meeting, meet, meet_once, returning
+from mics_fn.groups.rendezvous import Meeting, meet_once, returning
 from mics_fn.groups.store_thread import bounded
 from mics_fn.groups.topology import FLAT, Plan, Topology, plan_groups
 from mics_fn.groups.uncaught import limit_by_default, listen
 from mics_fn.schedules import Channel
-from mics_fn.spans import LOG
-
-# `Rebuild`: makes groups once more, under another key and for another life.
-
-Create = Callable[[Plan, Maker], Groups]
-
-_SAY_S = 2.0  # after so many seconds of waiting the first rank says for whom
 
 
 @dataclass(frozen=True)
-class Rebuild:
-    """What makes groups once more; it refers to nothing of those before.
+class Recipe:
+    """What makes groups once more for another life; it refers to nothing of those before."""
 
-    Args:
-      like: a maker of such groups.
-      plan: theirs.
-      create: makes groups of a plan.
-      first: the key of the first of all these groups, which a rank that comes back also knows.
-    """
-
-    like: Maker
-    plan: Plan
-    create: Create
-    first: str
-
-    @classmethod
-    def of(cls, maker: Maker, plan: Plan, create: Create) -> "Rebuild":
-        """What makes the groups of a maker once more."""
-        fresh = {"store": None, "traffic": Traffic(), "channel": Channel()}
-        life = _alike(maker.life)
-        return cls(replace(maker, life=life, **fresh), plan, create, maker.life.key)
-
-    def __call__(self, mine: Any, judge: Judge, ready: Callable[[], None]) -> tuple[Groups, Any]:
-        """The groups, and what the judge found.
-
-        Args:
-          mine, judge: as for `meet`.
-          ready: called once all ranks have met.
-
-        Raises:
-          CollectiveError, DesyncError, GroupsError, PeerFailed: as `make_groups`.
-        """
-        like = self.like
-        life, deadline = _alike(like.life), time.monotonic() + like.timeout_s
-        store, found = None, None
-        try:
-            if len(like.ranks) > 1:
-                store, found = _met(life, like, mine, judge)
-            ready()
-            maker = replace(like, deadline=deadline, store=store, life=life)
-            groups = self.create(self.plan, maker)
-        except BaseException:
-            life.left()
-            raise
-        groups.life.again = replace(groups.life.again, first=self.first)
-        return groups, found
-
-
-def _met(life: GroupState, like: Maker, mine: Any, judge: Judge) -> tuple[Any, Any]:
-    """Wait for all ranks, also for replaced ones; return the store and the judge's verdict."""
-    store = monitor.join(life, like.timeout_s, waits=True)
-    returning.take_over(store, like.ranks, like.rank, "reset")
-    wait = {"timeout_s": like.timeout_s, "check": _Awaited(life)}
-    facts, both = [monitor.process, mine], partial(_judged, judge)
-    key, (processes, found) = meet(store, like.ranks, like.rank, facts, both, verb="reset", **wait)
-    by_rank = dict(zip(like.ranks, processes, strict=True))
-    if by_rank[like.rank] != monitor.process:
-        text = f"reset: the ranks met a process of rank {like.rank} that has ended since"
-        raise GroupsError(text, fix="call reset again on all ranks")
-    monitor.name(life, key, by_rank)
-    return store, found
-
-
-def _judged(judge: Judge, found: Mapping[int, Any]) -> tuple[list[str], Any]:
-    """The process of each rank, and what the judge finds."""
-    mine = judge({rank: facts for rank, (_, facts) in found.items()})
-    return [process for process, _ in found.values()], mine
-
-
-class _Awaited:
-    """Says once, on the first rank, which ranks are waited for that have ended."""
-
-    def __init__(self, life: GroupState) -> None:
-        self._life = life if life.ranks[0] == life.rank else None
-
-    def __call__(self, idle_s: float) -> None:
-        gone = monitor.gone(self._life.ranks) if self._life and idle_s > _SAY_S else []
-        if gone:
-            LOG.info("reset waits for %s to be started again", name_ranks(gone))
-            self._life = None
-
-
-def _alike(life: GroupState) -> GroupState:
-    """A new life of the same ranks."""
-    kept = {"whole": life.whole, "on_device": life.on_device, "heartbeat_s": life.heartbeat_s}
-    return GroupState(life.ranks, life.rank, **kept, timeout_s=life.timeout_s)
+    maker: Maker
+    create: Callable[[Maker], Groups]
+    first: str  # the key of the first of all these groups, which a rank that comes back also knows
 
 
 # What ranks tell each other before they make groups, and what must be equal or distinct there.
@@ -436,7 +349,8 @@ def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | Non
     position = maker.ranks.index(maker.rank)
     coords, chunk, order = plan.coords(position), plan.chunk(position), plan.chunk_order(position)
     life = maker.life
-    life.again = Rebuild.of(maker, plan, lambda plan, made: _create(plan, made, device, mean_over))
+    again = replace(maker, life=life.fresh(), store=None, traffic=Traffic(), channel=Channel())
+    life.again = Recipe(again, lambda made: _create(plan, made, device, mean_over), life.key)
     channel = _channel(maker, tuple(maker.ranks[at] for at in order))
     maker = replace(maker, channel=channel)
     with maker.together():
@@ -494,5 +408,5 @@ def _channel(maker: Maker, ranks: tuple[int, ...]) -> Channel:
     life.job.check, life.job.late = life.check, life.late
     life.job.fail = life.fail
     life.job.withdraw = partial(withdraw_all, life)
-    life.depart, life.job.explain = channel.departures.depart, life.explained
+    life.depart, life.job.explain = channel.job.depart, life.explained
     return channel

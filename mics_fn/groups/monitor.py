@@ -299,7 +299,7 @@ class Monitor:
         start(threading.Thread(target=watch, name="mics_fn monitor", daemon=True))
 
     def _watch(self, stop: Latch, store_thread: StoreThread) -> None:
-        last, peers = time.monotonic(), self._peers
+        last = time.monotonic()
         while not stop.is_set():
             self._wake.wait(self._tick_s())
             now = time.monotonic()
@@ -307,7 +307,6 @@ class Monitor:
             if stop.is_set():
                 break
             self._tick(store_thread, passed_s)
-        peers.near.forget()
 
     def _tick_s(self) -> float:
         return tick_s(max((len(life.ranks) for life in list(self._lives)), default=1))
@@ -330,7 +329,7 @@ class Monitor:
                 self._judge(request.value, passed_s)
             self._waited_s = 0.0
             self._request = store_thread.ask(self._exchange)
-        gone = [rank for rank in self._peers.near.ended() if self._peers[rank].mark_gone()]
+        gone = self._peers.ended()
         if gone:
             store_thread.ask(partial(self._ended, gone))
 

@@ -36,7 +36,6 @@ import faulthandler
 import json
 import os
 import re
-import select
 import tempfile
 import threading
 import time
@@ -453,46 +452,6 @@ def followed(rank: int, ranks: Sequence[int], most: int = 16) -> list[int]:
     return [ranks[(at + i) % len(ranks)] for i in range(-half, half + 1) if i]
 
 
-class LocalProcesses:
-    """Which processes on this host have ended; to ask is cheap where the kernel has pidfds."""
-
-    def __init__(self) -> None:
-        self._poll = select.poll() if hasattr(os, "pidfd_open") else None
-        self._files: dict[int, int] = {}  # of a process, by its rank
-        self._others: dict[int, Process] = {}
-
-    def add(self, rank: int, process: Process) -> None:
-        """Watch the process of a rank, instead of the one that it had before."""
-        self._others.pop(rank, None)
-        if self._poll is not None and rank in self._files:
-            with suppress(KeyError):
-                self._poll.unregister(self._files[rank])
-            os.close(self._files.pop(rank))
-        try:
-            if self._poll is None:
-                raise OSError
-            self._files[rank] = file = os.pidfd_open(process.pid)
-        except OSError:
-            self._others[rank] = process
-            return
-        if process.is_gone():  # another one has its number
-            self._others[rank] = process
-        else:
-            self._poll.register(file, select.POLLIN)
-
-    def ended(self) -> list[int]:
-        """Return the ranks whose processes have ended."""
-        files = {file for file, _ in self._poll.poll(0)} if self._poll and self._files else ()
-        found = [rank for rank, file in self._files.items() if file in files]
-        return found + [rank for rank, process in self._others.items() if process.is_gone()]
-
-    def forget(self) -> None:
-        """Watch none of them any more."""
-        for file in self._files.values():
-            os.close(file)
-        self.__init__()
-
-
 def heartbeat_of(rank: int) -> str:
     """The key under which a rank writes signs of life."""
     return f"mics_fn/beat/{rank}"
@@ -524,21 +483,15 @@ class Peer:
         self.gone = False
         self.parked = True  # whether none of its groups are open, as far as is known
 
-    def heard(self, beat: str, own: Process, tick_s: float) -> Process | None:
-        """Take note of what it wrote, read at least a tick after the last time.
-
-        Returns:
-          its process, if that is on this host and was not known.
-        """
+    def heard(self, beat: str, own: Process, tick_s: float) -> None:
+        """Take note of what it wrote, read at least a tick after the last time."""
         if beat == self.beat or not beat:
             self.silent_s += tick_s
-            return None
+            return
         _, state, host, pid, started = beat.split(" ")
         self.name = name_in(beat)
-        process = Process(host, int(pid), started) if host and host == own.host else None
-        found, self.process = None if process == self.process else process, process
+        self.process = Process(host, int(pid), started) if host and host == own.host else None
         self.beat, self.silent_s, self.parked, self.gone = beat, 0.0, state == PARKED, False
-        return found
 
     def parts(self, beat: str) -> None:
         """Take note of what it wrote last, once its process has ended."""
@@ -559,10 +512,6 @@ class Peer:
 class Peers(dict[int, Peer]):
     """What is known of other ranks, by rank."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.near = LocalProcesses()
-
     def hear(self, rank: int, beat: str, own: Process, tick_s: float) -> tuple[Peer, str]:
         """Take note of what a rank wrote.
 
@@ -571,10 +520,14 @@ class Peers(dict[int, Peer]):
         """
         peer = self.setdefault(rank, Peer())
         before = peer.name
-        process = peer.heard(beat, own, tick_s)
-        if process is not None:
-            self.near.add(rank, process)
+        peer.heard(beat, own, tick_s)
         return peer, before if before != peer.name else ""
+
+    def ended(self) -> list[int]:
+        """Mark the ranks whose processes on this host have ended as gone, and return them."""
+        here = [(rank, peer, peer.process) for rank, peer in list(self.items())]
+        gone = [(rank, peer) for rank, peer, process in here if process and process.is_gone()]
+        return [rank for rank, peer in gone if peer.mark_gone()]
 
     def gone(self, ranks: Iterable[int]) -> list[int]:
         """Those of these ranks that are gone, and had not closed their groups before."""

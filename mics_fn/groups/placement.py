@@ -26,6 +26,7 @@ the next forward, and evaluation gathers again.
 """
 
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Literal
 
@@ -84,6 +85,8 @@ def place(
       >>> placement.place(make_groups(1), "zero2")
       Groups(n=1 p=1 levels=none, rank 0, cpu)
     """
+    derive = groups.derive
+    given = partial(place, scheme=scheme, params=params, grads=grads)
     if scheme is not None:
         groups, wanted = _scheme(groups, scheme)
         params = wanted[0] if params is None else params
@@ -102,6 +105,7 @@ def place(
         flat = found
     return replace(
         groups,
+        derive=lambda made: given(made.derived(derive)),
         hierarchy=_routed(groups.hierarchy, hold=found["params"], late=found["grads"]),
         flat=_routed(groups.flat, hold=flat["params"], late=flat["grads"]),
     )
@@ -154,8 +158,10 @@ def fixed_order(groups: Groups) -> Groups:
         found = replace(hierarchy, partition=change(hierarchy.partition))
         return _routed(found, levels=tuple(changed))
 
+    derive = groups.derive
     return replace(
         groups,
+        derive=lambda made: fixed_order(made.derived(derive)),
         hierarchy=along(groups.hierarchy),
         flat=along(groups.flat),
         partition=change(groups.partition),

@@ -8,21 +8,22 @@ the new groups never meets one that is still on the old ones. A rank that was lo
 here, too, once it was started again: see [Note: coming back] in `rendezvous`.
 """
 
+import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from mics_fn import tree
-from mics_fn.errors import GroupsError, PeerFailed, disagreement, first_line
-from mics_fn.groups.communicator import Comm
+from mics_fn.errors import GroupsError, PeerFailed, disagreement, first_line, name_ranks
 from mics_fn.groups.group_state import GroupState, check_fork
-from mics_fn.groups.groups import Groups, Hierarchy, Pools
+from mics_fn.groups.groups import Groups
 from mics_fn.groups.monitor import monitor
-from mics_fn.groups.rendezvous import Judge
+from mics_fn.groups.rendezvous import meet, returning
 from mics_fn.schedules import Channel
 from mics_fn.spans import LOG
 
+_SAY_S = 2.0  # after so many seconds of waiting the first rank says for whom
 _ATTEMPTS = 5  # to make groups, as ranks may be lost while others make them
 
 
@@ -75,9 +76,17 @@ def replaced(homes: Iterable[Groups]) -> Mapping[Groups, Groups]:
     """
     homes = list(dict.fromkeys(homes))
     whose = {home.life: home for home in homes}
+    check_fork("reset")
     for life, home in whose.items():
-        life.follows = _Rebuilder(home, len(whose) == 1).like
+        # If others are reset at the same time, nobody knows whether all ranks learned the same.
+        base = _rebuilt(life, home.hierarchy.channel, alone=len(whose) == 1)
+        life.follows = partial(_like, base)
     return {home: home.life.follows(home) for home in homes}
+
+
+def _like(base: Groups, old: Groups) -> Groups:
+    """New groups in the placement of old ones."""
+    return base.derived(old.derive)
 
 
 def current(home: Any) -> Any:
@@ -87,75 +96,6 @@ def current(home: Any) -> Any:
     return home
 
 
-@dataclass(eq=False)
-class _Rebuilder:
-    """New groups for those of one life, and their parts by name.
-
-    Args:
-      home: some groups of that life.
-      alone: whether no others are reset at the same time. If there are, their ranks may be others,
-        so nobody knows whether all ranks have learned the same.
-    """
-
-    home: Groups
-    alone: bool
-
-    def __post_init__(self) -> None:
-        home, channel = self.home, self.home.hierarchy.channel
-        check_fork("reset")
-        self.base = _rebuilt(home.life, channel, self.alone)
-        routes = self.base.hierarchy.route, self.base.flat.route
-        comms = [comm for route in routes for comm in route.comms]
-        comms += [self.base.partition, self.base.replicas]
-        self._comms = {comm.name: comm for comm in comms}
-        self._groups: dict[Groups, Groups] = {}
-        self._hierarchies: dict[Hierarchy, Hierarchy] = {}
-        # Pools and digests, which placements share, by those before.
-        self._fresh: dict[int, Any] = {}
-
-    def like(self, old: Groups) -> Groups:
-        """The new groups in the placement of old ones."""
-        if old not in self._groups:
-            self._groups[old] = self._like(old)
-        return self._groups[old]
-
-    def _like(self, old: Groups) -> Groups:
-        base, replicas = self.base, self._comm(old.replicas)
-        if old.apart:  # see `Groups.replica`
-            replicas = Comm.of_one(old.replicas.name, old.rank, base.life)
-        return replace(
-            old,
-            hierarchy=self._hierarchy(old.hierarchy),
-            flat=self._hierarchy(old.flat),
-            partition=self._comm(old.partition),
-            replicas=replicas,
-            life=base.life,
-            agreed=self._fresh.setdefault(id(old.agreed), set()),
-        )
-
-    def _hierarchy(self, old: Hierarchy) -> Hierarchy:
-        if old not in self._hierarchies:
-            levels = tuple(
-                replace(level, gather=self._comm(level.gather), reduce=self._comm(level.reduce))
-                for level in old.route.levels
-            )
-            self._hierarchies[old] = replace(
-                old,
-                route=replace(old.route, levels=levels),
-                partition=self._comm(old.partition),
-                channel=self.base.hierarchy.channel,
-                pools=self._fresh.setdefault(id(old.pools), Pools()),
-                agreed=self._fresh.setdefault(id(old.agreed), set()),
-            )
-        return self._hierarchies[old]
-
-    def _comm(self, old: Comm) -> Comm:
-        new = self._comms[old.name]
-        kept = {"traffic": old.traffic, "fixed_order": old.fixed_order}
-        second = None if new.second is None else replace(new.second, **kept)
-        return replace(new, **kept, second=second)
-
-
 def _rebuilt(life: GroupState, channel: Channel, alone: bool) -> Groups:
     """Groups like those of a life, in the same place but without placements."""
     monitor.check_store(life)
@@ -163,35 +103,81 @@ def _rebuilt(life: GroupState, channel: Channel, alone: bool) -> Groups:
     if life.told is not None:
         life.settle(life.told)  # others that wait for this rank need not ask whether it goes on
     if channel.job.key == life.again.first:  # which one that comes back looks for
-        channel.departures.kept = f"{channel.job.key}/verdict"
+        channel.job.kept = f"{channel.job.key}/verdict"
     life.depart("called reset")
     # One that comes back knows the first groups alone, and these may have been reset since.
     key = "" if life.returning else channel.job.key
-    base, equal = _met([key, channel.seen.digest()], life, partial(_judged, alone))
-    channel.seen.carry_over(forget=equal is False)
-    if equal is not False:
-        now = base.hierarchy.channel
-        now.fixed, now.seen = channel.fixed, channel.seen
-    return base
-
-
-def _met(mine: Any, life: GroupState, judge: Judge) -> tuple[Groups, Any]:
-    """New groups, and what the judge found; tries again if a rank is lost meanwhile."""
     for attempt in reversed(range(_ATTEMPTS)):
         try:
-            return life.again(mine, judge, life.retire)
+            base, equal = _made_again(life, [key, channel.seen.digest()], alone)
+            break
         except (GroupsError, PeerFailed) as error:
             if not attempt:
                 raise
             monitor.check_store(life)
             LOG.info("reset: tries again after %s", first_line(error))
-    raise GroupsError("reset: no attempt was left")
+    channel.seen.carry_over(forget=not equal)
+    if equal:
+        now = base.hierarchy.channel
+        now.fixed, now.seen = channel.fixed, channel.seen
+    return base
 
 
-def _judged(alone: bool, found: Mapping[int, Any]) -> bool:
-    """Whether ranks have learned the same; raises DesyncError if they reset other groups."""
-    keys = {rank: str(mine[0]) for rank, mine in found.items() if mine[0]}
+def _made_again(old: GroupState, mine: list[str], alone: bool) -> tuple[Groups, bool]:
+    """New groups, once all ranks have met; and whether all have learned the same."""
+    recipe, like = old.again, old.again.maker
+    life, deadline = like.life.fresh(), time.monotonic() + like.timeout_s
+    store, equal = None, True
+    try:
+        if len(like.ranks) > 1:
+            store = monitor.join(life, like.timeout_s, waits=True)
+            returning.take_over(store, like.ranks, like.rank, "reset")
+            key, (processes, equal) = meet(
+                store,
+                like.ranks,
+                like.rank,
+                [monitor.process, *mine],
+                partial(_judged, alone),
+                verb="reset",
+                timeout_s=like.timeout_s,
+                check=_Awaited(life),
+            )
+            by_rank = dict(zip(like.ranks, processes, strict=True))
+            if by_rank[like.rank] != monitor.process:
+                text = f"reset: the ranks met a process of rank {like.rank} that has ended since"
+                raise GroupsError(text, fix="call reset again on all ranks")
+            monitor.name(life, key, by_rank)
+        old.retire()
+        groups = recipe.create(replace(like, deadline=deadline, store=store, life=life))
+    except BaseException:
+        life.left()
+        raise
+    groups.life.again = replace(groups.life.again, first=recipe.first)
+    return groups, equal
+
+
+class _Awaited:
+    """Says once, on the first rank, which ranks are waited for that have ended."""
+
+    def __init__(self, life: GroupState) -> None:
+        self._life = life if life.ranks[0] == life.rank else None
+
+    def __call__(self, idle_s: float) -> None:
+        gone = monitor.gone(self._life.ranks) if self._life and idle_s > _SAY_S else []
+        if gone:
+            LOG.info("reset waits for %s to be started again", name_ranks(gone))
+            self._life = None
+
+
+def _judged(alone: bool, found: Mapping[int, Any]) -> tuple[list[str], bool]:
+    """The process of each rank, and whether all have learned the same.
+
+    Raises:
+      DesyncError: they reset other groups.
+    """
+    keys = {rank: str(key) for rank, (_, key, _) in found.items() if key}
     if len(set(keys.values())) > 1:
         fix = "reset the same groups on all ranks, in the same order"
         raise disagreement("reset: ranks reset different groups", keys, fix)
-    return alone and len({mine[1] for mine in found.values()}) < 2
+    equal = alone and len({digest for _, _, digest in found.values()}) < 2
+    return [process for process, _, _ in found.values()], equal

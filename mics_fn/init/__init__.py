@@ -19,13 +19,12 @@ runs that part alone, each random op from the state that its generator would hav
 module that remains. A model that cannot be recorded is made in full, with a
 warning that says why.
 
-How `load_shards` works: `files.py` opens a file as named entries, from which any range of elements
-can be read; `filling.py` matches their names with the parameters, and the filling reads the ranges
-that this rank keeps. Files may come from strangers, so nothing in them is run, mapped, or believed:
-`torch_files.py` opens only regular files and says why in [Note: files of strangers]; it reads the
-records of a zip file and the opcodes of a pickle. `files.py` reads the header of a safetensors file
-and the metadata of a DCP directory, whose files hold chunks of tensors. What cannot be read on one
-rank is an error on all of them.
+How `load_shards` works: `reading.py` opens what a path stands for as named entries, from which any
+range of elements can be read, and matches their names with the parameters; the filling reads the
+ranges that this rank keeps. Files may come from strangers, so nothing in them is run, mapped, or
+believed: `files.py` opens only regular files, says why in [Note: files of strangers], and reads
+safetensors. `torch_files.py` reads the zip files and pickles of `torch.save`, and DCP directories,
+whose files hold chunks of tensors. What cannot be read on one rank is an error on all of them.
 
 Example:
   >>> make_model = lambda: torch.nn.Linear(2, 3)
@@ -36,13 +35,13 @@ Example:
   (True, True)
 
 Start reading at `model.py`, then the notes [Note: tape], [Note: recorded tensors] and [Note: random
-streams]. To add a format of files, write a function of a `File` that gives an `Entry` for
-each tensor, and call it from `of_file` in `files.py`. To record an op that torch cannot compute on
+streams]. To add a format of files, write a function of a `File` that gives an `Entry` for each
+tensor, and call it from `_of_file` in `reading.py`. To record an op that torch cannot compute on
 meta, nothing is needed: it is run on replayed inputs. An op that draws random numbers on another
 kind of device needs a generator in `tape.py`.
 """
 
-from mics_fn.init.files import DTYPES, strict_json, with_texts
+from mics_fn.init.files import DTYPES, File, check_shape, is_text, strict_json, with_texts
 from mics_fn.init.filling import (
     load_shards,
     on_meta_copy,
@@ -51,4 +50,3 @@ from mics_fn.init.filling import (
     warn_of_compile,
 )
 from mics_fn.init.model import init_model
-from mics_fn.init.torch_files import File, Limits, check_shape, is_text

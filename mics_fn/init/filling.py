@@ -22,26 +22,25 @@ from mics_fn._torch import compiles_itself
 from mics_fn.collectives import Parts, collect_all, in_parts, in_step
 from mics_fn.errors import LeafError, disagreement, message, name_some
 from mics_fn.groups import Groups
-from mics_fn.init.files import Source, open_weights
+from mics_fn.init import reading
+from mics_fn.init.files import Weights
 from mics_fn.init.tape import META, Recorded
-from mics_fn.init.torch_files import Entry, Limits, Weights
 from mics_fn.offload import DEVICE, Place, Where, where_of
 from mics_fn.shards import (
     Bucket,
     Fixed,
-    Laying,
     LayoutOptions,
     Leaf,
     Piece,
     Sharded,
     check_dtype,
     checksum_of,
-    dtype_name,
     is_leaf,
     layout_of,
     owners_of,
     pack_chunk,
     pieces,
+    place_chunk,
     refuse_overlaps,
     require_groups,
     split_chunk,
@@ -196,7 +195,7 @@ class Chunks:
     """
 
     def __init__(self, where: Where) -> None:
-        self._laying = Laying(where)
+        self._where = where
         self._found: dict[tuple[Groups, Bucket], _Chunk] = {}
         self._of: dict[str, tuple[_Chunk, int]] = {}
         self._open: list[_Chunk] = []  # those that close, the oldest first
@@ -208,7 +207,7 @@ class Chunks:
             chunk.names = [None] * len(bucket.shapes)
             chunk.places = [DEVICE] * len(bucket.shapes)
         chunk.names[slot] = name
-        chunk.places[slot] = self._laying.place(name, home)
+        chunk.places[slot] = self._where.at(name).params.seen_from(home.device)
         if pieces(bucket, home.hierarchy.route.chunk)[slot].length:
             chunk.left.add(name)
         self._of[name] = chunk, slot
@@ -234,7 +233,7 @@ class Chunks:
             return chunk.flat
         device, dtype = chunk.home.device, chunk.bucket.dtype
         if chunk.closes:
-            while self._open and self._nbytes + chunk.nbytes > self._laying.host_bytes:
+            while self._open and self._nbytes + chunk.nbytes > self._where.host_bytes:
                 self._close(self._open[0])  # not complete: it will be opened again
             self._open.append(chunk)
         if chunk.laid is None:
@@ -262,7 +261,8 @@ class Chunks:
             return
         names = [name or "" for name in chunk.names]
         chunk.laid = None  # what it had before goes first
-        chunk.laid = self._laying.put(chunk.home, chunk.bucket, chunk.flat, chunk.places, names)
+        given = (chunk.home, chunk.bucket, chunk.flat, chunk.places, names)
+        chunk.laid = place_chunk(*given, self._where.host_bytes)
         chunk.flat = None
         self._open.remove(chunk)
 
@@ -431,11 +431,8 @@ class Filling:
                 raise disagreement(text, said, fix, [first])
 
 
-SHOWN = 5  # at most so many mismatches are listed
-
-
 def load_shards(
-    path: Source,
+    path: reading.Source,
     groups: Any,
     *,
     like: nn.Module | Mapping[str, Tensor] | None = None,
@@ -443,8 +440,6 @@ def load_shards(
     strict: bool = True,
     dtype: torch.dtype | None = None,
     trust: bool = False,
-    max_header_bytes: int = 100_000_000,
-    max_leaves: int = 100_000,
     **options: Unpack[LayoutOptions],
 ) -> dict[str, Leaf]:
     """Shards of the parameters in a file; each rank reads only its own part.
@@ -463,8 +458,6 @@ def load_shards(
       dtype: of the floating-point shards; by default that of `like`, or else that of the file.
       trust: whether a file in a folder, or one that an index names, may be a symbolic link or lie
         elsewhere, as in a cache of Hugging Face. Nothing in a file is run in any case.
-      max_header_bytes: of the part of a file that describes its tensors.
-      max_leaves: of a file, or an index.
       options: `frozen`, `precision`, `bucket_bytes`, `order`, `bucket` and `where` as for `shard`;
         by default leaves lie in buckets in the order of `like`.
 
@@ -477,8 +470,8 @@ def load_shards(
       in, if it was saved with strides of its own.
 
     Raises:
-      FileError: the file is damaged, is cut while it is read, holds something else than tensors, is
-        not a regular file, or asks for more than the limits; it names the file and the leaf.
+      FileError: the file is damaged, is cut while it is read, holds something else than tensors,
+        or is not a regular file; it names the file and the leaf.
       LeafError: the file does not match `like`.
       OSError: there is no such file, which is a `FileNotFoundError` and a `FileError`; or it cannot
         be opened.
@@ -493,21 +486,20 @@ def load_shards(
       >>> load_shards({"w": torch.ones(2, 3)}, groups, like={"w": torch.empty(2, 3).double()})
       {'w': Sharded(shape=(2, 3), float64, here 6 of 6)}
     """
-    limits = Limits.checked("load_shards", trust, max_header_bytes, max_leaves)
-    how = {"like": like, "names": names, "strict": strict, "dtype": dtype}
-    return read_shards("load_shards", path, groups, limits, **how, options={**options})
+    how = {"like": like, "names": names, "strict": strict, "dtype": dtype, "trust": trust}
+    return read_shards("load_shards", path, groups, **how, options={**options})
 
 
 def read_shards(
     verb: str,
-    path: Source,
+    path: reading.Source,
     groups: Any,
-    limits: Limits,
     *,
     like: nn.Module | Mapping[str, Tensor] | None,
     names: Callable[[str], str | None] | None,
     strict: bool,
     dtype: torch.dtype | None,
+    trust: bool,
     options: dict[str, Any],
 ) -> dict[str, Leaf]:
     """`load_shards` for a verb of any name."""
@@ -518,12 +510,12 @@ def read_shards(
                 check_dtype(verb, "dtype", dtype)
             checks.flag(verb, "strict", strict)
             checks.options(verb, options, LayoutOptions.__annotations__)
-            found = opened.enter_context(open_weights(verb, path, limits))
-            found = renamed(verb, found, names)
+            found = opened.enter_context(reading.open_weights(verb, path, trust=trust))
+            found = reading.renamed(verb, found, names)
             params, others = _wanted(like, found)
             if dtype is not None:
                 params = _cast(params, dtype)
-            sources = matched(verb, found, params, others, strict=strict)
+            sources = reading.matched(verb, found, params, others, strict=strict)
         if like is not None:
             options.setdefault("order", tree.own_order(params))
         filling = Filling(verb, params, groups, options)
@@ -532,92 +524,6 @@ def read_shards(
                 filling.read(name, sources[name].read)
     filling.check_copies()
     return filling.shards
-
-
-def renamed(verb: str, found: Weights, names: Callable[[str], str | None] | None) -> Weights:
-    """The tensors of a file under the names of parameters, without those that have none.
-
-    Raises:
-      PlanError: `names` gives something else than a name or None.
-    """
-    if names is None:
-        return found
-    kept: Weights = {}
-    for name, entry in found.items():
-        new = names(name)
-        if new is None:
-            continue
-        if not isinstance(new, str) or not new:
-            fix = "return the name of a parameter, or None to ignore this tensor"
-            checks.refuse(verb, f"names({name!r})", new, "a str that is not empty, or None", fix)
-        kept[new] = entry
-    return kept
-
-
-def matched(
-    verb: str,
-    found: Weights,
-    params: Mapping[str, Tensor],
-    others: Mapping[str, Tensor | None],
-    *,
-    strict: bool = True,
-    missing: Callable[[str], bool] | None = None,
-) -> Weights:
-    """What to read for each tensor; a tied parameter may be in the file under any of its names.
-
-    Args:
-      verb: for errors.
-      found: the tensors of the file.
-      params: what must be there.
-      others: what else may be there, such as buffers; if it is a tensor, it has this shape, and
-        is to be read too.
-      strict: whether anything else is an error.
-      missing: for which parameters there need not be anything to read, by their names.
-
-    Raises:
-      LeafError: a tensor is missing, not expected, or of another shape or kind.
-    """
-    same: dict[int, list[str]] = {}
-    for name, owner in zip(params, owners_of(list(params.values())), strict=True):
-        same.setdefault(owner, []).append(name)
-    sources: Weights = {}
-    wrong, absent = [], []
-    for aliases in same.values():
-        given = [name for name in aliases if name in found]
-        for name in given:
-            wrong += _difference("params", name, params[name], found[name])
-        if given:
-            sources |= {name: found[name if name in given else given[0]] for name in aliases}
-        elif missing is None or not all(_is_new(verb, missing, name) for name in aliases):
-            absent.append(f"params.{aliases[0]} is missing")
-    for name, value in others.items():
-        if name in found and value is not None:
-            wrong += _difference("buffers", name, value, found[name])
-            sources[name] = found[name]
-    extra = [f"{k!r} is not expected" for k in found if k not in params and k not in others]
-    problems = wrong + absent + (extra if strict else [])
-    if problems:
-        more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        fix = "load what was saved for this model; names= can rename or ignore tensors, and "
-        makes = verb == "init_model"  # which can also make what a file lacks
-        fix += "missing= says which are new" if makes else "strict=False takes a file with more"
-        text = f"{verb}: the weights do not match the parameters"
-        raise LeafError(text, problems[:SHOWN] + more, fix=fix)
-    return sources
-
-
-def _is_new(verb: str, missing: Callable[[str], bool], name: str) -> bool:
-    """Whether the weights may lack this parameter."""
-    return checks.answer(verb, f"missing({name!r})", missing(name))
-
-
-def _difference(root: str, name: str, want: Tensor, got: Entry) -> list[str]:
-    if tuple(want.shape) != got.shape:
-        return [f"{root}.{name}: expected shape {tuple(want.shape)}, got {got.shape}"]
-    if want.is_floating_point() != got.dtype.is_floating_point:
-        kinds = dtype_name(want.dtype), dtype_name(got.dtype)
-        return [f"{root}.{name}: expected {kinds[0]}, got {kinds[1]}"]
-    return []
 
 
 def _wanted(

@@ -16,18 +16,16 @@ from mics_fn import checks, tree
 from mics_fn.collectives import in_step
 from mics_fn.errors import PlanError, first_line, message
 from mics_fn.groups import Groups
-from mics_fn.init.files import Source, open_weights
+from mics_fn.init import reading
+from mics_fn.init.files import Weights
 from mics_fn.init.filling import (
     Filling,
-    matched,
     meta_like,
-    renamed,
     tensors_of,
     warn_of_compile,
     with_tensors,
 )
 from mics_fn.init.tape import Memory, NotRecorded, Recorded, Recorder
-from mics_fn.init.torch_files import Limits, Weights
 from mics_fn.shards import LayoutOptions, Leaf, owners_of, require_groups
 
 
@@ -36,12 +34,10 @@ def init_model(
     groups: Any,
     *,
     seed: int,
-    weights: Source | None = None,
+    weights: reading.Source | None = None,
     names: Callable[[str], str | None] | None = None,
     missing: Callable[[str], bool] | None = None,
     trust: bool = False,
-    max_header_bytes: int = 100_000_000,
-    max_leaves: int = 100_000,
     **options: Unpack[LayoutOptions],
 ) -> tuple[nn.Module, dict[str, Leaf]]:
     """Make a model as shards; no rank ever holds more of it than its part and one parameter.
@@ -65,7 +61,7 @@ def init_model(
       names: gives the parameter's name for a name in the weights, or None to ignore that tensor.
       missing: whether the weights may lack a parameter, by its name. It then has the value that
         `model_fn` gives it, such as adapters that are new.
-      trust, max_header_bytes, max_leaves: of the files of weights, as for `load_shards`.
+      trust: of the files of weights, as for `load_shards`.
       options: `frozen`, `precision`, `bucket_bytes`, `order`, `bucket` and `where` as for `shard`;
         by default leaves lie in buckets in the order of the module.
 
@@ -105,7 +101,6 @@ def init_model(
         with in_step("init_model", groups, f"seed={seed}"):
             checks.integer("init_model", "seed", seed, 0, fix="pass the same number on all ranks")
             checks.options("init_model", options, LayoutOptions.__annotations__)
-            limits = Limits.checked("init_model", trust, max_header_bytes, max_leaves)
             made, reason = _record(model_fn, device, seed)
             made = made or _Model(again())
             sources: Weights = {}
@@ -113,9 +108,10 @@ def init_model(
                 fix = "pass weights= too, or leave them out"
                 raise PlanError("init_model: names= and missing= need weights=", fix=fix)
             if weights is not None:
-                found = opened.enter_context(open_weights("init_model", weights, limits))
-                found, buffers = renamed("init_model", found, names), made.saved_buffers()
-                sources = matched("init_model", found, made.params, buffers, missing=missing)
+                given = reading.open_weights("init_model", weights, trust=trust)
+                found = reading.renamed("init_model", opened.enter_context(given), names)
+                wanted = made.params, made.saved_buffers()
+                sources = reading.matched("init_model", found, *wanted, missing=missing)
         options.setdefault("order", tree.own_order(made.params))
         filling = Filling("init_model", made.params, groups, {**options})
         with filling.under_way():

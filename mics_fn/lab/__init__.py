@@ -4,8 +4,8 @@ Nothing in the library imports this wing, and a user needs none of it. It is her
 library works, to measure it, and to test it.
 
 - `ranks/` starts processes. `launch` runs a function as n ranks of a job on this machine, as
-  `torchrun` would; `bounded` ends them at a time limit, and says how each of them ended; `pool`
-  keeps ranks alive for tests, runs functions on them, and names the rank, the traceback and the
+  `torchrun` would, also with a time limit, and says how each of them ended; `pool` keeps ranks
+  alive for tests, runs functions on them, and names the rank, the traceback and the
   collective if one of them fails or hangs. All of them listen on loopback alone.
 - `models/` has a small GPT, written plainly, and text that exists on every machine.
 - `demo/` is `python -m mics_fn demo`: it trains the GPT sharded over ranks, trains it again in one

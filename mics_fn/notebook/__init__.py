@@ -21,12 +21,12 @@ no cell hangs] in `cells.py`, and [Note: a cell is a unit] in `engine.py`. After
 the groups `cluster.reset()` makes new ones, and states stay. After a rank was killed, or where one
 is stuck inside C++, `cluster.restart()` starts all of them anew, and their names are gone.
 
-*Processes.* The kernel starts two: ipyparallel's controller, which passes messages, and one that
-imports torch once and forks the ranks (`node.py`). So a start takes about as long as one import of
+*Processes.* The fork server of `multiprocessing` imports torch once, and forks ipyparallel's
+controller, which passes messages, and the ranks. So a start takes about as long as one import of
 torch, and `restart()` a second. The store in which ranks meet is held by the kernel, and outlives
-each of them. Both processes watch the kernel, and end with all that they forked once it is gone,
-also by `kill -9` (`bootstrap.py`). Nothing listens beyond loopback, where messages are signed and
-not encrypted.
+each of them. All of these processes end once the kernel is gone, also by `kill -9`; `stop()` leaves
+the fork server alone for the next start. Nothing listens beyond loopback, where messages are signed
+and not encrypted. A script that calls `start` does so under `if __name__ == "__main__":`.
 
 *Several machines.* `start` starts ranks on this machine alone. ipyparallel's own engines run the
 same code on several: any launcher that `init_distributed` knows starts an engine as each rank, in a
@@ -44,11 +44,10 @@ cell asks `groups.rank`. Output is that of each engine. A rank that waits for on
 waits for `timeout_s`, `ranks.client.send_signal(signal.SIGINT)` interrupts all, `mf.reset(groups)`
 goes on, and after a rank was killed the launcher starts all of them anew.
 
-Start reading at `cluster.py`, which has `start`, and the kernel's side of `node.py`; `cells.py`
-waits for a cell and makes one text of many, and `magic.py` is `%%ranks`. To add something that a
-person asks of ranks, write a function for `engine.py`, which runs on each of them, and a method of
-`Cluster` that sends it by `_run` and ends with `_done`. To add a message to the process that forks
-ranks, send it in `cluster.py` and read it in `node.py`.
+Start reading at `cluster.py`, which has `start` and the processes; `engine.py` is what runs in each
+of these. `cells.py` waits for a cell and makes one text of many, and `magic.py` is `%%ranks`. To
+add something that a person asks of ranks, write a function for `engine.py`, which runs on each of
+them, and a method of `Cluster` that sends it by `_run` and ends with `_done`.
 """
 
 from mics_fn.notebook import magic

@@ -13,13 +13,12 @@ each other in collectives, so one that fails must not leave the others waiting:
 
 import re
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mics_fn import errors
-from mics_fn.errors import GroupsError, name_ranks
+from mics_fn.errors import GroupsError, by_value, name_ranks
 
 # What ranks printed and raised, as one text: equal parts once, others with the names of ranks.
 
@@ -28,10 +27,6 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _CELL_FILE = re.compile(r"/ipykernel_\d+/")  # in the file name that warnings give to a cell
 _BAR = re.compile(r"\d+%\|.*\| *\d")
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
-_FRAME = re.compile(r"^(File|Cell) ")
-# Where IPython shows frames of: what calls the functions of a notebook; this library and below.
-_CALLERS = re.compile(r"^File (<string>|\S*(/mics_fn/notebook/|/ipyparallel/)\S*)[:, ]")
-_INSIDE = re.compile(r"^File (<string>|\S*/(mics_fn|ipyparallel|torch|optree)/\S*)[:, ]")
 
 
 class Failed(NamedTuple):
@@ -55,10 +50,8 @@ class Refused(GroupsError):
 
 
 def labelled(texts: Mapping[int, str]) -> str:
-    r"""Merge texts of ranks: one if all are equal, else each different one with its ranks.
+    r"""Merge texts of ranks: each different one with its ranks.
 
-    >>> print(labelled({0: "same\n", 1: "same\n"}), end="")
-    same
     >>> print(labelled({0: "3\n", 1: "4\n", 2: "3\n", 3: "4\n5\n"}), end="")
     ranks 0, 2: 3
     rank 1: 4
@@ -66,21 +59,14 @@ def labelled(texts: Mapping[int, str]) -> str:
       4
       5
     """
-    holders: dict[str, list[int]] = {}
-    for rank, text in sorted(texts.items()):
-        holders.setdefault(text, []).append(rank)
-    if len(holders) < 2:
-        return next(iter(holders), "")
     parts = []
-    for text, ranks in holders.items():
+    for text, ranks in sorted(by_value(texts), key=lambda found: found[1]):
         lines = text.splitlines()
-        if not lines:
-            continue
         if len(lines) == 1:
-            parts.append(f"{name_ranks(ranks)}: {lines[0]}")
-        else:
-            parts += [f"{name_ranks(ranks)}:", *(f"  {line}" for line in lines)]
-    return "".join(f"{part}\n" for part in parts)
+            parts.append(f"{name_ranks(ranks)}: {lines[0]}\n")
+        elif lines:
+            parts.append(f"{name_ranks(ranks)}:\n{textwrap.indent(text.rstrip(), '  ')}\n")
+    return "".join(parts)
 
 
 def comparable(text: str) -> str:
@@ -106,22 +92,6 @@ def more(shown: str, text: str) -> str:
     return "\r" + text[shown.rfind("\n") + 1 :]
 
 
-def first_causes(failures: Mapping[int, Failed]) -> list[list[int]]:
-    """Group failed ranks by their errors; those that followed another rank are last.
-
-    >>> raised, told = Failed("ValueError", "no"), Failed("PeerFailed", "rank 2 failed")
-    >>> first_causes({0: told, 1: told, 2: raised})
-    [[2], [0, 1]]
-    """
-    same: dict[tuple[str, str], list[int]] = {}
-    for rank, failed in sorted(failures.items()):
-        text = failed.line if failed.kind in FOLLOWS else failed.text
-        same.setdefault((failed.kind, _ADDRESS.sub("0x..", text)), []).append(rank)
-    follows = [key for key in same if key[0] in FOLLOWS]
-    begun = [key for key in same if key not in follows]
-    return [same[key] for key in [*begun, *follows]]
-
-
 def folded(failures: Mapping[int, Failed]) -> list[str]:
     """Render one traceback for each error that ranks share, and one line for followers.
 
@@ -134,45 +104,20 @@ def folded(failures: Mapping[int, Failed]) -> list[str]:
     ValueError: no
     ranks 0, 1: PeerFailed: rank 2 failed
     """
-    causes, lines = first_causes(failures), list[str]()
+    same: dict[tuple[str, str], list[int]] = {}
+    for rank, failed in sorted(failures.items()):
+        text = failed.line if failed.kind in FOLLOWS else failed.text
+        same.setdefault((failed.kind, _ADDRESS.sub("0x..", text)), []).append(rank)
+    causes = sorted(same.values(), key=lambda ranks: failures[ranks[0]].kind in FOLLOWS)
+    lines = list[str]()
     for ranks in causes:
         failed = failures[ranks[0]]
-        if failed.kind in FOLLOWS and ranks is not causes[0]:
-            lines.append(f"{name_ranks(ranks)}: {failed.line}")
-        elif failed.trace:
+        follows = failed.kind in FOLLOWS and ranks is not causes[0]
+        if failed.trace and not follows:
             lines += [f"{name_ranks(ranks)}:", *failed.trace]
         else:
             lines.append(f"{name_ranks(ranks)}: {failed.line}")
     return lines
-
-
-def is_inside(file: str) -> bool:
-    """Return whether a file of code belongs to this library or below; see `own_frames`.
-
-    >>> is_inside("/lib/mics_fn/shards/leaf.py"), is_inside("/tmp/ipykernel_1/2.py")
-    (True, False)
-    """
-    return _INSIDE.match(f"File {file}:") is not None
-
-
-def own_frames(failed: Failed) -> Failed:
-    """Remove frames that are not the user's, where the error explains itself.
-
-    >>> frame, code = "File /lib/mics_fn/shards/leaf.py:7, in f", "Cell In[1], line 1"
-    >>> trace = ("LeafError  Traceback", code, "-> 1 f()", "", frame, "-> 7 raise", "", "LeafError")
-    >>> own_frames(Failed("LeafError", "", trace)).trace
-    ('LeafError  Traceback', 'Cell In[1], line 1', '-> 1 f()', '', 'LeafError')
-    """
-    inside = hasattr(errors, failed.kind) or failed.kind == KeyboardInterrupt.__name__
-    dropped, kept, keep = _INSIDE if inside else _CALLERS, list[str](), True
-    for line in failed.trace:
-        text = _COLOR.sub("", line)
-        if _FRAME.match(text):
-            keep = not dropped.match(text)
-        if keep:
-            kept.append(line)
-        keep = keep or not text.strip()  # a frame ends with an empty line
-    return failed._replace(trace=tuple(kept))
 
 
 def plain(lines: Sequence[str]) -> str:
@@ -188,14 +133,17 @@ _REACT_S = 4.5  # for ranks to react to an interrupt
 _OUTPUT_S = 2.0  # for what was printed to come after the answer
 
 
-@dataclass
-class Outcome:
+class Outcome(NamedTuple):
     """End of a cell, by rank."""
 
-    values: dict[int, Any] = field(default_factory=dict)  # of ranks that ended it well
-    failures: dict[int, Failed] = field(default_factory=dict)
-    busy: list[int] = field(default_factory=list)  # ranks that do not react to an interrupt
-    interrupted: bool = False  # whether the kernel was interrupted
+    values: dict[int, Any]  # of ranks that ended it well
+    failures: dict[int, Failed]
+    interrupted: bool  # whether the kernel was interrupted
+
+    @property
+    def busy(self) -> list[int]:
+        """Ranks that do not react to an interrupt."""
+        return [rank for rank, failed in self.failures.items() if failed.kind == "busy"]
 
 
 class Cell:
@@ -223,28 +171,25 @@ class Cell:
         self._shown = {"stdout": "", "stderr": ""}  # what the first rank printed, so far
         self._told = set[int]()  # ranks that said that they have ended it
         self._begun = time.monotonic()
-        self._since: float | None = (
-            None  # when a rank was first seen to have ended, or to take no part
-        )
-        self._failed: float | None = None  # when a rank was first seen to have failed
-        self._stopped: float | None = None  # when ranks were interrupted
-        self.outcome = Outcome()
+        # When a rank was first seen idle, when one had failed, and when ranks were interrupted.
+        self._idle: float | None = None
+        self._failed: float | None = None
+        self._stopped: float | None = None
 
     def wait(self) -> Outcome:
         """Wait for all ranks, and show their output; bounded as [Note: no cell hangs] says."""
-        while True:
+        interrupts = 0
+        while interrupts < 2:
             try:
                 self._wait()
                 break
             except KeyboardInterrupt:
-                again, self.outcome.interrupted = self.outcome.interrupted, True
+                interrupts += 1
                 self._stop()
-                if again:
-                    self.outcome.busy = self.running()
-                    break
-        self._collect()
+        outcome = self._collect(interrupted=interrupts > 0)
         self._show()
-        return self.outcome
+        self._display()
+        return outcome
 
     def running(self) -> list[int]:
         """Ranks that still run the cell."""
@@ -256,11 +201,11 @@ class Cell:
             self._sent[running[0]].wait(_POLL_S)
             now = time.monotonic()
             if now - self._begun > _SHORT_S:
-                self._stream()
+                for name in self._shown:
+                    self._stream(name)
             self._let_others_know(running, now)
             self._end_what_cannot_succeed(now)
             if self._stopped is not None and now - self._stopped > _REACT_S:
-                self.outcome.busy = self.running()
                 return
 
     def _let_others_know(self, running: list[int], now: float) -> None:
@@ -270,8 +215,8 @@ class Cell:
         idle = [rank for rank in idle if rank not in gone and rank not in self._told]
         if not idle:
             return
-        self._since = self._since or now
-        if now - self._since > _ASIDE_S:
+        self._idle = self._idle or now
+        if now - self._idle > _ASIDE_S:
             for rank in idle:
                 self._aside(rank)
             self._told.update(idle)
@@ -292,56 +237,44 @@ class Cell:
         self._interrupt(self.running())
         self._stopped = self._stopped or time.monotonic()
 
-    def _collect(self) -> None:
+    def _collect(self, interrupted: bool) -> Outcome:
         """Receive the values and the errors of all ranks."""
+        outcome = Outcome({}, {}, interrupted)
         gone, deadline = self._ended(), time.monotonic() + _OUTPUT_S
         for rank, sent in self._sent.items():
             if sent.ready():
                 sent.wait_for_output(max(0.0, deadline - time.monotonic()))
-                error = None if sent.successful() else sent.exception()
-                if error is None:
-                    self.outcome.values[rank] = sent.get()
+                if sent.successful():
+                    outcome.values[rank] = sent.get()
                 else:
-                    self.outcome.failures[rank] = failed_of(error)
+                    outcome.failures[rank] = failed_of(sent.exception())
             elif rank in gone:
-                self.outcome.failures[rank] = Failed("gone", gone[rank])
+                outcome.failures[rank] = Failed("gone", gone[rank])
             else:
                 text = "does not react to an interrupt, as it is inside C++ or stopped"
-                self.outcome.failures[rank] = Failed("busy", text)
+                outcome.failures[rank] = Failed("busy", text)
+        return outcome
 
     def _text(self, name: str, rank: int) -> str:
         return getattr(self._sent[rank].metadata, name) or ""
 
-    def _stream(self) -> None:
+    def _stream(self, name: str) -> None:
         """Show the new output of the first rank."""
-        for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
-            text = self._text(name, self._first)
-            stream.write(more(self._shown[name], text))
-            stream.flush()
-            self._shown[name] = text
+        text, stream = self._text(name, self._first), getattr(sys, name)
+        stream.write(more(self._shown[name], text))
+        stream.flush()
+        self._shown[name] = text
 
     def _show(self) -> None:
-        """Show the output of all ranks: once where equal."""
-        texts = {name: self._texts(name) for name in ("stdout", "stderr")}
-        different = any(len(set(found.values())) > 1 for found in texts.values())
-        if different and any(self._shown.values()) and clear_output():
-            self._shown = dict.fromkeys(self._shown, "")
-        if not different:
-            self._stream()
-        else:
-            for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
-                found = texts[name]
-                if self._shown[name]:  # a terminal keeps what was streamed
-                    found = {r: t for r, t in found.items() if t != found[self._first]}
-                stream.write(labelled(found) if len(found) > 1 else _of_one(found))
-                stream.flush()
-        self._display()
-
-    def _texts(self, name: str) -> dict[int, str]:
-        """Return the output of each rank; bars are those of the first one."""
-        first = self._text(name, self._first)
-        found = {rank: comparable(self._text(name, rank)) for rank in self._sent}
-        return {r: first if t == found[self._first] else t for r, t in found.items()}
+        """Show the output of all ranks: once where equal; bars are those of the first rank."""
+        for name in self._shown:
+            texts = {rank: comparable(self._text(name, rank)) for rank in self._sent}
+            others = {r: text for r, text in texts.items() if text != texts[self._first]}
+            if others and not self._shown[name]:
+                getattr(sys, name).write(labelled(texts))
+            else:  # what was streamed stays
+                self._stream(name)
+                getattr(sys, name).write(labelled(others))
 
     def _display(self) -> None:
         """Show pictures of the first rank, and the value of the last expression of the cell."""
@@ -349,14 +282,11 @@ class Cell:
         for content in self._sent[self._first].metadata.outputs:
             show(content)
         found = {rank: sent.metadata.execute_result for rank, sent in self._sent.items()}
-        texts = {r: c["data"].get("text/plain", "") for r, c in found.items() if c}
-        if not texts:
-            return
-        if len(texts) == len(self._sent) and len(set(texts.values())) == 1:
+        texts = {r: c["data"].get("text/plain", "") if c else "" for r, c in found.items()}
+        if len(set(texts.values())) > 1:
+            sys.stdout.write(labelled(texts))
+        elif found[self._first]:
             show(found[self._first])
-        else:
-            lines = {rank: texts.get(rank, "") for rank in self._sent}
-            sys.stdout.write(labelled(lines))
 
 
 def failed_of(error: Any) -> Failed:
@@ -366,22 +296,7 @@ def failed_of(error: Any) -> Failed:
     trace = getattr(error, "traceback", None)
     trace = trace if isinstance(trace, str) else "\n".join(trace or ())
     text = str(error) if text is None else text
-    return own_frames(Failed(kind, text, tuple(trace.splitlines())))
-
-
-def _of_one(found: Mapping[int, str]) -> str:
-    return "".join(f"rank {rank}:\n{text}" for rank, text in found.items() if text)
-
-
-def clear_output() -> bool:
-    """Let the next output replace that of this cell; return False where that is not possible."""
-    shell = shell_here()
-    if getattr(shell, "kernel", None) is None:
-        return False
-    from IPython.display import clear_output
-
-    clear_output(wait=True)
-    return True
+    return Failed(kind, text, tuple(trace.splitlines()))
 
 
 def displayer() -> Callable[[Mapping[str, Any]], None]:

@@ -2,20 +2,17 @@
 
 import atexit
 import contextlib
-import json
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from multiprocessing.connection import Pipe
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -32,175 +29,106 @@ from mics_fn.errors import (
 )
 from mics_fn.groups import Topology, plan_groups
 from mics_fn.notebook import engine, magic
-from mics_fn.notebook.bootstrap import LOOPBACK
 from mics_fn.notebook.cells import FOLLOWS, Cell, Outcome, Refused, folded, plain
 
-# The processes of a cluster as the kernel sees them: two, of which one forks the ranks.
+# The processes of a cluster as the kernel sees them.
 
-BOOT = Path(__file__).with_name("bootstrap.py")
-_LOOK_S = 0.02
-_PATIENCE_S = 5.0  # for a process that was told to end
+_POLL_S = 0.02
+# What the process that forks imports once; torch.func imports the last one.
+_IMPORTED = ("mics_fn.notebook.engine", "ipyparallel.controller.app", "ipyparallel.engine.app")
+_IMPORTED += ("torch._dynamo",)
 
 
 class Processes:
-    """Processes of a cluster: ipyparallel's controller, the one that forks ranks, and the ranks.
+    """Processes of a cluster: ipyparallel's controller, and the ranks.
+
+    The fork server of `multiprocessing` imports torch once, and forks them. Each is the leader of a
+    session, and ends with this process.
 
     Args:
       folder: the folder of the cluster, which nobody else can read.
-      size: number of ranks.
     """
 
-    def __init__(self, folder: str, size: int) -> None:
-        self._folder, self._size = folder, size
-        self._started: list[subprocess.Popen] = []
-        self._node, self._theirs = Pipe()  # to the process that forks ranks
-        self._lost = False  # whether that process ended
-        self.ended: dict[int, str] = {}  # how ranks ended, by rank
-        self._killed = set[int]()
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._forks = multiprocessing.get_context("forkserver")
+        self._forks.set_forkserver_preload(list(_IMPORTED))
+        self.controller = self._fork("controller", engine.control)
+        self.ranks: list[Any] = []
 
-    def boot(self) -> None:
-        """Start both processes."""
-        self._boot("controller")
-        descriptor = self._theirs.fileno()
-        self._boot("node", pass_fds=[descriptor], descriptor=descriptor)
-        self._theirs.close()
+    def _fork(self, name: str, work: Callable[..., None], *args: Any) -> Any:
+        told = (work, self._folder, name, os.getcwd(), *args)
+        process = self._forks.Process(target=engine.run_forked, args=told, name=name)
+        Path(self._folder, f"{name}.txt").write_bytes(b"")
+        process.start()
+        return process
 
-    def _boot(self, work: str, pass_fds: Sequence[int] = (), **told: Any) -> None:
-        """Start a process that the Ctrl-C of a terminal does not reach."""
-        told |= {"work": work, "parent": os.getpid(), "path": sys.path, "folder": self._folder}
-        with open(f"{self._folder}/{work}.txt", "wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, str(BOOT), json.dumps(told)],
-                pass_fds=pass_fds,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                env={**os.environ, "IPYTHONDIR": f"{self._folder}/ipython"},
-            )
-        self._started.append(process)
-
-    def wait_for_controller(self, deadline: float) -> tuple[str, dict[str, Any]]:
-        """Wait for the controller; return its file for clients, and the options of engines."""
-        folder = Path(self._folder) / "security"
+    def wait_for_controller(self, deadline: float) -> str:
+        """Wait for the controller; return its file for clients."""
+        folder = Path(self._folder, "security")
         files = folder / "ipcontroller-client.json", folder / "ipcontroller-engine.json"
         while not all(file.exists() and file.read_text().endswith("}") for file in files):
-            self._check(deadline, "ipyparallel's controller")
-        return str(files[0]), json.loads(files[1].read_text())
+            self.check_start(deadline)
+        return str(files[0])
 
-    def start(
-        self, told: Callable[[int], Mapping[str, Any]], connection: Mapping[str, Any]
-    ) -> None:
-        """Fork all ranks.
-
-        Args:
-          told: what a rank needs, by rank.
-          connection: what engines need to reach ipyparallel's controller.
-        """
-        ranks = {rank: told(rank) for rank in range(self._size)}
-        self._tell({"do": "start", "ranks": ranks, "connection": connection})
-        self.ended.clear()
-        self._killed.clear()
+    def start(self, environments: Sequence[Mapping[str, str]], engines: Sequence[int]) -> None:
+        """Fork all ranks, each with its variables and the number of its engine."""
+        self.ranks = []
+        for rank, environment in enumerate(environments):
+            told = dict(os.environ) | dict(environment)
+            self.ranks.append(self._fork(f"rank{rank}", engine.serve, told, engines[rank]))
 
     def signal(self, ranks: Sequence[int], number: int) -> None:
         """Send a signal to ranks."""
-        self._tell({"do": "signal", "ranks": list(ranks), "number": number})
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                if self.ranks[rank].exitcode is None:
+                    os.kill(self.ranks[rank].pid, number)
 
-    def kill(self) -> None:
-        """End all ranks, and wait for their end."""
-        ranks = list(range(self._size))
-        self._tell({"do": "kill", "ranks": ranks})
-        deadline = time.monotonic() + _PATIENCE_S
-        while time.monotonic() < deadline:
-            self.look()
-            if all(rank in self._killed or rank in self.ended for rank in ranks):
-                return
-            time.sleep(_LOOK_S)
-
-    def _tell(self, order: Mapping[str, Any]) -> None:
-        """Send an order to the process that forks ranks, unless that has ended."""
-        try:
-            self._node.send_bytes(json.dumps(order).encode())
-        except OSError:
-            self._lost = True
-
-    def look(self) -> dict[int, str]:
+    def ended(self) -> dict[int, str]:
         """Return how ranks ended since the start, by rank; never wait."""
-        try:
-            while not self._lost and self._node.poll():
-                said = json.loads(self._node.recv_bytes())
-                if "ended" in said:
-                    self.ended[said["ended"]] = _ending(said["code"], said["output"])
-                self._killed.update(said.get("killed", ()))
-        except (EOFError, OSError):
-            self._lost = True
-        if self._lost:
-            for rank in range(self._size):
-                self.ended.setdefault(rank, "the process that forked it ended")
-        return self.ended
+        codes = {rank: process.exitcode for rank, process in enumerate(self.ranks)}
+        return {
+            rank: self._ending(f"rank{rank}", code)
+            for rank, code in codes.items()
+            if code is not None
+        }
 
-    def check_start(self, deadline: float, what: str) -> None:
-        """Raise if some rank ended, or at the time limit; then wait for a moment.
+    def _ending(self, name: str, code: int) -> str:
+        """Describe how a process ended, and the last lines that it printed."""
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        printed = Path(self._folder, f"{name}.txt").read_text(errors="replace")
+        return "\n".join([how, *printed.strip().splitlines()[-4:]])
+
+    def check_start(self, deadline: float) -> None:
+        """Raise if a process has ended, or at the time limit; then wait for a moment.
 
         Raises:
-          GroupsError: a rank or a process ended.
+          GroupsError: a process ended.
           CollectiveError: time is up.
         """
-        for rank, how in self.look().items():
-            fix = "look at what it says, and start again"
-            raise GroupsError(f"notebook.start: rank {rank} ended", [how], fix)
-        self._check(deadline, what)
-
-    def _check(self, deadline: float, what: str) -> None:
-        for process in self._started:
-            if process.poll() is not None:
-                text = "notebook.start: a process ended that ranks need"
-                raise GroupsError(text, self._printed(), "look at what it says")
+        for process in (self.controller, *self.ranks):
+            if process.exitcode is not None:
+                text = f"notebook.start: {process.name} ended"
+                how = self._ending(process.name, process.exitcode)
+                raise GroupsError(text, [how], "look at what it says, and start again")
         if time.monotonic() > deadline:
-            text = f"notebook.start: {what} took too long"
-            raise CollectiveError(text, self._printed(), "pass timeout_s=")
-        time.sleep(_LOOK_S)
+            raise CollectiveError("notebook.start: it took too long", fix="pass timeout_s=")
+        time.sleep(_POLL_S)
 
-    def _printed(self) -> list[str]:
-        """Return the last lines that both processes printed."""
-        files = [Path(self._folder) / f"{work}.txt" for work in ("controller", "node")]
-        return [line for file in files for line in file.read_text().splitlines()[-4:]]
-
-    def stop(self) -> None:
-        """End all processes."""
-        self._node.close()  # the process at its other end ends with it
-        for process in self._started:
-            # Its group is its session, with all that it forked.
+    def kill(self, processes: Sequence[Any]) -> None:
+        """End some of the processes, with all that they have started, and wait for their end."""
+        for process in processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _ending(code: int, output: str) -> str:
-    """Describe how a process ended."""
-    how = f"exited with code {code}"
-    if code < 0:
-        how = f"killed by {signal.Signals(-code).name}"
-    last = output.strip().splitlines()[-4:]
-    return "\n".join([how, *last])
+            process.kill()  # one that is too young for a session of its own
+        for process in processes:
+            process.join()
 
 
 def gone(ended: Mapping[int, str]) -> str:
     """Describe which ranks have ended, and how, in one line."""
-    by_how: dict[str, list[int]] = {}
-    for rank, how in sorted(ended.items()):
-        by_how.setdefault(how.partition("\n")[0], []).append(rank)
-    return "; ".join(f"{name_ranks(ranks)}: {how}" for how, ranks in by_how.items())
-
-
-_ASK_AGAIN_S = 0.3
-
-
-class StartInfo(NamedTuple):
-    """Options of ranks at their start."""
-
-    environment: Callable[[int], Mapping[str, str]]  # by rank
-    begin: str  # as `engine.begin` reads it
+    return "; ".join(rank_lines({rank: how.partition("\n")[0] for rank, how in ended.items()}))
 
 
 class Cluster:
@@ -212,29 +140,18 @@ class Cluster:
 
     Args:
       size: number of ranks.
-      processes: what forks and watches them.
-      client: the client of ipyparallel.
-      connection: what engines need to reach ipyparallel's controller.
-      places: makes what ranks are told at a start, and the store that they meet in.
-      folder: the folder for files of this cluster.
+      node_size: number of ranks that pretend to be one node.
+      options: what each rank is told at its start.
     """
 
-    def __init__(
-        self,
-        size: int,
-        processes: Processes,
-        client: Any,
-        connection: Mapping[str, Any],
-        places: Callable[[], tuple[StartInfo, Any]],
-        folder: str,
-    ) -> None:
+    def __init__(self, size: int, node_size: int, options: Mapping[str, Any]) -> None:
         self.size = size
-        self._processes, self._client, self._connection = processes, client, connection
-        self._make_places, self._folder = places, folder
-        self._places: StartInfo | None = None
+        self._node_size, self._options = node_size, options
+        self._folder = tempfile.mkdtemp(prefix="mics_fn_notebook_")
+        self._processes = Processes(self._folder)
+        self._client: Any = None  # of ipyparallel
         self._store: Any = None  # which ranks meet in; it outlives each of them
-        self._engines: dict[int, int] = {}  # ipyparallel's number of each rank
-        self._count = 0  # engines so far
+        self._engines: list[int] = []  # ipyparallel's number of each rank
         self._busy: dict[int, Any] = {}  # what ranks were left with that did not react
         self._facts: dict[int, dict[str, str]] = {}
         self._owner = os.getpid()  # a fork of it ends nothing
@@ -337,7 +254,7 @@ class Cluster:
           GroupsError, CollectiveError: they do not start.
         """
         self._check_open()
-        self._processes.kill()
+        self._processes.kill(self._processes.ranks)
         self._busy.clear()
         self.begin()
         print("all ranks are new: what cells had defined is gone, so run those cells again")
@@ -349,7 +266,7 @@ class Cluster:
         self.stopped = True
         with contextlib.suppress(Exception):  # of sockets whose other end is gone
             self._client.close(linger=0)
-        self._processes.stop()
+        self._processes.kill([self._processes.controller, *self._processes.ranks])
         self._store = None
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -367,7 +284,7 @@ class Cluster:
     def __repr__(self) -> str:
         if self.stopped:
             return f"Cluster({self.size} ranks, stopped)"
-        ended = self._processes.look()
+        ended = self._processes.ended()
         lines = rank_lines({rank: f"on {facts['device']}" for rank, facts in self._facts.items()})
         lines += sorted({f"groups: {facts['groups']}" for facts in self._facts.values()})
         if ended:
@@ -386,37 +303,35 @@ class Cluster:
         Args:
           timeout_s: for all of it.
         """
-        deadline, ranks = time.monotonic() + timeout_s, range(self.size)
-        self._places, self._store = self._make_places()
-        self._engines = {rank: self._count + rank for rank in ranks}
-        self._count += self.size  # no number is used twice
-        self._processes.start(self._told, self._connection)
-        while not set(self._engines.values()) <= set(self._client.ids):
-            self._processes.check_start(deadline, "ranks")
-        self._meet(ranks, deadline)
-        begin = self._places.begin
-        found = self._run(None, lambda view: view.apply_async(engine.begin, begin))
+        deadline = time.monotonic() + timeout_s
+        if self._client is None:
+            from ipyparallel import Client
+
+            self._client = Client(self._processes.wait_for_controller(deadline))
+        self._store = serve_store(engine.LOOPBACK)
+        first = self._engines[-1] + 1 if self._engines else 0  # no number is used twice
+        self._engines = list(range(first, first + self.size))
+        self._processes.start([self._environment(rank) for rank in range(self.size)], self._engines)
+        while not set(self._engines) <= set(self._client.ids):
+            self._processes.check_start(deadline)
+        found = self._run(None, lambda view: view.apply_async(engine.begin, self._options))
         self._done(found)
         self._facts = found.values
 
-    def _meet(self, ranks: Sequence[int], deadline: float) -> None:
-        """Wait until each rank answers; an engine loses messages that were sent before."""
-        waiting = {rank: list[Any]() for rank in ranks}
-        asked = 0.0
-        while waiting:
-            if time.monotonic() - asked > _ASK_AGAIN_S:
-                asked = time.monotonic()
-                for rank, sent in waiting.items():
-                    view = self._client[self._engines[rank]]
-                    sent.append(view.execute("", silent=False, block=False))
-            for rank in list(waiting):
-                if any(one.ready() and one.wait_for_output(0) for one in waiting[rank]):
-                    del waiting[rank]
-            self._processes.check_start(deadline, "ranks")
-
-    def _told(self, rank: int) -> Mapping[str, Any]:
-        environment = self._places.environment(rank) if self._places else {}
-        return {"environment": environment, "engine": self._engines[rank]}
+    def _environment(self, rank: int) -> dict[str, str]:
+        """Return the variables of a rank, as a launcher sets them."""
+        found = {
+            "RANK": rank,
+            "WORLD_SIZE": self.size,
+            "LOCAL_RANK": rank,
+            "LOCAL_WORLD_SIZE": self._node_size,
+            "GROUP_RANK": rank // self._node_size,
+            "MICS_FN_RANKS_HERE": self.size,
+            "MASTER_ADDR": engine.LOOPBACK,
+            "MASTER_PORT": self._store.port,
+            "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is not that of rank 0
+        }
+        return {name: str(value) for name, value in found.items()}
 
     # How cells run
 
@@ -427,9 +342,9 @@ class Cluster:
         sent = {rank: send(self._client[self._engines[rank]]) for rank in chosen}
         others = [rank for rank in range(self.size) if rank not in chosen]
         stop = partial(self._processes.signal, number=signal.SIGINT)
-        cell = Cell(sent, others, self._processes.look, self._aside, stop)
+        cell = Cell(sent, others, self._processes.ended, self._aside, stop)
         outcome = cell.wait()
-        self._busy.update((rank, sent[rank]) for rank in outcome.busy)
+        self._busy |= {rank: sent[rank] for rank in outcome.busy}
         return outcome
 
     def _aside(self, rank: int) -> None:
@@ -468,7 +383,7 @@ class Cluster:
 
     def _check_alive(self, ranks: Sequence[int]) -> None:
         """Raise GroupsError if ranks cannot run a cell."""
-        ended = {rank: how for rank, how in self._processes.look().items() if rank in ranks}
+        ended = {rank: how for rank, how in self._processes.ended().items() if rank in ranks}
         if ended:
             fix = "cluster.restart() starts new ranks, without what cells defined"
             raise Refused(message(f"notebook: {gone(ended)}", fix=fix))
@@ -547,23 +462,14 @@ def start(
     if partition_size is not None:  # as each rank would find, but at once
         plan_groups(topology or Topology.of(size), partition_size)
     options = {"device": device, "partition_size": partition_size, "timeout_s": timeout_s}
-    options["topology"] = topology.sizes if topology else None
-    node_size = topology.sizes[-1] if topology else size // (nodes or 1)
-    from ipyparallel import Client
-
+    options["topology"] = topology
     stop_earlier()
-    folder = tempfile.mkdtemp(prefix="mics_fn_notebook_")
-    deadline = time.monotonic() + timeout_s
-    processes = Processes(folder, size)
-    cluster: Cluster | None = None
+    node_size = topology.sizes[-1] if topology else size // (nodes or 1)
+    cluster = Cluster(size, node_size, options)
     try:
-        processes.boot()
-        file, connection = processes.wait_for_controller(deadline)
-        told = partial(_places, size, node_size, json.dumps(options))
-        cluster = Cluster(size, processes, Client(file), connection, told, folder)
-        cluster.begin(deadline - time.monotonic())
+        cluster.begin(timeout_s)
     except BaseException:
-        (cluster or processes).stop()
+        cluster.stop()
         raise
     magic.register(cluster)
     return cluster
@@ -596,22 +502,3 @@ def _check_sizes(size: int, nodes: int | None, topology: Any) -> None:
     if topology is not None and topology.world_size != size:
         what = f"notebook.start: {topology} has {topology.world_size} ranks, not {size}"
         raise PlanError(what, fix="pass n= to match")
-
-
-def _places(size: int, node_size: int, begin: str) -> tuple[StartInfo, Any]:
-    """Return the options of each rank at a start, and their store."""
-    store = serve_store(LOOPBACK)
-    common = {
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": node_size,
-        "MICS_FN_RANKS_HERE": size,
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": store.port,
-        "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is not that of rank 0
-    }
-
-    def environment(rank: int) -> Mapping[str, str]:
-        own = common | {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": rank // node_size}
-        return {name: str(value) for name, value in own.items()}
-
-    return StartInfo(environment, begin), store

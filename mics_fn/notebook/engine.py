@@ -7,42 +7,97 @@ collective that they never called raises `PeerFailed` at once, instead of waitin
 one that waits for nothing goes on. The next cell takes back what they said.
 """
 
-import json
 import os
+import re
+import shutil
 import signal
 import sys
+import threading
 import weakref
 from _thread import start_new_thread
 from collections.abc import Callable, Mapping
 from functools import partial
+from multiprocessing import parent_process
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 import torch
 
 import mics_fn
+from mics_fn import threads
 from mics_fn.errors import GroupsError, MicsError
-from mics_fn.groups import Topology, tell_all, withdraw_all
+from mics_fn.groups import tell_all, withdraw_all
 from mics_fn.interrupts import send_again
-from mics_fn.notebook.cells import is_inside
+
+LOOPBACK = "127.0.0.1"
+# Files of frames that a user has not written: what calls the functions of a notebook, and below.
+_CALLERS = re.compile(r"<string>|.*/(mics_fn/notebook|ipyparallel)/")
+_INSIDE = re.compile(r"<string>|.*/(mics_fn|ipyparallel|torch|optree)/")
 
 
 class CellEnded(RuntimeError):
     """Error of a rank that has ended its cell; see [Note: a cell is a unit]."""
 
 
-def serve(connection: Mapping[str, Any], folder: str, rank: int, engine: int) -> None:
+def run_forked(work: Callable[..., None], folder: str, name: str, place: str, *args: Any) -> None:
+    """Run the work of a process that was forked for a cluster; it ends with the kernel.
+
+    Args:
+      work: takes the folder and `args`.
+      folder: the folder for files of the cluster.
+      name: of the file in it for what the process prints.
+      place: the current folder of the kernel.
+      args: of the work.
+    """
+    os.setsid()  # the Ctrl-C of a terminal does not reach it
+    threads.start(threading.Thread(target=_end_with_kernel, args=(folder,), daemon=True))
+    with open(f"{folder}/{name}.txt", "ab") as output:
+        for descriptor in (1, 2):
+            os.dup2(output.fileno(), descriptor)
+    os.chdir(place)
+    os.environ["IPYTHONDIR"] = f"{folder}/ipython"
+    work(folder, *args)
+
+
+def _end_with_kernel(folder: str) -> None:
+    """Wait for the end of the kernel, and end this process with all that it has started."""
+    kernel = parent_process()
+    if kernel is not None:
+        kernel.join()
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def control(folder: str) -> None:
+    """Run ipyparallel's controller, which passes messages between kernel and engines."""
+    from ipyparallel.controller.app import IPController
+
+    options = {
+        "IPController.ip": LOOPBACK,
+        "IPController.location": LOOPBACK,
+        "IPController.enable_curve": False,  # messages are signed, and do not leave this machine
+        "IPController.use_threads": True,  # one process and one for heartbeats, instead of nine
+        "IPController.db_class": "nodb",  # which else keeps all messages for ever
+        "TaskScheduler.scheme_name": "none",
+        "HeartMonitor.period": 100,  # an engine is registered after its first heartbeat
+        "HeartMonitor.max_heartmonitor_misses": 600,
+    }
+    argv = [f"--{name}={value}" for name, value in options.items()]
+    IPController.launch_instance([f"--profile-dir={folder}", "--log-level=50", *argv])
+
+
+def serve(folder: str, environment: Mapping[str, str], engine: int) -> None:
     """Serve as the engine of a rank until the process ends.
 
     Args:
-      connection: what ipyparallel says of its controller.
-      folder: the folder for files of the engine.
-      rank: this rank.
+      folder: the folder for files of the cluster.
+      environment: the variables of the rank.
       engine: the number that the engine asks for.
     """
     from ipyparallel.engine.app import IPEngine
 
-    os.environ["IPP_CONNECTION_INFO"] = json.dumps(connection)
+    os.environ.update(environment)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"
     if "OMP_NUM_THREADS" not in os.environ:  # as torchrun does; the variable was read long ago
@@ -52,7 +107,8 @@ def serve(connection: Mapping[str, Any], folder: str, rank: int, engine: int) ->
         sys.modules["numpy"].random.seed()
     options = {
         "IPEngine.id": engine,
-        "IPEngine.enable_nanny": False,  # the process that forked it watches it
+        "IPEngine.url_file": f"{folder}/security/ipcontroller-engine.json",
+        "IPEngine.enable_nanny": False,  # the kernel watches it
         "IPEngine.max_heartbeat_misses": 0,
         "IPEngine.timeout": 30,
         "HistoryManager.enabled": False,
@@ -62,19 +118,17 @@ def serve(connection: Mapping[str, Any], folder: str, rank: int, engine: int) ->
     IPEngine.launch_instance([f"--profile-dir={folder}", "--log-level=50", *argv])
 
 
-def begin(told: str) -> dict[str, Any]:
-    """Start torch.distributed and make groups; return the names that cells find.
+def begin(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Start torch.distributed and make groups; return what `Cluster` shows of them.
 
     Args:
-      told: what all ranks are told, as JSON.
+      options: those of `start`.
     """
     from IPython.core.getipython import get_ipython
 
-    options = json.loads(told)
     device = mics_fn.init_distributed(device=options["device"], timeout_s=options["timeout_s"])
-    sizes = options["topology"]
     groups = mics_fn.make_groups(
-        options["partition_size"], topology=Topology(tuple(sizes)) if sizes else None, device=device
+        options["partition_size"], topology=options["topology"], device=device
     )
     shell: Any = get_ipython()
     shell.events.register("pre_run_cell", lambda info: _before_cell())
@@ -111,29 +165,30 @@ def _refuse_exit() -> NoReturn:
 
 
 def _undisturbed(show: Callable[..., None], *args: Any, **options: Any) -> None:
-    """Show the error of a cell without an interrupt, which would replace the error."""
+    """Show the error of a cell without an interrupt, which would replace the error.
+
+    Where the error explains itself, all frames below the user's own are left out. IPython would
+    read and parse their files, which takes seconds where ranks share few cores.
+    """
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         error = sys.exc_info()[1]
-        if isinstance(error, MicsError | KeyboardInterrupt):
-            error.__traceback__ = _outside(error.__traceback__)
+        if error is not None:
+            explained = isinstance(error, MicsError | KeyboardInterrupt)
+            error.__traceback__ = _outside(error.__traceback__, _INSIDE if explained else _CALLERS)
         show(*args, **options)
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def _outside(trace: TracebackType | None) -> TracebackType | None:
-    """Remove frames of this library and below from a traceback.
-
-    IPython would read and parse their files, which takes seconds where ranks share few cores.
-    """
+def _outside(trace: TracebackType | None, inside: re.Pattern[str]) -> TracebackType | None:
+    """Remove frames of some files from a traceback."""
     found = list[TracebackType]()
     while trace is not None:
         found.append(trace)
         trace = trace.tb_next
-    # IPython leaves out the first one, which is its own.
-    kept = [x for x in found[1:] if not is_inside(x.tb_frame.f_code.co_filename)]
-    for each in reversed([*found[:1], *(kept or found[1:])]):
+    kept = [x for x in found if not inside.match(x.tb_frame.f_code.co_filename)]
+    for each in reversed(kept or found):
         trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return trace
 

@@ -32,9 +32,9 @@ from mics_fn import _device, checks, tree
 from mics_fn.collectives import collect, collect_bytes, start_mean_over_ranks
 from mics_fn.errors import LeafError, NonFiniteError, PlanError, by_value, message, name_ranks
 from mics_fn.groups import Groups, Home, require_replicas
-from mics_fn.optim.columns import StepRefused, lazy_grads, needs_fetch
+from mics_fn.optim.columns import StepRefused, needs_fetch
 from mics_fn.optim.comparing import compare_once
-from mics_fn.optim.flat import by_leaf, unpacked
+from mics_fn.optim.flat import by_leaf, lazy_grads, unpacked
 from mics_fn.optim.norms import (
     check_limit,
     clip_factor,

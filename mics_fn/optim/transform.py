@@ -12,8 +12,8 @@ from torch import Tensor
 from mics_fn import _torch, checks, tree
 from mics_fn.checks import check_matched, matches
 from mics_fn.errors import LeafError, PlanError
-from mics_fn.optim.columns import lazy_grads, map_columns, needs_fetch
-from mics_fn.optim.flat import Unpacked, unpacked
+from mics_fn.optim.columns import map_columns, needs_fetch
+from mics_fn.optim.flat import Unpacked, lazy_grads, unpacked
 from mics_fn.optim.moving import as_before
 from mics_fn.shards import Nothing, Sharded, is_leaf, names, needs_derivative, note_write
 from mics_fn.tree import Tree

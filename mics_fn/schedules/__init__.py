@@ -38,32 +38,27 @@ everything fits, but lets a bucket go in the last backward pass once its gradien
 unless an earlier step has used it after that. No fetch then depends on what the model does. Models
 whose order of use depends on the data, such as loops over experts, need it (`live_bytes=None` for
 `Trainer`) if ranks of a partition group have different data. So do models in which only some ranks
-find a gradient for a bucket, if more reductions than there is memory for come between it and a
-later fetch; see [Note: reductions between fetches] in `run.py`.
+find a gradient for a bucket that is reduced before a later fetch.
 
 If the order of use changes, a warning says so once: this run continues by fetching on demand, and
 the next one follows what it did. If ranks of a partition group use buckets in different orders,
 they would hang, so a `DesyncError` names ranks, buckets and leaves. See [Note: the same order of
-use] in `desync.py` for how they find out.
+use] in `run.py` for how they find out.
 
 Ranks also compare all that they call on each communicator, whatever verb it comes from: see [Note:
 the same calls] in `calls.py`. A step that repeats sends no message.
 
 Start reading at `schedule.py` (the value, the plan, and where fetched buckets lie in one piece of
-memory), then `policy.py`, `run.py` (follow or record a schedule, and what that teaches the next
-one), `desync.py` (the channel between ranks), `calls.py` (the order of calls) and `messages.py`
-(errors of other ranks, ranks that wait for each other, and those that have closed their groups).
+memory), then `run.py` (policies; follow or record a schedule, and what that teaches the next one),
+`calls.py` (the order of calls, and the channel between ranks) and `messages.py` (errors of other
+ranks, ranks that wait for each other, and those that have closed their groups).
 To add a policy, write a function from a record and sizes to a schedule; the wing `deferred` moves
 the data, and asks a `Run` what to fetch and drop.
-
-Where the schedules of ranks first differ, `first_difference` says in words.
 """
 
-from mics_fn.schedules.calls import Calls, call_text, issued, made
-from mics_fn.schedules.desync import Channel, joined
+from mics_fn.schedules.calls import Calls, Channel, call_text, issued, joined, made
 from mics_fn.schedules.messages import LEFT, NEWS, JobMessages, Stuck
-from mics_fn.schedules.policy import Learned, OnDemand, keep_all, on_demand
-from mics_fn.schedules.run import Run
-from mics_fn.schedules.schedule import Action, Offsets, Schedule, first_difference, offsets, plan
+from mics_fn.schedules.run import Learned, OnDemand, Run, keep_all, on_demand
+from mics_fn.schedules.schedule import Action, Offsets, Schedule, offsets, plan
 
 __all__ = ["Action", "Schedule", "plan"]

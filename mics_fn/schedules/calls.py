@@ -1,16 +1,18 @@
-"""`Calls`: what this rank has called on one communicator, in step with its other ranks.
+"""What ranks call and fetch, compared before it is done: `Calls`, and the `Channel` between them.
 
 [Note: the same calls] Ranks that call different collectives on one communicator would receive wrong
-bytes, hang, or abort. So each collective has a description: the verb, what it does, the bucket with
-its layout and the names of its leaves, and the bytes. If it is what `CallPattern` guesses, nothing
-is sent. If there is no guess, which all ranks know, it is compared through the store: one message,
-which never waits. If it is something else than the guess, other ranks may call what was guessed
-without a word. So this rank says in the store what it does instead, and moves no data before all
-ranks know of that. A rank learns of it when it comes to the same call and leaves its pattern as
-well; or when it looks, since it waits for a collective or because it left another pattern. If it is
-not yet at that call, it goes on and will compare it. If it is past it, it raises an error, and all
-ranks of the groups raise the same one when they look. So all ranks have one history, and different
-calls never meet. A step that repeats sends nothing from the third time on.
+bytes, hang, or abort: gloo ends a process that is sent more than it expects, and no Python code of
+it can say why. So unlike calls have to be found before they meet, and each collective has a
+description: the verb, what it does, the bucket with its layout and the names of its leaves, and the
+bytes. If it is what `CallPattern` guesses, nothing is sent. If there is no guess, which all ranks
+know, it is compared through the store: one message, which never waits. If it is something else than
+the guess, other ranks may call what was guessed without a word. So this rank says in the store what
+it does instead, and moves no data before all ranks know of that. A rank learns of it when it comes
+to the same call and leaves its pattern as well; or when it looks, since it waits for a collective
+or because it left another pattern. If it is not yet at that call, it goes on and will compare it.
+If it is past it, it raises an error, and all ranks of the groups raise the same one when they look.
+So all ranks have one history, and different calls never meet. A step that repeats sends nothing
+from the third time on.
 
 A pattern that is left often is not trusted at once: the next calls are compared although they were
 guessed, and more of them each time, up to `_MOST_DOUBT`. So a program without patterns compares all
@@ -22,23 +24,32 @@ reductions may come in any order among each other, as uneven gradients need it.
 [Note: one guess everywhere] A guess depends on nothing but the sequence. So ranks that have made
 the same calls guess the same next one, without a message, and each of them knows what the others
 guess.
+
+[Note: looks] A rank that waits without progress looks a few times per second whether others wrote
+why. On an accelerator the host does not wait for collectives, so it looks only when a run ends, in
+`Trainer` or at the end of a `with` block, and at most once per second: that is one call to the
+store, see [Note: news] in `schedules.messages`. Under `keep_all` it never looks. If nobody finds a
+message by then, the rank that waits raises after `timeout_s`, and the others by NCCL's watchdog.
 """
 
 import json
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from hashlib import sha256
+from typing import Any
 from weakref import WeakSet
 
-from mics_fn.errors import CollectiveError, name_ranks
-from mics_fn.schedules.messages import JobMessages, Stuck
-from mics_fn.store import poll
+from mics_fn.errors import CollectiveError, DesyncError, name_ranks
+from mics_fn.schedules.messages import JobMessages, Stuck, deadlocked, neighbours, note_of
+from mics_fn.store import Store, later, poll
 
 # `CallPattern`: what comes next in a sequence that repeats, found from the sequence alone.
 
 _MOST = 8192  # entries that are remembered; when there are more, the older half is forgotten
+_ALIKE = 64  # entries before a place that are compared with the last ones, at most
 
 
 class CallPattern:
@@ -57,88 +68,48 @@ class CallPattern:
 
     def __init__(self) -> None:
         self._past: list[Any] = []
-        self._known: dict[Hashable, Any] = {}  # the first of equal entries, to compare identities
         self._at = -1  # place of what is expected next; below 0 if nothing is
         self.guess: Any = None  # the expected entry; None if nothing is
 
-    def follow(self) -> None:
-        """Add the entry that was expected."""
-        self._past.append(self.guess)
-        self._at += 1
-        self.guess = self._past[self._at]
-        if len(self._past) > _MOST:
-            self._forget()
-
-    def add(self, entry: Hashable) -> None:
+    def add(self, entry: Any) -> None:
         """Add any entry."""
-        if self.guess is not None and entry == self.guess:
-            self.follow()
-            return
-        known = entry in self._known
-        self._past.append(self._known.setdefault(entry, entry))
-        self._at = _alike(self._past) if known else -1
-        self.guess = self._past[self._at] if self._at >= 0 else None
+        right = self.guess is not None and entry == self.guess
+        self._past.append(entry)
         if len(self._past) > _MOST:
-            self._forget()
+            del self._past[: _MOST // 2]
+            right = False
+        self._at = self._at + 1 if right else _after_most_alike(self._past)
+        self.guess = self._past[self._at] if self._at >= 0 else None
 
     def back(self, count: int) -> Any:
         """The entry so many places before the next one; None if it was forgotten."""
         return self._past[-count] if 0 < count <= len(self._past) else None
 
-    def _forget(self) -> None:
-        gone = len(self._past) // 2
-        del self._past[:gone]
-        self._known = {entry: entry for entry in reversed(self._past)}
-        self._past = [self._known[entry] for entry in self._past]
-        self._at -= gone
-        if self._at < 0:
-            self._at = _alike(self._past)
-        self.guess = self._past[self._at] if self._at >= 0 else None
 
-
-def _alike(past: Sequence[Any]) -> int:
+def _after_most_alike(past: Sequence[Any]) -> int:
     """The place behind the longest earlier match of the end of a sequence, the latest of equals.
 
-    It takes linear time: for each place, how much of the reversed sequence equals its beginning
-    follows from what is known of the places before it (the Z algorithm). Equal entries must be the
-    same object. The result is -1 if the last entry occurs nowhere else.
-
-    >>> _alike("abcab"), _alike("ab"), _alike("xabyabxab")
+    >>> _after_most_alike("abcab"), _after_most_alike("ab"), _after_most_alike("xabyabxab")
     (2, -1, 3)
     """
-    back, count = past[::-1], len(past)
-    lengths, low, high = [0] * count, 0, 0  # back[low:high] equals the beginning of `back`
-    best, found = 0, -1
-    for i in range(1, count):
-        n = min(high - i, lengths[i - low]) if i < high else 0
-        while i + n < count and back[n] is back[i + n]:
+    last, most, found = len(past) - 1, 0, -1
+    for at in range(last - 1, -1, -1):
+        n = 0
+        while n <= min(at, _ALIKE) and past[at - n] == past[last - n]:
             n += 1
-        lengths[i] = n
-        if i + n > high:
-            low, high = i, i + n
-        if n > best:
-            best, found = n, count - i
+        if n > most:
+            most, found = n, at + 1
     return found
 
 
+# `Calls`: what this rank has called on one communicator.
+
+Counts = Mapping[str, int]  # of calls, by communicator
 Call = tuple[str, str, Hashable, int]  # the verb, what it does, to what, and the bytes
 
 _MOST_DOUBT = 64  # calls that are compared after a pattern was left
 _KEPT = 1024  # no rank is so many calls behind, so nobody reads older messages
 _ALL: WeakSet["Calls"] = WeakSet()  # of all communicators of this process
-
-
-class Poller(Protocol):
-    """Reader of the messages of other ranks: a `Channel`."""
-
-    @property
-    def job(self) -> JobMessages:
-        """The messages of all ranks of the groups."""
-        ...
-
-    def look(self) -> None:
-        """Process messages of other ranks; raise if one reports an error."""
-        ...
 
 
 class Calls:
@@ -149,17 +120,19 @@ class Calls:
       name: of the communicator, the same on all of its ranks, and no other one has it.
       ranks: its global ranks.
       timeout_s: bound in seconds of the wait for the other ranks.
+      differ: the error if ranks differ, and what to do; None for that of a communicator.
     """
 
     def __init__(
         self,
-        channel: Poller | None = None,
+        channel: "Channel | None" = None,
         name: str = "",
         ranks: Sequence[int] = (),
         timeout_s: float = 0.0,
+        differ: tuple[str, str] | None = None,
     ) -> None:
         self._channel, self._name, self._ranks = channel, name, ranks
-        self._timeout_s = timeout_s
+        self._timeout_s, self._differ = timeout_s, differ
         self._job = JobMessages() if channel is None else channel.job
         self._store = self._job.store if len(ranks) > 1 else None
         self.key = f"{self._job.key}/calls/{name}/{min(ranks, default=0)}"
@@ -195,7 +168,7 @@ class Calls:
             self._job.go_on()
         pattern = self._pattern
         if call == pattern.guess and not self._owed and self.number != self._due:
-            pattern.follow()
+            pattern.add(call)
             self.number += 1
             self._quiet += 1
             return
@@ -249,7 +222,7 @@ class Calls:
             if store.add(heard, 0) >= len(self._ranks):
                 return True
             self._channel.look()  # pyright: ignore[reportOptionalMemberAccess]
-            self._job.await_call(Stuck(self.key, number + 1, ranks, text))
+            self._job.check_left(Stuck(self.key, number + 1, ranks, text))
             return False
 
         def check(idle_s: float) -> None:
@@ -285,6 +258,7 @@ class Calls:
         number = self.number if number is None else number
         what = f"call {number} over '{self._name}' of {name_ranks(self._ranks)}: ranks differ in it"
         fix = "call the same verbs on the same trees, in the same order, on all of these ranks"
+        what, fix = self._differ or (what, fix)
         self._job.raise_everywhere(what, {rank: told, self._job.rank: mine}, fix)
 
     def _says(self, text: str) -> str:
@@ -303,12 +277,13 @@ class Calls:
 def call_text(call: Call) -> str:
     """A call in words, which other calls do not have.
 
-    >>> call_text(("gather", "gather", "bucket 0 (w)", 8)), call_text(("", "norm", "", 8))
-    ('gather: gather of bucket 0 (w), 8 bytes', 'norm, 8 bytes')
+    >>> call_text(("gather", "gather", "bucket 0 (w)", 8)), call_text(("", "a run ends", "", 0))
+    ('gather: gather of bucket 0 (w), 8 bytes', 'a run ends')
     """
     verb, does, about, nbytes = call
     what = f"{does} of {about}" if about else does
-    return f"{verb}: {what}, {nbytes} bytes" if verb else f"{what}, {nbytes} bytes"
+    what = f"{what}, {nbytes} bytes" if nbytes else what
+    return f"{verb}: {what}" if verb else what
 
 
 def made(key: str = "") -> dict[str, int]:
@@ -323,3 +298,217 @@ def made(key: str = "") -> dict[str, int]:
 def issued(key: str = "") -> dict[str, int]:
     """How many of these calls were issued; the others wait for what was begun before."""
     return {calls.key: calls.issued for calls in _ALL if calls.key.startswith(key)}
+
+
+# `Channel`: messages between the ranks of a partition group, and the order in which these fetch.
+
+_ORDER = "the order of use"  # the name of its calls
+_ONE_ORDER = (
+    "let all ranks of a partition group use parameters in one order, "
+    "or pass schedule=keep_all(), which lets them differ"
+)
+_DIFFER = "defer: ranks use parameters in different orders", _ONE_ORDER
+_STUCK = (
+    "ranks wait for each other in different collectives",
+    f"call the same verbs in the same order on all ranks; {_ONE_ORDER}",
+)
+_GLANCE_S = 1.0  # a host that does not wait for collectives looks that often at most
+_RUNS_KEPT = 4  # every run has collectives, so ranks are never that many runs apart
+
+
+class Seen:
+    """What the runs on some groups have learned, for as long as a policy remembers it."""
+
+    def __init__(self) -> None:
+        self._learned = WeakSet[Any]()  # each a `Learned`
+
+    def add(self, learned: Any) -> None:
+        """Note what a run begins with, and will add to."""
+        self._learned.add(learned)
+
+    def digest(self) -> str:
+        """What ranks that have made the same runs have in common."""
+        facts = sorted(filter(None, (learned.facts for learned in self._learned)))
+        return sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+    def carry_over(self, *, forget: bool) -> None:
+        """Prepare all for new groups; see `Learned.carry_over`."""
+        for learned in self._learned:
+            learned.carry_over(forget=forget)
+
+
+class Channel:
+    """Messages between the ranks of a partition group; without a store, of a single rank.
+
+    Args:
+      store: shared by all ranks.
+      key: prefix of its keys, which no other groups of this job use.
+      ranks: global ranks of the partition group.
+      rank: this rank.
+      timeout_s: bound in seconds of each wait.
+      job_size: number of ranks of the whole job.
+    """
+
+    def __init__(
+        self,
+        store: Store | None = None,
+        key: str = "",
+        ranks: Sequence[int] = (),
+        rank: int = 0,
+        timeout_s: float = 300.0,
+        job_size: int = 1,
+    ) -> None:
+        self.job_size = job_size
+        self.runs = 0  # number of runs so far
+        self.fixed: dict[Any, Any] = {}  # policy and `Learned` of schedules given without a policy
+        self.seen = Seen()  # what runs have learned
+        self.job = JobMessages(store, key, rank, job_size)
+        self._order = Calls(self, _ORDER, ranks, timeout_s, differ=_DIFFER)
+        self._store, self._all = store, f"{key}/all"  # for all ranks of the groups, every replica
+        self._rank = rank
+        self._notes: dict[int, Any] = {}  # what other ranks wrote about their waits; see `messages`
+        self._note = ""  # what this rank wrote down about its wait
+        self._looked = -math.inf
+        self._written = deque[tuple[int, str]]()  # keys to delete, by the run that wrote them
+
+    def begin_run(self, number: int | None = None) -> int:
+        """Begin a run and return its number; the n-th run is the same on all ranks."""
+        self.runs = self.runs + 1 if number is None else number
+        # Nobody reads the messages of old runs, but the store would keep them in memory.
+        while self._written and self._written[0][0] <= self.runs - _RUNS_KEPT:
+            later(self._store, "delete_key", self._written.popleft()[1])
+        return self.runs
+
+    def remember(self, learned: Any) -> None:
+        """Note what a run begins with, and will add to."""
+        self.seen.add(learned)
+
+    def compare(self, text: str, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Compare what a run does next, as `Calls.add` compares a call of a communicator."""
+        self._order.add(("", text, "", 0), meanwhile)
+        self._order.issued = self._order.number
+
+    def first_of(self, event: str, text: str) -> str:
+        """The text of the rank that came to this event first, among all replicas."""
+        if self._store is None:
+            return text
+        return self._store.compare_set(self._key_of(event), "", text).decode()
+
+    def tally(self, event: str, amount: int) -> int:
+        """Add to a number that all replicas share, and return the sum; never waits."""
+        return amount if self._store is None else self._store.add(self._key_of(event), amount)
+
+    def _key_of(self, event: str) -> str:
+        key = f"{self._all}/{event}"
+        self._written.append((self.runs, key))
+        return key
+
+    def look(self, stuck: Sequence[Stuck] = (), issued: Counts | None = None) -> None:
+        """Raise the error that explains a wait without progress, if the others wrote down why.
+
+        Args:
+          stuck: what this rank waits for.
+          issued: number of calls that this rank made, by communicator.
+        """
+        if self._store is None:
+            return
+        self._looked = time.monotonic()
+        if self.job.any_news():
+            self.job.raise_reported()
+            for calls in self.job.calls:
+                calls.read()
+            self._notes.clear()
+            self.job.read_departures()
+            self.job.mark_seen()
+        for call in stuck:
+            self.job.check_left(call)
+        if stuck:
+            self._look_for_stuck(self._store, stuck, issued or {})
+
+    def check(self) -> None:
+        """Raise if a rank has failed, without a message."""
+        self.job.check()
+
+    def glance(self) -> None:
+        """Call `look` at most once per second."""
+        if time.monotonic() - self._looked >= _GLANCE_S:
+            self.look()
+
+    def moved(self) -> None:
+        """Withdraw this rank's note: what it waited for is done, or was given up."""
+        if self._note:
+            self._note = ""
+            later(self._store, "set", f"mics_fn/stuck/{self._rank}", "")
+
+    def _look_for_stuck(self, store: Store, stuck: Sequence[Stuck], counts: Counts) -> None:
+        """See [Note: waiting in two places] in `schedules.messages`."""
+        text = f"waits for {stuck[0].text}"
+        mine = json.dumps(note_of(stuck, counts, text))
+        if mine != self._note:
+            store.set(f"mics_fn/stuck/{self._rank}", mine)
+            self._note = mine
+            self.job.tell()
+        for other in neighbours(self._rank, stuck):
+            if other not in self._notes:
+                key = f"mics_fn/stuck/{other}"
+                self._notes[other] = json.loads((store.check([key]) and store.get(key)) or "null")
+            note = self._notes[other]
+            if note and deadlocked(stuck, counts, note, other, self._rank):
+                found = {other: note["text"], self._rank: text}
+                self.job.raise_everywhere(_STUCK[0], found, _STUCK[1])
+
+
+class Channels(Channel):
+    """The channel of a tree whose leaves live on several groups: its ranks agree in each."""
+
+    def __init__(self, parts: Sequence[Channel]) -> None:
+        super().__init__()
+        self._parts = parts
+        self._widest = max(parts, key=lambda part: part.job_size)
+
+    def begin_run(self, number: int | None = None) -> int:
+        """Begin a run with the same number in every group."""
+        number = number or 1 + max(part.runs for part in self._parts)
+        return max(part.begin_run(number) for part in self._parts)
+
+    def remember(self, learned: Any) -> None:
+        """Note in every group what a run begins with."""
+        self._in_each(lambda part: part.remember(learned))
+
+    def compare(self, text: str, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Compare the text in every group of the tree."""
+        self._in_each(lambda part: part.compare(text, meanwhile))
+
+    def check(self) -> None:
+        """Check in every group."""
+        self._in_each(lambda part: part.check())
+
+    def glance(self) -> None:
+        """Glance in every group."""
+        self._in_each(lambda part: part.glance())
+
+    def _in_each(self, call: Callable[[Channel], None]) -> None:
+        """Call something in each group; an error in one is reported to the ranks of all."""
+        try:
+            for part in self._parts:
+                call(part)
+        except DesyncError as error:
+            for part in self._parts:
+                part.job.report(str(error))
+            raise
+
+    def first_of(self, event: str, text: str) -> str:
+        """Ask the groups that span most of the job."""
+        return self._widest.first_of(event, text)
+
+    def tally(self, event: str, amount: int) -> int:
+        """Count in the groups that span most of the job."""
+        return self._widest.tally(event, amount)
+
+
+def joined(channels: Sequence[Channel]) -> Channel:
+    """The channel of a tree, given that of each of its buckets."""
+    distinct = list(dict.fromkeys(channels))
+    if len(distinct) > 1:
+        return Channels(distinct)
+    return distinct[0] if distinct else Channel()

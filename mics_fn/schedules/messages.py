@@ -35,59 +35,6 @@ from typing import Any, NamedTuple, NoReturn
 from mics_fn.errors import DesyncError, GroupsError, MicsError, disagreement
 from mics_fn.store import Store, later
 
-# What ranks write in the store for the others: one key says whether there is anything new.
-
-NEWS = "mics_fn/news"  # the key of the counter
-
-
-class Notices:
-    """The counter; see [Note: news]."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._read = self._seen = 0
-
-    def tell(self) -> None:
-        """Say that this rank has written something."""
-        self._store.add(NEWS, 1)
-
-    def any(self) -> bool:
-        """Return whether there are messages that `mark_seen` has not marked."""
-        self._read = self._store.add(NEWS, 0)
-        return self._read != self._seen
-
-    def mark_seen(self) -> None:
-        """Mark as seen what `any` has found; only after all of it was read without an error."""
-        self._seen = self._read
-
-
-class Log:
-    """Entries that ranks append, and that each of them reads once and in one order.
-
-    Args:
-      store: shared by these ranks.
-      key: prefix of the keys.
-    """
-
-    def __init__(self, store: Store, key: str) -> None:
-        self._store, self._key = store, key
-        self._read = 0
-
-    def append(self, entry: Any) -> str:
-        """Append what JSON can write; returns its key, to delete once all ranks have read it."""
-        key = f"{self._key}/{self._store.add(self._key, 1)}"
-        self._store.set(key, json.dumps(entry))
-        return key
-
-    def unread(self) -> list[Any]:
-        """The entries that this rank has not read, up to one that is not written yet."""
-        found = []
-        while self._store.check([key := f"{self._key}/{self._read + 1}"]):
-            found.append(json.loads(self._store.get(key)))
-            self._read += 1
-        return found
-
-
 # Find out whether two ranks wait for each other in different collectives.
 
 _MOST = 8  # notes that a rank reads: in a large group all ranks may wait, with one store for all
@@ -152,8 +99,11 @@ def neighbours(rank: int, mine: Sequence[Stuck]) -> list[int]:
     return [other for other in found if other != rank][:_MOST]
 
 
-# `JobMessages`: what all ranks of the groups, those of every replica, tell each other through the
-# store.
+# `JobMessages`: what all ranks of the groups, those of every replica, tell each other.
+
+NEWS = "mics_fn/news"  # the key of the counter; see [Note: news]
+LEFT = "left its groups by an error"  # an error that it has already told the others
+_RESET = "called reset"
 
 
 class JobMessages:
@@ -163,11 +113,13 @@ class JobMessages:
       store: shared by all ranks.
       key: prefix of its keys, which no other groups of this job use.
       rank: this rank.
+      size: number of ranks of the groups.
     """
 
-    def __init__(self, store: Store | None = None, key: str = "", rank: int = 0) -> None:
-        self.store, self.key, self.rank = store, key, rank
-        self.news = None if store is None else Notices(store)
+    def __init__(
+        self, store: Store | None = None, key: str = "", rank: int = 0, size: int = 1
+    ) -> None:
+        self.store, self.key, self.rank, self.size = store, key, rank, size
         self.calls: list[Any] = []  # the `Calls` of each communicator that this rank is in
         # `refusing`: this rank raised an error together with others, and has made no call since.
         # `raised`: the same, or an error of its own.
@@ -178,18 +130,30 @@ class JobMessages:
         self.check: Callable[..., None] = lambda *args, **kwargs: None
         self.late: Callable[..., Exception] = lambda error, stuck=(): error
         self.fail: Callable[[BaseException], None] = lambda error: None
-        # `Departures.closed` and `Departures.check`, about ranks that closed their groups without
-        # their part in a call.
-        self.gone: Callable[[Any], Exception | None] = lambda call: None
-        self.await_call: Callable[[Any], None] = lambda call: None
         # What to raise instead, if some rank has failed and that was the cause.
         self.explain: Callable[..., Exception] = lambda error, *, wait: error
+        self.kept = ""  # a key that outlives the groups
         self._trouble, self._refused = f"{key}/all/trouble", f"{key}/all/refused"
+        self._read = self._seen = 0  # news
+        self._gone = f"{key}/gone"
+        self._notes: dict[int, tuple[str, Mapping[str, int]]] = {}  # of ranks that left, by rank
+        self._tidy: Callable[[], None] = lambda: None
+        self._any_left = self._left = False  # whether any rank has left, and whether this one has
 
     def tell(self) -> None:
         """Say that this rank has written something."""
-        if self.news is not None:
-            self.news.tell()
+        if self.store is not None:
+            self.store.add(NEWS, 1)
+
+    def any_news(self) -> bool:
+        """Return whether there are messages that `mark_seen` has not marked."""
+        if self.store is not None:
+            self._read = self.store.add(NEWS, 0)
+        return self._read != self._seen
+
+    def mark_seen(self) -> None:
+        """Mark as seen what `any_news` has found; only once all of it was read without an error."""
+        self._seen = self._read
 
     def report(self, text: str) -> None:
         """Make all ranks of the groups raise this error at their next poll."""
@@ -230,28 +194,7 @@ class JobMessages:
         self.raise_reported()
         raise error
 
-
-# `Departures`: ranks that make no more calls on their groups, since they closed or reset them.
-
-LEFT = "left its groups by an error"  # an error that it has already told the others
-_RESET = "called reset"
-
-
-class Departures:
-    """Which ranks have left their groups; see [Note: ranks that have left].
-
-    Args:
-      job: what all ranks of the groups tell each other.
-      size: how many ranks these are.
-    """
-
-    def __init__(self, job: JobMessages, size: int) -> None:
-        self._job, self._size = job, size
-        self._key = f"{job.key}/gone"
-        self._notes: dict[int, tuple[str, Mapping[str, int]]] = {}  # what others wrote, by rank
-        self._tidy: Callable[[], None] = lambda: None
-        self.kept = ""  # a key that outlives the groups
-        self._any = self._left = False  # whether any rank has left, and whether this one has
+    # Ranks that make no more calls, since they closed or reset these groups.
 
     def depart(self, how: str) -> Callable[[], None]:
         """Say that this rank makes no more calls; a second call has no effect.
@@ -262,55 +205,52 @@ class Departures:
         Returns:
           What deletes all entries of the groups, if this is the last rank; it may take a while.
         """
-        job, store = self._job, self._job.store
-        if store is None or self._left:
+        if self.store is None or self._left:
             return self._tidy
         self._left = True
-        issued = {calls.key: calls.issued for calls in job.calls}
-        job.calls.clear()  # these refer to the channel, and it to them
+        issued = {calls.key: calls.issued for calls in self.calls}
+        self.calls.clear()  # these refer to the channel, and it to them
         try:
-            store.set(f"{self._key}/{job.rank}", json.dumps([how, issued]))
-            if store.add(self._key, 1) == self._size:
+            self.store.set(f"{self._gone}/{self.rank}", json.dumps([how, issued]))
+            if self.store.add(self._gone, 1) == self.size:
                 self._tidy = self._delete_all
             else:
-                job.tell()
+                self.tell()
         except (MicsError, RuntimeError):  # the store is gone, with all that is in it
             pass
         return self._tidy
 
     def _delete_all(self) -> None:
-        store: Any = self._job.store
+        store: Any = self.store
         with suppress(RuntimeError, NotImplementedError):
             for key in store.list_keys():
-                if key.startswith(f"{self._job.key}/") and key != self.kept:
+                if key.startswith(f"{self.key}/") and key != self.kept:
                     later(store, "delete_key", key)
 
-    def read(self) -> None:
+    def read_departures(self) -> None:
         """Read whether any rank has left."""
-        if self._job.store is not None:
-            self._any = self._job.store.add(self._key, 0) > 0
+        self._any_left = self.store is not None and self.store.add(self._gone, 0) > 0
 
-    def check(self, call: Stuck) -> None:
+    def check_left(self, call: Stuck) -> None:
         """Raise GroupsError if a rank has left without its part of a call that this one waits for.
 
         Args:
           call: the call.
         """
-        error = self.found(call) if self._any else None
+        error = self._departed(call) if self._any_left else None
         if error is not None:  # a rank that resets its groups does so because of another error
-            raise self._job.explain(error, wait=_RESET in f"{error}")
+            raise self.explain(error, wait=_RESET in f"{error}")
 
     def closed(self, call: Stuck) -> GroupsError | None:
         """The error of a rank that closed its groups in order, if one did so without its part."""
-        error = self.found(call)
+        error = self._departed(call)
         return None if error is None or _RESET in f"{error}" else error
 
-    def found(self, call: Stuck) -> GroupsError | None:
-        """The error that `check` raises; None if there is none."""
+    def _departed(self, call: Stuck) -> GroupsError | None:
         for rank in call.ranks:
-            how, issued = self._note(rank)
+            how, issued = self._note_of(rank)
             if how not in ("", LEFT) and issued.get(call.group, 0) < call.number:
-                lines = [f"rank {self._job.rank}: waits for {call.text}"]
+                lines = [f"rank {self.rank}: waits for {call.text}"]
                 fix = "call the same verbs on all ranks before any of them closes its groups"
                 if how == _RESET:
                     fix = "call groups = mics_fn.reset(groups), or trainer.reset(), on all ranks"
@@ -318,11 +258,9 @@ class Departures:
                 return GroupsError(what, lines, fix)
         return None
 
-    def _note(self, rank: int) -> tuple[str, Mapping[str, int]]:
-        store, key = self._job.store, f"{self._key}/{rank}"
-        if rank not in self._notes and store is not None:
-            if not store.check([key]):
-                return "", {}
+    def _note_of(self, rank: int) -> tuple[str, Mapping[str, int]]:
+        store, key = self.store, f"{self._gone}/{rank}"
+        if rank not in self._notes and store is not None and store.check([key]):
             how, issued = json.loads(store.get(key))
             self._notes[rank] = how, issued
-        return self._notes[rank]
+        return self._notes.get(rank, ("", {}))

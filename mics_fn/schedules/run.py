@@ -1,68 +1,201 @@
-"""`Run`: one run of a model under a policy, which decides what to fetch and drop at each use.
+"""Policies, and `Run`: one run of a model, which decides what to fetch and drop at each use.
 
 [Note: recording] The first run knows nothing. It fetches a bucket at its first use, drops the least
 recently used one if the budget requires it, and records the order of use. The next run follows the
 schedule that was planned from this record, as long as the model does the same again. If it does
 not, the run continues like a first run from there, and its record replaces the old one.
 
-[Note: reductions between fetches] A rank may wait for the memory of a reduction that another one
-starts after a fetch, while that one waits for this fetch. Reductions come in one order on all
-ranks, and each waits at most for the one that is `slack` places before it. So it is enough that
-the numbers of reductions before a fetch differ by at most `slack`. A rank starts fewer before a
-fetch if a bucket got no gradient there: nobody can know yet that none will come. Ranks tell these
-numbers before each fetch, from the second run that follows a schedule on only where theirs are new.
-Nothing is compared after the last fetch, so under `keep_all`, or if everything stays, ranks may
-differ in what gets a gradient.
+[Note: the same order of use] Each rank decides by itself what to fetch. Ranks that fetch different
+buckets would hang, or receive the wrong bytes, so what a run does is compared before it is done,
+like the calls of a communicator: each fetch, the end of a backward pass, and the end of the run.
+See [Note: the same calls] in `schedules.calls`; runs that repeat send nothing. A fetch is compared
+with the number of reductions that have started before it: a rank may wait for the memory of a
+reduction that another one starts after the fetch, while that one waits for the fetch. Ranks may
+differ in what they use while it is live, and in gradients after the last fetch. Under `keep_all`,
+which fetches everything before the first use, nothing is compared.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
-from hashlib import sha256
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from mics_fn.schedules.desync import Channel
-from mics_fn.schedules.policy import Learned, OnDemand
-from mics_fn.schedules.schedule import Action, Schedule
+from mics_fn import checks
+from mics_fn.schedules.calls import Channel
+from mics_fn.schedules.schedule import Action, Schedule, plan
 
-# What is learned from a run once it has ended.
+# Policies: how a schedule is made from a record, and what is remembered between runs.
 
-
-def settle(learned: Learned, policy: OnDemand, sizes: Sequence[int], channel: Channel) -> None:
-    """Learn from the last run, unless it followed a schedule to its end."""
-    last: Any = learned.last
-    if last is None or last.settled:
-        return
-    last.end()
-    last.settled = True
-    if last.following:
-        learned.passes = learned.passes or last.passes or None
-        learned.since = last.number if learned.before is None else learned.since
-        learned.before = tuple(last.before)
-        return
-    channel.forget(f"{learned.since}/{k}" for k, _ in learned.before or ())
-    learned.before = None
-    if not policy.at_once or last.left:
-        uses = sha256(repr(last.uses).encode()).hexdigest()[:16]
-        channel.compare(f"{last.use_text(len(last.uses))} (digest of its uses: {uses})")
-    if not last.uses:
-        return
-    if not policy.at_once:
-        learned.schedule, learned.passes = policy.plan(last.marked, sizes), last.passes or None
-        planned = sha256(str(learned.schedule).encode()).hexdigest()[:16]
-        channel.compare(f"made a schedule that differs ({planned})")
-    if learned.order is None:
-        # Replicas reduce together in hop 2, so all ranks of the job keep the order of one rank.
-        reduced = [action.buckets[0] for action in last.events if action.kind == "reduce"]
-        rest = reversed(range(len(sizes)))
-        learned.order = _first_order(channel, f"order/{last.number}", [*reduced, *rest])
-        used = [i for ids in last.uses for i in ids]
-        learned.firsts = _first_order(channel, f"firsts/{last.number}", [*used, *range(len(sizes))])
+Planner = Callable[[Schedule, Sequence[int]], Schedule]
 
 
-def _first_order(channel: Channel, event: str, order: Sequence[int]) -> tuple[int, ...]:
-    """The order of first occurrences, as found by the rank that asks first among all ranks."""
-    text = channel.first_of(event, " ".join(map(str, dict.fromkeys(order))))
-    return tuple(map(int, text.split()))
+@dataclass(eq=False)
+class Learned:
+    """What earlier runs of one tree under one policy found out."""
+
+    schedule: Schedule | None = None  # what the next run follows
+    order: tuple[int, ...] | None = None  # of reductions; the same on all ranks of the job
+    firsts: tuple[int, ...] | None = None  # order of first uses; the same on all ranks of the job
+    offsets: tuple[Any, Any] = (None, None)  # what they were found for, and the `Offsets`
+    last: Any = None  # the last `Run`, which has perhaps not settled yet
+    warned: bool = False  # whether the warning of a changed order of use was given
+    missed: set[int] = field(default_factory=set)  # buckets that got no gradient in some pass
+    recomputes: bool | None = None  # `Graph.recomputes` of a loss; None before the first one
+    said: bool = False  # whether the warning of parameters that nobody trains was given
+    again: set[int] = field(default_factory=set)  # buckets used after `Run.let_go` of them
+
+    @property
+    def facts(self) -> str:
+        """What must be the same on all ranks; empty if nothing was learned."""
+        if self.schedule is None and self.order is None:
+            return ""
+        return f"{self.schedule}; {self.order}; {self.firsts}"
+
+    def carry_over(self, *, forget: bool) -> None:
+        """Prepare for new groups, whose runs count from 1; a run that an error ended is left out.
+
+        Args:
+          forget: whether to forget all that ranks must have in common.
+        """
+        self.last = None
+        if forget:
+            self.schedule = self.order = self.firsts = self.recomputes = None
+            self.missed, self.again = set(), set()
+
+
+@dataclass(eq=False)
+class OnDemand:
+    """A policy, and what it remembers of each tree; made by `on_demand` and `keep_all`.
+
+    Keep one policy for each program: training and evaluation use parameters in different orders.
+
+    Args:
+      live_bytes: budget for buckets that stay live; None for no limit.
+      prefetch: how many buckets may be fetched ahead of their use.
+      planner: makes a schedule from a record and the sizes of buckets; None for `schedules.plan`.
+      at_once: whether a run fetches everything when it begins.
+      lets_go: whether the last pass drops a bucket once its gradients are complete.
+      learned: what runs have found out, by tree.
+
+    Raises:
+      PlanError: a number is negative or not an int, or `planner` is not a function.
+
+    Example:
+      >>> policy = OnDemand(live_bytes=8, prefetch=1)
+      >>> print(policy.plan(Schedule.parse("use 0; use 1; use 0"), sizes=[8, 8]))
+      fetch 0; fetch 1; use 0; use 1; drop 1; use 0; drop 0
+      >>> policy.describe()
+      'on_demand(live_bytes=8, prefetch=1)'
+    """
+
+    live_bytes: int | None
+    prefetch: int
+    planner: Planner | None = None
+    at_once: bool = False
+    lets_go: bool = False
+    learned: dict[Hashable, Learned] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        fix = "on_demand(live_bytes=) also takes a text such as '512MiB'"
+        checks.integer("OnDemand", "live_bytes", self.live_bytes, 0, optional=True, fix=fix)
+        checks.integer("OnDemand", "prefetch", self.prefetch, 0, fix="0 fetches nothing ahead")
+        fix = "pass a function such as schedules.plan"
+        plans = "from a record and sizes to a Schedule"
+        checks.function("OnDemand", "planner", self.planner, plans, fix)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """What the next run of the tree that was seen last will follow; None if not known yet."""
+        found = [each.schedule for each in self.learned.values() if each.schedule is not None]
+        return found[-1] if found else None
+
+    def plan(self, record: Schedule, sizes: Sequence[int]) -> Schedule:
+        """A schedule for a record."""
+        if self.planner is not None:
+            planned = self.planner(record, sizes)
+            planned.check(sizes)
+            return planned.unmarked
+        return plan(record.unmarked, sizes, live_bytes=self.live_bytes, prefetch=self.prefetch)
+
+    def describe(self) -> str:
+        """The facts that must be the same on every rank."""
+        if self.at_once:
+            return "keep_all()"
+        # Functions cannot be compared between ranks; the fetches that they plan are.
+        own = "" if self.planner is None else ", plan=a function"
+        return f"on_demand(live_bytes={self.live_bytes}, prefetch={self.prefetch}{own})"
+
+
+def on_demand(
+    *, live_bytes: float | str | None = None, prefetch: int = 4, plan: Planner | None = None
+) -> OnDemand:
+    """A policy that fetches buckets when an op needs them, and ahead once their order is known.
+
+    The first run fetches a bucket at its first use and records the order of use; later runs follow
+    the plan that was made from it. `Trainer` uses this policy if it has a budget.
+
+    Args:
+      live_bytes: how many bytes of gathered buckets stay live. With None all stay, and each bucket
+        is fetched once per run, as in ZeRO-2; with 0 one bucket is live at a time, as in ZeRO-3.
+        What a single op needs is always allowed, and one more bucket that is fetched ahead. A text
+        such as "512MiB" or "1GB" is a number of bytes, too.
+      prefetch: how many buckets may be fetched ahead of their use, once the order is known.
+      plan: makes a schedule from a record and the sizes of buckets in bytes, instead of
+        `mics_fn.schedules.plan`. A record has the marks of backward passes that a `GradSum` runs.
+
+    Returns:
+      An `OnDemand`, for `defer` and `Trainer`. It remembers what it learned.
+
+    Communication: in a run without a schedule and in the first that follows one, a few messages of
+      about a hundred bytes to the store of torch.distributed before each fetch.
+
+    Raises:
+      PlanError: a number is negative or not a number, or `plan` is not a function.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> policy = on_demand(live_bytes=0)
+      >>> shards = shard({"w": torch.ones(2), "b": torch.ones(3)}, groups, bucket_bytes=8)
+      >>> def loss_fn(shards):
+      ...     with defer(shards, groups, policy) as full:
+      ...         return full["w"].sum() * full["b"].sum()
+      >>> for _ in range(2):
+      ...     grads = torch.func.grad(loss_fn)(shards)
+      >>> print(policy.schedule)
+      fetch 1; fetch 0; use 1; drop 1; use 0; drop 0; reduce 0; reduce 1
+
+    References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 4; Belady, IBM Systems
+      Journal, 1966.
+    """
+    budget = None if live_bytes is None else checks.nbytes("on_demand", "live_bytes", live_bytes)
+    return OnDemand(budget, prefetch, plan)
+
+
+def keep_all() -> OnDemand:
+    """A policy that starts to fetch all buckets at once and keeps them until the end of the run.
+
+    Buckets arrive in the order in which the first run used them, while the model computes with
+    those that are there. Because no fetch depends on what the model does, ranks may use different
+    parameters.
+
+    Returns:
+      An `OnDemand`, for `defer` and `Trainer`.
+
+    Communication: each run gathers each bucket once.
+
+    Memory: each run holds the full parameters.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> shards = shard([torch.ones(2)], groups)
+      >>> with defer(shards, groups, keep_all()) as full:
+      ...     full[0] + 1
+      tensor([2., 2.])
+    """
+    return OnDemand(None, 0, at_once=True)
+
+
+# `Run`.
 
 
 class Run:
@@ -74,6 +207,7 @@ class Run:
       sizes: bytes of each bucket.
       channel: for messages to the other ranks.
       name: text of a bucket, for errors.
+      push: called while other ranks are waited for, so that what they wait for gets on.
     """
 
     def __init__(
@@ -83,27 +217,24 @@ class Run:
         sizes: Sequence[int],
         channel: Channel,
         name: Callable[[int], str],
+        push: Callable[[], object] = lambda: None,
     ) -> None:
-        settle(learned, policy, sizes, channel)
+        if learned.last is not None:
+            learned.last.settle()
         self.learned, self.policy, self.sizes = learned, policy, sizes
-        self.uses: list[tuple[int, ...]] = []
         self.events: list[Action] = []  # uses and complete gradients as they happened
         self._backwards: list[int] = []  # how many events came before each backward pass
         self._reduced: list[int] = []  # buckets whose reductions have started, over all passes
-        # Of each use that fetches: its number, and how many reductions have started before it.
-        self.before: list[tuple[int, int]] = []
-        self.slack = 0  # a reduction waits at most for the one so many places before it
         self.live: dict[int, None] = {}  # least recently used first
-        self.live_bytes = self.peak_bytes = 0
+        self.live_bytes = 0
         self.following = learned.schedule is not None
-        self.left = self.ended = self.settled = False
+        self._left = ""  # why it does not follow its schedule any more
+        self._settled = False
         self._actions = () if learned.schedule is None else learned.schedule.actions
         self._next = 0  # index of the next action to follow
         self.passes = 0  # number of backward passes so far
-        self._end: int | None = None  # number of uses up to the end of the last backward pass
-        self._channel, self.name = channel, name
-        self._digest = sha256()
-        self.number = channel.begin_run(self)
+        self._channel, self.name, self._push = channel, name, push
+        self.number = channel.begin_run()
         channel.remember(learned)
         learned.last = self
 
@@ -111,6 +242,11 @@ class Run:
     def order(self) -> tuple[int, ...]:
         """The order in which buckets are reduced, on every rank, whichever is complete first."""
         return self.learned.order or tuple(reversed(range(len(self.sizes))))
+
+    @property
+    def _compares(self) -> bool:
+        """Whether it may fetch something after its start, in which ranks have to agree."""
+        return not self.policy.at_once or self.policy.lets_go
 
     def start(self) -> list[Action]:
         """What to fetch before anything is used."""
@@ -121,26 +257,17 @@ class Run:
 
     def use(self, ids: tuple[int, ...]) -> list[Action]:
         """What to fetch and drop before an op that needs these buckets."""
-        k = len(self.uses)
-        self.uses.append(ids)
         self.events.append(Action("use", ids))
-        if self.policy.at_once:
-            again = [i for i in ids if i not in self.live]
-            return self._again(k, ids, again) if again else []
         if self.following:
             found = self._until(ids)
-            if found is None:
-                self._leave(k, self.use_text(k))
-            elif any(a.kind == "fetch" for a in found) and not self._fetch_is_near(k):
-                self._leave(k, self._fetch_text(k), len(self._reduced))
-            else:
-                return [self._apply(action) for action in found]
-        self._digest.update(repr(ids).encode())
+            if found is not None:
+                return [self._agreed(action) for action in found]
+            self._leave(f"a use is of {' and '.join(map(self.name, ids))}")
         for i in ids:
             if i in self.live:
                 del self.live[i]
                 self.live[i] = None
-        return self._on_demand(k, ids)
+        return self._on_demand(ids)
 
     def lets_go(self, index: int) -> bool:
         """Return whether `let_go` will drop a live bucket, by policy and because no use follows."""
@@ -165,74 +292,37 @@ class Run:
         self.events.append(Action("reduce", (index,)))
 
     def reduce(self, index: int) -> None:
-        """Note that a bucket's reduction starts next; see [Note: reductions between fetches]."""
-        n = len(self._reduced)
+        """Note that a bucket's reduction starts next."""
         self._reduced.append(index)
-        known, at = self.learned.before or (), len(self.before)
-        if self.following and not self.ended and at < len(known):
-            k, most = known[at]
-            text = self._reduction_text(k, n)
-            if n >= most and not self._is_near(self.learned.since, k, n + 1, text):
-                self._leave(k, text, n)
-
-    def _fetch_is_near(self, k: int) -> bool:
-        """Whether about as many reductions have come before these fetches as on other ranks."""
-        known, at, now = self.learned.before, len(self.before), (k, len(self._reduced))
-        self.before.append(now)
-        if known is None:
-            self._compare_reductions(k)
-            return True
-        return known[at] == now or self._is_near(self.learned.since, *now, self._fetch_text(k))
-
-    def _is_near(self, run: int, k: int, count: int, text: str) -> bool:
-        """Whether this number of reductions before use k is near those told since a run."""
-        least, most = self._channel.extremes(f"{run}/{k}", count, text)
-        return most[0] - least[0] <= self.slack
-
-    def _compare_reductions(self, k: int) -> None:
-        """Raise DesyncError if other ranks have started many more or fewer before use k."""
-        count, text, lasting = len(self._reduced), self._fetch_text(k), self.following
-        found = self._channel.extremes(f"{self.number}/{k}", count, text, lasting=lasting)
-        if found[1][0] - found[0][0] > self.slack:
-            self._channel.refuse({rank: text for _, rank, text in found})
-
-    def _fetch_text(self, k: int) -> str:
-        """Use k, which fetches, as text with the reductions that have started before it."""
-        n = dict(self.before).get(k, len(self._reduced))
-        last = f", the last of {self.name(self._reduced[n - 1])}" if n else ""
-        return f"{self.use_text(k)}; reductions before it: {n}{last}"
-
-    def _reduction_text(self, k: int, n: int) -> str:
-        name = self.name(self._reduced[n])
-        return f"reduction {n} of run {self.number} is of {name}, before use {k}"
 
     def end_pass(self, last: bool | None) -> None:
         """Compare the end of a backward pass; buckets without gradients will be reduced as zeros.
 
-        Ranks may differ in which of several passes uses a bucket, as long as they fetch the same.
-
         Args:
-          last: whether it is the last pass of the run. None: if it has the number of the pass that
-            was the last one in the run before.
+          last: whether it is the last pass of the run. False compares nothing: ranks may differ in
+            which of several passes uses a bucket, as long as they fetch the same.
         """
         self.passes += 1
-        if self.policy.at_once or last is False:
-            return
-        self._end = len(self.uses)
-        if not self.following:
-            self._channel.compare(f"run {self.number} ends a backward pass")
-        elif (last or self.learned.passes in (None, self.passes)) and self._uses_left():
-            self._leave(self._end, self._pass_end())
+        if last is not False:
+            self._compare("a backward pass ends")
 
-    def _pass_end(self) -> str:
-        return f"run {self.number} ends a backward pass after {self._end} uses of buckets"
+    def _compare(self, text: str) -> None:
+        """See [Note: the same order of use]."""
+        if self._compares:
+            self._channel.compare(text, self._push)
+        if self._left and not self.learned.warned:
+            self.learned.warned = True
+            text = f"defer: the order of use changed: {self._left}. Buckets are fetched on demand"
+            warnings.warn(f"{text} until it repeats; this warning is given once", stacklevel=2)
 
-    def _so_far(self, step: str) -> str:
-        """A step as text that also differs if any earlier use differed."""
-        return f"{step} (digest of the uses so far: {self._digest.hexdigest()[:8]})"
-
-    def _uses_left(self) -> bool:
-        return any(action.kind == "use" for action in self._actions[self._next :])
+    def _agreed(self, action: Action) -> Action:
+        """Do an action, of which all ranks know that the others do it too if it is a fetch."""
+        if action.kind == "fetch":
+            n = len(self._reduced)
+            last = f", the last of {self.name(self._reduced[-1])}" if n else ""
+            name = self.name(action.buckets[0])
+            self._compare(f"fetch of {name}; reductions before it: {n}{last}")
+        return self._apply(action)
 
     def tally(self, event: str, amount: int) -> int:
         """Add to a number of this run that all ranks share, and return the sum; never waits."""
@@ -257,81 +347,36 @@ class Run:
         if action.kind == "fetch":
             self.live[index] = None
             self.live_bytes += self.sizes[index]
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         else:
             del self.live[index]
             self.live_bytes -= self.sizes[index]
         return action
 
-    def _on_demand(self, k: int, ids: tuple[int, ...]) -> list[Action]:
+    def _on_demand(self, ids: tuple[int, ...]) -> list[Action]:
         """Fetch missing buckets, after drops of the least recently used ones if room is needed."""
         done, budget = [], self.policy.live_bytes
         for i in ids:
             if i in self.live:
                 continue
+            if self.policy.at_once:  # `let_go` has dropped it
+                self.learned.again.add(i)
             while budget is not None and self.live_bytes + self.sizes[i] > budget:
                 victim = next((b for b in self.live if b not in ids), None)
                 if victim is None:
                     break
                 done.append(self._apply(Action("drop", (victim,))))
-            # See [Note: the same order of use] in `schedules.desync`.
-            self._channel.compare(self._so_far(self.use_text(k)))
-            self._compare_reductions(k)
-            done.append(self._apply(Action("fetch", (i,))))
+            done.append(self._agreed(Action("fetch", (i,))))
         return done
 
-    def _again(self, k: int, ids: tuple[int, ...], again: list[int]) -> list[Action]:
-        """Fetch buckets that `let_go` dropped, once all ranks need them again."""
-        self.learned.again.update(again)
-        if not self.left:
-            self.left = True
-            self._channel.leave(self.number, (k, None), self.use_text(k))
-        return self._on_demand(k, ids)
-
-    def use_text(self, k: int) -> str:
-        """Use k of this run as text."""
-        if k >= len(self.uses):
-            return f"run {self.number} ends after {len(self.uses)} uses of buckets"
-        named = " and ".join(map(self.name, self.uses[k]))
-        return f"use {k} of run {self.number} is of {named}"
-
-    def step_text(self, k: int, reduced: int | None) -> str | None:
-        """What this rank did at a step; see `schedules.desync.Progress`."""
-        if self.left:
-            return None
-        if reduced is not None and len(self.uses) <= k and len(self._reduced) > reduced:
-            return self._reduction_text(k, reduced)
-        if reduced is not None and len(self.uses) > k:
-            return self._fetch_text(k)
-        if len(self.uses) == k == self._end and not self.ended:
-            return self._pass_end()
-        return self.use_text(k) if len(self.uses) > k or self.ended else None
-
-    def last_step(self) -> str:
-        """The last thing that this rank did."""
-        if len(self.uses) == self._end and not self.ended:
-            return self._pass_end()
-        if not self.uses and not self.ended:
-            return f"run {self.number} began"
-        return self.use_text(len(self.uses) - (0 if self.ended else 1))
-
-    def _leave(self, k: int, text: str, reduced: int | None = None) -> None:
-        """Stop following the schedule at a step, on all ranks, and warn the first time."""
-        self.left = True
-        self._channel.leave(self.number, (k, reduced), text)
-        self.following = False
-        for used in self.uses[: k + 1]:
-            self._digest.update(repr(used).encode())
-        if not self.learned.warned:
-            self.learned.warned = True
-            text = f"defer: the order of use changed: {text}. Buckets are fetched on demand"
-            warnings.warn(f"{text} until it repeats; this warning is given once", stacklevel=2)
+    def _leave(self, why: str) -> None:
+        """Stop following the schedule; says why the first time, once no rank differs."""
+        self.following, self._left = False, why
 
     def end(self) -> list[Action]:
         """End the run; returns the drops of what is still live."""
-        if self.following and not self.ended and self._uses_left():
-            self._leave(len(self.uses), self.use_text(len(self.uses)))
-        self.ended = True
+        left = self._actions[self._next :]
+        if self.following and any(action.kind == "use" for action in left):
+            self._leave(f"run {self.number} ends after {len(self.record.uses)} uses of buckets")
         return [Action("drop", (i,)) for i in self.live]
 
     def look(self) -> None:
@@ -340,13 +385,39 @@ class Run:
         Whether a rank has failed is known here without a message.
         """
         self._channel.check()
-        if not self.policy.at_once:
+        if self._compares:
             self._channel.glance()
 
     def settle(self) -> Schedule | None:
-        """Learn from this run now; returns what the next one follows, if this one has not."""
-        settle(self.learned, self.policy, self.sizes, self._channel)
+        """Learn from this run; returns what the next one follows, if this one has not.
+
+        Raises:
+          DesyncError: other ranks fetch something else where this one ends the run.
+        """
+        if not self._settled:
+            self.end()
+            self._settled = True
+            self._compare("a run ends")
+            self._learn()
         return None if self.following else self.learned.schedule
+
+    def _learn(self) -> None:
+        learned, uses = self.learned, self.record.uses
+        if self.following or not uses:
+            return
+        if not self.policy.at_once:
+            learned.schedule = self.policy.plan(self.marked, self.sizes)
+        if learned.order is None:
+            # Replicas reduce together in hop 2, so all ranks of the job keep the order of one rank.
+            rest = reversed(range(len(self.sizes)))
+            learned.order = self._first_order("order", [*self.record.reduces, *rest])
+            used = [i for ids in uses for i in ids]
+            learned.firsts = self._first_order("firsts", [*used, *range(len(self.sizes))])
+
+    def _first_order(self, event: str, order: Sequence[int]) -> tuple[int, ...]:
+        """The order of first occurrences, as found by the rank that asks first among all ranks."""
+        text = " ".join(map(str, dict.fromkeys(order)))
+        return tuple(map(int, self._channel.first_of(f"{event}/{self.number}", text).split()))
 
     @property
     def record(self) -> Schedule:

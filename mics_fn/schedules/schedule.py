@@ -10,21 +10,21 @@ over all micro-steps. In its text form, actions are separated by ";" or a new li
 The record of a run is a schedule that has uses and reductions only; `plan` adds the rest.
 """
 
+import math
 import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import accumulate, pairwise, zip_longest
+from itertools import accumulate, pairwise
 from random import Random
 from typing import Any, Literal, NamedTuple, cast
 
 from mics_fn import checks
-from mics_fn.errors import PlanError, name_ranks
+from mics_fn.errors import PlanError
 
 Kind = Literal["fetch", "use", "drop", "reduce", "backward"]
 Uses = Sequence[tuple[int, ...]]  # the buckets of each use
 
-_COLLECTIVE = ("fetch", "reduce")  # ranks must issue these in the same order
 _CHANGE = {"fetch": 1, "use": 0, "drop": -1, "reduce": 0}  # times the size: of live bytes
 _TEXT = re.compile(rf"({'|'.join(_CHANGE)})\s+([0-9]+(?:\s*\+\s*[0-9]+)*)")
 _MARK = "backward"
@@ -194,28 +194,6 @@ class Schedule:
         return f"Schedule({len(self.actions)} actions, {len(buckets)} buckets)"
 
 
-def first_difference(schedules: Sequence[Schedule]) -> str:
-    """The first place at which ranks would issue different collectives, as text.
-
-    Args:
-      schedules: one per rank, from rank 0 on.
-
-    Returns:
-      The place and what each rank does there; empty if all ranks fetch and reduce in one order.
-
-    Example:
-      >>> first_difference([Schedule.parse("fetch 0; use 0"), Schedule.parse("fetch 1")])
-      'collective 0: fetch 0 on rank 0, fetch 1 on rank 1'
-    """
-    issued = [[str(a) for a in schedule.actions if a.kind in _COLLECTIVE] for schedule in schedules]
-    for number, texts in enumerate(zip_longest(*issued, fillvalue="none")):
-        if len(set(texts)) > 1:
-            ranks = {t: [i for i, u in enumerate(texts) if u == t] for t in dict.fromkeys(texts)}
-            parts = [f"{text} on {name_ranks(who)}" for text, who in ranks.items()]
-            return f"collective {number}: {', '.join(parts)}"
-    return ""
-
-
 def _action(text: str) -> Action:
     """The action with this text."""
     found = _TEXT.fullmatch(text)
@@ -229,7 +207,7 @@ def _fit(kind: Any, buckets: Any) -> bool:
         return False
     if kind == "use":
         return bool(buckets) and all(a < b for a, b in pairwise(buckets))
-    return len(buckets) == (kind != _MARK) and kind in (*_COLLECTIVE, "drop", _MARK)
+    return len(buckets) == (kind != _MARK) and kind in ("fetch", "reduce", "drop", _MARK)
 
 
 def check_buckets(where: str, schedule: Schedule, sizes: Sequence[int]) -> None:
@@ -365,9 +343,9 @@ def _fetch_ahead(uses: Uses, sizes: Sequence[int], limit: int, prefetch: int) ->
 
 # `offsets`: where each fetch of a schedule lies in one piece of memory, so that few bytes do.
 
-# How many orders of choice a search tries from each start, how many fetches it places in all of
-# these, and how often it starts: at worst half a second, once for each schedule.
-_TRIES, _WORK, _STARTS = 600, 30_000, 6
+# How many orders of choice a search tries, and how many fetches it places in all of these: at worst
+# half a second, once for each schedule.
+_TRIES, _WORK = 1_800, 90_000
 
 
 class Offsets(NamedTuple):
@@ -381,8 +359,8 @@ def offsets(schedule: Schedule, sizes: Sequence[int], pools: Sequence[Hashable])
     """Choose where each fetch of a schedule lies, beside those that are live at the same time.
 
     Fetches choose in turn, the largest first. Each takes the lowest place that is free for as long
-    as its bucket is live. While some end above the most bytes that are live at once, a local search
-    tries other orders, the same ones each time. The result takes no more than is live at once if
+    as its bucket is live. While some end above the most bytes that are live at once, a search tries
+    other orders, the same ones each time. The result takes no more than is live at once if
     all buckets have one size, or if all are live at once. Few other plans take more; for some no
     arrangement reaches the peak.
 
@@ -425,33 +403,19 @@ def offsets(schedule: Schedule, sizes: Sequence[int], pools: Sequence[Hashable])
 def _least(
     own: Sequence[int], sizes: Sequence[int], beside: Sequence[Sequence[int]], peak: int
 ) -> dict[int, int]:
-    """Where these fetches begin, in the best of the orders that a local search tries."""
-
-    def tried(order: Sequence[int]) -> tuple[dict[int, int], list[int]]:
+    """Where these fetches begin, in the best of the orders that a search tries."""
+    order, random = sorted(own, key=lambda i: -sizes[i]), Random(0)
+    best, least = dict[int, int](), math.inf
+    for _ in range(1 + min(_TRIES, _WORK // max(1, len(own)))):
         starts = _in_order(order, sizes, beside)
-        return starts, [max(0, starts[i] + sizes[i] - peak) for i in order]
-
-    best, least, random = dict[int, int](), 0, Random(0)
-    tries = max(1, min(_TRIES, _WORK // max(1, len(own))))
-    for start in range(_STARTS):
-        order = sorted(own, key=lambda i: -sizes[i])
-        if start:
-            random.shuffle(order)
-        starts, over = tried(order)
-        for _ in range(tries):
-            if not best or max(over, default=0) < least:
-                best, least = starts, max(over, default=0)
-            if not least:
-                return best
-            other = list(order)
-            if random.random() < 0.5:  # what ends too high chooses earlier
-                place = random.choice([at for at, high in enumerate(over) if high])
-                other.insert(random.randrange(place + 1), other.pop(place))
-            else:
-                other.insert(random.randrange(len(own)), other.pop(random.randrange(len(own))))
-            moved, above = tried(other)
-            if sum(above) <= sum(over):
-                order, starts, over = other, moved, above
+        ends = [starts[i] + sizes[i] for i in order]
+        if max(ends, default=0) < least:
+            best, least = starts, max(ends, default=0)
+        high = [at for at, end in enumerate(ends) if end > peak]
+        if not high:
+            break
+        at = random.choice(high)  # what ends too high chooses earlier
+        order.insert(random.randrange(at + 1), order.pop(at))
     return best
 
 

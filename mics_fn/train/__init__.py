@@ -67,9 +67,9 @@ held the same parts as the lost rank have not. `Trainer(recoverable=True)` exclu
 small all-gather over each of the two groups per step. If no replica holds some part, all ranks
 go back to the newest step that was saved; without one they raise LostStateError, on groups that are
 good. Replicas that are apart hold nothing for each other. A model with dropout goes on, but not to
-the same bits, as nobody else has the random numbers of a rank; and `fit` goes on with the next
-epoch. A rank that is lost before all have built their `Trainer` ends the job. `groups` says what
-the launcher has to do, and [Note: replicas are checkpoints] in `resetting` how it is done.
+the same bits, as nobody else has the random numbers of a rank. A rank that is lost before all have
+built their `Trainer` ends the job. `groups` says what the launcher has to do, and [Note: replicas
+are checkpoints] in `resetting` how it is done.
 
 Preemption: `with mf.groups.StopRequest(groups) as stop:` around `trainer.fit(loader, steps,
 stop=stop)` lets SIGTERM or SIGUSR1, on any rank, end the loop on all ranks after the same step.
@@ -86,7 +86,7 @@ What is carried: all that a `Trainer` carries is a value. `carried(trainer)` giv
 and numbers, and what belongs to this rank: random states, the place in its data, what the guard
 found. `take_back` lets another trainer go on from them, to the same bits, in the middle of a pass
 too. It checks all of it first, and refuses options that would change numbers. An object that saves
-steps, `Trainer(checkpoint=)`, is told of each one; see `Checkpoint` in `plain`.
+steps, `Trainer(checkpoint=)`, is told of each one; see `Checkpoints`.
 
 Limits: a layer that mixes dtypes, such as a norm in float32 inside a bfloat16 model, must accept
 the inputs that it gets, since only calls of the model are cast. A refused step changes nothing but

@@ -31,25 +31,22 @@ from mics_fn.checkpoint import PendingSave, check_folder, check_writable, load, 
 from mics_fn.collectives import collect_bytes, finish_readers, same_call
 from mics_fn.errors import (
     CheckpointNotFound,
-    FileError,
     LeafError,
     MicsError,
     PlanError,
     message,
 )
 from mics_fn.interrupts import Commit
-from mics_fn.offload import is_coded, is_stored, laid_like, read
+from mics_fn.offload import in_file, is_coded, placed_like, read
 from mics_fn.optim import Guard, differing
 from mics_fn.shards import Fixed, Sharded, Writing, is_leaf, note_write, reclaimed
 from mics_fn.spans import LOG
 from mics_fn.train.given import lasting_options
-from mics_fn.train.loop import Position, Resume
+from mics_fn.train.loop import Position
 from mics_fn.train.plain import Randoms, guard_numbers, with_numbers
 from mics_fn.train.replicas import has_own_state
 from mics_fn.tree import Tree
 
-FORMAT = 1
-_ASK = "take what `carried` gave"
 OnChange = Literal["raise", "warn"]
 
 
@@ -77,13 +74,12 @@ def carried(trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     home, (scale, norms) = trainer.member.home, guard_numbers(trainer.guard)
     own = _own_buffers(trainer)
     extra = {
-        "format": FORMAT,
         "options": lasting_options(trainer),
         "ranks": [home.position, home.world_size],
         "guard": {"scale": scale, "norms": norms},
         "buffers": {name: x for name, x in trainer.state.buffers.items() if name in own},
-        "data": trainer.epochs.kept(),
-        "random": Randoms.now(home.device).plain(),
+        "data": trainer.passes.kept(trainer.sync_state.step),
+        "random": trainer.passes.randoms(home.device).plain(),
     }
     return _without(trainer, own), extra
 
@@ -112,7 +108,7 @@ class _Taken(NamedTuple):
     buffers: dict[str, Tensor]
     guard: Guard
     randoms: Randoms | None
-    resume: Resume | None
+    resume: Position | None
 
 
 def take_back(
@@ -152,7 +148,9 @@ def take_back(
         error = wrong
     except Exception as wrong:  # whatever a file may hold; other ranks must hear of it
         why = f"{type(wrong).__name__}: {wrong}".partition("\n")[0]
-        error = LeafError("take_back: this is not what was saved", [why], _ASK)
+        error = LeafError(
+            "take_back: this is not what was saved", [why], "take what `carried` gave"
+        )
     about = "" if taken is None else f"go on at call {taken.state['sync'].step}"
     same_call("take_back", [trainer.member.home], about, error)
     if error is not None or taken is None:
@@ -166,22 +164,16 @@ def take_back(
         trainer.state = replace(state["train"], buffers=taken.buffers)
         trainer.sync_state, trainer.guard = state["sync"], taken.guard
         trainer.member.compared, trainer.member.merges = trainer.replica_sync.apart, False
-        trainer.epochs.go_on(taken.resume)
-        took_back = getattr(trainer.checkpoint, "took_back", None)
-        if took_back is not None:
-            took_back(trainer)
+        trainer.passes.resume(taken.resume, strict=other_options == "raise")
+        if trainer.checkpoint is not None:
+            trainer.checkpoint.took_back(trainer)
         if taken.randoms is not None:
             taken.randoms.put_back(trainer.member.home.device)
 
 
 def _checked(trainer: Any, state: Tree, extra: Any, other_options: OnChange) -> _Taken:
     """What is to be assigned, if all of it fits."""
-    if other_options not in ("raise", "warn"):
-        text = f"take_back: other_options={other_options!r}"
-        raise PlanError(f"{text}, expected 'raise' or 'warn'")
-    if extra["format"] != FORMAT:
-        text = f"take_back: extra has format {extra['format']!r}, expected {FORMAT}"
-        raise LeafError(text, fix="use the version of mics_fn that saved it")
+    checks.choice("take_back", "other_options", other_options, "raise", "warn")
     strict, home = other_options == "raise", trainer.member.home
     saved, now = dict(extra["options"]), dict(lasting_options(trainer))
     if extra["ranks"][1:] != [home.world_size]:
@@ -195,37 +187,36 @@ def _checked(trainer: Any, state: Tree, extra: Any, other_options: OnChange) -> 
     found = {**state["train"].buffers, **extra["buffers"]}
     buffers = {name: found[name] for name in trainer.state.buffers}
     guard = _guard_from(trainer.guard, extra["guard"], same_scale)
-    randoms, exact = Randoms.from_plain(extra["random"]), True
+    randoms: Randoms | None = Randoms.from_plain(extra["random"], home.device)
     if extra["ranks"] != [home.position, home.world_size]:
-        exact = False
+        randoms = None
         text = f"saved by rank {extra['ranks'][0]} of {extra['ranks'][1]}"
         text = f"take_back: rank {home.position} of {home.world_size} was given what was {text}"
         fix = "random numbers will not be those of the saved run: their states belong to a rank"
         warnings.warn(message(text, [fix]), stacklevel=3)
-    else:
-        randoms.check_device(home.device)
+    elif randoms.kind != home.device.type:
+        text = f"take_back: random states are of {randoms.kind}, this rank is on {home.device.type}"
+        warnings.warn(message(text, ["numbers will not be those of the saved run"]), stacklevel=3)
     resume, data = None, extra["data"]
     if data is not None:
-        at = Position.from_plain(data, "extra.data")
-        resume = Resume(at, data, randoms, exact and at.ranks == home.world_size, strict)
-    return _Taken(state, buffers, guard, randoms if exact else None, resume)
+        resume = Position.from_plain(data, randoms, home.device)
+    return _Taken(state, buffers, guard, randoms, resume)
 
 
 def _written(own: Tree, given: Tree) -> Tree:
     """The trainer's own state with given values, in the memory and the files of its shards."""
     (leaves, spec), new = tree.flatten(own, is_leaf), tree.flatten(given, is_leaf)[0]
-    held = [isinstance(leaf, Sharded | Fixed) for leaf in leaves]
-    mine = [leaf.data for leaf, here in zip(leaves, held, strict=True) if here]
-    finish_readers([x for x in mine if not is_coded(x)])
-    kept = [leaf if here else x for leaf, x, here in zip(leaves, new, held, strict=True)]
-    far = [i for i, here in enumerate(held) if here and is_stored(leaves[i].data)]
+    kept, mine = list(new), {i: x.data for i, x in enumerate(leaves) if is_leaf(x)}
+    finish_readers([x for x in mine.values() if not is_coded(x)])
+    far = [i for i, data in mine.items() if in_file(data)]
     with torch.no_grad():
-        for i in set(range(len(held))).difference(far):
-            if held[i] and is_coded(leaves[i].data):
-                leaves[i].data.write(0, read(new[i].data))
-            elif held[i]:
-                leaves[i].data.copy_(new[i].data)
-        laid = laid_like([new[i].data for i in far], [leaves[i].data for i in far])
+        for i, data in mine.items():
+            kept[i] = leaves[i]
+            if is_coded(data):
+                data.write(0, read(new[i].data))
+            elif not in_file(data):
+                data.copy_(new[i].data)
+        laid = placed_like([new[i].data for i in far], [mine[i] for i in far])
     for i, data in zip(far, laid, strict=True):
         kept[i] = type(leaves[i])(data, leaves[i].bucket, leaves[i].slot)
     return spec.unflatten(kept)
@@ -272,23 +263,10 @@ def _kind(leaf: Any) -> str:
 
 
 def _guard_from(guard: Guard, saved: Mapping[str, Any], same_scale: bool) -> Guard:
-    """The guard with what the saved one had found; a scale of another kind keeps its own numbers.
-
-    Raises:
-      LeafError: these are not the numbers of a guard.
-    """
-    own, _ = guard_numbers(guard)
-    scale: Any = saved.get("scale")
-    found = saved.get("norms")
-    kinds = [float, int, int, int, int, int]
-    if isinstance(scale, list):  # earlier versions did not count steps that were refused
-        scale = [*scale, *[0] * (len(kinds) - len(scale))]
-    found = [] if found is None else found
-    good = isinstance(scale, list) and [type(x) for x in scale] == kinds and min(scale) >= 0
-    if not good or not isinstance(found, list) or not all(type(x) is float for x in found):
-        raise LeafError("take_back: extra.guard is not of a guard", fix=_ASK)
+    """The guard with what the saved one had found; another kind of scale keeps its own numbers."""
     window = guard.spike.window if guard.spike is not None else 1
-    return with_numbers(guard, list(scale if same_scale else own), found[-window:])
+    numbers = list(saved["scale"]) if same_scale else guard_numbers(guard)[0]
+    return with_numbers(guard, numbers, (saved["norms"] or [])[-window:])
 
 
 # `Checkpoints`: a `Trainer` that is saved every so many steps, and goes on where it was saved.
@@ -296,6 +274,10 @@ def _guard_from(guard: Guard, saved: Mapping[str, Any], same_scale: bool) -> Gua
 
 class Checkpoints:
     """Save a `Trainer` every so many steps; a new `Trainer` resumes from the newest save.
+
+    Another object with its methods `begin`, `after`, `save`, `reset`, `took_back` and `close` can
+    take its place. All ranks call each of them, so they may call collectives, and what one raises
+    has to be raised on all ranks.
 
     What is saved is all that decides the steps to come: parameters, optimizer state, buffers, the
     guard, what merges of replicas need, the place in the data, and random states. A `Trainer` made
@@ -314,8 +296,8 @@ class Checkpoints:
       background: whether training goes on while files are written; each step that is saved then
         waits for a copy in memory only.
       on_corrupt: "previous" lets it go on from an older step, if the newest one is damaged.
-      other_options: "warn" lets it go on with options that change numbers and are not as saved, or
-        with a loader whose sampler has another seed or `shuffle`.
+      other_options: "warn" lets it go on with options that change numbers and are not as saved, and
+        begins a new pass with a loader whose sampler has another seed or `shuffle`.
       commit: as for `checkpoint.save`.
 
     Communication: at a step that is saved that of `checkpoint.start_save`; at others none.
@@ -369,8 +351,7 @@ class Checkpoints:
         self.other_options: OnChange = other_options
         self._saving: dict[str, Any] = {"keep": keep, "keep_every": keep_every, "commit": commit}
         self._saved: int | None = None  # the last step that was saved or loaded
-        self._failed: int | None = None  # a step whose save failed, with none since
-        self._again = False  # whether the next step is saved because of that
+        self._again = False  # whether the next step is saved, as a save has failed before a reset
         self._ours = False  # whether this run has loaded or saved a step of the folder
         self._pending: PendingSave | None = None
 
@@ -385,7 +366,7 @@ class Checkpoints:
         Raises:
           FileError: it cannot be saved. A save before this one that failed is only logged.
         """
-        self._forget(self._ended())
+        self._end()
         self._begin_save(trainer, background=False)
 
     def begin(self, trainer: Any) -> bool:
@@ -400,7 +381,7 @@ class Checkpoints:
           FileError: some rank cannot write to the folder; on all of them.
           LeafError: a buffer cannot be saved.
         """
-        self._forget(self._ended())
+        self._end()
         check_folder(self.folder, trainer.member.home, trainer.state.buffers)
         if not self.resume:
             return False
@@ -418,7 +399,7 @@ class Checkpoints:
             if trainer.member.home.position == 0:
                 LOG.info("no checkpoint in %s: beginning at step 0", self.folder)
             return False
-        self._saved, self._failed = found.step, None
+        self._saved, self._again = found.step, False
         if trainer.member.home.position == 0:
             LOG.info("going on from step %d in %s", found.step, self.folder)
         return True
@@ -428,72 +409,58 @@ class Checkpoints:
         self._saved, self._ours = None, True
 
     def reset(self, trainer: Any) -> None:
-        """Called by `Trainer.reset`: what was under way on the old groups has ended with them.
+        """Called by `Trainer.reset`, with all ranks at one step, on its new groups.
 
-        If a step was not committed by that, the next one is saved in its place. Ranks may have
-        heard different things of the end of a save, and one that came back has heard nothing, so
-        they tell each other.
+        What was under way on the old ones has ended with them. If that failed, the next step is
+        saved in its place. Ranks may have heard different things of the end of a save, and one that
+        came back has heard nothing, so they tell each other.
         """
-        self._forget(self._ended())
-        mine = json.dumps([self._saved, self._failed, self._ours]).encode()
-        said = [json.loads(text) for text in collect_bytes(trainer.member.home, mine).values()]
-        saved = [each[0] for each in said if each[0] is not None]
-        failed = [each[1] for each in said if each[1] is not None]
-        self._ours = any(each[2] for each in said)
-        self._saved = max(saved, default=None)
-        self._failed = max(failed, default=None)
-        if self._failed in saved:  # some rank knows that it was committed
-            self._failed = None
-        self._again = self._failed is not None
+        said = json.dumps([self._end(), self._ours]).encode()
+        found = [json.loads(text) for text in collect_bytes(trainer.member.home, said).values()]
+        self._again, self._ours = (any(each) for each in zip(*found, strict=True))
+        self._saved = trainer.state.step
 
     def after(self, trainer: Any) -> None:
-        """Save a step if due, and raise errors of earlier saves; called after each step.
+        """Save a step if due, and raise the error of an earlier save; called after each step.
+
+        State, guard, sync state and the place in the data are those behind this step, which may
+        have been refused. The next step writes into the memory of the state, so what is to be saved
+        is copied or written before this returns. After a step that raised it is not called.
 
         Raises:
           FileError: a save has failed, on all ranks after the same step. The step is done,
             a save that is due has begun all the same, and training may go on.
         """
         pending, step = self._pending, trainer.ahead.step
-        error = self._ended() if pending is not None and pending.due() else None
-        due = step % self.every == 0 and step != self._saved
+        due = self._again or (step % self.every == 0 and step != self._saved)
         # To look whether an accelerator has taken the step waits for it, so only if it matters.
-        if self._again or (due and trainer.state.step == step):
-            error = self._ended() or error
-            try:
+        due = due and (self._again or trainer.state.step == step)
+        try:
+            if pending is not None and (due or pending.due()):
+                self.close()
+        finally:
+            if due:
                 self._begin_save(trainer, background=self.background)
-            except FileError as wrong:
-                raise wrong from error
-        if error is not None:
-            raise error
 
     def close(self) -> None:
-        """Called when a `fit` has ended: wait for a save under way.
+        """Wait for a save under way; called when a `fit` has ended, but not by an error.
 
         Raises:
           FileError: it failed.
         """
-        error = self._ended()
-        if error is not None:
-            raise error
-
-    def _ended(self) -> Exception | None:
-        """Wait for a save under way; what it failed with, which is the same on all ranks."""
         pending, self._pending = self._pending, None
-        if pending is None:
-            return None
-        try:
+        if pending is not None:
             pending.wait()
-        except Exception as error:
-            self._failed = pending.step
-            if self._saved == pending.step:
-                self._saved = None
-            return error
-        return None
 
-    def _forget(self, error: Exception | None) -> None:
-        """Go on after a save that failed, which nobody is to be stopped by."""
-        if error is not None:
-            LOG.warning("step %s was not saved: %s", self._failed, error)
+    def _end(self) -> bool:
+        """Wait for a save under way, and return whether it failed, which nobody is stopped by."""
+        pending = self._pending
+        try:
+            self.close()
+        except Exception as error:
+            LOG.warning("step %s was not saved: %s", pending and pending.step, error)
+            return True
+        return False
 
     def _begin_save(self, trainer: Any, *, background: bool) -> None:
         extra: Any
@@ -508,7 +475,7 @@ class Checkpoints:
         begin: Any = start_save if background else save
         pending = begin(self.folder, state, trainer.groups, step=step, extra=extra, **options)
         self._pending = pending if background else None
-        self._saved, self._failed, self._again, self._ours = step, None, False, True
+        self._saved, self._again, self._ours = step, False, True
 
 
 def _replicas(trainer: Any) -> Literal["equal", "apart"]:

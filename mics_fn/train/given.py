@@ -481,7 +481,6 @@ class Masked(NamedTuple):
     totals: StepTotals  # they say whether it was
     before: list[Any]  # the leaves of the optimizer's state before it that are no tensors
     sync: SyncState  # before it
-    place: Any  # in the data, before it
 
 
 class Ready(NamedTuple):

@@ -6,10 +6,11 @@ The sampler is torch's `DistributedSampler`, so any loader that accepts one can 
 or by random numbers that it draws when a pass begins. So the first two, and all random states at
 that moment, give the order of the pass again. A loader that has `state_dict` and `load_state_dict`,
 such as torchdata's `StatefulDataLoader`, goes on from its own state. Any other is begun again, and
-gives its first batches once more, which are thrown away: that costs the time of loading them. Then
-the random states of the save are put back, which dropout and later passes draw from. What is drawn
-from the process' own generators *during* a pass, by a sampler or by a dataset without workers, is
-drawn again only if training draws nothing from the same generator in between.
+its first batches are thrown away, as many as hold the samples that were used: that costs the time
+of loading them. Then the random states of the save are put back, which dropout and later passes
+draw from. What is drawn from the process' own generators *during* a pass, by a sampler or by a
+dataset without workers, is drawn again only if training draws nothing from the same generator in
+between.
 
 After an error and `Trainer.reset` the next `fit` goes on in the same way, and begins with the batch
 of the step that was not done. That step then draws other random numbers, such as those of dropout.
@@ -21,21 +22,19 @@ give a batch again, so it goes on behind that batch.
 import sys
 import time
 import warnings
-import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
-from torch import Tensor
 from torch.utils import deterministic as torch_deterministic
-from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import DistributedSampler, Sampler, SequentialSampler
 
 from mics_fn import checks
 from mics_fn.collectives import same_call
-from mics_fn.errors import FileError, GroupsError, LeafError, MicsError, message
-from mics_fn.groups import ErrorReport, Groups, StopRequest
+from mics_fn.errors import GroupsError, LeafError, MicsError, message
+from mics_fn.groups import Groups, StopRequest, reports_step
 from mics_fn.shards import require_groups
 from mics_fn.train.metrics import StepMetrics
 from mics_fn.train.plain import Randoms, as_plain, from_plain
@@ -120,7 +119,7 @@ def sampler(
 
 # How far a pass over a loader has come, as a value; and a loader that goes on from there.
 
-_ORDER = ("shuffle", "seed")  # facts of a loader that other numbers of ranks share, too
+_MUST_AGREE = ("samples", "shuffle", "seed")  # facts of a loader, also for other numbers of ranks
 
 
 @dataclass(frozen=True)
@@ -129,407 +128,233 @@ class Position:
 
     Args:
       epoch: the number of the pass.
-      start: the random states when it began.
-      generators: the states of the loader's own generators then.
-      ranks: how many ranks took batches.
-      batches: how many batches were used.
-      samples: how many samples of this rank they held.
-      facts: what tells whether a loader is like this one; see `facts_of`.
-      loader: the state that the loader gave behind these batches, and those of its generators;
-        None if it gives none.
+      facts: those of the loader that decide its order; see `facts_of`.
+      samples: how many samples steps have used, on all ranks together.
+      start: the random states when it began; None on another rank than the one that had them.
+      now: the random states behind these samples; None takes those of the moment.
+      loader: the state that the loader gave behind these samples; None if it gave none.
     """
 
     epoch: int
-    start: Randoms
-    generators: tuple[Tensor, ...]
-    ranks: int
-    batches: int = 0
+    facts: Mapping[str, str]
     samples: int = 0
-    facts: Mapping[str, str] | None = None
+    start: Randoms | None = None
+    now: Randoms | None = None
     loader: Any = None
 
     @classmethod
-    def begin(cls, epoch: int, loader: Any, device: torch.device, ranks: int) -> "Position":
-        """The position in a pass that begins now."""
-        states = tuple(generator.get_state() for generator in generators_of(loader))
-        return cls(epoch, Randoms.now(device), states, ranks)
+    def from_plain(
+        cls, saved: Mapping[str, Any], now: Randoms | None, device: torch.device
+    ) -> "Position":
+        """Return the position that `Passes.kept` gave; `now` is None on another rank."""
+        from_plain(saved["loader"])  # what cannot be read is found before anything changes
+        if type(saved["epoch"]) is not int or type(saved["samples"]) is not int:
+            raise TypeError("extra.data is not the position in a pass")
+        facts = saved["epoch"], dict(saved["facts"]), saved["samples"]
+        if now is None or saved["start"] is None:
+            return cls(*facts)
+        start = Randoms.from_plain(saved["start"], device)
+        return cls(*facts, start, now, saved["loader"])
 
-    def used(self, samples: int) -> "Position":
-        """The position one batch further."""
-        return replace(self, batches=self.batches + 1, samples=self.samples + samples)
-
-    def plain(self, loader: Any, *, exact: bool) -> dict[str, Any]:
-        """The position in the form in which it is saved.
-
-        Args:
-          loader: the one that gave the batches; None if it is gone.
-          exact: whether all batches that it gave were used, so that its own state can be taken.
-
-        Raises:
-          LeafError: the state of the loader holds something that cannot be saved.
-        """
-        state = None
-        if exact and has_state(loader):
-            kept = as_plain(loader.state_dict(), f"the state_dict() of {type(loader).__name__}")
-            own = [generator.get_state() for generator in generators_of(loader)]
-            state = {"state": kept, "generators": own}
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
-        found |= {"start": self.start.plain(), "generators": list(self.generators)}
-        facts = self.facts if loader is None else facts_of(loader)
-        return {**found, "facts": facts, "loader": state}
-
-    @classmethod
-    def from_plain(cls, saved: Any, path: str) -> "Position":
-        """The position that `plain` gave in this form.
+    def fits(self, loader: Any, *, strict: bool) -> bool:
+        """Return whether a loader has this order, or raise if it must have.
 
         Raises:
-          LeafError: this is not a position.
+          LeafError: it has another one.
         """
-        names, numbers = {f.name for f in fields(cls)}, ("epoch", "ranks", "batches", "samples")
-        good = isinstance(saved, dict) and set(saved) == names
-        if not good or not all(type(saved[name]) is int and saved[name] >= 0 for name in numbers):
-            text = f"{path}: this is not the position in a pass"
-            raise LeafError(text, fix="take what `carried` gave")
-        start = Randoms.from_plain(saved["start"])
-        if saved["loader"] is not None:  # what cannot be read is found before anything changes
-            from_plain(saved["loader"]["state"])
-        return cls(**{**saved, "start": start, "generators": tuple(saved["generators"])})
-
-
-@dataclass(frozen=True)
-class Resume:
-    """How a resumed run begins its first loader; see [Note: going on in a pass].
-
-    Args:
-      at: the position.
-      saved: the same in the form in which it was saved.
-      now: the random states of the save.
-      exact: whether these are the states of this very rank, of as many ranks as there are now.
-      strict: whether a loader that is not like the saved one is an error, or a warning.
-      optional: whether a pass begins instead if the loader is not like that one.
-    """
-
-    at: Position
-    saved: dict[str, Any]
-    now: Randoms
-    exact: bool
-    strict: bool
-    optional: bool = False
-
-    def suits(self, loader: Iterable[Any]) -> bool:
-        """Return whether a run resumes with this loader, or raise."""
-        if not self.optional:
+        now = facts_of(loader)
+        odd = [name for name in _MUST_AGREE if now[name] != self.facts[name]]
+        if not odd:
             return True
-        return not isinstance(loader, Iterator) and facts_of(loader) == self.at.facts
+        lines = [f"{name}: saved {self.facts[name]}, now {now[name]}" for name in odd]
+        text = "Trainer.fit: this loader is not like the one of the pass that was begun"
+        if strict:
+            fix = "pass a loader like that one; Checkpoints(other_options='warn') begins a new pass"
+            raise LeafError(text, lines, fix)
+        warnings.warn(message(text, [*lines, "a new pass begins"]), stacklevel=5)
+        return False
 
-    def behind(
-        self, loader: Any, device: torch.device, ranks: int
-    ) -> tuple[Iterable[Any], Position]:
-        """The batches of the pass that were not used yet, and the position before them.
-
-        With another number of ranks, batches are skipped until all ranks together have skipped as
-        many samples as were used, and random states stay as they are.
+    def behind(self, loader: Any, device: torch.device, ranks: int) -> Iterator[Any]:
+        """Return the batches of the pass that were not used yet.
 
         Raises:
-          LeafError: the loader is not like the one of the position.
+          LeafError: the loader has fewer samples than were used.
         """
-        if not self.exact:
-            return self._behind_samples(loader, device, ranks)
-        own = self._check_like(loader)
-        self.at.start.put_back(device)
-        _set_states(own, self.at.generators)
-        if not self.at.batches:
-            return loader, self.at
-        if self.at.loader is not None and has_state(loader):
-            loader.load_state_dict(from_plain(self.at.loader["state"]))
+        own = generators_of(loader)
+        now = self.now or Randoms.now(device, own)
+        if self.start is not None:
+            self.start.put_back(device, own)
+        if self.loader is not None and has_state(loader) and facts_of(loader) == self.facts:
+            loader.load_state_dict(from_plain(self.loader))
             batches = iter(loader)
-            # Some loaders draw more than this when they begin a pass, others less.
-            _set_states(own, self.at.loader["generators"])
         else:
-            batches = iter(loader)
-            for _ in range(self.at.batches):
-                _skip(batches, self.at.batches)
-        self.now.put_back(device)
-        return batches, self.at
-
-    def _check_like(self, loader: Any) -> list[torch.Generator]:
-        """The loader's own generators, once it is found to be like the saved one."""
-        saved, now = self.at.facts or {}, facts_of(loader)
-        now = now if self.exact else {name: now[name] for name in _ORDER}
-        odd = [name for name in now if name in saved and now[name] != saved[name]]
-        if odd:
-            lines = [f"{name}: saved {saved.get(name)}, now {now[name]}" for name in odd]
-            text = "Trainer.fit: this loader is not like the one of the saved run"
-            fix = (
-                "pass a loader like the saved one; Checkpoints(other_options='warn') takes this one"
-            )
-            if self.strict:
-                raise LeafError(text, lines, fix)
-            warnings.warn(message(text, lines), stacklevel=5)
-        return generators_of(loader)
-
-    def _behind_samples(
-        self, loader: Iterable[Any], device: torch.device, ranks: int
-    ) -> tuple[Iterable[Any], Position]:
-        """`behind` by the samples of all ranks."""
-        self._check_like(loader)
-        at = Position.begin(self.at.epoch, loader, device, ranks)
-        batches, wanted = iter(loader), self.at.samples * self.at.ranks
-        while at.samples * ranks < wanted:
-            at = at.used(max(1, count(_skip(batches, self.at.batches))[0]))
-        return batches, at
-
-
-def _set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
-    """Put states back into a loader's own generators."""
-    for generator, state in zip(generators, states, strict=False):
-        generator.set_state(state)
-
-
-def _skip(batches: Iterator[Any], used: int) -> Any:
-    """Take a batch, which is thrown away."""
-    try:
-        return next(batches)
-    except StopIteration:
-        text = f"Trainer.fit: a pass ended before what {used} batches of the saved run had used"
-        raise LeafError(text, fix="pass a loader of the same data") from None
+            batches, used = iter(loader), 0
+            while used < self.samples:
+                batch = next(batches, None)
+                if batch is None:
+                    text = f"Trainer.fit: a pass ended before the {self.samples} samples of it"
+                    fix = "pass a loader of the same data"
+                    raise LeafError(f"{text} that steps had used", fix=fix)
+                used += ranks * max(1, count(batch)[0])
+        if self.start is not None and self.samples:  # else the pass has yet to draw its order
+            now.put_back(device, own)
+        return batches
 
 
 def has_state(loader: Any) -> bool:
-    """Whether a loader can save its own position."""
+    """Return whether a loader can save its own position."""
     return all(callable(getattr(loader, f"{verb}state_dict", None)) for verb in ("", "load_"))
 
 
 def parts_of(loader: Any) -> tuple[Any, ...]:
-    """A loader of torch and its samplers; None where it has none."""
+    """Return a loader of torch and its samplers; None where it has none."""
     batches = getattr(loader, "batch_sampler", None)
     return (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
 
 
 def shuffler_of(loader: Any) -> Any:
-    """The object that shuffles by epoch: a loader or one of its samplers; None if there is none."""
+    """Return what shuffles by epoch: a loader or one of its samplers; None if there is none."""
     return next((x for x in parts_of(loader) if callable(getattr(x, "set_epoch", None))), None)
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
-    """The generators that a loader and its samplers were given, each once."""
+    """Return the generators that a loader and its samplers were given, each once."""
     found = [getattr(part, "generator", None) for part in parts_of(loader)]
     return list({id(x): x for x in found if isinstance(x, torch.Generator)}.values())
 
 
 def facts_of(loader: Any) -> dict[str, str]:
-    """Return the facts of a loader that a saved position depends on."""
-    length = samples = None
-    with suppress(Exception):  # an endless one may raise anything
-        length = len(loader)
-    with suppress(Exception):  # nor need a stream of samples have a length
+    """Return what decides the order of a loader's samples, as texts by name."""
+    samples = None
+    with suppress(Exception):  # a stream of samples need not have a length
         samples = len(loader.dataset)
+    sampler = next((part for part in parts_of(loader)[:0:-1] if part is not None), loader)
+    shuffle = getattr(sampler, "shuffle", None)
+    if not isinstance(shuffle, bool):
+        shuffle = isinstance(sampler, Sampler) and not isinstance(sampler, SequentialSampler)
+    seed = getattr(sampler, "seed", None) if shuffle else None
     return {
-        "batches per pass": f"{length}",
-        "batch_size": f"{getattr(loader, 'batch_size', None)}",
         "samples": f"{samples}",
-        **_order_of(loader),
-        "shuffles by epoch": f"{shuffler_of(loader) is not None}",
-        "own generators": f"{len(generators_of(loader))}",
-        "has state_dict": f"{has_state(loader)}",
+        "shuffle": f"{shuffle}",
+        "seed": f"{seed if isinstance(seed, int) else None}",
+        "batch_size": f"{getattr(loader, 'batch_size', None)}",
     }
-
-
-def _order_of(loader: Any) -> dict[str, str]:
-    """Whether and by which seed samples are shuffled, and whether the last ones are left out.
-
-    A loader without a sampler says it itself, unless it has a state of its own that may set it.
-    """
-    given = None if has_state(loader) else loader
-    sampler = next((part for part in parts_of(loader)[:0:-1] if part is not None), given)
-    found = {name: getattr(sampler, name, None) for name in ("shuffle", "seed", "drop_last")}
-    if found["shuffle"] is None and sampler is not given:
-        kinds = {SequentialSampler: False, RandomSampler: True}
-        known = (shuffles for kind, shuffles in kinds.items() if isinstance(sampler, kind))
-        found["shuffle"] = next(known, type(sampler).__name__)
-    if not found["shuffle"]:
-        found["seed"] = None
-    return {k: f"{x if isinstance(x, bool | int | str) else None}" for k, x in found.items()}
 
 
 # Passes over loaders, each in an order of its own, and how far the last one has come.
 
 
-class Epochs:
-    """Iterate over loaders without end, and set the epoch of those that shuffle by it.
+class Passes:
+    """Go through loaders without end, and know which samples of the last pass steps have used.
 
-    The first pass has the epoch that the sampler is set to, so that a resumed run can choose it.
-    A batch counts as used once the step that took it is done.
+    Passes are counted over the life of a trainer; a sampler that is set to a later one is followed.
+    A batch counts as used once there are more calls of `step` than when it was given: a step that
+    is taken back, or made good by other ranks, changes that number and nothing here.
     """
 
     def __init__(self) -> None:
-        self._last: tuple[Any, int] = (None, 0)  # the last sampler and its epoch
-        self._loader: Callable[[], Any] = _nothing  # gives the last loader, if it is still there
-        self._at: Position | None = None  # in its last pass
-        self._given = 0  # how many batches of this pass were given
-        self._samples: int | None = None  # of the batch that a step of `fit` is at
-        self._running = False  # whether batches are taken now
-        self._resume: Resume | None = None  # what the next `batches` begins with
-        self._begins: int | None = None  # the epoch that the first pass here has
+        self.next = 0  # the number of the next pass
         self.interrupted = False  # whether an error has ended the last run
-
-    @property
-    def epoch(self) -> int | None:
-        """The epoch of the last pass, of this process or of others; None if there was none."""
-        if self._last[0] is not None:
-            return self._last[1]
-        return None if self._begins is None else self._begins - 1
-
-    def begin_after(self, epoch: int | None) -> None:
-        """Let the first pass follow one that another process has made, if it made one."""
-        self._begins, self._last = None if epoch is None else epoch + 1, (None, 0)
-        self.go_on(None)  # what was begun here meanwhile has no meaning
-
-    @property
-    def place(self) -> list[Any] | None:
-        """Return the position of an interrupted pass, for processes that replace lost ones."""
-        at = self._at
-        if at is None or not self.interrupted:
-            return None
-        return [at.epoch, at.batches, at.samples, at.ranks, dict(at.facts or {})]
-
-    def repeat(self, place: list[Any], device: torch.device) -> None:
-        """Let the next `batches` repeat what an interrupted run had not used of its last pass.
-
-        It does so if it gets a loader like the last one. An iterator cannot give a batch again: it
-        goes on behind what it gave.
-
-        Args:
-          place: of another rank, for one that has none as it came back.
-          device: of this rank, which has random states.
-        """
-        if self._resume is not None:
-            return
-        now, exact = Randoms.now(device), self._at is not None
-        if self._at is not None:
-            # Without the own state of the loader, which may hold what cannot be kept on one rank.
-            saved = self._at.plain(self._loader(), exact=False)
-            at = Position.from_plain(saved, "the position in the data")
-        else:
-            epoch, batches, samples, ranks, facts = place
-            at = Position(epoch, now, (), ranks, batches, samples, facts)
-            saved = at.plain(None, exact=False)
-        self.go_on(Resume(at, saved, now, exact, True, optional=True))
+        self._at: Position | None = None  # in the last pass
+        self._given: list[tuple[int, int]] = []  # calls before the last batches, and their samples
+        self._loader: Any = None  # while it is gone through
+        self._resume: Position | None = None  # where the next run begins
+        self._strict = True  # whether a loader with another order is an error then
+        self._once = False  # whether the last loader cannot give a batch again
 
     def batches(
-        self, loader: Iterable[Any], home: Groups | None = None
+        self, loader: Iterable[Any], device: torch.device, ranks: int
     ) -> Generator[Any, None, None]:
-        """The batches of one pass after another, without end.
+        """Return the batches of one pass after another, without end.
 
         Args:
           loader: what to go through.
-          home: the groups whose ranks do this together; None for this process alone.
-
-        Communication: that of `same_call` at the first batch of a run that goes on; else none.
+          device: of this rank.
+          ranks: how many ranks go through their share together.
 
         Raises:
-          LeafError: a pass gave no batch, or the loader does not fit the position that the run
-            should go on from.
+          LeafError: a pass gave no batch, or the loader does not fit where the run resumes.
         """
-        if self._resume is not None and not self._resume.suits(loader):
-            self._resume = None
-        shuffler, resume, place = shuffler_of(loader), self._resume, _place(home)
-        epoch = self._next_epoch(shuffler) if resume is None else resume.at.epoch
-        self._loader, self._running, self._samples = lambda: loader, True, None
-        self.interrupted = False
+        shuffler, self._loader, self.interrupted = shuffler_of(loader), loader, False
+        self._once = isinstance(loader, Iterator)
         try:
             while True:
+                at = self._resume
+                if at is not None and not at.fits(loader, strict=self._strict):
+                    at = None
+                epoch = max(self.next, getattr(shuffler, "epoch", 0)) if at is None else at.epoch
                 if shuffler is not None:
                     shuffler.set_epoch(epoch)
-                    self._last = (shuffler, epoch)
-                empty = resume is None  # of a pass that is gone on with, nothing may be left
-                if resume is None:
-                    self._at, self._given = Position.begin(epoch, loader, *place), 0
-                    rest = loader
+                empty = at is None  # a pass that is gone on with may have nothing left
+                if at is None:
+                    start = Randoms.now(device, generators_of(loader))
+                    at, rest = Position(epoch, facts_of(loader), 0, start), iter(loader)
                 else:
-                    rest = self._again(loader, resume, home, place)
+                    rest = at.behind(loader, device, ranks)
+                self._at, self._given, self._resume, self.next = at, [], None, epoch + 1
                 for batch in rest:
                     empty = False
-                    self._given += 1
                     yield batch
                 if empty:
                     raise _no_batch(loader)
-                epoch, resume = epoch + 1, None
         finally:
-            self._running = False
-            if self._at is not None:
-                self._at = replace(self._at, facts=facts_of(loader))
-            # Nothing here keeps a loader alive, which may have processes of its own.
-            self._loader = weakref.ref(loader) if has_state(loader) else _nothing
+            self._loader = None  # nothing here keeps it alive: it may have processes of its own
 
-    def _next_epoch(self, shuffler: Any) -> int:
-        """The epoch of the next pass; 0 if nobody asks for it."""
-        if shuffler is None:
-            return 0
-        last, epoch = self._last
-        if self._begins is not None and last is None:
-            return self._begins
-        now = getattr(shuffler, "epoch", epoch if shuffler is last else 0)
-        # A pass that was left in the middle is not repeated: its first samples have been used.
-        return now + 1 if shuffler is last and now == epoch else now
+    def give(self, samples: int, calls: int) -> None:
+        """Note the samples of a batch on all ranks, and the calls of `step` before it."""
+        if self._at is not None and len(self._given) == 2:  # the older step cannot be taken back
+            used = self._given.pop(0)[1]
+            self._at = replace(self._at, samples=self._at.samples + used)
+        self._given.append((calls, samples))
 
-    def _again(
-        self,
-        loader: Iterable[Any],
-        resume: Resume,
-        home: Groups | None,
-        place: tuple[torch.device, int],
-    ) -> Iterable[Any]:
-        """Return the rest of a resumed pass; on all ranks, or on none of them."""
-        error, rest, at = None, loader, resume.at
-        try:
-            rest, at = resume.behind(loader, *place)
-        except Exception as wrong:
-            error = wrong
-        if home is not None:
-            text = f"go on behind batch {resume.at.batches} of pass {resume.at.epoch}"
-            same_call("Trainer.fit", [home], text, error)
-        if error is not None:
-            raise error
-        self._at, self._given, self._resume = at, at.batches, None
-        return rest
+    def at(self, calls: int) -> Position | None:
+        """Return the position in the last pass, after so many calls of `step`."""
+        used = sum(samples for before, samples in self._given if before < calls)
+        return self._at and replace(self._at, samples=self._at.samples + used)
 
-    def using(self, batch: Any) -> tuple[int, int]:
-        """Note that a step begins with a batch; returns its numbers of samples and of tokens."""
-        samples, tokens = count(batch)
-        self._samples = samples if self._running else None
-        return samples, tokens
-
-    def took(self) -> None:
-        """Count the batch of a step as used, since the step is done; only steps of `fit` count."""
-        if self._samples is not None and self._at is not None:
-            self._at, self._samples = self._at.used(self._samples), None
-
-    @property
-    def place_before(self) -> Position | None:
-        """Before the step under way; see `go_back`."""
-        return self._at
-
-    def go_back(self, place: Position | None) -> None:
-        """Count a batch as not used, since the step that took it is to be made again."""
-        self._at = place
-
-    def kept(self) -> dict[str, Any] | None:
-        """The position in the last pass, in the form in which it is saved; None before any.
+    def kept(self, calls: int) -> dict[str, Any] | None:
+        """Return the position as it is saved; None before any pass.
 
         Raises:
           LeafError: the state of the loader holds something that cannot be saved.
         """
-        if self._resume is not None:  # nothing was used since
-            return self._resume.saved
-        if self._at is None:
+        at, state = self._resume or self.at(calls), None
+        if at is None:
             return None
-        loader = self._loader()
-        return self._at.plain(loader, exact=self._given == self._at.batches)
+        if self._resume is not None:
+            state = at.loader
+        elif has_state(self._loader) and all(before < calls for before, _ in self._given):
+            state = self._loader.state_dict()
+            state = as_plain(state, f"the state_dict() of {type(self._loader).__name__}")
+        start = None if at.start is None else at.start.plain()
+        facts = {"epoch": at.epoch, "facts": dict(at.facts), "samples": at.samples}
+        return {**facts, "start": start, "loader": state}
 
-    def go_on(self, resume: Resume | None) -> None:
-        """Set the position at which the next `batches` begins; None for a new pass."""
-        self._resume, self._at, self._samples = resume, None, None
+    def randoms(self, device: torch.device) -> Randoms:
+        """Return the random states of this moment, those of the loader among them."""
+        if self._resume is not None and self._resume.now is not None:
+            return self._resume.now
+        return Randoms.now(device, generators_of(self._loader))
+
+    def resume(self, at: Position | None, *, strict: bool) -> None:
+        """Let the next run begin at a position; None begins a new pass."""
+        self._resume, self._strict, self._at, self._given = at, strict, None, []
+
+    def report(self) -> list[Any]:
+        """Return what a rank that has lost all of this takes from others; JSON keeps it."""
+        at = self._at and [self._at.epoch, dict(self._at.facts), self._at.samples]
+        return [self.interrupted, self.next, at, self._given]
+
+    def take(self, report: list[Any]) -> None:
+        """Take over what `report` gave on another rank."""
+        _, self.next, at, given = report
+        self.resume(None, strict=False)
+        self._at, self._given = at and Position(*at), [(calls, samples) for calls, samples in given]
+
+    def go_on(self, calls: int) -> None:
+        """Let the next run go on with the last pass, which an error has ended on some rank."""
+        if self._resume is None and not self._once:
+            self.resume(self.at(calls), strict=False)
 
 
 def _no_batch(loader: Any) -> LeafError:
@@ -541,53 +366,29 @@ def _no_batch(loader: Any) -> LeafError:
     return LeafError(text, fix=fix)
 
 
-def _nothing() -> None:
-    """Return None: in the place of a loader that is gone."""
-
-
-def _place(home: Groups | None) -> tuple[torch.device, int]:
-    """The device of this rank, and between how many ranks samples are dealt."""
-    return (torch.device("cpu"), 1) if home is None else (home.device, home.world_size)
-
-
-@contextmanager
-def reproducible(on: bool) -> Iterator[None]:
-    """A block in which torch uses deterministic algorithms only, if `on`."""
-    if not on:
-        yield
-        return
-    mode, filled = torch.get_deterministic_debug_mode(), fills_memory()
-    tuned = torch.backends.cudnn.benchmark
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    # That mode would also write to all new memory, to reveal code that reads it uninitialised.
-    torch_deterministic.fill_uninitialized_memory = False  # pyright: ignore
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(mode)
-        torch.backends.cudnn.benchmark = tuned
-        torch_deterministic.fill_uninitialized_memory = filled  # pyright: ignore
-
-
 @contextmanager
 def learning(deterministic: bool) -> Iterator[None]:
-    """A block in grad mode, and `reproducible`; an interrupt leaves grad mode as it was.
+    """Enter grad mode, and on request torch's deterministic mode; an interrupt restores both.
 
     Inside of torch's own contexts it may be raised when the mode is set and nobody is to reset it.
     """
-    before = torch.is_grad_enabled()
+    before, mode = torch.is_grad_enabled(), torch.get_deterministic_debug_mode()
+    tuned, settings = torch.backends.cudnn.benchmark, cast(Any, torch_deterministic)
+    filled = settings.fill_uninitialized_memory
     try:
         torch.set_grad_enabled(True)
-        with reproducible(deterministic):
-            yield
+        if deterministic:
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False
+            # That mode would also write to all new memory, to reveal code that reads it too early.
+            settings.fill_uninitialized_memory = False
+        yield
     finally:
         torch.set_grad_enabled(before)
-
-
-def fills_memory() -> bool:
-    """Whether torch writes to new memory in its deterministic mode."""
-    return bool(torch_deterministic.fill_uninitialized_memory)  # pyright: ignore
+        if deterministic:
+            torch.set_deterministic_debug_mode(mode)
+            torch.backends.cudnn.benchmark = tuned
+            settings.fill_uninitialized_memory = filled
 
 
 def check_fit(loader: Any, steps: Any, log_every: Any, progress: Any, stop: Any) -> None:
@@ -645,30 +446,26 @@ def train_for(
 ) -> list[StepMetrics]:
     """Take steps until there are so many, or all ranks stop after the same one."""
     metrics: list[StepMetrics] = []
-    home = trainer.member.home
+    home, passes = trainer.member.home, trainer.passes
     try:
         with (
-            ErrorReport(home.life, trainer.state.step + 1),  # of the loader, or of the bar
-            closing(trainer.epochs.batches(loader, home)) as batches,
+            reports_step(home.life, trainer.state.step + 1),  # of the loader, or of the bar
+            closing(passes.batches(loader, home.device, home.world_size)) as batches,
         ):
             for _ in range(steps):
                 batch = next(batches)
-                before = trainer.ahead.step
-                try:
-                    metrics.append(trainer.step(batch))
-                except FileError:
-                    # If the step is taken, an earlier save failed: this may be the last chance.
-                    if trainer.ahead.step > before and stop is not None and stop.due():
-                        trainer.checkpoint.save(trainer)
-                    raise
+                passes.give(home.world_size * count(batch)[0], trainer.sync_state.step)
+                metrics.append(trainer.step(batch))
                 bar.update(metrics)
                 if stop is not None and stop.due():
-                    trainer.checkpoint.save(trainer)
+                    if trainer.checkpoint is not None:
+                        trainer.checkpoint.save(trainer)
                     break
     except BaseException:
-        trainer.epochs.interrupted = True
+        passes.interrupted = True
         raise
     finally:
         bar.close()
-    trainer.checkpoint.close()
+    if trainer.checkpoint is not None:
+        trainer.checkpoint.close()
     return metrics

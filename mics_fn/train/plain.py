@@ -6,19 +6,19 @@ JSON has no tuples, and its dicts are the only things with names. So here a dict
 
 import random
 import sys
-import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mics_fn import _device
-from mics_fn.errors import LeafError, message
+from mics_fn.errors import LeafError
 from mics_fn.optim import Guard
 
 _SIMPLE = (bool, int, float, str, type(None))
-_KEY = "key"  # of the state of numpy's Mersenne twister
+_TWISTER = "MT19937"  # the generator that numpy begins with
 
 
 def as_plain(value: Any, path: str) -> Any:
@@ -61,7 +61,7 @@ def from_plain(value: Any) -> Any:
 
 
 class Randoms(NamedTuple):
-    """The states of the generators that a step or a loader may draw from without naming them.
+    """The states of the generators that a step or a loader may draw from.
 
     Args:
       cpu: the state of torch's generator on the CPU.
@@ -69,6 +69,7 @@ class Randoms(NamedTuple):
       kind: the type of that device.
       python: the state of `random`.
       numpy: the state of `numpy.random`, as numpy describes it; None if numpy is not imported.
+      own: the states of a loader's own generators.
     """
 
     cpu: Tensor
@@ -76,88 +77,77 @@ class Randoms(NamedTuple):
     kind: str
     python: tuple
     numpy: Any
+    own: Sequence[Tensor] = ()
 
     @classmethod
-    def now(cls, device: torch.device) -> "Randoms":
-        """The states at this moment."""
-        own = _device.default_generator(device) if device.type != "cpu" else None
-        numpy = sys.modules.get("numpy")
+    def now(cls, device: torch.device, own: Sequence[torch.Generator] = ()) -> "Randoms":
+        """Return the states at this moment."""
+        generator, numpy = _generator(device), sys.modules.get("numpy")
         return cls(
             torch.get_rng_state(),
-            None if own is None else own.get_state(),
+            None if generator is None else generator.get_state(),
             device.type,
             random.getstate(),
             None if numpy is None else numpy.random.get_state(legacy=False),
+            [each.get_state() for each in own],
         )
 
-    def put_back(self, device: torch.device) -> None:
+    def put_back(self, device: torch.device, own: Sequence[torch.Generator] = ()) -> None:
         """Set the states of this process to these; that of another type of device is left out."""
         torch.set_rng_state(self.cpu)
-        own = _device.default_generator(device) if device.type != "cpu" else None
-        if own is not None and self.device is not None and device.type == self.kind:
-            own.set_state(self.device)
+        generator, numpy = _generator(device), sys.modules.get("numpy")
+        if generator is not None and self.device is not None and device.type == self.kind:
+            generator.set_state(self.device)
         random.setstate(self.python)
-        numpy = sys.modules.get("numpy")
         if numpy is not None and self.numpy is not None:
             numpy.random.set_state(self.numpy)
-
-    def check_device(self, device: torch.device) -> None:
-        """Raise LeafError if the state is not one of this device's generator; warn of another type.
-
-        Nothing is changed.
-        """
-        own = _device.default_generator(device) if device.type != "cpu" else None
-        if device.type != self.kind:
-            text = f"take_back: random states are of {self.kind}, and this rank is on {device.type}"
-            line = "numbers will not be those of the saved run"
-            warnings.warn(message(text, [line]), stacklevel=5)
-        elif own is not None and self.device is not None:
-            old, new = own.get_state(), self.device
-            if not isinstance(new, Tensor) or (old.shape, old.dtype) != (new.shape, new.dtype):
-                text = f"take_back: extra.random has no state of a generator on {device}"
-                raise LeafError(text, fix="take what `carried` gave")
+        for each, state in zip(own, self.own, strict=False):
+            each.set_state(state)
 
     def plain(self) -> dict[str, Any]:
-        """The states in the form in which they are saved: about 15 kB of tensors.
+        """Return the states as they are saved: about 15 kB of tensors.
 
         Raises:
           LeafError: numpy's global generator is not the one that numpy begins with.
         """
-        version, numbers, gauss = self.python
-        python = {"version": version, "numbers": torch.tensor(numbers), "gauss": gauss}
-        found = {"cpu": self.cpu, "device": self.device, "kind": self.kind, "python": python}
-        return {**found, "numpy": None if self.numpy is None else _plain_numpy(self.numpy)}
+        (version, words, gauss), numpy = self.python, None
+        if self.numpy is not None:
+            kind, state = self.numpy["bit_generator"], self.numpy["state"]
+            if kind != _TWISTER:
+                text = f"numpy.random uses {kind}, whose state cannot be saved"
+                raise LeafError(text, fix="draw from a numpy.random.Generator of your own")
+            numbers = torch.tensor([*map(int, state["key"])]), int(state["pos"])
+            numpy = [*numbers, int(self.numpy["has_gauss"]), float(self.numpy["gauss"])]
+        python, own = [version, torch.tensor(words), gauss], list(self.own)
+        found = {"cpu": self.cpu, "device": self.device, "kind": self.kind, "own": own}
+        return {**found, "python": python, "numpy": numpy}
 
     @classmethod
-    def from_plain(cls, saved: Any) -> "Randoms":
-        """The states that `plain` gave, once new generators have accepted them.
+    def from_plain(cls, saved: Mapping[str, Any], device: torch.device) -> "Randoms":
+        """Return the states that `plain` gave, once new generators have accepted them.
 
         What they raise, if these are no such states, is whatever a file may make them raise.
         """
-        torch.Generator().set_state(saved["cpu"])
-        python = saved["python"]
-        words = (python["version"], tuple(python["numbers"].tolist()), python["gauss"])
-        random.Random().setstate(words)
-        twister, numpy = saved["numpy"], sys.modules.get("numpy")
-        if twister is not None:
-            state = {_KEY: twister[_KEY].tolist(), "pos": twister["pos"]}
-            rest = {"has_gauss": twister["has_gauss"], "gauss": twister["gauss"]}
-            twister = {"bit_generator": "MT19937", "state": state, **rest}
+        (version, words, gauss), numpy = saved["python"], sys.modules.get("numpy")
+        python, twister = (version, tuple(words.tolist()), gauss), None
+        for state in (saved["cpu"], *saved["own"]):
+            torch.Generator().set_state(state)
+        if saved["device"] is not None and saved["kind"] == device.type:
+            torch.Generator(device).set_state(saved["device"])
+        random.Random().setstate(python)
+        if saved["numpy"] is not None:
+            key, pos, has_gauss, last = saved["numpy"]
+            state = {"key": key.tolist(), "pos": pos}
+            twister = {"bit_generator": _TWISTER, "state": state}
+            twister |= {"has_gauss": has_gauss, "gauss": last}
             if numpy is not None:
-                state[_KEY] = numpy.array(state[_KEY], numpy.uint32)
                 numpy.random.RandomState().set_state(twister)
-        return cls(saved["cpu"], saved["device"], saved["kind"], words, twister)
+        return cls(saved["cpu"], saved["device"], saved["kind"], python, twister, saved["own"])
 
 
-def _plain_numpy(state: Any) -> dict[str, Any]:
-    """The state of numpy's global generator, with its 624 numbers as a tensor."""
-    kind = state["bit_generator"]
-    if kind != "MT19937":
-        text = f"numpy.random uses {kind}, whose state cannot be saved"
-        raise LeafError(text, fix="draw from a numpy.random.Generator of your own")
-    inner = state["state"]
-    rest = {"has_gauss": int(state["has_gauss"]), "gauss": float(state["gauss"])}
-    return {_KEY: torch.tensor(inner[_KEY].tolist()), "pos": int(inner["pos"]), **rest}
+def _generator(device: torch.device) -> torch.Generator | None:
+    """Return torch's generator of an accelerator; None on the CPU, or if it keeps none."""
+    return None if device.type == "cpu" else _device.default_generator(device)
 
 
 # What changes in a guard from step to step, as numbers that ranks and later runs take over.
@@ -181,66 +171,3 @@ def with_numbers(guard: Guard, scale: list[Any], norms: list[float] | None) -> G
     found = dict(zip((*guard.scale.CHANGING, *_COUNTS), scale, strict=True))
     changed = replace(guard.scale, **{name: found.pop(name) for name in guard.scale.CHANGING})
     return replace(guard, scale=changed, spike=spike, **found)
-
-
-# What a `Trainer` asks of an object that saves it.
-
-
-class Checkpoint(Protocol):
-    """Save and resume a `Trainer`; `Trainer(checkpoint=)` calls it on all ranks.
-
-    What there is to save is `carried(trainer)`, and `take_back` puts it into another trainer; see
-    `mics_fn.train.carried`. Each method may call collectives on the trainer's groups, since all
-    ranks are at the same place. If one raises on a rank, it has to raise on all of them. An object
-    that has `took_back(trainer)` hears of each `take_back`, which may go back to an older step.
-    """
-
-    def begin(self, trainer: Any) -> bool:
-        """Called at the end of `Trainer.__init__`: load the newest step, and say if there was one.
-
-        `Trainer.reset` calls it, too, where no replica holds what a lost rank had. What it raises
-        leaves `Trainer.__init__`, and there is no trainer then.
-        """
-        ...
-
-    def reset(self, trainer: Any) -> None:
-        """Called by `Trainer.reset`, with all ranks at one step: forget what was under way."""
-
-    def after(self, trainer: Any) -> None:
-        """Called at the end of each `step`, in `fit` or by hand, also of one that was refused.
-
-        State, guard, sync state and the position in the data are those behind this step; the
-        number of calls is `trainer.sync_state.step`. The next step writes into the memory of the
-        state, so what is to be saved must be copied or written before it returns. After a step that
-        raised it is not called: that step was not taken on some rank, or the program is to end.
-        What it raises leaves `step`, whose result is lost, while the step remains done.
-        """
-
-    def save(self, trainer: Any) -> None:
-        """Called when a `StopRequest` ends a `fit`: save now, and wait for it."""
-
-    def close(self) -> None:
-        """Called when a `fit` has ended, but not by an error: wait for a save under way.
-
-        Another `fit` may follow, so the object is used again.
-        """
-
-
-class NothingSaved:
-    """A `Checkpoint` that does nothing: what a `Trainer` has if it is given none."""
-
-    def begin(self, trainer: Any) -> bool:
-        """Return False: there is nothing to load."""
-        return False
-
-    def reset(self, trainer: Any) -> None:
-        """Do nothing: there is nothing to forget."""
-
-    def after(self, trainer: Any) -> None:
-        """Do nothing."""
-
-    def save(self, trainer: Any) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to wait for."""

@@ -46,7 +46,6 @@ from mics_fn.schedules import OnDemand
 from mics_fn.shards import any_lost, is_leaf, reclaimed
 from mics_fn.spans import LOG
 from mics_fn.train.given import compare_options
-from mics_fn.train.loop import Epochs
 from mics_fn.train.plain import guard_numbers, with_numbers
 from mics_fn.train.replicas import has_own_state
 from mics_fn.train.stepping import merge, write
@@ -69,7 +68,7 @@ class Said:
     cut: bool  # whether its state is lost, as a write of it was cut short
     ready: bool  # whether it has kept what it needs to write one more step
     merges: bool  # whether a merge of replicas is left to do of its last step
-    epoch: int | None  # of the last pass of `fit`
+    passes: list[Any]  # what `Passes.report` gave
     policies: list[list[Any] | None]  # for training and evaluation
 
     @property
@@ -97,7 +96,7 @@ def reported_by_all(trainer: Any) -> dict[int, Said]:
         any_lost((trainer.state, trainer.sync_state)),
         trainer.member.ready is not None,
         trainer.member.merges,
-        trainer.epochs.epoch,
+        trainer.passes.report(),
         [_limits(policy) for policy in policies],
     ]
     said = collect_bytes(trainer.member.home, json.dumps(mine).encode())
@@ -169,9 +168,8 @@ def _take(trainer: Any, found: Mapping[int, Said], have: Sequence[int], needy: l
     if home.rank in sources:
         trainer.ahead, trainer.guard, member.masked = state, guard, None
         trainer.sync_state = replace(trainer.sync_state, step=guide.calls)
-        trainer.epochs.took()  # the batch of a step that failed here is used, after all
     if member.lost:
-        trainer.epochs.begin_after(guide.epoch)
+        trainer.passes.take(guide.passes)
         trainer.schedule = _limited(trainer.schedule, guide.policies[0])
         trainer.eval_schedule = _limited(trainer.eval_schedule, guide.policies[1])
         member.lost = False
@@ -288,18 +286,18 @@ def renew(trainer: Any, *, heal: bool) -> None:
         member.compared = False
         try:
             at_one_step(trainer, heal=heal)
-            _go_on_in_data(member.home, trainer.epochs)
         except (CollectiveError, PeerFailed):
             if not attempt:
                 raise
         except LostStateError:  # whoever goes on puts a saved state here; the next step compares it
             member.lost, member.ready, member.merges = False, None, False
-            if trainer.checkpoint.begin(trainer):
+            if trainer.checkpoint is not None and trainer.checkpoint.begin(trainer):
                 return
             raise
         else:
             member.compared = True
-            trainer.checkpoint.reset(trainer)
+            if trainer.checkpoint is not None:
+                trainer.checkpoint.reset(trainer)
             return
 
 
@@ -337,9 +335,16 @@ def at_one_step(trainer: Any, *, heal: bool) -> None:
     if trainer.replica_sync.apart:
         refuse_apart(home, found)
         _merged(trainer, found, heal=heal)
-        return
-    if has_own_state(trainer.replica_sync, trainer.sync_state):
-        refuse_own_state(home, found, trainer.replica_sync.name)
+    else:
+        if has_own_state(trainer.replica_sync, trainer.sync_state):
+            refuse_own_state(home, found, trainer.replica_sync.name)
+        _aligned(trainer, found, heal=heal)
+    if any(said.passes[0] for said in found.values()):
+        trainer.passes.go_on(trainer.sync_state.step)
+
+
+def _aligned(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
+    """Align replicas that step together; see [Note: one step again]."""
     if any(said.lost or said.ready for said in found.values()):
         rejoin(trainer, found, heal=heal)
         return
@@ -349,20 +354,8 @@ def at_one_step(trainer: Any, *, heal: bool) -> None:
             raise torn(found)
         last = max(found.values(), key=lambda said: said.at)
         if trainer.sync_state.step < last.calls:
-            trainer.epochs.took()  # the batch of the step that failed here is used, after all
             trainer.sync_state = replace(trainer.sync_state, step=last.calls)
             trainer.guard = with_numbers(trainer.guard, last.scale, last.norms)
-
-
-def _go_on_in_data(home: Groups, epochs: Epochs) -> None:
-    """Resume the pass that an error has ended, on all ranks.
-
-    Communication: two small all-gathers over each of the two groups.
-    """
-    said = collect_bytes(home, json.dumps(epochs.place).encode()).values()
-    places = [place for place in map(json.loads, said) if place is not None]
-    if places:
-        epochs.repeat(max(places, key=lambda place: place[:2]), home.device)
 
 
 def _merged(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
@@ -376,7 +369,6 @@ def _merged(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
     if behind and not heal:
         raise torn(found)
     if mine.calls < last.calls:
-        trainer.epochs.took()
         trainer.sync_state = replace(trainer.sync_state, step=last.calls)
         trainer.guard = with_numbers(trainer.guard, last.scale, last.norms)
         trainer.state = replace(trainer.state, step=last.step)

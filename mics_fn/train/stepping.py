@@ -46,7 +46,7 @@ from mics_fn.shards import Writing, grad_stream, is_leaf
 from mics_fn.train import given
 from mics_fn.train.loop import learning
 from mics_fn.train.metrics import StepMetrics, Weights, counted, weights_of
-from mics_fn.train.program import Values, cut, to_device
+from mics_fn.train.program import Values, count, cut, to_device
 from mics_fn.tree import Tree
 
 # The end of a step of a `Trainer`: gradients are judged, and the step is written or refused.
@@ -160,8 +160,7 @@ def _judged(
     masked, found_inf = None, verdict.found_inf
     if found_inf is not None:
         totals.mask(found_inf)
-        place = trainer.epochs.place_before
-        masked = given.Masked(totals, _plain(old.opt), trainer.sync_state, place)
+        masked = given.Masked(totals, _plain(old.opt), trainer.sync_state)
         for name, new in buffers.items():
             if new.shape == old.buffers[name].shape:
                 new.copy_(torch.where(found_inf > 0, old.buffers[name], new))
@@ -192,7 +191,6 @@ def write(trainer: Any, ready: given.Ready, stepped: TrainState | None = None) -
         kept = kept if verdict.accept else trainer.sync_state
         merges, member = sync.apart and sync.due(kept), trainer.member
         kept = replace(kept, step=kept.step + 1)
-        trainer.epochs.took()
         # Between these nothing can interrupt; see [Note: between two instructions] in `interrupts`.
         trainer.ahead, trainer.sync_state, trainer.guard = state, kept, verdict.next
         member.merges, member.masked = merges, ready.masked
@@ -241,7 +239,6 @@ def settle(trainer: Any) -> None:
     refused, aborted = masked.totals.outcome()
     if aborted:  # the step is to be made again, with the same batch
         trainer.sync_state = masked.sync
-        trainer.epochs.go_back(masked.place)
     else:
         masked.totals.warn_of_unequal()
     if refused:
@@ -319,7 +316,7 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
     home, groups = member.home, trainer.replica_sync.groups(trainer.groups)
     batch = to_device(batch, home.device)
     parts = cut(batch, trainer.accumulate)
-    state, counts = trainer.ahead, trainer.epochs.using(batch)
+    state, counts = trainer.ahead, count(batch)
     drift = given.start_comparison(trainer, trainer.program.buffers.averaged)
     where = trainer.where if trainer.where.sets("grads") else None
     total = GradSum(len(parts), dtype=trainer.grad_dtype, where=where)

@@ -10,16 +10,16 @@ from mics_fn import checks, spans
 from mics_fn._torch import keeps_grad_mode
 from mics_fn.deferred import bucket_sizes, defer
 from mics_fn.errors import GroupsError, message
-from mics_fn.groups import ErrorReport, StopRequest, rejoin_error
+from mics_fn.groups import StopRequest, rejoin_error, reports_step
 from mics_fn.inspection import NOT_WATCHED
 from mics_fn.offload import Where
 from mics_fn.optim import Guard, Optimizer, TrainState
 from mics_fn.schedules import OnDemand, Schedule
 from mics_fn.shards import GroupsTree, Precision, precision_of, refuse_derivative, unshard
 from mics_fn.train import given
-from mics_fn.train.loop import Epochs, ProgressBar, check_fit, train_for
+from mics_fn.train.carried import Checkpoints
+from mics_fn.train.loop import Passes, ProgressBar, check_fit, train_for
 from mics_fn.train.metrics import StepMetrics, evaluated
-from mics_fn.train.plain import Checkpoint, NothingSaved
 from mics_fn.train.program import program_of, to_device
 from mics_fn.train.replicas import ReplicaSync, SyncState, policy_of
 from mics_fn.train.resetting import renew
@@ -171,7 +171,7 @@ class Trainer(Exporting):
         shards.
       bucket_bytes: as for `shard`; default a sixteenth of the parameters, from 1 to 25 MiB.
       order, bucket: as for `shard`; the default order is the module's own.
-      checkpoint: saves this trainer after steps, and lets it go on; see `Checkpoint` in `plain`.
+      checkpoint: saves this trainer after steps, and lets it go on; see `Checkpoints`.
 
     Communication: that of `shard` when it is made, and 32 bytes to compare options. In a step each
       bucket is gathered once if all fit the budget, else each time that it is needed again. There
@@ -202,6 +202,7 @@ class Trainer(Exporting):
 
     ahead: TrainState  # as if the last step was taken, if the host has not looked yet
     sync_state: SyncState
+    checkpoint: Any  # a `Checkpoints`, another object with its methods, or None
     on_drift: Literal["raise", "heal"]
 
     @checks.named_options("Trainer")
@@ -235,7 +236,7 @@ class Trainer(Exporting):
         bucket_bytes: float | str | None = None,
         order: Callable[[str], object] | None = None,
         bucket: Callable[[str], object] | None = None,
-        checkpoint: Checkpoint | None = None,
+        checkpoint: Checkpoints | None = None,
     ) -> None:
         given.check_model(model, loss, optimizer, groups, guard, deterministic)
         self.accumulate, self.deterministic, self.weight = accumulate, deterministic, weight
@@ -244,7 +245,7 @@ class Trainer(Exporting):
         self.precision, self.guard = precision_of(precision), guard or Guard()
         self.replica_sync, self.grad_dtype = policy_of(replica_sync, hop2), grad_dtype
         given.check_options(self, prefetch, schedule, checkpoint)
-        self.program, self.epochs = program_of(model, loss, self.precision), Epochs()
+        self.program, self.passes = program_of(model, loss, self.precision), Passes()
         own, buffers = self.program.take()
         groups, home = given.homes_for(groups, own if params is None else params, deterministic)
         self.groups, apart = cast(Any, groups), self.replica_sync.apart
@@ -260,9 +261,9 @@ class Trainer(Exporting):
         chosen, self.eval_schedule = given.schedules_for(live_bytes, prefetch, full_bytes, home)
         self.schedule = schedule or chosen
         begin(self, params, optimizer, buffers)
-        self.last_step, self.checkpoint = NOT_WATCHED, checkpoint or NothingSaved()
-        if not self.member.lost:
-            self.checkpoint.begin(self)
+        self.last_step, self.checkpoint = NOT_WATCHED, checkpoint
+        if checkpoint is not None and not self.member.lost:
+            checkpoint.begin(self)
 
     @property
     def state(self) -> TrainState:
@@ -310,9 +311,10 @@ class Trainer(Exporting):
         if member.lost:  # the batch is that of the first step, and the others have come further
             raise rejoin_error("Trainer.step", home.rank)
         seen, self.last_step = spans.span("step", self.ahead.step + 1, parts=True), NOT_WATCHED
-        with home.life.turns.stepping(), ErrorReport(home.life, self.ahead.step + 1), seen:
+        with home.life.turns.stepping(), reports_step(home.life, self.ahead.step + 1), seen:
             metrics = one_step(self, batch)
-            self.checkpoint.after(self)
+            if self.checkpoint is not None:
+                self.checkpoint.after(self)
         self.last_step = seen.result or NOT_WATCHED
         return metrics
 
@@ -333,7 +335,7 @@ class Trainer(Exporting):
         """
         refuse_derivative("Trainer.eval", (), "call it outside of torch.func")
         home = self.member.home
-        with ErrorReport(home.life, self.ahead.step), home.life.turns.alone(), torch.no_grad():
+        with reports_step(home.life, self.ahead.step), home.life.turns.alone(), torch.no_grad():
             batch = to_device(batch, home.device)
             before = self.program.buffers.copies(self.ahead.buffers)
             # The run ends before the mean over ranks: ranks whose ways differ are told there.

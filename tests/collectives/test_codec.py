@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.func import grad, vmap
 
-from mics_fn.collectives import Codec, fused, pieces
+from mics_fn.collectives import Codec, blocks
 from mics_fn.errors import LeafError, PlanError
 
 LARGEST = float(torch.finfo(torch.float32).max)
@@ -132,7 +132,7 @@ def test_a_block_that_is_not_finite_is_nan_and_no_other_notices(codec, row, data
 @pytest.mark.parametrize("name", NAMES)
 def test_every_rounding_of_a_scale_leaves_the_largest_value_its_code(name: str):
     """See [Note: no clamp]: the ends of all intervals that round to one bfloat16, at all powers."""
-    codec, top = Codec(name, 2), pieces.KINDS[name].top
+    codec, top = Codec(name, 2), blocks.KINDS[name].top
     mantissas = torch.arange(2**16, 2**17, dtype=torch.float64) / 2**16
     powers = torch.tensor([-125, -124, -1, 0, 1, 15, 120], dtype=torch.float64)
     largest = (mantissas * top).unsqueeze(1).mul(2.0**powers).flatten().to(torch.float32)
@@ -179,25 +179,23 @@ SHAPES = [(5,), (0, 4), (4, 0), (3, 7), (2, 3, 1001), (300, 257), (2, 65541)]
 
 @pytest.mark.parametrize("form", [("int8", 256), ("int4", 64), ("int4", 2), ("fp8", 65536)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_pieces_are_the_same_as_one_expression(form: tuple[str, int], shape: tuple[int, ...]):
+def test_bands_are_the_same_as_one_expression(
+    form: tuple[str, int], shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+):
     codec, n = Codec(*form), shape[-1]
     torch.manual_seed(0)
     for dtype in DTYPES:
         x = (torch.randn(shape) * torch.randn(shape).exp()).to(dtype)
-        codes = codec.encode(x)
+        found = []
+        for band in (2**10, 2**30):
+            monkeypatch.setattr(blocks, "BAND", band)
+            codes = codec.encode(x)
+            found.append((codes, decode(codec, codes, n, dtype)))
+        (codes, values), other = found
         assert codes.shape == (*shape[:-1], codec.nbytes(n))
-        if not x.numel():
-            assert decode(codec, codes, n).shape == shape
-            continue
-        matrix = codes.view(-1, codec.nbytes(n))
-        twin = torch.full_like(matrix, 7)
-        fused.encode_rows(*form, x.view(-1, n), codec._split(twin, n))
-        assert torch.equal(twin, matrix)
-        for row, coded in list(zip(x.view(-1, n), matrix, strict=True))[:3]:
-            assert torch.equal(codec.encode(row), coded)
-        found, other = decode(codec, codes, n, dtype), torch.empty_like(x)
-        fused.decode_rows(*form, codec._split(matrix, n), other.view(-1, n))
-        assert torch.equal(found, other)
+        assert values.shape == shape
+        assert torch.equal(codes, other[0])
+        assert torch.equal(values, other[1])
 
 
 def test_any_strides_are_read_and_out_is_filled_in_place():
@@ -232,10 +230,6 @@ def test_a_mean_adds_in_the_order_of_its_parts(name: str, dtype: torch.dtype):
         out = torch.empty(2, n, dtype=dtype)
         assert codec.decode_mean(parts, first, out) is out
         assert torch.equal(out, expected.to(dtype))
-    other = torch.empty(2, n, dtype=dtype)
-    split = [own, *(codec._split(c, n) for c in codes)]
-    fused.mean_rows(name, 6, split, other)
-    assert torch.equal(other, expected.to(dtype))
     expected = (terms[1].to(wide) + terms[0].to(wide) + terms[2]) / 3
     codec.decode_mean([codes[0], own, codes[1]], None, own)  # into the part itself
     assert torch.equal(own, expected.to(dtype))
@@ -316,25 +310,29 @@ def test_derivatives_are_refused_and_none_is_wrong():
 # A compiler, and a device
 
 
-@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", NAMES)
-def test_compiled_it_gives_the_same_bytes(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fused, "_fast", lambda whole, _: torch.compile(whole, dynamic=True))
-    codec, n = Codec(name), 513
-    x, own = torch.randn(2, n), torch.randn(2, n)
-    codes = torch.empty(2, codec.nbytes(n), dtype=torch.uint8)
-    split = codec._split(codes, n)
-    wrong = x.clone()
-    wrong[0, 3] = float("nan")
-    for values in (wrong, x):
-        fused.encode_rows(name, codec._length, values, split)
-        assert torch.equal(codes, codec.encode(values))
-    out, decoded = torch.empty_like(x), torch.empty_like(x)
-    fused.mean_rows(name, codec._length, [own, split], out)
-    assert torch.equal(out, codec.decode_mean([codes], own, torch.empty_like(x)))
-    fused.decode_rows(name, codec._length, split, decoded)
-    assert torch.equal(decoded, decode(codec, codes, n))
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_what_other_devices_run_gives_the_same_bytes(
+    name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+):
+    codec, n, dtypes = Codec(name), 513, DTYPES[:1] if compiled else DTYPES
+
+    def results(dtype: torch.dtype) -> list[Tensor]:
+        torch.manual_seed(0)
+        x, own = torch.randn(2, n).to(dtype), torch.randn(2, n).to(dtype)
+        wrong = x.clone()
+        wrong[0, 3] = float("nan")
+        codes = codec.encode(x)
+        mean = codec.decode_mean([codes], own, torch.empty_like(x))
+        return [codec.encode(wrong), codes, mean, decode(codec, codes, n, dtype)]
+
+    expected = [results(dtype) for dtype in dtypes]
+    monkeypatch.setattr(blocks, "_in_bands", lambda x: False)
+    if compiled:
+        monkeypatch.setattr(blocks, "_fast", lambda whole, _: torch.compile(whole, dynamic=True))
+    for dtype, values in zip(dtypes, expected, strict=True):
+        assert all(map(torch.equal, results(dtype), values))
 
 
 def test_where_the_compiler_fails_codes_are_the_same_and_that_is_said_once(
@@ -350,17 +348,17 @@ def test_where_the_compiler_fails_codes_are_the_same_and_that_is_said_once(
 
     monkeypatch.setattr(torch, "compile", lambda *args, **options: compiled)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    fused._fast.cache_clear()
-    fast, x = fused._fast(fused.encoded, torch.device("cuda")), torch.randn(2, 3, 64)
+    blocks._fast.cache_clear()
+    fast, x = blocks._fast(blocks.encoded, torch.device("cuda")), torch.randn(2, 3, 64)
     with pytest.warns(UserWarning, match="cannot compile encoded of codes"):
         found = fast("int8", x)
-    again, expected = fast("int8", x), fused.encoded("int8", x)
+    again, expected = fast("int8", x), blocks.encoded("int8", x)
     for values in zip(found, again, expected, strict=True):
         assert all(torch.equal(value, values[2]) for value in values)
     del raised[0]
     with pytest.raises(MemoryError):  # no reason to go on without the compiler
-        fused._fast(fused.mean, torch.device("cuda"))("int8", [x], torch.float32)
-    fused._fast.cache_clear()
+        blocks._fast(blocks.mean, torch.device("cuda"))("int8", [x], torch.float32)
+    blocks._fast.cache_clear()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -16,7 +16,7 @@ from mics_fn import tree
 
 WIDTH, STEPS = 96, 3
 UNIT = 4 * WIDTH * WIDTH
-PAIR, LAYOUTS, LONG = Layout((2,), 2), [Layout((2, 2), 4), Layout((2, 2), 2)], pytest.mark.thorough
+PAIR, LAYOUTS = Layout((2,), 2), [Layout((2, 2), 4), Layout((2, 2), 2)]
 
 
 class Late(nn.Module):
@@ -100,10 +100,11 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", [PAIR, *(pytest.param(x, marks=LONG) for x in LAYOUTS)], ids=str)
-def test_gradients_in_the_memory_of_parameters_have_the_same_bits(ranks, layout):
-    for half in (CASES[::2], CASES[1::2]):  # each within the limit of the pool
-        ranks(layout.world_size).run(both, layout, half)
+@pytest.mark.parametrize("layout", [PAIR, *LAYOUTS], ids=str)
+@pytest.mark.parametrize("half", [0, 1])  # each within the limit of the pool
+@pytest.mark.short("0-2-p2")
+def test_gradients_in_the_memory_of_parameters_have_the_same_bits(ranks, layout, half):
+    ranks(layout.world_size).run(both, layout, CASES[half::2])
 
 
 @pytest.mark.parametrize("layout", [PAIR, *LAYOUTS], ids=str)
@@ -153,6 +154,6 @@ def only_on_the_last(layout):
 def test_a_rank_that_alone_needs_a_bucket_later_is_named(ranks):
     for text, seconds in ranks(2).run(only_on_the_last, PAIR):
         assert text.startswith("defer: ranks use parameters in different orders")
-        assert "rank 1: use 6 of run 2 is of bucket 5" in text
+        assert "rank 1: fetch of bucket 5" in text
         assert "keep_all()" in text
         assert seconds < 15, "and not 30"

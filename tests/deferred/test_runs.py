@@ -309,6 +309,9 @@ def test_a_rank_that_goes_another_way_is_told_of_in_time(ranks, kind, way, befor
     if kind == "generates":  # nothing is sent between replicas, so the others go on
         assert found[layout.partition_size :] == [("no error", 0.0)] * (n - layout.partition_size)
         found = found[: layout.partition_size]
+    if way == "longer" and kind in ("differentiates", "generates"):
+        assert {text for text, _ in found} == {"no error"}, "all stays live, so no fetch differs"
+        return
     for text, seconds in found:
         assert text.startswith(("defer: ranks use parameters", "ranks wait for")), text
         assert f"rank {odd}" in text

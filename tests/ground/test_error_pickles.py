@@ -7,7 +7,6 @@ import pytest
 
 from mics_fn import errors
 from mics_fn.lab.ranks.failures import RankError, RankFailure, RankTimeoutError
-from mics_fn.lab.ranks.launch import LaunchError
 
 LOST = errors.PeerFailed("rank 1 failed", 1, "raised", step=3, operation="save", leaf="w")
 FAILURES = {1: RankFailure("ValueError", "no", "Traceback:\n  f()\nValueError: no")}
@@ -30,7 +29,6 @@ def examples() -> Iterator[errors.MicsError]:
     yield errors.FileError("full", "/steps/7", "w", damaged=False)
     yield RankError("1 of 2 ranks failed", FAILURES)
     yield RankTimeoutError("1 of 2 ranks was silent", FAILURES)
-    yield LaunchError("a rank was killed", 137)
 
 
 @pytest.mark.parametrize("error", list(examples()), ids=lambda error: type(error).__name__)

@@ -188,10 +188,7 @@ TAKE_LOCKS = (
 
 
 def test_no_lock_of_python_is_shared_with_the_main_thread():
-    """Except by the tools of `lab`, which end with what they measure.
-
-    And by `notebook/bootstrap.py`, which runs before this package can be imported.
-    """
+    """Except by the tools of `lab`, which end with what they measure."""
     for path in Path(mics_fn.__file__).parent.rglob("*.py"):
-        if "lab" not in path.parts and path.name not in ("threads.py", "bootstrap.py"):
+        if "lab" not in path.parts and path.name != "threads.py":
             assert not re.search(TAKE_LOCKS, path.read_text(), re.MULTILINE), path

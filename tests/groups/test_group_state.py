@@ -17,7 +17,7 @@ from mics_fn import _torch
 from mics_fn.collectives import collect
 from mics_fn.collectives.levels import start_all_gather
 from mics_fn.errors import GroupsError, PeerFailed, first_line
-from mics_fn.groups import ErrorReport, Groups, make_groups, withdraw_all
+from mics_fn.groups import Groups, make_groups, reports_step, withdraw_all
 from mics_fn.groups.group_state import _GRACE_S
 from mics_fn.groups.peers import without_a_word
 from mics_fn.lab.ranks.pool import RankPool
@@ -175,7 +175,7 @@ def fail_and_close(how: str) -> tuple[str, Any]:
     state = init_state(shard({"w": torch.ones(4)}, groups), sgd(0.1))
 
     def step(fails: bool) -> None:
-        with ErrorReport(groups.life, 1):
+        with reports_step(groups.life, 1):
             if fails:
                 raise KeyError("mine")
             gather(state.params, groups)

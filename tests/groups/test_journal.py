@@ -18,7 +18,7 @@ from mics_fn.errors import PeerFailed
 from mics_fn.groups import group_state as life_module
 from mics_fn.groups import uncaught
 from mics_fn.groups.group_state import GroupState
-from mics_fn.groups.peers import PARKED, Failure, Journal, LocalProcesses, Peer, Peers, Process
+from mics_fn.groups.peers import PARKED, Failure, Journal, Peer, Peers, Process
 from mics_fn.schedules import Stuck
 
 
@@ -147,14 +147,10 @@ def test_silence_before_a_meeting_is_forgotten_and_the_end_of_a_process_is_not()
     assert peers.anew({1: "", 2: ""}) == [2]
     assert not peers[1].is_silent(0.0)
     assert peers[1].mark_gone(), "its next silence is found again"
-    peers.near.forget()
 
 
-@pytest.mark.parametrize("pidfds", [True, False])
-def test_a_process_that_ended_is_seen_although_its_parent_has_not_looked(pidfds, monkeypatch):
-    if not pidfds:
-        monkeypatch.delattr(os, "pidfd_open")
-    near, own, files = LocalProcesses(), Process.own(), len(os.listdir("/proc/self/fd"))
+def test_a_process_that_ended_is_seen_although_its_parent_has_not_looked():
+    peers, own = Peers(), Process.own()
 
     def child() -> Process:
         pid = os.fork()
@@ -163,25 +159,23 @@ def test_a_process_that_ended_is_seen_although_its_parent_has_not_looked(pidfds,
         started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
         return Process(own.host, pid, started)
 
+    def hear(rank: int, process: Process) -> None:
+        peers.hear(rank, sign(1, process=process), own, 0.25)
+
     first, second = child(), child()
-    process = Peer().heard(sign(1, process=first), own, 0.25)
-    assert process == first
-    near.add(1, first)
-    near.add(2, Process(own.host, os.getpid(), "another time"))
-    assert near.ended() == [2], "another process has its number now"
+    hear(1, first)
+    hear(2, Process(own.host, os.getpid(), "1"))
+    assert peers.ended() == [2], "another process has its number now"
     os.kill(first.pid, signal.SIGKILL)
     os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
-    assert sorted(near.ended()) == [1, 2]
+    assert peers.ended() == [1]
     os.waitpid(first.pid, 0)
-    assert sorted(near.ended()) == [1, 2]
-    near.add(1, second)  # which has taken its place
-    assert near.ended() == [2]
+    assert peers.ended() == [], "it is told of once"
+    hear(1, second)  # which has taken its place
+    assert peers.ended() == []
     os.kill(second.pid, signal.SIGKILL)
     os.waitpid(second.pid, 0)
-    assert sorted(near.ended()) == [1, 2]
-    near.forget()
-    assert near.ended() == []
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert peers.ended() == [1]
 
 
 @pytest.fixture

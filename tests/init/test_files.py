@@ -17,12 +17,11 @@ from torch import Tensor, nn
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.init.files import DTYPES as CODED
-from mics_fn.init.files import open_weights
-from mics_fn.init.torch_files import File, Limits
+from mics_fn.init.files import File
+from mics_fn.init.reading import open_weights
 from mics_fn.shards.bucket import pieces
 from mics_fn.shards.leaf import is_leaf
 
-LIMITS = Limits(trust=False, max_header_bytes=10**8, max_leaves=10**5)
 LAYOUTS = [Layout((1,), 1), Layout((2,), 2), Layout((2, 2), 2), Layout((4,), 4)]
 CODES = {getattr(torch, name): code for code, name in CODED.items()}
 
@@ -115,7 +114,7 @@ def test_the_shards_are_those_of_the_tensors_in_the_file(ranks, tmp_path, layout
 def test_every_dtype_of_safetensors_that_torch_has(tmp_path):
     tensors = {str(dtype): torch.arange(12).view(3, 4).to(dtype) for dtype in CODES}
     write_safetensors(tmp_path / "a.safetensors", tensors)
-    with open_weights("test", tmp_path / "a.safetensors", LIMITS) as found:
+    with open_weights("test", tmp_path / "a.safetensors", trust=False) as found:
         assert list(found) == list(tensors)
         for name, x in tensors.items():
             entry = found[name]
@@ -140,14 +139,14 @@ def test_any_elements_of_a_tensor_are_read_alone(shape, kind, data):
         x = x.unsqueeze(0).expand(3, *shape)
     start = data.draw(st.integers(0, x.numel()))
     stop = data.draw(st.integers(start, x.numel()))
-    with open_weights("test", {"x": x}, LIMITS) as found:
+    with open_weights("test", {"x": x}, trust=False) as found:
         same_bits(found["x"].read(start, stop), x.reshape(-1)[start:stop])
 
 
 def test_any_elements_of_a_strided_tensor_in_a_file_are_read_alone(tmp_path):
     x = random(0, 4, 3).t()
     torch.save({"x": x}, tmp_path / "a.pt")
-    with open_weights("test", tmp_path / "a.pt", LIMITS) as found:
+    with open_weights("test", tmp_path / "a.pt", trust=False) as found:
         for start in range(13):
             for stop in range(start, 13):
                 same_bits(found["x"].read(start, stop), x.reshape(-1)[start:stop])

@@ -19,10 +19,9 @@ from cases import Layout, groups_of, random, same_bits
 from test_files import write_safetensors, write_torch
 
 import mics_fn as mf
-from mics_fn.init.files import open_weights
-from mics_fn.init.torch_files import Limits, read_pickle
-
-LIMITS = Limits(trust=False, max_header_bytes=10**8, max_leaves=10**5)
+from mics_fn.init import files
+from mics_fn.init.reading import open_weights
+from mics_fn.init.torch_files import read_pickle
 
 
 def safetensors(header: Any, data: int = 8) -> bytes:
@@ -79,7 +78,7 @@ DAMAGED: dict[str, tuple[bytes, str, str]] = {
     "gap": (safetensors({"x": leaf([1], [4, 8])}), "x", "leave a gap before them"),
     "trailing": (safetensors({"x": leaf()}, data=11), "", "3 bytes follow the last tensor"),
     "dtype of a list": (safetensors({"x": leaf(dtype=["F32"])}), "x", "torch has no dtype"),
-    "cut": (ONE[:-30], "", "it has no directory of records at its end"),
+    "cut": (ONE[:-30], "", "File is not a zip file"),
     "zip of others": (rezipped(ONE, lambda x: x.pop(PICKLE)), "", "not one of torch.save"),
     "compressed": (
         rezipped(ONE, lambda x: None, compression=zipfile.ZIP_DEFLATED),
@@ -96,13 +95,8 @@ DAMAGED: dict[str, tuple[bytes, str, str]] = {
         "x",
         "do not fit 4 bytes",
     ),
-    "pickle twice": (
-        rezipped(ONE, lambda x: x.update({PICKLE: b"\x80\x02}(X\1\0\0\0aK\1X\1\0\0\0aK\1u."})),
-        "",
-        "the name 'a' is there twice",
-    ),
     "runs": (saved({"x": X, "run": Runs()}), "run", "got posix.system"),
-    "sparse": (saved({"x": X.to_sparse()}), "x", "got a sparse tensor"),
+    "sparse": (saved({"x": X.to_sparse()}), "x", "got torch._utils._rebuild_sparse_tensor"),
     "expanded": (saved({"x": torch.ones(1).expand(10)}), "x", "do not fit 4 bytes"),
     "negated": (saved({"x": torch.ones(2, dtype=torch.cfloat).conj().imag}), "x", "negates"),
 }
@@ -132,28 +126,17 @@ def test_what_is_damaged_is_refused_by_name(tmp_path: Path, groups: mf.Groups, n
 @pytest.mark.parametrize("step", [1, 2**61 - 1, -(2.0**61), 2**2000])
 def test_no_writer_of_a_file_chooses_the_hashes_of_names(step: float):
     names = {i * step: i for i in range(1, 200)}
-    if step == 2**2000:  # too long to be compared as text
-        with pytest.raises(ValueError, match="is there twice"):
-            read_pickle(pickle.dumps(names, protocol=2))
-        return
     found = read_pickle(pickle.dumps(names, protocol=2))
     assert list(found.values()) == list(range(1, 200))
     assert len({hash(name) for name in found}) == 199
 
 
-def test_limits_can_be_raised_and_lowered(tmp_path: Path, groups: mf.Groups):
-    tensors = {f"w{i}": torch.ones(2) for i in range(5)}
+def test_a_header_that_fits_no_memory_is_refused(tmp_path, groups, monkeypatch):
+    monkeypatch.setattr(files.File.header, "__defaults__", (100,))
     for write in (write_safetensors, write_torch):
-        path = tmp_path / write.__name__
-        write(path, tensors)
-        limits: list[dict[str, Any]] = [{"max_leaves": 4}, {"max_header_bytes": 100}]
-        for limit in limits:
-            (name,) = limit
-            with pytest.raises(mf.errors.FileError, match=f"larger than the limits\n.*\n.*{name}"):
-                mf.load_shards(path, groups, **limit)
-            with pytest.raises(mf.errors.FileError, match="init_model: .*larger than the limits"):
-                mf.init_model(lambda: torch.nn.Linear(1, 1), groups, seed=0, weights=path, **limit)
-        assert len(mf.load_shards(path, groups, max_leaves=5)) == 5
+        write(tmp_path / "a", {f"w{i}": torch.ones(2) for i in range(5)})
+        with pytest.raises(mf.errors.FileError, match="has a header of .* bytes, at most 100"):
+            mf.load_shards(tmp_path / "a", groups)
 
 
 # Names that lead elsewhere.
@@ -181,7 +164,7 @@ def outside(folder: Path) -> Path:
         ("folder/secret.safetensors", "it is a symbolic link, or behind one"),
         ("fifo", "is a FIFO, not a regular file"),
         (".", "is a folder, not a regular file"),
-        ("model.safetensors.index.json", "it is an index, too"),
+        ("model.safetensors.index.json", "is neither a safetensors file nor"),
         ("absent", "No such file"),
         ("a\0b", "that is not the name of a file"),
         (3, "that is not the name of a file"),
@@ -263,7 +246,7 @@ def test_all_that_torch_saves_of_tensors_is_read_as_torch_reads_it(tmp_path, pro
     values = OrderedDict(kept())
     values._metadata = {"": {"version": 1}}  # pyright: ignore[reportAttributeAccessIssue]
     torch.save(values, path, pickle_protocol=protocol)
-    with open_weights("test", path, LIMITS) as found:
+    with open_weights("test", path, trust=False) as found:
         want = torch.load(path, weights_only=False)  # which knows every protocol
         assert list(found) == list(want)
         for name, x in want.items():

@@ -22,7 +22,7 @@ import mics_fn as mf
 from mics_fn.__main__ import main
 from mics_fn.lab.doctor import command, parts, rank, report, training
 from mics_fn.lab.models.gpt import GPTConfig
-from mics_fn.lab.ranks.bounded import Ended, run_bounded
+from mics_fn.lab.ranks.launch import Ended, run_bounded
 from mics_fn.lab.ranks.pool import run_ranks
 
 ROOT = Path(__file__).parents[2]

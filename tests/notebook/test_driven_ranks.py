@@ -238,7 +238,8 @@ def test_a_bar_of_fit_is_shown_once(cluster, capsys):
 
 def processes_of(cluster: mf.notebook.Cluster) -> list[int]:
     """The processes that were started for a cluster here, and all that they have started."""
-    own, found = {str(process.pid) for process in cluster._processes._started}, []
+    processes = cluster._processes
+    own, found = {str(process.pid) for process in (processes.controller, *processes.ranks)}, []
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
             fields = file.read_text().rpartition(")")[2].split()
@@ -276,7 +277,8 @@ KERNEL = """
 import os, time
 import mics_fn as mf
 cluster = mf.notebook.start(1, device="cpu", timeout_s=100)
-print(cluster.run(os.getpid)[0], *(p.pid for p in cluster._processes._started), flush=True)
+from multiprocessing.forkserver import _forkserver as forks
+print(cluster.run(os.getpid)[0], cluster._processes.controller.pid, forks._forkserver_pid)
 print(cluster._folder, flush=True)
 time.sleep(100)
 """

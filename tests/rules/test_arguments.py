@@ -427,9 +427,6 @@ PlanError: load_shards: dtype='f32' is not a torch.dtype
   fix: pass one of torch.float32, torch.bfloat16, torch.float16, torch.float64
 >>> mf.load_shards({"w": x}, groups, strict="no")
 PlanError: load_shards: strict='no', expected True or False
->>> mf.load_shards({"w": x}, groups, max_header_bytes=0)
-PlanError: load_shards: max_header_bytes=0, expected a number of bytes of at least 1
-  fix: pass an int, or a text such as '512MiB' or '1GB'
 
 # Trainers
 >>> trainer(None)

@@ -2,11 +2,11 @@
 
 PLANTED = [
     (
-        "reductions may be one too many apart",
+        "reductions before a fetch are not counted",
         "schedules/run.py",
-        "if found[1][0] - found[0][0] > self.slack:",
-        "if found[1][0] - found[0][0] > self.slack + 1:",
-        "schedules/test_run.py -k some_more",
+        "            n = len(self._reduced)\n",
+        "            n = 0\n",
+        "schedules/test_run.py",
     ),
     (
         "a rank that leaves its habit does not say so",
@@ -30,24 +30,17 @@ PLANTED = [
         "schedules/test_stalled.py",
     ),
     (
-        "a key that was deleted meanwhile is asked for ever",
-        "schedules/desync.py",
-        '            found = now if now != found else ""\n',
-        "            found = now\n",
-        "schedules/test_extremes.py",
-    ),
-    (
-        "the last, shorter block has the scale of the first",
-        "collectives/pieces.py",
-        "return self._cut(x[:, self.first :], 1)",
-        "return self._cut(x[:, : self.blocks], 1)",
-        "collectives/test_codec.py -k near_as_promised",
+        "the scales of a band are those of the first one",
+        "collectives/blocks.py",
+        "rows.scales[own, self.start // block : -(-self.stop // block)]",
+        "rows.scales[own, : -(-(self.stop - self.start) // block)]",
+        "collectives/test_codec.py -k bands",
     ),
     (
         "one value that is not finite is lost",
-        "collectives/pieces.py",
-        '            scales.masked_fill_(bad, float("nan"))',
-        "            scales.masked_fill_(bad, 0)",
+        "collectives/blocks.py",
+        '        scale = torch.where(finite, scale, float("nan"))\n',
+        "        scale = torch.where(finite, scale, 0)\n",
         "collectives/test_codec.py -k not_finite",
     ),
     (
@@ -66,9 +59,9 @@ PLANTED = [
     ),
     (
         "the largest values of 16 bits become infinite",
-        "collectives/pieces.py",
-        "    if not bool(largest <= torch.finfo(out.dtype).max):",
-        "    if False:",
+        "collectives/blocks.py",
+        "    if dtype.itemsize != 2 or (",
+        "    if True or (",
         "collectives/test_codec.py -k largest_values",
     ),
 ]

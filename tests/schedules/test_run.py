@@ -1,4 +1,4 @@
-"""One rank's collectives under a schedule, against those of a run before: the same, or refused."""
+"""What a rank compares of its runs: the same on two ranks exactly if their fetches are."""
 
 import pytest
 from covering import examples
@@ -10,38 +10,34 @@ from mics_fn.errors import DesyncError
 from mics_fn.schedules import Channel, Learned, Run, on_demand
 
 
-class LeftError(Exception):
-    """The rank leaves its schedule."""
+class Noting(Channel):
+    """Of a rank alone, which notes what it would compare."""
 
+    def __init__(self):
+        super().__init__()
+        self.said: list[str] = []
 
-class Leaving(Channel):
-    """Of two ranks, whose runs are taken one after the other."""
-
-    def leave(self, number, step, text):
-        raise LeftError
+    def compare(self, text, meanwhile=lambda: None):
+        self.said.append(text)
 
 
 def collectives(program, run):
     """The fetches and reductions of a program of uses (a bucket) and reductions (None)."""
     found = []
-    try:
-        for step in program:
-            if step is None:
-                run.complete(0)
-                run.reduce(0)
-                found.append("reduce")
-            else:
-                found += [str(a) for a in run.use((step,)) if a.kind == "fetch"]
-        run.end()
-    except LeftError:
-        return found, True
+    for step in program:
+        if step is None:
+            run.complete(0)
+            run.reduce(0)
+            found.append("reduce")
+        else:
+            found += [str(a) for a in run.use((step,)) if a.kind == "fetch"]
     run.settle()
-    return found, False
+    return found
 
 
-def until_the_last_fetch(found):
-    last = max((i for i, each in enumerate(found) if each != "reduce"), default=-1)
-    return found[: last + 1]
+def fetches(found):
+    """Each fetch, and how many reductions come before it."""
+    return [(each, found[:i].count("reduce")) for i, each in enumerate(found) if each != "reduce"]
 
 
 PROGRAMS = st.lists(st.sampled_from([None, 0, 1, 2]), max_size=10)
@@ -51,32 +47,28 @@ NEW = st.lists(st.integers(0, 10), max_size=2)
 
 @examples(50, 200)
 @given(PROGRAMS, GONE, NEW, st.sampled_from([0, 8, None]), st.integers(0, 2))
-def test_a_rank_follows_exactly_if_its_collectives_are_those_of_the_others(
+def test_what_is_compared_differs_where_fetches_or_reductions_before_them_do(
     program, gone, new, live_bytes, prefetch
 ):
     """In a later run one rank lacks the reductions `gone`, and has others at `new` places."""
-    store, policy = HashStore(), on_demand(live_bytes=live_bytes, prefetch=prefetch)
-    channels = [Leaving(store, "key", (0, 1), rank, 1.0, 2) for rank in (0, 1)]
-    learned = [Learned(), Learned()]
-
-    def go(rank, program):
-        return collectives(program, Run(learned[rank], policy, [8] * 3, channels[rank], str))
-
-    want: list[str] = []
-    for _ in range(3):
-        (want, left), other = go(0, program), go(1, program)
-        assert other == (want, left)
-        assert not left
     lost = [i for n, i in enumerate(i for i, s in enumerate(program) if s is None) if n in gone]
     odd = [step for i, step in enumerate(program) if i not in lost]
     for at in new:
         odd.insert(at, None)
-    found, left = go(1, odd)
-    if left:
-        assert found == want[: len(found)], "it leaves before it starts anything else"
-        assert until_the_last_fetch(want)[: len(found) + 1] != found
-    else:
-        assert until_the_last_fetch(found) == until_the_last_fetch(want)
+    policy, found, said = on_demand(live_bytes=live_bytes, prefetch=prefetch), [], []
+    for last in (program, odd):
+        learned, channel = Learned(), Noting()
+        for each in (program, program, last):
+            channel.said.clear()
+            run = Run(learned, policy, [8] * 3, channel, str)
+            here = collectives(each, run)
+        found.append(fetches(here))  # noqa: F821
+        said.append(channel.said)
+    for each, of in zip(said, found, strict=True):
+        assert each[-1] == "a run ends"
+        assert len(each) == len(of) + 1
+    for *fetch, one, other in zip(*found, *said, strict=False):
+        assert (fetch[0] == fetch[1]) == (one == other)
 
 
 def test_a_rank_without_others_follows_whatever_it_reduces():
@@ -87,25 +79,14 @@ def test_a_rank_without_others_follows_whatever_it_reduces():
     assert run.following
 
 
-@examples(50, 200)
-@given(st.integers(0, 3), st.integers(0, 6), st.integers(0, 6))
-def test_a_rank_may_start_some_more_or_fewer_reductions(slack, here, there):
-    """Of two ranks that follow one schedule; numbers further apart than `slack` are refused."""
+@pytest.mark.parametrize("odd", [[0, 1, 2], [0, None, 1], [1, 0], [0]], ids=str)
+def test_ranks_whose_first_runs_differ_are_told(odd):
     store, policy = HashStore(), on_demand(live_bytes=0, prefetch=0)
     channels = [Channel(store, "key", (0, 1), rank, 1.0, 2) for rank in (0, 1)]
-    learned = [Learned(), Learned()]
 
-    def go(rank, reductions):
-        run = Run(learned[rank], policy, [8] * 2, channels[rank], str)
-        run.slack = slack
-        collectives([0, *[None] * reductions, 1], run)
+    def go(rank, program):
+        collectives(program, Run(Learned(), policy, [8] * 3, channels[rank], str))
 
-    for rank in (0, 1):
-        go(rank, 0)
-    go(0, here)
-    if abs(here - there) <= slack:
-        go(1, there)
-        assert learned[1].last.following
-    else:
-        with pytest.raises(DesyncError, match=f"reductions before it: {there}"):
-            go(1, there)
+    go(0, [0, 1])
+    with pytest.raises(DesyncError, match="defer: ranks use parameters in different orders"):
+        go(1, odd)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mics_fn.errors import PlanError
-from mics_fn.schedules.schedule import Action, Schedule, first_difference, plan
+from mics_fn.schedules.schedule import Action, Schedule, plan
 
 BUCKETS = 6
 
@@ -230,12 +230,3 @@ def test_check_allows_what_one_use_needs_and_reductions_anywhere():
     schedule = Schedule.parse("reduce 2; fetch 0; fetch 1; fetch 2; use 0+1+2; reduce 0; reduce 0")
     schedule.check([8, 8, 8], live_bytes=0)
     Schedule(()).check([])
-
-
-def test_the_first_difference_between_ranks_is_named():
-    one = Schedule.parse("fetch 0; use 0; drop 0; reduce 0")
-    other = Schedule.parse("fetch 0; use 0; use 0; reduce 0; drop 0")
-    assert first_difference([one, other, one]) == first_difference([]) == ""
-    texts = ["fetch 0; fetch 1", "fetch 0; use 0; reduce 0", "fetch 0", "fetch 0; drop 0; fetch 1"]
-    shown = first_difference([Schedule.parse(text) for text in texts])
-    assert shown == "collective 1: fetch 1 on ranks 0, 3, reduce 0 on rank 1, none on rank 2"

@@ -22,8 +22,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 from mics_fn.lab.ranks import launch
-from mics_fn.lab.ranks.pool import PR_SET_PDEATHSIG
 from tests.stress.fault_ranks import MARK, Rank, Told, Trial
+
+PR_SET_PDEATHSIG = 1
 
 
 class Found(NamedTuple):

@@ -14,8 +14,8 @@ PLANTED = [
     (
         "a pass is gone on with one batch early",
         _L,
-        "for _ in range(self.at.batches):",
-        "for _ in range(self.at.batches - 1):",
+        "while used < self.samples:",
+        "while used < self.samples - ranks:",
         "train/test_position.py",
     ),
     (
@@ -35,8 +35,8 @@ PLANTED = [
     (
         "a step that was not saved before a reset stays without a save",
         _C,
-        "self._again = self._failed is not None",
-        "self._again = False",
+        "            return True\n        return False",
+        "            return False\n        return False",
         "train/test_checkpoints.py -k before_a_reset",
     ),
     (

@@ -1,6 +1,7 @@
 """Which samples a rank takes, and in which order, pass after pass; the loaders are torch's own."""
 
 import copy
+import json
 import math
 import time
 from collections import Counter
@@ -12,14 +13,14 @@ from cases import Layout, groups_of
 from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from test_position import Numbers
+from test_position import Numbers, Run, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import mics_fn as mf
 from mics_fn.train import trainer
-from mics_fn.train.loop import Epochs, ProgressBar
+from mics_fn.train.loop import ProgressBar
 
 FOUR = Layout((2, 2), 2)
 
@@ -142,9 +143,9 @@ def loaders(size, batch_size, **options):
 @given(size=st.integers(2, 20), batch_size=st.integers(1, 6), fits=st.lists(st.integers(1, 9)))
 def test_passes_follow_the_epochs_of_the_sampler(size, batch_size, fits):
     for sampler, loader in loaders(size, batch_size, shuffle=True):
-        twin, epochs, epoch = copy.deepcopy(sampler), Epochs(), 0
+        twin, run, epoch = copy.deepcopy(sampler), Run(), 0
         for steps in fits:
-            batches, want = epochs.batches(loader), []
+            batches, want = run.over(loader), []
             found = [int(i) for _ in range(steps) for i in next(batches)]
             batches.close()
             left = steps
@@ -161,17 +162,18 @@ def test_passes_follow_the_epochs_of_the_sampler(size, batch_size, fits):
 
 def test_a_sampler_that_was_set_to_an_epoch_begins_there():
     ((sampler, loader), _) = loaders(10, 5, shuffle=True)
-    epochs = Epochs()
+    run = Run()
     sampler.set_epoch(7)
     want = []
     for epoch in (7, 8, 9):
         sampler.set_epoch(epoch)
         want += list(sampler)
     sampler.set_epoch(7)
-    assert take(epochs.batches(loader), 3) == want
-    sampler.set_epoch(2)  # set anew between fits: that counts
-    take(epochs.batches(loader), 1)
-    assert sampler.epoch == 2
+    assert take(run.over(loader), 3) == want
+    for epoch, begun in ((20, 20), (2, 21)):  # set anew between fits: a later one counts
+        sampler.set_epoch(epoch)
+        take(run.over(loader), 1)
+        assert sampler.epoch == begun
 
 
 class Shows:
@@ -187,25 +189,47 @@ class Shows:
         return iter([[0], [1]])
 
 
-def test_a_loader_that_knows_epochs_itself_is_told():
-    epochs, after, anew = Epochs(), Epochs(), Epochs()
+def test_passes_are_counted_over_all_loaders_and_taken_over_by_ranks_that_come_back():
+    run, after = Run(), Run()
     first = Shows()
-    take(epochs.batches(first), 5)
-    after.begin_after(epochs.epoch)  # in another process
-    anew.begin_after(None)
+    take(run.over(first), 5)
+    after.take(json.loads(json.dumps(run.report())))  # in another process
     for passes, loader, told in (
-        (epochs, first, [0, 1, 2, 3]), (epochs, Shows(), [0]), (after, Shows(), [3]),
-        (anew, Shows(), [0]),
+        (run, first, [0, 1, 2, 3]), (run, Shows(), [4]), (after, Shows(), [3]),
+        (Run(), Shows(), [0]),
     ):  # fmt: skip
-        take(passes.batches(loader), 1)
+        take(passes.over(loader), 1)
         assert loader.told == told
 
 
 def test_loaders_without_epochs_are_gone_through_as_before():
-    assert take(Epochs().batches([[1], [2]]), 5) == [1, 2, 1, 2, 1]
+    assert take(Run().over([[1], [2]]), 5) == [1, 2, 1, 2, 1]
     for once in ([], (batch for batch in [[1]])):
         with pytest.raises(ValueError, match="the loader gave no batch"):
-            take(Epochs().batches(once), 2)
+            take(Run().over(once), 2)
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["the same rank", "one that came back"])
+def test_after_an_error_a_run_goes_on_with_the_batch_of_the_step_that_failed(again):
+    """And behind it, if other ranks have taken that step."""
+    ((sampler, loader), _) = loaders(12, 2, shuffle=True)
+    want = take(Run().over(loader), 6)
+    for took, used in ((False, 2), (True, 3)):
+        run = Run()
+        sampler.set_epoch(0)
+        batches = run.over(loader)
+        train(batches, run, 2, ranks=2)
+        run.give(4, run.calls)
+        next(batches)
+        batches.close()
+        run.interrupted = True
+        if not again:
+            report = json.loads(json.dumps(run.report()))
+            run, calls = Run(), run.calls
+            run.take(report)
+            run.calls = calls
+        run.go_on(run.calls + took)
+        assert take(run.over(loader, 2), 3) == want[2 * used : 2 * used + 6]
 
 
 # A loader that fails on one rank

@@ -4,7 +4,6 @@ import copy
 import random
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from torch.utils.data import (
 )
 from torchdata import stateful_dataloader
 
-from mics_fn.train.loop import Epochs, Position, Resume
+from mics_fn.train.loop import Passes, Position
 from mics_fn.train.plain import Randoms
 
 CPU = torch.device("cpu")
@@ -81,25 +80,34 @@ def seed(number: int) -> None:
     np.random.seed(number)
 
 
-def train(batches: Any, epochs: Epochs, steps: int) -> list[Any]:
+class Run(Passes):
+    """Passes of a process of its own, with the calls of `step` in it."""
+
+    calls = 0
+
+    def over(self, loader: Any, ranks: int = 1) -> Any:
+        return self.batches(loader, CPU, ranks)
+
+
+def train(batches: Any, run: Run, steps: int, ranks: int = 1) -> list[Any]:
     """Steps that draw from every generator, as dropout and augmentation do."""
     found = []
     for _ in range(steps):
         batch = next(batches)
-        epochs.using(batch)
+        run.give(ranks * len(batch), run.calls)
         draws = torch.rand(3).tolist(), random.random(), np.random.random(), np.random.normal()
         found.append((batch.tolist(), *draws))
-        epochs.took()
+        run.calls += 1
     return found
 
 
-def gone_on(epochs: Epochs, *, strict: bool = True, exact: bool = True, ranks: int = 1) -> Epochs:
-    """Another process' passes, which go on from what these have kept."""
-    kept: Any = epochs.kept()
-    data, now = copy.deepcopy((kept, Randoms.now(CPU).plain()))
-    other = Epochs()
-    at, now = Position.from_plain(data, "data"), Randoms.from_plain(now)
-    other.go_on(Resume(replace(at, ranks=ranks), data, now, exact, strict))
+def gone_on(run: Run, *, strict: bool = True, exact: bool = True) -> Run:
+    """Another process, which goes on from what this one has kept."""
+    kept: Any = run.kept(run.calls)
+    data, now = copy.deepcopy((kept, run.randoms(CPU).plain()))
+    other = Run()
+    now = Randoms.from_plain(now, CPU) if exact else None
+    other.resume(Position.from_plain(data, now, CPU), strict=strict)
     return other
 
 
@@ -109,28 +117,25 @@ def gone_on(epochs: Epochs, *, strict: bool = True, exact: bool = True, ranks: i
     size=st.integers(2, 13),
     batch_size=st.integers(1, 5),
     cuts=st.lists(st.integers(1, 9), min_size=1, max_size=3),
-    when=st.sampled_from(["in the loop", "behind it", "once the loader is gone"]),
+    ends=st.booleans(),
 )
-def test_cut_anywhere(kind: str, size: int, batch_size: int, cuts: list[int], when: str) -> None:
+def test_cut_anywhere(kind: str, size: int, batch_size: int, cuts: list[int], ends: bool) -> None:
     """Also cut several times: each part goes on from the one before it."""
     make, last = LOADERS[kind], 5
     seed(1)
-    epochs = Epochs()
-    want = train(epochs.batches(make(Numbers(size), batch_size)), epochs, sum(cuts) + last)
+    run = Run()
+    want = train(run.over(make(Numbers(size), batch_size)), run, sum(cuts) + last)
     seed(1)
-    epochs, found = Epochs(), []
+    run, found = Run(), []
     loader = make(Numbers(size), batch_size)
-    batches = epochs.batches(loader)
+    batches = run.over(loader)
     for cut in cuts:
-        found += train(batches, epochs, cut)
-        if when != "in the loop":
+        found += train(batches, run, cut)
+        if ends:  # the loop is over, and the loader may be gone
             batches.close()
-        if when == "once the loader is gone":
-            del loader
-        before, epochs = epochs, gone_on(epochs)
+        run = gone_on(run)
         seed(7)
         loader = make(Numbers(size), batch_size)
-        batches = epochs.batches(loader)
-        del before
-    found += train(batches, epochs, last)
+        batches = run.over(loader)
+    found += train(batches, run, last)
     assert found == want

@@ -15,7 +15,6 @@ import mics_fn as mf
 from mics_fn import optim
 from mics_fn.errors import LeafError
 from mics_fn.train.carried import carried, take_back
-from mics_fn.train.loop import Epochs
 
 KEPT: dict[int, Any] = {}  # by the number of calls
 
@@ -46,6 +45,9 @@ class Memory:
 
     def close(self) -> None:
         self.told.append("close")
+
+    def took_back(self, trainer: mf.Trainer) -> None:
+        self.told.append("took back")
 
 
 def told_by(trainer: Any) -> list[Any]:
@@ -92,7 +94,7 @@ def test_a_run_that_failed_goes_on(at: int) -> None:
     same_bits(held(second), held(whole))
     last = (at - 1) // 3 * 3
     assert told_by(first) == ["begin", *range(1, at)]
-    assert told_by(second) == ["begin", *range(last + 1, 13), "close"]
+    assert told_by(second) == ["begin", "took back", *range(last + 1, 13), "close"]
 
 
 def test_steps_by_hand_are_saved_too_and_a_save_that_fails_leaves_the_step_done() -> None:
@@ -123,25 +125,12 @@ def test_a_batch_counts_once_its_step_is_done() -> None:
     with pytest.raises(ValueError, match="stumbled"):
         trainer.fit(loader, 4, progress=False)
     data = carried(trainer)[1]["data"]
-    assert (data["epoch"], data["batches"], data["samples"]) == (0, 2, 8)
-    trainer.step(next(iter(loader)))
-    assert carried(trainer)[1]["data"]["batches"] == 2
+    assert (data["epoch"], data["samples"]) == (0, 8)
     trainer.fit(loader, 1, progress=False)  # begins the next pass, as ever
-    assert carried(trainer)[1]["data"]["batches"] == 1
-
-
-def test_a_batch_counts_if_other_ranks_took_the_step_that_failed_here() -> None:
-    epochs = Epochs()
-    batches = epochs.batches([torch.ones(2)] * 3)
-    epochs.using(next(batches))
-    epochs.took()
-    epochs.using(next(batches))
-    batches.close()
-    for took, want in ((False, 1), (True, 2), (True, 2)):
-        if took:
-            epochs.took()
-        kept: Any = epochs.kept()
-        assert (kept["batches"], kept["samples"]) == (want, 2 * want)
+    data = carried(trainer)[1]["data"]
+    assert (data["epoch"], data["samples"]) == (1, 4)
+    trainer.step(next(iter(loader)))
+    assert carried(trainer)[1]["data"]["samples"] == 4
 
 
 def test_what_was_taken_back_can_be_saved_at_once() -> None:

@@ -13,9 +13,9 @@ from cases import Layout, groups_of, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_carried import Net, Rows, fit, held, loaded, saved
-from test_position import Numbers, gone_on, seed, train
+from test_position import Numbers, Run, gone_on, seed, stateful, train
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 import mics_fn as mf
 from mics_fn import optim, tree
@@ -24,7 +24,6 @@ from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.optim import Guard, dynamic_scale, norm_spike, static_scale
 from mics_fn.train import given as given_module
 from mics_fn.train.carried import carried, take_back
-from mics_fn.train.loop import Epochs
 from mics_fn.train.plain import as_plain, from_plain
 
 Pools = Callable[[int], RankPool]
@@ -62,15 +61,14 @@ def unchanged(trainer: mf.Trainer, act: Callable[[], None], kind: type, *texts: 
 
 
 BAD: dict[str, tuple[list[Any], Any, str]] = {
-    "a later format": (["format"], 2, "format 2, expected 1"),
-    "no scale": (["guard", "scale"], None, "extra.guard is not of a guard"),
+    "no scale": (["guard", "scale"], None, "this is not what was saved"),
     "buffers of others": (["buffers"], {}, "extra.buffers.last is missing"),
     "a long buffer": (["buffers", "last"], torch.ones(2), "got a tensor of (2,)"),
     "random states": (["random", "cpu"], torch.ones(3), "this is not what was saved"),
-    "numpy's": (["random", "numpy", "pos"], "x", "this is not what was saved"),
-    "a position": (["data"], {"epoch": 1}, "data: this is not the position in a pass"),
-    "fewer than no batches": (["data", "batches"], -1, "this is not the position in a pass"),
-    "state of a loader": (["data", "loader"], {"state": {}}, "this is not what was saved"),
+    "numpy's": (["random", "numpy", 1], "x", "this is not what was saved"),
+    "a position": (["data"], {"epoch": 1}, "this is not what was saved"),
+    "no number": (["data", "samples"], "8", "extra.data is not the position in a pass"),
+    "state of a loader": (["data", "loader"], {"dict": 1}, "this is not what was saved"),
 }
 
 
@@ -149,8 +147,8 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
 def one_bad_rank(what: str) -> str:
     trainer = run(groups_of(PAIR))
     state, extra = carried(trainer)
-    if dist.get_rank() == 1 and what == "format":
-        extra["format"] = 7
+    if dist.get_rank() == 1 and what == "guard":
+        extra["guard"] = 7
     elif dist.get_rank() == 1:
         state = {**state, "sync": mf.replicas.SyncState(9)}
     before = copy.deepcopy(held(trainer))
@@ -161,36 +159,16 @@ def one_bad_rank(what: str) -> str:
 
 
 def test_one_bad_rank_is_an_error_on_all(ranks: Pools) -> None:
-    other, own = ranks(2).run(one_bad_rank, "format")
+    other, own = ranks(2).run(one_bad_rank, "guard")
     assert other.startswith("DesyncError: take_back: it failed on other ranks")
-    assert "rank 1: LeafError: take_back: extra has format 7" in other
-    assert own.startswith("LeafError: take_back: extra has format 7, expected 1")
+    assert "rank 1: LeafError: take_back: this is not what was saved" in other
+    assert own.startswith("LeafError: take_back: this is not what was saved")
     for text in ranks(2).run(one_bad_rank, "step"):
         assert text.startswith("DesyncError: ")
         assert "rank 1: go on at call 9" in text
 
 
 # Other loaders, and other numbers of ranks
-
-
-def test_another_loader_is_refused_or_skipped() -> None:
-    epochs, data = Epochs(), Numbers(12)
-    train(epochs.batches(DataLoader(data, 3)), epochs, 2)
-    lines = "batches per pass: saved 4, now 3"
-    for _ in range(2):  # an error does not make the next `fit` begin anew
-        other = gone_on(epochs)
-        with pytest.raises(LeafError, match=lines):
-            next(other.batches(DataLoader(data, 4)))
-        assert next(other.batches(DataLoader(data, 3))).tolist() == [6, 7, 8]
-    other = gone_on(epochs, strict=False)
-    with pytest.warns(UserWarning, match=lines):
-        assert next(other.batches(DataLoader(data, 4))).tolist() == [8, 9, 10, 11]
-    endless = gone_on(epochs, strict=False)
-    with (
-        pytest.warns(UserWarning, match="batches per pass: saved 4, now 1"),
-        pytest.raises(LeafError, match="a pass ended before what 2 batches"),
-    ):
-        next(endless.batches(DataLoader(Numbers(3), 3)))
 
 
 def by_epoch(n: int = 12, ranks: int = 1, **options: Any) -> DataLoader:
@@ -207,36 +185,46 @@ def in_batches(**options: Any) -> DataLoader:
     return DataLoader(Numbers(12), batch_sampler=batches)
 
 
-OTHER_ORDERS: dict[str, tuple[Any, Callable[[], Any], str, bool]] = {
-    # What is saved and what is passed, how they differ, and whether other ranks are told, too.
-    "shuffle": (by_epoch, lambda: by_epoch(shuffle=False), "shuffle: saved True, now False", True),
+OTHER_ORDERS: dict[str, tuple[Any, Callable[[], Any], str]] = {
+    # What is saved and what is passed, and how they differ.
+    "shuffle": (by_epoch, lambda: by_epoch(shuffle=False), "shuffle: saved True, now False"),
     "seed of no shuffle": (
-        lambda: by_epoch(shuffle=False), lambda: by_epoch(shuffle=False, seed=1), "", True,
+        lambda: by_epoch(shuffle=False), lambda: by_epoch(shuffle=False, seed=1), "",
     ),
-    "without a sampler": (lambda: by_epoch(shuffle=False), plain, "", True),
-    "of torch": (plain, lambda: plain(shuffle=True), "shuffle: saved False, now True", True),
-    "another kind": (by_epoch, lambda: plain(shuffle=True), "seed: saved 0, now None", True),
-    "in batches": (in_batches, lambda: in_batches(seed=1), "seed: saved 0, now 1", True),
-    "drop_last": (by_epoch, lambda: by_epoch(drop_last=True), "drop_last: saved False", False),
-    "batch_size": (lambda: plain(5), lambda: plain(5, 4), "batch_size", False),
+    "without a sampler": (lambda: by_epoch(shuffle=False), plain, ""),
+    "of torch": (plain, lambda: plain(shuffle=True), "shuffle: saved False, now True"),
+    "another kind": (by_epoch, lambda: plain(shuffle=True), "seed: saved 0, now None"),
+    "in batches": (in_batches, lambda: in_batches(seed=1), "seed: saved 0, now 1"),
+    "samples": (plain, lambda: plain(13), "samples: saved 12, now 13"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OTHER_ORDERS)
-def test_another_order_of_samples_is_refused(name: str) -> None:
-    saved, now, text, always = OTHER_ORDERS[name]
-    epochs = Epochs()
-    train(epochs.batches(saved()), epochs, 1)
+def test_another_order_of_samples_is_refused_or_begins_a_new_pass(name: str) -> None:
+    saved, now, text = OTHER_ORDERS[name]
+    run = Run()
+    train(run.over(saved()), run, 1)
     for exact in (True, False):
-        if not text or not (exact or always):
-            if not (exact and name == "without a sampler"):  # that has no epochs
-                next(gone_on(epochs, exact=exact).batches(now()))
+        if not text:
+            assert next(gone_on(run, exact=exact).over(now())).tolist() == [3, 4, 5]
             continue
-        with pytest.raises(LeafError, match=text) as caught:
-            next(gone_on(epochs, exact=exact).batches(now()))
+        other = gone_on(run, exact=exact)
+        for _ in range(2):  # an error does not make the next `fit` begin anew
+            with pytest.raises(LeafError, match=text) as caught:
+                next(other.over(now()))
         assert "other_options='warn'" in str(caught.value)
-        with pytest.warns(UserWarning, match=text):
-            next(gone_on(epochs, exact=exact, strict=False).batches(now()))
+        with pytest.warns(UserWarning, match=text) as warned:
+            gone_on(run, exact=exact, strict=False).over(now()).send(None)
+        assert "a new pass begins" in str(warned[0].message)
+
+
+def test_another_size_of_batches_goes_on_behind_the_same_samples() -> None:
+    run = Run()
+    train(run.over(stateful(Numbers(12), 3)), run, 2)
+    for make in (plain, lambda **size: stateful(Numbers(12), size["batch"])):
+        assert next(gone_on(run).over(make(batch=2))).tolist() == [6, 7]
+    with pytest.raises(LeafError, match="a pass ended before the 6 samples"):
+        next(gone_on(run).over(DataLoader(Numbers(12), 3, sampler=SequentialSampler(range(3)))))
 
 
 @settings(max_examples=20)
@@ -244,16 +232,17 @@ def test_another_order_of_samples_is_refused(name: str) -> None:
 def test_another_number_of_ranks_goes_on_behind_the_same_samples(
     ranks: int, batch: int, used: int
 ) -> None:
-    data, epochs = Numbers(24 * ranks), Epochs()
+    data, run = Numbers(24 * ranks), Run()
     seed(0)
     sampler = DistributedSampler(data, ranks, 0)
-    train(epochs.batches(DataLoader(data, batch, sampler=sampler)), epochs, used)
+    loader = DataLoader(data, batch, sampler=sampler)
+    train(run.over(loader, ranks), run, used, ranks)
     alone = DistributedSampler(data, 1, 0)
-    other = gone_on(epochs, exact=False, ranks=ranks)
-    found = next(other.batches(DataLoader(data, 2, sampler=alone)))
+    other = gone_on(run, exact=False)
+    found = next(other.over(DataLoader(data, 2, sampler=alone)))
     skipped = math.ceil(ranks * batch * used / 2) * 2
     assert found.tolist() == list(alone)[skipped : skipped + 2]
-    assert other.kept() is not None
+    assert other.kept(0) is not None
 
 
 # Values and states
@@ -272,29 +261,14 @@ def test_plain_values_come_back(value: Any) -> None:
     assert repr(from_plain(as_plain(value, "x"))) == repr(value)
 
 
-class Holding(list):
-    """A loader whose state has something in it."""
-
-    state: Any = None
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        pass
-
-
 @pytest.mark.parametrize(
     ("state", "text"),
     [
-        ({"a": [0, {1, 2}]}, "the state_dict() of Holding.a.1 is set"),
-        ({"a": {3: 4}}, "a key of the state_dict() of Holding.a is int"),
+        ({"a": [0, {1, 2}]}, "the state.a.1 is set, which cannot be saved"),
+        ({"a": {3: 4}}, "a key of the state.a is int"),
     ],
 )
-def test_the_state_of_a_loader_that_cannot_be_saved(state: Any, text: str) -> None:
-    trainer, loader = made(mf.make_groups(1)), Holding([next(iter(DataLoader(Rows(1), 4)))])
-    fit(trainer, loader, 1)
-    loader.state = state
+def test_a_state_that_cannot_be_saved(state: Any, text: str) -> None:
     with pytest.raises(LeafError) as caught:
-        carried(trainer)
+        as_plain(state, "the state")
     assert text in str(caught.value)

@@ -114,7 +114,7 @@ def main(args: argparse.Namespace) -> int:
 
     Raises:
         PlanError: sizes do not fit, or the folder of `--json` is missing. No process has started.
-        LaunchError: a rank failed.
+        RankError: a rank failed.
     """
     bench = BENCHES[args.bench]
     if args.json is not None and not args.json.parent.is_dir():

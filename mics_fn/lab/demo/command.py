@@ -34,7 +34,7 @@ from mics_fn.lab.demo.training import (
 )
 from mics_fn.lab.models.gpt import GPTConfig
 from mics_fn.lab.models.text import Text, load_text
-from mics_fn.lab.ranks.launch import choose_device, launch
+from mics_fn.lab.ranks.launch import launch
 from mics_fn.lab.report import add_count, bytes_or_dash, table
 from mics_fn.shards import Precision
 
@@ -362,7 +362,10 @@ def make_config(args: argparse.Namespace) -> DemoConfig:
         raise PlanError(f"--steps {args.steps}: a curve needs at least 2")
     if args.dim % GPTConfig.num_heads:
         raise PlanError(f"--dim {args.dim} is not a multiple of {GPTConfig.num_heads} heads")
-    device = choose_device(args.device, args.ranks)
+    device = args.device
+    if device == "auto":
+        enough = torch.cuda.is_available() and torch.cuda.device_count() >= args.ranks
+        device = "cuda" if enough else "cpu"
     if device == "cuda" and torch.cuda.device_count() < args.ranks:
         text = f"--device cuda with {args.ranks} ranks needs as many GPUs"
         found = [f"found: {torch.cuda.device_count()}"]

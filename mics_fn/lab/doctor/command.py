@@ -32,8 +32,7 @@ from mics_fn.lab.doctor.report import (
 )
 from mics_fn.lab.doctor.training import Training
 from mics_fn.lab.models.gpt import GPTConfig
-from mics_fn.lab.ranks.bounded import run_bounded
-from mics_fn.lab.ranks.launch import LOOPBACK
+from mics_fn.lab.ranks.launch import LOOPBACK, run_bounded
 from mics_fn.lab.report import add_count
 
 LIMIT_S = 480

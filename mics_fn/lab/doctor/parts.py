@@ -21,7 +21,7 @@ from mics_fn.lab.bench.step import measure_step
 from mics_fn.lab.doctor.rank import Check, DoctorConfig, Rank
 from mics_fn.lab.doctor.training import LATE, Delays, make_model, train
 from mics_fn.lab.models import gpt
-from mics_fn.lab.ranks.bounded import Ended
+from mics_fn.lab.ranks.launch import Ended
 from mics_fn.lab.report import buckets_of
 
 BF16 = "compute=bf16, reduce=bf16, output=f32"

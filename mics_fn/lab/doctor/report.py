@@ -29,7 +29,7 @@ from mics_fn._version import __version__
 from mics_fn.errors import human_bytes, name_ranks
 from mics_fn.groups import nccl_problems
 from mics_fn.lab.doctor.rank import Check, DoctorConfig, Rank
-from mics_fn.lab.ranks.bounded import Ended
+from mics_fn.lab.ranks.launch import Ended
 from mics_fn.lab.report import table
 
 OK, WRONG, FAILED, HANGS, LEFT_OUT = "ok", "WRONG", "FAILED", "HANGS", "left out"

@@ -34,6 +34,8 @@ class RankTimeoutError(RankError, TimeoutError):
 def describe(what: str, errors: dict[int, RankFailure]) -> str:
     """Render each distinct failure once with the ranks that share it, causes first.
 
+    Of equal kinds the one that comes first in `errors` is first.
+
     Of ranks that failed because another one did, the traceback only shows where they waited, so it
     is left out if that of the cause is there.
 
@@ -72,13 +74,13 @@ def _causes_first(errors: dict[int, RankFailure]) -> list[int]:
     texts = [failure.message for failure in errors.values() if failure.type_name in FAILED]
     named = {int(found[1]) for text in texts if (found := re.match(r"rank (\d+)\b", text))}
 
-    def place(rank: int) -> tuple[int, int]:
+    def place(rank: int) -> int:
         kind = errors[rank].type_name
         if kind in FOLLOWS:
-            return 3, rank
+            return 3
         if kind == "RankDied" or rank in named:
-            return 0, rank
-        return (2 if kind == "RankTimeout" else 1), rank
+            return 0
+        return 2 if kind == "RankTimeout" else 1
 
     return sorted(errors, key=place)
 

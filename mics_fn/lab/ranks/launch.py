@@ -1,129 +1,79 @@
-"""Launch a function as n ranks on this machine, through torch's own elastic launcher.
+"""Run a function as n ranks on this machine, each a fresh process, as `torchrun` would.
 
-Each rank is a fresh process. The first one that fails ends them all, and what comes back is one
-readable message: which rank, how, and where its full traceback is.
-
-torch's own `TCPStore` listens on every address of the host, and what is in a store is trusted. The
-agent's `c10d` rendezvous even unpickles it: whoever reaches the port runs code. So the store of
-ranks that are all on this machine is given a socket that is bound to loopback alone, and the agent
-meets nobody.
+Fresh, because a forked process could not use a GPU. The store of the ranks lives in this process,
+as under torchrun it lives in the agent, so that it outlives any rank. It has a socket that is bound
+to loopback alone: torch's own listens on every address of the host, and what is in a store is
+trusted.
 """
 
 import contextlib
 import faulthandler
-import json
-import logging
+import math
 import os
 import pickle
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
-import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from mics_fn import _torch
-from mics_fn.errors import MicsError, message, name_ranks
 from mics_fn.groups import tell_all
-from mics_fn.lab.ranks.failures import exit_text
-
-# A store that only this machine can reach, and how torch's elastic agent finds its ranks with
-# it.
+from mics_fn.lab.ranks.failures import RankError, RankFailure, describe, exit_text
 
 ADDRESS = "127.0.0.1"
-BACKEND = "mics_fn_loopback"
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+DEFAULTS = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    "GLOO_SOCKET_IFNAME": LOOPBACK,
+    "NCCL_SOCKET_IFNAME": LOOPBACK,
+}
+POLL_S = 0.02
+LINGER_S = 0.2  # of a rank that raised, so that those that see its end do so after `POLL_S`
+PARENT_S = 0.5  # after which a rank looks again whether its parent is there
+STACKS_S = 2.0  # for a rank that hangs to write its stacks
+LAST_CHARACTERS = 4000  # of what a rank printed
+WORK = "from mics_fn.lab.ranks.launch import work; work()"
+
+
+class Ended(NamedTuple):
+    """End of one rank."""
+
+    result: Any  # what the function returned; None if it did not
+    how: str  # such as "exited with code 0"
+    seconds: float  # from the start of the ranks to the end of this one
+    stopped: bool  # whether it had to be ended from outside
+    error: str  # the exception that it raised; "" if it raised none
+    trace: str  # its traceback, or its stacks if it was stopped or crashed
+    output: str  # the end of what it printed
+
+    @property
+    def well(self) -> bool:
+        """Whether the function returned and the process ended by itself."""
+        return self.how == exit_text(0) and not self.stopped
+
+    @property
+    def failure(self) -> RankFailure:
+        """Failure of a rank that did not end well."""
+        if self.error:
+            kind, _, text = self.error.partition(": ")
+            return RankFailure(kind, text, self.trace)
+        kind = "RankTimeout" if self.stopped else "RankDied"
+        return RankFailure(kind, f"process {self.how}", f"{self.trace}{self.output}")
 
 
 def serve_store(port: int = 0) -> Any:
     """Serve a store at a port of the loopback address; 0 takes a free one."""
     return _torch.serve_store(ADDRESS, port)
-
-
-class _Alone(RendezvousHandler):
-    """Rendezvous of one agent, which meets no other; its ranks share its store."""
-
-    def __init__(self, run_id: str) -> None:
-        self._run_id, self._store = run_id, serve_store()
-
-    def get_backend(self) -> str:
-        return BACKEND
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(ADDRESS, self._store.port))
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
-
-
-def _alone(params: RendezvousParameters) -> RendezvousHandler:
-    return _Alone(params.run_id)
-
-
-rendezvous_handler_registry.register(BACKEND, _alone)
-
-
-BOOT = Path(__file__).with_name("boot.py")
-LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
-DEFAULTS = {"OMP_NUM_THREADS": "1"} | dict.fromkeys(
-    ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK
-)
-MONITOR_S = 0.1
-# A rank that raised waits this long before it ends. When a rank is killed, its peers raise at once
-# ("connection closed"); the one that was killed must be the first that the launcher sees.
-LINGER_S = 0.4
-MAX_LINES = 12  # of an error's message
-
-
-class LaunchError(MicsError, RuntimeError):
-    """The ranks did not finish. `exit_code` is what the launching program should end with."""
-
-    def __init__(self, text: str, exit_code: int):
-        super().__init__(text)
-        self.exit_code = exit_code
-
-
-def choose_device(device: str, n: int) -> str:
-    """Return "cuda" for `auto` if there is a GPU for each of n ranks, else "cpu".
-
-    >>> choose_device("cpu", 4)
-    'cpu'
-    """
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= n else "cpu"
 
 
 def launch(fn: Callable[..., Any], n: int, *args: Any) -> list[Any]:
@@ -134,170 +84,186 @@ def launch(fn: Callable[..., Any], n: int, *args: Any) -> list[Any]:
         n: number of ranks.
 
     Returns:
-        Each rank's result. Ranks find RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and the
-        rendezvous in their environment; only rank 0 writes to this terminal, the others to files
-        that are kept when something fails. OMP_NUM_THREADS is 1 unless it is set. Nothing listens
-        beyond loopback, unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME says so.
+        Each rank's result. Ranks find the variables of torchrun in their environment; only rank 0
+        writes to this terminal. OMP_NUM_THREADS is 1 unless it is set. Nothing listens beyond
+        loopback, unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME says so.
 
     Raises:
-        LaunchError: a rank failed, or the launch was interrupted (exit code 130). No process is
-            left over in either case.
+        RankError: a rank failed, and the others were ended.
     """
-    folder = leave_call(fn, args)
-    try:
-        with _quiet_elastic(), _environment():
-            elastic_launch(_config(n, folder), sys.executable)(str(BOOT), str(folder))
-        results = [
-            pickle.loads((folder / f"result{rank}.pickle").read_bytes()) for rank in range(n)
-        ]
-    except KeyboardInterrupt:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise LaunchError(f"interrupted: {_all(n)} stopped", 130) from None
-    except SignalException as err:
-        shutil.rmtree(folder, ignore_errors=True)
-        name = signal.Signals(err.sigval).name
-        raise LaunchError(f"{name} received: {_all(n)} stopped", 128 + err.sigval) from None
-    except ChildFailedError as err:
-        raise LaunchError(_explain(err.failures, n, folder), 1) from None
-    shutil.rmtree(folder, ignore_errors=True)
-    return results
+    ended = run_bounded(fn, n, *args, limit_s=math.inf, grace_s=1.0, shown=True)
+    by_time = sorted(range(n), key=lambda rank: ended[rank].seconds)
+    failures = {rank: ended[rank].failure for rank in by_time if not ended[rank].well}
+    if failures:
+        raise RankError(describe(f"{len(failures)} of {n} ranks failed", failures), failures)
+    return [one.result for one in ended]
 
 
-def leave_call(fn: Callable[..., Any], args: tuple) -> Path:
-    """Write a call to a new folder, for processes that run `BOOT` with that folder."""
-    call = _dumps(fn, args)
-    folder = Path(tempfile.mkdtemp(prefix="mics_launch_"))
-    boot = {"path": [os.path.abspath(p) for p in sys.path], "launcher": os.getpid()}
-    (folder / "boot.json").write_text(json.dumps(boot))
-    (folder / "call.pickle").write_bytes(call)
-    return folder
+def run_bounded(
+    fn: Callable[..., Any],
+    n: int,
+    *args: Any,
+    limit_s: float,
+    grace_s: float = 10.0,
+    environment: Callable[[int], Mapping[str, str]] = lambda rank: {},
+    shown: bool = False,
+) -> list[Ended]:
+    """Run `fn(*args)` as n ranks on this machine, and end the remaining ones at the limit.
 
+    Args:
+        fn: a function of an importable module; it, `args` and results travel by pickle.
+        n: number of ranks.
+        limit_s: bound of the whole in seconds.
+        grace_s: how long the other ranks may go on once one has failed.
+        environment: further variables of a rank, which finds those of torchrun in any case.
+        shown: whether rank 0 writes to this terminal.
 
-def _all(n: int) -> str:
-    return "the rank was" if n == 1 else f"all {n} ranks were"
-
-
-def _dumps(fn: Callable[..., Any], args: tuple) -> bytes:
+    Returns:
+        How each rank ended. No process is left over, also after an exception in this one.
+    """
     if fn.__module__ == "__main__":
         raise TypeError(f"launch: {fn.__qualname__} lives in __main__; move it to a module")
-    return pickle.dumps((fn, args))
-
-
-def _config(n: int, folder: Path) -> LaunchConfig:
-    redirects = {rank: Std.ALL if rank else Std.NONE for rank in range(n)}
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=n,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend=BACKEND,
-        local_addr=ADDRESS,  # not the host's name, which may resolve to nothing
-        max_restarts=0,
-        monitor_interval=MONITOR_S,
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder), redirects=redirects),
-        # Not SIGINT: the agent would pass it on, and a rank that is still starting would answer
-        # with a traceback. As a KeyboardInterrupt it makes the agent send SIGTERM instead.
-        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
-    )
-
-
-@contextlib.contextmanager
-def _quiet_elastic() -> Iterator[None]:
-    """Silence the agent's own reports, and restore the signal handlers that it replaces."""
-    names = ("torch.distributed.elastic", "torch.distributed.launcher")
-    loggers = [logging.getLogger(n) for n in logging.root.manager.loggerDict if n.startswith(names)]
-    levels = [logger.level for logger in loggers]
-    handled = [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
-    handlers = [signal.getsignal(sig) for sig in handled]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL + 1)
+    call, store, started = pickle.dumps((fn, args)), serve_store(), time.monotonic()
+    meeting = {"GROUP_RANK": "0", "MASTER_ADDR": ADDRESS, "MASTER_PORT": f"{store.port}"}
+    meeting["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    folder = Path(tempfile.mkdtemp(prefix="mics_launch_"))
+    procs: list[subprocess.Popen] = []
     try:
-        yield
+        (folder / "call").write_bytes(call)
+        for rank in range(n):
+            own = {**variables(rank, n), **meeting, **environment(rank)}
+            procs.append(_start(folder, rank, {**DEFAULTS, **os.environ, **own}, shown))
+        seconds = _wait(procs, started + limit_s, grace_s)
+        running = {rank: proc.pid for rank, proc in enumerate(procs) if rank not in seconds}
+        stacks = stacks_of(folder, running)
+        _kill(procs)
+        now = time.monotonic()
+        return [
+            _read(folder, rank, proc, seconds.get(rank, now) - started, stacks.get(rank))
+            for rank, proc in enumerate(procs)
+        ]
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        with contextlib.suppress(ValueError):  # not the main thread: nothing was set
-            for sig, handler in zip(handled, handlers, strict=True):
-                signal.signal(sig, handler)
+        _kill(procs)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _environment() -> Iterator[None]:
-    """Return the environment of the ranks, unless the caller has set it."""
-    before = dict(os.environ)
-    os.environ.update(DEFAULTS | before)
+def variables(rank: int, n: int) -> dict[str, str]:
+    """Return the variables that torchrun would set for a rank of one machine, without its store."""
+    found = {"RANK": rank, "WORLD_SIZE": n, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": n}
+    return {name: str(number) for name, number in found.items()}
+
+
+def _start(folder: Path, rank: int, env: Mapping[str, str], shown: bool) -> subprocess.Popen:
+    """Start a process that the Ctrl-C of a terminal does not reach."""
+    path = os.pathsep.join(os.path.abspath(each) for each in sys.path)
+    with open(folder / f"output{rank}", "wb") as file:
+        output = None if shown and rank == 0 else file
+        return subprocess.Popen(
+            [sys.executable, "-c", WORK, str(folder), str(os.getpid())],
+            env={**env, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def _wait(procs: Sequence[subprocess.Popen], deadline: float, grace_s: float) -> dict[int, float]:
+    """Return when each rank ended, by `time.monotonic`; the others are missing."""
+    ended: dict[int, float] = {}
+    while len(ended) < len(procs) and time.monotonic() < deadline:
+        for rank, proc in enumerate(procs):
+            if rank not in ended and proc.poll() is not None:
+                ended[rank] = time.monotonic()
+                if proc.returncode:
+                    deadline = min(deadline, ended[rank] + grace_s)
+        time.sleep(POLL_S)
+    return ended
+
+
+def stacks_of(folder: Path, pids: Mapping[int, int]) -> dict[int, str]:
+    """Let ranks write the stacks of all their threads, and read them; "" of one that cannot."""
+    for pid in pids.values():
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGUSR1)
+    files = {rank: folder / f"stacks{rank}" for rank in pids}
+    deadline = time.monotonic() + STACKS_S
+    while not all(map(_text, files.values())) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    time.sleep(POLL_S if pids else 0)  # lets a dump that has begun reach its end
+    return {rank: _text(file) for rank, file in files.items()}
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _kill(procs: Sequence[subprocess.Popen]) -> None:
+    for proc in procs:
+        proc.kill()  # does nothing to one that has ended
+    for proc in procs:
+        proc.wait()
+
+
+def _read(
+    folder: Path, rank: int, proc: subprocess.Popen, seconds: float, stacks: str | None
+) -> Ended:
+    """Read the files that a rank has written; `stacks` are those of one that was stopped."""
+    stopped, result = stacks is not None, folder / f"result{rank}"
+    output = _text(folder / f"output{rank}")[-LAST_CHARACTERS:]
+    how = "was stopped" if stopped else exit_text(proc.returncode)
+    value = None
+    if not stopped and proc.returncode >= 0 and result.exists():
+        value = pickle.loads(result.read_bytes())
+    if isinstance(value, RankFailure):
+        error = f"{value.type_name}: {value.message}"
+        return Ended(None, how, seconds, stopped, error, value.traceback, output)
+    trace = _text(folder / f"stacks{rank}") if stacks is None else stacks
+    return Ended(value, how, seconds, stopped, "", trace, output)
+
+
+def work() -> None:
+    """Run a call as one rank, and write its result; the arguments are those of `_start`."""
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    end_with_parent(int(sys.argv[2]))
+    faulthandler.enable(dump_stacks(folder / f"stacks{rank}"))
+    code = 0
     try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def _explain(failures: dict[int, ProcessFailure], n: int, folder: Path) -> str:
-    """Describe the first cause: a rank that died, else the first that raised.
-
-    Peers of one that died raise too, but they linger (see LINGER_S), so it did not die later.
-    """
-    raised = {
-        rank: json.loads(path.read_text())
-        for rank in range(n)
-        if (path := folder / f"error{rank}.json").exists()
-    }
-    # The agent ends the others with SIGTERM, so that signal explains nothing unless it is first.
-    silent = [
-        rank
-        for rank, failure in failures.items()
-        if rank not in raised and failure.exitcode != -signal.SIGTERM
-    ]
-    if silent or not raised:
-        rank = next(iter(silent or failures))
-        what = f"rank {rank} of {n} {exit_text(failures[rank].exitcode)}"
-        return message(what, _where(folder, rank, n))
-    rank = min(raised, key=lambda r: raised[r]["time_ns"])
-    text = raised[rank]["text"]
-    same = [r for r in sorted(raised) if raised[r]["text"] == text]
-    first, *rest = text.splitlines()[:MAX_LINES]
-    what = "\n".join([f"{name_ranks(same)} of {n} failed: {first}", *(f"  {r}" for r in rest)])
-    return message(what, _where(folder, rank, n))
-
-
-def _where(folder: Path, rank: int, n: int) -> list[str]:
-    """Name the file of the full traceback, and how the other ranks ended."""
-    trace = folder / f"trace{rank}.txt"
-    full = trace.exists() and trace.stat().st_size > 0
-    lines = [f"full traceback: {trace}" if full else f"output of the ranks: {folder}"]
-    if n > 1:
-        lines = [*lines, "the other ranks were stopped"]
-    return lines
-
-
-def work(folder: Path) -> None:
-    """Run the call in `folder` on this rank, and write its result there."""
-    if not folder.exists():
-        os._exit(1)  # the launch was interrupted before it knew of this process
-    rank = int(os.environ["RANK"])
-    trace = open(folder / f"trace{rank}.txt", "w")  # noqa: SIM115  the fault handler keeps it
-    faulthandler.enable(trace)
-    faulthandler.register(signal.SIGUSR1, trace)  # how `bounded` asks a rank that hangs
-    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        fn, args = pickle.loads((folder / "call.pickle").read_bytes())
+        fn, args = pickle.loads((folder / "call").read_bytes())
         result = pickle.dumps(fn(*args))
-        (folder / f"result{rank}.pickle").write_bytes(result)
         if dist.is_initialized():
             dist.destroy_process_group()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BaseException as err:
-        text = "".join(traceback.format_exception_only(err)).strip().removeprefix("mics_fn.errors.")
-        trace.write("".join(traceback.format_exception(err)))
-        trace.flush()
-        tell_all(err, final=True)
-        partial = folder / f"error{rank}.partial"
-        partial.write_text(json.dumps({"time_ns": time.time_ns(), "text": text}))
-        partial.rename(folder / f"error{rank}.json")
+    except BaseException as error:
+        code, result = 1, pickle.dumps(failure_of(error))
+        tell_all(error, final=True)
         time.sleep(LINGER_S)
-        # Not by a normal exit: threads of a broken group may hold it up.
-        os._exit(1)
+    (folder / f"result{rank}").write_bytes(result)
     # A thread of gloo that has yet to let go of a tensor would abort a normal exit.
-    os._exit(0)
+    os._exit(code)
+
+
+def end_with_parent(parent: int) -> None:
+    """End this process once its parent has ended."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def dump_stacks(path: Path) -> TextIO:
+    """Write the stacks of all threads to a file at SIGUSR1; return the file."""
+    file = open(path, "w")  # noqa: SIM115  the fault handler keeps it
+    faulthandler.register(signal.SIGUSR1, file)
+    return file
+
+
+def failure_of(error: BaseException) -> RankFailure:
+    """Return an error as text, without the frames of this folder on top."""
+    frames, here = error.__traceback__, str(Path(__file__).parent)
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(here):
+        frames = frames.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    return RankFailure(type(error).__name__, str(error), text)

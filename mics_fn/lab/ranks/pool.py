@@ -10,8 +10,6 @@ a parallel region of OpenMP in the parent, one in the child would hang: children
 """
 
 import contextlib
-import ctypes
-import faulthandler
 import gc
 import importlib
 import multiprocessing as mp
@@ -22,9 +20,7 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
-import traceback
 import warnings
 import weakref
 from collections.abc import Callable
@@ -38,11 +34,10 @@ import torch.distributed as dist
 
 from mics_fn._torch import num_process_groups
 from mics_fn.errors import GroupsError, name_ranks
+from mics_fn.lab.ranks import launch
 from mics_fn.lab.ranks.failures import RankError, RankFailure, RankTimeoutError, describe, exit_text
 
 # The child's side of `pool`: one forked rank that answers calls until its parent is gone.
-
-PR_SET_PDEATHSIG = 1
 
 Call = tuple[Callable[..., Any], tuple]
 
@@ -61,7 +56,6 @@ class RankPlace(NamedTuple):
     world_size: int
     folder: Path  # of the pool: the store and the stack dumps
     timeout_s: float  # of the default group
-    from_main_thread: bool  # of the parent
 
 
 def dumps_call(fn: Callable[..., Any], args: tuple) -> bytes:
@@ -84,8 +78,7 @@ def call_name(fn: Callable[..., Any]) -> str:
 def serve(place: RankPlace, conn: Connection, first: Call | None) -> None:
     """Join the default group, answer `first` if given, then calls from `conn` until it ends."""
     _settle(place)
-    stacks = open(place.folder / f"stacks{place.rank}", "w")  # noqa: SIM115  lives with the process
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    launch.dump_stacks(place.folder / f"stacks{place.rank}")
     failure = _join_group(place)
     if first is not None:
         conn.send_bytes(_answer(lambda: first, failure))
@@ -102,34 +95,13 @@ def _settle(place: RankPlace) -> None:
     gc.freeze()  # else each collection would look through, and copy, all that the parent has
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _die_with_parent(place.from_main_thread)
+    launch.end_with_parent(os.getppid())
     torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(place.rank),
-        WORLD_SIZE=str(place.world_size),
-        LOCAL_RANK=str(place.rank),
-        LOCAL_WORLD_SIZE=str(place.world_size),
-    )
+    os.environ.update(launch.variables(place.rank, place.world_size))
     # Otherwise gloo looks up the host's name, which on many machines resolves to nothing.
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback[0]
-
-
-def _die_with_parent(from_main_thread: bool) -> None:
-    parent = os.getppid()
-    if sys.platform == "linux" and from_main_thread:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    else:
-        # Linux sends the signal when the forking *thread* ends, so a rank forked from a worker
-        # thread looks for itself, as it does where there is no such signal.
-        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
-
-
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
 
 
 def _join_group(place: RankPlace) -> RankFailure | None:
@@ -145,7 +117,7 @@ def _join_group(place: RankPlace) -> RankFailure | None:
             timeout=timedelta(seconds=place.timeout_s),
         )
     except Exception as err:
-        return _failure(err)
+        return launch.failure_of(err)
     return None
 
 
@@ -169,20 +141,11 @@ def _answer(load: Callable[[], Call], failure: RankFailure | None) -> bytes:
             fn, args = load()
             value = fn(*args)
         except (Exception, SystemExit, KeyboardInterrupt) as err:
-            value = _failure(err)
+            value = launch.failure_of(err)
     try:
         return pickle.dumps(tuple(Reply(value, num_process_groups())))
     except Exception as err:
-        return pickle.dumps(tuple(Reply(_failure(err), num_process_groups())))
-
-
-def _failure(err: BaseException) -> RankFailure:
-    """Return the error as text, without this file's own frames on top."""
-    frames = err.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next
-    text = "".join(traceback.format_exception(type(err), err, frames))
-    return RankFailure(type(err).__name__, str(err), text)
+        return pickle.dumps(tuple(Reply(launch.failure_of(err), num_process_groups())))
 
 
 def check_in_step() -> bool:
@@ -291,12 +254,11 @@ class RankPool:
         folder = Path(tempfile.mkdtemp(prefix="mics_ranks_"))
         self._dirs.append(folder)
         context = mp.get_context("fork")
-        in_main = threading.current_thread() is threading.main_thread()
         try:
             for rank in range(self.n):
                 ours, theirs = context.Pipe()
                 self._conns.append(ours)
-                place = RankPlace(rank, self.n, folder, self.timeout_s, in_main)
+                place = RankPlace(rank, self.n, folder, self.timeout_s)
                 job = (place, theirs, first)
                 proc = context.Process(target=serve, args=job, name=f"rank {rank}")
                 with warnings.catch_warnings():
@@ -370,25 +332,13 @@ class RankPool:
     ) -> None:
         errors = {r: v for r, (v, _) in replies.items() if isinstance(v, RankFailure)}
         since = f"{self.grace_s:g} s after another failed" if errors else f"{limit_s:g} s"
-        for rank, stack in self._stacks(silent).items():
-            errors[rank] = RankFailure("RankTimeout", f"no answer within {since}", stack)
+        stacks = launch.stacks_of(self._dirs[0], {rank: self._procs[rank].pid for rank in silent})
+        for rank, stack in stacks.items():
+            text = stack or "no stack: stopped"
+            errors[rank] = RankFailure("RankTimeout", f"no answer within {since}", text)
         verb = "gives" if len(silent) == 1 else "give"
         what = f"{name}: {name_ranks(silent)} of {self.n} {verb} no answer within {since}"
         raise RankTimeoutError(describe(what, dict(sorted(errors.items()))), errors)
-
-    def _stacks(self, ranks: list[int]) -> dict[int, str]:
-        """Read the stacks of all threads of `ranks`, written by their signal handlers."""
-        files = {rank: self._dirs[0] / f"stacks{rank}" for rank in ranks}
-        for rank in ranks:
-            with contextlib.suppress(OSError):
-                os.kill(self._procs[rank].pid, signal.SIGUSR1)
-        deadline = time.monotonic() + 2.0
-        while time.monotonic() < deadline:
-            time.sleep(0.05)
-            if all(_size(path) for path in files.values()):
-                break
-        time.sleep(0.05)  # lets a dump that has begun reach its end
-        return {rank: _read(path) or "no stack: stopped" for rank, path in files.items()}
 
 
 def run_ranks(
@@ -454,11 +404,3 @@ def _end(procs: list[Any], folders: list[Path], owner: int) -> None:
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     folders.clear()
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def _read(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
