@@ -18,7 +18,7 @@ from mics_fn.checkpoint import directory, manifest, snapshot
 from mics_fn.checkpoint.saving import folder_to_read, together
 from mics_fn.errors import FileError, human_bytes, message, name_ranks
 from mics_fn.groups import Groups
-from mics_fn.offload import is_apart, is_coded, set_part, unset_like
+from mics_fn.offload import is_coded, is_placed
 from mics_fn.optim import by_leaf, replaced
 from mics_fn.shards import (
     Fixed,
@@ -98,7 +98,7 @@ class Sources:
         wanted, copies = list[Wanted](), list[tuple[Tensor, Tensor]]()
         for name, piece in target.pieces.items():
             x, copies_saved = piece.data, self.manifest.tensors[name].copies
-            if not (is_apart(x) or x.is_contiguous()):
+            if not (is_placed(x) or x.is_contiguous()):
                 copies.append((x, torch.empty(x.shape, dtype=x.dtype)))
                 x = copies[-1][1]
             copy = self.home.position if copies_saved > piece.copies else piece.copy
@@ -157,16 +157,16 @@ class Wanted(NamedTuple):
         """Read the slice, and write what the target wants of it."""
         x, (*_, start, stop) = self.target, self.part.range
         low, high = max(start, self.origin), min(stop, self.origin + x.numel())
-        flat: Any = x if is_apart(x) else x.as_strided((x.numel(),), (1,))
+        flat: Any = x if is_placed(x) else x.as_strided((x.numel(),), (1,))
         place = slice(low - self.origin, high - self.origin)
-        if x.is_cpu and not is_apart(x) and (low, high) == (start, stop):
+        if x.is_cpu and not is_placed(x) and (low, high) == (start, stop):
             file.read(self.part, directory.memory_of(flat[place]))
             return
         values = torch.empty(stop - start, dtype=x.dtype)
         file.read(self.part, directory.memory_of(values))
         values = values[low - start : high - start]
-        if is_apart(x):
-            set_part(x, place.start, values)
+        if is_placed(x):
+            flat.fill(place.start, values)
         else:
             flat[place].copy_(values)
 
@@ -328,8 +328,8 @@ def copy_of(state: Tree, into: Callable[[Tensor], Tensor] | None = None) -> Tree
         if is_coded(x) and x.codes.row is not None:  # it is read into as bytes
             row = x.codes.row if into is not None else deepcopy(x.codes.row, memo)
             return x.within(row)
-        if is_apart(x):
-            return unset_like(x)
+        if is_placed(x):
+            return x.unset()
         lazy = x.is_conj() or x.is_neg()  # memory that is read into holds the values themselves
         return deepcopy(x, memo) if into is None or lazy else into(x)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from mics_fn import _torch
 from mics_fn.errors import FileError, LeafError, message
 from mics_fn.init import DTYPES, check_shape, is_text, strict_json
-from mics_fn.offload import is_apart
+from mics_fn.offload import is_placed
 from mics_fn.shards import dtype_name
 
 Replicas = Literal["equal", "apart"]
@@ -55,7 +55,7 @@ def savable(verb: str, name: str, x: Tensor) -> Tensor:
     what, fix = "", "pass dense tensors with values"
     if _torch.has_no_data(x):
         what = "has no values"
-    elif _torch.is_wrapper(x) and not is_apart(x):
+    elif _torch.is_wrapper(x) and not is_placed(x):
         what = f"is {type(x).__name__}, which keeps its values in other tensors"
         fix = "pass a plain tensor, such as a DTensor's full_tensor() or to_local()"
     elif x.layout != torch.strided or x.is_nested:

@@ -15,7 +15,7 @@ from mics_fn.checkpoint import manifest
 from mics_fn.collectives import Codec, checksum
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Groups
-from mics_fn.offload import Hold, is_coded, is_stored, mapped, read
+from mics_fn.offload import Hold, in_file, is_coded, read
 from mics_fn.optim import TrainState, by_leaf
 from mics_fn.shards import Bucket, Nothing, Tied, dtype_name, homes_of, is_leaf, pieces
 from mics_fn.tree import Tree
@@ -260,7 +260,7 @@ MEMORY = SnapshotMemory()
 
 def on_host(tensors: Mapping[K, Tensor]) -> AbstractContextManager[dict[K, Tensor]]:
     """A block that has these tensors on the host: themselves if they are there already."""
-    if all(x.is_cpu or is_stored(x) for x in tensors.values()):
+    if all(x.is_cpu or in_file(x) for x in tensors.values()):
         return nullcontext({name: _dense(x) for name, x in tensors.items()})
     return copied(tensors)
 
@@ -274,7 +274,7 @@ def copied(tensors: Mapping[K, Tensor]) -> AbstractContextManager[dict[K, Tensor
     On an accelerator the copies are queued on the current stream, in front of whatever changes
     the tensors next, and the block waits for them, not the caller.
     """
-    far: dict[K, Any] = {name: x for name, x in tensors.items() if is_stored(x)}
+    far: dict[K, Any] = {name: x for name, x in tensors.items() if in_file(x)}
     hold, near = Hold(far.values()), {k: x for k, x in tensors.items() if k not in far}
     devices = {x.device for x in near.values() if _device.is_async(x.device)}
     places, end = dict[K, int](), 0
@@ -301,7 +301,7 @@ def copied(tensors: Mapping[K, Tensor]) -> AbstractContextManager[dict[K, Tensor
         try:
             for event in events:
                 event.synchronize()
-            yield {k: mapped(far[k]) if k in far else copies[k] for k in order}
+            yield {k: far[k].mapped() if k in far else copies[k] for k in order}
         finally:
             hold.release()
             MEMORY.give_back(memory, device)
@@ -310,4 +310,4 @@ def copied(tensors: Mapping[K, Tensor]) -> AbstractContextManager[dict[K, Tensor
 
 
 def _dense(x: Any) -> Tensor:
-    return mapped(x) if is_stored(x) else read(x).detach().resolve_conj().resolve_neg().contiguous()
+    return x.mapped() if in_file(x) else read(x).detach().resolve_conj().resolve_neg().contiguous()

@@ -42,7 +42,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import median_low
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -65,7 +64,7 @@ from mics_fn.collectives import (
     wait_until,
 )
 from mics_fn.groups import LEAST_RING, Buffers, Comm, GroupState, Ring, Route, Slot, ring_bytes
-from mics_fn.offload import DEVICE, Place, Scratch, Stored, Where, copied_from, copied_into, empty
+from mics_fn.offload import DEVICE, FileTensor, Place, Where, empty_at, in_file, transfer
 from mics_fn.schedules import Run
 from mics_fn.shards import Bucket, BucketUse, Opened, dense, note_origins, pack_full, split_chunk
 
@@ -672,16 +671,14 @@ class PlacedSum(SumOfPasses):
         self._places, self._host_bytes = places, host_bytes
         super().__init__(*args)
         for pools in {id(x): x for x in (self.uses[i].hierarchy.pools for i in places)}.values():
-            pools.sums.setdefault("free", _Free()).begin()
-        self._away = {index: self._made_at(index, *found) for index, found in places.items()}
+            pools.sums.setdefault("free", _Rooms()).begin()
+        self._placed = {index: self._made_at(index, *found) for index, found in places.items()}
 
-    def _made_at(self, index: int, place: Place, leaf: str) -> "_SumElsewhere":
+    def _made_at(self, index: int, place: Place, leaf: str) -> "_PlacedBucket":
         bucket = self.uses[index].bucket
         numel = bucket.numel // self.levels_now(self.uses[index].route).size
         size = max(self.dtype_of(bucket).itemsize, bucket.dtype.itemsize)
-        away = _SumElsewhere(self.uses[index], place, leaf, self._host_bytes)
-        away.reserve(numel * size)
-        return away
+        return _PlacedBucket(self.uses[index], place, leaf, self._host_bytes, numel * size)
 
     def alone(self, index: int) -> bool:
         return index not in self._places and super().alone(index)
@@ -721,7 +718,7 @@ class PlacedSum(SumOfPasses):
         late, levels = super().outer_comms(index, out)
         if index not in self._places:
             return late, levels
-        own = self._away[index].comm
+        own = self._placed[index].comm
         if self.passes:
             late = [own, *late]
         return [*late, own], len(late) + 1  # the slot is in use to the end
@@ -730,7 +727,7 @@ class PlacedSum(SumOfPasses):
         """The steps of `SumOfPasses`, and the copies of the sum to the device and back."""
         if index not in self._places:
             return super().steps(index, full, out, slot)
-        use, away, bucket = self.uses[index], self._away[index], self.uses[index].bucket
+        use, placed, bucket = self.uses[index], self._placed[index], self.uses[index].bucket
         number, last = self.passes, self.last  # read now, since the steps run later
         dtype = bucket.dtype if last else self.dtype_of(bucket)
         now, late, wire = self.levels_now(use.route), self.outer_levels(use.route), bucket.mean_wire
@@ -741,7 +738,7 @@ class PlacedSum(SumOfPasses):
             self.totals.pop(index, None)
             if number:
                 before = self._area(index, slot)
-                yield away.read(before)
+                yield placed.read(before)
                 self.totals[index] = [before]
             (total,) = self._sum(index, [out], last)
             if late.size > 1:
@@ -749,7 +746,7 @@ class PlacedSum(SumOfPasses):
             if last:
                 yield from mean_steps(use.replicas, total, wire, room_of(slot, total, wire))
             self.totals[index] = []  # known, and elsewhere
-            yield away.write(total, dtype)
+            yield placed.write(total, dtype)
             free_slot(slot)
             return total
 
@@ -760,7 +757,7 @@ class PlacedSum(SumOfPasses):
         if index not in self._places:
             return super().pieces(index)
         use = self.uses[index]
-        chunk = self._away[index].brought(use.bucket.chunk, use.bucket.dtype)
+        chunk = self._placed[index].fetched(use.bucket.chunk, use.bucket.dtype)
         found = use.by_member(split_chunk(use.bucket, use.route.chunk, chunk))
         # Gradients that autograd gave are apart, and kernels round ends of long tensors otherwise.
         return [x.clone() for x in found] if use.alone else found
@@ -769,22 +766,21 @@ class PlacedSum(SumOfPasses):
         if index not in self._places:
             return super().lying(index)
         use = self.uses[index]
-        chunk = self._away[index].lying(use.bucket.chunk, use.bucket.dtype)
+        chunk = self._placed[index].lying(use.bucket.chunk, use.bucket.dtype)
         return use.by_member(split_chunk(use.bucket, use.route.chunk, chunk))
 
     def release(self) -> None:
         """As in the base class, and give the memory elsewhere back."""
         super().release()
-        for away in self._away.values():
-            away.release()
+        for placed in self._placed.values():
+            placed.release()
 
 
-class _Free:
-    """Memory elsewhere that no step uses now; what many steps have not wanted is let go."""
+class _Rooms:
+    """Memory at places that no step uses now; what many steps have not wanted is let go."""
 
     def __init__(self) -> None:
-        self.files = WeakValueDictionary[str, Scratch]()  # by folder; kept by what lies in them
-        self._rooms: dict[Any, list[Tensor]] = {}  # bytes, by their place and number
+        self._free: dict[Any, list[Tensor]] = {}  # by their place and bytes
         self._wanted: dict[Any, int] = {}  # in which step each kind was last wanted
         self._steps = 0
 
@@ -792,98 +788,72 @@ class _Free:
         """Note that another step begins."""
         self._steps += 1
         for key in [k for k, last in self._wanted.items() if last + _PATIENCE < self._steps]:
-            del self._rooms[key], self._wanted[key]
+            del self._free[key], self._wanted[key]
 
     def of(self, key: Any) -> list[Tensor]:
         """The free memory of a kind, as a list that the caller changes."""
         self._wanted[key] = self._steps
-        return self._rooms.setdefault(key, [])
+        return self._free.setdefault(key, [])
 
 
-class _SumElsewhere:
-    """Memory elsewhere for the sum of one bucket, and the copies there and back.
+class _PlacedBucket:
+    """Memory at a place for the sum of one bucket, and the copies there and back.
 
     Args:
       use: the bucket.
       place: where.
       leaf: of the bucket, for errors.
-      host_bytes: as for `Scratch`.
+      host_bytes: of the `Where` that the place comes from.
+      nbytes: of the sum; first what an earlier step has left is taken.
     """
 
-    def __init__(self, use: BucketUse, place: Place, leaf: str, host_bytes: int) -> None:
-        self._place, self._leaf, self._host_bytes = place, tree.join("grads", leaf), host_bytes
-        self._home, self._free = use.home, use.hierarchy.pools.sums["free"]
+    def __init__(
+        self, use: BucketUse, place: Place, leaf: str, host_bytes: int, nbytes: int
+    ) -> None:
+        self._place, self._leaf, self._device = place, tree.join("grads", leaf), use.home.device
         self.comm = use.hierarchy.sums_elsewhere
-        self._room: Any = None  # its bytes
-        self._key: Any = None  # of its memory in `_Free`
-
-    def reserve(self, nbytes: int) -> None:
-        """Take memory for the sum, first what an earlier step has left."""
-        self._key = self._place, nbytes
-        free = self._free.of(self._key)
-        self._room = free.pop() if free else self._made(nbytes)
-
-    def _made(self, nbytes: int) -> Tensor:
-        if self._place.kind == "host":
-            return _device.host_buffer(nbytes, self._home.device)
-        scratch = self._free.files.get(self._place.folder)
-        if scratch is None:
-            own = self._home.partition.ranks[self._home.partition.rank]
-            folder, name = self._place.folder, f"grads-rank{own}"
-            scratch = self._free.files[folder] = Scratch(folder, name, host_bytes=self._host_bytes)
-        kind = {"leaf": self._leaf, "device": self._home.device}
-        return empty(scratch, (nbytes,), torch.uint8, **kind)
+        self._free = use.hierarchy.pools.sums["free"].of((place, nbytes))
+        self._room: Any = None  # bytes
+        if self._free:
+            self._room = self._free.pop()
+        else:
+            how = {"device": self._device, "host_bytes": host_bytes, "leaf": self._leaf}
+            self._room = empty_at(place, (nbytes,), torch.uint8, **how)
 
     def release(self) -> None:
         """Leave the memory to the next step."""
         if self._room is not None:
-            self._free.of(self._key).append(self._room)
+            self._free.append(self._room)
         self._room = None
 
     def lying(self, numel: int, dtype: torch.dtype) -> Tensor:
         """The sum, where it lies."""
         room = self._room
-        if isinstance(room, Stored):
+        if in_file(room):
             like = torch.empty(numel, dtype=dtype, device="meta")
-            return Stored(room.extent, 0, like, room.device, room.leaf)
+            return FileTensor(room.extent, 0, like, room.device, room.leaf)
         return elements(room, numel, dtype)
 
     def write(self, total: Tensor, dtype: torch.dtype) -> Task:
-        """The task that copies a sum there, in a dtype."""
+        """Return the task that stores a sum, in a dtype."""
         goal = self.lying(total.numel(), dtype)
-        return self._task("to", partial(_written, goal), total)
+        return self._task("to", lambda memory: transfer(memory, goal), total)
 
     def read(self, memory: Tensor) -> Task:
         """Return the task that fetches the sum into memory of its dtype."""
-        return self._task("from", partial(_read, self.lying(len(memory), memory.dtype)), memory)
+        source = self.lying(len(memory), memory.dtype)
+        return self._task("from", partial(transfer, source), memory)
 
     def _task(self, way: str, parts: Callable[[Tensor], Iterator[None]], memory: Tensor) -> Task:
         op = f"the copy of the sum of {self._leaf} {way} {self._place}"
         return Task(self.comm, op, parts).to(memory)
 
-    def brought(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The sum at the end of the step, in new memory on the device."""
-        memory = torch.empty(numel, dtype=dtype, device=self._home.device)
-        for _ in _read(self.lying(numel, dtype), memory):
+    def fetched(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Fetch the sum at the end of the step, into new memory on the device."""
+        memory = torch.empty(numel, dtype=dtype, device=self._device)
+        for _ in transfer(self.lying(numel, dtype), memory):
             pass
         return memory
-
-
-def _written(goal: Any, memory: Tensor) -> Iterator[None]:
-    if isinstance(goal, Stored):
-        yield from copied_from(memory, goal)
-        return
-    # A copy between devices that also casts would cast on the host, which waits for it.
-    goal.copy_(memory.to(goal.dtype), non_blocking=True)
-    yield
-
-
-def _read(source: Any, memory: Tensor) -> Iterator[None]:
-    if isinstance(source, Stored):
-        yield from copied_into(memory, source)
-        return
-    memory.copy_(source, non_blocking=True)
-    yield
 
 
 def places_of(where: Where, opened: Opened) -> dict[int, tuple[Place, str]]:
@@ -899,7 +869,7 @@ def places_of(where: Where, opened: Opened) -> dict[int, tuple[Place, str]]:
             continue
         leaf = opened.names(index)[sizes.index(max(sizes))]
         place = where.at(leaf).grads
-        here = place.kind == "host" and not _device.is_async(use.home.device)
-        if place != DEVICE and not here:  # on the CPU the host is the device
+        place = place.seen_from(use.home.device)
+        if place != DEVICE:
             found[index] = place, leaf
     return found

@@ -30,7 +30,6 @@ from mics_fn.offload import where_of
 from mics_fn.shards import (
     Bucket,
     Fixed,
-    Laying,
     LayoutOptions,
     Leaf,
     Sharded,
@@ -40,6 +39,7 @@ from mics_fn.shards import (
     layout_of,
     owners_of,
     pieces,
+    place_chunk,
     refuse_overlaps,
     refuse_unequal,
     require_groups,
@@ -203,7 +203,7 @@ class Filling:
         self.shards: dict[str, Leaf] = {name: leaves[name] for name in params}
         trained = [f"params.{k}" for k, leaf in leaves.items() if isinstance(leaf, Sharded)]
         refuse_overlaps(verb, {f"params.{k}": value for k, value in params.items()}, trained)
-        self._laying = Laying(where_of(options.get("where")))
+        self._where = where_of(options.get("where"))
         self._sums: dict[Groups, tuple[list[str], Tensor]] = {}
         self._parts = Parts()
 
@@ -253,8 +253,8 @@ class Filling:
             if piece.length:
                 self._copy(source(name), data, piece.origin)
         self._parts.hear()
-        places = [self._laying.place(name, home) for name in names]
-        placed = self._laying.put(home, bucket, flat, places, names)
+        places = [self._where.at(name).params.seen_from(home.device) for name in names]
+        placed = place_chunk(home, bucket, flat, places, names, self._where.host_bytes)
         for name, data in zip(names, placed, strict=True):
             self.shards[name] = replace(self.shards[name], data=data)  # pyright: ignore
 

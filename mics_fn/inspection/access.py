@@ -16,7 +16,7 @@ from mics_fn import _torch, tree
 from mics_fn.collectives import checksum, same_call, start_all_gather
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Groups, Hierarchy, require_replicas
-from mics_fn.offload import is_coded, laid_like
+from mics_fn.offload import is_coded, placed_like
 from mics_fn.optim import TrainState, by_leaf, replaced
 from mics_fn.shards import (
     Bucket,
@@ -415,6 +415,6 @@ def _replaced(found: Leaves, at: int, value: Any) -> dict[int, Any]:
         names = [path or "" for path in use.by_slot(paths)]
         laid = use.by_member(coded_pieces(use.bucket, chunk, flat, names))
     else:
-        laid = laid_like(use.by_member(views), [found.all[i].data for i in members])
+        laid = placed_like(use.by_member(views), [found.all[i].data for i in members])
     pairs = zip(members, laid, strict=True)
     return {i: type(leaf)(view, found.all[i].bucket, found.all[i].slot) for i, view in pairs}

@@ -13,7 +13,7 @@ from mics_fn.deferred import GradSum
 from mics_fn.errors import LeafError, human_bytes
 from mics_fn.groups import Groups
 from mics_fn.inspection.access import Leaves, leaves_of
-from mics_fn.offload import Coded, is_stored
+from mics_fn.offload import Coded, in_file
 from mics_fn.shards import Bucket, Fixed, Nothing, Sharded, Tied, dtype_name, grouped, is_leaf
 from mics_fn.tree import Tree
 
@@ -201,7 +201,7 @@ def _kind(leaf: Any) -> str:
 
 def _place(held: Tensor | None, home: Any) -> str:
     """Return the place of a tensor."""
-    if held is not None and is_stored(held):
+    if held is not None and in_file(held):
         return "disk"
     elsewhere = held is not None and home is not None and held.device != home.device
     return "host" if elsewhere and held.is_cpu else "device"  # pyright: ignore

@@ -9,49 +9,43 @@ micro-steps may do so too:
 
 A place never changes structure or numbers: a leaf is the same leaf wherever its piece lies, and a
 step on states elsewhere gives the same bits as in memory. A piece on the *host* is a tensor on the
-CPU, in locked memory where a device can copy from it by itself. One on *disk* is a `Stored`, which
-has a shape and a dtype but no memory: an op on it reads the file.
+CPU, in locked memory where a device can copy from it by itself. One on *disk* is a `FileTensor`,
+which has a shape and a dtype but no memory: an op on it reads the file.
 
   >>> import tempfile
   >>> folder = tempfile.TemporaryDirectory()
-  >>> scratch = Scratch(folder.name, "states-rank0")
+  >>> scratch = Scratch(folder.name)
   >>> momentum = store(torch.ones(6), scratch, "w")
   >>> momentum.sum()
   tensor(6.)
   >>> momentum.zero_()
   Traceback (most recent call last):
-  mics_fn.errors.LeafError: aten.zero_.default: writes to a stored tensor, w, shape (6,) in ...
+  mics_fn.errors.LeafError: aten.zero_.default: writes to a tensor in a file, w, shape (6,) in ...
     fix: write through stream(), or move() it to the device first
 
-What is stored is written by `stream` alone. It brings blocks of files through a fixed amount of
+What lies in a file is written by `stream`. It fetches blocks of files through a fixed amount of
 host memory (`host_bytes`, 64 MiB), reads ahead and writes behind while the caller computes:
 
-  >>> (new,) = renewed([momentum])  # to be overwritten, so `momentum` may not be used any more
-  >>> blocks = [Block([new[a:b]], [new[a:b]]) for a, b in cuts(6, [4])]
-  >>> for block, (part,) in stream(blocks):
+  >>> parts = [momentum[a:b] for a, b in cuts(6, [4])]
+  >>> for block, (part,) in stream([Block([part], [part]) for part in parts]):
   ...     part *= 0.9
-  >>> read(new)
+  >>> read(momentum)
   tensor([0.9000, 0.9000, 0.9000, 0.9000, 0.9000, 0.9000])
-  >>> momentum + 1
-  Traceback (most recent call last):
-  mics_fn.errors.DonatedError: offload: w, shape (6,) in ... was overwritten by a step ...
-    fix: use the new state, or pass donate=False
 
 To keep the old values, write to a new tensor, which `empty` makes. A part of a file is free again
-when no value refers to it, and the file is removed with the last of them. While a save reads it, a
-`Hold` keeps it as it is, and steps write elsewhere: see [Note: held parts] in `stored.py`.
+when no value refers to it, and the file with the last of them. While a save reads it, a `Hold`
+keeps it as it is, and steps write to other parts: see [Note: held parts] in `placed.py`.
 
-Files are scratch: a run that dies goes on from a checkpoint, never from them. The file is locked,
-its first page says whose it is, and each 64 KiB has a checksum, kept in memory. So a file that
-somebody has cut off, replaced or written to, and a block that the disk has lost, is an
-`FileError` that names the file and the leaf. Room is taken before anything is written, so a full
-disk is an error that leaves the old state as it was. What a killed run leaves is removed by the
-next scratch file in that folder, unless another machine has made it. Choose a disk of the node.
+Files are scratch: a run that dies goes on from a checkpoint, never from them. A file has no name,
+so that nobody else can cut it off, replace it or write to it, and nothing is left of it when the
+process ends, killed or not. Data have no checksums: what a disk changes is not noticed, as in
+memory. Room is taken before anything is written, so a full disk is an error that names the folder
+and the leaf, and leaves the old state as it was. Choose a disk of the node.
 
 Verbs leave leaves where they lie: what they give is in the files, on the host or on the device
 where their arguments were, but where a derivative is asked for. An error of a file in `opt_step`,
 `move`, `init_state` or a step of `Trainer` is told to all ranks, which raise `PeerFileError`,
-with the same file and leaf. After one in a step all call `reset`: some may have taken that step.
+with the same folder and leaf. After one in a step all call `reset`: some may have taken that step.
 After one in `shard`, `load_shards`, `load_dcp` or `init_model` nothing is left on any rank, and the
 groups can be used.
 
@@ -89,34 +83,31 @@ The options of DeepSpeed's config and what stands for each here, or why nothing 
       single_submit,           for libaio only, which would have to be compiled: `preadv` and
         overlap_events           `pwrite` in threads reach the speed of one disk
       io_backend               direct I/O where the file system has it, else through its cache
-      use_gds                  data go through host memory, where their checksums are taken
+      use_gds                  data go through host memory
 
 Values may be kept as codes, too: a `Coded` is a tensor of float32 that takes a byte for each, or
 less, and is decoded where an op reads it. Moments of an optimizer are, and frozen parameters. See
-[Note: coded tensors] in `apart.py`, and [Note: two kinds of codes] in `apart.py`.
+[Note: coded tensors] and [Note: two kinds of codes] in `codes.py`.
 
-Start reading at `places.py`; then `scratch.py`, with its note; `apart.py`; `stored.py`; and
-`streaming.py`. To add a place, give `Place` a kind,
-and say in `stored.py` what reading from it means.
+Start reading at `places.py`; then `scratch.py`, with its note; `placed.py`, `codes.py` and
+`streaming.py`. To add a place, give `Place` a kind, and say in `placed.py` how tensors get there.
 """
 
-from mics_fn.offload.apart import AT_REST, Coded, as_codes, coded, is_apart, is_coded
+from mics_fn.offload.codes import AT_REST, Coded, as_codes, coded, is_coded
+from mics_fn.offload.placed import (
+    FileTensor,
+    Hold,
+    empty,
+    empty_at,
+    in_file,
+    is_held,
+    is_placed,
+    place_tensor,
+    placed_like,
+    read,
+    store,
+    transfer,
+)
 from mics_fn.offload.places import DEVICE, HOST_BYTES, Place, Where, where, where_of
 from mics_fn.offload.scratch import Scratch, aligned, read_all, write_all
-from mics_fn.offload.stored import (
-    Hold,
-    Stored,
-    copied_from,
-    copied_into,
-    empty,
-    is_held,
-    is_stored,
-    laid_like,
-    mapped,
-    read,
-    renewed,
-    set_part,
-    store,
-    unset_like,
-)
 from mics_fn.offload.streaming import Block, block_bytes, cuts, stream

@@ -5,7 +5,9 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from mics_fn import checks
+import torch
+
+from mics_fn import _device, checks
 from mics_fn.errors import PlanError
 
 HOST_BYTES = 64 * 2**20
@@ -59,6 +61,11 @@ class Place:
         """
         kind, _, folder = text.strip().partition(":")
         return cls(kind, folder.strip())  # pyright: ignore[reportArgumentType]
+
+    def seen_from(self, device: torch.device) -> "Place":
+        """The same place for tensors of a device; on the CPU the host is the device."""
+        here = self.kind == "host" and not _device.is_async(device)
+        return DEVICE if here else self
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.folder}" if self.folder else self.kind

@@ -1,15 +1,9 @@
-"""`Scratch`: a file for the tensors of a run, which ends with the run.
+"""`Scratch`: a file for the tensors of a run, which ends with the process.
 
 [Note: scratch] A scratch file is a part of a running process, as its memory is. Nothing is ever
 loaded from one that another process has made: a run that dies goes on from a checkpoint. So the
-file is locked while its process lives, and has a first page that says whose it is, and how many
-passes have written to it. Before each pass the page and the size of the file are compared with what
-this process remembers, and what is read with checksums of what was written. So a file that was
-cut off, brought back from a copy or written to by others is an error, never a wrong value.
-
-A process removes its files when it ends, or before if nothing refers to them any more. One that is
-killed cannot: whoever makes a scratch file in that folder next removes all that no living process
-has locked, and logs their names. They end in `.scratch`, which no loader of checkpoints takes.
+file has no name: it is open, and no entry of the folder leads to it. Nobody else can open, cut off
+or replace it, and its room is free again when the process ends, however that is.
 
 Direct I/O moves whole pages between a file and memory that begins at a page, past the cache of the
 system: at the speed of the disk, and without pushing out of memory what others need there.
@@ -18,29 +12,24 @@ system: at the speed of the disk, and without pushing out of memory what others 
 import contextlib
 import ctypes
 import errno
-import fcntl
-import json
-import math
 import mmap
 import os
-import socket
+import tempfile
 import threading
-import uuid
+import warnings
 import weakref
-from bisect import bisect_left, bisect_right, insort
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mics_fn import _device, checks
-from mics_fn.errors import FileError, message
+from mics_fn.errors import FileError, PlanError, message
 from mics_fn.offload.places import HOST_BYTES, LEAST_HOST_BYTES
-from mics_fn.spans import LOG
 
 # `Space`: which parts of a file are free, as arithmetic.
 
@@ -57,28 +46,25 @@ def padded(nbytes: int) -> int:
 
 
 class Space:
-    """The free parts of a file, whose first bytes are a header.
-
-    Args:
-      start: where the header ends.
+    """The free parts of a file.
 
     Example:
-      >>> space = Space(4096)
+      >>> space = Space()
       >>> space.take(8192), space.take(4096), space.end
-      (4096, 12288, 16384)
-      >>> space.give(4096, 8192)
+      (0, 8192, 12288)
+      >>> space.give(0, 8192)
       >>> space.take(4096), space.used
-      (4096, 8192)
+      (0, 8192)
     """
 
-    def __init__(self, start: int) -> None:
-        self._start = self.end = start  # behind the last byte that is taken
+    def __init__(self) -> None:
+        self.end = 0  # behind the last byte that is taken
         self._free: list[tuple[int, int]] = []  # offset and bytes, by offset, never adjacent
 
     @property
     def used(self) -> int:
         """Bytes that are taken."""
-        return self.end - self._start - sum(nbytes for _, nbytes in self._free)
+        return self.end - sum(nbytes for _, nbytes in self._free)
 
     def take(self, nbytes: int) -> int:
         """The offset of free bytes: the first part that is large enough, or the end of the file."""
@@ -106,16 +92,10 @@ class Space:
         self._free = joined
 
 
-# Bytes between memory and files: aligned memory, whole reads and writes, and checksums.
+# Bytes between memory and files: aligned memory, whole reads and writes.
 
-UNIT = 16 * PAGE  # bytes that a checksum covers
 _HUGE_PAGE = 2 * 2**20
 _AT_ONCE = 16 * 2**20  # bytes of one call: between two of them Python looks for signals
-_WORDS = UNIT // 8
-# torch adds up fewer than 32,768 elements on the thread that calls. For more it starts a team of
-# threads for each thread that calls, and the teams of those that read and write would take the
-# cores from those that compute.
-_UNITS_AT_ONCE = 32_767 // _WORDS
 _CPU = torch.device("cpu")
 
 
@@ -188,19 +168,6 @@ def allocate(file: int, offset: int, nbytes: int) -> None:
             write_all(file, zeros[: nbytes - low], offset + low)
 
 
-def sums(memory: Tensor) -> Tensor:
-    """The sum of the 64-bit words of each `UNIT` of memory in whole pages; int64.
-
-    It costs a small part of a copy. No change of a single word goes unseen.
-    """
-    words = memory.view(torch.int64)
-    if len(words) % _WORDS:
-        short = len(words) - len(words) % _WORDS
-        return torch.cat([sums(memory[: 8 * short]), words[short:].sum().view(1)])
-    parts = [part.sum(1) for part in words.view(-1, _WORDS).split(_UNITS_AT_ONCE)]
-    return torch.cat(parts)
-
-
 def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Where tensors of so many bytes begin in one memory, each at a page, and where they end.
 
@@ -240,192 +207,38 @@ def count_files(more: int) -> None:
         _MEMORY.clear()
 
 
-# Whose a scratch file is: its lock and its first page; see [Note: scratch] in `scratch`.
-
-SUFFIX = ".scratch"
-_MAGIC = "mics_fn scratch file"
-_ABOUT = "data of a running process; not a checkpoint; worth nothing once that process is gone"
-_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_OLD = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_AGAIN = "the state in this file is lost; load a checkpoint"
+_MEND = "mend the disk; with donate=True load a checkpoint, otherwise the old state is as it was"
+_ROOM = "make room there, or choose another folder in where="
 
 
-class Claim:
-    """A locked file, open for buffered I/O and, if the file system has it, for direct I/O.
-
-    Args:
-      path: of the file.
-      plain: its file descriptor for buffered I/O, which holds the lock.
-      direct: the one for direct I/O, or None.
-    """
-
-    def __init__(self, path: Path, plain: int, direct: int | None) -> None:
-        self.path, self.plain, self.direct = path, plain, direct
-        self._mark = uuid.uuid4().hex
-        self._passes = 0  # those that have written
-        self._lock = threading.Lock()  # one thread may write while another one reads
-        self._pages = (b"",)  # what the first page may hold now
-        self._put()
-
-    def count(self) -> None:
-        """Count a pass that writes."""
-        with self._lock:
-            self._passes += 1
-            self._put()
-
-    def _put(self) -> None:
-        facts = {
-            "what": _MAGIC,
-            "version": 1,
-            "about": _ABOUT,
-            **_machine(),
-            "process": os.getpid(),
-            "mark": self._mark,
-            "generation": self._passes,
-        }
-        page = json.dumps(facts, indent=1).encode().ljust(PAGE, b"\n")
-        self._pages = (self._pages[-1], page)  # Ctrl-C may come before or after the write
-        if os.pwrite(self.plain, page, 0) != PAGE:
-            raise OSError("its first page could be written in part only")
-        self._pages = (page,)
-
-    def changed(self, size: int) -> str:
-        """What is not as this process has left it, in words; "" if all is.
-
-        Args:
-          size: that the file has to have, in bytes.
-        """
-        now = os.fstat(self.plain)
-        if now.st_size < size:
-            return f"it has {now.st_size} bytes, expected {size}"
-        with self._lock:
-            if os.pread(self.plain, PAGE, 0) not in self._pages:
-                return f"its first page is not that of generation {self._passes} of this process"
-        return ""
-
-
-def claim(folder: Path, name: str, direct: bool | None) -> Claim:
-    """Make a scratch file of this process.
-
-    Args:
-      folder: an existing one, in which it is made.
-      name: how the file's name begins.
-      direct: whether to use direct I/O; None if the file system has it.
+def open_files(folder: Path, direct: bool) -> list[int]:
+    """Open a file without a name: for I/O through the cache, and for direct I/O if there is such.
 
     Raises:
       OSError: it cannot be made.
     """
-    last = f"{name}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
-    made, path = folder / f".{last}.new", folder / f"{last}{SUFFIX}"
-    plain = os.open(made, _NEW, 0o600)
-    past = None
-    try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(plain, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        found = Claim(path, plain, None)
-        if direct is not False:
-            past = found.direct = _open_direct(made, must=direct is True)
-        os.rename(made, path)  # from here on others can find it, and it is locked
-        return found
-    except BaseException:
-        os.close(plain)
-        if past is not None:
-            os.close(past)
-        for each in (made, path):
-            each.unlink(missing_ok=True)
-        raise
-
-
-def _open_direct(path: Path, must: bool) -> int | None:
-    """A file descriptor for direct I/O, by which a page was read; None if there is no such I/O."""
-    number = None
-    try:
-        number = os.open(path, _OLD | getattr(os, "O_DIRECT", 0))
-        read_all(number, aligned(PAGE), 0)
-        return number if hasattr(os, "O_DIRECT") else None
-    except OSError:
-        if number is not None:
-            os.close(number)
-        if must:
-            raise
-        return None
-
-
-def end(claimed: Claim, process: int) -> None:
-    """Remove a file of this process; one of a process that it was forked from stays."""
-    if os.getpid() == process:
-        claimed.path.unlink(missing_ok=True)
-    os.close(claimed.plain)
-    if claimed.direct is not None:
-        os.close(claimed.direct)
-
-
-def remove_leftovers(folder: Path) -> list[Path]:
-    """Remove scratch files of ended processes, and log their names.
-
-    Files that some process has locked stay, and so does whatever is not a scratch file of this
-    machine: on a folder that machines share, locks of other ones may not be seen.
-
-    Returns:
-      Those that were removed.
-    """
-    gone = []
-    for path in sorted(folder.glob(f"*{SUFFIX}")):
-        try:
-            number = os.open(path, _OLD)
-        except OSError:  # it was removed meanwhile, or is not ours to open
-            continue
-        try:
-            owner = owner_of(number)
-            if owner and _is_here(owner):
-                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-                gone.append(path)
-                LOG.warning("offload: removed %s, which a process that is gone has left", path)
-        except OSError:  # it is in use
-            continue
-        finally:
-            os.close(number)
-    return gone
-
-
-def owner_of(file: int) -> dict[str, Any]:
-    """Return the owner in the first page of a file; nothing if it is no scratch file."""
-    try:
-        facts = json.loads(os.pread(file, PAGE, 0))
-    except (OSError, ValueError):
-        return {}
-    return facts if isinstance(facts, dict) and facts.get("what") == _MAGIC else {}
-
-
-def _machine() -> dict[str, str]:
-    """Return an identity of this machine: its name and the time of its start."""
-    boot = ""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return {"host": socket.gethostname(), "boot": boot}
-
-
-def _is_here(owner: dict[str, Any]) -> bool:
-    """Whether a file was made on this machine; a container may have another name there."""
-    own = _machine()
-    same_boot = bool(own["boot"]) and owner.get("boot") == own["boot"]
-    return same_boot or owner.get("host") == own["host"]
-
-
-_AGAIN = "the state in this file is lost; load a checkpoint"
-_MEND = "mend the disk; with donate=True load a checkpoint, otherwise the old state is as it was"
-_UNSET, _WRITTEN, _SUMMED = range(3)  # of a unit: without values, with some, with a checksum
-_ROOM = "make room there, or choose another folder in where="
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        numbers = [os.dup(file.fileno())]
+    if direct and hasattr(os, "O_DIRECT"):
+        with contextlib.suppress(OSError):  # a file system without it, which may say so at a read
+            flags = os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC
+            numbers.append(os.open(f"/proc/self/fd/{numbers[0]}", flags))
+            try:
+                os.preadv(numbers[1], [mmap.mmap(-1, PAGE)], 0)
+            except OSError:
+                os.close(numbers.pop())
+    return numbers
 
 
 class Scratch:
-    """A file for tensors of this process. It is removed when nobody refers to it or to its tensors.
+    """A file for tensors of this process, which lasts as long as it or one of its tensors does.
 
     Args:
       folder: where; made if it does not exist.
-      name: how the file's name begins, such as "states-rank3".
-      direct: True for direct I/O, False for I/O through the system's cache; None takes direct I/O
-        where the file system has it. The attribute of that name says which one it is.
+      direct: whether data go past the cache of the system, where the file system has direct I/O.
+        The attribute of that name says whether they do.
       host_bytes: host memory through which its tensors travel in a step; see `stream`.
 
     Raises:
@@ -435,43 +248,28 @@ class Scratch:
       >>> from tempfile import TemporaryDirectory
       >>> with TemporaryDirectory() as folder:
       ...     x = offload.store(torch.arange(3.0), offload.Scratch(folder))
-      ...     print(x + 1)
-      ...     del x  # and so the file is gone
-      ...     print(os.listdir(folder))
-      tensor([1., 2., 3.])
-      []
+      ...     print(x + 1, os.listdir(folder))
+      tensor([1., 2., 3.]) []
     """
 
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        name: str = "tensors",
         *,
-        direct: bool | None = None,
+        direct: bool = True,
         host_bytes: int = HOST_BYTES,
     ) -> None:
         checks.path("Scratch", "folder", folder)
         checks.integer("Scratch", "host_bytes", host_bytes, LEAST_HOST_BYTES)
-        self.host_bytes, self._name = host_bytes, name
-        where = Path(os.path.abspath(os.fspath(folder)))
-        try:
-            where.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(where)
-            self._claim: Claim = claim(where, name, direct)
-        except OSError as error:
-            raise self._error(where, "cannot be made", error, _ROOM) from error
-        self.path = self._claim.path
-        self._end = weakref.finalize(self, _end, self._claim, os.getpid())
+        self.host_bytes, self.folder = host_bytes, Path(os.path.abspath(os.fspath(folder)))
+        with self._errors("cannot be made", _ROOM, ""):
+            self._files = open_files(self.folder, direct)
         count_files(1)
-        self._space = Space(PAGE)
-        self._size = PAGE  # of the file
+        weakref.finalize(self, _close, self._files).atexit = False
+        self.direct = len(self._files) > 1
+        self._space, self._size = Space(), 0  # of the file
         self._lock = threading.Lock()
         self._returned: deque[tuple[int, int]] = deque()  # by finalizers, which may not wait
-
-    @property
-    def direct(self) -> bool:
-        """Whether data go past the cache of the system."""
-        return self._claim.direct is not None
 
     @property
     def nbytes(self) -> int:
@@ -479,18 +277,6 @@ class Scratch:
         with self._lock:
             self._take_back()
             return self._space.used
-
-    def usable(self) -> "Scratch":
-        """This file, or a new one beside it if others have changed it."""
-        try:
-            self.check()
-        except FileError:
-            return Scratch(self.path.parent, self._name, host_bytes=self.host_bytes)
-        return self
-
-    def close(self) -> None:
-        """Remove the file; its tensors cannot be read any more."""
-        self._end()
 
     def reserve(self, nbytes: int, leaf: str = "") -> "Extent":
         """Allocate bytes of the file on disk, without values yet.
@@ -502,70 +288,43 @@ class Scratch:
         Raises:
           FileError: the disk has not so much room. What the file holds is as it was.
         """
-        self._check_open(leaf)
         size = padded(nbytes)
-        with self._lock:
+        with self._lock, self._errors(f"has no room for {size} bytes more", _ROOM, leaf):
             self._take_back()
             offset = self._space.take(size)
             try:
                 if self._space.end > self._size:
-                    allocate(self._claim.plain, self._size, self._space.end - self._size)
+                    allocate(self._files[0], self._size, self._space.end - self._size)
                     self._size = self._space.end
-            except OSError as error:
+            except OSError:
                 self._space.give(offset, size)
-                what = f"has no room for {size} bytes more"
-                raise self._error(self.path, what, error, _ROOM, leaf) from error
+                raise
         return Extent(self, offset, nbytes, leaf)
 
     def _take_back(self) -> None:
         while self._returned:
             self._space.give(*self._returned.popleft())
 
-    def check(self, leaf: str = "") -> None:
-        """Raise FileError unless the file is the one that this process has written."""
-        self._check_open(leaf)
-        found = self._claim.changed(self._size)
-        if found:
-            raise self._error(self.path, f"was changed by others: {found}", None, _AGAIN, leaf)
-
-    def begin_writes(self, leaf: str = "") -> None:
-        """Count a pass that writes, in the first page, after `check`."""
-        self.check(leaf)
-        try:
-            self._claim.count()
-        except OSError as error:
-            raise self._error(self.path, "cannot be written", error, _MEND, leaf) from error
-
-    def _check_open(self, leaf: str) -> None:
-        if not self._end.alive:
-            fix = "keep the scratch open as long as its tensors are used"
-            raise self._error(self.path, "was closed", None, fix, leaf)
-
     def file_for(self, memory: Tensor, offset: int) -> int:
         """The open file by which memory is moved: direct only in whole pages."""
         whole = not (memory.data_ptr() % PAGE or memory.numel() % PAGE or offset % PAGE)
-        direct = self._claim.direct
-        return direct if direct is not None and whole else self._claim.plain
+        return self._files[-1 if whole else 0]
 
     @contextlib.contextmanager
-    def named(self, verb: str, leaf: str) -> Iterator[None]:
-        """A context in which errors of the system become one that names the file and the leaf."""
+    def _errors(self, what: str, fix: str, leaf: str) -> Iterator[None]:
+        """A context in which errors of the system become one that names the folder and the leaf."""
         try:
             yield
         except OSError as error:
-            fix = _AGAIN if verb == "read" else _MEND
-            raise self._error(self.path, f"cannot be {verb}", error, fix, leaf) from error
-
-    @staticmethod
-    def _error(path: Path, what: str, error: OSError | None, fix: str, leaf: str = "") -> FileError:
-        lines = [f"{leaf}: {error or 'it lies there'}" if leaf else f"{error or ''}"]
-        text = message(f"offload: {path} {what}", filter(None, lines), fix)
-        return FileError(text, str(path), leaf)
+            lines = [f"{leaf}: {error}" if leaf else f"{error}"]
+            text = message(f"offload: a scratch file in {self.folder} {what}", lines, fix)
+            raise FileError(text, str(self.folder), leaf) from error
 
 
-def _end(claimed: Claim, process: int) -> None:
+def _close(files: list[int]) -> None:
     count_files(-1)
-    end(claimed, process)
+    for number in files:
+        os.close(number)
 
 
 class Extent:
@@ -578,127 +337,49 @@ class Extent:
       leaf: what it is for.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_given",
-        "_state",
-        "_sums",
-        "generation",
-        "holders",
-        "leaf",
-        "length",
-        "nbytes",
-        "offset",
-        "scratch",
-    )
-
     def __init__(self, scratch: Scratch, offset: int, length: int, leaf: str) -> None:
         self.scratch, self.offset, self.length, self.leaf = scratch, offset, length, leaf
-        self.nbytes = nbytes = padded(length)
-        self.generation = 0  # counts how often some of it was given away to be overwritten
-        # From which byte on it was last given away in which generation, in order.
-        self._given: list[tuple[float, int]] = [(0, 0)]
+        self.nbytes = padded(length)
         self.holders = weakref.WeakSet[Any]()  # each `Hold` for which its bytes stay
-        units = -(-nbytes // UNIT)
-        with torch.inference_mode(mode=False):  # threads write to it
-            self._sums = torch.zeros(units, dtype=torch.int64)
-        self._state = bytearray([_UNSET]) * units  # no tensor: its ops would slow small blocks down
         back: Callable[..., Any] = scratch._returned.append
-        weakref.finalize(self, back, (offset, nbytes)).atexit = False
+        weakref.finalize(self, back, (offset, self.nbytes)).atexit = False
 
     def read(self, start: int, memory: Tensor, leaf: str = "") -> None:
-        """Fill memory with bytes from `start` of this part on, and compare them with checksums.
+        """Fill memory with bytes from `start` of this part on.
 
         Raises:
-          FileError: they cannot be read, or are not those that were written.
+          FileError: they cannot be read.
         """
-        scratch, leaf = self.scratch, leaf or self.leaf
-        with scratch.named("read", leaf):
-            touched = self._state[start // UNIT : -(-(start + memory.numel()) // UNIT)]
-            if _UNSET in touched:
-                raise OSError("it was never written, or not to the end")
+        with self.scratch._errors("cannot be read", _AGAIN, leaf or self.leaf):
             at = self.offset + start
-            read_all(scratch.file_for(memory, at), memory, at)
-            self._compare(start, memory)
-
-    def compare(self, start: int, memory: Tensor, leaf: str = "") -> None:
-        """Compare bytes from `start` of this part on, which were read by other means.
-
-        Raises:
-          FileError: they are not those that were written.
-        """
-        with self.scratch.named("read", leaf or self.leaf):
-            self._compare(start, memory)
-
-    def _compare(self, start: int, memory: Tensor) -> None:
-        units, inner = self._whole_units(start, memory)
-        wanted, found = self._sums[units], sums(inner)
-        if not torch.equal(wanted, found):
-            wrong = zip((wanted != found).tolist(), self._state[units], strict=True)
-            if any(differs and state == _SUMMED for differs, state in wrong):
-                raise OSError("its values are not those that were written there")
-
-    def give_away(self, start: int, stop: int) -> None:
-        """Count that the bytes from `start` to `stop` are given away to be overwritten."""
-        stop += not self.length  # what has no bytes at all counts as one
-        if start == stop:
-            return
-        self.generation += 1
-        first, end = bisect_left(self._given, (start,)), bisect_right(self._given, (stop, math.inf))
-        rest = (stop, self._given[end - 1][1])
-        self._given[first:end] = [(start, self.generation), rest]
-
-    def was_given(self, start: int, stop: int, generation: int) -> bool:
-        """Whether any of these bytes was given away after a generation."""
-        stop += not self.length
-        first, end = bisect_right(self._given, (start, math.inf)), bisect_left(self._given, (stop,))
-        return start < stop and any(last > generation for _, last in self._given[first - 1 : end])
+            read_all(self.scratch.file_for(memory, at), memory, at)
 
     @property
     def is_held(self) -> bool:
-        """Whether its bytes have to stay; see [Note: held parts] in `stored`."""
+        """Whether its bytes have to stay; see [Note: held parts] in `placed`."""
         return len(self.holders) > 0
 
     def write(self, start: int, memory: Tensor, leaf: str = "") -> None:
         """Write memory from `start` of this part on.
 
         Raises:
-          FileError: it cannot be written, or is held.
+          FileError: it cannot be written.
+          PlanError: it is held.
         """
-        scratch, leaf = self.scratch, leaf or self.leaf
         if self.is_held:
-            fix = "wait() for the save that reads it, or write to a new tensor"
-            raise scratch._error(scratch.path, "is read by a save under way", None, fix, leaf)
-        touched = slice(start // UNIT, -(-(start + memory.numel()) // UNIT))
-        count = touched.stop - touched.start
-        whole = self._whole_units(start, memory)
-        found = sums(whole.memory)
-        # Neighbours of a unit that is written in part may be read meanwhile, without its checksum.
-        self._state[touched] = self._state[touched].replace(bytes([_SUMMED]), bytes([_WRITTEN]))
-        try:
-            with scratch.named("written", leaf):
-                at = self.offset + start
-                write_all(scratch.file_for(memory, at), memory, at)
-        except BaseException:
-            self._state[touched] = bytes([_UNSET]) * count
-            raise
-        self._sums[whole.units] = found
-        self._state[touched] = bytes([_WRITTEN]) * count
-        self._state[whole.units] = bytes([_SUMMED]) * len(found)
+            text = f"offload: {leaf or self.leaf} is read by a save under way"
+            raise PlanError(text, fix="wait() for that save, or write to a new tensor")
+        with self.scratch._errors("cannot be written", _MEND, leaf or self.leaf):
+            at = self.offset + start
+            write_all(self.scratch.file_for(memory, at), memory, at)
 
-    def _whole_units(self, start: int, memory: Tensor) -> "_Whole":
-        """The units of which memory has all bytes."""
-        stop = start + memory.numel()
-        first = -(-start // UNIT)
-        last = stop // UNIT if stop < self.nbytes else len(self._sums)
-        if last <= first:
-            return _Whole(slice(0, 0), memory[:0])
-        inner = memory[first * UNIT - start : min(last * UNIT, stop) - start]
-        return _Whole(slice(first, last), inner.clone() if inner.data_ptr() % 8 else inner)
-
-
-class _Whole(NamedTuple):
-    """Units of an extent, and the memory for them, whose words are aligned."""
-
-    units: slice
-    memory: Tensor
+    def view(self, start: int, nbytes: int, leaf: str = "") -> Tensor:
+        """Map bytes of this part, which must not be written: the system reads what is touched."""
+        before = (self.offset + start) % mmap.ALLOCATIONGRANULARITY
+        with self.scratch._errors("cannot be read", _AGAIN, leaf or self.leaf):
+            how = {"flags": mmap.MAP_SHARED, "prot": mmap.PROT_READ}
+            at = self.offset + start - before
+            view = mmap.mmap(self.scratch._files[0], before + nbytes, **how, offset=at)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that it cannot be written to
+            return torch.frombuffer(view, dtype=torch.uint8)[before:]

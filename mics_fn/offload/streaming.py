@@ -19,10 +19,8 @@ from torch import Tensor
 from mics_fn import checks, spans
 from mics_fn.collectives import refuse_derivative
 from mics_fn.errors import FileError, PlanError, message
-from mics_fn.offload import scratch as scratch_module
+from mics_fn.offload import scratch
 from mics_fn.offload.places import HOST_BYTES, LEAST_HOST_BYTES
-from mics_fn.offload.scratch import PAGE, UNIT, Scratch, layout, padded
-from mics_fn.offload.stored import Stored
 from mics_fn.threads import Crew, Job
 
 SLOTS = 4
@@ -35,7 +33,7 @@ class Block(NamedTuple):
     """What travels together, and is in host memory at the same time.
 
     Args:
-      reads: stored tensors that are read; None for memory whose values the caller sets.
+      reads: tensors in files that are read; None for memory whose values the caller sets.
       writes: where each of them goes afterwards; None for one that is only read. () writes nothing.
         The same tensor is written in place; a new one, made by `empty`, leaves the old as it is.
       key: whatever tells the caller what it is.
@@ -49,22 +47,24 @@ class Block(NamedTuple):
         """What each of its tensors is read from and written to."""
         return list(zip(self.reads, self.writes or [None] * len(self.reads), strict=True))
 
-    def likes(self) -> list[Stored]:
-        """A stored tensor of the shape and dtype of each."""
-        pairs = self.pairs()
-        found = [into if source is None else source for source, into in pairs]
-        if not all(isinstance(x, Stored) for x in found):
-            fix = "read stored tensors, or write to them"
-            raise PlanError("stream: a block of a tensor that is not stored", fix=fix)
-        for source, into in pairs:
-            if source is not None and into is not None and _form(source) != _form(into):
-                text = f"stream: {source!r} would be written to {into!r}"
-                raise PlanError(text, fix="write to a tensor of this shape and dtype")
-        return found
+    def likes(self) -> list[Any]:
+        """A tensor in a file of the shape and dtype of each."""
+        return [into if source is None else source for source, into in self.pairs()]
 
+    def memory(self, slot: Tensor) -> list[Tensor]:
+        """The part of a slot that each of its tensors has, in whole pages."""
+        sizes = [x.size_bytes for x in self.likes()]
+        starts, end = scratch.layout(sizes)
+        if end > len(slot):
+            text = f"stream: a block of {end} bytes, with slots of {len(slot)}"
+            raise PlanError(text, fix="cut it, as cuts() says, or pass a larger host_bytes")
+        pairs = zip(starts, sizes, strict=True)
+        return [slot[start : start + scratch.padded(size)] for start, size in pairs]
 
-def _form(x: Tensor) -> tuple[Any, ...]:
-    return tuple(x.shape), x.dtype
+    def tensors(self, slot: Tensor) -> list[Tensor]:
+        """Its tensors in a slot."""
+        pairs = zip(self.likes(), self.memory(slot), strict=True)
+        return [part[: x.size_bytes].view(x.dtype).view(x.shape) for x, part in pairs]
 
 
 def stream(
@@ -74,7 +74,7 @@ def stream(
     threads: int = THREADS,
     timeout_s: float = TIMEOUT_S,
 ) -> Iterator[tuple[Block, list[Tensor]]]:
-    """Bring blocks into host memory one after the other, and write them back.
+    """Fetch blocks into host memory one after the other, and write them back.
 
     The first `SLOTS` blocks are asked for at once, and waited for as they are wanted. A block's
     tensors may be used and changed until the next one is asked for; work that a device has queued
@@ -96,19 +96,16 @@ def stream(
 
     Raises:
       PlanError: a block is larger than a fourth of `host_bytes`.
-      FileError: a file cannot be read or written within `timeout_s`, or others have changed it.
-      DonatedError: a tensor was given away.
+      FileError: a file cannot be read or written within `timeout_s`.
       LeafError: it runs inside torch.func.
 
     Example:
       >>> from tempfile import TemporaryDirectory
       >>> with TemporaryDirectory() as folder:
       ...     x = offload.store(torch.arange(3.0), offload.Scratch(folder))
-      ...     (x,) = offload.renewed([x])
       ...     for block, (part,) in offload.stream([offload.Block([x], [x])]):
       ...         part += 1
       ...     print(offload.read(x))
-      ...     del x, block
       tensor([1., 2., 3.])
     """
     checks.integer("stream", "host_bytes", host_bytes, LEAST_HOST_BYTES)
@@ -126,13 +123,13 @@ def _streamed(
     if first is None:
         return
     device = next((x.device for x in first.likes()), torch.device("cpu"))
-    memory = scratch_module.take(host_bytes, device)
+    memory = scratch.take(host_bytes, device)
     work = _Stream(memory, threads, timeout_s)
     try:
         yield from work.run(chain([first], source))
     finally:
         work.end()
-    scratch_module.give(memory, device)  # no thread has it any more
+    scratch.give(memory, device)  # no thread has it any more
 
 
 def block_bytes(host_bytes: int) -> int:
@@ -141,11 +138,11 @@ def block_bytes(host_bytes: int) -> int:
     >>> block_bytes(64 * 2**20) // 2**20
     16
     """
-    return host_bytes // SLOTS // UNIT * UNIT
+    return host_bytes // SLOTS // scratch.PAGE * scratch.PAGE
 
 
 def cuts(numel: int, sizes: Sequence[int], host_bytes: int = HOST_BYTES) -> list[tuple[int, int]]:
-    """Where tensors of so many elements are cut, so that the same parts of all make one block.
+    """Cut tensors of so many elements, so that the same parts of all make one block.
 
     Args:
       numel: elements of each.
@@ -160,8 +157,7 @@ def cuts(numel: int, sizes: Sequence[int], host_bytes: int = HOST_BYTES) -> list
       [(0, 2097152), (2097152, 4194304), (4194304, 5000000)]
     """
     most = block_bytes(host_bytes) // sum(sizes)
-    whole = UNIT // min(sizes)  # so that each part has checksums of its own
-    step = most // whole * whole or max(PAGE, most // PAGE * PAGE)
+    step = max(1, most // scratch.PAGE) * scratch.PAGE  # whole pages of each, for direct I/O
     return [(low, min(numel, low + step)) for low in range(0, numel, step)]
 
 
@@ -175,12 +171,11 @@ class _Stream:
 
     def __init__(self, memory: Tensor, threads: int, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        size = len(memory) // SLOTS // UNIT * UNIT
+        size = block_bytes(len(memory))
         self._slots = [memory[i * size : (i + 1) * size] for i in range(SLOTS)]
         self._crew = Crew(threads, "mics_fn-offload")
         self._jobs: list[Job] = []  # by slot
-        self._read: set[Scratch] = set()  # whose first pages were compared
-        self._written: set[Scratch] = set()  # that count this pass
+        self._folder = ""  # of the last file, for errors
         self._ended = False
 
     def run(self, source: Iterator[Block]) -> Iterator[Any]:
@@ -196,7 +191,7 @@ class _Stream:
                 break
             block = ahead.popleft()
             self._await(self._jobs[slot])
-            yield block, self._tensors(slot, block)
+            yield block, block.tensors(self._slots[slot])
             following = next(source, None)
             if following is not None:
                 ahead.append(following)
@@ -204,88 +199,45 @@ class _Stream:
         for job in self._jobs:
             self._await(job)
 
-    def _start(self, slot: int, done: Block | None, coming: Block | None) -> Job:
+    def _start(self, slot: int, done: Block | None, following: Block | None) -> Job:
         """Begin to write a block and to read another one into its slot."""
-        if coming is not None:
-            need = sum(padded(x.size_bytes) for x in coming.likes())
-            if need > len(self._slots[slot]):
-                text = f"stream: a block of {need} bytes, with slots of {len(self._slots[slot])}"
-                raise PlanError(text, fix="cut it, as cuts() says, or pass a larger host_bytes")
-            self._check(coming)
-        if done is not None:
-            self._count(done)
-        if spans.observers:
-            self._tell(slot, done, coming)
-        return self._crew.give(partial(self._move, slot, done, coming))
+        memory = self._slots[slot]
+        writes = [] if done is None else _moves(memory, done, done.writes)
+        reads = [] if following is None else _moves(memory, following, following.reads)
+        for verb, moves in (("write", writes), ("read", reads)):
+            if moves:
+                self._folder = str(moves[0][1].extent.scratch.folder)
+            if moves and spans.observers:
+                leaves = ", ".join(x.leaf for _, x in moves)
+                held = [each for each, _ in moves] if verb == "write" else []
+                spans.passing(f"offload: {verb} {leaves}".rstrip(), None, held)
+        return self._crew.give(partial(self._move, writes, reads))
 
-    def _tell(self, slot: int, done: Block | None, coming: Block | None) -> None:
-        """Show to observers what a thread is about to write and to read."""
-        for verb, which, block in (("write", 1, done), ("read", 0, coming)):
-            found = [] if block is None else [pair[which] for pair in block.pairs()]
-            leaves = ", ".join(x.leaf for x in found if x is not None)
-            if any(x is not None for x in found):
-                memory = self._tensors(slot, block) if block is done and block is not None else []
-                spans.passing(f"offload: {verb} {leaves}".rstrip(), None, memory)
-
-    def _check(self, block: Block) -> None:
-        """Raise unless the files of a block are as they were left, and its tensors are valid."""
-        for source, into in block.pairs():
-            for x in (source, into):
-                if x is None:
-                    continue
-                x.check()
-                scratch = x.extent.scratch
-                if scratch not in self._read:
-                    scratch.check(x.leaf)
-                    self._read.add(scratch)
-
-    def _count(self, block: Block) -> None:
-        """Count this pass in the files that a block is written to, before the first write."""
-        for _, into in block.pairs():
-            if into is not None and into.extent.scratch not in self._written:
-                into.extent.scratch.begin_writes(into.leaf)
-                self._written.add(into.extent.scratch)
-
-    def _move(self, slot: int, done: Block | None, coming: Block | None) -> None:
+    def _move(self, writes: Sequence[Any], reads: Sequence[Any]) -> None:
         """Write a block and read the next one; runs in a thread."""
-        for (_, into), memory in self._parts(slot, done):
-            if into is not None:
-                into.extent.write(into.start, memory[: into.reaches()], into.leaf)
+        for memory, x in writes:
+            x.extent.write(x.start, memory[: x.reaches()], x.leaf)
         if self._ended:
             return
-        for (source, _), memory in self._parts(slot, coming):
-            if source is not None:
-                source.extent.read(source.start, memory[: source.reaches()], source.leaf)
-
-    def _parts(self, slot: int, block: Block | None) -> list[tuple[Any, Tensor]]:
-        """What each tensor of a block is read from and written to, with its memory."""
-        if block is None:
-            return []
-        sizes = [x.size_bytes for x in block.likes()]
-        starts, _ = layout(sizes)
-        memory = self._slots[slot]
-        parts = [memory[a : a + padded(n)] for a, n in zip(starts, sizes, strict=True)]
-        return list(zip(block.pairs(), parts, strict=True))
-
-    def _tensors(self, slot: int, block: Block) -> list[Tensor]:
-        """The tensors of a block that has arrived."""
-        memory = [part for _, part in self._parts(slot, block)]
-        return [
-            part[: x.size_bytes].view(x.dtype).view(x.shape)
-            for x, part in zip(block.likes(), memory, strict=True)
-        ]
+        for memory, x in reads:
+            x.extent.read(x.start, memory[: x.reaches()], x.leaf)
 
     def _await(self, job: Job) -> None:
         """Wait for a job, and raise its error."""
         deadline = time.monotonic() + self._timeout_s
         while not job.done.wait(_LOOK_S):
             if time.monotonic() > deadline:
-                files = ", ".join(sorted(f"{x.path}" for x in self._read | self._written))
-                text = f"offload: the disk took longer than {self._timeout_s:g} s: {files}"
-                raise FileError(message(text, fix="look at the disk"), files)
+                text = f"offload: the disk took longer than {self._timeout_s:g} s: {self._folder}"
+                raise FileError(message(text, fix="look at the disk"), self._folder)
         job.result()
 
     def end(self) -> None:
         """Wait until no thread is left; one that the disk keeps for too long ends by itself."""
         self._ended = True
         self._crew.end(self._timeout_s)
+
+
+def _moves(slot: Tensor, block: Block, tensors: Sequence[Any]) -> list[tuple[Tensor, Any]]:
+    """The tensors to read or to write, with the memory of each."""
+    pairs = zip(block.memory(slot), tensors, strict=False)  # () writes nothing
+    return [(memory, x) for memory, x in pairs if x is not None]

@@ -96,7 +96,7 @@ A `Rate` is a number, a tensor, or a function of the step. The scales of a `Guar
 type `LossScale`: `no_scale`, `static_scale`, `dynamic_scale`; `adjust` gives that of the next step.
 """
 
-from mics_fn.optim.columns import StepRefused, fresh, lazy_grads, map_columns
+from mics_fn.optim.columns import StepRefused, fresh, map_columns
 from mics_fn.optim.comparing import (
     Comparison,
     differing,
@@ -108,7 +108,7 @@ from mics_fn.optim.comparing import (
     texts_of,
     versions,
 )
-from mics_fn.optim.flat import by_leaf, replaced
+from mics_fn.optim.flat import by_leaf, lazy_grads, replaced
 from mics_fn.optim.guard import (
     Guard,
     LossScale,

@@ -46,28 +46,18 @@ from mics_fn.errors import LeafError, MicsError, PlanError
 from mics_fn.offload import (
     HOST_BYTES,
     Block,
-    Stored,
+    FileTensor,
     cuts,
-    empty,
-    is_apart,
+    in_file,
     is_coded,
     is_held,
-    is_stored,
-    laid_like,
+    is_placed,
+    placed_like,
     read,
-    renewed,
     stream,
 )
 from mics_fn.optim import flat
-from mics_fn.shards import (
-    Bucket,
-    GradStream,
-    closed_after,
-    grad_stream,
-    needs_derivative,
-    note_write,
-    reduced_over,
-)
+from mics_fn.shards import Bucket, closed_after, needs_derivative, note_write
 from mics_fn.tree import Tree
 
 # `Column`: corresponding tensors of several trees, on which an optimizer works in one go.
@@ -170,7 +160,9 @@ class WorkingTree(NamedTuple):
         if isinstance(self.given, flat.Unpacked):
             old, new = self.given.pieces, self.pieces
             # To ask each of them takes long.
-            return self.given.with_pieces(laid_like(new, old) if Stored in map(type, old) else new)
+            return self.given.with_pieces(
+                placed_like(new, old) if FileTensor in map(type, old) else new
+            )
         wholes = [
             flat.joined(run, [self.pieces[i] for i in run.members]) if whole is None else whole
             for run, whole in zip(self.runs, self.wholes, strict=True)
@@ -181,8 +173,8 @@ class WorkingTree(NamedTuple):
 def _brought(run: flat.FlatRun, pieces: list[Tensor]) -> Tensor | None:
     """Fetch pieces from several places of files into one run, and return `whole_run`."""
     whole, mine = flat.whole_run(run, pieces), [pieces[i] for i in run.members]
-    if whole is None and run.laid and Stored in map(type, mine):
-        device = next(x.device for x in mine if is_stored(x))
+    if whole is None and run.laid and FileTensor in map(type, mine):
+        device = next(x.device for x in mine if in_file(x))
         whole = flat.joined(run, [read(x.detach()).to(device) for x in mine])
         for i, piece in zip(run.members, flat.split(run, whole), strict=True):
             pieces[i] = piece
@@ -211,7 +203,7 @@ def in_place(held: Sequence[WorkingTree]) -> list[WorkingTree]:
     """Return trees to write in place, with copies of tensors that overlap or are not dense."""
     parts = [x for each in held for r in range(len(each.runs)) for x in each.parts(r)]
     finish_readers([x for x in parts if not is_coded(x)])
-    parts = [x for x in parts if not is_apart(x)]
+    parts = [x for x in parts if not is_placed(x)]
     far = {id(x) for each in held for x in each.wholes}  # whose parts are brought here later
     spans = sorted(
         (_torch.storage_id(x), int(x.storage_offset()), x.numel())
@@ -221,7 +213,7 @@ def in_place(held: Sequence[WorkingTree]) -> list[WorkingTree]:
     odd = {a[0] for a, b in pairwise(spans) if a[0] == b[0] and b[1] < a[1] + a[2]}
 
     def settled(run: flat.FlatRun, x: Tensor) -> Tensor:
-        if is_apart(x):
+        if is_placed(x):
             return x if id(x) in far else flat.copied(run, x)
         return (
             x
@@ -240,13 +232,13 @@ def readable(
     Each run comes to the device of the first target, which computes.
     """
     parts = [x for each in targets for r in range(len(each.runs)) for x in each.parts(r)]
-    written = {_torch.storage_id(x) for x in parts if not is_apart(x)}
+    written = {_torch.storage_id(x) for x in parts if not is_placed(x)}
     first = {id(run): targets[0].parts(r)[:1] for r, run in enumerate(targets[0].runs)}
 
     def settled(run: flat.FlatRun, x: Tensor) -> Tensor:
         if any(x.device != home.device for home in first.get(id(run), ())):
             return flat.copied(run, x.to(first[id(run)][0].device))
-        here = not is_stored(x) and flat.is_dense(x)
+        here = not in_file(x) and flat.is_dense(x)
         return x if here and _torch.storage_id(x) not in written else flat.copied(run, x)
 
     return [each.change(settled, only) for each in held]
@@ -409,7 +401,7 @@ def far_runs(targets: Sequence[WorkingTree]) -> list[list[int]]:
     found = []
     for r in range(len(targets[0].runs)):
         device, wholes = _device_of(targets[0], r), [each.wholes[r] for each in targets]
-        far = [x is not None and (is_apart(x) or x.device != device) for x in wholes]
+        far = [x is not None and (is_placed(x) or x.device != device) for x in wholes]
         found.append([k for k, is_far in enumerate(far) if is_far])
     return found
 
@@ -515,7 +507,7 @@ class Elsewhere:
     def _brought(self, order: Iterable[int]) -> Generator[tuple[int, int, int, Tensors]]:
         """Yield the parts of all runs with fetched tensors, and store these back."""
         order = list(order)
-        files = [r for r in order if any(is_stored(self._old[k][r]) for k in self._far[r])]
+        files = [r for r in order if any(in_file(self._old[k][r]) for k in self._far[r])]
         travelling: Any = stream(self._in_files(files), self._host_bytes())  # begins to read
         with closing(travelling) as coming:
             if files:
@@ -536,24 +528,18 @@ class Elsewhere:
             sources = {k: self._old[k][r].narrow(0, low, high - low) for k in far}
             goals = {k: self._new(k, r).narrow(0, low, high - low) for k in far}
             if in_files:
-                stored = [k for k in far if is_stored(sources[k])]
+                stored = [k for k in far if in_file(sources[k])]
                 memory = dict(zip(stored, next(coming)[1], strict=True))
                 sources, goals = {**sources, **memory}, {**goals, **memory}
             yield Moving(r, low, high, sources, goals)
 
     def _in_files(self, runs: Iterable[int]) -> Iterator[Block]:
         for r in runs:
-            stored = [k for k in self._far[r] if is_stored(self._old[k][r])]
+            stored = [k for k in self._far[r] if in_file(self._old[k][r])]
             for low, high in self._cuts(r):
                 old = [self._old[k][r].narrow(0, low, high - low) for k in stored]
                 new = [self._new(k, r).narrow(0, low, high - low) for k in stored]
-                same = [self._in_place(k, r) for k in stored]
-                pairs = zip(old, new, same, strict=True)
-                yield Block(old, [a if is_same else b for a, b, is_same in pairs], r)
-
-    def _in_place(self, k: int, r: int) -> bool:
-        """Whether what lies in a file is overwritten there."""
-        return self._new(k, r).extent is self._old[k][r].extent
+                yield Block(old, new, r)
 
     def _new(self, k: int, r: int) -> Any:
         """Where the new values go."""
@@ -567,17 +553,11 @@ class Elsewhere:
         return [(low, min(numel, low + _CODED)) for low in range(0, numel, _CODED)]
 
     def _host_bytes(self) -> int:
-        stored = [self._old[k][r] for r, k in self._moved() if is_stored(self._old[k][r])]
+        stored = [self._old[k][r] for r, k in self._moved() if in_file(self._old[k][r])]
         return min((x.extent.scratch.host_bytes for x in stored), default=HOST_BYTES)
 
     def _finish(self) -> None:
-        """Put what was written into new values, of which those in files are new at once."""
-        if self._donate:
-            stored = [(r, k) for r, k in self._moved() if is_stored(self._old[k][r])]
-            at = [(r, k) for r, k in stored if self._in_place(k, r)]
-            new = renewed([self._old[k][r] for r, k in at])
-            for (r, k), x in zip(at, new, strict=True):
-                self.targets[k].wholes[r] = x
+        """Put what was written into the pieces of the targets."""
         for each in self.targets:
             for run, whole in zip(each.runs, each.wholes, strict=True):
                 if each.pieces and whole is not None:
@@ -644,13 +624,8 @@ def _given(each: WorkingTree, r: int, device: torch.device | None = None) -> Any
 
 def _like(old: Tensor, device: torch.device) -> Tensor:
     """Room for a new value of a tensor, where the old one lies."""
-    stored: Any = old
-    if is_coded(old):
-        return stored.unset()
-    if is_stored(old):
-        return empty(
-            stored.extent.scratch, old.shape, old.dtype, leaf=stored.leaf, device=old.device
-        )
+    if is_placed(old):
+        return old.unset()  # pyright: ignore[reportAttributeAccessIssue]
     return _device.host_buffer(old.nbytes, device).view(old.dtype).view(old.shape)
 
 
@@ -690,46 +665,11 @@ class StepRefused(MicsError):
     """A step is not taken, since its gradients were refused; nothing was written."""
 
 
-def lazy_grads(like: Tree, make: Callable[[], Tree]) -> GradStream:
-    """Make gradients at the first read; see [Note: states come first].
-
-    Args:
-      like: a tree of shards like that of the gradients, or what they are made of as it completes.
-      make: gives them, a tree or what `grad_stream` takes; what it raises ends the step.
-    """
-    given, found = grad_stream(like), flat.unpacked(like)
-    order: Sequence[Sequence[int]] = [range(len(found.pieces))]
-    if given is not None:
-        like, order = given.like, given.order
-    done: list[flat.Unpacked] = []
-
-    def made() -> flat.Unpacked:
-        if not done:
-            done.append(flat.unpacked(make()))
-            got, count = len(done[0].pieces), len(found.pieces)
-            if got != count:
-                text = f"opt_step: gradients of {count} leaves were given to what made {got}"
-                raise LeafError(text, fix="return a tree like the one that it was given")
-        return done[0]
-
-    def here(place: int) -> bool:
-        return bool(done) and (done[0].stream is None or done[0].stream.here(place))
-
-    def take(place: int) -> list[Tensor]:
-        stream = made().stream
-        if stream is not None:
-            return stream.take(place)
-        return [made().pieces[i] for i in order[place]]
-
-    home = reduced_over(found.leaves) if given is None else given.home
-    return GradStream(like, home, order, here, take, made)
-
-
 def needs_fetch(params: Tree, opt: Any) -> bool:
     """Return whether a step fetches states from a file or another device, on this rank."""
     held = [x for x in tree.flatten(opt)[0] if isinstance(x, Tensor)]
     held += flat.unpacked(params).pieces
-    return Stored in map(type, held) or len(set(flat.devices(held))) > 1
+    return FileTensor in map(type, held) or len(set(flat.devices(held))) > 1
 
 
 class Columns(NamedTuple):

@@ -14,7 +14,7 @@ its pieces begin does.
 kept as codes. A step decodes a part of a column, lets the optimizer write to it, and codes what it
 has written; see `columns`. Leaves begin on borders of blocks and so do chunks, so that no block
 has elements of two leaves or two ranks: codes, and with them all numbers, do not depend on how many
-ranks share a tensor. Second moments are kept by their roots; see [Note: roots] in `offload.apart`.
+ranks share a tensor. Second moments are kept by their roots; see [Note: roots] in `offload.codes`.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from mics_fn import _torch, tree
 from mics_fn.errors import LeafError, PlanError
-from mics_fn.offload import Coded, Stored, coded, is_apart, is_coded, is_stored, laid_like, read
+from mics_fn.offload import FileTensor, coded, in_file, is_coded, is_placed, placed_like
 from mics_fn.shards import (
     Bucket,
     GradStream,
@@ -121,7 +121,7 @@ def whole_run(run: FlatRun, pieces: Sequence[Tensor]) -> Tensor | None:
     mine = [pieces[i] for i in index]
     if any(map(is_coded, mine)):
         return None
-    if any(map(is_stored, mine)):
+    if any(map(in_file, mine)):
         return _in_one_file(run, mine)
     first = mine[0].detach()
     if _torch.has_no_data(first) or tuple(map(Tensor.numel, mine)) != lengths:
@@ -142,7 +142,7 @@ def whole_run(run: FlatRun, pieces: Sequence[Tensor]) -> Tensor | None:
 def _in_one_file(run: FlatRun, pieces: Sequence[Any]) -> Tensor | None:
     """The same of pieces that are not empty and lie in files."""
     first, (_, starts, lengths) = pieces[0], run.columns
-    if not all(map(is_stored, pieces)) or any(x.extent is not first.extent for x in pieces):
+    if not all(map(in_file, pieces)) or any(x.extent is not first.extent for x in pieces):
         return None
     extent, size = first.extent, first.dtype.itemsize
     if any((x.dtype, x.ndim) != (first.dtype, 1) for x in pieces):
@@ -150,10 +150,8 @@ def _in_one_file(run: FlatRun, pieces: Sequence[Any]) -> Tensor | None:
     here = [(x.start - first.start, x.numel()) for x in pieces]
     if here != [(start * size, n) for start, n in zip(starts, lengths, strict=True)]:
         return None
-    for x in pieces:
-        x.check()  # the whole would be valid although a piece was given away
     like = torch.empty(run.numel, dtype=first.dtype, device="meta")
-    return Stored(extent, first.start, like, first.device, first.leaf)
+    return FileTensor(extent, first.start, like, first.device, first.leaf)
 
 
 @lru_cache(maxsize=64)
@@ -226,8 +224,8 @@ def is_dense(x: Tensor) -> bool:
 
 def copied(run: FlatRun, x: Tensor) -> Tensor:
     """A dense copy of a part of a run; in a chunk of its own where it lay in one."""
-    if is_apart(x):
-        return x.copied() if isinstance(x, Coded) else read(x)
+    if is_placed(x):
+        return x.copied()  # pyright: ignore[reportAttributeAccessIssue]
     if not is_in_chunk(run, x):
         return x.detach().clone(memory_format=torch.contiguous_format)
     chunk = x.detach().as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
@@ -238,7 +236,7 @@ def is_in_chunk(run: FlatRun, x: Tensor) -> bool:
     """Whether a part is all that a chunk holds, and its memory is of the chunk's size."""
     if run.bucket is None or not run.complete or not x.numel() == run.numel > 0:
         return False
-    if is_apart(x):
+    if is_placed(x):
         return False
     return is_dense(x) and x.untyped_storage().nbytes() == run.bucket.chunk * x.itemsize
 
@@ -368,7 +366,7 @@ class FlatShards:
         for r, run in enumerate(self.layout.runs):
             if not all(same[i] for i in run.members):
                 whole = joined(run, [new.pieces[i] for i in run.members])
-                (whole,) = laid_like([whole], [self.wholes[r]])
+                (whole,) = placed_like([whole], [self.wholes[r]])
                 runs[r] = Sharded(whole, run.bucket, 0) if run.bucket else whole
         return FlatShards(runs, self.layout)
 
@@ -569,6 +567,41 @@ def unpacked(shards: Tree) -> Unpacked:
         held = (x for x in leaves if isinstance(x, _HELD))
         found.pieces.extend(x.data if isinstance(x, Sharded) else x for x in held)
     return found
+
+
+def lazy_grads(like: Tree, make: Callable[[], Tree]) -> GradStream:
+    """Make gradients at the first read; see [Note: states come first] in `columns`.
+
+    Args:
+      like: a tree of shards like that of the gradients, or what they are made of as it completes.
+      make: gives them, a tree or what `grad_stream` takes; what it raises ends the step.
+    """
+    given, found = grad_stream(like), unpacked(like)
+    order: Sequence[Sequence[int]] = [range(len(found.pieces))]
+    if given is not None:
+        like, order = given.like, given.order
+    done: list[Unpacked] = []
+
+    def made() -> Unpacked:
+        if not done:
+            done.append(unpacked(make()))
+            got, count = len(done[0].pieces), len(found.pieces)
+            if got != count:
+                text = f"opt_step: gradients of {count} leaves were given to what made {got}"
+                raise LeafError(text, fix="return a tree like the one that it was given")
+        return done[0]
+
+    def here(place: int) -> bool:
+        return bool(done) and (done[0].stream is None or done[0].stream.here(place))
+
+    def take(place: int) -> list[Tensor]:
+        stream = made().stream
+        if stream is not None:
+            return stream.take(place)
+        return [made().pieces[i] for i in order[place]]
+
+    home = reduced_over(found.leaves) if given is None else given.home
+    return GradStream(like, home, order, here, take, made)
 
 
 def zeros(shards: Tree, name: str = "") -> FlatShards:

@@ -34,7 +34,7 @@ from mics_fn.errors import LeafError, NonFiniteError, PlanError, by_value, messa
 from mics_fn.groups import Groups, Home, require_replicas
 from mics_fn.optim import columns, norms
 from mics_fn.optim.comparing import compare_once
-from mics_fn.optim.flat import by_leaf, unpacked
+from mics_fn.optim.flat import by_leaf, lazy_grads, unpacked
 from mics_fn.optim.state import TrainState, opt_step
 from mics_fn.shards import (
     Sharded,
@@ -809,7 +809,7 @@ def guarded_step(
             raise columns.StepRefused
         return found[0].grads
 
-    lazy = columns.lazy_grads(grads, judged)
+    lazy = lazy_grads(grads, judged)
     # On every rank first, since not every rank may have a part of what is elsewhere.
     compare_once(state, lazy.home)
     try:

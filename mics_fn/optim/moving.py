@@ -1,6 +1,5 @@
 """`move`: the same state elsewhere, on the device, in host memory or in files."""
 
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,19 +13,7 @@ from mics_fn.checks import check_matched, matches
 from mics_fn.collectives import refuse_derivative
 from mics_fn.errors import FileError, LeafError, PlanError
 from mics_fn.groups import reports
-from mics_fn.offload import (
-    DEVICE,
-    Place,
-    Scratch,
-    Where,
-    is_apart,
-    is_coded,
-    is_stored,
-    laid_like,
-    read,
-    store,
-    where_of,
-)
+from mics_fn.offload import DEVICE, Where, is_coded, is_placed, place_tensor, placed_like, where_of
 from mics_fn.optim import flat
 from mics_fn.shards import Sharded, check_kept_place, is_donated, is_leaf
 
@@ -44,39 +31,22 @@ class Mover:
 
     def __init__(self, where: Where, field: str, device: torch.device) -> None:
         self._where, self._field, self._device = where, field, device
-        self._files: dict[str, Scratch] = {}  # by folder
 
-    def place(self, path: str) -> Place:
-        """The place of a leaf; on the CPU the device is the host."""
-        place: Place = getattr(self._where.at(path), self._field)
-        here = place.kind == "host" and not _device.is_async(self._device)
-        return DEVICE if here else place
+    def place(self, path: str) -> Any:
+        """The place of a leaf."""
+        return getattr(self._where.at(path), self._field).seen_from(self._device)
 
     def taken(self, x: Tensor, path: str) -> Tensor:
         """A tensor at the place of a leaf; the same one if it is there."""
-        if is_coded(x):
-            if self.place(path) != DEVICE:
-                text = f"move: {path} is to go to {self.place(path).kind}, and is kept as codes"
-                fix = "give states= a pattern that leaves it out; or shard without state="
-                raise PlanError(text, fix=fix)
-            return x
-        place, at_device = self.place(path), not is_stored(x) and x.device == self._device
-        if place.kind == "disk":
-            return self._to_file(x, place.folder, path)
-        if place == DEVICE:
-            return x if at_device else read(x).to(self._device)
-        if not is_stored(x) and x.device.type == "cpu":
-            return x
-        memory = _device.host_buffer(x.numel() * x.dtype.itemsize, self._device)
-        return memory.view(x.dtype).view(x.shape).copy_(x)
-
-    def _to_file(self, x: Any, folder: str, path: str) -> Tensor:
-        if is_stored(x) and os.fspath(x.extent.scratch.path.parent) == folder:
-            return x
-        if folder not in self._files:
-            budget = self._where.host_bytes
-            self._files[folder] = Scratch(folder, self._field, host_bytes=budget)
-        return store(x, self._files[folder], tree.join(self._field, path))
+        place = self.place(path)
+        if not is_coded(x):
+            leaf = tree.join(self._field, path)
+            return place_tensor(x, place, self._device, self._where.host_bytes, leaf)
+        if place != DEVICE:
+            text = f"move: {path} is to go to {place.kind}, and is kept as codes"
+            fix = "give states= a pattern that leaves it out; or shard without state="
+            raise PlanError(text, fix=fix)
+        return x
 
     def of_run(self, layout: flat.FlatLayout, r: int, moment: Tensor) -> Tensor:
         """`taken` for the long tensor of a run."""
@@ -110,7 +80,7 @@ class Mover:
 
     def _chunk(self, run: flat.FlatRun, whole: Tensor, path: str) -> Tensor:
         """A run, with the rest of its chunk if it has one of its own, which stays one."""
-        if is_stored(whole) or not flat.is_in_chunk(run, whole):
+        if not flat.is_in_chunk(run, whole):
             return self.taken(whole, path)
         count = whole.untyped_storage().nbytes() // whole.itemsize
         chunk = whole.detach().as_strided((count,), (1,), 0)
@@ -159,7 +129,7 @@ def as_before(new: V, old: Any) -> V:
         if isinstance(x, Sharded) and isinstance(old, Sharded) and not is_donated(old)
     ]
     made = [found[i].data for i in own]
-    laid = laid_like(made, [before[i].data for i in own])
+    laid = placed_like(made, [before[i].data for i in own])
     if all(a is b for a, b in zip(laid, made, strict=True)):
         return new
     for i, data in zip(own, laid, strict=True):
@@ -171,7 +141,7 @@ def room_for(value: V) -> V:
     """A state in memory that is to be overwritten: what is in files, or is codes, is not read."""
 
     def room(x: Any) -> Any:
-        return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if is_apart(x) else x
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if is_placed(x) else x
 
     return tree.map_leaves(room, value)
 
@@ -185,7 +155,7 @@ def device_of(pieces: Sequence[Tensor], also: Sequence[Tensor] = ()) -> torch.de
     for x in every:
         if _device.is_async(x.device):
             return x.device
-    if any(not is_apart(x) and x.numel() and x.is_pinned() for x in every):
+    if any(not is_placed(x) and x.numel() and x.is_pinned() for x in every):
         found = torch.accelerator.current_accelerator()
         return _device.with_index(found) if found is not None else torch.device("cpu")
     return torch.device("cpu")

@@ -1,7 +1,6 @@
 """What training carries from step to step, and the step of an optimizer."""
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -12,7 +11,7 @@ from mics_fn import _device, _torch, checks, spans, tree
 from mics_fn.errors import FileError, LeafError, MicsError, PlanError
 from mics_fn.groups import Groups
 from mics_fn.interrupts import Commit
-from mics_fn.offload import Where, is_stored, read
+from mics_fn.offload import Where
 from mics_fn.optim import comparing, flat, moving
 from mics_fn.optim.transform import Optimizer, Transform, as_transform, found_inf
 from mics_fn.shards import (
@@ -23,7 +22,6 @@ from mics_fn.shards import (
     is_leaf,
     lose_if_aborted,
     names,
-    note_write,
     reduced_over,
 )
 from mics_fn.tree import Tree
@@ -293,7 +291,7 @@ def _stepped(state: TrainState, ahead: flat.Unpacked, donate: bool) -> TrainStat
             if ahead.stream is not None:
                 ahead.stream.first()  # a rank without elements has taken nothing
         except BaseException as error:
-            _told(state, error, _home_of(ahead), donate)
+            _told(error, _home_of(ahead))
             raise
         params = after.closed()
         if donate:
@@ -309,24 +307,11 @@ def _stepped(state: TrainState, ahead: flat.Unpacked, donate: bool) -> TrainStat
     return TrainState(state.step + 1, params, opt, state.buffers, state.transform)
 
 
-def _told(state: TrainState, error: BaseException, home: Any, donate: bool) -> None:
+def _told(error: BaseException, home: Any) -> None:
     """End the groups if some ranks may have taken a step that others have not."""
-    if donate and type(error) is FileError and not _can_be_read(tree.flatten(state)[0]):
-        note_write()  # nothing was, but there is no state either
     known = isinstance(error, MicsError) and not isinstance(error, FileError)
     if isinstance(home, Groups) and home.world_size > 1 and not known:
         home.life.finish(error)  # the others may have taken this step
-
-
-def _can_be_read(leaves: Sequence[Any]) -> bool:
-    """Whether files still hold a state that was not written to; its leaves are read one by one."""
-    try:
-        for leaf in leaves:
-            if is_stored(leaf):
-                read(leaf)
-    except MicsError:
-        return False
-    return True
 
 
 def tell_memory(state: TrainState) -> None:

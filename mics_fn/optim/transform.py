@@ -13,7 +13,7 @@ from mics_fn import _torch, checks, tree
 from mics_fn.checks import check_matched, matches
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.optim import columns
-from mics_fn.optim.flat import Unpacked, unpacked
+from mics_fn.optim.flat import Unpacked, lazy_grads, unpacked
 from mics_fn.optim.moving import as_before
 from mics_fn.shards import Nothing, Sharded, is_leaf, names, needs_derivative
 from mics_fn.tree import Tree
@@ -361,7 +361,7 @@ def chain(*transforms: Optimizer) -> Transform:
         # See [Note: states come first] in `columns`. What the others have in files comes through
         # the same memory, and so before.
         late = columns.needs_fetch(params, states[-1]) and not columns.needs_fetch([], states[:-1])
-        given = unpacked(columns.lazy_grads(grads.closed(), made) if late else made())
+        given = unpacked(lazy_grads(grads.closed(), made) if late else made())
         after, last = parts[-1].step(given, states[-1], params, donate)
         return after, (*new, last)
 

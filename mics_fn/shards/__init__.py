@@ -149,7 +149,7 @@ from mics_fn.shards.precision import (
     check_patterns,
     precision_of,
 )
-from mics_fn.shards.sharding import Laying, layout_of, shard
+from mics_fn.shards.sharding import layout_of, place_chunk, shard
 from mics_fn.shards.verbs import (
     PendingTree,
     cut,

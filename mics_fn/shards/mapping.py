@@ -10,7 +10,7 @@ from mics_fn import tree
 from mics_fn.collectives import needs_derivative
 from mics_fn.errors import LeafError
 from mics_fn.groups import Hierarchy
-from mics_fn.offload import laid_like
+from mics_fn.offload import placed_like
 from mics_fn.shards.bucket import Bucket
 from mics_fn.shards.leaf import (
     Sharded,
@@ -67,7 +67,7 @@ def map(fn: Callable[..., Tensor], shards: Tree, *rest: Tree) -> Tree:
         if not _is_like(found, leaf.data):
             raise _unlike(tree.paths(shards, "shards", is_leaf)[i], leaf.data, found)
         made.append(found)
-    laid = laid_like(made, [leaf.data for leaf in trained.values()])
+    laid = placed_like(made, [leaf.data for leaf in trained.values()])
     for (i, leaf), data in zip(trained.items(), laid, strict=True):
         out[i] = Sharded(data, leaf.bucket, leaf.slot)
     mark_reduced(out, reduced_over(leaves))

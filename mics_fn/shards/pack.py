@@ -46,14 +46,13 @@ from mics_fn.groups import Buffers
 from mics_fn.offload import (
     DEVICE,
     Coded,
+    FileTensor,
     Place,
-    Stored,
     as_codes,
-    copied_into,
-    is_apart,
+    in_file,
     is_coded,
-    is_stored,
-    read,
+    is_placed,
+    transfer,
 )
 from mics_fn.shards.bucket import Bucket, gaps, pieces
 from mics_fn.shards.leaf import is_donated
@@ -194,7 +193,7 @@ def is_elsewhere(data: Tensor, device: torch.device) -> bool:
     """Return whether a tensor must be fetched to a device before ops can use it."""
     if _torch.has_no_data(data):
         return False
-    return data.device != device or (is_apart(_torch.unwrapped(data)) and data.numel() > 0)
+    return data.device != device or (data.numel() > 0 and is_placed(_torch.unwrapped(data)))
 
 
 def any_elsewhere(leaves: Sequence[Any], home: Any) -> bool:
@@ -221,7 +220,7 @@ def brought(data: Tensor, device: torch.device, dtype: torch.dtype | None = None
         return own.decoded(dtype or data.dtype)
     if not is_elsewhere(data, device):
         return data
-    if is_apart(_torch.unwrapped(data)):
+    if is_placed(_torch.unwrapped(data)):
         data = data.clone()  # an op on it reads it
     return data if data.device == device else data.to(device, non_blocking=True)
 
@@ -235,41 +234,30 @@ def copied_to(memory: Tensor, bucket: Bucket, chunk: int, data: Sequence[Any]) -
       chunk: the number of the chunk.
       data: the pieces; None for a leaf that the tree lacks.
     """
-    whole = whole_stored(bucket, chunk, data)
+    whole = whole_in_file(bucket, chunk, data)
     if whole is not None:
-        yield from _filled(memory, whole)
+        yield from transfer(whole, memory)
         return
     for piece, source in zip(pieces(bucket, chunk), data, strict=True):
         if source is not None and piece.length:
-            yield from _filled(memory.narrow(-1, piece.start, piece.length), source)
+            yield from transfer(source, memory.narrow(-1, piece.start, piece.length))
 
 
-def _filled(memory: Tensor, source: Tensor) -> Iterator[None]:
-    """Copy a tensor into memory: from a file in parts, from the host as one."""
-    if isinstance(source, Stored) and source.ndim == 1:
-        yield from copied_into(memory, source)
-        return
-    # A copy between devices that also casts would cast on the host, which waits for it.
-    memory.copy_(read(source).to(memory.device, non_blocking=True))
-    yield
-
-
-def whole_stored(bucket: Bucket, chunk: int, data: Sequence[Any]) -> Stored | None:
-    """The stored chunk of which the pieces are parts; None if they are not parts of one."""
+def whole_in_file(bucket: Bucket, chunk: int, data: Sequence[Any]) -> FileTensor | None:
+    """The chunk in a file of which the pieces are parts; None if they are not parts of one."""
     first: Any = None
     for piece, x in zip(pieces(bucket, chunk), data, strict=True):
         if not piece.length or x is None:
             continue
-        if not is_stored(x) or x.ndim > 1 or x.start != piece.start * x.dtype.itemsize:
+        if not in_file(x) or x.ndim > 1 or x.start != piece.start * x.dtype.itemsize:
             return None
-        x.check()
         first = x if first is None else first
         if x.extent is not first.extent or x.dtype != first.dtype:
             return None
     if first is None or first.extent.nbytes < bucket.chunk * first.dtype.itemsize:
         return None
     like = torch.empty(bucket.chunk, dtype=first.dtype, device="meta")
-    return Stored(first.extent, 0, like, first.device, first.leaf)
+    return FileTensor(first.extent, 0, like, first.device, first.leaf)
 
 
 @lru_cache(maxsize=4096)
@@ -310,7 +298,7 @@ def whole_chunk(bucket: Bucket, chunk: int, data: Sequence[Tensor | None]) -> Te
     changes only these pieces and their padding.
     """
     base, first = None, None
-    if any(is_apart(tensor) for tensor in data):
+    if any(is_placed(tensor) for tensor in data):
         return None
     for piece, tensor in zip(pieces(bucket, chunk), data, strict=True):
         if not piece.length or tensor is None:
@@ -378,7 +366,7 @@ def standing_for(bucket: Bucket, chunk: int, data: Sequence[Any]) -> Tensor:
 
     Else one without data of its own, since a gather compares between ranks how much it moves.
     """
-    found = whole_stored(bucket, chunk, data)
+    found = whole_in_file(bucket, chunk, data)
     if found is None:
         found = whole_chunk(bucket, chunk, data)
     if found is not None:

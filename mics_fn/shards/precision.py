@@ -161,7 +161,7 @@ class Precision:
         shards in float32, and leaves with at least 4,096 elements in full; those of others stay
         values. With "int8" an element whose gradients are below about 1/127 of the largest of its
         block takes smaller steps than without codes; "fp8" has room for 1/229,376. See
-        [Note: coded moments] in `optim.flat`, and [Note: roots] in `offload.apart`.
+        [Note: coded moments] in `optim.flat`, and [Note: roots] in `offload.codes`.
 
     Leaves are padded to blocks of their codecs. So the longest of the blocks of a leaf has to be a
     multiple of the others.

@@ -7,11 +7,11 @@ from typing import Any, Literal, NamedTuple, TypeVar, Unpack, overload
 import torch
 from torch import Tensor, nn
 
-from mics_fn import _device, _torch, checks, spans, tree
+from mics_fn import _torch, checks, spans, tree
 from mics_fn.collectives import Parts, Wire, agree, broadcast, check_level, check_replicas, in_parts
 from mics_fn.errors import PlanError, name_ranks
 from mics_fn.groups import Groups, Home
-from mics_fn.offload import DEVICE, Place, Scratch, Where, store
+from mics_fn.offload import DEVICE, Place, Where, place_tensor
 from mics_fn.shards.bucket import (
     BUCKET_BYTES,
     Bucket,
@@ -47,70 +47,43 @@ from mics_fn.tree import Tree
 # Where the chunks of new shards go: `where=` of the verbs that make some.
 
 
-class Laying:
-    """Place pieces as `Where.params` says, with one scratch file per folder.
+def place_chunk(
+    home: Home,
+    bucket: Bucket,
+    flat: Tensor,
+    places: Sequence[Place],
+    names: Sequence[str],
+    host_bytes: int,
+) -> list[Tensor]:
+    """Cut a chunk into its pieces, by slot, each in its place.
 
     Args:
-      where: the places.
+      home: the groups of the bucket.
+      bucket: the bucket.
+      flat: this rank's chunk, in memory of its own.
+      places: one per slot, as the device of the groups sees them.
+      names: paths of the leaves, for errors.
+      host_bytes: of the `Where` that the places come from.
+
+    Raises:
+      FileError: a file cannot be made or written.
+      LeafError: a value is not finite, and is to be kept as codes.
     """
-
-    def __init__(self, where: Where) -> None:
-        self._where, self._files = where, dict[str, Scratch]()
-
-    def place(self, path: str, home: Home) -> Place:
-        """Where the piece of a leaf lies; on the CPU the device is the host."""
-        place = self._where.at(path).params
-        return DEVICE if place.kind == "host" and not _device.is_async(home.device) else place
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory through which data of files travel."""
-        return self._where.host_bytes
-
-    def put(
-        self,
-        home: Home,
-        bucket: Bucket,
-        flat: Tensor,
-        places: Sequence[Place],
-        names: Sequence[str],
-    ) -> list[Tensor]:
-        """The pieces of a chunk, by slot, each in its place.
-
-        Args:
-          home: the groups of the bucket.
-          bucket: the bucket.
-          flat: this rank's chunk, in memory of its own.
-          places: one per slot.
-          names: paths of the leaves, for errors.
-
-        Raises:
-          FileError: a file cannot be made or written.
-          LeafError: a value is not finite, and is to be kept as codes.
-        """
-        chunk = home.hierarchy.route.chunk
-        if bucket.codes is not None and flat.numel() and not _torch.has_no_data(flat):
-            return coded_pieces(bucket, chunk, flat, names)
-        if _torch.has_no_data(flat) or not flat.numel() or set(places) == {DEVICE}:
-            return split_chunk(bucket, chunk, flat)
-        if len(set(places)) == 1:  # so that they are parts of one tensor there, too
-            title = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-            return split_chunk(bucket, chunk, self._moved(home, flat, places[0], title))
-        found = zip(split_chunk(bucket, chunk, flat), places, names, strict=True)
-        return [self._moved(home, piece.clone(), place, name) for piece, place, name in found]
-
-    def _moved(self, home: Home, data: Tensor, place: Place, name: str) -> Tensor:
-        """A tensor in its place: itself, or a copy."""
-        if place == DEVICE or not data.numel():
-            return data
-        if place.kind == "host":
-            made = _device.host_buffer(data.numel() * data.itemsize, home.device)
-            return made.view(data.dtype).copy_(data)
-        if place.folder not in self._files:
-            own = home.partition.ranks[home.partition.rank]
-            made = Scratch(place.folder, f"params-rank{own}", host_bytes=self.host_bytes)
-            self._files[place.folder] = made
-        return store(data, self._files[place.folder], name)
+    chunk, device = home.hierarchy.route.chunk, home.device
+    empty = _torch.has_no_data(flat) or not flat.numel()
+    if bucket.codes is not None and not empty:
+        return coded_pieces(bucket, chunk, flat, names)
+    if empty or set(places) == {DEVICE}:
+        return split_chunk(bucket, chunk, flat)
+    if len(set(places)) == 1:  # so that they are parts of one tensor there, too
+        title = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        flat = place_tensor(flat, places[0], device, host_bytes, title)
+        return split_chunk(bucket, chunk, flat)
+    own = [piece.clone() for piece in split_chunk(bucket, chunk, flat)]
+    return [
+        place_tensor(x, place, device, host_bytes, name) if x.numel() else x
+        for x, place, name in zip(own, places, names, strict=True)
+    ]
 
 
 # The layout of a tree that is about to be cut: what decides it, and how ranks compare it.
@@ -127,7 +100,7 @@ class Layout(NamedTuple):
     owners: list[int]  # for each leaf the first one that is the same tensor
     slots: dict[int, tuple[Bucket, int]]  # for the float leaves that own their data
     places: list[Place]  # where their pieces will lie
-    laying: Laying  # which puts them there
+    host_bytes: int  # through which data of files travel
 
 
 def specs_of(
@@ -384,11 +357,13 @@ def _lay_out(verb: str, root: str, params: Tree, groups: Any, options: Chosen) -
     slots = plan_buckets(list(specs.values()), **how)
     warn_of_padding(verb, dict.fromkeys(bucket for bucket, _ in slots), stacklevel=4)
     by_leaf = dict(zip(specs, slots, strict=True))
-    laying = Laying(options.where)
-    places = [laying.place(path, home) for path, home in zip(bare, homes, strict=True)]
+    where = options.where
+    places = [
+        where.at(path).params.seen_from(home.device) for path, home in zip(bare, homes, strict=True)
+    ]
     for i, (bucket, _) in by_leaf.items():
         check_kept_place(verb, bucket, places[i])
-    return Layout(verb, spec, leaves, paths, homes, owners, by_leaf, places, laying)
+    return Layout(verb, spec, leaves, paths, homes, owners, by_leaf, places, where.host_bytes)
 
 
 def _groups_of(params: Tree, groups: Any) -> list[Groups]:
@@ -444,7 +419,8 @@ def _cut(layout: Layout, sources: dict[Groups, int | None], parts: Parts) -> dic
             chunk = full.view(bucket.parts, -1)[home.hierarchy.route.chunk].clone()
         kind = Sharded if bucket.trainable else Fixed
         places, names = zip(*((layout.places[i], layout.paths[i]) for i in index), strict=True)
-        laid = parts.part(partial(layout.laying.put, home, bucket, chunk, places, names))
+        given = (home, bucket, chunk, places, names, layout.host_bytes)
+        laid = parts.part(partial(place_chunk, *given))
         pieces = zip(index, laid or [None] * len(index), strict=True)
         out.update({i: kind(piece, bucket, slot) for slot, (i, piece) in enumerate(pieces)})  # pyright: ignore
     return out

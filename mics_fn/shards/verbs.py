@@ -17,7 +17,7 @@ from mics_fn import _torch, checks, tree
 from mics_fn.collectives import check_replicas, needs_derivative
 from mics_fn.errors import DonatedError, LeafError
 from mics_fn.groups import Groups
-from mics_fn.offload import laid_like
+from mics_fn.offload import placed_like
 from mics_fn.shards import pack
 from mics_fn.shards.bucket import pieces
 from mics_fn.shards.leaf import (
@@ -514,7 +514,7 @@ def _averaged(
         else:
             found = apply("mean", uses, data)
         dealt = zip(indexes, deal(uses, found), strict=True)
-        out = opened.rebuild({i: laid_like(new, opened.held(i)) for i, (_, new) in dealt})
+        out = opened.rebuild({i: placed_like(new, opened.held(i)) for i, (_, new) in dealt})
         if donate:
             writing.give_away(tree.flatten(out, is_leaf)[0])
     return out

@@ -37,7 +37,7 @@ from mics_fn.errors import (
     message,
 )
 from mics_fn.interrupts import Commit
-from mics_fn.offload import is_coded, is_stored, laid_like, read
+from mics_fn.offload import in_file, is_coded, placed_like, read
 from mics_fn.optim import Guard, differing
 from mics_fn.shards import Fixed, Sharded, Writing, is_leaf, note_write, reclaimed
 from mics_fn.spans import LOG
@@ -208,15 +208,15 @@ def _written(own: Tree, given: Tree) -> Tree:
     (leaves, spec), new = tree.flatten(own, is_leaf), tree.flatten(given, is_leaf)[0]
     kept, mine = list(new), {i: x.data for i, x in enumerate(leaves) if is_leaf(x)}
     finish_readers([x for x in mine.values() if not is_coded(x)])
-    far = [i for i, data in mine.items() if is_stored(data)]
+    far = [i for i, data in mine.items() if in_file(data)]
     with torch.no_grad():
         for i, data in mine.items():
             kept[i] = leaves[i]
             if is_coded(data):
                 data.write(0, read(new[i].data))
-            elif not is_stored(data):
+            elif not in_file(data):
                 data.copy_(new[i].data)
-        laid = laid_like([new[i].data for i in far], [mine[i] for i in far])
+        laid = placed_like([new[i].data for i in far], [mine[i] for i in far])
     for i, data in zip(far, laid, strict=True):
         kept[i] = type(leaves[i])(data, leaves[i].bucket, leaves[i].slot)
     return spec.unflatten(kept)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import mics_fn as mf
 from mics_fn import checks
-from mics_fn.offload import Where, is_stored
+from mics_fn.offload import Where, in_file
 from mics_fn.optim import by_leaf
 from mics_fn.shards import Precision
 
@@ -39,7 +39,7 @@ PATTERNS: dict[str, Callable[[mf.Groups, Any, str], set[str]]] = {
         g, lambda x: x.bucket.compute == torch.bfloat16, precision=f"{by}: compute=bf16"
     ),
     "shard(where=)": lambda g, by, folder: laid(
-        g, lambda x: is_stored(x.data), where=f"{by}: params=disk:{folder}", bucket=lambda p: p
+        g, lambda x: in_file(x.data), where=f"{by}: params=disk:{folder}", bucket=lambda p: p
     ),
     "init_state(where=)": lambda g, by, folder: placed(g, f"{by}: states=disk:{folder}"),
     "move(where=)": lambda g, by, folder: placed(g, "", f"{by}: states=disk:{folder}"),
@@ -54,7 +54,7 @@ def placed(groups: mf.Groups, first: str, then: str | None = None) -> set[str]:
     state = mf.init_state(shards, mf.optim.sgd(1.0, momentum=0.5), where=first)
     state = state if then is None else mf.move(state, then)
     moments = by_leaf(state.opt).moments["momentum_buffer"]
-    return {name for name, leaf in moments.items() if is_stored(leaf.data)}
+    return {name for name, leaf in moments.items() if in_file(leaf.data)}
 
 
 @pytest.mark.parametrize("option", PATTERNS)

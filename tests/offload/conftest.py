@@ -10,7 +10,7 @@ from mics_fn.offload import Scratch
 
 @pytest.fixture(params=["direct", "cached"])
 def scratch(request: pytest.FixtureRequest, tmp_path: Path) -> Scratch:
-    made = Scratch(tmp_path, "test", direct=None if request.param == "direct" else False)
+    made = Scratch(tmp_path, direct=request.param == "direct")
     if made.direct != (request.param == "direct"):
         pytest.skip("the file system has no direct I/O")
     return made

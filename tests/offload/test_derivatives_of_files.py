@@ -38,7 +38,7 @@ def streamed(w: torch.Tensor, scratch: Scratch) -> Any:
 
 
 def moved(x: Any, scratch: Scratch) -> Any:
-    shards = mf.move(x, f"params=disk:{scratch.path.parent}")
+    shards = mf.move(x, f"params=disk:{scratch.folder}")
     return mf.gather(shards, mf.make_groups(1))["w"]
 
 

@@ -73,7 +73,7 @@ def trial(layout: Layout, verb: str, fault: str, folder: str) -> tuple[Any, ...]
     found: Any = None
     started = time.monotonic()
     try:
-        with broken(fault if bad else "", own if bad else "/proc/none", after):
+        with broken(fault if bad else "", after):
             make(groups, folder, {**options, "where": where})
     except mf.MicsError as error:
         found = error
@@ -86,13 +86,13 @@ def trial(layout: Layout, verb: str, fault: str, folder: str) -> tuple[Any, ...]
     told = found.path, found.leaf, str(found).partition("offload: ")[2].partition("\n")[0]
     where_lines = [line for line in str(found).split("\n") if "Errno" in line]
     del found
-    assert files_of(own, 0) == [], "what was made ends with the error"
+    assert files_of(own) == [], "what was made ends with the error"
     assert threading.active_count() == before
     gc.enable()
     again = make(groups, folder, {**options, "where": where})  # the groups can be used
     same_bits(mf.unshard(again, groups), wanted)
     del again
-    assert files_of(own, 0) == []
+    assert files_of(own) == []
     return told, where_lines
 
 

@@ -11,19 +11,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mics_fn.errors import DonatedError, FileError, PlanError
+from mics_fn.errors import FileError, PlanError
 from mics_fn.offload import (
     Block,
     Scratch,
     cuts,
     empty,
-    read,
-    renewed,
     store,
     stream,
     streaming,
 )
-from mics_fn.offload.scratch import PAGE, UNIT
+from mics_fn.offload.scratch import PAGE
 
 MIB = 2**20
 
@@ -59,14 +57,11 @@ def test_in_place(scratch: Scratch, numel: int):
     plain = moments(numel, torch.float32, torch.bfloat16, torch.float64)
     kept: Sequence[Tensor] = [store(x, scratch) for x in plain]
     for threads in (1, 3, 7):
-        old, kept = kept, renewed(kept)
         blocks = blocks_of(kept, kept)
         plain = changed(plain, [block.key for block in blocks])
         for block, tensors in stream(blocks, MIB, threads=threads):
             change(block, tensors)
         assert all(torch.equal(a, b) for a, b in zip(kept, plain, strict=True))
-        with pytest.raises(DonatedError):
-            read(old[0])
 
 
 def test_elsewhere(scratch: Scratch):
@@ -91,15 +86,14 @@ pieces = st.lists(st.integers(0, 70_000), min_size=1, max_size=6)
 def test_pieces_of_one_extent(lengths: list[int], threads: int, direct: bool, backwards: bool):
     """Parts that begin and end anywhere, side by side in pages and in units of checksums."""
     with tempfile.TemporaryDirectory() as folder:
-        scratch = Scratch(folder, direct=None if direct else False)
+        scratch = Scratch(folder, direct=direct)
         x = torch.arange(float(sum(lengths)))
-        (kept,) = renewed([store(x, scratch)])
+        kept = store(x, scratch)
         parts = kept.split(lengths)
         blocks = [Block([part], [part]) for part in parts]
         for _, (part,) in stream(blocks[:: -1 if backwards else 1], 2 * MIB, threads=threads):
             part.add_(1)
         assert torch.equal(kept, x + 1)
-        scratch.close()
 
 
 @given(st.integers(0, 10**7), st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=4))
@@ -112,7 +106,6 @@ def test_cuts(numel: int, sizes: list[int]):
                 -(-(b - a) * size // PAGE) * PAGE for size in sizes
             ) <= streaming.block_bytes(host_bytes)
             assert all(a * size % PAGE == 0 for size in sizes)
-    assert all(a * size % UNIT == 0 for a, _ in cuts(numel, sizes, 64 * MIB) for size in sizes)
 
 
 def test_no_thread_is_left(scratch: Scratch):
@@ -130,12 +123,9 @@ def test_no_thread_is_left(scratch: Scratch):
 
 def test_blocks_that_are_refused(scratch: Scratch):
     small, large = store(torch.ones(3), scratch), store(torch.ones(MIB), scratch)
-    (new,) = renewed([store(torch.ones(3), scratch)])
+    new = store(torch.ones(3), scratch)
     for blocks, said in (
         ([Block([large])], "a block of 4194304 bytes, with slots of 262144"),
-        ([Block([torch.ones(3)])], "not stored"),  # pyright: ignore
-        ([Block([None])], "not stored"),
-        ([Block([small], [large])], "would be written to"),
         ([Block([small]), Block([small]), Block([None, small], [new, None, None])], "longer"),
     ):
         with pytest.raises((PlanError, ValueError), match=said):
@@ -153,7 +143,7 @@ def test_a_disk_that_hangs(scratch: Scratch, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(FileError, match="longer than 0.3 s") as caught:
         list(stream([Block([x]) for x in kept], timeout_s=0.3))
     assert time.monotonic() - begun < 5
-    assert caught.value.path == str(scratch.path)
+    assert caught.value.path == str(scratch.folder)
     hangs.set()
     while threading.active_count() > before and time.monotonic() - begun < 20:
         time.sleep(0.01)

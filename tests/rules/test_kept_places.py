@@ -20,8 +20,7 @@ from torch import Tensor
 import mics_fn as mf
 from mics_fn import offload, optim, tree
 from mics_fn.collectives import collect_bytes
-from mics_fn.offload import Scratch, is_stored, store
-from mics_fn.offload.stored import laid_like
+from mics_fn.offload import Scratch, in_file, placed_like, store
 from mics_fn.optim.flat import by_leaf
 from mics_fn.train.carried import carried, take_back
 
@@ -61,7 +60,7 @@ def places(value: Any) -> list[str]:
 
 
 def place(x: Any) -> str:
-    return str(x.extent.scratch.path.parent) if is_stored(x) else str(x.device)
+    return str(x.extent.scratch.folder) if in_file(x) else str(x.device)
 
 
 def merged(make: Callable[[], Any], donate: bool, params: Any, groups: mf.Groups) -> Any:
@@ -219,36 +218,24 @@ def test_a_trainer_that_takes_its_state_back(tmp_path):
 
 
 def test_what_lay_together_does_so_again(tmp_path):
-    """Pieces of one part of a file, with gaps, views of each other, and in two files."""
+    """Pieces of one part of a file, with gaps, and in two files."""
     one, other = Scratch(tmp_path / "one"), Scratch(tmp_path / "other")
     whole, far = store(random(1, 10_000), one, "w"), store(random(2, 50), other, "far")
-    old = [whole[5_000:6_000], whole[:3], far, whole[4_000:5_500], whole[7:7]]
+    old = [whole[5_000:6_000], whole[:3], far, whole[4_000:5_000], whole[7:7]]
     new = [random(10 + i, *x.shape) for i, x in enumerate(old)]
-    found: list[Any] = laid_like(new, old)
+    found: list[Any] = placed_like(new, old)
     same_bits([offload.read(x) for x in found], new)
     assert [x.extent.scratch for x in found] == [one, one, other, one, one]
     assert [x.start for x in found] == [x.start for x in old]  # pyright: ignore
-    parts = [id(found[i].extent) for i in (0, 1, 3, 4)]
-    assert len(set(parts)) == 2, "only what overlaps lies apart"
+    assert len({found[i].extent for i in (0, 1, 3, 4)}) == 1
     assert not any(x.extent is whole.extent for x in found)  # pyright: ignore
     same_bits(offload.read(whole), random(1, 10_000))
-    again = laid_like(found, old)
+    again = placed_like(found, old)
     assert all(x is y for x, y in zip(again, found, strict=True)), "what is in its file stays"
-    moved: list[Any] = laid_like([whole], [far])
+    moved: list[Any] = placed_like([whole], [far])
     assert moved[0].extent.scratch is other
     same_bits([offload.read(moved[0])], [random(1, 10_000)])
-    assert not is_stored(laid_like([whole], [torch.ones(1)])[0])
-
-
-def test_values_go_to_a_new_file_if_others_have_changed_the_old_one(tmp_path):
-    scratch = Scratch(tmp_path, "states")
-    old = store(torch.ones(5_000), scratch, "w")
-    with open(scratch.path, "r+b") as file:
-        file.truncate(5_000)
-    (found,) = laid_like([random(3, 5_000)], [old])
-    same_bits(offload.read(found), random(3, 5_000))
-    assert found.extent.scratch.path != scratch.path  # pyright: ignore
-    assert found.extent.scratch.path.name.startswith("states-")  # pyright: ignore
+    assert not in_file(placed_like([whole], [torch.ones(1)])[0])
 
 
 def test_what_carries_a_derivative_stays_in_memory(tmp_path):
@@ -256,11 +243,11 @@ def test_what_carries_a_derivative_stays_in_memory(tmp_path):
     shards = shards_in(groups, f"params=disk:{tmp_path}")
     factor = torch.tensor(2.0, requires_grad=True)
     found = mf.shards.map(lambda x, c: x * c, shards, factor)
-    assert not is_stored(found["a"].data)
+    assert not in_file(found["a"].data)
     found["a"].data.sum().backward()
     assert torch.allclose(factor.grad, values(0)["a"].sum())  # pyright: ignore
     with torch.no_grad():
-        assert is_stored(mf.shards.map(lambda x, c: x * c, shards, factor)["a"].data)
+        assert in_file(mf.shards.map(lambda x, c: x * c, shards, factor)["a"].data)
 
 
 def test_a_state_of_a_kind_of_its_own_keeps_its_places(tmp_path):

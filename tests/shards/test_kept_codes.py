@@ -17,7 +17,7 @@ import mics_fn as mf
 from mics_fn import tree
 from mics_fn.collectives import Codec
 from mics_fn.init.filling import Filling
-from mics_fn.offload import Coded, as_codes, set_part
+from mics_fn.offload import Coded, as_codes
 from mics_fn.shards import Fixed, Sharded
 
 KINDS = ["int4[64]", "int8[32]", "fp8[2]"]
@@ -282,7 +282,7 @@ def test_threads_fill_a_tensor_together():
     kept, want = whole.unset(), random(0, 4096)
     parts = list(zip(range(0, 4096, 128), want.split(128), strict=True))
     with ThreadPoolExecutor(7) as pool:
-        list(pool.map(lambda each: set_part(kept, *each), parts))
+        list(pool.map(lambda each: kept.fill(*each), parts))
     assert torch.equal(kept + 0, decoded(want, "int8[64]", torch.float32))
 
 

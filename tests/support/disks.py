@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from mics_fn.offload import placed
 from mics_fn.offload import scratch as scratch_module
 
 CALLS = {
     "no room": "allocate",
     "cannot read": "read_all",
     "cannot write": "write_all",
-    "cannot be made": "claim",
+    "cannot be made": "open_files",
 }
 
 
-def files_of(folder: str, rank: int) -> list[Path]:
-    """Scratch files that this process has made."""
-    return [path for path in Path(folder).rglob("*.scratch") if f"-{os.getpid()}-" in path.name]
+def files_of(folder: str) -> list[Path]:
+    """The folders of scratch files that this process has open below a folder."""
+    return [x.folder for x in placed._SCRATCHES.values() if x.folder.is_relative_to(folder)]
 
 
 def no_call(code: int, real: Callable[..., Any], after: int) -> Callable[..., Any]:
@@ -37,18 +38,12 @@ def no_call(code: int, real: Callable[..., Any], after: int) -> Callable[..., An
 
 
 @contextmanager
-def broken(fault: str, folder: str, after: int = 0) -> Iterator[None]:
-    """A block in which files of this process fail in some way."""
-    if fault in CALLS:
-        code = errno.ENOSPC if fault == "no room" else errno.EIO
-        real = getattr(scratch_module, CALLS[fault])
-        with mock.patch.object(scratch_module, CALLS[fault], no_call(code, real, after)):
-            yield
+def broken(fault: str, after: int = 0) -> Iterator[None]:
+    """A block in which files of this process fail in some way; "" is none."""
+    if not fault:
+        yield
         return
-    for path in files_of(folder, 0):
-        if fault == "cut off":
-            os.truncate(path, 5_000)
-        else:
-            with open(path, "r+b") as file:  # the first page of another generation
-                file.write(b"stale".ljust(4096))
-    yield
+    code = errno.ENOSPC if fault == "no room" else errno.EIO
+    real = getattr(scratch_module, CALLS[fault])
+    with mock.patch.object(scratch_module, CALLS[fault], no_call(code, real, after)):
+        yield

@@ -17,7 +17,7 @@ import mics_fn as mf
 from mics_fn import tree
 from mics_fn.collectives import Codec
 from mics_fn.errors import DesyncError, PlanError
-from mics_fn.offload import Coded, Stored
+from mics_fn.offload import Coded, FileTensor
 
 KIND = "int4[64]"
 PRECISION = f"*base*: param={KIND}"
@@ -266,7 +266,7 @@ def in_files(layout: Layout, folder: str, plain: bool) -> Any:
     trainer = trainer_of(groups_of(layout), plain=plain, where=where)
     losses = [float(trainer.step(batch(i, 0)).loss) for i in range(2)]
     for name, x in trainer.state.params.items():
-        assert plain or type(x.data) is (Coded if is_base(name) else Stored)
+        assert plain or type(x.data) is (Coded if is_base(name) else FileTensor)
     return losses, {k: x.float() for k, x in trainer.params().items()}
 
 

@@ -1,8 +1,6 @@
 """`bench disk`: a step on optimizer states in a file, against plain reading and writing."""
 
 import argparse
-import contextlib
-import os
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -26,7 +24,6 @@ from mics_fn.offload import (
     block_bytes,
     cuts,
     read_all,
-    renewed,
     store,
     stream,
     write_all,
@@ -79,9 +76,8 @@ def measure_disk(config: DiskConfig) -> dict[str, Any]:
     equal = True
     for number in range(config.rounds):
         say(f"round {number + 1} of {config.rounds} ...")
-        with contextlib.ExitStack() as closing:
-            folder = closing.enter_context(tempfile.TemporaryDirectory(dir=config.folder))
-            bench = _DiskBench(config, Path(folder), closing)
+        with tempfile.TemporaryDirectory(dir=config.folder) as folder:
+            bench = _DiskBench(config, Path(folder))
             for turn in bench.peers.values():
                 seconds_of(turn)  # warms memory and file up
             for name, turn in bench.peers.items():
@@ -101,18 +97,15 @@ def measure_disk(config: DiskConfig) -> dict[str, Any]:
 class _DiskBench:
     """States in a scratch file, and the turns of all that reads and writes it."""
 
-    def __init__(self, config: DiskConfig, folder: Path, closing: contextlib.ExitStack) -> None:
+    def __init__(self, config: DiskConfig, folder: Path) -> None:
         numel = config.mib * 2**20 // 8
         self.nbytes = 8 * numel
         self.grad = torch.randn(numel, generator=torch.Generator().manual_seed(0))
         self.params, self.moments = ([torch.zeros(numel) for _ in range(2)] for _ in range(2))
         self.steps = [0, 0]  # as of `params`: of those with moments on disk, and in memory
-        self.scratch = closing.enter_context(contextlib.closing(Scratch(folder, "states")))
+        self.scratch = Scratch(folder)
         self.stored = [store(x, self.scratch) for x in self.moments]
         # Plain reading and writing is that of the same bytes, in the same places of the disk.
-        flags = os.O_RDWR | getattr(os, "O_DIRECT", 0) * self.scratch.direct
-        self.file = os.open(self.scratch.path, flags)
-        closing.callback(os.close, self.file)
         part = block_bytes(config.host_mib[0] * 2**20)
         self.memory = [aligned(part) for _ in range(2)]
         self.places = [
@@ -132,7 +125,8 @@ class _DiskBench:
     def move(self, number: int, how: Callable[[int, Tensor, int], None]) -> None:
         """Read or write one part."""
         at, nbytes = self.places[number]
-        how(self.file, self.memory[number % 2][:nbytes], at)
+        memory = self.memory[number % 2][:nbytes]
+        how(self.scratch.file_for(memory, at), memory, at)
 
     def plain(self) -> None:
         """Read part after part and write it back."""
@@ -153,7 +147,7 @@ class _DiskBench:
     def step(self, host_bytes: int, threads: int) -> None:
         """Take a step of AdamW on states in the file."""
         self.steps[0] += 1
-        m, v = self.stored = renewed(self.stored)
+        m, v = self.stored
         blocks = [
             Block((m[a:b], v[a:b]), (m[a:b], v[a:b]), (a, b))
             for a, b in cuts(self.grad.numel(), [4, 4], host_bytes)

@@ -1,9 +1,4 @@
-"""Tensors whose values do not lie in memory as they are: in a file, or as codes.
-
-[Note: tensors apart] A tensor that is `Apart` has a shape, a dtype and a device, and no memory
-that holds its values as they are. An op on it takes its values into new memory and computes with
-those, below autograd, as ops on deferred parameters do. A view that is one stretch of the same
-elements is apart itself. An op that would write raises.
+"""Tensors that are kept as codes, a byte or less for each value.
 
 A block of values becomes a byte for each and one float32 `top`, which is the largest magnitude of
 the block. So that magnitude has no rounding, and it follows changes of a part in ten million, as
@@ -31,13 +26,12 @@ scales of `codes`. Frozen parameters are coded once, as what travels is: to near
 of `collectives.Codec`. All codes of a chunk are one row of bytes then, which a gather sends as it
 is. Values decoded to float32 are exact, and coding them again gives the same row.
 
-[Note: coded tensors] A `Coded` is apart; see [Note: tensors apart] in `apart`. Its blocks begin
-with the memory, so whoever lays leaves into it begins each on the border of a block. It changes
+[Note: coded tensors] A `Coded` is a placed tensor; see `placed`. Its blocks begin
+with the memory, so whoever packs leaves into it begins each on the border of a block. It changes
 only by `write`, in whole blocks, and by `fill`, which takes values part by part and codes them once
 all of them are there. What the memory consists of comes first.
 """
 
-from collections.abc import Callable
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -46,130 +40,7 @@ from torch import Tensor
 
 from mics_fn import _torch
 from mics_fn.collectives import Codec, refuse_derivative
-from mics_fn.errors import LeafError
-from mics_fn.read_only import ReadOnly
-
-aten = torch.ops.aten
-
-
-class Apart(ReadOnly):
-    """A dense tensor whose values lie in a file or as codes; see [Note: tensors apart]."""
-
-    leaf: str
-
-    @property
-    def memory(self) -> list[Tensor]:
-        """The tensors in memory that it consists of."""
-        return []
-
-    def check(self) -> None:
-        """Raise DonatedError if the memory behind it was donated."""
-
-    def plain(self) -> Tensor:
-        """Its values in new memory, on its device."""
-        raise NotImplementedError
-
-    def part(self, start: int, like: Tensor) -> "Apart":
-        """The elements from `start` on, with the shape of `like`."""
-        raise NotImplementedError
-
-    @property
-    def size_bytes(self) -> int:
-        """The bytes that it takes where it lies."""
-        raise NotImplementedError
-
-    def __tensor_flatten__(self) -> Any:
-        """Raise LeafError: torch.compile calls this, and would trace nothing."""
-        text = f"torch.compile: {self.noun} enters a compiled region, {self.lies_in()}"
-        raise LeafError(text, fix="clone() it before, which reads it")
-
-    __tensor_unflatten__ = __tensor_flatten__  # torch looks for both or neither
-
-    @classmethod
-    def __torch_dispatch__(  # pyright: ignore
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        handle = _HANDLERS.get(func)
-        if handle is None:
-            handle = _HANDLERS[func] = _view if _torch.op_views(func) else _compute
-        return handle(func, args, kwargs or {})
-
-
-def is_apart(value: Any) -> bool:
-    """Whether a value is a tensor that lies in a file, or as codes.
-
-    Args:
-      value: anything.
-
-    Returns:
-      A bool.
-
-    Example:
-      >>> offload.is_apart(torch.ones(2))
-      False
-    """
-    return isinstance(value, Apart)
-
-
-def like_of(value: Tensor) -> Tensor:
-    """A tensor on meta with the shape and dtype of a dense one."""
-    return torch.empty(value.shape, dtype=value.dtype, device="meta")
-
-
-def _replace(value: Any) -> Any:
-    """Replace tensors in files and of codes in an argument of an op by plain ones."""
-    if isinstance(value, Apart):
-        return value.plain()
-    kind = type(value)
-    if kind is list or kind is tuple:
-        return kind([_replace(each) for each in value])
-    return value
-
-
-def _apart_in(value: Any) -> Apart | None:
-    """Return the first tensor in an argument of an op that lies in a file or as codes."""
-    if isinstance(value, Apart):
-        return value
-    if isinstance(value, list | tuple):
-        return next((found for each in value if (found := _apart_in(each)) is not None), None)
-    return None
-
-
-def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run an op on plain tensors, unless it writes to one in a file or of codes."""
-    given = _torch.op_arguments(func, args, kwargs)
-    for name in _torch.op_writes(func):
-        written = _apart_in(given.get(name))
-        if written is not None:
-            raise written.refusal(f"{func}: writes to")
-    plain = {name: _replace(value) for name, value in kwargs.items()}
-    return func(*(_replace(value) for value in args), **plain)
-
-
-@torch.inference_mode(mode=False)  # in which nothing is a view of tensors from outside
-def _view(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Return a view of such a tensor: of its kind if it is one contiguous range."""
-    value = args[0]
-    if not isinstance(value, Apart):
-        return _compute(func, args, kwargs)
-    value.check()
-    made = func(like_of(value), *args[1:], **kwargs)
-    several = isinstance(made, list | tuple)
-    views = list(made) if several else [made]
-    if not all(view.is_contiguous() and view.dtype == value.dtype for view in views):
-        return _compute(func, args, kwargs)
-    parts = [value.part(int(view.storage_offset()), view) for view in views]
-    return parts if several else parts[0]
-
-
-_HANDLERS: dict[Any, Callable[[Any, tuple, dict], Any]] = {
-    aten._unsafe_view.default: _view,
-    aten._reshape_alias.default: _view,
-    # Called for the two parts of a dual tensor; one that is apart counts as having its own memory.
-    aten._has_same_storage_numel.default: lambda func, args, kwargs: True,
-    aten.is_same_size.default: lambda func, args, kwargs: args[0].shape == args[1].shape,
-}
-
+from mics_fn.offload.placed import Placed
 
 # Codes at rest: the arithmetic that keeps moments of an optimizer in a byte each.
 
@@ -310,7 +181,7 @@ _AT_ONCE = 2**16  # elements, so that what is computed with stays in the caches
 _COMING = Lock()  # several threads fill a tensor
 
 
-class Coded(Apart):
+class Coded(Placed):
     """A float32 tensor kept as codes. `coded` makes one, and `read` decodes it.
 
     An op on it decodes what it needs, and gives a tensor with values.
@@ -417,7 +288,7 @@ class Coded(Apart):
             coming = self.codes.coming
             memory, there = coming.pop(self.start, (None, 0))
             memory = torch.empty(self.numel(), device=self.device) if memory is None else memory
-            memory[low : low + values.numel()] = values
+            memory[low : low + values.numel()] = values.reshape(-1)
             if there + values.numel() < self.numel():
                 coming[self.start] = memory, there + values.numel()
             else:
@@ -517,7 +388,7 @@ def coded(values: Tensor, codec: Codec, root: bool = False, leaf: str = "") -> C
 
 
 def as_codes(values: Tensor, codec: Codec, leaf: str = "") -> Coded:
-    """Frozen values as the codes that a gather sends; see [Note: two kinds of codes] in `apart`.
+    """Frozen values as the codes that a gather sends; see [Note: two kinds of codes].
 
     Args:
       values: float32 (n,), in whole blocks.

@@ -1,0 +1,571 @@
+"""Tensors whose values do not lie in memory as they are: in a file here, as codes in `codes`.
+
+[Note: placed tensors] A tensor that is `Placed` has a shape, a dtype and a device, and no memory
+that holds its values as they are. An op on it takes its values into new memory and computes with
+those, below autograd, as ops on deferred parameters do. A view that is one stretch of the same
+elements is placed itself. An op that would write raises. What lies in host memory is a tensor of
+torch, which an op on the device cannot read without a copy; so `is_here` asks for both.
+
+A tensor in a file changes by `stream`, `transfer` and `fill` alone, which write blocks of the file.
+
+[Note: held parts] A save that is under way reads the parts of files that its state lay in when it
+began. Meanwhile steps go on, and with `donate=True` they would write there. So the save holds these
+parts: a step finds them held, and writes to new parts instead, as it does without `donate`. The old
+ones are free again when the save ends. Nothing is copied, and what is held keeps its bits; whoever
+writes there all the same gets an error.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from mics_fn import _device, _torch, spans
+from mics_fn.collectives import needs_derivative, refuse_derivative
+from mics_fn.errors import LeafError
+from mics_fn.offload.places import DEVICE, Place
+from mics_fn.offload.scratch import Extent, Scratch, aligned, padded
+from mics_fn.read_only import ReadOnly
+
+aten = torch.ops.aten
+
+
+class Placed(ReadOnly):
+    """A dense tensor whose values lie in a file or as codes; see [Note: placed tensors]."""
+
+    leaf: str
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """The tensors in memory that it consists of."""
+        return []
+
+    def plain(self) -> Tensor:
+        """Fetch its values into new memory, on its device."""
+        raise NotImplementedError
+
+    def copied(self) -> Tensor:
+        """Copy it into new memory: its values, or its codes if it has such."""
+        return self.plain()
+
+    def part(self, start: int, like: Tensor) -> "Placed":
+        """Select the elements from `start` on, with the shape of `like`."""
+        raise NotImplementedError
+
+    def unset(self) -> "Placed":
+        """Allocate a tensor of its kind beside it, whose values `fill` sets."""
+        raise NotImplementedError
+
+    def fill(self, low: int, values: Tensor) -> None:
+        """Set elements of what `unset` gave, each once before the first read.
+
+        Args:
+          low: the first element, of the flattened tensor.
+          values: on the host.
+        """
+        raise NotImplementedError
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes that it takes where it lies."""
+        raise NotImplementedError
+
+    def __tensor_flatten__(self) -> Any:
+        """Raise LeafError: torch.compile calls this, and would trace nothing."""
+        text = f"torch.compile: {self.noun} enters a compiled region, {self.lies_in()}"
+        raise LeafError(text, fix="clone() it before, which reads it")
+
+    __tensor_unflatten__ = __tensor_flatten__  # torch looks for both or neither
+
+    @classmethod
+    def __torch_dispatch__(  # pyright: ignore
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        handle = _HANDLERS.get(func)
+        if handle is None:
+            handle = _HANDLERS[func] = _view if _torch.op_views(func) else _compute
+        return handle(func, args, kwargs or {})
+
+
+def is_placed(value: Any) -> bool:
+    """Whether a value is a tensor that lies in a file, or as codes.
+
+    Args:
+      value: anything.
+
+    Returns:
+      A bool.
+
+    Example:
+      >>> offload.is_placed(torch.ones(2))
+      False
+    """
+    return isinstance(value, Placed)
+
+
+def is_here(x: Tensor, device: torch.device) -> bool:
+    """Whether ops on a device can use a tensor as it is."""
+    return x.device == device and not isinstance(x, Placed)
+
+
+def like_of(value: Tensor) -> Tensor:
+    """Make a tensor on meta with the shape and dtype of a dense one."""
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+
+def _replace(value: Any) -> Any:
+    """Replace placed tensors in an argument of an op by plain ones."""
+    if isinstance(value, Placed):
+        return value.plain()
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return kind([_replace(each) for each in value])
+    return value
+
+
+def _placed_in(value: Any) -> Placed | None:
+    """Return the first placed tensor in an argument of an op."""
+    if isinstance(value, Placed):
+        return value
+    if isinstance(value, list | tuple):
+        return next((found for each in value if (found := _placed_in(each)) is not None), None)
+    return None
+
+
+def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Run an op on plain tensors, unless it writes to a placed one."""
+    given = _torch.op_arguments(func, args, kwargs)
+    for name in _torch.op_writes(func):
+        written = _placed_in(given.get(name))
+        if written is not None:
+            raise written.refusal(f"{func}: writes to")
+    plain = {name: _replace(value) for name, value in kwargs.items()}
+    return func(*(_replace(value) for value in args), **plain)
+
+
+@torch.inference_mode(mode=False)  # in which nothing is a view of tensors from outside
+def _view(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Return a view of a placed tensor: placed if it is one contiguous range."""
+    value = args[0]
+    if not isinstance(value, Placed):
+        return _compute(func, args, kwargs)
+    made = func(like_of(value), *args[1:], **kwargs)
+    several = isinstance(made, list | tuple)
+    views = list(made) if several else [made]
+    if not all(view.is_contiguous() and view.dtype == value.dtype for view in views):
+        return _compute(func, args, kwargs)
+    parts = [value.part(int(view.storage_offset()), view) for view in views]
+    return parts if several else parts[0]
+
+
+_HANDLERS: dict[Any, Callable[[Any, tuple, dict], Any]] = {
+    aten._unsafe_view.default: _view,
+    aten._reshape_alias.default: _view,
+    # Called for the two parts of a dual tensor; a placed one counts as having its own memory.
+    aten._has_same_storage_numel.default: lambda func, args, kwargs: True,
+    aten.is_same_size.default: lambda func, args, kwargs: args[0].shape == args[1].shape,
+}
+
+
+class FileTensor(Placed):
+    """A dense tensor in a scratch file. `empty` and `store` make one, and `read` reads it.
+
+    An op on it reads the file, and gives a tensor with memory. Views lie in the file, too.
+
+    Example:
+      >>> from tempfile import TemporaryDirectory
+      >>> with TemporaryDirectory() as folder:
+      ...     x = offload.store(torch.arange(4.0), offload.Scratch(folder))
+      ...     print(isinstance(x[1:], offload.FileTensor), x[1:] * 2)
+      True tensor([2., 4., 6.])
+    """
+
+    noun = "a tensor in a file"
+    how_to_change = "write through stream(), or move() it to the device first"
+    extent: Extent
+    start: int  # where it begins in its extent, in bytes
+
+    @staticmethod
+    def __new__(
+        cls: type, extent: Extent, start: int, like: Tensor, device: torch.device, leaf: str = ""
+    ) -> Any:
+        """Make a tensor of a part of an extent.
+
+        Args:
+          extent: the part of a file that it lies in.
+          start: where it begins there, in bytes.
+          like: a dense tensor on meta with its shape and dtype.
+          device: the one that ops on it compute on.
+          leaf: its path, for error texts.
+        """
+        geometry = tuple(like.shape), tuple(like.stride()), 0
+        self = _torch.wrapper_without_data(cls, geometry, like.dtype, device)
+        self.extent, self.start, self.leaf = extent, start, leaf or extent.leaf
+        return self
+
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        kind = f"{self.dtype}".removeprefix("torch.")
+        return f"FileTensor(shape={tuple(self.shape)}, {kind}, in {self.extent.scratch.folder})"
+
+    def lies_in(self) -> str:
+        """Its leaf, its shape and its folder, for error texts."""
+        which = f"{self.leaf}, " if self.leaf else ""
+        return f"{which}shape {tuple(self.shape)} in {self.extent.scratch.folder}"
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of its values."""
+        return self.numel() * self.dtype.itemsize
+
+    def part(self, start: int, like: Tensor) -> "FileTensor":
+        """Select the elements from `start` on, with the shape of `like`."""
+        at = self.start + start * self.dtype.itemsize
+        return FileTensor(self.extent, at, like, self.device, self.leaf)
+
+    def plain(self) -> Tensor:
+        """Read the file into new memory, on its device."""
+        with _torch.without_torch_func():  # what a file holds is a constant
+            memory = aligned(self.reaches())
+            self.extent.read(self.start, memory[: self.reaches()], self.leaf)
+            made = memory[: self.size_bytes].view(self.dtype).view(self.shape)
+            return made.to(self.device)
+
+    def reaches(self) -> int:
+        """The bytes to move for it: in whole pages where the rest of its last page is its own."""
+        size, extent = self.size_bytes, self.extent
+        at_end = self.start + size == extent.length
+        whole = self.start + padded(size) == extent.nbytes
+        return padded(size) if at_end and whole else size
+
+    def unset(self) -> "FileTensor":
+        """Allocate a tensor in the same file."""
+        leaf, device = self.leaf, self.device
+        return empty(self.extent.scratch, self.shape, self.dtype, leaf=leaf, device=device)
+
+    def fill(self, low: int, values: Tensor) -> None:
+        """Write elements."""
+        if values.numel():
+            raw = values.contiguous().view(-1).view(torch.uint8)
+            self.extent.write(self.start + low * self.dtype.itemsize, raw, self.leaf)
+
+    def mapped(self) -> Tensor:
+        """Map its values, to be read soon, into memory that must not be written.
+
+        The tensor must not be written meanwhile. Memory: none that the system cannot take back.
+        """
+        if not self.numel():
+            return torch.empty(self.shape, dtype=self.dtype)
+        raw = self.extent.view(self.start, self.size_bytes, self.leaf)
+        return raw.view(self.dtype).view(self.shape)
+
+
+def in_file(value: Any) -> bool:
+    """Whether a value is a tensor that lies in a file.
+
+    Args:
+      value: anything.
+
+    Returns:
+      A bool.
+
+    Example:
+      >>> offload.in_file(torch.ones(2))
+      False
+    """
+    return type(value) is FileTensor
+
+
+def read(value: Tensor) -> Tensor:
+    """Fetch values of a file or of codes into new memory; other tensors are given unchanged.
+
+    Args:
+      value: a tensor.
+
+    Returns:
+      A tensor with memory.
+
+    Memory: that of the tensor.
+
+    Raises:
+      FileError: the file cannot be read.
+
+    Example:
+      >>> from tempfile import TemporaryDirectory
+      >>> with TemporaryDirectory() as folder:
+      ...     x = offload.store(torch.ones(2), offload.Scratch(folder))
+      ...     print(offload.read(x))
+      tensor([1., 1.])
+    """
+    return value.plain() if isinstance(value, Placed) else value
+
+
+# How tensors get to a place: one scratch file per folder, room in it, and copies there and back.
+
+PORTION_BYTES = 4 * 2**20  # of host memory through which a copy travels
+_KEPT: list[Tensor] = []  # buffers of one portion that nobody uses, since making one takes time
+_SCRATCHES = WeakValueDictionary[Any, Scratch]()
+
+
+def scratch_in(folder: str, host_bytes: int) -> Scratch:
+    """Return the scratch file of this process in a folder; it is made for the first tensor."""
+    key = os.getpid(), folder, host_bytes  # a forked process must not write to the same file
+    found = _SCRATCHES.get(key)
+    if found is None:
+        found = _SCRATCHES[key] = Scratch(folder, host_bytes=host_bytes)
+    return found
+
+
+def empty(
+    scratch: Scratch,
+    shape: Any,
+    dtype: torch.dtype,
+    *,
+    leaf: str = "",
+    device: torch.device | str = "cpu",
+) -> FileTensor:
+    """Allocate a tensor in a file, without values.
+
+    Args:
+      scratch: the file that it lies in.
+      shape, dtype: of the tensor.
+      leaf: its path, for error texts.
+      device: where ops on it compute.
+
+    Returns:
+      A `FileTensor`, which is to be written before it is read.
+
+    Raises:
+      FileError: the disk has not so much room.
+
+    Example:
+      >>> from tempfile import TemporaryDirectory
+      >>> with TemporaryDirectory() as folder:
+      ...     x = offload.empty(offload.Scratch(folder), (3,), torch.float32, leaf="w")
+      ...     for block, (part,) in offload.stream([offload.Block([None], [x])]):
+      ...         part[:] = 2.0
+      ...     print(x + 0)
+      tensor([2., 2., 2.])
+    """
+    like = torch.empty(shape, dtype=dtype, device="meta")
+    extent = scratch.reserve(like.numel() * like.itemsize, leaf)
+    return FileTensor(extent, 0, like, torch.device(device), leaf)
+
+
+def store(tensor: Tensor, scratch: Scratch, leaf: str = "") -> FileTensor:
+    """Copy a tensor into a scratch file.
+
+    Args:
+      tensor: a tensor on any device, in a file or not.
+      scratch: the file.
+      leaf: its path, for error texts.
+
+    Returns:
+      A `FileTensor`.
+
+    Memory: 4 MiB.
+
+    Raises:
+      FileError: the disk has not so much room, or cannot be written.
+      LeafError: a derivative is asked for, which ends at a file.
+
+    Example:
+      >>> from tempfile import TemporaryDirectory
+      >>> with TemporaryDirectory() as folder:
+      ...     x = offload.store(torch.ones(2, 3), offload.Scratch(folder))
+      ...     print(x.shape, x[1].sum())
+      torch.Size([2, 3]) tensor(3.)
+    """
+    refuse_derivative("store", [] if tensor.is_leaf else [tensor], "store outside of torch.func")
+    made = empty(scratch, tensor.shape, tensor.dtype, leaf=leaf, device=tensor.device)
+    flat = tensor.detach().reshape(-1)
+    if spans.observers:
+        spans.passing(f"offload: write {leaf}".rstrip(), None, [flat])
+    for _ in transfer(flat, made.view(-1)):
+        pass
+    return made
+
+
+def transfer(source: Tensor, goal: Tensor) -> Iterator[None]:
+    """Copy a tensor from one place to another and cast it; each portion is done when this yields.
+
+    Args:
+      source: 1D, on a device, on the host, in a file or of codes.
+      goal: 1D, of the same length; in a file only if it is `FileTensor`.
+
+    Memory: 4 MiB for each copy from or to a file, of which one stays.
+
+    Raises:
+      FileError: the file cannot be read or written.
+    """
+    file: Any = goal if isinstance(goal, FileTensor) else source
+    if not isinstance(file, FileTensor):
+        # A copy between devices that also casts would cast on the host, which waits for it.
+        here = read(source)
+        here = here.to(goal.dtype) if _device.is_async(here.device) else here
+        goal.copy_(here.to(goal.device, non_blocking=True), non_blocking=True)
+        yield
+        return
+    try:
+        staging = _KEPT.pop()
+    except IndexError:
+        staging = aligned(PORTION_BYTES)
+    step = PORTION_BYTES // file.dtype.itemsize
+    for low in range(0, file.numel(), step):
+        part: Any = file[low : low + step]
+        memory = staging[: part.reaches()]
+        found = staging[: part.size_bytes].view(file.dtype)
+        if file is goal:
+            found.copy_(source[low : low + step])
+            part.extent.write(part.start, memory, part.leaf)
+        else:
+            part.extent.read(part.start, memory, part.leaf)
+            goal.narrow(0, low, len(found)).copy_(found)
+        yield
+    _KEPT[:] = [staging]
+
+
+def empty_at(
+    place: Place, shape: Any, dtype: torch.dtype, device: torch.device, host_bytes: int, leaf: str
+) -> Tensor:
+    """Allocate a tensor at a place.
+
+    Args:
+      place: where.
+      shape, dtype: of the tensor.
+      device: the one that computes with it.
+      host_bytes: of the `Where` that the place comes from.
+      leaf: its path, for error texts.
+    """
+    if place.kind == "disk":
+        scratch = scratch_in(place.folder, host_bytes)
+        return empty(scratch, shape, dtype, leaf=leaf, device=device)
+    if place == DEVICE:
+        return torch.empty(shape, dtype=dtype, device=device)
+    size = torch.Size(shape)
+    return _device.host_buffer(size.numel() * dtype.itemsize, device).view(dtype).view(size)
+
+
+def place_tensor(x: Any, place: Place, device: torch.device, host_bytes: int, leaf: str) -> Tensor:
+    """Copy a tensor to a place, and into memory of its own; the same tensor if it is there.
+
+    Args:
+      x: the tensor.
+      place, device, host_bytes, leaf: as for `empty_at`.
+    """
+    if place == DEVICE:
+        return x if is_here(x, device) else read(x).to(device)
+    if place.kind == "disk":
+        if in_file(x) and x.extent.scratch.folder == Path(place.folder):
+            return x
+        return store(x, scratch_in(place.folder, host_bytes), leaf)
+    if is_here(x, torch.device("cpu")):
+        return x
+    return empty_at(place, x.shape, x.dtype, device, host_bytes, leaf).copy_(x)
+
+
+def placed_like(new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
+    """Place tensors each as another one: on its device, in locked memory, in its file, or as codes.
+
+    Those whose old values lie in one part of a file lie in one again, in the same way. What is in
+    its place stays, and where a derivative is asked for, which ends at a file, all stays.
+
+    Args:
+      new: the tensors.
+      old: those whose places they take.
+
+    Memory: for each part of a file as much as it takes, one after the other.
+
+    Raises:
+      FileError: the disk has not so much room, or cannot be written.
+    """
+    if needs_derivative(new):
+        return list(new)
+    out, by_extent = list(new), dict[Extent, list[int]]()
+    for i, (x, was) in enumerate(zip(new, old, strict=True)):
+        if not isinstance(was, FileTensor):
+            out[i] = _beside(x, was)
+        elif not (isinstance(x, FileTensor) and x.extent.scratch is was.extent.scratch):
+            by_extent.setdefault(was.extent, []).append(i)
+    for extent, members in by_extent.items():
+        found = _beside_in_file(extent, [out[i] for i in members], [old[i] for i in members])
+        for i, made in zip(members, found, strict=True):
+            out[i] = made
+    return out
+
+
+def _beside(x: Tensor, was: Any) -> Tensor:
+    """Place a tensor in memory as that of another one is, or as codes."""
+    if isinstance(was, Placed):
+        return x if isinstance(x, Placed) else was.coded(x)  # pyright: ignore
+    x = read(x)
+    same = x.device == was.device
+    if same and (x.is_pinned() or not was.is_pinned()):
+        return x
+    if _device.is_async(was.device):
+        return x.to(was.device)
+    device = torch.accelerator.current_accelerator() if same else x.device
+    memory = _device.host_buffer(x.nbytes, device or x.device)
+    return memory.view(x.dtype).view(x.shape).copy_(x)
+
+
+def _beside_in_file(extent: Extent, new: Sequence[Tensor], old: Sequence[Any]) -> list[Any]:
+    """Write tensors to a new part of a file, in the places that others have in theirs."""
+    pairs = sorted(zip(new, old, strict=True), key=lambda pair: pair[1].start)
+    ends = [was.start + was.size_bytes for _, was in pairs]
+    overlap = any(end > after[1].start for end, after in zip(ends, pairs[1:], strict=False))
+    if overlap or any((x.dtype, x.shape) != (was.dtype, was.shape) for x, was in pairs):
+        return [store(x, extent.scratch, was.leaf) for x, was in zip(new, old, strict=True)]
+    whole = aligned(extent.nbytes).zero_()
+    for x, was in pairs:
+        part = whole[was.start : was.start + was.size_bytes]
+        part.view(x.dtype).view(x.shape).copy_(x.detach())
+    made = store(whole, extent.scratch, extent.leaf).extent
+    return [FileTensor(made, was.start, like_of(was), was.device, was.leaf) for was in old]
+
+
+# `Hold`: parts of files that are read while the program goes on, so that nobody overwrites them.
+
+
+class Hold:
+    """Keeps parts of files as they are, until `release`, or until nobody refers to it.
+
+    Args:
+      values: tensors; what is not in a file is passed over.
+
+    Example:
+      >>> from tempfile import TemporaryDirectory
+      >>> with TemporaryDirectory() as folder:
+      ...     x = offload.store(torch.ones(2), offload.Scratch(folder))
+      ...     hold = offload.Hold([x])
+      ...     before = offload.is_held(x)
+      ...     hold.release()
+      ...     print(before, offload.is_held(x))
+      True False
+    """
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._extents = {x.extent for x in values if in_file(x)}
+        for extent in self._extents:
+            extent.holders.add(self)
+
+    def release(self) -> None:
+        """Let them be overwritten."""
+        for extent in self._extents:
+            extent.holders.discard(self)
+        self._extents = set()
+
+
+def is_held(value: Any) -> bool:
+    """Whether a tensor lies in a part of a file that must not be overwritten now.
+
+    Args:
+      value: anything; what is not in a file is not held.
+
+    Returns:
+      A bool.
+    """
+    return in_file(value) and value.extent.is_held
