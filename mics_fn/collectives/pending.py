@@ -381,7 +381,7 @@ def _poll(life: GroupState, done: Callable[[], bool], pending: Pending) -> None:
             if now - stalled > patience:
                 stalled, looked = now, True
                 life.idle.waits(pending.stuck)
-                life.look(pending.stuck, made())
+                life.channel.look(pending.stuck, made())
             interrupts.give_way(now - since)
             for each in life.active:
                 each.check_time(now - since)
@@ -390,7 +390,7 @@ def _poll(life: GroupState, done: Callable[[], bool], pending: Pending) -> None:
     finally:
         life.turns.leave()
         if looked:
-            life.moved()
+            life.channel.moved()
 
 
 def wait_all(pendings: Sequence[Pending]) -> list[Tensor]:

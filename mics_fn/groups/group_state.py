@@ -35,7 +35,7 @@ import torch.distributed as dist
 from mics_fn import _device, _torch
 from mics_fn.errors import CollectiveError, GroupsError, MicsError
 from mics_fn.groups import peers
-from mics_fn.schedules import LEFT, JobMessages, Stuck, call_text, issued, made
+from mics_fn.schedules import LEFT, Channel, JobMessages, Stuck, call_text, issued, made
 from mics_fn.threads import start
 
 _PATIENCE_S = 0.5  # how long a rank that leaves by an error waits for its groups to be aborted
@@ -77,10 +77,7 @@ class GroupState:
     amid: int = field(default_factory=lambda: id(sys.exception()))
     # Calls by communicator when this rank raised, of the last times; others may be behind.
     _raised_at: deque[Mapping[str, int]] = field(default_factory=lambda: deque(maxlen=64))
-    # `Channel.look` and `Channel.moved`: called while a wait makes no progress, and at its end.
-    look: Callable[[Sequence[Stuck], Mapping[str, int]], None] = lambda stuck, issued: None
-    moved: Callable[[], None] = lambda: None
-    job: JobMessages = field(default_factory=JobMessages)
+    channel: Channel = field(default_factory=Channel)  # of this rank's partition group
     # Of the monitor: tell a failure; make one final (False if it was withdrawn); withdraw that of
     # this rank (False if another rank has given up because of it); look at once, which returns
     # whether some rank gives no sign at present.
@@ -89,7 +86,6 @@ class GroupState:
     retract: Callable[[], bool] = lambda: True
     listen: Callable[[], bool] = bool
     left: Callable[[], None] = lambda: None  # tells the monitor that these groups are closed here
-    depart: Callable[[str], Callable[[], None]] = lambda how: quiet  # `JobMessages.depart`
     again: Any = None  # makes groups like these; see `make`
     follows: Any = None  # gives what took the place of these groups in a `reset`
     turns: peers.Turns = field(default_factory=peers.Turns)
@@ -103,6 +99,11 @@ class GroupState:
 
     def __post_init__(self) -> None:
         self.idle = peers.Idle(self.ranks, self.rank)
+
+    @property
+    def job(self) -> JobMessages:
+        """The messages between all ranks."""
+        return self.channel.job
 
     def fresh(self) -> "GroupState":
         """A new life of the same ranks."""
@@ -273,7 +274,7 @@ class GroupState:
             return self._let_go()
         if error is not None:  # first: what is aborted fails elsewhere
             peers.quietly(partial(self.tell, error, final=True))
-        tasks = self.left, self.depart(LEFT)
+        tasks = self.left, self.job.depart(LEFT)
         if self.on_device and not self.aborted:
             _device.drain(_PATIENCE_S)
         threads = [*self._abort(), *map(_started, tasks)]
@@ -310,7 +311,7 @@ class GroupState:
 
     def _end(self, how: str, end: Callable[[dist.ProcessGroup], None], patience_s: float) -> None:
         """Abort or destroy the process groups; a thread frees the rest."""
-        tidy = self.depart(how)
+        tidy = self.job.depart(how)
         groups = [group for group in self.owned if _torch.is_alive(group)]
         self._let_go()
         peers.quietly(self.left)
@@ -321,12 +322,7 @@ class GroupState:
             end(groups[i])
         self.failed = None
         # These refer to what is to be freed.
-        self.look, self.moved, self.depart, self.job = (
-            quiet,
-            quiet,
-            lambda how: quiet,
-            JobMessages(),
-        )
+        self.channel = Channel()
         self.report, self.settle, self.listen, self.left = quiet, bool, bool, quiet
         self.retract = lambda: True
         if groups:

@@ -404,9 +404,7 @@ def _channel(maker: Maker, ranks: tuple[int, ...]) -> Channel:
     """The channel of a partition group, which every wait for a collective consults."""
     life, job_size = maker.life, len(maker.ranks)
     channel = Channel(maker.store, life.key, ranks, maker.rank, maker.timeout_s, job_size)
-    life.look, life.moved, life.job = channel.look, channel.moved, channel.job
-    life.job.check, life.job.late = life.check, life.late
-    life.job.fail = life.fail
-    life.job.withdraw = partial(withdraw_all, life)
-    life.depart, life.job.explain = channel.job.depart, life.explained
+    job, life.channel = channel.job, channel
+    job.check, job.late, job.fail, job.explain = life.check, life.late, life.fail, life.explained
+    job.withdraw = partial(withdraw_all, life)
     return channel

@@ -103,7 +103,7 @@ def _rebuilt(life: GroupState, channel: Channel) -> Groups:
         life.settle(life.told)  # others that wait for this rank need not ask whether it goes on
     if channel.job.key == life.again.first:  # which one that comes back looks for
         channel.job.kept = f"{channel.job.key}/verdict"
-    life.depart("called reset")
+    life.job.depart("called reset")
     for learned in channel.learned:
         learned.forget()
     # One that comes back knows the first groups alone, and these may have been reset since.

@@ -38,6 +38,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -177,9 +178,10 @@ class Calls:
         """Compare a call, and wait for the others if they may guess another one."""
         store: Any = self._store
         number, pattern, text = self.number, self._pattern, call_text(call)
+        mine = json.dumps([self._job.rank, text])
         trusted = pattern.guess is not None and not self._owed
         leaves = number == self._due or (trusted and call != pattern.guess)
-        rank, told = json.loads(store.compare_set(self._at(number), "", self._says(text)))
+        rank, told = json.loads(store.compare_set(self._at(number), "", mine))
         if told != text:
             self._refuse(rank, told, text)
         if rank == self._job.rank:
@@ -216,24 +218,24 @@ class Calls:
                 self.read()
             self._job.tell()
 
+        stuck = Stuck(self.key, number + 1, tuple(self._ranks), text)
+
         def all_heard() -> bool:
             meanwhile()
             if store.add(heard, 0) >= len(self._ranks):
                 return True
             self._channel.look()  # pyright: ignore[reportOptionalMemberAccess]
-            self._job.check_left(Stuck(self.key, number + 1, ranks, text))
+            self._job.check_left(stuck)
             return False
 
-        def check(idle_s: float) -> None:
-            self._job.check([Stuck(self.key, number + 1, ranks, text)], idle_s, made=True)
-
-        ranks, deadline = tuple(self._ranks), time.monotonic() + self._timeout_s
-        if not poll(all_heard, len(ranks), deadline, check):
+        deadline = time.monotonic() + self._timeout_s
+        check = partial(self._job.check, [stuck], made=True)
+        if not poll(all_heard, len(self._ranks), deadline, check):
             what = f"call {number} over '{self._name}' has no answer in {self._timeout_s:g} s"
             lines = [f"rank {self._job.rank}: {text}", f"asked: {name_ranks(self._ranks)}"]
             fix = "look for a rank that stopped, or that makes fewer calls"
             error = CollectiveError(what, lines, fix)
-            raise self._job.late(error, [Stuck(self.key, number + 1, ranks, text)])
+            raise self._job.late(error, [stuck])
 
     def read(self) -> None:
         """Read whether a rank left its pattern: raise if this one is past it, else answer."""
@@ -259,9 +261,6 @@ class Calls:
         fix = "call the same verbs on the same trees, in the same order, on all of these ranks"
         what, fix = self._differ or (what, fix)
         self._job.raise_everywhere(what, {rank: told, self._job.rank: mine}, fix)
-
-    def _says(self, text: str) -> str:
-        return json.dumps([self._job.rank, text])
 
     def _at(self, number: int) -> str:
         return f"{self.key}/{number}"
@@ -349,17 +348,19 @@ class Channel:
         self._looked = -math.inf
         self._written = deque[tuple[int, str]]()  # keys to delete, by the run that wrote them
 
-    def begin_run(self, number: int | None = None) -> int:
-        """Begin a run and return its number; the n-th run is the same on all ranks."""
+    def begin_run(self, learned: Any, number: int | None = None) -> int:
+        """Begin a run and return its number; the n-th run is the same on all ranks.
+
+        Args:
+          learned: the `Learned` that it begins with, and will add to.
+          number: of the run, if the groups have had others; by default the next one.
+        """
+        self.learned.add(learned)
         self.runs = self.runs + 1 if number is None else number
         # Nobody reads the messages of old runs, but the store would keep them in memory.
         while self._written and self._written[0][0] <= self.runs - _RUNS_KEPT:
             later(self._store, "delete_key", self._written.popleft()[1])
         return self.runs
-
-    def remember(self, learned: Any) -> None:
-        """Note what a run begins with, and will add to."""
-        self.learned.add(learned)
 
     def compare(self, text: str, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Compare what a run does next, as `Calls.add` compares a call of a communicator."""
@@ -444,14 +445,10 @@ class Channels(Channel):
         self._parts = parts
         self._widest = max(parts, key=lambda part: part.job_size)
 
-    def begin_run(self, number: int | None = None) -> int:
+    def begin_run(self, learned: Any, number: int | None = None) -> int:
         """Begin a run with the same number in every group."""
         number = number or 1 + max(part.runs for part in self._parts)
-        return max(part.begin_run(number) for part in self._parts)
-
-    def remember(self, learned: Any) -> None:
-        """Note in every group what a run begins with."""
-        self._in_each(lambda part: part.remember(learned))
+        return max(part.begin_run(learned, number) for part in self._parts)
 
     def compare(self, text: str, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Compare the text in every group of the tree."""

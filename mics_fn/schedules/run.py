@@ -221,8 +221,7 @@ class Run:
         self._next = 0  # index of the next action to follow
         self.passes = 0  # number of backward passes so far
         self._channel, self.name, self._push = channel, name, push
-        self.number = channel.begin_run()
-        channel.remember(learned)
+        self.number = channel.begin_run(learned)
         learned.last = self
 
     @property

@@ -97,6 +97,7 @@ def compare_options(trainer: Any, params: Tree, groups: Any, guard: Guard) -> No
     Raises:
       DesyncError: ranks have other options.
     """
+    guard.check_groups(params, groups)
     homes = list(dict.fromkeys(homes_of("Trainer", groups, params)))
     several = any(home.partition_size * home.num_replicas > 1 for home in homes)
     facts = _facts(trainer, guard, names(params), several) | {
@@ -239,6 +240,11 @@ def check_options(trainer: Any, prefetch: Any, schedule: Any, checkpoint: Any) -
     if trainer.overlap_step and trainer.recoverable:
         text = "Trainer: overlap_step=True with recoverable=True, which keeps states whole"
         raise PlanError(text, fix="leave one of them out")
+    if trainer.overlap_step and trainer.guard == Guard():
+        text = "Trainer: overlap_step=True has no effect with a guard that may refuse a step"
+        why = "to refuse one that is not finite, all gradients have to be known before any is used"
+        fix = "pass guard=optim.Guard(on_nonfinite='ignore'), or leave overlap_step= out"
+        warnings.warn(message(text, [why], fix), stacklevel=4)
     trainer.where = where_of(trainer.where)
     checks.integer(verb, "prefetch", prefetch, 0, fix="0 fetches nothing ahead")
     if trainer.grad_dtype is not None:
@@ -328,15 +334,6 @@ def as_shards(
         text = "Trainer: no parameter is trained: all are frozen, or there is none"
         raise LeafError(text, fix="leave requires_grad=True on some, and out of frozen=")
     return found
-
-
-def warn_of_overlap(trainer: Any) -> None:
-    """Warn if steps cannot overlap hop 2, since the default guard waits for all gradients."""
-    if trainer.overlap_step and trainer.guard == Guard():
-        text = "Trainer: overlap_step=True has no effect with a guard that may refuse a step"
-        why = "to refuse one that is not finite, all gradients have to be known before any is used"
-        fix = "pass guard=optim.Guard(on_nonfinite='ignore'), or leave overlap_step= out"
-        warnings.warn(message(text, [why], fix), stacklevel=4)
 
 
 def check_buffers(buffers: Mapping[str, Tensor], home: Groups) -> None:

@@ -190,12 +190,10 @@ class Trainer:
         options |= {"frozen": frozen, "bucket_bytes": bucket_bytes, "bucket": bucket}
         wanted = None if precision is None else self.precision
         params = given.as_shards(own, params, groups, home, wanted, options)
-        self.guard.check_groups(params, groups)
         full_bytes = sum(bucket_sizes(params, groups))
         given.check_compiled(model, loss, full_bytes)
         chosen, self.eval_schedule = given.schedules_for(live_bytes, prefetch, full_bytes, home)
         self.schedule = schedule or chosen
-        given.warn_of_overlap(self)
         params = move(params, self.where, device=home.device)
         self.state = init_state(params, optimizer, buffers=buffers, where=self.where)
         given.compare_options(self, params, groups, self.guard)

@@ -64,4 +64,11 @@ PLANTED = [
         "    if True or (",
         "collectives/test_codec.py -k largest_values",
     ),
+    (
+        "what some ranks refused is raised after they went on",
+        "schedules/messages.py",
+        '            self.store.set(self._refused, "")\n',
+        "            pass\n",
+        "schedules/test_news.py -k refuse",
+    ),
 ]
