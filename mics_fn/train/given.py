@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn import _device, _torch, checks, spans, tree
-from mics_fn.collectives import SHORT_NAMES, Wire, collect_values
+from mics_fn.collectives import Wire, collect_values
 from mics_fn.errors import GroupsError, LeafError, PlanError, message, name_some
 from mics_fn.groups import Groups, placement
 from mics_fn.init import warn_of_compile
@@ -31,7 +31,6 @@ from mics_fn.shards import (
     Precision,
     Sharded,
     check_dtype,
-    check_patterns,
     dtype_name,
     homes_of,
     is_leaf,
@@ -417,7 +416,7 @@ def _check_shards(
     tree.refuse_equal_paths("Trainer", params, "params", is_leaf)
     opened, bare = open_shards("Trainer", params, groups), tree.paths(params, "", is_leaf)
     patterns = precision.patterns if precision is not None else []
-    check_patterns("Trainer", {"precision": patterns}, bare, opened.homes, stacklevel=6)
+    checks.check_matched("Trainer: precision", patterns, bare)
     for leaf, home, path in zip(opened.leaves, opened.homes, bare, strict=True):
         data, bucket, name = getattr(leaf, "data", None), leaf.bucket, tree.join("params", path)
         if isinstance(data, Tensor) and data.device != home.device:
@@ -425,36 +424,12 @@ def _check_shards(
             raise LeafError(text, fix="make shards on the device of their groups")
         if precision is not None and bucket is not None:
             own = bucket.dtype if bucket.codes is None else bucket.compute  # of what became codes
-            want = precision.dtypes(path, own)
-            got = (bucket.dtype, bucket.compute, bucket.reduce, bucket.accumulate)
-            if want != got:
-                lines = [f"{word} {_names(x)}" for word, x in (("expected", want), ("got", got))]
-                text = f"Trainer: {name} was not made with this precision="
-                fix = "make the shards with the same precision"
-                raise PlanError(text, [*lines, "param/compute/reduce/accumulate"], fix)
-            sent: list[Any] = [*precision.wires(path, bucket.dtype)]
             numel = bucket.numels[getattr(leaf, "slot", 0)]
-            sent.append(
-                precision.state_codes(path, bucket.dtype, numel) if bucket.trainable else None
-            )
-            sent.append(precision.codes(path, bucket.dtype))
-            have = [bucket.gather, bucket.hop1, bucket.hop2, bucket.state, bucket.codes]
-            if sent != have:
-                lines = [f"{word} {_codes(x)}" for word, x in (("expected", sent), ("got", have))]
-                how = "kept" if sent[:3] == have[:3] else "sent"
-                fix = "make the shards with the same precision"
-                raise PlanError(f"Trainer: {name} is not {how} as this precision= says", lines, fix)
-
-
-def _codes(given: list[Any]) -> str:
-    """What travels of a leaf and how its moments are kept, where that is not values."""
-    pairs = zip(("gather", "hop1", "hop2", "state", "param"), given, strict=True)
-    words = [f"{name}={SHORT_NAMES.get(x, x)}" for name, x in pairs if x is not None]
-    return ", ".join(words) or "values"
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return "/".join(map(dtype_name, dtypes))
+            want = precision.formats(path, own, numel, bucket.trainable)
+            if want != bucket.formats:
+                lines = [f"expected {want}", f"got {bucket.formats}"]
+                text = f"Trainer: {name} was not made with this precision="
+                raise PlanError(text, lines, fix="make the shards with the same precision")
 
 
 def homes_for(groups: Any, params: Tree, deterministic: bool) -> tuple[Any, Groups]:

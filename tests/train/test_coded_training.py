@@ -165,7 +165,7 @@ def kept_exactly(layout, folder):
     loaded = mf.checkpoint.load(folder, other.state, groups).state
     same_bits(mf.unshard(loaded.params, groups), params)
     how = {"loss": lambda model, x: model(x).sum(), "params": trainer.state.params}
-    with pytest.raises(mf.errors.PlanError, match="is not sent as this precision= says"):
+    with pytest.raises(mf.errors.PlanError, match="was not made with this precision="):
         mf.Trainer(model_of(), mf.optim.sgd(0.1), groups, precision="hop2=int8[64]", **how)
 
 

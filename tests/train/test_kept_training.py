@@ -162,7 +162,7 @@ def test_shards_that_are_given_are_compared_with_the_precision(precision):
         trainer = mf.Trainer(model, mf.optim.sgd(0.1), groups, **how)
         assert float(trainer.step(batch(0, 0)).loss) > 0
     else:
-        text = "params.base.bias is not kept as this precision= says"
+        text = "params.base.bias was not made with this precision="
         with pytest.raises(PlanError, match=text):
             mf.Trainer(model, mf.optim.sgd(0.1), groups, **how)
 
