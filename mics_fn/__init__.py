@@ -81,7 +81,7 @@ Steps:
   `move` - the same state elsewhere: on the device, in host memory, in files
   `optim` - the namespace of what is done with gradients
   `optim.same_step` - a state whose ranks are at one step, if need be from a replica - 8 bytes
-  `optim.same_replicas` - a state whose replicas hold the same bits - 8 bytes per run of leaves
+  `optim.same_replicas` - a state whose replicas hold the same bits - 8 bytes per leaf
   `optim.Transform` - an optimizer as pure functions
   `optim.sgd` - stochastic gradient descent
   `optim.adam` - Adam with an L2 penalty

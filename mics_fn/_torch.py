@@ -418,20 +418,9 @@ def generator_id(generator: torch.Generator) -> int:
     return generator._cdata  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def storage_id_of(storage: Any) -> int:
-    """`storage_id` of the tensors that use this storage."""
-    return storage._cdata
-
-
-class WeakStorage:
+def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
     """A weak reference to a storage, whose `storage_id` is not reused while the reference lives."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._ref = StorageWeakRef(tensor.untyped_storage())
-
-    def __bool__(self) -> bool:
-        """Whether some tensor still uses the storage."""
-        return not self._ref.expired()
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def pretend(cls: type, meta: torch.Tensor, device: torch.device) -> Any:

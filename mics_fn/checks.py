@@ -64,19 +64,12 @@ def refuse(
 
 
 def integer(
-    verb: str,
-    name: str,
-    value: Any,
-    least: int = 1,
-    *,
-    optional: bool = False,
-    fix: str = "",
-    kind: type[MicsError] = PlanError,
+    verb: str, name: str, value: Any, least: int = 1, *, optional: bool = False, fix: str = ""
 ) -> None:
-    """Raise an error unless a value is an int of at least `least`, or None if it is optional."""
+    """Raise PlanError unless a value is an int of at least `least`, or None if it is optional."""
     if not (optional and value is None) and (type(value) is not int or value < least):
         expected = f"{'None or ' if optional else ''}an int of at least {least}"
-        refuse(verb, name, value, expected, fix, kind)
+        refuse(verb, name, value, expected, fix)
 
 
 def number(
@@ -90,9 +83,8 @@ def number(
     below: float = math.inf,
     finite: bool = True,
     fix: str = "",
-    kind: type[MicsError] = PlanError,
 ) -> None:
-    """Raise an error unless a value is a number inside of limits; a bool or NaN is none."""
+    """Raise PlanError unless a value is a number inside of limits; a bool or NaN is none."""
     size = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     inside = least <= size <= most and above < size and (size < below or not finite)
     if inside and (math.isfinite(size) or not finite):
@@ -100,22 +92,15 @@ def number(
     limits = (("of at least", least), ("above", above), ("of at most", most), ("below", below))
     words = " and ".join(f"{word} {limit:g}" for word, limit in limits if math.isfinite(limit))
     expected = f"{'a finite number' if finite else 'a number'} {words}".rstrip()
-    refuse(verb, name, value, expected, fix, kind)
+    refuse(verb, name, value, expected, fix)
 
 
-def choice(
-    verb: str,
-    name: str,
-    value: Any,
-    *known: Any,
-    fix: str = "",
-    kind: type[MicsError] = PlanError,
-) -> None:
-    """Raise an error unless a value is one of a few; `1` is not taken for `True`."""
+def choice(verb: str, name: str, value: Any, *known: Any, fix: str = "") -> None:
+    """Raise PlanError unless a value is one of a few; `1` is not taken for `True`."""
     if not any(value is each or (type(value) is type(each) and value == each) for each in known):
         shown = [repr(each) for each in known]
         listed = f"{', '.join(shown[:-1])} or {shown[-1]}" if shown[1:] else shown[0]
-        refuse(verb, name, value, listed, fix, kind)
+        refuse(verb, name, value, listed, fix)
 
 
 def flag(verb: str, name: str, value: Any) -> None:
@@ -190,18 +175,10 @@ def misfit(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     return None
 
 
-def instance(
-    verb: str,
-    name: str,
-    value: Any,
-    kinds: Any,
-    expected: str,
-    fix: str = "",
-    kind: type[MicsError] = PlanError,
-) -> None:
-    """Raise an error unless a value is an instance of these classes."""
+def instance(verb: str, name: str, value: Any, kinds: Any, expected: str, fix: str = "") -> None:
+    """Raise PlanError unless a value is an instance of these classes."""
     if not isinstance(value, kinds):
-        refuse(verb, name, value, expected, fix, kind)
+        refuse(verb, name, value, expected, fix)
 
 
 def path(verb: str, name: str, value: Any) -> None:
@@ -229,19 +206,13 @@ def nbytes(verb: str, name: str, value: Any, least: int = 0) -> int:
     return int(found)
 
 
-def options(
-    verb: str,
-    names: Iterable[str],
-    known: Iterable[str],
-    kind: type[Exception] = TypeError,
-) -> None:
-    """Raise an error, usually a TypeError as Python does, for an option that is not known.
+def options(verb: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise a TypeError, as Python does, for an option that is not known.
 
     Args:
       verb: for errors.
       names: the options that are given.
       known: those that there are.
-      kind: the type of the error.
 
     >>> options("shard", ["bucket_byte"], ["frozen", "bucket_bytes"])
     Traceback (most recent call last):
@@ -253,7 +224,7 @@ def options(
         if name not in every:
             near = difflib.get_close_matches(name, every, n=1)
             fix = f"did you mean {near[0]}=?" if near else f"help({verb}) lists what there is"
-            raise kind(message(f"{verb}: there is no option {name}=", fix=fix))
+            raise TypeError(message(f"{verb}: there is no option {name}=", fix=fix))
 
 
 def named_options(verb: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -289,21 +260,15 @@ def matches(pattern: str, path: str) -> bool:
 
 
 def check_matched(
-    what: str,
-    patterns: Iterable[str],
-    paths: Sequence[str],
-    *,
-    leaf: str = "leaf",
-    kind: type[MicsError] = PlanError,
+    what: str, patterns: Iterable[str], paths: Sequence[str], *, leaf: str = "leaf"
 ) -> None:
-    """Raise unless each pattern matches a path.
+    """Raise PlanError, with the nearest paths, unless each pattern matches a path.
 
     Args:
       what: the verb and the option that has the patterns, for the error.
       patterns: any.
       paths: of the leaves that can be meant.
       leaf: what these are.
-      kind: of the error, which names the paths that are spelled most like the pattern.
 
     Example:
       >>> check_matched("shard: where", ["*bias"], ["h.0.bias", "norm.bias"])
@@ -318,7 +283,7 @@ def check_matched(
             near = difflib.get_close_matches(pattern.strip("*"), paths, n=3, cutoff=0.0)
             lines = [f"nearest: {', '.join(near)}"] if near else []
             fix = "a pattern is a whole path, such as 'h.0.weight', or has * for parts of it"
-            raise kind(message(f"{what}: the pattern {pattern!r} matches no {leaf}", lines, fix))
+            raise PlanError(f"{what}: the pattern {pattern!r} matches no {leaf}", lines, fix)
 
 
 def checked_override(override: Any, kind: type[V], marks: str = ";") -> tuple[str, V]:

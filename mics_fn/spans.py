@@ -37,8 +37,8 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -133,25 +133,12 @@ _QUIET = ("use", "pack")  # what the log leaves out
 HOP_2 = "replicas"  # the communicator of hop 2, also where it follows hop 1 in one call
 
 
-class Watcher(Protocol):
-    """Observer of spans and of memory."""
-
-    def begin(self, span: "Span") -> Any:
-        """A span begins now; what this gives is given back at its end."""
-        ...
-
-    def end(self, span: "Span", begun: Any) -> None:
-        """A span ends now: where device work is meant, what was queued until now."""
-        ...
-
-    def holds(self, kind: str, key: Hashable, nbytes: int) -> None:
-        """Record the bytes that a key holds for a purpose from now on; 0 for none."""
-        ...
+# Each has `begin(span)`, `end(span, begun)` with what that gave, and `holds(kind, key, nbytes)`. A
+# span of device work ends at what was queued until now; memory is held from now on.
+watchers: list[Any] = []
 
 
-watchers: list[Watcher] = []
-
-
+@dataclass(eq=False)
 class Span:
     """One range of work, from the beginning of a `with` block to its end, or to `stop`.
 
@@ -166,23 +153,18 @@ class Span:
       parts: whether spans of its own say when it happens, so that watchers need not count it.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        about: Any = "",
-        *,
-        level: str = "",
-        nbytes: int = 0,
-        device: Any = None,
-        lasts: bool = False,
-        parts: bool = False,
-    ) -> None:
-        self.kind, self.about, self.level, self.nbytes = kind, about, level, nbytes
-        self.device, self.parts, self._lasts = device, parts, lasts
-        self._begun: list[tuple[Watcher, Any]] = []
-        self._record: Any = None
-        self._since = 0.0
-        self.result: Any = None  # what a watcher has made of a step
+    kind: str
+    about: Any = ""
+    _: KW_ONLY
+    level: str = ""
+    nbytes: int = 0
+    device: Any = None
+    lasts: bool = False
+    parts: bool = False
+    result: Any = field(default=None, init=False)  # what a watcher has made of a step
+    _begun: list[Any] = field(default_factory=list, init=False)
+    _record: Any = field(default=None, init=False)
+    _since: float = field(default=0.0, init=False)
 
     @property
     def text(self) -> str:
@@ -200,13 +182,8 @@ class Span:
         self._begun = [(watcher, watcher.begin(self)) for watcher in watchers]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if not self._lasts or error is not None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not self.lasts or error is not None:
             self.stop()
         if self.kind == "wait" and self._since:
             LOG.debug("%s: %.1f ms", self.text, 1e3 * (time.monotonic() - self._since))

@@ -26,28 +26,24 @@ Its words:
   killed in a save never matters: the next save removes it.
 - A step that is saved after a rollback *replaces* those from it on: they do not count from the
   moment in which it does, whether they can be removed or not. See [Note: branches] in `directory`.
-- A *writer* is a rank, with one file. Replicas hold the same shards, so each writes a part.
-- A *line* is a bucket, or the tensors that all ranks hold in full, one after the other. It has a
-  *cell* for each writer; see [Note: lines and cells] in `manifest`. So which file has which
-  elements follows from a few numbers, for any number of ranks: nothing is planned, sent around or
-  gathered.
-- The *manifest* says what lies where: one line of JSON per tensor and per file, and a digest of
-  itself. Each file has a checksum for each 16 KiB of each tensor, and the manifest has the digest
-  of these. A reader compares what it reads, and takes a checksum that is missing for an error.
+- Each rank writes one file. Replicas hold the same shards, so each writes a part of these; which
+  one follows from their sizes, so nothing is planned or gathered.
+- A *slice* is a range of a flattened tensor in a file, at most 4 MiB, that is read at once.
+- The *manifest* is one JSON object: the dtype and shape of each tensor, a table of the slices of
+  each file with a checksum each, and a digest of itself. See [Note: slices] in `manifest`: any
+  number of ranks reads the slices that overlap its part, and compares each.
 - Dense tensors are saved of every dtype that torch computes with, down to complex32 and float4.
   `save` refuses others, such as quantized ones, by name, and before a byte is written.
 - The *state* is equal on all ranks, up to who holds which piece; each rank adds an *extra*. Leaves
-  that are not trained, and are kept as codes, are saved as these codes; see [Note: other codes] in
-  `snapshot` for a state that keeps them in another form.
+  that are not trained, and are kept as codes, are saved as these codes, and load as these.
 
 What it promises: a committed step is never lost or changed by a save that fails, and at least two
 are kept, one of which may be a replaced one right after a rollback. A load goes back to an older
-step only if asked to, and only from one that is found to be damaged; the process that did so never
-removes that one. All ranks come to one end: if one of them cannot write, or finds damage, all raise
-the same error, and training can go on. While replicas are apart, as with `local_sgd`, each of them
-is saved, and the same number of replicas can load it. What is not promised: the checksums find
-accidents, not people who mean harm; but nothing in a file is run, and no file outside of the folder
-is opened.
+step only if asked to, and only from one that is found to be damaged. All ranks come to one end: if
+one of them cannot write, or finds damage, all raise the same error, and training can go on. While
+replicas are apart, as with `local_sgd`, each of them is saved, and the same number of replicas can
+load it. What is not promised: the checksums find accidents, not people who mean harm; but nothing
+in a file is run, and no file outside of the folder is opened.
 
 Checkpoints of others: `save_pretrained` writes what `from_pretrained` of transformers loads, and
 `load_shards` reads it. `save_dcp` writes what `torch.distributed.checkpoint.load` reads into plain
@@ -63,13 +59,12 @@ so it needs no trust. `trust=True` only allows names that lead out of the direct
   >>> load_dcp(f"{folder}/a", groups, like={"w": torch.empty(2, 3)}, prefix="model.")
   {'w': Sharded(shape=(2, 3), float32, here 6 of 6)}
 
-Start reading at `manifest` (arithmetic, checksums and one of the two kinds of files) and `snapshot`
-(what a state holds); then `saving` for a save, `directory` for what is on the disk, and `loading`
-for what is read. Directories of others are written by `exported`, as [Note: all or nothing] in
-`directory` says, and read by `init`. To add another format to write, take `saved_leaves`,
-`in_files` and `rounds` inside of `new_directory`. To add what is kept with a `Trainer`, add it to
-`carried` in the wing `train`. To change the format, raise `MINOR` in `manifest`, or `MAJOR` if
-older versions would read it wrongly.
+Start reading at `manifest` (the table of slices) and `snapshot` (what a state holds, and who writes
+it); then `saving` for a save, `directory` for what is on the disk, and `loading` for what is read.
+Directories of others are written by `exported`, and read by `init`. To add another format to write,
+take `saved_leaves`, `in_files` and `rounds`, and give `export` what writes a file. To add what is
+kept with a `Trainer`, add it to `carried` in the wing `train`. To change the format, raise
+`VERSION` in `manifest`.
 
 `load` returns a `Loaded` of state, step and extra, and `verify` a `Verified` of what it compared.
 """

@@ -18,8 +18,11 @@ everywhere here. How such a directory is read without running anything in it is 
 
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from math import prod
 from os import PathLike, fspath
 from pathlib import Path
@@ -29,10 +32,9 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn import _torch, checks, tree
-from mics_fn.checkpoint.directory import NewDirectory, free_path, new_directory, sync
-from mics_fn.checkpoint.manifest import savable
+from mics_fn.checkpoint import directory, manifest, saving
 from mics_fn.collectives import agree, in_step
-from mics_fn.errors import LeafError, PlanError
+from mics_fn.errors import FileError, LeafError, PlanError, message
 from mics_fn.groups import Groups
 from mics_fn.init import read_shards
 from mics_fn.optim import TrainState, by_leaf
@@ -137,7 +139,7 @@ def saved(
     data = leaf.data if is_leaf(leaf) else leaf
     if data is leaf:
         where = f"params.{key}"
-        check_tensor(verb, where, savable(verb, where, data), data.device)
+        check_tensor(verb, where, manifest.savable(verb, where, data), data.device)
     bucket = getattr(leaf, "bucket", None)
     if bucket is not None and data.dtype != bucket.dtype:
         what = f"{verb}: {key} is {data.dtype} in a bucket of {bucket.dtype}"
@@ -206,8 +208,9 @@ def rounds(
             continue
         mine = set(batch[here]) if here < len(batch) else set()
         kept: dict[str, Tensor] = {}
-        for leaves in _by_bucket([leaf for file in batch for leaf in file]):
-            kept |= _gathered(params, groups, leaves, mine)
+        every = sorted((leaf for file in batch for leaf in file), key=_bucket_of)
+        for _, leaves in groupby(every, key=_bucket_of):
+            kept |= _gathered(params, groups, list(leaves), mine)
         yield RoundPart(start + here if mine else None, kept)
         kept.clear()  # so that nobody holds two files
 
@@ -221,21 +224,93 @@ def _gathered(
     found: dict[str, Tensor] = {}
     for leaf in leaves:
         if leaf in mine:
-            given = params[leaf.key]  # if it is whole, its memory may be that of others
+            given = params[leaf.key]
             whole = full.pop(leaf.key, given)
-            found[leaf.name] = _on_cpu(whole, leaf.dtype, copy=whole is given)
+            copy = whole is given  # its memory may be that of others
+            x = whole.detach().to(device="cpu", dtype=leaf.dtype, copy=copy)
+            found[leaf.name] = x.contiguous()
     return found
 
 
-def _by_bucket(leaves: Sequence[Saved]) -> list[list[Saved]]:
-    found: dict[tuple[int, int], list[Saved]] = {}
-    for leaf in leaves:
-        found.setdefault((leaf.tree, leaf.bucket), []).append(leaf)
-    return list(found.values())
+def _bucket_of(leaf: Saved) -> tuple[int, int]:
+    return leaf.tree, leaf.bucket
 
 
-def _on_cpu(whole: Any, dtype: torch.dtype, *, copy: bool) -> Tensor:
-    return whole.detach().to(device="cpu", dtype=dtype, copy=copy).contiguous()
+# The directory, which is there as a whole or not at all.
+
+
+def free_path(verb: str, path: str | os.PathLike) -> Path:
+    """The absolute path of a directory that is still to be written.
+
+    Raises:
+      FileError: something is there that would be lost.
+    """
+    checks.path(verb, "path", path)
+    real = Path(os.path.realpath(path))
+    if os.path.lexists(real) and not (real.is_dir() and not any(real.iterdir())):
+        what = "a directory that is not empty" if real.is_dir() else "a file"
+        fix = "pass a new path, or move away what is there; nothing is overwritten"
+        raise FileError(message(f"{verb}: {real} is {what}", fix=fix), str(real))
+    return real
+
+
+def export(
+    verb: str,
+    path: Path,
+    home: Groups,
+    parts: Iterator[RoundPart],
+    write: Callable[[Path, RoundPart], Any],
+    finish: Callable[[Path, list[Any]], None],
+) -> None:
+    """Write files into a folder beside the path, which gets its name when all are complete.
+
+    A process that is killed may leave that folder behind; its name begins with a dot and ends with
+    `.tmp`, and it can be deleted.
+
+    Args:
+      verb: for errors.
+      path: what the folder will be called.
+      home: the ranks that write, or wait until it is there.
+      parts: what this rank writes, round after round.
+      write: writes a file, and gives what the first rank is to know of it.
+      finish: writes on the first rank what makes the rest readable.
+
+    Communication: two small all-gathers over the partition group and over the replication group for
+      each round, and two more.
+
+    Raises:
+      FileError: some rank cannot write; on every rank.
+    """
+    first = home.ranks[home.plan.partition_groups[0][0]]
+    made, said = None, list[Any]()
+    try:
+        with _together(verb, path, home) as exchange:
+            if home.rank == first:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                name = f".{path.name}.{secrets.token_hex(4)}.tmp"
+                made = directory.NewFolder(path.with_name(name))
+                exchange.mine = name
+        folder = path.with_name(exchange.all[first])
+        for part in parts:
+            with _together(verb, path, home) as exchange:
+                if part.file is not None:
+                    exchange.mine = write(folder, part)
+            said += [each for each in exchange.all.values() if each is not None]
+        with _together(verb, path, home):
+            if made is not None:
+                finish(folder, said)
+                made.publish(path)
+                made = None
+    except BaseException:
+        if made is not None:
+            made.remove()
+        raise
+
+
+@contextmanager
+def _together(verb: str, path: Path, home: Groups) -> Iterator[saving.Exchange]:
+    with saving.together(home) as exchange, directory.write_errors(f"{verb}: cannot write", path):
+        yield exchange
 
 
 # What an optimizer keeps, under the names that torch gives it in a state dict.
@@ -254,12 +329,12 @@ def optimizer_leaves(
       params: the parameters that are written; others are left out.
 
     Raises:
-      PlanError: it is not, or does not contain, one optimizer made by `from_torch`.
+      PlanError: it is not, or does not contain, one optimizer with moments under names of torch.
     """
     found = list(_torch_states(opt))
     if len(found) != 1:
         what = f"{verb}: the state has {len(found)} optimizers that torch has names for, expected 1"
-        fix = "use adamw, adam, sgd or from_torch, alone or in a chain; or pass state.params"
+        fix = "use adamw, adam, sgd, lion or from_torch, alone or in a chain; or pass state.params"
         raise PlanError(what, fix=fix)
     values: dict[str, Any] = {}
     leaves: list[Saved] = []
@@ -437,35 +512,21 @@ def save_dcp(
         leaves = [*(_prefixed(leaf, prefix) for leaf in leaves), *more]
         files = in_files(verb, leaves, max_file_bytes)
     same_leaves(verb, home, path, leaves)
-    with new_directory(verb, target, home) as made:
-        places: dict[str, Place] = {}
-        own: list[Any] = []  # torch's own form of a place, of which the first rank needs one
+    own: list[Any] = []  # torch's own form of a place, of which the first rank needs one
 
-        def write(part: RoundPart) -> str:
-            written = _write(made.folder, part)
-            own.extend(at for _, at in written)
-            return json.dumps(
-                [(name, at.relative_path, at.offset, at.length) for name, at in written]
-            )
+    def write(folder: Path, part: RoundPart) -> list[tuple[str, Place]]:
+        written = _write(folder, part)
+        own.extend(at for _, at in written)
+        return [(name, (at.relative_path, at.offset, at.length)) for name, at in written]
 
-        for part in rounds({**values, **moments}, home, files):
-            found = made.together(lambda part=part: write(part))
-            for text in found.values():
-                places |= {name: (file, at, length) for name, file, at, length in json.loads(text)}
+    def finish(folder: Path, said: list[list[tuple[str, Place]]]) -> None:
+        if objects:  # the last file is theirs
+            said.append(write(folder, RoundPart(len(files), objects)))
+        places = {name: place for part in said for name, place in part}
+        places |= {name: places[leaf.name] for leaf in leaves for name in leaf.also}
+        _describe(folder, _state_dict(leaves, objects, prefix), places, own[0])
 
-        def describe() -> str:
-            nonlocal places
-            if made.is_first:
-                # The last file is that of the objects.
-                for name, at in (
-                    _write(made.folder, RoundPart(len(files), objects)) if objects else []
-                ):
-                    places[name] = (at.relative_path, at.offset, at.length)
-                places |= {name: places[leaf.name] for leaf in leaves for name in leaf.also}
-                _describe(made.folder, _state_dict(leaves, objects, prefix), places, own[0])
-            return ""
-
-        made.together(describe)
+    export(verb, target, home, rounds({**values, **moments}, home, files), write, finish)
 
 
 def _prefixed(leaf: Saved, prefix: str) -> Saved:
@@ -477,13 +538,11 @@ def _write(folder: Path, part: RoundPart) -> list[tuple[str, Any]]:
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    if part.file is None:
-        return []
     planner, writer = DefaultSavePlanner(flatten_state_dict=False), FileSystemWriter(folder)
     planner.set_up_planner(part.tensors, is_coordinator=True)
     plan = planner.create_local_plan()
     # A writer names its file after the number of its plan.
-    plan = writer.prepare_global_plan([plan] * (part.file + 1))[-1]
+    plan = writer.prepare_global_plan([plan] * (1 + (part.file or 0)))[-1]
     written = writer.write_data(planner.finish_plan(plan), planner).wait()
     return [(result.index.fqn, result.storage_data) for result in written]
 
@@ -594,31 +653,24 @@ def save_pretrained(
         leaves = saved_leaves(_VERB, params, home, names, dtype)
         files = in_files(_VERB, leaves, max_file_bytes)
     same_leaves(_VERB, home, path, leaves)
-    with new_directory(_VERB, target, home) as made:
 
-        def write(part: RoundPart) -> str:
-            if part.file is not None:
-                file = made.folder / _file_name(part.file, len(files))
-                save_file(part.tensors, file, metadata={"format": "pt"})
-                # The library makes files that only their owner may read, whatever the umask says.
-                file.chmod(made.folder.stat().st_mode & 0o666)
-                sync(file)
-            return ""
+    def write(folder: Path, part: RoundPart) -> None:
+        file = folder / _file_name(part.file or 0, len(files))
+        save_file(part.tensors, file, metadata={"format": "pt"})
+        directory.finish_file(file)
 
-        for part in rounds(params, home, files):
-            made.together(lambda part=part: write(part))
-        made.together(lambda: _finish(made, files, config))
+    def finish(folder: Path, said: list[Any]) -> None:
+        _finish(folder, files, config)
+
+    export(_VERB, target, home, rounds(params, home, files), write, finish)
 
 
 def _check_config(config: Any) -> None:
+    saves = callable(getattr(config, "save_pretrained", None))
     wrong = isinstance(config, nn.Module)  # which would save its own weights
-    if wrong or not (config is None or isinstance(config, dict) or _saves_itself(config)):
+    if wrong or not (config is None or isinstance(config, dict) or saves):
         what = f"{_VERB}: config is {type(config).__name__}, expected a dict, or an object with"
         raise LeafError(f"{what} save_pretrained(path)", fix="pass model.config")
-
-
-def _saves_itself(config: Any) -> bool:
-    return callable(getattr(config, "save_pretrained", None))
 
 
 def _file_name(number: int, count: int) -> str:
@@ -630,24 +682,21 @@ def _file_name(number: int, count: int) -> str:
     return f"model-{number + 1:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors"
 
 
-def _finish(made: NewDirectory, files: Sequence[Sequence[Saved]], config: Any) -> str:
-    """On the first rank, write what describes the files, and the index last."""
-    if not made.is_first:
-        return ""
+def _finish(folder: Path, files: Sequence[Sequence[Saved]], config: Any) -> None:
+    """Write what describes the files, and the index last."""
     if isinstance(config, dict):
-        _write_json(made.folder / _CONFIG, config)
+        _write_json(folder / _CONFIG, config)
     elif config is not None:
-        config.save_pretrained(made.folder)
-    _note_dtype(made.folder / _CONFIG, [leaf for file in files for leaf in file])
-    for extra in made.folder.iterdir():
-        sync(extra)
+        config.save_pretrained(folder)
+    _note_dtype(folder / _CONFIG, [leaf for file in files for leaf in file])
+    for extra in folder.iterdir():
+        directory.sync(extra)
     if len(files) > 1:
         names = [(leaf.name, i) for i, file in enumerate(files) for leaf in file]
         places = {name: _file_name(i, len(files)) for name, i in sorted(names)}
         total = sum(leaf.nbytes for file in files for leaf in file)
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        _write_json(made.folder / "model.safetensors.index.json", index)
-    return ""
+        _write_json(folder / "model.safetensors.index.json", index)
 
 
 def _note_dtype(path: Path, leaves: Sequence[Saved]) -> None:
@@ -661,4 +710,4 @@ def _note_dtype(path: Path, leaves: Sequence[Saved]) -> None:
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
-    sync(path)
+    directory.sync(path)

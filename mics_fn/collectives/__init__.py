@@ -100,7 +100,6 @@ from mics_fn.collectives.levels import (
     SentCodes,
     broadcast,
     collect,
-    hand_over,
     mean_bytes,
     mean_comms,
     mean_over_ranks,

@@ -20,7 +20,7 @@ wire to the limit of a guard, sees a gradient of the usual size.
 """
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -245,41 +245,6 @@ def send_from(comm: Comm, tensor: Tensor, source_rank: int) -> None:
         nbytes = tensor.nbytes if comm.rank == 0 else 0
         what = f"broadcast from rank {source_rank}"
         _one(Collective(comm, "broadcast", nbytes, call), (tensor,), what)
-
-
-def hand_over(
-    comm: Comm, sent: Tensor | None, numel: int, pairs: Mapping[int, int], device: torch.device
-) -> Tensor | None:
-    """Send bytes from some ranks of a communicator to others; all of its ranks call it.
-
-    Args:
-      comm: the communicator.
-      sent: 1D bytes, on the ranks that send.
-      numel: how many these are, the same everywhere.
-      pairs: global ranks, sender by receiver; each sends once at most, and none does both.
-      device: of what is sent.
-
-    Returns:
-      What arrived; None on ranks that receive nothing.
-
-    Communication: one all-to-all, in which only those that are named send, `numel` bytes each.
-    """
-    if comm.size == 1:
-        return None
-    own, sizes = comm.ranks[comm.rank], [0] * comm.size
-    received, outgoing = list(sizes), list(sizes)
-    for taker, source in pairs.items():
-        if taker == own:
-            received[comm.ranks.index(source)] += numel
-        if source == own:
-            outgoing[comm.ranks.index(taker)] += numel
-    out = torch.empty(sum(received), dtype=torch.uint8, device=device)
-    sent = out.new_empty(0) if sent is None else sent
-    call = partial(dist.all_to_all_single, out, sent, received, outgoing)
-    same = out.new_empty(0)  # ranks compare how much is in a call, which here is not equal
-    what = f"{numel} bytes of state"
-    _one(Collective(comm, "hand over", sum(outgoing), call), (same, sent, out), what)
-    return out if sum(received) else None
 
 
 # Collectives that send codes in the place of values.
@@ -878,7 +843,8 @@ def weighted(loss_sum: Tensor, count: Any, groups: Groups) -> Tensor:
       tensor([0.5000, 2.5000])
     """
     fix = "pass what make_groups gave; of a placement, the groups of all ranks"
-    checks.instance("weighted", "groups", groups, Groups, "Groups", fix, GroupsError)
+    if not isinstance(groups, Groups):
+        checks.refuse("weighted", "groups", groups, "Groups", fix, GroupsError)
     counts = list(count) if isinstance(count, list | tuple) else [count]
     parts = [torch.as_tensor(x, dtype=torch.float64, device=groups.device) for x in counts]
     mean = _MeanOfCounts.apply(groups, torch.stack([x.detach().mean() for x in parts]).mean())

@@ -227,6 +227,7 @@ class Hierarchy:
 
 
 def _as_made(groups: Any) -> Any:
+    """Return groups as `make_groups` gave them."""
     return groups
 
 

@@ -2,10 +2,10 @@
 
 [Note: what is found again] Which ranks there are, and how they are wired, does not change by a
 failure, so `reset` detects nothing. Ranks meet once, under a key that is new. There they compare
-which groups they reset, and what they have learned about the order of use: a rank that was behind
-may have learned less, and then all forget it. No name is used twice, so a rank that is already on
-the new groups never meets one that is still on the old ones. A rank that was lost meets the others
-here, too, once it was started again: see [Note: coming back] in `rendezvous`.
+which groups they reset. What they have learned about the order of use is forgotten: a rank that was
+behind may have learned less, and to learn it takes one run. No name is used twice, so a rank that
+is already on the new groups never meets one that is still on the old ones. A rank that was lost
+meets the others here, too, once it was started again: see [Note: coming back] in `rendezvous`.
 """
 
 import time
@@ -78,8 +78,7 @@ def replaced(homes: Iterable[Groups]) -> Mapping[Groups, Groups]:
     whose = {home.life: home for home in homes}
     check_fork("reset")
     for life, home in whose.items():
-        # If others are reset at the same time, nobody knows whether all ranks learned the same.
-        base = _rebuilt(life, home.hierarchy.channel, alone=len(whose) == 1)
+        base = _rebuilt(life, home.hierarchy.channel)
         life.follows = partial(_like, base)
     return {home: home.life.follows(home) for home in homes}
 
@@ -96,7 +95,7 @@ def current(home: Any) -> Any:
     return home
 
 
-def _rebuilt(life: GroupState, channel: Channel, alone: bool) -> Groups:
+def _rebuilt(life: GroupState, channel: Channel) -> Groups:
     """Groups like those of a life, in the same place but without placements."""
     monitor.check_store(life)
     life.fail(GroupsError("reset was called"))
@@ -105,39 +104,36 @@ def _rebuilt(life: GroupState, channel: Channel, alone: bool) -> Groups:
     if channel.job.key == life.again.first:  # which one that comes back looks for
         channel.job.kept = f"{channel.job.key}/verdict"
     life.depart("called reset")
+    for learned in channel.learned:
+        learned.forget()
     # One that comes back knows the first groups alone, and these may have been reset since.
     key = "" if life.returning else channel.job.key
     for attempt in reversed(range(_ATTEMPTS)):
         try:
-            base, equal = _made_again(life, [key, channel.seen.digest()], alone)
-            break
+            return _made_again(life, key)
         except (GroupsError, PeerFailed) as error:
             if not attempt:
                 raise
             monitor.check_store(life)
             LOG.info("reset: tries again after %s", first_line(error))
-    channel.seen.carry_over(forget=not equal)
-    if equal:
-        now = base.hierarchy.channel
-        now.fixed, now.seen = channel.fixed, channel.seen
-    return base
+    raise GroupsError("reset: no attempt was left")
 
 
-def _made_again(old: GroupState, mine: list[str], alone: bool) -> tuple[Groups, bool]:
-    """New groups, once all ranks have met; and whether all have learned the same."""
+def _made_again(old: GroupState, mine: str) -> Groups:
+    """New groups, once all ranks have met, who compare the key of the old ones."""
     recipe, like = old.again, old.again.maker
     life, deadline = like.life.fresh(), time.monotonic() + like.timeout_s
-    store, equal = None, True
+    store = None
     try:
         if len(like.ranks) > 1:
             store = monitor.join(life, like.timeout_s, waits=True)
             returning.take_over(store, like.ranks, like.rank, "reset")
-            key, (processes, equal) = meet(
+            key, processes = meet(
                 store,
                 like.ranks,
                 like.rank,
-                [monitor.process, *mine],
-                partial(_judged, alone),
+                [monitor.process, mine],
+                _judged,
                 verb="reset",
                 timeout_s=like.timeout_s,
                 check=_Awaited(life),
@@ -153,7 +149,7 @@ def _made_again(old: GroupState, mine: list[str], alone: bool) -> tuple[Groups, 
         life.left()
         raise
     groups.life.again = replace(groups.life.again, first=recipe.first)
-    return groups, equal
+    return groups
 
 
 class _Awaited:
@@ -169,15 +165,14 @@ class _Awaited:
             self._life = None
 
 
-def _judged(alone: bool, found: Mapping[int, Any]) -> tuple[list[str], bool]:
-    """The process of each rank, and whether all have learned the same.
+def _judged(found: Mapping[int, Any]) -> list[str]:
+    """The process of each rank.
 
     Raises:
       DesyncError: they reset other groups.
     """
-    keys = {rank: str(key) for rank, (_, key, _) in found.items() if key}
+    keys = {rank: str(key) for rank, (_, key) in found.items() if key}
     if len(set(keys.values())) > 1:
         fix = "reset the same groups on all ranks, in the same order"
         raise disagreement("reset: ranks reset different groups", keys, fix)
-    equal = alone and len({digest for _, _, digest in found.values()}) < 2
-    return [process for process, _, _ in found.values()], equal
+    return [process for process, _ in found.values()]

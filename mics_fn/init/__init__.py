@@ -41,7 +41,7 @@ meta, nothing is needed: it is run on replayed inputs. An op that draws random n
 kind of device needs a generator in `tape.py`.
 """
 
-from mics_fn.init.files import DTYPES, File, check_shape, is_text, strict_json, with_texts
+from mics_fn.init.files import DTYPES, File, check_shape, is_text, strict_json
 from mics_fn.init.filling import (
     load_shards,
     on_meta_copy,

@@ -51,12 +51,6 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[int, int], Tensor]  # start and stop in the flattened tensor
-    base: int = 0  # where it begins in its file, if its elements lie there one after the other
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
 
 
 Weights = dict[str, Entry]
@@ -196,7 +190,7 @@ class File:
             part = torch.frombuffer(data, dtype=kind).as_strided(rows, steps).reshape(-1)
             return part[start - first * inner : stop - first * inner]
 
-        return Entry(tuple(shape), kind, read, base)
+        return Entry(tuple(shape), kind, read)
 
     def error(
         self, what: str, lines: Sequence[str] = (), leaf: str = "", fix: str = FETCH
@@ -325,8 +319,8 @@ def _no_number(text: str) -> Any:
     raise ValueError(f"{text} is not a number of JSON")
 
 
-def with_texts(file: File) -> tuple[Weights, dict[str, str]]:
-    """The tensors of a safetensors file, whose bytes have neither gaps nor overlaps; and its texts.
+def of_safetensors(file: File) -> Weights:
+    """The tensors of a safetensors file, whose bytes have neither gaps nor overlaps.
 
     Raises:
       FileError: it is damaged.
@@ -349,7 +343,7 @@ def with_texts(file: File) -> tuple[Weights, dict[str, str]]:
         found[leaf] = file.entry(leaf, base + begin, kind, shape, contiguous(shape))
         places.append((begin, end, leaf))
     _require_dense(file, places, file.size - base)
-    return found, texts
+    return found
 
 
 def _require_dense(file: File, places: list[tuple[int, int, str]], room: int) -> None:

@@ -3,14 +3,15 @@
 A model that was just made is changed in place, so that hooks and other code which refer to its
 modules stay right. A model whose tensors belong to other code is copied.
 
-So of chunks that live in files, or as codes, few are in memory as values at the same time.
+Shards are filled bucket by bucket, so of chunks that live in files, or as codes, one is in memory
+as values at a time.
 """
 
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Unpack
 
@@ -19,29 +20,28 @@ from torch import Tensor, nn
 
 from mics_fn import checks, tree
 from mics_fn._torch import compiles_itself
-from mics_fn.collectives import Parts, collect_all, in_parts, in_step
-from mics_fn.errors import LeafError, disagreement, message, name_some
+from mics_fn.collectives import Parts, in_parts, in_step
+from mics_fn.errors import LeafError, message, name_some
 from mics_fn.groups import Groups
 from mics_fn.init import reading
 from mics_fn.init.files import Weights
 from mics_fn.init.tape import META, Recorded
-from mics_fn.offload import DEVICE, Place, Where, where_of
+from mics_fn.offload import where_of
 from mics_fn.shards import (
     Bucket,
     Fixed,
     Laying,
     LayoutOptions,
     Leaf,
-    Piece,
     Sharded,
     check_dtype,
     checksum_of,
     is_leaf,
     layout_of,
     owners_of,
-    pack_chunk,
     pieces,
     refuse_overlaps,
+    refuse_unequal,
     require_groups,
     split_chunk,
 )
@@ -162,138 +162,14 @@ def _like(x: Any, parts: list[Any]) -> Any:
     return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
 
 
-# The chunks of shards that are filled leaf by leaf, each put in its place when it is complete.
-
-
-@dataclass(eq=False)
-class _Chunk:
-    """One chunk: in memory while it is open, and then as pieces in their places."""
-
-    home: Groups
-    bucket: Bucket
-    names: list[str | None] = field(default_factory=list)  # by slot
-    places: list[Place] = field(default_factory=list)
-    left: set[str] = field(default_factory=set)  # which have no value yet
-    flat: Tensor | None = None
-    laid: list[Tensor] | None = None
-
-    @property
-    def closes(self) -> bool:
-        """Whether its values are moved out of memory once complete: to a file, or as codes."""
-        return self.bucket.codes is not None or any(place != DEVICE for place in self.places)
-
-    @property
-    def nbytes(self) -> int:
-        return self.bucket.chunk * self.bucket.dtype.itemsize
-
-
-class Chunks:
-    """Chunks that are filled in any order, of which few are in memory if they live elsewhere.
-
-    Args:
-      where: the places of leaves.
-    """
-
-    def __init__(self, where: Where) -> None:
-        self._laying = Laying(where)
-        self._found: dict[tuple[Groups, Bucket], _Chunk] = {}
-        self._of: dict[str, tuple[_Chunk, int]] = {}
-        self._open: list[_Chunk] = []  # those that close, the oldest first
-
-    def add(self, home: Groups, bucket: Bucket, slot: int, name: str) -> None:
-        """A leaf that will be filled."""
-        chunk = self._found.setdefault((home, bucket), _Chunk(home, bucket))
-        if not chunk.names:
-            chunk.names = [None] * len(bucket.shapes)
-            chunk.places = [DEVICE] * len(bucket.shapes)
-        chunk.names[slot] = name
-        chunk.places[slot] = self._laying.place(name, home)
-        if pieces(bucket, home.hierarchy.route.chunk)[slot].length:
-            chunk.left.add(name)
-        self._of[name] = chunk, slot
-
-    def has(self, name: str) -> bool:
-        """Whether a leaf lies in a chunk."""
-        return name in self._of
-
-    def order(self, names: Iterable[str]) -> list[str]:
-        """Names bucket by bucket, so that the fewest chunks are open at once."""
-        place = {id(chunk): i for i, chunk in enumerate(self._found.values())}
-        last = len(place)
-        return sorted(names, key=lambda n: place[id(self._of[n][0])] if n in self._of else last)
-
-    def memory(self, name: str) -> Tensor:
-        """The memory of a leaf's piece, to be written to before the next one is asked for."""
-        chunk, slot = self._of[name]
-        flat = self._opened(chunk)
-        return split_chunk(chunk.bucket, chunk.home.hierarchy.route.chunk, flat)[slot]
-
-    def _opened(self, chunk: _Chunk) -> Tensor:
-        if chunk.flat is not None:
-            return chunk.flat
-        device, dtype = chunk.home.device, chunk.bucket.dtype
-        if chunk.closes:
-            while self._open and self._nbytes + chunk.nbytes > self._laying.host_bytes:
-                self._close(self._open[0])  # not complete: it will be opened again
-            self._open.append(chunk)
-        if chunk.laid is None:
-            chunk.flat = torch.zeros(chunk.bucket.chunk, dtype=dtype, device=device)
-        else:
-            number, how = chunk.home.hierarchy.route.chunk, {"device": device, "dtype": dtype}
-            chunk.flat = pack_chunk(chunk.bucket, number, chunk.laid, **how)
-        return chunk.flat
-
-    @property
-    def _nbytes(self) -> int:
-        return sum(chunk.nbytes for chunk in self._open)
-
-    def filled(self, name: str) -> None:
-        """A leaf of a chunk, or any other, has its value now."""
-        if name in self._of:
-            chunk, _ = self._of[name]
-            chunk.left.discard(name)
-            if not chunk.left:
-                self._close(chunk)
-
-    def _close(self, chunk: _Chunk) -> None:
-        """Put an open chunk in its place."""
-        if chunk.flat is None or chunk not in self._open:
-            return
-        names = [name or "" for name in chunk.names]
-        chunk.laid = None  # what it had before goes first
-        chunk.laid = self._laying.put(chunk.home, chunk.bucket, chunk.flat, chunk.places, names)
-        chunk.flat = None
-        self._open.remove(chunk)
-
-    def settled(self, hear: Callable[[], None]) -> dict[str, Tensor]:
-        """The piece of each leaf, in its place.
-
-        Args:
-          hear: called before each chunk; raises to leave this work.
-
-        Raises:
-          FileError: a file cannot be made or written.
-        """
-        for chunk in self._found.values():
-            hear()
-            if chunk.laid is None:
-                flat = self._opened(chunk)
-                self._close(chunk)
-                if chunk.laid is None:  # on the device
-                    number = chunk.home.hierarchy.route.chunk
-                    chunk.laid = split_chunk(chunk.bucket, number, flat)
-            elif chunk.flat is not None:
-                self._close(chunk)
-        return {name: chunk.laid[slot] for name, (chunk, slot) in self._of.items() if chunk.laid}
-
-
 # Shards that are filled leaf by leaf, so that the full values never exist all at once.
 
 BLOCK_BYTES = 2**24  # that are read at once
+Read = Callable[[int, int], Tensor]  # the elements of a flattened tensor between two indices
 
 
 class Filling:
-    """Shards of named parameters with the layout that `shard` would choose, filled with zeros.
+    """Shards of named parameters with the layout that `shard` would choose.
 
     Args:
       verb: for errors.
@@ -303,7 +179,7 @@ class Filling:
 
     Communication: a digest of the tree.
 
-    Memory: this rank's shards; of those that live in files, `host_bytes` or one bucket.
+    Memory: this rank's shards; of those that live in files, or as codes, one bucket.
 
     Raises:
       LeafError, PlanError, DesyncError: as `shard`.
@@ -327,59 +203,13 @@ class Filling:
         self.shards: dict[str, Leaf] = {name: leaves[name] for name in params}
         trained = [f"params.{k}" for k, leaf in leaves.items() if isinstance(leaf, Sharded)]
         refuse_overlaps(verb, {f"params.{k}": value for k, value in params.items()}, trained)
-        self._chunks = Chunks(where_of(options.get("where")))
-        for name, leaf in self.shards.items():
-            home = self.homes[name]
-            if isinstance(leaf, Sharded | Fixed) and leaf.bucket is not None:
-                self._chunks.add(home, leaf.bucket, leaf.slot, name)
-            elif isinstance(leaf, Fixed):
-                whole = torch.zeros(leaf.shape, dtype=leaf.dtype, device=home.device)
-                self.shards[name] = replace(leaf, data=whole)
-        self.order = self._chunks.order(self.shards)
+        self._laying = Laying(where_of(options.get("where")))
         self._sums: dict[Groups, tuple[list[str], Tensor]] = {}
         self._parts = Parts()
 
-    def part(self, name: str) -> tuple[int, int]:
-        """Start and stop of the elements that this rank keeps; 0 and 0 for a leaf that is tied."""
-        leaf = self.shards[name]
-        if not isinstance(leaf, Sharded | Fixed):
-            return 0, 0
-        if leaf.bucket is None:
-            return 0, leaf.data.numel()
-        piece: Piece = pieces(leaf.bucket, self.homes[name].hierarchy.route.chunk)[leaf.slot]
-        return piece.origin, piece.origin + piece.length
-
-    def put(self, name: str, full: Tensor) -> None:
-        """Keep this rank's part of a full value."""
-        start, stop = self.part(name)
-        self._parts.hear()
-        if start < stop:
-            self._open(name).copy_(full.detach().reshape(-1)[start:stop])
-            self._chunks.filled(name)
-
-    def read(self, name: str, source: Callable[[int, int], Tensor]) -> None:
-        """Keep this rank's part of a value; `source` gives the elements between two indices."""
-        start, stop = self.part(name)
-        if start < stop:
-            data = self._open(name)
-            step = max(1, BLOCK_BYTES // data.itemsize)
-            for low in range(start, stop, step):
-                high = min(low + step, stop)
-                self._parts.hear()
-                data[low - start : high - start].copy_(source(low, high))
-            self._chunks.filled(name)
-
-    def _open(self, name: str) -> Tensor:
-        """The memory of this rank's part of a value."""
-        return self._chunks.memory(name) if self._chunks.has(name) else self._data(name)
-
-    def _data(self, name: str) -> Tensor:
-        data: Any = self.shards[name].data  # pyright: ignore[reportAttributeAccessIssue]
-        return data.view(-1)
-
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """The block in which all values are put; at its end all pieces are in their places.
+        """The block in which all values are made or read.
 
         Communication: as `in_parts`.
 
@@ -389,21 +219,64 @@ class Filling:
         """
         with in_parts(self.verb, self.groups) as self._parts:
             yield
-            for name, data in self._chunks.settled(self._parts.hear).items():
-                self.shards[name] = replace(self.shards[name], data=data)  # pyright: ignore
             for home in self.groups:
                 self._add_up(home)
 
+    def fill(self, source: Callable[[str], Read]) -> None:
+        """Give this rank's part of each leaf its values, one bucket after the other.
+
+        Args:
+          source: asked once for each leaf of which this rank keeps some elements.
+
+        Raises:
+          FileError: a file cannot be made, read or written.
+        """
+        buckets: dict[tuple[Groups, Bucket], dict[int, str]] = {}  # names by slot
+        for name, leaf in self.shards.items():
+            if isinstance(leaf, Sharded | Fixed) and leaf.bucket is not None:
+                buckets.setdefault((self.homes[name], leaf.bucket), {})[leaf.slot] = name
+            elif isinstance(leaf, Fixed):
+                whole = torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.homes[name].device)
+                self._copy(source(name), whole.view(-1), 0)
+                self.shards[name] = replace(leaf, data=whole)
+        for (home, bucket), by_slot in buckets.items():
+            self._fill_bucket(home, bucket, [by_slot[slot] for slot in sorted(by_slot)], source)
+
+    def _fill_bucket(
+        self, home: Groups, bucket: Bucket, names: list[str], source: Callable[[str], Read]
+    ) -> None:
+        """Fill this rank's chunk of a bucket in memory, and put it in its place."""
+        chunk = home.hierarchy.route.chunk
+        flat = torch.zeros(bucket.chunk, dtype=bucket.dtype, device=home.device)
+        parts = zip(names, pieces(bucket, chunk), split_chunk(bucket, chunk, flat), strict=True)
+        for name, piece, data in parts:
+            if piece.length:
+                self._copy(source(name), data, piece.origin)
+        self._parts.hear()
+        places = [self._laying.place(name, home) for name in names]
+        placed = self._laying.put(home, bucket, flat, places, names)
+        for name, data in zip(names, placed, strict=True):
+            self.shards[name] = replace(self.shards[name], data=data)  # pyright: ignore
+
+    def _copy(self, read: Read, data: Tensor, origin: int) -> None:
+        """Fill memory with the elements of a leaf from an index on."""
+        step = max(1, BLOCK_BYTES // data.itemsize)
+        for low in range(0, len(data), step):
+            self._parts.hear()
+            part = data[low : low + step]
+            part.copy_(read(origin + low, origin + low + len(part)))
+
     def _add_up(self, home: Groups) -> None:
         """Take the checksums that `check_copies` compares, which reads what lies in files."""
-        names = [name for name in self.shards if self.homes[name] is home]
-        names = [name for name in names if isinstance(self.shards[name], Sharded | Fixed)]
-        if home.num_replicas > 1 and names:
-            sums = list[Tensor]()
-            for name in names:
+        found: dict[str, Tensor] = {}
+        if home.num_replicas == 1:
+            return
+        for name, leaf in self.shards.items():
+            if self.homes[name] is home and isinstance(leaf, Sharded | Fixed):
                 self._parts.hear()
-                sums.append(checksum_of(self._data(name)))
-            self._sums[home] = names, torch.stack(sums).to(home.device)
+                found[f"params.{name}"] = checksum_of(leaf.data.view(-1))
+        if found:
+            self._sums[home] = list(found), torch.stack([*found.values()]).to(home.device)
 
     def check_copies(self) -> None:
         """Compare this rank's shards with those of the ranks that keep the same part.
@@ -415,19 +288,9 @@ class Filling:
         Raises:
           DesyncError: on every rank, with the first leaf that differs and the ranks that differ.
         """
-        for home, (names, sums) in self._sums.items():
-            found, p = collect_all(home, sums), home.partition_size
-            differs = {
-                rank: (found[rank] != found[home.ranks[position % p]]).nonzero().flatten().tolist()
-                for position, rank in enumerate(home.ranks)
-            }
-            odd = [rank for rank, at in differs.items() if at]
-            if odd:
-                first = f"first difference: params.{names[min(differs[odd[0]])]}"
-                fix = "let all ranks make or read the same values, on machines that compute alike"
-                text = f"{self.verb}: replicas hold different values"
-                said = dict.fromkeys(odd, "not as in the first replica")
-                raise disagreement(text, said, fix, [first])
+        fix = "let all ranks make or read the same values, on machines that compute alike"
+        for home, (paths, sums) in self._sums.items():
+            refuse_unequal(self.verb, home, paths, sums, fix)
 
 
 def load_shards(
@@ -519,8 +382,7 @@ def read_shards(
             options.setdefault("order", tree.own_order(params))
         filling = Filling(verb, params, groups, options)
         with filling.under_way():
-            for name in filling.order:
-                filling.read(name, sources[name].read)
+            filling.fill(lambda name: sources[name].read)
     filling.check_copies()
     return filling.shards
 

@@ -20,12 +20,13 @@ from mics_fn.init import reading
 from mics_fn.init.files import Weights
 from mics_fn.init.filling import (
     Filling,
+    Read,
     meta_like,
     tensors_of,
     warn_of_compile,
     with_tensors,
 )
-from mics_fn.init.tape import Memory, NotRecorded, Recorded, Recorder
+from mics_fn.init.tape import NotRecorded, Recorded, Recorder
 from mics_fn.shards import LayoutOptions, Leaf, owners_of, require_groups
 
 
@@ -74,7 +75,7 @@ def init_model(
     Communication: digests of the seed, the tree and the shards (tens of bytes per leaf).
 
     Memory: this rank's shards, the buffers, and what making a single parameter takes; 5 KB for each
-      draw that has to be repeated later.
+      draw.
 
     Raises:
       DesyncError: the ranks gave different seeds, or made different trees or values.
@@ -96,13 +97,11 @@ def init_model(
     require_groups("init_model", groups)
     homes = [home for home in tree.flatten(groups)[0] if isinstance(home, Groups)]
     device = homes[0].device if homes else torch.get_default_device()
-    again = _same_again(model_fn, device, seed)
     with ExitStack() as opened:
         with in_step("init_model", groups, f"seed={seed}"):
             checks.integer("init_model", "seed", seed, 0, fix="pass the same number on all ranks")
             checks.options("init_model", options, LayoutOptions.__annotations__)
-            made, reason = _record(model_fn, device, seed)
-            made = made or _Model(again())
+            made = _Construction(model_fn, device, seed)
             sources: Weights = {}
             if weights is None and (names or missing):
                 fix = "pass weights= too, or leave them out"
@@ -115,36 +114,54 @@ def init_model(
         options.setdefault("order", tree.own_order(made.params))
         filling = Filling("init_model", made.params, groups, {**options})
         with filling.under_way():
-            try:
-                made.fill(filling, sources)
-            except NotRecorded as error:
-                reason = made.give_up(error)
-                made = _Model(again())
-                made.fill(filling, sources)
-    if reason:
+            filling.fill(lambda name: sources[name].read if name in sources else made.read(name))
+            skeleton = made.skeleton(sources)
+    if made.reason:
         fix = "mend that, or make the model where there is room for all of it"
         text = "init_model: this model cannot be made in parts, so each rank made all of it"
-        warnings.warn(message(text, [reason], fix=fix), stacklevel=2)
+        warnings.warn(message(text, [made.reason], fix=fix), stacklevel=2)
     filling.check_copies()
-    skeleton = made.skeleton()
     if skeleton is not made.model:
         warn_of_compile("init_model", made.model, stacklevel=3)
     return skeleton, filling.shards
 
 
-class _Model:
-    """A model, real or recorded.
+class _Construction:
+    """A model that is recorded, or made in full where that fails; both give the same values.
 
     Args:
-      model: if it was recorded, its tensors have no data.
-      recorder: what recorded it.
+      model_fn: makes it.
+      device: for the tensors of the model.
+      seed: for `torch.manual_seed`.
     """
 
-    def __init__(self, model: nn.Module, recorder: Recorder | None = None) -> None:
-        self.model, self.recorder = model, recorder
-        self.params = dict(model.named_parameters(remove_duplicate=False))
-        self._new: dict[int, Tensor] = {}  # in place of recorded tensors, by their `id`
-        self._saved: dict[str, Tensor] = {}  # buffers that were read
+    def __init__(self, model_fn: Callable[[], nn.Module], device: torch.device, seed: int) -> None:
+        self._again = _same_again(model_fn, device, seed)
+        self.reason = ""  # why it was made in full
+        self._contents: dict[int, Any] = {}  # of storages of the tape that were replayed
+        self.recorder = recorder = Recorder()
+        model = None
+        try:
+            torch.manual_seed(seed)
+            with torch.device(device), recorder:
+                model = model_fn()
+            recorder.finish()
+        except Exception as error:
+            kind = "" if isinstance(error, NotRecorded) else f"{type(error).__name__}: "
+            self.reason = f"{kind}{first_line(error)} (after {recorder.last}{_place(error)})"
+        finally:
+            recorder.forget()
+        self._take(self._again() if self.reason else model)
+
+    def _take(self, model: Any) -> None:
+        self.model: nn.Module = model
+        self.params = dict(self.model.named_parameters(remove_duplicate=False))
+
+    def _make_in_full(self, reason: str) -> None:
+        self.recorder.forget()
+        self._contents.clear()
+        self.reason = reason
+        self._take(self._again())
 
     def saved_buffers(self) -> dict[str, Tensor | None]:
         """Return the entries of a state dict besides parameters; None for other than buffers."""
@@ -152,93 +169,66 @@ class _Model:
         saved = self.model.state_dict(keep_vars=True)
         return {name: buffers.get(name) for name in saved if name not in self.params}
 
-    def fill(self, filling: Filling, sources: Weights) -> None:
-        """Give the shards their values, from sources as far as there are some."""
-        drawn = {}
-        for name in filling.order:
-            value = self.params[name]
-            if name in sources:
-                filling.read(name, sources[name].read)
-            elif not isinstance(value, Recorded):
-                filling.put(name, value)
-            elif filling.part(name) != (0, 0):
-                drawn[name] = value
-        if self.recorder is not None:
-            self._replay(filling, self.recorder, drawn)
-            if sources:
-                self.recorder.forget()
-            else:
-                self.recorder.replay.finish()
-        for name, value in self.model.named_buffers(remove_duplicate=False):
-            if name in sources:
-                self._saved[name] = sources[name].read(0, value.numel()).view(value.shape)
+    def read(self, name: str) -> Read:
+        """Make the value of a parameter, of which parts are then read."""
+        value = self.params[name]
+        if isinstance(value, Recorded):
+            try:
+                value = self._value(value)
+            except NotRecorded as error:
+                self._make_in_full(f"{name}: {error}")
+                value = self.params[name]
+        flat = value.detach().reshape(-1)
+        return lambda low, high: flat[low:high]
 
-    def _replay(self, filling: Filling, recorder: Recorder, drawn: dict[str, Recorded]) -> None:
+    def _value(self, recorded: Recorded, *, keep: bool = False) -> Tensor:
+        """Replay a tensor; `keep` keeps the storages that were replayed before."""
+        view = self.recorder.view_of(recorded)
+        if view.storage not in self._contents:
+            if not keep:
+                self._contents.clear()
+            self._contents[view.storage] = self.recorder.content(view.storage)
+        return view.on(self._contents[view.storage])
+
+    def skeleton(self, sources: Weights) -> nn.Module:
+        """Return the model with its parameters on meta, and everything else real.
+
+        Args:
+          sources: what is read; then all generators stay as the seed sets them.
+        """
+        try:
+            new = self._replaced()
+            if not self.reason and not sources:
+                self.recorder.finish_generators()
+        except NotRecorded as error:
+            self._make_in_full(f"a buffer, or an attribute of the model: {error}")
+            new = {}
+        self._contents.clear()
+        model = with_tensors(self.model, new)
+        with torch.no_grad():
+            for name, value in model.named_buffers(remove_duplicate=False):
+                if name in sources:
+                    value.copy_(sources[name].read(0, value.numel()).view(value.shape))
+        return model
+
+    def _replaced(self) -> dict[int, Tensor]:
+        """What takes the place of each recorded tensor of the model, by its `id`."""
+        new: dict[int, Tensor] = {}
         params = list(self.params.values())
         for value, owner in zip(params, owners_of(params), strict=True):
             if isinstance(value, Recorded):
                 first = params[owner]
-                self._new[id(value)] = self._new.setdefault(id(first), meta_like(first))
-        wanted: list[tuple[str | None, Recorded]] = list(drawn.items())
-        for key, value in tensors_of(self.model, Recorded).items():
-            if not value.is_leaf:  # a module computes it again from parameters
-                self._new[key] = meta_like(value)
-            elif key not in self._new:
-                wanted.append((None, value))
-        users: dict[int, list[tuple[str | None, Recorded]]] = {}
-        for name, value in wanted:
-            users.setdefault(recorder.view_of(value).storage, []).append((name, value))
-
-        def use(storage: int, memory: Memory) -> None:
-            for name, recorded in users[storage]:
-                value = recorder.replay.show(recorder.view_of(recorded), memory)
-                if name is not None:
-                    filling.put(name, value)
-                    continue
+                new[id(value)] = new.setdefault(id(first), meta_like(first))
+        self._contents.clear()
+        for key, recorded in tensors_of(self.model, Recorded).items():
+            if not recorded.is_leaf:  # a module computes it again from parameters
+                new[key] = meta_like(recorded)
+            elif key not in new:
+                value = self._value(recorded, keep=True)
                 if isinstance(recorded, nn.Parameter):
                     value = nn.Parameter(value, recorded.requires_grad)
-                self._new[id(recorded)] = value.requires_grad_(recorded.requires_grad)
-
-        recorder.replay.parts(users, use)
-
-    def give_up(self, error: NotRecorded) -> str:
-        """Reset the generators; say what failed, and for which parameter or buffer."""
-        where = "an attribute of the model"
-        if self.recorder is not None:
-            self.recorder.forget()
-            named = (*self.params.items(), *self.model.named_buffers(remove_duplicate=False))
-            recorded = [(name, x) for name, x in named if isinstance(x, Recorded)]
-            views = {name: self.recorder.view_of(x) for name, x in recorded}
-            where = next((k for k, view in views.items() if view.storage == error.storage), where)
-        return f"{where}: {error}"
-
-    def skeleton(self) -> nn.Module:
-        """The model with its parameters on meta, and everything else real."""
-        model = with_tensors(self.model, self._new)
-        with torch.no_grad():
-            for name, value in self._saved.items():
-                model.get_buffer(name).copy_(value)
-        return model
-
-
-def _record(
-    model_fn: Callable[[], nn.Module], device: torch.device, seed: int
-) -> tuple[_Model | None, str]:
-    """The model without data; or None, and why it could not be recorded."""
-    recorder = Recorder()
-    try:
-        torch.manual_seed(seed)
-        with torch.device(device), recorder:
-            model = model_fn()
-        recorder.finish()
-        return _Model(model, recorder), ""
-    except BaseException as error:
-        recorder.forget()
-        if not isinstance(error, Exception):
-            raise
-        kind = "" if isinstance(error, NotRecorded) else f"{type(error).__name__}: "
-        first = first_line(error)
-        return None, f"{kind}{first} (after {recorder.last}{_place(error)})"
+                new[key] = value.requires_grad_(recorded.requires_grad)
+        return new
 
 
 def _place(error: BaseException) -> str:

@@ -85,7 +85,7 @@ def _file_in(verb: str, folder: Path, trust: bool) -> Path:
 def _of_file(file: File) -> Weights:
     """The tensors of a file that holds them itself."""
     is_zip = file.size > 4 and file.read(0, 4) == b"PK\3\4"
-    return torch_files.of_torch(file) if is_zip else files.with_texts(file)[0]
+    return torch_files.of_torch(file) if is_zip else files.of_safetensors(file)
 
 
 def _of_index(index: File, trust: bool, opened: ExitStack) -> Weights:

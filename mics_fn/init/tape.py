@@ -21,18 +21,16 @@ are replayed at once. Little is left that cannot be recorded: an op that writes 
 outside, code that wants the address of a tensor, and layouts other than strided.
 
 [Note: random streams] A random op must begin in the state that its generator would have had. Only
-the kernel of an op knows how far it moves that state, so every draw of the tape runs once, in
-order: a draw that some part needs runs there, and any other runs on scratch memory that is dropped
-at once. States are kept as long as an op that is still to run begins with them, 5 KB each on CPU.
+the kernel of an op knows how far it moves that state. So where a draw is needed whose predecessors
+did not run yet, these run in order on scratch memory, which is dropped at once. The state after
+each draw is kept, 5 KB on CPU.
 """
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,16 +42,7 @@ from mics_fn.shards import MemoryPlace
 
 
 class NotRecorded(Exception):
-    """The construction of a model cannot be recorded or replayed; the text says where it failed.
-
-    Args:
-      text: what failed, and where.
-      storage: what was being made.
-    """
-
-    def __init__(self, text: str, storage: int | None = None) -> None:
-        super().__init__(text)
-        self.storage = storage
+    """The construction of a model cannot be recorded or replayed; the text says where it failed."""
 
 
 @dataclass(frozen=True)
@@ -122,13 +111,6 @@ class Op(NamedTuple):
         return (*self.reads, *self.writes)
 
 
-class TapePart(NamedTuple):
-    """The ops that some storages need."""
-
-    ops: list[int]  # ascending
-    partial: set[int]  # storages that these ops write to without making all that they would hold
-
-
 class Tape:
     """Storages and ops, in the order in which they were made.
 
@@ -138,14 +120,13 @@ class Tape:
       >>> for reads, writes in [((), {a: True}), ((a,), {a: False}), ((a,), {b: True})]:
       ...     tape.add(Op(None, {}, [], reads, writes))
       >>> tape.add(Op(None, {}, [], (), {a: True}))
-      >>> tape.needed([b]).ops, tape.needed([a]).ops
+      >>> tape.needed([b]), tape.needed([a])
       ([0, 1, 2], [3])
     """
 
     def __init__(self) -> None:
         self.storages: list[TapeStorage] = []
         self.ops: list[Op] = []
-        self.randoms: list[int] = []  # ops that draw random numbers
         self.finals: list[tuple[torch.Generator, int | Tensor]] = []  # states after the last op
 
     def new_storage(self, device: torch.device, nbytes: int, **fields: Any) -> int:
@@ -159,77 +140,30 @@ class Tape:
         self.ops.append(op)
         for storage in op.writes:
             self.storages[storage].writes.append(index)
-        if op.generator is not None:
-            self.randoms.append(index)
 
-    def needed(
-        self, storages: Iterable[int], end: int | None = None, have: Mapping[int, int] | None = None
-    ) -> TapePart | None:
-        """The ops that determine what some storages hold.
+    def needed(self, storages: Iterable[int], end: int | None = None) -> list[int]:
+        """The ops that determine what some storages hold, in order.
 
         Args:
           storages: whose content is wanted.
           end: the content as it is before this op; default after the last one.
-          have: storages whose content is known, each as it was before the op of this index.
-
-        Returns:
-          The ops, or None if the content in `have` is too new: an op among them needs what the
-          storage held before.
         """
-        walk = _Walk(self, have or {})
-        for storage in storages:
-            walk.want(storage, len(self.ops) if end is None else end)
-        found, partial = [], set()
-        while walk.queue:
-            index = -heappop(walk.queue)
-            if found and found[-1] == index:  # it writes to several of the storages
-                continue
-            found.append(index)
-            op = self.ops[index]
-            for storage, replaced in op.writes.items():
-                walk.failed |= index < walk.have.get(storage, 0)  # it would be done twice
-                if storage not in walk.live:
-                    partial.add(storage)
-                elif replaced:
-                    walk.live.discard(storage)
-                else:
-                    walk.push(storage, index)
-            for storage in op.reads:
-                walk.want(storage, index)
-        return None if walk.failed else TapePart(found[::-1], partial)
-
-    def inputs_of(self, index: int) -> TapePart:
-        """An op, after the ops that determine its inputs."""
-        part = self.needed(self.ops[index].reads, index)
-        ops, partial = part or ([], set())  # without `have` there is always an answer
-        return TapePart([*ops, index], partial | set(self.ops[index].writes))
-
-
-class _Walk:
-    """A walk back over a tape: which storages matter, and the ops to visit, the latest first."""
-
-    def __init__(self, tape: Tape, have: Mapping[int, int]) -> None:
-        self.tape, self.have = tape, have
-        self.live: set[int] = set()
-        self.queue: list[int] = []
-        self.failed = False
-
-    def want(self, storage: int, before: int) -> None:
-        """Note that a storage matters as it was before an op."""
-        writes = self.tape.storages[storage].writes
-        if storage in self.have:
+        found: set[int] = set()
+        seen: set[tuple[int, int]] = set()  # storages, as an op left them
+        todo = [(storage, len(self.ops) if end is None else end) for storage in storages]
+        while todo:
+            storage, before = todo.pop()
+            writes = self.storages[storage].writes
             place = bisect_left(writes, before)
-            self.failed |= bisect_left(writes, self.have[storage]) > place
-        if storage not in self.live:
-            self.live.add(storage)
-            self.push(storage, before)
-
-    def push(self, storage: int, before: int) -> None:
-        """Visit the last write before an op, unless its result is known."""
-        writes = self.tape.storages[storage].writes
-        place = bisect_left(writes, before)
-        if place and writes[place - 1] >= self.have.get(storage, 0):
-            heappush(self.queue, -writes[place - 1])
+            if not place or (storage, writes[place - 1]) in seen:
+                continue
+            index = writes[place - 1]
+            seen.add((storage, index))
+            found.add(index)
+            todo += [(read, index) for read in self.ops[index].reads]
+            if not self.ops[index].writes[storage]:  # something of what was there before stays
+                todo.append((storage, index))
+        return sorted(found)
 
 
 # Where in a generator's stream a recorded op begins, although no op draws while recording.
@@ -289,24 +223,10 @@ def default_generator(device: torch.device) -> torch.Generator:
 META = torch.device("meta")
 
 
-class Answering(Protocol):
-    """What a recorded tensor asks of its recorder."""
-
-    active: bool
-
-    def ask(self, x: "Recorded", question: Callable[[Tensor], Any]) -> Any:
-        """The answer to a question about the value that the tensor would hold now."""
-        ...
-
-    def device_of(self, x: "Recorded") -> torch.device:
-        """The device on which the tensor would lie."""
-        ...
-
-
 class Recorded(Tensor):
     """A tensor without data; what it would hold is on the tape of a `Recorder`."""
 
-    recorder: Answering
+    recorder: "Recorder"
     __torch_function__ = _torch.no_torch_function
 
     @classmethod
@@ -382,8 +302,7 @@ def recorded_in(value: Any) -> list[Recorded]:
 
 def on_meta(x: Recorded) -> Tensor:
     """The same tensor on meta, for torch's rules of shapes; it shares the storage without data."""
-    memory = x.untyped_storage()
-    return View.of(x, _torch.storage_id_of(memory)).on(memory)
+    return View.of(x, 0).on(x.untyped_storage())
 
 
 # Running parts of a tape for real, with the random numbers that a whole run would have drawn.
@@ -402,30 +321,46 @@ class Replay:
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
         self._after: dict[int, Tensor] = {}  # states of generators after random ops
-        self._uses: Counter[int] | None = None  # how many times each is still wanted, once known
+
+    def content(self, storage: int) -> Any:
+        """A storage of torch with what a storage of the tape holds after the last op.
+
+        Raises:
+          NotRecorded: an op cannot run again, or gives something else than it was recorded to give.
+        """
+        memory = self._run_all(self.tape.needed([storage]), kept=storage)
+        return self._bind(storage, memory)
+
+    def state(self, start: int | Tensor | None) -> Tensor:
+        """The state in which a random op begins: after another op, or one that code has set."""
+        missing, at = [], start  # the chain of ops may be too long for recursion
+        while isinstance(at, int) and at not in self._after:
+            missing.append(at)
+            at = self.tape.ops[at].start
+        for index in reversed(missing):
+            inputs = self.tape.needed(self.tape.ops[index].reads, index)
+            self._run_all([*inputs, index], kept=None)
+        found = self._after[start] if isinstance(start, int) else start
+        if found is None:
+            raise NotRecorded("a random op without a generator")
+        return found
 
     @torch.no_grad()
-    def run(self, ops: Sequence[int], memory: Memory, keep: Callable[[int], bool]) -> None:
-        """Run ops in order.
-
-        Args:
-          ops: all ops that the kept storages need and that did not run yet.
-          memory: the storages that exist; those that the ops make are added.
-          keep: whether a storage stays after its last use here.
-        """
-        last: dict[int, int] = {}
-        for index in ops:
-            last.update(dict.fromkeys(self.tape.ops[index].storages, index))
+    def _run_all(self, ops: Sequence[int], kept: int | None) -> Memory:
+        """Run ops in order, and drop each storage after its last use, but for one."""
+        memory: Memory = {}
+        last = {storage: index for index in ops for storage in self.tape.ops[index].storages}
         for index in ops:
             op = self.tape.ops[index]
             if op.generator is not None:
-                op.generator.set_state(self._state(op.start))
+                op.generator.set_state(self.state(op.start))
             self._run(op, memory)
             if op.generator is not None:
-                self._keep_state_after(index, op.generator)
+                self._after[index] = op.generator.get_state()
             for storage in op.storages:
-                if last[storage] == index and not keep(storage):
+                if last[storage] == index and storage != kept:
                     memory.pop(storage, None)
+        return memory
 
     def _run(self, op: Op, memory: Memory) -> None:
         own = {view.storage for view in op.made if view is not None}
@@ -443,13 +378,10 @@ class Replay:
         if len(outs) != len(op.made):
             text = f"{op.func} gave {len(outs)} values, and {len(op.made)} when recorded"
             raise NotRecorded(text)
-        taken = {_torch.storage_id_of(storage) for storage in memory.values()}
         for view, out in zip(op.made, outs, strict=True):
             if view is None or view.storage in memory:
                 continue
             _check(op, view, out, self.tape.storages[view.storage].nbytes)
-            if _torch.storage_id(out) in taken:
-                raise NotRecorded(f"{op.func} gave memory that was there before")
             if _torch.op_name(op.func) in EMPTY:
                 out.zero_()  # code that reads it before it writes finds the same on every rank
             memory[view.storage] = out.untyped_storage()
@@ -464,84 +396,6 @@ class Replay:
                 raw = torch.empty_like(given.value).copy_(given.value)
             memory[storage] = raw.untyped_storage()
         return memory[storage]
-
-    def show(self, view: View, memory: Memory) -> Tensor:
-        """A view as a tensor; its storage must be in memory, or never have been written to."""
-        return view.on(self._bind(view.storage, memory))
-
-    def parts(self, storages: Iterable[int], use: Callable[[int, Memory], None]) -> None:
-        """Make the content of each storage by itself, one after the other, and drop it again.
-
-        The tape must be complete.
-
-        Args:
-          storages: whose content is wanted.
-          use: called with each storage and the memory that holds it.
-
-        Raises:
-          NotRecorded: an op that some storage needs cannot run again, or gives something else.
-        """
-        wanted = {key: part.ops for key in storages if (part := self.tape.needed([key]))}
-        ops = self.tape.ops
-        randoms = {k: [i for i in v if ops[i].generator is not None] for k, v in wanted.items()}
-        self._count(index for draws in randoms.values() for index in draws)
-        # In the order of the last draw, so that most states are used soon after they are reached.
-        for storage in sorted(wanted, key=lambda key: randoms[key][-1:]):
-            memory: Memory = {}
-            try:
-                self.run(wanted[storage], memory, keep=storage.__eq__)
-            except NotRecorded as error:
-                raise NotRecorded(str(error), storage) from error
-            use(storage, memory)
-            for index in randoms[storage]:
-                self._count_use(ops[index].start)
-
-    def finish(self) -> None:
-        """Do the draws that nothing needed, so that all generators are as after the last op."""
-        states = [self._state(state) for _, state in self.tape.finals]  # this may draw elsewhere
-        for (generator, _), state in zip(self.tape.finals, states, strict=True):
-            generator.set_state(state)
-
-    def _state(self, start: int | Tensor | None) -> Tensor:
-        if isinstance(start, int):
-            return self._state_after(start)
-        if start is None:
-            raise NotRecorded("a random op without a generator")
-        return start
-
-    def _state_after(self, index: int) -> Tensor:
-        """A generator's state after a random op, which runs on scratch if it did not run yet."""
-        missing = []  # the chain of ops may be too long for recursion
-        while index not in self._after:
-            missing.append(index)
-            start = self.tape.ops[index].start
-            if not isinstance(start, int):
-                break
-            index = start
-        for index in reversed(missing):
-            self.run(self.tape.inputs_of(index).ops, {}, keep=lambda storage: False)
-        return self._after[index]
-
-    def _keep_state_after(self, index: int, generator: torch.Generator) -> None:
-        if index not in self._after and (self._uses is None or self._uses[index]):
-            self._after[index] = generator.get_state()
-            self._count_use(self.tape.ops[index].start)
-
-    def _count(self, pending: Iterable[int]) -> None:
-        """Drop, from now on, each state with which no op begins any more."""
-        ops = self.tape.ops
-        later = [i for i in self.tape.randoms if i not in self._after]
-        inputs = (j for i in later if ops[i].reads for j in self.tape.inputs_of(i).ops[:-1])
-        starts = [ops[i].start for i in (*pending, *later, *inputs)]
-        starts += [state for _, state in self.tape.finals]
-        self._uses = Counter(start for start in starts if isinstance(start, int))
-        self._after = {i: state for i, state in self._after.items() if self._uses[i]}
-
-    def _count_use(self, start: int | Tensor | None) -> None:
-        if isinstance(start, int) and self._uses is not None:
-            self._uses[start] -= 1
-            if not self._uses[start]:
-                self._after.pop(start, None)
 
 
 def _check(op: Op, view: View, out: Tensor, nbytes: int) -> None:
@@ -582,12 +436,10 @@ class Recorder(_torch.DispatchMode):
         self.active = True
         self.last: Any = None  # the op that came last, for errors
         self._numbers: dict[int, int] = {}  # of storages on the tape, by `storage_id`
-        self._alive: list[_torch.WeakStorage] = []  # one per storage of the tape
+        self._held: list[Any] = []  # so that no number of a storage is used again
         self._stand_ins: dict[MemoryPlace, Recorded] = {}  # for tensors that were made outside
         self._sums: list[tuple[Tensor, Tensor]] = []  # with checksums, if others can write to them
         self._first: dict[int, tuple[torch.Generator, Tensor]] = {}  # states before the first op
-        self._memory: Memory = {}  # kept from the last value that was asked for
-        self._have: dict[int, int] = {}  # each storage of it, as it was before which op
         self._paused = False
 
     @classmethod
@@ -714,20 +566,12 @@ class Recorder(_torch.DispatchMode):
         """The value that a tensor would hold now, from a replay."""
         view = self.view_of(x)
         with self._pause():
-            part = self.tape.needed([view.storage], have=self._have)
-            if part is None:
-                self._memory, self._have = {}, {}
-                part = self.tape.needed([view.storage])
-            ops, partial = part or ((), ())
-            memory, have, self._memory, self._have = self._memory, self._have, {}, {}
-            self.replay.run(ops, memory, keep=lambda k: k == view.storage or bool(self._alive[k]))
-            touched = {k: i + 1 for i in ops for k in self.tape.ops[i].storages}
-            found = self.replay.show(view, memory).clone()
-            if touched or view.storage in have:
-                have = {view.storage: have.get(view.storage, 0)} | touched
-                self._have = {k: t for k, t in have.items() if k in memory and k not in partial}
-                self._memory = {k: memory[k] for k in self._have}
-            return found
+            return view.on(self.replay.content(view.storage))
+
+    def content(self, storage: int) -> Any:
+        """A storage of torch with what a storage of the tape would hold now; see `Replay`."""
+        with self._pause():
+            return self.replay.content(storage)
 
     def finish(self) -> None:
         """End the tape, and set all generators to their state before the first op.
@@ -735,7 +579,7 @@ class Recorder(_torch.DispatchMode):
         Raises:
           NotRecorded: code that is not an op wrote to memory that an op reads.
         """
-        self.active, self._memory, self._have = False, {}, {}
+        self.active = False
         for tensor, bits in self._sums:
             if not torch.equal(_bits(tensor), bits):
                 raise NotRecorded("a tensor shares memory that other code wrote to (numpy?)")
@@ -746,6 +590,12 @@ class Recorder(_torch.DispatchMode):
         """Set all generators to their state before the first op, and record no more."""
         self.active = False
         for generator, state in self._first.values():
+            generator.set_state(state)
+
+    def finish_generators(self) -> None:
+        """Set all generators to their state after the last op, by the draws that nothing needed."""
+        states = [self.replay.state(state) for _, state in self.tape.finals]  # it draws elsewhere
+        for (generator, _), state in zip(self.tape.finals, states, strict=True):
             generator.set_state(state)
 
     def view_of(self, x: Tensor) -> View:
@@ -779,7 +629,7 @@ class Recorder(_torch.DispatchMode):
         key, nbytes = _torch.storage_id(x), x.untyped_storage().nbytes()
         if key not in self._numbers:
             self._numbers[key] = self.tape.new_storage(device, nbytes, **fields)
-            self._alive.append(_torch.WeakStorage(x))
+            self._held.append(_torch.weak_storage(x))
         known = self.tape.storages[self._numbers[key]]
         if known.nbytes != nbytes and known.nbytes:
             raise NotRecorded(f"{self.last} resizes memory")

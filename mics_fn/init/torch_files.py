@@ -37,7 +37,7 @@ class ZipRecord(NamedTuple):
     length: int
 
 
-class _Stream(io.RawIOBase):
+class _ReadAt(io.RawIOBase):
     """A file as the stream from which `zipfile` reads the directory of its records."""
 
     def __init__(self, file: File) -> None:
@@ -68,7 +68,7 @@ def records(file: File) -> dict[str, ZipRecord]:
     """
     found: dict[str, ZipRecord] = {}
     try:
-        with zipfile.ZipFile(_Stream(file)) as archive:
+        with zipfile.ZipFile(_ReadAt(file)) as archive:
             listed = archive.infolist()
         for each in listed:
             signature, named, extra = struct.unpack("<4s22xHH", file.read(each.header_offset, 30))

@@ -33,7 +33,6 @@ seen of its last step:
     with mf.inspection.watch():
         trainer.step(batch)
     print(trainer.last_step.timeline())  # events in order: at, took, sent, what, over, leaves
-    trainer.last_step.timeline().picture("step.png")  # needs matplotlib
     print(trainer.last_step.memory())  # the most bytes by kind
 
 A loop written by hand is watched in the same way: `with inspection.watch() as watched:`, and then
@@ -67,7 +66,7 @@ time: 231 of them in a step of 20 buckets and two micro-steps.
 Start reading at `access.py`: it has both verbs, and the functions below them in the order in which
 they are called. It lists the leaves of a value, finds the one that a path means, and lets the ranks
 agree; `table.py` draws the table as text and as HTML. `watching.py` collects what [Note: spans] in
-`mics_fn.spans` describes, and has what it gives, which `picture.py` draws. To add a fact of each
+`mics_fn.spans` describes, and has what it gives. To add a fact of each
 leaf to the table, add a field to `SummaryRow`, its column to `_HEAD`, and its value to `_row`. To
 add a verb about a leaf, take `leaves_of` and `Leaves.agreed`, so that ranks which differ raise
 instead of hanging.

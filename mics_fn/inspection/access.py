@@ -7,7 +7,7 @@ most easily where a person types at a prompt.
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,8 +41,6 @@ from mics_fn.shards import (
 from mics_fn.tree import Tree
 
 # Which leaf of a sharded value a path means, and whether all ranks mean the same.
-
-Looked = TypeVar("Looked", bound=tuple)
 
 _ROOTS = ("params", "grads", "shards", "opt", "buffers")  # as errors write them
 
@@ -111,7 +109,7 @@ class Leaves(NamedTuple):
         close = difflib.get_close_matches(text, named, n=3, cutoff=0.5)
         return list(dict.fromkeys(named[name] for name in close))
 
-    def agreed(self, look: Callable[[], Looked]) -> Looked:
+    def agreed(self, look: Callable[[], tuple]) -> Any:
         """Return the result of `look`, after a check that every rank got the same text.
 
         Args:
@@ -122,12 +120,14 @@ class Leaves(NamedTuple):
         Raises:
           DesyncError: the ranks are about to do different things, or `look` raised on another rank.
         """
+        failed, found = None, ("",)
         try:
             found = look()
         except Exception as error:  # of any type, so that the other ranks do not wait for this one
-            same_call(self.verb, self.groups, "", error)
-            raise
-        same_call(self.verb, self.groups, found[0])
+            failed = error
+        same_call(self.verb, self.groups, found[0], failed)
+        if failed is not None:
+            raise failed
         return found
 
 
@@ -347,25 +347,16 @@ def _gathered(leaf: Any, bucket: Bucket, hierarchy: Hierarchy) -> Tensor:
 def _fitting(where: str, leaf: Any, value: Any) -> Any:
     """Convert a value to the full leaf: a tensor of its shape and dtype, or a number."""
     held = leaf.data if is_leaf(leaf) else leaf
-    is_number = isinstance(value, int | float)
-    if isinstance(value, bool) and isinstance(held, Tensor) and held.dtype != torch.bool:
-        text = f"{where}: the value is {value}, and the leaf has dtype {dtype_name(held.dtype)}"
-        raise LeafError(text, fix=f"pass {int(value)} to fill the leaf with that number")
-    if not isinstance(held, Tensor) and is_number:
+    if not isinstance(held, Tensor):
         if not isinstance(value, (int, float) if type(held) is float else type(held)):
             raise LeafError(f"{where} is {type(held).__name__}, got {value!r}")
         return type(held)(value)
-    if is_number:
-        kinds = {bool: torch.bool, int: torch.int64, float: torch.float64}  # the widest of each
-        kind = next(kinds[cls] for cls in kinds if isinstance(value, cls))
+    if isinstance(value, int | float):
+        kind = torch.float64 if isinstance(value, float) else torch.int64  # the widest
         value = torch.tensor(value, dtype=kind).expand(leaf.shape)
-    if value.layout != torch.strided or _torch.is_dtensor(value):
-        got = "DTensor" if _torch.is_dtensor(value) else value.layout
-        fix = "pass a plain tensor of the full shape, or a number to fill the leaf with"
-        raise LeafError(f"{where}: the value is {got}", fix=fix)
-    if tuple(value.shape) != tuple(leaf.shape) or _torch.has_no_data(value):
-        got = f"got {tuple(value.shape)}" + (" without data" if _torch.has_no_data(value) else "")
+    if tuple(value.shape) != tuple(leaf.shape) or type(value) not in _torch.PLAIN:
         fix = "pass the full tensor, or a number to fill the leaf with"
+        got = f"got {tuple(value.shape)}, {type(value).__name__}"
         lines = [f"expected {tuple(leaf.shape)}", got]
         raise LeafError(f"{where}: a value of another shape", lines, fix)
     moved = value.detach().to(held.device)
@@ -383,13 +374,11 @@ def _fitting(where: str, leaf: Any, value: Any) -> Any:
 
 def _check_moment(where: str, held: Any, values: Tensor) -> None:
     """Raise LeafError if the codes of a moment cannot hold these values without NaN."""
-    codec, root = held.codes.codec, held.codes.root
-    good = values.isfinite() & (values >= 0) if root else values.isfinite()
+    good = values.isfinite() & (values >= (0 if held.codes.root else -torch.inf))
     if not bool(good.all()):
-        what = "negative or not finite" if root else "not finite"
-        fix = "pass finite numbers of at least 0" if root else "pass finite numbers"
-        text = f"{where} has a value that is {what}, which state={codec} cannot hold"
-        raise LeafError(text, fix=fix)
+        what = "finite numbers of at least 0" if held.codes.root else "finite numbers"
+        text = f"{where} has a value that state={held.codes.codec} cannot hold"
+        raise LeafError(text, fix=f"pass {what}")
 
 
 def _survives(moved: Tensor, cast: Tensor) -> bool:

@@ -1,8 +1,8 @@
 """`summary`: a table of what a sharded value holds, leaf by leaf."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from math import prod
 from typing import Any, NamedTuple
 
@@ -84,10 +84,10 @@ class Summary:
     @property
     def bytes_by_place(self) -> dict[str, int]:
         """Bytes of all leaves on this rank, without padding, by where they lie."""
-        found: dict[str, int] = {}
+        found = Counter[str]()
         for row in self.rows:
-            found[row.place] = found.get(row.place, 0) + row.here_bytes
-        return found
+            found[row.place] += row.here_bytes
+        return dict(found)
 
     @property
     def full_bytes(self) -> int:
@@ -100,50 +100,18 @@ class Summary:
         return sum(prod(row.shape) for row in self.rows if row.kind != "tied")
 
     def __str__(self) -> str:
-        lines = self._cells()
+        rows = [_HEAD, *(row.cells() for row in self.rows)]
+        columns = [x for x in zip(*rows, strict=True) if x[0] != "sent" or any(x[1:])]
         # Widths take every row into account, so that two tables of one value line up.
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        top, bottom = self._ends()
-        kept = [*lines[: top + 1], *lines[len(lines) - bottom :]]
-        text = [_aligned(lines[0], cells, widths) for cells in kept]
-        if self._hidden():
-            text.insert(top + 1, f"... {self._hidden()} more ...")
-        return "\n".join([*text, self._total()])
+        aligned = [_aligned(column) for column in columns]
+        lines = ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
+        hidden = 0 if self.shown is None else len(self.rows) - self.shown
+        if self.shown is not None and hidden > 0:
+            top, bottom = 1 + self.shown - self.shown // 2, self.shown // 2
+            lines[top : len(lines) - bottom] = [f"... {hidden} more ..."]
+        return "\n".join([*lines, self._total()])
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        """Render the table for a notebook, in the notebook's own colours."""
-        top, bottom = self._ends()
-        names, *cells = self._cells()
-        body = [_html_row(names, row) for row in cells[:top]]
-        if self._hidden():
-            more = f"&hellip; {self._hidden()} more &hellip;"
-            body.append(f'<tr><td colspan="{len(names)}">{more}</td></tr>')
-        body += [_html_row(names, row) for row in cells[len(cells) - bottom :]]
-        head = "".join(f'<th scope="col"{_style(name)}>{name}</th>' for name in names)
-        return (
-            '<div style="overflow:auto;max-height:40em"><table>'
-            f'<caption style="caption-side:bottom;text-align:left">{escape(self._total())}'
-            f"</caption><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
-        )
-
-    def _cells(self) -> list[tuple[str, ...]]:
-        """Return the names of the shown columns, and the texts of each row."""
-        every = [_HEAD, *(row.cells() for row in self.rows)]
-        if any(row.sent for row in self.rows):
-            return every
-        at = _HEAD.index("sent")
-        return [(*cells[:at], *cells[at + 1 :]) for cells in every]
-
-    def _ends(self) -> tuple[int, int]:
-        """Return how many rows are shown before and after the hidden ones."""
-        if self.shown is None or len(self.rows) <= self.shown:
-            return len(self.rows), 0
-        return self.shown - self.shown // 2, self.shown // 2
-
-    def _hidden(self) -> int:
-        return len(self.rows) - sum(self._ends())
 
     def _total(self) -> str:
         plural = "" if len(self.rows) == 1 else "s"
@@ -168,7 +136,8 @@ def summary(shards: Tree, groups: Any = None, *, rows: int | None = 40) -> Summa
       are the frozen parameters that an optimizer's tree only repeats.
 
     Raises:
-      LeafError: `rows` is not an int of at least 2, or there is neither a shard nor a tensor.
+      PlanError: `rows` is not an int of at least 2.
+      LeafError: there is neither a shard nor a tensor.
       DonatedError: the value was given away earlier.
 
     Example:
@@ -188,7 +157,7 @@ def summary(shards: Tree, groups: Any = None, *, rows: int | None = 40) -> Summa
       w      (2, 3)  float32  trained       1  p=1     gather=int8[8]@rank, hop2=bf16  24 B  24 B
       2 leaves of 8 elements: 32 B here and 32 B of padding, 32 B in full
     """
-    checks.integer("summary", "rows", rows, 2, optional=True, kind=LeafError)
+    checks.integer("summary", "rows", rows, 2, optional=True)
     shards = shards.lying() if isinstance(shards, GradSum) else shards
     found = leaves_of("summary", shards, groups, local=True)
     listed = [_row(found, i) for i, path in enumerate(found.paths) if path is not None]
@@ -216,7 +185,7 @@ def _row(found: Leaves, at: int) -> SummaryRow | None:
         dtype=kept,
         kind=_kind(leaf),
         bucket=None if bucket is None else bucket.index,
-        groups="" if bucket is None else _short(home, bucket.parts),
+        groups="" if bucket is None else f"p={bucket.parts}" if home is None else home.describe(),
         here_bytes=here,
         full_bytes=full,
         place=_place(held, home),
@@ -252,11 +221,6 @@ def _sent(bucket: Bucket, home: Any) -> str:
     return ", ".join(found)
 
 
-def _short(home: Any, parts: int) -> str:
-    """Describe groups in a few words."""
-    return f"p={parts}" if home is None else home.describe()
-
-
 def _padding(found: Leaves) -> int:
     """Count the bytes of this rank's chunks that belong to no leaf."""
     shown = [i for i in found.shards if found.paths[i] is not None]
@@ -271,19 +235,8 @@ def _padding(found: Leaves) -> int:
     return total
 
 
-def _aligned(names: Sequence[str], cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Format a line of text, with numbers to the right, in columns of these names."""
-    padded = [
-        cell.rjust(width) if name in _RIGHT else cell.ljust(width)
-        for name, cell, width in zip(names, cells, widths, strict=True)
-    ]
-    return "  ".join(padded).rstrip()
-
-
-def _style(name: str) -> str:
-    return f' style="text-align:{"right" if name in _RIGHT else "left"}"'
-
-
-def _html_row(names: Sequence[str], cells: Sequence[str]) -> str:
-    pairs = zip(names, cells, strict=True)
-    return f"<tr>{''.join(f'<td{_style(name)}>{escape(cell)}</td>' for name, cell in pairs)}</tr>"
+def _aligned(cells: Sequence[str]) -> list[str]:
+    """Pad the cells of a column, whose head is the first of them; numbers to the right."""
+    width = max(map(len, cells))
+    right = cells[0] in _RIGHT
+    return [cell.rjust(width) if right else cell.ljust(width) for cell in cells]

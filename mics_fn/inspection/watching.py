@@ -2,10 +2,9 @@
 
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,16 +15,7 @@ from mics_fn.spans import Span
 
 # `StepMemory`: the memory of a step by kind, from what was told while it ran.
 
-# How they are told, by the field; those of the state exist for the whole step.
-_STATE = {"shards": "shards", "moments": "moments", "buffers": "buffers"}
-_IN_STEP = {
-    "gathered": "gathered",
-    "gradients_in_full": "gradients in full",
-    "gradients_in_reductions": "gradients in reductions",
-    "gradient_shards": "gradient shards",
-}
-
-Sample = tuple[float, str, Hashable, int]  # when, kind, what holds it, and from now on how much
+Sample = tuple[str, Hashable, int]  # kind, what holds it, and from now on how many bytes
 
 
 class StepMemory(NamedTuple):
@@ -61,32 +51,20 @@ class StepMemory(NamedTuple):
         return "\n".join(f"{name:<24}{nbytes:>10}" for name, nbytes in rows)
 
 
-class MemoryUse(NamedTuple):
-    """Peaks of memory by kind, and a curve over time.
-
-    Args:
-      most: the most of each kind.
-      curve: times in seconds, each with the bytes of what is made within a step, by kind.
-    """
-
-    most: StepMemory
-    curve: tuple[tuple[float, dict[str, int]], ...]
-
-
-def memory_of(samples: Sequence[Sample]) -> MemoryUse:
-    """Compute the peak of each kind, and the curve over time."""
+def memory_of(samples: Iterable[Sample]) -> StepMemory:
+    """Compute the peak of each kind."""
     held: dict[tuple[str, Hashable], int] = {}
-    now, most, curve = Counter[str](), Counter[str](), []
-    for at, kind, key, nbytes in samples:
+    now, most = Counter[str](), Counter[str]()
+    for kind, key, nbytes in samples:
         now[kind] += nbytes - held.get((kind, key), 0)
         held[kind, key] = nbytes
         most[kind] = max(most[kind], now[kind])
-        curve.append((at, {name: now[name] for name in _IN_STEP.values()}))
-    fields = {field: most[kind] for field, kind in (_STATE | _IN_STEP).items()}
-    return MemoryUse(StepMemory(**fields, total=sum(fields.values())), tuple(curve))
+    kinds = [field.replace("_", " ") for field in StepMemory._fields[:-1]]
+    peaks = [most[kind] for kind in kinds]
+    return StepMemory(*peaks, total=sum(peaks))
 
 
-# `Timeline`: what happened in a step and when, as a value, a chart of text, and a picture.
+# `Timeline`: what happened in a step and when, as a value and a chart of text.
 
 _BAR = 22  # characters
 _WIDTH = 100
@@ -130,14 +108,12 @@ class Timeline:
       name: "step 12"; empty for a block that is not a step.
       events: the events in this order.
       seconds: the length of the step.
-      memory: times in seconds, each with the bytes held from then on by kind; for `picture`.
       shown: the most rows that a chart has; None for all.
     """
 
     name: str
     events: tuple[Event, ...]
     seconds: float
-    memory: tuple[tuple[float, dict[str, int]], ...] = ()
     shown: int | None = 80
 
     def sent_bytes(self) -> dict[str, int]:
@@ -150,29 +126,11 @@ class Timeline:
 
     def waited_s(self) -> dict[str, float]:
         """Sum the seconds of waits, by the kind of what was waited for."""
-        found: dict[str, float] = {}
+        found = Counter[str]()
         for event in self.events:
             if event.kind == "wait":
-                kind = event.about.partition(" ")[0]
-                found[kind] = found.get(kind, 0.0) + event.seconds
-        return found
-
-    def picture(self, path: str | Path | None = None) -> Any:
-        """Draw one lane per communicator and per kind of work, and the memory below.
-
-        Args:
-          path: the image to write, if any; its ending says the kind.
-
-        Returns:
-          A figure of matplotlib.
-
-        Raises:
-          ImportError: matplotlib is not installed.
-          OSError, ValueError: of matplotlib, if it cannot write such an image there.
-        """
-        from mics_fn.inspection.picture import draw
-
-        return draw(self, path)
+                found[event.about.partition(" ")[0]] += event.seconds  # pyright: ignore
+        return dict(found)
 
     def __str__(self) -> str:
         lines = [_row(event, self.seconds) for event in self.events]
@@ -258,7 +216,7 @@ class Watched:
         self._name, self._began = name, time.monotonic()
         self._ended: float | None = None
         self._seen: list[_EndedSpan] = []
-        self._samples: list[tuple[float, str, Hashable, int]] = []
+        self._samples: list[Sample] = []
         self._marks: dict[torch.device, tuple[float, torch.Event]] = {}
 
     def timeline(self) -> Timeline:
@@ -268,15 +226,13 @@ class Watched:
         """
         end = time.monotonic() if self._ended is None else self._ended
         events = [self._event(seen) for seen in self._seen]
-        curve = memory_of(self._samples).curve
-        curve = tuple((at - self._began, held) for at, held in curve)
         ordered = tuple(sorted(events, key=lambda event: (event.start_s, event.end_s)))
         last = max([end - self._began, *(event.end_s for event in ordered)])
-        return Timeline(self._name, ordered, last, curve)
+        return Timeline(self._name, ordered, last)
 
     def memory(self) -> StepMemory:
         """Return the peak bytes of each kind of data on this rank in the block."""
-        return memory_of(self._samples).most
+        return memory_of(self._samples)
 
     def _event(self, seen: _EndedSpan) -> Event:
         span = seen.span
@@ -303,17 +259,11 @@ class Watched:
 class _NotWatched(Watched):
     """Placeholder for a step that was not watched."""
 
-    def timeline(self) -> Timeline:
-        """Raise MicsError, which says how to watch."""
-        raise self._error("timeline")
-
-    def memory(self) -> StepMemory:
-        """Raise MicsError, which says how to watch."""
-        raise self._error("memory")
-
-    def _error(self, what: str) -> MicsError:
+    def _error(self) -> Any:
         fix = "with mf.inspection.watch(): trainer.step(batch)"
-        return MicsError(f"last_step.{what}: nobody has watched that step", fix=fix)
+        raise MicsError("last_step: nobody has watched that step", fix=fix)
+
+    timeline = memory = _error
 
 
 NOT_WATCHED: Watched = _NotWatched()
@@ -343,7 +293,7 @@ class _Watcher:
 
     def holds(self, kind: str, key: Hashable, nbytes: int) -> None:
         for each in self._open:
-            each._samples.append((time.monotonic(), kind, key, nbytes))
+            each._samples.append((kind, key, nbytes))
 
     def _now(self, span: Span) -> float | torch.Event:
         device = span.device

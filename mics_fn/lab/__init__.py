@@ -7,7 +7,8 @@ library works, to measure it, and to test it.
   `torchrun` would, also with a time limit, and says how each of them ended; `pool` keeps ranks
   alive for tests, runs functions on them, and names the rank, the traceback and the
   collective if one of them fails or hangs. All of them listen on loopback alone.
-- `models/` has a small GPT, written plainly, and text that exists on every machine.
+- `models/` has a small GPT, written plainly, text that exists on every machine, and `TrainingTask`,
+  which has batches of it by rank, for all that trains.
 - `demo/` is `python -m mics_fn demo`: it trains the GPT sharded over ranks, trains it again in one
   process of plain torch, and compares the two.
 - `bench/` is `python -m mics_fn bench WHAT`: `step` and `opt` compare times with torch and FSDP2,

@@ -27,7 +27,6 @@ def add_count(
     text: str,
     *,
     smallest: int = 1,
-    largest: int | None = None,
     **options: Any,
 ) -> None:
     """Add a flag for an int that is not less than `smallest`.
@@ -37,7 +36,7 @@ def add_count(
         name: of the flag, without dashes.
         default: its default, a list for a flag of several; help names it, unless it is None.
         text: its help.
-        smallest, largest: the least and the greatest number that are allowed.
+        smallest: the least number that is allowed.
         options: other options of `add_argument`.
 
     Example:
@@ -54,8 +53,6 @@ def add_count(
             raise argparse.ArgumentTypeError(f"{given!r} is not an integer") from error
         if value < smallest:
             raise argparse.ArgumentTypeError(f"{given} is less than {smallest}")
-        if largest is not None and value > largest:
-            raise argparse.ArgumentTypeError(f"{given} is more than {largest}")
         return value
 
     shown = text if default is None else f"{text} (default {default})"

@@ -141,10 +141,10 @@ class Cluster:
     Args:
       size: number of ranks.
       node_size: number of ranks that pretend to be one node.
-      options: what each rank is told at its start.
+      options: the arguments of `engine.begin`.
     """
 
-    def __init__(self, size: int, node_size: int, options: Mapping[str, Any]) -> None:
+    def __init__(self, size: int, node_size: int, options: Sequence[Any]) -> None:
         self.size = size
         self._node_size, self._options = node_size, options
         self._folder = tempfile.mkdtemp(prefix="mics_fn_notebook_")
@@ -191,9 +191,7 @@ class Cluster:
         Raises:
           CellError, GroupsError: as `cell`.
         """
-        found = self._run(ranks, lambda view: view.apply_async(engine.call, fn, args))
-        self._done(found)
-        return [found.values[rank][0] for rank in sorted(found.values)]
+        return [value for (value,) in self._apply(ranks, engine.call, fn, args)]
 
     def push(self, ranks: Sequence[int] | None = None, **values: Any) -> None:
         """Define names on ranks, such as `cluster.push(x=1)`; values are copied by ipyparallel.
@@ -205,8 +203,7 @@ class Cluster:
         Raises:
           CellError, GroupsError: as `cell`.
         """
-        told = list(values), list(values.values())
-        self._done(self._run(ranks, lambda view: view.apply_async(engine.define, *told)))
+        self._apply(ranks, engine.define, list(values), list(values.values()))
 
     def pull(self, name: str, rank: int | None = None) -> Any:
         """Return the value of a name on a rank; of all ranks, a list.
@@ -222,9 +219,7 @@ class Cluster:
           CellError, GroupsError: as `cell`.
         """
         chosen = None if rank is None else [rank]
-        found = self._run(chosen, lambda view: view.apply_async(engine.value_of, name))
-        self._done(found)
-        every = [found.values[rank][0] for rank in sorted(found.values)]
+        every = [value for (value,) in self._apply(chosen, engine.value_of, name)]
         return every if rank is None else every[0]
 
     # After a fault
@@ -314,9 +309,7 @@ class Cluster:
         self._processes.start([self._environment(rank) for rank in range(self.size)], self._engines)
         while not set(self._engines) <= set(self._client.ids):
             self._processes.check_start(deadline)
-        found = self._run(None, lambda view: view.apply_async(engine.begin, self._options))
-        self._done(found)
-        self._facts = found.values
+        self._facts = dict(enumerate(self._apply(None, engine.begin, *self._options)))
 
     def _environment(self, rank: int) -> dict[str, str]:
         """Return the variables of a rank, as a launcher sets them."""
@@ -334,6 +327,12 @@ class Cluster:
         return {name: str(value) for name, value in found.items()}
 
     # How cells run
+
+    def _apply(self, ranks: Sequence[int] | None, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call a function of `engine` on ranks; return the results in the order of ranks."""
+        found = self._run(ranks, lambda view: view.apply_async(fn, *args))
+        self._done(found)
+        return [found.values[rank] for rank in sorted(found.values)]
 
     def _run(self, ranks: Sequence[int] | None, send: Callable[[Any], Any]) -> Outcome:
         self._check_open()
@@ -415,7 +414,6 @@ def start(
     *,
     partition_size: int | None = None,
     nodes: int | None = None,
-    topology: Topology | None = None,
     device: str = "auto",
     timeout_s: float = 60.0,
 ) -> Cluster:
@@ -429,7 +427,6 @@ def start(
       n: number of ranks; None takes one per accelerator, or four on the CPU.
       partition_size: number of ranks that share one replica, as `make_groups` takes it.
       nodes: number of nodes that the ranks pretend to be.
-      topology: how they pretend to be wired, instead of `nodes`.
       device: as `init_distributed` takes it.
       timeout_s: bound of the start in seconds.
 
@@ -454,18 +451,18 @@ def start(
     """
     size = _ranks_here() if n is None else n
     checks.number("notebook.start", "timeout_s", timeout_s, above=0)
-    fix = "pass 'auto', 'cpu', or the kind of this machine's accelerators"
-    checks.instance("notebook.start", "device", device, str, "the name of a device", fix)
     if device != "auto":
         torch.device(device)  # ranks would find much later that there is none of this name
-    _check_sizes(size, nodes, topology)
+    for name, value in (("n", size), ("nodes", nodes)):
+        optional = name == "nodes"
+        checks.integer("notebook.start", name, value, optional=optional, fix="give 1 or more")
+    if size % (nodes or 1):
+        what = f"notebook.start: {size} ranks cannot be {nodes} equal nodes"
+        raise PlanError(what, fix=f"choose nodes= from the divisors of {size}")
     if partition_size is not None:  # as each rank would find, but at once
-        plan_groups(topology or Topology.of(size), partition_size)
-    options = {"device": device, "partition_size": partition_size, "timeout_s": timeout_s}
-    options["topology"] = topology
+        plan_groups(Topology.of(size), partition_size)
     stop_earlier()
-    node_size = topology.sizes[-1] if topology else size // (nodes or 1)
-    cluster = Cluster(size, node_size, options)
+    cluster = Cluster(size, size // (nodes or 1), [device, partition_size, timeout_s])
     try:
         cluster.begin(timeout_s)
     except BaseException:
@@ -486,19 +483,3 @@ def _ranks_here() -> int:
     """Return one rank per accelerator, or a few on the CPU."""
     count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     return count or RANKS_ON_CPU
-
-
-def _check_sizes(size: int, nodes: int | None, topology: Any) -> None:
-    """Raise PlanError for numbers that do not fit together."""
-    for name, value in (("n", size), ("nodes", nodes)):
-        optional = name == "nodes"
-        checks.integer("notebook.start", name, value, optional=optional, fix="give 1 or more")
-    if nodes is not None and topology is not None:
-        fix = "pass one of them"
-        raise PlanError("notebook.start: nodes= and topology= are both given", fix=fix)
-    if size % (nodes or 1):
-        what = f"notebook.start: {size} ranks cannot be {nodes} equal nodes"
-        raise PlanError(what, fix=f"choose nodes= from the divisors of {size}")
-    if topology is not None and topology.world_size != size:
-        what = f"notebook.start: {topology} has {topology.world_size} ranks, not {size}"
-        raise PlanError(what, fix="pass n= to match")

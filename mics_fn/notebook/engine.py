@@ -118,18 +118,15 @@ def serve(folder: str, environment: Mapping[str, str], engine: int) -> None:
     IPEngine.launch_instance([f"--profile-dir={folder}", "--log-level=50", *argv])
 
 
-def begin(options: Mapping[str, Any]) -> dict[str, Any]:
+def begin(device: str, partition_size: int | None, timeout_s: float) -> dict[str, Any]:
     """Start torch.distributed and make groups; return what `Cluster` shows of them.
 
-    Args:
-      options: those of `start`.
+    The arguments are those of `start`.
     """
     from IPython.core.getipython import get_ipython
 
-    device = mics_fn.init_distributed(device=options["device"], timeout_s=options["timeout_s"])
-    groups = mics_fn.make_groups(
-        options["partition_size"], topology=options["topology"], device=device
-    )
+    chosen = mics_fn.init_distributed(device=device, timeout_s=timeout_s)
+    groups = mics_fn.make_groups(partition_size, device=chosen)
     shell: Any = get_ipython()
     shell.events.register("pre_run_cell", lambda info: _before_cell())
     rank = int(os.environ["RANK"])
@@ -137,9 +134,9 @@ def begin(options: Mapping[str, Any]) -> dict[str, Any]:
     shell.ask_exit = _refuse_exit
     # With ipykernel 7.4 a cell of an engine that awaits would never end: now it is a SyntaxError.
     shell.autoawait = False
-    known = {"mf": mics_fn, "torch": torch, "groups": groups, "rank": rank, "device": device}
+    known = {"mf": mics_fn, "torch": torch, "groups": groups, "rank": rank, "device": chosen}
     shell.user_ns.update(known)
-    return {"device": str(device), "groups": groups.describe()}
+    return {"device": str(chosen), "groups": groups.describe()}
 
 
 def _before_cell() -> None:

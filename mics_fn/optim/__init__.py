@@ -35,7 +35,8 @@ Rules:
 - An optimizer must be elementwise, because a shard is a flat piece. `from_torch` takes 11 of the 15
   classes of torch and refuses `Adafactor`, `Muon`, `LBFGS` and `SparseAdam` by name; it takes any
   other class whose caller says `elementwise=True`. The arithmetic is torch's; that of lion alone is
-  written here.
+  written here. `sgd`, `adam` and `adamw` call torch's functions; an object of a class, as
+  `from_torch` makes for each step, imports `torch._dynamo`: 80 MB and a second in every process.
 - With a scale, a watch or `on_nonfinite="skip"` a gradient that is not finite, in any dtype,
   refuses the step on all ranks: nothing changes but the scale and its counts, and the host reads
   two numbers per step. `Verdict.nonfinite` names the leaf and the ranks on which it arose; "raise"
@@ -50,8 +51,8 @@ Rules:
   do in a job of their own does not count: say `make_groups(whole=True)`.
 - `opt_step` with `sgd`, `adam`, `adamw`, `lion` or an optimizer of your own is differentiable, by a
   tensor `lr` too, as unrolled inner loops need it. Each rank gets the derivative by the rate
-  through its own shards: add them up over the partition group. `from_torch` with other classes, and
-  `donate=True`, raise `PlanError` where a derivative is asked for. Outside `torch.func`,
+  through its own shards: add them up over the partition group. `from_torch` and `donate=True` raise
+  `PlanError` where a derivative is asked for. Outside `torch.func`,
   parameters that are leaves are constants unless their gradients were taken with
   `create_graph=True`. Under `torch.no_grad()` nothing is tracked, as in `Trainer`.
 
@@ -87,10 +88,9 @@ and `leaf_norms` and `inner` for numbers of whole tensors: LAMB is fifteen lines
 optimizers, by path are `by_path({"*embed*": adamw(1e-4)}, default=adamw(1e-3))`.
 
 To add an optimizer: if torch has the class, `from_torch(cls, lr=..., **options)` is enough.
-Otherwise write a function that returns `from_step(init, step)`, as `lion` does: `init` makes
-moments with `zeros(params)`, `step` asks `columns` for columns and writes to them in place.
-Objects with `init` and `update` of other libraries can be used as they are. Add it to the twins in
-`tests/optim`, which hold it to a slow program written out by hand.
+Otherwise write a function that writes to columns in place, as `lion` does. Objects with `init` and
+`update` of other libraries can be used as they are. Add it to the twins in `tests/optim`, which
+hold it to a slow program written out by hand.
 
 A `Rate` is a number, a tensor, or a function of the step. The scales of a `Guard` are values of
 type `LossScale`: `no_scale`, `static_scale`, `dynamic_scale`; `adjust` gives that of the next step.
@@ -100,11 +100,12 @@ from mics_fn.optim.columns import StepRefused, fresh, lazy_grads, map_columns
 from mics_fn.optim.comparing import (
     Comparison,
     differing,
-    handed_over,
+    from_replica,
     optimizer_facts,
     same_options,
     same_replicas,
     same_step,
+    texts_of,
     versions,
 )
 from mics_fn.optim.flat import by_leaf, replaced

@@ -330,7 +330,7 @@ class FlatShards:
     Example:
       >>> groups = make_groups(1)
       >>> params = shard({"b": torch.ones(4), "w": torch.ones(2, 2)}, groups)
-      >>> mean = init_state(params, optim.lion(0.1)).opt.mean
+      >>> mean = init_state(params, optim.lion(0.1)).opt.moments["exp_avg"]
       >>> mean.runs
       [Sharded(shape=(8,), float32, here 8 of 8)]
       >>> mean["w"]

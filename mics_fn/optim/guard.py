@@ -32,18 +32,9 @@ from mics_fn import _device, checks, tree
 from mics_fn.collectives import collect, collect_bytes, start_mean_over_ranks
 from mics_fn.errors import LeafError, NonFiniteError, PlanError, by_value, message, name_ranks
 from mics_fn.groups import Groups, Home, require_replicas
-from mics_fn.optim.columns import StepRefused, lazy_grads, needs_fetch
+from mics_fn.optim import columns, norms
 from mics_fn.optim.comparing import compare_once
 from mics_fn.optim.flat import by_leaf, unpacked
-from mics_fn.optim.norms import (
-    check_limit,
-    clip_factor,
-    counted_homes,
-    limited,
-    norm_here,
-    norm_problem,
-    squares_here,
-)
 from mics_fn.optim.state import TrainState, opt_step
 from mics_fn.shards import (
     Sharded,
@@ -61,8 +52,6 @@ from mics_fn.tree import Tree
 
 # The scale of a loss, as a value, so that small float16 gradients do not become 0.
 
-_MADE = "make it with no_scale, static_scale or dynamic_scale"
-
 
 @dataclass(frozen=True)
 class LossScale:
@@ -73,43 +62,35 @@ class LossScale:
     Args:
       kind: which of the three functions made it.
       value: the scale.
-      factor, interval, hysteresis, min, max: as for `dynamic_scale`.
-      credits: how many more overflows it takes until the scale falls; at 0 or 1 the next one does.
+      factor, interval, min, max: as for `dynamic_scale`.
       good_steps: finite steps in a row since the last overflow or growth.
       overflows: all steps with an overflow so far.
 
     Raises:
-      PlanError: `kind` is not one of the three, or a number is out of its range.
+      PlanError: a number is out of its range.
     """
 
-    CHANGING: ClassVar = ("value", "credits", "good_steps", "overflows")  # from step to step
+    CHANGING: ClassVar = ("value", "good_steps", "overflows")  # from step to step
 
     kind: Literal["none", "static", "dynamic"]
     value: float
     factor: float = 2.0
     interval: int = 2000
-    hysteresis: int = 1
     min: float = 1.0
     max: float = 2.0**24
-    credits: int = 1
     good_steps: int = 0
     overflows: int = 0
 
     def __post_init__(self) -> None:
-        verb = "LossScale"
-        checks.choice(verb, "kind", self.kind, "none", "static", "dynamic", fix=_MADE)
-        checks.number(verb, "value", self.value, above=0, fix=_MADE)
+        verb, low = "LossScale", self.min
+        checks.number(verb, "value", self.value, above=0)
         if self.kind == "dynamic":
-            low, value = self.min, self.value
             checks.number(verb, "factor", self.factor, above=1)
-            for name in ("interval", "hysteresis"):
-                checks.integer(verb, name, getattr(self, name))
+            checks.integer(verb, "interval", self.interval)
             checks.number(verb, "min", low, above=0)
-            checks.number(verb, "value", value, least=low, fix=f"min={low:g} is the lowest scale")
+            checks.number(verb, "value", self.value, least=low, fix=f"min={low:g} is the lowest")
             fix = "a scale lies between min and max"
-            checks.number(verb, "max", self.max, least=value, fix=fix)
-        for name in ("credits", "good_steps", "overflows"):
-            checks.integer(verb, name, getattr(self, name), 0, fix=_MADE)
+            checks.number(verb, "max", self.max, least=self.value, fix=fix)
 
     @property
     def checks(self) -> bool:
@@ -119,15 +100,6 @@ class LossScale:
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the scale; keep it in float32, since float16 has no number above 65504."""
         return loss if self.value == 1.0 else loss * self.value
-
-    def unscale(self, grads: Tree) -> Tree:
-        """A tree of tensors or of shards divided by the scale; exact for powers of two.
-
-        What is too small for float16 afterwards becomes 0, so unscale sums that are in float32.
-        """
-        if self.value == 1.0:
-            return grads
-        return tree.map_leaves(lambda grad: grad / self.value, grads)
 
     def adjust(self, finite: bool | Tensor) -> "LossScale":
         """The scale for the next step.
@@ -149,14 +121,12 @@ class LossScale:
         overflows = self.overflows + (not finite)
         if self.kind == "static":
             return replace(self, overflows=overflows)
-        value, credits, good = self.value, self.credits, self.good_steps + 1
+        value, good = self.value, self.good_steps + 1
         if not finite:
-            credits, good = max(credits - 1, 0), 0
-            if not credits:
-                value = max(value / self.factor, self.min)
+            value, good = max(value / self.factor, self.min), 0
         elif good == self.interval:
-            value, credits, good = min(value * self.factor, self.max), self.hysteresis, 0
-        return replace(self, value=value, credits=credits, good_steps=good, overflows=overflows)
+            value, good = min(value * self.factor, self.max), 0
+        return replace(self, value=value, good_steps=good, overflows=overflows)
 
 
 def no_scale() -> LossScale:
@@ -182,15 +152,12 @@ def static_scale(scale: float) -> LossScale:
     Returns:
       A `LossScale`.
 
-    Memory: `unscale` makes a copy of the gradients.
-
     Raises:
       PlanError: `scale` is not above 0, or not finite.
 
     Example:
-      >>> scale = static_scale(128.0)
-      >>> scale.unscale([scale.scale(torch.tensor(3.0))])
-      [tensor(3.)]
+      >>> static_scale(128.0).scale(torch.tensor(3.0))
+      tensor(384.)
     """
     return LossScale("static", float(scale))
 
@@ -200,28 +167,23 @@ def dynamic_scale(
     *,
     factor: float = 2.0,
     interval: int = 2000,
-    hysteresis: int = 1,
     min: float = 1.0,
     max: float = 2.0**24,
 ) -> LossScale:
     """A scale that falls at overflows and grows again after a run of finite steps.
 
-    Each overflow takes one of `hysteresis` credits; once none is left, it divides the scale by
-    `factor`. `interval` finite steps in a row multiply the scale by `factor` and restore all
-    credits; an overflow starts that count again.
+    Each overflow divides the scale by `factor`. `interval` finite steps in a row multiply it by
+    `factor`; an overflow starts that count again.
 
     Args:
       init: the first scale. With powers of two, here and as `factor`, nothing is rounded.
       factor: above 1.
       interval: finite steps in a row before the scale grows.
-      hysteresis: the number of credits; 1 lets every overflow lower the scale.
       min: the lowest scale.
       max: the highest scale.
 
     Returns:
       A `LossScale`.
-
-    Memory: `unscale` makes a copy of the gradients.
 
     Raises:
       PlanError: a number is out of its range, or not finite.
@@ -238,8 +200,7 @@ def dynamic_scale(
     References: Mixed Precision Training, Micikevicius et al., ICLR 2018, arXiv:1710.03740, section
       3.2.
     """
-    numbers = (float(init), float(factor), interval, hysteresis, float(min), float(max))
-    return LossScale("dynamic", *numbers, credits=hysteresis)
+    return LossScale("dynamic", float(init), float(factor), interval, float(min), float(max))
 
 
 # Which leaf of a gradient is not finite, and on which ranks that arose.
@@ -267,30 +228,30 @@ def find_nonfinite(grads: Tree, groups: Any, loss: torch.Tensor | None = None) -
       groups: as for `shard`.
       loss: this rank's, if that is known.
 
-    Communication: over each partition group and each replication group 8 bytes, then a text of each
-      rank.
+    Communication: over each partition group and each replication group 8 bytes, then two words of
+      each rank.
     """
     grads = by_leaf(grads if grad_stream(grads) is None else unpacked(grads).whole().closed())
     leaves, homes = tree.flatten(grads, is_leaf)[0], homes_of("Guard.judge", groups, grads)
     at = _first(leaves, list(dict.fromkeys(homes)))
-    losses = _said(homes, "" if loss is None else kind_of(loss))
+    kind = ""  # of this rank's own gradient, before it was reduced
+    if at < len(leaves):
+        origins = origins_of(leaves[at].bucket)
+        kind = origins[leaves[at].slot] if origins else ""
+        if len(homes[at].ranks) == 1:  # it reduced nothing
+            kind = kind_of(leaves[at].data)
+    losses, kinds = _said(homes, ["" if loss is None else kind_of(loss), kind])
     at_loss, ranks = _odd(losses)
     if at == len(leaves):
         text = "every gradient is finite, but their norm exceeds float32"
         if at_loss:
             text = f"the loss is {at_loss}; every gradient is finite"
         return NonFinite("", ranks, text)
-    path, leaf, home = tree.paths(grads, "grads", is_leaf)[at], leaves[at], homes[at]
-    kinds = origins_of(leaf.bucket)
-    if len(home.ranks) == 1:  # it reduced nothing
-        here = kind_of(leaf.data)
-    else:
-        here = kinds[leaf.slot] if kinds else ""
-    said = _said(homes, here)
-    where, odd = _odd(said)
+    path = tree.paths(grads, "grads", is_leaf)[at]
+    where, odd = _odd(kinds)
     if where:
         return NonFinite(path, odd, f"{path} is {where}")
-    if all(said.values()):
+    if all(kinds.values()):
         return NonFinite(path, (), f"{path} is finite on each rank, but not after the reduction")
     if at_loss:
         return NonFinite(path, ranks, f"{path} is not finite; the loss is {at_loss}")
@@ -298,14 +259,14 @@ def find_nonfinite(grads: Tree, groups: Any, loss: torch.Tensor | None = None) -
     return NonFinite(path, (), f"{path} is not finite; it is not known on which rank, since {why}")
 
 
-def _said(homes: Iterable[Any], here: str) -> dict[int, str]:
-    """Return the report of each rank, by global rank."""
+def _said(homes: Iterable[Any], here: list[str]) -> list[dict[int, str]]:
+    """Collect the texts of all ranks, by global rank."""
     homes = list(dict.fromkeys(homes))
     said = {homes[0].life.rank: here}
     for each in homes:
         for text in collect_bytes(each, json.dumps(said).encode()).values():
-            said |= {int(rank): kind for rank, kind in json.loads(text).items()}
-    return said
+            said |= {int(rank): texts for rank, texts in json.loads(text).items()}
+    return [{rank: texts[i] for rank, texts in said.items()} for i in range(len(here))]
 
 
 def _odd(said: Mapping[int, str]) -> tuple[str, tuple[int, ...]]:
@@ -588,17 +549,14 @@ class Guard:
     def __post_init__(self) -> None:
         for name, limit in (("max_norm", self.max_norm), ("max_value", self.max_value)):
             if limit is not None:
-                check_limit("Guard", name, limit)
-        if not isinstance(self.spike, NormSpike | None):
-            fix = "make one with norm_spike"
-            raise PlanError(f"Guard: spike={self.spike!r} is not a watch", fix=fix)
-        if self.on_nonfinite is not None:
-            words = "skip", "raise", "ignore"
-            checks.choice("Guard", "on_nonfinite", self.on_nonfinite, *words)
-        what = f"Guard: on_nonfinite={self.on_nonfinite!r}"
+                norms.check_limit("Guard", name, limit)
+        fix = "make one with norm_spike"
+        checks.instance("Guard", "spike", self.spike, NormSpike | None, "a watch", fix)
+        words = "skip", "raise", "ignore", None
+        checks.choice("Guard", "on_nonfinite", self.on_nonfinite, *words)
         if self.on_nonfinite == "ignore" and self.scale.kind == "dynamic":
             fix = "pass 'skip' or 'raise', or static_scale"
-            raise PlanError(f"{what} with a dynamic scale", fix=fix)
+            raise PlanError("Guard: on_nonfinite='ignore' with a dynamic scale", fix=fix)
         if self.decides and (self.chosen or self.in_row):
             watch_origins()
 
@@ -668,59 +626,65 @@ class Guard:
     ) -> Verdict:
         stream = grad_stream(grads)
         like = grads if stream is None else stream.like
-        homes = dict.fromkeys(homes_of("Guard.judge", groups, like))
+        homes = list(dict.fromkeys(homes_of("Guard.judge", groups, like)))
         exact = self.check_groups(like, groups)
         decides = self.chosen or (self.decides and any(home.life.whole for home in homes))
-        if not decides and self.max_norm is None:
-            if totals is not None:
-                totals.exchange()
-                totals.fetch()
-            return Verdict(self._limited(grads, 1.0, donate), None, None, False, True, self)
-        if totals is not None and totals.reaches(homes):
-            highest = here = _norm_by(totals, grads, groups) / self.scale.value
-        else:
-            here = norm_here(grads, groups) / self.scale.value
-            highest = here if totals is None else totals.marked(here)
-            highest = _highest(highest, homes) if decides else highest
-            if totals is not None:
-                totals.exchange()
-        norm = here if exact else None
-        factor = clip_factor(here, self.max_norm or math.inf)
-        if decides and not (wait or self.chosen or self.in_row) and totals is not None:
-            bad = (highest + totals.loss).isfinite().logical_not().float()
-            given = self._limited(grads, 1.0 if self.max_norm is None else factor, donate)
-            return Verdict(given, norm, None, False, True, self, None, bad)
-        if totals is not None:
+        factor, norm, found_inf = 1.0, None, None
+        highest = torch.zeros(())
+        if decides or self.max_norm is not None:
+            here, highest = self._norms(grads, groups, homes, totals, decides)
+            norm = here if exact else None
+            if self.max_norm is not None:
+                factor = norms.clip_factor(here, self.max_norm)
+        elif totals is not None:
+            totals.exchange()
+        waits = wait or self.chosen or self.in_row or totals is None
+        if decides and not waits and totals is not None:
+            found_inf = (highest + totals.loss).isfinite().logical_not().float()
+        elif totals is not None:
             totals.fetch()
-        if not decides:
-            return Verdict(self._limited(grads, factor, donate), norm, None, False, True, self)
+        if not decides or found_inf is not None:
+            out = self._limited(grads, factor, donate)
+            return Verdict(out, norm, None, False, True, self, None, found_inf)
         # The host waits once for both numbers.
-        times, highest = torch.stack([factor, highest]).tolist()
+        times, most = torch.stack([torch.ones_like(highest) * factor, highest]).tolist()
         for home in homes:
             home.partition.check_open()  # else these may be no values of any rank
-        finite, spike, watch = math.isfinite(highest), False, self.spike
-        finite = finite and (totals is None or totals.finite)
-        if watch is not None:
-            spike, watch = watch.look(highest)
+        finite = math.isfinite(most) and (totals is None or totals.finite)
         where = None if finite else find_nonfinite(grads, groups, totals and totals.own_loss)
         leaves = tree.flatten(by_leaf(like), is_leaf)[0]
         forget_origins({leaf.bucket for leaf in leaves if isinstance(leaf, Sharded)})
-        skips = not finite and self.on_nonfinite != "ignore"
-        in_row = self.in_row + 1 if skips and not self._falls else 0
-        if where and in_row >= _IN_ROW.get(self.on_nonfinite, math.inf):
-            raise _error(where, in_row)
-        why = where and where.text
-        refused = skips or (spike and watch is not None and watch.action == "skip")
-        after = replace(self, scale=self.scale.adjust(finite), spike=watch)
-        after = replace(after, in_row=in_row, skipped=self.skipped + refused)
-        if refused:
-            return Verdict(grads, norm, finite, spike, False, after, why)
-        out = self._limited(grads, times / self.scale.value, donate)
-        return Verdict(out, norm, finite, spike, True, after, why)
+        refused, spike, after = self._after(most, finite)
+        if where and after.in_row >= _IN_ROW.get(self.on_nonfinite, math.inf):
+            raise _error(where, after.in_row)
+        out = grads if refused else self._limited(grads, times / self.scale.value, donate)
+        return Verdict(out, norm, finite, spike, not refused, after, where and where.text)
 
-    @property
-    def _falls(self) -> bool:
-        return self.scale.kind == "dynamic" and self.scale.value > self.scale.min
+    def _after(self, norm: float, finite: bool) -> tuple[bool, bool, "Guard"]:
+        """Decide whether a step is refused, whether its norm is a spike, and the next guard."""
+        spike, watch = (False, None) if self.spike is None else self.spike.look(norm)
+        skips = not finite and self.on_nonfinite != "ignore"
+        refused = skips or (spike and watch is not None and watch.action == "skip")
+        falls = self.scale.kind == "dynamic" and self.scale.value > self.scale.min
+        in_row = self.in_row + 1 if skips and not falls else 0
+        scale, skipped = self.scale.adjust(finite), self.skipped + refused
+        after = replace(self, scale=scale, spike=watch, in_row=in_row, skipped=skipped)
+        return refused, spike, after
+
+    def _norms(
+        self, grads: Any, groups: Any, homes: list[Any], totals: StepTotals | None, decides: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the unscaled norm of this rank, and the highest of any rank if that is needed."""
+        if totals is not None and totals.reaches(homes):
+            norm = _norm_by(totals, grads, groups) / self.scale.value
+            return norm, norm
+        norm = norms.norm_here(grads, groups) / self.scale.value
+        highest = norm if totals is None else totals.marked(norm)
+        if decides:
+            highest = _highest(highest, homes)
+        if totals is not None:
+            totals.exchange()
+        return norm, highest
 
     def after_refusal(self) -> "Guard":
         """This guard after a step that was masked; see `Verdict.found_inf`."""
@@ -740,8 +704,8 @@ class Guard:
           PlanError: see [Note: parts of a model] in `norms`. To refuse gradients that are not
             finite, it is enough that some groups reach all ranks: every rank learns of them then.
         """
-        homes = counted_homes("Guard.judge", like, groups)
-        problem = norm_problem("Guard.judge", homes)
+        homes = norms.counted_homes("Guard.judge", like, groups)
+        problem = norms.norm_problem("Guard.judge", homes)
         needs_norm = self.max_norm is not None or self.spike is not None
         alone = self.chosen and not any(home.life.whole for home in homes)
         if problem is not None and (needs_norm or alone):
@@ -749,7 +713,7 @@ class Guard:
         return problem is None
 
     def _limited(self, grads: Any, factor: Tensor | float, donate: bool) -> Any:
-        out = limited(grads, factor, self.max_value, donate=donate)
+        out = norms.limited(grads, factor, self.max_value, donate=donate)
         if donate and out is not grads and grad_stream(grads) is None:
             mark_donated(grads, "grads", "Guard.judge", keep=out)
         return out
@@ -758,7 +722,7 @@ class Guard:
 def _norm_by(totals: StepTotals, grads: Tree, groups: Any) -> Tensor:
     """The norm of the whole gradient, by a message whose ranks are those of all groups."""
     # Of each of its groups there are p parts, and the message gives a mean over all ranks.
-    parts = [x * home.partition_size for home, x in squares_here(grads, groups).items()]
+    parts = [x * home.partition_size for home, x in norms.squares_here(grads, groups).items()]
     return totals.exchange(torch.stack(parts).sum() if parts else None).sqrt()
 
 
@@ -842,14 +806,14 @@ def guarded_step(
     def judged() -> Tree:
         found.append(guard.judge(grads, groups, donate))
         if not found[0].accept:
-            raise StepRefused
+            raise columns.StepRefused
         return found[0].grads
 
-    lazy = lazy_grads(grads, judged)
+    lazy = columns.lazy_grads(grads, judged)
     # On every rank first, since not every rank may have a part of what is elsewhere.
     compare_once(state, lazy.home)
     try:
-        given = lazy if needs_fetch(state.params, state.opt) else judged()
+        given = lazy if columns.needs_fetch(state.params, state.opt) else judged()
         return opt_step(state, given, donate=donate), found[0]
-    except StepRefused:
+    except columns.StepRefused:
         return state, found[0]

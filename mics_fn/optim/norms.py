@@ -17,10 +17,7 @@ from mics_fn import _torch, checks, tree
 from mics_fn.collectives import collect
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Comm, Groups, Home, fold_ranks
-from mics_fn.optim.columns import in_chunks, map_columns
-from mics_fn.optim.comparing import facts_from
-from mics_fn.optim.flat import by_leaf
-from mics_fn.optim.transform import Transform, from_update
+from mics_fn.optim import columns, flat, transform
 from mics_fn.shards import (
     Bucket,
     BucketUse,
@@ -48,7 +45,7 @@ def limited(
     *,
     donate: bool = False,
 ) -> Any:
-    """Gradients times a factor, then clamped, in one pass; all clipping is done here.
+    """Multiply gradients by a factor and clamp them, in one pass; all clipping is done here.
 
     Args:
       grads: tree of shards, or a stream of gradients.
@@ -84,7 +81,7 @@ def limited(
         if max_value is not None:
             grad.clamp_min_(-max_value).clamp_max_(max_value)  # clamp_ has no rule for vmap
 
-    return map_columns(limit, in_chunks(grads) if donate else grads, donate=donate)
+    return columns.map_columns(limit, columns.in_chunks(grads) if donate else grads, donate=donate)
 
 
 def _limited_stream(
@@ -102,8 +99,6 @@ def _limited_stream(
 
 
 # The norm of a sharded gradient, and clipping: by `Guard`, or by a part of a `chain`.
-
-_Norm = tuple[bool, Tensor | None]  # of a narrow dtype, and the norm; None of no elements
 
 
 def global_norm(grads: Tree, groups: Any) -> Tensor:
@@ -138,7 +133,12 @@ def global_norm(grads: Tree, groups: Any) -> Tensor:
     problem = norm_problem("global_norm", counted_homes("global_norm", grads, groups))
     if problem is not None:
         raise problem
-    return norm_here(grads, groups)
+    leaves = tree.flatten(grads, is_leaf)[0]
+    if not needs_derivative([x.data for x in leaves if isinstance(x, Sharded)]):
+        return norm_here(grads, groups)
+    _, parts, _ = _opened("global_norm", grads, groups, "grads")
+    totals = [_total(x.home, _squares(x.pieces, True).sum().view(1), True) for x in parts]
+    return _roots(torch.cat(totals).sum())
 
 
 def counted_homes(verb: str, grads: Tree, groups: Any) -> list[Home]:
@@ -149,138 +149,79 @@ def counted_homes(verb: str, grads: Tree, groups: Any) -> list[Home]:
     return list(dict.fromkeys(found))
 
 
-def norm_here(grads: Tree | GradStream, groups: Any) -> Tensor:
-    """`global_norm` of the leaves that these groups reach, whichever others there are."""
-    stream = grad_stream(grads)
-    if stream is not None:
-        return _norm_of_stream(stream, groups)
-    grads = by_leaf(grads)  # the padding inside of a run must not count
-    leaves, by_home = tree.flatten(grads, is_leaf)[0], _by_home(grads, groups)
-    differentiated = any(needs_derivative(pieces) for pieces in by_home.values())
-    if differentiated:
-        by_home = _looked_at(by_home, open_shards("global_norm", grads, groups).uses, leaves)
-    of_home = _smooth_total if differentiated else _total
-    totals = [of_home(home, pieces) for home, pieces in by_home.items()]
+def norm_here(grads: Tree, groups: Any) -> Tensor:
+    """Compute the norm of the leaves that these groups reach, without a derivative."""
+    by_home = squares_here(grads, groups)
+    totals = [_total(home, squares, False) for home, squares in by_home.items()]
     if not totals:
         return torch.zeros((), dtype=torch.float64)
-    total = torch.stack(totals).sum()
-    if not differentiated:
-        return total.sqrt()
-    # A root has no finite derivative at 0, and 0 times that would be NaN.
-    above = total > 0
-    return torch.where(above, torch.where(above, total, 1.0).sqrt(), total)
+    return torch.stack(totals).sum().sqrt()
 
 
-def _by_home(grads: Tree, groups: Any) -> dict[Groups, list[Tensor]]:
-    """The pieces of the trained leaves of a tree, by their groups."""
-    by_home: dict[Groups, list[Tensor]] = {}
-    pairs = zip(
-        tree.flatten(grads, is_leaf)[0], homes_of("global_norm", groups, grads), strict=True
-    )
-    for i, (leaf, home) in enumerate(pairs):
-        mine = by_home.setdefault(home, [])
-        if isinstance(leaf, Sharded):
-            mine.append(leaf.data)
-        elif not is_leaf(leaf):
-            path = tree.paths(grads, "grads", is_leaf)[i]
+def squares_here(grads: Tree, groups: Any) -> dict[Groups, Tensor]:
+    """Sum the squares of this rank's pieces by groups, in float64; nothing is sent.
+
+    Memory: of gradients elsewhere one bucket at a time is on the device.
+    """
+    stream = grad_stream(grads)
+    # The padding inside of a run must not count.
+    like = flat.by_leaf(grads) if stream is None else stream.like
+    leaves, homes = tree.flatten(like, is_leaf)[0], homes_of("global_norm", groups, like)
+    for i, leaf in enumerate(leaves):
+        if not is_leaf(leaf):
+            path = tree.paths(like, "grads", is_leaf)[i]
             fix = "do both hops first: reduce_grads(grads, groups)"
             raise LeafError(f"global_norm: {path} is not a shard", fix=fix)
-    return by_home
+    trained = [(x, home) for x, home in zip(leaves, homes, strict=True) if isinstance(x, Sharded)]
+    order = [range(len(trained))] if stream is None else stream.order
+    squares: dict[int, Tensor] = {}
+    for place, numbers in enumerate(order):
+        here = [x.data for x, _ in trained] if stream is None else stream.take(place)
+        squares.update(zip(numbers, _squares(here).unbind(), strict=True))
+    zero = {x: torch.zeros((), dtype=torch.float64, device=x.device) for x in dict.fromkeys(homes)}
+    found = {home: [x] for home, x in zero.items()}
+    for number, (_, home) in enumerate(trained):
+        found[home].append(squares[number])
+    return {home: torch.stack(every).sum() for home, every in found.items()}
 
 
-def squares_here(grads: Tree | GradStream, groups: Any) -> dict[Groups, Tensor]:
-    """By groups, the sum of squares of this rank's pieces, in float64; nothing is sent."""
-    stream = grad_stream(grads)
-    if stream is not None:
-        by_home = _norms_of_stream(stream, groups)
-    else:
-        by_home = {h: norms_of(x) for h, x in _by_home(by_leaf(grads), groups).items()}
-    return {home: _squares(home, norms) for home, norms in by_home.items()}
-
-
-def _looked_at(
-    by_home: Iterable[Any], uses: Sequence[BucketUse], leaves: Sequence[Any]
-) -> dict[Any, list[Tensor]]:
-    """The pieces as they are, once directions that only one rank differentiates by are refused.
-
-    After squares are added up nobody could tell; see [Note: rows of ranks] in `shards.linear`.
-    """
-    uses = [use for use in uses if use.bucket.trainable]
-    data = [leaves[i].data for use in uses for i in use.members]
-    found: dict[Any, list[Tensor]] = {home: [] for home in by_home}
-    for use, pieces in deal(uses, linear_map("own", uses, *data)):
-        found[use.home] += pieces
-    return found
-
-
-def _total(home: Groups, pieces: Sequence[Tensor]) -> Tensor:
-    """The sum of squares over a partition group, without a derivative."""
-    return _total_of(home, norms_of(pieces))
-
-
-def norms_of(pieces: Sequence[Tensor]) -> list[_Norm]:
-    """The norm of each piece, and whether its elements have fewer than 4 bytes."""
-    norms: list[_Norm] = [(False, None)] * len(pieces)
+def _squares(pieces: Sequence[Tensor], live: bool = False) -> Tensor:
+    """Sum the squares of each piece, in float64; differentiable if `live`."""
+    if not pieces:
+        return torch.zeros(0, dtype=torch.float64)
+    if live:
+        return torch.stack([x.double().square().sum() for x in pieces])
+    norms = [torch.zeros((), device=pieces[0].device)] * len(pieces)
     # The norm of a float16 tensor may exceed float16 although no element does.
     for dtype, narrow in ((torch.float32, True), (None, False)):
         held = [i for i, x in enumerate(pieces) if x.numel() and (x.itemsize < 4) is narrow]
         if held:
             found = _torch.foreach_norm([pieces[i] for i in held], 2, dtype)
             for i, norm in zip(held, found, strict=True):
-                norms[i] = narrow, norm
-    return norms
+                norms[i] = norm
+    return torch.stack(norms).double().square()
 
 
-def _total_of(home: Groups, norms: Sequence[_Norm]) -> Tensor:
-    """The sum of the squares of norms over a partition group."""
-    return collect(home.partition, _squares(home, norms), "norm").sum(0)
+def _total(home: Home, here: Tensor, live: bool) -> Tensor:
+    """Sum a vector over a partition group; differentiable if `live`.
 
-
-def _squares(home: Groups, norms: Sequence[_Norm]) -> Tensor:
-    """The sum of the squares of norms of this rank, those of narrow pieces first."""
-    held = [x for want in (True, False) for narrow, x in norms if x is not None and narrow is want]
-    return torch.stack([torch.zeros((), device=home.device), *held]).double().square().sum()
-
-
-def _norm_of_stream(stream: GradStream, groups: Any) -> Tensor:
-    """`norm_here` of a stream of gradients, with the same bits; not differentiable.
-
-    Memory: on the device one bucket of what lies elsewhere.
+    What ranks add up is a tensor held in parts, one per rank, and the sum is a full value, so its
+    derivative is that of a gather. See [Note: adjoint] in `shards.linear`.
     """
-    by_home = _norms_of_stream(stream, groups)
-    if not any(by_home.values()):
-        return torch.zeros((), dtype=torch.float64)
-    return torch.stack([_total_of(*found) for found in by_home.items()]).sum().sqrt()
-
-
-def _norms_of_stream(stream: GradStream, groups: Any) -> dict[Groups, list[_Norm]]:
-    """The norms of pieces of a stream, by their groups; one bucket at a time is on the device."""
-    homes = homes_of("global_norm", groups, stream.like)
-    leaves = tree.flatten(stream.like, is_leaf)[0]
-    trained = [home for x, home in zip(leaves, homes, strict=True) if isinstance(x, Sharded)]
-    norms: dict[int, _Norm] = {}
-    for place, numbers in enumerate(stream.order):
-        norms.update(zip(numbers, norms_of(stream.take(place)), strict=True))
-    by_home: dict[Groups, list[_Norm]] = {home: [] for home in homes}
-    for number, home in enumerate(trained):
-        by_home[home].append(norms[number])
-    return by_home
-
-
-def _smooth_total(home: Groups, pieces: Sequence[Tensor]) -> Tensor:
-    """The sum of squares, differentiable any number of times, at 0 too.
-
-    What ranks add up is a tensor held in parts, one element per rank, and the sum is a full value,
-    so its derivative is that of a gather. See [Note: adjoint] in `shards.linear`.
-    """
-    zero = torch.zeros((), dtype=torch.float64, device=home.device)
-    here = torch.stack([zero, *(x.double().square().sum() for x in pieces)]).sum()
-    p = home.partition.size
+    if not live:
+        return collect(home.partition, here, "norm").sum(0)
+    p, n = home.partition.size, here.numel()
     if p == 1:
         return here
-    bucket = Bucket(0, torch.float64, p, ((p,),), (0,), p)
-    (every,) = linear_map("gather", [BucketUse(bucket, home, (0,), "norm")], here.view(1))
-    return every.sum()
+    bucket = Bucket(0, torch.float64, p, ((p * n,),), (0,), p * n)
+    (every,) = linear_map("gather", [BucketUse(bucket, home, (0,), "norm")], here)
+    return every.view(p, n).sum(0)
+
+
+def _roots(sums: Tensor) -> Tensor:
+    """Take roots whose derivative at 0 is 0: that of a root is infinite, and times 0 NaN."""
+    above = sums > 0
+    return torch.where(above, torch.where(above, sums, 1.0).sqrt(), sums)
 
 
 def norm_problem(verb: str, homes: Iterable[Home]) -> PlanError | None:
@@ -318,7 +259,7 @@ def check_limit(verb: str, name: str, value: float) -> None:
     checks.number(verb, name, value, above=0, finite=False)
 
 
-def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
+def clip_by_global_norm(max_norm: float, groups: Any) -> transform.Transform:
     """Scale gradients so that their global norm is at most `max_norm`, as `clip_grad_norm_` does.
 
     Args:
@@ -354,8 +295,8 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
             factor = _for_parts(factor, counted_homes("clip_by_global_norm", grads, groups))
         return limited(grads, factor), state
 
-    facts = facts_from("clip_by_global_norm", {"max_norm": max_norm})
-    return from_update(lambda params: (), update, facts)
+    facts = {"optimizer": "clip_by_global_norm", "max_norm": max_norm}
+    return transform.from_update(lambda params: (), update, facts)
 
 
 def _for_parts(factor: Tensor, homes: Sequence[Home]) -> Tensor:
@@ -369,7 +310,7 @@ def _for_parts(factor: Tensor, homes: Sequence[Home]) -> Tensor:
     return own[0]
 
 
-def clip_by_value(max_value: float) -> Transform:
+def clip_by_value(max_value: float) -> transform.Transform:
     """Clamp every gradient element to [-max_value, max_value].
 
     Args:
@@ -391,8 +332,8 @@ def clip_by_value(max_value: float) -> Transform:
     def update(grads: Tree, state: tuple, params: Tree) -> tuple[Tree, tuple]:
         return limited(grads, max_value=max_value), state
 
-    facts = facts_from("clip_by_value", {"max_value": max_value})
-    return from_update(lambda params: (), update, facts)
+    facts = {"optimizer": "clip_by_value", "max_value": max_value}
+    return transform.from_update(lambda params: (), update, facts)
 
 
 def leaf_norms(shards: Tree, groups: Any) -> Tree:
@@ -432,7 +373,7 @@ def leaf_norms(shards: Tree, groups: Any) -> Tree:
     opened, parts, live = _opened("leaf_norms", shards, groups)
     out: list[Any] = list(opened.leaves)
     for home, index, pieces in parts:
-        found = _roots(_smooth(home, pieces)) if live else _sums(home, pieces).sqrt()
+        found = _roots(_total(home, _squares(pieces, live), live))
         for i, norm in zip(index, found.unbind(), strict=True):
             out[i] = norm
     return opened.spec.unflatten(out)
@@ -474,13 +415,10 @@ def inner(a: Tree, b: Tree, groups: Any) -> Tensor:
     _check_same(left, right)
     totals = []
     for (home, _, x), (_, _, y) in zip(parts, others, strict=True):
-        zero = torch.zeros((), dtype=torch.float64, device=home.device)
         products = [(u.double() * v.double()).sum() for u, v in zip(x, y, strict=True)]
-        here = torch.stack([zero, *products]).sum().view(1)
-        live = live or other_live
-        total = _summed(home, here) if live else collect(home.partition, here, "inner").sum(0)
-        totals.append(total[0])
-    return torch.stack(totals).sum() if totals else torch.zeros((), dtype=torch.float64)
+        here = torch.stack(products).sum().view(1)
+        totals.append(_total(home, here, live or other_live))
+    return torch.cat(totals).sum() if totals else torch.zeros((), dtype=torch.float64)
 
 
 class _Part(NamedTuple):
@@ -499,7 +437,7 @@ def _opened(
     Then directions that only one rank differentiates by are refused, since after squares are added
     up nobody could tell; see [Note: rows of ranks] in `shards.linear`.
     """
-    opened = open_shards(verb, by_leaf(shards), groups, root=root)
+    opened = open_shards(verb, flat.by_leaf(shards), groups, root=root)
     uses = opened.trained
     data = [opened.data[i] for use in uses for i in use.members]
     live = needs_derivative(data)
@@ -511,39 +449,6 @@ def _opened(
         part.index.extend(use.members)
         part.pieces.extend(pieces)
     return opened, list(found.values()), live
-
-
-def _sums(home: Home, pieces: Sequence[Tensor]) -> Tensor:
-    """The sum of squares of each leaf over a partition group, without a derivative."""
-    here = torch.zeros(len(pieces), dtype=torch.float64, device=home.device)
-    # The norm of a float16 tensor may exceed float16 although no element does.
-    for dtype, narrow in ((torch.float32, True), (None, False)):
-        held = [i for i, x in enumerate(pieces) if x.numel() and (x.itemsize < 4) is narrow]
-        if held:
-            norms = _torch.foreach_norm([pieces[i] for i in held], 2, dtype)
-            here[held] = torch.stack([norm.double() for norm in norms]).square()
-    return collect(home.partition, here, "leaf norms").sum(0)
-
-
-def _smooth(home: Home, pieces: Sequence[Tensor]) -> Tensor:
-    """The same, differentiable any number of times."""
-    return _summed(home, torch.stack([x.double().square().sum() for x in pieces]))
-
-
-def _summed(home: Home, here: Tensor) -> Tensor:
-    """The sum of a vector over a partition group; differentiable, as `clip._smooth_total`."""
-    p, n = home.partition.size, here.numel()
-    if p == 1:
-        return here
-    bucket = Bucket(0, torch.float64, p, ((p * n,),), (0,), p * n)
-    (every,) = linear_map("gather", [BucketUse(bucket, home, (0,), "norm")], here)
-    return every.view(p, n).sum(0)
-
-
-def _roots(sums: Tensor) -> Tensor:
-    """Square roots whose derivative at 0 is 0."""
-    above = sums > 0
-    return torch.where(above, torch.where(above, sums, 1.0).sqrt(), sums)
 
 
 def _check_same(a: Opened, b: Opened) -> None:

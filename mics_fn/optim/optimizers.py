@@ -1,8 +1,9 @@
 """Optimizers by name, and a learning rate that rises and falls.
 
-The arithmetic is torch's: for each step a `torch.optim` object is made around the parameters and
-the state that the pytree carries, and dropped afterwards. Only elementwise optimizers can work on
-flat pieces of parameters: those of torch that are, by name, and what a caller says is one.
+The arithmetic of `sgd`, `adam` and `adamw` is that of torch's functions, which step on lists of
+tensors in one call and have derivatives. `from_torch` makes an object of an elementwise class for
+each step, around the parameters and the state that the pytree carries, and drops it afterwards.
+Such an object imports `torch._dynamo`, a second and 80 MB of each process; the functions do not.
 
 [Note: masked steps] On an accelerator a step whose gradient may not be finite is launched before
 the host knows: torch's fused kernels read a number of the device, `found_inf`, and write nothing if
@@ -12,89 +13,49 @@ before the last of them was done, so that an abort leaves the state before the s
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from inspect import Parameter, signature
-from itertools import chain
-from typing import Any, NamedTuple, get_args
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam as _adam
+from torch.optim.adam import adam as _torch_adam
+from torch.optim.sgd import sgd as _torch_sgd
 
 from mics_fn import _torch, checks
 from mics_fn.errors import PlanError
 from mics_fn.offload import read
+from mics_fn.optim import flat, transform
 from mics_fn.optim.columns import Column, columns, updating
-from mics_fn.optim.comparing import facts_from
-from mics_fn.optim.flat import (
-    FlatShards,
-    Unpacked,
-    joined,
-    made,
-    unpacked,
-    whole_run,
-    with_wholes,
-    zeros,
-)
-from mics_fn.optim.transform import (
-    Mask,
-    Rate,
-    Transform,
-    check_mask,
-    check_own,
-    check_rule,
-    decay_keys,
-    found_inf,
-    from_step,
-    rate_at,
-)
+from mics_fn.optim.flat import FlatShards, Unpacked
+from mics_fn.optim.transform import Mask, Rate, Transform
 from mics_fn.tree import Tree
 
-# torch's own optimizers as pure transforms over shards.
-
-# Options of Adam with which most of a step's time would go into making an object for it.
-_FUSED_ADAM = {"lr", "betas", "eps", "weight_decay", "fused"}
-# Their state begins with zeros, and torch's code for them has derivatives by the rate too.
-DIFFERENTIABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-ELEMENTWISE = (
-    *DIFFERENTIABLE,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.ASGD,
-    torch.optim.Rprop,
-)
-_WHOLE = "it needs whole matrices, and a shard is a flat piece"
-REFUSED = {
-    torch.optim.Adafactor: _WHOLE,
-    torch.optim.Muon: _WHOLE,
-    torch.optim.LBFGS: "it takes inner products over all parameters, and calls the loss again",
-    torch.optim.SparseAdam: "it needs sparse gradients, and gathered gradients are dense",
-}
+# What optimizers keep, and how they step on columns.
 
 
 class OptimizerNames(NamedTuple):
-    """The names of what an optimizer class keeps; its first step makes those in `late`."""
+    """The names of what an optimizer keeps."""
 
     moments: tuple[str, ...]
-    scalars: tuple[str, ...]
-    late: tuple[str, ...]
+    scalars: tuple[str, ...] = ()
 
     def fits(self, state: Any) -> bool:
         """Whether a state has these names."""
-        return set(state.moments) == set(self.moments) and set(state.scalars) == set(self.scalars)
+        return (
+            isinstance(state, OptimizerState)
+            and set(state.moments) == set(self.moments)
+            and set(state.scalars) == set(self.scalars)
+        )
 
 
-class TorchState(NamedTuple):
-    """State of a torch optimizer.
+class OptimizerState(NamedTuple):
+    """What an optimizer keeps from step to step.
 
     Args:
       count: steps done.
-      moments: by name, what the class keeps for each element: `FlatShards` of the parameters' tree.
-      scalars: by name, what it keeps for each parameter: 0-dim tensors, the same for all leaves.
+      moments: by torch's names, what it keeps for each element: `FlatShards` of the parameters'
+        tree.
+      scalars: by name, what torch keeps for each parameter: 0-dim tensors, equal for all leaves.
     """
 
     count: int
@@ -102,297 +63,89 @@ class TorchState(NamedTuple):
     scalars: dict[str, Tensor]
 
 
-def from_torch(
-    cls: type[torch.optim.Optimizer],
-    *,
-    lr: Rate | None = None,
-    decay_mask: Mask | None = None,
-    elementwise: bool = False,
-    **options: Any,
-) -> Transform:
-    """Make a pure transform over shards of an elementwise `torch.optim` class.
+class _Now(NamedTuple):
+    """What a step on columns is given.
 
     Args:
-      cls: the optimizer class: SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam,
-        ASGD or Rprop; any other one with `elementwise=True`.
-      lr: learning rate, or a function of the step (counted from 0); default the class's own.
-      decay_mask: whether a leaf is decayed, by its path; default all are.
-      elementwise: whether a class that torch does not have is elementwise: what it does to an
-        element depends on no other element. Nothing looks whether that is so, and where it is not,
-        numbers depend on how parameters are cut. It has `_init_group`, and keeps tensors alone.
-      options: the class's other arguments.
-
-    Returns:
-      A `Transform` whose state is a pytree; no optimizer object is kept.
-
-    Memory: the state that the class keeps, for this rank's shards.
-
-    Raises:
-      PlanError: the class is not, or not known to be, elementwise; or an option is not one of
-        its own, is NaN, or no bool where the class has one. What else it refuses it raises itself.
-
-    Example:
-      >>> optimizer = from_torch(torch.optim.RMSprop, lr=1e-2, momentum=0.9)
+      columns: of each the parameter, its moments and the gradient.
+      state: before the step.
+      rate: the learning rate; None for the default of a class.
+      decays: whether these columns decay.
+      live: whether a derivative is asked for.
     """
-    if lr is not None:
-        check_rule("from_torch", lr, None)
-    check_mask("from_torch", decay_mask)
-    checks.choice("from_torch", "elementwise", elementwise, True, False)
-    _check_class(cls, elementwise)
-    known: Mapping[str, Parameter] = signature(cls).parameters
-    if all(each.kind is not Parameter.VAR_KEYWORD for each in known.values()):
-        checks.options("from_torch", options, known, PlanError)
-    for name, value in options.items():
-        if isinstance(value, float):
-            checks.number("from_torch", name, value)
-        if name in known and cls.__module__.partition(".")[0] == "torch":
-            _check_flag(name, value, known[name])
-    return torch_rule("from_torch", cls, lr, decay_mask, options)
+
+    columns: list[tuple[Tensor, ...]]
+    state: OptimizerState
+    rate: float | Tensor | None
+    decays: bool
+    live: bool
 
 
-def _check_class(cls: Any, elementwise: bool) -> None:
-    """Raise PlanError for a class that cannot step on flat pieces, or of which none knows."""
-    fix = f"use an elementwise one: {', '.join(known.__name__ for known in ELEMENTWISE)}"
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        reason = "it is not a class of torch.optim.Optimizer"
-    elif cls in REFUSED:
-        reason = REFUSED[cls]
-    elif cls in ELEMENTWISE or elementwise:
-        return
-    else:
-        reason = "it is not known to be elementwise, and a shard is a flat piece"
-        fix = "pass elementwise=True if what it does to an element depends on no other element"
-    name = getattr(cls, "__name__", type(cls).__name__)
-    raise PlanError(f"from_torch: {name} cannot be used: {reason}", fix=fix)
-
-
-def _kind_of(verb: str, cls: Any, options: dict[str, Any]) -> OptimizerNames:
-    """What a class keeps, by a step on two elements; its arguments are checked by it, too."""
-    param = torch.nn.Parameter(torch.zeros(2))
-    param.grad = torch.ones(2)
-    optimizer = cls([param], **options)
-    begun = _begun_in(optimizer, param)
-    first = {name for name, value in begun.items() if isinstance(value, Tensor)}
-    optimizer.step()
-    kept = {name: value for name, value in optimizer.state[param].items() if value is not None}
-    for name, value in kept.items():
-        if not isinstance(value, Tensor) or value.shape not in (param.shape, ()):
-            text = f"{verb}: {cls.__name__} cannot be used: it keeps {name!r}, which is neither"
-            text = f"{text} a tensor with the shape of the parameter nor one without dimensions"
-            raise PlanError(text, fix="let _init_group make it such a tensor")
-    moments = tuple(name for name, value in kept.items() if value.ndim)
-    scalars = tuple(name for name in kept if name not in moments)
-    if unset := [name for name in scalars if name not in first]:
-        text = f"{verb}: {cls.__name__} cannot be used: its first step makes {unset[0]!r}"
-        raise PlanError(text, fix="let _init_group make it")
-    return OptimizerNames(moments, scalars, tuple(name for name in kept if name not in first))
-
-
-def _check_flag(name: str, value: Any, known: Parameter) -> None:
-    """Raise PlanError for what is not a bool where torch expects one and does not look."""
-    if isinstance(known.default, bool):
-        checks.choice("from_torch", name, value, True, False)
-    elif known.default is None and bool in get_args(known.annotation):
-        checks.choice("from_torch", name, value, True, False, None)
-
-
-def torch_rule(
-    verb: str, cls: Any, lr: Rate | None, decay_mask: Mask | None, options: dict[str, Any]
+def _on_columns(
+    verb: str,
+    names: OptimizerNames,
+    take: Callable[[_Now], dict[str, Tensor]],
+    init: Callable[[Tree], OptimizerState],
+    options: dict[str, Any],
 ) -> Transform:
-    """`from_torch` for a verb of any name, whose options were looked at."""
-
-    def at(step: int) -> dict[str, Any]:
-        return options if lr is None else {**options, "lr": rate_at(verb, lr, step)}
-
-    with _torch.without_torch_func():
-        kind = _kind_of(verb, cls, _without_rate(at(0)))
-
-    def init(params: Tree) -> TorchState:
-        if _torch.inside_torch_func():
-            return _init_to_differentiate(cls, kind, params)
-        with torch.no_grad():
-            return _init(cls, _without_rate(at(0)), kind, params)
+    """Make a `Transform` from `take`, which writes to columns and gives the new scalars."""
+    lr, decay_mask = options["lr"], options["decay_mask"]
 
     def step(
-        grads: Unpacked, state: TorchState, params: Unpacked, donate: bool
-    ) -> tuple[Unpacked, TorchState]:
-        fits = isinstance(state, TorchState) and kind.fits(state)
-        check_own(fits, f"torch.optim.{cls.__name__} with these options", state)
+        grads: Unpacked, state: OptimizerState, params: Unpacked, donate: bool
+    ) -> tuple[Unpacked, OptimizerState]:
+        transform.check_own(names.fits(state), verb, state)
+        keys = transform.decay_keys(verb, decay_mask, params)
+        rate = None if lr is None else transform.rate_at(verb, lr, state.count)
         targets = [params, *state.moments.values()]
-        keys = decay_keys(verb, decay_mask, params)
-        now = at(state.count)
-        by = [now.get("lr")]
-        work = columns(targets, [grads], keys, by=by, donate=donate)
-        take = _live_step if work.live else _step
+        work = columns(targets, [grads], keys, by=[rate], donate=donate)
         scalars, stepped = state.scalars, False
         for block in work.blocks:
             for decays, found in _by_key(block).items():
-                given = {**now, "weight_decay": 0.0} if decays is False else now
-                mine, stepped = [column.tensors for column in found], True
+                given = [column.tensors for column in found]
                 with updating(found):  # torch updates all of them in one call
-                    scalars = take(cls, given, kind, mine, state)
+                    scalars = take(_Now(given, state, rate, decays is not False, work.live))
+                stepped = True
         if not stepped:
-            scalars = take(cls, now, kind, [_nothing(params, kind)], state)
+            # A rank that holds no element has to count steps nevertheless.
+            device = params.pieces[0].device if params.pieces else torch.device("cpu")
+            nothing = (torch.zeros(1, device=device),) * (2 + len(names.moments))
+            scalars = take(_Now([nothing], state, rate, True, work.live))
         params, *kept = work.targets()
         moments = dict(zip(state.moments, kept, strict=True))
-        return params, TorchState(state.count + 1, moments, scalars)
+        return params, OptimizerState(state.count + 1, moments, scalars)
 
-    def masked(state: TorchState) -> bool:
-        # What torch makes itself in the first step would be made in one that is not taken, too.
-        return isinstance(state, TorchState) and (state.count > 0 or not kind.late)
-
-    kind_of = f"{cls.__module__}.{cls.__qualname__}"
-    facts = facts_from(kind_of, {**options, "lr": lr, "decay_mask": decay_mask})
-    fused = cls in DIFFERENTIABLE and options.get("fused") is True
-    return from_step(init, step, facts, masked if fused else None)
+    masked = verb in ("sgd", "adam", "adamw")  # by torch's fused kernels
+    return transform.from_step(init, step, {"optimizer": verb, **options}, masked=masked)
 
 
 def _by_key(block: Iterable[Column]) -> dict[Hashable, list[Column]]:
-    """Columns by whether they decay."""
+    """Group columns by whether they decay."""
     found: dict[Hashable, list[Column]] = {}
     for column in block:
         found.setdefault(column.key, []).append(column)
     return found
 
 
-def _init(cls: Any, options: dict[str, Any], kind: OptimizerNames, params: Tree) -> TorchState:
-    found = unpacked(params)
-    layout = found.layout()
-    hollow = not found.pieces or found.pieces[0].is_meta
-    home = torch.device("cpu") if hollow else found.pieces[0].device
-    scalars = _begun(cls, options, torch.zeros(1, device=home))
-    wholes: dict[str, list[Tensor]] = {name: [] for name in kind.moments}
-    for r, run in enumerate(layout.runs):
-        x = whole_run(run, found.pieces)
-        x = joined(run, [found.pieces[i] for i in run.members]) if x is None else read(x)
-        begun = {} if x.is_meta or not wholes else _begun(cls, options, x)
-        for name, mine in wholes.items():
-            late = name in kind.late or x.is_meta
-            begins = torch.zeros_like(x) if late else begun.pop(name)
-            mine.append(made(layout, r, begins, name))
-    moments = {name: with_wholes(layout, mine) for name, mine in wholes.items()}
-    return TorchState(0, moments, {name: scalars[name] for name in kind.scalars})
+def _fused_skips(params: Iterable[Tensor]) -> bool:
+    """Whether torch's fused SGD would skip most elements: pytorch issue 191763."""
+    return any(p.itemsize == 2 and p.is_cpu for p in params)
 
 
-def _begun(cls: Any, options: dict[str, Any], value: Tensor) -> dict[str, Any]:
-    """What an optimizer keeps for a parameter before its first step."""
-    param = _with_grad(value, value)
-    return _begun_in(cls([param], **options), param)
+# Optimizers by functions on columns: fused kernels of torch, or ops that have derivatives.
 
 
-def _begun_in(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
-    for group in optimizer.param_groups:
-        _torch.optimizer_init_group(optimizer, group)
-    return optimizer.state[param]
+def _zeros(names: OptimizerNames) -> Callable[[Tree], OptimizerState]:
+    """Make the `init` of an optimizer whose state begins with zeros."""
 
+    def init(params: Tree) -> OptimizerState:
+        moments = {name: flat.zeros(params, name) for name in names.moments}
+        pieces = flat.unpacked(params).pieces
+        here = bool(pieces) and not pieces[0].is_meta and not _torch.inside_torch_func()
+        zero = torch.zeros((), device=pieces[0].device if here else "cpu")
+        return OptimizerState(0, moments, dict.fromkeys(names.scalars, zero))
 
-def _step(
-    cls: Any,
-    options: dict[str, Any],
-    kind: OptimizerNames,
-    mine: list[tuple[Tensor, ...]],
-    state: TorchState,
-) -> dict[str, Tensor]:
-    """Let torch step in place on columns of (parameter, *moments, gradient); gives new scalars."""
-    count = len(mine)
-    # One copy of each scalar for every column, made together.
-    scalars = [scalar.repeat(count).unbind() for scalar in state.scalars.values()]
-    if _is_fused_adam(cls, options):
-        values, means, squares, grads = map(list, zip(*mine, strict=True))
-        (steps,) = map(list, scalars)
-        given = {name: options[name] for name in ("lr", "weight_decay", "eps", "fused")}
-        given |= dict(zip(("beta1", "beta2"), options["betas"], strict=True))
-        given |= {"amsgrad": False, "maximize": False, "found_inf": found_inf()}
-        given["decoupled_weight_decay"] = cls is torch.optim.AdamW
-        _adam(values, grads, means, squares, [], steps, **given)
-        return dict.fromkeys(kind.scalars, steps[0])
-    params = [_with_grad(piece, grad) for piece, *_, grad in mine]
-    if cls is torch.optim.SGD and any(p.itemsize == 2 and p.is_cpu for p in params):
-        # On the CPU torch's fused SGD skips most 16-bit elements: pytorch issue 191763.
-        options = {**options, "fused": False}
-    optimizer = cls(params, **options)
-    names = (*kind.moments, *state.scalars)
-    kept = [column[1:-1] for column in mine]
-    for param, targets, *own in zip(params, kept, *scalars, strict=True):
-        optimizer.state[param] = dict(zip(names, (*targets, *own), strict=True))
-        if state.count == 0:
-            for name in kind.late:  # torch makes these itself
-                del optimizer.state[param][name]
-    if found_inf() is not None:
-        vars(optimizer)["found_inf"] = found_inf()
-    optimizer.step()
-    for param, targets in zip(params, kept, strict=True):
-        found = optimizer.state[param]
-        for name, target in zip(kind.moments, targets, strict=True):
-            if found[name] is not target:
-                target.copy_(found[name])
-    return {name: optimizer.state[params[0]][name] for name in kind.scalars}
-
-
-def _is_fused_adam(cls: Any, options: dict[str, Any]) -> bool:
-    """Whether torch's function for a step does the same as an object that is made for it."""
-    if cls not in (torch.optim.Adam, torch.optim.AdamW) or set(options) != _FUSED_ADAM:
-        return False
-    rate = options["lr"]  # the object checks it
-    return options["fused"] is True and isinstance(rate, int | float) and rate >= 0
-
-
-def _live_step(
-    cls: Any,
-    options: dict[str, Any],
-    kind: OptimizerNames,
-    mine: list[tuple[Tensor, ...]],
-    state: TorchState,
-) -> dict[str, Tensor]:
-    """`_step` by torch's differentiable ops, on copies that are not leaves of autograd."""
-    _check_differentiable(cls)
-    options = {**options, "differentiable": True, "foreach": False, "fused": False}
-    if cls is torch.optim.SGD and state.count == 0:
-        # torch would begin with a detached gradient; zeros and no dampening give the same.
-        options = {**options, "dampening": 0.0}
-    scalars = state.scalars
-    for param, *targets, grad in mine:
-        param.grad = grad
-        optimizer = cls([param], **options)
-        # What torch computes from a count in float32 would have no more digits than that.
-        own = {name: scalar.double() for name, scalar in state.scalars.items()}
-        optimizer.state[param] = {**dict(zip(kind.moments, targets, strict=True)), **own}
-        optimizer.step()
-        made = optimizer.state[param]
-        scalars = {name: made[name].to(x.dtype) for name, x in state.scalars.items()}
-        param.grad = None
-    return scalars
-
-
-def _init_to_differentiate(cls: Any, kind: OptimizerNames, params: Tree) -> TorchState:
-    """The state inside torch.func, for the optimizers whose state begins with zeros."""
-    _check_differentiable(cls)
-    moments = {name: zeros(params, name) for name in kind.moments}
-    return TorchState(0, moments, {name: torch.zeros(()) for name in kind.scalars})
-
-
-def _check_differentiable(cls: Any) -> None:
-    if cls not in DIFFERENTIABLE:
-        text = f"opt_step: from_torch({cls.__name__}) has no derivative, and here one is asked for"
-        raise PlanError(text, fix="use sgd, adam, adamw or lion, or call it under torch.no_grad()")
-
-
-def _without_rate(options: dict[str, Any]) -> dict[str, Any]:
-    """Options to try a class with, in which a rate to differentiate by becomes a number."""
-    live = isinstance(options.get("lr"), Tensor)
-    return {**options, "lr": 1e-2} if live else options
-
-
-def _nothing(params: Unpacked, kind: OptimizerNames) -> tuple[Tensor, ...]:
-    """A column for a rank that holds no element, and has to count steps nevertheless."""
-    device = params.pieces[0].device if params.pieces else torch.device("cpu")
-    return (torch.zeros(1, device=device),) * (2 + len(kind.moments))
-
-
-def _with_grad(piece: Tensor, grad: Tensor) -> Tensor:
-    param = piece.detach()  # another tensor object on the same memory, which gets the gradient
-    param.grad = grad
-    return param
+    return init
 
 
 def sgd(
@@ -423,10 +176,31 @@ def sgd(
     Example:
       >>> optimizer = sgd(0.1, momentum=0.9, nesterov=True)
     """
-    check_rule("sgd", lr, decay_mask, momentum=momentum, weight_decay=weight_decay)
+    transform.check_rule("sgd", lr, decay_mask, momentum=momentum, weight_decay=weight_decay)
     checks.choice("sgd", "nesterov", nesterov, True, False)
+    names = OptimizerNames(("momentum_buffer",) if momentum else ())
+
+    def take(now: _Now) -> dict[str, Tensor]:
+        params, *buffers, grads = map(list, zip(*now.columns, strict=True))
+        _torch_sgd(
+            params,
+            grads,
+            buffers[0] if buffers else [None] * len(params),  # zeros at first
+            fused=not now.live and not _fused_skips(params),
+            foreach=False,
+            found_inf=transform.found_inf(),
+            weight_decay=weight_decay if now.decays else 0.0,
+            momentum=momentum,
+            lr=now.rate,  # pyright: ignore[reportArgumentType]
+            dampening=0.0,
+            nesterov=nesterov,
+            maximize=False,
+        )
+        return {}
+
     options = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
-    return torch_rule("sgd", torch.optim.SGD, lr, decay_mask, {**options, "fused": True})
+    options |= {"lr": lr, "decay_mask": decay_mask}
+    return _on_columns("sgd", names, take, _zeros(names), options)
 
 
 def adam(
@@ -457,9 +231,7 @@ def adam(
     Example:
       >>> optimizer = adam(1e-3)
     """
-    options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
-    check_rule("adam", lr, decay_mask, **options)
-    return torch_rule("adam", torch.optim.Adam, lr, decay_mask, {**options, "fused": True})
+    return _adam("adam", lr, betas, eps, weight_decay, decay_mask)
 
 
 def adamw(
@@ -490,16 +262,51 @@ def adamw(
     Example:
       >>> optimizer = adamw(1e-3, decay_mask=lambda path: "bias" not in path)
     """
+    return _adam("adamw", lr, betas, eps, weight_decay, decay_mask)
+
+
+def _adam(
+    verb: str,
+    lr: Rate,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decay_mask: Mask | None,
+) -> Transform:
     options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
-    check_rule("adamw", lr, decay_mask, **options)
-    return torch_rule("adamw", torch.optim.AdamW, lr, decay_mask, {**options, "fused": True})
+    transform.check_rule(verb, lr, decay_mask, **options)
+    names = OptimizerNames(("exp_avg", "exp_avg_sq"), ("step",))
 
+    def take(now: _Now) -> dict[str, Tensor]:
+        params, means, squares, grads = map(list, zip(*now.columns, strict=True))
+        before = now.state.scalars["step"]
+        # What torch computes from a count in float32 would have no more digits than that.
+        step = before.double() if now.live else before
+        steps = list(step.repeat(len(params)).unbind())
+        _torch_adam(
+            params,
+            grads,
+            means,
+            squares,
+            [],
+            steps,
+            fused=not now.live,
+            foreach=False,
+            differentiable=now.live,
+            found_inf=transform.found_inf(),
+            decoupled_weight_decay=verb == "adamw",
+            amsgrad=False,
+            beta1=betas[0],
+            beta2=betas[1],
+            lr=now.rate,  # pyright: ignore[reportArgumentType]
+            weight_decay=weight_decay if now.decays else 0.0,
+            eps=eps,
+            maximize=False,
+        )
+        return {"step": steps[0].to(before.dtype)}
 
-class LionState(NamedTuple):
-    """State of `lion`: the number of steps done, and the running mean of gradients."""
-
-    count: int
-    mean: FlatShards
+    options |= {"lr": lr, "decay_mask": decay_mask}
+    return _on_columns(verb, names, take, _zeros(names), options)
 
 
 def lion(
@@ -529,29 +336,209 @@ def lion(
     Example:
       >>> optimizer = lion(1e-4, weight_decay=0.1)
     """
-    check_rule("lion", lr, decay_mask, betas=betas, weight_decay=weight_decay)
+    transform.check_rule("lion", lr, decay_mask, betas=betas, weight_decay=weight_decay)
 
-    def init(params: Tree) -> LionState:
-        return LionState(0, zeros(params, "mean"))
+    def take(now: _Now) -> dict[str, Tensor]:
+        rate: Any = now.rate
+        for p, m, g in now.columns:
+            if now.decays:
+                p.mul_(1 - rate * weight_decay)
+            p.sub_(torch.lerp(m, g, 1 - betas[0]).sign_().mul_(rate))
+            m.lerp_(g, 1 - betas[1])
+        return {}
 
-    def step(
-        grads: Unpacked, state: LionState, params: Unpacked, donate: bool
-    ) -> tuple[Unpacked, LionState]:
-        check_own(isinstance(state, LionState), "lion", state)
-        rate, keys = rate_at("lion", lr, state.count), decay_keys("lion", decay_mask, params)
-        work = columns([params, state.mean], [grads], keys, by=[rate], donate=donate)
-        for column in chain.from_iterable(work.blocks):
-            p, m, g = column.tensors
-            with updating([column]):
-                if column.key is not False:
-                    p.mul_(1 - rate * weight_decay)
-                p.sub_(torch.lerp(m, g, 1 - betas[0]).sign_().mul_(rate))
-                m.lerp_(g, 1 - betas[1])
-        params, mean = work.targets()
-        return params, LionState(state.count + 1, mean)
+    names = OptimizerNames(("exp_avg",))
+    options = {"betas": betas, "weight_decay": weight_decay, "lr": lr, "decay_mask": decay_mask}
+    return _on_columns("lion", names, take, _zeros(names), options)
 
-    given = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "decay_mask": decay_mask}
-    return from_step(init, step, facts_from("lion", given))
+
+# Any elementwise class of torch, by an object that is made for each step.
+
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+)
+_WHOLE = "it needs whole matrices, and a shard is a flat piece"
+REFUSED = {
+    torch.optim.Adafactor: _WHOLE,
+    torch.optim.Muon: _WHOLE,
+    torch.optim.LBFGS: "it takes inner products over all parameters, and calls the loss again",
+    torch.optim.SparseAdam: "it needs sparse gradients, and gathered gradients are dense",
+}
+
+
+def from_torch(
+    cls: type[torch.optim.Optimizer],
+    *,
+    lr: Rate | None = None,
+    decay_mask: Mask | None = None,
+    elementwise: bool = False,
+    **options: Any,
+) -> Transform:
+    """Make a pure transform over shards of an elementwise `torch.optim` class.
+
+    Args:
+      cls: the optimizer class: SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam,
+        ASGD or Rprop; any other one with `elementwise=True`.
+      lr: learning rate, or a function of the step (counted from 0); default the class's own.
+      decay_mask: whether a leaf is decayed, by its path; default all are.
+      elementwise: whether a class that torch does not have is elementwise: what it does to an
+        element depends on no other element. Nothing looks whether that is so, and where it is not,
+        numbers depend on how parameters are cut. It has `_init_group`, and keeps tensors alone.
+      options: the class's other arguments, which it checks itself.
+
+    Returns:
+      A `Transform` whose state is a pytree; no optimizer object is kept. It has no derivatives:
+      `sgd`, `adam`, `adamw` and `lion` have.
+
+    Memory: the state that the class keeps, for this rank's shards.
+
+    Raises:
+      PlanError: the class is not, or not known to be, elementwise.
+
+    Example:
+      >>> optimizer = from_torch(torch.optim.RMSprop, lr=1e-2, momentum=0.9)
+    """
+    if lr is not None:
+        transform.check_rule("from_torch", lr, None)
+    transform.check_mask("from_torch", decay_mask)
+    checks.flag("from_torch", "elementwise", elementwise)
+    _check_class(cls, elementwise)
+    with _torch.without_torch_func():
+        names = _names_of(cls, options if lr is None else {**options, "lr": 1e-2})
+
+    def init(params: Tree) -> OptimizerState:
+        if _torch.inside_torch_func():
+            raise _no_derivative(cls)
+        given = options if lr is None else {**options, "lr": transform.rate_at("from_torch", lr, 0)}
+        with torch.no_grad():
+            return _begin(cls, given, names, params)
+
+    def take(now: _Now) -> dict[str, Tensor]:
+        if now.live:
+            raise _no_derivative(cls)
+        given = options if now.rate is None else {**options, "lr": now.rate}
+        given = given if now.decays else {**given, "weight_decay": 0.0}
+        return _step_object(cls, given, names, now)
+
+    facts = {**options, "lr": lr, "decay_mask": decay_mask}
+    return _on_columns(f"{cls.__module__}.{cls.__qualname__}", names, take, init, facts)
+
+
+def _check_class(cls: Any, elementwise: bool) -> None:
+    """Raise PlanError for a class that cannot step on flat pieces, or of which none knows."""
+    fix = f"use an elementwise one: {', '.join(known.__name__ for known in ELEMENTWISE)}"
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        reason = "it is not a class of torch.optim.Optimizer"
+    elif cls in REFUSED:
+        reason = REFUSED[cls]
+    elif cls in ELEMENTWISE or elementwise:
+        return
+    else:
+        reason = "it is not known to be elementwise, and a shard is a flat piece"
+        fix = "pass elementwise=True if what it does to an element depends on no other element"
+    name = getattr(cls, "__name__", type(cls).__name__)
+    raise PlanError(f"from_torch: {name} cannot be used: {reason}", fix=fix)
+
+
+def _no_derivative(cls: Any) -> PlanError:
+    text = f"opt_step: from_torch({cls.__name__}) has no derivative, and here one is asked for"
+    return PlanError(text, fix="use sgd, adam, adamw or lion, or call it under torch.no_grad()")
+
+
+def _names_of(cls: Any, options: dict[str, Any]) -> OptimizerNames:
+    """Name what a class keeps, by a step on two elements, which checks its arguments too."""
+    param = torch.nn.Parameter(torch.zeros(2))
+    param.grad = torch.ones(2)
+    optimizer = cls([param], **options)
+    first = set(_begun_in(optimizer, param))
+    optimizer.step()
+    kept = {name: value for name, value in optimizer.state[param].items() if value is not None}
+    text = f"from_torch: {cls.__name__} cannot be used: it "
+    for name, value in kept.items():
+        if not isinstance(value, Tensor) or value.shape not in (param.shape, ()):
+            text += f"keeps {name!r}, which is no tensor of 0 dims or of the parameter's shape"
+            raise PlanError(text, fix="let _init_group make it such a tensor")
+        if name not in first and not issubclass(cls, torch.optim.SGD):  # see `_step_object`
+            raise PlanError(
+                f"{text}makes {name!r} in its first step", fix="let _init_group make it"
+            )
+    moments = tuple(name for name, value in kept.items() if value.ndim)
+    return OptimizerNames(moments, tuple(name for name in kept if name not in moments))
+
+
+def _begin(
+    cls: Any, options: dict[str, Any], names: OptimizerNames, params: Tree
+) -> OptimizerState:
+    """Make the state before the first step, each moment run by run."""
+    found = flat.unpacked(params)
+    layout = found.layout()
+    hollow = not found.pieces or found.pieces[0].is_meta
+    home = torch.device("cpu") if hollow else found.pieces[0].device
+    scalars = _begun(cls, options, torch.zeros(1, device=home))
+    wholes: dict[str, list[Tensor]] = {name: [] for name in names.moments}
+    for r, run in enumerate(layout.runs):
+        x = flat.whole_run(run, found.pieces)
+        x = flat.joined(run, [found.pieces[i] for i in run.members]) if x is None else read(x)
+        begun = {} if x.is_meta or not wholes else _begun(cls, options, x)
+        for name, mine in wholes.items():
+            begins = begun.pop(name, None)
+            begins = torch.zeros_like(x) if begins is None else begins
+            mine.append(flat.made(layout, r, begins, name))
+    moments = {name: flat.with_wholes(layout, mine) for name, mine in wholes.items()}
+    return OptimizerState(0, moments, {name: scalars[name] for name in names.scalars})
+
+
+def _begun(cls: Any, options: dict[str, Any], value: Tensor) -> dict[str, Any]:
+    """Make what an optimizer keeps for a parameter before its first step."""
+    param = _with_grad(value, value)
+    return _begun_in(cls([param], **options), param)
+
+
+def _begun_in(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
+    for group in optimizer.param_groups:
+        _torch.optimizer_init_group(optimizer, group)
+    return optimizer.state[param]
+
+
+def _step_object(
+    cls: Any, options: dict[str, Any], names: OptimizerNames, now: _Now
+) -> dict[str, Tensor]:
+    """Step in place on columns by an object of a class; gives the new scalars."""
+    params = [_with_grad(piece, grad) for piece, *_, grad in now.columns]
+    if issubclass(cls, torch.optim.SGD):
+        # It begins with the first gradient, which zeros and no dampening give, too.
+        options = {**options, "dampening": 0.0} if now.state.count == 0 else options
+        options = {**options, "fused": False} if _fused_skips(params) else options
+    optimizer = cls(params, **options)
+    # One copy of each scalar for every column, made together.
+    scalars = [x.repeat(len(params)).unbind() for x in now.state.scalars.values()]
+    kept = [column[1:-1] for column in now.columns]
+    for param, targets, *own in zip(params, kept, *scalars, strict=True):
+        given = zip((*names.moments, *now.state.scalars), (*targets, *own), strict=True)
+        optimizer.state[param] = dict(given)
+    optimizer.step()
+    for param, targets in zip(params, kept, strict=True):
+        for name, target in zip(names.moments, targets, strict=True):
+            found = optimizer.state[param][name]
+            if found is not target:
+                target.copy_(found)
+    return {name: optimizer.state[params[0]][name] for name in names.scalars}
+
+
+def _with_grad(piece: Tensor, grad: Tensor) -> Tensor:
+    param = piece.detach()  # another tensor object on the same memory, which gets the gradient
+    param.grad = grad
+    return param
 
 
 def warmup_cosine(

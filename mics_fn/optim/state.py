@@ -13,21 +13,12 @@ from mics_fn.errors import FileError, LeafError, MicsError, PlanError
 from mics_fn.groups import Groups
 from mics_fn.interrupts import Commit
 from mics_fn.offload import Where, is_stored, read
-from mics_fn.optim.comparing import compare_once, optimizer_facts, same_options
-from mics_fn.optim.flat import Unpacked, any_requires_grad, check_coded, devices, unpacked
-from mics_fn.optim.moving import as_before, init_elsewhere
-from mics_fn.optim.transform import (
-    Optimizer,
-    Transform,
-    as_transform,
-    found_inf,
-    step_of_tree,
-)
+from mics_fn.optim import comparing, flat, moving
+from mics_fn.optim.transform import Optimizer, Transform, as_transform, found_inf
 from mics_fn.shards import (
     Sharded,
     Writing,
     check_leaves,
-    dtype_name,
     homes_of,
     is_leaf,
     lose_if_aborted,
@@ -40,7 +31,7 @@ from mics_fn.tree import Tree
 # Whether gradients fit the parameters that a step is taken on.
 
 
-def check_grads(want: Unpacked, got: Unpacked) -> bool:
+def check_grads(want: flat.Unpacked, got: flat.Unpacked) -> bool:
     """Check that trees fit; whether parameters are leaves of autograd, and nothing else derives.
 
     Raises:
@@ -48,30 +39,28 @@ def check_grads(want: Unpacked, got: Unpacked) -> bool:
     """
     if want.spec != got.spec:
         where = tree.first_mismatch(want.closed(), got.closed(), "grads", is_leaf)
-        fix = "differentiate with respect to state.params"
-        raise LeafError(
-            "opt_step: the gradients' tree differs from the parameters'", [where], fix=fix
-        )
+        text = "opt_step: the gradients' tree differs from the parameters'"
+        raise LeafError(text, [where], fix="differentiate with respect to state.params")
     if not _fits(want, got):
         for i, (a, b) in enumerate(zip(want.leaves, got.leaves, strict=True)):
-            if not _fits(unpacked(a), unpacked(b)):
+            if not _fits(flat.unpacked(a), flat.unpacked(b)):
                 raise _mismatch(tree.join("grads", tree.spec_paths(want.spec)[i]), a, b)
-    if any_requires_grad(got.pieces) or _torch.inside_torch_func():
+    if flat.any_requires_grad(got.pieces) or _torch.inside_torch_func():
         return False
     variables = [x for x in want.pieces if x.requires_grad]
     return bool(variables) and all(x.is_leaf for x in variables)
 
 
-def _facts(found: Unpacked) -> tuple[Any, ...]:
+def _facts(found: flat.Unpacked) -> tuple[Any, ...]:
     """What a gradient has in common with its parameter, piece by piece."""
     # Shapes of tensors take long to read.
     shapes = found.lengths if found.in_rows else [x.shape for x in found.pieces]
     return found.places, shapes
 
 
-def _fits(want: Unpacked, got: Unpacked) -> bool:
+def _fits(want: flat.Unpacked, got: flat.Unpacked) -> bool:
     """Whether gradients fit; those of parameters on the host may be on a device."""
-    homes, own = devices(want.pieces), devices(got.pieces)
+    homes, own = flat.devices(want.pieces), flat.devices(got.pieces)
     fit = homes == own or all(
         home == x or (home.type == "cpu" and _device.is_async(x))
         for home, x in zip(homes, own, strict=False)
@@ -80,25 +69,20 @@ def _fits(want: Unpacked, got: Unpacked) -> bool:
 
 
 def _mismatch(path: str, param: Any, grad: Any) -> LeafError:
-    """The error for a gradient that does not fit its parameter."""
-    what, fix = "does not match its parameter", "pass like=state.params to reduce_grads"
-    lines = [f"expected {param}", f"got {grad if is_leaf(grad) else type(grad).__name__}"]
+    """Describe a gradient that does not fit its parameter."""
+    lines = [f"expected {_described(param)}", f"got {_described(grad)}"]
+    fix = "do both hops first: reduce_grads(grads, groups, like=state.params)"
     if not isinstance(param, Sharded):
         fix = "differentiate with respect to state.params"
-    elif isinstance(grad, Tensor):
-        fix = "do both hops first: reduce_grads(grads, groups, like=state.params)"
-    elif isinstance(grad, Sharded) and grad.data.device != param.data.device:
-        text = f"opt_step: {path} is on {grad.data.device}, its parameter on {param.data.device}"
-        return LeafError(text, fix="move it to the parameter's device")
-    elif isinstance(grad, Sharded) and grad.shape == param.shape:
-        lines = [f"it lies at {_place(grad)}, the parameter at {_place(param)}"]
-    return LeafError(f"opt_step: {path} {what}", lines, fix=fix)
+    return LeafError(f"opt_step: {path} does not match its parameter", lines, fix=fix)
 
 
-def _place(leaf: Sharded) -> str:
+def _described(leaf: Any) -> str:
+    if not isinstance(leaf, Sharded):
+        return f"{leaf}" if is_leaf(leaf) else type(leaf).__name__
     bucket = leaf.bucket
-    size = f"{bucket.numel} x {dtype_name(bucket.dtype)}"
-    return f"{bucket.offsets[leaf.slot]} of bucket {bucket.index} ({size})"
+    place = f"{bucket.offsets[leaf.slot]} of bucket {bucket.index} ({bucket.numel} elements)"
+    return f"{leaf} on {leaf.data.device}, at {place}"
 
 
 P = TypeVar("P")  # a tree of shards
@@ -123,10 +107,6 @@ class TrainState(Generic[P]):
         name.
       transform: the optimizer.
 
-    Raises:
-      PlanError: `step` is not a number of steps.
-      PlanError: `transform` is not a `Transform`.
-
     Example:
       >>> groups = make_groups(1)
       >>> state = init_state(shard({"w": torch.ones(2)}, groups), optim.sgd(0.1))
@@ -142,13 +122,6 @@ class TrainState(Generic[P]):
     opt: Any
     buffers: dict[str, Tensor]
     transform: Transform = tree.static()
-
-    def __post_init__(self) -> None:
-        fix = "make it with init_state, or change one with replace of dataclasses"
-        checks.integer("TrainState", "step", self.step, 0, fix=fix)
-        if not isinstance(self.transform, Transform):
-            fix = "pass an optimizer, such as adamw(1e-3)"
-            checks.refuse("TrainState", "transform", self.transform, "a Transform", fix, PlanError)
 
     def __reduce__(self) -> tuple:
         return _from_pickle, (self.step, self.params, self.opt, self.buffers)
@@ -217,10 +190,10 @@ def init_state(
     if groups is not None:
         homes = homes_of("init_state", groups, params)
         several = any(home.partition_size * home.num_replicas > 1 for home in homes)
-        facts = optimizer_facts("init_state", transform, names(params), several)
-        same_options("init_state", facts, homes)
-    opt = init_elsewhere(transform.init, params, where)
-    check_coded(params, opt)
+        facts = comparing.optimizer_facts("init_state", transform, names(params), several)
+        comparing.same_options("init_state", facts, homes)
+    opt = moving.init_elsewhere(transform.init, params, where)
+    flat.check_coded(params, opt)
     return TrainState(0, params, opt, dict(buffers or {}), transform)
 
 
@@ -277,32 +250,34 @@ def opt_step(state: TrainState[P], grads: Tree, *, donate: bool = False) -> Trai
       tensor([0.9000, 0.9000])
     """
     checks.flag("opt_step", "donate", donate)
-    ahead = unpacked(grads)
-    compare_once(state, _home_of(ahead))
+    ahead = flat.unpacked(grads)
+    home = _home_of(ahead)
+    if isinstance(home, Groups) and not home.agreed >= comparing.AGREED:
+        comparing.compare_once(state, home)
     if spans.observers:
-        spans.passing("opt_step", state.step + 1, unpacked(state.params).pieces)
+        spans.passing("opt_step", state.step + 1, flat.unpacked(state.params).pieces)
     if not donate:
-        return _stepped(state, grads, ahead, donate)
+        return _stepped(state, ahead, donate)
     with Commit() as commit:
         if ahead.stream is not None:
             commit.hold()  # a wait for a rank that is gone gives way to a signal
         else:
             commit.write()
         if spans.observers:
-            spans.passing("commit", state.step + 1, unpacked(state.params).pieces)
-        found = _stepped(state, grads, ahead, donate)
+            spans.passing("commit", state.step + 1, flat.unpacked(state.params).pieces)
+        found = _stepped(state, ahead, donate)
         ending = commit.ending()
     ending[0]  # see [Note: between two instructions] in `interrupts`
     return found
 
 
-def _home_of(grads: Unpacked) -> Any:
+def _home_of(grads: flat.Unpacked) -> Any:
     """The groups that gradients are reduced over, if that is known."""
     return reduced_over(grads.leaves) if grads.stream is None else grads.stream.home
 
 
-def _stepped(state: TrainState, grads: Any, ahead: Unpacked, donate: bool) -> TrainState:
-    before = unpacked(state.params)
+def _stepped(state: TrainState, ahead: flat.Unpacked, donate: bool) -> TrainState:
+    before = flat.unpacked(state.params)
     variables = check_grads(before, ahead)
     if spans.watchers:
         tell_memory(state)
@@ -314,11 +289,13 @@ def _stepped(state: TrainState, grads: Any, ahead: Unpacked, donate: bool) -> Tr
             writing.covers_leaves(before.leaves, before.spec, "params", to)
             writing.covers(state.opt, "opt", to)
         try:
-            given = start.closed() if variables else state.params
-            params, opt, after = _updated(state, grads, ahead, start, given, donate)
+            after, opt = state.transform.step(ahead, state.opt, start, donate)
+            if ahead.stream is not None:
+                ahead.stream.first()  # a rank without elements has taken nothing
         except BaseException as error:
             _told(state, error, _home_of(ahead), donate)
             raise
+        params = after.closed()
         if donate:
             writing.give_away([*after.leaves, *tree.flatten(opt, is_leaf)[0]])
             # torch's optimizers write through tensors that count versions separately; autograd must
@@ -330,24 +307,6 @@ def _stepped(state: TrainState, grads: Any, ahead: Unpacked, donate: bool) -> Tr
     if found_inf() is None and home is not None:  # a masked step is not written then
         lose_if_aborted(params, f"opt_step at step {state.step}", home.device, home)
     return TrainState(state.step + 1, params, opt, state.buffers, state.transform)
-
-
-def _updated(
-    state: TrainState, grads: Any, ahead: Unpacked, start: Unpacked, given: Tree, donate: bool
-) -> tuple[Any, Any, Unpacked]:
-    """Run the optimizer; return parameters, its state, and the flattened parameters."""
-    transform = state.transform
-    if transform.step_unpacked is not None:
-        after, opt = transform.step_unpacked(ahead, state.opt, start, donate)
-        params = after.closed()
-    else:
-        whole = grads if ahead.stream is None else ahead.whole().closed()
-        params, opt = step_of_tree(transform, whole, state.opt, given, donate)
-        opt = as_before(opt, state.opt)
-        after = unpacked(params) if donate else start
-    if ahead.stream is not None:
-        ahead.stream.first()  # a rank without elements has taken nothing
-    return params, opt, after
 
 
 def _told(state: TrainState, error: BaseException, home: Any, donate: bool) -> None:

@@ -12,16 +12,16 @@ from torch import Tensor
 from mics_fn import _torch, checks, tree
 from mics_fn.checks import check_matched, matches
 from mics_fn.errors import LeafError, PlanError
-from mics_fn.optim.columns import lazy_grads, map_columns, needs_fetch
+from mics_fn.optim import columns
 from mics_fn.optim.flat import Unpacked, unpacked
 from mics_fn.optim.moving import as_before
-from mics_fn.shards import Nothing, Sharded, is_leaf, names, needs_derivative, note_write
+from mics_fn.shards import Nothing, Sharded, is_leaf, names, needs_derivative
 from mics_fn.tree import Tree
 
 # A learning rate, or a function from the step, counted from 0, to one. A tensor may be
 # differentiated by.
 Rate = float | Tensor | Callable[[int], float | Tensor]
-Facts = Callable[[Sequence[str]], Mapping[str, str]]  # see `Transform`
+Facts = Mapping[str, Any]  # see `Transform`
 Mask = Callable[[str], bool]  # from the path of a leaf to whether it is selected
 
 
@@ -69,21 +69,17 @@ class Transform(NamedTuple):
       update: `update(grads, state, params) -> (updates, state)`; updates are to be added to the
         parameters.
       step: `step(grads, state, params, donate) -> (params, state)`, which adds the updates itself;
-        with `donate` it may write into the memory of `state` and `params`.
-      step_unpacked: `step` from `Unpacked` gradients and parameters to `Unpacked` parameters, if it
-        has one, for a caller who has taken the trees apart already.
-      facts: from the paths of the trained leaves to texts of its options by name, for ranks to
-        compare. Without it they compare nothing, and say so.
-      masked: whether the step from a state can be one of [Note: masked steps] in `optimizers`;
-        None if none can.
+        with `donate` it may write into the memory of `state` and `params`. Gradients and parameters
+        are `Unpacked`, as every part of a step needs them.
+      facts: its options by name, for ranks to compare. Without it they compare nothing, and say so.
+      masked: whether steps can be those of [Note: masked steps] in `optimizers`.
     """
 
     init: Callable[[Tree], Any]
     update: Callable[[Tree, Any, Tree], tuple[Tree, Any]]
-    step: Callable[[Tree, Any, Tree, bool], tuple[Tree, Any]]
-    step_unpacked: Callable[[Unpacked, Any, Unpacked, bool], tuple[Unpacked, Any]] | None = None
+    step: Callable[[Unpacked, Any, Unpacked, bool], tuple[Unpacked, Any]]
     facts: Facts | None = None
-    masked: Callable[[Any], bool] | None = None
+    masked: bool = False
 
 
 def from_update(
@@ -100,8 +96,7 @@ def from_update(
       update: `update(grads, state, params) -> (updates, state)`. It must not write to what it is
         given. Shards are pieces, so it has to work element by element; `optim.leaf_norms` and
         `optim.inner` give numbers of whole tensors.
-      facts: from the paths of the trained leaves to texts of its options by name, for ranks to
-        compare. Without it they compare nothing, and say so.
+      facts: its options by name, for ranks to compare. Without it they compare nothing, and say so.
 
     Returns:
       A `Transform`. It is differentiated as `update` is.
@@ -123,22 +118,22 @@ def from_update(
       tensor([0.9000, 0.9000])
     """
     fix = "the order is from_update(init, update, facts)"
-    for name, fn in (("init", init), ("update", update), ("facts", facts)):
-        if not callable(fn) and (fn is not None or name != "facts"):
-            checks.refuse("from_update", name, fn, "a function", fix, PlanError)
+    for name, fn in (("init", init), ("update", update)):
+        if not callable(fn):
+            checks.refuse("from_update", name, fn, "a function", fix)
 
-    def step(grads: Tree, state: Any, params: Tree, donate: bool) -> tuple[Tree, Any]:
-        updates, state = update(grads, state, params)
-        updates, params = unpacked(updates), unpacked(params)
+    def step(grads: Unpacked, state: Any, params: Unpacked, donate: bool) -> tuple[Unpacked, Any]:
+        updates, after = update(grads.whole().closed(), state, params.closed())
+        updates = unpacked(updates)
         where = _difference(updates, params)
         if where:
             fix = "return (updates, state) with updates as shards.map makes them from the gradients"
             what = "from_update: the updates that update gave do not fit the parameters"
             raise LeafError(what, [where], fix)
-        return map_columns(lambda p, u: p.add_(u), params, updates, donate=donate), state
+        found = columns.map_columns(lambda p, u: p.add_(u), params, updates, donate=donate)
+        return unpacked(found), as_before(after, state)
 
-    step.notes_writes = True  # pyright: ignore[reportFunctionMemberAccess]
-    return Transform(init, update, step, facts=facts)
+    return Transform(init, update, step, facts)
 
 
 def _difference(updates: Unpacked, params: Unpacked) -> str:
@@ -154,42 +149,20 @@ def _difference(updates: Unpacked, params: Unpacked) -> str:
 
 def from_step(
     init: Callable[[Tree], Any],
-    step_unpacked: Callable[..., tuple[Unpacked, Any]],
+    step: Callable[[Unpacked, Any, Unpacked, bool], tuple[Unpacked, Any]],
     facts: Facts | None = None,
-    masked: Callable[[Any], bool] | None = None,
+    *,
+    masked: bool = False,
 ) -> Transform:
     """A `Transform` whose updates are the new parameters minus the old ones."""
 
-    def step(grads: Tree, state: Any, params: Tree, donate: bool) -> tuple[Tree, Any]:
-        new, state = step_unpacked(unpacked(grads), state, unpacked(params), donate)
-        return new.closed(), state
-
     def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
-        new, state = step(grads, state, params, False)
+        found, state = step(unpacked(grads), state, unpacked(params), False)
+        new = found.closed()
         own = not needs_derivative(tree.flatten((new, params))[0])
-        return map_columns(lambda n, p: n.sub_(p), new, params, donate=own), state
+        return columns.map_columns(lambda n, p: n.sub_(p), new, params, donate=own), state
 
-    return Transform(init, update, step, step_unpacked, facts, masked)
-
-
-def step_of(
-    part: Transform, grads: Unpacked, state: Any, params: Unpacked, donate: bool
-) -> tuple[Unpacked, Any]:
-    """Run a step of any transform on flattened trees."""
-    if part.step_unpacked is not None:
-        return part.step_unpacked(grads, state, params, donate)
-    given = grads.whole().closed()
-    found, state = step_of_tree(part, given, state, params.closed(), donate)
-    return unpacked(found), state
-
-
-def step_of_tree(
-    part: Transform, grads: Tree, state: Any, params: Tree, donate: bool
-) -> tuple[Tree, Any]:
-    """A step of any transform on trees; one of one's own may write from its beginning on."""
-    if donate and not getattr(part.step, "notes_writes", False):
-        note_write()
-    return part.step(grads, state, params, donate)
+    return Transform(init, update, step, facts, masked)
 
 
 def rate_at(verb: str, lr: Rate, step: int) -> float | Tensor:
@@ -212,22 +185,15 @@ def check_rate(verb: str, name: str, lr: Any, fix: str) -> None:
     """
     if not isinstance(lr, Tensor):
         checks.number(verb, name, lr, least=0, fix=fix)
-    elif lr.ndim or lr.is_complex():
-        shape = tuple(lr.shape)
-        text = f"{verb}: {name} is a tensor of shape {shape}, expected one with 0 dims"
-        raise PlanError(text, fix="pass a number, or torch.tensor(number)")
-    elif lr.is_meta or lr.dtype == torch.bool:
-        what = "on meta" if lr.is_meta else "a tensor of torch.bool"
+        return
+    if lr.ndim or lr.is_complex() or lr.is_meta or lr.dtype == torch.bool:
+        what = f"a tensor of shape {tuple(lr.shape)} and {lr.dtype} on {lr.device}"
         text = f"{verb}: {name} is {what}, expected a number"
         raise PlanError(text, fix="pass a number, or torch.tensor(number)")
-    elif _can_be_read(lr):
+    # The number is looked at where nothing is waited for or cut off by that.
+    plain = type(lr) in (Tensor, torch.nn.Parameter) and not _torch.is_wrapped(lr)
+    if plain and lr.is_cpu and not _torch.is_tracing():
         checks.number(verb, name, lr.item(), least=0, fix=fix)
-
-
-def _can_be_read(value: Tensor) -> bool:
-    """Whether the number in a tensor is here, so that nothing is waited for or cut off by it."""
-    plain = type(value) in (Tensor, torch.nn.Parameter) and not _torch.is_wrapped(value)
-    return plain and value.is_cpu and not _torch.is_tracing()
 
 
 def check_own(fits: bool, kind: str, state: Any) -> None:
@@ -328,6 +294,12 @@ def _no_optimizer(given: Any) -> PlanError:
     return PlanError(f"{name} is not an optimizer of init and update", fix=fix)
 
 
+def _facts(parts: Mapping[str, Transform]) -> Facts | None:
+    """Join the facts of parts under their names; None if one has none."""
+    every = {name: part.facts for name, part in parts.items()}
+    return None if None in every.values() else every
+
+
 def _plain(shards: Tree) -> dict[str, Tensor]:
     return dict(zip(names(shards), tree.flatten(shards)[0], strict=True))
 
@@ -375,7 +347,7 @@ def chain(*transforms: Optimizer) -> Transform:
         grads, last = parts[-1].update(grads, states[-1], params)
         return grads, (*new, last)
 
-    def step_unpacked(
+    def step(
         grads: Unpacked, states: tuple, params: Unpacked, donate: bool
     ) -> tuple[Unpacked, tuple]:
         check(states)
@@ -388,29 +360,12 @@ def chain(*transforms: Optimizer) -> Transform:
 
         # See [Note: states come first] in `columns`. What the others have in files comes through
         # the same memory, and so before.
-        late = needs_fetch(params, states[-1]) and not needs_fetch([], states[:-1])
-        late = late and parts[-1].step_unpacked is not None
-        given = unpacked(lazy_grads(grads.closed(), made) if late else made())
-        after, last = step_of(parts[-1], given, states[-1], params, donate)
+        late = columns.needs_fetch(params, states[-1]) and not columns.needs_fetch([], states[:-1])
+        given = unpacked(columns.lazy_grads(grads.closed(), made) if late else made())
+        after, last = parts[-1].step(given, states[-1], params, donate)
         return after, (*new, last)
 
-    def step(grads: Tree, states: tuple, params: Tree, donate: bool) -> tuple[Tree, tuple]:
-        after, new = step_unpacked(unpacked(grads), states, unpacked(params), donate)
-        return after.closed(), new
-
-    return Transform(init, update, step, step_unpacked, _facts_of(parts))
-
-
-def _facts_of(parts: Sequence[Any]) -> Facts | None:
-    """The facts of transforms in sequence; None if one has none."""
-    every = [part.facts for part in parts]
-    if None in every:
-        return None
-    return lambda paths: {
-        f"chain[{i}].{name}": text
-        for i, facts in enumerate(every)
-        for name, text in facts(paths).items()
-    }
+    return Transform(init, update, step, _facts({f"chain[{i}]": x for i, x in enumerate(parts)}))
 
 
 # `by_path`: other transforms for some leaves, by patterns of their paths.
@@ -476,17 +431,14 @@ def by_path(transforms: Mapping[str, Any], *, default: Any = None) -> Transform:
         found, after = spread(call, unpacked(grads), states, unpacked(params))
         return found.closed(), after
 
-    def step_unpacked(
+    def step(
         grads: Unpacked, states: tuple, params: Unpacked, donate: bool
     ) -> tuple[Unpacked, tuple]:
-        call = lambda part, g, s, p: step_of(part, g, s, p, donate)  # noqa: E731
+        call = lambda part, g, s, p: part.step(g, s, p, donate)  # noqa: E731
         return spread(call, grads, states, params)
 
-    def step(grads: Tree, states: tuple, params: Tree, donate: bool) -> tuple[Tree, tuple]:
-        found, after = step_unpacked(unpacked(grads), states, unpacked(params), donate)
-        return found.closed(), after
-
-    return Transform(init, update, step, step_unpacked, _facts(patterns, parts, owners))
+    titles = [*(f"by_path[{pattern!r}]" for pattern in patterns), "by_path default"]
+    return Transform(init, update, step, _facts(dict(zip(titles, parts, strict=False))))
 
 
 def _owners(paths: Sequence[str], patterns: Sequence[str], with_default: bool) -> list[int]:
@@ -526,26 +478,3 @@ def _shares(found: Unpacked, owners: Sequence[int], count: int) -> list[Unpacked
 
 def _is_held(leaf: Any) -> bool:
     return isinstance(leaf, Sharded | Tensor)
-
-
-def _facts(
-    patterns: Sequence[str],
-    parts: Sequence[Transform],
-    owners: Callable[[Sequence[str]], list[int]],
-) -> Facts | None:
-    """The facts of all transforms, each under its pattern; None if one has none."""
-    every = [part.facts for part in parts]
-    if None in every:
-        return None
-
-    def facts(paths: Sequence[str]) -> dict[str, str]:
-        mine, found = owners(paths), {}
-        for i, each in enumerate(every):
-            title = f"by_path[{patterns[i]!r}]" if i < len(patterns) else "by_path default"
-            own = [path for path, owner in zip(paths, mine, strict=True) if owner == i]
-            found[f"{title}: leaves"] = f"{own}"
-            texts = each(own) if each is not None else {}
-            found |= {f"{title}: {name}": text for name, text in texts.items()}
-        return found
-
-    return facts

@@ -38,7 +38,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from hashlib import sha256
 from typing import Any
 from weakref import WeakSet
 
@@ -316,27 +315,6 @@ _GLANCE_S = 1.0  # a host that does not wait for collectives looks that often at
 _RUNS_KEPT = 4  # every run has collectives, so ranks are never that many runs apart
 
 
-class Seen:
-    """What the runs on some groups have learned, for as long as a policy remembers it."""
-
-    def __init__(self) -> None:
-        self._learned = WeakSet[Any]()  # each a `Learned`
-
-    def add(self, learned: Any) -> None:
-        """Note what a run begins with, and will add to."""
-        self._learned.add(learned)
-
-    def digest(self) -> str:
-        """What ranks that have made the same runs have in common."""
-        facts = sorted(filter(None, (learned.facts for learned in self._learned)))
-        return sha256("\n".join(facts).encode()).hexdigest()[:16]
-
-    def carry_over(self, *, forget: bool) -> None:
-        """Prepare all for new groups; see `Learned.carry_over`."""
-        for learned in self._learned:
-            learned.carry_over(forget=forget)
-
-
 class Channel:
     """Messages between the ranks of a partition group; without a store, of a single rank.
 
@@ -361,7 +339,7 @@ class Channel:
         self.job_size = job_size
         self.runs = 0  # number of runs so far
         self.fixed: dict[Any, Any] = {}  # policy and `Learned` of schedules given without a policy
-        self.seen = Seen()  # what runs have learned
+        self.learned = WeakSet[Any]()  # each a `Learned`, as long as a policy remembers it
         self.job = JobMessages(store, key, rank, job_size)
         self._order = Calls(self, _ORDER, ranks, timeout_s, differ=_DIFFER)
         self._store, self._all = store, f"{key}/all"  # for all ranks of the groups, every replica
@@ -381,7 +359,7 @@ class Channel:
 
     def remember(self, learned: Any) -> None:
         """Note what a run begins with, and will add to."""
-        self.seen.add(learned)
+        self.learned.add(learned)
 
     def compare(self, text: str, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Compare what a run does next, as `Calls.add` compares a call of a communicator."""

@@ -44,23 +44,10 @@ class Learned:
     said: bool = False  # whether the warning of parameters that nobody trains was given
     again: set[int] = field(default_factory=set)  # buckets used after `Run.let_go` of them
 
-    @property
-    def facts(self) -> str:
-        """What must be the same on all ranks; empty if nothing was learned."""
-        if self.schedule is None and self.order is None:
-            return ""
-        return f"{self.schedule}; {self.order}; {self.firsts}"
-
-    def carry_over(self, *, forget: bool) -> None:
-        """Prepare for new groups, whose runs count from 1; a run that an error ended is left out.
-
-        Args:
-          forget: whether to forget all that ranks must have in common.
-        """
-        self.last = None
-        if forget:
-            self.schedule = self.order = self.firsts = self.recomputes = None
-            self.missed, self.again = set(), set()
+    def forget(self) -> None:
+        """Forget all that ranks must have in common: on new groups some may have seen less."""
+        self.schedule = self.order = self.firsts = self.recomputes = self.last = None
+        self.missed, self.again = set(), set()
 
 
 @dataclass(eq=False)

@@ -70,7 +70,7 @@ verb for its derivative, or for the reason why it has none. To add a property of
 """
 
 from mics_fn.collectives import needs_derivative, refuse_derivative
-from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, Piece, pieces, with_parts
+from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, pieces, with_parts
 from mics_fn.shards.contents import PLAIN, leaves_of, map_contents
 from mics_fn.shards.leaf import (
     Fixed,
@@ -86,7 +86,6 @@ from mics_fn.shards.leaf import (
     closed_after,
     donate,
     dtype_name,
-    each_once,
     grad_stream,
     is_donated,
     is_leaf,
@@ -115,6 +114,7 @@ from mics_fn.shards.opened import (
     homes_of,
     open_shards,
     refuse_none,
+    refuse_unequal,
     require_groups,
 )
 from mics_fn.shards.pack import (

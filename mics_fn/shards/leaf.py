@@ -166,6 +166,8 @@ class Sharded(NotATensor):
         if name == "data" and hasattr(self, "_donated"):
             fix = "use the value that came back, or pass donate=False"
             raise DonatedError(self._story(), fix=fix)
+        if name.startswith("_"):  # asked for with a default, for each leaf in each step
+            raise AttributeError(name)
         fix = _GATHER if hasattr(Tensor, name) else ""
         raise AttributeError(message(f"Sharded has no attribute {name!r}", fix=fix))
 

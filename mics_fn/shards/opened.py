@@ -371,17 +371,24 @@ def check_equal(opened: Opened) -> None:
         mine = list(pieces)
         if home.num_replicas == 1 or not mine or pieces[mine[0]].is_meta:
             continue
-        found = collect_all(home, torch.stack([checksum(piece) for piece in pieces.values()]))
-        p = home.partition_size
-        differs = {
-            rank: (found[rank] != found[home.ranks[position % p]]).nonzero().flatten().tolist()
-            for position, rank in enumerate(home.ranks)
-        }
-        odd = [rank for rank, at in differs.items() if at]
-        if odd:
-            first = f"first difference: {opened.path(mine[min(differs[odd[0]])])}"
-            fix = "start with what shard gave, or with sync_replicas(params, groups)"
-            text = f"{opened.verb}: replicas hold different values"
-            raise disagreement(
-                text, dict.fromkeys(odd, "not as in the first replica"), fix, [first]
-            )
+        sums = torch.stack([checksum(piece) for piece in pieces.values()])
+        fix = "start with what shard gave, or with sync_replicas(params, groups)"
+        refuse_unequal(opened.verb, home, [opened.path(i) for i in mine], sums, fix)
+
+
+def refuse_unequal(verb: str, home: Home, paths: Sequence[str], sums: Tensor, fix: str) -> None:
+    """Raise DesyncError on every rank unless replicas have the same checksums of pieces.
+
+    Communication: 8 bytes per piece, over the partition group and over the replication group.
+    """
+    found, p = collect_all(home, sums), home.partition_size
+    differs = {
+        rank: (found[rank] != found[home.ranks[position % p]]).nonzero().flatten().tolist()
+        for position, rank in enumerate(home.ranks)
+    }
+    odd = [rank for rank, at in differs.items() if at]
+    if odd:
+        first = f"first difference: {paths[min(differs[odd[0]])]}"
+        text = f"{verb}: replicas hold different values"
+        said = dict.fromkeys(odd, "not as in the first replica")
+        raise disagreement(text, said, fix, [first])

@@ -14,14 +14,13 @@ Where a fault can be is in [Note: points] in `spans`; which faults there are is 
 function each. `python -m tests.stress faults`, in a clone, injects hundreds and counts what came
 of them.
 
-Start reading at `inject` in `injector`; before it are the faults, and what Linux shows of links and
-processes.
+Start reading at `inject` in `injector`; before it are the faults.
 
 To add a fault, write a function of a `Moment` in `injector.py` and add it to `FAULTS`, with a test
 in `tests/testing`.
 
-`inject` gives an `Injection`, which knows whether it has happened. The faults "raise" and "torn"
-raise `InjectedError`.
+`inject` gives an `Injection`, which knows whether it has happened. The fault "raise" raises an
+`InjectedError`.
 """
 
 from mics_fn.testing.injector import InjectedError, Injection, inject

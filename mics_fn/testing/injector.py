@@ -4,97 +4,30 @@ import ctypes
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mics_fn import _torch, checks, spans
+from mics_fn import checks, spans
 from mics_fn.collectives import start_mean
-from mics_fn.errors import GroupsError, PlanError, message
+from mics_fn.errors import PlanError, message
 from mics_fn.groups import read_launch
 from mics_fn.spans import Point
 
-# The links of this machine, and the processes that host the store, as Linux shows them.
-
-_LISTENS = "0A"  # the state of a socket in /proc/net/tcp
-_PROC = Path("/proc")
-LINK = "MICS_FN_LINK_DOWN"  # names the one link that may be taken down
-
-
-@contextmanager
-def link_down() -> Iterator[None]:
-    """A block in which the link that `LINK` names is down. Nothing is guessed: to take down the
-    link of a machine loses its routes, so ranks belong into network namespaces for this.
-    """
-    link = os.environ[LINK]
-    _set(link, "down")
-    try:
-        yield
-    finally:
-        _set(link, "up")
-
-
-def _set(link: str, state: str) -> None:
-    subprocess.run(["ip", "link", "set", link, state], check=True, timeout=10)
-
-
-def store_hosts() -> list[int]:
-    """The processes that host the store of torch.distributed, this one last.
-
-    Raises:
-      GroupsError: they are not on this machine, or the store is none of TCP.
-    """
-    _, address = _torch.store_host(_torch.default_store())
-    port = address.rpartition(":")[2]
-    found = _listeners(int(port)) if port else []
-    if not found:
-        text = "inject: the process that hosts the store was not found on this machine"
-        fix = "choose a rank on the node of MASTER_ADDR, and a job with a TCPStore"
-        raise GroupsError(text, [f"its address: {address}"], fix)
-    return sorted(found, key=lambda pid: pid == os.getpid())
-
-
-def _listeners(port: int) -> list[int]:
-    """The processes that listen on a port of TCP, as far as they can be looked at."""
-    inodes = set()
-    for table in ("tcp", "tcp6"):
-        for line in (_PROC / "net" / table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port:
-                inodes.add(f"socket:[{fields[9]}]")
-    found = []
-    for process in _PROC.iterdir():
-        with suppress(OSError):
-            if process.name.isdigit() and inodes & _files(process / "fd"):
-                found.append(int(process.name))
-    return found
-
-
-def _files(folder: Path) -> set[str]:
-    """What the descriptors in a folder of /proc point to."""
-    found = set()
-    for link in folder.iterdir():
-        with suppress(OSError):
-            found.add(os.readlink(link))
-    return found
-
-
-# What can go wrong, one function each: what a process does to itself, its data, or its store.
+# What can go wrong, one function each: what a process does to itself or its data.
 
 EXIT_CODE = 3  # of "exit"
 
 
 class InjectedError(Exception):
-    """The error of the faults "raise" and "torn"."""
+    """The error of the fault "raise"."""
 
 
 class Moment(NamedTuple):
@@ -184,21 +117,8 @@ def _fill_the_disk(moment: Moment) -> None:
     moment.end.callback(resource.setrlimit, resource.RLIMIT_FSIZE, before)
 
 
-def _cut_off(moment: Moment) -> None:
-    moment.end.enter_context(link_down())
-
-
-def _signal_store(number: int) -> Callable[[Moment], None]:
-    def send(moment: Moment) -> None:
-        for pid in store_hosts():
-            os.kill(pid, number)
-
-    return send
-
-
 FAULTS: dict[str, Callable[[Moment], None]] = {
     "raise": _raise,
-    "torn": _raise,
     "exit": _exit,
     "interrupt": _interrupt,
     "kill": _signal(signal.SIGKILL),
@@ -212,9 +132,6 @@ FAULTS: dict[str, Callable[[Moment], None]] = {
     "flip": _flip_a_bit,
     "wrong_call": _call_something_else,
     "disk_full": _fill_the_disk,
-    "link_down": _cut_off,
-    "store_killed": _signal_store(signal.SIGKILL),
-    "store_stopped": _signal_store(signal.SIGSTOP),
 }
 
 
@@ -222,9 +139,7 @@ class Injection:
     """A fault that waits for its moment.
 
     Args:
-      rank, step, operation, seed, seconds: as for `inject`.
-      fault: its name.
-      happen: makes it.
+      rank, step, operation, fault, seed, seconds: as for `inject`.
     """
 
     def __init__(
@@ -232,18 +147,20 @@ class Injection:
         rank: int | None,
         step: int,
         operation: str,
-        fault: str,
-        happen: Callable[[Moment], None],
-        *,
+        fault: str | Callable[[Point], None],
         seed: int,
         seconds: float,
     ) -> None:
-        self.rank, self.step, self.operation, self.fault = rank, step, operation, fault
+        self.rank, self.step, self.operation = rank, step, operation
         self.at: str | None = None  # the point at which it happened
-        self._happen, self._draw, self._seconds = happen, random.Random(seed), seconds
-        self._end = ExitStack()
+        self._draw, self._seconds, self._end = random.Random(seed), seconds, ExitStack()
         self._now = 0  # the step under way
         self._told = False  # whether steps say when they begin
+        if callable(fault):
+            self.fault = getattr(fault, "__name__", "function")
+            self._happen = lambda moment: fault(moment.point)
+        else:
+            self.fault, self._happen = fault, FAULTS[fault]
 
     def __call__(self, point: Point) -> None:
         """Make the fault if this is its moment, once."""
@@ -302,10 +219,7 @@ def inject(
         "abort" and "segfault" end, stop or leave this rank. "gil" (held by a call of C) and "slow"
         delay it. "oom" asks for 2**60 bytes. "nan" and "flip" change an element, or one bit of it,
         in what the operation sends or writes. "wrong_call" makes a collective that other ranks do
-        not make; "torn" raises at "commit", while others write the step. Until the block ends,
-        "disk_full" lets no file grow, and "link_down" takes down the link that MICS_FN_LINK_DOWN
-        names, in a network namespace made for that. "store_killed" and "store_stopped" send SIGKILL
-        or SIGSTOP to what hosts the store. Or a function of the `Point`.
+        not make. Until the block ends, "disk_full" lets no file grow. Or a function of the `Point`.
       seed: chooses the tensor, the element and the bit.
       seconds: how long "gil" and "slow" last.
 
@@ -314,7 +228,7 @@ def inject(
       without an error before it has happened gives a warning on the ranks where it was to happen.
 
     Raises:
-      PlanError: the fault cannot be where it is wanted, or an argument is not what it should be.
+      PlanError: an argument is not what it should be.
       KeyError: there is no such fault.
 
     Example:
@@ -337,9 +251,7 @@ def inject(
     if not isinstance(operation, str) or not operation:
         fix = "pass a part of the name of a point, such as 'step' or 'hop 1'"
         checks.refuse("inject", "operation", operation, "a text that is not empty", fix)
-    checks.number("inject", "seconds", seconds, least=0)
-    name, happen = _named(fault, operation)
-    injection = Injection(rank, step, operation, name, happen, seed=seed, seconds=seconds)
+    injection = Injection(rank, step, operation, fault, seed, seconds)
     spans.observers.append(injection)
     try:
         yield injection
@@ -347,19 +259,6 @@ def inject(
     finally:
         spans.observers.remove(injection)
         injection.close()
-
-
-def _named(
-    fault: str | Callable[[Point], None], operation: str
-) -> tuple[str, Callable[[Moment], None]]:
-    """The name of a fault, and what makes it."""
-    if callable(fault):
-        return getattr(fault, "__name__", "function"), lambda moment: fault(moment.point)
-    happen = FAULTS[fault]
-    if fault == "torn" and operation != "commit":
-        text = f"inject: fault='torn' at operation={operation!r}"
-        raise PlanError(text, fix="pass operation='commit'")
-    return fault, happen
 
 
 def _world_size() -> int:

@@ -26,8 +26,8 @@ Its words:
   guard, and the third in a row raises NonFiniteError. Loss, norm, samples and tokens of all ranks
   travel in one message of 32 bytes at the end of a step; see [Note: one message] in `optim.guard`.
   On an accelerator the fused optimizers are masked there, and the host looks a step later.
-- *Buffers* of a module, such as BatchNorm's statistics, are values in `TrainState`. Those that
-  share memory go on doing so; one in the memory of a parameter raises LeafError.
+- *Buffers* of a module, such as BatchNorm's statistics, are values in `TrainState`. A buffer that
+  has two names stays one tensor; one in the memory of another tensor raises LeafError.
 - Replicas are *apart* while each steps on gradients of its own, and a *merge* makes them equal.
   `Trainer(replica_sync=local_sgd(16))` averages parameters every 16 steps instead of gradients in
   each; with `diloco(16)` an outer optimizer follows what the replicas did. Between merges `unshard`

@@ -298,7 +298,6 @@ class Checkpoints:
       on_corrupt: "previous" lets it go on from an older step, if the newest one is damaged.
       other_options: "warn" lets it go on with options that change numbers and are not as saved, and
         begins a new pass with a loader whose sampler has another seed or `shuffle`.
-      commit: as for `checkpoint.save`.
 
     Communication: at a step that is saved that of `checkpoint.start_save`; at others none.
 
@@ -333,7 +332,6 @@ class Checkpoints:
         background: bool = True,
         on_corrupt: Literal["raise", "previous"] = "raise",
         other_options: OnChange = "raise",
-        commit: Literal["rename", "file"] = "rename",
     ) -> None:
         verb = "Checkpoints"
         checks.path(verb, "folder", folder)
@@ -343,13 +341,12 @@ class Checkpoints:
         checks.flag(verb, "background", background)
         checks.choice(verb, "on_corrupt", on_corrupt, "raise", "previous")
         checks.choice(verb, "other_options", other_options, "raise", "warn")
-        checks.choice(verb, "commit", commit, "rename", "file")
         check_writable()
         self.folder = os.path.abspath(folder)  # wherever the program goes meanwhile
         self.every, self.resume, self.background = every, resume, background
         self.on_corrupt: Literal["raise", "previous"] = on_corrupt
         self.other_options: OnChange = other_options
-        self._saving: dict[str, Any] = {"keep": keep, "keep_every": keep_every, "commit": commit}
+        self._saving: dict[str, Any] = {"keep": keep, "keep_every": keep_every}
         self._saved: int | None = None  # the last step that was saved or loaded
         self._again = False  # whether the next step is saved, as a save has failed before a reset
         self._ours = False  # whether this run has loaded or saved a step of the folder

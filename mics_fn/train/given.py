@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn import _device, _torch, checks, spans, tree
-from mics_fn.collectives import Wire, collect_values
+from mics_fn.collectives import collect_values
 from mics_fn.errors import GroupsError, LeafError, PlanError, message, name_some
 from mics_fn.groups import Groups, placement
 from mics_fn.init import warn_of_compile
@@ -23,6 +23,7 @@ from mics_fn.optim import (
     as_transform,
     optimizer_facts,
     same_options,
+    texts_of,
     versions,
 )
 from mics_fn.schedules import OnDemand, Schedule, keep_all, on_demand
@@ -39,8 +40,9 @@ from mics_fn.shards import (
     owners_of,
     shard,
 )
+from mics_fn.train.plain import guard_numbers
 from mics_fn.train.program import Values
-from mics_fn.train.replicas import ReplicaSync, SyncState
+from mics_fn.train.replicas import SyncState
 from mics_fn.tree import Tree
 
 # Defaults of `Trainer`: the size of buckets, and the schedules for its memory budget.
@@ -96,13 +98,12 @@ def compare_options(trainer: Any, params: Tree, groups: Any, guard: Guard) -> No
     """
     homes = list(dict.fromkeys(homes_of("Trainer", groups, params)))
     several = any(home.partition_size * home.num_replicas > 1 for home in homes)
-    facts = _facts(trainer, names(params), several) | {
+    facts = _facts(trainer, guard, names(params), several) | {
         "deterministic": f"{trainer.deterministic}",
         "recoverable": f"{trainer.recoverable}",
         "placement": "; ".join(home.describe() for home in homes),
+        "guard numbers": f"{guard_numbers(guard)}",
     }
-    held = [f.name for f in fields(guard) if f.repr]  # the others change from step to step
-    facts |= _under("guard ", {name: f"{getattr(guard, name)}" for name in held})
     same_options("Trainer", facts, homes)
 
 
@@ -111,32 +112,30 @@ def lasting_options(trainer: Any) -> dict[str, str]:
 
     Where ranks are and what they hold at a time may differ: that changes only how sums are rounded.
     """
-    guard, scale = trainer.guard, trainer.guard.scale
-    changes = {*scale.CHANGING} - ({"value"} if scale.kind != "dynamic" else set())
-    fixed = [f.name for f in fields(scale) if f.name not in changes]
-    rest = [f.name for f in fields(guard) if f.name != "scale" and f.repr]
-    facts = _facts(trainer, names(trainer.state.params), several=False)
-    facts |= _under("guard ", {name: f"{getattr(guard, name)}" for name in rest})
-    facts |= _under("guard scale ", {name: f"{getattr(scale, name)}" for name in fixed})
-    return {**facts, **versions()}
+    paths = names(trainer.state.params)
+    return {**_facts(trainer, trainer.guard, paths, several=False), **versions()}
 
 
-def _facts(trainer: Any, paths: Sequence[str], several: bool) -> dict[str, str]:
+def _facts(trainer: Any, guard: Guard, paths: Sequence[str], several: bool) -> dict[str, str]:
     """The options that ranks and later runs must share."""
-    transform, sync = trainer.state.transform, trainer.replica_sync
+    transform, sync, scale = trainer.state.transform, trainer.replica_sync, guard.scale
+    changes = {*scale.CHANGING} - ({"value"} if scale.kind != "dynamic" else set())
     facts = {
         "accumulate": f"{trainer.accumulate}",
         "grad_dtype": f"{trainer.grad_dtype}",
         "precision": f"{trainer.precision}" or "as given",
         "replica_sync": sync.name,
+        "weight": "none" if trainer.weight is None else "a function",
     }
-    facts |= {"weight": "a function"} if trainer.weight is not None else {}
-    facts |= _under("", optimizer_facts("Trainer", transform, paths, several))
-    return facts if sync.facts is None else facts | _under("outer ", sync.facts(paths))
-
-
-def _under(head: str, facts: Mapping[str, str]) -> dict[str, str]:
-    return {f"{head}{name}": text for name, text in facts.items()}
+    for f in fields(guard):
+        if f.repr and f.name != "scale":  # the others change from step to step
+            facts[f"guard {f.name}"] = f"{getattr(guard, f.name)}"
+    for f in fields(scale):
+        if f.name not in changes:
+            facts[f"guard scale {f.name}"] = f"{getattr(scale, f.name)}"
+    outer = {} if sync.facts is None else texts_of(sync.facts, paths)
+    facts |= {f"outer {name}": text for name, text in outer.items()}
+    return {**facts, **optimizer_facts("Trainer", transform, paths, several)}
 
 
 def start_comparison(trainer: Any, buffers: Sequence[str]) -> Comparison | None:
@@ -270,17 +269,14 @@ def check_compiled(model: Any, loss: Any, full_bytes: int) -> None:
         own = [name for name, module in named.items() if "forward" in vars(module)]
         bound = [name for name in own if not hasattr(named[name], "_orig_mod")]
     compiled = [name for name, call in {**made, "loss": loss}.items() if _torch.is_compiled(call)]
-    bound = [f"{name}.forward" for name in bound if name in compiled]
-    if bound:
-        text = f"Trainer: torch.compile made {name_some(bound)} for the modules as they were given"
-        lines = ["it would go on with their parameters, and not with those that are trained"]
-        raise PlanError(text, lines, "leave it out; see Limits in README")
-    if compiled and full_bytes:
-        text = (
-            f"Trainer: torch.compile wraps {name_some(compiled)}, which would be given parameters"
-        )
+    bound = [name for name in bound if name in compiled]
+    if bound or (compiled and full_bytes):
+        why = "it would go on with the parameters of the modules as they were given"
+        if not bound:
+            why = "it would be given parameters that are gathered while it runs"
+        text = f"Trainer: torch.compile wraps {name_some(bound or compiled)}"
         fix = "use its _orig_mod, or the function itself; or partition_size=1; see Limits in README"
-        raise PlanError(f"{text} that are gathered while it runs", fix=fix)
+        raise PlanError(text, [why], fix)
 
 
 def as_shards(
@@ -312,30 +308,24 @@ def as_shards(
     params = own if given is None else given
     options = {name: value for name, value in options.items() if value is not None}
     leaves, _ = tree.flatten(params, is_leaf)
-    sharded = any(map(is_leaf, leaves))
     if own is not None and given is not None:
         _check_names(own, given)
-    if sharded:
+    if any(map(is_leaf, leaves)):
         _check_shards(params, groups, precision, options)
-        _check_trained(leaves)
-        return params
-    for path, leaf in zip(tree.paths(params, "params", is_leaf), leaves, strict=True):
-        if isinstance(leaf, Tensor) and leaf.is_meta:
-            fix = "pass params=: the shards that init_model gave with this model, or full tensors"
-            raise LeafError(f"Trainer: {path} is on meta, without a value", fix=fix)
-    if own is not None:
-        options.setdefault("order", tree.own_order(own))
-    options.setdefault("bucket_bytes", bucket_bytes_for(params, home))
-    found = shard(params, groups, precision=precision, **options)
-    _check_trained(tree.flatten(found, is_leaf)[0])
-    return found
-
-
-def _check_trained(leaves: Sequence[Any]) -> None:
-    """Raise LeafError unless some leaf is trained, as steps would change nothing."""
-    if not any(isinstance(leaf, Sharded) for leaf in leaves):
+        found = params
+    else:
+        for path, leaf in zip(tree.paths(params, "params", is_leaf), leaves, strict=True):
+            if isinstance(leaf, Tensor) and leaf.is_meta:
+                fix = "pass params=: the shards that init_model gave with this model, or tensors"
+                raise LeafError(f"Trainer: {path} is on meta, without a value", fix=fix)
+        if own is not None:
+            options.setdefault("order", tree.own_order(own))
+        options.setdefault("bucket_bytes", bucket_bytes_for(params, home))
+        found = shard(params, groups, precision=precision, **options)
+    if not any(isinstance(leaf, Sharded) for leaf in tree.flatten(found, is_leaf)[0]):
         text = "Trainer: no parameter is trained: all are frozen, or there is none"
         raise LeafError(text, fix="leave requires_grad=True on some, and out of frozen=")
+    return found
 
 
 def warn_of_overlap(trainer: Any) -> None:
@@ -344,19 +334,7 @@ def warn_of_overlap(trainer: Any) -> None:
         text = "Trainer: overlap_step=True has no effect with a guard that may refuse a step"
         why = "to refuse one that is not finite, all gradients have to be known before any is used"
         fix = "pass guard=optim.Guard(on_nonfinite='ignore'), or leave overlap_step= out"
-        warnings.warn(message(text, [why], fix), stacklevel=5)
-
-
-def warn_of_hop2(params: Tree, sync: ReplicaSync) -> None:
-    """Warn if hop 2 is to send codes of gradients, and replicas never send gradients."""
-    leaves = [x for x in tree.flatten(params, is_leaf)[0] if isinstance(x, Sharded)]
-    sent = [x.bucket.hop2 for x in leaves if isinstance(x.bucket.hop2, Wire)]
-    found = dict.fromkeys(f"hop2={wire}" for wire in sent)
-    if found and sync.exact:
-        text = f"Trainer: {' and '.join(found)} of precision= has no effect with {sync.name}"
-        why = "its merges average parameters, which are sent in their own dtype"
-        fix = "leave hop2= out, or merge with diloco(...), which sends differences"
-        warnings.warn(message(text, [why], fix), stacklevel=5)
+        warnings.warn(message(text, [why], fix), stacklevel=4)
 
 
 def check_buffers(buffers: Mapping[str, Tensor], home: Groups) -> None:
@@ -365,9 +343,7 @@ def check_buffers(buffers: Mapping[str, Tensor], home: Groups) -> None:
         if value.device != home.device:
             where = "on meta, without a value" if value.is_meta else f"on {value.device}"
             text = f"Trainer: buffer {name!r} is {where}; the groups are on {home.device}"
-            fix = "move the model to the device of its groups first"
-            if value.is_meta:
-                fix = "make the model with init_model, or give the buffer a value"
+            fix = "make the model with init_model, or move it to the device of its groups first"
             raise LeafError(text, fix=fix)
 
 
@@ -377,29 +353,29 @@ def _check_names(own: Mapping[str, Tensor], given: Tree) -> None:
     if not isinstance(given, Mapping) or sorted(own) != sorted(map(str, given)):
         found = tree.first_mismatch(dict.fromkeys(own, 0), given, "params", is_leaf)
         raise LeafError(text, [found], _SAME)
-    for name, value in own.items():
-        want, got = tuple(value.shape), tuple(given[name].shape)
-        if want != got:
-            raise LeafError(text, [f"params.{name}: expected {want}, got {got}"], _SAME)
-        if given[name].dtype.is_floating_point != value.dtype.is_floating_point:
-            dtypes = [dtype_name(x.dtype) for x in (value, given[name])]
-            raise LeafError(text, [f"params.{name}: expected {dtypes[0]}, got {dtypes[1]}"], _SAME)
-    want, got = _owners(own), _owners(given)
-    for name, owner in want.items():
-        if owner != got[name]:
-            words = [f"tied to {to!r}" if to != name else "not tied" for to in (owner, got[name])]
-            raise LeafError(text, [f"params.{name}: expected {words[0]}, got {words[1]}"], _SAME)
+    want, got = _described(own), _described(given)
+    odd = [name for name in own if want[name] != got[name]]
+    lines = [f"params.{name}: expected {want[name]}, got {got[name]}" for name in odd[:1]]
+    if lines:
+        raise LeafError(text, lines, _SAME)
 
 
-def _owners(values: Mapping[str, Any]) -> dict[str, str]:
-    """For each float leaf, by name, the first one that is the same tensor."""
-    names = [name for name in sorted(values) if values[name].dtype.is_floating_point]
-    if all(isinstance(values[name], Tensor) for name in names):
-        owners = owners_of([values[name] for name in names])
-        return {name: names[i] for name, i in zip(names, owners, strict=True)}
-    first: dict[Any, str] = {}
-    slots = {name: (values[name].bucket, values[name].slot) for name in names}
-    return {name: first.setdefault(slots[name], name) for name in names}
+def _described(values: Mapping[str, Any]) -> dict[str, str]:
+    """The shape of each leaf, whether it has floats, and the first leaf that is the same tensor."""
+    found, first = dict[str, str](), dict[Any, str]()
+    plain = [name for name in sorted(values) if isinstance(values[name], Tensor)]
+    owners = owners_of([values[name] for name in plain])
+    keys: dict[str, Any] = dict(zip(plain, owners, strict=True))
+    for name, x in sorted(values.items()):
+        if not isinstance(x, Tensor):
+            keys[name] = x.bucket, getattr(x, "slot", name)
+        if x.dtype.is_floating_point:
+            owner = first.setdefault(keys[name], name)
+            tied = f"tied to {owner!r}" if owner != name else "not tied"
+            found[name] = f"floats of {tuple(x.shape)}, {tied}"
+        else:
+            found[name] = f"{dtype_name(x.dtype)} of {tuple(x.shape)}"
+    return found
 
 
 def _check_shards(
@@ -418,18 +394,23 @@ def _check_shards(
     patterns = precision.patterns if precision is not None else []
     checks.check_matched("Trainer: precision", patterns, bare)
     for leaf, home, path in zip(opened.leaves, opened.homes, bare, strict=True):
-        data, bucket, name = getattr(leaf, "data", None), leaf.bucket, tree.join("params", path)
+        data, name = getattr(leaf, "data", None), tree.join("params", path)
         if isinstance(data, Tensor) and data.device != home.device:
             text = f"Trainer: {name} is on {data.device}, its groups are on {home.device}"
             raise LeafError(text, fix="make shards on the device of their groups")
-        if precision is not None and bucket is not None:
-            own = bucket.dtype if bucket.codes is None else bucket.compute  # of what became codes
-            numel = bucket.numels[getattr(leaf, "slot", 0)]
-            want = precision.formats(path, own, numel, bucket.trainable)
-            if want != bucket.formats:
-                lines = [f"expected {want}", f"got {bucket.formats}"]
-                text = f"Trainer: {name} was not made with this precision="
-                raise PlanError(text, lines, fix="make the shards with the same precision")
+        if precision is not None and leaf.bucket is not None:
+            _check_precision(leaf, precision, name, path)
+
+
+def _check_precision(leaf: Any, precision: Precision, name: str, path: str) -> None:
+    """Raise PlanError unless a leaf has the formats of a precision."""
+    bucket, numel = leaf.bucket, leaf.bucket.numels[getattr(leaf, "slot", 0)]
+    own = bucket.dtype if bucket.codes is None else bucket.compute  # of what became codes
+    want = precision.formats(path, own, numel, bucket.trainable)
+    if want != bucket.formats:
+        lines = [f"expected {want}", f"got {bucket.formats}"]
+        text = f"Trainer: {name} was not made with this precision="
+        raise PlanError(text, lines, fix="make the shards with the same precision")
 
 
 def homes_for(groups: Any, params: Tree, deterministic: bool) -> tuple[Any, Groups]:

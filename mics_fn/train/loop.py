@@ -146,7 +146,7 @@ class Position:
     def from_plain(
         cls, saved: Mapping[str, Any], now: Randoms | None, device: torch.device
     ) -> "Position":
-        """Return the position that `Passes.kept` gave; `now` is None on another rank."""
+        """Return the position that `DataPasses.kept` gave; `now` is None on another rank."""
         from_plain(saved["loader"])  # what cannot be read is found before anything changes
         if type(saved["epoch"]) is not int or type(saved["samples"]) is not int:
             raise TypeError("extra.data is not the position in a pass")
@@ -244,7 +244,7 @@ def facts_of(loader: Any) -> dict[str, str]:
 # Passes over loaders, each in an order of its own, and how far the last one has come.
 
 
-class Passes:
+class DataPasses:
     """Go through loaders without end, and know which samples of the last pass steps have used.
 
     Passes are counted over the life of a trainer; a sampler that is set to a later one is followed.

@@ -2,11 +2,10 @@
 
 Modules are read and never changed: `functional_call` swaps parameters into a copy on meta.
 
-[Note: shared buffers] A buffer that two modules hold is one tensor under two names, and several
-buffers may be views of the same memory, so that one module reads what the other writes. A step
-begins with copies that share memory in the same way, even if the state has been copied tensor by
-tensor. If a module assigns a new tensor to a name, that name no longer shares memory, as in any
-module.
+[Note: shared buffers] A buffer that two modules hold is one tensor under two names, so that one
+module reads what the other writes. A step begins with one copy for both, even if the state has been
+copied tensor by tensor. If a module assigns a new tensor to a name, that name no longer shares
+memory, as in any module.
 """
 
 import traceback
@@ -31,7 +30,6 @@ from mics_fn.shards import (
     PLAIN,
     MemoryPlace,
     Precision,
-    each_once,
     leaves_of,
     map_contents,
     overlaps,
@@ -126,7 +124,7 @@ Values = dict[str, Tensor]
 
 
 class ModuleBuffers:
-    """Which buffers of a module are averaged, and which share memory.
+    """Which buffers of a module are averaged, and which names stand for one tensor.
 
     Args:
       params: the module's parameters by name.
@@ -134,25 +132,24 @@ class ModuleBuffers:
       saved: the module's state dict, whose names tell which buffers are persistent.
 
     Raises:
-      LeafError: a buffer lies in the memory of a parameter, or of a buffer of another dtype; or a
-        persistent one is float8, which no mean over ranks has; or torch cannot copy it.
+      LeafError: a buffer lies in the memory of a parameter, or is another view of a buffer; or a
+        persistent one is float8, which no mean over ranks has.
     """
 
     def __init__(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], saved: Mapping
     ) -> None:
-        names, self.shared = [*params, *buffers], []
-        for name, x in buffers.items():
-            _check_copied(name, x)
-        for group in overlaps([*params.values(), *buffers.values()]):
-            here = {names[i]: buffers[names[i]] for i in group if i >= len(params)}
-            if here and len(here) < len(group):
-                self._refuse(names[group[0]], next(iter(here)), "parameter", "which moves")
-            if len({x.dtype for x in here.values()}) > 1:
-                first, second, *_ = here
-                self._refuse(first, second, "buffer", "of another dtype")
-            if here:
-                self.shared.append({name: MemoryPlace.of(x) for name, x in here.items()})
+        names, self.shared = [*params, *buffers], list[list[str]]()
+        tensors = [*params.values(), *buffers.values()]
+        for group in overlaps(tensors):
+            if group[-1] < len(params):  # tied weights
+                continue
+            first, *others = (names[i] for i in group)
+            if len({(MemoryPlace.of(tensors[i]), tensors[i].dtype) for i in group}) > 1:
+                kind = "parameter" if group[0] < len(params) else "buffer"
+                text = f"Trainer: buffer {others[-1]!r} lies in the memory of {kind} {first!r}"
+                raise LeafError(text, fix="clone it, or take the view of it in forward")
+            self.shared.append([first, *others])
         persistent = {name for name in buffers if name in saved}
         for group in self.shared:
             persistent |= set(group) if persistent & set(group) else set()
@@ -165,31 +162,17 @@ class ModuleBuffers:
                 fix = "keep it as bfloat16, or register it with persistent=False"
                 raise LeafError(text, fix=fix)
 
-    @staticmethod
-    def _refuse(first: str, second: str, kind: str, which: str) -> None:
-        text = f"Trainer: buffer {second!r} lies in the memory of {kind} {first!r}, {which}"
-        raise LeafError(text, fix="clone it, or take the view of it in forward")
-
     def copies(self, values: Values) -> Values:
-        """Copies that share memory as the module's buffers do; see [Note: shared buffers]."""
-        found: Values = {}
-        for group in self.shared:
-            start = min(place.offset for place in group.values())
-            stop = max(place.stop for place in group.values())
-            memory = values[next(iter(group))].new_empty(stop - start)
-            for name, place in group.items():
-                view = memory.as_strided(place.size, place.stride, place.offset - start)
-                once = each_once(view)
-                once.copy_(values[name][tuple(slice(n) for n in once.shape)])
-                found[name] = view
-        return {name: found[name] if name in found else x.clone() for name, x in values.items()}
+        """Return copies, one for all names of a tensor; see [Note: shared buffers]."""
+        found = {name: x.clone() for name, x in values.items()}
+        for first, *others in self.shared:
+            found |= dict.fromkeys(others, found[first])
+        return found
 
     def replaced(self, names: list[str]) -> None:
-        """Take note of buffers to which modules assigned new tensors."""
-        for group in self.shared:
-            for name in names:
-                group.pop(name, None)
-        self.shared = [group for group in self.shared if len(group) > 1]
+        """Take note of names to which modules assigned new tensors."""
+        kept = ([name for name in group if name not in names] for group in self.shared)
+        self.shared = [group for group in kept if len(group) > 1]
 
     def average(self, values: Values, home: Groups) -> Values:
         """The values with persistent buffers of floats and complex numbers averaged over ranks.
@@ -208,18 +191,6 @@ class ModuleBuffers:
             for name, mean in zip(mine, means, strict=True):
                 values[name] = mean.view(values[name].shape)
         return self.copies(values) if self.shared else values
-
-
-def _check_copied(name: str, x: Tensor) -> None:
-    """Raise LeafError unless each step can begin with a copy of a buffer."""
-    wrong = "nested" if x.is_nested else "quantized" if x.is_quantized else ""
-    try:
-        torch.empty(0 if wrong else 1, dtype=x.dtype).clone()
-    except RuntimeError:
-        wrong = f"{x.dtype}, of which torch makes no copies"
-    if wrong:
-        text = f"Trainer: buffer {name!r} is {wrong}"
-        raise LeafError(text, fix="keep the numbers that it stands for in buffers")
 
 
 # A stand-in for a model, whose calls cast their inputs and outputs as a `Precision` says.
@@ -266,9 +237,6 @@ class Casting:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._module, name, value._module if type(value) is Casting else value)
 
-    def __delattr__(self, name: str) -> None:
-        delattr(self._module, name)
-
     def __getitem__(self, key: Any) -> Any:
         return self._stand_in(self._module[key])  # pyright: ignore[reportIndexIssue]
 
@@ -278,17 +246,8 @@ class Casting:
     def __len__(self) -> int:
         return len(self._module)  # pyright: ignore[reportArgumentType]
 
-    def __contains__(self, key: Any) -> bool:
-        return key in self._module  # pyright: ignore[reportOperatorIssue]
-
     def __bool__(self) -> bool:
         return bool(self._module)
-
-    def __dir__(self) -> list[str]:
-        return dir(self._module)
-
-    def __repr__(self) -> str:
-        return repr(self._module)
 
     def _stand_in(self, value: Any, name: str = "") -> Any:
         """The stand-in for a submodule or a method; any other value as it is."""

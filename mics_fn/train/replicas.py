@@ -5,10 +5,10 @@ replica steps on its own gradients for a while, and then all of them are merged.
 
 What `hop2` of a `Precision` says, such as `hop2=int8`, holds for gradients in `every_step` and for
 the outer gradients of `diloco`. `local_sgd` sends parameters, which are never coded, since rounding
-them would be an error in the model itself: there it has no effect, and `Trainer` warns of it.
+them would be an error in the model itself: there it has no effect.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -74,7 +74,6 @@ class ReplicaSync:
         that of `outer`, once it needs no other rank any more.
       facts: those of the outer optimizer, as for a `Transform`.
       reduce: `reduce(grads, outer, groups) -> (grads, outer)`, in place of hop 2; None does hop 2.
-      exact: whether `merge` sends values as they are, so that no codes of hop 2 are sent.
 
     Example:
       >>> from mics_fn.optim import sgd
@@ -96,9 +95,8 @@ class ReplicaSync:
     apart: bool
     begin: Callable[[Tree], Any]
     merge: Callable[[Tree, Any, Any, bool], tuple[Tree, Any]]
-    facts: Callable[[Sequence[str]], Mapping[str, str]] | None = None
+    facts: Mapping[str, Any] | None = None
     reduce: Callable[[Tree, Any, Any], tuple[Tree, Any]] | None = None
-    exact: bool = False
 
     def groups(self, groups: Any) -> Any:
         """The groups for the steps: one replica's if these do no hop 2, else those given.
@@ -278,11 +276,12 @@ def every_step() -> ReplicaSync:
       >>> every_step().groups(groups) is groups
       True
     """
+    return ReplicaSync("every_step()", 1, False, lambda params: (), _nothing_left)
 
-    def nothing_left(params: Tree, outer: Any, groups: Any, donate: bool) -> tuple[Tree, Any]:
-        return params, outer
 
-    return ReplicaSync("every_step()", 1, False, lambda params: (), nothing_left)
+def _nothing_left(params: Tree, outer: Any, groups: Any, donate: bool) -> tuple[Tree, Any]:
+    """The merge of replicas that are equal after each step."""
+    return params, outer
 
 
 def local_sgd(every: int) -> ReplicaSync:
@@ -316,7 +315,7 @@ def local_sgd(every: int) -> ReplicaSync:
         # Parameters, unlike differences of them, must be sent in full precision.
         return sync_replicas(fresh(params), groups, donate=True, exact=True), outer
 
-    return ReplicaSync(f"local_sgd({every})", every, True, lambda params: (), merge, exact=True)
+    return ReplicaSync(f"local_sgd({every})", every, True, lambda params: (), merge)
 
 
 def diloco(every: int, outer: Optimizer | None = None) -> ReplicaSync:
@@ -420,18 +419,11 @@ def reduced_by(
     checks.function(verb, "init", init, "init(params)", "it returns the first state")
     checks.call(verb, init, "init(params)", "it returns the first state")
 
-    def with_state(grads: Tree, outer: Any, groups: Any) -> Any:
-        return hop2(grads, outer, groups)
-
-    def without_state(grads: Tree, outer: Any, groups: Any) -> Any:
-        return hop2(grads, groups), outer
-
-    def nothing_left(params: Tree, outer: Any, groups: Any, donate: bool) -> tuple[Tree, Any]:
-        return params, outer
+    def reduce(grads: Tree, outer: Any, groups: Any) -> Any:
+        return hop2(grads, outer, groups) if init is not None else (hop2(grads, groups), outer)
 
     name = f"reduced_by({getattr(hop2, '__qualname__', type(hop2).__name__)})"
-    reduce = without_state if init is None else with_state
-    return ReplicaSync(name, 1, False, init or (lambda _: ()), nothing_left, reduce=reduce)
+    return ReplicaSync(name, 1, False, init or (lambda _: ()), _nothing_left, reduce=reduce)
 
 
 def policy_of(replica_sync: ReplicaSync | None, hop2: Any) -> ReplicaSync:

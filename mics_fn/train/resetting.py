@@ -41,7 +41,7 @@ from mics_fn.errors import (
     rank_lines,
 )
 from mics_fn.groups import Groups, replaced, reports
-from mics_fn.optim import Comparison, handed_over, same_step
+from mics_fn.optim import Comparison, from_replica, same_step
 from mics_fn.schedules import OnDemand
 from mics_fn.shards import any_lost, is_leaf, reclaimed
 from mics_fn.spans import LOG
@@ -68,7 +68,7 @@ class Said:
     cut: bool  # whether its state is lost, as a write of it was cut short
     ready: bool  # whether it has kept what it needs to write one more step
     merges: bool  # whether a merge of replicas is left to do of its last step
-    passes: list[Any]  # what `Passes.report` gave
+    passes: list[Any]  # what `DataPasses.report` gave
     policies: list[list[Any] | None]  # for training and evaluation
 
     @property
@@ -124,7 +124,7 @@ def rejoin(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
     member, whole = trainer.member, [rank for rank in found if not found[rank].lost]
     home = member.home
     if not whole:
-        raise _no_replica(home, found, [], "no rank has a whole state")
+        raise _lost(found, "no rank has a whole state")
     newest = max(found[rank].at for rank in whole)
     ready = [rank for rank in whole if found[rank].ready and found[rank].calls == newest[0] - 1]
     if home.rank in ready:
@@ -143,15 +143,19 @@ def _take(trainer: Any, found: Mapping[int, Said], have: Sequence[int], needy: l
     """Let some ranks take state, guard and position in the data from those that have them."""
     member, lost = trainer.member, [rank for rank in needy if found[rank].lost]
     home = member.home
-    _check_one_home(trainer.groups, home, found, lost)
+    groups = trainer.groups
+    homes = {} if callable(groups) else dict.fromkeys(tree.flatten(groups)[0])
+    if list(homes) != [home]:
+        raise _lost(found, "leaves live on several groups, whose replicas are other ranks")
     sources: dict[int, int] = {}
     for place in range(home.partition_size):
         ranks = home.ranks[place :: home.partition_size]
         holders = [rank for rank in ranks if rank in have]
         takers = [rank for rank in ranks if rank in needy]
         if takers and not holders:
-            raise _no_replica(home, found, have, "no replica holds all of the newest state")
-        sources |= {rank: holders[i % len(holders)] for i, rank in enumerate(takers)}
+            part = f"part {place + 1} of {home.partition_size}"
+            raise _lost(found, f"no rank with {part} has all of it")
+        sources |= dict.fromkeys(takers, holders[0])
     guide = max((found[rank] for rank in have), key=lambda said: said.at)
     mine, own = found[home.rank], reclaimed(trainer.state)
     behind = trainer.sync_state.step < guide.calls or mine.lost
@@ -164,8 +168,10 @@ def _take(trainer: Any, found: Mapping[int, Said], have: Sequence[int], needy: l
         pairs = ", ".join(f"rank {to} from rank {source}" for to, source in sources.items())
         came = f"{name_ranks(lost)} had no state; " if lost else ""
         LOG.info("reset: %sall go on at step %d; state of %s", came, guide.step, pairs)
-    state = handed_over(own, home, sources, in_place=mine.lost)
-    if home.rank in sources:
+    source = next((sources[rank] for rank in home.replicas.ranks if rank in sources), None)
+    takes = home.rank in sources
+    state = from_replica(own, home, source, takes=takes, in_place=mine.lost)
+    if takes:
         trainer.ahead, trainer.guard, member.masked = state, guard, None
         trainer.sync_state = replace(trainer.sync_state, step=guide.calls)
     if member.lost:
@@ -179,16 +185,6 @@ def _take(trainer: Any, found: Mapping[int, Said], have: Sequence[int], needy: l
         compared.finish("raise")
 
 
-def _check_one_home(
-    groups: Any, home: Groups, found: Mapping[int, Said], lost: Sequence[int]
-) -> None:
-    """Raise unless all leaves live on the same groups, which have all replicas."""
-    homes = {} if callable(groups) else dict.fromkeys(tree.flatten(groups)[0])
-    if list(homes) != [home]:
-        why = "leaves live on several groups, whose replicas are other ranks"
-        raise _no_replica(home, found, [], why) if lost else torn(found)
-
-
 def _limited(policy: Any, limits: list[Any] | None) -> Any:
     """A policy with the numbers of another rank's, so that both plan the same."""
     mine = _limits(policy)
@@ -199,69 +195,53 @@ def _limited(policy: Any, limits: list[Any] | None) -> Any:
 
 def refuse_apart(home: Groups, found: Mapping[int, Said]) -> None:
     """Raise LostStateError if replicas with states of their own lack a part of one."""
-    apart, p, ranks = "replicas are apart, so each has a state of its own", home.partition_size, []
-    for start in range(0, len(found), p):
-        replica = home.stacked_ranks[start : start + p]
-        lost = [rank for rank in replica if found[rank].lost]
-        alike = len({(found[rank].at, found[rank].merges) for rank in replica}) == 1
-        ranks += lost or ([] if alike else replica)
-    newest = max(said.calls for said in found.values())
-    merged = {said.merges for said in found.values() if said.calls == newest}
-    if not ranks and len(merged) > 1:
-        apart, ranks = "only some ranks have merged after the last step", list(found)
-    elif ranks and not any(said.lost for said in found.values()):
-        apart = f"{apart}, and ranks of one are at different steps"
-    if ranks:
-        raise _gone(found, apart, [f"rank {rank} {_place(found[rank])}" for rank in ranks])
+    p, newest, why = home.partition_size, max(said.calls for said in found.values()), ""
+    replicas = [home.stacked_ranks[start : start + p] for start in range(0, len(found), p)]
+    places = [{(found[rank].at, found[rank].merges) for rank in ranks} for ranks in replicas]
+    if any(said.lost for said in found.values()):
+        why = "replicas are apart, so each has a state of its own"
+    elif any(len(each) > 1 for each in places):
+        why = "replicas are apart, and ranks of one are at different steps"
+    elif len({said.merges for said in found.values() if said.calls == newest}) > 1:
+        why = "only some ranks have merged after the last step"
+    if why:
+        raise _lost(found, why)
 
 
-def refuse_own_state(home: Groups, found: Mapping[int, Said], name: str) -> None:
+def refuse_own_state(found: Mapping[int, Said], name: str) -> None:
     """Raise LostStateError if a rank lacks what hop 2 keeps on that rank alone."""
     newest = max(said.at for said in found.values())
     if any(said.lost or (said.at != newest and not said.ready) for said in found.values()):
-        why = f"{name} keeps a state on each rank that no other one has"
-        raise _no_replica(home, found, [], why)
+        raise _lost(found, f"{name} keeps a state on each rank that no other one has")
 
 
-def _no_replica(
-    home: Groups, found: Mapping[int, Said], have: Sequence[int], why: str
-) -> LostStateError:
-    """The error that names the parts that nobody holds."""
-    lines, p = [], home.partition_size
-    for place in range(p):
-        ranks = home.ranks[place::p]
-        if not set(ranks) & set(have):
-            states = [f"rank {rank} {_place(found[rank])}" for rank in ranks]
-            lines.append(f"part {place + 1} of {p}: {', '.join(states)}")
-    return _gone(found, why, lines)
-
-
-def _gone(found: Mapping[int, Said], why: str, lines: list[str]) -> LostStateError:
+def _lost(found: Mapping[int, Said], why: str) -> LostStateError:
     """Return the error of a state that no rank holds, with the saves to resume from."""
-    what = "Trainer.reset: no replica holds the state that a lost rank had"
-    if not any(said.lost for said in found.values()):
-        what = "Trainer.reset: no replica holds the newest state"
+    lost = any(said.lost for said in found.values())
+    what = "the state that a lost rank had" if lost else "the newest state"
     newest = max(said.step for said in found.values())
     fix = f"put a state in its place that all ranks have saved, of step {newest} or before"
     fix += "; with checkpoint= the Trainer goes back to the newest by itself"
-    return LostStateError(f"{what}: {why}", lines, fix)
-
-
-def _place(said: Said) -> str:
-    if said.cut:
-        return "was cut short while it wrote a step"
-    merges = ", before its merge" if said.merges else ""
-    return "came back without it" if said.back else f"is at step {said.step}{merges}"
+    return LostStateError(f"Trainer.reset: no replica holds {what}: {why}", _places(found), fix)
 
 
 def torn(found: Mapping[int, Said]) -> LostStateError:
-    """The error of ranks that are at different steps."""
-    texts = {
-        rank: "lost" if said.lost else f"step {said.step}, in {said.calls} calls"
-        for rank, said in found.items()
-    }
+    """Return the error of ranks that are at different steps."""
     fix = "pass heal=True, or go back to a state that all ranks have saved"
-    return LostStateError("Trainer.reset: ranks are at different steps", rank_lines(texts), fix)
+    return LostStateError("Trainer.reset: ranks are at different steps", _places(found), fix)
+
+
+def _places(found: Mapping[int, Said]) -> list[str]:
+    """Return the lines that say how far each rank has come."""
+    texts = {}
+    for rank, said in found.items():
+        merges = ", before its merge" if said.merges else ""
+        texts[rank] = f"step {said.step}, in {said.calls} calls{merges}"
+        if said.back:
+            texts[rank] = "came back without a state"
+        if said.cut:
+            texts[rank] = "was cut short while it wrote a step"
+    return rank_lines(texts)
 
 
 _ATTEMPTS = 5  # as a rank may be lost while another one is healed
@@ -337,7 +317,7 @@ def at_one_step(trainer: Any, *, heal: bool) -> None:
         _merged(trainer, found, heal=heal)
     else:
         if has_own_state(trainer.replica_sync, trainer.sync_state):
-            refuse_own_state(home, found, trainer.replica_sync.name)
+            refuse_own_state(found, trainer.replica_sync.name)
         _aligned(trainer, found, heal=heal)
     if any(said.passes[0] for said in found.values()):
         trainer.passes.go_on(trainer.sync_state.step)

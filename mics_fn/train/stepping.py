@@ -14,7 +14,7 @@ them it takes from a replica, too.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -28,16 +28,13 @@ from mics_fn.deferred import GradSum, defer
 from mics_fn.errors import MicsError, message
 from mics_fn.groups import Groups
 from mics_fn.interrupts import Commit
-from mics_fn.offload import where_of
 from mics_fn.optim import (
     StepRefused,
     StepTotals,
     TrainState,
     Verdict,
-    init_state,
     lazy_grads,
     masked_by,
-    move,
     opt_step,
     same_step,
     tell_memory,
@@ -52,19 +49,6 @@ from mics_fn.tree import Tree
 # The end of a step of a `Trainer`: gradients are judged, and the step is written or refused.
 
 
-def begin(trainer: Any, params: Tree, optimizer: Any, buffers: Values) -> None:
-    """Make the states of a `Trainer` before its first step, everything in its place.
-
-    Communication: that of `compare_options`, and of the policy that merges replicas.
-    """
-    given.warn_of_hop2(params, trainer.replica_sync)
-    given.warn_of_overlap(trainer)
-    params = move(params, trainer.where, device=trainer.member.home.device)
-    trainer.state = init_state(params, optimizer, buffers=buffers, where=trainer.where)
-    given.compare_options(trainer, params, trainer.groups, trainer.guard)
-    trainer.sync_state = trainer.replica_sync.init(params, trainer.groups)
-
-
 def overlaps(trainer: Any) -> bool:
     """Whether buckets are stepped while others are reduced: nothing has to be known of all before.
 
@@ -77,23 +61,10 @@ def overlaps(trainer: Any) -> bool:
     return trainer.overlap_step and not waits
 
 
-@torch.no_grad()
-def update_early(trainer: Any, total: GradSum, buffers: Values) -> Verdict:
-    """`update` that steps each bucket once its hop 2 is done."""
-    if spans.watchers:
-        tell_memory(trainer.ahead)
-    verdict = Verdict(total, None, None, False, True, trainer.guard)
-    write(trainer, given.Ready(verdict, buffers, trainer.sync_state))
-    return verdict
-
-
-def comes(trainer: Any) -> bool:
-    """Return whether a step may fetch states, on this rank or on others."""
-    return where_of(trainer.where).moves("params", "states")
-
-
 def reduced(trainer: Any, total: GradSum) -> Any:
-    """The gradients for `update`, all of them reduced; those elsewhere stay there until stepped."""
+    """Return reduced gradients; those elsewhere stay there until stepped, or all still come."""
+    if overlaps(trainer):
+        return total
     if not total.elsewhere or trainer.replica_sync.reduce is not None:
         return total.grads()
     total.wait()
@@ -103,30 +74,18 @@ def reduced(trainer: Any, total: GradSum) -> Any:
 
 @torch.no_grad()
 def update(
-    trainer: Any, grads: Any, buffers: Values, commit: Commit, totals: StepTotals
+    trainer: Any, total: GradSum, buffers: Values, commit: Commit, totals: StepTotals
 ) -> Verdict:
-    """The optimizer's step, if the guard accepts it.
+    """Step on the gradients if the guard accepts them; states elsewhere are fetched meanwhile.
 
     Args:
       trainer: the `Trainer`, before the step.
-      grads: what `reduced` gave; given away.
+      total: all micro-steps; given away.
       buffers: as this rank computed them.
       commit: holds signals while the step is written.
       totals: of this step.
     """
     if spans.watchers:  # a step that is refused ends here
-        tell_memory(trainer.ahead)
-    ready = _judged(trainer, grads, buffers, commit, totals)
-    write(trainer, ready)
-    return ready.verdict
-
-
-@torch.no_grad()
-def update_late(
-    trainer: Any, total: GradSum, buffers: Values, commit: Commit, totals: StepTotals
-) -> Verdict:
-    """Call `update` on offloaded states, prefetched while gradients are reduced and checked."""
-    if spans.watchers:
         tell_memory(trainer.ahead)
     found: list[given.Ready] = []
 
@@ -137,11 +96,17 @@ def update_late(
         trainer.member.ready = None  # from here on a part of it may be written
         return found[0].verdict.grads
 
+    stepped, state = None, trainer.ahead
     with Writing():
-        state = trainer.ahead
         with suppress(StepRefused):
-            state = opt_step(state, lazy_grads(total, judged), donate=True)
-        write(trainer, found[0], state)
+            if trainer.where.moves("params", "states") and not overlaps(trainer):
+                stepped = opt_step(state, lazy_grads(total, judged), donate=True)
+            else:
+                judged()
+        write(trainer, found[0], stepped)
+    if overlaps(trainer):
+        totals.exchange()
+        totals.fetch()
     return found[0].verdict
 
 
@@ -152,7 +117,8 @@ def _judged(
     settle(trainer)  # the guard counts steps in a row
     sync, home, old = trainer.replica_sync, trainer.member.home, trainer.ahead
     grads, kept = sync.reduced(grads, trainer.sync_state, trainer.groups)
-    how = {"totals": totals, "wait": not can_be_masked(trainer, grads)}
+    sent = None if overlaps(trainer) else totals  # else that message would wait for every hop 2
+    how = {"totals": sent, "wait": not can_be_masked(trainer, grads)}
     verdict = trainer.guard.judge(grads, trainer.groups, donate=True, **how)
     if verdict.accept:
         over = home if sync.due(trainer.sync_state) else sync.groups(home)
@@ -217,15 +183,16 @@ def can_be_masked(trainer: Any, grads: Any) -> bool:
     Where more than parameters, moments and buffers changes with a step, or a step writes without
     torch's fused kernels, the host waits. See [Note: masked steps] in `optim.optimizers`.
     """
-    state, sync, masked = trainer.ahead, trainer.replica_sync, trainer.ahead.transform.masked
-    device = trainer.member.home.device
-    if not _device.is_async(device) or masked is None or comes(trainer):
+    state, sync, device = trainer.ahead, trainer.replica_sync, trainer.member.home.device
+    if not _device.is_async(device) or not state.transform.masked:
+        return False
+    if trainer.where.moves("params", "states"):
         return False
     more = sync.apart or sync.reduce is not None or trainer.recoverable
     buckets = {getattr(x, "bucket", None) for x in tree.flatten(state.params, is_leaf)[0]}
     coded = any(x is not None and (x.state or x.codes) for x in buckets)
     more = more or coded or isinstance(grads, GradSum) or _device.abort_flag(device) is None
-    return masked(state.opt) and not more
+    return not more
 
 
 def settle(trainer: Any) -> None:
@@ -261,46 +228,36 @@ _BACKWARD = message(
 )
 
 
-class MicroSteps:
-    """Results of the micro-steps of a step; each begins with the buffers of the last one.
+def micro_steps(
+    trainer: Any, total: GradSum, full: Tree, parts: Sequence[Any], weights: Weights | None
+) -> tuple[Tensor, Values]:
+    """Run forward and backward of each micro-step, which begins with the buffers of the last one.
 
     Args:
       trainer: takes the step; the buffers of its state are not written to.
       total: takes the gradients.
+      full: deferred parameters.
+      parts: the micro-batches.
       weights: of the micro-steps; None if they are equal.
+
+    Returns:
+      The losses of this rank, and the buffers, before their mean over ranks.
     """
+    program, losses = trainer.program, list[Tensor]()
+    buffers = program.buffers.copies(trainer.ahead.buffers)
+    for i, part in enumerate(parts):
 
-    def __init__(self, trainer: Any, total: GradSum, weights: Weights | None) -> None:
-        self._weights = weights
-        self._program, self._total, self._scale = trainer.program, total, trainer.guard.scale
-        self._losses: list[Tensor] = []
-        total.other_backward = _BACKWARD
-        self._buffers = self._program.buffers.copies(trainer.ahead.buffers)  # to write to
-
-    def run(self, full: Tree, batch: Any) -> None:
-        """One micro-step, forward and backward."""
-
-        i, weights = len(self._losses), self._weights
-
-        def backward(loss: Tensor) -> None:
+        def backward(loss: Tensor, i: int = i) -> None:
             if weights is not None:
-                self._total.void = weights.void[i]
+                total.void = weights.void[i]
                 loss = loss * weights.factor(i, loss)
-            self._total.backward(self._scale.scale(loss))
+            total.backward(trainer.guard.scale.scale(loss))
 
-        loss, self._buffers = self._program(full, self._buffers, batch, backward)
+        loss, buffers = program(full, buffers, part, backward)
         if weights is not None:
             loss = counted(loss, weights.void[i]) * weights.factor(i, loss)
-        self._losses.append(loss)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the losses."""
-        return self._losses[0].dtype
-
-    def end(self) -> tuple[Tensor, Values]:
-        """The loss of the step on this rank, and the buffers, before their mean over ranks."""
-        return torch.stack(self._losses).mean(dtype=torch.float64), self._buffers
+        losses.append(loss)
+    return torch.stack(losses), buffers
 
 
 def one_step(trainer: Any, batch: Any) -> StepMetrics:
@@ -321,29 +278,20 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
     where = trainer.where if trainer.where.sets("grads") else None
     total = GradSum(len(parts), dtype=trainer.grad_dtype, where=where)
     commit = Commit()
-    done = MicroSteps(trainer, total, weights_of(trainer, parts))
+    weights, total.other_backward = weights_of(trainer, parts), _BACKWARD
     total.before_last = commit.hold  # see [Note: commit] in `interrupts`
     with commit, learning(trainer.deterministic), _alike(home, commit):
         with defer(state.params, groups, trainer.schedule, into=total) as full:
-            for part in parts:
-                done.run(full, part)
+            losses, buffers = micro_steps(trainer, total, full, parts, weights)
         del full  # else the update would copy shards that parameters share
         commit.hold()
-        early, late = overlaps(trainer), comes(trainer)
-        grads = None if early or late else reduced(trainer, total)
         if drift is not None:
+            total.wait()
             trainer.state = drift.finish(trainer.on_drift)
-        loss, buffers = done.end()
-        totals = StepTotals(home, loss, *counts, weighted=trainer.weight is not None)
+        loss = losses.mean(dtype=torch.float64)
+        totals = StepTotals(home, loss, *counts, weighted=weights is not None)
         totals.flag = flag
-        if early:
-            verdict = update_early(trainer, total, buffers)
-            totals.exchange()
-            totals.fetch()
-        elif late:
-            verdict = update_late(trainer, total, buffers, commit, totals)
-        else:
-            verdict = update(trainer, grads, buffers, commit, totals)
+        verdict = update(trainer, total, buffers, commit, totals)
         merge(trainer)
         total.release()
     return metrics_of(
@@ -351,7 +299,7 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
         totals,
         verdict,
         {
-            "loss": totals.loss.to(done.dtype),
+            "loss": totals.loss.to(losses.dtype),
             "seconds": time.perf_counter() - started,
             "scale": guard.scale.value,
         },

@@ -13,17 +13,17 @@ from mics_fn.errors import GroupsError, message
 from mics_fn.groups import StopRequest, rejoin_error, reports_step
 from mics_fn.inspection import NOT_WATCHED
 from mics_fn.offload import Where
-from mics_fn.optim import Guard, Optimizer, TrainState
+from mics_fn.optim import Guard, Optimizer, TrainState, init_state, move
 from mics_fn.schedules import OnDemand, Schedule
 from mics_fn.shards import GroupsTree, Precision, precision_of, refuse_derivative, unshard
 from mics_fn.train import given
 from mics_fn.train.carried import Checkpoints
-from mics_fn.train.loop import Passes, ProgressBar, check_fit, train_for
+from mics_fn.train.loop import DataPasses, ProgressBar, check_fit, train_for
 from mics_fn.train.metrics import StepMetrics, evaluated
 from mics_fn.train.program import program_of, to_device
 from mics_fn.train.replicas import ReplicaSync, SyncState, policy_of
 from mics_fn.train.resetting import renew
-from mics_fn.train.stepping import begin, one_step, settle
+from mics_fn.train.stepping import one_step, settle
 from mics_fn.tree import Tree
 
 # What a `Trainer` gives to others: full parameters, and a state dict as plain torch has it.
@@ -57,73 +57,7 @@ _INSTEAD = {
 }
 
 
-class Exporting:
-    """The methods of a `Trainer` that export what it has trained."""
-
-    state: TrainState
-    groups: Any
-    program: Any
-
-    if not TYPE_CHECKING:  # for which there is no other attribute
-
-        def __getattr__(self, name: str) -> Any:
-            raise AttributeError(
-                message(f"Trainer has no attribute {name!r}", fix=_INSTEAD.get(name, ""))
-            )
-
-    def __reduce__(self) -> tuple:
-        text = "a Trainer belongs to this process: it cannot be in a pickle or a deep copy"
-        fix = "take trainer.state_dict(), or save it with Trainer(checkpoint=Checkpoints(folder))"
-        raise GroupsError(text, fix=fix)
-
-    def params(self) -> Tree:
-        """Full parameters as plain tensors, on every rank, for export.
-
-        Returns:
-          The tree that was sharded; for a module a dict from name to tensor. While replicas are
-          apart they are those of this rank's replica.
-
-        Communication: as for `unshard`.
-
-        Memory: the full parameters, on the device.
-        """
-        return unshard(self.state.params, self.groups)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """What `model.load_state_dict` takes: full parameters and buffers, as in plain torch.
-
-        It has the names that `model.state_dict()` has, in their order: tied weights under each of
-        their names, and no buffer that is not persistent. So `strict=True` accepts it, here and in
-        a program without this library. For a model that no rank can hold, write
-        `checkpoint.save_pretrained(path, trainer.state.params, groups)` instead.
-
-        Returns:
-          A dict from name to tensor, in memory of its own, on every rank. While replicas are apart,
-          parameters and buffers are those of this rank's replica: merge them first, or take the
-          dict of one rank. Integer buffers, such as the number of batches that a BatchNorm has
-          seen, are always those of this rank.
-
-        Communication: as for `unshard`.
-
-        Memory: the full parameters and the buffers, on the device.
-
-        Raises:
-          AttributeError: this `Trainer` has a loss function instead of a module.
-          LeafError: the module saves something that has no value here.
-
-        Example:
-          >>> loss = lambda model, x: model(x).sum()
-          >>> model = torch.nn.BatchNorm1d(2)
-          >>> trainer = Trainer(model, optim.sgd(0.1), make_groups(1), loss=loss)
-          >>> list(trainer.state_dict())
-          ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
-          >>> model.load_state_dict(trainer.state_dict())
-          <All keys matched successfully>
-        """
-        return self.program.state_dict(self.params, self.state.buffers)
-
-
-class Trainer(Exporting):
+class Trainer:
     """Train a model with sharded states, one call per step.
 
     Args:
@@ -202,6 +136,7 @@ class Trainer(Exporting):
 
     ahead: TrainState  # as if the last step was taken, if the host has not looked yet
     sync_state: SyncState
+    program: Any
     checkpoint: Any  # a `Checkpoints`, another object with its methods, or None
     on_drift: Literal["raise", "heal"]
 
@@ -245,7 +180,7 @@ class Trainer(Exporting):
         self.precision, self.guard = precision_of(precision), guard or Guard()
         self.replica_sync, self.grad_dtype = policy_of(replica_sync, hop2), grad_dtype
         given.check_options(self, prefetch, schedule, checkpoint)
-        self.program, self.passes = program_of(model, loss, self.precision), Passes()
+        self.program, self.passes = program_of(model, loss, self.precision), DataPasses()
         own, buffers = self.program.take()
         groups, home = given.homes_for(groups, own if params is None else params, deterministic)
         self.groups, apart = cast(Any, groups), self.replica_sync.apart
@@ -260,10 +195,26 @@ class Trainer(Exporting):
         given.check_compiled(model, loss, full_bytes)
         chosen, self.eval_schedule = given.schedules_for(live_bytes, prefetch, full_bytes, home)
         self.schedule = schedule or chosen
-        begin(self, params, optimizer, buffers)
+        given.warn_of_overlap(self)
+        params = move(params, self.where, device=home.device)
+        self.state = init_state(params, optimizer, buffers=buffers, where=self.where)
+        given.compare_options(self, params, groups, self.guard)
+        self.sync_state = self.replica_sync.init(params, self.groups)
         self.last_step, self.checkpoint = NOT_WATCHED, checkpoint
         if checkpoint is not None and not self.member.lost:
             checkpoint.begin(self)
+
+    if not TYPE_CHECKING:  # for which there is no other attribute
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                message(f"Trainer has no attribute {name!r}", fix=_INSTEAD.get(name, ""))
+            )
+
+    def __reduce__(self) -> tuple:
+        text = "a Trainer belongs to this process: it cannot be in a pickle or a deep copy"
+        fix = "take trainer.state_dict(), or save it with Trainer(checkpoint=Checkpoints(folder))"
+        raise GroupsError(text, fix=fix)
 
     @property
     def state(self) -> TrainState:
@@ -344,12 +295,58 @@ class Trainer(Exporting):
                 loss = self.program(full, before, batch).loss
             return evaluated(self, loss.clone(), batch)
 
+    def params(self) -> Tree:
+        """Full parameters as plain tensors, on every rank, for export.
+
+        Returns:
+          The tree that was sharded; for a module a dict from name to tensor. While replicas are
+          apart they are those of this rank's replica.
+
+        Communication: as for `unshard`.
+
+        Memory: the full parameters, on the device.
+        """
+        return unshard(self.state.params, self.groups)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What `model.load_state_dict` takes: full parameters and buffers, as in plain torch.
+
+        It has the names that `model.state_dict()` has, in their order: tied weights under each of
+        their names, and no buffer that is not persistent. So `strict=True` accepts it, here and in
+        a program without this library. For a model that no rank can hold, write
+        `checkpoint.save_pretrained(path, trainer.state.params, groups)` instead.
+
+        Returns:
+          A dict from name to tensor, in memory of its own, on every rank. While replicas are apart,
+          parameters and buffers are those of this rank's replica: merge them first, or take the
+          dict of one rank. Integer buffers, such as the number of batches that a BatchNorm has
+          seen, are always those of this rank.
+
+        Communication: as for `unshard`.
+
+        Memory: the full parameters and the buffers, on the device.
+
+        Raises:
+          AttributeError: this `Trainer` has a loss function instead of a module.
+          LeafError: the module saves something that has no value here.
+
+        Example:
+          >>> loss = lambda model, x: model(x).sum()
+          >>> model = torch.nn.BatchNorm1d(2)
+          >>> trainer = Trainer(model, optim.sgd(0.1), make_groups(1), loss=loss)
+          >>> list(trainer.state_dict())
+          ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
+          >>> model.load_state_dict(trainer.state_dict())
+          <All keys matched successfully>
+        """
+        return self.program.state_dict(self.params, self.state.buffers)
+
     def reset(self, *, heal: bool = True) -> None:
         """Go on after an error has ended the groups: new ones, all ranks at one step. All call it.
 
-        The state, the guard, when replicas are merged, the epochs of `fit` and the learned order of
-        fetches are kept, and nothing of a step that was not completed. A rank that was lost and
-        started again calls it, too, and takes all of these from its replicas.
+        The state, the guard, when replicas are merged and the epochs of `fit` are kept, and nothing
+        of a step that was not completed. A rank that was lost and started again calls it, too, and
+        takes all of these from its replicas.
 
         Args:
           heal: let a rank that is behind, or has come back, take what it lacks from a replica.

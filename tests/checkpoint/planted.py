@@ -5,18 +5,25 @@ _C = "checkpoint/snapshot.py"
 
 PLANTED = [
     (
-        "a cell begins one element late where copies do not divide a chunk",
-        "checkpoint/manifest.py",
-        "low = part * chunk + chunk * copy // self.copies",
-        "low = part * chunk - -chunk * copy // self.copies",
-        "checkpoint/test_layouts.py -k cells_cover",
+        "two ranks that hold the same write the same slices",
+        _C,
+        "            if writer == me:\n",
+        "            if load == 0 or writer == me:\n",
+        "checkpoint/test_layouts.py -k slices_cover",
     ),
     (
-        "a load reads the first elements of a slice in place of those that it wants",
+        "a load takes the first elements of a slice in place of those that it wants",
         "checkpoint/loading.py",
-        "start = low - part.start\n",
-        "start = low - origin\n",
+        "values = values[low - start : high - start]",
+        "values = values[: high - low]",
         "checkpoint/test_layouts.py -k any_layout",
+    ),
+    (
+        "a manifest with a gap between slices is taken",
+        "checkpoint/manifest.py",
+        "_require(each.range.start == end < each.range.stop,",
+        "_require(each.range.start < each.range.stop,",
+        "checkpoint/test_hostile.py -k what_is_hostile",
     ),
     (
         "numbers of a state are not restored",
@@ -28,8 +35,8 @@ PLANTED = [
     (
         "a step is renamed before the disk has the names in its folder",
         _D,
-        "        sync_folder(path)\n        final = path\n",
-        "        final = path\n",
+        "        sync(self.path)\n        os.rename(self.path, path)\n",
+        "        os.rename(self.path, path)\n",
         "checkpoint/test_commit.py -k the_disk_has_each",
     ),
     (
@@ -47,11 +54,11 @@ PLANTED = [
         "checkpoint/test_branches.py -k after_a_rollback",
     ),
     (
-        "a save removes a step that a load refused",
+        "steps that replace others are removed before these",
         _D,
-        "        if not _is_refused(path):\n            return",
-        "        if path:\n            return",
-        "checkpoint/test_branches.py -k no_save_removes",
+        "        if not stay and keep is not None:",
+        "        if keep is not None:",
+        "checkpoint/test_branches.py -k cannot_be_removed",
     ),
     (
         "a lack of open files is taken for damage, and a good step is passed over",
@@ -63,15 +70,15 @@ PLANTED = [
     (
         "a replaced step counts again",
         _D,
-        "branch = max(branch, newest.number)",
-        "branch = 0",
-        "checkpoint/test_branches.py -k after_a_rollback",
+        "counting[step], lowest = path, step",
+        "counting[step] = path",
+        "checkpoint/test_branches.py -k counts_unless",
     ),
     (
         "values are not compared with their checksums",
         _D,
-        "        if not right:\n            raise self._corrupt(",
-        "        if right is None:\n            raise self._corrupt(",
+        "if zlib.crc32(out) != part.crc:",
+        "if not part.range:",
         "checkpoint/test_sums.py -k damage_anywhere",
     ),
     (
@@ -84,23 +91,23 @@ PLANTED = [
     (
         "start_save does not copy what it writes later",
         _C,
-        "_torch.foreach_copy(copies, [x for _, x in sources], non_blocking=pinned)",
+        "_torch.foreach_copy(list(copies.values()), list(near.values()), non_blocking=pinned)",
         "pass",
         "checkpoint/test_snapshot.py -k a_copy",
     ),
     (
         "the memory of a save is never used again",
         _C,
-        "self.free.append((device.type, memory))",
+        "self.free[device.type] = memory",
         "pass",
         "checkpoint/test_snapshot.py -k memory_of_one",
     ),
     (
         "each replica saves what the first one has",
         _C,
-        "image = home.replicas.rank if self.apart else 0",
-        "image = 0",
-        "checkpoint/test_other_codes.py -k every_form",
+        "how: Any = (home, home.replicas.rank, home.num_replicas)",
+        "how: Any = (home, 0, home.num_replicas)",
+        "checkpoint/test_saved_codes.py -k any_ranks",
     ),
     (
         "states of different steps are saved as one",
@@ -124,10 +131,10 @@ PLANTED = [
         "checkpoint/test_dcp_dirs.py -k every_kind",
     ),
     (
-        "an export has its name before it is complete on the disk",
+        "a file is not waited for before its step has a name",
         _D,
-        "                sync(self.folder)\n",
-        "",
-        "checkpoint/test_pretrained_dirs.py -k synced",
+        "    path.chmod(path.parent.stat().st_mode & 0o666)\n    sync(path)\n",
+        "    path.chmod(path.parent.stat().st_mode & 0o666)\n",
+        "checkpoint/test_commit.py -k the_disk_has_each",
     ),
 ]

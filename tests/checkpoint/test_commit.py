@@ -15,7 +15,6 @@ import mics_fn as mf
 from mics_fn import checkpoint
 from tests.stress.kills import KillsConfig, measure_kills, render_kills
 
-COMMITS = ["rename", "file"]
 # What changes a disk, or makes it durable; pathlib and shutil look these up in `os`.
 OPERATIONS = ("open", "write", "pwrite", "ftruncate", "fsync", "rename", "mkdir", "unlink", "rmdir")
 
@@ -37,8 +36,8 @@ def state_at(step: int) -> dict[str, Any]:
     return {"w": torch.arange(5000.0) + step, "seen": torch.tensor(step), "step": step}
 
 
-def save_at(folder: Path, step: int, groups: mf.Groups, commit: Any, **how: Any) -> None:
-    checkpoint.save(folder, state_at(step), groups, step=step, commit=commit, **how)
+def save_at(folder: Path, step: int, groups: mf.Groups, **how: Any) -> None:
+    checkpoint.save(folder, state_at(step), groups, step=step, **how)
 
 
 def check_step(folder: Path, step: int, groups: mf.Groups) -> None:
@@ -83,24 +82,23 @@ class Recorder:
         return call
 
 
-@pytest.mark.parametrize("commit", COMMITS)
 @pytest.mark.parametrize(
     "kind",
     ["pruning", pytest.param("rolled back", marks=pytest.mark.thorough)],
 )
-def test_a_kill_at_any_operation_loses_nothing(tmp_path: Path, commit: str, kind: str) -> None:
+def test_a_kill_at_any_operation_loses_nothing(tmp_path: Path, kind: str) -> None:
     groups = mf.make_groups(1)
     step, how = (4, {"keep": 2}) if kind == "pruning" else (2, {"overwrite": "newer"})
 
     def save(folder: Path, deadly: int) -> None:
         recorder = Recorder(deadly)
         recorder.install(setattr)
-        save_at(folder, step, groups, commit, **how)
+        save_at(folder, step, groups, **how)
 
     killed, plain = 0, tmp_path / "plain"
     plain.mkdir()
     for before in (1, 2, 3):
-        save_at(plain, before, groups, COMMITS[before % 2])
+        save_at(plain, before, groups)
     for deadly in range(200):
         folder = shutil.copytree(plain, tmp_path / f"{deadly}")
         status = in_child(lambda: save(folder, deadly))  # noqa: B023
@@ -111,7 +109,7 @@ def test_a_kill_at_any_operation_loses_nothing(tmp_path: Path, commit: str, kind
         newest = checkpoint.latest(folder)
         assert newest in (3, step), deadly
         check_step(folder, newest, groups)
-        save_at(folder, step, groups, commit, **{**how, "overwrite": "newer"})
+        save_at(folder, step, groups, **{**how, "overwrite": "newer"})
         check_step(folder, step, groups)
         left = [x for x in os.listdir(folder) if x != ".lock"]
         assert len(left) == len(checkpoint.steps(folder)), left
@@ -119,32 +117,24 @@ def test_a_kill_at_any_operation_loses_nothing(tmp_path: Path, commit: str, kind
     check_step(folder, step, groups)
 
 
-@pytest.mark.parametrize("commit", COMMITS)
 def test_the_disk_has_each_thing_before_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commit: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups, folder = mf.make_groups(1), tmp_path / "new" / "jobs"
-    save_at(folder, 1, groups, commit)
+    save_at(folder, 1, groups)
     for step in (2, 3):
-        save_at(folder, step, groups, commit)
+        save_at(folder, step, groups)
     recorder = Recorder()
     with monkeypatch.context() as patch:
         patch.setattr("builtins.open", recorded_open(recorder))
         recorder.install(patch.setattr)
-        save_at(folder, 4, groups, commit, keep=2)
+        save_at(folder, 4, groups, keep=2)
     did = [(name, Path(path).name) for name, path in recorder.did]
     synced = [path for name, path in did if name == "fsync"]
     part, manifest = "rank-00000.safetensors", "MANIFEST.json"
     order = [("fsync", part), ("open", manifest), ("write", manifest), ("fsync", manifest)]
-    if commit == "rename":
-        temporary = next(path for _, path in did if path.startswith(".tmp-step-"))
-        order += [("fsync", temporary), ("rename", temporary), ("fsync", "step-00000004")]
-    else:
-        order += [("fsync", "step-00000004"), ("open", ".committed"), ("write", ".committed")]
-        order += [("fsync", ".committed"), ("rename", ".committed"), ("fsync", "step-00000004")]
-        first = [("open", "BY_FILE"), ("fsync", "BY_FILE"), ("fsync", "step-00000004")]
-        order = [*first, *order]
-    order += [("fsync", "jobs")]
+    temporary = next(path for _, path in did if path.startswith(".tmp-step-"))
+    order += [("fsync", temporary), ("rename", temporary), ("fsync", "jobs")]
     places, at = [], -1
     for each in order:
         at = did.index(each, at + 1)
@@ -171,7 +161,7 @@ def recorded_open(recorder: Recorder) -> Callable[..., Any]:
 def test_what_is_written_can_be_read_by_those_whom_the_umask_lets(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        save_at(tmp_path, 1, mf.make_groups(1), "file")
+        save_at(tmp_path, 1, mf.make_groups(1))
     finally:
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.glob("step-*/*")}
@@ -184,6 +174,6 @@ def test_a_new_folder_is_on_the_disk_with_all_above_it(
     recorder = Recorder()
     with monkeypatch.context() as patch:
         recorder.install(patch.setattr)
-        save_at(tmp_path / "a" / "b", 1, mf.make_groups(1), "rename")
+        save_at(tmp_path / "a" / "b", 1, mf.make_groups(1))
     synced = [path for name, path in recorder.did if name == "fsync"]
     assert {str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")} <= set(synced)

@@ -35,13 +35,11 @@ def state_at(step: int, groups: mf.Groups) -> Any:
     return {"params": params, "seen": torch.full((3,), step), "epoch": step}
 
 
-def save_steps(layout: Layout, folder: str, commit: Any, steps: Any = STEPS) -> None:
+def save_steps(layout: Layout, folder: str, steps: Any = STEPS) -> None:
     groups = groups_of(layout)
     for step in steps:
         extra = {"step": step, "cursor": torch.arange(4) + step}
-        checkpoint.save(
-            folder, state_at(step, groups), groups, step=step, extra=extra, commit=commit
-        )
+        checkpoint.save(folder, state_at(step, groups), groups, step=step, extra=extra)
 
 
 def load_at(folder: Any, groups: mf.Groups, step: int | None, **how: Any) -> int:
@@ -111,7 +109,6 @@ def leaf_at(path: Path, offset: int) -> str:
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     facts = json.loads(data[8 : 8 + length])
-    facts.pop("__metadata__")
     for name, each in facts.items():
         low, high = each["data_offsets"]
         if low <= offset - 8 - length < high:
@@ -156,14 +153,11 @@ def campaign(kept: Path, folder: Path, first: int, count: int) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("commit", ["rename", "file"])
 @pytest.mark.parametrize(
     "count", [50, pytest.param(1000, marks=[pytest.mark.thorough, pytest.mark.limit(550)])]
 )
-def test_all_damage_is_an_error_that_names_a_file(
-    ranks: Pools, tmp_path: Path, commit: str, count: int
-) -> None:
-    ranks(4).run(save_steps, LAYOUT, str(tmp_path / "kept"), commit)
+def test_all_damage_is_an_error_that_names_a_file(ranks: Pools, tmp_path: Path, count: int) -> None:
+    ranks(4).run(save_steps, LAYOUT, str(tmp_path / "kept"))
     args = tmp_path / "kept", tmp_path / "work", count, count
     (tmp_path / "work").mkdir()
     (found,) = pool.run_ranks(campaign, 1, *args, timeout_s=500.0)
@@ -174,7 +168,7 @@ def test_all_damage_is_an_error_that_names_a_file(
 @pytest.mark.parametrize("part", ["MANIFEST.json", "rank-00000.safetensors"])
 def test_a_flipped_bit_is_named_with_its_leaf(ranks: Pools, tmp_path: Path, part: str) -> None:
     """One bit after the other of a file: the error names it, and the leaf."""
-    ranks(4).run(save_steps, LAYOUT, str(tmp_path), "rename")
+    ranks(4).run(save_steps, LAYOUT, str(tmp_path))
     groups, path = mf.make_groups(1), tmp_path / "step-00000002" / part
     plain = path.read_bytes()
     for at in range(0, len(plain), len(plain) // 30):
@@ -212,7 +206,7 @@ def go_back(layout: Layout, folder: str, donate: bool) -> tuple[int, str]:
 def test_all_ranks_go_back_if_one_of_them_sees_damage(ranks: Pools, tmp_path: Path) -> None:
     for donate in (False, True):
         folder = tmp_path / str(donate)
-        ranks(4).run(save_steps, LAYOUT, str(folder), "rename", (1, 2, 3))
+        ranks(4).run(save_steps, LAYOUT, str(folder), (1, 2, 3))
         damage_values(folder / "step-00000003" / "rank-00003.safetensors")
         damage_values(folder / "step-00000002" / "rank-00000.safetensors")
         found = ranks(4).run(go_back, LAYOUT, str(folder), donate)
@@ -243,7 +237,7 @@ def with_another_error(layout: Layout, folder: str) -> str:
 
 
 def test_an_error_of_the_program_is_no_reason_to_go_back(ranks: Pools, tmp_path: Path) -> None:
-    ranks(4).run(save_steps, LAYOUT, str(tmp_path), "rename")
+    ranks(4).run(save_steps, LAYOUT, str(tmp_path))
     damage_values(tmp_path / "step-00000002" / "rank-00000.safetensors")
     texts = ranks(4).run(with_another_error, LAYOUT, str(tmp_path))
     assert [text.partition(":")[0] for text in texts] == ["FileError"] * 3 + ["MemoryError"]

@@ -22,14 +22,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import mics_fn as mf
 from mics_fn import checkpoint, spans, tree
-from mics_fn.checkpoint import saving
+from mics_fn.checkpoint import directory
 from mics_fn.checkpoint.directory import Folder
 from mics_fn.errors import FileError
 from mics_fn.lab.ranks.pool import RankPool
 
 Pools = Callable[[int], RankPool]
 OPERATIONS = ("open", "write", "pwrite", "ftruncate", "fsync", "rename", "mkdir", "unlink", "rmdir")
-COMMITS = ["rename", "file"]
 LAYOUT = Layout((2, 2), 2)
 # Errors come within a second on a quiet machine, and at the limit after 200.
 TIMEOUT_S, SOON_S = 200.0, 20.0
@@ -111,8 +110,7 @@ def fill_up(rank: int, folder: str, sizes: list[int]) -> list[Any]:
     for i, size in enumerate(sizes):
         if rank == i % groups.world_size:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-        how: dict[str, Any] = {"apart": bool(i % 3), "commit": COMMITS[i % 2]}
-        found = error_of(lambda: save_at(folder, good + 1, groups, **how))  # noqa: B023
+        found = error_of(lambda: save_at(folder, good + 1, groups, apart=bool(i % 3)))  # noqa: B023
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         good += not found[0]
         groups.partition.check_open()
@@ -162,7 +160,6 @@ class Failing:
         return call
 
 
-@pytest.mark.parametrize("commit", COMMITS)
 @pytest.mark.parametrize(
     ("times", "apart"),
     [
@@ -171,18 +168,18 @@ class Failing:
     ],
 )
 def test_each_operation_may_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commit: str, times: int, apart: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int, apart: bool
 ) -> None:
     groups, failed, plain = mf.make_groups(1), 0, tmp_path / "plain"
     for step in (1, 2):
-        save_at(plain, step, groups, commit=COMMITS[step % 2])
+        save_at(plain, step, groups)
     for first in range(0, 100, 1 + apart):
         folder = shutil.copytree(plain, tmp_path / f"{first}")
         failing = Failing(first, times)
         with monkeypatch.context() as patch:
             for name in OPERATIONS:
                 patch.setattr(os, name, failing.watched(getattr(os, name)))
-            how: dict[str, Any] = {"apart": apart, "commit": commit, "keep": 2}
+            how: dict[str, Any] = {"apart": apart, "keep": 2}
             kind, text, _ = error_of(lambda: save_at(folder, 3, groups, **how))  # noqa: B023
         if failing.did <= first:
             break
@@ -191,8 +188,7 @@ def test_each_operation_may_fail(
         assert not kind or ("Input/output error" in text and str(folder) in text)
         if times == 1:  # a disk that is gone for good keeps what was the last to be there
             assert checkpoint.latest(folder) == (2 if kind else 3), first
-        again = {"overwrite": "newer", "commit": commit, "keep": 2}
-        save_at(folder, 3, groups, **again)
+        save_at(folder, 3, groups, overwrite="newer", keep=2)
         check_step(folder, 3, groups)
         assert left_in(folder) == 0, (first, os.listdir(folder))
         assert checkpoint.steps(folder) == [2, 3]
@@ -204,7 +200,7 @@ def test_each_operation_may_fail(
 
 def steps_until_due(layout: Layout, folder: str) -> Any:
     """A save fails on one rank, and all hear of it after the same step; also without asking."""
-    groups, plain = groups_of(layout), saving.write_part
+    groups, plain = groups_of(layout), directory.write_part
 
     def fail(path: Path, tensors: Any) -> Any:
         time.sleep(0.1 * groups.rank)
@@ -212,7 +208,7 @@ def steps_until_due(layout: Layout, folder: str) -> Any:
             raise OSError(errno.EIO, "Input/output error")
         return plain(path, tensors)
 
-    saving.write_part = fail
+    directory.write_part = fail
     try:
         pending = checkpoint.start_save(folder, state_at(1, groups), groups, step=1)
         step = 0
@@ -225,7 +221,7 @@ def steps_until_due(layout: Layout, folder: str) -> Any:
         checkpoint.start_save(folder, state_at(1, groups), groups, step=1)
         second = error_of(lambda: save_at(folder, 1, groups))
     finally:
-        saving.write_part = plain
+        directory.write_part = plain
     save_at(folder, 1, groups)
     check_step(folder, 1, groups)
     return step, first[:2], second[:2]
@@ -303,13 +299,13 @@ def test_ctrl_c_while_a_save_is_waited_for(tmp_path: Path) -> None:
 
 def slow_write(seconds: float) -> None:
     """Make files of this process take so long."""
-    plain = saving.write_part
+    plain = directory.write_part
 
     def late(path: Path, tensors: Any) -> Any:
         time.sleep(seconds)
         return plain(path, tensors)
 
-    saving.write_part = late
+    directory.write_part = late
 
 
 def leave(rank: int, folder: str, how: str) -> Any:
@@ -408,17 +404,17 @@ def test_a_step_that_is_not_the_newest_is_refused(tmp_path: Path) -> None:
 def many_saves(layout: Layout, folder: str, count: int) -> Any:
     """What a process holds after some saves, and after many of them."""
     groups, looks = groups_of(layout), []
-    plain, odd = saving.write_part, OSError(errno.EIO, "Input/output error")
+    plain, odd = directory.write_part, OSError(errno.EIO, "Input/output error")
 
     def fail(path: Path, tensors: Any) -> Any:
         raise odd
 
     for i in range(2 * count):
-        saving.write_part = fail if i % 5 == 4 and groups.rank == 1 else plain
+        directory.write_part = fail if i % 5 == 4 and groups.rank == 1 else plain
         error_of(lambda: save_at(folder, i, groups, apart=bool(i % 2), keep=2))  # noqa: B023
         if i in (count - 1, 2 * count - 1):
             looks.append(held(folder))
-    saving.write_part = plain
+    directory.write_part = plain
     deadline = time.monotonic() + 5
     while looks[1] > looks[0] and time.monotonic() < deadline:  # others open files for a moment
         time.sleep(0.05)

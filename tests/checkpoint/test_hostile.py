@@ -8,7 +8,6 @@ import resource
 import stat
 import struct
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from mics_fn.lab.ranks import pool
 
 PART, STEP = "rank-00000.safetensors", "step-00000001"
 GROWTH = 100 * 2**20  # bytes that a process may grow by while it reads small files
-NAME = "w.w[0:6]"
 
 
 def state(groups: mf.Groups) -> Any:
@@ -57,10 +55,12 @@ def change_part(folder: Path, change: Callable[[dict[str, Any]], Any], tail: byt
     text = json.dumps(change(header) or header).encode()
     new = struct.pack("<Q", len(text)) + text
     path.write_bytes(new + data[8 + length :] + tail)
-    size = path.stat().st_size
+    size, grown = path.stat().st_size, len(new) - 8 - length
 
     def know(body: dict[str, Any]) -> None:
-        body["writers"][0][1:3] = size, hashlib.sha256(new).hexdigest()
+        body["files"][0][1:4] = size, len(new), hashlib.sha256(new).hexdigest()
+        for each in body["files"][0][4]:
+            each[4] += grown
 
     change_manifest(folder, know)
 
@@ -112,37 +112,15 @@ def instead(name: str, make: Callable[[Path], Any]) -> Callable[[Path], None]:
     return change
 
 
-def sums(name: str, value: str | None) -> Callable[[Path], None]:
-    """Other checksums of a tensor; None for none."""
-
-    def change(header: dict[str, Any]) -> None:
-        header["__metadata__"].pop(name)
-        if value is not None:
-            header["__metadata__"][name] = value
-
-    return in_part(change)
+def extra(text: str) -> Callable[[Path], None]:
+    """Another text in the place of what a rank gave besides the state."""
+    return put("files", 0, 5, text)
 
 
-def short(header: dict[str, Any]) -> None:
-    """A slice without elements, whose bytes belong to another tensor."""
-    header["other"] = dict(header[NAME])
-    header[NAME] = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
-    header["__metadata__"] |= {"other": header["__metadata__"][NAME], NAME: ""}
-
-
-def extra(text: bytes) -> Callable[[Path], None]:
-    """Another text in the place of what a rank gave besides the state, with a right checksum."""
-
-    def change(header: dict[str, Any]) -> dict[str, Any]:
-        end = max(x["data_offsets"][1] for k, x in header.items() if k != "__metadata__")
-        header["other"] = header.pop("$extra")
-        header["__metadata__"]["other"] = header["__metadata__"]["$extra"]
-        facts = {"dtype": "U8", "shape": [len(text)], "data_offsets": [end, end + len(text)]}
-        header["$extra"] = facts
-        header["__metadata__"]["$extra"] = f"{zlib.crc32(text):08x}"
-        return header
-
-    return in_part(change, text)
+def extra_slices(body: dict[str, Any]) -> None:
+    """Slices of a tensor of the extra that take the same bytes again and again."""
+    for low in range(8, 2**24, 2**20):
+        body["files"][0][4].append(["$extra.x.1", 0, low, low + 2**20, 0, 0])
 
 
 def device(path: Path) -> None:
@@ -155,15 +133,15 @@ def device(path: Path) -> None:
 MANIFEST = "MANIFEST.json"
 # What is done to a checkpoint, and what the error says.
 CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no JSON": (raw(b"{nope"), "is not a manifest"),
-    "deep nesting": (raw(b'{"a":' + b"[" * 10**6), "is not a manifest"),
+    "no JSON": (raw(b"{nope"), "is damaged"),
+    "deep nesting": (raw(b'{"a":' + b"[" * 10**6), "is damaged"),
     "deep values": (in_text(b'epoch":3', b'epoch":' + b"[" * 900 + b"]" * 900), ""),
     "empty": (lambda folder: os.truncate(folder / STEP / MANIFEST, 0), "is damaged"),
-    "unknown version": (put("version", [2, 0]), "has version 2, known here is 1"),
+    "unknown version": (put("version", 3), "known here is version 2"),
     "NaN": (in_text(b'epoch":3', b'epoch":NaN'), "NaN is not a number"),
     "twice": (in_text(b'"step":1', b'"step":1,"step":1'), "'step' is there twice"),
-    "out of the folder": (put("writers", 0, 0, "../x"), "'../x', which is not opened"),
-    "half a character": (put("writers", 0, 0, "\ud800"), "which is not opened"),
+    "out of the folder": (put("files", 0, 0, "../x"), "'../x', which is not opened"),
+    "half a character": (put("files", 0, 0, "\ud800"), "which is not opened"),
     "a link": (instead(PART, lambda path: path.symlink_to("/etc/passwd")), "not a regular file"),
     "a FIFO": (instead(PART, os.mkfifo), "is not a regular file"),
     "a device": (instead(PART, device), "is not a regular file"),
@@ -171,26 +149,29 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: [(folder / STEP).rename(folder / "x"), (folder / STEP).symlink_to("x")],
         "it is a symbolic link",
     ),
-    "cell out of range": (put("writers", 0, 3, 0, [5, 0]), "cells of 1 times 1 ranks"),
-    "no cells": (put("writers", 0, 3, []), "has not a cell"),
     "twice a file": (
-        lambda folder: change_manifest(folder, lambda b: b["writers"].append(b["writers"][0])),
-        "a file is there twice",
+        lambda folder: change_manifest(folder, lambda b: b["files"].append(b["files"][0])),
+        "plain[0:5] after 5",
     ),
-    "huge homes": (put("homes", 0, [2**40, 2**20]), "cells of"),
-    "line of nobody": (put("lines", 0, 3, 9), "is of unknown groups"),
-    "overflow": (put("tensors", 0, 2, [2**40, 2**40]), "overflows"),
-    "beyond its line": (put("tensors", 0, 4, 2**50), "does not lie on its line"),
-    "dtype of a module": (put("tensors", 0, 1, "_dynamo"), "is of '_dynamo'"),
-    "checksum missing": (sums(NAME, None), f"{NAME}: its checksums are missing"),
-    "checksum wrong": (sums(NAME, "0" * 8), "are not those that were saved"),
-    "short slice": (in_part(short), NAME),
-    "huge shape": (in_part(lambda h: h[NAME].update(shape=[2**50])), "does not fit"),
-    "other dtype": (in_part(lambda h: h[NAME].update(dtype="I32")), NAME),
-    "more bytes": (in_part(lambda h: None, b"x" * 9), "9 bytes follow"),
-    "extra is no JSON": (extra(b"{nope"), "$extra"),
-    "extra without its tensor": (extra(b'{"$tensor":"no"}'), "$extra"),
-    "extra of wrong types": (extra(b'{"$tuple":3}'), "$extra"),
+    "no file": (put("files", []), "has no slices"),
+    "huge copies": (put("tensors", "w.w", 2, 2**40), "w.w has no slices"),
+    "another copy": (put("files", 0, 4, 0, 1, 1), "plain has 5 elements"),
+    "overflow": (put("tensors", "w.w", 1, [2**40, 2**40]), "overflows"),
+    "more than its slices": (put("tensors", "w.w", 1, [7]), "w.w has 6 elements"),
+    "a gap": (put("files", 0, 4, 0, 2, 1), "plain[1:5] after 0"),
+    "no elements": (put("files", 0, 4, 0, 3, 0), "plain[0:0] after 0"),
+    "beyond the file": (put("files", 0, 4, 0, 4, 2**40), "it ends early"),
+    "of another tensor": (put("files", 0, 4, 0, 0, "v"), "v is not a tensor"),
+    "dtype of a module": (put("tensors", "w.w", 0, "_dynamo"), "is of '_dynamo'"),
+    "checksum wrong": (put("files", 0, 4, 0, 5, 0), "are not those that were saved"),
+    "huge shape": (put("tensors", "w.w", 1, [2**50]), "w.w has 6 elements"),
+    "other dtype": (put("tensors", "w.w", 0, "float64"), "has other bytes"),
+    "more bytes": (in_part(lambda h: None, b"x" * 9), "has other bytes"),
+    "the same bytes again": (lambda folder: change_manifest(folder, extra_slices), "other bytes"),
+    "extra is no JSON": (extra("{nope"), "$extra"),
+    "extra without its tensor": (extra('{"$tensor":["no","int8",3]}'), "$extra"),
+    "extra of wrong types": (extra('{"$tuple":3}'), "$extra"),
+    "deep extra": (extra("[" * 10**5), "$extra"),
 }
 # What `verify` does not see, as it compares files with checksums and knows no state.
 LOAD_ONLY = ["deep values", *(name for name in CASES if "extra" in name)]
@@ -248,7 +229,7 @@ def rewrite_at_random(folder: Path, first: int, count: int) -> int:
     kept = {path: path.read_bytes() for path in (folder / STEP).iterdir()}
     for seed in range(first, first + count):
         rng = random.Random(seed)
-        changed = change_manifest if rng.random() < 0.6 else change_part
+        changed = change_manifest if rng.random() < 0.9 else change_part
         verbs: list[Any] = [lambda: checkpoint.load(folder, state(groups), groups)]
         verbs += [lambda: checkpoint.verify(folder)]
         try:
@@ -285,7 +266,6 @@ def test_any_value_at_any_place_is_refused_or_read(tmp_path: Path, count: int) -
     [
         (lambda path: None, "is not a folder"),
         (lambda path: (path / ".tmp-step-00000001-ab").mkdir(parents=True), "it has: .tmp-step"),
-        (lambda path: (path / "step-00000001").mkdir(parents=True), "it has: step-00000001"),
     ],
 )
 def test_where_no_step_is(tmp_path: Path, make: Callable[[Path], Any], seen: str) -> None:
@@ -309,21 +289,3 @@ def test_a_step_that_lost_its_manifest_is_not_passed_over(tmp_path: Path) -> Non
     assert found.step == 1
     checkpoint.save(tmp_path, state(groups), groups, step=3)
     assert (tmp_path / "step-00000002" / PART).exists()  # nobody else may know that it was there
-
-
-def test_a_step_that_cannot_be_listed_is_never_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    groups, plain = mf.make_groups(1), os.listdir
-    checkpoint.save(tmp_path, state(groups), groups, step=1)
-
-    def fail(path: Any = ".") -> list[str]:
-        if str(path).endswith(STEP):
-            raise OSError(5, "Input/output error")
-        return plain(path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "listdir", fail)
-        assert checkpoint.steps(tmp_path) == [1]
-        checkpoint.save(tmp_path, state(groups), groups, step=2)
-    assert checkpoint.verify(tmp_path, 1).step == 1

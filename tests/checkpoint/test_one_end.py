@@ -18,7 +18,7 @@ from cases import Layout, groups_of
 
 import mics_fn as mf
 from mics_fn import checkpoint, spans
-from mics_fn.checkpoint import saving
+from mics_fn.checkpoint import directory, snapshot
 from mics_fn.errors import FileError, LostStateError
 from mics_fn.lab.ranks.pool import RankPool
 
@@ -51,7 +51,7 @@ def test_a_folder_that_cannot_be_looked_at_is_a_typed_error(
 
 def fails_on_one_rank(layout: Layout, folder: str) -> list[Any]:
     """One rank has no memory for what it writes, then no thread; then all goes well."""
-    groups, found, plain = groups_of(layout), list[Any](), saving.on_bytes
+    groups, found, plain = groups_of(layout), list[Any](), snapshot.written_here
     start = threading.Thread.start
 
     def without_memory(*args: Any) -> Any:
@@ -63,7 +63,7 @@ def fails_on_one_rank(layout: Layout, folder: str) -> list[Any]:
         start(self)
 
     if groups.rank == 1:
-        saving.on_bytes = without_memory
+        snapshot.written_here = without_memory
     for begin in (checkpoint.save, checkpoint.start_save):
         try:
             pending: Any = begin(folder, state_at(1), groups, step=1)
@@ -71,7 +71,7 @@ def fails_on_one_rank(layout: Layout, folder: str) -> list[Any]:
                 pending.wait()
         except FileError as error:
             found.append(str(error))
-    saving.on_bytes = plain
+    snapshot.written_here = plain
     found.append([] if groups.rank else sorted(os.listdir(folder)))
     if groups.rank == 1:
         threading.Thread.start = without_threads
@@ -178,7 +178,7 @@ def test_whoever_reads_waits_for_what_this_process_saves(
 
 def read_after_failure(layout: Layout, folder: str) -> list[Any]:
     """What readers find of a save that fails on one rank, and of which nobody was told."""
-    groups, found, plain = groups_of(layout), list[Any](), saving.write_part
+    groups, found, plain = groups_of(layout), list[Any](), directory.write_part
     checkpoint.save(folder, state_at(1), groups, step=1)
 
     def fail(path: Path, tensors: Any) -> Any:
@@ -187,7 +187,7 @@ def read_after_failure(layout: Layout, folder: str) -> list[Any]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return plain(path, tensors)
 
-    saving.write_part = fail
+    directory.write_part = fail
     try:
         checkpoint.start_save(folder, state_at(2), groups, step=2)
         for name in ("latest", "steps", "verify", "load", "load"):
@@ -196,7 +196,7 @@ def read_after_failure(layout: Layout, folder: str) -> list[Any]:
             except FileError as error:
                 found.append(str(error))
     finally:
-        saving.write_part = plain
+        directory.write_part = plain
     return found
 
 

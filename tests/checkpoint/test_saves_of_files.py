@@ -81,7 +81,7 @@ def saved(layout: Layout, place: str, folder: str, donate: bool) -> None:
         assert scratch.nbytes > before[0]
         go.set()
         pending.wait()
-    copies = sum(len(memory) for _, memory in snapshot.MEMORY.free)
+    copies = sum(map(len, snapshot.MEMORY.free.values()))
     in_memory = [x for x in tree.flatten(state)[0] if isinstance(x, Tensor) and not is_stored(x)]
     assert copies <= 8192 + sum(x.nbytes for x in in_memory), "what lies in files is not copied"
     loaded = checkpoint.load(f"{folder}/saved", made(where), groups).state

@@ -321,6 +321,6 @@ def doctor(name: str, folder: str) -> list[str]:
 
     races: list[str] = []
     torch.cuda.set_sync_debug_mode, torch.cuda._sleep = set_sync_debug_mode, sleep
-    small = training.Training(GPTConfig(context=16, dim=32, num_blocks=2))
+    small = training.Training(model=GPTConfig(context=16, dim=32, num_blocks=2))
     PARTS[name].run(rank.DoctorConfig("cuda", small, folder=folder))
     return races + torch_cuda.races()

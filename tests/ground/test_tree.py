@@ -15,7 +15,7 @@ from torch import Tensor
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.checks import matches
-from mics_fn.optim.optimizers import LionState, TorchState
+from mics_fn.optim.optimizers import OptimizerState
 from mics_fn.optim.state import TrainState
 from mics_fn.shards import bucket as bucket_module
 from mics_fn.shards import is_leaf, pack
@@ -42,8 +42,7 @@ NODES = {
     "Tied": lambda: mf.shards.Tied(BUCKET, 1),
     "Nothing": Nothing,
     "Block": lambda: Block(random(0, 2), None, "named"),
-    "TorchState": lambda: TorchState(5, cast(Any, {"m": [random(0, 2)]}), {"s": random(1)}),
-    "LionState": lambda: LionState(5, cast(Any, {"m": random(0, 2)})),
+    "OptimizerState": lambda: OptimizerState(5, cast(Any, {"m": [random(0, 2)]}), {"s": random(1)}),
     "TrainState": train_state,
 }
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mics_fn.init.tape import Memory, Recorder
+from mics_fn.init.tape import Recorder
 
 SEED = 11
 
@@ -122,15 +122,8 @@ def test_any_program_is_repeated_bit_by_bit(steps, chosen: set[int]):
     assert found.read == real.read or any(map(math.isnan, real.read))
     recorder.finish()
     views = {i: recorder.view_of(found.at[i]) for i in chosen}
-    got: dict[int, Tensor] = {}
-
-    def use(storage: int, memory: Memory) -> None:
-        for i, view in views.items():
-            if view.storage == storage:
-                got[i] = recorder.replay.show(view, memory).clone()
-
-    recorder.replay.parts({view.storage for view in views.values()}, use)
-    recorder.replay.finish()
+    got = {i: view.on(recorder.content(view.storage)).clone() for i, view in views.items()}
+    recorder.finish_generators()
     same_bits(got, {i: want[i] for i in chosen})
     assert all(got[i].stride() == want[i].stride() for i in chosen)
     assert torch.equal(state, torch.get_rng_state())
@@ -181,8 +174,8 @@ def test_the_end_of_a_stream_is_what_code_has_set():
         torch.manual_seed(5)
     recorder.finish()
     assert torch.initial_seed() == 1
-    recorder.replay.parts([recorder.view_of(x).storage], lambda storage, memory: None)
-    recorder.replay.finish()
+    recorder.content(recorder.view_of(x).storage)
+    recorder.finish_generators()
     state = torch.get_rng_state()
     assert torch.equal(state, torch.manual_seed(5).get_state())
 

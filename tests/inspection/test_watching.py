@@ -333,27 +333,18 @@ def test_a_refused_step_has_its_memory_all_the_same():
         assert "opt" not in {event.kind for event in trainer.last_step.timeline().events}
 
 
-def test_long_timelines_are_cut_and_draw_themselves(tmp_path):
+def test_long_timelines_are_cut():
     made = [
         Event("fetch", "w", (i,), "gather rank", 10, 0.01 * i, 0.01 * i + 0.02) for i in range(90)
     ]
     made.append(Event("wait", "fetch bucket 3: a.very.long.name ... (9 leaves)", (3,), "", 0, 0, 2))
     made.append(Event("wait", "collect w", (), "", 0, 0, 1))
-    bytes_held = (0.0, {"gathered": 5}), (1.0, {"gathered": 0})
-    timeline = Timeline("step 7", tuple(made), 2.0, bytes_held)
-    lines = str(timeline).splitlines()
+    lines = str(Timeline("step 7", tuple(made), 2.0)).splitlines()
     assert len(lines) == 2 + 80 + 1
     assert "... 12 more ..." in lines
     assert max(map(len, lines)) <= 100
     assert lines[0] == "step 7: 2.00 s, sent 900 B, waited 3.00 s (fetch 2.00 s, collect 1.00 s)"
-    figure = timeline.picture(tmp_path / "step.png")
-    assert (tmp_path / "step.png").stat().st_size > 1000
-    lanes, below = figure.axes
-    assert [text.get_text() for text in lanes.get_yticklabels()] == ["gather rank", "wait"]
-    assert below.get_xlim() == (0, 2000)
-    empty = Timeline("", (), 0.0)
-    assert str(empty).startswith("block: 0.00 ms, sent 0 B, waited 0.00 ms\n")
-    empty.picture(tmp_path / "empty.png")
+    assert str(Timeline("", (), 0.0)).startswith("block: 0.00 ms, sent 0 B, waited 0.00 ms\n")
 
 
 # Memory

@@ -135,7 +135,9 @@ def verdict_of(config: Any, losses: list[float], alone: list[float]) -> tuple[bo
     ],
 )
 def test_what_bounds_a_run(text: str, bounded: bool, bound: float | None) -> None:
-    config = demo_run.DemoConfig(1, 1, 1, 60, 1, 1, "cpu", precision=text)
+    config = demo_run.DemoConfig(
+        ranks=1, node_size=1, partition_size=1, steps=60, device="cpu", precision=text
+    )
     assert config.bounded == bounded
     assert not replace(config, seed=1).bounded
     ok, shown = verdict_of(config, [2.0, 1.0], [2.0, 1.1])
@@ -159,13 +161,10 @@ def test_what_bounds_a_run(text: str, bounded: bool, bound: float | None) -> Non
         (["--dim", "30"], "--dim 30 is not a multiple of 4 heads"),
         (["--steps", "1"], "a curve needs at least 2"),
         (["--device", "cuda", "--ranks", "99"], "--device cuda with 99 ranks needs as many GPUs"),
-        (["--dim", "1000000"], "--dim 1000000: 4 ranks need at least 1920.71 TB"),
         (["--context", "400000"], "--context 400000: the shortest part of the text has "),
         (["--out", "/dev/null"], "--out /dev/null: File exists\n  fix: pass --out with a folder"),
         (["--ranks", "0"], "argument --ranks: 0 is less than 1"),
         (["--steps", "1e9"], "argument --steps: '1e9' is not an integer"),
-        (["--steps", "1000001"], "argument --steps: 1000001 is more than 1000000"),
-        (["--out", ""], "argument --out: it is empty"),
         (["--lr", "nan"], "argument --lr: nan is not between 0 and 1"),
     ],
 )
@@ -222,7 +221,7 @@ def test_a_rank_that_fails_is_named_in_one_message(kind: str, says: str) -> None
         launch.launch(failing, 2, kind)
     text = str(caught.value)
     assert text.startswith(f"2 of 2 ranks failed\n  {says}")
-    assert ("in failing\n" in text) == (kind == "raise")
+    assert "in failing\n" in text
 
 
 def children(pid: int) -> list[int]:

@@ -27,7 +27,7 @@ from mics_fn.lab.ranks.pool import run_ranks
 
 ROOT = Path(__file__).parents[2]
 WELL = Ended(None, "exited with code 0", 1.0, False, "", "", "")
-SMALL = training.Training(GPTConfig(context=16, dim=32, num_blocks=2))
+SMALL = training.Training(model=GPTConfig(context=16, dim=32, num_blocks=2))
 
 
 def forked(fn: Callable[..., Any], n: int, *args: Any, **how: Any) -> list[Ended]:
@@ -243,7 +243,6 @@ def test_without_an_accelerator_it_is_one_line(
     ("flags", "text"),
     [
         (["--parts", "ways"], "--parts ways without --gpu"),
-        (["--gpu", "--dim", "30"], "--dim 30 is not a multiple of 4 heads"),
         (["--out", "nowhere/report.json"], "there is no folder nowhere"),
         (["--gpu", "--parts", "ways,none"], "none: choose from alone ways"),
     ],

@@ -346,7 +346,6 @@ def test_engines_of_ipyparallel_run_cells_as_the_page_says(tmp_path):
     ("options", "text"),
     [
         ({"n": 3, "nodes": 2}, "3 ranks cannot be 2 equal nodes"),
-        ({"n": 2, "topology": mf.groups.Topology((2, 2))}, "has 4 ranks, not 2"),
         ({"n": 2, "partition_size": 3}, "partition_size=3"),
     ],
 )

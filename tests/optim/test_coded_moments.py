@@ -128,7 +128,7 @@ def of_numbers(layout: Layout, kind: str, make: str) -> Any:
         for donate in (True, False):
             state = state_of(groups, makes[make], kind, bucket_bytes=bucket_bytes)
             state = steps(state, groups, 0, 3, donate)
-            moments = by_leaf(state.opt.mean if make == "lion" else state.opt.moments)
+            moments = by_leaf(state.opt.moments)
             found.append(mf.unshard((state.params, moments), groups))
     for other in found[1:]:
         large(other, found[0])
@@ -288,8 +288,9 @@ def of_handing() -> None:
     groups = groups_of(Layout((2,), 1))
     states = [steps(state_of(groups), groups, first, 1) for first in (0, 4)]
     mine, want = states[groups.rank], states[0]
+    takes = groups.rank == 1
     for in_place in (False, True):
-        got = optim.handed_over(mine, groups, {1: 0}, in_place=in_place)
+        got = optim.from_replica(mine, groups, 0, takes=takes, in_place=in_place)
         assert len(memories(got)) == 2
         same_bits(full_of(got, groups), full_of(want, groups))
 

@@ -202,7 +202,7 @@ def train(layout, dtype, bad, guard, steps, donate):
             same_bits(before, state.params)
         assert verdict.accept is verdict.finite is (step not in bad)
         guard, now = verdict.next, verdict.next.scale
-        found.append((verdict.accept, now.value, now.credits, now.good_steps, now.overflows))
+        found.append((verdict.accept, now.value, now.good_steps, now.overflows))
     return found, mf.unshard(state.params, groups), state.step
 
 
@@ -213,15 +213,15 @@ def train(layout, dtype, bad, guard, steps, donate):
 )
 @pytest.mark.short("2-p2-torch.bfloat16-False", "2x2-p2-torch.float32-True")
 def test_an_overflow_on_one_rank_is_refused_by_all(ranks, layout, dtype, donate):
-    guard = mf.optim.Guard(mf.optim.dynamic_scale(2.0**8, interval=2, hysteresis=2), max_norm=5.0)
+    guard = mf.optim.Guard(mf.optim.dynamic_scale(2.0**8, interval=2), max_norm=5.0)
     bad = {1, 2, 3, 7}
     found = ranks(layout.world_size).run(train, layout, dtype, bad, guard, 9, donate)
     #        .      X     X     X     .     .     .     X      .
-    value = [2**8, 2**8, 2**7, 2**6, 2**6, 2**7, 2**7, 2**7, 2**7]
-    credits, good = [2, 1, 0, 0, 0, 2, 2, 1, 1], [1, 0, 0, 0, 1, 0, 1, 0, 1]
+    value = [2**8, 2**7, 2**6, 2**5, 2**5, 2**6, 2**6, 2**5, 2**5]
+    good = [1, 0, 0, 0, 1, 0, 1, 0, 1]
     overflows = [0, 1, 2, 3, 3, 3, 3, 4, 4]
     accepted = [step not in bad for step in range(9)]
-    want = list(zip(accepted, value, credits, good, overflows, strict=True))
+    want = list(zip(accepted, value, good, overflows, strict=True))
     for rows, params, steps in found:
         assert rows == want
         assert steps == 5
@@ -368,8 +368,8 @@ def test_a_donation_writes_to_nothing_else():
         ({"max_norm": 0.0}, "Guard: max_norm=0.0, expected a number above 0"),
         ({"max_norm": math.nan}, "Guard: max_norm=nan, expected a number above 0"),
         ({"max_value": -1.0}, "Guard: max_value=-1.0, expected a number above 0"),
-        ({"spike": 10.0}, "Guard: spike=10.0 is not a watch"),
-        ({"on_nonfinite": True}, "on_nonfinite=True, expected 'skip', 'raise' or 'ignore'"),
+        ({"spike": 10.0}, "Guard: spike=10.0, expected a watch"),
+        ({"on_nonfinite": True}, "on_nonfinite=True, expected 'skip', 'raise', 'ignore' or None"),
         (
             {"scale": mf.optim.dynamic_scale(), "on_nonfinite": "ignore"},
             "Guard: on_nonfinite='ignore' with a dynamic scale",

@@ -10,10 +10,22 @@ _USES, _LESS = 'self.actions if action.kind == "use"', 'self.actions[2:] if acti
 _OTHER, _FIRST = "*(other[i] for other in", "*(other[min(trained)] for other in"
 
 PLANTED = [
-    ("AdamW decays as Adam", "optim/optimizers.py", "= cls is torch.optim.AdamW", "= False", _T),
+    (
+        "AdamW decays as Adam",
+        "optim/optimizers.py",
+        'decoupled_weight_decay=verb == "adamw"',
+        "decoupled_weight_decay=False",
+        _T,
+    ),
     ("a record lacks its first use", "schedules/schedule.py", _USES, _LESS, _T),
     ("updates are taken away", _TRANSFORM, "p.add_(u)", "p.sub_(u)", _T),
-    ("norms of leaves have no root", "optim/norms.py", "pieces).sqrt()", "pieces)", _T),
+    (
+        "norms of leaves have no root",
+        "optim/norms.py",
+        "_roots(_total(home, _squares(pieces, live), live))",
+        "_total(home, _squares(pieces, live), live)",
+        _T,
+    ),
     ("one optimizer takes all leaves", _TRANSFORM, _OWNERS, _LAST, _T),
     ("hop 2 of one's own forgets its state", "train/replicas.py", _KEEPS, _LOSES, _T),
     ("a gather gives memory that nobody wrote", "collectives/own.py", _SENT, _LOST, _T),

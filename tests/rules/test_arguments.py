@@ -64,13 +64,13 @@ PlanError: sgd: lr='0.1', expected a finite number of at least 0
 PlanError: adam: lr=True, expected a finite number of at least 0
   fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
 >>> optim.lion(torch.ones(2))
-PlanError: lion: lr is a tensor of shape (2,), expected one with 0 dims
+PlanError: lion: lr is a tensor of shape (2,) and torch.float32 on cpu, expected a number
   fix: pass a number, or torch.tensor(number)
 >>> optim.sgd(torch.tensor(0.1, device="meta"))
-PlanError: sgd: lr is on meta, expected a number
+PlanError: sgd: lr is a tensor of shape () and torch.float32 on meta, expected a number
   fix: pass a number, or torch.tensor(number)
 >>> optim.sgd(torch.tensor(True))
-PlanError: sgd: lr is a tensor of torch.bool, expected a number
+PlanError: sgd: lr is a tensor of shape () and torch.bool on cpu, expected a number
   fix: pass a number, or torch.tensor(number)
 >>> optim.sgd(0.1, momentum=-1)
 PlanError: sgd: momentum=-1, expected a finite number of at least 0
@@ -113,17 +113,6 @@ PlanError: warmup_cosine: floor=2.0, expected a finite number of at least 0 and 
 >>> optim.from_torch(torch.optim.RMSprop, lr=-1)
 PlanError: from_torch: lr=-1, expected a finite number of at least 0
   fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
->>> optim.from_torch(torch.optim.RMSprop, lr=0.1, momentun=0.9)
-PlanError: from_torch: there is no option momentun=
-  fix: did you mean momentum=?
->>> optim.from_torch(torch.optim.RMSprop, lr=0.1, alpha=nan)
-PlanError: from_torch: alpha=nan, expected a finite number
->>> optim.from_torch(torch.optim.Adam, lr=0.1, amsgrad="no")
-PlanError: from_torch: amsgrad='no', expected True or False
->>> optim.from_torch(torch.optim.Adam, lr=0.1, capturable=None)
-PlanError: from_torch: capturable=None, expected True or False
->>> optim.from_torch(torch.optim.Adam, lr=0.1, foreach="no")
-PlanError: from_torch: foreach='no', expected True, False or None
 >>> optim.from_torch(torch.optim.Adam, decay_mask="bias")
 PlanError: from_torch: decay_mask='bias', expected a function from the path of a leaf to a bool
   fix: pass a function such as lambda path: 'bias' not in path
@@ -146,19 +135,12 @@ GroupsError: clip_by_global_norm: groups is None
 >>> optim.Guard(max_norm="1")
 PlanError: Guard: max_norm='1', expected a number above 0
 >>> optim.Guard(spike=True)
-PlanError: Guard: spike=True is not a watch
+PlanError: Guard: spike=True, expected a watch
   fix: make one with norm_spike
 >>> optim.Guard(on_nonfinite="stop")
-PlanError: Guard: on_nonfinite='stop', expected 'skip', 'raise' or 'ignore'
+PlanError: Guard: on_nonfinite='stop', expected 'skip', 'raise', 'ignore' or None
 >>> optim.Guard(optim.LossScale("static", nan))
 PlanError: LossScale: value=nan, expected a finite number above 0
-  fix: make it with no_scale, static_scale or dynamic_scale
->>> optim.LossScale("nope", 1.0)
-PlanError: LossScale: kind='nope', expected 'none', 'static' or 'dynamic'
-  fix: make it with no_scale, static_scale or dynamic_scale
->>> optim.LossScale("dynamic", 8.0, credits=-1)
-PlanError: LossScale: credits=-1, expected an int of at least 0
-  fix: make it with no_scale, static_scale or dynamic_scale
 >>> optim.LossScale("dynamic", 8.0, max=4.0)
 PlanError: LossScale: max=4.0, expected a finite number of at least 8
   fix: a scale lies between min and max
@@ -191,12 +173,6 @@ PlanError: the function sgd is not an optimizer of init and update
 >>> mf.init_state(shards(), optim.sgd(0.1), buffers={"a": 5})
 PlanError: init_state: buffers.a=5, expected a tensor
   fix: pass tensors by name, as dict(model.named_buffers())
->>> mf.TrainState("a", shards(), (), {}, optim.sgd(0.1))
-PlanError: TrainState: step='a', expected an int of at least 0
-  fix: make it with init_state, or change one with replace of dataclasses
->>> mf.TrainState(0, shards(), (), {}, None)
-PlanError: TrainState: transform=None, expected a Transform
-  fix: pass an optimizer, such as adamw(1e-3)
 >>> mf.opt_step(state(), shards(), donate="no")
 PlanError: opt_step: donate='no', expected True or False
 >>> optim.guarded_step(state(), shards(), None, groups)
@@ -205,13 +181,13 @@ PlanError: guarded_step: guard=None, expected a Guard
 >>> optim.guarded_step(state(), shards(), optim.Guard(), groups, donate="no")
 PlanError: guarded_step: donate='no', expected True or False
 >>> mf.opt_step(replace(state(), transform=optim.lion(0.1)), shards())
-PlanError: opt_step: the state of the optimizer is of type TorchState, and not that of lion
+PlanError: opt_step: the state of the optimizer is of type OptimizerState, and not that of lion
   fix: make it with init_state(params, optimizer), or load it with the optimizer of the save
 >>> mf.opt_step(replace(state(optim.lion(0.1)), transform=optim.adam(0.1)), shards())
-PlanError: opt_step: the state of the optimizer is of type LionState, and not that of torch.optim.Adam with these options
+PlanError: opt_step: the state of the optimizer is of type OptimizerState, and not that of adam
   fix: make it with init_state(params, optimizer), or load it with the optimizer of the save
 >>> mf.opt_step(replace(state(), transform=optim.chain(optim.clip_by_value(1.0), optim.sgd(0.1))), shards())
-PlanError: opt_step: the state of the optimizer is of type TorchState, and not that of a chain of 2
+PlanError: opt_step: the state of the optimizer is of type OptimizerState, and not that of a chain of 2
   fix: make it with init_state(params, optimizer), or load it with the optimizer of the save
 >>> optim.same_step(state(), groups, heal="no")
 PlanError: same_step: heal='no', expected True or False
@@ -258,8 +234,9 @@ LeafError: scatter_grads: like.w is Tensor, not a shard
   fix: make shards with shard(params, groups)
 >>> mf.opt_step(two, mf.scatter_grads({"b": x, "w": x + 1}, groups))
 LeafError: opt_step: grads.b does not match its parameter
-  it lies at 0 of bucket 0 (16 x float32), the parameter at 0 of bucket 0 (8 x float32)
-  fix: pass like=state.params to reduce_grads
+  expected Sharded(shape=(4, 2), float32, here 8 of 8) on cpu, at 0 of bucket 0 (8 elements)
+  got Sharded(shape=(4, 2), float32, here 8 of 8) on cpu, at 0 of bucket 0 (16 elements)
+  fix: do both hops first: reduce_grads(grads, groups, like=state.params)
 >>> mf.sync_replicas(shards(), groups, donate="no")
 PlanError: sync_replicas: donate='no', expected True or False
 >>> mf.bucket_sizes(None)
@@ -689,8 +666,6 @@ PlanError: save: step=-1, expected an int of at least 0
 PlanError: save: keep='2', expected an int of at least 1
 >>> checkpoint.save("a", state(), groups, step=1, overwrite=True)
 PlanError: save: overwrite=True, expected 'never' or 'newer'
->>> checkpoint.start_save("a", state(), groups, step=1, commit="copy")
-PlanError: save: commit='copy', expected 'rename' or 'file'
 >>> checkpoint.load("a", state(), groups, step="3")
 PlanError: load: step='3', expected None or an int of at least 0
   fix: None takes the newest one
@@ -722,9 +697,6 @@ PlanError: from_update: init=None, expected a function
   fix: the order is from_update(init, update, facts)
 >>> optim.from_update(max, optim.sgd(0.1))
 PlanError: from_update: update is of type Transform, expected a function
-  fix: the order is from_update(init, update, facts)
->>> optim.from_update(max, max, {"lr": 0.1})
-PlanError: from_update: facts is of type dict, expected a function
   fix: the order is from_update(init, update, facts)
 >>> mf.opt_step(state(optim.from_update(lambda p: None, lambda g, s, p: (None, s))), shards())
 LeafError: from_update: the updates that update gave do not fit the parameters
@@ -759,26 +731,20 @@ LeafError: move: value=None, expected a TrainState or a tree of shards
 >>> mf.get(shards(), groups, "w")
 LeafError: groups.b: got str, which is no groups
   fix: pass groups for all leaves, a function from the path of a leaf, or a tree
->>> mf.set(shards(), "w", True, groups)
-LeafError: set: w: the value is True, and the leaf has dtype float32
-  fix: pass 1 to fill the leaf with that number
 >>> mf.set(roots(), "opt.moments.exp_avg_sq.w", -1.0, groups)
-LeafError: set: opt.moments.exp_avg_sq.w has a value that is negative or not finite, which state=int8[256] cannot hold
+LeafError: set: opt.moments.exp_avg_sq.w has a value that state=int8[256] cannot hold
   fix: pass finite numbers of at least 0
 >>> mf.set(roots(), "opt.moments.exp_avg.w", math.inf, groups)
-LeafError: set: opt.moments.exp_avg.w has a value that is not finite, which state=int8[256] cannot hold
+LeafError: set: opt.moments.exp_avg.w has a value that state=int8[256] cannot hold
   fix: pass finite numbers
 >>> mf.notebook.start(2, nodes=0)
 PlanError: notebook.start: nodes=0, expected None or an int of at least 1
   fix: give 1 or more
->>> mf.notebook.start(2, device=5)
-PlanError: notebook.start: device=5, expected the name of a device
-  fix: pass 'auto', 'cpu', or the kind of this machine's accelerators
 >>> mf.summary(None)
 LeafError: summary: shards=None, expected shards or tensors
   fix: pass a tree of shards, or a TrainState such as trainer.state
 >>> mf.summary(shards(), rows=1)
-LeafError: summary: rows=1, expected None or an int of at least 2
+PlanError: summary: rows=1, expected None or an int of at least 2
 >>> injected(rank=-1)
 PlanError: inject: rank=-1, expected None or an int of at least 0
   fix: None means every rank
@@ -791,8 +757,6 @@ PlanError: inject: step='1', expected an int of at least 0
 >>> injected(operation=None)
 PlanError: inject: operation=None, expected a text that is not empty
   fix: pass a part of the name of a point, such as 'step' or 'hop 1'
->>> injected(seconds=nan)
-PlanError: inject: seconds=nan, expected a finite number of at least 0
 >>> tree.node(None)
 LeafError: tree.node: None is not a dataclass
   fix: write @tree.node above @dataclass(frozen=True)

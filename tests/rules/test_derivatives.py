@@ -845,7 +845,6 @@ METHODS_ELSEWHERE = {
     "Cluster.restart": READS,
     "Watched.timeline": READS,
     "Watched.memory": READS,
-    "Timeline.picture": READS,
     "Timeline.sent_bytes": READS,
     "Timeline.waited_s": READS,
     "Timeline.summary": READS,

@@ -64,7 +64,7 @@ OUTSIDE = {
     "schedules": [],
     "groups": ["torch", "torch.distributed"],
     "collectives": ["torch", "torch.distributed"],
-    "inspection": ["torch", "matplotlib"],
+    "inspection": ["torch"],
     "checkpoint": ["torch", "torch.distributed", "safetensors"],
     "train": ["torch", "tqdm"],
     "testing": ["torch", "torch.distributed"],

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import Layout, full_of, groups_of, placed_as, random, same_bits
 from costs import buckets_of, counted, gathered, level_sizes
+from storage_count import StorageCount
 from torch import Tensor, nn
 from torch.func import grad, grad_and_value, jvp, vmap
 
@@ -214,15 +215,16 @@ def test_one_chunk_of_values_at_a_time_is_in_memory():
     groups = mf.make_groups(1)
     options = {"frozen": is_base, "precision": "param=int4[64]", "bucket_bytes": 3 * 4 * 2048}
     filling, seen = Filling("load_shards", full, groups, options), []
-    with filling.under_way():
-        for name in filling.order:
+    with StorageCount() as count, filling.under_way():
 
-            def read(low: int, high: int, name: str = name) -> Tensor:
-                chunks = [chunk.flat for chunk in filling._chunks._found.values()]
-                seen.append(sum(x.nbytes for x in chunks if x is not None))
+        def source(name: str) -> Any:
+            def read(low: int, high: int) -> Tensor:
+                seen.append(count.now - sum(row.nbytes for row in rows(filling.shards)))
                 return full[name].reshape(-1)[low:high]
 
-            filling.read(name, read)
+            return read
+
+        filling.fill(source)
     assert max(seen) == 3 * 4 * 2048  # of the 12 leaves those of one bucket, in whole blocks
     same_bits(mf.unshard(filling.shards, groups), twin(full, "int4[64]"))
 

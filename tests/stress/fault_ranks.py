@@ -24,10 +24,12 @@ from mics_fn import tree
 from mics_fn.errors import MicsError
 from mics_fn.lab.ranks import launch
 from mics_fn.testing import inject
+from tests.stress.store_faults import STORE
 
 STEPS = 4
 SAVED = 2  # the step after which a job saves, if the fault is there
 MARK = struct.Struct("d")
+FUNCTIONS: dict[str, Any] = {**STORE, "torn": "raise"}  # in a commit, while others write the step
 
 
 class Trial(NamedTuple):
@@ -151,7 +153,8 @@ class Rank:
             if trial.fault:
                 how: dict[str, Any] = {"seconds": trial.heartbeat_s / 2, "seed": trial.number}
                 stack.enter_context(inject(*where, self._mark))
-                stack.enter_context(inject(*where, trial.fault, **how))
+                fault = FUNCTIONS.get(trial.fault, trial.fault)
+                stack.enter_context(inject(*where, fault, **how))
             mf.init_distributed(device="cpu", timeout_s=trial.timeout_s)
             groups = groups_for(trial)
             self.trainer = trainer_for(groups)

@@ -106,7 +106,7 @@ class Rank:
     def _save(self, step: int, shards: Any, groups: mf.Groups, draw: random.Random) -> None:
         state: Any = state_at(step, shards)
         how: dict[str, Any] = {"step": step, "extra": {"step": step}, "keep": KEPT}
-        how |= {"commit": draw.choice(["rename", "file"]), "overwrite": "newer"}
+        how |= {"overwrite": "newer"}
         apart = draw.random() < 0.5
         self._say("begins", step)
         self._mark(True)

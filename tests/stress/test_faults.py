@@ -8,7 +8,7 @@ from mics_fn.lab.ranks.pool import run_ranks
 from mics_fn.testing.injector import FAULTS as KNOWN
 from tests.stress.__main__ import main
 from tests.stress.cost import CostConfig, measure_cost, render_cost
-from tests.stress.fault_ranks import STEPS, Told, Trial
+from tests.stress.fault_ranks import FUNCTIONS, STEPS, Told, Trial
 from tests.stress.fault_trials import Found
 from tests.stress.faults import (
     FAULTS,
@@ -76,7 +76,7 @@ def test_trials_are_uniform_and_the_same_for_a_seed():
     trials = list(trials_of(FaultsConfig(trials=600)))
     assert trials == list(trials_of(FaultsConfig(trials=600)))
     assert trials[:50] != list(trials_of(FaultsConfig(trials=50, seed=1)))
-    assert {trial.fault for trial in trials} == set(FAULTS) == set(KNOWN) - {"link_down"}
+    assert {trial.fault for trial in trials} == set(FAULTS) == {*KNOWN, *FUNCTIONS}
     assert {trial.operation for trial in trials} == {name for at in PLACES.values() for name in at}
     assert {trial.rank for trial in trials} == set(range(8))
     assert {goal_s(trial) for trial in trials} >= {None, 1.0, 3.0}

@@ -21,9 +21,10 @@ from cases import Layout, forget_groups, groups_of
 
 import mics_fn as mf
 from mics_fn import spans, testing
-from mics_fn.errors import DesyncError, PlanError
-from mics_fn.testing.injector import EXIT_CODE, FAULTS, LINK
+from mics_fn.errors import DesyncError
+from mics_fn.testing.injector import EXIT_CODE, FAULTS
 from mics_fn.train import StepMetrics
+from tests.stress.store_faults import STORE
 
 LIMIT_S = 30.0
 
@@ -133,12 +134,10 @@ def test_an_error_before_the_first_step():
         ("fetch", "oom", RuntimeError),
         ("step", "nan", IndexError),  # where there is no tensor
         ("fetch", "wrong_call", IndexError),  # nobody to disagree with
-        ("fetch", "torn", PlanError),  # which needs a commit
-        ("step", "link_down", KeyError),  # nothing is guessed
+        ("fetch", "nope", KeyError),
     ],
 )
-def test_an_error_of_its_own(operation: str, fault: str, error: type, monkeypatch: Any):
-    monkeypatch.delenv(LINK, raising=False)
+def test_an_error_of_its_own(operation: str, fault: str, error: type):
     with pytest.raises(error):
         trained(step=1, operation=operation, fault=fault)
 
@@ -218,7 +217,7 @@ def test_what_hosts_the_store(fault: str, code: int):
     def client() -> None:
         store = tcp_store("127.0.0.1", port, is_master=False, **how)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        assert trained(step=2, operation="step", fault=fault)[1] == "step"
+        assert trained(step=2, operation="step", fault=STORE[fault])[1] == "step"
 
     def host() -> None:
         store = tcp_store("127.0.0.1", port, is_master=True, **how)
@@ -234,7 +233,7 @@ def test_what_hosts_the_store(fault: str, code: int):
 
 
 def without_a_tcp_store() -> None:
-    with testing.inject(0, 0, "start", "store_killed"):
+    with testing.inject(0, 0, "start", STORE["store_killed"]):
         mf.make_groups(1, ranks=[dist.get_rank()])
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mics_fn as mf
 from mics_fn import checkpoint, optim
-from mics_fn.checkpoint import saving
+from mics_fn.checkpoint import directory, saving
 from mics_fn.errors import FileError, LeafError, MicsError
 from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.spans import LOG
@@ -114,7 +114,7 @@ def test_other_ranks_go_on(ranks: Pools, tmp_path: Path) -> None:
 
 
 def fails_once(world: World, folder: str) -> tuple[int, str, list[int]]:
-    groups, plain = groups_of(world), saving.write_part
+    groups, plain = groups_of(world), directory.write_part
     trainer, data = simple(groups, folder, every=2), batches(groups.position)
     saved: Any = trainer.checkpoint
     trainer.fit(data, 2, progress=False)
@@ -125,7 +125,7 @@ def fails_once(world: World, folder: str) -> tuple[int, str, list[int]]:
         return plain(path, tensors)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "write_part", broken)
+        patch.setattr(directory, "write_part", broken)
         trainer.fit(data, 1, progress=False)
         trainer.step(next(data))  # step 4 is saved
         patch.setattr(saved, "every", 10_000)  # and none while files cannot be written
@@ -204,7 +204,7 @@ def broken_disk(*, on: bool = True) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if on:
-            patch.setattr(saving, "write_part", broken)
+            patch.setattr(directory, "write_part", broken)
         yield
 
 

@@ -1,7 +1,5 @@
 """Training in which parameters and gradients travel as codes."""
 
-import warnings
-
 import pytest
 import torch
 from cases import Layout, groups_of, random, same_bits
@@ -93,8 +91,7 @@ def test_one_rank_or_one_replica_sends_and_codes_nothing(ranks, size, precision,
 
 def merged(layout, sync):
     groups = groups_of(layout)
-    with warnings.catch_warnings(action="ignore"):  # that local_sgd sends no codes
-        trainer = trainer_of(groups, "hop2=int8[64]", replica_sync=sync(2))
+    trainer = trainer_of(groups, "hop2=int8[64]", replica_sync=sync(2))
     for step in range(2):
         groups.traffic.clear()
         trainer.step(batch(step, groups.rank))
@@ -110,17 +107,6 @@ def test_merges_send_parameters_as_they_are_and_differences_as_codes(ranks):
         for params, _ in found[1:]:
             same_bits(params, found[0][0])
     assert 3 * diloco[0][1] < local[0][1]
-
-
-def test_codes_that_merges_never_send_are_named():
-    groups, local = mf.make_groups(1), mf.replicas.local_sgd(4)
-    text = r"hop2=int8\[64\] of precision= has no effect with local_sgd\(4\)"
-    with pytest.warns(UserWarning, match=text) as found:
-        trainer_of(groups, "hop2=int8[64]", replica_sync=local)
-    assert found[0].filename == __file__
-    # What has an effect, or is a dtype that hop 2 has anyway, says nothing.
-    trainer_of(groups, "hop1=bf16", replica_sync=local)
-    trainer_of(groups, "hop2=int8[64]", replica_sync=mf.replicas.diloco(4))
 
 
 # What is never coded, and what is refused.

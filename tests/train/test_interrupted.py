@@ -280,7 +280,7 @@ def codes_of(*functions: Any) -> list[Any]:
 
 
 HOLDING = codes_of(*(x for x in vars(interrupts.Commit).values() if hasattr(x, "__code__")))
-UPDATES = codes_of(stepping.update, stepping.update_early, stepping.update_late, stepping.merge)
+UPDATES = codes_of(stepping.update, stepping.merge)
 
 
 def equal(found: list[Any], want: list[Any]) -> bool:

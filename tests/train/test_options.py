@@ -24,7 +24,6 @@ def torchs(kind: Any, **options: Any) -> Any:
     return optim.from_torch(kind, lr=1e-2, **options)
 
 
-USUAL = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}  # of `adamw`
 # What an error names; what all ranks but one are given, and what that one is.
 OPTIMIZERS: dict[str, tuple[Any, Any]] = {
     "lr": (optim.adamw(1e-2), optim.adamw(2e-2)),
@@ -34,7 +33,7 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
         optim.adamw(1e-2, decay_mask=lambda path: "bias" in path),
         optim.adamw(1e-2, decay_mask=lambda path: "weight" in path),
     ),
-    "fused": (optim.adamw(1e-2), torchs(torch.optim.AdamW, fused=False, **USUAL)),
+    "fused": (torchs(torch.optim.AdamW, fused=True), torchs(torch.optim.AdamW, fused=False)),
     "optimizer": (torchs(torch.optim.Adam), torchs(torch.optim.AdamW)),
     "chain[0].max_value": (
         optim.chain(optim.clip_by_value(1.0), optim.sgd(0.1)),

@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 from torchdata import stateful_dataloader
 
-from mics_fn.train.loop import Passes, Position
+from mics_fn.train.loop import DataPasses, Position
 from mics_fn.train.plain import Randoms
 
 CPU = torch.device("cpu")
@@ -80,7 +80,7 @@ def seed(number: int) -> None:
     np.random.seed(number)
 
 
-class Run(Passes):
+class Run(DataPasses):
     """Passes of a process of its own, with the calls of `step` in it."""
 
     calls = 0

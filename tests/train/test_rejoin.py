@@ -91,7 +91,7 @@ class HoldsTheStore(Rank):
     agent = False
 
 
-PARTS = "part 2 of 2: rank 1 came back without it, rank 3 came back without it"
+PARTS = "ranks 1, 3: came back without a state"
 ERRORS: dict[str, tuple[Loss, type[Rank], bool, tuple[str, ...]]] = {
     "no replica": (
         SHORT._replace(killed=(1, 3)), Rank, True,

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,6 +78,36 @@ def replaced_buffers(layout):
 
 def test_buffers_are_values(ranks):
     ranks(4).run(replaced_buffers, TWO_BY_TWO)
+
+
+class Sharing(nn.Module):
+    """Writes to a buffer by one name, and reads it by another."""
+
+    seen: torch.Tensor
+    same: torch.Tensor
+
+    def __init__(self, view=False):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("same", self.seen[:1] if view else self.seen, persistent=False)
+
+    def forward(self, x):
+        self.seen.add_(x.mean(0))
+        return (self.w * x + self.same).sum()
+
+
+def test_a_buffer_of_two_names_is_one_tensor():
+    trainer = mf.Trainer(Sharing(), mf.optim.sgd(0.0), mf.make_groups(1))
+    x = torch.ones(4, 2)
+    for step in (1, 2):
+        assert trainer.step(x).loss == 8 + 8 * step
+        buffers = dict(trainer.state.buffers)
+        assert buffers["same"].tolist() == buffers["seen"].tolist() == [step] * 2
+        buffers = {name: value.clone() for name, value in buffers.items()}
+        trainer.state = replace(trainer.state, buffers=buffers)
+    with pytest.raises(mf.errors.LeafError, match="buffer 'same' lies in the memory of buffer"):
+        mf.Trainer(Sharing(view=True), mf.optim.sgd(0.0), mf.make_groups(1))
 
 
 def test_evaluation_mode_is_left_again():

@@ -61,7 +61,7 @@ def copied(trainer: mf.Trainer) -> Any:
 
 def overflowing(layout: Layout) -> None:
     """float16 whose gradient overflows in some steps on one rank only."""
-    guard = mf.optim.Guard(mf.optim.dynamic_scale(2.0**10, interval=2, hysteresis=2))
+    guard = mf.optim.Guard(mf.optim.dynamic_scale(2.0**10, interval=2))
     how = {"precision": "compute=f16,reduce=f16,output=f32", "guard": guard, "bucket_bytes": 300}
     trainer = mf.Trainer(net(), mf.optim.adamw(LR), groups_of(layout), loss=loss_of, **how)
     expected, taken = guard.scale, 0

@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 import mics_fn as mf
 from mics_fn.groups import Topology, valid_partition_sizes
-from mics_fn.lab.bench.stage import TrainConfig, joined, make_batches, make_trainer
+from mics_fn.lab.bench.stage import TrainConfig, make_batches, make_trainer
 from mics_fn.lab.bench.turns import is_first, of_all_ranks, say, start
+from mics_fn.lab.models.task import join
 from mics_fn.lab.report import buckets_of, table, wire_bytes
 from mics_fn.shards import Precision
 
@@ -59,7 +60,7 @@ def measure_bytes(config: BytesConfig) -> dict[str, Any]:
 def _run(config: BytesConfig, groups: mf.Groups, precision: Precision) -> RankBytes:
     """Count the bytes that the steps of this rank send."""
     trainer = make_trainer(config, groups, config.live_buckets, precision)
-    batch = joined(make_batches(config, groups.device, 1)[0])
+    batch = join(make_batches(config, groups.device, 1)[0])
     for _ in range(config.turns.warmup):
         trainer.step(batch)
     ledger = []

@@ -20,6 +20,7 @@ from mics_fn.errors import PlanError
 from mics_fn.groups import placement
 from mics_fn.lab.bench.turns import BenchPeer, BenchTurns, in_job
 from mics_fn.lab.models import gpt
+from mics_fn.lab.models.task import Batch, TrainingTask, join
 from mics_fn.lab.models.text import load_text
 from mics_fn.shards import Bucket, Precision
 
@@ -184,38 +185,27 @@ def sum_dtype(bucket: Bucket, micro_steps: int) -> torch.dtype:
     return torch.promote_types(bucket.dtype, bucket.reduce)
 
 
-Batch = tuple[Tensor, Tensor]
 TEXT_BYTES = 500_000
 DEFAULT_PEERS = ("keep", "zero3", "fsdp2", "fsdp2-keep", "plain")
 OVERLAP_PEERS = ("keep", "overlap")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """Options of what is trained, and on what.
+class TrainConfig(TrainingTask):
+    """Options of what is trained by AdamW, and on what.
 
     Args:
         node_size: nodes are groups of so many ranks.
         turns: how many steps.
         precisions: texts of precisions, in each of which is measured; () means float32, which is
             then not part of a peer's label.
-        accumulate: micro-steps in a step.
-        sequences: samples per rank and micro-step.
         device: "auto", "cpu" or "cuda".
-        model: sizes of the GPT.
-        lr: the learning rate of AdamW.
-        seed: the seed of parameters and batches.
     """
 
     node_size: int
     turns: BenchTurns = field(default_factory=BenchTurns)
     precisions: tuple[str, ...] = ()
-    accumulate: int = 1
-    sequences: int = 1
     device: str = "auto"
-    model: gpt.GPTConfig = field(default_factory=gpt.GPTConfig)
-    lr: float = 3e-4
-    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,27 +239,11 @@ class Stage(NamedTuple):
 
 def make_batches(config: TrainConfig, device: torch.device, steps: int) -> list[list[Batch]]:
     """Make the batches of this rank, by step and micro-step."""
-    text, rank = load_text(TEXT_BYTES), dist.get_rank()
-    sizes = {"size": config.sequences, "context": config.model.context, "seed": config.seed}
-    found = []
-    for step in range(steps):
-        micros = [
-            text.batch("train", step=step, micro=micro, rank=rank, **sizes)
-            for micro in range(config.accumulate)
-        ]
-        found.append([(x.to(device), y.to(device)) for x, y in micros])
-    return found
-
-
-def joined(micros: Sequence[Batch]) -> Batch:
-    """Concatenate the batches of all micro-steps."""
-    x, y = map(torch.cat, zip(*micros, strict=True))
-    return x, y
-
-
-def make_model(config: TrainConfig, device: torch.device) -> gpt.GPT:
-    """Make the GPT with the parameters that every peer starts from."""
-    return gpt.seeded(config.model, device, config.seed)
+    text, rank, micros = load_text(TEXT_BYTES), dist.get_rank(), range(config.accumulate)
+    return [
+        [join([config.batch(text, step, micro, rank)], device) for micro in micros]
+        for step in range(steps)
+    ]
 
 
 # The peers of `bench step`: `Trainer` in several modes, and the ways to train of torch itself.
@@ -291,7 +265,7 @@ def _trainer(
     guard = mf.optim.Guard(on_nonfinite="ignore") if overlap else None
     options = {"overlap_step": overlap, "guard": guard}
     trainer = make_trainer(config, groups, live, stage.precision, **options)
-    batches = [joined(micros) for micros in stage.batches]
+    batches = [join(micros) for micros in stage.batches]
     how = place or {None: "keep", 0: "least", 2: "two buckets"}[live]
     name = f"Trainer p={p}, {how}{', overlapped' * overlap}"
     return BenchPeer(name, lambda step: trainer.step(batches[step]).loss)
@@ -301,7 +275,7 @@ def make_trainer(
     config: TrainConfig, groups: mf.Groups, live: int | None, precision: Precision, **options: Any
 ) -> mf.Trainer:
     """Make a trainer of the GPT with a budget of `live` buckets; None keeps all."""
-    model = make_model(config, groups.device)
+    model = config.make_model(groups.device)
     # A parameter that is larger than a bucket has a bucket of its own.
     largest = max(parameter.numel() for parameter in model.parameters())
     largest *= precision.formats("", torch.float32).compute.itemsize
@@ -318,7 +292,7 @@ def make_trainer(
 
 
 def _plain(stage: Stage) -> BenchPeer:
-    return _torch_loop("plain torch loop", stage, make_model(stage.config, stage.device))
+    return _torch_loop("plain torch loop", stage, stage.config.make_model(stage.device))
 
 
 def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> BenchPeer:
@@ -329,7 +303,7 @@ def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> BenchPeer:
     config, n = stage.config, dist.get_world_size()
     p = n if full else config.partition_size
     formats = stage.precision.formats("", torch.float32)
-    model = make_model(config, stage.device).to(formats.dtype)
+    model = config.make_model(stage.device).to(formats.dtype)
     sizes = (n,) if full or n == 1 else (n // p, p)
     names = ("replicate", "shard")[-len(sizes) :]
     mesh = init_device_mesh(stage.device.type, sizes, mesh_dim_names=names)

@@ -1,7 +1,4 @@
-"""`python -m mics_fn demo`: train a GPT sharded over ranks of this machine, and check it.
-
-The estimate is a lower bound, so what is refused could not have run.
-"""
+"""`python -m mics_fn demo`: train a GPT sharded over ranks of this machine, and check it."""
 
 import argparse
 import importlib.util
@@ -19,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mics_fn import _device
 from mics_fn.collectives import Wire, check_level
 from mics_fn.errors import PlanError, human_bytes
 from mics_fn.groups import Plan, Topology, plan_groups
@@ -81,12 +77,9 @@ def save_curve(
     FigureCanvasAgg(figure).print_png(str(path))
 
 
-# What is checked before the demo starts a process: where it writes, and how much memory it
-# needs.
+# What is checked before the demo starts a process.
 
 RESULTS, CURVE = "results.json", "loss.png"
-PROCESS_BYTES = 150_000_000  # of Python and torch alone
-FLOAT = 4  # bytes
 
 
 def folder_for(out: Path | None, overwrite: bool) -> Path:
@@ -131,49 +124,6 @@ def check_text(config: DemoConfig, lengths: Sequence[int]) -> None:
         raise PlanError(f"{what} {min(lengths):,} bytes", fix=fix)
 
 
-def check_memory(config: DemoConfig, given: Sequence[str], has: int | None = None) -> None:
-    """Raise PlanError if the ranks cannot fit into the memory of this machine.
-
-    Args:
-        config: what they train.
-        given: the flags that are not at their defaults, such as "--dim 1000000".
-        has: bytes of memory; by default those of the machine.
-    """
-    has = _device.total_memory(torch.device("cpu")) if has is None else has
-    parts = needed_bytes(config)
-    if sum(parts.values()) <= has:
-        return
-    lines = [f"{what}: {human_bytes(size)}" for what, size in parts.items()]
-    flags = " ".join(given) or "the defaults"
-    what = f"{flags}: {config.ranks} ranks need at least {human_bytes(sum(parts.values()))}"
-    fix = "pass smaller sizes; --help names the defaults"
-    raise PlanError(f"{what}, and this machine has {human_bytes(has)}", lines, fix)
-
-
-def needed_bytes(config: DemoConfig) -> dict[str, int]:
-    """Estimate the least bytes of all ranks together, by kind; nothing is allocated.
-
-    On a GPU states and activations are elsewhere, but each rank makes its model on the CPU.
-    """
-    model = config.model
-    numel = model.num_blocks * 12 * model.dim**2
-    numel += (2 * model.vocab_size + model.context) * model.dim
-    tokens = config.sequences * model.context
-    # What backward needs: 14 tensors as wide as the stream per block, and logits with their log.
-    least = 2 if config.rounds else FLOAT  # bytes of what is computed
-    saved = tokens * (14 * model.num_blocks * model.dim + 2 * model.vocab_size)
-    batch = 2 * 8 * config.accumulate * tokens  # int64, in and out
-    on_cpu = config.device == "cpu"
-    # The model, and shards with two moments, which may be kept in bfloat16 or as codes.
-    shards = 1 if config.rounds else 3
-    states = numel * (1 + (shards / config.partition_size if on_cpu else 0))
-    return {
-        "processes": config.ranks * PROCESS_BYTES,
-        "parameters and their states": int(config.ranks * FLOAT * states),
-        "activations and batches": config.ranks * (least * saved * on_cpu + batch),
-    }
-
-
 # How far the demo's sharded run is from one process on the same batches, which is in float32.
 
 # Both runs do the same arithmetic in different orders, so they differ by rounding (1e-7), which
@@ -187,7 +137,7 @@ LATE = 30  # the last losses whose mean is compared, or half of them if there ar
 
 
 def compare(
-    run: RankResult, alone: AloneResult, *, bounded: bool = True, coded_bound: float | None = None
+    run: RankResult, alone: AloneResult, bounded: bool, coded_bound: float | None
 ) -> dict[str, Any]:
     """Compare the sharded run with the single process, and with the bounds.
 
@@ -254,7 +204,6 @@ def render_check(check: dict[str, Any]) -> str:
 
 LEGEND = "M: parameter bytes, p: partition size,\n  r: replicas, s: micro-steps"
 COLUMNS = 60  # no line is longer, paths aside
-MOST_STEPS = 1_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -265,11 +214,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "node-size", None, text)
     text = "ranks that share one replica (default node size)"
     add_count(parser, "partition-size", None, text)
-    add_count(parser, "steps", 60, "optimizer steps, at least 2", largest=MOST_STEPS)
+    add_count(parser, "steps", 60, "optimizer steps, at least 2")
     add_count(parser, "accumulate", 2, "micro-steps in a step")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
     text = "folder for the results (default mics_fn_demo, or with a number if that has some)"
-    add("--out", type=_folder, help=text)
+    add("--out", type=Path, help=text)
     add("--overwrite", action="store_true", help="replace the results of an earlier run")
     add_count(parser, "sequences", 6, "samples per rank and micro-step")
     add_count(parser, "context", 128, "length of a sample in bytes")
@@ -280,13 +229,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lr", type=_rate, default=DemoConfig.lr, help=text)
     add_count(parser, "seed", 0, "of parameters and batches", smallest=0)
     add("--no-check", action="store_true", help="without the run in a single process")
-
-
-def _folder(given: str) -> Path:
-    """Parse the folder of a flag; an empty text, as of an unset variable, is refused."""
-    if not given.strip():
-        raise argparse.ArgumentTypeError("it is empty")
-    return Path(given)
 
 
 def _rate(given: str) -> float:
@@ -309,7 +251,6 @@ def main(args: argparse.Namespace) -> int:
     """
     config, text = make_config(args), load_text()
     check_text(config, [len(text.train), len(text.held_out)])
-    check_memory(config, _given(args))
     out = folder_for(args.out, args.overwrite)
     _introduce(config, text)
     results = launch(train_rank, config.ranks, config)
@@ -318,15 +259,6 @@ def main(args: argparse.Namespace) -> int:
     print("\n" + render(summary))
     _write(out, config, summary, results[0], alone)
     return 1 if summary.check.get("ok") is False else 0
-
-
-def _given(args: argparse.Namespace) -> list[str]:
-    """List the sizes that are not at their defaults, as flags."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    sizes = ("ranks", "accumulate", "sequences", "context", "dim")
-    found = {name: getattr(args, name) for name in sizes}
-    return [f"--{name} {x}" for name, x in found.items() if x != parser.get_default(name)]
 
 
 def _introduce(config: DemoConfig, text: Text) -> None:
@@ -449,13 +381,8 @@ def summarize(
         step_seconds=seconds,
         tokens_per_second=config.tokens_per_step / seconds,
         device=first.device,
-        check=_checked(config, first, alone) if alone else {},
+        check=compare(first, alone, config.bounded, config.coded_bound) if alone else {},
     )
-
-
-def _checked(config: DemoConfig, run: RankResult, alone: AloneResult) -> dict[str, Any]:
-    """Compare both runs, with the bounds that such runs have."""
-    return compare(run, alone, bounded=config.bounded, coded_bound=config.coded_bound)
 
 
 def render(summary: DemoSummary) -> str:

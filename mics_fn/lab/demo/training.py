@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -14,11 +14,11 @@ from mics_fn import _device
 from mics_fn.collectives import Codec
 from mics_fn.lab.bench.turns import nbytes
 from mics_fn.lab.models import gpt
+from mics_fn.lab.models.task import Batch, TrainingTask, join
 from mics_fn.lab.models.text import Text, load_text
 from mics_fn.lab.report import buckets_of, wire_bytes
 from mics_fn.shards import Precision
 
-Batch = tuple[Tensor, Tensor]
 WEIGHT_DECAY = 0.1
 WIDE = (None, torch.float32, torch.float64)
 SENT = ("gather", "hop1", "hop2")  # the fields of a precision that say what travels
@@ -26,35 +26,26 @@ CODED_LR, CODED_STEPS = 3e-4, 60  # up to which runs with codes were compared wi
 CODED_BOUNDS = {"int8": 5e-3, "fp8": 5e-3, "int4": 1e-2}  # three times and more of what was found
 
 
-@dataclass(frozen=True)
-class DemoConfig:
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig(TrainingTask):
     """Options of the demo.
 
     Args:
         ranks, node_size, partition_size: the layout; nodes are groups of `node_size` ranks.
         steps: optimizer steps.
-        accumulate: micro-steps in a step.
-        sequences: samples per rank and micro-step.
         held_out_sequences: samples per rank in a test on held-out text.
-        lr: the learning rate of AdamW.
         device: "cpu" or "cuda".
         precision: the text of the sharded run's `Precision`; the single process is in float32.
-        model: sizes of the GPT.
-        seed: the seed of parameters and batches.
     """
 
     ranks: int
     node_size: int
     partition_size: int
     steps: int
-    accumulate: int
-    sequences: int
     device: str
     precision: str = ""
     held_out_sequences: int = 16
     lr: float = 1e-3
-    seed: int = 0
-    model: gpt.GPTConfig = field(default_factory=gpt.GPTConfig)
 
     @property
     def tokens_per_step(self) -> int:
@@ -127,34 +118,10 @@ class AloneResult:
     params: dict[str, Tensor]
 
 
-def make_model(config: DemoConfig, device: torch.device | str) -> gpt.GPT:
-    """Make the GPT with the parameters that both runs start from."""
-    return gpt.seeded(config.model, torch.device("cpu"), config.seed).to(device)
-
-
-def micro_batch(config: DemoConfig, text: Text, step: int, micro: int, rank: int) -> Batch:
-    """Return the batch on which one rank trains in one micro-step."""
-    return text.batch(
-        "train",
-        step=step,
-        micro=micro,
-        rank=rank,
-        size=config.sequences,
-        context=config.model.context,
-        seed=config.seed,
-    )
-
-
-def held_out_batch(config: DemoConfig, text: Text, rank: int) -> Batch:
-    """Return the batch on which one rank is tested, always the same one."""
-    size, context = config.held_out_sequences, config.model.context
-    return text.batch("held_out", step=0, rank=rank, size=size, context=context, seed=config.seed)
-
-
-def join(batches: list[Batch], device: Any) -> Batch:
-    """Concatenate batches on a device."""
-    tokens_in, tokens_out = (torch.cat(part).to(device) for part in zip(*batches, strict=True))
-    return tokens_in, tokens_out
+def held_out_batch(config: DemoConfig, text: Text, ranks: Iterable[int], device: Any) -> Batch:
+    """Return the batch on which ranks are tested, always the same one."""
+    size = config.held_out_sequences
+    return join([config.batch(text, 0, 0, rank, "held_out", size) for rank in ranks], device)
 
 
 @dataclass
@@ -174,7 +141,7 @@ def train_rank(config: DemoConfig) -> RankResult:
     )
     text, record = load_text(), _Record()
     optimizer = mf.optim.adamw(config.lr, weight_decay=WEIGHT_DECAY)
-    model = make_model(config, device)
+    model = config.make_model(device)
     trainer = mf.Trainer(
         model,
         optimizer,
@@ -183,7 +150,7 @@ def train_rank(config: DemoConfig) -> RankResult:
         accumulate=config.accumulate,
         precision=config.precision or None,
     )
-    test = join([held_out_batch(config, text, groups.rank)], device)
+    test = held_out_batch(config, text, [groups.rank], device)
     batches = _batches(config, text, groups, record, lambda: trainer.eval(test).item())
     steps = trainer.fit(batches, config.steps)
     record.held_out.append((config.steps, trainer.eval(test).item()))
@@ -211,11 +178,11 @@ def _batches(
     config: DemoConfig, text: Text, groups: mf.Groups, record: _Record, test: Callable[[], float]
 ) -> Iterator[Batch]:
     """Yield this rank's batches, and measure the training step between two of them."""
-    micros, device = range(config.accumulate), groups.device
+    device = groups.device
     for step in range(config.steps):
         if step in config.tests_at:
             record.held_out.append((step, test()))
-        batch = join([micro_batch(config, text, step, m, groups.rank) for m in micros], device)
+        batch = config.step_batch(text, step, [groups.rank], device)
         groups.traffic.clear()
         started = time.perf_counter()
         yield batch
@@ -234,14 +201,14 @@ def train_alone(config: DemoConfig, progress: Any) -> AloneResult:
     # Half of the cores: an op waits for its slowest thread, and others may use some of the cores.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     text = load_text()
-    model = make_model(config, config.device)
+    model = config.make_model(config.device)
     optimizer = torch.optim.AdamW(model.parameters(), config.lr, weight_decay=WEIGHT_DECAY)
     ranks, micros = range(config.ranks), range(config.accumulate)
     losses = []
     for step in progress(range(config.steps)):
         total = 0.0
         for m in micros:
-            batch = join([micro_batch(config, text, step, m, r) for r in ranks], config.device)
+            batch = join([config.batch(text, step, m, r) for r in ranks], config.device)
             loss = gpt.loss(model, batch)
             (loss / config.accumulate).backward()
             total += loss.item() / config.accumulate
@@ -249,7 +216,7 @@ def train_alone(config: DemoConfig, progress: Any) -> AloneResult:
         optimizer.zero_grad()
         losses.append(total)
     with torch.no_grad():
-        test = join([held_out_batch(config, text, r) for r in ranks], config.device)
+        test = held_out_batch(config, text, ranks, config.device)
         held_out = gpt.loss(model, test).item()
     params = {name: p.detach().cpu() for name, p in model.named_parameters()}
     held = nbytes(([*model.parameters()], [*optimizer.state.values()]))

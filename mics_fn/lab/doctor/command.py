@@ -50,8 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, metavar="FILE", help="a file for the report as JSON")
     add_count(parser, "ranks", 4, "ranks of a part at most")
     add_count(parser, "limit", LIMIT_S, "seconds that all parts may take together")
-    add_count(parser, "dim", None, "width of the GPT (default 256 on a GPU, 32 on the CPU)")
-    add_count(parser, "blocks", None, "blocks of the GPT (default 6 on a GPU, 2 on the CPU)")
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -72,10 +70,13 @@ def main(args: argparse.Namespace) -> int:
     """
     launch = read_launch(os.environ)
     if launch is not None and launch.world_size > 1:
-        _check_alone(args)
+        if args.gpu or args.parts or args.out:
+            text = "doctor: a launcher started this process as one of several ranks"
+            fix = "leave out --gpu, --parts and --out to check the job; or start it by itself"
+            raise PlanError(text, fix=fix)
         return check_job(args.device)
     _check(args)
-    began, nothing = time.monotonic(), DoctorConfig("cpu", Training(GPTConfig()))
+    began, nothing = time.monotonic(), DoctorConfig("cpu", Training())
     findings = [run_part("environment", ENVIRONMENT, nothing, args.limit)]
     facts = findings[0].facts
     device = _device_of(args, facts) if facts else "not known"
@@ -90,7 +91,7 @@ def main(args: argparse.Namespace) -> int:
     devices = 0 if device == "cpu" else len(facts.get("devices", ()))
     parts = {"loopback": TWO_RANKS} | (_planned(args, devices) if args.gpu and facts else {})
     for name, part in parts.items():
-        job = nothing if part is TWO_RANKS else _job(args, device)
+        job = nothing if part is TWO_RANKS else _job(device)
         findings.append(run_part(name, part, job, began + args.limit - time.monotonic()))
         show()
     wrong = ", ".join(one.name for one in findings if not one.well)
@@ -99,20 +100,10 @@ def main(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def _check_alone(args: argparse.Namespace) -> None:
-    """Refuse what starts ranks of its own where a launcher has started several."""
-    if args.gpu or args.parts or args.out:
-        fix = "leave out --gpu, --parts and --out to check the job; or start it without a launcher"
-        raise PlanError("doctor: a launcher started this process as one of several ranks", fix=fix)
-
-
 def _check(args: argparse.Namespace) -> None:
     if args.parts and not args.gpu:
         text = f"--parts {','.join(args.parts)} without --gpu"
         raise PlanError(text, fix="add --gpu, and --device cpu where there is no GPU")
-    heads = GPTConfig.num_heads
-    if args.dim and args.dim % heads:
-        raise PlanError(f"--dim {args.dim} is not a multiple of {heads} heads")
     if args.out is not None and not args.out.parent.is_dir():
         raise PlanError(f"--out {args.out}: there is no folder {args.out.parent}")
 
@@ -128,17 +119,13 @@ def _device_of(args: argparse.Namespace, facts: Mapping) -> str:
     return found
 
 
-def _job(args: argparse.Namespace, device: str) -> DoctorConfig:
+def _job(device: str) -> DoctorConfig:
     """Make the config of the ranks; small on the CPU, where each part only has to run."""
-    small = device == "cpu"
-    dim, blocks = args.dim or (32 if small else 256), args.blocks or (2 if small else 6)
-    model = GPTConfig(context=16 if small else 64, dim=dim, num_blocks=blocks)
-    turns = (
-        BenchTurns(rounds=3, steps=1, warmup=1)
-        if small
-        else BenchTurns(rounds=7, steps=5, warmup=3)
-    )
-    return DoctorConfig(device, Training(model), turns)
+    if device == "cpu":
+        small = Training(model=GPTConfig(context=16, dim=32, num_blocks=2))
+        return DoctorConfig(device, small, BenchTurns(rounds=3, steps=1, warmup=1))
+    training = Training(model=GPTConfig(context=64, dim=256, num_blocks=6))
+    return DoctorConfig(device, training, BenchTurns(rounds=7, steps=5, warmup=3))
 
 
 def _planned(args: argparse.Namespace, devices: int) -> dict[str, ReportPart]:

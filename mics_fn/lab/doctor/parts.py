@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 import mics_fn as mf
-from mics_fn import _device, tree
+from mics_fn import _device, _torch, tree
 from mics_fn.deferred import bucket_sizes
 from mics_fn.groups import LEAST_RING
 from mics_fn.lab.bench.stage import Cut, StepConfig, memory_formula
 from mics_fn.lab.bench.step import measure_step
 from mics_fn.lab.doctor.rank import Check, DoctorConfig, Rank
-from mics_fn.lab.doctor.training import LATE, Delays, make_model, train
+from mics_fn.lab.doctor.training import LATE, Delays, train
 from mics_fn.lab.models import gpt
 from mics_fn.lab.ranks.launch import Ended
 from mics_fn.lab.report import buckets_of
@@ -56,7 +56,7 @@ def _adamw(me: Rank, groups: mf.Groups) -> tuple[float, float]:
     factor and its product, and the sum of the two is rounded once more, relative to the parameter.
     """
     lr, steps, roundings, of_parameter = 1e-3, 3, 24, 3
-    start = dict(make_model(me.training).named_parameters())
+    start = dict(me.training.make_model().named_parameters())
     exact = {name: p.detach().double().requires_grad_() for name, p in start.items()}
     theirs = torch.optim.AdamW(exact.values(), lr)
     moved = {name: p.detach().to(me.device) for name, p in start.items()}
@@ -107,7 +107,7 @@ def delays(job: DoctorConfig) -> None:
     """Check that random delays on streams change no bit."""
     me = Rank(job)
     options = {"live_bytes": job.training.live_bytes, "deterministic": True}
-    late = "streams" if me.seam.delays_streams else "hosts"
+    late = "streams" if _torch.stream_delay(me.device) else "hosts"
     with me.groups() as groups:
         expected = train(job.training, groups, **options).params
 
@@ -118,7 +118,7 @@ def delays(job: DoctorConfig) -> None:
         changed = different(lambda step: contextlib.nullcontext())
         me.say("no delays: parameters that are not equal to the bit", changed, 0)
         for kind in LATE:
-            mode = Delays(me.seam, groups, kind, me.number)
+            mode = Delays(groups, kind, me.number)
             changed = different(lambda step, mode=mode: mode)
             if not mode.count:
                 raise RuntimeError(f"delays: nothing was late, of {kind}")
@@ -130,7 +130,7 @@ def pools(job: DoctorConfig) -> None:
     """Compare the memory of pools with the plan and the formula while the device is behind."""
     me, training = Rank(job), job.training
     with me.groups() as groups:
-        mode = Delays(me.seam, groups, "compute", me.number)
+        mode = Delays(groups, "compute", me.number)
         live = training.live_bytes
         policy = mf.on_demand(live_bytes=live)
         trainer = train(training, groups, lambda step: mode, schedule=policy).trainer

@@ -10,7 +10,15 @@ import torch.distributed as dist
 
 import mics_fn as mf
 from mics_fn.lab.bench.turns import BenchTurns
-from mics_fn.lab.doctor.training import STEADY, Seam, Training, distance, reference, train
+from mics_fn.lab.doctor.training import (
+    STEADY,
+    Training,
+    distance,
+    reference,
+    train,
+    wait_finder,
+    without_waits,
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,6 @@ class Rank:
     def __init__(self, job: DoctorConfig) -> None:
         self.job, self.training = job, job.training
         self.device = mf.init_distributed(device=job.device, timeout_s=job.timeout_s)
-        self.seam = Seam(self.device)
         self.number, self.size = dist.get_rank(), dist.get_world_size()
         self._file = Path(job.folder) / f"checks{self.number}"
 
@@ -102,10 +109,9 @@ class Rank:
         """
 
         def around(step: int) -> contextlib.AbstractContextManager:
-            return self.seam.without_waits() if step >= STEADY else contextlib.nullcontext()
+            return without_waits(self.device) if step >= STEADY else contextlib.nullcontext()
 
-        if self.seam.finds_waits:
+        known = wait_finder(self.device) is not None
+        if known:
             train(self.training, groups, around, **options)
-        self.say(
-            f"{what}: waits of the host in a steady step", 0 if self.seam.finds_waits else None, 0
-        )
+        self.say(f"{what}: waits of the host in a steady step", 0 if known else None, 0)

@@ -12,22 +12,22 @@ import platform
 import re
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
 import mics_fn as mf
-from mics_fn import _device, _torch
+from mics_fn import _device
 from mics_fn._version import __version__
-from mics_fn.errors import human_bytes, name_ranks
-from mics_fn.groups import nccl_problems
+from mics_fn.errors import human_bytes, rank_lines
+from mics_fn.groups import Topology, nccl_problems
 from mics_fn.lab.doctor.rank import Check, DoctorConfig, Rank
 from mics_fn.lab.ranks.launch import Ended
 from mics_fn.lab.report import table
@@ -42,8 +42,7 @@ _ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b|\b[0-9a-f]{0,4}(?::[0-9a-f]{
 _COMMON = ("localhost", "root", "user", "nobody")  # these tell nobody apart
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """Result of one part.
 
     Args:
@@ -52,6 +51,7 @@ class Finding:
         ranks, seconds: what it took.
         checks: what it looked at.
         errors: how ranks ended that did not end well, and where; or why it was left out.
+        facts: of the environment.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Finding:
     seconds: float = 0.0
     checks: Sequence[Check] = ()
     errors: Sequence[str] = ()
-    facts: dict[str, Any] = field(default_factory=dict)  # of the environment
+    facts: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def well(self) -> bool:
@@ -83,13 +83,12 @@ def checks_of(folder: Path, ranks: int) -> list[Check]:
 
 def errors_of(ended: Sequence[Ended]) -> list[str]:
     """List how ranks failed, each distinct text once, then their tracebacks."""
-    shared: dict[str, list[int]] = {}
+    found = {}
     for rank, one in enumerate(ended):
         if not one.well:
             tail = [*one.trace.splitlines(), *([] if one.error else one.output.splitlines())]
-            text = "\n".join([one.error or one.how, *tail[-TRACE_LINES:]])
-            shared.setdefault(clean(text), []).append(rank)
-    return [f"{name_ranks(ranks)}: {text}" for text, ranks in shared.items()]
+            found[rank] = clean("\n".join([one.error or one.how, *tail[-TRACE_LINES:]]))
+    return rank_lines(found)
 
 
 def clean(text: str) -> str:
@@ -123,15 +122,12 @@ def as_json(findings: Sequence[Finding], device: str, seconds: float) -> dict[st
         "device": device,
         "seconds": round(seconds, 1),
         "well": all(one.well for one in findings),
-        "environment": next((one.facts for one in findings if one.facts), {}),
         "parts": [
             {
-                "name": one.name,
-                "verdict": one.verdict,
-                "ranks": one.ranks,
+                **one._asdict(),
                 "seconds": round(one.seconds, 1),
                 "checks": [check._asdict() | {"ok": check.ok} for check in one.checks],
-                "errors": list(one.errors),
+                "facts": dict(one.facts),
             }
             for one in findings
         ],
@@ -144,15 +140,11 @@ def as_text(finding: Finding) -> str:
         return f"{finding.name}: {LEFT_OUT}, because {finding.errors[0]}"
     ranks = f"{finding.ranks} rank" + ("s" if finding.ranks > 1 else "")
     title = f"{finding.name}: {finding.verdict} ({ranks}, {finding.seconds:.0f} s)"
-    rows: list[tuple[str, ...]] = [(name, _fact(fact)) for name, fact in finding.facts.items()]
-    lines = [_facts_table(title, rows) if rows else table(title, _rows(finding.checks))]
+    lines = [table(title, _rows(finding.checks))]
+    if finding.facts:
+        lines = [title, *(f"  {name}: {_fact(fact)}" for name, fact in finding.facts.items())]
     lines += [f"  {line}" for error in finding.errors for line in error.splitlines()]
     return "\n".join(lines)
-
-
-def _facts_table(title: str, rows: Sequence[tuple[str, ...]]) -> str:
-    width = max(len(name) for name, _ in rows)
-    return "\n".join([title, *(f"  {name:{width}}  {fact}" for name, fact in rows)])
 
 
 def _fact(fact: Any) -> str:
@@ -201,22 +193,27 @@ def check_job(device: str) -> int:
     began = time.monotonic()
     chosen = mf.init_distributed(device=device, timeout_s=START_S)
     checks = [Check("until ranks are connected", time.monotonic() - began, unit="s")]
-    world = torch.distributed.get_world_size()
-    with mf.make_groups(world, device=chosen, timeout_s=START_S) as groups:
-        topology, rank = groups.plan.topology, groups.rank
-        checks += _gather(groups)
-    with mf.make_groups(device=chosen, timeout_s=START_S) as groups:  # one replica per node
-        checks += _means(groups)
-    finding = Finding("job", OK if all(c.ok for c in checks) else WRONG, world, checks=checks)
-    if rank == 0:
+    topology, found = reach_checks(chosen)
+    checks += found
+    world, seconds = dist.get_world_size(), time.monotonic() - began
+    verdict = OK if all(check.ok for check in checks) else WRONG
+    finding = Finding("job", verdict, world, seconds, checks)
+    if dist.get_rank() == 0:
         sizes = " x ".join(map(str, topology.sizes))
         print(f"{world} ranks ({sizes}) on {chosen.type}, torch {torch.__version__}")
         for name in INTERFACES:
             print(f"{name}: {os.environ.get(name, 'not set')}")
-        seconds = time.monotonic() - began
-        print("\n" + as_text(Finding(finding.name, finding.verdict, world, seconds, checks)))
+        print("\n" + as_text(finding))
         print("\nall ranks reach each other" if finding.well else "\nsome values are wrong")
     return 0 if finding.well else 1
+
+
+def reach_checks(device: torch.device) -> tuple[Topology, list[Check]]:
+    """Check that all ranks reach each other: along the nodes, and across them."""
+    with mf.make_groups(dist.get_world_size(), device=device, timeout_s=START_S) as groups:
+        checks = _gather(groups)
+    with mf.make_groups(device=device, timeout_s=START_S) as groups:  # one replica per node
+        return groups.plan.topology, checks + _means(groups)
 
 
 def _gather(groups: mf.Groups) -> list[Check]:
@@ -271,7 +268,7 @@ def environment(job: DoctorConfig) -> dict[str, Any]:
         "optree": lambda: version("optree"),
         "CUDA": lambda: torch.version.cuda or torch.version.hip or "none",
         "NCCL": lambda: ".".join(map(str, nccl.version())),
-        "system": lambda: f"{platform.system()} {platform.machine()}, {_libc()}",
+        "system": lambda: " ".join((platform.system(), platform.machine(), *platform.libc_ver())),
         "cores": lambda: f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
         "memory": lambda: human_bytes(_device.total_memory(torch.device("cpu"))),
         "settings of NCCL": _nccl_settings,
@@ -300,10 +297,6 @@ def _or_why_not(fact: Callable[[], Any]) -> Any:
         return f"not available ({type(error).__name__})"
 
 
-def _libc() -> str:
-    return " ".join(platform.libc_ver()).strip() or "another libc"
-
-
 def _device_text(device: torch.device) -> str:
     properties = torch.get_device_module(device).get_device_properties(device)
     uuid = str(getattr(properties, "uuid", "")).removeprefix("GPU-")[:UUID_DIGITS] or "unknown"
@@ -311,16 +304,9 @@ def _device_text(device: torch.device) -> str:
 
 
 def loopback(job: DoctorConfig) -> None:
-    """Check two ranks of gloo: their store, and a sum."""
+    """Check that two ranks of gloo reach each other, as those of a job."""
     began = time.monotonic()
     me = Rank(job)
     me.say("until ranks are connected", time.monotonic() - began, unit="s")
-    store, key = _torch.default_store(), "mics_fn/doctor"
-    store.set(f"{key}/{me.number}", str(me.number))
-    met = [int(store.get(f"{key}/{rank}")) for rank in range(me.size)]
-    me.say("ranks that are wrong in the store", sum(a != b for a, b in enumerate(met)), 0)
-    began, total = time.monotonic(), torch.full((1000,), me.number + 1.0)
-    dist.all_reduce(total)
-    wrong = (total != sum(range(1, me.size + 1))).sum().item()
-    me.say("elements that are wrong in a sum", wrong, 0)
-    me.say("a sum", time.monotonic() - began, unit="s")
+    for check in reach_checks(me.device)[1]:
+        me.say(*check)

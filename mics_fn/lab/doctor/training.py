@@ -23,7 +23,8 @@ from torch.nn import functional as F
 import mics_fn as mf
 from mics_fn import _torch
 from mics_fn.lab.models import gpt
-from mics_fn.lab.models.text import Text, load_text
+from mics_fn.lab.models.task import Batch, TrainingTask
+from mics_fn.lab.models.text import load_text
 from mics_fn.shards import Precision
 
 # What only some devices can do. Where one cannot, a check says so instead of failing.
@@ -39,65 +40,23 @@ LATE = {
 }
 
 
-class Seam:
-    """Abilities of one device.
+def wait_finder(device: torch.device) -> Callable[[str], None] | None:
+    """Return what sets whether an op in which the host waits raises; None if a device has none."""
+    return getattr(torch.get_device_module(device), "set_sync_debug_mode", None)
 
-    Args:
-        device: where the ranks compute.
+
+@contextlib.contextmanager
+def without_waits(device: torch.device) -> Iterator[None]:
+    """Raise RuntimeError at an op of this block in which the host waits for the device.
+
+    Not for an event, such as that of the totals of the step before, which is long over.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        module = torch.get_device_module(device)
-        self._forbid: Callable[[str], Any] | None = getattr(module, "set_sync_debug_mode", None)
-        self._sleep = _torch.stream_delay(device)
-        if not _works(self._forbid, "default"):
-            self._forbid = None
-        if not _works(self._sleep, 1):
-            self._sleep = None
-
-    @property
-    def finds_waits(self) -> bool:
-        """Whether `without_waits` can find something."""
-        return self._forbid is not None
-
-    @property
-    def delays_streams(self) -> bool:
-        """Whether `delay` delays a stream; otherwise the host."""
-        return self._sleep is not None
-
-    @contextlib.contextmanager
-    def without_waits(self) -> Iterator[None]:
-        """Raise RuntimeError at an op of this block in which the host waits for the device.
-
-        Not for an event, such as that of the totals of the step before, which is long over.
-        """
-        if self._forbid is None:
-            yield
-            return
-        self._forbid("error")
-        try:
-            yield
-        finally:
-            self._forbid("default")
-
-    def delay(self) -> None:
-        """Delay the next work on the current stream by about a millisecond."""
-        if self._sleep is None:
-            time.sleep(HOST_DELAY_S)
-        else:
-            self._sleep(CYCLES)
-
-
-def _works(call: Callable[[Any], Any] | None, argument: Any) -> bool:
-    """Return whether there is such a function, and this build of torch has what it calls."""
-    if call is None:
-        return False
+    forbid = wait_finder(device) or (lambda mode: None)
+    forbid("error")
     try:
-        call(argument)
-    except (AttributeError, RuntimeError):
-        return False
-    return True
+        yield
+    finally:
+        forbid("default")
 
 
 class Delays(_torch.DispatchMode):
@@ -108,16 +67,16 @@ class Delays(_torch.DispatchMode):
     compute on its own. What is late is drawn from a seed, which should differ between ranks.
 
     Args:
-        seam: of the device.
         groups: whose collectives are made late.
         kind: what is late, a key of `LATE`.
         seed: of the draws.
     """
 
-    def __init__(self, seam: Seam, groups: mf.Groups, kind: str, seed: int) -> None:
+    def __init__(self, groups: mf.Groups, kind: str, seed: int) -> None:
         super().__init__()
         self.count = 0
-        self._seam, self._traffic, self._late = seam, groups.traffic, LATE[kind]
+        self._sleep = _torch.stream_delay(groups.device)
+        self._traffic, self._late = groups.traffic, LATE[kind]
         self._random = random.Random(f"{kind} {seed}")
 
     def __enter__(self) -> "Delays":
@@ -144,43 +103,33 @@ class Delays(_torch.DispatchMode):
     def _draw(self, kind: str) -> None:
         if self._random.random() < self._late.get(kind, 0.0):
             self.count += 1
-            self._seam.delay()
+            if self._sleep is None:
+                time.sleep(HOST_DELAY_S)
+            else:
+                self._sleep(CYCLES)
 
 
-Batch = tuple[Tensor, Tensor]
 TEXT_BYTES = 200_000
 STEADY = 3  # steps before these record and plan, or allocate for the first time
 
 
-@dataclass(frozen=True)
-class Training:
-    """Options of what is trained.
+@dataclass(frozen=True, kw_only=True)
+class Training(TrainingTask):
+    """Options of what is trained by SGD, at a rate at which a step changes more than rounding does.
 
     Args:
-        model: sizes of the GPT.
         steps: optimizer steps.
-        accumulate: micro-steps in a step.
-        sequences: samples per rank and micro-step.
-        lr: the learning rate of SGD, large enough for a step to change more than rounding does.
-        seed: the seed of parameters and batches.
     """
 
-    model: gpt.GPTConfig
     steps: int = 5
     accumulate: int = 2
     sequences: int = 2
     lr: float = 0.1
-    seed: int = 0
-
-    @property
-    def num_params(self) -> int:
-        """Number of parameters of the model."""
-        return gpt.num_params(self.model)
 
     @property
     def bucket_bytes(self) -> int:
         """Size that cuts the model into about eight buckets."""
-        return self.num_params * 4 // 8
+        return gpt.num_params(self.model) * 4 // 8
 
     @property
     def live_bytes(self) -> int:
@@ -196,25 +145,11 @@ class Trained(NamedTuple):
     trainer: mf.Trainer
 
 
-def make_model(training: Training, device: torch.device | str = "cpu") -> gpt.GPT:
-    """Make the initial model of every run, on the CPU, so that all machines have the same."""
-    return gpt.seeded(training.model, torch.device("cpu"), training.seed).to(device)
-
-
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     """Compute the mean cross-entropy, in float64 for a model of float64, else in float32."""
     logits = model(batch[0])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
-
-
-def batch_of(training: Training, text: Text, step: int, ranks: Sequence[int]) -> Batch:
-    """Return the batch of these ranks in a step."""
-    size = training.sequences * training.accumulate
-    options = {"size": size, "context": training.model.context, "seed": training.seed}
-    found = [text.batch("train", step=step, rank=rank, **options) for rank in ranks]
-    tokens_in, tokens_out = (torch.cat(part) for part in zip(*found, strict=True))
-    return tokens_in, tokens_out
 
 
 def train(
@@ -234,12 +169,11 @@ def train(
         options: of `Trainer`, beyond those that `training` gives.
     """
     text = load_text(TEXT_BYTES)
-    steps = range(training.steps)
-    batches = [batch_of(training, text, step, [groups.rank]) for step in steps]
-    moved = [(x.to(groups.device), y.to(groups.device)) for x, y in batches]
+    here, device = [groups.rank], groups.device
+    batches = [training.step_batch(text, step, here, device) for step in range(training.steps)]
     options = {"live_bytes": None, "bucket_bytes": training.bucket_bytes} | options
     trainer = mf.Trainer(
-        make_model(training, groups.device),
+        training.make_model(groups.device),
         mf.optim.sgd(training.lr),
         groups,
         loss=loss_of,
@@ -247,7 +181,7 @@ def train(
         **options,
     )
     losses = []
-    for step, batch in enumerate(moved):
+    for step, batch in enumerate(batches):
         with around(step):
             losses.append(trainer.step(batch).loss)
     params = {name: value.cpu() for name, value in trainer.params().items()}
@@ -270,10 +204,10 @@ def reference(
         max_norm: to which the norm of a gradient is clipped.
     """
     text = load_text(TEXT_BYTES)
-    models = [make_model(training).double() for _ in replicas]
+    models = [training.make_model().double() for _ in replicas]
     for step in range(training.steps):
         for model, ranks in zip(models, replicas, strict=True):
-            loss = loss_of(model, batch_of(training, text, step, ranks))
+            loss = loss_of(model, training.step_batch(text, step, ranks))
             model.zero_grad()
             loss.backward()
             if max_norm is not None:
@@ -305,7 +239,7 @@ def distance(
 
     See [Note: how far apart numbers may be].
     """
-    start = dict(make_model(training).double().named_parameters())
+    start = dict(training.make_model().double().named_parameters())
     change = _norm({name: p - start[name] for name, p in expected.items()})
     gap = _norm({name: found[name].double() - p for name, p in expected.items()})
     stored = _unit(torch.float32) * sqrt(training.steps) * _norm(expected) / change
