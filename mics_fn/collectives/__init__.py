@@ -87,7 +87,6 @@ from mics_fn.collectives.agreement import (
     Parts,
     agree,
     check_replicas,
-    check_same,
     collect_all,
     collect_bytes,
     collect_values,
@@ -129,6 +128,6 @@ from mics_fn.collectives.pending import (
     wait_all,
     wait_until,
 )
-from mics_fn.collectives.wire import SHORT_NAMES, Rounded, Wire, check_level, checksum
+from mics_fn.collectives.wire import SHORT_NAMES, Wire, check_level, checksum
 
 __all__ = ["Codec", "all_gather", "start"]

@@ -14,7 +14,7 @@ go on to the last part, as the others wait for it there, but they do nothing els
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
@@ -170,31 +170,13 @@ def in_step(what: str, groups: Any, fact: str) -> Iterator[None]:
 
     Communication: two small all-gathers over the partition group and over the replication group.
     """
-    homes = [home for home in flatten(groups)[0] if isinstance(home, Groups)]
-    differ = f"{what}: ranks differ"
-    fix = "pass the same arguments on every rank, and files that every rank can read"
+    homes = list(dict.fromkeys(x for x in flatten(groups)[0] if isinstance(x, Groups)))
     try:
         yield
     except Exception as error:
-        for home in dict.fromkeys(homes):
-            with suppress(DesyncError):
-                text = f"{type(error).__name__}: {error}".partition("\n")[0]
-                check_same(differ, text, [home], fix)
+        same_call(what, homes, fact, error)
         raise
-    check_same(differ, fact, homes, fix)
-
-
-def check_same(what: str, text: str, homes: Sequence[Home], fix: str) -> None:
-    """Raise DesyncError on every rank unless all ranks of these groups have the same text.
-
-    Communication: two small all-gathers over each partition group and each replication group.
-    """
-    for home in dict.fromkeys(homes):
-        if home.partition_size * home.num_replicas > 1:
-            found = collect_bytes(home, text.encode())
-            if len(set(found.values())) > 1:
-                said = {rank: other.decode() for rank, other in found.items()}
-                raise report_outside(home, disagreement(what, said, fix))
+    same_call(what, homes, fact)
 
 
 def same_call(verb: str, homes: Sequence[Home], text: str, error: Exception | None = None) -> None:
@@ -219,17 +201,19 @@ def same_call(verb: str, homes: Sequence[Home], text: str, error: Exception | No
     found: dict[int, bytes] = {}
     for home in homes:
         found |= collect_bytes(home, said)
-    if error is not None:
+    if error is not None or len(set(found.values())) < 2:
         return
     said_by = {rank: json.loads(answer) for rank, answer in sorted(found.items())}
     failed = {rank: wrong for rank, (_, wrong) in said_by.items() if wrong}
+    calls = {rank: own for rank, (own, _) in said_by.items()}
+    fix = f"call {verb} with the same arguments on every rank"
+    differs = disagreement(f"{verb}: ranks differ in what they ask for", calls, fix)
     if failed:
         fix = "see what these ranks raise; nothing was changed on any rank"
-        raise disagreement(f"{verb}: it failed on other ranks", failed, fix)
-    calls = {rank: own for rank, (own, _) in said_by.items()}
-    if len(set(calls.values())) > 1:
-        fix = f"call {verb} with the same arguments on every rank"
-        raise disagreement(f"{verb}: ranks differ in what they ask for", calls, fix)
+        differs = disagreement(f"{verb}: it failed on other ranks", failed, fix)
+    for home in homes:
+        report_outside(home, differs)
+    raise differs
 
 
 # Long work of all ranks that is done part by part; an error of one rank ends it on all of them.
@@ -250,10 +234,19 @@ class Parts:
         self.error: Exception | None = None  # of this rank
         self.told = False  # whether another rank has failed
         self.left = False  # whether this rank has therefore left something out
-        self._watches: list[_Watch] = []
+        self._keys: dict[GroupState, str] = {}  # in the store, written by a rank that fails
+        self._new, self._wrote = True, False
         for life in dict.fromkeys(home.life for home in homes):
             if len(life.ranks) > 1:
-                self._watches.append(_Watch(self, life))
+                life.works += 1
+                self._keys[life] = f"{life.key}/parts/{life.works}"
+                life.listeners.append(self._listen)
+
+    def _listen(self, store: Any, news: bool) -> None:
+        """Called by the monitor at each tick, with its own connection to the store."""
+        news, self._new = news or self._new, False
+        if news and any(store.check([key]) for key in self._keys.values()):
+            self.told = True
 
     def part(self, work: Callable[[], R]) -> R | None:
         """Do one part by itself, which sends nothing.
@@ -281,55 +274,29 @@ class Parts:
 
     def fail(self, error: Exception) -> None:
         """Record the error of this rank, and report it to the others."""
-        if self.error is None:
-            self.error = error
-            for watch in self._watches:
-                watch.tell()
+        if self.error is not None:
+            return
+        self.error = error
+        for life, key in self._keys.items():
+            if life.job.store is not None:
+                self._wrote = True
+                later(life.job.store, "set", key, "")
+                later(life.job.store, "add", NEWS, 1)
 
     def end(self) -> None:
         """Stop listening."""
-        for watch in self._watches:
-            watch.end()
+        for life in self._keys:
+            life.listeners.remove(self._listen)
 
     def tidy(self) -> None:
         """Remove what this rank has written in the store, once all have left the block."""
-        for watch in self._watches:
-            watch.tidy()
+        for life, key in self._keys.items():
+            if self._wrote:
+                later(life.job.store, "delete_key", key)
 
 
 class _Left(MicsError):
     """Raised inside `in_parts` if another rank has failed."""
-
-
-class _Watch:
-    """Report a failure of this rank to the ranks of one `GroupState`, and poll for theirs."""
-
-    def __init__(self, parts: Parts, life: GroupState) -> None:
-        self._parts, self._life = parts, life
-        life.works += 1
-        self._key, self._new = f"{life.key}/parts/{life.works}", True
-        self._wrote = False
-        life.listeners.append(self._hear)
-
-    def _hear(self, store: Any, news: bool) -> None:
-        """Called by the monitor at each tick, with its own connection to the store."""
-        news, self._new = news or self._new, False
-        if news and store.check([self._key]):
-            self._parts.told = True
-
-    def tell(self) -> None:
-        store = self._life.job.store
-        if store is not None:
-            self._wrote = True
-            later(store, "set", self._key, "")
-            later(store, "add", NEWS, 1)
-
-    def end(self) -> None:
-        self._life.listeners.remove(self._hear)
-
-    def tidy(self) -> None:
-        if self._wrote:
-            later(self._life.job.store, "delete_key", self._key)
 
 
 @contextmanager

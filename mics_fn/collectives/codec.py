@@ -23,11 +23,11 @@ from mics_fn.collectives.blocks import KINDS, Rows
 from mics_fn.collectives.derivatives import refuse_derivative
 from mics_fn.errors import LeafError, PlanError
 
-_FORM = re.compile(r"\s*(\w+)\s*(?:\[\s*([0-9]{1,9})\s*\])?\s*")
-_MOST = 2**16  # elements of a block
+_FORM = re.compile(r"\s*(\w+)\s*(?:\[\s*([1-9][0-9]{0,8})\s*\])?\s*")
+_BLOCKS = [2**n for n in range(1, 17)]  # lengths, so that of several the longest suits all
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ALLOWED = "float32, bfloat16, float16 or float64"
-_FIX = "write it as in 'int8[256]', with an even length of blocks from 2 to 65536"
+_FIX = "write it as in 'int8[256]', with a power of two from 2 to 65536"
 _DETACH = "pass detached values, outside of torch.func: rounding to codes has no derivative"
 
 
@@ -50,7 +50,7 @@ class Codec:
 
     Args:
       name: "int8", "int4" or "fp8".
-      block: elements that share a scale, even, from 2 to 65536; None means 256, for int4 64.
+      block: elements that share a scale, a power of two from 2 to 65536; 0 means 256, for int4 64.
 
     Raises:
       PlanError: there is no such codec.
@@ -64,15 +64,12 @@ class Codec:
     """
 
     name: str
-    block: int | None = None
+    block: int = 0
 
     def __post_init__(self) -> None:
-        usual = KINDS[self.name].block
-        if self.block is None:
-            object.__setattr__(self, "block", usual)
-        block = self.block
-        if type(block) is not int or block % 2 or not 2 <= block <= _MOST:
-            checks.refuse("Codec", "block", block, f"an even int from 2 to {_MOST}", _FIX)
+        object.__setattr__(self, "block", self.block or KINDS[self.name].block)
+        if self.block not in _BLOCKS:
+            checks.refuse("Codec", "block", self.block, "a power of two from 2 to 65536", _FIX)
 
     @classmethod
     def parse(cls, text: str) -> "Codec":
@@ -85,7 +82,7 @@ class Codec:
         if not found or found[1] not in KINDS:
             what = f"Codec.parse: {text!r} is not a codec"
             raise PlanError(what, [f"there are {', '.join(KINDS)}"], _FIX)
-        return cls(found[1], int(found[2]) if found[2] else None)
+        return cls(found[1], int(found[2] or KINDS[found[1]].block))
 
     def __str__(self) -> str:
         return f"{self.name}[{self.block}]"
@@ -98,7 +95,7 @@ class Codec:
         """
         checks.integer(f"{self}.nbytes", "n", n, 0)
         codes = self._code_bytes(n)
-        return codes + codes % 2 + 2 * -(-n // self._length)
+        return codes + codes % 2 + 2 * -(-n // self.block)
 
     def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Values as bytes.
@@ -125,7 +122,7 @@ class Codec:
         _check(verb, "out", out, shape, torch.uint8, x.device)
         if x.numel():
             rows = _matrix(out)
-            blocks.encode_rows(self.name, self._length, x.reshape(-1, n), self._split(rows, n))
+            blocks.encode_rows(self.name, self.block, x.reshape(-1, n), self._split(rows, n))
         return out
 
     def decode(
@@ -158,7 +155,7 @@ class Codec:
         _check(verb, "out", out, shape, dtype, codes.device)
         refuse_derivative(verb, [out], _DETACH)
         if out.numel():
-            blocks.decode_rows(self.name, self._length, rows, _matrix(out))
+            blocks.decode_rows(self.name, self.block, rows, _matrix(out))
         return out
 
     def decode_mean(self, parts: Sequence[Tensor], own: Tensor | None, out: Tensor) -> Tensor:
@@ -193,7 +190,7 @@ class Codec:
         read = [self._part(verb, name, part, out) for name, part in given]
         refuse_derivative(verb, [out, *(part for _, part in given)], _DETACH)
         if out.numel():
-            blocks.mean_rows(self.name, self._length, read, _matrix(out))
+            blocks.mean_rows(self.name, self.block, read, _matrix(out))
         return out
 
     def blocks(self, codes: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -206,24 +203,19 @@ class Codec:
         Returns:
           uint8 (blocks, bytes of a block), and bfloat16 (blocks, 1).
         """
-        end, count = self._code_bytes(n), n // self._length
+        end, count = self._code_bytes(n), n // self.block
         elements, scales = codes[:end], codes[end + end % 2 :].view(torch.bfloat16)
-        return elements.view(count, self._code_bytes(self._length)), scales.view(count, 1)
+        return elements.view(count, self._code_bytes(self.block)), scales.view(count, 1)
 
     def encode_blocks(self, values: Tensor, elements: Tensor, scales: Tensor) -> None:
         """Write the codes of values (blocks, length) to what `blocks` gave of as many."""
         rows = Rows(elements.view(1, -1), elements.view(1, -1)[:, :0], scales.view(1, -1))
-        blocks.encode_rows(self.name, self._length, values.view(1, -1), rows)
+        blocks.encode_rows(self.name, self.block, values.view(1, -1), rows)
 
     def decode_blocks(self, elements: Tensor, scales: Tensor, out: Tensor) -> None:
         """Write the values of such codes to `out` (blocks, length), of any float dtype."""
         rows = Rows(elements.view(1, -1), elements.view(1, -1)[:, :0], scales.view(1, -1))
-        blocks.decode_rows(self.name, self._length, rows, out.view(1, -1))
-
-    @property
-    def _length(self) -> int:
-        """Elements of a block."""
-        return self.block or KINDS[self.name].block
+        blocks.decode_rows(self.name, self.block, rows, out.view(1, -1))
 
     def _code_bytes(self, n: int) -> int:
         """Bytes of n codes, without padding."""

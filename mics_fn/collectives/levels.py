@@ -34,7 +34,7 @@ from mics_fn import _device, _torch, checks
 from mics_fn.collectives.codec import Codec
 from mics_fn.collectives.derivatives import inside_a_rule
 from mics_fn.collectives.pending import Collective, Pending, Steps, Task, What, reads
-from mics_fn.collectives.wire import Rounded, Wire, block_of, mean_factors, mean_of, mean_of_two
+from mics_fn.collectives.wire import Wire, mean_factors, mean_of, mean_of_two
 from mics_fn.errors import GroupsError
 from mics_fn.groups import Buffers, Comm, Groups, Route
 
@@ -42,7 +42,10 @@ SMALL_BYTES = 2**16  # of a result that gloo may allocate twice more
 
 
 def all_gather(comm: Comm, out: Tensor, chunk: Tensor) -> Collective:
-    """One level of a gather: the chunk of the rank at place j goes to row j of `out`."""
+    """One level of a gather: the chunk of the rank at place j goes to row j of `out`.
+
+    On gloo a large one is made of all-to-alls; see `_swap`. Errors call it an all-gather.
+    """
     if _device.is_async(chunk.device) or (comm.size > 2 and out.nbytes <= SMALL_BYTES):
         call = partial(_torch.all_gather_single, out.view(-1), chunk)
     else:
@@ -86,7 +89,9 @@ def exchanges(comm: Comm, device: torch.device) -> bool:
     return not _device.is_async(device) or comm.fixed_order
 
 
-def average(comm: Comm, parts: Tensor, mean: Tensor) -> Generator[Collective, None, None]:
+def mean_by_reduce_scatter(
+    comm: Comm, parts: Tensor, mean: Tensor
+) -> Generator[Collective, None, None]:
     """Part j goes to the rank at place j, and the mean of all to `mean`, by torch's own op."""
     before, after = mean_factors(parts.dtype, comm.size)
     if before != 1.0:  # see `mean_factors`
@@ -138,7 +143,7 @@ def _scattered(
     return Collective(comm, "reduce-scatter", nbytes, partial(fn, out, full, **how))
 
 
-def reduce_all(
+def mean_by_all_reduce(
     comm: Comm, tensor: Tensor, wire: torch.dtype, spare: Tensor | None
 ) -> Generator[Collective, None, None]:
     """Average a contiguous tensor in place by torch's own op, which sends it in `wire`.
@@ -244,16 +249,14 @@ def send_from(comm: Comm, tensor: Tensor, source_rank: int) -> None:
 
 # Collectives that send codes in the place of values.
 
-AnyCodec = Codec | Rounded
 
-
-def exchange_bytes(codec: AnyCodec, numel: int, size: int) -> int:
+def exchange_bytes(codec: Codec, numel: int, size: int) -> int:
     """Bytes of memory that `exchange_codes` needs for parts of so many elements."""
     return 2 * (size - 1) * codec.nbytes(numel)
 
 
 def exchange_codes(
-    comm: Comm, codec: AnyCodec, part: Callable[[int], Tensor], memory: Tensor, mean: Tensor
+    comm: Comm, codec: Codec, part: Callable[[int], Tensor], memory: Tensor, mean: Tensor
 ) -> Steps:
     """Send codes of part j to the rank at place j, and average what arrives into `mean`.
 
@@ -279,20 +282,19 @@ def exchange_codes(
     return mean
 
 
-def mean_numel(codec: AnyCodec, numel: int, size: int) -> int:
+def mean_numel(codec: Codec, numel: int, size: int) -> int:
     """Elements of each part in `coded_mean_steps`: whole blocks, the same number for each rank."""
-    block = block_of(codec)
-    return -(-numel // (block * size)) * block
+    return -(-numel // (codec.block * size)) * codec.block
 
 
-def mean_bytes(codec: AnyCodec, numel: int, size: int) -> int:
+def mean_bytes(codec: Codec, numel: int, size: int) -> int:
     """Bytes of memory that `coded_mean_steps` needs."""
     part = mean_numel(codec, numel, size)
     return part * torch.float32.itemsize + exchange_bytes(codec, part, size)
 
 
 def coded_mean_steps(
-    comms: Sequence[Comm], tensor: Tensor, codec: AnyCodec, memory: Tensor | None = None
+    comms: Sequence[Comm], tensor: Tensor, codec: Codec, memory: Tensor | None = None
 ) -> Steps:
     """Average a contiguous tensor over some ranks, in place, in two collectives of codes.
 
@@ -325,13 +327,13 @@ def coded_mean_steps(
     return tensor
 
 
-def encode_to(codec: AnyCodec, values: Tensor, out: Tensor) -> None:
+def encode_to(codec: Codec, values: Tensor, out: Tensor) -> None:
     """Write the codes of values to `out`, inside of a verb that has a derivative."""
     with inside_a_rule():
         codec.encode(values, out=out)
 
 
-def decode_to(codec: AnyCodec, codes: Tensor, numel: int, out: Tensor) -> None:
+def decode_to(codec: Codec, codes: Tensor, numel: int, out: Tensor) -> None:
     """Write the first of `numel` values that codes stand for to `out`; see `encode_to`."""
     with inside_a_rule():
         if out.numel() == numel:
@@ -558,7 +560,7 @@ def scatter_steps(
             yield from exchange(comm, here.view(comm.size, numel), received, mean)
         else:
             mean = out.view(-1) if direct else there[:numel]
-            yield from average(comm, here.view(comm.size, numel), mean)
+            yield from mean_by_reduce_scatter(comm, here.view(comm.size, numel), mean)
             there = here
         here = mean
     if comms and here.data_ptr() != out.data_ptr():
@@ -787,7 +789,7 @@ def mean_steps(
     elif len(comms) > 1:
         yield from mean_in_order(comm, tensor, wire or tensor.dtype)
     elif comms:
-        yield from reduce_all(comm, tensor, wire or tensor.dtype, spare)
+        yield from mean_by_all_reduce(comm, tensor, wire or tensor.dtype, spare)
     return tensor
 
 

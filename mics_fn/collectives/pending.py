@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -82,7 +82,7 @@ class Collective:
         except RuntimeError as error:
             raise self._failed(error, self.comm.calls.issued, wait=True) from error
 
-    def late(self) -> CollectiveError:
+    def timed_out(self) -> CollectiveError:
         """The error to raise if it does not finish in time."""
         return CollectiveError(
             f"{self.op} over '{self.comm.name}' did not finish in {self.comm.timeout_s:g} s",
@@ -146,15 +146,23 @@ class Pending:
             spans.calling(call_text(self._call), keep[:1], comms)
         self._steps, self._comms, self._keep = steps, comms, list[Any](keep)
         self._numbers: list[int] = []  # of this call over each of `comms`
-        self._issued: Collective | None = None
-        self._result: Tensor | None = None
+        # Its next level is to be issued, the level in flight, the result, or that it has failed.
+        self.state: Literal["queued", "failed"] | Collective | Tensor = "queued"
         self.ready: torch.Event | None = None  # on an accelerator: over once the result is there
         self._device = device
-        self.finished = False  # whether the host has nothing left to issue or to wait for
         self.level = 0  # number of collectives issued so far
         self._flight: Any = spans.UNSEEN  # the level in flight, on the host
         with self._span(parts=bool(comms)):
             self._begin()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the host has nothing left to issue or to wait for."""
+        return isinstance(self.state, Tensor) or self.state == "failed"
+
+    @property
+    def _in_flight(self) -> Collective | None:
+        return self.state if isinstance(self.state, Collective) else None
 
     def _begin(self) -> None:
         comms = self._comms
@@ -203,12 +211,15 @@ class Pending:
     def push(self) -> bool:
         """Advance as far as possible without waiting; returns whether anything changed."""
         moved = False
-        while not self.finished and (self._issued is None or self._issued.done()):
+        while not self.finished:
+            in_flight = self._in_flight
+            if in_flight is not None and not in_flight.done():
+                break
             if self.level < len(self._comms) and self._comms[self.level].queue[0] is not self:
                 break  # see [Note: order on a communicator]
-            if self._issued is not None:
-                issued, self._issued = self._issued, None
-                self._guard(issued.finish)
+            if in_flight is not None:
+                self.state = "queued"
+                self._guard(in_flight.finish)
                 self._flight.stop()
             self._advance()
             moved = True
@@ -217,12 +228,11 @@ class Pending:
     def _advance(self) -> None:
         """Issue the next level, or finish."""
         try:
-            self._issued = self._guard(self._issue_next)
+            self.state = self._guard(self._issue_next)
             self._comms[self.level].queue.popleft()
             self.level += 1
         except StopIteration as stop:
-            self._result = stop.value
-            self.finished = True
+            self.state = stop.value
 
     def _issue_next(self) -> Collective:
         with _torch.without_torch_func():  # whoever waits may be inside, and what was started not
@@ -258,7 +268,7 @@ class Pending:
 
     def _fail(self, error: BaseException) -> None:
         """Give it up, and with it its groups: see [Note: failed groups] in `group_state`."""
-        self.finished, self._issued = True, None
+        self.state = "failed"
         for comm in self._comms[self.level :]:
             if self in comm.queue:
                 comm.queue.remove(self)
@@ -269,7 +279,7 @@ class Pending:
     def stuck(self) -> list[Stuck]:
         """The calls that have to be done before this one is, for the other ranks."""
         first = max(0, self.level - 1)  # the level that is in flight, and those behind it
-        op = "a call" if self._issued is None else self._issued.op
+        op = "a call" if self._in_flight is None else self._in_flight.op
         what = f"({call_text(self._call)})"
         left = list(zip(self._comms, self._numbers, strict=True))[first:]
         return [
@@ -279,9 +289,9 @@ class Pending:
 
     def check_time(self, waited_s: float) -> None:
         """Give up and raise if the collective in flight has exceeded its timeout."""
-        issued = self._issued
-        if issued is not None and waited_s > issued.comm.timeout_s:
-            error = issued.comm.life.late(issued.late(), self.stuck)
+        in_flight = self._in_flight
+        if in_flight is not None and waited_s > in_flight.comm.timeout_s:
+            error = in_flight.comm.life.late(in_flight.timed_out(), self.stuck)
             self._fail(error)
             raise error
 
@@ -297,9 +307,9 @@ class Pending:
             with self.waiting():
                 _device.wait(self._device, self.ready)
         self._keep.clear()
-        if self._result is None:
+        if not isinstance(self.state, Tensor):
             raise CollectiveError("this collective failed before; its result does not exist")
-        return self._result
+        return self.state
 
     def waiting(self) -> Any:
         """A wait for what it does now, for `inspection.watch`."""
@@ -315,8 +325,8 @@ class Pending:
     @property
     def _awaited(self) -> str:
         """The communicator of the level that is in flight, or else of the next one or the last."""
-        in_flight = self._issued is not None and not self.finished and not self._issued.done()
-        left = self._comms[self.level - in_flight :] or self._comms[-1:]
+        waits = self._in_flight is not None and not self._in_flight.done()
+        left = self._comms[self.level - waits :] or self._comms[-1:]
         return left[0].name if left else ""
 
     def __del__(self) -> None:
@@ -487,7 +497,7 @@ class Task(Collective):
         if self._errors:
             raise self._errors[0]
 
-    def late(self) -> CollectiveError:
+    def timed_out(self) -> CollectiveError:
         """The error to raise if it does not finish in time."""
         self._stop.set()
         text = f"{self.op} did not finish in {self.comm.timeout_s:g} s"

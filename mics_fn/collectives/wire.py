@@ -94,53 +94,6 @@ SHORT_NAMES = {
 
 
 @dataclass(frozen=True)
-class Rounded:
-    """A dtype in the place of a `Codec`: values are cast to it, and sent as they are.
-
-    Args:
-      dtype: the dtype that is sent.
-
-    Example:
-      >>> codec = Rounded(torch.bfloat16)
-      >>> codec.nbytes(3), codec.decode(codec.encode(torch.ones(3)), 3, torch.float32)
-      (6, tensor([1., 1., 1.]))
-    """
-
-    dtype: torch.dtype
-    block = 1  # no value depends on its neighbours
-
-    def nbytes(self, n: int) -> int:
-        """Bytes of `n` elements."""
-        return n * self.dtype.itemsize
-
-    def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """The bytes of x (*batch, n) in this dtype, as uint8 (*batch, nbytes(n))."""
-        codes = x.to(self.dtype).contiguous().view(torch.uint8)
-        return codes if out is None else out.copy_(codes)
-
-    def decode(
-        self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None
-    ) -> Tensor:
-        """Values (*batch, n) in another dtype."""
-        values = codes.view(self.dtype)[..., :n]
-        return values.to(dtype) if out is None else out.copy_(values)
-
-    def decode_mean(self, parts: Sequence[Tensor], own: Tensor | None, out: Tensor) -> Tensor:
-        """The mean in float32 or wider of bytes and of values (n,), added up in their order."""
-        wide = torch.promote_types(self.dtype, torch.float32)
-        rows = [x.view(self.dtype) if x.dtype == torch.uint8 else x for x in parts]
-        return mean_by_rows(rows if own is None else [own, *rows], out, wide)
-
-    def __str__(self) -> str:
-        return SHORT_NAMES.get(self.dtype, f"{self.dtype}")
-
-
-def block_of(codec: Codec | Rounded) -> int:
-    """Elements of a block of codes, which every codec knows once it is made."""
-    return codec.block or 1
-
-
-@dataclass(frozen=True)
 class Wire:
     """What travels in the place of values, and on which levels.
 
@@ -153,13 +106,13 @@ class Wire:
       'int8[256]@node'
     """
 
-    codec: Codec | Rounded
+    codec: Codec
     level: str = ""
 
     @property
     def block(self) -> int:
         """Elements that share a scale."""
-        return block_of(self.codec)
+        return self.codec.block
 
     def __str__(self) -> str:
         return self._text

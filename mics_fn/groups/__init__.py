@@ -82,7 +82,7 @@ and its formula to `tests/deferred/test_placement.py`.
 from mics_fn.groups import placement
 from mics_fn.groups.buffers import LEAST_RING, Arena, Buffers, Ring, Slot, ring_bytes
 from mics_fn.groups.communicator import Comm
-from mics_fn.groups.distributed import init_distributed, job_size
+from mics_fn.groups.distributed import init_distributed
 from mics_fn.groups.environment import nccl_problems, read_launch
 from mics_fn.groups.group_state import GroupState, reports, reports_step, tell_all, withdraw_all
 from mics_fn.groups.groups import Groups, Hierarchy, Home, Route, require_replicas

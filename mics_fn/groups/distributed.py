@@ -420,11 +420,6 @@ def require_distributed() -> bool:
     return False
 
 
-def job_size() -> int:
-    """Ranks of the default process group, also those outside of some groups; 1 without one."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
 def universe_of(
     ranks: Sequence[int] | None, mesh: DeviceMesh | None, rank: int, world_size: int
 ) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mics_fn import tree
-from mics_fn.collectives import Codec, Rounded
+from mics_fn.collectives import SHORT_NAMES, Codec
 from mics_fn.errors import human_bytes
 from mics_fn.groups import Route
 from mics_fn.shards import Bucket, Sharded, is_leaf
@@ -205,8 +205,8 @@ def wire_bytes(
     Example:
         >>> from mics_fn.groups import Route
         >>> from mics_fn.shards.bucket import LeafSpec, plan_buckets
-        >>> sent = Precision.parse("hop2=int8[256]").wires("w", torch.float32)
-        >>> leaf = LeafSpec("w", (1000,), torch.float32, 1, True, None, sent=sent)
+        >>> formats = Precision.parse("hop2=int8[256]").formats("w", torch.float32)
+        >>> leaf = LeafSpec("w", (1000,), formats, 1)
         >>> [(bucket, _)] = plan_buckets([leaf])
         >>> wire_bytes([bucket], Route(), 2)["replicas"]
         (1032, '2 (r-1)/r M/p as int8[256]')
@@ -268,8 +268,7 @@ def averaged(bucket: Bucket, num_replicas: int, *, fixed_order: bool = False) ->
     """
     wire, chunk, r = bucket.mean_wire, bucket.chunk, num_replicas
     if isinstance(wire, Codec):
-        block = wire.block or 1
-        part = -(-chunk // (block * r)) * block
+        part = -(-chunk // (wire.block * r)) * wire.block
         return Sent(2 * (r - 1) * wire.nbytes(part), f"{wire}")
     if fixed_order:
         return Sent(2 * (r - 1) * -(-chunk // r) * wire.itemsize, _name(wire))
@@ -277,7 +276,7 @@ def averaged(bucket: Bucket, num_replicas: int, *, fixed_order: bool = False) ->
 
 
 def _name(dtype: torch.dtype) -> str:
-    return str(Rounded(dtype))
+    return SHORT_NAMES.get(dtype, f"{dtype}")
 
 
 def _in_words(sizes: Sequence[int]) -> list[str]:

@@ -1,6 +1,7 @@
 """What a rank holds: a tree of shards, and the verbs that make, gather and reduce it.
 
-A sharded model is a pytree, and every verb takes values and returns values. So all of it composes
+A sharded model is a pytree. A *verb* is a function of all ranks on such trees, as `gather` is; it
+takes values and returns values. So all of it composes
 with `torch.func`, and the gradient of a gather is hop 1:
 
   >>> groups = make_groups(1)
@@ -41,9 +42,8 @@ decay and momentum apply to it. (`torch.optim` skips parameters whose gradient i
 gradients become dense; in a group of one rank they need `defer`.
 
 What travels may be codes instead of values: `gather`, `hop1` and `hop2` of a `Precision`. Leaves of
-such a bucket begin on blocks of its codecs, so its padding is larger: `shard` refuses blocks of one
-leaf that do not fit into each other, and warns where blocks are longer than most leaves. Where
-ranks hold a bucket in full (p = 1) nothing is coded, and its values are exact.
+such a bucket begin on blocks of its codecs, so its padding is larger: see [Note: flat buckets] in
+`bucket`. Where ranks hold a bucket in full (p = 1) nothing is coded, and its values are exact.
 
 Frozen leaves may be kept as codes, too, as the base of a model on which adapters are trained: with
 `frozen=is_base, precision="*base*: param=int4[64]"` a leaf takes 0.53 bytes an element, in memory
@@ -146,7 +146,6 @@ from mics_fn.shards.precision import (
     LayoutOptions,
     Precision,
     check_dtype,
-    check_patterns,
     precision_of,
 )
 from mics_fn.shards.sharding import layout_of, place_chunk, shard

@@ -4,32 +4,59 @@
 is cut into `parts` equal, contiguous chunks. Each rank of a partition group keeps one of them; the
 route of its groups says which. A leaf's local piece is the part of its range that lies in the
 chunk, and may be empty. A gather is then an all-gather whose output *is* the parameters, as views.
+A `Bucket` does not depend on the rank that holds it, so structures compare across ranks.
+
 Padding lies between leaves and behind them. It is never part of a leaf, so it never reaches a
-result. A `Bucket` does not depend on the rank that holds it, so structures compare across ranks.
-
-See [Note: flat buckets] in `bucket`. A bucket begins and ends its leaves on borders that suit all
-dtypes in which it travels, and on those of the blocks of all codes that it is kept or sent as.
-
-A leaf begins on a border of the blocks of all codes that it is kept or sent as, so it is padded to
-a multiple of all their lengths. Where none of these is a multiple of the others, as 256 and 250,
-that is far more than any of them. Where blocks are longer than most leaves it is much as well.
+result, but it is kept and sent as elements of leaves are. A leaf begins at a multiple of 16 bytes
+in each dtype in which it travels, and of the longest block of the codes that it is kept or sent as,
+which is a power of two. The buffer ends at `parts` times such a multiple. So a leaf of 5 elements
+takes 8 in float32, and 256 with `hop2=int8[256]`: long blocks suit large leaves.
 """
 
-import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from math import lcm, prod
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
 from mics_fn.collectives import SHORT_NAMES, Codec, Wire
-from mics_fn.errors import PlanError, message
 from mics_fn.tree import digest, natural
 
 BUCKET_BYTES = 25 * 2**20
-NEWER = ("gather", "hop1", "hop2", "state", "codes")  # a bucket's text names those that are set
+ALIGN_BYTES = 16  # for vector loads and NCCL; the size of most leaves is a multiple of it anyway
+
+
+class Formats(NamedTuple):
+    """The dtypes and codes that a leaf is kept, computed and sent in; fields as in `Bucket`."""
+
+    dtype: torch.dtype
+    compute: torch.dtype = None  # pyright: ignore[reportAssignmentType]
+    reduce: torch.dtype = None  # pyright: ignore[reportAssignmentType]
+    accumulate: torch.dtype = None  # pyright: ignore[reportAssignmentType]
+    gather: Wire | None = None
+    hop1: Wire | None = None
+    hop2: Codec | torch.dtype | None = None
+    state: Codec | None = None
+    codes: Codec | None = None
+
+    @property
+    def align(self) -> int:
+        """Elements that leaves are aligned to, of which all others are divisors.
+
+        In a block of codes the largest element sets the scale, so no block has parts of two leaves.
+        """
+        least = min(x.itemsize for x in (self.dtype, self.compute, self.reduce) if x is not None)
+        coded = (self.gather, self.hop1, self.hop2, self.state, self.codes)
+        blocks = [x.block for x in coded if isinstance(x, Wire | Codec)]
+        return max(1, ALIGN_BYTES // least, *blocks)
+
+    def __str__(self) -> str:
+        """The dtype, and what differs from it."""
+        named = zip(self._fields[1:], self[1:], strict=True)
+        found = [f"{n}={SHORT_NAMES.get(x, x)}" for n, x in named if x not in (None, self.dtype)]  # pyright: ignore
+        return ", ".join([SHORT_NAMES.get(self.dtype, f"{self.dtype}"), *found])
 
 
 @dataclass(frozen=True)
@@ -69,7 +96,7 @@ class Bucket:
     names: str = ""
     gather: Wire | None = None
     hop1: Wire | None = None
-    hop2: Wire | torch.dtype | None = None
+    hop2: Codec | torch.dtype | None = None
     state: Codec | None = None
     codes: Codec | None = None
 
@@ -90,25 +117,26 @@ class Bucket:
         """Bytes of the gathered buffer, padding included."""
         return self.numel * self.compute.itemsize
 
+    @property
+    def formats(self) -> Formats:
+        """The formats of its leaves."""
+        return Formats(*(getattr(self, name) for name in Formats._fields))
+
     @cached_property
     def exact(self) -> "Bucket":
         """This bucket with `compute` and `reduce` set to its own dtype, so that nothing rounds."""
-        wires = {"gather": None, "hop1": None, "hop2": None}
-        plain = replace(self, compute=self.dtype, reduce=self.dtype, **wires)
-        return self if plain == self else one_of(plain)
+        sent = {"gather": None, "hop1": None, "hop2": None}
+        return one_of(replace(self, compute=self.dtype, reduce=self.dtype, **sent))
 
     @cached_property
     def uncoded(self) -> "Bucket":
         """This bucket, which sends values in the place of codes, in the dtypes that it has."""
-        hop2 = None if isinstance(self.hop2, Wire) else self.hop2
-        plain = replace(self, gather=None, hop1=None, hop2=hop2)
-        return self if plain == self else one_of(plain)
+        hop2 = None if isinstance(self.hop2, Codec) else self.hop2
+        return one_of(replace(self, gather=None, hop1=None, hop2=hop2))
 
     @property
     def mean_wire(self) -> torch.dtype | Codec:
         """What hop 2 sends: values in a dtype, or codes."""
-        if isinstance(self.hop2, Wire):
-            return self.hop2.codec  # pyright: ignore[reportReturnType]
         return self.hop2 or self.reduce
 
     @property
@@ -125,11 +153,8 @@ class Bucket:
 
     @cached_property
     def _text(self) -> str:
-        named = [f.name for f in fields(self) if f.name not in NEWER]
-        facts = [*(str(getattr(self, name)) for name in named), *filter(None, [self.wires])]
-        facts += [f"state={self.state}"] if self.state else []
-        facts += [f"codes={self.codes}"] if self.codes else []
-        return f"bucket {self.index} ({self.names}; layout {short_digest(facts)})"
+        layout = short_digest([str(getattr(self, f.name)) for f in fields(self)])
+        return f"bucket {self.index} ({self.names}; layout {layout})"
 
     def __str__(self) -> str:
         """What ranks compare before they move it."""
@@ -224,27 +249,16 @@ def gaps(bucket: Bucket) -> tuple[tuple[int, int], ...]:
 
 # Which leaves share a bucket, and where in it each of them lies.
 
-ALIGN_BYTES = 16  # for vector loads and NCCL; the size of most leaves is a multiple of it anyway
-
-# The other three dtypes of a leaf, as in `Bucket`: compute, reduce, accumulate.
-Travel = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]
-# What travels in the place of values: gather, hop1, hop2.
-Sent = tuple[Wire | None, Wire | None, Wire | torch.dtype | None]
-
 
 class LeafSpec(NamedTuple):
     """What `plan_buckets` needs to know about a leaf."""
 
     path: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    formats: Formats
     parts: int
-    trainable: bool
-    group: Hashable  # leaves of different groups never share a bucket
-    travel: Travel = (None, None, None)
-    sent: Sent = (None, None, None)
-    state: Codec | None = None
-    codes: Codec | None = None
+    trainable: bool = True
+    group: Hashable = None  # leaves of different groups never share a bucket
 
 
 def plan_buckets(
@@ -269,7 +283,7 @@ def plan_buckets(
       For each leaf its bucket and its slot in that bucket.
 
     Example:
-      >>> spec = LeafSpec("w", (3, 2), torch.float32, 2, True, None)
+      >>> spec = LeafSpec("w", (3, 2), Formats(torch.float32), 2)
       >>> [(bucket, slot)] = plan_buckets([spec])
       >>> bucket.numel, bucket.chunk, slot
       (8, 4, 0)
@@ -282,8 +296,8 @@ def plan_buckets(
     closed: list[list[int]] = []
     for i in ranked:
         leaf = leaves[i]
-        kind = (leaf.dtype, leaf.parts, leaf.trainable, leaf.group, *leaf[6:])
-        nbytes = prod(leaf.shape) * leaf.dtype.itemsize
+        kind = (leaf.formats, leaf.parts, leaf.trainable, leaf.group)
+        nbytes = prod(leaf.shape) * leaf.formats.dtype.itemsize
         own = None if bucket is None else bucket(leaf.path)
         full = open_bytes.get(kind, 0) + nbytes > bucket_bytes
         if kind not in open_buckets or full or open_keys[kind] != own:
@@ -299,9 +313,7 @@ def plan_buckets(
 
 
 def _lay_out(index: int, leaves: Sequence[LeafSpec]) -> Bucket:
-    first = leaves[0]
-    (compute, reduce, accumulate), codes = first.travel, (*first.sent, first.state, first.codes)
-    align = _align(codes, first.dtype, compute, reduce)
+    first, align = leaves[0], leaves[0].formats.align
     offsets, end = [], 0
     for leaf in leaves:
         offsets.append(end)
@@ -309,28 +321,15 @@ def _lay_out(index: int, leaves: Sequence[LeafSpec]) -> Bucket:
     whole = first.parts * align
     bucket = Bucket(
         index=index,
-        dtype=first.dtype,
         parts=first.parts,
         shapes=tuple(leaf.shape for leaf in leaves),
         offsets=tuple(offsets),
         numel=-(-end // whole) * whole,
         trainable=first.trainable,
-        compute=compute or first.dtype,
-        reduce=reduce or first.dtype,
-        accumulate=accumulate,  # pyright: ignore[reportArgumentType]
         names=_named([leaf.path for leaf in leaves]),
-        **dict(zip(NEWER, codes, strict=True)),  # pyright: ignore[reportArgumentType]
+        **first.formats._asdict(),
     )
     return one_of(bucket)
-
-
-def _align(wires: Sequence[Any], *dtypes: torch.dtype | None) -> int:
-    """Elements that leaves are aligned to, in each of these dtypes and of these codes.
-
-    In a block of codes the largest element sets the scale, so no block has parts of two leaves.
-    """
-    blocks: Any = [wire.block for wire in wires if isinstance(wire, Wire | Codec)]
-    return lcm(max(1, ALIGN_BYTES // min(dtype.itemsize for dtype in dtypes if dtype)), *blocks)
 
 
 def _named(paths: Sequence[str]) -> str:
@@ -347,85 +346,9 @@ def _named(paths: Sequence[str]) -> str:
 def with_parts(bucket: Bucket, parts: int) -> Bucket:
     """The bucket of the same leaves in groups of another size.
 
-    >>> [(bucket, _)] = plan_buckets([LeafSpec("w", (6,), torch.float32, 1, True, None)])
+    >>> [(bucket, _)] = plan_buckets([LeafSpec("w", (6,), Formats(torch.float32), 1)])
     >>> bucket.numel, with_parts(bucket, 4).numel
     (8, 16)
     """
-    codes = (bucket.gather, bucket.hop1, bucket.hop2, bucket.state, bucket.codes)
-    align = _align(codes, bucket.dtype, bucket.compute, bucket.reduce)
-    whole, end = parts * align, bucket.offsets[-1] + bucket.numels[-1]
+    whole, end = parts * bucket.formats.align, bucket.offsets[-1] + bucket.numels[-1]
     return one_of(replace(bucket, parts=parts, numel=-(-end // whole) * whole))
-
-
-# Blocks of codes that would pad buckets out of all proportion: they are refused, or warned of.
-
-_MOST = 2  # times the elements of the leaves
-_SMALL = 2**16  # elements of padding that are no harm
-
-
-def check_blocks(verb: str, leaves: Sequence[LeafSpec]) -> None:
-    """Raise PlanError if a leaf has codes whose blocks do not fit into each other.
-
-    Args:
-      verb: for errors.
-      leaves: the leaves.
-
-    Raises:
-      PlanError: of the lengths of blocks of a leaf, none is a multiple of all others.
-    """
-    known = set()
-    for leaf in leaves:
-        fields = (*leaf.sent, leaf.state, leaf.codes)
-        if fields in known:
-            continue
-        known.add(fields)
-        blocks = _blocks(fields)
-        if blocks and lcm(*blocks.values()) > max(blocks.values()):
-            text = f"{verb}: blocks of different lengths for {leaf.path} do not fit into each other"
-            most = lcm(*blocks.values())
-            lines = [_text(fields), f"it would be padded to a multiple of {most:,} elements"]
-            fix = "choose lengths of which the longest is a multiple of the others, as 64 and 256"
-            raise PlanError(text, lines, fix)
-
-
-def warn_of_padding(verb: str, buckets: Iterable[Bucket], stacklevel: int) -> None:
-    """Warn if a bucket is much larger than its leaves because of the blocks of its codes.
-
-    Args:
-      verb: for the text.
-      buckets: the buckets of a tree; the worst of them is named.
-      stacklevel: as for `warnings.warn`, counted from the caller.
-    """
-    worst, most = None, float(_MOST)
-    for bucket in buckets:
-        fields = [getattr(bucket, name) for name in NEWER]
-        blocks, own = _blocks(fields), sum(bucket.numels)
-        # The end of a bucket is padded for each rank, which is no more than a block for each.
-        padded = bucket.numel - bucket.parts * max(blocks.values(), default=0)
-        if own and blocks and padded - own > _SMALL and padded > most * own:
-            worst, most = (bucket, fields), padded / own
-    if worst is not None:
-        bucket, fields = worst
-        lines = [
-            f"bucket {bucket.index} ({bucket.names}): {_text(fields)}",
-            f"memory, transfers and the optimizer's states take {most:.1f} times as much",
-        ]
-        fix = "choose shorter blocks, or leave small leaves out by a pattern"
-        text = f"{verb}: blocks of codes are longer than most leaves, which are padded to them"
-        warnings.warn(message(text, lines, fix), stacklevel=stacklevel + 1)
-
-
-def _blocks(fields: Sequence[object]) -> dict[str, int]:
-    """The lengths of the blocks of what a leaf is sent and kept as, by field; see `NEWER`."""
-    found = {}
-    for name, value in zip(NEWER, fields, strict=True):
-        if isinstance(value, Wire | Codec) and value.block:
-            found[name] = value.block
-    return found
-
-
-def _text(fields: Sequence[object]) -> str:
-    """The fields that have blocks, as they are written in a `Precision`."""
-    values: dict[str, object] = dict(zip(NEWER, fields, strict=True))
-    blocks = _blocks(fields)
-    return ", ".join(f"{'param' if n == 'codes' else n}={values[n]}" for n in blocks)

@@ -122,13 +122,6 @@ class NotATensor:
         text = f"torch: {name} is given a {cls.__name__} leaf, a piece of a tensor"
         raise LeafError(text, fix=_GATHER)
 
-    def __format__(self, spec: str) -> str:
-        """Its text, with the mend where torch puts it into an error of its own."""
-        caller: Any = currentframe()
-        if not caller.f_back.f_globals.get("__name__", "").startswith("torch."):
-            return repr(self)
-        return f"{self!r}, of which gather(shards, groups) makes a tensor,"  # in functional_call
-
 
 @tree.node
 @dataclass(frozen=True, eq=False, repr=False)
@@ -660,9 +653,13 @@ class MemoryPlace(NamedTuple):
     @property
     def stop(self) -> int:
         """The end of its elements, counted from the start of the storage."""
-        return (
-            self.offset + 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
-        )
+        last = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        return self.offset + last + 1
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Where its bytes begin and end, counted from the start of the storage."""
+        return self.offset * self.dtype.itemsize, self.stop * self.dtype.itemsize
 
 
 def same_tensor(x: object, y: object) -> bool:
@@ -699,16 +696,13 @@ def overlaps(tensors: Sequence[Tensor]) -> list[list[int]]:
       >>> overlaps([x[:, 0], torch.ones(2), x[:, 1], x[2:], x[0, :1]])
       [[0, 2, 3, 4]]
     """
-    lie = [x.numel() > 0 and x.layout is torch.strided for x in tensors]
-    places = [MemoryPlace.of(x) if does else None for x, does in zip(tensors, lie, strict=True)]
-    same: dict[MemoryPlace, list[int]] = {}
-    for i, place in enumerate(places):
-        if place is not None:
-            same.setdefault(place, []).append(i)
-    found = []
-    for near in _near(same):
-        found += [sorted(i for place in group for i in same[place]) for group in _exactly(near)]
-    return sorted(group for group in found if len(group) > 1)
+    groups = {i: [i] for i in range(len(tensors))}
+    for i, j in _overlapping(tensors):
+        if groups[i] is not groups[j]:
+            groups[i] += groups[j]
+            groups.update(dict.fromkeys(groups[j], groups[i]))
+    every = {id(group): sorted(group) for group in groups.values() if len(group) > 1}
+    return sorted(every.values())
 
 
 def refuse_overlaps(verb: str, leaves: Mapping[str, Tensor], trained: Collection[str]) -> None:
@@ -723,47 +717,39 @@ def refuse_overlaps(verb: str, leaves: Mapping[str, Tensor], trained: Collection
       trained: the paths of those that are trained.
     """
     paths = list(leaves)
-    for group in overlaps(list(leaves.values())):
-        by_place = {MemoryPlace.of(leaves[paths[i]]): paths[i] for i in reversed(group)}
-        if len(by_place) > 1 and any(paths[i] in trained for i in group):
-            first, second, *_ = sorted(by_place.values(), key=paths.index)
+    for i, j in _overlapping(list(leaves.values())):
+        first, second = paths[min(i, j)], paths[max(i, j)]
+        x, y = leaves[first], leaves[second]
+        if {first, second} & set(trained) and not same_tensor(x, y):
             text = f"{verb}: {first} and {second} overlap in memory, and are not the same tensor"
-            shapes = f"shapes {tuple(leaves[first].shape)} and {tuple(leaves[second].shape)}"
+            shapes = f"shapes {tuple(x.shape)} and {tuple(y.shape)}"
             fix = "clone one of them, or keep one tensor and take views of it in forward"
             raise LeafError(text, [shapes], fix)
 
 
-def _near(places: Iterable[MemoryPlace]) -> list[list[MemoryPlace]]:
-    """Groups of places in one storage whose ranges overlap."""
-    found: list[list[MemoryPlace]] = []
-    storage, end = None, 0
-    for place in sorted(places, key=lambda p: (p.storage, p.offset * p.dtype.itemsize)):
-        start, stop = (at * place.dtype.itemsize for at in (place.offset, place.stop))
-        if place.storage != storage or start >= end:
-            found.append([])
-            storage, end = place.storage, 0
-        found[-1].append(place)
-        end = max(end, stop)
-    return found
+def _overlapping(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """Pairs of tensors, by their numbers, that share bytes."""
+    lie = [i for i, x in enumerate(tensors) if x.numel() and x.layout is torch.strided]
+    places = {i: MemoryPlace.of(tensors[i]) for i in lie}
+    near: list[int] = []  # those before that reach to where this one begins
+    for i in sorted(places, key=lambda i: (places[i].storage, places[i].span)):
+        place = places[i]
+        near = [j for j in near if places[j].storage == place.storage]
+        near = [j for j in near if places[j].span[1] > place.span[0]]
+        for j in near:
+            if _share(places[j], place):
+                yield j, i
+        near.append(i)
 
 
-def _exactly(places: Sequence[MemoryPlace]) -> list[list[MemoryPlace]]:
-    """Groups of places that share elements. (Columns of a matrix overlap only in their ranges.)"""
-    if len(places) == 1:
-        return [list(places)]
-    unit = 1 if len({p.dtype.itemsize for p in places}) > 1 else places[0].dtype.itemsize
-    start = min(p.offset * p.dtype.itemsize for p in places) // unit
-    stop = max(p.stop * p.dtype.itemsize for p in places) // unit
-    owner = torch.full((stop - start,), -1, dtype=torch.int32)
-    groups = [[place] for place in places]
-    for i, place in enumerate(places):
-        width = place.dtype.itemsize // unit
-        size, stride = (*place.size, width), (*(width * s for s in place.stride), 1)
-        mine = each_once(owner.as_strided(size, stride, place.offset * width - start))
-        for other in mine.unique().tolist():
-            if other >= 0 and groups[other] is not groups[i]:
-                groups[other] += groups[i]
-                for member in groups[i]:
-                    groups[places.index(member)] = groups[other]
-        mine.fill_(i)
-    return [group for i, group in enumerate(groups) if group[0] == places[i]]
+def _share(first: MemoryPlace, second: MemoryPlace) -> bool:
+    """Whether places whose ranges overlap share bytes; columns of a matrix do not."""
+    if first == second:
+        return True
+    start, stop = min(first.span[0], second.span[0]), max(first.span[1], second.span[1])
+    used = torch.zeros(stop - start, dtype=torch.int8)
+    for place in (first, second):
+        width = place.dtype.itemsize
+        stride = (*(width * step for step in place.stride), 1)
+        each_once(used.as_strided((*place.size, width), stride, place.span[0] - start)).add_(1)
+    return bool((used > 1).any())

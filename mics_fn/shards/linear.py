@@ -45,15 +45,13 @@ from mics_fn.collectives import (
     start_reduce_scatter,
     wait_all,
 )
-from mics_fn.errors import LeafError, disagreement, rank_lines
-from mics_fn.groups import Buffers, Comm
+from mics_fn.errors import LeafError
+from mics_fn.groups import Buffers, Comm, Route
 from mics_fn.shards import pack
 from mics_fn.shards.leaf import LOCAL_BASIS, SHARED_BASIS, refuse_tracing
 from mics_fn.shards.opened import BucketUse
 
-# Checks of batches under `vmap`: ranks must have equally many rows, and row k must match.
-
-_MOST_DIMS = 16  # of a batch, which has one dim for each enclosing vmap
+# Batches under `vmap`: row k must be the same direction on all ranks.
 
 
 def in_front(info: Any, in_dims: Sequence[int | None], data: Sequence[Any]) -> list[Any]:
@@ -68,90 +66,42 @@ def in_front(info: Any, in_dims: Sequence[int | None], data: Sequence[Any]) -> l
     return found
 
 
-def check_rows(name: str, levels: int | None, dealt: Sequence[tuple[Any, Sequence[Any]]]) -> None:
-    """Raise on every rank unless the rows of a batch match. See [Note: rows of ranks].
+def refuse_local_basis(levels: int, dealt: Sequence[tuple[Any, Sequence[Any]]]) -> None:
+    """Raise LeafError on every rank if the rows of a batch are a basis of each rank's own pieces.
+
+    See [Note: rows of ranks].
 
     Args:
-      name: the name of the map.
-      levels: how many `vmap` enclose a tangent or cotangent; None for a value itself.
+      levels: how many `vmap` enclose a tangent or cotangent in parts.
       dealt: each use of a bucket with its values, which are plain tensors, one per member.
 
-    Raises:
-      LeafError: the rows are a basis of each rank's own pieces.
-      DesyncError: ranks have different numbers of rows.
-
-    Communication: none without a batch. Else 136 bytes in each group that the map connects, and one
-      byte per row for tangents in parts that look like a basis. The host waits for both.
+    Communication: none without a batch. Else a byte per row, in each partition group; the host
+      waits for it.
     """
-    first = _first_of(name, dealt)
-    if first is None:
-        return
-    batch, device = first
     met: dict[Comm, list[Tensor]] = {}
     for use, values in dealt:
-        comm = use.home.replicas if name == "mean" else use.home.partition
-        met.setdefault(comm, []).extend(v for v in values if v is not None)
-    in_parts = levels if levels and name in ("gather", "own") else 0
+        given = [v for v in values if v is not None and v.ndim > 1 and not _torch.has_no_data(v)]
+        if given and use.home.partition.size > 1:
+            met.setdefault(use.home.partition, []).extend(given)
     for comm, values in met.items():
-        if comm.size > 1:
-            rows = [_own_rows(values, dim, batch) for dim in range(in_parts)]
-            _compare(name, comm, batch, rows, device)
-
-
-def _first_of(name: str, dealt: Sequence[tuple[Any, Sequence[Any]]]) -> Any:
-    """Shape of the batch and device of the values; None if nothing is batched."""
-    for use, values in dealt:
-        slots = [slot for slot, i in enumerate(use.index) if i is not None]
-        for slot, value in zip(slots, values, strict=True):
-            if value is not None:
-                own = len(use.bucket.shapes[slot]) if name == "scatter" else 1
-                plain = value.ndim == own or _torch.has_no_data(value)
-                return None if plain else (tuple(value.shape[: value.ndim - own]), value.device)
-    return None
-
-
-def _own_rows(values: Sequence[Tensor], dim: int, batch: Sequence[int]) -> Tensor | None:
-    """Which rows along a dim of the batch have a nonzero element, if they look like a basis.
-
-    None if a row has two elements, or if two rows have the same one.
-    """
-    found = [torch.zeros(batch[dim], 0, dtype=torch.bool)]
-    for value in values:
-        rows = value.movedim(dim, 0).ne(0)
-        found.append(rows.flatten(1, -2).any(1) if len(batch) > 1 else rows)
-    table = torch.cat([each.to(found[-1].device) for each in found], 1)
-    if bool((table.sum(0) > 1).any() | (table.sum(1) > 1).any()):
-        return None
-    return table.any(1)
-
-
-def _compare(
-    name: str,
-    comm: Comm,
-    batch: Sequence[int],
-    rows: Sequence[Tensor | None],
-    device: torch.device,
-) -> None:
-    """Compare the shapes of batches in one group, and the rows that look like a basis."""
-    looks = [int(r is not None) << d for d, r in enumerate(rows)]
-    mine = [sum(looks), len(batch), *batch[: _MOST_DIMS - 1]]
-    mine += [0] * (_MOST_DIMS + 1 - len(mine))
-    sent = torch.tensor(mine, dtype=torch.int64, device=device)
-    found = collect(comm, sent, "shape of a batch").tolist()
-    comm.check_open()  # else these may be no values of any rank
-    shapes = [f"batch {tuple(theirs[2 : 2 + theirs[1]])}" for theirs in found]
-    if len(set(shapes)) > 1:
-        text = f"{name}: ranks have batches of different shapes under vmap"
-        by_rank = dict(zip(comm.ranks, shapes, strict=True))
-        if rows:
-            raise LeafError(text, [*rank_lines(by_rank), LOCAL_BASIS], SHARED_BASIS)
-        raise disagreement(text, by_rank, "give all ranks batches of one shape")
-    for d, own in enumerate(rows):
-        if own is not None and all(theirs[0] >> d & 1 for theirs in found):
-            shared = collect(comm, own.to(torch.uint8), "rows of a batch").sum(0)
-            if bool((shared > 1).any()):
+        for dim in range(min(levels, values[0].ndim - 1)):
+            found = collect(comm, _own_rows(values, dim), "rows of a batch")
+            comm.check_open()  # else these may be no values of any rank
+            one_each, shared = bool((found < 2).all()), bool((found.sum(0) > 1).any())
+            if one_each and shared:
                 text = "torch.func: row k of a batch under vmap is another direction on each rank"
                 raise LeafError(text, [LOCAL_BASIS], SHARED_BASIS)
+
+
+def _own_rows(values: Sequence[Tensor], dim: int) -> Tensor:
+    """For each row along a dim of the batch 1 if it has a nonzero element, else 0.
+
+    All are 2 if they do not look like a basis: a row has two elements, or two rows the same one.
+    """
+    nonzero = [value.movedim(dim, 0).ne(0) for value in values]
+    table = torch.cat([x.flatten(1, -2).any(1) if x.ndim > 2 else x for x in nonzero], 1)
+    is_basis = (table.sum(0) <= 1).all() & (table.sum(1) <= 1).all()
+    return torch.where(is_basis, table.any(1).to(torch.uint8), 2)
 
 
 # The linear maps between ranks, on plain tensors: one value per member of each use.
@@ -172,7 +122,7 @@ def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> Sta
     for use, pieces in deal(uses, data):
         route = use.route
         what, wire = (use.verb, "gather", use.bucket), use.gather_wire
-        lone = route.split(0)[1]  # it holds no level, so nothing stays for a later gather
+        lone = _without_hold(route)
         row = pack.kept_row(use.bucket, route.chunk, use.by_slot(pieces))
         if wire and row is not None:
             codes = SentCodes(wire, lone, Buffers(), use.bucket.chunk, row)
@@ -199,11 +149,16 @@ def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> Sta
     return Started(pendings, finish)
 
 
+def _without_hold(route: Route) -> Route:
+    """The same levels, none of which keeps what it gathers for a later gather."""
+    return route.split(0)[1]
+
+
 def _gather_codes(use: BucketUse, codes: SentCodes, what: tuple) -> Pending:
     """Start a gather in which codes travel; nothing is kept for a later one."""
     bucket, device = use.bucket, codes.device
     out = torch.empty(bucket.numel, dtype=bucket.compute, device=device)
-    return start_coded_gather(use.route.split(0)[1], codes, None, out, what)
+    return start_coded_gather(_without_hold(use.route), codes, None, out, what)
 
 
 def _reduce_scatter(
@@ -220,7 +175,7 @@ def _reduce_scatter(
         wire = use.bucket.hop1 if parts.ndim == 2 else None
         dtype = use.bucket.dtype
         pendings.append(start_reduce_scatter(use.route, parts, buffers, dtype, what, wire))
-        if use.far:  # otherwise the result is a view of it
+        if use.crosses_ranks:  # otherwise the result is a view of it
             packed.append((buffers, full))
 
     def finish(chunks: list[Tensor]) -> list[Tensor]:
@@ -244,7 +199,7 @@ def _reduce_scatter_in_turns(
     return out + [value for started in under_way for value in started.wait()]
 
 
-def replica_mean(
+def mean_over_replicas(
     uses: Sequence[BucketUse], data: Sequence[Tensor | None], *, in_place: bool = False
 ) -> Started:
     """Hop 2; `in_place` writes the means into the chunks that the pieces are views of."""
@@ -315,11 +270,13 @@ _LOCAL: dict[str, Callable[..., Started]] = {
     "times parts": partial(_here, scaled=True),
 }
 _MAPS: dict[str, Callable[..., Started]] = {
-    **{"gather": _all_gather, "scatter": _reduce_scatter, "mean": replica_mean},
+    **{"gather": _all_gather, "scatter": _reduce_scatter, "mean": mean_over_replicas},
     **_LOCAL,
 }
-# See [Note: adjoint]. "own" gives parts as they are, so that `check_rows` sees them. "part" takes a
-# full value as this rank's part of a value; cotangents of full values are averaged later.
+# See [Note: adjoint]. "own" gives parts as they are, so that `refuse_local_basis` sees them. "part"
+# takes a full value as this rank's part of a value: of x = (1, 2, 3, 4) on 2 ranks the
+# parts are (1, 2) and (3, 4). Cotangents of full values are averaged later, so its transpose
+# multiplies by the number of parts.
 _TRANSPOSED = {
     **{"gather": "scatter", "scatter": "gather", "mean": "mean", "own": "own"},
     **{"part": "times parts", "times parts": "part"},
@@ -335,7 +292,8 @@ class _Linear(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         if name in ("gather", "scatter", "mean"):
             refuse_tracing()
-        check_rows(name, levels, deal(uses, data))
+        if levels and name in ("gather", "own"):  # of which tangents are in parts
+            refuse_local_basis(levels, deal(uses, data))
         if name == "scatter":
             return tuple(_reduce_scatter_in_turns(uses, data))
         return tuple(_MAPS[name](uses, data).wait())

@@ -13,7 +13,7 @@ from mics_fn.collectives import Wire, agree, checksum, collect_all
 from mics_fn.errors import GroupsError, LeafError, PlanError, disagreement
 from mics_fn.groups import Comm, Hierarchy, Home, Route, current, require_replicas
 from mics_fn.shards.bucket import Bucket
-from mics_fn.shards.leaf import Leaf, Sharded, Tied, dtype_name, is_leaf, mark_reduced, owner_index
+from mics_fn.shards.leaf import Leaf, Sharded, Tied, is_leaf, mark_reduced, owner_index
 from mics_fn.shards.pack import any_elsewhere, check_kept
 from mics_fn.tree import Tree
 
@@ -123,7 +123,7 @@ class BucketUse:
         return self.home.replicas
 
     @property
-    def far(self) -> bool:
+    def crosses_ranks(self) -> bool:
         """Whether a gather or its adjoint does more than take views of this rank's chunk."""
         return self.bucket.parts > 1 or self.route.grad_factor != 1.0
 
@@ -344,11 +344,7 @@ def _check_home(verb: str, use: BucketUse, homes: Sequence[Home], leaves: Sequen
 
 def _facts(use: BucketUse) -> list[tuple[str, str]]:
     """The whole layout of a bucket, so that trees with different layouts never compare as equal."""
-    dtypes = (use.bucket.dtype, use.bucket.compute, use.bucket.reduce)
-    names = "/".join(dict.fromkeys(map(dtype_name, dtypes)))
-    names += f" ({use.bucket.wires})" if use.bucket.wires else ""
-    names += f" as {use.bucket.codes}" if use.bucket.codes else ""
-    layout = f"{use.bucket.numel} {names} of {use.bucket.shapes}"
+    layout = f"{use.bucket.numel} {use.bucket.formats} of {use.bucket.shapes}"
     title = (f"bucket {use.bucket.index}", str(use.bucket))
     shapes = [
         (f"bucket {use.bucket.index}[{slot}]", str(shape))

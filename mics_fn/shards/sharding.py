@@ -8,18 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn import _torch, checks, spans, tree
-from mics_fn.collectives import Parts, Wire, agree, broadcast, check_level, check_replicas, in_parts
+from mics_fn.collectives import (
+    SHORT_NAMES,
+    Parts,
+    agree,
+    broadcast,
+    check_level,
+    check_replicas,
+    in_parts,
+)
 from mics_fn.errors import PlanError, name_ranks
 from mics_fn.groups import Groups, Home
 from mics_fn.offload import DEVICE, Place, Where, place_tensor
-from mics_fn.shards.bucket import (
-    BUCKET_BYTES,
-    Bucket,
-    LeafSpec,
-    check_blocks,
-    plan_buckets,
-    warn_of_padding,
-)
+from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, LeafSpec, plan_buckets
 from mics_fn.shards.leaf import (
     Fixed,
     Nothing,
@@ -34,14 +35,7 @@ from mics_fn.shards.leaf import (
 )
 from mics_fn.shards.opened import GroupsTree, require_tree
 from mics_fn.shards.pack import check_frozen, check_kept_place, coded_pieces, pack_full, split_chunk
-from mics_fn.shards.precision import (
-    Chosen,
-    Precision,
-    ShardOptions,
-    check_patterns,
-    facts_of,
-    warn_of_idle,
-)
+from mics_fn.shards.precision import Chosen, LayoutOptions, Precision, ShardOptions
 from mics_fn.tree import Tree
 
 # Where the chunks of new shards go: `where=` of the verbs that make some.
@@ -112,25 +106,14 @@ def specs_of(
     options: Chosen,
 ) -> dict[int, LeafSpec]:
     """What decides the bucket of each float leaf that owns its data, by its number."""
-    precision, found = options.precision, dict[int, LeafSpec]()
+    found: dict[int, LeafSpec] = {}
     numbers = {home: number for number, home in enumerate(dict.fromkeys(homes))}
     for i, (leaf, path) in enumerate(zip(leaves, bare, strict=True)):
-        if not leaf.is_floating_point() or owners[i] != i:
-            continue
-        dtypes = precision.dtypes(path, leaf.dtype)
-        trained = not _is_frozen(verb, leaf, path, options.frozen)
-        found[i] = LeafSpec(
-            path=path,
-            shape=tuple(leaf.shape),
-            dtype=dtypes.param,
-            parts=homes[i].partition_size,
-            trainable=trained,
-            group=(numbers[homes[i]], leaf.is_meta),
-            travel=dtypes[1:],
-            sent=precision.wires(path, leaf.dtype),
-            state=precision.state_codes(path, dtypes.param, leaf.numel()) if trained else None,
-            codes=precision.codes(path, leaf.dtype),
-        )
+        if leaf.is_floating_point() and owners[i] == i:
+            trained = not _is_frozen(verb, leaf, path, options.frozen)
+            formats = options.precision.formats(path, leaf.dtype, leaf.numel(), trained)
+            group, parts = (numbers[homes[i]], leaf.is_meta), homes[i].partition_size
+            found[i] = LeafSpec(path, tuple(leaf.shape), formats, parts, trained, group)
     return found
 
 
@@ -165,12 +148,8 @@ def agree_on(layout: Layout) -> None:
                 elif i in layout.slots:
                     bucket, slot = layout.slots[i]
                     text += "" if bucket.trainable else " frozen"
-                    travel = (bucket.dtype, bucket.compute, bucket.reduce, bucket.accumulate)
-                    if len({leaf.dtype, *travel}) > 1:
-                        text += f" as {'/'.join(map(dtype_name, travel))}"
-                    text += f" sent as {bucket.wires}" if bucket.wires else ""
-                    text += f" state={bucket.state}" if bucket.state else ""
-                    text += f" kept as {bucket.codes}" if bucket.codes else ""
+                    if f"{bucket.formats}" != SHORT_NAMES[leaf.dtype]:
+                        text += f" as {bucket.formats}"
                     text += f" at {bucket.offsets[slot]} of bucket {bucket.index}"
                     if layout.places[i] != DEVICE:
                         text += f" on {layout.places[i].kind}"
@@ -236,9 +215,6 @@ def shard(
       The same tree with `Sharded` leaves, `Fixed` ones for tensors that are not trained, and `Tied`
       ones for tensors that occurred before.
 
-    Warns of a field of a pattern without effect on what it matches, and of blocks of codes to which
-      leaves are padded out of proportion.
-
     Communication: a digest of the tree and the values (tens of bytes per leaf); with 'broadcast'
       also every float bucket, once.
 
@@ -250,8 +226,7 @@ def shard(
       DesyncError: ranks disagree on the tree, or hold different values.
       LeafError: `groups` is not a prefix of `params`, or two leaves have the same path.
       PlanError: a tied leaf lives on two groups, an option has no effect or is not what it should
-        be, blocks of codes of one leaf do not fit into each other, or a pattern matches no leaf.
-        Where the groups are a part of the job's ranks, that is only warned of for `precision`.
+        be, or a pattern matches no leaf.
       FileError: with `where`, a file cannot be made or written; a `PeerFileError` with the
         same file and leaf on all other ranks.
 
@@ -272,7 +247,15 @@ def shard(
     if source_rank is not None and replicas == "check":
         fix = "pass replicas='broadcast' to take its values"
         raise PlanError(f"shard: source_rank={source_rank} has no effect", fix=fix)
-    options = Chosen.checked("shard", frozen, precision, bucket_bytes, order, bucket, where)
+    options = Chosen.checked(
+        "shard",
+        frozen=frozen,
+        precision=precision,
+        bucket_bytes=bucket_bytes,
+        order=order,
+        bucket=bucket,
+        where=where,
+    )
     layout = _lay_out("shard", "params", params, groups, options)
     refuse_computed("shard", layout.paths, layout.leaves)
     trained = [layout.paths[i] for i, (bucket, _) in layout.slots.items() if bucket.trainable]
@@ -296,25 +279,14 @@ def shard(
 
 
 def layout_of(
-    verb: str,
-    root: str,
-    values: Tree,
-    groups: Any,
-    *,
-    frozen: Callable[[str], bool] | None = None,
-    precision: Precision | str | None = None,
-    bucket_bytes: float | str = BUCKET_BYTES,
-    order: Callable[[str], object] | None = None,
-    bucket: Callable[[str], object] | None = None,
-    where: Where | str | None = None,
+    verb: str, root: str, values: Tree, groups: Any, **options: Unpack[LayoutOptions]
 ) -> Tree:
     """Shards on meta, laid out as `shard` would lay out these tensors.
 
     Communication: a digest of the tree, to compare it between ranks.
     """
     require_tree(verb, values, groups, root)
-    options = Chosen.checked(verb, frozen, precision, bucket_bytes, order, bucket, where)
-    layout = _lay_out(verb, root, values, groups, options)
+    layout = _lay_out(verb, root, values, groups, Chosen.checked(verb, **options))
     agree_on(layout)
     meta = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in layout.leaves]
     return _assemble(layout._replace(leaves=meta), dict.fromkeys(layout.homes))
@@ -338,24 +310,21 @@ def _lay_out(verb: str, root: str, params: Tree, groups: Any, options: Chosen) -
     bare = tree.paths(params, "", is_leaf)
     paths = [tree.join(root, path) for path in bare]
     homes = _groups_of(params, groups)
-    given = {"precision": options.precision.patterns, "where": options.where.patterns}
-    check_patterns(verb, given, bare, homes, stacklevel=4)
+    checks.check_matched(f"{verb}: precision", options.precision.patterns, bare)
+    checks.check_matched(f"{verb}: where", options.where.patterns, bare)
     for leaf, path, home in zip(leaves, paths, homes, strict=True):
         check_tensor(verb, path, leaf, home.device)
     owners = owners_of(leaves)
     check_ties(verb, owners, paths, homes)
     specs = specs_of(verb, leaves, bare, homes, owners, options)
-    coded = {tree.join(root, each.path): each.codes for each in specs.values() if each.trainable}
+    coded = {tree.join(root, x.path): x.formats.codes for x in specs.values() if x.trainable}
     check_frozen(verb, coded)
-    check_blocks(verb, list(specs.values()))
     for i, each in specs.items():
-        for wire in each.sent:
-            if isinstance(wire, Wire):
+        for wire in (each.formats.gather, each.formats.hop1):
+            if wire is not None:
                 check_level(wire, homes[i].plan.topology.names)
-    warn_of_idle(verb, options, facts_of(bare, leaves, owners, specs), stacklevel=4)
     how = {"bucket_bytes": options.bucket_bytes, "order": options.order, "bucket": options.bucket}
     slots = plan_buckets(list(specs.values()), **how)
-    warn_of_padding(verb, dict.fromkeys(bucket for bucket, _ in slots), stacklevel=4)
     by_leaf = dict(zip(specs, slots, strict=True))
     where = options.where
     places = [

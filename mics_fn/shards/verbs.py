@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, checks, tree
-from mics_fn.collectives import check_replicas, needs_derivative
+from mics_fn.collectives import needs_derivative
 from mics_fn.errors import DonatedError, LeafError
-from mics_fn.groups import Groups
 from mics_fn.offload import placed_like
 from mics_fn.shards import pack
 from mics_fn.shards.bucket import pieces
@@ -33,7 +32,7 @@ from mics_fn.shards.leaf import (
     note_write,
     same_tensor,
 )
-from mics_fn.shards.linear import Started, apply, deal, put, replica_mean, start
+from mics_fn.shards.linear import Started, apply, deal, mean_over_replicas, put, start
 from mics_fn.shards.opened import (
     BucketUse,
     GroupsTree,
@@ -84,7 +83,7 @@ def gather(shards: Tree, hierarchy: Any) -> Tree:
 
     Communication: one all-gather per level and bucket, in which each rank receives (p - 1)/p of the
       full bytes; the VJP is one reduce-scatter per level and bucket. None if p = 1. The ranks
-      compare a tree that is new to the groups once (32 bytes).
+      compare a tree that is new to the groups once: 32 bytes to each other rank of its group.
 
     Memory: the full tree, until the caller drops it. The VJP needs at most four buffers of the size
       of a bucket. If p = 1 full tensors are views of the shards and take no memory.
@@ -167,12 +166,12 @@ def start_gather(shards: Tree, hierarchy: Any) -> PendingTree:
       [tensor([1., 1.])]
     """
     opened = open_shards("start_gather", shards, hierarchy).agree()
-    data, far = opened.data, [use for use in opened.uses if use.far]
-    started = start("gather", "gather", far, data)
+    data, sent = opened.data, [use for use in opened.uses if use.crosses_ranks]
+    started = start("gather", "gather", sent, data)
 
     def build(found: list[Tensor]) -> Tree:
         full = _near(opened.uses, data)
-        put(full, far, found)
+        put(full, sent, found)
         return opened.build(full)
 
     return PendingTree([started], build)
@@ -182,7 +181,7 @@ def _near(uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Any]:
     """The data of all leaves, viewed as full tensors where one rank holds the whole bucket."""
     full = list(data)
     for use in uses:
-        if not use.far:
+        if not use.crosses_ranks:
             for i, shape in zip(use.index, use.bucket.shapes, strict=True):
                 if i is not None:
                     piece = data[i]
@@ -196,9 +195,9 @@ def _near(uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Any]:
 
 def _gathered(data: Sequence[Any], uses: Sequence[BucketUse]) -> list[Any]:
     """One full tensor per leaf of the tree, from the data of each leaf."""
-    far = [use for use in uses if use.far]
-    trained = [use for use in far if use.bucket.trainable]
-    frozen = [use for use in far if not use.bucket.trainable]
+    sent = [use for use in uses if use.crosses_ranks]
+    trained = [use for use in sent if use.bucket.trainable]
+    frozen = [use for use in sent if not use.bucket.trainable]
     full = _near(uses, data)
     put(full, trained, apply("gather", trained, data))
     with torch.no_grad():  # frozen leaves get no gradient
@@ -282,8 +281,8 @@ def reduce_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree:
     leaves, _ = tree.flatten(grads, is_leaf)
     if like is not None or any(isinstance(leaf, Tensor) for leaf in leaves):
         owed = _owed("reduce_grads", grads, groups, like)
-        grads = _settled(owed, apply("scatter", owed.far, owed.full))
-    return _averaged("reduce_grads", grads, groups)
+        grads = _settled(owed, apply("scatter", owed.sent, owed.full))
+    return _mean_over_replicas("reduce_grads", grads, groups)
 
 
 def scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree:
@@ -313,7 +312,7 @@ def scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree
       tensor([1., 1., 1., 1.])
     """
     owed = _owed("scatter_grads", grads, groups, like)
-    return _settled(owed, apply("scatter", owed.far, owed.full))
+    return _settled(owed, apply("scatter", owed.sent, owed.full))
 
 
 def start_scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> PendingTree:
@@ -343,7 +342,7 @@ def start_scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -
       tensor([1., 1.])
     """
     owed = _owed("start_scatter_grads", grads, groups, like)
-    started = start("scatter_grads", "scatter", owed.far, owed.full)
+    started = start("scatter_grads", "scatter", owed.sent, owed.full)
     return PendingTree([started], lambda found: _settled(owed, found))
 
 
@@ -352,7 +351,7 @@ class _Owed(NamedTuple):
 
     spec: Any
     out: list[Any]  # the leaves that are done; None if they need hop 1
-    far: list[BucketUse]  # the buckets that need it
+    sent: list[BucketUse]  # the buckets that need it
     full: list[Tensor | None]
 
 
@@ -372,7 +371,7 @@ def _owed(verb: str, grads: Tree, groups: Any, like: Tree | None) -> _Owed:
     given, slots = values_up_to(opened.spec, opened.given, grads, f"{verb}: grads"), opened.leaves
     full = _full_grads(opened, given)
     out: list[Any] = [None if isinstance(slot, Sharded) else slot for slot in slots]
-    far = []
+    sent = []
     for use in opened.trained:
         done = [i for i in use.members if isinstance(given[i], Sharded)]
         if done and len(done) < len(use.members):
@@ -381,20 +380,20 @@ def _owed(verb: str, grads: Tree, groups: Any, like: Tree | None) -> _Owed:
             raise LeafError(text, fix="reduce a bucket's gradients together")
         for i in done:
             out[i] = given[i]
-        if not done and use.far:
-            far.append(replace(use, verb=verb))
+        if not done and use.crosses_ranks:
+            sent.append(replace(use, verb=verb))
         elif not done:
             for i in use.members:
                 out[i] = _local(full[i], slots[i], use.home.device)  # pyright: ignore
-    return _Owed(opened.spec, out, far, full)
+    return _Owed(opened.spec, out, sent, full)
 
 
 def _settled(owed: _Owed, found: Sequence[Tensor]) -> Tree:
     """The tree of shards, with the results of hop 1."""
     out = list(owed.out)
     pieces: list[Any] = [None] * len(out)
-    put(pieces, owed.far, found)
-    for use in owed.far:
+    put(pieces, owed.sent, found)
+    for use in owed.sent:
         for slot, i in enumerate(use.index):
             if i is not None:
                 out[i] = Sharded(pieces[i], use.bucket, slot)
@@ -482,10 +481,10 @@ def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False, exact: bool
 
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.4.
     """
-    return _averaged("sync_replicas", grads, groups, donate=donate, exact=exact)
+    return _mean_over_replicas("sync_replicas", grads, groups, donate=donate, exact=exact)
 
 
-def _averaged(
+def _mean_over_replicas(
     verb: str, grads: Tree, groups: Any, *, donate: bool = False, exact: bool = False
 ) -> Tree:
     checks.flag(verb, "donate", donate)
@@ -510,7 +509,7 @@ def _averaged(
             writing.covers(grads, "grads", verb)
             note_write()
             members = [data[i] for use in uses for i in use.members]
-            found = replica_mean(uses, members, in_place=True).wait()
+            found = mean_over_replicas(uses, members, in_place=True).wait()
         else:
             found = apply("mean", uses, data)
         dealt = zip(indexes, deal(uses, found), strict=True)
@@ -523,7 +522,7 @@ def _averaged(
 # `cut`: full values that all ranks know become shards, and nothing is sent.
 
 
-def cut(full: Tree, groups: Any, *, like: Tree, check: bool = False) -> Tree:
+def cut(full: Tree, groups: Any, *, like: Tree) -> Tree:
     """Shards of full values that are the same on all ranks: each rank keeps its part.
 
     Args:
@@ -532,20 +531,16 @@ def cut(full: Tree, groups: Any, *, like: Tree, check: bool = False) -> Tree:
         the place of a tied leaf the tensor of its owner, an equal one, or None.
       groups: as for `shard`.
       like: the shards that say how to cut, as parameters do; only their layout is read.
-      check: compare the values between ranks, for tests.
 
     Returns:
       The tree of shards, frozen and replicated leaves too, in memory of its own. It is
       differentiable.
 
-    Communication: only with `check`: 8 bytes per leaf, over the partition group and over the
-      replication group.
-
     Memory: this rank's shards.
 
     Raises:
-      LeafError: a shape, dtype or device differs from the shard's.
-      DesyncError: with `check`, on all ranks: they hold different values.
+      LeafError: a shape, dtype or device differs from the shard's, or a tied leaf has a value of
+        its own.
 
     Example:
       >>> groups = make_groups(1)
@@ -555,8 +550,6 @@ def cut(full: Tree, groups: Any, *, like: Tree, check: bool = False) -> Tree:
     """
     opened = open_shards("cut", like, groups, root="like")
     values = _checked(opened, full)
-    if check:
-        _compare(opened, values)
     out: list[Any] = list(opened.leaves)
     for i, leaf in enumerate(opened.leaves):
         if isinstance(leaf, Fixed) and leaf.bucket is None:
@@ -627,18 +620,3 @@ def _check_value(path: str, leaf: Any, value: Any, device: torch.device) -> None
         raise LeafError(f"cut: {path} is {got}, expected {expected}", fix=fix)
     if leaf.bucket is not None and leaf.bucket.codes is not None and not value.is_meta:
         pack.check_finite(f"cut: {path}", leaf.bucket.codes, value)
-
-
-def _compare(opened: Opened, values: Sequence[Any]) -> None:
-    """Raise DesyncError unless all ranks hold the same values."""
-    paths = tree.paths(opened.given, "full", is_leaf)
-    plain = [_torch.unwrapped(x) if isinstance(x, Tensor) else x for x in values]
-    for home in dict.fromkeys(opened.homes):
-        mine = [
-            i
-            for i, leaf in enumerate(opened.leaves)
-            if opened.homes[i] is home and not isinstance(leaf, Tied | Nothing)
-        ]
-        kept = [i for i in mine if not plain[i].is_meta]
-        if isinstance(home, Groups):
-            check_replicas(home, "cut", [paths[i] for i in kept], [plain[i] for i in kept])

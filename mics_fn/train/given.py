@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn import _device, _torch, checks, spans, tree
-from mics_fn.collectives import SHORT_NAMES, collect_values
+from mics_fn.collectives import collect_values
 from mics_fn.errors import GroupsError, LeafError, PlanError, message, name_some
 from mics_fn.groups import Groups, placement
 from mics_fn.init import warn_of_compile
@@ -32,7 +32,6 @@ from mics_fn.shards import (
     Precision,
     Sharded,
     check_dtype,
-    check_patterns,
     dtype_name,
     homes_of,
     is_leaf,
@@ -169,7 +168,6 @@ _LOSS = "call the model in it: lambda model, batch: cross_entropy(model(batch[0]
 _OUTPUTS = {"input", "inputs", "out", "output", "outputs", "logits", "pred", "preds", "prediction"}
 _OUTPUTS |= {"predictions", "y_hat", "yhat", "y_pred"}
 _TARGETS = {"target", "targets", "label", "labels", "y", "y_true", "ground_truth"}
-_CODED = ("gather", "hop1", "hop2", "state", "codes")  # how a leaf is sent and kept
 _SAME = "pass the shards that init_model or load_shards made for this model"
 
 
@@ -391,32 +389,25 @@ def _check_shards(
     tree.refuse_equal_paths("Trainer", params, "params", is_leaf)
     opened, bare = open_shards("Trainer", params, groups), tree.paths(params, "", is_leaf)
     patterns = precision.patterns if precision is not None else []
-    check_patterns("Trainer", {"precision": patterns}, bare, opened.homes, stacklevel=6)
+    checks.check_matched("Trainer: precision", patterns, bare)
     for leaf, home, path in zip(opened.leaves, opened.homes, bare, strict=True):
         data, name = getattr(leaf, "data", None), tree.join("params", path)
         if isinstance(data, Tensor) and data.device != home.device:
             text = f"Trainer: {name} is on {data.device}, its groups are on {home.device}"
             raise LeafError(text, fix="make shards on the device of their groups")
         if precision is not None and leaf.bucket is not None:
-            _check_precision(leaf, precision, path)
+            _check_precision(leaf, precision, name, path)
 
 
-def _check_precision(leaf: Any, precision: Precision, path: str) -> None:
-    """Raise PlanError unless a leaf has the dtypes, wires and codes of a precision."""
-    bucket, words = leaf.bucket, ("param", "compute", "reduce", "accumulate", *_CODED)
+def _check_precision(leaf: Any, precision: Precision, name: str, path: str) -> None:
+    """Raise PlanError unless a leaf has the formats of a precision."""
+    bucket, numel = leaf.bucket, leaf.bucket.numels[getattr(leaf, "slot", 0)]
     own = bucket.dtype if bucket.codes is None else bucket.compute  # of what became codes
-    numel, state = bucket.numels[getattr(leaf, "slot", 0)], None
-    if bucket.trainable:
-        state = precision.state_codes(path, bucket.dtype, numel)
-    want = [*precision.dtypes(path, own), *precision.wires(path, bucket.dtype), state]
-    want.append(precision.codes(path, bucket.dtype))
-    got = [bucket.dtype, *(getattr(bucket, word) for word in words[1:])]
-    texts = [[f"{SHORT_NAMES.get(x, x)}" for x in each] for each in (want, got)]
-    pairs = zip(words, *texts, strict=True)
-    lines = [f"{word}: expected {new}, got {old}" for word, new, old in pairs if new != old]
-    if lines:
-        text = f"Trainer: {tree.join('params', path)} was not made with this precision="
-        raise PlanError(text, lines, "make the shards with the same precision")
+    want = precision.formats(path, own, numel, bucket.trainable)
+    if want != bucket.formats:
+        lines = [f"expected {want}", f"got {bucket.formats}"]
+        text = f"Trainer: {name} was not made with this precision="
+        raise PlanError(text, lines, fix="make the shards with the same precision")
 
 
 def homes_for(groups: Any, params: Tree, deterministic: bool) -> tuple[Any, Groups]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mics_fn import checks, tree
-from mics_fn.collectives import check_same
+from mics_fn.collectives import same_call
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.optim import (
     Optimizer,
@@ -139,8 +139,7 @@ class ReplicaSync:
         """
         self._refuse_derivative("init", params)
         opened = open_shards("ReplicaSync.init", params, groups, root="params").require_replicas()
-        text = "ReplicaSync.init: ranks have different policies"
-        check_same(text, self.name, opened.homes, "make the same one on every rank")
+        same_call("ReplicaSync.init", list(dict.fromkeys(opened.homes)), self.name)
         if self.apart:
             check_equal(opened)
         return SyncState(0, self.begin(params))

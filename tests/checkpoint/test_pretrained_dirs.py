@@ -236,7 +236,10 @@ def differing(layout: Layout, path: Path, what: str) -> str:
 
 
 def test_ranks_that_differ_are_told(ranks: Ranks, tmp_path: Path):
-    for what, said in (("path", "ranks differ"), ("names", "ranks disagree on the tree")):
+    for what, said in (
+        ("path", "ranks differ in what they ask for"),
+        ("names", "ranks disagree on the tree"),
+    ):
         texts = ranks(2).run(differing, LAYOUTS[1], tmp_path / "c", what)
         assert all(x.startswith(f"DesyncError save_pretrained: {said}\n") for x in texts), texts
     ours, theirs = ranks(2).run(differing, LAYOUTS[1], tmp_path / "c", "config")

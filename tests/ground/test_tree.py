@@ -19,7 +19,7 @@ from mics_fn.optim.optimizers import OptimizerState
 from mics_fn.optim.state import TrainState
 from mics_fn.shards import bucket as bucket_module
 from mics_fn.shards import is_leaf, pack
-from mics_fn.shards.bucket import ALIGN_BYTES, LeafSpec, plan_buckets
+from mics_fn.shards.bucket import ALIGN_BYTES, Formats, LeafSpec, plan_buckets
 from mics_fn.shards.leaf import Nothing
 
 SGD = mf.optim.sgd(0.1)
@@ -181,8 +181,7 @@ leaf_lists = st.lists(
 def planned(leaves, parts, **options):
     """Specs of leaves, and where each lies."""
     specs = [
-        LeafSpec(f"p{i}", shape, dtype, parts, True, None)
-        for i, (shape, dtype) in enumerate(leaves)
+        LeafSpec(f"p{i}", shape, Formats(dtype), parts) for i, (shape, dtype) in enumerate(leaves)
     ]
     return specs, plan_buckets(specs, **options)
 

@@ -608,7 +608,7 @@ def test_a_buffer_with_two_names_stays_one():
     assert new.buffers["other"].tolist() == running.tolist() == [0, 0]
 
 
-CODED = "gather=int8[64]@node,hop1=fp8[32],hop2=int4[64]; *.bias*: gather=bf16,hop1=f32,hop2=f32"
+CODED = "gather=int8[64]@node,hop1=fp8[32],hop2=int4[64]; *.bias*: gather=f32,hop1=f32,hop2=f32"
 
 
 def what_is_sent(layout):
@@ -634,8 +634,7 @@ def what_is_sent(layout):
 )
 def test_summary_shows_what_travels_and_on_which_levels(ranks, p, gather, hop1, hop2):
     codes = f"gather=int8[64]@node{gather}, hop1=fp8[32]{hop1}"
-    bias = "gather=bf16" + (hop1 and " (not used)")  # on all levels, if there is one
     weight, frozen = f"{codes}, hop2=int4[64]{hop2}", f"gather=int8[64]@node{gather}"
     for every, inside in ranks(4).run(what_is_sent, Layout((2, 2), p)):
-        assert every == [weight, bias, frozen, weight]  # the last one is tied
+        assert every == [weight, "", frozen, weight]  # the last one is tied
         assert inside == f"{codes}, hop2=int4[64]"  # without its replicas

@@ -27,12 +27,9 @@ pytestmark = pytest.mark.limit(300)
 
 
 def buckets_of(precision: str, count: int = 8, numel: int = 100, parts: int = 4) -> list[Any]:
-    dtypes = mf.Precision.parse(precision).dtypes("", F32)
-    leaves = [
-        LeafSpec(f"w{i}", (numel,), dtypes.param, parts, True, None, dtypes[1:])
-        for i in range(count)
-    ]
-    size = dtypes.param.itemsize
+    formats = mf.Precision.parse(precision).formats("", F32)
+    leaves = [LeafSpec(f"w{i}", (numel,), formats, parts) for i in range(count)]
+    size = formats.dtype.itemsize
     return [bucket for bucket, _ in plan_buckets(leaves, bucket_bytes=size * numel)]
 
 
@@ -83,7 +80,7 @@ def held_bytes(name: str, precision: str) -> dict[str, Any]:
     groups = make_place(name, 4, NODE, device="cpu")
     batch = load_text(100_000).batch("train", step=0, rank=groups.rank, size=1, context=2)
     checksum(torch.zeros(1))  # the first call in a process makes a table of 8 MiB
-    itemsize = mf.Precision.parse(precision).dtypes("", F32).compute.itemsize
+    itemsize = mf.Precision.parse(precision).formats("", F32).compute.itemsize
     with StorageCount() as count:
         model = gpt.seeded(SMALL, groups.device)
         sizes = [p.numel() for p in model.parameters()]

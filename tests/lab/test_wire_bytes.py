@@ -35,7 +35,7 @@ STEPS = [
     ("gather=int8[256],hop1=int8[256],hop2=int8[256]", 2, 0),
     ("gather=int8[64]@LEVEL,hop1=int4[32]@LEVEL,hop2=int4[2]", 3, None),
     ("hop2=fp8[32]; *weight*: gather=int4[2],hop1=fp8[2]@LEVEL; *2*: hop2=f32,gather=f32", 2, 0),
-    ("compute=bf16,reduce=bf16,hop2=f32; *0.*: gather=fp8[96],hop1=bf16@LEVEL", 1, 3000),
+    ("compute=bf16,reduce=bf16,hop2=f32; *0.*: gather=fp8[64],hop1=bf16", 1, 3000),
 ]
 
 
@@ -167,8 +167,7 @@ def buckets_for(shapes: dict[str, Any], parts: int, text: str, **how: Any) -> li
     """The buckets of leaves in float32, sharded with a precision."""
     precision, specs = mf.Precision.parse(text), []
     for path, shape in shapes.items():
-        travel, sent = precision.dtypes(path, F32)[1:], precision.wires(path, F32)
-        specs.append(LeafSpec(path, tuple(shape), F32, parts, True, None, travel, sent))
+        specs.append(LeafSpec(path, tuple(shape), precision.formats(path, F32), parts))
     found = {bucket.index: bucket for bucket, _ in plan_buckets(specs, **how)}
     return [found[index] for index in sorted(found)]
 

@@ -306,7 +306,7 @@ def test_what_cannot_be_kept_as_codes_is_refused_by_name(tmp_path):
     groups = mf.make_groups(1)
     for text, match in (
         ("state=int4[64]", "state=int4.64. is not a way to keep moments"),
-        ("state=int8[96]", "a power of two from 64 to 4096"),
+        ("state=int8[96]", "a power of two from 2 to 65536"),
     ):
         with pytest.raises(PlanError, match=match):
             mf.Precision.parse(text)

@@ -607,9 +607,7 @@ def other_batches(layout: Layout) -> None:
         ),
     }
     for call in calls.values():
-        with pytest.raises(
-            mf.errors.DesyncError, match=r"rank 0: batch \(3,\)\n  rank 1: batch \(4,\)"
-        ):
+        with pytest.raises(mf.errors.DesyncError, match="bytes"):
             call()
 
 
@@ -622,7 +620,7 @@ def other_replicas(layout: Layout) -> None:
     groups, rank = groups_of(layout), dist.get_rank()
     shards = mf.shard({"w": torch.arange(1.0, 5)}, groups)
     batched = tree.map_leaves(lambda x: x.expand(3 + rank, *x.shape), shards)
-    with pytest.raises(mf.errors.DesyncError, match="mean: ranks have batches of different shapes"):
+    with pytest.raises(mf.errors.DesyncError, match="bytes"):
         mf.reduce_grads(batched, groups)
 
 

@@ -38,7 +38,7 @@ def cut(params, groups, **options):
 
 def cast(params):
     return tree.map_leaves(
-        lambda x: x.to(precision_of(PRECISION).dtypes("", x.dtype).compute), params
+        lambda x: x.to(precision_of(PRECISION).formats("", x.dtype).compute), params
     )
 
 

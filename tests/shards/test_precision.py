@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import mics_fn as mf
 from mics_fn.collectives.wire import mean_factors
-from mics_fn.shards.precision import Dtypes, Precision, precision_of
+from mics_fn.shards.precision import Precision, precision_of
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 FIELDS = ("param", "compute", "reduce", "output", "accumulate", "gather", "hop1", "hop2", "state")
@@ -38,7 +38,7 @@ FIELDS = ("param", "compute", "reduce", "output", "accumulate", "gather", "hop1"
     ids=str,
 )
 def test_each_field_falls_back_as_it_says(policy, own, expected):
-    assert policy.dtypes("w", own) == Dtypes(*expected)
+    assert policy.formats("w", own)[:4] == expected
 
 
 @examples(50, 200)
@@ -54,8 +54,8 @@ def test_patterns_match_as_fnmatch_does_with_its_brackets_escaped(pattern, path)
 def test_later_overrides_win_field_by_field():
     policy = Precision.parse("bf16; *norm*: param=f32,compute=f32; *: reduce=f32; *norm*: f64")
     assert policy.at("norm") == Precision(param=F32, compute=F64, reduce=F32)
-    assert policy.dtypes("norm", BF16) == (F32, F64, F32, F32)
-    assert policy.dtypes("w", BF16) == (BF16, BF16, F32, F32)
+    assert policy.formats("norm", BF16)[:4] == (F32, F64, F32, F32)
+    assert policy.formats("w", BF16)[:4] == (BF16, BF16, F32, F32)
 
 
 # Their text.
@@ -131,8 +131,9 @@ PATTERN = "  fix: write overrides as in '*norm*: compute=f32', after the rest"
             "*norm*: output=f32",
             "'*norm*' sets what a leaf does not have\n  output=f32",
         ),
-        ("hop2=int8[256]@node", "hop2=int8[256]@node: replicas have no levels"),
-        ("gather=int8[256]@", "names no level"),
+        ("hop2=int8[256]@node", "hop2=int8[256]@node: it has no such level"),
+        ("gather=int8[256]@", "gather=int8[256]@: it has no such level"),
+        ("hop1=bf16@node", "hop1=bf16@node: it has no such level"),
         ("gather=int7[256]", "int7[256]"),
         ("param=int8[3x]", "is not a codec"),
         ("compute=int8[256]", "is not a torch.dtype"),

@@ -12,8 +12,8 @@ from cases import Layout, everywhere, groups_of, poison, random, same_bits
 from costs import buckets_of, per_level
 
 import mics_fn as mf
-from mics_fn.collectives import Codec, Rounded, Wire
-from mics_fn.shards.bucket import LeafSpec, plan_buckets
+from mics_fn.collectives import Codec, Wire
+from mics_fn.shards.bucket import Formats, LeafSpec, plan_buckets
 from mics_fn.shards.pack import pack_chunk, pack_full, split_full
 from mics_fn.shards.precision import Precision
 
@@ -45,28 +45,27 @@ def test_codecs_are_given_as_values_or_as_texts():
     codec, bf16, f32 = Codec.parse("int8[256]"), torch.bfloat16, torch.float32
     by_text = Precision(gather="int8[256]", hop1="int8[256]@node", hop2="bf16")
     assert Precision(gather=codec, hop1=Wire(codec, "node"), hop2=bf16) == by_text
-    assert by_text.wires("", f32) == (Wire(codec), Wire(codec, "node"), bf16)
-    assert by_text.wires("", torch.int64) == (None, None, None)
-    assert Precision(gather=bf16).wires("", f32).gather == Wire(Rounded(bf16))
-    assert Precision(gather=bf16, compute=bf16).wires("", f32).gather is None
+    want = Formats(f32, f32, f32, f32, Wire(codec), Wire(codec, "node"), bf16)
+    assert by_text.formats("", f32) == want
+    i64 = torch.int64
+    assert by_text.formats("", i64) == Formats(i64, i64, i64, i64)
+    assert Precision(gather=bf16, compute=bf16).formats("", f32).gather is None
+    with pytest.raises(mf.errors.PlanError, match="gather=bf16 for w, which is computed in"):
+        Precision(gather=bf16).formats("w", f32)
     # What hop 1 sends as a dtype is what gradients are packed in, which leaves hop 2.
-    found = Precision.parse("hop1=bf16")
-    assert found.dtypes("", f32).reduce == bf16
-    assert found.wires("", f32) == (None, None, f32)
-    assert Precision.parse("reduce=bf16,hop2=bf16").wires("", f32) == (None,) * 3
+    found = Precision.parse("hop1=bf16").formats("", f32)
+    assert found == Formats(f32, f32, bf16, f32, hop2=f32)
+    assert Precision.parse("reduce=bf16,hop2=bf16").formats("", f32).hop2 is None
 
 
 def test_leaves_and_chunks_of_a_coded_bucket_begin_on_blocks():
-    sent = Precision.parse("gather=int8[64],hop1=int4[48]").wires("", torch.float32)
-    specs = [
-        LeafSpec(x, (n,), torch.float32, 4, True, None, sent=sent)
-        for x, n in zip("abc", (5, 200, 1), strict=True)
-    ]
+    formats = Precision.parse("gather=int8[64],hop1=int4[256]").formats("", torch.float32)
+    specs = [LeafSpec(x, (n,), formats, 4) for x, n in zip("abc", (5, 200, 1), strict=True)]
     (bucket, *_) = {bucket for bucket, _ in plan_buckets(specs)}
-    assert bucket.offsets == (0, 192, 576)
-    assert bucket.numel == 768
-    assert bucket.chunk % 192 == 0
-    assert "gather=int8[64], hop1=int4[48]" in bucket.wires
+    assert bucket.offsets == (0, 256, 512)
+    assert bucket.numel == 1024
+    assert bucket.chunk % 256 == 0
+    assert "gather=int8[64], hop1=int4[256]" in bucket.wires
     assert bucket.exact.wires == bucket.uncoded.wires == ""
 
 
@@ -105,7 +104,7 @@ def coded_gathers(layout, wires, poisoned):
 @pytest.mark.short("True-2x2-p4", "False-3-p3")
 def test_all_ranks_decode_the_same_codes(ranks, layout, poisoned):
     inner = mf.groups.Topology(layout.sizes).names[0]
-    wires = [*CODECS, "bf16", *([f"int8[64]@{inner}"] if layout.partition_size > 1 else [])]
+    wires = [*CODECS, *([f"int8[64]@{inner}"] if layout.partition_size > 1 else [])]
     found = ranks(layout.world_size).run(coded_gathers, layout, wires, poisoned)
     for theirs in found[1:]:
         for mine, their in zip(found[0], theirs, strict=True):
@@ -179,7 +178,7 @@ def coded_hops(layout, wire, at_hop2):
     check_hop2_bytes(bucket, groups, groups.traffic.snapshot())
     exact = mf.unshard(mf.sync_replicas(hop1, groups, exact=True), groups)
     full = mf.unshard(mean, groups)
-    codec: Any = bucket.hop2.codec if isinstance(bucket.hop2, Wire) else None
+    codec: Any = bucket.hop2 if isinstance(bucket.hop2, Codec) else None
     r = n // p
     for name, x in exact.items():
         block = 2 * scale / {"int8": 127, "int4": 7, "fp8": 8}[codec.name]
@@ -213,7 +212,7 @@ def check_hop1_bytes(bucket, groups, sent, coded):
 
 
 def check_hop2_bytes(bucket, groups, sent):
-    r, codec = groups.num_replicas, bucket.hop2.codec
+    r, codec = groups.num_replicas, bucket.hop2
     if r == 1:
         assert sent == {}
         return
@@ -223,7 +222,7 @@ def check_hop2_bytes(bucket, groups, sent):
 
 
 @every_layout
-@pytest.mark.parametrize("wire", [*CODECS, "int8[64]@outer", "bf16@outer"])
+@pytest.mark.parametrize("wire", [*CODECS, "int8[64]@outer"])
 @pytest.mark.covering
 def test_hop1_codes_what_it_sends_and_not_its_own_part(ranks, layout, wire):
     names = mf.groups.Topology(layout.sizes).names

@@ -10,7 +10,7 @@ from cases import Layout
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.collectives import Wire
+from mics_fn.collectives import Codec, Wire
 from mics_fn.groups.buffers import Buffers
 from mics_fn.groups.groups import Pools
 from mics_fn.shards.bucket import Bucket
@@ -117,9 +117,9 @@ def sent_in_a_step(
                 add(f"reduce {name}", 1 if level < late else micro_steps, back[level])
         if not bucket.trainable or replicas == 1:
             continue
-        if isinstance(bucket.hop2, Wire):  # whole blocks for each replica
+        if isinstance(bucket.hop2, Codec):  # whole blocks for each replica
             part = -(-chunk // bucket.hop2.block // replicas) * bucket.hop2.block
-            add("replicas", 2, (replicas - 1) * bucket.hop2.codec.nbytes(part))
+            add("replicas", 2, (replicas - 1) * bucket.hop2.nbytes(part))
         elif fixed_order:  # an exchange, then an all-gather, of parts that are rounded up
             itemsize = (bucket.hop2 or bucket.reduce).itemsize
             add("replicas", 2, (replicas - 1) * -(-chunk // replicas) * itemsize)

@@ -68,8 +68,8 @@ def memory_formula(
         nor is the least memory for hops, `groups.LEAST_RING`.
 
     Example:
-        >>> from mics_fn.shards.bucket import LeafSpec, plan_buckets
-        >>> leaves = [LeafSpec(f"w{i}", (100,), torch.float32, 4, True, None) for i in range(8)]
+        >>> from mics_fn.shards.bucket import Formats, LeafSpec, plan_buckets
+        >>> leaves = [LeafSpec(f"w{i}", (100,), Formats(torch.float32), 4) for i in range(8)]
         >>> buckets = [bucket for bucket, _ in plan_buckets(leaves, bucket_bytes=400)]
         >>> memory_formula(buckets, Cut(4, 4, 4), (2, 2), live_bytes=0)
         {'states': 2688.0, 'parameters': 448, 'sums': 896.0, 'hops': 672.0, 'in full': 896}
@@ -278,7 +278,7 @@ def make_trainer(
     model = config.make_model(groups.device)
     # A parameter that is larger than a bucket has a bucket of its own.
     largest = max(parameter.numel() for parameter in model.parameters())
-    largest *= precision.dtypes("", torch.float32).compute.itemsize
+    largest *= precision.formats("", torch.float32).compute.itemsize
     return mf.Trainer(
         model,
         mf.optim.adamw(config.lr),
@@ -302,13 +302,13 @@ def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> BenchPeer:
     """
     config, n = stage.config, dist.get_world_size()
     p = n if full else config.partition_size
-    dtypes = stage.precision.dtypes("", torch.float32)
-    model = config.make_model(stage.device).to(dtypes.param)
+    formats = stage.precision.formats("", torch.float32)
+    model = config.make_model(stage.device).to(formats.dtype)
     sizes = (n,) if full or n == 1 else (n // p, p)
     names = ("replicate", "shard")[-len(sizes) :]
     mesh = init_device_mesh(stage.device.type, sizes, mesh_dim_names=names)
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": not keep}
-    options["mp_policy"] = MixedPrecisionPolicy(dtypes.compute, dtypes.reduce)
+    options["mp_policy"] = MixedPrecisionPolicy(formats.compute, formats.reduce)
     for block in model.blocks:
         fully_shard(block, **options)
     root = fully_shard(model, **options)

@@ -243,8 +243,8 @@ def distance(
     change = _norm({name: p - start[name] for name, p in expected.items()})
     gap = _norm({name: found[name].double() - p for name, p in expected.items()})
     stored = _unit(torch.float32) * sqrt(training.steps) * _norm(expected) / change
-    dtypes = Precision.parse(precision).dtypes("", torch.float32)
-    return gap / change, stored + _roundings(training, dtypes.compute, dtypes.reduce, ranks)
+    formats = Precision.parse(precision).formats("", torch.float32)
+    return gap / change, stored + _roundings(training, formats.compute, formats.reduce, ranks)
 
 
 def _roundings(training: Training, compute: torch.dtype, reduce: torch.dtype, ranks: int) -> float:
