@@ -21,21 +21,9 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from mics_fn import checks, spans, tree
+from mics_fn import checks, errors, spans, tree
 from mics_fn.checkpoint import directory, manifest, snapshot
 from mics_fn.collectives import agree, collect_bytes
-from mics_fn.errors import (
-    CheckpointNotFound,
-    FileError,
-    LeafError,
-    LostStateError,
-    MicsError,
-    PlanError,
-    disagreement,
-    message,
-    name_ranks,
-    rank_lines,
-)
 from mics_fn.groups import Groups, StopRequest
 from mics_fn.shards import refuse_derivative
 from mics_fn.spans import LOG
@@ -88,7 +76,7 @@ def together(home: Groups) -> Iterator[Exchange]:
     found = {rank: json.loads(text) for rank, text in collect_bytes(home, said).items()}
     failed = {rank: each["error"] for rank, each in sorted(found.items()) if each["error"]}
     if failed:
-        if error is not None and not isinstance(error, FileError):
+        if error is not None and not isinstance(error, errors.FileError):
             raise error
         raise decoded_error(failed) from error
     exchange.all = {rank: each["value"] for rank, each in found.items()}
@@ -98,19 +86,21 @@ def encoded_error(error: Exception | None) -> list[Any] | None:
     """Encode an error for the other ranks."""
     if error is None:
         return None
-    first = str(error) if isinstance(error, MicsError) else f"{type(error).__name__}: {error}"
+    first = (
+        str(error) if isinstance(error, errors.MicsError) else f"{type(error).__name__}: {error}"
+    )
     place = [getattr(error, "path", ""), getattr(error, "leaf", "")]
     return [type(error).__name__, first, *map(str, place), getattr(error, "damaged", None)]
 
 
-def decoded_error(failed: Mapping[int, list[Any]]) -> FileError:
+def decoded_error(failed: Mapping[int, list[Any]]) -> errors.FileError:
     """Decode the error that all ranks raise: the first one, with the ranks it occurred on."""
     # Of two errors all ranks must raise one, or some would try an older step without the others.
     name, text, path, leaf, damaged = failed[min(failed, key=lambda r: (bool(failed[r][4]), r))]
-    kind = CheckpointNotFound if name == "CheckpointNotFound" else FileError
+    kind = errors.CheckpointNotFound if name == "CheckpointNotFound" else errors.FileError
     alike = [rank for rank, each in failed.items() if each[0] == name]
     head, *rest = text.split("\n")
-    lines = [head, f"  on {name_ranks(alike)}", *rest]
+    lines = [head, f"  on {errors.name_ranks(alike)}", *rest]
     return kind("\n".join(lines), path, leaf, damaged=damaged)
 
 
@@ -131,7 +121,7 @@ class Options:
         """Raise PlanError unless they are what they should be."""
         checks.integer("save", "step", self.step, 0)
         if self.step > directory.MAX_STEP:
-            raise PlanError(f"save: step={self.step}, expected at most {directory.MAX_STEP}")
+            raise errors.PlanError(f"save: step={self.step}, expected at most {directory.MAX_STEP}")
         for name, value in (("keep", self.keep), ("keep_every", self.keep_every)):
             if value is not None:
                 checks.integer("save", name, value)
@@ -205,7 +195,7 @@ def agree_on(
             contents = snapshot.contents_of("save", state, groups, options.replicas)
             if not contents.pieces:
                 fix = "pass a TrainState, or a tree with shards or tensors"
-                raise LeafError("save: the state has no tensor to save", fix=fix)
+                raise errors.LeafError("save: the state has no tensor to save", fix=fix)
             if isinstance(extra, Exception):
                 raise extra
             text, extras = manifest.encoded(extra)
@@ -252,10 +242,10 @@ def _compare(said: dict[int, dict[str, str]]) -> None:
         text = f"save: ranks differ in {what}"
         if len(set(texts.values())) > 1 and what == "their steps":
             fix = "optim.same_step(state, groups, heal=True) takes the newer state from a replica"
-            raise LostStateError(text, rank_lines(texts), fix)
+            raise errors.LostStateError(text, errors.rank_lines(texts), fix)
         if len(set(texts.values())) > 1:
             fix = "save the same step of the same state on all ranks"
-            raise disagreement(text, texts, fix)
+            raise errors.disagreement(text, texts, fix)
 
 
 # `PendingSave`: a save under way, and how its ranks come to one end; see [Note: no plan
@@ -329,7 +319,7 @@ class PendingSave:
             raise self._error
         if self._path is None:  # its thread runs in another process
             text = f"save: step {self.step} is saved by the process that this one was forked from"
-            raise FileError(message(text, fix="wait() for it there"), self._place)
+            raise errors.FileError(errors.message(text, fix="wait() for it there"), self._place)
         return self._path
 
     def finish(self) -> None:
@@ -364,7 +354,7 @@ class PendingSave:
             text = f"{verb}: step {self.step} in {self._place} is still being saved by this process"
             fix = "wait() for the save, or make its groups with a longer timeout_s"
             lines = [f"waited for {limit_s:g} s, the timeout_s of its groups"]
-            raise FileError(message(text, lines, fix), self._place)
+            raise errors.FileError(errors.message(text, lines, fix), self._place)
         if raises:
             self.settle()
         elif not self._reported:
@@ -405,7 +395,7 @@ class PendingSave:
         home, store = self._agreed.home, self._store
         if home.world_size == 1:
             if file is None:
-                raise error or FileError("save: nothing was written")
+                raise error or errors.FileError("save: nothing was written")
             return self._commit([file])
         said = {"error": _told(error), "file": None if file is None else file.to_json()}
         store.set(f"{self._key}/{home.position}", json.dumps(said))
@@ -448,14 +438,14 @@ class PendingSave:
             if not (path.is_file() and path.stat().st_size == file.nbytes):
                 text = f"save: {path} of rank {rank} is not seen by rank {agreed.home.rank}"
                 fix = "save to a folder that all ranks share"
-                raise FileError(message(text, fix=fix), str(path))
+                raise errors.FileError(errors.message(text, fix=fix), str(path))
         with directory.write_errors("save: cannot commit", agreed.path):
             found = replace(agreed.found, files=files)
             found.check()
             path = agreed.folder.commit(found)
         try:
             agreed.folder.prune(options.keep, options.keep_every)
-        except (OSError, FileError) as error:  # the step is committed all the same
+        except (OSError, errors.FileError) as error:  # the step is committed all the same
             LOG.warning("save: older steps in %s stay: %s", agreed.folder.path, error)
         LOG.info("saved step %d in %s", options.step, path)
         return path
@@ -482,11 +472,11 @@ class PendingSave:
         """
         home, life, failed_s = self._agreed.home, self._life, list[float]()
 
-        def lost(why: str) -> FileError:
+        def lost(why: str) -> errors.FileError:
             path = self._agreed.folder.path
             fix = "look at latest(), which tells whether the step counts, and save again"
             text = f"save: step {self.step} in {path} ended without {what}"
-            return FileError(message(text, [why], fix), str(path))
+            return errors.FileError(errors.message(text, [why], fix), str(path))
 
         def check(idle_s: float) -> None:
             final = [each.text for each in life.standing.values() if each.final]
@@ -551,12 +541,12 @@ def folder_to_read(
 
 
 def _ended() -> manifest.SavedFile:
-    raise FileError("save: it has ended")
+    raise errors.FileError("save: it has ended")
 
 
 def _told(error: BaseException | None) -> list[Any] | None:
     if error is not None and not isinstance(error, Exception):
-        error = FileError(f"save: {error!r}")
+        error = errors.FileError(f"save: {error!r}")
     return encoded_error(error)
 
 
@@ -718,4 +708,4 @@ def check_folder(path: str | os.PathLike[str], home: Groups, buffers: Mapping[st
             why = getattr(error, "strerror", None) or f"{error}"
             text = f"Checkpoints: {folder} cannot be written"
             fix = "pass a folder that all ranks share and may write to"
-            raise FileError(message(text, [why], fix), str(folder)) from error
+            raise errors.FileError(errors.message(text, [why], fix), str(folder)) from error

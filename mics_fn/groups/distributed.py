@@ -14,20 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from mics_fn import _device, _torch, checks, spans
-from mics_fn.errors import (
-    CollectiveError,
-    GroupsError,
-    MicsError,
-    PeerFailed,
-    PlanError,
-    by_value,
-    disagreement,
-    first_line,
-    message,
-    name_ranks,
-    rank_lines,
-)
+from mics_fn import _device, _torch, checks, errors, spans
 from mics_fn.groups import environment
 from mics_fn.groups.peers import Process, without_a_word
 from mics_fn.groups.rendezvous import meet, part_of_start, returning, some_rank_lives, until_read
@@ -99,7 +86,7 @@ def check_served(backend: str | None, device: torch.device) -> None:
     found = backends_of("" if backend is None else backend.lower())
     if found and device.type not in found:
         what = f"make_groups: backend={backend!r} serves {', '.join(found)}, not {device.type}"
-        raise PlanError(what, fix="pass the backend of the device, or leave it out")
+        raise errors.PlanError(what, fix="pass the backend of the device, or leave it out")
 
 
 class Spot(NamedTuple):
@@ -129,9 +116,9 @@ def spot_of(device: torch.device, *, alone: bool) -> Spot:
 
 def check_distinct(verb: str, spots: Mapping[int, Spot]) -> None:
     """Raise GroupsError if several ranks share an accelerator; NCCL would fail later, or hang."""
-    users = by_value({rank: spot.unit for rank, spot in spots.items() if spot.unit})
+    users = errors.by_value({rank: spot.unit for rank, spot in spots.items() if spot.unit})
     lines = [
-        f"{name_ranks(ranks)} on {spots[ranks[0]].host}: {spots[ranks[0]].device}, {unit}"
+        f"{errors.name_ranks(ranks)} on {spots[ranks[0]].host}: {spots[ranks[0]].device}, {unit}"
         for unit, ranks in users
         if len(ranks) > 1
     ]
@@ -139,7 +126,7 @@ def check_distinct(verb: str, spots: Mapping[int, Spot]) -> None:
         fix = "start one rank per device, show each rank one of its own (srun --gpus-per-task=1), "
         fix += "or pass device='cpu'; to share one in a test, set another NCCL_HOSTID on each rank"
         what = f"{verb}: several ranks use one device"
-        raise GroupsError(what, [*lines[:8], *(["..."] if len(lines) > 8 else [])], fix)
+        raise errors.GroupsError(what, [*lines[:8], *(["..."] if len(lines) > 8 else [])], fix)
 
 
 _LOST = "mics_fn/lost at the start"  # the key of the first rank that was seen to have ended
@@ -214,7 +201,7 @@ def init_distributed(
     if own == "gloo":  # it connects the ranks, in C++
         try:
             bounded(start, deadline, partial(_check_processes, processes, store))
-        except PeerFailed:
+        except errors.PeerFailed:
             raise
         except (RuntimeError, TimeoutError) as error:
             _check_processes(processes, store)
@@ -269,7 +256,7 @@ def _agreed_store(
         raise _no_store(launch, timeout_s, error) from error
     store_thread = StoreThread(store)
 
-    def lost(why: StoreLost) -> MicsError:
+    def lost(why: StoreLost) -> errors.MicsError:
         return _no_store(launch, timeout_s, why)
 
     def others_live(start: int) -> bool:
@@ -287,7 +274,7 @@ def _agreed_store(
             return part_of_start(store, start), True, []
         wait = {"verb": "init_distributed", "timeout_s": timeout_s, "deadline": deadline}
         key, processes = meet(served, range(size), rank, mine, _judge_devices, **wait)
-    except MicsError:
+    except errors.MicsError:
         until_read(served, range(size), rank, "init_distributed")
         raise
     finally:
@@ -327,7 +314,7 @@ def _asked(store: Any, ask: Callable[[BoundedStore], Any]) -> Any:
     store_thread = StoreThread(store)
     try:
         return ask(BoundedStore(store_thread, store, _BOTH_LATE_S, lambda why: why))
-    except (RuntimeError, MicsError):
+    except (RuntimeError, errors.MicsError):
         return None
     finally:
         store_thread.end()
@@ -335,23 +322,25 @@ def _asked(store: Any, ask: Callable[[BoundedStore], Any]) -> Any:
 
 def _no_store(
     launch: environment.Launch, timeout_s: float, error: Exception, missing: Sequence[int] = ()
-) -> MicsError:
+) -> errors.MicsError:
     """The error of a rank that cannot reach the store, or the others through it."""
-    first = first_line(error, f"no answer within {timeout_s:g} s")
+    first = errors.first_line(error, f"no answer within {timeout_s:g} s")
     if missing:
-        what = f"init_distributed: {name_ranks(missing)} did not connect with the others"
+        what = f"init_distributed: {errors.name_ranks(missing)} did not connect with the others"
         fix = "look at their own output, and start the job again"
-        return CollectiveError(f"{what} within {timeout_s:g} s", [first], fix)
+        return errors.CollectiveError(f"{what} within {timeout_s:g} s", [first], fix)
     if "connectFullMesh" in first:  # a host's name often leads to its own loopback address
         what = f"init_distributed: rank {launch.rank} found the store, but gloo could not connect"
         fix = "set GLOO_SOCKET_IFNAME, on each node, to the interface that the other nodes reach,"
         fix += " such as eth0; `ip -br addr` lists interfaces"
-        return GroupsError(f"{what} it with the other ranks", [first], fix)
+        return errors.GroupsError(f"{what} it with the other ranks", [first], fix)
     what = f"init_distributed: rank {launch.rank} cannot start with the store"
     fix = "start rank 0, or torchrun, on the host of MASTER_ADDR and with a free MASTER_PORT"
     where = f"{what} at {launch.master_addr}:{launch.master_port}"
     late = isinstance(error, TimeoutError | StoreLost) or "timed out" in first
-    return (CollectiveError if late else GroupsError)(message(where, [first], fix))
+    return (errors.CollectiveError if late else errors.GroupsError)(
+        errors.message(where, [first], fix)
+    )
 
 
 def _judge_devices(found: Mapping[int, dict[str, Any]]) -> list[str]:
@@ -362,14 +351,16 @@ def _judge_devices(found: Mapping[int, dict[str, Any]]) -> list[str]:
     if wrong:
         what = "init_distributed: a rank does not have the device that was asked for"
         fix = "pass device='auto' or 'cpu', or use a torch and a driver for this device"
-        raise GroupsError(what, rank_lines(wrong), fix)
+        raise errors.GroupsError(what, errors.rank_lines(wrong), fix)
     if len({spot.device.partition(":")[0] for spot in spots.values()}) > 1:
         texts = {
             rank: f"{spot.device.partition(':')[0]} on {spot.host} (device={found[rank]['asked']})"
             for rank, spot in spots.items()
         }
         fix = "look why some ranks see no accelerator, or pass the same device= on all of them"
-        raise disagreement("init_distributed: ranks use different kinds of devices", texts, fix)
+        raise errors.disagreement(
+            "init_distributed: ranks use different kinds of devices", texts, fix
+        )
     check_distinct("init_distributed", spots)
     return [mine["process"] for mine in found.values()]
 
@@ -391,7 +382,7 @@ def own_failures(backend: str, *, begun: bool) -> None:
         if (name, problem) not in _WARNED:
             _WARNED.add((name, problem))
             fix = f"export {name}={_VALUES[name]} before the start, or leave it unset"
-            warnings.warn(message(name, [problem], fix), stacklevel=3)
+            warnings.warn(errors.message(name, [problem], fix), stacklevel=3)
 
 
 _VALUES = {setting.name: setting.value for setting in environment.NCCL_SETTINGS}
@@ -416,7 +407,7 @@ def require_distributed() -> bool:
     if size > 1:
         what = f"make_groups: {size} ranks were launched, but torch.distributed is not initialised"
         fix = "call mics_fn.init_distributed() or torch.distributed.init_process_group() first"
-        raise GroupsError(what, fix=fix)
+        raise errors.GroupsError(what, fix=fix)
     return False
 
 
@@ -429,7 +420,7 @@ def universe_of(
       PlanError: they are not distinct ranks of the world, or this rank is not one of them.
     """
     if mesh is not None and ranks is not None:
-        raise PlanError("make_groups: ranks= and mesh= are both given", fix="pass one")
+        raise errors.PlanError("make_groups: ranks= and mesh= are both given", fix="pass one")
     if mesh is None and ranks is None:
         return tuple(range(world_size))
     if mesh is not None:
@@ -441,11 +432,11 @@ def universe_of(
     if wrong or len(set(found)) != len(found):
         world, fix = f"a world of {world_size}", f"give each of 0 to {world_size - 1} at most once"
         what = f"make_groups: {given}{list(found)} are not distinct ranks of {world}"
-        raise PlanError(what, fix=fix)
+        raise errors.PlanError(what, fix=fix)
     if rank not in found:
         what = f"make_groups: rank {rank} is not one of {given}{fold_ranks(found) or []}"
         fix = "pass on each rank the ranks that it shares groups with, itself included"
-        raise PlanError(what, fix=fix)
+        raise errors.PlanError(what, fix=fix)
     return found
 
 
@@ -467,7 +458,7 @@ def device_and_backend(
         device, problem = device_of(device)
         if problem:
             fix = "pass device='cpu', or use a torch and a driver for this device"
-            raise GroupsError(f"make_groups: {problem}", fix=fix)
+            raise errors.GroupsError(f"make_groups: {problem}", fix=fix)
         check_served(backend, device)
     if not dist.is_initialized():
         own = torch.get_default_device() if device is None else device
@@ -484,5 +475,5 @@ def device_and_backend(
     if chosen.type not in of_device:
         what = f"make_groups: the default group serves {config}, not {chosen.type}"
         fix = "pass device= or backend=, or start it with a backend for that device; for the CPU, "
-        raise GroupsError(what, fix=f"{fix}init_distributed(cpu_groups=True)")
+        raise errors.GroupsError(what, fix=f"{fix}init_distributed(cpu_groups=True)")
     return chosen, of_device[chosen.type]

@@ -16,15 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mics_fn import _device, _torch, checks, spans
-from mics_fn.errors import (
-    DesyncError,
-    GroupsError,
-    PlanError,
-    by_value,
-    first_line,
-    name_ranks,
-)
+from mics_fn import _device, _torch, checks, errors, spans
 from mics_fn.groups import distributed
 from mics_fn.groups.communicator import Maker, Traffic
 from mics_fn.groups.environment import node_of
@@ -91,15 +83,15 @@ def _compare(facts: Sequence[Fact], found: Mapping[int, Sequence[str]]) -> None:
     """Raise DesyncError if a fact differs between ranks."""
     names, lines, fixes = [], [], []
     for i, fact in enumerate(facts):
-        holders = by_value({rank: values[i] for rank, values in found.items()})
+        holders = errors.by_value({rank: values[i] for rank, values in found.items()})
         if len(holders) > 1:
-            held = [f"{value} on {name_ranks(ranks)}" for value, ranks in holders]
+            held = [f"{value} on {errors.name_ranks(ranks)}" for value, ranks in holders]
             names.append(fact.name)
             lines.append(f"{fact.name}: {'; '.join(held)}")
             fixes.append(fact.fix)
     if names:
         what = f"make_groups: ranks disagree on {', '.join(names)}"
-        raise DesyncError(what, lines, "; ".join(fixes))
+        raise errors.DesyncError(what, lines, "; ".join(fixes))
 
 
 def node_size_of(locations: Mapping[int, Location]) -> int:
@@ -116,23 +108,27 @@ def node_size_of(locations: Mapping[int, Location]) -> int:
     last = None
     for rank, (node, source, host) in locations.items():
         if node in nodes and node != last:
-            lines = [f"one node, by {source}: {name_ranks([*nodes[node], rank])}"]
+            lines = [f"one node, by {source}: {errors.name_ranks([*nodes[node], rank])}"]
             fix = "order ranks= by node, or pass node_size= or topology="
-            raise PlanError("make_groups: ranks of one node are not next to each other", lines, fix)
+            raise errors.PlanError(
+                "make_groups: ranks of one node are not next to each other", lines, fix
+            )
         nodes.setdefault(node, []).append(rank)
         hosts.setdefault(node, set()).add(host)
         last = node
     source = next(iter(locations.values())).source
     for node, names in hosts.items():
         if len(names) > 1:
-            what = f"make_groups: {source} puts {name_ranks(nodes[node])} on one node"
+            what = f"make_groups: {source} puts {errors.name_ranks(nodes[node])} on one node"
             fix = "start ranks node by node (Slurm: --distribution=block), or pass node_size="
-            raise PlanError(what, [f"but they run on {', '.join(sorted(names))}"], fix)
+            raise errors.PlanError(what, [f"but they run on {', '.join(sorted(names))}"], fix)
     if len({len(ranks) for ranks in nodes.values()}) > 1:
         what = f"make_groups: nodes hold different numbers of these ranks, by {source}"
-        lines = [f"{len(ranks)} on one node: {name_ranks(ranks)}" for ranks in nodes.values()]
+        lines = [
+            f"{len(ranks)} on one node: {errors.name_ranks(ranks)}" for ranks in nodes.values()
+        ]
         fix = "use equally many ranks of every node, or pass node_size= or topology="
-        raise PlanError(what, (lines if len(lines) <= 8 else [*lines[:8], "..."]), fix)
+        raise errors.PlanError(what, (lines if len(lines) <= 8 else [*lines[:8], "..."]), fix)
     return len(nodes[last or ""])
 
 
@@ -271,9 +267,9 @@ def _before(ranks: Sequence[int], rank: int, timeout_s: float) -> Meeting | None
     try:
         return bounded(ask, time.monotonic() + timeout_s)
     except (RuntimeError, TimeoutError) as error:
-        first = first_line(error, f"no answer within {timeout_s:g} s")
+        first = errors.first_line(error, f"no answer within {timeout_s:g} s")
         text = f"make_groups: rank {rank} cannot reach the store that the other ranks use"
-        raise GroupsError(text, [first], "start the job again") from error
+        raise errors.GroupsError(text, [first], "start the job again") from error
 
 
 def _shard_dim(mesh: DeviceMesh) -> int | None:
@@ -282,7 +278,7 @@ def _shard_dim(mesh: DeviceMesh) -> int | None:
         names = mesh.mesh_dim_names
         what = f"make_groups: no shard dimension in a mesh of {mesh.ndim} dimensions {names}"
         fix = "pass partition_size=, or a 2-D part such as mesh['replicate', 'shard']"
-        raise PlanError(what, fix=fix)
+        raise errors.PlanError(what, fix=fix)
     return mesh.size(1) if mesh.ndim == 2 else None
 
 
@@ -296,27 +292,27 @@ def _problem(
     num_ranks: int,
     world_size: int,
     mean_over: int | None,
-) -> PlanError | None:
+) -> errors.PlanError | None:
     """What is wrong with the arguments, in words that are equal for equal arguments."""
     try:
         check_limits(timeout_s, heartbeat_s, num_ranks)
         if mean_over is not None and (type(mean_over) is not int or mean_over < 1):
             fix = "pass the number of data-parallel ranks whose losses are averaged"
-            raise PlanError(f"mean_over={mean_over!r} is not a positive int", fix=fix)
+            raise errors.PlanError(f"mean_over={mean_over!r} is not a positive int", fix=fix)
         if not isinstance(topology, Topology | None):
             what, fix = checks.given("topology", topology), "pass Topology((2, 8)) or the like"
-            raise PlanError(f"{what}, expected a Topology", fix=fix)
+            raise errors.PlanError(f"{what}, expected a Topology", fix=fix)
         if topology is None:
             if node_size is not None:
                 Topology.of(world_size, node_size)
         elif node_size is not None or nodes_per_rack is not None:
             fix = "pass topology= alone, or node_size= and nodes_per_rack="
-            raise PlanError("topology= and node sizes are both given", fix=fix)
+            raise errors.PlanError("topology= and node sizes are both given", fix=fix)
         elif topology.world_size != num_ranks:
             what = f"topology {topology} has {topology.world_size} ranks, the job has {num_ranks}"
-            raise PlanError(what, fix="give sizes whose product is the number of ranks")
-    except PlanError as error:
-        return PlanError(f"make_groups: {error}")
+            raise errors.PlanError(what, fix="give sizes whose product is the number of ranks")
+    except errors.PlanError as error:
+        return errors.PlanError(f"make_groups: {error}")
     return None
 
 

@@ -50,15 +50,7 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-from mics_fn import _torch
-from mics_fn.errors import (
-    FileError,
-    GroupsError,
-    PeerFailed,
-    PeerFileError,
-    PlanError,
-    message,
-)
+from mics_fn import _torch, errors
 from mics_fn.groups.store_thread import StoreLost
 from mics_fn.schedules import NEWS, Stuck, call_text
 from mics_fn.spans import LOG
@@ -114,7 +106,7 @@ class Turns:
         with self.alone():
             if self._stepping:
                 text = "a step begins inside of another one of the same groups"
-                raise GroupsError(text, fix="let the loss compute, and step after it")
+                raise errors.GroupsError(text, fix="let the loss compute, and step after it")
             self._stepping = True
             try:
                 yield
@@ -122,10 +114,10 @@ class Turns:
                 self._stepping = False
 
 
-def _refused() -> GroupsError:
+def _refused() -> errors.GroupsError:
     name = threading.current_thread().name
     text = f"thread {name!r} uses groups that another thread is using"
-    return GroupsError(text, fix="call the verbs of one set of groups in one thread")
+    return errors.GroupsError(text, fix="call the verbs of one set of groups in one thread")
 
 
 # How process groups are let go of that nobody uses any more.
@@ -209,7 +201,7 @@ class Failure:
             self.rank in each.ranks and counts.get(each.group, 0) < each.number for each in stuck
         )
 
-    def error(self, waits: str, *, ends: bool = True) -> PeerFailed:
+    def error(self, waits: str, *, ends: bool = True) -> errors.PeerFailed:
         """Return the PeerFailed of ranks that wait for this one; `ends`: of their groups, too."""
         at = "" if self.step is None else f"in step {self.step}"
         last = f"its last call: {self.operation}" if self.operation else ""
@@ -228,8 +220,8 @@ class Failure:
         if said:
             also = "; then call groups = mf.reset(groups) on all ranks" if ends else ""
             fix = f"{said[-1]}{also}"
-        found = PeerFailed(
-            message(self.text, [line for line in where if line], fix),
+        found = errors.PeerFailed(
+            errors.message(self.text, [line for line in where if line], fix),
             self.rank,
             self.kind,
             step=self.step,
@@ -237,7 +229,7 @@ class Failure:
             leaf=self.leaf,
             remote_traceback=self.trace,
         )
-        return PeerFileError(found, path, leaf) if said else found
+        return errors.PeerFileError(found, path, leaf) if said else found
 
 
 def without_a_word(rank: int, kind: str) -> Failure:
@@ -262,10 +254,10 @@ def failure_of(error: BaseException, rank: int, **known: Any) -> Failure:
     kind = "interrupted" if isinstance(error, KeyboardInterrupt) else "raised"
     trace = "".join(traceback.format_exception(error))[-_MOST_TRACE:]
     because = None
-    if isinstance(error, PeerFailed):
+    if isinstance(error, errors.PeerFailed):
         because = -1 if error.rank is None else error.rank
     stored = None
-    if isinstance(error, FileError):
+    if isinstance(error, errors.FileError):
         said = [line.strip().removeprefix("fix: ") for line in str(error).split("\n")[1:]]
         stored = [f"{error.path}", f"{error.leaf}", *said]
     return Failure(rank, kind, first, trace=trace, because=because, stored=stored, **known)
@@ -389,12 +381,14 @@ def check_limits(timeout_s: float, heartbeat_s: float | None, ranks: int) -> Non
     given = {"timeout_s": timeout_s} | ({} if heartbeat_s is None else {"heartbeat_s": heartbeat_s})
     for name, limit in given.items():
         if not isinstance(limit, int | float) or limit is True or not 0 < limit < 1e8:
-            raise PlanError(f"{name}={limit!r} is not a time limit", fix="pass seconds above 0")
+            raise errors.PlanError(
+                f"{name}={limit!r} is not a time limit", fix="pass seconds above 0"
+            )
     least = least_limit_s(ranks)
     if heartbeat_s is not None and heartbeat_s < least:
         text = f"heartbeat_s={heartbeat_s!r} would take ranks for lost that are well"
         lines = [f"signs of life come every {tick_s(ranks):g} s"]
-        raise PlanError(text, lines, f"pass at least {least:g}")
+        raise errors.PlanError(text, lines, f"pass at least {least:g}")
 
 
 @dataclass(frozen=True)
@@ -610,7 +604,7 @@ class Idle:
         failure = self.behind(store, life.key)
         if failure and self._rank == next(rank for rank in self._ranks if rank != failure.rank):
             text = f"{failure.text}; others wait for it up to timeout_s={life.timeout_s:g}"
-            LOG.warning(message(text, [failure.trace.replace("\n", " < ")]))
+            LOG.warning(errors.message(text, [failure.trace.replace("\n", " < ")]))
 
     def _text(self, step: int | None, call: Any) -> str:
         since, stuck, missing = self._waits

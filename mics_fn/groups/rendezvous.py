@@ -38,23 +38,15 @@ from functools import partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 
-from mics_fn import _torch
-from mics_fn.errors import (
-    CollectiveError,
-    DesyncError,
-    GroupsError,
-    MicsError,
-    PeerFailed,
-    PlanError,
-    message,
-    name_ranks,
-)
+from mics_fn import _torch, errors
 from mics_fn.groups.peers import Process, heartbeat_of
 from mics_fn.store import Store, later, poll
 
 _LINGER_S = 1.0  # how long a rank that fails keeps the store for others to read why
-_JUDGED = {kind.__name__: kind for kind in (DesyncError, GroupsError, PlanError)}
-_KINDS = _JUDGED | {"CollectiveError": CollectiveError}
+_JUDGED = {
+    kind.__name__: kind for kind in (errors.DesyncError, errors.GroupsError, errors.PlanError)
+}
+_KINDS = _JUDGED | {"CollectiveError": errors.CollectiveError}
 
 Judge = Callable[[dict[int, Any]], Any]  # what each rank wrote -> what all get; raises a verdict
 
@@ -131,7 +123,7 @@ def meet_once(
     """Call `meet`; after a failure keep the store until other ranks have read why."""
     try:
         return meet(store, ranks, rank, mine, judge, verb=verb, **how)
-    except MicsError:
+    except errors.MicsError:
         until_read(store, ranks, rank, verb)
         raise
 
@@ -145,7 +137,7 @@ def until_read(store: Store, ranks: Sequence[int], rank: int, verb: str) -> None
       rank: this rank.
       verb: who called.
     """
-    with suppress(RuntimeError, MicsError):
+    with suppress(RuntimeError, errors.MicsError):
         key, size = f"mics_fn/read/{_digest(ranks, verb)}", len(ranks)
         wanted = -(-store.add(key, 1) // size) * size
         if rank == 0:
@@ -283,17 +275,19 @@ def _conflict(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, An
     lines = [f"rank {at['rank']}: ranks {_expanded(at['ranks'])}" for at in both]
     fix = "pass the same ranks= or mesh= on all of these ranks"
     what = f"{here['verb']}: ranks disagree on which ranks share the groups"
-    text = message(what, lines, fix)
+    text = errors.message(what, lines, fix)
     return {"error": "DesyncError", "text": text, "absent": [at["rank"] for at in both]}
 
 
 def _absence(store: Store, here: Mapping[str, Any], ranks: Sequence[int]) -> dict[str, Any]:
     """The verdict if not all ranks came in time."""
     late = [rank for rank in ranks[:1024] if not store.check([f"{here['key']}/{rank}"])]
-    who = f"{name_ranks(late)} did not call it" if late else f"rank {ranks[0]} did not answer"
+    who = (
+        f"{errors.name_ranks(late)} did not call it" if late else f"rank {ranks[0]} did not answer"
+    )
     who = f"{who} within {here['timeout_s']:g} s"
     fix = f"call {here['verb']} on all of these ranks, equally often and in the same order"
-    text = message(f"{here['verb']}: {who}", [f"expected: {name_ranks(ranks)}"], fix)
+    text = errors.message(f"{here['verb']}: {who}", [f"expected: {errors.name_ranks(ranks)}"], fix)
     return {"error": "CollectiveError", "text": text, "absent": late}
 
 
@@ -378,11 +372,11 @@ def some_rank_lives(store: Any, rank: int, world_size: int) -> bool:
     return poll(lambda: beats() != first, 1, time.monotonic() + limit_s)
 
 
-def rejoin_error(what: str, rank: int) -> PeerFailed:
+def rejoin_error(what: str, rank: int) -> errors.PeerFailed:
     """The error of a process that uses groups as if it had been there from the start."""
     text = f"{what}: rank {rank} was lost, and this process has taken its place"
     fix = "call trainer.reset(), or groups = mf.reset(groups), on all ranks; go on at state.step"
-    return PeerFailed(message(text, fix=fix), rank, "returned")
+    return errors.PeerFailed(errors.message(text, fix=fix), rank, "returned")
 
 
 returning = Rejoining()  # of this process

@@ -16,17 +16,8 @@ from typing import Any
 
 import torch
 
-from mics_fn import checks
+from mics_fn import checks, errors
 from mics_fn._torch import serve_store
-from mics_fn.errors import (
-    CellError,
-    CollectiveError,
-    GroupsError,
-    PlanError,
-    message,
-    name_ranks,
-    rank_lines,
-)
 from mics_fn.groups import Topology, plan_groups
 from mics_fn.notebook import engine, magic
 from mics_fn.notebook.cells import FOLLOWS, Cell, Outcome, Refused, folded, plain
@@ -111,9 +102,9 @@ class Processes:
             if process.exitcode is not None:
                 text = f"notebook.start: {process.name} ended"
                 how = self._ending(process.name, process.exitcode)
-                raise GroupsError(text, [how], "look at what it says, and start again")
+                raise errors.GroupsError(text, [how], "look at what it says, and start again")
         if time.monotonic() > deadline:
-            raise CollectiveError("notebook.start: it took too long", fix="pass timeout_s=")
+            raise errors.CollectiveError("notebook.start: it took too long", fix="pass timeout_s=")
         time.sleep(_POLL_S)
 
     def kill(self, processes: Sequence[Any]) -> None:
@@ -128,7 +119,9 @@ class Processes:
 
 def gone(ended: Mapping[int, str]) -> str:
     """Describe which ranks have ended, and how, in one line."""
-    return "; ".join(rank_lines({rank: how.partition("\n")[0] for rank, how in ended.items()}))
+    return "; ".join(
+        errors.rank_lines({rank: how.partition("\n")[0] for rank, how in ended.items()})
+    )
 
 
 class Cluster:
@@ -280,15 +273,17 @@ class Cluster:
         if self.stopped:
             return f"Cluster({self.size} ranks, stopped)"
         ended = self._processes.ended()
-        lines = rank_lines({rank: f"on {facts['device']}" for rank, facts in self._facts.items()})
+        lines = errors.rank_lines(
+            {rank: f"on {facts['device']}" for rank, facts in self._facts.items()}
+        )
         lines += sorted({f"groups: {facts['groups']}" for facts in self._facts.values()})
         if ended:
             lines.append(f"{gone(ended)}; restart() starts new ones")
         busy = [rank for rank, sent in self._busy.items() if not sent.ready()]
         if busy:
-            lines.append(f"{name_ranks(busy)}: busy, and does not react to an interrupt")
+            lines.append(f"{errors.name_ranks(busy)}: busy, and does not react to an interrupt")
         state = "" if ended or busy else ", all alive"
-        return message(f"Cluster({self.size} ranks{state})", lines)
+        return errors.message(f"Cluster({self.size} ranks{state})", lines)
 
     # How ranks begin
 
@@ -364,7 +359,7 @@ class Cluster:
         texts = {rank: failed.line for rank, failed in outcome.failures.items()}
         if outcome.interrupted:
             raise Interrupted(lines, plain(lines))
-        raise CellError(plain(lines), texts, lines)
+        raise errors.CellError(plain(lines), texts, lines)
 
     def _chosen(self, ranks: Sequence[int] | None) -> list[int]:
         if ranks is None:
@@ -372,25 +367,28 @@ class Cluster:
         wrong = [rank for rank in ranks if type(rank) is not int or not 0 <= rank < self.size]
         if wrong or not ranks:
             what = f"notebook: ranks={ranks!r} of a cluster of {self.size}"
-            raise Refused(message(what, fix=f"give a list of some of 0 to {self.size - 1}"))
+            raise Refused(errors.message(what, fix=f"give a list of some of 0 to {self.size - 1}"))
         return sorted(set(ranks))
 
     def _check_open(self) -> None:
         if self.stopped:
             fix = "start another one: cluster = mf.notebook.start()"
-            raise Refused(message("notebook: this cluster was stopped", fix=fix))
+            raise Refused(errors.message("notebook: this cluster was stopped", fix=fix))
 
     def _check_alive(self, ranks: Sequence[int]) -> None:
         """Raise GroupsError if ranks cannot run a cell."""
         ended = {rank: how for rank, how in self._processes.ended().items() if rank in ranks}
         if ended:
             fix = "cluster.restart() starts new ranks, without what cells defined"
-            raise Refused(message(f"notebook: {gone(ended)}", fix=fix))
+            raise Refused(errors.message(f"notebook: {gone(ended)}", fix=fix))
         self._busy = {rank: sent for rank, sent in self._busy.items() if not sent.ready()}
         busy = [rank for rank in ranks if rank in self._busy]
         if busy:
-            what = f"notebook: {name_ranks(busy)} still at an earlier cell, inside C++ or stopped"
-            raise Refused(message(what, fix="wait until that ends, or call cluster.restart()"))
+            who = errors.name_ranks(busy)
+            what = f"notebook: {who} still at an earlier cell, inside C++ or stopped"
+            raise Refused(
+                errors.message(what, fix="wait until that ends, or call cluster.restart()")
+            )
 
 
 class Interrupted(KeyboardInterrupt):
@@ -458,7 +456,7 @@ def start(
         checks.integer("notebook.start", name, value, optional=optional, fix="give 1 or more")
     if size % (nodes or 1):
         what = f"notebook.start: {size} ranks cannot be {nodes} equal nodes"
-        raise PlanError(what, fix=f"choose nodes= from the divisors of {size}")
+        raise errors.PlanError(what, fix=f"choose nodes= from the divisors of {size}")
     if partition_size is not None:  # as each rank would find, but at once
         plan_groups(Topology.of(size), partition_size)
     stop_earlier()

@@ -26,16 +26,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import checks, tree
+from mics_fn import checks, errors, tree
 from mics_fn.checkpoint import PendingSave, check_folder, check_writable, load, save, start_save
 from mics_fn.collectives import collect_bytes, finish_readers, same_call
-from mics_fn.errors import (
-    CheckpointNotFound,
-    LeafError,
-    MicsError,
-    PlanError,
-    message,
-)
 from mics_fn.interrupts import Commit
 from mics_fn.offload import in_file, is_coded, placed_like, read
 from mics_fn.optim import Guard, differing
@@ -144,11 +137,11 @@ def take_back(
     taken, error = None, None
     try:
         taken = _checked(trainer, state, extra, other_options)
-    except MicsError as wrong:
+    except errors.MicsError as wrong:
         error = wrong
     except Exception as wrong:  # whatever a file may hold; other ranks must hear of it
         why = f"{type(wrong).__name__}: {wrong}".partition("\n")[0]
-        error = LeafError(
+        error = errors.LeafError(
             "take_back: this is not what was saved", [why], "take what `carried` gave"
         )
     about = "" if taken is None else f"go on at call {taken.state['sync'].step}"
@@ -193,10 +186,12 @@ def _checked(trainer: Any, state: Tree, extra: Any, other_options: OnChange) -> 
         text = f"saved by rank {extra['ranks'][0]} of {extra['ranks'][1]}"
         text = f"take_back: rank {home.position} of {home.world_size} was given what was {text}"
         fix = "random numbers will not be those of the saved run: their states belong to a rank"
-        warnings.warn(message(text, [fix]), stacklevel=3)
+        warnings.warn(errors.message(text, [fix]), stacklevel=3)
     elif randoms.kind != home.device.type:
         text = f"take_back: random states are of {randoms.kind}, this rank is on {home.device.type}"
-        warnings.warn(message(text, ["numbers will not be those of the saved run"]), stacklevel=3)
+        warnings.warn(
+            errors.message(text, ["numbers will not be those of the saved run"]), stacklevel=3
+        )
     resume, data = None, extra["data"]
     if data is not None:
         resume = Position.from_plain(data, randoms, home.device)
@@ -233,8 +228,8 @@ def _compare_options(saved: Mapping[str, str], now: Mapping[str, str], strict: b
         text += f" in what changes numbers: {', '.join(grave)}" if grave else " in versions"
         if grave and strict:
             fix = "make the Trainer as it was, or pass other_options='warn' to go on with the new"
-            raise PlanError(text, lines, fix)
-        warnings.warn(message(text, lines), stacklevel=4)
+            raise errors.PlanError(text, lines, fix)
+        warnings.warn(errors.message(text, lines), stacklevel=4)
     return not any(name.startswith("guard scale ") for name in grave)
 
 
@@ -251,7 +246,7 @@ def _check_like(want: Tree, got: Tree, root: str) -> None:
         line = next(found, "")
     if line:
         fix = "load it like what `carried` gives of this trainer"
-        raise LeafError("take_back: it does not fit this trainer", [line], fix)
+        raise errors.LeafError("take_back: it does not fit this trainer", [line], fix)
 
 
 def _kind(leaf: Any) -> str:
@@ -392,7 +387,7 @@ class Checkpoints:
                 trainer.state = replace(state, buffers=buffers)
                 trainer.sync_state = found.state["sync"]
                 take_back(trainer, found.state, found.extra, other_options=self.other_options)
-        except CheckpointNotFound:
+        except errors.CheckpointNotFound:
             if trainer.member.home.position == 0:
                 LOG.info("no checkpoint in %s: beginning at step 0", self.folder)
             return False

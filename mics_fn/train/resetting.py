@@ -30,16 +30,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mics_fn import checks, tree
+from mics_fn import checks, errors, tree
 from mics_fn.collectives import collect_bytes
-from mics_fn.errors import (
-    CollectiveError,
-    FileError,
-    LostStateError,
-    PeerFailed,
-    name_ranks,
-    rank_lines,
-)
 from mics_fn.groups import Groups, replaced, reports
 from mics_fn.optim import Comparison, from_replica, same_step
 from mics_fn.schedules import OnDemand
@@ -166,7 +158,7 @@ def _take(trainer: Any, found: Mapping[int, Said], have: Sequence[int], needy: l
         compare_options(trainer, own.params, trainer.groups, guard)
     if home.position == 0:
         pairs = ", ".join(f"rank {to} from rank {source}" for to, source in sources.items())
-        came = f"{name_ranks(lost)} had no state; " if lost else ""
+        came = f"{errors.name_ranks(lost)} had no state; " if lost else ""
         LOG.info("reset: %sall go on at step %d; state of %s", came, guide.step, pairs)
     source = next((sources[rank] for rank in home.replicas.ranks if rank in sources), None)
     takes = home.rank in sources
@@ -180,7 +172,7 @@ def _take(trainer: Any, found: Mapping[int, Said], have: Sequence[int], needy: l
         trainer.eval_schedule = _limited(trainer.eval_schedule, guide.policies[1])
         member.lost = False
     if lost:
-        with reports(FileError):  # leaves may lie in files
+        with reports(errors.FileError):  # leaves may lie in files
             compared = Comparison("Trainer.reset", trainer.state, home, [], moments=False)
         compared.finish("raise")
 
@@ -215,20 +207,22 @@ def refuse_own_state(found: Mapping[int, Said], name: str) -> None:
         raise _lost(found, f"{name} keeps a state on each rank that no other one has")
 
 
-def _lost(found: Mapping[int, Said], why: str) -> LostStateError:
+def _lost(found: Mapping[int, Said], why: str) -> errors.LostStateError:
     """Return the error of a state that no rank holds, with the saves to resume from."""
     lost = any(said.lost for said in found.values())
     what = "the state that a lost rank had" if lost else "the newest state"
     newest = max(said.step for said in found.values())
     fix = f"put a state in its place that all ranks have saved, of step {newest} or before"
     fix += "; with checkpoint= the Trainer goes back to the newest by itself"
-    return LostStateError(f"Trainer.reset: no replica holds {what}: {why}", _places(found), fix)
+    return errors.LostStateError(
+        f"Trainer.reset: no replica holds {what}: {why}", _places(found), fix
+    )
 
 
-def torn(found: Mapping[int, Said]) -> LostStateError:
+def torn(found: Mapping[int, Said]) -> errors.LostStateError:
     """Return the error of ranks that are at different steps."""
     fix = "pass heal=True, or go back to a state that all ranks have saved"
-    return LostStateError("Trainer.reset: ranks are at different steps", _places(found), fix)
+    return errors.LostStateError("Trainer.reset: ranks are at different steps", _places(found), fix)
 
 
 def _places(found: Mapping[int, Said]) -> list[str]:
@@ -241,7 +235,7 @@ def _places(found: Mapping[int, Said]) -> list[str]:
             texts[rank] = "came back without a state"
         if said.cut:
             texts[rank] = "was cut short while it wrote a step"
-    return rank_lines(texts)
+    return errors.rank_lines(texts)
 
 
 _ATTEMPTS = 5  # as a rank may be lost while another one is healed
@@ -266,10 +260,12 @@ def renew(trainer: Any, *, heal: bool) -> None:
         member.compared = False
         try:
             at_one_step(trainer, heal=heal)
-        except (CollectiveError, PeerFailed):
+        except (errors.CollectiveError, errors.PeerFailed):
             if not attempt:
                 raise
-        except LostStateError:  # whoever goes on puts a saved state here; the next step compares it
+        except (
+            errors.LostStateError
+        ):  # whoever goes on puts a saved state here; the next step compares it
             member.lost, member.ready, member.merges = False, None, False
             if trainer.checkpoint is not None and trainer.checkpoint.begin(trainer):
                 return
@@ -354,6 +350,6 @@ def _merged(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
         trainer.state = replace(trainer.state, step=last.step)
     if behind and member.home.position == 0:
         text = "reset: replicas are apart, and %s did not take what steps the others have taken"
-        LOG.warning(text, name_ranks(behind))
+        LOG.warning(text, errors.name_ranks(behind))
     member.merges = last.merges
     merge(trainer)
