@@ -121,7 +121,7 @@ def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> Sta
     pendings, like = [], _like(uses, data, full=False)
     for use, pieces in deal(uses, data):
         route = use.route
-        what, wire = (use.verb, "gather", use.bucket), use.gather_wire
+        what, wire = _what(use, "gather", like), use.gather_wire
         lone = _without_hold(route)
         row = pack.kept_row(use.bucket, route.chunk, use.by_slot(pieces))
         if wire and row is not None:
@@ -149,6 +149,12 @@ def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> Sta
     return Started(pendings, finish)
 
 
+def _what(use: BucketUse, hop: str, like: dict) -> tuple:
+    """What ranks compare before they move data: of a batch its shape, too."""
+    batch = tuple(like.get("batch", ()))
+    return (f"{use.verb} of a batch {batch}" if batch else use.verb, hop, use.bucket)
+
+
 def _without_hold(route: Route) -> Route:
     """The same levels, none of which keeps what it gathers for a later gather."""
     return route.split(0)[1]
@@ -171,7 +177,7 @@ def _reduce_scatter(
         full = pack.pack_full(use.bucket, use.by_slot(leaves), dtype=dtype, buffers=buffers, **like)
         pack.note_origins(use.bucket, full)
         parts = full.unflatten(-1, (use.bucket.parts, -1)).movedim(-2, 0).contiguous()
-        what = (use.verb, "hop 1", use.bucket)
+        what = _what(use, "hop 1", like)
         wire = use.bucket.hop1 if parts.ndim == 2 else None
         dtype = use.bucket.dtype
         pendings.append(start_reduce_scatter(use.route, parts, buffers, dtype, what, wire))
@@ -215,7 +221,7 @@ def mean_over_replicas(
             finish_readers([chunk])
         if use.bucket.parts == 1:  # there was no hop 1
             pack.note_origins(use.bucket, chunk)
-        what, wire = (use.verb, "hop 2", use.bucket), use.bucket.mean_wire
+        what, wire = _what(use, "hop 2", like), use.bucket.mean_wire
         if isinstance(wire, Codec):
             if chunk.ndim == 1:
                 chunk = pack.zero_padding(use.bucket, number, chunk)

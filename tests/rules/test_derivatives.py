@@ -587,28 +587,36 @@ def test_a_group_of_one_rank_has_a_basis_of_its_own(ranks, layout):
     ranks(layout.world_size).run(own_bases_alone, layout)
 
 
-def other_batches(layout: Layout) -> None:
-    groups, rank = groups_of(layout), dist.get_rank()
-    shards = mf.shard({"w": torch.arange(1.0, 5)}, groups)
+def batches(groups: mf.Groups) -> dict[str, Callable[[], Any]]:
+    """Calls with a batch of another shape on each rank, of one with equally many bytes."""
+    rank, shards = dist.get_rank(), mf.shard({"w": torch.arange(1.0, 5)}, groups)
     samples = torch.ones(3 + rank)
-    calls = {
+
+    def stacked(*sizes: int) -> Any:
+        return tree.map_leaves(lambda x: x.expand(*sizes, *x.shape), shards)
+
+    def loss(full: Any, x: Any) -> Any:
+        return full["w"].sum() * x
+
+    return {
         "samples": lambda: vmap(
-            grad(lambda s, x: mf.gather(s, groups)["w"].sum() * x), in_dims=(None, 0)
+            grad(lambda s, x: loss(mf.gather(s, groups), x)), in_dims=(None, 0)
         )(shards, samples),
         "on demand": lambda: vmap(
-            grad(lambda s, x: mf.defer(s, groups, mf.on_demand()).params["w"].sum() * x),
+            grad(lambda s, x: loss(mf.defer(s, groups, mf.on_demand()).params, x)),
             in_dims=(None, 0),
         )(shards, samples),
-        "models": lambda: vmap(lambda s: mf.gather(s, groups)["w"])(
-            tree.map_leaves(lambda x: x.expand(3 + rank, *x.shape), shards)
-        ),
-        "unshard": lambda: mf.unshard(
-            tree.map_leaves(lambda x: x.expand(3 + rank, *x.shape), shards), groups
-        ),
+        "models": lambda: vmap(lambda s: mf.gather(s, groups)["w"])(stacked(3 + rank)),
+        "unshard": lambda: mf.unshard(stacked(3 + rank), groups),
+        "equal bytes": lambda: mf.unshard(stacked(2 + rank, 3 - rank), groups),
     }
-    for call in calls.values():
-        with pytest.raises(mf.errors.DesyncError, match="bytes"):
-            call()
+
+
+def other_batches(layout: Layout) -> None:
+    for name in ("samples", "on demand", "models", "unshard", "equal bytes"):
+        with pytest.raises(mf.errors.DesyncError, match=r"of a batch \("):
+            batches(groups_of(layout))[name]()
+        groups_of(layout).close()  # they have failed
 
 
 def test_batches_of_other_sizes_are_told(ranks):
