@@ -11,7 +11,7 @@ from costs import Placed, buckets_of, counted, level_sizes, sent_in_a_step
 import mics_fn as mf
 
 CODED = "gather=int8[64],hop1=int8[64],hop2=int4[32]"
-MIXED = [CODED, "gather=fp8[32]@node,hop1=int4[64]@node,hop2=int8[64]", "hop1=bf16,gather=bf16"]
+MIXED = [CODED, "gather=fp8[32]@node,hop1=int4[64]@node,hop2=int8[64]", "hop1=bf16"]
 MIXED += ["compute=bf16,hop1=int8[32],hop2=f32", "reduce=bf16,hop2=f32,gather=int8[128]@node"]
 SCHEMES = ["mics", "zero1", "zero2", "hpz", "hybrid", "fixed_order"]
 

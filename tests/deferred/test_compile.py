@@ -114,7 +114,7 @@ def test_compiled_modules_train_where_ranks_hold_all_parameters(ranks):
 
 
 WRAPPED = (
-    "Trainer: torch.compile wraps {}, which would be given parameters that are gathered while it "
+    "Trainer: torch.compile wraps {}\n  it would be given parameters that are gathered while it "
     "runs\n  fix: use its _orig_mod, or the function itself; or partition_size=1; see Limits in "
     "README"
 )

@@ -53,4 +53,25 @@ PLANTED = [
         "        pass",
         "offload/test_errors_on_all_ranks.py -k same_error",
     ),
+    (
+        "a block is given before it was read",
+        _F,
+        "            self._await(self._jobs[slot])\n            yield block",
+        "            yield block",
+        "offload/test_streams.py -k in_place",
+    ),
+    (
+        "all portions of a file are read to the beginning of a tensor",
+        "offload/placed.py",
+        "goal.narrow(0, low, len(found)).copy_(found)",
+        "goal.narrow(0, 0, len(found)).copy_(found)",
+        "offload/test_placed.py -k there_and_back",
+    ),
+    (
+        "the last block reaches beyond the tensor",
+        _F,
+        "return [(low, min(numel, low + step)) for",
+        "return [(low, low + step) for",
+        "offload/test_streams.py -k cuts",
+    ),
 ]
