@@ -145,7 +145,8 @@ class ModuleBuffers:
             if group[-1] < len(params):  # tied weights
                 continue
             first, *others = (names[i] for i in group)
-            if len({(MemoryPlace.of(tensors[i]), tensors[i].dtype) for i in group}) > 1:
+            places = {(MemoryPlace.of(tensors[i]), tensors[i].dtype) for i in group}
+            if group[0] < len(params) or len(places) > 1:
                 kind = "parameter" if group[0] < len(params) else "buffer"
                 text = f"Trainer: buffer {others[-1]!r} lies in the memory of {kind} {first!r}"
                 raise LeafError(text, fix="clone it, or take the view of it in forward")
