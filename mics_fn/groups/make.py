@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mics_fn import _device, _torch, checks, errors, spans
 from mics_fn.groups import distributed
-from mics_fn.groups.communicator import Maker, Traffic
+from mics_fn.groups.communicator import Maker
 from mics_fn.groups.environment import node_of
 from mics_fn.groups.group_state import GroupState, check_fork, withdraw_all
 from mics_fn.groups.groups import Groups, Hierarchy, Level, Route
@@ -345,7 +345,7 @@ def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | Non
     position = maker.ranks.index(maker.rank)
     coords, chunk, order = plan.coords(position), plan.chunk(position), plan.chunk_order(position)
     life = maker.life
-    again = replace(maker, life=life.fresh(), store=None, traffic=Traffic(), channel=Channel())
+    again = replace(maker, life=life.fresh(), store=None, channel=Channel())
     life.again = Recipe(again, lambda made: _create(plan, made, device, mean_over), life.key)
     channel = _channel(maker, tuple(maker.ranks[at] for at in order))
     maker = replace(maker, channel=channel)

@@ -192,7 +192,7 @@ def test_buckets_hold_every_element_once(leaves, parts, bucket_bytes):
     specs, places = planned(leaves, parts, bucket_bytes=bucket_bytes)
     assert len(set(places)) == len(places)
     for spec, (bucket, slot) in zip(specs, places, strict=True):
-        assert (bucket.shapes[slot], bucket.dtype) == (spec.shape, spec.dtype)
+        assert (bucket.shapes[slot], bucket.dtype) == (spec.shape, spec.formats.dtype)
     for bucket in {bucket for bucket, _ in places}:
         assert bucket.numel % parts == 0
         assert bucket.chunk * bucket.dtype.itemsize % ALIGN_BYTES == 0

@@ -333,7 +333,7 @@ def refused(layout: Layout, folder: Path, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "lines"),
     [
-        ("absent", ["rank 2: WeightsNotFound", "ranks 0, 1, 3"]),
+        ("absent", ["rank 2: WeightsNotFound"]),
         ("shape", ["rank 2: params.w (7, 5) float32"]),
         ("value", ["first difference: params.w", "rank 2: not as in the first replica"]),
     ],
