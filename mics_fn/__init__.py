@@ -47,7 +47,7 @@ Models as shards:
   `Precision` - dtypes of parameters and gradients, and codecs that are sent, by path; has a text
   `shards` - the namespace of what a rank holds
   `shards.map` - an elementwise function of all trained leaves
-  `shards.cut` - full values that all ranks have to shards - nothing
+  `shards.cut` - full values that all ranks have to shards
   `shards.Sharded` - a leaf: this rank's piece of a trained tensor
 
 Full parameters:

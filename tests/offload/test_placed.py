@@ -18,7 +18,7 @@ from torch import Tensor
 from mics_fn import _torch
 from mics_fn.errors import LeafError
 from mics_fn.offload import HOST_BYTES, FileTensor, Scratch, in_file, read, store
-from mics_fn.offload.placed import scratch_in
+from mics_fn.offload.placed import scratch_in, transfer
 
 DTYPES = [torch.bfloat16, torch.float64, torch.bool]
 SHAPES = [(), (2, 0, 3), (4096,), (70, 1025), (600_000,)]
@@ -42,6 +42,10 @@ def test_there_and_back(scratch: Scratch, shape: tuple[int, ...]):
         same_bits(kept.clone(), x)
         assert read(x) is x
         same_bits(read(store(kept, scratch)), x)  # from a file to a file
+        goal = torch.empty_like(x).view(-1)
+        for _ in transfer(kept.view(-1), goal):
+            pass
+        same_bits(goal.view(x.shape), x)
 
 
 VIEWS = {

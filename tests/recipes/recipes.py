@@ -203,7 +203,7 @@ def lamb(lr: float, groups: Any, *, decay: float = 0.01, eps: float = 1e-6) -> m
         return updates, {"count": count, "mean": mean, "square": square}
 
     options = {"optimizer": f"lamb, lr={lr}, decay={decay}, eps={eps}"}
-    return mf.optim.from_update(init, update, lambda paths: options)
+    return mf.optim.from_update(init, update, options)
 
 
 # 9. What FSDP2 does: one bucket ahead, and all are dropped after forward

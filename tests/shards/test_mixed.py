@@ -461,7 +461,7 @@ def momentum():
     def init(params):
         return map_columns(lambda m: m.mul_(0), params)
 
-    return from_update(init, update, lambda paths: {"optimizer": "that of the twin"})
+    return from_update(init, update, {"optimizer": "that of the twin"})
 
 
 def mean_of_pairs(grads):

@@ -400,7 +400,7 @@ def follow() -> None:
             norms = mf.optim.leaf_norms(params, groups)
             return mf.shards.map(lambda g, n: -0.1 * g * n, grads, norms), state
 
-        lars = mf.optim.from_update(lambda params: (), update, lambda paths: {})
+        lars = mf.optim.from_update(lambda params: (), update, {})
         clipped = mf.optim.chain(mf.optim.clip_by_global_norm(0.01, groups), adamw(1e-2))
         return mf.optim.by_path({"*norm*": clipped}, default=lars)
 
