@@ -143,7 +143,7 @@ class Calls:
         self._owed = 0  # those of them that are still to be compared
         self._quiet = 0  # calls in a row about which nothing was sent
         self._due = -1  # the call, still to be made, at which another rank left its pattern
-        self._heard = deque[int](maxlen=8)  # the last calls at which some rank left
+        self._heard = deque[int](maxlen=_KEPT)  # calls at which some rank left
         self._left = ""  # what this rank has read last of a rank that left its pattern
         self._written = deque[tuple[int, str]]()
         if self._store is not None:
@@ -245,7 +245,8 @@ class Calls:
             return
         self._left = store.get(f"{self.key}/left").decode()
         number, rank, text = json.loads(self._left)
-        if number in self._heard:
+        # Where all left together nobody says it, so that what is read here may be old.
+        if number in self._heard or number < self.number - _KEPT:
             return
         if number < self.number:
             mine = self._pattern.back(self.number - number)

@@ -185,6 +185,21 @@ def test_who_says_late_that_it_left_takes_no_place_of_a_later_call():
     assert "call 4 over 'all' of ranks 0-2: ranks differ in it" in str(errors[0])
 
 
+def test_a_call_at_which_all_left_is_not_taken_for_news_after_many_others():
+    """Where all leave together nobody says so: what was said last stays, of a call of long ago."""
+    store: Any = HashStore()
+    channel = Channel(store, "key", (0, 1), 0, 1.0, 2)
+    calls = Calls(channel, "all", (0, 1), 1.0)
+    store.set(f"{calls.key}/left", json.dumps([3, 1, "a run ends"]))
+    for first, number in ((3, 30), (2000, 3000)):  # answered, and so long ago that all were there
+        calls._heard.extend(range(first, first + 20))
+        calls.number = number
+        calls.read()
+    with pytest.raises(DesyncError):
+        store.set(f"{calls.key}/left", json.dumps([2990, 1, "a run ends"]))
+        calls.read()
+
+
 def test_ranks_may_differ_in_the_order_of_calls_on_different_communicators():
     """Both leave a habit of one communicator, and wait there for each other's answer."""
     store: Any = HashStore()
