@@ -12,7 +12,8 @@ import functools
 import inspect
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -508,3 +509,30 @@ def version(tensor: torch.Tensor) -> int:
 def set_order(ctx: Any, number: int) -> None:
     """Set when a node of autograd runs in backward: of those that can, the largest number first."""
     ctx._set_sequence_nr(number)
+
+
+# Where a derivative may be asked for. A raw collective under torch.func raises nothing, and its
+# derivative is zeros: what has no rule for it must ask first.
+
+_RULES = threading.local()
+
+
+@contextmanager
+def inside_a_rule() -> Iterator[None]:
+    """Mark a block whose results get their derivative from the rule of a verb around it."""
+    before, _RULES.inside = getattr(_RULES, "inside", False), True
+    try:
+        yield
+    finally:
+        _RULES.inside = before
+
+
+def needs_derivative(values: Iterable[Any]) -> bool:
+    """Return whether a result of these values could be differentiated; only tensors count."""
+    if getattr(_RULES, "inside", False):
+        return False
+    if inside_torch_func() or inside_forward_ad():
+        return True
+    return torch.is_grad_enabled() and any(
+        isinstance(value, torch.Tensor) and value.requires_grad for value in values
+    )

@@ -18,7 +18,8 @@ from inspect import Parameter, signature
 from numbers import Real
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
-from mics_fn.errors import MicsError, PlanError, message
+from mics_fn import _torch
+from mics_fn.errors import LeafError, MicsError, PlanError, message
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -313,3 +314,10 @@ def checked_override(override: Any, kind: type[V], marks: str = ";") -> tuple[st
 def _regex(pattern: str) -> re.Pattern[str]:
     wild = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
     return re.compile(wild, re.DOTALL)
+
+
+def refuse_derivative(verb: str, values: Iterable[Any], fix: str) -> None:
+    """Raise LeafError if the result of a verb without a derivative could be differentiated."""
+    if _torch.needs_derivative(values):
+        text = f"{verb}: its result has no derivative, and here one would be needed"
+        raise LeafError(text, fix=fix)

@@ -70,7 +70,7 @@ before it sends, and which memory must not be overwritten yet. Then `levels.py`,
 calls what moves data: single levels first, then hierarchical collectives, codes and hop 2.
 `wire.py` has the arithmetic of means and says where codes travel, `codec.py` makes them by the
 arithmetic of `blocks.py`. `agreement.py` is what ranks compare, and long work that all of them
-leave if one fails. `derivatives.py` says where a verb must refuse a derivative.
+leave if one fails.
 `own.py` runs collectives of a user's own on `Groups.communicators`:
 
   >>> for name, comm in groups.communicators.items():
@@ -83,6 +83,8 @@ that it sends, list its communicators in the same order, and give both to a `Pen
 something new between ranks, use `agree` for a tree and `same_call` for a call.
 """
 
+from mics_fn._torch import needs_derivative
+from mics_fn.checks import refuse_derivative
 from mics_fn.collectives.agreement import (
     Parts,
     agree,
@@ -95,7 +97,6 @@ from mics_fn.collectives.agreement import (
     same_call,
 )
 from mics_fn.collectives.codec import Codec
-from mics_fn.collectives.derivatives import needs_derivative, refuse_derivative
 from mics_fn.collectives.levels import (
     SentCodes,
     broadcast,

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from mics_fn import checks
+from mics_fn.checks import refuse_derivative
 from mics_fn.collectives import blocks
 from mics_fn.collectives.blocks import KINDS, Rows
-from mics_fn.collectives.derivatives import refuse_derivative
 from mics_fn.errors import LeafError, PlanError
 
 _FORM = re.compile(r"\s*(\w+)\s*(?:\[\s*([1-9][0-9]{0,8})\s*\])?\s*")

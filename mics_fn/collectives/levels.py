@@ -32,7 +32,6 @@ from torch import Tensor
 
 from mics_fn import _device, _torch, checks
 from mics_fn.collectives.codec import Codec
-from mics_fn.collectives.derivatives import inside_a_rule
 from mics_fn.collectives.pending import Collective, Pending, Steps, Task, What, reads
 from mics_fn.collectives.wire import Wire, mean_factors, mean_of, mean_of_two
 from mics_fn.errors import GroupsError
@@ -271,13 +270,13 @@ def exchange_codes(
     others = [place for place in range(comm.size) if place != comm.rank]
     numel, nbytes = mean.numel(), codec.nbytes(mean.numel())
     sent, received = memory[: exchange_bytes(codec, numel, comm.size)].view(2, -1, nbytes)
-    with inside_a_rule():
+    with _torch.inside_a_rule():
         for row, place in zip(sent, others, strict=True):
             codec.encode(part(place), out=row)
     yield swap_codes(comm, sent, received)
     parts = list(received)
     parts.insert(comm.rank, part(comm.rank))  # as it is, and added in the order of ranks
-    with inside_a_rule():
+    with _torch.inside_a_rule():
         codec.decode_mean(parts, None, mean)
     return mean
 
@@ -329,13 +328,13 @@ def coded_mean_steps(
 
 def encode_to(codec: Codec, values: Tensor, out: Tensor) -> None:
     """Write the codes of values to `out`, inside of a verb that has a derivative."""
-    with inside_a_rule():
+    with _torch.inside_a_rule():
         codec.encode(values, out=out)
 
 
 def decode_to(codec: Codec, codes: Tensor, numel: int, out: Tensor) -> None:
     """Write the first of `numel` values that codes stand for to `out`; see `encode_to`."""
-    with inside_a_rule():
+    with _torch.inside_a_rule():
         if out.numel() == numel:
             codec.decode(codes, numel, out.dtype, out=out)
         elif out.numel():

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mics_fn import checks
+from mics_fn.checks import refuse_derivative
 from mics_fn.collectives import levels
-from mics_fn.collectives.derivatives import refuse_derivative
 from mics_fn.collectives.pending import Collective, Pending, Steps
 from mics_fn.errors import CollectiveError, LeafError
 from mics_fn.groups import Comm

@@ -298,7 +298,7 @@ class Groups:
     @property
     def num_replicas(self) -> int:
         """Number of complete replicas."""
-        return self.plan.num_replicas
+        return len(self.ranks) // self.plan.partition_size
 
     @cached_property
     def stacked_ranks(self) -> list[int]:

@@ -195,8 +195,8 @@ def test_a_call_at_which_all_left_is_not_taken_for_news_after_many_others():
         calls._heard.extend(range(first, first + 20))
         calls.number = number
         calls.read()
+    store.set(f"{calls.key}/left", json.dumps([2990, 1, "a run ends"]))
     with pytest.raises(DesyncError):
-        store.set(f"{calls.key}/left", json.dumps([2990, 1, "a run ends"]))
         calls.read()
 
 
