@@ -25,7 +25,7 @@ they are written; padding between leaves becomes zero before, so that it sets no
 
 [Note: states come first] A step on gradients of which all have to be known first, as by a guard or
 for a norm, waits for hop 2 and for that norm before it writes anything. What it needs from files or
-from the host does not depend on either. So such a step is begun with `lazy_grads`: `Elsewhere`
+from the host does not depend on either. So such a step is begun with `lazy_grads`: `PlacedColumns`
 begins to bring the first parts of the states, as many as its memory holds, and only then asks for
 the gradients, which are made and judged meanwhile. If they are refused, an exception ends the step
 before its first write: what was brought is dropped, and the state is as it was.
@@ -428,8 +428,8 @@ class Moving(NamedTuple):
     goals: Tensors
 
 
-class Elsewhere:
-    """One step on trees of which some runs lie elsewhere.
+class PlacedColumns:
+    """One step on trees of which some runs are placed in host memory, in files or as codes.
 
     Args:
       targets: to be written, the parameters first; changed to what the step gives.
@@ -741,7 +741,7 @@ def columns(
         far = far_runs(held[:n])
         done = in_place(held[:n]) if donate else _copies(held[:n], far)
         if any(far):
-            blocks = closed_after(Elsewhere(done, held[n:], coming, keys, donate).blocks())
+            blocks = closed_after(PlacedColumns(done, held[n:], coming, keys, donate).blocks())
         elif coming is None:
             blocks = _all(done, held[n:], keys, donate)
         else:

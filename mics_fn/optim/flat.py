@@ -51,7 +51,7 @@ from mics_fn.tree import Tree
 Place = tuple[Bucket, int] | None  # bucket and slot of a piece; None for a plain tensor
 
 
-class Laid(NamedTuple):
+class FlatPart(NamedTuple):
     """A piece that is not empty: its leaf's number, and where it lies in the run, in elements."""
 
     index: int
@@ -74,7 +74,7 @@ class FlatRun:
 
     bucket: Bucket | None
     members: tuple[int, ...]
-    laid: tuple[Laid, ...]
+    laid: tuple[FlatPart, ...]
     sizes: tuple[int, ...]
     numel: int
     complete: bool
@@ -169,7 +169,7 @@ def runs_of(
     for (bucket, _), by_slot in by_bucket.items():
         if bucket is None:
             i, n = by_slot[0], lengths[by_slot[0]]
-            laid = (Laid(i, 0, n),) if n else ()
+            laid = (FlatPart(i, 0, n),) if n else ()
             found.append(FlatRun(None, (i,), laid, (0, n), n, complete=False))
             continue
         near: list[int] = []
@@ -191,7 +191,7 @@ def _run(
         i, gap = by_slot[slot], 0
         if lengths[i]:
             gap = 0 if before is None else offsets[slot] - offsets[before] - numels[before]
-            laid.append(Laid(i, end + gap, lengths[i]))
+            laid.append(FlatPart(i, end + gap, lengths[i]))
             end, before = end + gap + lengths[i], slot
         sizes += [gap, lengths[i]]
     full = [slot for slot in slots if numels[slot]] or slots[:1]
