@@ -309,7 +309,8 @@ def test_a_rank_that_goes_another_way_is_told_of_in_time(ranks, kind, way, befor
     if kind == "generates":  # nothing is sent between replicas, so the others go on
         assert found[layout.partition_size :] == [("no error", 0.0)] * (n - layout.partition_size)
         found = found[: layout.partition_size]
-    if way == "longer" and kind in ("differentiates", "generates"):
+    # Later runs drop what their schedule is done with, and fetch it again.
+    if way == "longer" and kind in ("differentiates", "generates") and not before:
         assert {text for text, _ in found} == {"no error"}, "all stays live, so no fetch differs"
         return
     for text, seconds in found:
