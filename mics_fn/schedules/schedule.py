@@ -10,7 +10,6 @@ over all micro-steps. In its text form, actions are separated by ";" or a new li
 The record of a run is a schedule that has uses and reductions only; `plan` adds the rest.
 """
 
-import math
 import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -345,7 +344,7 @@ def _fetch_ahead(uses: Uses, sizes: Sequence[int], limit: int, prefetch: int) ->
 
 # How many orders of choice a search tries, and how many fetches it places in all of these: at worst
 # half a second, once for each schedule.
-_TRIES, _WORK = 1_800, 90_000
+_TRIES, _WORK, _STARTS = 600, 30_000, 6
 
 
 class Offsets(NamedTuple):
@@ -403,19 +402,33 @@ def offsets(schedule: Schedule, sizes: Sequence[int], pools: Sequence[Hashable])
 def _least(
     own: Sequence[int], sizes: Sequence[int], beside: Sequence[Sequence[int]], peak: int
 ) -> dict[int, int]:
-    """Where these fetches begin, in the best of the orders that a search tries."""
-    order, random = sorted(own, key=lambda i: -sizes[i]), Random(0)
-    best, least = dict[int, int](), math.inf
-    for _ in range(1 + min(_TRIES, _WORK // max(1, len(own)))):
+    """Where these fetches begin, in the best of the orders that a local search tries."""
+
+    def tried(order: Sequence[int]) -> tuple[dict[int, int], list[int]]:
         starts = _in_order(order, sizes, beside)
-        ends = [starts[i] + sizes[i] for i in order]
-        if max(ends, default=0) < least:
-            best, least = starts, max(ends, default=0)
-        high = [at for at, end in enumerate(ends) if end > peak]
-        if not high:
-            break
-        at = random.choice(high)  # what ends too high chooses earlier
-        order.insert(random.randrange(at + 1), order.pop(at))
+        return starts, [max(0, starts[i] + sizes[i] - peak) for i in order]
+
+    best, least, random = dict[int, int](), 0, Random(0)
+    tries = max(1, min(_TRIES, _WORK // max(1, len(own))))
+    for start in range(_STARTS):
+        order = sorted(own, key=lambda i: -sizes[i])
+        if start:
+            random.shuffle(order)
+        starts, over = tried(order)
+        for _ in range(tries):
+            if not best or max(over, default=0) < least:
+                best, least = starts, max(over, default=0)
+            if not least:
+                return best
+            other = list(order)
+            if random.random() < 0.5:  # what ends too high chooses earlier
+                place = random.choice([at for at, high in enumerate(over) if high])
+                other.insert(random.randrange(place + 1), other.pop(place))
+            else:
+                other.insert(random.randrange(len(own)), other.pop(random.randrange(len(own))))
+            moved, above = tried(other)
+            if sum(above) <= sum(over):
+                order, starts, over = other, moved, above
     return best
 
 

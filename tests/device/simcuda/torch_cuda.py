@@ -30,7 +30,7 @@ lib.sim_time.argtypes, lib.sim_time.restype = [ctypes.c_int64, ctypes.c_int], ct
 import torch  # noqa: E402
 
 MEMORY = 80 * 2**30
-Properties = namedtuple("Properties", "name total_memory")
+Properties = namedtuple("Properties", "name total_memory major minor")
 
 
 def index_of(device=None) -> int:
@@ -92,7 +92,7 @@ REPLACED = {
     "Event": Event,
     "device": Device,
     "synchronize": lambda device=None: torch._C._accelerator_synchronizeDevice(index_of(device)),
-    "get_device_properties": lambda device=None: Properties("simulated", MEMORY),
+    "get_device_properties": lambda device=None: Properties("simulated", MEMORY, 9, 0),
     "default_generators": generators,
     "manual_seed": lambda seed: generators[index_of()].manual_seed(seed) and None,
     "manual_seed_all": manual_seed_all,
