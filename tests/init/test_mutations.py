@@ -93,6 +93,7 @@ def campaign(kind: str, folder: Path, first: int, count: int) -> Counter[str]:
     for name in ("raw_unicode_escape", "unicode_escape", "latin-1"):  # imported when first used
         codecs.lookup(name)
     groups, found, watch = mf.make_groups(1), Counter[str](), Watch(folder)
+    codecs.lookup("cp437")  # which zipfile loads for names that are not UTF-8
     for seed in range(first, first + count):
         rng = random.Random(f"{kind} {seed}")
         target = rng.choice(files)
