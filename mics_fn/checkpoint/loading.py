@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -322,16 +321,25 @@ def copy_of(state: Tree, into: Callable[[Tensor], Tensor] | None = None) -> Tree
       into: gives the tensor that takes the place of another one; default a copy. In the place of
         those in files come new ones, in these files; and of those that are codes, of their kind.
     """
-    memo: dict[Any, Any] = {}  # of memory that was copied
+    kept: dict[tuple[Any, ...], Tensor] = {}  # memory that was copied
+
+    def copied(x: Tensor) -> Tensor:
+        held = x.untyped_storage()
+        key = held.data_ptr(), held.nbytes(), x.device
+        if key not in kept:
+            whole = torch.empty(0, dtype=torch.uint8, device=x.device)
+            kept[key] = whole.set_(held, 0, (held.nbytes(),), (1,)).clone()
+        view, memory = torch.empty(0, dtype=x.dtype, device=x.device), kept[key].untyped_storage()
+        return view.set_(memory, x.storage_offset(), x.size(), x.stride())
 
     def new(x: Any) -> Tensor:
         if is_coded(x) and x.codes.row is not None:  # it is read into as bytes
-            row = x.codes.row if into is not None else deepcopy(x.codes.row, memo)
+            row = x.codes.row if into is not None else copied(x.codes.row)
             return x.within(row)
         if is_placed(x):
             return x.unset()
         lazy = x.is_conj() or x.is_neg()  # memory that is read into holds the values themselves
-        return deepcopy(x, memo) if into is None or lazy else into(x)
+        return copied(x) if into is None or lazy else into(x)
 
     def leaf_of(x: Any) -> Any:
         if isinstance(x, Sharded | Fixed):

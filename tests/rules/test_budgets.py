@@ -24,8 +24,8 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
-    "lines": 25_300,
-    "lines without lab": 21_970,
+    "lines": 25_310,
+    "lines without lab": 21_990,
     "lines of the longest file": 580,
     "files": 143,
     "percent of lines that import": 9.3,
