@@ -255,8 +255,10 @@ class DataPasses:
     def __init__(self) -> None:
         self.next = 0  # the number of the next pass
         self.interrupted = False  # whether an error has ended the last run
-        self._at: Position | None = None  # in the last pass
-        self._given: list[tuple[int, int]] = []  # calls before the last batches, and their samples
+        self._at: Position | None = None  # behind the last batch
+        # Of the last two batches: calls and position before each, which may be in an earlier pass.
+        # The step of one before them cannot be taken back any more.
+        self._given: list[tuple[int, Position]] = []
         self._loader: Any = None  # while it is gone through
         self._resume: Position | None = None  # where the next run begins
         self._strict = True  # whether a loader with another order is an error then
@@ -291,7 +293,9 @@ class DataPasses:
                     at, rest = Position(epoch, facts_of(loader), 0, start), iter(loader)
                 else:
                     rest = at.behind(loader, device, ranks)
-                self._at, self._given, self._resume, self.next = at, [], None, epoch + 1
+                # What it resumed from is no state of the batches that follow.
+                self._at = replace(at, now=None, loader=None)
+                self._resume, self.next = None, epoch + 1
                 for batch in rest:
                     empty = False
                     yield batch
@@ -302,15 +306,13 @@ class DataPasses:
 
     def give(self, samples: int, calls: int) -> None:
         """Note the samples of a batch on all ranks, and the calls of `step` before it."""
-        if self._at is not None and len(self._given) == 2:  # the older step cannot be taken back
-            used = self._given.pop(0)[1]
-            self._at = replace(self._at, samples=self._at.samples + used)
-        self._given.append((calls, samples))
+        if self._at is not None:
+            self._given = [*self._given[-1:], (calls, self._at)]
+            self._at = replace(self._at, samples=self._at.samples + samples)
 
     def at(self, calls: int) -> Position | None:
-        """Return the position in the last pass, after so many calls of `step`."""
-        used = sum(samples for before, samples in self._given if before < calls)
-        return self._at and replace(self._at, samples=self._at.samples + used)
+        """Return the position after so many calls of `step`: before what these did not use."""
+        return next((at for before, at in self._given if before >= calls), self._at)
 
     def kept(self, calls: int) -> dict[str, Any] | None:
         """Return the position as it is saved; None before any pass.
@@ -342,14 +344,16 @@ class DataPasses:
 
     def report(self) -> list[Any]:
         """Return what a rank that has lost all of this takes from others; JSON keeps it."""
-        at = self._at and [self._at.epoch, dict(self._at.facts), self._at.samples]
-        return [self.interrupted, self.next, at, self._given]
+        positions = [*self._given, (-1, self._at)] if self._at is not None else []
+        plain = [(calls, at.epoch, dict(at.facts), at.samples) for calls, at in positions]
+        return [self.interrupted, self.next, plain]
 
     def take(self, report: list[Any]) -> None:
         """Take over what `report` gave on another rank."""
-        _, self.next, at, given = report
+        _, self.next, plain = report
         self.resume(None, strict=False)
-        self._at, self._given = at and Position(*at), [(calls, samples) for calls, samples in given]
+        if plain:
+            *self._given, (_, self._at) = [(calls, Position(*at)) for calls, *at in plain]
 
     def go_on(self, calls: int) -> None:
         """Let the next run go on with the last pass, which an error has ended on some rank."""

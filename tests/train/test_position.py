@@ -111,6 +111,24 @@ def gone_on(run: Run, *, strict: bool = True, exact: bool = True) -> Run:
     return other
 
 
+@pytest.mark.parametrize("kind", ["in order", "by epoch", "stateful by epoch"])
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_steps_that_are_taken_back_get_their_batches_again(kind: str, lost: int) -> None:
+    """Also behind a resume, and where the last batch of a pass is one of them."""
+    numbers = Numbers(8 if kind == "in order" else 16)  # of two ranks; a pass has four batches
+    make = LOADERS[kind]
+    run = Run()
+    want = [x for x, *_ in train(run.over(make(numbers, 2)), run, 9)]
+    run = Run()
+    train(batches := run.over(make(numbers, 2)), run, 1)
+    run, loader = gone_on(run), make(numbers, 2)
+    batches.close()
+    train(run.over(loader), run, 2 + lost)
+    run.calls -= lost
+    run.go_on(run.calls)
+    assert [x for x, *_ in train(run.over(loader), run, 6)] == want[3:]
+
+
 @pytest.mark.parametrize("kind", LOADERS)
 @examples(10, 200)
 @given(
