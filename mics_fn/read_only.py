@@ -14,6 +14,7 @@ from torch import Tensor
 from mics_fn import _torch
 from mics_fn.errors import LeafError
 
+COMPILED = "torch.compile: a tensor without memory enters a compiled region"
 _ADDRESS = "pass a clone(), which has memory of its own"
 
 WRITES = (
@@ -31,6 +32,7 @@ class ReadOnly(torch.Tensor):
     __torch_function__ = _torch.no_torch_function
     noun = "a gathered parameter"  # what it is, for error texts
     how_to_change = "change parameters between steps, in the shards; or write to a clone()"
+    how_to_compile = "clone() it before, which reads it"
 
     def lies_in(self) -> str:
         """What and where it is, for error texts."""
@@ -40,6 +42,13 @@ class ReadOnly(torch.Tensor):
         """The error for something that cannot be done with this tensor."""
         text = f"{what} {self.noun}, {self.lies_in()}"
         return LeafError(text, fix=fix or self.how_to_change)
+
+    def __tensor_flatten__(self) -> Any:
+        """Raise LeafError: torch.compile calls this, and would trace nothing."""
+        text = f"{COMPILED}: {self.noun}, {self.lies_in()}"
+        raise LeafError(text, fix=self.how_to_compile)
+
+    __tensor_unflatten__ = __tensor_flatten__  # torch looks for both or neither
 
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mics_fn import _device, _torch
 from mics_fn.errors import LeafError
-from mics_fn.read_only import ReadOnly
+from mics_fn.read_only import COMPILED, ReadOnly
 from mics_fn.shards import dtype_name
 
 # A bucket as deferred tensors see it, and the interface of what makes it live.
@@ -99,8 +99,6 @@ class Source(Protocol):
 
 
 aten = torch.ops.aten
-_COMPILED = "torch.compile: a deferred parameter enters a compiled region"
-_COMPILED_FIX = "use gather around compiled code, or clone() parameters before it"
 
 
 class Deferred(ReadOnly):
@@ -109,6 +107,7 @@ class Deferred(ReadOnly):
     Reading its shape, strides, dtype, device or repr never communicates; ops on it do.
     """
 
+    how_to_compile = "use gather around compiled code, or clone() parameters before it"
     _source: Source
     _bucket: GatheredBucket
     _leaf: tuple[int, int]  # where its leaf begins in the bucket, and how many elements it has
@@ -143,12 +142,6 @@ class Deferred(ReadOnly):
             f"one of bucket {bucket.ids[0]}\n  shape {tuple(self.shape)}; the bucket holds {names}"
         )
 
-    def __tensor_flatten__(self) -> Any:
-        """Raise LeafError: torch.compile calls this, and would trace through the fetch."""
-        raise LeafError(_COMPILED, [self.lies_in()], _COMPILED_FIX)
-
-    __tensor_unflatten__ = __tensor_flatten__  # torch looks for both or neither
-
     @classmethod
     def __torch_dispatch__(  # pyright: ignore
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -164,9 +157,9 @@ _Like = tuple[torch.dtype, torch.device, torch.dtype | None]  # dtype, device, d
 
 def from_dynamo(error: BaseException) -> LeafError | None:
     """The refusal of a deferred parameter, if dynamo wrapped it in an error of its own."""
-    if isinstance(error, LeafError) or _COMPILED not in f"{error}":
+    if isinstance(error, LeafError) or COMPILED not in f"{error}":
         return None
-    return LeafError(_COMPILED, fix=_COMPILED_FIX)
+    return LeafError(COMPILED, fix=Deferred.how_to_compile)
 
 
 def _plain(deferred: Deferred) -> Tensor:

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from mics_fn import _device, _torch, spans
 from mics_fn.collectives import needs_derivative, refuse_derivative
-from mics_fn.errors import LeafError
 from mics_fn.offload.places import DEVICE, Place
 from mics_fn.offload.scratch import Extent, Scratch, aligned, padded
 from mics_fn.read_only import ReadOnly
@@ -73,13 +72,6 @@ class Placed(ReadOnly):
     def size_bytes(self) -> int:
         """The bytes that it takes where it lies."""
         raise NotImplementedError
-
-    def __tensor_flatten__(self) -> Any:
-        """Raise LeafError: torch.compile calls this, and would trace nothing."""
-        text = f"torch.compile: {self.noun} enters a compiled region, {self.lies_in()}"
-        raise LeafError(text, fix="clone() it before, which reads it")
-
-    __tensor_unflatten__ = __tensor_flatten__  # torch looks for both or neither
 
     @classmethod
     def __torch_dispatch__(  # pyright: ignore
