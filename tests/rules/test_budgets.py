@@ -43,7 +43,8 @@ REPLACED = {
     *("Looks", "Hear", "Heard", "Tick", "Clerk", "Life", "Gone", "Telling", "Told", "News"),
     *("Settling", "Habit", "Again", "Returning", "Retiring", "Lay", "Laying", "Laid"),
 }
-# Of one call on 4 ranks in 2 partition groups, after a first one.
+# Of one call on 4 ranks in 2 partition groups, after a first one. Functions are within 2 %: a rank
+# that waits for another runs a few more.
 FLOWS = {
     "gather of one leaf": (19, 140),
     "opt_step with both hops": (28, 302),
@@ -169,4 +170,4 @@ def test_a_flow_runs_few_files_and_functions(ranks: Callable, tmp_path: Path):
         numbers = tuple(max(each[name][k] for each in found) for k in range(2))
         print(f"{name}: {numbers} of {budget}")
         assert numbers[0] <= budget[0], f"{name}: files"
-        assert numbers[1] <= budget[1], f"{name}: functions"
+        assert numbers[1] <= 1.02 * budget[1], f"{name}: functions"

@@ -59,7 +59,7 @@ EXPECTED = {
         "4 micro-steps: 213 GB with 0.8 GB at once",
         "at once 68,352 bytes, fetched 307,584, sent 153,792",
         "bucket 3 is not live; fetch it",
-        "is of bucket 3 (3.linear1.bias",
+        "fetch of bucket 3 (3.linear1.bias",
     ],
     "3_placements.ipynb": [
         "levels kept for a step: 1, reduced once per step: 1  as named: True",
