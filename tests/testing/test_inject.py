@@ -4,13 +4,11 @@ import faulthandler
 import importlib
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from mics_fn import spans, testing
 from mics_fn.errors import DesyncError
 from mics_fn.testing.injector import EXIT_CODE, FAULTS
 from mics_fn.train import StepMetrics
-from tests.stress.store_faults import STORE
 
 LIMIT_S = 30.0
 
@@ -203,43 +200,6 @@ def test_a_full_disk_until_the_block_ends(tmp_path: Path):
 
     assert ended(work) == 0
     assert (tmp_path / "after").read_text() == "fits again"
-
-
-@pytest.mark.parametrize(
-    ("fault", "code"), [("store_killed", -signal.SIGKILL), ("store_stopped", -signal.SIGSTOP)]
-)
-def test_what_hosts_the_store(fault: str, code: int):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    how: dict[str, Any] = {"timeout": timedelta(seconds=10), "wait_for_workers": False}
-    tcp_store: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-    def client() -> None:
-        store = tcp_store("127.0.0.1", port, is_master=False, **how)
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        assert trained(step=2, operation="step", fault=STORE[fault])[1] == "step"
-
-    def host() -> None:
-        store = tcp_store("127.0.0.1", port, is_master=True, **how)
-        store.set("up", "")
-        time.sleep(LIMIT_S)
-
-    found: list[int] = []
-    other = threading.Thread(target=lambda: found.append(ended(client)))
-    other.start()
-    assert ended(host) == code
-    other.join()
-    assert found == [0]
-
-
-def without_a_tcp_store() -> None:
-    with testing.inject(0, 0, "start", STORE["store_killed"]):
-        mf.make_groups(1, ranks=[dist.get_rank()])
-
-
-def test_without_a_store_of_tcp(ranks: Callable):
-    failed, _ = ranks(2).try_run(without_a_tcp_store)
-    assert "was not found on this machine" in failed.message
 
 
 def with_faults_on_rank_one() -> dict[str, Any]:
