@@ -80,7 +80,7 @@ def run_trial(trial: Trial) -> Found:
 
 def _gone(trial: Trial) -> list[int]:
     """The ranks that the fault ends or stops."""
-    if trial.fault in ("exit", "kill", "stop", "abort", "segfault"):
+    if trial.fault in ("exit", "kill", "stop"):
         return [trial.rank]
     if trial.fault in ("store_killed", "store_stopped") and not trial.apart:
         return [0]
