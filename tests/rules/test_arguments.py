@@ -43,12 +43,6 @@ class Giving(nn.Module):
         return self.made(self.linear(x))
 
 
-class Eighths(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(2, 1)
-        self.register_buffer("scale", torch.ones(2).to(torch.float8_e4m3fn))
-
-
 TABLE = r"""
 # Optimizers
 >>> optim.lion(-1)
@@ -329,8 +323,6 @@ LeafError: Trainer.fit: the loader gave no batch in this pass: generator can be 
 GroupsError: sampler: groups is range
 >>> mf.sampler(range(4), groups, seed=None)
 PlanError: sampler: seed=None, expected an int of at least 0
->>> mf.sampler(range(4), groups, seed=2**63)
-PlanError: sampler: seed=9223372036854775808, expected an int of at most 2**63 - 1
 >>> mf.sampler(range(4), groups, shuffle="no")
 PlanError: sampler: shuffle='no', expected True or False
 >>> mf.Checkpoints(None)
@@ -438,9 +430,6 @@ AttributeError: Trainer has no attribute 'nope'
 >>> pickle.dumps(trainer())
 GroupsError: a Trainer belongs to this process: it cannot be in a pickle or a deep copy
   fix: take trainer.state_dict(), or save it with Trainer(checkpoint=Checkpoints(folder))
->>> trainer(Eighths())
-LeafError: Trainer: buffer 'scale' is torch.float8_e4m3fn, which has no mean over ranks
-  fix: keep it as bfloat16, or register it with persistent=False
 
 # Checkpoints
 >>> checkpoint.save(None, state(), groups, step=1)

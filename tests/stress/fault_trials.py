@@ -81,7 +81,7 @@ def run_trial(trial: Trial) -> Found:
 
 def _gone(trial: Trial) -> list[int]:
     """The ranks that the fault ends or stops."""
-    if trial.fault in ("exit", "kill", "stop", "abort", "segfault"):
+    if trial.fault in ("exit", "kill", "stop"):
         return [trial.rank]
     if trial.fault in STORE and not trial.apart:
         return [0]

@@ -24,7 +24,7 @@ from tests.stress.fault_trials import Found, run_trial
 
 LANE_LIMIT_S = 240.0  # of one trial, if all else fails
 HARMLESS = ("slow", "gil", "disk_full")
-ENDS_SOON = ("raise", "interrupt", "oom", "torn", "exit", "kill", "abort", "segfault")
+ENDS_SOON = ("raise", "interrupt", "oom", "torn", "exit", "kill")
 FAULTS = (*ENDS_SOON, "stop", *STORE, "nan", "flip", "wrong_call", *HARMLESS)
 PLACES = {
     "start": ("start: init_distributed", "start: make_groups"),

@@ -94,8 +94,6 @@ def ended(work: Callable[[], Any]) -> int:
         ("exit", EXIT_CODE),
         ("kill", -signal.SIGKILL),
         ("stop", -signal.SIGSTOP),
-        ("abort", -signal.SIGABRT),
-        ("segfault", -signal.SIGSEGV),
     ],
 )
 def test_a_fault_that_ends_or_stops_the_process(fault: str, code: int):

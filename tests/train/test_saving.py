@@ -3,17 +3,15 @@
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from cases import same_bits
 from test_carried import Net, Rows, held, loaded, saved
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 import mics_fn as mf
 from mics_fn import optim
-from mics_fn.errors import LeafError
 from mics_fn.train.carried import carried, take_back
 
 KEPT: dict[int, Any] = {}  # by the number of calls
@@ -144,21 +142,6 @@ def test_what_was_taken_back_can_be_saved_at_once() -> None:
     same_bits([again[0], again[2]], [values, tensors])
     second.fit(DataLoader(Rows(1), 4, shuffle=True), 0, progress=False)  # uses nothing of it
     assert saved(second)[1] == text
-
-
-def test_other_generators_of_numpy_cannot_be_saved() -> None:
-    trainer = mf.Trainer(
-        nn.Linear(2, 1), optim.sgd(0.1), mf.make_groups(1), loss=lambda m, x: m(x).sum()
-    )
-    numpy: Any = np.random
-    usual = numpy.get_bit_generator()
-    numpy.set_bit_generator(np.random.PCG64(3))
-    try:
-        trainer.fit([torch.ones(1, 2)], 2, progress=False)  # training is not concerned
-        with pytest.raises(LeafError, match="numpy.random uses PCG64"):
-            carried(trainer)
-    finally:
-        numpy.set_bit_generator(usual)
 
 
 def test_a_missing_package_is_told_before_a_step_is_taken(monkeypatch, tmp_path):
