@@ -84,18 +84,6 @@ def test_the_module_takes_it_and_computes_what_the_trainer_computes(ranks, layou
         same_bits(dict(last), dict(results[0][1]))
 
 
-def test_a_model_made_as_shards_and_one_in_another_dtype():
-    groups = mf.make_groups(1)
-    skeleton, shards = mf.init_model(made, groups, seed=0)
-    trainer = mf.Trainer(skeleton, mf.optim.sgd(0.1), groups, params=shards)
-    own = made().state_dict()
-    found = trainer.state_dict()
-    assert list(found) == list(own)
-    assert torch.equal(found["second.weight"], own["second.weight"])
-    low = mf.Trainer(made(), mf.optim.sgd(0.1), groups, precision="param=bf16, compute=f32")
-    assert low.state_dict()["second.weight"].dtype == torch.bfloat16
-
-
 class Odd(nn.Linear):
     """It saves a tensor that it holds neither as a parameter nor as a buffer."""
 

@@ -13,7 +13,6 @@ from cases import Layout, groups_of, random, same_bits
 from torch import nn
 
 import mics_fn as mf
-from mics_fn import tree
 
 TWO_BY_TWO = Layout((2, 2), 2)
 
@@ -197,38 +196,3 @@ def test_fit_cycles_the_loader_and_averages_losses(ranks):
     found = ranks(4).run(fitted, TWO_BY_TWO)
     assert all(losses == found[0][0] for losses, _ in found)
     assert [shown for _, shown in found] == [True, False, False, False]  # one bar, on one rank
-
-
-def test_tokens_are_counted():
-    model = nn.Embedding(10, 4)
-    trainer = mf.Trainer(model, mf.optim.sgd(0.1), mf.make_groups(1), loss=lambda m, x: m(x).sum())
-    metrics = trainer.step(torch.zeros(2, 5, dtype=torch.long))
-    assert (metrics.samples, metrics.tokens) == (2, 10)
-    assert metrics.seconds > 0
-
-
-def test_bad_use_is_refused():
-    groups, sgd = mf.make_groups(1), mf.optim.sgd(0.1)
-    with pytest.raises(ValueError, match="accumulate=0, expected an int of at least 1"):
-        mf.Trainer(nn.Linear(2, 2), sgd, groups, accumulate=0)
-    with pytest.raises(mf.errors.LeafError, match="shard: params is None"):
-        mf.Trainer(lambda params, batch: torch.zeros(()), sgd, groups)
-    vector = mf.Trainer(nn.Linear(2, 2), sgd, groups)
-    with pytest.raises(mf.errors.LeafError, match=r"gave shape \(1, 2\), and without loss="):
-        vector.step(torch.ones(1, 2))
-    with pytest.raises(ValueError, match="the loader gave no batch"):
-        vector.fit([], 1)
-    with pytest.raises(TypeError, match="nonsense"):
-        mf.Trainer(nn.Linear(2, 2), sgd, groups, nonsense=1)  # pyright: ignore[reportCallIssue]
-
-
-def test_state_is_a_value():
-    loss = lambda model, x: model(x).sum()  # noqa: E731
-    trainer = mf.Trainer(nn.Linear(2, 1), mf.optim.adamw(0.1), mf.make_groups(1), loss=loss)
-    copy_of = lambda x: x.clone() if isinstance(x, torch.Tensor) else x  # noqa: E731
-    saved, found = tree.map_leaves(copy_of, trainer.state), []
-    for state in (trainer.state, saved):
-        trainer.state = state
-        trainer.step(torch.ones(1, 2))
-        found.append(trainer.params())
-    same_bits(*found)
