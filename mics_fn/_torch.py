@@ -324,9 +324,8 @@ def inside_functionalize() -> bool:
     return any(each.key() == kind for each in functorch.get_interpreter_stack())
 
 
-def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether this tensor is a wrapper that a `torch.func` transform put around another one."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore
+# Whether a tensor is a wrapper that a `torch.func` transform put around another one.
+is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
@@ -356,9 +355,8 @@ def wrapper_without_data(cls: type, geometry: tuple, dtype: torch.dtype, device:
 no_torch_function: Any = torch._C._disabled_torch_function_impl  # pyright: ignore
 
 
-def without_torch_func() -> Any:
-    """A block in which new tensors are not wrapped by the `torch.func` transforms around it."""
-    return torch._C._DisableFuncTorch()  # pyright: ignore[reportAttributeAccessIssue]
+# A block in which new tensors are not wrapped by the `torch.func` transforms around it.
+without_torch_func: Any = torch._C._DisableFuncTorch  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:
@@ -542,6 +540,7 @@ def needs_derivative(values: Iterable[Any]) -> bool:
         return False
     if inside_torch_func() or inside_forward_ad():
         return True
-    return torch.is_grad_enabled() and any(
-        isinstance(value, torch.Tensor) and value.requires_grad for value in values
-    )
+    for value in values if torch.is_grad_enabled() else ():
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            return True
+    return False

@@ -34,6 +34,7 @@ from mics_fn.shards import (
     owner_index,
     pack_chunk,
     pieces,
+    places_of,
     same_tensor,
     split_chunk,
     whole_chunk,
@@ -89,7 +90,7 @@ class Leaves(NamedTuple):
         if not isinstance(self.all[at], Tied):
             return at
         places = self.shards
-        return places[owner_index([self.all[i] for i in places])[places.index(at)]]
+        return places[owner_index(places_of([self.all[i] for i in places]))[places.index(at)]]
 
     def _readings(self, text: str) -> set[str]:
         """Return the paths that a text may mean: with a root, or without."""

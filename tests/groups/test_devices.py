@@ -41,10 +41,6 @@ class Fake(Machine):
     def count(self) -> int:
         return len(self.uuids)
 
-    def with_index(self, device: torch.device) -> torch.device:
-        bare = device.type != "cpu" and device.index is None
-        return torch.device(device.type, 0) if bare else device
-
     def use(self, device: torch.device) -> None:
         self.used = device.index
 
@@ -57,7 +53,8 @@ NONE = Fake("cpu")
 
 @contextmanager
 def machine(fake: Fake, **env: str) -> Iterator[Fake]:
-    with mock.patch.object(distributed, "machine", fake), mock.patch.dict(os.environ, env):
+    first = mock.patch.object(torch.accelerator, "current_device_index", return_value=0)
+    with first, mock.patch.object(distributed, "machine", fake), mock.patch.dict(os.environ, env):
         yield fake
 
 

@@ -209,20 +209,14 @@ PlanError: make_groups: topology=8, expected a Topology
 GroupsError: make_groups: cuda:99 is asked for, and this process sees ... devices of its kind
 >>> mf.make_groups(device="meta")
 GroupsError: make_groups: device='meta', which holds no data
->>> mf.make_groups(device="cpu", backend="nccl")
-PlanError: make_groups: backend='nccl' serves cuda, not cpu
 >>> mf.make_groups(device="cpuu")
 GroupsError: make_groups: device='cpuu', which torch does not know
->>> mf.make_groups(backend="glooo")
-PlanError: make_groups: backend='glooo', expected one of gloo, ...
 >>> mf.make_groups(timeout_s=nan)
 PlanError: make_groups: timeout_s=nan is not a time limit
 >>> mf.make_groups(heartbeat_s=0.1)
 PlanError: make_groups: heartbeat_s=0.1 would take ranks for lost that are well
 >>> mf.make_groups(mean_over=1.5)
 PlanError: make_groups: mean_over=1.5 is not a positive int
->>> mf.make_groups(whole="no")
-PlanError: make_groups: whole='no', expected True or False
 >>> mf.make_groups(partition_sizes=1)
 TypeError: make_groups: there is no option partition_sizes=
 >>> mf.init_distributed(device=None)

@@ -19,13 +19,12 @@ import torch
 
 from mics_fn.errors import GroupsError
 from mics_fn.lab.report import table
-from tests.stress.fault_ranks import SAVED, STEPS, Told, Trial
+from tests.stress.fault_ranks import SAVED, STEPS, STORE, Told, Trial
 from tests.stress.fault_trials import Found, run_trial
 
 LANE_LIMIT_S = 240.0  # of one trial, if all else fails
 HARMLESS = ("slow", "gil", "disk_full")
 ENDS_SOON = ("raise", "interrupt", "oom", "torn", "exit", "kill")
-STORE = ("store_killed", "store_stopped")
 FAULTS = (*ENDS_SOON, "stop", *STORE, "nan", "flip", "wrong_call", *HARMLESS)
 PLACES = {
     "start": ("start: init_distributed", "start: make_groups"),
