@@ -14,6 +14,7 @@ import torch
 from cases import Layout as World
 from cases import groups_of, placed_as, same_bits
 from test_carried import STEPS, fit, held, loader_of, made
+from test_position import stateful
 from torch.utils.data import DataLoader, TensorDataset
 
 import mics_fn as mf
@@ -275,27 +276,13 @@ def test_a_step_that_was_not_saved_before_a_reset_is_made_up_for(
         assert [line.partition(":")[0] for line in lines] == ["step 4 was not saved"]
 
 
-class Odd:
-    """A loader with a state that cannot be saved on one rank."""
-
-    def __init__(self, odd: bool) -> None:
-        self.odd = odd
-
-    def __iter__(self) -> Iterator[Any]:
-        return batches()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": object() if self.odd else 0}
-
-    def load_state_dict(self, state: Any) -> None:
-        pass
-
-
 def with_an_odd_loader(layout: World, folder: str) -> str:
+    """The state of a loader cannot be saved on one rank."""
     groups = groups_of(layout)
-    trainer = simple(groups, folder, every=1, background=False)
+    trainer, loader = simple(groups, folder, every=1, background=False), stateful([torch.ones(6)])
+    loader.state_dict = lambda: {"at": object() if groups.rank == 1 else 0}
     with pytest.raises((FileError, LeafError)) as caught:
-        trainer.fit(Odd(groups.rank == 1), 1, progress=False)
+        trainer.fit(loader, 1, progress=False)
     groups.partition.check_open()
     return f"{caught.typename}: {caught.value}"
 
@@ -307,7 +294,7 @@ def test_a_loader_that_cannot_be_saved_on_one_rank_is_an_error_of_all(
     assert other.startswith("FileError: ")
     assert "on rank 1" in other
     assert own.startswith("LeafError: ")
-    assert "state_dict() of Odd" in own
+    assert "state_dict() of StatefulDataLoader" in own
 
 
 def small_loader(kind: str, groups: mf.Groups) -> Any:

@@ -1,7 +1,6 @@
 """Which samples a rank takes, and in which order, pass after pass; the loaders are torch's own."""
 
 import copy
-import json
 import math
 import time
 from collections import Counter
@@ -13,7 +12,7 @@ from cases import Layout, groups_of
 from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from test_position import Numbers, Run, train
+from test_position import Numbers, Run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
@@ -156,29 +155,6 @@ def test_a_sampler_that_was_set_to_an_epoch_begins_there():
         want += list(sampler)
     sampler.set_epoch(7)
     assert take(run.over(loader), 3) == want
-
-
-@pytest.mark.parametrize("again", [True, False], ids=["the same rank", "one that came back"])
-def test_after_an_error_a_run_goes_on_with_the_batch_of_the_step_that_failed(again):
-    """And behind it, if other ranks have taken that step."""
-    ((sampler, loader), _) = loaders(12, 2, shuffle=True)
-    want = take(Run().over(loader), 6)
-    for took, used in ((False, 2), (True, 3)):
-        run = Run()
-        sampler.set_epoch(0)
-        batches = run.over(loader)
-        train(batches, run, 2, ranks=2)
-        run.give(4, run.calls)
-        next(batches)
-        batches.close()
-        run.interrupted = True
-        if not again:
-            report = json.loads(json.dumps(run.report()))
-            run, calls = Run(), run.calls
-            run.take(report)
-            run.calls = calls
-        run.go_on(run.calls + took)
-        assert take(run.over(loader, 2), 3) == want[2 * used : 2 * used + 6]
 
 
 # A loader that fails on one rank

@@ -293,7 +293,6 @@ USES: list[Callable[[mf.Trainer, str], Any]] = [
     lambda trainer, folder: trainer.step(batch()),
     lambda trainer, folder: Checkpoints(folder).save(trainer),
     lambda trainer, folder: mf.get(trainer.state, "params.layers.0.bias", trainer.groups),
-    lambda trainer, folder: mf.checkpoint.save(folder, trainer.state, trainer.groups, step=1),
     lambda trainer, folder: copy.deepcopy(trainer.state),
     lambda trainer, folder: mf.gather(trainer.state.params, trainer.groups),
 ]

@@ -5,7 +5,6 @@ The twin is always the same over plain leaves with the values that the codes sta
 
 from collections import OrderedDict
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,16 +67,6 @@ def trainer_of(groups: Any, *, plain: bool = False, **options: Any) -> mf.Traine
     return mf.Trainer(model, mf.optim.adamw(3e-2), groups, loss=loss_of, **options)
 
 
-def rows_of(params: Any) -> list[Tensor]:
-    """The memory of all codes, each once."""
-    held = [x.data.codes.row for x in params.values() if isinstance(x.data, Coded)]
-    return list({row.data_ptr(): row for row in held if row is not None}.values())
-
-
-def buckets_of_codes(params: Any) -> int:
-    return len({x.bucket for x in params.values() if getattr(x.bucket, "codes", None)})
-
-
 def codes_of(params: Any) -> dict[str, list[Tensor]]:
     """Copies of the codes of each leaf, and of their scales."""
     held = {k: x.data for k, x in params.items() if isinstance(x.data, Coded)}
@@ -118,37 +107,6 @@ def test_adapters_train_and_the_base_stays(ranks, layout, options):
     for name, x in params.items():
         assert torch.equal(x, start[name].detach()) == is_base(name), name
     assert losses[-1] < losses[0]
-
-
-# Checkpoints
-
-
-def saves(layout: Layout, folder: str) -> Any:
-    groups = groups_of(layout)
-    trainer = trainer_of(groups)
-    trainer.step(batch(0, groups.rank))
-    mf.checkpoint.save(folder + "/state", trainer.state, groups, step=1)
-    return full(trainer.state.params, groups)
-
-
-def goes_on(layout: Layout, folder: str) -> Any:
-    """The parameters of a trainer that loads, with codes that were others before."""
-    groups = groups_of(layout)
-    params = {k: x.detach() + 1 for k, x in made().named_parameters()}
-    how: dict[str, Any] = {"frozen": is_base, "precision": PRECISION, "bucket_bytes": 1500}
-    other = mf.shard(params, groups, **how)
-    before = mf.unshard(other, groups)
-    like = mf.init_state(other, mf.optim.adamw(3e-2))
-    found = mf.checkpoint.load(folder + "/state", like, groups).state.params
-    same_bits(mf.unshard(other, groups), before)  # it is read into memory of its own
-    assert len(rows_of(found)) == buckets_of_codes(found)
-    return full(found, groups)
-
-
-def test_codes_are_saved_and_load_on_any_ranks(ranks, tmp_path: Path):
-    want = ranks(4).run(saves, FOUR, str(tmp_path))[0]
-    for found in ranks(2).run(goes_on, PAIR, str(tmp_path)):
-        same_bits(found, want)
 
 
 # Replicas

@@ -29,11 +29,6 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
     "lr": (optim.adamw(1e-2), optim.adamw(2e-2)),
     "lr at steps 0, 1, 10, 1000": (optim.lion(cosine(0.1)), optim.lion(cosine(0.2))),
     "weight_decay": (optim.adamw(1e-2), optim.adamw(1e-2, weight_decay=0.1)),
-    "decay_mask": (
-        optim.adamw(1e-2, decay_mask=lambda path: "bias" in path),
-        optim.adamw(1e-2, decay_mask=lambda path: "weight" in path),
-    ),
-    "fused": (torchs(torch.optim.AdamW, fused=True), torchs(torch.optim.AdamW, fused=False)),
     "optimizer": (torchs(torch.optim.Adam), torchs(torch.optim.AdamW)),
     "chain[0].max_value": (
         optim.chain(optim.clip_by_value(1.0), optim.sgd(0.1)),

@@ -169,11 +169,6 @@ def faults(layout: Layout) -> None:
         return mf.collectives.start(comm, partial(issue, x), [x], name=name, sent_bytes=9).wait()
 
     groups, comm = renewed()
-    for value in (torch.ones(3, 2) * rank, torch.tensor(rank > 0), torch.ones(2).bfloat16() * rank):
-        found = mf.collectives.all_gather(comm, value)
-        assert torch.equal(found[1 - rank], value.new_ones(value.shape) * (1 - rank))
-    large = mf.collectives.all_gather(comm, torch.full((50_000,), float(rank)))
-    assert [float(row.mean()) for row in large] == [0.0, 1.0]
     with pytest.raises(mf.errors.DesyncError, match="ranks differ in it"):
         summed(comm, torch.ones(2 + rank))
     groups, comm = renewed()

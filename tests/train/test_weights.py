@@ -1,7 +1,6 @@
 """Unequal counts: weighted losses against one process on all samples, and what finds them."""
 
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -100,7 +99,7 @@ def called(net, full):
 
 
 def by_hand(layout, accumulate, kind):
-    """The documented form: a sum by the mean count, in a GradSum and under torch.func."""
+    """The documented form: a sum by the mean count, in a GradSum."""
     groups = groups_of(layout)
     params, losses, _ = twin(layout.world_size, accumulate, kind, 1e9)
     net = model()
@@ -115,16 +114,6 @@ def by_hand(layout, accumulate, kind):
                 loss = mf.weighted(sum_of(called(net, full), part), counts, groups)
                 total.backward(loss)
                 found.append(loss.detach())
-
-        def loss_fn(shards, parts=parts, counts=counts):
-            full = mf.gather(shards, groups)
-            of = partial(sum_of, called(net, full))
-            losses = [mf.weighted(of(part), counts, groups) for part in parts]
-            return torch.stack(losses).mean()
-
-        pure = mf.reduce_grads(torch.func.grad(loss_fn)(state.params), groups)
-        for a, b in zip(mf.tree.flatten(pure)[0], mf.tree.flatten(total.grads())[0], strict=True):
-            close(a, b, "grads")
         mean = mf.collectives.mean_over_ranks(groups, torch.stack(found).mean())
         close(mean, losses[step], "loss")
         state = mf.opt_step(state, total.grads())
