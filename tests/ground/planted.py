@@ -60,7 +60,7 @@ PLANTED = [
     (
         "jobs that did not begin keep those that wait for them",
         "threads.py",
-        "                    job.drop()\n",
+        '                    job.drop(RuntimeError("this job was dropped before it began"))\n',
         "                    pass\n",
         "ground/test_threads.py -k ends_in_time",
     ),
