@@ -41,8 +41,8 @@ _LET_GO = Change(
 _DROP = Change(
     "deferred/live.py", "coming.wait()\n            self.buckets", "pass\n            self.buckets"
 )
-_SCATTER = "yield from scatter_steps(now, full, out, whole(slot.second, reduce), hop1)"
-_FREE = "                free_slot(slot)\n            if last:\n"
+_SCATTER = "yield from scatter_steps(hops.now, full, out, spare, bucket.hop1)"
+_FREE = "                free_slot(slot)\n            if hops.mean:\n"
 _RECORD = "self.ready = _device.record(self._device)"
 _WAIT = "_device.wait(self._device, self.ready)\n        self._keep"
 _DRAIN = "while not self.finished:\n                self._advance()"
@@ -99,19 +99,27 @@ MISTAKES: dict[str, Mistake] = {
         "two replicas, budget",
         Change(
             _BUFFERS,
-            "in self._lent):\n            self._lent.popleft().until()",
-            "in self._lent):\n            self._lent.popleft()",
+            "in self._lent\n        ):\n            self._lent.popleft().until()",
+            "in self._lent\n        ):\n            self._lent.popleft()",
         ),
     ),
     "a slot is free before hop 1 is over": _of(
         "two replicas, budget",
-        Change(_SUM, "free_slot(slot)\n            if last:", "pass\n            if last:"),
+        Change(
+            _SUM, "free_slot(slot)\n            if hops.mean:", "pass\n            if hops.mean:"
+        ),
         Change(_SUM, _SCATTER, f"free_slot(slot)\n            {_SCATTER}"),
     ),
     "a slot is free before hop 2 of codes": _of(
         "codes, two replicas",
-        Change(_SUM, "if not copies:\n                free_slot(slot)", "free_slot(slot)"),
-        Change(_SUM, "if copies:\n                free_slot(slot)", "pass"),
+        Change(
+            _SUM,
+            "if not hops.copies and placed is None:\n                free",
+            "if True:\n                free",
+        ),
+        Change(
+            _SUM, "if hops.copies or placed is not None:\n                free_slot(slot)", "pass"
+        ),
     ),
     "the second gather of hop 2 does not wait for its codes": _of("codes, two replicas", _SECOND),
     "gradients are not waited for": _of(

@@ -278,7 +278,7 @@ PlanError: Schedule: actions[0] is ('use', (0,))
   expected fetch, drop or reduce and one bucket, use and ascending buckets, or backward alone
   fix: give a list of Action, or read a text with Schedule.parse(text)
 >>> mf.defer(shards(), groups, None)
-PlanError: defer: schedule=None is neither a schedule nor a policy
+PlanError: defer: schedule=None, expected a schedule or a policy
   fix: pass a Schedule, on_demand(...) or keep_all()
 >>> mf.defer(shards(), groups, mf.keep_all(), into=mf.GradSum)
 PlanError: defer: into is the class GradSum, expected a GradSum
