@@ -325,10 +325,10 @@ class DeferredParams:
     Args:
       params: the tree of deferred tensors.
       live: the buckets behind it.
-      pending: says whether a derivative is still to be taken when the `with` block ends.
+      pending: whether a derivative is to be taken, perhaps after the `with` block.
     """
 
-    def __init__(self, params: Tree, live: LiveBuckets, pending: Callable[[], bool]) -> None:
+    def __init__(self, params: Tree, live: LiveBuckets, pending: bool) -> None:
         self.params = params
         self._live, self._pending = live, pending
 
@@ -372,7 +372,7 @@ class DeferredParams:
             tell_all(refused or error)
             if refused is not None:
                 raise refused from error
-        elif not self._pending():
+        elif not self._pending or self._live.run.passes:
             self.close()
 
 
@@ -443,14 +443,13 @@ def defer(
     closes = not pending and not _torch.inside_torch_func()
     add = None if into is None else into.add
     live = LiveBuckets(opened.uses, opened.names, learned, policy, channel, add, closes=closes)
-    full = opened.data
-    if into is not None:
-        given = iter(into.expect(opened, live.run, WeakMethod(live.let_go)))
-        pairs = zip(opened.leaves, full, strict=True)
-        full = [next(given) if isinstance(leaf, Sharded) else x for leaf, x in pairs]
+    if into is None:
+        full = opened.data
+    else:
+        full = into.expect(opened, live.run, WeakMethod(live.let_go))
     put(full, opened.uses, fetch_all(live, full))
     live.start()
-    return DeferredParams(opened.build(full), live, lambda: pending and not live.run.passes)
+    return DeferredParams(opened.build(full), live, pending)
 
 
 def bucket_sizes(

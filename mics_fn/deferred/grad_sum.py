@@ -13,7 +13,7 @@ without waiting for anyone.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,30 +40,13 @@ from mics_fn.tree import Tree
 
 def check_loss(verb: str, loss: Any) -> None:
     """Raise LeafError unless a loss is one number, as a tensor."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"has shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else _kind_of(loss)
-        raise LeafError(f"{verb}: the loss {got}, expected one number", fix=_as_one_number(loss))
-
-
-def _kind_of(value: Any) -> str:
-    """What is given for a loss, in words."""
-    named = f" of {', '.join(map(str, list(value)[:4]))}" if isinstance(value, Mapping) else ""
-    return f"is {'None' if value is None else type(value).__name__}{named}"
-
-
-def _as_one_number(value: Any) -> str:
-    """How a scalar tensor is made of what was given for a loss."""
-    if isinstance(value, Tensor):
-        return "take the mean() over its samples"
-    if value is None:
-        return "return the loss"
-    if isinstance(value, float):
-        return "return the tensor, without item() or float()"
-    if isinstance(getattr(value, "loss", None), Tensor):
-        return "return its .loss"
-    if isinstance(value, Mapping | Sequence):
-        return "return the loss alone, and append what else is to be seen to a list of your own"
-    return "return a scalar tensor"
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return
+    got = f"is {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        got = f"has shape {tuple(loss.shape)}"
+    fix = "return a tensor: the mean() over samples, without item(), or the .loss of an output"
+    raise LeafError(f"{verb}: the loss {got}, expected one number", fix=fix)
 
 
 class Graph(NamedTuple):
@@ -273,17 +256,21 @@ class GradSum:
         self._running = False  # whether `backward` is running
         self._released = False  # whether its memory was given back
 
-    def expect(self, opened: Opened, run: Run, let_go: LetGo) -> list[Tensor]:
+    def expect(self, opened: Opened, run: Run, let_go: LetGo) -> list[Any]:
         """Called by `defer`: prepare for the gradients of this tree, from this run.
 
         Returns:
-          The pieces of the tree as leaves of autograd.
+          The data of each leaf, pieces as leaves of autograd.
         """
         refuse_derivative("defer(into=)", (), "leave into= out inside torch.func")
         if self._bound is not None:
             text = "defer: into= is in use by another run"
             raise LeafError(text, fix="make a new GradSum for each step")
-        variables = [piece.detach().requires_grad_() for piece in opened.pieces]
+        variables, full = [], opened.data
+        for i, leaf in enumerate(opened.leaves):
+            if isinstance(leaf, Sharded):
+                full[i] = leaf.data.detach().requires_grad_()
+                variables.append(full[i])
         places = places_of(self._where, opened) if self._where.moves("grads") else None
         kinds = self.micro_steps, self.dtype, let_go, places, self._where.host_bytes
         reduction = Reduction(opened.uses, run, *kinds)
@@ -291,7 +278,7 @@ class GradSum:
         forget_origins(use.bucket for use in opened.uses)  # of a step that was not judged
         passes = Passes(variables, opened.uses, run)
         self._bound = _Bound(opened, run, variables, reduction, passes)
-        return variables
+        return full
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Run one backward pass and add its gradients to the sum.

@@ -8,7 +8,7 @@ A chunk that lies elsewhere is brought first.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -177,13 +177,15 @@ class LiveBuckets:
     ) -> None:
         self.uses, self.into = uses, into
         self.ids: tuple[int, ...] = ()
-        self.buckets = [GatheredBucket(i, names) for i in range(len(uses))]
+        self.buckets: list[GatheredBucket] = []
         self._hollow = hollow
         # The run may outlive these buckets, so it must not refer to their buffers.
         self._name = partial(_title, names)
-        for bucket in self.buckets:
-            bucket.stays = policy.at_once
-        push = partial(_push, tuple(dict.fromkeys(use.home.life for use in uses)))
+        lives: dict[GroupState, None] = {}
+        for index, use in enumerate(uses):
+            self.buckets.append(GatheredBucket(index, names, stays=policy.at_once))
+            lives[use.home.life] = None
+        push = partial(_push, lives)
         self.run = Run(learned, policy, sizes_of(uses), channel, self._name, push)
         # The schedule that this run follows; another run may learn a new one before this run ends.
         self._schedule = learned.schedule if self.run.following else None
@@ -433,7 +435,7 @@ class LiveBuckets:
                 self._codes.pop(index).release()
 
 
-def _push(lives: Sequence[GroupState]) -> None:
+def _push(lives: Iterable[GroupState]) -> None:
     for life in lives:
         push_all(life)
 

@@ -75,6 +75,7 @@ from mics_fn.shards import BucketUse, Opened, dense, note_origins, pack_full, sp
 class Hops(NamedTuple):
     """How a bucket is reduced in one pass of a step; pools keep it for the next step."""
 
+    first: bool  # nothing is added to yet
     alone: bool  # there are no other ranks, so that it is not packed
     now: Route  # the levels of hop 1 that are reduced in every pass
     outer: Route  # those that follow in this pass
@@ -113,6 +114,7 @@ class Hops(NamedTuple):
         sent = [x.itemsize for x in (reduce, wire) if isinstance(x, torch.dtype)]
         rounds = others and isinstance(bucket.hop2, torch.dtype)  # a copy lies there
         found = cls(
+            first=not number,
             alone=use.alone and not placed,
             now=now,
             outer=outer if last else Route(),
@@ -123,9 +125,9 @@ class Hops(NamedTuple):
             fits=last and passes > 0 and now.size > 1 and max(sent) <= bucket.compute.itemsize,
             stays=passes == 1 and outer.size == 1 and dtype == reduce and not (rounds or placed),
         )
-        return found._with_sizes(use, first=not number, placed=placed)
+        return found._with_sizes(use, placed)
 
-    def _with_sizes(self, use: BucketUse, *, first: bool, placed: bool) -> "Hops":
+    def _with_sizes(self, use: BucketUse, placed: bool) -> "Hops":
         """The same with the memory that it takes; see [Note: gradients in flight]."""
         bucket, wire, device = use.bucket, use.bucket.mean_wire, use.home.device
         reduce, mine, same = (
@@ -136,7 +138,7 @@ class Hops(NamedTuple):
         packed, codes, sums = [0], 0, list[int]()
         if self.now.size > 1:
             packed.append(bucket.numel * reduce.itemsize)
-        elif not first:
+        elif not self.first:
             packed.append(mine * self.dtype.itemsize)
         if self.outer.size > 1 and not same:
             packed.append(mine * reduce.itemsize)
@@ -150,7 +152,7 @@ class Hops(NamedTuple):
         how: Any = {"wire": bucket.hop1, "itemsize": reduce.itemsize}
         later, sizes = spare_numel(self.outer, mine, device, direct=same, **how), []
         for most, beside in ((max(packed), True), (0, not self.stays)):
-            direct = same and first and beside  # the mean lies beside what is packed
+            direct = same and self.first and beside  # the mean lies beside what is packed
             spare = max(spare_numel(self.now, bucket.numel, device, direct=direct, **how), later)
             sizes.append(slot_sizes([most, max(spare * reduce.itemsize, codes), *sums]))
         levels = len(self.now.levels) + len(self.outer.levels)  # codes are exchanged and gathered
@@ -231,7 +233,12 @@ class Reduction:
     ) -> None:
         self.uses, self._run = uses, run
         self._micro_steps, self._sum_dtype, self._let_go = micro_steps, dtype, let_go
-        self.order = [i for i in run.order if uses[i].bucket.trainable]
+        self.order: list[int] = []
+        self._last_far: int | None = None
+        for index in run.order:
+            if uses[index].bucket.trainable:
+                self.order.append(index)
+                self._last_far = self._last_far if uses[index].alone else index
         self.passes = 0  # that have ended
         self.totals: dict[int, list[Tensor]] = {}  # [chunk], or pieces without other ranks
         self._pendings: dict[int, list[Pending]] = {}  # by bucket, of every pass
@@ -239,7 +246,6 @@ class Reduction:
         self._own: dict[int, Tensor] = {}  # bytes to pack a bucket in, where its parameters were
         # What is given back at the end, with the kind that watchers are told.
         self._given: list[tuple[Buffers, Tensor, str]] = []
-        self._last_far = next((i for i in self.order[::-1] if not uses[i].alone), None)
         # Called before this rank sends its part of the step's last reduction.
         self.before_last: Callable[[], None] = lambda: None
         self._places, self.placed = places or {}, dict[int, _PlacedBucket]()
@@ -345,13 +351,13 @@ class Reduction:
         Of a bucket that lies elsewhere in new memory on the device, at each call.
         """
         use, dtype = self.uses[index], self.uses[index].bucket.dtype
-        if index in self.placed:
-            total = [self.placed[index].fetched(use.bucket.chunk, dtype)]
-        else:
-            total = [t if t.dtype is dtype else t.to(dtype) for t in self.totals[index]]
         if self._hops[index].alone:
-            return total
-        found = use.by_member(split_chunk(use.bucket, use.route.chunk, total[0]))
+            return [total.to(dtype) for total in self.totals[index]]
+        if index in self.placed:
+            chunk = self.placed[index].fetched(use.bucket.chunk, dtype)
+        else:
+            chunk = self.totals[index][0].to(dtype)
+        found = use.by_member(split_chunk(use.bucket, use.route.chunk, chunk))
         # Gradients that autograd gave are apart, and kernels round ends of long tensors otherwise.
         return [x.clone() for x in found] if use.alone else found
 
@@ -503,7 +509,7 @@ class Reduction:
             coded = bucket.hop1.levels(now) if bucket.hop1 else 0
             out = elements(mean_buffer(slot, len(comms) - coded), full.shape[1], full.dtype)
         later, levels = self._later_comms(index, out)
-        steps, keep = self._steps(index, full, out, slot), (full, out, slot.second)
+        steps, keep = self._steps(index, hops, full, out, slot), (full, out, slot.second)
         what = ("defer", self._does, bucket)
         pending = Pending(steps, [*comms, *later], keep=keep, device=device, what=what)
         self._pendings.setdefault(index, []).append(pending)
@@ -523,38 +529,32 @@ class Reduction:
             levels = len(comms)
         return comms, levels
 
-    def _steps(self, index: int, full: Tensor, out: Tensor, slot: Slot) -> Steps:
+    def _steps(self, index: int, hops: Hops, full: Tensor, out: Tensor, slot: Slot) -> Steps:
         """Run hop 1 and sum over passes; in the last pass also the outer levels and hop 2."""
-        use, hops, placed = self.uses[index], self._hops[index], self.placed.get(index)
-        first, last = not self.passes, self.last  # read now, since the steps run later
-        bucket, wire = use.bucket, use.bucket.mean_wire
-
-        def steps() -> Steps:
-            spare = slot.second.view(bucket.reduce)
-            yield from scatter_steps(hops.now, full, out, spare, bucket.hop1)
-            if placed is not None and not first:
-                before = elements(slot.more[0], out.numel(), hops.dtype)
-                yield placed.read(before)
-                self.totals[index] = [before]
-            (total,) = self._sum(index, hops, [out])
-            if hops.outer.size > 1:
-                total = yield from self._outer_steps(use, hops.outer, total, slot)
-                self.totals[index] = [total]
-            if not hops.copies and placed is None:
-                free_slot(slot)
-            if hops.mean:
-                room = slot.second  # of codes; values may lie where gradients were packed
-                if not isinstance(wire, Codec):
-                    room = elements(slot.first, total.numel(), wire)
-                yield from mean_steps(use.home.replicas, total, wire, room)
-            if placed is not None:
-                self.totals[index] = []  # known, and elsewhere
-                yield placed.write(total, bucket.dtype if last else hops.dtype)
-            if hops.copies or placed is not None:
-                free_slot(slot)
-            return total
-
-        return steps()
+        use, placed = self.uses[index], self.placed.get(index)
+        bucket, wire, spare = use.bucket, use.bucket.mean_wire, slot.second.view(use.bucket.reduce)
+        yield from scatter_steps(hops.now, full, out, spare, bucket.hop1)
+        if placed is not None and not hops.first:
+            before = elements(slot.more[0], out.numel(), hops.dtype)
+            yield placed.read(before)
+            self.totals[index] = [before]
+        (total,) = self._sum(index, hops, [out])
+        if hops.outer.size > 1:
+            total = yield from self._outer_steps(use, hops.outer, total, slot)
+            self.totals[index] = [total]
+        if not hops.copies and placed is None:
+            free_slot(slot)
+        if hops.mean:
+            room = slot.second  # of codes; values may lie where gradients were packed
+            if not isinstance(wire, Codec):
+                room = elements(slot.first, total.numel(), wire)
+            yield from mean_steps(use.home.replicas, total, wire, room)
+        if placed is not None:
+            self.totals[index] = []  # known, and elsewhere
+            yield placed.write(total, bucket.dtype if hops.mean else hops.dtype)
+        if hops.copies or placed is not None:
+            free_slot(slot)
+        return total
 
     def _outer_steps(self, use: BucketUse, outer: Route, total: Tensor, slot: Slot) -> Steps:
         """Hop 1 over the levels that wait for the last pass, in the memory of the slot."""
