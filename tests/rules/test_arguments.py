@@ -176,7 +176,7 @@ PlanError: Action: kind='fech', buckets=(0,)
 >>> schedules.Schedule([("use", (0,))])
 PlanError: Schedule: actions[0] is ('use', (0,))
 >>> mf.defer(shards(), groups, None)
-PlanError: defer: schedule=None is neither a schedule nor a policy
+PlanError: defer: schedule=None, expected a schedule or a policy
 >>> mf.defer(shards(), groups, mf.keep_all(), into=mf.GradSum)
 PlanError: defer: into is the class GradSum, expected a GradSum
 >>> mf.record(None, shards(), x)
@@ -388,23 +388,17 @@ AttributeError: 'dict' object has no attribute 'inputs'
 >>> trainer(Giving(lambda out: out.nope), loss=mse).step(x)
 AttributeError: 'Tensor' object has no attribute 'nope'
 >>> trainer(loss=lambda model, x: None).step(x)
-LeafError: Trainer: the loss is None, expected one number
-  fix: return the loss
+LeafError: Trainer: the loss is NoneType, expected one number
 >>> trainer(loss=lambda model, x: model(x).square()).step(x)
 LeafError: Trainer: the loss has shape (4, 1), expected one number
-  fix: take the mean() over its samples
 >>> trainer(loss=lambda model, x: {"loss": mse(model, x), "seen": 4}).step(x)
-LeafError: Trainer: the loss is dict of loss, seen, expected one number
-  fix: return the loss alone, and append what else is to be seen to a list of your own
+LeafError: Trainer: the loss is dict, expected one number
 >>> trainer(loss=lambda model, x: (mse(model, x), model(x))).step(x)
 LeafError: Trainer: the loss is tuple, expected one number
-  fix: return the loss alone, and append what else is to be seen to a list of your own
 >>> trainer(loss=lambda model, x: mse(model, x).item()).step(x)
 LeafError: Trainer: the loss is float, expected one number
-  fix: return the tensor, without item() or float()
 >>> trainer(loss=lambda model, x: SimpleNamespace(loss=mse(model, x))).step(x)
 LeafError: Trainer: the loss is SimpleNamespace, expected one number
-  fix: return its .loss
 >>> trainer(loss=lambda model, x: mse(model, x).backward()).step(x)
 LeafError: Trainer: the loss called backward(), which Trainer does once the loss is returned
   fix: return the loss, and leave out backward(), zero_grad() and the optimizer's step()
