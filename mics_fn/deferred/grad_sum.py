@@ -286,7 +286,7 @@ class GradSum:
             raise LeafError(text, fix="make a new GradSum for each step")
         variables = [piece.detach().requires_grad_() for piece in opened.pieces]
         how = (opened.uses, run, self.micro_steps, self.dtype, let_go)
-        places = places_of(self._where, opened) if self._where.moves("grads") else {}
+        places = places_of(self._where, opened) if "grads" in self._where.moved else {}
         host_bytes = self._where.host_bytes
         reduction = PlacedSum(places, host_bytes, *how) if places else SumOfPasses(*how)
         reduction.before_last = self.before_last
@@ -443,7 +443,7 @@ class GradSum:
 
 def _of_sums(where: Where) -> Where:
     """The places of sums of gradients, after a check that some are given."""
-    if where != Where() and not where.sets("grads"):
+    if where.moved and "grads" not in where.moved:
         text = f"GradSum: where='{where}' has no effect: it does not say where grads lie"
         raise PlanError(text, fix="write grads=, as in where='grads=host'")
     return where
