@@ -78,7 +78,7 @@ def update(
         tell_memory(trainer.ahead)
     early = trainer.overlap_step and can_overlap(trainer)
     judge = partial(_judged, trainer, total, buffers, commit, totals, early)
-    if early or not trainer.where.moves("params", "states"):
+    if early or not trainer.where.moved & {"params", "states"}:
         ready = judge()
         write(trainer, ready)
     else:
@@ -195,7 +195,7 @@ def can_be_masked(trainer: Any, grads: Any) -> bool:
     state, sync, device = trainer.ahead, trainer.replica_sync, trainer.member.home.device
     if not _device.is_async(device) or not state.transform.masked:
         return False
-    if trainer.where.moves("params", "states"):
+    if trainer.where.moved & {"params", "states"}:
         return False
     more = sync.apart or sync.reduce is not None or trainer.recoverable
     buckets = {getattr(x, "bucket", None) for x in tree.flatten(state.params, is_leaf)[0]}
@@ -284,7 +284,7 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
     parts = cut(batch, trainer.accumulate)
     state, counts = trainer.ahead, count(batch)
     drift = given.start_comparison(trainer, trainer.program.buffers.averaged)
-    where = trainer.where if trainer.where.sets("grads") else None
+    where = trainer.where if "grads" in trainer.where.moved else None
     total = GradSum(len(parts), dtype=trainer.grad_dtype, where=where)
     commit = Commit()
     weights = None if trainer.weight is None else weights_of(trainer, parts)
