@@ -162,20 +162,16 @@ def test_a_process_that_ended_is_seen_although_its_parent_has_not_looked():
     def hear(rank: int, process: Process) -> None:
         peers[rank].hear(sign(1, process=process), own, 0.25)
 
-    first, second = child(), child()
-    hear(1, first)
     hear(2, Process(own.host, os.getpid(), "1"))
     assert peers.ended() == [2], "another process has its number now"
-    os.kill(first.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
-    assert peers.ended() == [1]
-    os.waitpid(first.pid, 0)
-    assert peers.ended() == [], "it is told of once"
-    hear(1, second)  # which has taken its place
-    assert peers.ended() == []
-    os.kill(second.pid, signal.SIGKILL)
-    os.waitpid(second.pid, 0)
-    assert peers.ended() == [1]
+    for _ in range(2):  # the second one takes the place of the first
+        hear(1, process := child())
+        assert peers.ended() == []
+        os.kill(process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert peers.ended() == [1]
+        os.waitpid(process.pid, 0)
+        assert peers.ended() == [], "it is told of once"
 
 
 @pytest.fixture

@@ -472,8 +472,8 @@ PlanError: all_gather: name=5, expected a text
 PlanError: start: issue is of type Tensor, expected a function that starts the collective
 >>> mf.collectives.start(comm, max, [x], name="mine", sent_bytes=-1)
 PlanError: start: sent_bytes=-1, expected an int of at least 0
->>> mf.groups.Topology((2, 2), (1, 2))
-PlanError: Topology: names (1, 2) do not name 2 sizes (2, 2)
+>>> mf.groups.Topology((2, 2), ("a", "a"))
+PlanError: Topology: names ('a', 'a') do not name 2 sizes (2, 2)
 >>> mf.make_groups(ranks=x)
 PlanError: make_groups: ranks=[tensor([1., 1.]), ...] are not distinct ranks of a world of 1
 
