@@ -43,7 +43,7 @@ from mics_fn.optim import (
 from mics_fn.shards import Writing, grad_stream, is_leaf
 from mics_fn.train import given
 from mics_fn.train.loop import learning
-from mics_fn.train.metrics import StepMetrics, Weights, counted, weights_of
+from mics_fn.train.metrics import StepMetrics, Weights, counted
 from mics_fn.train.program import Values, count, cut, to_device
 from mics_fn.tree import Tree
 
@@ -135,7 +135,8 @@ def _judged(
     masked, found_inf = None, verdict.found_inf
     if found_inf is not None:
         totals.mask(found_inf)
-        masked = given.Masked(totals, _plain(old.opt), trainer.sync_state)
+        counts = [x for x in tree.flatten(old.opt)[0] if not isinstance(x, Tensor)]
+        masked = given.Masked(totals, counts, trainer.sync_state)
         for name, new in buffers.items():
             if new.shape == old.buffers[name].shape:
                 new.copy_(torch.where(found_inf > 0, old.buffers[name], new))
@@ -226,11 +227,6 @@ def settle(trainer: Any) -> None:
     trainer.ahead, trainer.guard, trainer.member.masked = state, guard, None
 
 
-def _plain(opt: Any) -> list[Any]:
-    """The leaves of an optimizer's state that are no tensors, such as counts."""
-    return [x for x in tree.flatten(opt)[0] if not isinstance(x, torch.Tensor)]
-
-
 _BACKWARD = message(
     "Trainer: the loss called backward(), which Trainer does once the loss is returned",
     fix="return the loss, and leave out backward(), zero_grad() and the optimizer's step()",
@@ -287,7 +283,7 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
     where = trainer.where if "grads" in trainer.where.moved else None
     total = GradSum(len(parts), dtype=trainer.grad_dtype, where=where)
     commit = Commit()
-    weights = None if trainer.weight is None else weights_of(trainer, parts)
+    weights = None if trainer.weight is None else Weights(trainer, parts)
     total.other_backward = _BACKWARD
     total.before_last = commit.hold  # see [Note: commit] in `interrupts`
     with commit, learning(trainer.deterministic), _alike(home, commit):
