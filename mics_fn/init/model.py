@@ -21,6 +21,7 @@ from mics_fn.init.files import Weights
 from mics_fn.init.filling import (
     Filling,
     Read,
+    computed_in,
     meta_like,
     tensors_of,
     warn_of_compile,
@@ -213,7 +214,7 @@ class _Construction:
 
     def _replaced(self) -> dict[int, Tensor]:
         """What takes the place of each recorded tensor of the model, by its `id`."""
-        new: dict[int, Tensor] = {}
+        new = computed_in(self.model, Recorded)
         params = list(self.params.values())
         for value, owner in zip(params, owners_of(params), strict=True):
             if isinstance(value, Recorded):
@@ -221,9 +222,7 @@ class _Construction:
                 new[id(value)] = new.setdefault(id(first), meta_like(first))
         self._contents.clear()
         for key, recorded in tensors_of(self.model, Recorded).items():
-            if not recorded.is_leaf:  # a module computes it again from parameters
-                new[key] = meta_like(recorded)
-            elif key not in new:
+            if key not in new:
                 value = self._value(recorded, keep=True)
                 if isinstance(recorded, nn.Parameter):
                     value = nn.Parameter(value, recorded.requires_grad)

@@ -199,5 +199,5 @@ def test_draws_are_recorded_before_cuda_is_initialised(monkeypatch: pytest.Monke
         for device in ("cuda:0", "cuda"):
             assert torch.empty(4, device=device).normal_().device.type == "cuda"
         torch.rand(2)
-    draws = [op.generator for op in recorder.tape.ops if op.generator is not None]
+    draws = [op.draw[0] for op in recorder.tape.ops if op.draw]
     assert [*map(id, draws)] == [*map(id, (*module.default_generators, torch.default_generator))]
