@@ -386,7 +386,7 @@ def read_shards(
             checks.flag(verb, "strict", strict)
             checks.options(verb, options, LayoutOptions.__annotations__)
             found = opened.enter_context(reading.open_weights(verb, path, trust=trust))
-            found = reading.renamed(verb, found, names)
+            found = reading.renamed(found, names)
             params, others = _wanted(like, found)
             if dtype is not None:
                 params = _cast(params, dtype)

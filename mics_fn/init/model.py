@@ -109,7 +109,7 @@ def init_model(
                 raise PlanError("init_model: names= and missing= need weights=", fix=fix)
             if weights is not None:
                 given = reading.open_weights("init_model", weights, trust=trust)
-                found = reading.renamed("init_model", opened.enter_context(given), names)
+                found = reading.renamed(opened.enter_context(given), names)
                 wanted = made.params, made.saved_buffers()
                 sources = reading.matched("init_model", found, *wanted, missing=missing)
         options.setdefault("order", tree.own_order(made.params))

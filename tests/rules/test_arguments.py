@@ -396,9 +396,6 @@ PlanError: init_model: missing('weight')='no', expected True or False
 >>> mf.load_shards("nope", groups)
 WeightsNotFound: load_shards: path='nope' does not exist
   fix: pass a file of weights, an index of such, or a folder that has one of them
->>> mf.load_shards({"w": x}, groups, names=lambda name: 5)
-PlanError: load_shards: names('w')=5, expected a str that is not empty, or None
-  fix: return the name of a parameter, or None to ignore this tensor
 >>> mf.load_shards({"w": x}, groups, dtype="f32")
 PlanError: load_shards: dtype='f32' is not a torch.dtype
   fix: pass one of torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -539,9 +536,9 @@ PlanError: Checkpoints: resume='no', expected True or False
 >>> mf.Checkpoints("a", on_corrupt="skip")
 PlanError: Checkpoints: on_corrupt='skip', expected 'raise' or 'previous'
 >>> trainer(checkpoint=mf.Checkpoints("/proc/nope"))
-FileError: Checkpoints: /proc/nope cannot be written
-  No such file or directory
-  fix: pass a folder that all ranks share and may write to
+FileError: Checkpoints: cannot write to /proc/nope
+  [Errno 2] No such file or directory: '/proc/nope'
+  fix: make room or give the right to write there, and save again; all else is as it was
 >>> replicas.local_sgd(None)
 PlanError: local_sgd: every=None, expected an int of at least 1
   fix: give the steps from one merge to the next
