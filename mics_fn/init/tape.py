@@ -41,8 +41,13 @@ from mics_fn.errors import LeafError, first_line
 from mics_fn.shards import MemoryPlace
 
 
-class NotRecorded(Exception):
-    """The construction of a model cannot be recorded or replayed; the text says where it failed."""
+class NotRecorded(LeafError):
+    """The construction of a model cannot be recorded or replayed; the line says where it failed."""
+
+    def __init__(self, why: str) -> None:
+        text = "init_model: this model cannot be made in parts"
+        fix = "mend that, or make it in full: shard(dict(model.named_parameters()), groups)"
+        super().__init__(text, [why], fix)
 
 
 @dataclass(frozen=True)
@@ -327,6 +332,8 @@ class Recorded(Tensor):
             return args[0].device
         if func is _torch.ASK_COMPATIBLE:
             return True
+        if recorded_in(args)[0].recorder.active:
+            raise NotRecorded(f"{func} makes a tensor of another class, as lazy modules do")
         raise left_behind(f"{func}")
 
     @property
