@@ -104,7 +104,7 @@ def saved_leaves(
     shards = {key: value for key, value in params.items() if is_leaf(value)}
     opened = open_shards(verb, shards, groups, root="params")
     keys = tree.flatten({key: key for key in shards})[0]
-    owner = {key: keys[at] for key, at in zip(keys, opened.owner, strict=True)}
+    owner = {key: keys[at] for key, at in zip(keys, opened.layout.owner, strict=True)}
     rename = names or (lambda name: name)
     found: dict[str, Saved] = {}  # by the leaf with the data, so that tied ones are written once
     key_of: dict[str, str] = {}  # by the name in the file

@@ -38,6 +38,7 @@ from mics_fn.shards import (
     Opened,
     Sharded,
     Tied,
+    TreeLayout,
     brought,
     check_leaves,
     deal,
@@ -49,6 +50,7 @@ from mics_fn.shards import (
     needs_derivative,
     open_shards,
     pieces,
+    places_of,
     put,
     refuse_none,
     refuse_tracing,
@@ -591,8 +593,8 @@ def _without_data(
         if mode is None:
             batch = tree.map_leaves(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
         empty = [_without_values(leaf, device) for leaf in leaves]
-        homes = [home] * len(empty)
-        opened = Opened("record", None, "shards", empty, spec, homes, grouped(empty, homes))
+        layout = TreeLayout("record", places_of(empty), (home,) * len(empty))
+        opened = Opened("record", None, "shards", empty, spec, layout, layout.uses)
         policy, channel = OnDemand(None, 0), Channel()
         live = LiveBuckets(
             opened.uses, opened.names, Learned(), policy, channel, _Nowhere(), fetch=_at_once

@@ -60,10 +60,8 @@ from mics_fn.collectives import (
     scatter_comms,
     scatter_steps,
     spare_numel,
-    wait_all,
-    wait_until,
 )
-from mics_fn.groups import LEAST_RING, Buffers, Comm, GroupState, Ring, Route, Slot, ring_bytes
+from mics_fn.groups import LEAST_RING, Buffers, Comm, Ring, Route, Slot, ring_bytes
 from mics_fn.offload import DEVICE, FileTensor, Place, Where, empty_at, in_file, transfer
 from mics_fn.schedules import Run
 from mics_fn.shards import Bucket, BucketUse, Opened, dense, note_origins, pack_full, split_chunk
@@ -102,12 +100,6 @@ def free_slot(slot: Slot) -> None:
     device = slot.first.device
     if _device.is_async(device):
         slot.until = partial(_device.wait, device, _device.record(device))
-
-
-def until_passed(life: GroupState, pending: Pending, levels: int) -> None:
-    """Wait until so many levels of a reduction are done."""
-    if not pending.passed(levels):
-        wait_until(life, lambda: pending.passed(levels), pending)
 
 
 def pack(use: BucketUse, values: Sequence[Tensor | None], out: Tensor) -> None:
@@ -335,7 +327,8 @@ class Reduction(Lending):
 
     def wait_for(self, index: int) -> None:
         """Wait for one bucket."""
-        wait_all(self._pendings.get(index, ()))
+        for pending in self._pendings.get(index, ()):
+            pending.wait()
         self._pendings[index] = []
 
     def done(self, index: int) -> bool:
@@ -427,7 +420,7 @@ class Reduction(Lending):
         pending = Pending(steps, [*comms, *late], keep=keep, device=device, what=what)
         self._pendings.setdefault(index, []).append(pending)
         if not _device.is_async(device):
-            slot.until = partial(until_passed, use.home.life, pending, len(now.levels) + levels)
+            slot.until = partial(pending.wait_for, len(now.levels) + levels)
 
 
 # The gradients of a step on their way to sums: what `GradSum` does with each of its passes.

@@ -117,7 +117,7 @@ def held_bytes(name: str, precision: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("name", "precision"), CASES)
-@pytest.mark.short("mics-f32")
+@pytest.mark.thorough
 def test_memory_of_every_placement(name: str, precision: str, ranks: Callable):
     every = ranks(4).run(held_bytes, name, precision)
     first, share = every[0], {"ddp": 1, "mics": 2, "fsdp": 2}.get(name, 4)

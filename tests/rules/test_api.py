@@ -6,18 +6,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache, reduce
+from functools import reduce
 from pathlib import Path
 from types import ModuleType
+
+from test_wings import files
 
 import mics_fn
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "mics_fn"
-FILES = {
-    path.relative_to(PACKAGE).with_suffix("").as_posix(): path
-    for path in sorted(PACKAGE.rglob("*.py"))
-}
 
 MAX_FUNCTION_LINES = 60  # without its docstring
 USUAL_FUNCTION_LINES = 35
@@ -176,18 +173,13 @@ def is_nothing(text: str) -> bool:
     return re.fullmatch(r"none( here)?\.?", text.strip()) is not None
 
 
-@cache
-def tree_of(name: str) -> ast.Module:
-    return ast.parse(FILES[name].read_text())
-
-
 # Sizes and style
 
 
 def test_functions_are_short():
     long = [
         f"mics_fn/{name}.py:{fn.lineno}: {fn.name}, {n} lines"
-        for name in FILES
+        for name in files()
         for fn, n in functions(name)
         if n > MAX_FUNCTION_LINES
     ]
@@ -195,13 +187,13 @@ def test_functions_are_short():
 
 
 def test_functions_are_mostly_near_35_lines():
-    lengths = [n for name in FILES for _, n in functions(name)]
+    lengths = [n for name in files() for _, n in functions(name)]
     assert sum(n > USUAL_FUNCTION_LINES for n in lengths) <= 0.02 * len(lengths)
 
 
 def functions(name: str) -> Iterator[tuple[ast.FunctionDef, int]]:
     """Functions of a file with their lengths in lines, docstring aside."""
-    for part in ast.walk(tree_of(name)):
+    for part in ast.walk(files()[name]):
         if isinstance(part, ast.FunctionDef):
             first = part.body[0]
             doc = ast.get_docstring(part) is not None
@@ -213,8 +205,8 @@ def test_nothing_is_checked_by_assert():
     """`python -O` would drop the check."""
     found = [
         f"mics_fn/{name}.py:{part.lineno}"
-        for name in FILES
-        for part in ast.walk(tree_of(name))
+        for name in files()
+        for part in ast.walk(files()[name])
         if isinstance(part, ast.Assert)
     ]
     refuse(found)

@@ -378,7 +378,7 @@ def check_transforms(layout: Layout, name: str, where: str) -> None:
 @pytest.mark.parametrize("layout", [ALONE, COPIES, PAIR, BOTH], ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("where", ["", "params=host", "params=disk:"])
-@pytest.mark.covering(layout=BOTH)
+@pytest.mark.covering
 def test_what_has_a_derivative_equals_the_unsharded_twin(ranks, tmp_path, layout, name, where):
     where = f"{where}{tmp_path}" if "disk" in where else where
     ranks(layout.world_size).run(check_program, layout, name, where)
@@ -429,7 +429,7 @@ TRANSFORMS: dict[str, Callable[[Callable, Any, Any], Any]] = {
 
 @pytest.mark.parametrize("layout", [ALONE, COPIES, PAIR, BOTH, Layout((2, 2), 4)], ids=str)
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.covering(layout=BOTH)
+@pytest.mark.covering
 def test_each_transform_follows_its_own_order(ranks, layout, transform):
     ranks(layout.world_size).run(check_own_orders, layout, transform)
 
@@ -565,7 +565,7 @@ def shared_basis(layout: Layout, how: str) -> None:
 
 @pytest.mark.parametrize("layout", [ALONE, PAIR, BOTH], ids=str)
 @pytest.mark.parametrize("how", SCHEDULES)
-@pytest.mark.covering(layout=BOTH)
+@pytest.mark.covering
 def test_directions_that_ranks_share_give_the_hessian(ranks, layout, how):
     ranks(layout.world_size).run(shared_basis, layout, how)
 

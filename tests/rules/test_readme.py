@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -76,52 +75,63 @@ def run_readme(folder: str) -> dict:
     return found
 
 
-_found: dict[int, list[dict]] = {}
-
-
-def on_ranks(ranks, n: int) -> list[dict]:
-    """What README's code leaves on each of n ranks; run once."""
-    if n not in _found:
-        with tempfile.TemporaryDirectory() as folder:
-            _found[n] = ranks(n).run(run_readme, folder)
-    return _found[n]
-
-
 @pytest.mark.parametrize("n", [1, 2, 4])
-@pytest.mark.short("2", "1")
-def test_its_code_trains_and_all_ways_agree(n: int, ranks):
-    found = on_ranks(ranks, n)
+@pytest.mark.short("4")
+def test_its_code_trains_and_all_ways_agree(n: int, ranks, tmp_path: Path):
+    found = ranks(n).run(run_readme, f"{tmp_path}")
     assert {one["groups"] for one in found} == {
         f"n={n} p={n} levels={f'rank:{n}' if n > 1 else 'none'}"
     }
+    (alone,) = ranks(1).run(run_alone, n)
     for one in found:
-        assert one["step"] == len(one["history"]) == 20
-        assert one["held_out"] == found[0]["held_out"] < 0.8 * one["history"][0]
-        assert one["history"][-1] < 0.8 * one["history"][0]
-        # The model by hand is made from the same seed.
-        torch.manual_seed(0)
-        layers = (torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
-        for name, value in torch.nn.Sequential(*layers).named_parameters():
-            assert torch.equal(one["made"][0][name], value), name
-        assert one["made"][1] == pytest.approx(one["history"], rel=1e-4)
-        for name, by_hand in one["by_hand"].items():
-            assert torch.equal(by_hand, found[0]["by_hand"][name]), name
-            assert torch.equal(one["full"][name], found[0]["full"][name]), name
-            # The same mathematics, which may add up the same numbers in another order.
-            torch.testing.assert_close(one["full"][name], by_hand, rtol=1e-4, atol=1e-5)
+        check_trainers(one, found[0])
+        check_loop(one, found[0], n)
+        check_precision_and_placements(one)
+        assert one["went_on"] == ([10, 20], 20)
+        same_values(one["kept"][1], one["kept"][0])
+    same_values(found[0]["by_hand"], alone, rtol=1e-3, atol=1e-4)
     mean = sum(one["loss"] for one in found) / n
     assert mean == pytest.approx(found[0]["history"][-1], rel=1e-4)
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_its_loop_counts_valid_labels_on_all_ranks(n: int, ranks):
-    for found in on_ranks(ranks, n):
-        tested, samples, rate = found["loop"]
-        assert tested == on_ranks(ranks, n)[0]["loop"][0] < found["history"][0]
-        assert samples == 16 * n
-        assert rate == mf.optim.warmup_cosine(1e-2, 4, 96)(2 * 768 // (16 * n) - 1)
-        for name, value in loop_alone(n).items():
-            torch.testing.assert_close(found["looped"][name], value, rtol=1e-3, atol=1e-4)
+def same_values(found: dict, expected: dict, *, rtol: float = 0.0, atol: float = 0.0) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol)
+
+
+def check_trainers(one: dict, first: dict) -> None:
+    """What `Trainer`, the loop by hand and a model made as shards give is the same."""
+    assert one["step"] == len(one["history"]) == 20
+    assert one["held_out"] == first["held_out"] < 0.8 * one["history"][0]
+    assert one["history"][-1] < 0.8 * one["history"][0]
+    torch.manual_seed(0)  # the model by hand is made from the same seed
+    layers = (torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
+    same_values(one["made"][0], dict(torch.nn.Sequential(*layers).named_parameters()))
+    assert one["made"][1] == pytest.approx(one["history"], rel=1e-4)
+    same_values(one["by_hand"], first["by_hand"])
+    same_values(one["full"], first["full"])
+    # The same mathematics, which may add up the same numbers in another order.
+    same_values(one["full"], one["by_hand"], rtol=1e-4, atol=1e-5)
+
+
+def check_loop(one: dict, first: dict, n: int) -> None:
+    """Valid labels are counted on all ranks."""
+    tested, samples, rate = one["loop"]
+    assert tested == first["loop"][0] < one["history"][0]
+    assert samples == 16 * n
+    assert rate == mf.optim.warmup_cosine(1e-2, 4, 96)(2 * 768 // (16 * n) - 1)
+    same_values(one["looped"], loop_alone(n), rtol=1e-3, atol=1e-4)
+
+
+def check_precision_and_placements(one: dict) -> None:
+    first, last = one["bf16"]
+    assert last < first
+    assert one["dtypes"] == {torch.bfloat16}
+    assert one["accepted"] == ([True] * 20, 20)  # none overflows
+    assert one["scale"] == 2.0**16
+    assert 0 < one["norm"] < 10
+    for params in one["places"][1:]:
+        same_values(params, one["places"][0], rtol=1e-4, atol=1e-5)
 
 
 def loop_alone(n: int) -> dict[str, torch.Tensor]:
@@ -167,28 +177,6 @@ def test_its_lora_trains_adapters_alone(n: int, ranks):
         assert all("lora_" in name for name in changed)
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_its_code_of_checkpoints(n: int, ranks):
-    for found in on_ranks(ranks, n):
-        assert found["went_on"] == ([10, 20], 20)
-        for name, value in found["kept"][0].items():
-            assert torch.equal(found["kept"][1][name], value), name
-
-
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_its_code_of_precision_and_placements(n: int, ranks):
-    for found in on_ranks(ranks, n):
-        first, last = found["bf16"]
-        assert last < first
-        assert found["dtypes"] == {torch.bfloat16}
-        assert found["accepted"] == ([True] * 20, 20)  # none overflows
-        assert found["scale"] == 2.0**16
-        assert 0 < found["norm"] < 10
-        for params in found["places"][1:]:
-            for name, value in params.items():
-                torch.testing.assert_close(value, found["places"][0][name], rtol=1e-4, atol=1e-5)
-
-
 def run_alone(n: int) -> dict[str, torch.Tensor]:
     """README's model after 20 steps of plain torch on the samples of n ranks."""
     names: dict = {}
@@ -203,13 +191,6 @@ def run_alone(n: int) -> dict[str, torch.Tensor]:
         names["cross_entropy"](model(x), x[:, :8].argmax(1)).backward()
         optimizer.step()
     return {name: value.detach() for name, value in model.named_parameters()}
-
-
-def test_its_code_equals_one_process_on_all_samples(ranks):
-    (expected,) = ranks(1).run(run_alone, 4)
-    found = on_ranks(ranks, 4)[0]["by_hand"]
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.thorough

@@ -17,6 +17,10 @@ import torch
 import mics_fn
 
 PACKAGE = Path(__file__).parents[2] / "mics_fn"
+PATHS = {
+    path.relative_to(PACKAGE).with_suffix("").as_posix(): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
 
 # Bottom to top. Wings of one row do not know each other.
 FLOORS = [
@@ -91,13 +95,9 @@ class Import(NamedTuple):
 
 
 @cache
-def files(package: Path = PACKAGE) -> dict[str, ast.Module]:
+def files() -> dict[str, ast.Module]:
     """Every file by its path inside the package, without `.py`."""
-    paths = sorted(package.rglob("*.py"))
-    return {
-        path.relative_to(package).with_suffix("").as_posix(): ast.parse(path.read_text())
-        for path in paths
-    }
+    return {name: ast.parse(path.read_text()) for name, path in PATHS.items()}
 
 
 def wing_of(file: str) -> str:
@@ -112,24 +112,29 @@ def floor_of(file: str) -> int:
     return next(floor for floor, row in enumerate(FLOORS) if own in row)
 
 
-def file_of(module: str, package: Path = PACKAGE) -> str | None:
+def file_of(module: str) -> str | None:
     """The file of a module of this package; None if it is none."""
     if module.partition(".")[0] != "mics_fn":
         return None
     inner = module.removeprefix("mics_fn").removeprefix(".").replace(".", "/")
-    return next((f for f in (inner, f"{inner}/__init__".lstrip("/")) if f in files(package)), None)
+    return next((f for f in (inner, f"{inner}/__init__".lstrip("/")) if f in files()), None)
 
 
-def imports(file: str, package: Path = PACKAGE) -> Iterator[Import]:
+@cache
+def imports(file: str) -> list[Import]:
     """All that a file imports, wherever in it."""
-    for part in ast.walk(files(package)[file]):
+    return list(_imports(file))
+
+
+def _imports(file: str) -> Iterator[Import]:
+    for part in ast.walk(files()[file]):
         if isinstance(part, ast.Import):
             yield from (Import(alias.name, "", part.lineno) for alias in part.names)
         elif isinstance(part, ast.ImportFrom):
             assert part.level == 0, f"{file}:{part.lineno}: relative import"
             for alias in part.names:
                 inner = f"{part.module}.{alias.name}"
-                if inner == "torch.distributed" or file_of(inner, package) is not None:
+                if inner == "torch.distributed" or file_of(inner) is not None:
                     yield Import(inner, "", part.lineno)
                 else:
                     yield Import(f"{part.module}", alias.name, part.lineno)
@@ -337,25 +342,26 @@ def moves_data(name: str) -> bool:
 # Figures
 
 
-def arrows(package: Path = PACKAGE) -> dict[str, set[str]]:
+@cache
+def arrows() -> dict[str, set[str]]:
     """The files that each file imports; what comes through a face, from where it is defined."""
     return {
         file: {
-            defined(other, name, package)
-            for module, name, _ in imports(file, package)
-            if (other := file_of(module, package)) is not None
+            defined(other, name)
+            for module, name, _ in imports(file)
+            if (other := file_of(module)) is not None
         }
         - {file}
-        for file in files(package)
+        for file in files()
         if not file.endswith("/__init__")
     }
 
 
-def defined(file: str, name: str, package: Path) -> str:
+def defined(file: str, name: str) -> str:
     """The file that a name comes from, if `file` is a face that passes it on."""
     if file.endswith("/__init__"):
-        for module, passed, _ in imports(file, package):
-            other = file_of(module, package)
+        for module, passed, _ in imports(file):
+            other = file_of(module)
             if other is not None and passed == name:
                 return other
     return file

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from mics_fn.errors import PlanError
 from mics_fn.groups import Topology, plan_groups, read_launch
 from mics_fn.lab.bench.bytes import BytesConfig, measure_bytes, render_bytes
-from mics_fn.lab.bench.disk import add_disk_flags, disk_config_of, measure_disk, render_disk
+from mics_fn.lab.bench.disk import DiskConfig, add_disk_flags, measure_disk, render_disk
 from mics_fn.lab.bench.links import LINKS, read_rate
 from mics_fn.lab.bench.opt import OptConfig, measure_opt, render_opt
-from mics_fn.lab.bench.saves import add_save_flags, measure_saves, render_saves, saves_config_of
+from mics_fn.lab.bench.saves import SavesConfig, add_save_flags, measure_saves, render_saves
 from mics_fn.lab.bench.stage import DEFAULT_PEERS, OVERLAP_PEERS, PEERS, StepConfig, check_peers
 from mics_fn.lab.bench.step import measure_step, render_rss, render_step, run_rss
 from mics_fn.lab.bench.turns import BenchTurns, num_ranks, on_ranks
@@ -147,10 +147,9 @@ def _of_ranks(args: argparse.Namespace, rounds: int, ranks: int) -> dict[str, An
     """Return the fields of a config for several ranks; nodes default to those of the job, or 2."""
     job = read_launch(os.environ)
     node_size = args.node_size or (job.node_size if job else 2 if ranks % 2 == 0 else ranks)
-    if len(set(map(Precision.parse, args.precision))) < len(args.precision):
-        raise PlanError("--precision: one of them is given twice", fix="give each once")
     fields = {"node_size": node_size, "accumulate": args.accumulate}
-    return _of_gpt(args, rounds) | fields | {"precisions": tuple(args.precision)}
+    precisions = tuple({Precision.parse(text): text for text in args.precision}.values())
+    return _of_gpt(args, rounds) | fields | {"precisions": precisions}
 
 
 def _step_config(args: argparse.Namespace, ranks: int) -> StepConfig:
@@ -158,7 +157,8 @@ def _step_config(args: argparse.Namespace, ranks: int) -> StepConfig:
     fields = _of_ranks(args, args.rounds, ranks)
     p = args.partition_size or fields["node_size"]
     plan_groups(Topology.of(ranks, fields["node_size"]), p)
-    fields |= {"peers": tuple(args.peers) or (DEFAULT_PEERS, OVERLAP_PEERS)[args.overlap]}
+    default = OVERLAP_PEERS if args.overlap else DEFAULT_PEERS
+    fields |= {"peers": tuple(dict.fromkeys(args.peers)) or default}
     fields |= {"rate": rate, "overlap": args.overlap, "rss": args.rss}
     config = StepConfig(partition_size=p, **fields)
     check_peers(config, ranks)
@@ -198,14 +198,16 @@ BENCHES = {
     "checkpoint": Bench(
         "saving and loading, against plain writing and reading of the same bytes",
         add_save_flags,
-        saves_config_of,
+        lambda args, ranks: SavesConfig(args.mib, args.rounds, folder=args.folder),
         _on_ranks(measure_saves),
         render_saves,
     ),
     "disk": Bench(
         "a step on states in a file, against plain reading and writing of the same bytes",
         add_disk_flags,
-        disk_config_of,
+        lambda args, ranks: DiskConfig(
+            args.mib, args.host_mib, args.threads, args.rounds, args.folder
+        ),
         lambda config, ranks: measure_disk(config),
         render_disk,
     ),

@@ -58,11 +58,6 @@ def add_disk_flags(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "threads", [*DiskConfig.threads], "threads of a stream", nargs="+")
 
 
-def disk_config_of(args: argparse.Namespace, ranks: int) -> DiskConfig:
-    """Make the config of the flags."""
-    return DiskConfig(args.mib, args.host_mib, args.threads, args.rounds, args.folder)
-
-
 def measure_disk(config: DiskConfig) -> dict[str, Any]:
     """Compare in one process, each round on a new file and new memory.
 
@@ -88,9 +83,9 @@ def measure_disk(config: DiskConfig) -> dict[str, Any]:
         "nbytes": bench.nbytes,
         "direct": bench.scratch.direct,
         "equal": equal,
-        "speed": spread([2 * bench.nbytes / seconds for seconds in laps["plain"]])._asdict(),
-        "seconds": {name: spread(found)._asdict() for name, found in laps.items()},
-        "ratios": {name: ratio(laps["plain"], found)._asdict() for name, found in laps.items()},
+        "speed": spread([2 * bench.nbytes / seconds for seconds in laps["plain"]]),
+        "seconds": {name: spread(found) for name, found in laps.items()},
+        "ratios": {name: ratio(laps["plain"], found) for name, found in laps.items()},
     }
 
 

@@ -8,6 +8,7 @@ which returns on rank 0 once the rate is in force. The variable MICS_FN_LINKS na
 import importlib
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -37,7 +38,7 @@ def read_rate(text: str, steps: int) -> tuple[str, int]:
     if match is None:
         fix = "write 200mbit, 1gbit or unshaped, followed by :3 for turns of 3 steps"
         raise PlanError(f"--rates {text}: it is not a rate", fix=fix)
-    _links(match[1])
+    _setter(match[1])
     return match[1], int(match[2] or steps)
 
 
@@ -45,19 +46,16 @@ def set_rate(rate: str) -> None:
     """Set the rate on every rank, while all are idle; "" leaves the links as they are."""
     if rate:
         dist.barrier()
-        _links(rate).set_rate(rate)
+        _setter(rate)(rate)
         dist.barrier()
 
 
-def _links(rate: str) -> Any:
-    """Import the module that sets rates."""
+def _setter(rate: str) -> Callable[[str], Any]:
+    """Import what sets rates."""
     name = os.environ.get(LINKS, DEFAULT_LINKS)
-    fix = f"use a cluster that can, with its module in {LINKS}; or leave --rates out"
-    what = f"--rates {rate}: nothing here sets the rate of a link"
     try:
-        module = importlib.import_module(name)
-    except ImportError as error:
+        return importlib.import_module(name).set_rate
+    except (ImportError, AttributeError) as error:
+        fix = f"use a cluster that can, with its module in {LINKS}; or leave --rates out"
+        what = f"--rates {rate}: nothing here sets the rate of a link"
         raise PlanError(what, [f"{LINKS}={name}: {error}"], fix) from None
-    if not callable(getattr(module, "set_rate", None)):
-        raise PlanError(what, [f"{LINKS}={name}: it has no set_rate"], fix)
-    return module

@@ -94,8 +94,8 @@ def _compare(
             {
                 "name": lap.name,
                 "seconds_by_round": lap.seconds,
-                "ns_per_element": spread([x / numel * 1e9 for x in lap.seconds])._asdict(),
-                "opt_step_ratio": ratio(laps[0].seconds, lap.seconds)._asdict(),
+                "ns_per_element": spread([x / numel * 1e9 for x in lap.seconds]),
+                "opt_step_ratio": ratio(laps[0].seconds, lap.seconds),
             }
             for lap in laps
         ],
@@ -108,10 +108,7 @@ def _ours(
     """Build the peer of `opt_step` with donation; gradients are flat, as hop 1 returns them."""
     params = mf.shard(values, groups)
     state = mf.init_state(params, mf.optim.adamw(1e-3))
-    shards = {
-        name: mf.shards.Sharded(shard.data, params[name].bucket, params[name].slot)
-        for name, shard in mf.shard(grads, groups).items()
-    }
+    shards = mf.reduce_grads(grads, groups, like=params)
 
     def step(number: int) -> None:
         nonlocal state

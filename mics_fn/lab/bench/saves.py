@@ -44,11 +44,6 @@ def add_save_flags(parser: argparse.ArgumentParser, mib: int = 384, rounds: int 
     parser.add_argument("--folder", default=default, help=f"where to write (default {default})")
 
 
-def saves_config_of(args: argparse.Namespace, ranks: int) -> SavesConfig:
-    """Make the config of the flags."""
-    return SavesConfig(args.mib, args.rounds, folder=args.folder)
-
-
 def measure_saves(config: SavesConfig) -> dict[str, Any]:
     """Compare saves and loads with plain writing and reading, in one process.
 
@@ -64,7 +59,7 @@ def measure_saves(config: SavesConfig) -> dict[str, Any]:
             for name, ratio in bench.round(number).items():
                 if number:  # the first one warms memory and files up
                     laps.setdefault(name, []).append(ratio)
-    ratios = {name: spread(found)._asdict() for name, found in laps.items()}
+    ratios = {name: spread(found) for name, found in laps.items()}
     return {"nbytes": bench.nbytes, "ratios": ratios}
 
 

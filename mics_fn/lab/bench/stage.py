@@ -1,6 +1,7 @@
 """What the peers of `bench step` are built from: sizes, batches, and a world of ranks."""
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,8 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import mics_fn as mf
 from mics_fn.collectives import Codec, mean_bytes
 from mics_fn.errors import PlanError
-from mics_fn.groups import placement
-from mics_fn.lab.bench.turns import BenchPeer, BenchTurns, in_job
+from mics_fn.groups import placement, read_launch
+from mics_fn.lab.bench.turns import BenchPeer, BenchTurns
 from mics_fn.lab.models import gpt
 from mics_fn.lab.models.task import Batch, TrainingTask, join
 from mics_fn.lab.models.text import load_text
@@ -398,8 +399,6 @@ def check_peers(config: StepConfig, world_size: int) -> None:
     if wrong:
         what = f"{asked}: there is no peer {' '.join(wrong)}"
         raise PlanError(what, fix=f"choose from {' '.join(PEERS)}")
-    if len(set(config.peers)) < len(config.peers):
-        raise PlanError(f"{asked}: one is given twice", fix="give each once")
     fit = fitting(config.peers, world_size)
     if not fit:
         what = f"{asked}: none of these is measured with {world_size} ranks"
@@ -415,6 +414,6 @@ def check_peers(config: StepConfig, world_size: int) -> None:
     if config.rss and config.rate:
         text = "--rss with --rates: memory does not depend on them"
         raise PlanError(text, fix="leave one of them out")
-    if config.rss and in_job():
+    if config.rss and read_launch(os.environ) is not None:
         fix = "run it without a launcher, on any machine: --rss starts ranks of its own"
         raise PlanError("--rss in a job: it needs new processes for each peer", fix=fix)

@@ -130,7 +130,7 @@ def _hidden(results: Sequence[list[float]], config: StepConfig) -> dict[str, Any
     rounds = [timed[i : i + steps] for i in range(0, len(timed), steps)]
     sums = [[fmean(step[i] for step in own) for i in (1, 2)] for own in rounds]
     found = zip(*[(a, b, 1 - b / a) for a, b in sums], strict=True)
-    return {x: spread(values)._asdict() for x, values in zip(SHARES, found, strict=True)}
+    return {x: spread(values) for x, values in zip(SHARES, found, strict=True)}
 
 
 def _compare(config: StepConfig, laps: dict[str, Laps]) -> dict[str, Any]:
@@ -146,15 +146,13 @@ def _compare(config: StepConfig, laps: dict[str, Laps]) -> dict[str, Any]:
         # Peers are compared in one precision, and each peer with itself in the first one.
         others = {parts[x][0]: x for x in mine if x != label and parts[x][2] == precision}
         same = next(x for x in laps if parts[x][0] == name)
-        over_first = None if same == label else ratio(lap.seconds, laps[same].seconds)._asdict()
+        over_first = None if same == label else ratio(lap.seconds, laps[same].seconds)
         found = {
             "name": label,
             "title": lap.name,
             "seconds_by_round": lap.seconds,
-            "seconds": spread(lap.seconds)._asdict(),
-            "over_it": {
-                x: ratio(laps[y].seconds, lap.seconds)._asdict() for x, y in others.items()
-            },
+            "seconds": spread(lap.seconds),
+            "over_it": {x: ratio(laps[y].seconds, lap.seconds) for x, y in others.items()},
             "over_first": over_first,
             "losses": losses[label],
             "largest_loss_gap": max(abs(a - b) / abs(b) for a, b in pairs),

@@ -14,6 +14,7 @@ import ctypes
 import itertools
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -35,7 +36,6 @@ from mics_fn.lab.ranks.launch import launch
 # How much memory this process has, and the most that it had since a moment.
 
 STATUS = Path("/proc/self/status")
-CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def memory_bytes(device: torch.device) -> int | None:
@@ -59,7 +59,7 @@ def reset_peak(device: torch.device) -> int | None:
         return torch.accelerator.memory_allocated(device)
     trim()
     try:
-        CLEAR_REFS.write_text("5")
+        Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return None
     return _status_bytes("VmRSS")
@@ -88,51 +88,39 @@ def give_back_at_once(smallest: int = 65536) -> bool:
 
 def _status_bytes(name: str) -> int | None:
     """Read a field of /proc/self/status."""
-    if not STATUS.exists():
-        return None
-    for line in STATUS.read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) * 1024
-    return None
+    text = STATUS.read_text() if STATUS.exists() else ""
+    found = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
 
 
-TIMEOUT_S = 3600.0  # as long as ranks of a job wait while the first one measures alone
 _calls = itertools.count()  # of `of_all_ranks`, equal on all ranks
 
 
-class Spread(NamedTuple):
-    """Median of some measurements, the least and the most."""
-
-    median: float
-    least: float
-    most: float
-
-
-def spread(values: Sequence[float]) -> Spread:
+def spread(values: Sequence[float]) -> dict[str, float]:
     """Compute the median, the least and the most of some numbers.
 
     >>> spread([3.0, 1.0, 2.0])
-    Spread(median=2.0, least=1.0, most=3.0)
+    {'median': 2.0, 'least': 1.0, 'most': 3.0}
     """
-    return Spread(statistics.median(values), min(values), max(values))
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
 def between(values: dict[str, float], form: str) -> str:
     """Format a spread as text.
 
-    >>> between(spread([1.0, 2.0, 4.0])._asdict(), ".1f")
+    >>> between(spread([1.0, 2.0, 4.0]), ".1f")
     '2.0 (1.0-4.0)'
     """
     return f"{values['median']:{form}} ({values['least']:{form}}-{values['most']:{form}})"
 
 
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
     """Divide our times by theirs, round by round.
 
     See [Note: taking turns].
 
     >>> ratio([1.0, 4.0, 3.0], [1.0, 2.0, 2.0])
-    Spread(median=1.5, least=1.0, most=2.0)
+    {'median': 1.5, 'least': 1.0, 'most': 2.0}
     """
     return spread([a / b for a, b in zip(ours, theirs, strict=True)])
 
@@ -226,11 +214,6 @@ def nbytes(values: Any) -> int:
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def in_job() -> bool:
-    """Return whether a launcher started this process as one rank of several."""
-    return read_launch(os.environ) is not None
-
-
 def num_ranks(asked: int | None, default: int) -> int:
     """Return the number of ranks of the job around this process, otherwise that asked for.
 
@@ -256,7 +239,7 @@ def on_ranks(work: Callable[[Any], dict], ranks: int, config: Any) -> dict:
         ranks: how many ranks to launch.
         config: the argument of `work`.
     """
-    if not in_job():
+    if read_launch(os.environ) is None:
         return launch(work, ranks, config)[0]
     found = work(config)
     if dist.is_initialized():
@@ -267,7 +250,8 @@ def on_ranks(work: Callable[[Any], dict], ranks: int, config: Any) -> dict:
 
 def start(device: str) -> torch.device:
     """Start torch.distributed as this rank, and choose its device."""
-    return mf.init_distributed(device=device, timeout_s=TIMEOUT_S)
+    # An hour, because ranks of a job wait while the first one measures alone.
+    return mf.init_distributed(device=device, timeout_s=3600.0)
 
 
 def world_size() -> int:
