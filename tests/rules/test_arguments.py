@@ -233,8 +233,6 @@ WeightsNotFound: init_model: weights='nope.safetensors' does not exist
 PlanError: init_model: missing('weight')='no', expected True or False
 >>> mf.load_shards("nope", groups)
 WeightsNotFound: load_shards: path='nope' does not exist
->>> mf.load_shards({"w": x}, groups, names=lambda name: 5)
-PlanError: load_shards: names('w')=5, expected a str that is not empty, or None
 >>> mf.load_shards({"w": x}, groups, strict="no")
 PlanError: load_shards: strict='no', expected True or False
 
@@ -328,7 +326,7 @@ PlanError: Checkpoints: resume='no', expected True or False
 >>> mf.Checkpoints("a", on_corrupt="skip")
 PlanError: Checkpoints: on_corrupt='skip', expected 'raise' or 'previous'
 >>> trainer(checkpoint=mf.Checkpoints("/proc/nope"))
-FileError: Checkpoints: /proc/nope cannot be written
+FileError: Checkpoints: cannot write to /proc/nope
 >>> replicas.local_sgd(None)
 PlanError: local_sgd: every=None, expected an int of at least 1
 >>> replicas.diloco(2, 5)
