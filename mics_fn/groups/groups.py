@@ -136,7 +136,8 @@ class Pools:
     # A chunk never shares a larger buffer, so an optimizer always sees it as one tensor.
     chunks: Buffers = field(default_factory=Buffers)
     codes: Buffers = field(default_factory=Buffers)  # what travels in the place of parameters
-    sums: dict[Any, Any] = field(default_factory=dict)  # free memory for gradients elsewhere
+    # Of sums of gradients: how buckets are reduced, and free memory elsewhere.
+    sums: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def waiting_bytes(self) -> int:

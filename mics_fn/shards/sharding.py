@@ -272,7 +272,7 @@ def shard(
         for home in dict.fromkeys(layout.homes)
     }
     kept = any(bucket.codes for bucket, _ in layout.slots.values())
-    if not kept and not options.where.moves("params"):
+    if not kept and "params" not in options.where.moved:
         return _assemble(layout, sources)
     # A disk may be full on one rank alone, or what codes cannot hold may lie in its part.
     with in_parts("shard", layout.homes, sends=replicas == "broadcast") as parts:

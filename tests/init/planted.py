@@ -71,8 +71,8 @@ PLANTED = [
     (
         "a random op begins where the generator happens to be",
         _T,
-        "op.generator.set_state(self.state(op.start))",
-        "self.state(op.start)",
+        "generator.set_state(self.state(start))",
+        "self.state(start)",
         "init/test_init.py -k one_rank_has",
     ),
     (
