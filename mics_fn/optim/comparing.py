@@ -35,16 +35,7 @@ from mics_fn.collectives import Pending, collect_bytes, collect_values, send_fro
 from mics_fn.groups import Groups
 from mics_fn.offload import read
 from mics_fn.optim import columns, flat, moving
-from mics_fn.shards import (
-    Sharded,
-    any_lost,
-    checksum_of,
-    homes_of,
-    is_leaf,
-    names,
-    open_shards,
-    reclaimed,
-)
+from mics_fn.shards import Sharded, any_lost, checksum_of, homes_of, names, open_shards, reclaimed
 
 # Options that change numbers: compared between ranks before the first step, by name.
 
@@ -467,7 +458,7 @@ def _compared(
 ) -> Iterator[_Compared]:
     """Yield the step and the leaves of a state, which are equal on all replicas."""
     yield _Compared("state.step", torch.tensor(state.step), None, True)
-    params = tree.flatten(state.params, is_leaf)[0]
+    params = tree.flatten(state.params, flat.is_node)[0]
     homes = {id(x): home for x, home in zip(params, owners, strict=True)}
     homes |= {
         x.bucket: homes[id(x)] for x in params if isinstance(x, Sharded)
@@ -475,8 +466,8 @@ def _compared(
     opt = flat.by_leaf(state.opt) if moments else ()
     kept = {name: state.buffers[name] for name in buffers}
     for root, part in (("params", state.params), ("opt", opt), ("buffers", kept)):
-        leaves = tree.flatten(part, is_leaf)[0]
-        for path, x in zip(tree.paths(part, f"state.{root}", is_leaf), leaves, strict=True):
+        leaves = tree.flatten(part, flat.is_node)[0]
+        for path, x in zip(tree.paths(part, f"state.{root}", flat.is_node), leaves, strict=True):
             data = getattr(x, "data", x)
             if isinstance(data, Tensor):
                 home = homes.get(id(x)) or homes.get(getattr(x, "bucket", 0))
