@@ -119,13 +119,7 @@ from mics_fn.collectives.levels import (
     weighted,
 )
 from mics_fn.collectives.own import all_gather, start
-from mics_fn.collectives.pending import (
-    Pending,
-    Steps,
-    Task,
-    finish_readers,
-    push_all,
-)
+from mics_fn.collectives.pending import Pending, Steps, Task, finish_readers, push_all
 from mics_fn.collectives.wire import SHORT_NAMES, Wire, check_level, checksum
 
 __all__ = ["Codec", "all_gather", "start"]

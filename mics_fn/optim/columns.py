@@ -34,7 +34,6 @@ before its first write: what was brought is dropped, and the state is as it was.
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import closing
-from functools import partial
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -152,14 +151,14 @@ class WorkingTree:
             found = [self.pieces[x.index] for x in self.runs[r].laid]
         return [x.detach() for x in found] if flat.any_requires_grad(found) else found
 
-    def change(self, r: int, fn: Callable[[flat.FlatRun, Tensor], Tensor]) -> None:
-        """Put `fn(run, x)` in the place of each part x of a run, empty pieces too."""
+    def change(self, r: int, fn: Callable[..., Tensor], *more: Any) -> None:
+        """Put `fn(run, x, *more)` in the place of each part x of a run, empty pieces too."""
         run, whole = self.runs[r], self.wholes[r]
         if whole is None:
             for i in run.members:
-                self.pieces[i] = fn(run, self.pieces[i])
+                self.pieces[i] = fn(run, self.pieces[i], *more)
             return
-        new = fn(run, whole)
+        new = fn(run, whole, *more)
         if new is not whole:
             self.put(r, new)
 
@@ -228,7 +227,7 @@ def in_place(targets: Sequence[WorkingTree]) -> set[int]:
         for each in targets:
             for r, whole in enumerate(each.wholes):
                 if not is_placed(whole):
-                    each.change(r, partial(_apart, odd))
+                    each.change(r, _apart, odd)
     return {storage for storage, _, _ in dense} - odd
 
 
@@ -249,10 +248,10 @@ def readable(
                 device = home.device(r)
                 each.change(r, lambda run, x, device=device: flat.copied(run, x.to(device)))
             else:
-                each.change(r, partial(_apart, written))
+                each.change(r, _apart, written)
 
 
-def _apart(taken: set[int], run: flat.FlatRun, x: Tensor) -> Tensor:
+def _apart(run: flat.FlatRun, x: Tensor, taken: set[int]) -> Tensor:
     """A part of a run; a copy where it is not dense, is placed, or lies in a storage of these."""
     if is_placed(x) or not flat.is_dense(x) or (taken and _torch.storage_id(x) in taken):
         return flat.copied(run, x)

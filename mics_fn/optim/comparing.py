@@ -29,37 +29,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import _torch, checks, tree
+from mics_fn import _torch, checks, errors, tree
 from mics_fn._version import __version__
-from mics_fn.collectives import (
-    Pending,
-    collect_bytes,
-    collect_values,
-    send_from,
-    start_collect,
-)
-from mics_fn.errors import (
-    DesyncError,
-    LostStateError,
-    by_value,
-    disagreement,
-    message,
-    name_ranks,
-    rank_lines,
-)
+from mics_fn.collectives import Pending, collect_bytes, collect_values, send_from, start_collect
 from mics_fn.groups import Groups
 from mics_fn.offload import read
 from mics_fn.optim import columns, flat, moving
-from mics_fn.shards import (
-    Sharded,
-    any_lost,
-    checksum_of,
-    homes_of,
-    is_leaf,
-    names,
-    open_shards,
-    reclaimed,
-)
+from mics_fn.shards import Sharded, any_lost, checksum_of, homes_of, names, open_shards, reclaimed
 
 # Options that change numbers: compared between ranks before the first step, by name.
 
@@ -102,9 +78,13 @@ def _differ(verb: str, said: Mapping[int, Facts]) -> None:
     }
     if grave:
         text = f"{verb}: ranks differ in what changes numbers: {', '.join(grave)}"
-        raise disagreement(text, lines, "pass the same options, and use one version, on all ranks")
+        raise errors.disagreement(
+            text, lines, "pass the same options, and use one version, on all ranks"
+        )
     text = f"{verb}: ranks differ in the {', '.join(small)}"
-    warnings.warn(message(text, rank_lines(lines), "use one version on all ranks"), stacklevel=4)
+    warnings.warn(
+        errors.message(text, errors.rank_lines(lines), "use one version on all ranks"), stacklevel=4
+    )
 
 
 def differing(said: Sequence[Facts]) -> tuple[list[str], list[str]]:
@@ -142,7 +122,7 @@ def optimizer_facts(verb: str, transform: Any, paths: Sequence[str], several: bo
     if several:
         text = f"{verb}: this optimizer has no facts, so ranks cannot compare its options"
         fix = "give its Transform facts= of its options, or make sure that all ranks have the same"
-        warnings.warn(message(text, fix=fix), stacklevel=4)
+        warnings.warn(errors.message(text, fix=fix), stacklevel=4)
     return {"optimizer": "a function"}
 
 
@@ -242,7 +222,9 @@ def _check_equal(sent: list[Tensor], home: Groups) -> None:
     for ranks in _replicas(home):
         if len({found[rank] for rank in ranks}) > 1:
             fix = "start the rank that came back with the same script and the same options"
-            raise DesyncError(f"reset: {name_ranks(ranks)} hold states of different sizes", fix=fix)
+            raise errors.DesyncError(
+                f"reset: {errors.name_ranks(ranks)} hold states of different sizes", fix=fix
+            )
 
 
 def _replicas(home: Groups) -> list[Sequence[int]]:
@@ -335,13 +317,13 @@ def _steps(step: int, home: Groups) -> dict[int, int]:
     return steps
 
 
-def _torn(verb: str, steps: dict[int, int], home: Groups) -> LostStateError:
+def _torn(verb: str, steps: dict[int, int], home: Groups) -> errors.LostStateError:
     said = {rank: f"step {step}" if step >= 0 else "lost" for rank, step in steps.items()}
-    lines = rank_lines(said)
+    lines = errors.rank_lines(said)
     fix = "optim.same_step(state, groups, heal=True) takes the newer state from a replica"
     if _lost(steps, home):
         fix = "no replica has all of the newest state: go back to one that all ranks have saved"
-    return LostStateError(f"{verb}: ranks are at different steps", lines, fix)
+    return errors.LostStateError(f"{verb}: ranks are at different steps", lines, fix)
 
 
 def _lost(steps: dict[int, int], home: Groups) -> bool:
@@ -446,25 +428,29 @@ class Comparison:
             # What one rank lacks, several groups would have to give.
             if on_drift == "raise" or not leaves[odd[0]].trained or self._several:
                 raise self._error(leaves[odd[0]], [_column(rows, x, odd[0]) for x in groups])
-            (right, ranks), *others = by_value({rank: rows[rank] for rank in home.replicas.ranks})
+            (right, ranks), *others = errors.by_value(
+                {rank: rows[rank] for rank in home.replicas.ranks}
+            )
             source, takes = ranks[0] if others else None, rows[home.rank] != right
             return from_replica(self._state, home, source, takes=takes)
         return self._state
 
-    def _error(self, leaf: _Compared, found: Sequence[Mapping[int, int]]) -> DesyncError:
+    def _error(self, leaf: _Compared, found: Sequence[Mapping[int, int]]) -> errors.DesyncError:
         """Name the first leaf that differs, from its sums by replication group."""
         lines = [f"first difference: {leaf.path}"]
         for sums in found:
-            (_, most), *others = by_value(sums)
+            (_, most), *others = errors.by_value(sums)
             if others:
                 known = len(most) > 1  # of two nobody knows which is right
-                lines.append(f"{name_ranks(most)}: {'the same bits' if known else 'own bits'}")
+                lines.append(
+                    f"{errors.name_ranks(most)}: {'the same bits' if known else 'own bits'}"
+                )
                 other = "odd" if known else "other bits"
-                lines += [f"{name_ranks(ranks)}: {other}" for _, ranks in others]
+                lines += [f"{errors.name_ranks(ranks)}: {other}" for _, ranks in others]
         fix = "find what differs between these ranks, or pass on_drift='heal'"
         if not leaf.trained:
             fix = "start all ranks with the same leaves that are not trained"
-        return DesyncError(f"{self._verb}: replicas have drifted apart", lines, fix)
+        return errors.DesyncError(f"{self._verb}: replicas have drifted apart", lines, fix)
 
 
 def _compared(
@@ -472,7 +458,7 @@ def _compared(
 ) -> Iterator[_Compared]:
     """Yield the step and the leaves of a state, which are equal on all replicas."""
     yield _Compared("state.step", torch.tensor(state.step), None, True)
-    params = tree.flatten(state.params, is_leaf)[0]
+    params = tree.flatten(state.params, flat.is_node)[0]
     homes = {id(x): home for x, home in zip(params, owners, strict=True)}
     homes |= {
         x.bucket: homes[id(x)] for x in params if isinstance(x, Sharded)
@@ -480,8 +466,8 @@ def _compared(
     opt = flat.by_leaf(state.opt) if moments else ()
     kept = {name: state.buffers[name] for name in buffers}
     for root, part in (("params", state.params), ("opt", opt), ("buffers", kept)):
-        leaves = tree.flatten(part, is_leaf)[0]
-        for path, x in zip(tree.paths(part, f"state.{root}", is_leaf), leaves, strict=True):
+        leaves = tree.flatten(part, flat.is_node)[0]
+        for path, x in zip(tree.paths(part, f"state.{root}", flat.is_node), leaves, strict=True):
             data = getattr(x, "data", x)
             if isinstance(data, Tensor):
                 home = homes.get(id(x)) or homes.get(getattr(x, "bucket", 0))

@@ -143,12 +143,7 @@ from mics_fn.shards.pack import (
     whole_chunk,
     zero_padding,
 )
-from mics_fn.shards.precision import (
-    LayoutOptions,
-    Precision,
-    check_dtype,
-    precision_of,
-)
+from mics_fn.shards.precision import LayoutOptions, Precision, check_dtype, precision_of
 from mics_fn.shards.sharding import layout_of, place_chunk, shard
 from mics_fn.shards.verbs import (
     PendingTree,

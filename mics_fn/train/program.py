@@ -25,14 +25,7 @@ from mics_fn.deferred import check_loss
 from mics_fn.errors import LeafError
 from mics_fn.groups import Groups
 from mics_fn.init import on_meta_copy, refuse_lazy
-from mics_fn.shards import (
-    PLAIN,
-    MemoryPlace,
-    Precision,
-    leaves_of,
-    map_contents,
-    overlaps,
-)
+from mics_fn.shards import PLAIN, MemoryPlace, Precision, leaves_of, map_contents, overlaps
 from mics_fn.tree import Tree
 
 # Batches: moved to the device, cut into micro-batches, counted.

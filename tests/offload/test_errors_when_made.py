@@ -2,7 +2,6 @@
 
 import gc
 import threading
-import time
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -10,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 from cases import Layout, groups_of, same_bits
-from disks import broken, files_of
+from disks import files_of, heard
 from torch import Tensor, nn
 
 import mics_fn as mf
-from mics_fn.errors import FileError, PeerFailed, PeerFileError
 
-LIMIT_S = 30.0
 LAYOUTS = [Layout((2,), 2), Layout((2,), 1), Layout((2, 2), 2)]
 NAMES = [f"{i}.{kind}" for i in range(6) for kind in ("weight", "bias")]
 
@@ -70,26 +67,16 @@ def trial(layout: Layout, verb: str, fault: str, folder: str) -> tuple[Any, ...]
     wanted = mf.unshard(mf.shard(full(), groups), groups)
     gc.disable()  # nothing may need it to end
     before = threading.active_count()
-    found: Any = None
-    started = time.monotonic()
-    try:
-        with broken(fault if bad else "", after):
-            make(groups, folder, {**options, "where": where})
-    except mf.MicsError as error:
-        found = error
-    assert time.monotonic() - started < LIMIT_S
-    assert type(found) is (FileError if bad else PeerFileError), found
-    if not bad:
-        assert isinstance(found, PeerFailed)
-        assert (found.rank, found.kind) == (1, "raised")
-        assert "reset" not in str(found)
+    call = lambda: make(groups, folder, {**options, "where": where})  # noqa: E731
+    found = heard(call, fault, bad, after)
+    assert "reset" not in str(found)
     told = found.path, found.leaf, str(found).partition("offload: ")[2].partition("\n")[0]
     where_lines = [line for line in str(found).split("\n") if "Errno" in line]
     del found
     assert files_of(own) == [], "what was made ends with the error"
     assert threading.active_count() == before
     gc.enable()
-    again = make(groups, folder, {**options, "where": where})  # the groups can be used
+    again = call()  # the groups can be used
     same_bits(mf.unshard(again, groups), wanted)
     del again
     assert files_of(own) == []

@@ -19,14 +19,7 @@ from torch import Tensor
 
 from mics_fn import testing
 from mics_fn.errors import FileError
-from mics_fn.offload import (
-    Block,
-    Scratch,
-    empty,
-    read,
-    store,
-    stream,
-)
+from mics_fn.offload import Block, Scratch, empty, read, store, stream
 from mics_fn.offload import scratch as scratch_module
 
 MIB = 2**20

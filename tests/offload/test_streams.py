@@ -12,15 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mics_fn.errors import FileError, PlanError
-from mics_fn.offload import (
-    Block,
-    Scratch,
-    cuts,
-    empty,
-    store,
-    stream,
-    streaming,
-)
+from mics_fn.offload import Block, Scratch, cuts, empty, store, stream, streaming
 from mics_fn.offload.scratch import PAGE
 
 MIB = 2**20

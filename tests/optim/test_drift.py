@@ -132,12 +132,6 @@ def test_replicas_that_are_apart_are_compared_after_merges(ranks):
     ranks(4).run(apart, FOUR)
 
 
-def test_one_replica_has_nothing_to_compare():
-    with mf.make_groups(1) as groups:
-        state = mf.init_state(mf.shard({"w": torch.ones(2)}, groups), mf.optim.sgd(0.1))
-        assert mf.optim.same_replicas(state, groups) is state
-
-
 def with_experts(what: str) -> str:
     """Leaves on two sets of groups, of which one has a bit that flipped on rank 2."""
     dense, experts = groups_of(TWO), groups_of(FOUR)

@@ -2,15 +2,18 @@
 
 import errno
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from mics_fn.errors import FileError, MicsError, PeerFileError
 from mics_fn.offload import placed
 from mics_fn.offload import scratch as scratch_module
 
+LIMIT_S = 30.0  # for what takes about half a second where nothing else runs
 CALLS = {
     "no room": "posix_fallocate",
     "cannot read": "read_all",
@@ -48,3 +51,17 @@ def broken(fault: str, after: int = 0) -> Iterator[None]:
     real = getattr(where, CALLS[fault])
     with mock.patch.object(where, CALLS[fault], no_call(code, real, after)):
         yield
+
+
+def heard(call: Callable[[], object], fault: str, bad: bool, after: int = 0) -> Any:
+    """The error of a call, soon, while the disk of a bad rank fails: on others it names rank 1."""
+    started, found = time.monotonic(), list[Any]()
+    try:
+        with broken(fault if bad else "", after):
+            call()
+    except MicsError as error:
+        found.append(error)
+    assert time.monotonic() - started < LIMIT_S
+    assert [type(each) for each in found] == [FileError if bad else PeerFileError]
+    assert bad or (found[0].rank, found[0].kind) == (1, "raised")
+    return found.pop()  # else its own traceback would keep it
