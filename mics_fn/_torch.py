@@ -24,6 +24,7 @@ import torch.utils._pytree as torch_pytree
 from torch.autograd import forward_ad, profiler
 from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import stateless
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Ranges of torch's profilers, by private names of torch.
@@ -300,6 +301,14 @@ def keeps_grad_mode(fn: Function) -> Function:
     return kept  # pyright: ignore[reportReturnType]
 
 
+def swapped_in(module: torch.nn.Module, values: dict[str, Any]) -> AbstractContextManager[None]:
+    """A block in which a module has these parameters and buffers; it puts back in `values`.
+
+    The public `torch.func.functional_call` does this for one call of the module alone.
+    """
+    return stateless._reparametrize_module(module, values)
+
+
 def is_tracing() -> bool:
     """Whether torch is tracing ops with proxies, as `make_fx` and `linearize` do."""
     key = torch._C._TorchDispatchModeKey.PROXY  # pyright: ignore[reportAttributeAccessIssue]
@@ -315,9 +324,8 @@ def inside_functionalize() -> bool:
     return any(each.key() == kind for each in functorch.get_interpreter_stack())
 
 
-def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether this tensor is a wrapper that a `torch.func` transform put around another one."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore
+# Whether a tensor is a wrapper that a `torch.func` transform put around another one.
+is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
@@ -347,9 +355,8 @@ def wrapper_without_data(cls: type, geometry: tuple, dtype: torch.dtype, device:
 no_torch_function: Any = torch._C._disabled_torch_function_impl  # pyright: ignore
 
 
-def without_torch_func() -> Any:
-    """A block in which new tensors are not wrapped by the `torch.func` transforms around it."""
-    return torch._C._DisableFuncTorch()  # pyright: ignore[reportAttributeAccessIssue]
+# A block in which new tensors are not wrapped by the `torch.func` transforms around it.
+without_torch_func: Any = torch._C._DisableFuncTorch  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:
@@ -533,6 +540,7 @@ def needs_derivative(values: Iterable[Any]) -> bool:
         return False
     if inside_torch_func() or inside_forward_ad():
         return True
-    return torch.is_grad_enabled() and any(
-        isinstance(value, torch.Tensor) and value.requires_grad for value in values
-    )
+    for value in values if torch.is_grad_enabled() else ():
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            return True
+    return False

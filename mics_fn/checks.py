@@ -106,7 +106,8 @@ def choice(verb: str, name: str, value: Any, *known: Any, fix: str = "") -> None
 
 def flag(verb: str, name: str, value: Any) -> None:
     """Raise PlanError unless a value is a bool: a text such as "no" would count as true."""
-    choice(verb, name, value, True, False)
+    if not isinstance(value, bool):
+        refuse(verb, name, value, "True or False")
 
 
 def answer(verb: str, call: str, value: Any) -> bool:

@@ -37,6 +37,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
@@ -198,19 +199,10 @@ class Span:
             watcher.end(self, mine)
 
 
-class _Unseen:
+class _Unseen(nullcontext[None]):
     """A span that nobody sees."""
 
     result = None
-
-    def __enter__(self) -> "_Unseen":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def stop(self) -> None:
-        """Do nothing."""
 
 
 UNSEEN = _Unseen()

@@ -103,7 +103,7 @@ class Bell:
 
 
 class Job:
-    """Work that was given to a `Crew`.
+    """Work that was given to another thread.
 
     Args:
       work: what to do.
@@ -111,25 +111,25 @@ class Job:
 
     __slots__ = ("_work", "done", "error", "value")
 
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._work: Callable[[], Any] | None = work
+    def __init__(self, work: Callable[..., Any]) -> None:
+        self._work: Callable[..., Any] | None = work
         self.done = Latch()
         self.value: Any = None
         self.error: BaseException | None = None
 
-    def run(self) -> None:
-        """Do it, and keep its value or its error."""
+    def run(self, *given: Any) -> None:
+        """Do it with what that thread has, and keep its value or its error."""
         work, self._work = self._work, None
         try:
-            self.value = work() if work is not None else None
+            self.value = work(*given) if work is not None else None
         except BaseException as error:
             self.error = error
         del work
         self.done.set()
 
-    def drop(self) -> None:
-        """Let it be, as nobody will do it; whoever waits for it gets an error."""
-        self._work, self.error = None, RuntimeError("this job was dropped before it began")
+    def drop(self, why: BaseException) -> None:
+        """Let it be, as nobody will do it; whoever waits for it gets this error."""
+        self._work, self.error = None, why
         self.done.set()
 
     def result(self) -> Any:
@@ -209,7 +209,7 @@ class Crew:
             while True:
                 job = self._jobs.get_nowait()
                 if job is not None:
-                    job.drop()
+                    job.drop(RuntimeError("this job was dropped before it began"))
         for _ in self._threads:
             self._jobs.put(None)
 

@@ -65,17 +65,13 @@ def node(cls: T) -> T:
 
     fields_of = (*children, *statics, "_context")
     put = object.__setattr__  # what a frozen dataclass itself uses
-
-    def remember(value: Any) -> tuple:
-        """Keep the static fields as a tuple, because every verb flattens its values."""
-        put(value, "_context", tuple([getattr(value, name) for name in statics]))
-        return value._context
+    cls._context = None  # pyright: ignore[reportAttributeAccessIssue]
 
     def flatten_node(value: Any) -> tuple[list, tuple, tuple]:
-        try:
-            context = value._context
-        except AttributeError:
-            context = remember(value)
+        context = value._context
+        if context is None:  # kept, because every verb flattens its values
+            context = tuple([getattr(value, name) for name in statics])
+            put(value, "_context", context)
         return [getattr(value, name) for name in children], context, children
 
     def unflatten_node(values: Iterable[Any], context: tuple) -> Any:

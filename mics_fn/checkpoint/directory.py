@@ -97,27 +97,18 @@ def finish_file(path: Path) -> None:
     sync(path)
 
 
-class NewFolder:
-    """A folder that is written under a temporary name; see [Note: commit].
+def publish(new: Path, path: Path) -> None:
+    """Give a folder its name, before and after which the disk has all of it; [Note: commit].
 
-    Args:
-      path: the temporary name.
+    Until the disk has the name, this may still fail; then the folder is removed.
     """
-
-    def __init__(self, path: Path) -> None:
-        path.mkdir()
-        self.path = path
-
-    def publish(self, path: Path) -> None:
-        """Give it its name, before and after which the disk has all of it."""
-        sync(self.path)
-        os.rename(self.path, path)
-        self.path = path  # until the disk has the name, this may still fail
+    sync(new)
+    os.rename(new, path)
+    try:
         sync(path.parent)
-
-    def remove(self) -> None:
-        """Remove it."""
-        remove_folder(self.path)
+    except BaseException:
+        remove_folder(path)
+        raise
 
 
 def remove_folder(path: Path) -> bool:
@@ -140,12 +131,9 @@ def write_errors(what: str, path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         fix = "make room or give the right to write there, and save again; all else is as it was"
-        raise FileError(message(f"{what} {path}", [_said(error)], fix), str(path)) from error
-
-
-def _said(error: Exception) -> str:
-    first = first_line(error)
-    return first if isinstance(error, OSError) else f"{type(error).__name__}: {first}"
+        kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+        lines = [f"{kind}{first_line(error)}"]
+        raise FileError(message(f"{what} {path}", lines, fix), str(path)) from error
 
 
 # The file of a rank: native safetensors, whose slices the manifest lists.
@@ -170,12 +158,16 @@ def write_part(path: Path, tensors: Mapping[manifest.Range, Tensor]) -> manifest
     """
     import safetensors
 
-    specs, nbytes = {}, 0
+    specs, nbytes, slices = {}, 0, list[manifest.Slice]()
     for name, x in tensors.items():
         dtype, count = manifest.in_file(x.dtype, x.numel())
         place = {"data_ptr": x.data_ptr(), "data_len": x.numel() * x.itemsize}
         specs[f"{name}"] = safetensors.TensorSpec(dtype=dtype_name(dtype), shape=[count], **place)
         nbytes += x.numel() * x.itemsize
+    facts = os.statvfs(path.parent)
+    if nbytes > (free := facts.f_bavail * facts.f_frsize):
+        raise OSError(f"{nbytes} bytes are needed, {free} bytes are free")
+
     summed = beside(lambda: [zlib.crc32(memory_of(x)) for x in tensors.values()])
     try:
         safetensors.serialize_file(specs, path)
@@ -189,10 +181,9 @@ def write_part(path: Path, tensors: Mapping[manifest.Range, Tensor]) -> manifest
     if size != len(head) + nbytes:
         raise OSError(f"the file system kept {size} bytes of {len(head) + nbytes}")
     places = json.loads(head[8:])
-    slices = [
-        manifest.Slice(name, len(head) + places[f"{name}"]["data_offsets"][0], crc)
-        for name, crc in zip(tensors, sums, strict=True)
-    ]
+    for name, crc in zip(tensors, sums, strict=True):
+        start = len(head) + places[f"{name}"]["data_offsets"][0]
+        slices.append(manifest.Slice(name, start, crc))
     header = hashlib.sha256(head).hexdigest()
     return manifest.SavedFile(path.name, size, len(head), header, slices)
 
@@ -319,8 +310,7 @@ def manifest_in(path: Path, step: int) -> tuple[manifest.Manifest, str]:
 
 # Which steps of a folder count, by the names of their folders.
 
-MAX_STEP = 10**16 - 1
-_STEP = re.compile(r"step-(\d{8,16})(?:\.(\d{6,15}))?")
+_STEP = re.compile(r"step-(\d{8,})(?:\.(\d{6,}))?")
 
 
 class Attempt(NamedTuple):
@@ -340,8 +330,10 @@ def attempts_in(folder: Path) -> list[Attempt]:
     names = list[str]()
     with load_errors(folder), suppress(FileNotFoundError, NotADirectoryError):
         names = os.listdir(folder)
-    found = [(name, _STEP.fullmatch(name)) for name in names]
-    attempts = [Attempt(int(x[2] or 1), int(x[1]), folder / name) for name, x in found if x]
+    attempts = list[Attempt]()
+    for name in names:
+        if found := _STEP.fullmatch(name):
+            attempts.append(Attempt(int(found[2] or 1), int(found[1]), folder / name))
     return sorted(attempts, reverse=True)
 
 
@@ -382,7 +374,7 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.abspath(os.fspath(path)))
         self._lock: int | None = None
-        self._new: NewFolder | None = None  # that is written into and not committed yet
+        self._new: Path | None = None  # that is written into and not committed yet
 
     # What readers see.
 
@@ -429,9 +421,9 @@ class Folder:
                 what = f"save: step {step} would follow step {newest} in {self.path}"
                 fix = "save a later step, elsewhere, or with overwrite='newer', which replaces them"
                 raise FileError(message(what, fix=fix), str(self.path))
-            name = f".tmp-step-{step:08d}-{uuid.uuid4().hex[:12]}"
-            self._new = NewFolder(self.path / name)
-            return self._new.path
+            self._new = self.path / f".tmp-step-{step:08d}-{uuid.uuid4().hex[:12]}"
+            self._new.mkdir()
+            return self._new
 
     def commit(self, found: manifest.Manifest) -> Path:
         """Commit a step whose files are on disk; see [Note: commit].
@@ -444,17 +436,18 @@ class Folder:
             raise ValueError("this save has ended")
         if len(data) > manifest.MAX_BYTES:
             raise ValueError(f"no reader would take a manifest of {len(data)} bytes")
-        write_file(new.path / manifest.NAME, data)
-        new.publish(self.path / next_name(attempts_in(self.path), found.step))
+        write_file(new / manifest.NAME, data)
+        path = self.path / next_name(attempts_in(self.path), found.step)
+        publish(new, path)
         self._new = None
-        return new.path
+        return path
 
     def abandon(self) -> None:
         """Remove what was written of a step that does not count, and let other jobs save here."""
         if self._new is not None:
-            self._new.remove()
+            remove_folder(self._new)
             self._new = None
-        self.unlock()
+        self._unlock()
 
     def prune(self, keep: int | None, keep_every: int | None) -> None:
         """Remove replaced and old steps after one was committed; at least two whole ones stay.
@@ -468,12 +461,12 @@ class Folder:
         if len(counting) < _LEAST:
             return
         # Those first that are replaced: without what replaces them, they would count again.
-        replaced = [each.path for each in attempts if each.path not in counting.values()]
-        stay = [path for path in replaced if not remove_folder(path)]
+        old = [each.path for each in attempts if each.path not in counting.values()]
+        stay = [path for path in old if not remove_folder(path)]
         if not stay and keep is not None:
-            old = list(counting)[max(keep, _LEAST) :]
-            gone = [step for step in old if not (keep_every and step % keep_every == 0)]
-            stay = [counting[step] for step in gone if not remove_folder(counting[step])]
+            old = list(counting.items())[max(keep, _LEAST) :]
+            gone = [path for step, path in old if not keep_every or step % keep_every]
+            stay = [path for path in gone if not remove_folder(path)]
         if stay:
             LOG.warning("save: cannot remove %s; old steps stay", ", ".join(map(str, stay)))
 
@@ -494,7 +487,7 @@ class Folder:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             owner = os.pread(self._lock, 200, 0).decode(errors="replace") or "unknown"
-            self.unlock()
+            self._unlock()
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 return  # a file system without locks
             what = f"save: another job saves to {self.path}: {owner}"
@@ -503,7 +496,7 @@ class Folder:
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"host {socket.gethostname()}, process {os.getpid()}".encode(), 0)
 
-    def unlock(self) -> None:
+    def _unlock(self) -> None:
         """Let other jobs save here."""
         if self._lock is not None:
             os.close(self._lock)

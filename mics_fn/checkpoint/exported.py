@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor, nn
 
-from mics_fn import _torch, checks, tree
+from mics_fn import checks, tree
 from mics_fn.checkpoint import directory, manifest, saving
 from mics_fn.collectives import agree, in_step
 from mics_fn.errors import FileError, LeafError, PlanError, message
@@ -48,6 +48,7 @@ from mics_fn.shards import (
     dtype_name,
     is_leaf,
     open_shards,
+    refuse_derivative,
     require_groups,
     unshard,
 )
@@ -79,8 +80,7 @@ def one_job(verb: str, groups: Any) -> Groups:
       GroupsError, LeafError: they are not.
     """
     require_groups(verb, groups)
-    if _torch.inside_torch_func():
-        raise LeafError(f"{verb}: cannot be used inside torch.func", fix="call it outside")
+    refuse_derivative(verb, (), "call it outside of torch.func")
     groups.partition.check_open()
     return groups
 
@@ -106,7 +106,7 @@ def saved_leaves(
     shards = {key: value for key, value in params.items() if is_leaf(value)}
     opened = open_shards(verb, shards, groups, root="params")
     keys = tree.flatten({key: key for key in shards})[0]
-    owner = {key: keys[at] for key, at in zip(keys, opened.owner, strict=True)}
+    owner = {key: keys[at] for key, at in zip(keys, opened.layout.owner, strict=True)}
     rename = names or (lambda name: name)
     found: dict[str, Saved] = {}  # by the leaf with the data, so that tied ones are written once
     key_of: dict[str, str] = {}  # by the name in the file
@@ -287,9 +287,9 @@ def export(
         with _together(verb, path, home) as exchange:
             if home.rank == first:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                name = f".{path.name}.{secrets.token_hex(4)}.tmp"
-                made = directory.NewFolder(path.with_name(name))
-                exchange.mine = name
+                exchange.mine = f".{path.name}.{secrets.token_hex(4)}.tmp"
+                path.with_name(exchange.mine).mkdir()
+                made = path.with_name(exchange.mine)
         folder = path.with_name(exchange.all[first])
         for part in parts:
             with _together(verb, path, home) as exchange:
@@ -299,11 +299,11 @@ def export(
         with _together(verb, path, home):
             if made is not None:
                 finish(folder, said)
-                made.publish(path)
+                directory.publish(made, path)
                 made = None
     except BaseException:
         if made is not None:
-            made.remove()
+            directory.remove_folder(made)
         raise
 
 

@@ -102,7 +102,7 @@ class Sources:
                 x = copies[-1][1]
             copy = self.home.position if copies_saved > piece.copies else piece.copy
             stop = piece.origin + x.numel()
-            for file, part in self.manifest.slices(name, copy):
+            for part, file in self.manifest.slices(name, copy):
                 if part.range.start < stop and part.range.stop > piece.origin:
                     wanted.append(Wanted(file, part, x, piece.origin))
         files, given = self.manifest.files, dict[str, Tensor]()
@@ -111,7 +111,7 @@ class Sources:
         for part in files[giver].slices:
             name, copy, *_ = part.range
             if name not in self.manifest.tensors:
-                nbytes = self.manifest.slices(name, copy)[-1][1].range.stop
+                nbytes = self.manifest.slices(name, copy)[-1][0].range.stop
                 memory = given.setdefault(name, torch.empty(nbytes, dtype=torch.uint8))
                 wanted.append(Wanted(giver, part, memory, 0))
         self._read(wanted)

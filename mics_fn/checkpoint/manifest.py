@@ -207,17 +207,22 @@ class SavedFile:
     def of_json(cls, facts: Any) -> "SavedFile":
         """The file of `to_json`; raises ValueError or TypeError if it is not one."""
         name, nbytes, header_bytes, header, slices, extra = facts
-        _require(all(isinstance(x, str) for x in (name, header, extra)), f"file {name!r}")
+        found = []
+        for tensor, *numbers, offset, crc in slices:
+            found.append(Slice(Range(tensor, *numbers), offset, crc))
+        return cls(name, nbytes, header_bytes, header, found, extra)
+
+    def check(self) -> None:
+        """Raise ValueError unless names and numbers are such; a stranger may have written them."""
+        name = self.name
+        _require(all(isinstance(x, str) for x in (name, self.header, self.extra)), f"file {name!r}")
         if "/" in name or name in ("", ".", "..") or "\0" in name or not is_text(name):
             raise ValueError(f"{name[:200]!r}, which is not opened: it leads out of the folder")
         _require(len(name) <= 255, f"file {name[:80]!r}...")
-        _require_counts(nbytes, header_bytes)
-        found = []
-        for tensor, *numbers, offset, crc in slices:
+        _require_counts(self.nbytes, self.header_bytes)
+        for (tensor, *numbers), offset, crc in self.slices:
             _require(isinstance(tensor, str) and is_text(tensor), f"{tensor!r}")
             _require_counts(*numbers, offset, crc)
-            found.append(Slice(Range(tensor, *numbers), offset, crc))
-        return cls(name, nbytes, header_bytes, header, found, extra)
 
 
 @dataclass(frozen=True)
@@ -238,18 +243,18 @@ class Manifest:
     values: dict[str, Any]
     files: list[SavedFile] = field(default_factory=list)
 
-    def slices(self, name: str, copy: int) -> list[tuple[int, Slice]]:
+    def slices(self, name: str, copy: int) -> list[tuple[Slice, int]]:
         """The slices of a copy of a tensor, each with the number of its file, in their order."""
         return self._slices.get((name, copy), [])
 
     @cached_property
-    def _slices(self) -> dict[tuple[str, int], list[tuple[int, Slice]]]:
-        found: dict[tuple[str, int], list[tuple[int, Slice]]] = {}
+    def _slices(self) -> dict[tuple[str, int], list[tuple[Slice, int]]]:
+        found: dict[tuple[str, int], list[tuple[Slice, int]]] = {}
         for number, file in enumerate(self.files):
             for each in file.slices:
-                found.setdefault((each.range.name, each.range.copy), []).append((number, each))
+                found.setdefault((each.range.name, each.range.copy), []).append((each, number))
         for slices in found.values():
-            slices.sort(key=lambda pair: pair[1].range.start)
+            slices.sort()  # of one copy of one tensor, so by where they start
         return found
 
     def nbytes(self, part: Slice) -> int:
@@ -262,7 +267,7 @@ class Manifest:
         whole = Counter[str]()
         for (name, copy), slices in self._slices.items():
             end, tensor = 0, self.tensors.get(name)
-            for _, each in slices:
+            for each, _ in slices:
                 _require(each.range.start == end < each.range.stop, f"{each.range} after {end}")
                 end = each.range.stop
             if tensor is None:
@@ -274,12 +279,16 @@ class Manifest:
         for name, tensor in self.tensors.items():
             right = whole[name] == (tensor.copies if prod(tensor.shape) else 0)
             _require(right, f"{name} has no slices")
+        names = set[str]()
         for file in self.files:
-            sizes = [self.nbytes(each) for each in file.slices]
-            _require(max(sizes, default=0) <= SLICE_BYTES, f"a slice of {file.name} is too large")
-            _require(file.header_bytes + sum(sizes) == file.nbytes, f"{file.name} has other bytes")
-        names = [file.name for file in self.files]
-        _require(0 < len(names) == len(set(names)), "a file is there twice, or none is")
+            end = file.header_bytes
+            for each in file.slices:
+                nbytes = self.nbytes(each)
+                _require(nbytes <= SLICE_BYTES, f"a slice of {file.name} is too large")
+                end += nbytes
+            _require(end == file.nbytes, f"{file.name} has other bytes")
+            names.add(file.name)
+        _require(0 < len(self.files) == len(names), "a file is there twice, or none is")
 
     def to_bytes(self) -> bytes:
         """The content of the file."""
@@ -314,6 +323,8 @@ def read_manifest(data: bytes, path: str) -> Manifest:
         _require(found == (FORMAT, VERSION), f"{found}, known here is version {VERSION}")
         tensors = {name: _tensor(name, *facts) for name, facts in body["tensors"].items()}
         files = [SavedFile.of_json(facts) for facts in body["files"]]
+        for file in files:
+            file.check()
         _require(body["replicas"] in ("equal", "apart"), f"replicas {body['replicas']!r}")
         _require_counts(body["step"])
         _require(isinstance(body["values"], dict), "its values are not an object")

@@ -14,7 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, cast
@@ -25,7 +26,7 @@ from mics_fn import checks, errors, spans, tree
 from mics_fn.checkpoint import directory, manifest, snapshot
 from mics_fn.collectives import agree, collect_bytes
 from mics_fn.groups import Groups, StopRequest
-from mics_fn.shards import refuse_derivative
+from mics_fn.shards import dtype_name, refuse_derivative
 from mics_fn.spans import LOG
 from mics_fn.store import Store, later, poll
 from mics_fn.threads import Job, start
@@ -37,12 +38,17 @@ from mics_fn.tree import Tree
 _ROUND = 512
 
 
+@dataclass
 class Exchange:
     """Values that ranks exchange at the end of a block: `mine`, and those of all by rank."""
 
-    def __init__(self) -> None:
-        self.mine: Any = None
-        self.all: dict[int, Any] = {}
+    mine: Any = None
+    all: dict[int, Any] = field(default_factory=dict)
+
+    def differing(self, key: str) -> dict[int, Any]:
+        """What each rank gave under a key of a dict, if that differs; else nothing."""
+        found = {rank: each[key] for rank, each in self.all.items()}
+        return found if len(set(found.values())) > 1 else {}
 
 
 @contextmanager
@@ -73,24 +79,26 @@ def together(home: Groups) -> Iterator[Exchange]:
         return
     said = json.dumps({"error": encoded_error(error), "value": exchange.mine}).encode()
     said = said.ljust(-(-len(said) // _ROUND) * _ROUND)
-    found = {rank: json.loads(text) for rank, text in collect_bytes(home, said).items()}
-    failed = {rank: each["error"] for rank, each in sorted(found.items()) if each["error"]}
+    failed = dict[int, list[Any]]()
+    for rank, text in sorted(collect_bytes(home, said).items()):
+        answer = json.loads(text)
+        exchange.all[rank] = answer["value"]
+        if answer["error"]:
+            failed[rank] = answer["error"]
     if failed:
         if error is not None and not isinstance(error, errors.FileError):
             raise error
         raise decoded_error(failed) from error
-    exchange.all = {rank: each["value"] for rank, each in found.items()}
 
 
-def encoded_error(error: Exception | None) -> list[Any] | None:
+def encoded_error(error: BaseException | None) -> list[Any] | None:
     """Encode an error for the other ranks."""
     if error is None:
         return None
-    first = (
-        str(error) if isinstance(error, errors.MicsError) else f"{type(error).__name__}: {error}"
-    )
-    place = [getattr(error, "path", ""), getattr(error, "leaf", "")]
-    return [type(error).__name__, first, *map(str, place), getattr(error, "damaged", None)]
+    kind = "" if isinstance(error, errors.MicsError) else f"{type(error).__name__}: "
+    path, leaf = getattr(error, "path", ""), getattr(error, "leaf", "")
+    damaged = getattr(error, "damaged", None)
+    return [type(error).__name__, f"{kind}{error}", f"{path}", f"{leaf}", damaged]
 
 
 def decoded_error(failed: Mapping[int, list[Any]]) -> errors.FileError:
@@ -120,8 +128,6 @@ class Options:
     def check(self) -> None:
         """Raise PlanError unless they are what they should be."""
         checks.integer("save", "step", self.step, 0)
-        if self.step > directory.MAX_STEP:
-            raise errors.PlanError(f"save: step={self.step}, expected at most {directory.MAX_STEP}")
         for name, value in (("keep", self.keep), ("keep_every", self.keep_every)):
             if value is not None:
                 checks.integer("save", name, value)
@@ -149,33 +155,28 @@ class Agreed:
     found: manifest.Manifest
     extra: str
 
-    def write(self, tensors: Mapping[manifest.Range, Tensor]) -> manifest.SavedFile:
-        """Write this rank's file."""
-        if spans.observers:
-            spans.passing("save: write", self.options.step)
+    def write(self, block: snapshot.OnHost) -> manifest.SavedFile:
+        """Write this rank's file, of what a block has."""
         path = self.path / f"rank-{self.home.position:05d}.safetensors"
-        needed = sum(x.numel() * x.itemsize for x in tensors.values())
-        with directory.write_errors("save: cannot write", path):
-            facts = os.statvfs(self.path)
-            free = facts.f_bavail * facts.f_frsize
-            if needed > free:
-                raise OSError(f"{needed} bytes are needed, {free} bytes are free")
-            return replace(directory.write_part(path, tensors), extra=self.extra)
-
-
-# Gives the slices that this rank writes.
-Slices = Callable[[], dict[manifest.Range, Tensor]]
+        with block as tensors:
+            if spans.observers:
+                spans.passing("save: write", self.options.step)
+            with directory.write_errors("save: cannot write", path):
+                return replace(directory.write_part(path, tensors), extra=self.extra)
 
 
 def agree_on(
     verb: str, path: Any, state: Tree, groups: Any, extra: Any, options: Options
-) -> tuple[Agreed, Slices]:
+) -> tuple[Agreed, Callable[[], dict[manifest.Range, Tensor]]]:
     """Compare a save between ranks, and let the first one make its folder.
 
     Args:
       verb: "save" or "start_save".
       path, state, groups, extra, options: as it was given. If `extra` is an error, which this
         rank met when it made it, all ranks raise.
+
+    Returns:
+      What they agreed on; and what gives the slices that this rank writes, and refers to the state.
 
     Raises:
       FileError: on all ranks, if it cannot begin; also if the save before this one failed.
@@ -198,54 +199,73 @@ def agree_on(
                 raise errors.LeafError("save: the state has no tensor to save", fix=fix)
             if isinstance(extra, Exception):
                 raise extra
+            plain = {name: x.data for name, x in contents.pieces.items() if x.home is None}
             text, extras = manifest.encoded(extra)
-            what = f"step {options.step} in {folder.path}, {options}"
-            sums = snapshot.checksums(contents.plain)
-            of_extra = text + json.dumps(snapshot.checksums(extras))
-            digests = [tree.digest([each]).hex() for each in (json.dumps(sums), of_extra)]
-            new = None
+            sums, of_extra = snapshot.checksums(plain), snapshot.checksums(extras)
+            exchange.mine = {
+                _WHAT: f"step {options.step} in {folder.path}, {options}",
+                **_numbers(contents.values),
+                "layout": tree.digest([f"{contents.tensors()}"]).hex(),
+                "sums": tree.digest([f"{sums}"]).hex(),
+                "extra": tree.digest([f"{text}{of_extra}"]).hex(),
+            }
             if home.position == 0:
-                new = str(folder.begin(options.step, options.overwrite))
-            exchange.mine = [_said(contents, what), digests, new]
-        _compare({rank: each[0] for rank, each in exchange.all.items()})
-        agree(home, "save: the state", contents.facts())
-        equal = [len({each[1][i] for each in exchange.all.values()}) == 1 for i in range(2)]
-        if not equal[0]:
-            with together(home) as exchange_sums:
-                exchange_sums.mine = sums
-            every = exchange_sums.all.values()
-            own = [name for name in sums if len({each[name] for each in every}) > 1]
-            contents = contents.with_own(own)
+                exchange.mine["new"] = str(folder.begin(options.step, options.overwrite))
+        _compare(exchange)
+        if exchange.differing("layout"):
+            _name_difference(home, contents)
+        if exchange.differing("sums"):
+            contents = contents.with_own(_different(home, sums))
     except BaseException:
         folder.abandon()
         raise
-    if equal[1] and home.position:
+    if home.position and not exchange.differing("extra"):
         text, extras = "", {}
-    tensors, new = contents.tensors(), Path(exchange.all[home.ranks[0]][2])
+    tensors, new = contents.tensors(), Path(exchange.all[home.ranks[0]]["new"])
     found = manifest.Manifest(options.step, options.replicas, tensors, contents.values)
     agreed = Agreed(home, folder, new, options, found, text)
-    return agreed, lambda: snapshot.written_here(contents, extras)
+    return agreed, partial(snapshot.written_here, contents, extras)
 
 
-def _said(contents: snapshot.Contents, what: str) -> dict[str, str]:
-    """What must be equal on all ranks, as text."""
-    values = {name: f"{name}={value!r}" for name, value in contents.values.items()}
-    steps = [text for name, text in values.items() if f".{name}".endswith(".step")]
-    numbers = {"their steps": steps, "the numbers of the state": values.values()}
-    return {"what they save": what} | {kind: ", ".join(texts) for kind, texts in numbers.items()}
+_WHAT, _STEPS, _NUMBERS = "what they save", "their steps", "the numbers of the state"
 
 
-def _compare(said: dict[int, dict[str, str]]) -> None:
+def _numbers(values: Mapping[str, Any]) -> dict[str, str]:
+    """The numbers and texts of a state as text, and apart from them its steps."""
+    texts, steps = list[str](), list[str]()
+    for name, value in values.items():
+        texts.append(f"{name}={value!r}")
+        if f".{name}".endswith(".step"):
+            steps.append(texts[-1])
+    return {_STEPS: ", ".join(steps), _NUMBERS: ", ".join(texts)}
+
+
+def _compare(exchange: Exchange) -> None:
     """Raise DesyncError unless all ranks save the same step of the same values."""
-    for what in next(iter(said.values())):
-        texts = {rank: each[what] for rank, each in said.items()}
-        text = f"save: ranks differ in {what}"
-        if len(set(texts.values())) > 1 and what == "their steps":
+    for what in (_WHAT, _STEPS, _NUMBERS):
+        texts, text = exchange.differing(what), f"save: ranks differ in {what}"
+        if texts and what == _STEPS:
             fix = "optim.same_step(state, groups, heal=True) takes the newer state from a replica"
             raise errors.LostStateError(text, errors.rank_lines(texts), fix)
-        if len(set(texts.values())) > 1:
+        if texts:
             fix = "save the same step of the same state on all ranks"
             raise errors.disagreement(text, texts, fix)
+
+
+def _name_difference(home: Groups, contents: snapshot.Contents) -> None:
+    """Raise DesyncError, which names the first tensor that ranks do not save alike."""
+    verb, tensors = "save: the state", contents.tensors()
+    facts = [(k, f"{x.shape} {dtype_name(x.dtype)} {x.copies}") for k, x in tensors.items()]
+    # Ranks that differ now may have saved each of these states together before.
+    home.agreed.difference_update([seen for seen in home.agreed if seen[0] == verb])
+    agree(home, verb, facts)
+
+
+def _different(home: Groups, sums: Mapping[str, int]) -> list[str]:
+    """The names of what differs between ranks, by the checksums of each."""
+    with together(home) as exchange:
+        exchange.mine = sums
+    return [name for name in sums if exchange.differing(name)]
 
 
 # `PendingSave`: a save under way, and how its ranks come to one end; see [Note: no plan
@@ -271,10 +291,10 @@ class PendingSave:
     ) -> None:
         self.step = agreed.options.step
         self._agreed, self._write, self._life = agreed, write, agreed.home.life
-        self._store = cast(Store, self._life.job.store)
+        self._store = cast(Store, self._life.channel.job.store)
         self._life.saves += 1
-        self._number = self._life.saves
-        self._key = self._key_of(self._number)
+        key = f"{self._life.key}/save/{agreed.home.ranks[0]}"  # one replica has the life of all
+        self._key, self._before = f"{key}/{self._life.saves}", f"{key}/{self._life.saves - 1}"
         self._path: Path | None = None
         self._error: BaseException | None = None
         self._reported = not follows  # whether the program knows how it ended: it waits for itself
@@ -397,12 +417,15 @@ class PendingSave:
             if file is None:
                 raise error or errors.FileError("save: nothing was written")
             return self._commit([file])
-        said = {"error": _told(error), "file": None if file is None else file.to_json()}
+        said = {"error": encoded_error(error), "file": None if file is None else file.to_json()}
         store.set(f"{self._key}/{home.position}", json.dumps(said))
         store.add(f"{self._key}/written", 1)
         if home.position == 0:
             store.set(f"{self._key}/end", json.dumps(self._judged()))
-            self._tidy()
+            for name in ("written", *range(home.world_size)):
+                later(store, "delete_key", f"{self._key}/{name}")
+            # All ranks have read the end of the save before this one, or had not begun this one.
+            later(store, "delete_key", f"{self._before}/end")
         first, end = home.ranks[0], [f"{self._key}/end"]
         # The first rank waits for the others itself, so it may take as long as that again.
         what = f"the word of rank {first} that it is committed"
@@ -419,15 +442,16 @@ class PendingSave:
             n = home.world_size
             count = f"{self._key}/written"
             self._await(lambda: store.add(count, 0) >= n, "the files of all ranks", self._missing)
-            said = [json.loads(store.get(f"{self._key}/{i}")) for i in range(n)]
-            pairs = zip(home.ranks, said, strict=True)
-            failed = {rank: each["error"] for rank, each in pairs if each["error"]}
-            if failed:
-                return failed, ""
-            files = [manifest.SavedFile.of_json(each["file"]) for each in said]
-            return {}, str(self._commit(files))
+            files, failed = list[manifest.SavedFile](), dict[int, Any]()
+            for i, rank in enumerate(home.ranks):
+                said = json.loads(store.get(f"{self._key}/{i}"))
+                if said["error"]:
+                    failed[rank] = said["error"]
+                else:
+                    files.append(manifest.SavedFile.of_json(said["file"]))
+            return failed, "" if failed else str(self._commit(files))
         except BaseException as error:  # also of a program that ends this thread
-            return {home.rank: _told(error)}, ""
+            return {home.rank: encoded_error(error)}, ""
 
     def _commit(self, files: list[manifest.SavedFile]) -> Path:
         agreed, options = self._agreed, self._agreed.options
@@ -492,17 +516,6 @@ class PendingSave:
         if not poll(done, home.world_size, deadline, check):
             raise lost(f"nothing came within {home.timeout_s:g} s")
 
-    def _tidy(self) -> None:
-        """Delete messages of this save that no rank reads any more."""
-        for name in ("written", *range(self._agreed.home.world_size)):
-            later(self._store, "delete_key", f"{self._key}/{name}")
-        # All ranks have read the end of the save before this one, or they had not begun this one.
-        later(self._store, "delete_key", f"{self._key_of(self._number - 1)}/end")
-
-    def _key_of(self, number: int) -> str:
-        """The key of the messages of a save; groups of one replica share the life of all."""
-        return f"{self._life.key}/save/{self._agreed.home.ranks[0]}/{number}"
-
 
 _UNDER_WAY: dict[str, PendingSave] = {}  # the last save of this process, by folder
 
@@ -544,12 +557,6 @@ def _ended() -> manifest.SavedFile:
     raise errors.FileError("save: it has ended")
 
 
-def _told(error: BaseException | None) -> list[Any] | None:
-    if error is not None and not isinstance(error, Exception):
-        error = errors.FileError(f"save: {error!r}")
-    return encoded_error(error)
-
-
 def save(
     path: str | os.PathLike[str],
     state: Tree,
@@ -583,9 +590,9 @@ def save(
     Returns:
       The folder of the step.
 
-    Communication: two small all-gathers over the partition group and over the replication group, 32
-      bytes for a new layout, and two messages to the store, one of which has about 60 bytes and a
-      name for each slice, a leaf or 4 MiB of it. Nothing is planned.
+    Communication: two small all-gathers over the partition group and over the replication group,
+      and two messages to the store, one of which has about 60 bytes and a name for each slice, a
+      leaf or 4 MiB of it. Nothing is planned.
 
     Memory: none on the CPU; on an accelerator what this rank writes, 1/r of its shards, in host
       memory that is kept for the next save.
@@ -610,12 +617,7 @@ def save(
     """
     options = Options(step, overwrite, replicas, keep, keep_every)
     agreed, slices = agree_on("save", path, state, groups, extra, options)
-
-    def write() -> manifest.SavedFile:
-        with snapshot.on_host(slices()) as tensors:
-            return agreed.write(tensors)
-
-    written = Job(write)
+    written = Job(lambda: agreed.write(snapshot.on_host(slices())))
     written.run()
     return _followed(agreed, written, written.result, follows=False).wait()
 
@@ -664,12 +666,7 @@ def start_save(
     agreed, slices = agree_on("start_save", path, state, groups, extra, options)
     copied = Job(lambda: snapshot.copied(slices()))
     copied.run()
-
-    def write() -> manifest.SavedFile:
-        with copied.result() as tensors:
-            return agreed.write(tensors)
-
-    return _followed(agreed, copied, write, follows=True)
+    return _followed(agreed, copied, lambda: agreed.write(copied.result()), follows=True)
 
 
 def _followed(

@@ -1,7 +1,6 @@
 """What a state holds, as named tensors and numbers; which slices this rank writes, and copies."""
 
 import heapq
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,10 +16,11 @@ from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Groups
 from mics_fn.offload import Hold, in_file, is_coded, read
 from mics_fn.optim import TrainState, by_leaf
-from mics_fn.shards import Bucket, Nothing, Tied, dtype_name, homes_of, is_leaf, pieces
+from mics_fn.shards import Bucket, Nothing, Tied, homes_of, is_leaf, pieces
 from mics_fn.tree import Tree
 
 K = TypeVar("K")
+OnHost = AbstractContextManager[dict[manifest.Range, Tensor]]  # a block that has what is written
 
 
 class LocalPiece(NamedTuple):
@@ -57,17 +57,6 @@ class Contents:
     pieces: dict[str, LocalPiece] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def plain(self) -> dict[str, Tensor]:
-        """The tensors that this rank has in full, by name."""
-        return {name: x.data for name, x in self.pieces.items() if x.home is None}
-
-    def facts(self) -> list[tuple[str, str]]:
-        """What must be equal on all ranks, as pairs for `agree`."""
-        return [
-            (k, f"{x.shape} {dtype_name(x.dtype)} {x.copies}") for k, x in self.tensors().items()
-        ]
-
     def tensors(self) -> dict[str, manifest.SavedTensor]:
         """All tensors that ranks save together."""
         return {
@@ -82,9 +71,9 @@ class Contents:
         return replace(self, pieces=self.pieces | own)
 
 
-def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """The checksum of each of some tensors, by name."""
-    return {name: f"{int(checksum(x))}" for name, x in tensors.items()}
+    return {name: int(checksum(x)) for name, x in tensors.items()}
 
 
 def written_here(contents: Contents, extras: Mapping[str, Tensor]) -> dict[manifest.Range, Tensor]:
@@ -122,14 +111,14 @@ def written_here(contents: Contents, extras: Mapping[str, Tensor]) -> dict[manif
     return found
 
 
+@dataclass(frozen=True, eq=False)
 class _Reader:
     """Sorts the leaves of a state into `Contents`."""
 
-    def __init__(
-        self, verb: str, homes: Mapping[Bucket, Groups], main: Groups, apart: bool
-    ) -> None:
-        self.verb, self.homes, self.main, self.apart = verb, homes, main, apart
-        self.found = Contents(main)
+    verb: str
+    homes: Mapping[Bucket, Groups]
+    found: Contents
+    apart: bool
 
     def take(self, name: str, leaf: Any) -> None:
         """Sort one leaf."""
@@ -153,7 +142,7 @@ class _Reader:
         takes them for codes of another kind. Their blocks do not depend on the ranks that hold
         them.
         """
-        bucket, home = leaf.bucket, self.homes.get(leaf.bucket, self.main)
+        bucket, home = leaf.bucket, self.homes.get(leaf.bucket, self.found.home)
         route, data = home.hierarchy.route, manifest.savable(self.verb, name, leaf.data)
         right = bucket.parts == route.size
         piece = pieces(bucket, route.chunk)[leaf.slot] if right else None
@@ -183,13 +172,14 @@ def contents_of(verb: str, state: Tree, groups: Any, replicas: manifest.Replicas
       PlanError: shards were made for other groups.
     """
     homes = homes_by_bucket(verb, state, groups)
-    reader = _Reader(verb, homes, main_home(verb, groups, homes), replicas == "apart")
+    found = Contents(main_home(verb, groups, homes))
+    reader = _Reader(verb, homes, found, replicas == "apart")
     plain = by_leaf(state)
     tree.refuse_equal_paths(verb, plain, "", is_leaf)
     leaves = tree.flatten(plain, is_leaf)[0]
     for name, leaf in zip(tree.paths(plain, "", is_leaf), leaves, strict=True):
         reader.take(name, leaf)
-    return reader.found
+    return found
 
 
 def homes_by_bucket(verb: str, state: Tree, groups: Any) -> dict[Bucket, Groups]:
@@ -226,43 +216,29 @@ def main_home(verb: str, groups: Any, homes: Mapping[Bucket, Groups]) -> Groups:
 _ALIGN = 64  # bytes; of a copy, for vector loads
 
 
-class SnapshotMemory:
-    """Host memory of this process for copies, whichever folder they go to.
-
-    A save takes it and gives it back when it has ended. Of several pieces, as saves to several
-    folders may be under way at the same time, the largest is kept for each kind of device.
-    """
-
-    def __init__(self) -> None:
-        self.free: dict[str, Tensor] = {}  # by the kind of device that copies to it
-        self._turn = threading.Lock()
-
-    def lend(self, nbytes: int, device: torch.device) -> Tensor:
-        """Memory of at least so many bytes, which a device can copy to."""
-        with self._turn:
-            memory = self.free.pop(device.type, None)
-        if memory is not None and len(memory) >= nbytes:
-            return memory
-        memory = None  # if it is too small, it goes before a larger one is made
-        # A little more, since lengths in JSON may grow from one save to the next.
-        return _device.host_buffer(nbytes + 4096, device)
-
-    def give_back(self, memory: Tensor, device: torch.device) -> None:
-        """Let other saves use it."""
-        with self._turn:
-            kept = self.free.get(device.type)
-            if kept is None or len(kept) < len(memory):
-                self.free[device.type] = memory
+# Host memory of this process that no save uses, by the kind of device that copies to it. A save
+# takes it and gives it back when it has ended. Of several pieces, as saves to several folders may
+# be under way at the same time, the largest is kept for each kind of device.
+FREE: dict[str, Tensor] = {}
 
 
-MEMORY = SnapshotMemory()
+def _lend(nbytes: int, device: torch.device) -> Tensor:
+    """Memory of at least so many bytes, which a device can copy to."""
+    memory = FREE.pop(device.type, None)
+    if memory is not None and len(memory) >= nbytes:
+        return memory
+    memory = None  # if it is too small, it goes before a larger one is made
+    return _device.host_buffer(nbytes, device)
 
 
 def on_host(tensors: Mapping[K, Tensor]) -> AbstractContextManager[dict[K, Tensor]]:
     """A block that has these tensors on the host: themselves if they are there already."""
-    if all(x.is_cpu or in_file(x) for x in tensors.values()):
-        return nullcontext({name: _dense(x) for name, x in tensors.items()})
-    return copied(tensors)
+    dense = dict[K, Tensor]()
+    for name, x in tensors.items():
+        if not x.is_cpu and not in_file(x):
+            return copied(tensors)
+        dense[name] = _dense(x)
+    return nullcontext(dense)
 
 
 def copied(tensors: Mapping[K, Tensor]) -> AbstractContextManager[dict[K, Tensor]]:
@@ -282,7 +258,7 @@ def copied(tensors: Mapping[K, Tensor]) -> AbstractContextManager[dict[K, Tensor
         places[name] = end
         end += -(-x.numel() * x.itemsize // _ALIGN) * _ALIGN
     device = next(iter(devices), torch.device("cpu"))
-    memory = MEMORY.lend(end, device)
+    memory = _lend(end, device)
 
     def copy_of(name: K, x: Tensor) -> Tensor:
         low = places[name]
@@ -304,10 +280,13 @@ def copied(tensors: Mapping[K, Tensor]) -> AbstractContextManager[dict[K, Tensor
             yield {k: far[k].mapped() if k in far else copies[k] for k in order}
         finally:
             hold.release()
-            MEMORY.give_back(memory, device)
+            if len(memory) > len(FREE.get(device.type, ())):
+                FREE[device.type] = memory
 
     return block()
 
 
 def _dense(x: Any) -> Tensor:
-    return x.mapped() if in_file(x) else read(x).detach().resolve_conj().resolve_neg().contiguous()
+    if _torch.is_wrapper(x):  # it lies in a file, or as codes
+        return x.mapped() if in_file(x) else read(x)
+    return x.detach().resolve_conj().resolve_neg().contiguous()

@@ -126,8 +126,6 @@ from mics_fn.collectives.pending import (
     Task,
     finish_readers,
     push_all,
-    wait_all,
-    wait_until,
 )
 from mics_fn.collectives.wire import SHORT_NAMES, Wire, check_level, checksum
 

@@ -23,7 +23,6 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from torch import Tensor
 
 from mics_fn import _device, _torch, checks
 from mics_fn.collectives.codec import Codec
-from mics_fn.collectives.pending import Collective, Pending, Steps, Task, What, reads
+from mics_fn.collectives.pending import Collective, Pending, Steps, Task, What
 from mics_fn.collectives.wire import Wire, mean_factors, mean_of, mean_of_two
 from mics_fn.errors import GroupsError
 from mics_fn.groups import Buffers, Comm, Groups, Route
@@ -66,7 +65,7 @@ class _Works:
             work.wait()
 
 
-def _swap(out: Tensor, chunk: Tensor, rank: int, **how: Any) -> _Works:
+def _swap(out: Tensor, chunk: Tensor, rank: int, **how: Any) -> Any:
     """An all-gather as exchanges that write in place.
 
     gloo's own all-gather sends as much, but allocates twice the size of its result in each call.
@@ -80,7 +79,7 @@ def _swap(out: Tensor, chunk: Tensor, rank: int, **how: Any) -> _Works:
         sent, received = [0] * count, [0] * count
         sent[to] = received[source] = chunk.numel()
         works.append(dist.all_to_all_single(out[source], chunk, received, sent, **how))
-    return _Works(works)
+    return works[0] if count == 2 else _Works(works)
 
 
 def exchanges(comm: Comm, device: torch.device) -> bool:
@@ -371,8 +370,8 @@ def start_all_gather(
     elif out is None:
         out = chunk.new_empty(route.size, *chunk.shape)
     comms = gather_comms(route, chunk)
-    how = {"keep": (chunk, out), "device": chunk.device, "what": what}
-    return reads(Pending(gather_steps(route, chunk, out), comms, **how), comms, chunk)
+    how = {"keep": (chunk, out), "device": chunk.device, "what": what, "reads": chunk}
+    return Pending(gather_steps(route, chunk, out), comms, **how)
 
 
 def start_fetch(
@@ -402,9 +401,12 @@ def start_fetch(
     Communication: as `start_all_gather`.
     """
     outer, inner = route.split(route.hold)
-    both = ((outer, held), (inner, out))
-    parts = [(route, to) for route, to in both if to is not None and to is not chunk]
-    comms = [comm for route, _ in parts for comm in gather_comms(route, chunk)]
+    parts, comms, keep = list[tuple[Route, Tensor]](), list[Comm](), [chunk]
+    for levels, target in ((outer, held), (inner, out)):
+        if target is not None and target is not chunk:
+            parts.append((levels, target))
+            comms += gather_comms(levels, chunk)
+            keep.append(target)
     if bring is not None and parts:
         comms.insert(0, bring.comm)
 
@@ -421,14 +423,13 @@ def start_fetch(
             mine = target
         return mine
 
-    keep = (chunk, *(target for _, target in parts))
-    how = {"keep": keep, "device": keep[-1].device, "what": what}
-    return reads(Pending(steps(), comms, **how), comms, chunk)
+    how = {"keep": keep, "device": keep[-1].device, "what": what, "reads": chunk}
+    return Pending(steps(), comms, **how)
 
 
-def gather_comms(route: Route, chunk: Tensor) -> list[Comm]:
+def gather_comms(route: Route, chunk: Tensor) -> tuple[Comm, ...]:
     """The communicators that `gather_steps` uses, in order."""
-    return [level.gather for level in route.levels if moves(chunk)]
+    return route.gathers if moves(chunk) else ()
 
 
 def gather_steps(route: Route, chunk: Tensor, out: Tensor) -> Steps:
@@ -488,9 +489,9 @@ def start_reduce_scatter(
     return Pending(steps(), comms, keep=(full, spare, out), device=full.device, what=what)
 
 
-def scatter_comms(route: Route, full: Tensor) -> list[Comm]:
+def scatter_comms(route: Route, full: Tensor) -> tuple[Comm, ...]:
     """The communicators that `scatter_steps` uses, in order."""
-    return [level.reduce for level in reversed(route.levels) if moves(full)]
+    return route.reductions if moves(full) else ()
 
 
 def spare_numel(
@@ -513,17 +514,18 @@ def spare_numel(
       wire: as for `start_reduce_scatter`.
       itemsize: bytes of an element, with a wire.
     """
-    most, coded = 0, wire.levels(route) if wire else 0
-    for i, level in enumerate(route.levels):  # the outermost is the last
-        comm = level.reduce
-        here = numel // prod(level.reduce.size for level in route.levels[i + 1 :])
-        if wire and i < coded:
+    most, here = 0, numel
+    plain = len(route.levels) - (wire.levels(route) if wire else 0)
+    for i, comm in enumerate(route.reductions):
+        whole = exchanges(comm, device) and comm.size != 2  # else one part arrives
+        if wire and i >= plain:
             nbytes = exchange_bytes(wire.codec, here // comm.size, comm.size)
             most = max(most, -(-nbytes // itemsize))
-            continue
-        whole = exchanges(comm, device) and comm.size != 2  # else one part arrives
-        last = direct and i == 0 and not whole
-        most = max(most, 0 if last else here if whole else here // comm.size)
+        elif whole:
+            most = max(most, here)
+        elif not direct or comm is not route.reductions[-1]:
+            most = max(most, here // comm.size)
+        here //= comm.size
     return most
 
 
@@ -723,8 +725,7 @@ def start_coded_gather(
         return Pending(steps(), comms, keep=keep, device=codes.device, what=what)
     comms.insert(0, bring.comm)
     keep.append(near)
-    found = Pending(steps(), comms, keep=keep, device=codes.device, what=what)
-    return reads(found, comms, source)
+    return Pending(steps(), comms, keep=keep, device=codes.device, what=what, reads=source)
 
 
 def _decode(codes: SentCodes, every: Tensor, out: Tensor) -> None:
@@ -799,15 +800,16 @@ def mean_over_ranks(groups: Groups, tensor: Tensor) -> Tensor:
 
 def start_mean_over_ranks(groups: Groups, tensor: Tensor, name: str = "") -> Pending:
     """Start `mean_over_ranks`; with a name the ledger has its bytes under that."""
-    both = [groups.partition, groups.replicas]
-    both = [replace(comm, name=name) for comm in both] if name else both
+    both, comms = list[Comm](), list[Comm]()
+    for comm in (groups.partition, groups.replicas):
+        both.append(replace(comm, name=name) if name else comm)
+        comms += mean_comms(both[-1], tensor)
 
     def steps() -> Steps:
         for comm in both:
             yield from mean_steps(comm, tensor)
         return tensor
 
-    comms = [each for comm in both for each in mean_comms(comm, tensor)]
     what = ("", name or "mean over all ranks", "")
     return Pending(steps(), comms, keep=(tensor,), device=tensor.device, what=what)
 

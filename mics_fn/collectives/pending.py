@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -121,6 +121,7 @@ class Pending:
       keep: every tensor that these read or write; the first has the same size on all ranks.
       device: where the tensors live.
       what: the verb, what it does and to what; all ranks compare it.
+      reads: memory that other ranks may still need; see [Note: memory that is still sent].
 
     Raises:
       DesyncError: ranks are about to do different things; see `schedules.calls`.
@@ -140,29 +141,24 @@ class Pending:
         keep: Sequence[Tensor],
         device: torch.device,
         what: What,
+        reads: Tensor | None = None,
     ) -> None:
         self._call = (*what, keep[0].nbytes)
         if spans.observers:
             spans.calling(call_text(self._call), keep[:1], comms)
         self._steps, self._comms, self._keep = steps, comms, list[Any](keep)
         self._numbers: list[int] = []  # of this call over each of `comms`
-        # Its next level is to be issued, the level in flight, the result, or that it has failed.
-        self.state: Literal["queued", "failed"] | Collective | Tensor = "queued"
+        self.finished = False  # whether the host has nothing left to issue or to wait for
+        self._result: Tensor | None = None  # None if it has failed
+        self._in_flight: Collective | None = None
+        self._flight: Any = spans.UNSEEN  # the span of that, on the host
         self.ready: torch.Event | None = None  # on an accelerator: over once the result is there
         self._device = device
         self.level = 0  # number of collectives issued so far
-        self._flight: Any = spans.UNSEEN  # the level in flight, on the host
         with self._span(parts=bool(comms)):
             self._begin()
-
-    @property
-    def finished(self) -> bool:
-        """Whether the host has nothing left to issue or to wait for."""
-        return isinstance(self.state, Tensor) or self.state == "failed"
-
-    @property
-    def _in_flight(self) -> Collective | None:
-        return self.state if isinstance(self.state, Collective) else None
+        if reads is not None and comms:
+            _READERS[self] = _memory_of(reads), comms[0].life
 
     def _begin(self) -> None:
         comms = self._comms
@@ -198,7 +194,7 @@ class Pending:
     def _run_on_streams(self) -> None:
         """See [Note: streams]."""
         if self._comms and self._comms[0].life.standing:  # no wait on the host would find out
-            self._guard(lambda: self._comms[0].life.check(self.stuck))
+            self._comms[0].life.check(self.stuck)
         with _device.keep_stream(self._device):
             if self._comms:
                 _device.follow(self._comms[0].stream(self._device), self._device)
@@ -212,42 +208,44 @@ class Pending:
         """Advance as far as possible without waiting; returns whether anything changed."""
         moved = False
         while not self.finished:
-            in_flight = self._in_flight
-            if in_flight is not None and not in_flight.done():
+            if self._in_flight is not None and not self._in_flight.done():
                 break
             if self.level < len(self._comms) and self._comms[self.level].queue[0] is not self:
                 break  # see [Note: order on a communicator]
-            if in_flight is not None:
-                self.state = "queued"
-                self._guard(in_flight.finish)
-                self._flight.stop()
             self._advance()
             moved = True
         return moved
 
     def _advance(self) -> None:
-        """Issue the next level, or finish."""
-        try:
-            self.state = self._guard(self._issue_next)
-            self._comms[self.level].queue.popleft()
-            self.level += 1
-        except StopIteration as stop:
-            self.state = stop.value
-
-    def _issue_next(self) -> Collective:
-        with _torch.without_torch_func():  # whoever waits may be inside, and what was started not
-            collective = next(self._steps)
-        if spans.observers:
-            text = f"{collective.op} ({call_text(self._call)})"
-            spans.calling(text, self._keep[:1], [collective.comm])
+        """Let go of the level that is done, and issue the next one, or end; failing, give it up."""
         on_device = _device.is_async(self._device)
-        if on_device:
-            _device.follow(collective.comm.stream(self._device), self._device)
-            self._keep.append(collective)  # with the tensors that only it refers to
-        facts = {"nbytes": collective.nbytes_sent, "lasts": not on_device}
-        with self._span(collective.comm.name, **facts) as self._flight:
-            collective.issue(async_op=not on_device)
-        return collective
+        try:
+            done, self._in_flight = self._in_flight, None
+            if done is not None and not on_device:
+                done.finish()
+                if self._flight is not spans.UNSEEN:
+                    self._flight.stop()
+            with _torch.without_torch_func():  # whoever waits may be inside; what was started not
+                collective = next(self._steps)
+            if spans.observers:
+                text = f"{collective.op} ({call_text(self._call)})"
+                spans.calling(text, self._keep[:1], [collective.comm])
+            if on_device:
+                _device.follow(collective.comm.stream(self._device), self._device)
+                self._keep.append(collective)  # with the tensors that only it refers to
+            facts = {"nbytes": collective.nbytes_sent, "lasts": not on_device}
+            self._flight = self._span(collective.comm.name, **facts)
+            with self._flight:
+                collective.issue(async_op=not on_device)
+        except StopIteration as stop:
+            self._result, self.finished = stop.value, True
+            return
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._in_flight = collective
+        self._comms[self.level].queue.popleft()
+        self.level += 1
 
     def _span(self, level: str = "", **facts: Any) -> Any:
         """All of it, or one of its levels, for `inspection.watch`."""
@@ -256,19 +254,9 @@ class Pending:
         kind, about = spans.kind_of(self._call[1], level), self._call[2]
         return spans.Span(kind, about, level=level, device=self._device, **facts)
 
-    def _guard(self, step: Callable[[], Any]) -> Any:
-        """Run a step; on an error remove the collective from every queue."""
-        try:
-            return step()
-        except StopIteration:
-            raise
-        except BaseException as error:
-            self._fail(error)
-            raise
-
     def _fail(self, error: BaseException) -> None:
         """Give it up, and with it its groups: see [Note: failed groups] in `group_state`."""
-        self.state = "failed"
+        self.finished = True
         for comm in self._comms[self.level :]:
             if self in comm.queue:
                 comm.queue.remove(self)
@@ -299,19 +287,35 @@ class Pending:
         """Whether so many levels are done, without waiting."""
         return self.finished or self.level > levels
 
+    def wait_for(self, levels: int) -> None:
+        """Wait until so many levels are done.
+
+        Raises:
+          CollectiveError: there was no progress for the timeout of a collective in flight.
+          GroupsError: its groups were closed or have failed, or another thread uses them.
+          DesyncError: ranks wait for each other, or some of them left the schedule.
+          PeerFailed: a rank has failed without which this cannot end.
+        """
+        while not self.passed(levels):
+            if not spans.seen():
+                _poll(self, levels)
+                return
+            with self._waiting():  # a wait for hop 1 and then for hop 2 is two
+                _poll(self, levels, self.kind)
+
     def wait(self) -> Tensor:
         """Wait for the result, ready for the current stream; a second call returns it again."""
         if not self.finished:
-            wait_until(self._comms[0].life, lambda: self.finished, self)
+            self.wait_for(len(self._comms))
         if self.ready is not None:
-            with self.waiting():
+            with self._waiting():
                 _device.wait(self._device, self.ready)
         self._keep.clear()
-        if not isinstance(self.state, Tensor):
+        if self._result is None:
             raise CollectiveError("this collective failed before; its result does not exist")
-        return self.state
+        return self._result
 
-    def waiting(self) -> Any:
+    def _waiting(self) -> Any:
         """A wait for what it does now, for `inspection.watch`."""
         if not spans.seen():
             return spans.UNSEEN
@@ -320,7 +324,7 @@ class Pending:
     @property
     def kind(self) -> str:
         """What it does now, for `inspection.watch`: "hop1" turns into "hop2" on the way."""
-        return spans.kind_of(self._call[1], self._awaited) if spans.seen() else ""
+        return spans.kind_of(self._call[1], self._awaited)
 
     @property
     def _awaited(self) -> str:
@@ -350,29 +354,12 @@ def push_all(life: GroupState) -> bool:
     return moved
 
 
-def wait_until(life: GroupState, done: Callable[[], bool], pending: Pending) -> None:
-    """Advance all collectives until `done()`, and sleep in between, so that Ctrl-C works at once.
+def _poll(pending: Pending, levels: int, kind: str = "") -> None:
+    """Advance all collectives until one has passed so many levels, or does something else.
 
-    Args:
-      life: of the communicators.
-      done: asked again and again.
-      pending: what has to get on before that is so.
-
-    Raises:
-      CollectiveError: there was no progress for the timeout of a collective in flight.
-      GroupsError: its groups were closed or have failed, or another thread uses them.
-      DesyncError: ranks wait for each other, or some of them left the schedule.
-      PeerFailed: a rank has failed without which this cannot end.
+    It sleeps in between, so that Ctrl-C works at once.
     """
-    while True:  # for `inspection.watch`, a wait for hop 1 and then for hop 2 is two
-        kind = pending.kind
-        with pending.waiting():
-            _poll(life, lambda kind=kind: done() or pending.kind != kind, pending)
-        if done():
-            return
-
-
-def _poll(life: GroupState, done: Callable[[], bool], pending: Pending) -> None:
+    life = pending._comms[0].life
     pending._comms[0].check_open()
     life.turns.enter()
     since = stalled = time.monotonic()
@@ -381,7 +368,7 @@ def _poll(life: GroupState, done: Callable[[], bool], pending: Pending) -> None:
         while True:
             if push_all(life):
                 since = stalled = time.monotonic()
-            if done():
+            if pending.passed(levels) or (kind and pending.kind != kind):
                 return
             if not life.active:
                 raise CollectiveError("this wait cannot end: the collective failed before")
@@ -403,37 +390,21 @@ def _poll(life: GroupState, done: Callable[[], bool], pending: Pending) -> None:
             life.channel.moved()
 
 
-def wait_all(pendings: Sequence[Pending]) -> list[Tensor]:
-    """Wait for several collectives, whose levels overlap; returns their results in order."""
-    return [pending.wait() for pending in pendings]
-
-
 # Which memory gathers under way still read, so that nobody overwrites it.
 
 _READERS: WeakKeyDictionary[Pending, tuple[int, GroupState]] = WeakKeyDictionary()
 
 
-def reads(pending: Pending, comms: Sequence[Comm], chunk: Tensor) -> Pending:
-    """The same gather, noted as a reader of its chunk for as long as anybody may wait for it."""
-    if comms:
-        _READERS[pending] = _memory_of(chunk), comms[0].life
-    return pending
-
-
 def finish_readers(written: Sequence[Tensor]) -> None:
     """Wait for gathers that still read memory; see [Note: memory that is still sent]."""
-    under_way = [
-        (pending, storage)
-        for pending, (storage, life) in _READERS.items()
-        if not life.closed
-        and life.failed is None
-        and (pending.ready is not None or not pending.finished)
-    ]
-    if under_way:
-        storages = {_memory_of(tensor) for tensor in written}
-        for pending, storage in under_way:
-            if storage in storages:
-                pending.wait()
+    storages: set[int] = set()
+    for pending, (storage, life) in list(_READERS.items()):
+        is_over = pending.finished and pending.ready is None
+        if is_over or life.closed or life.failed is not None:
+            continue
+        storages = storages or set(map(_memory_of, written))
+        if storage in storages:
+            pending.wait()
 
 
 def _memory_of(tensor: Tensor) -> int:

@@ -37,6 +37,7 @@ from mics_fn.shards import (
     Opened,
     Sharded,
     Tied,
+    TreeLayout,
     brought,
     check_leaves,
     deal,
@@ -48,6 +49,7 @@ from mics_fn.shards import (
     needs_derivative,
     open_shards,
     pieces,
+    places_of,
     put,
     refuse_none,
     refuse_tracing,
@@ -444,7 +446,7 @@ def defer(
     add = None if into is None else into.add
     live = LiveBuckets(opened.uses, opened.names, learned, policy, channel, add, closes=closes)
     if into is None:
-        full = opened.data
+        full = list(opened.data)
     else:
         full = into.expect(opened, live.run, WeakMethod(live.let_go))
     put(full, opened.uses, fetch_all(live, full))
@@ -584,13 +586,13 @@ def _without_data(
         if mode is None:
             batch = tree.map_leaves(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
         empty = [_without_values(leaf, device) for leaf in leaves]
-        homes = [home] * len(empty)
-        opened = Opened("record", None, "shards", empty, spec, homes, grouped(empty, homes))
+        layout = TreeLayout("record", places_of(empty), (home,) * len(empty))
+        opened = Opened("record", None, "shards", empty, spec, layout, layout.uses)
         policy, channel = OnDemand(None, 0), Channel()
         nowhere = lambda index, grads: None  # noqa: E731
         facts = opened.uses, opened.names, Learned(), policy, channel, nowhere
         live = LiveBuckets(*facts, hollow=True)
-        full = opened.data
+        full = list(opened.data)
         put(full, opened.uses, fetch_all(live, full))
         loss = loss_fn(opened.build(full), batch)
         check_loss("record", loss)

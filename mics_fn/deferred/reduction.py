@@ -60,11 +60,9 @@ from mics_fn.collectives import (
     scatter_comms,
     scatter_steps,
     spare_numel,
-    wait_all,
-    wait_until,
 )
 from mics_fn.errors import LeafError
-from mics_fn.groups import LEAST_RING, Buffers, Comm, GroupState, Route, Slot, slot_sizes
+from mics_fn.groups import LEAST_RING, Buffers, Comm, Route, Slot, slot_sizes
 from mics_fn.offload import DEVICE, FileTensor, Place, Where, empty_at, in_file, transfer
 from mics_fn.schedules import Run
 from mics_fn.shards import BucketUse, Opened, dense, note_origins, pack_full, split_chunk
@@ -182,12 +180,6 @@ def free_slot(slot: Slot) -> None:
     device = slot.first.device
     if _device.is_async(device):
         slot.until = partial(_device.wait, device, _device.record(device))
-
-
-def until_passed(life: GroupState, pending: Pending, levels: int) -> None:
-    """Wait until so many levels of a reduction are done."""
-    if not pending.passed(levels):
-        wait_until(life, lambda: pending.passed(levels), pending)
 
 
 def holds_in_full(key: Hashable, values: Sequence[Any]) -> None:
@@ -338,7 +330,8 @@ class Reduction:
 
     def wait_for(self, index: int) -> None:
         """Wait for one bucket."""
-        wait_all(self._pendings.get(index, ()))
+        for pending in self._pendings.get(index, ()):
+            pending.wait()
         self._pendings[index] = []
 
     def done(self, index: int) -> bool:
@@ -514,7 +507,7 @@ class Reduction:
         pending = Pending(steps, [*comms, *later], keep=keep, device=device, what=what)
         self._pendings.setdefault(index, []).append(pending)
         if not _device.is_async(device):
-            slot.until = partial(until_passed, use.home.life, pending, len(now.levels) + levels)
+            slot.until = partial(pending.wait_for, len(now.levels) + levels)
 
     def _later_comms(self, index: int, out: Tensor) -> tuple[list[Comm], int]:
         """Communicators of what follows hop 1 in this pass, and after how many the slot is free."""

@@ -70,9 +70,9 @@ rank's place in each), `Pools` of memory that is reused, and a `Channel` for mes
 says over how many ranks of it parameters and gradients stay sharded; see `placement.py`.
 
 Start reading at `topology.py`, with [Note: chunk order]. `groups.py`, `communicator.py`,
-`group_state.py` and `buffers.py` are the values; `peers.py`, `monitor.py`, `store_thread.py` and
-`uncaught.py` are about ranks that fail, `rejoining.py` about those that go on or come back, and
-`stopping.py` about how jobs end. `make.py` makes groups, with `distributed.py` (device and
+`group_state.py` and `buffers.py` are the values; `peers.py`, `monitor.py` and `store_thread.py` are
+about ranks that fail, `rejoining.py` about those that go on or come back, and `stopping.py` about
+how jobs end. `make.py` makes groups, with `distributed.py` (device and
 backend), `environment.py` (launchers) and `rendezvous.py` (ranks meet before any group exists). To
 add a launcher, add a row of its names to `environment.py`, and its cases to
 `tests/groups/test_launcher.py`. To add a placement, add a row to `PLACEMENTS` in `placement.py`,

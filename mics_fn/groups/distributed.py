@@ -4,7 +4,7 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,11 +16,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from mics_fn import _device, _torch, checks, errors, spans
 from mics_fn.groups import environment
-from mics_fn.groups.peers import Process, without_a_word
-from mics_fn.groups.rendezvous import meet, part_of_start, returning, some_rank_lives, until_read
+from mics_fn.groups.rendezvous import meet_once, part_of_start, returning, some_rank_lives
 from mics_fn.groups.store_thread import BoundedStore, StoreLost, StoreThread, bounded
 from mics_fn.groups.topology import fold_ranks
-from mics_fn.store import poll
 
 # Which accelerator a rank uses, and whether another rank uses the same one.
 
@@ -39,10 +37,6 @@ class Machine:
     def count(self) -> int:
         """How many of them this process sees."""
         return torch.accelerator.device_count()
-
-    def with_index(self, device: torch.device) -> torch.device:
-        """The device with the number of the current one, if it has none."""
-        return _device.with_index(device)
 
     def use(self, device: torch.device) -> None:
         """Make one of them the current one."""
@@ -68,8 +62,10 @@ def device_of(device: Any) -> tuple[torch.device, str]:
         return torch.device("cpu"), f"device={device!r}, which torch does not know"
     if wanted.type == "meta":
         return torch.device("cpu"), f"device={str(device)!r}, which holds no data"
+    if not _device.is_async(wanted):
+        return wanted, ""
     count = machine.count() if machine.kind() == wanted.type else 0
-    if not _device.is_async(wanted) or (wanted.index or 0) < count:
+    if (wanted.index or 0) < count:
         return wanted, ""
     return wanted, f"{wanted} is asked for, and this process sees {count} devices of its kind"
 
@@ -79,14 +75,6 @@ def backends_of(config: str) -> dict[str, str]:
     if ":" not in config:
         return dict.fromkeys(dist.Backend.backend_capability.get(config, ()), config)
     return dict(part.split(":", 1) for part in config.split(","))
-
-
-def check_served(backend: str | None, device: torch.device) -> None:
-    """Raise PlanError if torch knows which devices a backend serves, and this is none of them."""
-    found = backends_of("" if backend is None else backend.lower())
-    if found and device.type not in found:
-        what = f"make_groups: backend={backend!r} serves {', '.join(found)}, not {device.type}"
-        raise errors.PlanError(what, fix="pass the backend of the device, or leave it out")
 
 
 class Spot(NamedTuple):
@@ -116,21 +104,19 @@ def spot_of(device: torch.device, *, alone: bool) -> Spot:
 
 def check_distinct(verb: str, spots: Mapping[int, Spot]) -> None:
     """Raise GroupsError if several ranks share an accelerator; NCCL would fail later, or hang."""
-    users = errors.by_value({rank: spot.unit for rank, spot in spots.items() if spot.unit})
-    lines = [
-        f"{errors.name_ranks(ranks)} on {spots[ranks[0]].host}: {spots[ranks[0]].device}, {unit}"
-        for unit, ranks in users
-        if len(ranks) > 1
-    ]
+    users: dict[str, list[int]] = {}
+    for rank, spot in spots.items():
+        users.setdefault(spot.unit or f"rank {rank}", []).append(rank)
+    lines = []
+    for unit, ranks in users.items():
+        if len(ranks) > 1:
+            spot = spots[ranks[0]]
+            lines.append(f"{errors.name_ranks(ranks)} on {spot.host}: {spot.device}, {unit}")
     if lines:
         fix = "start one rank per device, show each rank one of its own (srun --gpus-per-task=1), "
         fix += "or pass device='cpu'; to share one in a test, set another NCCL_HOSTID on each rank"
         what = f"{verb}: several ranks use one device"
         raise errors.GroupsError(what, [*lines[:8], *(["..."] if len(lines) > 8 else [])], fix)
-
-
-_LOST = "mics_fn/lost at the start"  # the key of the first rank that was seen to have ended
-_BOTH_LATE_S = 1.0  # ranks that wait for the same one give up within so many seconds
 
 
 def init_distributed(
@@ -165,7 +151,6 @@ def init_distributed(
       DesyncError: some ranks would use the CPU and others would not.
       PlanError: `timeout_s` is not a number above 0, or `cpu_groups` is not a bool.
       CollectiveError: some rank did not call it in time.
-      PeerFailed: the process of a rank on this host has ended meanwhile.
 
     Example:
       >>> init_distributed(device="cpu")
@@ -180,12 +165,10 @@ def init_distributed(
     chosen, problem = _choose(device, launch)
     own = _device.backend(chosen)
     mine = {"asked": str(device), "problem": problem, "spot": spot_of(chosen, alone=not problem)}
-    mine["process"] = Process.own().name
-    back = False
     if launch is None:
         _judge_devices({0: mine})
     else:
-        store, back, processes = _agreed_store(launch, mine, timeout_s, deadline)
+        store, back = _agreed_store(launch, mine, timeout_s, deadline)
     if _device.is_async(chosen):
         machine.use(chosen)
     if launch is None:
@@ -200,14 +183,9 @@ def init_distributed(
     start = partial(dist.init_process_group, backend, timeout=limit, **how)
     if own == "gloo":  # it connects the ranks, in C++
         try:
-            bounded(start, deadline, partial(_check_processes, processes, store))
-        except errors.PeerFailed:
-            raise
+            bounded(start, deadline)
         except (RuntimeError, TimeoutError) as error:
-            _check_processes(processes, store)
-            late = time.monotonic() > deadline - _BOTH_LATE_S
-            missing = _missing(store, launch) if late else []
-            raise _no_store(launch, timeout_s, error, missing) from error
+            raise _not_connected(launch, timeout_s, error) from error
     else:
         start()
     return chosen
@@ -223,16 +201,15 @@ def _choose(
     if problem or not _device.is_async(wanted) or wanted.index is not None:
         return wanted, problem
     near = launch and torch.device(wanted.type, launch.local_rank % machine.count())
-    return near or machine.with_index(wanted), ""
+    return near or _device.with_index(wanted), ""
 
 
 def _agreed_store(
     launch: environment.Launch, mine: dict[str, Any], timeout_s: float, deadline: float
-) -> tuple[Any, bool, list[str]]:
+) -> tuple[Any, bool]:
     """The store of the launch, once all ranks found their devices fit for a start.
 
-    The second value is whether this process comes back into a job that has begun long ago; the
-    third one has the process of each rank, if it does not.
+    The second value is whether this process comes back into a job that has begun long ago.
     """
     rank, size = launch.rank, launch.world_size
     limit = timedelta(seconds=timeout_s)
@@ -246,7 +223,7 @@ def _agreed_store(
             size,
             is_master=rank == 0,
             timeout=limit,
-            wait_for_workers=False,  # `meet` waits for them, and names those that are missing
+            wait_for_workers=False,  # `meet_once` waits for them, and names those that are missing
             multi_tenant=True,
         )
 
@@ -271,80 +248,40 @@ def _agreed_store(
         start = returning.arrive(served, rank, size, others_live)
         if start is not None:
             _judge_devices({rank: mine})
-            return part_of_start(store, start), True, []
+            return part_of_start(store, start), True
         wait = {"verb": "init_distributed", "timeout_s": timeout_s, "deadline": deadline}
-        key, processes = meet(served, range(size), rank, mine, _judge_devices, **wait)
-    except errors.MicsError:
-        until_read(served, range(size), rank, "init_distributed")
-        raise
+        key, _ = meet_once(served, range(size), rank, mine, _judge_devices, **wait)
     finally:
         store_thread.end()
-    return part_of_start(store, int(key.rpartition("/")[2])), False, processes
+    return part_of_start(store, int(key.rpartition("/")[2])), False
 
 
-def _check_processes(processes: Sequence[str], store: Any, idle_s: float = 0.0) -> None:
-    """Raise PeerFailed if the process of a rank on this host has ended."""
-    own = Process.own()
-    for rank, name in enumerate(processes):
-        host, pid, started = name.split(" ")
-        if host and host == own.host and Process(host, int(pid), started).is_gone():
-            # Others may have seen that before, and ended because of it.
-            text = _asked(store, lambda served, own=rank: served.compare_set(_LOST, "", f"{own}"))
-            first = int(text.decode() if text else rank)
-            raise without_a_word(first, "killed").error("the start of torch.distributed")
-
-
-def _missing(store: Any, launch: environment.Launch) -> list[int]:
-    """The ranks that do not say, like this one, that they waited in vain to be connected."""
-    key, others = "mics_fn/not connected", range(launch.world_size)
-
-    def silent(served: BoundedStore) -> list[int]:
-        def now() -> list[int]:
-            return [rank for rank in others if not served.check([f"{key}/{rank}"])]
-
-        served.set(f"{key}/{launch.rank}", "")
-        poll(lambda: not now(), len(others), time.monotonic() + _BOTH_LATE_S)
-        return now()
-
-    return _asked(store, silent) or []
-
-
-def _asked(store: Any, ask: Callable[[BoundedStore], Any]) -> Any:
-    """What a store answers in time; None if it does not."""
-    store_thread = StoreThread(store)
-    try:
-        return ask(BoundedStore(store_thread, store, _BOTH_LATE_S, lambda why: why))
-    except (RuntimeError, errors.MicsError):
-        return None
-    finally:
-        store_thread.end()
-
-
-def _no_store(
-    launch: environment.Launch, timeout_s: float, error: Exception, missing: Sequence[int] = ()
-) -> errors.MicsError:
-    """The error of a rank that cannot reach the store, or the others through it."""
+def _no_store(launch: environment.Launch, timeout_s: float, error: Exception) -> errors.MicsError:
+    """The error of a rank that cannot reach the store."""
     first = errors.first_line(error, f"no answer within {timeout_s:g} s")
-    if missing:
-        what = f"init_distributed: {errors.name_ranks(missing)} did not connect with the others"
-        fix = "look at their own output, and start the job again"
-        return errors.CollectiveError(f"{what} within {timeout_s:g} s", [first], fix)
-    if "connectFullMesh" in first:  # a host's name often leads to its own loopback address
-        what = f"init_distributed: rank {launch.rank} found the store, but gloo could not connect"
-        fix = "set GLOO_SOCKET_IFNAME, on each node, to the interface that the other nodes reach,"
-        fix += " such as eth0; `ip -br addr` lists interfaces"
-        return errors.GroupsError(f"{what} it with the other ranks", [first], fix)
-    what = f"init_distributed: rank {launch.rank} cannot start with the store"
+    where = f"{launch.master_addr}:{launch.master_port}"
+    what = f"init_distributed: rank {launch.rank} cannot start with the store at {where}"
     fix = "start rank 0, or torchrun, on the host of MASTER_ADDR and with a free MASTER_PORT"
-    where = f"{what} at {launch.master_addr}:{launch.master_port}"
     late = isinstance(error, TimeoutError | StoreLost) or "timed out" in first
     return (errors.CollectiveError if late else errors.GroupsError)(
-        errors.message(where, [first], fix)
+        errors.message(what, [first], fix)
     )
 
 
-def _judge_devices(found: Mapping[int, dict[str, Any]]) -> list[str]:
-    """The process of each rank; raises if their devices do not fit together."""
+def _not_connected(
+    launch: environment.Launch, timeout_s: float, error: Exception
+) -> errors.CollectiveError:
+    """The error of a rank that has met the others, and that gloo could not connect with them."""
+    first = errors.first_line(error, f"they did not connect within {timeout_s:g} s")
+    what = f"init_distributed: rank {launch.rank} found the store, but gloo could not connect it"
+    # A host's name often leads to its own loopback address.
+    fix = "look whether another rank has ended, and set GLOO_SOCKET_IFNAME, on each node, to the"
+    fix += " interface that the other nodes reach, such as eth0; `ip -br addr` lists interfaces"
+    return errors.CollectiveError(f"{what} with the other ranks", [first], fix)
+
+
+def _judge_devices(found: Mapping[int, dict[str, Any]]) -> None:
+    """Raise an error if the devices of all ranks do not fit together."""
     spots = {rank: Spot(*mine["spot"]) for rank, mine in found.items()}
     odd = [rank for rank, mine in found.items() if mine["problem"]]
     wrong = {rank: f"{found[rank]['problem']}, on {spots[rank].host}" for rank in odd}
@@ -362,7 +299,6 @@ def _judge_devices(found: Mapping[int, dict[str, Any]]) -> list[str]:
             "init_distributed: ranks use different kinds of devices", texts, fix
         )
     check_distinct("init_distributed", spots)
-    return [mine["process"] for mine in found.values()]
 
 
 def own_failures(backend: str, *, begun: bool) -> None:
@@ -446,27 +382,20 @@ def device_and_backend(
     """The device of tensors that the groups communicate, and the backend that serves it.
 
     Raises:
-      PlanError: torch does not know this backend, or it does not serve that device.
-      GroupsError: the default group has no backend for that device.
+      GroupsError: this process lacks the device, or the default group has no backend for it.
     """
-    known = dist.Backend.backend_list[1:]  # the first one is "undefined"
-    named = [] if backend is None else [part.rpartition(":")[2] for part in backend.split(",")]
-    if any(name.lower() not in known for name in named):
-        expected = f"one of {', '.join(known)}"
-        checks.refuse("make_groups", "backend", backend, expected, "pass 'gloo'")
     if device is not None:
         device, problem = device_of(device)
         if problem:
             fix = "pass device='cpu', or use a torch and a driver for this device"
             raise errors.GroupsError(f"make_groups: {problem}", fix=fix)
-        check_served(backend, device)
     if not dist.is_initialized():
         own = torch.get_default_device() if device is None else device
-        return machine.with_index(own), ""
+        return _device.with_index(own), ""
     config = backend or dist.get_backend_config()
     if device is None:
         device = _served_kind(config) if mesh is None else mesh.device_type
-    chosen = machine.with_index(torch.device(device))
+    chosen = _device.with_index(torch.device(device))
     if backend is not None:
         return chosen, backend
     # A config such as "cpu:gloo,cuda:nccl" names one backend per device. Groups that are made for

@@ -73,10 +73,6 @@ class GroupState:
     standing: Mapping[int | None, peers.Failure] = field(default_factory=dict)
     told: peers.Failure | None = None  # what this rank said of itself last
     stands: bool = False  # whether it has not withdrawn that
-    # The exception that was handled when these groups began, which is not the reason of their end.
-    amid: int = field(default_factory=lambda: id(sys.exception()))
-    # Calls by communicator when this rank raised, of the last times; others may be behind.
-    _raised_at: deque[Mapping[str, int]] = field(default_factory=lambda: deque(maxlen=64))
     channel: Channel = field(default_factory=Channel)  # of this rank's partition group
     # Of the monitor: tell a failure; make one final (False if it was withdrawn); withdraw that of
     # this rank (False if another rank has given up because of it); look at once, which returns
@@ -99,6 +95,10 @@ class GroupState:
 
     def __post_init__(self) -> None:
         self.idle = peers.Idle(self.ranks, self.rank)
+        # The exception that is handled as these groups begin, which is not the reason of their end.
+        self.amid = id(sys.exception())
+        # Calls by communicator when this rank raised, of the last times; others may be behind.
+        self._raised_at: deque[Mapping[str, int]] = deque(maxlen=64)
 
     @property
     def job(self) -> JobMessages:

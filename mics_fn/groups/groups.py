@@ -87,6 +87,16 @@ class Route:
         end = self.names.index(last)
         return sum(self.names.index(level.reach or level.name) <= end for level in self.levels)
 
+    @cached_property
+    def gathers(self) -> tuple[Comm, ...]:
+        """The communicators that a gather uses, in order."""
+        return tuple(level.gather for level in self.levels)
+
+    @cached_property
+    def reductions(self) -> tuple[Comm, ...]:
+        """The communicators that a reduction uses, in order: the innermost level first."""
+        return tuple(level.reduce for level in reversed(self.levels))
+
     @property
     def comms(self) -> list[Comm]:
         """The two communicators of each level, in the order in which they were made."""
@@ -198,6 +208,11 @@ class Hierarchy:
 
     num_replicas = 1  # it knows no other replicas
     apart = False
+
+    @cached_property
+    def layouts(self) -> dict[Any, Any]:
+        """How trees lie on these ranks, by their structure; see `shards.opened`."""
+        return {}
 
     @cached_property
     def replicas(self) -> Comm:
@@ -335,6 +350,11 @@ class Groups:
             apart=True,
             agreed=set(),
         )
+
+    @cached_property
+    def layouts(self) -> dict[Any, Any]:
+        """How trees lie on these groups, by their structure; see `shards.opened`."""
+        return {}
 
     @cached_property
     def _derived(self) -> dict[Callable[[Any], Any], Any]:

@@ -22,12 +22,11 @@ from mics_fn.groups.communicator import Maker
 from mics_fn.groups.environment import node_of
 from mics_fn.groups.group_state import GroupState, check_fork, withdraw_all
 from mics_fn.groups.groups import Groups, Hierarchy, Level, Route
-from mics_fn.groups.monitor import monitor
+from mics_fn.groups.monitor import limit_by_default, listen, monitor
 from mics_fn.groups.peers import check_limits
 from mics_fn.groups.rendezvous import Meeting, meet_once, returning
 from mics_fn.groups.store_thread import bounded
 from mics_fn.groups.topology import FLAT, Plan, Topology, plan_groups
-from mics_fn.groups.uncaught import limit_by_default, listen
 from mics_fn.schedules import Channel
 
 
@@ -43,14 +42,6 @@ class Recipe:
 # What ranks tell each other before they make groups, and what must be equal or distinct there.
 
 
-class Fact(NamedTuple):
-    """What must be equal on all ranks, as text for people."""
-
-    name: str
-    value: str
-    fix: str  # what to do if ranks differ
-
-
 class Location(NamedTuple):
     """The node that a rank runs on."""
 
@@ -59,39 +50,37 @@ class Location(NamedTuple):
     host: str  # empty if the user defines what a node is
 
 
-def told(facts: Sequence[Fact], location: Location, spot: distributed.Spot) -> list[Any]:
-    """What a rank writes down for `judged`."""
-    return [[fact.value for fact in facts], location, spot]
-
-
-def judged(facts: Sequence[Fact], found: Mapping[int, Any]) -> int:
-    """Check the facts of all ranks; return the number of ranks on one node.
+def judged(found: Mapping[int, Any]) -> int:
+    """Check the facts, the location and the device of each rank; return the size of a node.
 
     Raises:
       DesyncError: facts differ; the text has the values and who has them.
       GroupsError: several ranks use one device.
       PlanError: nodes hold unequal numbers of ranks, or ranks of a node are not next to each other.
     """
-    _compare(facts, {rank: values for rank, (values, _, _) in found.items()})
-    distributed.check_distinct(
-        "make_groups", {rank: distributed.Spot(*spot) for rank, (_, _, spot) in found.items()}
-    )
-    return node_size_of({rank: Location(*location) for rank, (_, location, _) in found.items()})
+    facts, locations, spots = {}, {}, {}
+    for rank, (mine, location, spot) in found.items():
+        facts[rank], locations[rank] = mine, Location(*location)
+        spots[rank] = distributed.Spot(*spot)
+    _compare(facts)
+    distributed.check_distinct("make_groups", spots)
+    return node_size_of(locations)
 
 
-def _compare(facts: Sequence[Fact], found: Mapping[int, Sequence[str]]) -> None:
+def _compare(found: Mapping[int, Mapping[str, str]]) -> None:
     """Raise DesyncError if a fact differs between ranks."""
-    names, lines, fixes = [], [], []
-    for i, fact in enumerate(facts):
-        holders = errors.by_value({rank: values[i] for rank, values in found.items()})
+    names, lines = [], []
+    for name in next(iter(found.values())):
+        holders = errors.by_value({rank: facts[name] for rank, facts in found.items()})
         if len(holders) > 1:
             held = [f"{value} on {errors.name_ranks(ranks)}" for value, ranks in holders]
-            names.append(fact.name)
-            lines.append(f"{fact.name}: {'; '.join(held)}")
-            fixes.append(fact.fix)
+            names.append(name)
+            lines.append(f"{name}: {'; '.join(held)}")
     if names:
         what = f"make_groups: ranks disagree on {', '.join(names)}"
-        raise errors.DesyncError(what, lines, "; ".join(fixes))
+        fix = f"pass the same {'=, '.join(names)}= on every rank"
+        found_by = "launch all ranks in the same way, or " if "node_size" in names else ""
+        raise errors.DesyncError(what, lines, found_by + fix)
 
 
 def node_size_of(locations: Mapping[int, Location]) -> int:
@@ -122,7 +111,7 @@ def node_size_of(locations: Mapping[int, Location]) -> int:
             what = f"make_groups: {source} puts {errors.name_ranks(nodes[node])} on one node"
             fix = "start ranks node by node (Slurm: --distribution=block), or pass node_size="
             raise errors.PlanError(what, [f"but they run on {', '.join(sorted(names))}"], fix)
-    if len({len(ranks) for ranks in nodes.values()}) > 1:
+    if len(set(map(len, nodes.values()))) > 1:
         what = f"make_groups: nodes hold different numbers of these ranks, by {source}"
         lines = [
             f"{len(ranks)} on one node: {errors.name_ranks(ranks)}" for ranks in nodes.values()
@@ -216,18 +205,16 @@ def make_groups(
         spans.passing("start: make_groups")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
     universe = distributed.universe_of(ranks, mesh, rank, world_size)
-    checks.flag("make_groups", "whole", whole)
     if mesh is not None and partition_size is None:
         partition_size = _shard_dim(mesh)
     chosen, served_by = distributed.device_and_backend(device, mesh, backend)
     distributed.own_failures(served_by, begun=started and "nccl" in dist.get_backend_config())
-    wiring = {"node_size": node_size, "nodes_per_rack": nodes_per_rack, "topology": topology}
-    sizes = {"num_ranks": len(universe), "world_size": world_size, "mean_over": mean_over}
-    problem = _problem(timeout_s, heartbeat_s, **wiring, **sizes)
+    given = {"partition_size": partition_size, "node_size": node_size, "topology": topology}
+    given |= {"nodes_per_rack": nodes_per_rack, "device": chosen.type, "backend": served_by}
+    given |= {"timeout_s": timeout_s, "heartbeat_s": heartbeat_s, "mean_over": mean_over}
+    given["whole"] = whole
+    problem = _problem(given, len(universe), world_size)
     here = _location(rank, None if problem else node_size, known=bool(problem or topology))
-    common = {"partition_size": partition_size, **wiring, "device": chosen.type}
-    common |= {"backend": served_by, "timeout_s": timeout_s, "heartbeat_s": heartbeat_s}
-    common |= {"mean_over": mean_over, "whole": whole}
     life = GroupState(universe, rank, whole=whole or len(universe) == world_size)
     life.on_device, life.timeout_s = _device.is_async(chosen), 600.0 if problem else timeout_s
     life.heartbeat_s = 60.0 if problem else heartbeat_s or limit_by_default(len(universe))
@@ -239,12 +226,11 @@ def make_groups(
         elif len(universe) > 1:
             listen()
             store = monitor.join(life, life.timeout_s)
-            facts = _facts(common, here)
             spot = distributed.spot_of(chosen, alone=served_by != "gloo")
             wait = {"timeout_s": life.timeout_s, "check": partial(life.check, ())}
-            mine, judge = told(facts, here, spot), partial(judged, facts)
+            mine = [_facts(given, here), here, spot]
             returning.take_over(store, universe, rank, "make_groups")
-            key, found = meet_once(store, universe, rank, mine, judge, verb="make_groups", **wait)
+            key, found = meet_once(store, universe, rank, mine, judged, verb="make_groups", **wait)
             monitor.name(life, key)
         if problem is not None:  # raised only now, so that ranks with other arguments raise as well
             raise problem
@@ -282,20 +268,11 @@ def _shard_dim(mesh: DeviceMesh) -> int | None:
     return mesh.size(1) if mesh.ndim == 2 else None
 
 
-def _problem(
-    timeout_s: float,
-    heartbeat_s: float | None,
-    *,
-    node_size: int | None,
-    nodes_per_rack: int | None,
-    topology: Topology | None,
-    num_ranks: int,
-    world_size: int,
-    mean_over: int | None,
-) -> errors.PlanError | None:
+def _problem(given: Mapping[str, Any], num_ranks: int, world_size: int) -> errors.PlanError | None:
     """What is wrong with the arguments, in words that are equal for equal arguments."""
+    mean_over, topology, node_size = given["mean_over"], given["topology"], given["node_size"]
     try:
-        check_limits(timeout_s, heartbeat_s, num_ranks)
+        check_limits(given["timeout_s"], given["heartbeat_s"], num_ranks)
         if mean_over is not None and (type(mean_over) is not int or mean_over < 1):
             fix = "pass the number of data-parallel ranks whose losses are averaged"
             raise errors.PlanError(f"mean_over={mean_over!r} is not a positive int", fix=fix)
@@ -305,7 +282,7 @@ def _problem(
         if topology is None:
             if node_size is not None:
                 Topology.of(world_size, node_size)
-        elif node_size is not None or nodes_per_rack is not None:
+        elif node_size is not None or given["nodes_per_rack"] is not None:
             fix = "pass topology= alone, or node_size= and nodes_per_rack="
             raise errors.PlanError("topology= and node sizes are both given", fix=fix)
         elif topology.world_size != num_ranks:
@@ -327,16 +304,14 @@ def _location(rank: int, node_size: int | None, *, known: bool) -> Location:
     return Location(str(node), source, host)
 
 
-def _facts(common: dict[str, object], here: Location) -> list[Fact]:
-    """What ranks must agree on; `common` holds arguments by name."""
-    facts = []
-    for name, value in common.items():
+def _facts(given: Mapping[str, Any], here: Location) -> dict[str, str]:
+    """What ranks must agree on, by the name of the argument."""
+    facts = {}
+    for name, value in given.items():
         seconds = float(value) if isinstance(value, int) and name.endswith("_s") else value
-        facts.append(Fact(name, str(seconds), f"pass the same {name}= on every rank"))
+        facts[name] = str(seconds)
     if here.host:
-        fix = "launch all ranks in the same way, or pass the same node_size= on every rank"
-        found = Fact("node_size", f"found by {here.source}", fix)
-        facts = [found if fact.name == "node_size" else fact for fact in facts]
+        facts["node_size"] = f"found by {here.source}"
     return facts
 
 

@@ -18,18 +18,18 @@ failed. They run while some groups of more than one rank are open in this proces
 
 [Note: outlived] A launcher that is killed cannot end its ranks, and they would train on, with
 nobody to stop them or to start them again. So each rank notices at a tick of its monitor that its
-parent is another process. It tells the other ranks, and its next call on its groups raises. If it
-has not ended after half of `heartbeat_s`, since it computes or waits for something else, the
-process ends; so those that wait for it end before the whole of it has passed.
-Only what a launcher has started is ended so: a shell or a kernel may go and leave a program alone.
+parent is another process, tells the other ranks, and ends at once, whatever it computes or waits
+for. Only what a launcher has started is ended so: a shell or a kernel may go and leave a program
+alone.
 """
 
+import atexit
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch.distributed as dist
@@ -37,15 +37,18 @@ import torch.distributed as dist
 from mics_fn import _torch
 from mics_fn.errors import GroupsError, PeerFailed
 from mics_fn.groups.environment import read_launch
-from mics_fn.groups.group_state import GroupState
+from mics_fn.groups.group_state import GroupState, never_destruct, tell_all
 from mics_fn.groups.peers import (
     PARKED,
     Failure,
     Journal,
+    Peer,
     Peers,
     Process,
+    end_aborts,
     followed,
     heartbeat_of,
+    least_limit_s,
     of_store,
     replaced,
     said_to_all,
@@ -53,9 +56,9 @@ from mics_fn.groups.peers import (
     withdrawn,
     without_a_word,
 )
-from mics_fn.groups.store_thread import BoundedStore, Request, StoreLost, StoreThread
+from mics_fn.groups.store_thread import BoundedStore, StoreLost, StoreThread
 from mics_fn.schedules import NEWS
-from mics_fn.threads import Bell, Latch, start
+from mics_fn.threads import Bell, Job, Latch, start
 
 # The launcher of this process, and what becomes of a rank that has outlived it.
 
@@ -86,25 +89,16 @@ class Launcher:
         self._pid = os.getppid() if was_launched(os.environ) else None
 
     def look(self, lives: Sequence[GroupState]) -> None:
-        """Give up these groups if it is gone; called at each tick of the monitor."""
+        """End this process if it is gone; called at each tick of the monitor."""
         if self._pid is None or not lives or os.getppid() == self._pid:
             return
         text = f"the launcher of rank {lives[0].rank} (process {self._pid}) is gone"
-        self._pid = None
         error = GroupsError(text, fix="start the job again")
-        grace_s = min(life.heartbeat_s for life in lives) / 2
-        end = threading.Timer(grace_s, _end, (text, grace_s))
-        end.daemon = True
-        end.start()
         for life in lives:
-            life.fail(error)
             life.tell(error, final=True, kind="exited")
-
-
-def _end(text: str, grace_s: float) -> None:
-    sys.stderr.write(f"{text}, and this process did not end in {grace_s:g} s\n")
-    sys.stderr.flush()
-    os._exit(1)
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+        os._exit(1)
 
 
 launcher = Launcher()
@@ -137,7 +131,7 @@ class Monitor:
         self._host: tuple[int | None, str] = None, ""  # of the store: the rank, and the address
         self._own = Process("", 0, "")
         self._stop, self._wake = Latch(), Bell()
-        self._request: Request | None = None  # the tick that the store thread is at
+        self._request: Job | None = None  # the tick that the store thread is at
         self._waited_s = 0.0  # how long it has been at it
         self._said = 0.0  # when this rank last said that it failed
         self._again = False  # whether the journals are to be read, whatever the news
@@ -336,11 +330,14 @@ class Monitor:
     def _judge(self, beats: dict[int, str], passed_s: float) -> None:
         """Find the ranks that are silent."""
         for rank, beat in beats.items():
-            peer, before = self._peers.hear(rank, beat, self._own, passed_s)
+            peer = self._peers.setdefault(rank, Peer())
+            before = peer.hear(beat, self._own, passed_s)
             if before:  # another process has taken its place
                 self._accuse(rank, "killed", before)
             limits = [life.heartbeat_s for life in list(self._lives) if rank in life.ranks]
-            if limits and not peer.parked and peer.is_silent(min(limits)) and peer.mark_gone():
+            heard = peer.parked or peer.gone or not limits
+            if not heard and peer.is_silent(min(limits)):
+                peer.gone = True
                 self._accuse(rank, "silent")
 
     def _accuse(self, rank: int, kind: str, process: str = "") -> None:
@@ -425,3 +422,60 @@ def _forget_monitors() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_monitors)
+
+
+# Errors that no block of the groups hears of, and the end of this process: other ranks are told.
+
+
+def _shell() -> Any:
+    """IPython's shell if this process has one."""
+    shell = sys.modules.get("IPython")
+    return None if shell is None else shell.get_ipython()
+
+
+def limit_by_default(ranks: int) -> float:
+    """Seconds of silence after which one of so many ranks has failed.
+
+    10 for people at a prompt, else 60; more where signs of life are too rare for that.
+    """
+    usual = 10.0 if hasattr(sys, "ps1") or _shell() is not None else 60.0
+    return max(usual, least_limit_s(ranks))
+
+
+@cache
+def listen() -> None:
+    """Report errors to the other ranks that no block of the groups catches."""
+    shell = _shell()
+    if shell is not None:
+        shell.events.register("post_run_cell", _after_cell)
+        return
+    before = sys.excepthook
+
+    def tell_and_show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        tell_all(error, final=not (hasattr(sys, "ps1") or sys.flags.interactive))
+        before(kind, error, trace)
+
+    sys.excepthook = tell_and_show
+
+
+def _after_cell(result: Any) -> None:
+    """Report the error of a cell; the next cell may continue."""
+    if result.error_in_exec is not None:
+        tell_all(result.error_in_exec)
+
+
+@atexit.register
+def _at_exit() -> None:
+    """Report to the other ranks, and end a process that could not close its groups.
+
+    Torch destructs them at exit. Those of NCCL abort then, but those of gloo would wait.
+    """
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        tell_all(SystemExit(), final=True, kind="exited")
+    else:
+        tell_all(error, final=True)
+        never_destruct()
+    monitor.linger()
+    monitor.end()
+    end_aborts(patience_s=5.0)

@@ -477,15 +477,20 @@ class Peer:
         self.gone = False
         self.parked = True  # whether none of its groups are open, as far as is known
 
-    def heard(self, beat: str, own: Process, tick_s: float) -> None:
-        """Take note of what it wrote, read at least a tick after the last time."""
+    def hear(self, beat: str, own: Process, tick_s: float) -> str:
+        """Take note of what it wrote, read at least a tick after the last time.
+
+        Returns:
+          the name of its process before, if another one took its place.
+        """
         if beat == self.beat or not beat:
             self.silent_s += tick_s
-            return
+            return ""
+        before, self.name = self.name, name_in(beat)
         _, state, host, pid, started = beat.split(" ")
-        self.name = name_in(beat)
         self.process = Process(host, int(pid), started) if host and host == own.host else None
         self.beat, self.silent_s, self.parked, self.gone = beat, 0.0, state == PARKED, False
+        return before if before != self.name else ""
 
     def parts(self, beat: str) -> None:
         """Take note of what it wrote last, once its process has ended."""
@@ -497,36 +502,22 @@ class Peer:
         waits = self.process is not None and self.process.is_ready()
         return self.silent_s > limit_s * (2 if waits else 1)
 
-    def mark_gone(self) -> bool:
-        """Mark it as gone; returns False if it was marked before."""
-        known, self.gone = self.gone, True
-        return not known
-
 
 class Peers(dict[int, Peer]):
     """What is known of other ranks, by rank."""
 
-    def hear(self, rank: int, beat: str, own: Process, tick_s: float) -> tuple[Peer, str]:
-        """Take note of what a rank wrote.
-
-        Returns:
-          what is known of it, and the name of its process before, if another one took its place.
-        """
-        peer = self.setdefault(rank, Peer())
-        before = peer.name
-        peer.heard(beat, own, tick_s)
-        return peer, before if before != peer.name else ""
-
     def ended(self) -> list[int]:
-        """Mark the ranks whose processes on this host have ended as gone, and return them."""
-        here = [(rank, peer, peer.process) for rank, peer in list(self.items())]
-        gone = [(rank, peer) for rank, peer, process in here if process and process.is_gone()]
-        return [rank for rank, peer in gone if peer.mark_gone()]
+        """Mark the ranks whose processes on this host have ended as gone; return the new ones."""
+        ended = []
+        for rank, peer in list(self.items()):
+            if not peer.gone and peer.process is not None and peer.process.is_gone():
+                peer.gone = True
+                ended.append(rank)
+        return ended
 
     def gone(self, ranks: Iterable[int]) -> list[int]:
         """Those of these ranks that are gone, and had not closed their groups before."""
-        found = [(rank, self[rank]) for rank in ranks if rank in self]
-        return [rank for rank, peer in found if peer.gone and not peer.parked]
+        return [x for x in ranks if x in self and self[x].gone and not self[x].parked]
 
     def anew(self, processes: Mapping[int, str]) -> list[int]:
         """Measure signs of life anew, as these ranks meet: silence before it means nothing.
@@ -538,9 +529,10 @@ class Peers(dict[int, Peer]):
           Those of them whose process was seen to end, with open groups.
         """
         gone = []
-        for rank, peer in ((rank, self[rank]) for rank in processes if rank in self):
+        for rank, process in processes.items():
+            peer = self.get(rank, Peer())
             ended = peer.process is not None and peer.process.is_gone() and not peer.parked
-            if ended and processes[rank] in ("", peer.name):
+            if ended and process in ("", peer.name):
                 gone.append(rank)
             elif not ended:
                 peer.silent_s, peer.gone = 0.0, False
@@ -548,8 +540,8 @@ class Peers(dict[int, Peer]):
 
     def silent(self, ranks: Iterable[int], limit_s: float) -> list[int]:
         """Those of these ranks with open groups that gave no sign for so long."""
-        found = [(rank, self[rank]) for rank in ranks if rank in self]
-        return [rank for rank, peer in found if peer.silent_s > limit_s and not peer.parked]
+        known = [rank for rank in ranks if rank in self and not self[rank].parked]
+        return [rank for rank in known if self[rank].silent_s > limit_s]
 
 
 # `Idle`: for how long a rank has made no call, where it is, and which rank the others wait for.

@@ -2,12 +2,8 @@
 
 Ranks that create different groups would hang without any error. So every rank writes its facts to
 the store, the first rank judges them all and publishes one verdict, and all ranks read it: n
-small writes, n small reads by one rank, and n reads of one key.
-
-[Note: waiting for each other] Ranks meet under a key that depends on `ranks=`, so a rank that was
-given others would wait under another key, where nobody comes. Each rank therefore also writes down
-where it waits. If a rank is missing here because it waits elsewhere for the first rank of this
-meeting, then neither meeting can succeed, and the same verdict is published to both at once.
+small writes, n small reads by one rank, and n reads of one key. Ranks that were given others as
+`ranks=` meet under another key, where some do not come: that is an error after the time limit.
 
 [Note: coming back] A rank that was killed is started again, with the same environment and the same
 script. The store of the job, which outlives it, says which process had its number before, and what
@@ -32,7 +28,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
@@ -43,10 +39,8 @@ from mics_fn.groups.peers import Process, heartbeat_of
 from mics_fn.store import Store, later, poll
 
 _LINGER_S = 1.0  # how long a rank that fails keeps the store for others to read why
-_JUDGED = {
-    kind.__name__: kind for kind in (errors.DesyncError, errors.GroupsError, errors.PlanError)
-}
-_KINDS = _JUDGED | {"CollectiveError": errors.CollectiveError}
+_JUDGED = errors.DesyncError, errors.GroupsError, errors.PlanError
+_KINDS = {kind.__name__: kind for kind in (*_JUDGED, errors.CollectiveError)}
 
 Judge = Callable[[dict[int, Any]], Any]  # what each rank wrote -> what all get; raises a verdict
 
@@ -93,60 +87,46 @@ def meet(
       CollectiveError: some rank did not call this in time.
     """
     deadline = time.monotonic() + timeout_s if deadline is None else deadline
-    here = _enter(store, ranks, rank, verb)
-    here["timeout_s"] = timeout_s
-    waits = f"mics_fn/waits/{rank}"
+    calls = f"{_prefix(ranks, verb)}/calls/{rank}"
+    key = _enter(store, ranks, verb, rank)
+    end = f"{key}/verdict"
     try:
-        store.set(waits, json.dumps(here))
-        store.set(f"{here['key']}/{rank}", json.dumps(mine))
+        store.set(f"{key}/{rank}", json.dumps(mine))
         if rank == ranks[0]:
-            _judge_all(store, ranks, here, judge, deadline, check)
-        key = f"{here['key']}/verdict"
-        if not poll(lambda: store.check([key]), len(ranks), deadline, check):
-            _publish(store, [here["key"]], _absence(store, here, ranks))
-        verdict = json.loads(store.get(key))
+            found = _judged(store, key, ranks, judge, deadline, check)
+            if found is not None:
+                store.compare_set(end, "", json.dumps(found))
+        if not poll(partial(store.check, [end]), len(ranks), deadline, check):
+            store.compare_set(end, "", json.dumps(_absence(store, key, ranks, verb, timeout_s)))
+        verdict = json.loads(store.get(end))
     except BaseException:
         # Undo this call, so that after an interrupt all ranks can call again.
-        later(store, "delete_key", f"{here['key']}/{rank}")
-        later(store, "add", _calls(here["digest"], rank), -1)
+        later(store, "delete_key", f"{key}/{rank}")
+        later(store, "add", calls, -1)
         raise
-    finally:
-        later(store, "set", waits, "{}")
     if "error" in verdict:
         raise _KINDS[verdict["error"]](verdict["text"])
-    return Meeting(here["key"], verdict["found"])
+    return Meeting(key, verdict["found"])
 
 
 def meet_once(
     store: Store, ranks: Sequence[int], rank: int, mine: Any, judge: Judge, *, verb: str, **how: Any
 ) -> Meeting:
-    """Call `meet`; after a failure keep the store until other ranks have read why."""
+    """Call `meet`; after a failure rank 0, which may host the store, waits until others read it."""
     try:
         return meet(store, ranks, rank, mine, judge, verb=verb, **how)
     except errors.MicsError:
-        until_read(store, ranks, rank, verb)
+        with suppress(RuntimeError, errors.MicsError):
+            key, size = f"{_prefix(ranks, verb)}/read", len(ranks)
+            wanted = -(-store.add(key, 1) // size) * size
+            if rank == 0:
+                poll(lambda: store.add(key, 0) >= wanted, 1, time.monotonic() + _LINGER_S)
         raise
-
-
-def until_read(store: Store, ranks: Sequence[int], rank: int, verb: str) -> None:
-    """Make rank 0, which may host the store, wait until others have read a failure.
-
-    Args:
-      store: shared by all ranks.
-      ranks: that meet, each of which calls this after it has read.
-      rank: this rank.
-      verb: who called.
-    """
-    with suppress(RuntimeError, errors.MicsError):
-        key, size = f"mics_fn/read/{_digest(ranks, verb)}", len(ranks)
-        wanted = -(-store.add(key, 1) // size) * size
-        if rank == 0:
-            poll(lambda: store.add(key, 0) >= wanted, 1, time.monotonic() + _LINGER_S)
 
 
 def past(store: Store, ranks: Sequence[int], verb: str, call: int) -> Meeting | None:
     """What the n-th meeting of these ranks agreed on; None if there was none, or if it failed."""
-    key = f"mics_fn/{_digest(ranks, verb)}/{call}"
+    key = f"{_prefix(ranks, verb)}/{call}"
     if not store.check([f"{key}/verdict"]):
         return None
     verdict = json.loads(store.get(f"{key}/verdict"))
@@ -159,135 +139,68 @@ def take_over(store: Store, ranks: Sequence[int], rank: int, verb: str) -> int:
     It may have entered one that came to no verdict. The others leave that one, and meet under the
     same key again. Returns the number of the last one that came to a verdict, or 0.
     """
-    digest = _digest(ranks, verb)
-    while call := store.add(_calls(digest, rank), 0):
-        key = f"mics_fn/{digest}/{call}"
+    prefix = _prefix(ranks, verb)
+    calls = f"{prefix}/calls/{rank}"
+    while call := store.add(calls, 0):
+        key = f"{prefix}/{call}"
         if store.check([f"{key}/verdict"]):
             break
         store.delete_key(f"{key}/{rank}")
-        store.add(_calls(digest, rank), -1)
+        store.add(calls, -1)
     return call
 
 
-def _digest(ranks: Sequence[int], verb: str) -> str:
-    return sha256(json.dumps([verb, *ranks]).encode()).hexdigest()[:16]
+def _prefix(ranks: Sequence[int], verb: str) -> str:
+    return f"mics_fn/{sha256(json.dumps([verb, *ranks]).encode()).hexdigest()[:16]}"
 
 
-def _enter(store: Store, ranks: Sequence[int], rank: int, verb: str) -> dict[str, Any]:
-    """A new meeting: the n-th of these ranks, where n is this rank's own count of calls."""
-    digest = _digest(ranks, verb)
+def _enter(store: Store, ranks: Sequence[int], verb: str, rank: int) -> str:
+    """The key of a new meeting: the n-th of these ranks, where n is this rank's count of calls."""
+    prefix = _prefix(ranks, verb)
     while True:
-        call = store.add(_calls(digest, rank), 1)
-        key = f"mics_fn/{digest}/{call}"
+        key = f"{prefix}/{store.add(f'{prefix}/calls/{rank}', 1)}"
         # If the others gave up waiting for this rank in that meeting, their count is one ahead.
         missed = store.check([f"{key}/verdict"]) and json.loads(store.get(f"{key}/verdict"))
         if not missed or rank not in missed.get("absent", ()):
-            mine = {"key": key, "digest": digest, "call": call, "verb": verb}
-            return mine | {"rank": rank, "ranks": _runs(ranks)}
+            return key
 
 
-def _judge_all(
+def _judged(
     store: Store,
+    key: str,
     ranks: Sequence[int],
-    here: dict[str, Any],
     judge: Judge,
     deadline: float,
     check: Callable[[float], None],
-) -> None:
-    """On the first rank: read what all ranks wrote, and publish the verdict."""
-    key, found = here["key"], {}
+) -> dict[str, Any] | None:
+    """The verdict on what all ranks wrote; None if some did not come, or one gave up on that."""
+    found = {}
     for other in ranks:
-        mine, there = f"{key}/{other}", {}
-        if not poll(partial(_settled, store, other, here, there), 1, deadline, check):
-            return _publish(store, [key], _absence(store, here, ranks))
-        if there:
-            return _publish(store, [key, there["key"]], _conflict(here, there))
-        if not store.check([mine]):
+        mine = f"{key}/{other}"
+
+        def settled(mine: str = mine) -> bool:
+            return store.check([mine]) or store.check([f"{key}/verdict"])
+
+        if not poll(settled, 1, deadline, check) or not store.check([mine]):
             return None
         found[other] = json.loads(store.get(mine))
     try:
-        verdict = {"found": judge(found)}
-    except tuple(_JUDGED.values()) as error:
-        verdict = {"error": type(error).__name__, "text": str(error)}
-    return _publish(store, [key], verdict)
+        return {"found": judge(found)}
+    except _JUDGED as error:
+        return {"error": type(error).__name__, "text": str(error)}
 
 
-def _settled(store: Store, other: int, here: Mapping[str, Any], there: dict[str, Any]) -> bool:
-    """Whether `other` came or never will; if it waits elsewhere, that is written to `there`."""
-    if store.check([f"{here['key']}/{other}"]):
-        return True
-    there.update(_waits_for(store, other, here) or {})
-    # The first rank of another meeting may have published a verdict for this one already.
-    return bool(there) or store.check([f"{here['key']}/verdict"])
-
-
-def _publish(store: Store, keys: Sequence[str], verdict: dict[str, Any]) -> None:
-    """Write a verdict for all ranks that wait under these keys, unless there is one already.
-
-    Two ranks may publish different verdicts to the same two keys at once. Both begin with the same
-    key and carry the error that they find there on to the other key, so that all ranks raise the
-    same one.
-    """
-    text = json.dumps(verdict)
-    for key in sorted(keys):
-        first = store.compare_set(f"{key}/verdict", "", text).decode()
-        text = first if "error" in json.loads(first) else text
-
-
-def _calls(digest: str, rank: int) -> str:
-    return f"mics_fn/{digest}/calls/{rank}"
-
-
-def _waits_for(store: Store, other: int, here: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Where else `other` waits for this rank, if it does; see [Note: waiting for each other]."""
-    if not store.check([f"mics_fn/waits/{other}"]):
-        return None
-    there = json.loads(store.get(f"mics_fn/waits/{other}"))
-    if not there or there["key"] == here["key"] or here["rank"] not in _expanded(there["ranks"]):
-        return None
-    came = store.add(_calls(there["digest"], here["rank"]), 0)
-    return there if came < there["call"] else None
-
-
-def _runs(ranks: Sequence[int]) -> list[list[int]]:
-    """Ranks as runs [first, step, count], so that the text of a large regular group is short.
-
-    >>> _runs([0, 2, 4, 5]), _expanded(_runs([0, 2, 4, 5])) == [0, 2, 4, 5]
-    ([[0, 2, 3], [5, 1, 1]], True)
-    """
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and (runs[-1][2] == 1 or rank == runs[-1][0] + runs[-1][1] * runs[-1][2]):
-            run = runs[-1]
-            run[1], run[2] = (rank - run[0], 2) if run[2] == 1 else (run[1], run[2] + 1)
-        else:
-            runs.append([rank, 1, 1])
-    return runs
-
-
-def _expanded(runs: list[list[int]]) -> list[int]:
-    return [first + step * i for first, step, count in runs for i in range(count)]
-
-
-def _conflict(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, Any]:
-    """The verdict on two ranks that wait for each other in different meetings."""
-    both = sorted((here, there), key=lambda meeting: meeting["rank"])
-    lines = [f"rank {at['rank']}: ranks {_expanded(at['ranks'])}" for at in both]
-    fix = "pass the same ranks= or mesh= on all of these ranks"
-    what = f"{here['verb']}: ranks disagree on which ranks share the groups"
-    text = errors.message(what, lines, fix)
-    return {"error": "DesyncError", "text": text, "absent": [at["rank"] for at in both]}
-
-
-def _absence(store: Store, here: Mapping[str, Any], ranks: Sequence[int]) -> dict[str, Any]:
+def _absence(
+    store: Store, key: str, ranks: Sequence[int], verb: str, timeout_s: float
+) -> dict[str, Any]:
     """The verdict if not all ranks came in time."""
-    late = [rank for rank in ranks[:1024] if not store.check([f"{here['key']}/{rank}"])]
-    who = (
-        f"{errors.name_ranks(late)} did not call it" if late else f"rank {ranks[0]} did not answer"
-    )
-    who = f"{who} within {here['timeout_s']:g} s"
-    fix = f"call {here['verb']} on all of these ranks, equally often and in the same order"
-    text = errors.message(f"{here['verb']}: {who}", [f"expected: {errors.name_ranks(ranks)}"], fix)
+    late = [rank for rank in ranks[:1024] if not store.check([f"{key}/{rank}"])]
+    who = f"{errors.name_ranks(late)} did not call it"
+    if not late:
+        who = f"rank {ranks[0]} did not answer"
+    fix = f"call {verb} on all of these ranks, equally often and in the same order"
+    lines = [f"expected: {errors.name_ranks(ranks)}"]
+    text = errors.message(f"{verb}: {who} within {timeout_s:g} s", lines, fix)
     return {"error": "CollectiveError", "text": text, "absent": late}
 
 
@@ -327,7 +240,6 @@ class Rejoining:
         store.set(key, mine)
         if before == mine:
             return None
-        store.set(f"mics_fn/waits/{rank}", json.dumps({}))  # as the lost process may have left
         start = take_over(store, range(world_size), rank, "init_distributed")
         begun = past(store, range(world_size), "init_distributed", start) is not None
         self.rejoins = begun and "TORCHELASTIC_RUN_ID" not in os.environ and others_live(start)

@@ -16,9 +16,10 @@ from typing import Any
 import torch.distributed as dist
 
 from mics_fn.errors import first_line
-from mics_fn.threads import Latch, start
+from mics_fn.threads import Job, start
 
 _WAIT_S = 0.1  # between two looks of whoever waits for an answer
+_LOST = dist.DistNetworkError, dist.DistStoreError  # pyright: ignore[reportPrivateImportUsage]
 
 
 class StoreLost(RuntimeError):
@@ -30,23 +31,6 @@ class StoreLost(RuntimeError):
 
 
 _GIVEN_UP = StoreLost("another connection has taken its place", silent=True)
-
-
-class Request:
-    """Something that the store thread was asked to do."""
-
-    def __init__(self, call: Callable[[Any], Any]) -> None:
-        self.call = call  # with the thread's own connection
-        self.done = Latch()
-        self.value: Any = None
-        self.error: BaseException | None = None
-
-    def run(self, store: Any) -> None:
-        """Do it, and keep the value or the error."""
-        try:
-            self.value = self.call(store)
-        except BaseException as error:
-            self.error = error
 
 
 class StoreThread:
@@ -62,42 +46,39 @@ class StoreThread:
 
     def renew(self) -> None:
         """Begin anew on another thread with another connection, once this one was lost."""
-        self._requests = SimpleQueue[Request | None]()
+        self._jobs = SimpleQueue[Job | None]()
         self.connected = False
         self.lost: StoreLost | None = None  # why it can do nothing any more
-        serve = partial(self._serve, self._requests)
+        serve = partial(self._serve, self._jobs)
         self._thread = threading.Thread(target=serve, name="mics_fn store", daemon=True)
         start(self._thread)
 
-    def ask(self, call: Callable[[Any], Any]) -> Request:
-        """Hand in a call and do not wait."""
-        request = Request(call)
+    def ask(self, call: Callable[[Any], Any]) -> Job:
+        """Hand in a call, which gets the thread's own connection, and do not wait."""
+        job = Job(partial(self._call, self._jobs, call))
         if self.lost is None:
-            self._requests.put(request)
+            self._jobs.put(job)
         else:
-            request.error = self.lost
-            request.done.set()
-        return request
+            job.drop(self.lost)
+        return job
 
-    def answer(self, request: Request, patience_s: float) -> Any:
-        """Wait for the end of a request; raises its error.
+    def answer(self, job: Job, patience_s: float) -> Any:
+        """Wait for the end of a call; raises its error.
 
         Raises:
           StoreLost: the store does not answer within these seconds.
         """
         deadline = time.monotonic() + patience_s
-        while not request.done.wait(_WAIT_S):
-            if self.lost is not None and not request.done.is_set():
+        while not job.done.wait(_WAIT_S):
+            if self.lost is not None and not job.done.is_set():
                 raise self.lost
             if time.monotonic() > deadline:
                 raise StoreLost(f"it did not answer within {patience_s:g} s", silent=True)
-        if request.error is not None:
-            raise request.error
-        return request.value
+        return job.result()
 
     def end(self) -> None:
         """Let the thread end once it has done all that it was asked."""
-        self._requests.put(None)
+        self._jobs.put(None)
 
     def end_now(self, patience_s: float) -> None:
         """`end`, and wait for that; nothing is asked afterwards."""
@@ -105,26 +86,26 @@ class StoreThread:
         self._thread.join(patience_s)
         self.lost = self.lost or StoreLost("this process ends", silent=False)
 
-    def _serve(self, requests: SimpleQueue[Request | None]) -> None:
-        store = None
-        while (request := requests.get()) is not None:
-            given_up = self.lost or (requests is not self._requests and _GIVEN_UP)
+    def _serve(self, jobs: SimpleQueue[Job | None]) -> None:
+        own: list[Any] = []  # the connection, once there is one
+        while (job := jobs.get()) is not None:
+            given_up = self.lost or (jobs is not self._jobs and _GIVEN_UP)
             if given_up:
-                request.error = given_up
-                request.done.set()
-                continue
-            try:
-                if store is None:
-                    store = _connected(self._given)
-                    self.connected = True
-                request.run(store)
-            except BaseException as error:  # no connection
-                request.error = error
-            if _is_lost(request.error):
-                request.error = StoreLost(first_line(request.error), silent=False)
-                if requests is self._requests:
-                    self.lost = request.error
-            request.done.set()
+                job.drop(given_up)
+            else:
+                job.run(own)
+
+    def _call(self, jobs: SimpleQueue[Job | None], call: Callable[[Any], Any], own: list) -> Any:
+        try:
+            if not own:
+                own.append(_connected(self._given))
+                self.connected = True
+            return call(own[0])
+        except _LOST as error:
+            lost = StoreLost(first_line(error), silent=False)
+            if jobs is self._jobs:
+                self.lost = lost
+            raise lost from error
 
 
 def _connected(store: Any) -> Any:
@@ -133,11 +114,6 @@ def _connected(store: Any) -> Any:
         return store.clone()
     except (AttributeError, NotImplementedError):
         return store
-
-
-def _is_lost(error: BaseException | None) -> bool:
-    lost = (dist.DistNetworkError, dist.DistStoreError)  # pyright: ignore[reportPrivateImportUsage]
-    return isinstance(error, lost)
 
 
 class BoundedStore:
@@ -192,14 +168,13 @@ class BoundedStore:
         """Write if the value is as expected; returns the value after that."""
         return self._ask("compare_set", key, expected, desired)
 
-    def later(self, name: str, *args: Any) -> None:
+    def later(self, name: str, *args: Any) -> Job:
         """Queue a call without waiting for its result."""
-        self._thread.ask(lambda own: getattr(self._store or own, name)(*args))
+        return self._thread.ask(lambda own: getattr(self._store or own, name)(*args))
 
     def _ask(self, name: str, *args: Any) -> Any:
-        request = self._thread.ask(lambda own: getattr(self._store or own, name)(*args))
         try:
-            return self._thread.answer(request, self._patience_s)
+            return self._thread.answer(self.later(name, *args), self._patience_s)
         except StoreLost as lost:
             raise self._failed(lost) from None
 
@@ -217,18 +192,11 @@ def bounded(
     Raises:
       TimeoutError: it has not ended by the deadline.
     """
-    request, started = Request(lambda store: call()), time.monotonic()
-
-    def run() -> None:
-        request.run(None)
-        request.done.set()
-
-    start(threading.Thread(target=run, daemon=True))
-    while not request.done.wait(min(_WAIT_S, max(0.0, deadline - time.monotonic()))):
+    job, started = Job(call), time.monotonic()
+    start(threading.Thread(target=job.run, daemon=True))
+    while not job.done.wait(min(_WAIT_S, max(0.0, deadline - time.monotonic()))):
         now = time.monotonic()
         if now >= deadline:
             raise TimeoutError
         check(now - started)
-    if request.error is not None:
-        raise request.error
-    return request.value
+    return job.result()

@@ -10,7 +10,7 @@ every level is a plain all-gather that writes in place. A reduce-scatter is the 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -79,7 +79,7 @@ class Topology:
             check_count(size, f"Topology: sizes[{i}]")
         extra = tuple(f"level{i}" for i in range(len(sizes) - len(_NAMES)))
         names = tuple(self.names) or (extra + _NAMES)[-len(sizes) :]
-        if not len(names) == len(sizes) == len({x for x in names if type(x) is str} - {FLAT}):
+        if not len(names) == len(sizes) == len(set(names) - {FLAT}):
             what = f"Topology: names {names} do not name {len(sizes)} sizes {sizes}"
             fix = f"pass one distinct name per size, and not {FLAT!r}, or no names"
             raise PlanError(what, fix=fix)
@@ -136,12 +136,24 @@ class Plan:
 
     topology: Topology
     partition_size: int
+    # Of the levels of a partition group, outermost first, without levels of size 1; () if p = 1.
+    level_names: tuple[str, ...] = field(init=False, compare=False, repr=False)
+    level_sizes: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if reason := _misfit(self.topology, self.partition_size):
             lines = [f"world: {self.world_size} ranks = {self.topology}"]
             sizes = valid_partition_sizes(self.topology)
             raise misfits(f"partition_size={self.partition_size!r} {reason}", lines, sizes)
+        names, taken, left = [], [], self.partition_size
+        wired = zip(reversed(self.topology.names), reversed(self.topology.sizes), strict=True)
+        for name, size in wired:
+            if left > 1 and size > 1:
+                names.append(name)
+                taken.append(min(size, left))
+                left //= taken[-1]
+        object.__setattr__(self, "level_names", tuple(reversed(names)))
+        object.__setattr__(self, "level_sizes", tuple(reversed(taken)))
 
     @property
     def world_size(self) -> int:
@@ -163,27 +175,6 @@ class Plan:
     def replication_groups(self) -> tuple[tuple[int, ...], ...]:
         """Positions with the same place in each partition group, which hold the same shard."""
         return tuple(self.replication_group(i) for i in range(self.partition_size))
-
-    @cached_property
-    def _levels(self) -> tuple[tuple[str, int], ...]:
-        levels, left = [], self.partition_size
-        wired = zip(self.topology.names, self.topology.sizes, strict=True)
-        for name, size in reversed(list(wired)):
-            taken = min(size, left)
-            left //= taken
-            if taken > 1:
-                levels.append((name, taken))
-        return tuple(reversed(levels))
-
-    @property
-    def level_names(self) -> tuple[str, ...]:
-        """Names of the levels of a partition group, outermost first, without levels of size 1."""
-        return tuple(name for name, _ in self._levels)
-
-    @property
-    def level_sizes(self) -> tuple[int, ...]:
-        """Sizes of these levels; () if p = 1."""
-        return tuple(size for _, size in self._levels)
 
     def partition_group(self, position: int) -> tuple[int, ...]:
         """The partition group that `position` is in, ascending."""
@@ -209,9 +200,9 @@ class Plan:
 
     def level_group(self, position: int, level: int) -> tuple[int, ...]:
         """The positions that differ from `position` in `level` only, ordered by that coordinate."""
-        stride = prod(self.level_sizes[level + 1 :])
+        stride, size = prod(self.level_sizes[level + 1 :]), self.level_sizes[level]
         first = position - self.coords(position)[level] * stride
-        return tuple(first + x * stride for x in range(self.level_sizes[level]))
+        return tuple(range(first, first + size * stride, stride))
 
     def chunk_order(self, position: int) -> tuple[int, ...]:
         """The partition group of `position`, ordered by the chunks that its members keep."""

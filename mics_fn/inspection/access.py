@@ -34,6 +34,7 @@ from mics_fn.shards import (
     owner_index,
     pack_chunk,
     pieces,
+    places_of,
     same_tensor,
     split_chunk,
     whole_chunk,
@@ -63,7 +64,7 @@ class Leaves(NamedTuple):
 
     def in_optimizer(self, at: int) -> bool:
         """Return whether a leaf belongs to the optimizer's part of a `TrainState`."""
-        return self.is_state and _in_optimizer(self.paths[at] or "")
+        return self.is_state and (self.paths[at] or "").partition(".")[0] == "opt"
 
     def find(self, path: str) -> int:
         """Return the index of the leaf that a path means; for a tied leaf that of its owner.
@@ -89,7 +90,7 @@ class Leaves(NamedTuple):
         if not isinstance(self.all[at], Tied):
             return at
         places = self.shards
-        return places[owner_index([self.all[i] for i in places])[places.index(at)]]
+        return places[owner_index(places_of([self.all[i] for i in places]))[places.index(at)]]
 
     def _readings(self, text: str) -> set[str]:
         """Return the paths that a text may mean: with a root, or without."""
@@ -161,15 +162,12 @@ def leaves_of(verb: str, shards: Tree, groups: Any, *, local: bool = False) -> L
         distinct = [groups]  # even if there is no leaf
     if is_state:
         homes = _homes_of_state(values, tree.flatten(named, is_leaf)[0], given)
-        # An optimizer's trees may repeat the frozen leaves of the parameters.
-        for i, leaf in enumerate(values):
-            if isinstance(leaf, Fixed | Nothing) and _in_optimizer(paths[i] or ""):
-                paths[i] = None
-    return Leaves(verb, values, spec, paths, homes, distinct, is_state)
-
-
-def _in_optimizer(path: str) -> bool:
-    return path.partition(".")[0] == "opt"
+    found = Leaves(verb, values, spec, paths, homes, distinct, is_state)
+    # An optimizer's trees may repeat the frozen leaves of the parameters.
+    for i, leaf in enumerate(values):
+        if isinstance(leaf, Fixed | Nothing) and found.in_optimizer(i):
+            paths[i] = None
+    return found
 
 
 def _homes_of_state(values: Sequence[Any], params: Sequence[Any], given: Sequence[Any]) -> list:
@@ -235,8 +233,8 @@ def get(shards: Tree, path: str, groups: Any) -> Any:
 
     _, at = found.agreed(look)
     leaf = found.all[at]
-    bucket = _bucket_of(leaf)
-    if bucket is not None:
+    bucket = getattr(leaf, "bucket", None)
+    if bucket is not None:  # a piece; others are whole on this rank, or no tensors
         return _gathered(leaf, bucket, found.homes[at].hierarchy)
     value = leaf.data if is_leaf(leaf) else leaf
     return value.detach().clone() if isinstance(value, Tensor) else value
@@ -300,11 +298,6 @@ def set(shards: Tree, path: str, value: Any, groups: Any) -> Tree:
     return replaced(shards, found.spec.unflatten(found.all), found.spec.unflatten(out))
 
 
-def _bucket_of(leaf: Any) -> Bucket | None:
-    """Return the bucket of a piece; None for a leaf that is whole on this rank or no tensor."""
-    return getattr(leaf, "bucket", None)
-
-
 def _described(found: Leaves, at: int) -> str:
     """Describe a leaf by the same text on every rank, after checks that a gather can work.
 
@@ -318,7 +311,7 @@ def _described(found: Leaves, at: int) -> str:
         text = f"{where} is a plain tensor of shape {tuple(leaf.shape)}"
         why = "an optimizer from outside mics_fn may keep pieces in such tensors, of unknown leaves"
         raise LeafError(text, [why], fix="read this rank's own tensor from state.opt")
-    bucket = _bucket_of(leaf)
+    bucket = getattr(leaf, "bucket", None)
     if bucket is None:
         shape, dtype = tuple(getattr(leaf, "shape", ())), getattr(leaf, "dtype", None)
         return f"{found.paths[at]}, {shape} {dtype}"
@@ -392,7 +385,7 @@ def _survives(moved: Tensor, cast: Tensor) -> bool:
 def _replaced(found: Leaves, at: int, value: Any) -> dict[int, Any]:
     """Return the leaves that change, by index; for a piece all of its bucket."""
     leaf = found.all[at]
-    if _bucket_of(leaf) is None:
+    if getattr(leaf, "bucket", None) is None:
         if isinstance(value, Tensor):  # since the caller may write to this one
             value = value.clone(memory_format=torch.contiguous_format)
         if isinstance(leaf, Tensor):  # a buffer may have several names

@@ -1,6 +1,5 @@
 """`summary`: a table of what a sharded value holds, leaf by leaf."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -82,14 +81,6 @@ class Summary:
         return sum(row.here_bytes for row in self.rows)
 
     @property
-    def bytes_by_place(self) -> dict[str, int]:
-        """Bytes of all leaves on this rank, without padding, by where they lie."""
-        found = Counter[str]()
-        for row in self.rows:
-            found[row.place] += row.here_bytes
-        return dict(found)
-
-    @property
     def full_bytes(self) -> int:
         """Bytes of all full tensors, tied ones once."""
         return sum(row.full_bytes for row in self.rows)
@@ -114,12 +105,10 @@ class Summary:
     __repr__ = __str__
 
     def _total(self) -> str:
-        plural = "" if len(self.rows) == 1 else "s"
+        leaves = "1 leaf" if len(self.rows) == 1 else f"{len(self.rows)} leaves"
         here, padding = human_bytes(self.here_bytes), human_bytes(self.padding_bytes)
-        return (
-            f"{len(self.rows)} leaf{plural} of {self.elements:,} elements: {here} here "
-            f"and {padding} of padding, {human_bytes(self.full_bytes)} in full"
-        ).replace("leafs", "leaves")
+        text = f"{leaves} of {self.elements:,} elements: {here} here and {padding} of padding"
+        return f"{text}, {human_bytes(self.full_bytes)} in full"
 
 
 def summary(shards: Tree, groups: Any = None, *, rows: int | None = 40) -> Summary:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -118,12 +118,19 @@ class Where:
     grads: Place | None = None
     overrides: tuple[tuple[str, "Where"], ...] = ()  # any iterable of pairs is taken
     host_bytes: int = HOST_BYTES
+    _set: frozenset[str] = field(init=False, repr=False, compare=False)  # fields, for any leaf
+    _moved: frozenset[str] = field(init=False, repr=False, compare=False)  # those not on the device
 
     def __post_init__(self) -> None:
         for name, place in self._fields():
             checks.instance("Where", name, place, Place, "a Place", "pass Place('host')")
         object.__setattr__(self, "overrides", tuple(map(_checked, self.overrides)))
         checks.integer("Where", "host_bytes", self.host_bytes, LEAST_HOST_BYTES)
+        own = [
+            each for where in (self, *(w for _, w in self.overrides)) for each in where._fields()
+        ]
+        object.__setattr__(self, "_set", frozenset(name for name, _ in own))
+        object.__setattr__(self, "_moved", frozenset(name for name, at in own if at != DEVICE))
 
     @classmethod
     def parse(cls, text: str) -> "Where":
@@ -173,15 +180,11 @@ class Where:
 
     def sets(self, field: str) -> bool:
         """Whether a place is given for this field, for any leaf."""
-        return any(getattr(each, field) for each in (self, *(w for _, w in self.overrides)))
+        return field in self._set
 
     def moves(self, *fields: str) -> bool:
         """Whether any leaf may lie elsewhere than on the device, in these fields or in any."""
-        every = [self, *(where for _, where in self.overrides)]
-        wanted = fields or _FIELDS
-        return any(
-            name in wanted and place != DEVICE for each in every for name, place in each._fields()
-        )
+        return not self._moved.isdisjoint(fields or _FIELDS)
 
 
 def where(value: "Where | str | None" = "", *, host_bytes: int | str | None = None) -> Where:
@@ -213,7 +216,9 @@ def where(value: "Where | str | None" = "", *, host_bytes: int | str | None = No
 
 def where_of(value: Where | str | None) -> Where:
     """The `Where` that an argument means: one, its text, or None for the device."""
-    return Where.parse(value or "") if value is None or isinstance(value, str) else value
+    if value is None:
+        return _ON_DEVICE
+    return Where.parse(value) if isinstance(value, str) else value
 
 
 def _checked(override: Any) -> tuple[str, Where]:
@@ -243,3 +248,6 @@ def _read(clause: str, fields: str) -> dict[str, Any]:
             else Place.parse(value)
         )
     return found
+
+
+_ON_DEVICE = Where()

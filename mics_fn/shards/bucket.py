@@ -107,12 +107,12 @@ class Bucket:
         least = torch.promote_types(self.reduce, torch.float32)
         put(self, "accumulate", self.accumulate or least)
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """Elements of each rank's chunk, padding included."""
         return self.numel // self.parts
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the gathered buffer, padding included."""
         return self.numel * self.compute.itemsize
@@ -134,12 +134,12 @@ class Bucket:
         hop2 = None if isinstance(self.hop2, Codec) else self.hop2
         return one_of(replace(self, gather=None, hop1=None, hop2=hop2))
 
-    @property
+    @cached_property
     def mean_wire(self) -> torch.dtype | Codec:
         """What hop 2 sends: values in a dtype, or codes."""
         return self.hop2 or self.reduce
 
-    @property
+    @cached_property
     def gather_wire(self) -> Wire | None:
         """What a gather sends in the place of values: the codes that leaves are kept as, if any."""
         return self.gather if self.codes is None else Wire(self.codes)

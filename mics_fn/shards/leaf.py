@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from inspect import currentframe
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -114,6 +114,9 @@ _DTYPES = {*SHORT_NAMES, torch.bool, *(getattr(torch, name) for name in _WHOLE)}
 class NotATensor:
     """What torch is given in the place of a tensor, and says so."""
 
+    _donated: ClassVar[Any] = None  # who took its data, and its number there
+    _reduced_over: ClassVar[Any] = None  # see `mark_reduced`
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -163,11 +166,9 @@ class Sharded(NotATensor):
             fix = "Trainer.reset takes it from a replica, or load a save: trainer.state = loaded"
             why = "a write that was cut short leaves values of two steps"
             raise LostStateError(self._story(), [why], fix)
-        if name == "data" and hasattr(self, "_donated"):
+        if name == "data" and is_donated(self):
             fix = "use the value that came back, or pass donate=False"
             raise DonatedError(self._story(), fix=fix)
-        if name.startswith("_"):  # asked for with a default, for each leaf in each step
-            raise AttributeError(name)
         fix = _GATHER if hasattr(Tensor, name) else ""
         raise AttributeError(message(f"Sharded has no attribute {name!r}", fix=fix))
 
@@ -182,7 +183,7 @@ class Sharded(NotATensor):
         return f"{path} was donated to {to}"
 
     def __repr__(self) -> str:
-        if hasattr(self, "_donated"):
+        if is_donated(self):
             return f"Sharded({self._story()})"
         here, full = self.data.shape[-1], self.bucket.numels[self.slot]
         return f"Sharded(shape={self.shape}, {dtype_name(self.dtype)}, here {here} of {full})"
@@ -243,6 +244,7 @@ class Tied(NotATensor):
 
     bucket: Bucket
     slot: int
+    data: ClassVar[None] = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -263,8 +265,9 @@ class Tied(NotATensor):
 class Nothing(NotATensor):
     """Replaces None, which is a leaf of a tree to torch and makes `torch.func` raise."""
 
-    bucket: None = None
-    data: None = None
+    bucket: ClassVar[None] = None
+    slot: ClassVar[int] = 0
+    data: ClassVar[None] = None
 
 
 Leaf = Sharded | Fixed | Tied | Nothing
@@ -431,7 +434,7 @@ def _give_away(leaves: Sequence[Any], story: tuple, keep: Sequence[Any]) -> None
         if not isinstance(leaf, Sharded) or id(leaf) in kept:
             continue
         if memory is not None:
-            if getattr(leaf, "_donated", (story,))[0] is not story:
+            if is_donated(leaf) and leaf._donated[0] is not story:
                 continue
             if id(leaf) not in memory:
                 memory[id(leaf)] = leaf.data
@@ -443,13 +446,14 @@ def _give_away(leaves: Sequence[Any], story: tuple, keep: Sequence[Any]) -> None
 
 def is_donated(leaf: Any) -> bool:
     """Whether a leaf was donated or lost, so that it has no data any more."""
-    return hasattr(leaf, "_donated")
+    return leaf._donated is not None
 
 
 def is_lost(leaf: Any) -> bool:
     """Whether a block that wrote a leaf was cut short; see [Note: torn writes]."""
-    story: Any = getattr(leaf, "_donated", ((None,), 0))[0]
-    return story[-1] is not None and story[-1].memory is not None
+    taken = getattr(leaf, "_donated", None)
+    block = None if taken is None else taken[0][-1]
+    return block is not None and block.memory is not None
 
 
 def any_lost(value: Tree) -> bool:
@@ -478,27 +482,41 @@ def mark_reduced(leaves: Iterable[Leaf], home: Any) -> None:
 
 def reduced_over(leaves: Iterable[Any]) -> Any:
     """The groups that `mark_reduced` noted; None if there are none."""
-    return getattr(_first_trained(leaves), "_reduced_over", None)
+    first = _first_trained(leaves)
+    return None if first is None else first._reduced_over
 
 
 def _first_trained(leaves: Iterable[Any]) -> Any:
-    return next((leaf for leaf in leaves if isinstance(leaf, Sharded)), None)
+    for leaf in leaves:
+        if isinstance(leaf, Sharded):
+            return leaf
+    return None
 
 
-def owner_index(leaves: Sequence[Leaf]) -> list[int]:
+class LeafPlace(NamedTuple):
+    """Where a leaf lies in the buckets of its tree; trees of equal places have one layout."""
+
+    bucket: Bucket | None  # None if it lies in none
+    slot: int
+    is_tied: bool
+
+
+def places_of(leaves: Sequence[Leaf]) -> tuple[LeafPlace, ...]:
+    """Where each leaf lies, whatever its data are."""
+    return tuple([LeafPlace(x.bucket, x.slot, isinstance(x, Tied)) for x in leaves])
+
+
+def owner_index(places: Sequence[LeafPlace]) -> list[int]:
     """For each leaf the index of the leaf that holds its data: its own, unless it is `Tied`."""
-    at: dict[tuple[Bucket, int], int] = {}
+    at: dict[tuple[Any, int], int] = {}
     found = []
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Tied):
-            if (leaf.bucket, leaf.slot) not in at:
-                text = f"{leaf!r} is tied to a leaf that is not in this tree"
-                raise LeafError(text, fix="keep tied leaves in one tree")
-            found.append(at[leaf.bucket, leaf.slot])
-        else:
-            found.append(i)
-            if leaf.bucket is not None:
-                at[leaf.bucket, leaf.slot] = i
+    for i, (bucket, slot, is_tied) in enumerate(places):
+        if is_tied and (bucket, slot) not in at:
+            text = f"{Tied(bucket, slot)!r} is tied to a leaf that is not in this tree"  # pyright: ignore
+            raise LeafError(text, fix="keep tied leaves in one tree")
+        if not is_tied:
+            at[bucket, slot] = i
+        found.append(at[bucket, slot])
     return found
 
 

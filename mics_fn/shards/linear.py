@@ -35,6 +35,7 @@ from mics_fn.collectives import (
     Codec,
     Pending,
     SentCodes,
+    Wire,
     collect,
     finish_readers,
     moves,
@@ -43,7 +44,6 @@ from mics_fn.collectives import (
     start_coded_gather,
     start_mean,
     start_reduce_scatter,
-    wait_all,
 )
 from mics_fn.errors import LeafError, rank_lines
 from mics_fn.groups import Buffers, Comm, Route
@@ -122,27 +122,20 @@ class Started(NamedTuple):
     finish: Callable[[list[Tensor]], list[Tensor]]
 
     def wait(self) -> list[Tensor]:
-        return self.finish(wait_all(self.pendings))
+        return self.finish([pending.wait() for pending in self.pendings])
 
 
 def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> Started:
     pendings, like = [], _like(uses, data, full=False)
     for use, pieces in deal(uses, data):
-        route = use.route
+        route, slots = use.route, use.by_slot(pieces)
         what, wire = _what(use, "gather", like), use.gather_wire
-        lone = _without_hold(route)
-        row = pack.kept_row(use.bucket, route.chunk, use.by_slot(pieces))
-        if wire and row is not None:
-            codes = SentCodes(wire, lone, Buffers(), use.bucket.chunk, row)
+        codes = None if wire is None else _codes_of(use, wire, slots, like)
+        if codes is not None:
             pendings.append(_gather_codes(use, codes, what))
-            continue
-        how = {"dtype": use.bucket.dtype if wire else use.bucket.compute, **like}
-        chunk = pack.pack_chunk(use.bucket, route.chunk, use.by_slot(pieces), **how)
-        if wire and chunk.ndim == 1 and moves(chunk):
-            chunk = pack.zero_padding(use.bucket, route.chunk, chunk)
-            pendings.append(_gather_codes(use, SentCodes.of(wire, lone, chunk, Buffers()), what))
-        else:
-            chunk = chunk.to(use.bucket.compute)  # cast before sending
+        else:  # cast before sending
+            dtype = use.bucket.compute
+            chunk = pack.pack_chunk(use.bucket, route.chunk, slots, dtype=dtype, **like)
             pendings.append(start_all_gather(route, chunk, what=what))
 
     def finish(found: list[Tensor]) -> list[Tensor]:
@@ -161,6 +154,20 @@ def _what(use: BucketUse, hop: str, like: dict) -> tuple:
     """What ranks compare before they move data: of a batch its shape, too."""
     batch = tuple(like.get("batch", ()))
     return (f"{use.verb} of a batch {batch}" if batch else use.verb, hop, use.bucket)
+
+
+def _codes_of(
+    use: BucketUse, wire: Wire, slots: Sequence[Tensor | None], like: dict
+) -> SentCodes | None:
+    """What this rank sends of a bucket in the place of values; None of a batch, or without data."""
+    bucket, number, lone = use.bucket, use.route.chunk, _without_hold(use.route)
+    row = pack.kept_row(bucket, number, slots)
+    if row is not None:
+        return SentCodes(wire, lone, Buffers(), bucket.chunk, row)
+    chunk = pack.pack_chunk(bucket, number, slots, dtype=bucket.dtype, **like)
+    if chunk.ndim > 1 or not moves(chunk):
+        return None
+    return SentCodes.of(wire, lone, pack.zero_padding(bucket, number, chunk), Buffers())
 
 
 def _without_hold(route: Route) -> Route:
@@ -260,8 +267,7 @@ def deal(uses: Sequence[BucketUse], data: Sequence[Any]) -> list[tuple[BucketUse
 def _like(uses: Sequence[BucketUse], data: Sequence[Tensor | None], *, full: bool) -> dict:
     """Batch shape and device of the given values, for the zeros that replace missing ones."""
     for use, values in deal(uses, data):
-        slots = [slot for slot, i in enumerate(use.index) if i is not None]
-        for slot, value in zip(slots, values, strict=True):
+        for slot, value in enumerate(use.by_slot(values)):
             if value is not None:
                 own = len(use.bucket.shapes[slot]) if full else 1
                 device = use.hierarchy.device
@@ -373,9 +379,10 @@ def linear_map(
 
 def apply(name: str, uses: Sequence[BucketUse], values: Sequence[Any]) -> list[Tensor]:
     """Apply a map to a tree's values, one per leaf; gives one result per member of each use."""
-    if not uses:
-        return []
-    return linear_map(name, uses, *(values[i] for use in uses for i in use.members))
+    data: list[Any] = []
+    for use in uses:
+        data += [values[i] for i in use.members]
+    return linear_map(name, uses, *data) if uses else []
 
 
 def start(verb: str, name: str, uses: Sequence[BucketUse], values: Sequence[Any]) -> Started:

@@ -1,7 +1,7 @@
 """A tree of shards, opened for a verb: its leaves by bucket, with their groups, checked."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,8 +13,16 @@ from mics_fn.collectives import Wire, agree, checksum, collect_all
 from mics_fn.errors import GroupsError, LeafError, PlanError, disagreement
 from mics_fn.groups import Comm, Hierarchy, Home, Route, current, require_replicas
 from mics_fn.shards.bucket import Bucket
-from mics_fn.shards.leaf import Leaf, Sharded, Tied, is_leaf, mark_reduced, owner_index
-from mics_fn.shards.pack import any_elsewhere, check_kept
+from mics_fn.shards.leaf import (
+    Leaf,
+    LeafPlace,
+    Sharded,
+    is_leaf,
+    mark_reduced,
+    owner_index,
+    places_of,
+)
+from mics_fn.shards.pack import all_here, any_elsewhere, check_kept
 from mics_fn.tree import Tree
 
 # What verbs are given: a tree of shards, and groups for each of its leaves.
@@ -72,23 +80,24 @@ def refuse_none(verb: str, tree: Tree, root: str) -> None:
 def homes_of(verb: str, groups: Any, like: Tree) -> list[Any]:
     """The groups (or hierarchy) of each leaf of a tree of shards; raises if any are closed."""
     require_tree(verb, like, groups, "tree")
-    return spread_homes(groups, like)
+    return _spread(groups, like, len(tree.flatten(like, is_leaf)[0]))
 
 
-def spread_homes(groups: Any, like: Tree) -> list[Any]:
-    """`homes_of` for a tree and groups that `require_tree` has seen."""
-    found = tree.spread(
-        groups,
-        like,
-        what="groups",
-        is_leaf=is_leaf,
-        is_value=lambda value: isinstance(value, Home),
-    )
-    # A transform that was given groups holds those from before a `reset`.
-    now = {home: current(home) for home in dict.fromkeys(found)}
-    for home in now.values():
-        home.partition.check_open()
-    return [now[home] for home in found]
+def _spread(groups: Any, like: Tree, count: int) -> list[Any]:
+    """`homes_of` for a tree of so many leaves and groups that `require_tree` has seen."""
+    if isinstance(groups, Home):
+        found = [groups] * count
+    else:
+        how: Any = {"is_leaf": is_leaf, "is_value": lambda value: isinstance(value, Home)}
+        found = tree.spread(groups, like, what="groups", **how)
+    now, homes = dict[Any, Any](), []
+    for home in found:
+        if home not in now:
+            # A transform that was given groups holds those from before a `reset`.
+            now[home] = current(home)
+            now[home].partition.check_open()
+        homes.append(now[home])
+    return homes
 
 
 _OWN_GROUPS = "pass the groups that the tree was sharded with"
@@ -104,33 +113,28 @@ class BucketUse:
     verb: str = ""  # for which it moves
     away: bool = False  # whether a piece lies elsewhere; see [Note: elsewhere] in `pack`
 
-    @property
+    @cached_property
     def hierarchy(self) -> Hierarchy:
         return self.home.hierarchy
 
-    @property
+    @cached_property
     def route(self) -> Route:
         return self.home.hierarchy.route
 
-    @property
+    @cached_property
     def replicas(self) -> Comm:
-        """The communicator of hop 2.
-
-        Raises:
-          GroupsError: a hierarchy is given, which does not know other replicas.
-        """
-        require_replicas("hop 2", [self.home])
+        """The communicator of hop 2; of a hierarchy, which knows no other replicas, this rank's."""
         return self.home.replicas
 
-    @property
+    @cached_property
     def crosses_ranks(self) -> bool:
         """Whether a gather or its adjoint does more than take views of this rank's chunk."""
         return self.bucket.parts > 1 or self.route.grad_factor != 1.0
 
-    @property
+    @cached_property
     def alone(self) -> bool:
         """Whether there are no other ranks, so that this rank's gradient is the mean already."""
-        return self.route.size == 1 and self.home.replicas.size == 1
+        return self.route.size == 1 and self.replicas.size == 1
 
     @property
     def uncoded(self) -> "BucketUse":
@@ -138,33 +142,88 @@ class BucketUse:
         bucket = self.bucket.uncoded
         return self if bucket is self.bucket else replace(self, bucket=bucket)
 
-    @property
+    @cached_property
     def gather_wire(self) -> Wire | None:
         """What a gather sends in the place of values; None if there is no level that codes."""
         wire = self.bucket.gather_wire
         coded = wire is not None and (self.bucket.codes is not None or wire.levels(self.route))
         return wire if coded else None
 
-    @property
+    @cached_property
     def members(self) -> list[int]:
         """The numbers of the bucket's leaves in the tree, in the order of slots."""
         return [i for i in self.index if i is not None]
 
-    @property
+    @cached_property
     def missing(self) -> tuple[int, ...]:
         """Slots of leaves that are missing in the tree."""
-        if None not in self.index:
-            return ()
         return tuple(slot for slot, i in enumerate(self.index) if i is None)
 
     def by_slot(self, values: Sequence[Any]) -> list[Any]:
         """One value per slot from one value per member; None if the tree lacks the leaf."""
+        if not self.missing:
+            return list(values)
         given = iter(values)
         return [None if i is None else next(given) for i in self.index]
 
     def by_member(self, values: Sequence[Any]) -> list[Any]:
         """One value per member from one value per slot."""
+        if not self.missing:
+            return list(values)
         return [value for value, i in zip(values, self.index, strict=True) if i is not None]
+
+
+@dataclass(frozen=True, eq=False)
+class TreeLayout:
+    """How trees of one structure lie in buckets on their groups; `layout_on` computes it once."""
+
+    verb: str  # that moves them
+    places: tuple[LeafPlace, ...]
+    homes: tuple[Any, ...]
+    agreed: set[str] = field(default_factory=set)  # schedules that ranks have compared with it
+
+    @cached_property
+    def owner(self) -> list[int]:
+        """For each leaf the index of the leaf that holds its data: its own, unless it is `Tied`."""
+        return owner_index(self.places)
+
+    @cached_property
+    def coded(self) -> bool:
+        """Whether some leaves are kept as codes."""
+        return any(use.bucket.codes is not None for use in self.uses)
+
+    @cached_property
+    def uses(self) -> list[BucketUse]:
+        """Leaves by bucket, in the order of bucket numbers, as in schedules.
+
+        A tree that contains two trees of the same layout gives two uses of each bucket.
+        """
+        found: dict[Bucket, list[dict[int, int]]] = {}
+        for i, (bucket, slot, is_tied) in enumerate(self.places):
+            if is_tied or bucket is None:
+                continue
+            slots = found.setdefault(bucket, [])
+            if not slots or slot in slots[-1]:
+                slots.append({})
+            free = slots[-1] if len(slots) == 1 else next(s for s in slots if slot not in s)
+            free[slot] = i
+        uses = []
+        for bucket, every in found.items():
+            for slots in every:
+                index = tuple(slots.get(slot) for slot in range(len(bucket.shapes)))
+                uses.append(BucketUse(bucket, self.homes[min(slots.values())], index, self.verb))
+        return sorted(uses, key=lambda use: use.bucket.index)
+
+    def uses_of(self, leaves: Sequence[Any]) -> list[BucketUse]:
+        """`uses`, which say of these leaves whether they lie elsewhere."""
+        device = self.homes[0].device if self.homes and self.homes[0] is not None else None
+        if not self.coded and all_here(leaves, device):
+            return self.uses
+        found = []
+        for use in self.uses:
+            away = any_elsewhere([leaves[i] for i in use.members], use.home)
+            found.append(replace(use, away=True) if away else use)
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,18 +235,18 @@ class Opened:
     root: str  # the beginning of its paths in errors
     leaves: list[Leaf]
     spec: Any
-    homes: Sequence[Home]
+    layout: TreeLayout
     uses: list[BucketUse]  # in the order of bucket numbers, as in schedules
 
-    @cached_property
-    def owner(self) -> list[int]:
-        """For each leaf the index of the leaf that holds its data: its own, unless it is `Tied`."""
-        return owner_index(self.leaves)
-
     @property
+    def homes(self) -> Sequence[Home]:
+        """The groups of each leaf."""
+        return self.layout.homes
+
+    @cached_property
     def data(self) -> list[Any]:
         """The data of each leaf; None if it is tied."""
-        return [None if isinstance(leaf, Tied) else leaf.data for leaf in self.leaves]
+        return [leaf.data for leaf in self.leaves]
 
     @property
     def pieces(self) -> list[Tensor]:
@@ -210,7 +269,7 @@ class Opened:
 
     def build(self, full: Sequence[Any]) -> Tree:
         """The tree with one value per leaf; tied leaves get that of their owner."""
-        return self.spec.unflatten([full[i] for i in self.owner])
+        return self.spec.unflatten([full[i] for i in self.layout.owner])
 
     def held(self, index: int) -> list[Tensor]:
         """The pieces of a bucket, by index in `uses`."""
@@ -223,9 +282,9 @@ class Opened:
         for index, values in pieces.items():
             use = self.uses[index]
             for i, piece in zip(use.members, values, strict=True):
-                out[i] = Sharded(piece, use.bucket, getattr(self.leaves[i], "slot", 0))
+                out[i] = Sharded(piece, use.bucket, self.leaves[i].slot)
         if pieces:
-            mark_reduced(out, self.homes[0])
+            mark_reduced(out, self.layout.homes[0])
         return self.spec.unflatten(out)
 
     def agree(self, schedule: str = "") -> "Opened":
@@ -239,6 +298,8 @@ class Opened:
         Raises:
           DesyncError: ranks have different trees or schedules.
         """
+        if schedule in self.layout.agreed:
+            return self
         for home in dict.fromkeys(use.hierarchy for use in self.uses):
             mine = [use for use in self.uses if use.hierarchy is home]
             key = (schedule, home.route.facts, *((use.bucket, use.missing) for use in mine))
@@ -249,6 +310,7 @@ class Opened:
             facts += [fact for use in mine for fact in _facts(use)]
             agree(home, self.verb, facts, fixes)
             home.agreed.add(key)
+        self.layout.agreed.add(schedule)
         return self
 
     def require_replicas(self) -> "Opened":
@@ -281,12 +343,37 @@ def open_shards(verb: str, shards: Tree, groups: Any, *, root: str = "shards") -
     """
     require_tree(verb, shards, groups, root)
     leaves, spec = tree.flatten(shards, is_leaf)
-    homes = spread_homes(groups, shards)
+    homes = _spread(groups, shards, len(leaves))
     check_leaves(verb, shards, leaves, root)
-    uses = grouped(leaves, homes, verb)
-    for use in uses:
-        _check_home(verb, use, homes, leaves)
-    return Opened(verb, shards, root, leaves, spec, homes, uses)
+    layout = layout_on(verb, leaves, homes)
+    opened = Opened(verb, shards, root, leaves, spec, layout, layout.uses_of(leaves))
+    if layout.coded:
+        for index, use in enumerate(opened.uses):
+            if use.bucket.codes is not None:
+                check_kept(verb, use.bucket, use.by_slot(opened.held(index)))
+    return opened
+
+
+_MOST_LAYOUTS = 64  # of trees that a process keeps at a time
+
+
+def layout_on(verb: str, leaves: Sequence[Leaf], homes: Sequence[Home]) -> TreeLayout:
+    """Find how leaves lie on their groups, which keep it for the next tree of the same structure.
+
+    Raises:
+      PlanError: the groups are not those that the leaves were sharded with.
+    """
+    places, on = places_of(leaves), tuple(homes)
+    known = on[0].layouts if on else {}
+    found = known.get((verb, places, on))
+    if found is None:
+        found = TreeLayout(verb, places, on)
+        for use in found.uses:
+            _check_home(verb, use, homes)
+        if len(known) == _MOST_LAYOUTS:
+            known.clear()
+        known[verb, places, on] = found
+    return found
 
 
 def values_up_to(spec: Any, shards: Tree, given: Tree, what: str) -> list[Any]:
@@ -307,39 +394,18 @@ def values_up_to(spec: Any, shards: Tree, given: Tree, what: str) -> list[Any]:
         raise LeafError(text, [f"first difference: {where}"], fix) from None
 
 
-def grouped(leaves: Sequence[Leaf], homes: Sequence[Any], verb: str = "") -> list[BucketUse]:
-    """Leaves by bucket, in the order of bucket numbers.
-
-    A tree that contains two trees of the same layout gives two uses of each bucket.
-    """
-    found: dict[Bucket, list[dict[int, int]]] = {}
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Tied) or leaf.bucket is None:
-            continue
-        slots = found.setdefault(leaf.bucket, [])
-        if not slots or leaf.slot in slots[-1]:
-            slots.append({})
-        free = slots[-1] if len(slots) == 1 else next(s for s in slots if leaf.slot not in s)
-        free[leaf.slot] = i
-    uses = []
-    for bucket, every in found.items():
-        for slots in every:
-            index = tuple(slots.get(slot) for slot in range(len(bucket.shapes)))
-            home = homes[next(iter(slots.values()))]
-            away = any_elsewhere([leaves[i] for i in slots.values()], home)
-            uses.append(BucketUse(bucket, home, index, verb, away))
-    return sorted(uses, key=lambda use: use.bucket.index)
+def grouped(leaves: Sequence[Leaf], homes: Sequence[Any]) -> list[BucketUse]:
+    """Leaves by bucket, in the order of bucket numbers; see `TreeLayout.uses`."""
+    return TreeLayout("", places_of(leaves), tuple(homes)).uses_of(leaves)
 
 
-def _check_home(verb: str, use: BucketUse, homes: Sequence[Home], leaves: Sequence[Any]) -> None:
+def _check_home(verb: str, use: BucketUse, homes: Sequence[Home]) -> None:
     if any(homes[i] is not use.home for i in use.members):
         text = f"{verb}: leaves of bucket {use.bucket.index} are given different groups"
         raise PlanError(text, fix=_OWN_GROUPS)
     if use.route.size != use.bucket.parts:
         sizes = f"{use.bucket.parts}, the groups have {use.route.size} ranks"
         raise PlanError(f"{verb}: shards are cut in {sizes}", fix=_OWN_GROUPS)
-    if use.bucket.codes is not None:
-        check_kept(verb, use.bucket, [None if i is None else leaves[i].data for i in use.index])
 
 
 def _facts(use: BucketUse) -> list[tuple[str, str]]:

@@ -196,6 +196,23 @@ def is_elsewhere(data: Tensor, device: torch.device) -> bool:
     return data.device != device or (data.numel() > 0 and is_placed(_torch.unwrapped(data)))
 
 
+def all_here(leaves: Sequence[Any], device: torch.device | None) -> bool:
+    """Whether all data are plain tensors on a device, as they are in most trees.
+
+    Args:
+      leaves: any; what was donated is passed over.
+      device: that computes; None for any.
+    """
+    for leaf in leaves:
+        if not is_donated(leaf) and leaf.data is not None:
+            x: Any = leaf.data
+            if type(x) not in _torch.PLAIN or _torch.is_wrapped(x):
+                return False
+            if device is not None and x.device != device:
+                return False
+    return True
+
+
 def any_elsewhere(leaves: Sequence[Any], home: Any) -> bool:
     """Whether the piece of a leaf lies elsewhere than on the device of its groups.
 
@@ -203,11 +220,14 @@ def any_elsewhere(leaves: Sequence[Any], home: Any) -> bool:
       leaves: of one bucket; what was donated is passed over.
       home: their groups. Without any, only what is in files counts.
     """
-    held = [None if is_donated(leaf) else leaf.data for leaf in leaves]
-    tensors = [x for x in held if isinstance(x, Tensor)]
-    if any(map(has_codes, tensors)):  # on all ranks, even where all pieces are empty
-        return True
-    return any(is_elsewhere(x, x.device if home is None else home.device) for x in tensors)
+    for leaf in leaves:
+        x: Any = None if is_donated(leaf) else leaf.data
+        if not isinstance(x, Tensor):
+            continue
+        device = x.device if home is None else home.device
+        if has_codes(x) or is_elsewhere(x, device):  # codes on all ranks, even where empty
+            return True
+    return False
 
 
 def brought(data: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -298,11 +318,11 @@ def whole_chunk(bucket: Bucket, chunk: int, data: Sequence[Tensor | None]) -> Te
     changes only these pieces and their padding.
     """
     base, first = None, None
-    if any(is_placed(tensor) for tensor in data):
-        return None
     for piece, tensor in zip(pieces(bucket, chunk), data, strict=True):
         if not piece.length or tensor is None:
             continue
+        if is_placed(tensor):
+            return None
         if tensor.ndim != 1 or tensor.storage_offset() != piece.start or tensor.stride(0) != 1:
             return None
         if first is None:
@@ -331,13 +351,13 @@ def pack_chunk(
     dtype = dtype or bucket.dtype
     found = whole_chunk(bucket, chunk, data)
     if found is not None:
-        return brought(found, device).to(dtype)
+        found = found if found.device == device else found.to(device, non_blocking=True)
+        return found.to(dtype)
     flat = torch.zeros((*batch, bucket.chunk), dtype=dtype, device=device)
     if any(x is not None and is_elsewhere(x, device) for x in data):
         deque(copied_to(flat, bucket, chunk, data), maxlen=0)
         return flat
-    views = split_chunk(bucket, chunk, flat)
-    _copy([(v, d) for v, d in zip(views, data, strict=True) if d is not None and d.numel()])
+    _copy(split_chunk(bucket, chunk, flat), data)
     return flat
 
 
@@ -392,12 +412,11 @@ def pack_full(
     """
     shape, dtype = (*batch, bucket.numel), dtype or bucket.dtype
     flat = (buffers or Buffers()).take(shape, dtype, device) if out is None else out
-    views = split_full(bucket, flat)
-    empty = [v for v, leaf in zip(views, leaves, strict=True) if leaf is None]
-    empty += [flat.narrow(-1, start, length) for start, length in gaps(bucket)]
+    empty = _copy(split_full(bucket, flat), leaves)
+    for start, length in gaps(bucket):
+        empty.append(flat.narrow(-1, start, length))
     if empty:
         _torch.foreach_zero(empty)
-    _copy([(v, d) for v, d in zip(views, leaves, strict=True) if d is not None and d.numel()])
     return flat
 
 
@@ -406,9 +425,18 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
-def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    if pairs:
-        _torch.foreach_copy([to for to, _ in pairs], [dense(source) for _, source in pairs])
+def _copy(views: Sequence[Tensor], values: Sequence[Tensor | None]) -> list[Tensor]:
+    """Copy values into views of a buffer; return the views that get none."""
+    into, given, empty = [], [], []
+    for view, value in zip(views, values, strict=True):
+        if value is None:
+            empty.append(view)
+        elif value.numel():
+            into.append(view)
+            given.append(dense(value))
+    if into:
+        _torch.foreach_copy(into, given)
+    return empty
 
 
 # On which ranks a gradient that is not finite arose, as each of them saw it before hop 1.

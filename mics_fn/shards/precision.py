@@ -7,6 +7,7 @@ that says something else about these has no effect.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
@@ -237,12 +238,12 @@ class Precision:
         """The patterns of its overrides."""
         return [pattern for pattern, _ in self.overrides]
 
-    @property
+    @cached_property
     def casts(self) -> bool:
         """Whether inputs or outputs of a model are cast."""
         return (self._inputs or self.output) is not None
 
-    @property
+    @cached_property
     def _inputs(self) -> torch.dtype | None:
         """The dtype of a model's inputs."""
         return self.compute or (None if isinstance(self.param, Codec) else self.param)  # pyright: ignore

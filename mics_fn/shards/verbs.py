@@ -16,6 +16,7 @@ from torch import Tensor
 from mics_fn import _torch, checks, tree
 from mics_fn.collectives import needs_derivative
 from mics_fn.errors import DonatedError, LeafError
+from mics_fn.groups import require_replicas
 from mics_fn.offload import placed_like
 from mics_fn.shards import pack
 from mics_fn.shards.bucket import pieces
@@ -166,39 +167,41 @@ def start_gather(shards: Tree, hierarchy: Any) -> PendingTree:
       [tensor([1., 1.])]
     """
     opened = open_shards("start_gather", shards, hierarchy).agree()
-    data, sent = opened.data, [use for use in opened.uses if use.crosses_ranks]
-    started = start("gather", "gather", sent, data)
+    full, sent = list(opened.data), []
+    for use in opened.uses:
+        if use.crosses_ranks:
+            sent.append(use)
+        else:
+            _view_in_full(use, full)
+    started = start("gather", "gather", sent, opened.data)
 
     def build(found: list[Tensor]) -> Tree:
-        full = _near(opened.uses, data)
         put(full, sent, found)
         return opened.build(full)
 
     return PendingTree([started], build)
 
 
-def _near(uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Any]:
-    """The data of all leaves, viewed as full tensors where one rank holds the whole bucket."""
-    full = list(data)
-    for use in uses:
-        if not use.crosses_ranks:
-            for i, shape in zip(use.index, use.bucket.shapes, strict=True):
-                if i is not None:
-                    piece = data[i]
-                    if use.away:
-                        piece = pack.brought(piece, use.hierarchy.device, use.bucket.compute)
-                    piece = piece.to(use.bucket.compute)
-                    batch = piece.shape[:-1]
-                    full[i] = piece.reshape((*batch, *shape) if batch else shape)
-    return full
+def _view_in_full(use: BucketUse, data: list[Any]) -> None:
+    """View the data of a bucket as full tensors, where one rank holds the whole of it."""
+    for i, shape in zip(use.index, use.bucket.shapes, strict=True):
+        if i is not None:
+            piece = data[i]
+            if use.away:
+                piece = pack.brought(piece, use.hierarchy.device, use.bucket.compute)
+            data[i] = piece.to(use.bucket.compute).reshape((*piece.shape[:-1], *shape))
 
 
 def _gathered(data: Sequence[Any], uses: Sequence[BucketUse]) -> list[Any]:
     """One full tensor per leaf of the tree, from the data of each leaf."""
-    sent = [use for use in uses if use.crosses_ranks]
-    trained = [use for use in sent if use.bucket.trainable]
-    frozen = [use for use in sent if not use.bucket.trainable]
-    full = _near(uses, data)
+    full, trained, frozen = list(data), [], []
+    for use in uses:
+        if not use.crosses_ranks:
+            _view_in_full(use, full)
+        elif use.bucket.trainable:
+            trained.append(use)
+        else:
+            frozen.append(use)
     put(full, trained, apply("gather", trained, data))
     with torch.no_grad():  # frozen leaves get no gradient
         put(full, frozen, apply("gather", frozen, data))
@@ -360,18 +363,12 @@ def _owed(verb: str, grads: Tree, groups: Any, like: Tree | None) -> _Owed:
     require_tree(verb, grads, groups, "grads")
     if like is not None:
         check_leaves(verb, like, tree.flatten(like, is_leaf)[0], "like")
-    given = tree.flatten(grads, is_leaf)[0]
-    if any(isinstance(grad, Tensor) and grad.layout is not torch.strided for grad in given):
-        grads = tree.map_leaves(
-            lambda x: pack.dense(x) if isinstance(x, Tensor) else x, grads, is_leaf=is_leaf
-        )
-    if like is None:
-        like = layout_of(verb, "grads", grads, groups)
+    else:
+        like = layout_of(verb, "grads", tree.map_leaves(_dense, grads, is_leaf=is_leaf), groups)
     opened = open_shards(verb, like, groups, root="grads")
     given, slots = values_up_to(opened.spec, opened.given, grads, f"{verb}: grads"), opened.leaves
-    full = _full_grads(opened, given)
-    out: list[Any] = [None if isinstance(slot, Sharded) else slot for slot in slots]
-    sent = []
+    full, sent = _full_grads(opened, given), []
+    out: list[Any] = list(slots)
     for use in opened.trained:
         done = [i for i in use.members if isinstance(given[i], Sharded)]
         if done and len(done) < len(use.members):
@@ -381,32 +378,35 @@ def _owed(verb: str, grads: Tree, groups: Any, like: Tree | None) -> _Owed:
         for i in done:
             out[i] = given[i]
         if not done and use.crosses_ranks:
-            sent.append(replace(use, verb=verb))
+            sent.append(use)
         elif not done:
             for i in use.members:
                 out[i] = _local(full[i], slots[i], use.home.device)  # pyright: ignore
     return _Owed(opened.spec, out, sent, full)
 
 
+def _dense(value: Any) -> Any:
+    return pack.dense(value) if isinstance(value, Tensor) else value
+
+
 def _settled(owed: _Owed, found: Sequence[Tensor]) -> Tree:
     """The tree of shards, with the results of hop 1."""
     out = list(owed.out)
-    pieces: list[Any] = [None] * len(out)
-    put(pieces, owed.sent, found)
-    for use in owed.sent:
-        for slot, i in enumerate(use.index):
+    for use, values in deal(owed.sent, found):
+        for slot, (i, piece) in enumerate(zip(use.index, use.by_slot(values), strict=True)):
             if i is not None:
-                out[i] = Sharded(pieces[i], use.bucket, slot)
+                out[i] = Sharded(piece, use.bucket, slot)
     return owed.spec.unflatten(out)
 
 
 def _full_grads(opened: Opened, given: Sequence[Any]) -> list[Tensor | None]:
     """One full gradient per leaf, checked; those of tied leaves are added to their owner's."""
     full: list[Tensor | None] = [None] * len(given)
-    for i, (grad, owner) in enumerate(zip(given, opened.owner, strict=True)):
+    for i, (grad, owner) in enumerate(zip(given, opened.layout.owner, strict=True)):
         slot = opened.leaves[owner]
         if grad is None or is_leaf(grad):
             continue
+        grad = _dense(grad)
         if not (isinstance(slot, Sharded) and _fits(grad, slot)):
             _check_grad(f"{opened.verb}: {opened.path(i)}", slot, grad)
         if isinstance(slot, Sharded):
@@ -490,17 +490,15 @@ def _mean_over_replicas(
     checks.flag(verb, "donate", donate)
     checks.flag(verb, "exact", exact)
     opened = open_shards(verb, grads, groups, root="grads")
-    indexes = [
-        i for i, use in enumerate(opened.uses) if use.bucket.trainable and use.replicas.size > 1
-    ]
-    if not indexes:
+    require_replicas(verb, opened.layout.homes)
+    sent = {i: x for i, x in enumerate(opened.uses) if x.bucket.trainable and x.replicas.size > 1}
+    if not sent:
         if opened.leaves:
-            mark_reduced(opened.leaves, opened.homes[0])
+            mark_reduced(opened.leaves, opened.layout.homes[0])
         return grads
-    uses = [replace(opened.uses[i], verb=verb) for i in indexes]
+    uses, data = list(sent.values()), opened.data
     if exact:
         uses = [replace(use, bucket=use.bucket.exact) for use in uses]
-    data = opened.data
     if donate and needs_derivative(data):
         fix = "pass donate=False where gradients are differentiated"
         raise DonatedError("sync_replicas: donate=True under autograd", fix=fix)
@@ -512,7 +510,7 @@ def _mean_over_replicas(
             found = mean_over_replicas(uses, members, in_place=True).wait()
         else:
             found = apply("mean", uses, data)
-        dealt = zip(indexes, deal(uses, found), strict=True)
+        dealt = zip(sent, deal(uses, found), strict=True)
         out = opened.rebuild({i: placed_like(new, opened.held(i)) for i, (_, new) in dealt})
         if donate:
             writing.give_away(tree.flatten(out, is_leaf)[0])
@@ -592,7 +590,7 @@ def _checked(opened: Opened, full: Tree) -> list[Any]:
     paths = tree.paths(opened.given, "full", is_leaf)
     for i, leaf in enumerate(opened.leaves):
         if isinstance(leaf, Tied):
-            _check_tied(paths, given, i, opened.owner[i])
+            _check_tied(paths, given, i, opened.layout.owner[i])
         elif not isinstance(leaf, Nothing):
             _check_value(paths[i], leaf, given[i], opened.homes[i].hierarchy.device)
     return given

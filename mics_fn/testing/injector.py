@@ -56,22 +56,6 @@ def _interrupt(moment: Moment) -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def _abort(moment: Moment) -> None:
-    _write_no_core()
-    os.abort()
-
-
-def _segfault(moment: Moment) -> None:
-    _write_no_core()
-    ctypes.string_at(0)
-
-
-def _write_no_core() -> None:
-    import resource  # which not every system has
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-
-
 def _hold_gil(moment: Moment) -> None:
     ctypes.PyDLL(None).usleep(int(1e6 * moment.seconds))
 
@@ -123,8 +107,6 @@ FAULTS: dict[str, Callable[[Moment], None]] = {
     "interrupt": _interrupt,
     "kill": _signal(signal.SIGKILL),
     "stop": _signal(signal.SIGSTOP),
-    "abort": _abort,
-    "segfault": _segfault,
     "gil": _hold_gil,
     "slow": _be_slow,
     "oom": _run_out_of_memory,
@@ -166,9 +148,9 @@ class Injection:
         """Make the fault if this is its moment, once."""
         self._follow(point)
         due = self.at is None and self._now == self.step and self.operation in point.name
-        if due and self.rank in (None, own_rank()):
+        if due and self.rank in (None, own_place()[0]):
             self.at = point.name
-            where = f"{self.fault} on rank {own_rank()}, step {self._now}, at {point.name}"
+            where = f"{self.fault} on rank {own_place()[0]}, step {self._now}, at {point.name}"
             self._happen(Moment(point, where, self._draw, self._seconds, self._end))
         if point.name == "opt_step" and not self._told:
             self._now += 1  # what follows belongs to the next step of a loop written by hand
@@ -181,8 +163,8 @@ class Injection:
 
     def warn_if_missed(self) -> None:
         """Warn that the fault did not happen on this rank, if it should have."""
-        if self.at is None and self.rank in (None, own_rank()):
-            text = f"inject: {self.fault!r} did not happen on rank {own_rank()}"
+        if self.at is None and self.rank in (None, own_place()[0]):
+            text = f"inject: {self.fault!r} did not happen on rank {own_place()[0]}"
             lines = [f"no point of step {self.step} had {self.operation!r} in its name"]
             fix = "pass a step that the block takes, and a part of the name of a point in it"
             warnings.warn(message(text, lines, fix), stacklevel=4)
@@ -215,8 +197,8 @@ def inject(
         the first rank), "load", or some of the text of a collective, such as "fetch of bucket 0" or
         "reduction", or of one of its levels, such as "all-reduce" or "over 'replicas'", which is
         hop 2; see [Note: points] in `spans`.
-      fault: "raise" (an `InjectedError`), "exit", "interrupt" (Ctrl-C), "kill", "stop" (SIGSTOP),
-        "abort" and "segfault" end, stop or leave this rank. "gil" (held by a call of C) and "slow"
+      fault: "raise" (an `InjectedError`), "exit", "interrupt" (Ctrl-C), "kill" and "stop" (SIGSTOP)
+        end, stop or leave this rank. "gil" (held by a call of C) and "slow"
         delay it. "oom" asks for 2**60 bytes. "nan" and "flip" change an element, or one bit of it,
         in what the operation sends or writes. "wrong_call" makes a collective that other ranks do
         not make. Until the block ends, "disk_full" lets no file grow. Or a function of the `Point`.
@@ -243,7 +225,7 @@ def inject(
       1
     """
     checks.integer("inject", "rank", rank, 0, optional=True, fix="None means every rank")
-    size = _world_size()
+    _, size = own_place()
     if rank is not None and rank >= size:
         text = f"inject: rank={rank} in a world of {size}"
         raise PlanError(text, fix=f"pass one of 0 to {size - 1}, or None for every rank")
@@ -261,17 +243,9 @@ def inject(
         injection.close()
 
 
-def _world_size() -> int:
-    """The number of ranks, also before torch.distributed has started."""
+def own_place() -> tuple[int, int]:
+    """The global rank, and the number of ranks, also before torch.distributed has started."""
     if dist.is_initialized():
-        return dist.get_world_size()
+        return dist.get_rank(), dist.get_world_size()
     launch = read_launch(os.environ)
-    return 1 if launch is None else launch.world_size
-
-
-def own_rank() -> int:
-    """The global rank of this process, also before torch.distributed has started."""
-    if dist.is_initialized():
-        return dist.get_rank()
-    launch = read_launch(os.environ)
-    return 0 if launch is None else launch.rank
+    return (0, 1) if launch is None else (launch.rank, launch.world_size)

@@ -62,36 +62,26 @@ def carried(trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     Communication: none.
 
     Raises:
-      LeafError: the state of the loader, or of numpy's generator, holds what cannot be saved.
+      LeafError: the state of the loader holds what cannot be saved.
     """
     home, (scale, norms) = trainer.member.home, guard_numbers(trainer.guard)
-    own = _own_buffers(trainer)
+    state, own = _split(trainer)
     extra = {
         "options": lasting_options(trainer),
         "ranks": [home.position, home.world_size],
         "guard": {"scale": scale, "norms": norms},
-        "buffers": {name: x for name, x in trainer.state.buffers.items() if name in own},
+        "buffers": own,
         "data": trainer.passes.kept(trainer.sync_state.step),
         "random": trainer.passes.randoms(home.device).plain(),
     }
-    return _without(trainer, own), extra
+    return state, extra
 
 
-def state_of(trainer: Any) -> dict[str, Any]:
-    """The first part of what `carried` gives: the state, which can always be had."""
-    return _without(trainer, _own_buffers(trainer))
-
-
-def _own_buffers(trainer: Any) -> set[str]:
-    """The names of the buffers that are not known to be equal on all ranks."""
-    buffers, apart = trainer.state.buffers, trainer.replica_sync.apart
-    return set(buffers) - set(() if apart else trainer.program.buffers.averaged)
-
-
-def _without(trainer: Any, own: set[str]) -> dict[str, Any]:
-    """The state without this rank's own buffers."""
-    shared = {name: x for name, x in trainer.state.buffers.items() if name not in own}
-    return {"train": replace(trainer.state, buffers=shared), "sync": trainer.sync_state}
+def _split(trainer: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The state, with those buffers that are known to be equal on all ranks; and the others."""
+    own, apart = dict(trainer.state.buffers), trainer.replica_sync.apart
+    shared = {} if apart else {name: own.pop(name) for name in trainer.program.buffers.averaged}
+    return {"train": replace(trainer.state, buffers=shared), "sync": trainer.sync_state}, own
 
 
 class _Taken(NamedTuple):
@@ -140,15 +130,13 @@ def take_back(
     except errors.MicsError as wrong:
         error = wrong
     except Exception as wrong:  # whatever a file may hold; other ranks must hear of it
-        why = f"{type(wrong).__name__}: {wrong}".partition("\n")[0]
-        error = errors.LeafError(
-            "take_back: this is not what was saved", [why], "take what `carried` gave"
-        )
+        text, why = "take_back: this is not what was saved", f"{type(wrong).__name__}: {wrong}"
+        error = errors.LeafError(text, [why.partition("\n")[0]], "take what `carried` gave")
     about = "" if taken is None else f"go on at call {taken.state['sync'].step}"
     same_call("take_back", [trainer.member.home], about, error)
     if error is not None or taken is None:
         raise error or RuntimeError(about)
-    own = reclaimed(state_of(trainer))
+    own = reclaimed(_split(trainer)[0])
     with Commit() as commit, Writing() as writing:
         commit.write()
         writing.covers(own, "state", "take_back")
@@ -173,28 +161,23 @@ def _checked(trainer: Any, state: Tree, extra: Any, other_options: OnChange) -> 
         saved.pop("accumulate", None)  # so that the batch can stay as it was
         now.pop("accumulate", None)
     same_scale = _compare_options(saved, now, strict)
-    own = _own_buffers(trainer)
-    _check_like(reclaimed(_without(trainer, own)), state, "state")
-    mine = {name: x for name, x in trainer.state.buffers.items() if name in own}
-    _check_like(mine, extra["buffers"], "extra.buffers")
+    shared, own = _split(trainer)
+    _check_like(reclaimed(shared), state, "state")
+    _check_like(own, extra["buffers"], "extra.buffers")
     found = {**state["train"].buffers, **extra["buffers"]}
     buffers = {name: found[name] for name in trainer.state.buffers}
     guard = _guard_from(trainer.guard, extra["guard"], same_scale)
     randoms: Randoms | None = Randoms.from_plain(extra["random"], home.device)
-    if extra["ranks"] != [home.position, home.world_size]:
+    was, here = [*extra["ranks"], randoms.kind], [home.position, home.world_size, home.device.type]
+    if was != here:
+        places = [f"rank {rank} of {ranks} on {kind}" for rank, ranks, kind in (here, was)]
+        text = f"take_back: {places[0]} was given what was saved by {places[1]}"
+        lines = ["random numbers will not be those of the saved run"]
+        warnings.warn(errors.message(text, lines), stacklevel=3)
+    if was[:2] != here[:2]:  # the states belong to a rank
         randoms = None
-        text = f"saved by rank {extra['ranks'][0]} of {extra['ranks'][1]}"
-        text = f"take_back: rank {home.position} of {home.world_size} was given what was {text}"
-        fix = "random numbers will not be those of the saved run: their states belong to a rank"
-        warnings.warn(errors.message(text, [fix]), stacklevel=3)
-    elif randoms.kind != home.device.type:
-        text = f"take_back: random states are of {randoms.kind}, this rank is on {home.device.type}"
-        warnings.warn(
-            errors.message(text, ["numbers will not be those of the saved run"]), stacklevel=3
-        )
-    resume, data = None, extra["data"]
-    if data is not None:
-        resume = Position.from_plain(data, randoms, home.device)
+    data = extra["data"]
+    resume = data and Position.from_plain(data, randoms, home.device)
     return _Taken(state, buffers, guard, randoms, resume)
 
 
@@ -377,7 +360,7 @@ class Checkpoints:
         check_folder(self.folder, trainer.member.home, trainer.state.buffers)
         if not self.resume:
             return False
-        where = self.folder, state_of(trainer), trainer.groups
+        where = self.folder, _split(trainer)[0], trainer.groups
         how: dict[str, Any] = {"on_corrupt": self.on_corrupt, "replicas": _replicas(trainer)}
         try:
             with Writing() as writing:  # until all of it is that of the trainer
@@ -459,7 +442,7 @@ class Checkpoints:
         try:
             state, extra = carried(trainer)
         except Exception as error:  # the save raises it, on all ranks
-            state, extra = state_of(trainer), error
+            state, extra = _split(trainer)[0], error
         step = trainer.state.step
         # Steps of another run are not replaced, unless this one has gone on from this folder.
         overwrite = "newer" if self._ours else "never"

@@ -412,17 +412,26 @@ def _check_precision(leaf: Any, precision: Precision, name: str, path: str) -> N
 
 def homes_for(groups: Any, params: Tree, deterministic: bool) -> tuple[Any, Groups]:
     """The groups of a tree, in a fixed order if `deterministic`; and the first of them."""
-    found = tree.spread(
-        groups, params, what="groups", is_leaf=is_leaf, is_value=lambda v: isinstance(v, Groups)
-    )
-    if deterministic and isinstance(groups, Groups):
-        groups = placement.fixed_order(groups)
-    elif deterministic:
-        ordered = {home: placement.fixed_order(home) for home in dict.fromkeys(found)}
-        paths = tree.paths(params, is_leaf=is_leaf)
-        by_path = {path: ordered[home] for path, home in zip(paths, found, strict=True)}
-        groups, found = by_path.__getitem__, list(by_path.values())
-    return groups, groups if isinstance(groups, Groups) or not found else found[0]
+    found = [groups] if isinstance(groups, Groups) else homes_by_leaf(groups, params)
+    first = found[0] if found else groups
+    if not deterministic:
+        return groups, first
+    new = {home: placement.fixed_order(home) for home in dict.fromkeys(found)}
+    return with_homes(groups, params, new), new.get(first, first)
+
+
+def homes_by_leaf(groups: Any, params: Tree) -> list[Groups]:
+    """The groups of each leaf."""
+    form = {"what": "groups", "is_leaf": is_leaf, "is_value": lambda v: isinstance(v, Groups)}
+    return tree.spread(groups, params, **form)
+
+
+def with_homes(groups: Any, params: Tree, new: Mapping[Groups, Groups]) -> Any:
+    """The groups of a tree with others in their places, in the form in which they were given."""
+    if not callable(groups):
+        return tree.map_leaves(lambda home: new.get(home, home), groups)
+    paths, found = tree.paths(params, is_leaf=is_leaf), homes_by_leaf(groups, params)
+    return {path: new[home] for path, home in zip(paths, found, strict=True)}.__getitem__
 
 
 # This rank as a member of its job, which may go on with other processes after a fault.

@@ -42,8 +42,6 @@ from mics_fn.train.program import count
 
 # Which samples a rank takes.
 
-_LARGEST_SEED = 2**63 - 1  # torch takes a sum of seed and epoch that is below 2**64
-
 
 def sampler(
     dataset: Sized, groups: Groups, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
@@ -77,7 +75,7 @@ def sampler(
     Memory: the order of an epoch (8 bytes per sample) during its pass.
 
     Raises:
-      PlanError: `seed` is not an int from 0 to 2**63 - 1, or another option is not a bool.
+      PlanError: `seed` is not an int of at least 0, or another option is not a bool.
       GroupsError: `groups` is not a `Groups`; with a tree of them the shares would be ambiguous.
       LeafError: there is not one sample for each rank.
       DesyncError: ranks differ in the length of the dataset or in an argument.
@@ -94,9 +92,6 @@ def sampler(
     checks.flag("sampler", "shuffle", shuffle)
     checks.flag("sampler", "drop_last", drop_last)
     checks.integer("sampler", "seed", seed, 0, fix="pass the same number on all ranks")
-    if seed > _LARGEST_SEED:
-        expected, fix = "an int of at most 2**63 - 1", "pass a smaller number, such as 0"
-        checks.refuse("sampler", "seed", seed, expected, fix)
     groups.partition.check_open()
     ranks, size = groups.world_size, len(dataset)
     error: MicsError | None = None

@@ -45,10 +45,8 @@ class Weights:
         return self._factors[i].to(torch.promote_types(loss.dtype, torch.float32))
 
 
-def weights_of(trainer: Any, parts: Sequence[Any]) -> Weights | None:
-    """The weights of a step of this trainer on these micro-batches; None if they are equal."""
-    if trainer.weight is None:
-        return None
+def weights_of(trainer: Any, parts: Sequence[Any]) -> Weights:
+    """The weights of a step of this trainer on these micro-batches."""
     home = trainer.member.home
     home = home.replica if trainer.replica_sync.apart else home
     return Weights(trainer.weight, parts, home)

@@ -68,7 +68,7 @@ class Randoms(NamedTuple):
       device: the state of this rank's accelerator; None on the CPU, or if torch keeps none.
       kind: the type of that device.
       python: the state of `random`.
-      numpy: the state of `numpy.random`, as numpy describes it; None if numpy is not imported.
+      numpy: the state of `numpy.random`, as numpy gives it; None if numpy is not imported.
       own: the states of a loader's own generators.
     """
 
@@ -88,7 +88,7 @@ class Randoms(NamedTuple):
             None if generator is None else generator.get_state(),
             device.type,
             random.getstate(),
-            None if numpy is None else numpy.random.get_state(legacy=False),
+            None if numpy is None else numpy.random.get_state(),
             [each.get_state() for each in own],
         )
 
@@ -105,19 +105,11 @@ class Randoms(NamedTuple):
             each.set_state(state)
 
     def plain(self) -> dict[str, Any]:
-        """Return the states as they are saved: about 15 kB of tensors.
-
-        Raises:
-          LeafError: numpy's global generator is not the one that numpy begins with.
-        """
+        """Return the states as they are saved: about 15 kB of tensors."""
         (version, words, gauss), numpy = self.python, None
         if self.numpy is not None:
-            kind, state = self.numpy["bit_generator"], self.numpy["state"]
-            if kind != _TWISTER:
-                text = f"numpy.random uses {kind}, whose state cannot be saved"
-                raise LeafError(text, fix="draw from a numpy.random.Generator of your own")
-            numbers = torch.tensor([*map(int, state["key"])]), int(state["pos"])
-            numpy = [*numbers, int(self.numpy["has_gauss"]), float(self.numpy["gauss"])]
+            _, key, *rest = self.numpy
+            numpy = [torch.tensor([*map(int, key)]), *rest]
         python, own = [version, torch.tensor(words), gauss], list(self.own)
         found = {"cpu": self.cpu, "device": self.device, "kind": self.kind, "own": own}
         return {**found, "python": python, "numpy": numpy}
@@ -136,10 +128,8 @@ class Randoms(NamedTuple):
             torch.Generator(device).set_state(saved["device"])
         random.Random().setstate(python)
         if saved["numpy"] is not None:
-            key, pos, has_gauss, last = saved["numpy"]
-            state = {"key": key.tolist(), "pos": pos}
-            twister = {"bit_generator": _TWISTER, "state": state}
-            twister |= {"has_gauss": has_gauss, "gauss": last}
+            key, *rest = saved["numpy"]
+            twister = (_TWISTER, key.tolist(), *rest)
             if numpy is not None:
                 numpy.random.RandomState().set_state(twister)
         return cls(saved["cpu"], saved["device"], saved["kind"], python, twister, saved["own"])

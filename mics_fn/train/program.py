@@ -1,6 +1,6 @@
 """A model or a loss function as one call, from full parameters to the loss and its backward.
 
-Modules are read and never changed: `functional_call` swaps parameters into a copy on meta.
+Modules are read and never changed: parameters are swapped into a copy on meta.
 
 [Note: shared buffers] A buffer that two modules hold is one tensor under two names, so that one
 module reads what the other writes. A step begins with one copy for both, even if the state has been
@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.data import DataLoader
 
-from mics_fn import checks, spans
-from mics_fn.collectives import SHORT_NAMES, mean_over_ranks
+from mics_fn import _torch, checks, spans
+from mics_fn.collectives import mean_over_ranks
 from mics_fn.deferred import check_loss
 from mics_fn.errors import LeafError
 from mics_fn.groups import Groups
@@ -55,19 +54,21 @@ def to_device(batch: Any, device: torch.device) -> Any:
         text = f"Trainer: the batch is a {type(batch).__name__}, which gives batches"
         fix = "pass it to trainer.fit(loader, steps), or pass one of its batches"
         raise LeafError(text, fix=fix)
-    rows = [x.shape[0] for x in leaves_of(batch) if isinstance(x, Tensor) and x.ndim]
-    if (rows and not any(rows)) or (isinstance(batch, list | tuple | dict) and not batch):
-        fix = "give each rank a sample in each step, as DataLoader(..., drop_last=True) does"
-        raise LeafError("Trainer: the batch has no sample", fix=fix)
+    rows: list[int] = []
 
     def moved(x: Any, path: str) -> Any:
         if isinstance(x, Tensor):
+            rows.extend(x.shape[:1])
             return x.to(device, non_blocking=True)
         if device.type == "cpu" or isinstance(x, PLAIN) or _is_numpy(x):
             return x
         return x.to(device)
 
-    return map_contents(moved, batch, "batch")
+    found = map_contents(moved, batch, "batch")
+    if (rows and not any(rows)) or (isinstance(batch, list | tuple | dict) and not batch):
+        fix = "give each rank a sample in each step, as DataLoader(..., drop_last=True) does"
+        raise LeafError("Trainer: the batch has no sample", fix=fix)
+    return found
 
 
 def cut(batch: Any, parts: int) -> list[Any]:
@@ -108,9 +109,13 @@ def cut(batch: Any, parts: int) -> list[Any]:
 
 def count(batch: Any) -> tuple[int, int]:
     """The number of samples and of tokens in a batch; see `StepMetrics`."""
-    tensors = [x for x in leaves_of(batch) if isinstance(x, Tensor) and x.ndim]
-    ints = next((x for x in tensors if not x.is_floating_point() and x.ndim > 1), None)
-    return (tensors[0].shape[0] if tensors else 1), (0 if ints is None else ints.numel())
+    samples, tokens = None, None
+    for x in leaves_of(batch):
+        if isinstance(x, Tensor) and x.ndim:
+            samples = x.shape[0] if samples is None else samples
+            if tokens is None and x.ndim > 1 and not x.is_floating_point():
+                tokens = x.numel()
+    return 1 if samples is None else samples, tokens or 0
 
 
 def _is_numpy(x: Any) -> bool:
@@ -132,8 +137,7 @@ class ModuleBuffers:
       saved: the module's state dict, whose names tell which buffers are persistent.
 
     Raises:
-      LeafError: a buffer lies in the memory of a parameter, or is another view of a buffer; or a
-        persistent one is float8, which no mean over ranks has.
+      LeafError: a buffer lies in the memory of a parameter, or is another view of a buffer.
     """
 
     def __init__(
@@ -156,12 +160,6 @@ class ModuleBuffers:
             persistent |= set(group) if persistent & set(group) else set()
         numbers = [k for k, x in buffers.items() if x.is_floating_point() or x.is_complex()]
         self.averaged = [name for name in numbers if name in persistent]
-        for name in self.averaged:
-            dtype = buffers[name].dtype
-            if (dtype.to_real() if dtype.is_complex else dtype) not in SHORT_NAMES:
-                text = f"Trainer: buffer {name!r} is {dtype}, which has no mean over ranks"
-                fix = "keep it as bfloat16, or register it with persistent=False"
-                raise LeafError(text, fix=fix)
 
     def copies(self, values: Values) -> Values:
         """Return copies, one for all names of a tensor; see [Note: shared buffers]."""
@@ -180,7 +178,7 @@ class ModuleBuffers:
 
         Communication: for each dtype one mean of all of them, over each of the two groups.
         """
-        if home.world_size == 1:
+        if home.world_size == 1 or not self.averaged:
             return values
         for dtype in dict.fromkeys(values[name].dtype for name in self.averaged):
             mine = [name for name in self.averaged if values[name].dtype == dtype]
@@ -332,19 +330,28 @@ class ModuleProgram:
         self.buffers = ModuleBuffers(params, buffers, model.state_dict(keep_vars=True))
         self.skeleton = on_meta_copy(model, [*params.values(), *buffers.values()])
         self._values = params, self.buffers.copies({k: x.detach() for k, x in buffers.items()})
-        self._step = _Step(self.skeleton, loss or _own_loss, precision)
+        self._loss = loss or _own_loss
+        self._model: Any = Casting(self.skeleton, precision) if precision.casts else self.skeleton
 
     def __call__(
         self, params: Tree, buffers: Values, batch: Any, backward: Backward | None = None
     ) -> Result:
-        """The loss of a batch, after `backward` was called with it inside the swap."""
-        given = {f"model.{name}": value for name, value in {**params, **buffers}.items()}
-        # All names are given. strict=True would check that by walking the module at every call.
-        loss = functional_call(self._step, given, (batch, backward), tie_weights=False)
+        """The loss of a batch, after `backward` was called with it while values are swapped in.
+
+        A model that recomputes activations in backward would else do so on meta.
+        """
+        values = {**params, **buffers}
+        with _torch.swapped_in(self.skeleton, values):
+            try:
+                loss = self._loss(self._model, batch)
+            except (AttributeError, TypeError) as error:
+                _say_how_called(error, self.skeleton, batch)
+                raise
+            loss = _finished(loss, backward)
         # If a module replaces a buffer instead of writing to it, the new one is in the dict.
         if backward is not None and self.buffers.shared:
-            self.buffers.replaced([k for k, x in buffers.items() if given[f"model.{k}"] is not x])
-        return Result(loss, {k: given[f"model.{k}"].detach() for k in buffers})
+            self.buffers.replaced([k for k, x in buffers.items() if values[k] is not x])
+        return Result(loss, {name: values[name].detach() for name in buffers})
 
     def take(self) -> tuple[Values, Values]:
         """Parameters and buffers by name, once: nothing here refers to them afterwards."""
@@ -362,8 +369,8 @@ class ModuleProgram:
           LeafError: something in it has no value, since the skeleton alone has it.
         """
         values = {**params(), **self.buffers.copies(buffers)}
-        given = {f"model.{name}": value for name, value in values.items()}
-        found = functional_call(_Saved(self.skeleton), given, (), tie_weights=False)
+        with _torch.swapped_in(self.skeleton, values):
+            found = self.skeleton.state_dict()
         for name, value in found.items():
             if isinstance(value, Tensor) and value.is_meta:
                 text = f"Trainer.state_dict: the model saves {name!r}, which is neither a parameter"
@@ -381,41 +388,6 @@ class ModuleProgram:
         finally:
             for module, mode in modes:
                 module.training = mode
-
-
-class _Step(nn.Module):
-    """Model, loss and backward as one module, so that backward runs while values are swapped in.
-
-    Otherwise a model that recomputes activations in backward would do so on meta.
-    """
-
-    def __init__(
-        self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], precision: Precision
-    ) -> None:
-        super().__init__()
-        self.model, self.loss, self.precision = model, loss, precision
-
-    def forward(self, batch: Any, backward: Backward | None) -> Tensor:
-        model: Any = self.model
-        if self.precision.casts:
-            model = Casting(model, self.precision)
-        try:
-            loss = self.loss(model, batch)
-        except (AttributeError, TypeError) as error:
-            _say_how_called(error, self.model, batch)
-            raise
-        return _finished(loss, backward)
-
-
-class _Saved(nn.Module):
-    """The state dict of a model as a call, so that it is taken while values are swapped in."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self) -> Values:
-        return self.model.state_dict()
 
 
 def program_of(

@@ -177,7 +177,6 @@ class ReplicaSync:
 
     def due(self, state: SyncState) -> bool:
         """Whether the next `after` leaves replicas equal; the same on every rank."""
-        _check_state("due", state)
         return (state.step + 1) % self.every == 0
 
     def after(
@@ -208,7 +207,8 @@ class ReplicaSync:
             requires a gradient: a merge has no derivative.
           CollectiveError, PeerFailed: the merge failed; `params` and `state` are as they were.
         """
-        _check_state("after", state)
+        fix = "pass what init or the last after gave; a TrainState is another thing"
+        checks.instance("ReplicaSync.after", "state", state, SyncState, "a SyncState", fix)
         later = replace(state, step=state.step + 1)
         if not self.apart:
             return params, later
@@ -256,11 +256,7 @@ def _is_like(found: Tree, grads: Tree) -> bool:
     )
 
 
-def _check_state(verb: str, state: Any) -> None:
-    """Raise PlanError unless a value is what a policy carries."""
-    fix = "pass what init or the last after gave; a TrainState is another thing"
-    checks.instance(f"ReplicaSync.{verb}", "state", state, SyncState, "a SyncState", fix)
-
+_EVERY = "give the steps from one merge to the next"
 
 __all__ = ["ReplicaSync", "SyncState", "diloco", "every_step", "local_sgd", "reduced_by"]
 
@@ -309,7 +305,7 @@ def local_sgd(every: int) -> ReplicaSync:
 
     References: Stich, arXiv:1805.09767; McMahan et al. (FedAvg), arXiv:1602.05629.
     """
-    _check_every("local_sgd", every)
+    checks.integer("local_sgd", "every", every, fix=_EVERY)
 
     def merge(params: Tree, outer: Any, groups: Any, donate: bool) -> tuple[Tree, Any]:
         # Parameters, unlike differences of them, must be sent in full precision.
@@ -357,7 +353,7 @@ def diloco(every: int, outer: Optimizer | None = None) -> ReplicaSync:
 
     References: Douillard et al., arXiv:2311.08105.
     """
-    _check_every("diloco", every)
+    checks.integer("diloco", "every", every, fix=_EVERY)
     transform = sgd(0.7, momentum=0.9, nesterov=True) if outer is None else as_transform(outer)
 
     def begin(params: Tree) -> TrainState:
@@ -438,7 +434,3 @@ def policy_of(replica_sync: ReplicaSync | None, hop2: Any) -> ReplicaSync:
         text = "Trainer: replica_sync= and hop2= are both given"
         raise PlanError(text, fix="pass one; hop2=f is replica_sync=reduced_by(f)")
     return reduced_by(hop2)
-
-
-def _check_every(verb: str, every: Any) -> None:
-    checks.integer(verb, "every", every, fix="give the steps from one merge to the next")

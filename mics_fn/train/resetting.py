@@ -35,9 +35,9 @@ from mics_fn.collectives import collect_bytes
 from mics_fn.groups import Groups, replaced, reports
 from mics_fn.optim import Comparison, from_replica, same_step
 from mics_fn.schedules import OnDemand
-from mics_fn.shards import any_lost, is_leaf, reclaimed
+from mics_fn.shards import any_lost, reclaimed
 from mics_fn.spans import LOG
-from mics_fn.train.given import compare_options
+from mics_fn.train.given import compare_options, homes_by_leaf, with_homes
 from mics_fn.train.plain import guard_numbers, with_numbers
 from mics_fn.train.replicas import has_own_state
 from mics_fn.train.stepping import merge, write
@@ -287,14 +287,8 @@ def on_new_groups(groups: Any, params: Tree, home: Groups) -> tuple[Any, Groups]
 
     Communication: that of `reset`.
     """
-    form = {"what": "groups", "is_leaf": is_leaf, "is_value": lambda v: isinstance(v, Groups)}
-    found = tree.spread(groups, params, **form)
-    new = replaced([home, *found])
-    if callable(groups):
-        paths = tree.paths(params, is_leaf=is_leaf)
-        by_path = {path: new[each] for path, each in zip(paths, found, strict=True)}
-        return by_path.__getitem__, new[home]
-    return tree.map_leaves(new.__getitem__, groups), new[home]
+    new = replaced([home, *homes_by_leaf(groups, params)])
+    return with_homes(groups, params, new), new[home]
 
 
 def at_one_step(trainer: Any, *, heal: bool) -> None:
@@ -328,10 +322,14 @@ def _aligned(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
     if len({said.calls for said in found.values()}) > 1:
         if not heal:
             raise torn(found)
-        last = max(found.values(), key=lambda said: said.at)
-        if trainer.sync_state.step < last.calls:
-            trainer.sync_state = replace(trainer.sync_state, step=last.calls)
-            trainer.guard = with_numbers(trainer.guard, last.scale, last.norms)
+        _count_as(trainer, max(found.values(), key=lambda said: said.at))
+
+
+def _count_as(trainer: Any, last: Said) -> None:
+    """Count calls and what the guard has found as the rank that has come furthest."""
+    if trainer.sync_state.step < last.calls:
+        trainer.sync_state = replace(trainer.sync_state, step=last.calls)
+        trainer.guard = with_numbers(trainer.guard, last.scale, last.norms)
 
 
 def _merged(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
@@ -340,13 +338,11 @@ def _merged(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
     Communication: that of a merge, if one is left to do.
     """
     member, last = trainer.member, max(found.values(), key=lambda said: said.at)
-    mine = found[member.home.rank]
     behind = [rank for rank in found if found[rank].calls < last.calls]
     if behind and not heal:
         raise torn(found)
-    if mine.calls < last.calls:
-        trainer.sync_state = replace(trainer.sync_state, step=last.calls)
-        trainer.guard = with_numbers(trainer.guard, last.scale, last.norms)
+    if member.home.rank in behind:
+        _count_as(trainer, last)
         trainer.state = replace(trainer.state, step=last.step)
     if behind and member.home.position == 0:
         text = "reset: replicas are apart, and %s did not take what steps the others have taken"

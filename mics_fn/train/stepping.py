@@ -14,9 +14,10 @@ them it takes from a replica, too.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,27 +50,15 @@ from mics_fn.tree import Tree
 # The end of a step of a `Trainer`: gradients are judged, and the step is written or refused.
 
 
-def overlaps(trainer: Any) -> bool:
-    """Whether buckets are stepped while others are reduced: nothing has to be known of all before.
+def can_overlap(trainer: Any) -> bool:
+    """Whether nothing has to be known of all gradients before buckets are stepped.
 
     The mean of buffers comes before the step, and on the wire behind every hop 2.
     """
     guard, ranks = trainer.guard, trainer.member.home.world_size
     limits = guard.max_norm is not None or guard.max_value is not None
     means = bool(trainer.program.buffers.averaged) and ranks > 1
-    waits = guard.decides or limits or means or trainer.replica_sync.reduce is not None
-    return trainer.overlap_step and not waits
-
-
-def reduced(trainer: Any, total: GradSum) -> Any:
-    """Return reduced gradients; those elsewhere stay there until stepped, or all still come."""
-    if overlaps(trainer):
-        return total
-    if not total.elsewhere or trainer.replica_sync.reduce is not None:
-        return total.grads()
-    total.wait()
-    grad_stream(total)  # which raises where a step has no gradient
-    return total
+    return not (guard.decides or limits or means or trainer.replica_sync.reduce is not None)
 
 
 @torch.no_grad()
@@ -87,37 +76,57 @@ def update(
     """
     if spans.watchers:  # a step that is refused ends here
         tell_memory(trainer.ahead)
+    early = trainer.overlap_step and can_overlap(trainer)
+    judge = partial(_judged, trainer, total, buffers, commit, totals, early)
+    if early or not trainer.where.moves("params", "states"):
+        ready = judge()
+        write(trainer, ready)
+    else:
+        ready = _write_as_fetched(trainer, total, judge)
+    if early:
+        totals.exchange()
+        totals.fetch()
+    return ready.verdict
+
+
+def _write_as_fetched(
+    trainer: Any, total: GradSum, judge: Callable[[], given.Ready]
+) -> given.Ready:
+    """Judge and write a step on states elsewhere, which are fetched meanwhile."""
     found: list[given.Ready] = []
 
     def judged() -> Any:
-        found.append(_judged(trainer, reduced(trainer, total), buffers, commit, totals))
+        found.append(judge())
         if not found[0].verdict.accept:
             raise StepRefused
         trainer.member.ready = None  # from here on a part of it may be written
         return found[0].verdict.grads
 
-    stepped, state = None, trainer.ahead
+    stepped = None
     with Writing():
         with suppress(StepRefused):
-            if trainer.where.moves("params", "states") and not overlaps(trainer):
-                stepped = opt_step(state, lazy_grads(total, judged), donate=True)
-            else:
-                judged()
+            stepped = opt_step(trainer.ahead, lazy_grads(total, judged), donate=True)
         write(trainer, found[0], stepped)
-    if overlaps(trainer):
-        totals.exchange()
-        totals.fetch()
-    return found[0].verdict
+    return found[0]
 
 
 def _judged(
-    trainer: Any, grads: Any, buffers: Values, commit: Commit, totals: StepTotals
+    trainer: Any, total: GradSum, buffers: Values, commit: Commit, totals: StepTotals, early: bool
 ) -> given.Ready:
-    """Check a step before it is written, and defer signals from then on."""
+    """Check a step before it is written, and defer signals from then on.
+
+    Gradients elsewhere stay there until they are stepped; with `early` all are still reduced.
+    """
+    sync, home, grads = trainer.replica_sync, trainer.member.home, total
+    if not early and total.elsewhere and sync.reduce is None:
+        total.wait()
+        grad_stream(total)  # which raises where a step has no gradient
+    elif not early:
+        grads = total.grads()
     settle(trainer)  # the guard counts steps in a row
-    sync, home, old = trainer.replica_sync, trainer.member.home, trainer.ahead
+    old = trainer.ahead
     grads, kept = sync.reduced(grads, trainer.sync_state, trainer.groups)
-    sent = None if overlaps(trainer) else totals  # else that message would wait for every hop 2
+    sent = None if early else totals  # else that message would wait for every hop 2
     how = {"totals": sent, "wait": not can_be_masked(trainer, grads)}
     verdict = trainer.guard.judge(grads, trainer.groups, donate=True, **how)
     if verdict.accept:
@@ -278,7 +287,8 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
     where = trainer.where if trainer.where.sets("grads") else None
     total = GradSum(len(parts), dtype=trainer.grad_dtype, where=where)
     commit = Commit()
-    weights, total.other_backward = weights_of(trainer, parts), _BACKWARD
+    weights = None if trainer.weight is None else weights_of(trainer, parts)
+    total.other_backward = _BACKWARD
     total.before_last = commit.hold  # see [Note: commit] in `interrupts`
     with commit, learning(trainer.deterministic), _alike(home, commit):
         with defer(state.params, groups, trainer.schedule, into=total) as full:
@@ -294,16 +304,9 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
         verdict = update(trainer, total, buffers, commit, totals)
         merge(trainer)
         total.release()
-    return metrics_of(
-        trainer,
-        totals,
-        verdict,
-        {
-            "loss": totals.loss.to(losses.dtype),
-            "seconds": time.perf_counter() - started,
-            "scale": guard.scale.value,
-        },
-    )
+    known = {"loss": totals.loss.to(losses.dtype), "scale": guard.scale.value}
+    known |= {"seconds": time.perf_counter() - started}
+    return metrics_of(trainer, totals, verdict, known)
 
 
 @contextmanager

@@ -35,8 +35,8 @@ PLANTED = [
     (
         "a step is renamed before the disk has the names in its folder",
         _D,
-        "        sync(self.path)\n        os.rename(self.path, path)\n",
-        "        os.rename(self.path, path)\n",
+        "    sync(new)\n    os.rename(new, path)\n",
+        "    os.rename(new, path)\n",
         "checkpoint/test_commit.py -k the_disk_has_each",
     ),
     (
@@ -98,7 +98,7 @@ PLANTED = [
     (
         "the memory of a save is never used again",
         _C,
-        "self.free[device.type] = memory",
+        "FREE[device.type] = memory",
         "pass",
         "checkpoint/test_snapshot.py -k memory_of_one",
     ),
@@ -112,9 +112,16 @@ PLANTED = [
     (
         "states of different steps are saved as one",
         "checkpoint/saving.py",
-        "        _compare({rank: each[0] for rank, each in exchange.all.items()})\n",
+        "        _compare(exchange)\n",
         "",
         "checkpoint/test_one_end.py -k torn",
+    ),
+    (
+        "states of which each was saved before on all ranks are saved as one",
+        "checkpoint/saving.py",
+        'if exchange.differing("layout"):',
+        "if contents is None:",
+        "checkpoint/test_one_end.py -k compared_again",
     ),
     (
         "an export does not fill a file up to its limit",

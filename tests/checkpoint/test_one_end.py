@@ -19,7 +19,7 @@ from cases import Layout, groups_of
 import mics_fn as mf
 from mics_fn import checkpoint, spans
 from mics_fn.checkpoint import directory, snapshot
-from mics_fn.errors import FileError, LostStateError
+from mics_fn.errors import DesyncError, FileError, LostStateError
 from mics_fn.lab.ranks.pool import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -112,6 +112,23 @@ def test_a_torn_state_is_not_saved(ranks: Pools, tmp_path: Path) -> None:
     assert one[0].startswith(text)
     assert "rank 0: train.step=0\n  rank 1: train.step=1" in one[1]
     assert len(one) == 2, "nothing was committed"
+
+
+def swapped(layout: Layout, folder: str) -> str:
+    """Save two states, each on all ranks, and then one of them on each rank."""
+    groups = groups_of(layout)
+    states = [mf.shard({"w": torch.ones(n)}, groups) for n in (4, 6)]
+    for i, state in enumerate(states):
+        checkpoint.save(f"{folder}/{i}", state, groups, step=1)
+    with pytest.raises(DesyncError) as caught:
+        checkpoint.save(f"{folder}/2", states[groups.rank], groups, step=1)
+    return str(caught.value)
+
+
+def test_states_that_were_saved_before_are_compared_again(ranks: Pools, tmp_path: Path) -> None:
+    one, two = ranks(2).run(swapped, TWO, str(tmp_path))
+    assert one == two
+    assert "first difference: w\n  rank 0: w (4,) float32 1\n  rank 1: w (6,) float32 1" in one
 
 
 @contextmanager

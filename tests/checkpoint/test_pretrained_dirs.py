@@ -254,7 +254,7 @@ def test_arguments_of_the_wrong_kind_are_refused(tmp_path: Path):
         shards = mf.shard(tree(), groups)
         with pytest.raises(mf.errors.PlanError, match="max_file_bytes=0, expected"):
             save_pretrained(path, shards, groups, max_file_bytes=0)
-        with pytest.raises(mf.errors.LeafError, match="cannot be used inside torch.func"):
+        with pytest.raises(mf.errors.LeafError, match="has no derivative"):
             torch.func.grad(lambda x: save_pretrained(path, {"x": x}, groups))(torch.ones(()))
     with pytest.raises(mf.errors.GroupsError):
         save_pretrained(path, shards, groups)

@@ -98,26 +98,6 @@ def test_members_are_those_of_the_plan(ranks: Pools, sizes: tuple[int, ...], p: 
         assert seen["made"] == 2 * len(members) + flat + 2 * (p < n)
 
 
-KINDS = ("gather", "reduce")
-
-
-def replica_of_hostile_names() -> list[Any]:
-    """Groups whose levels are called as communicators are; and a replica's hop 2, alone."""
-    topology = Topology((2, 2, 2), ("x", "replicas", "replicas, second"))
-    with make_groups(4, topology=topology, timeout_s=20) as groups:
-        second, alone = groups.replicas.second, groups.replica.replicas
-        assert second is not None
-        return [second.name, second.ranks, alone.size, alone.second, *groups.communicators]
-
-
-def test_levels_may_have_the_names_of_communicators(ranks: Pools):
-    kinds = [
-        f"{k} {name}" for name in ("replicas", "replicas, second") for k in ("gather", "reduce")
-    ]
-    want = ["replicas", (2, 6), 1, None, *kinds, "partition", "replicas"]
-    assert ranks(8).run(replica_of_hostile_names)[6] == want
-
-
 TWO, STEP = "SLURM_NTASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"
 
 

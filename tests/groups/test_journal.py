@@ -16,7 +16,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from mics_fn.errors import PeerFailed
 from mics_fn.groups import group_state as life_module
-from mics_fn.groups import uncaught
+from mics_fn.groups import monitor
 from mics_fn.groups.group_state import GroupState
 from mics_fn.groups.peers import PARKED, Failure, Journal, Peer, Peers, Process
 from mics_fn.schedules import Stuck
@@ -128,29 +128,29 @@ def sign(number: int, state: str = "open", process: Process | None = None) -> st
 def test_silence_is_added_up_from_the_ticks_of_the_reader(host: str, most_s: float):
     """One that waits for a processor has twice the time."""
     peer, reader = Peer(), Process(host, 1, "") if host else Process.own()
-    peer.heard(sign(1), reader, 0.25)
+    peer.hear(sign(1), reader, 0.25)
     for _ in range(7):
-        peer.heard(sign(1), reader, 0.25)
+        peer.hear(sign(1), reader, 0.25)
     assert (peer.silent_s, peer.is_silent(most_s), peer.is_silent(0.8)) == (1.75, False, True)
-    peer.heard(sign(2, PARKED), reader, 0.25)
+    peer.hear(sign(2, PARKED), reader, 0.25)
     assert (peer.silent_s, peer.parked) == (0.0, True)
 
 
 def test_silence_before_a_meeting_is_forgotten_and_the_end_of_a_process_is_not():
-    peers, own = Peers(), Process.own()
+    peers, own = Peers({1: Peer(), 2: Peer()}), Process.own()
     ended = Process(own.host, own.pid, "1")  # another one has its number
     for _ in range(9):
-        peers.hear(1, sign(1, process=Process("elsewhere", 7, "1")), own, 0.25)
-        peers.hear(2, sign(1, process=ended), own, 0.25)
+        peers[1].hear(sign(1, process=Process("elsewhere", 7, "1")), own, 0.25)
+        peers[2].hear(sign(1, process=ended), own, 0.25)
     assert peers[1].is_silent(1.5)
-    assert peers[1].mark_gone()
+    peers[1].gone = True
     assert peers.anew({1: "", 2: ""}) == [2]
     assert not peers[1].is_silent(0.0)
-    assert peers[1].mark_gone(), "its next silence is found again"
+    assert not peers[1].gone, "its next silence is found again"
 
 
 def test_a_process_that_ended_is_seen_although_its_parent_has_not_looked():
-    peers, own = Peers(), Process.own()
+    peers, own = Peers({1: Peer(), 2: Peer()}), Process.own()
 
     def child() -> Process:
         pid = os.fork()
@@ -160,22 +160,18 @@ def test_a_process_that_ended_is_seen_although_its_parent_has_not_looked():
         return Process(own.host, pid, started)
 
     def hear(rank: int, process: Process) -> None:
-        peers.hear(rank, sign(1, process=process), own, 0.25)
+        peers[rank].hear(sign(1, process=process), own, 0.25)
 
-    first, second = child(), child()
-    hear(1, first)
     hear(2, Process(own.host, os.getpid(), "1"))
     assert peers.ended() == [2], "another process has its number now"
-    os.kill(first.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
-    assert peers.ended() == [1]
-    os.waitpid(first.pid, 0)
-    assert peers.ended() == [], "it is told of once"
-    hear(1, second)  # which has taken its place
-    assert peers.ended() == []
-    os.kill(second.pid, signal.SIGKILL)
-    os.waitpid(second.pid, 0)
-    assert peers.ended() == [1]
+    for _ in range(2):  # the second one takes the place of the first
+        hear(1, process := child())
+        assert peers.ended() == []
+        os.kill(process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert peers.ended() == [1]
+        os.waitpid(process.pid, 0)
+        assert peers.ended() == [], "it is told of once"
 
 
 @pytest.fixture
@@ -185,14 +181,14 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def tell_all(error: BaseException, *, final: bool = False, kind: str = "") -> None:
         found.append((error, final))
 
-    monkeypatch.setattr(uncaught, "tell_all", tell_all)
+    monkeypatch.setattr(monitor, "tell_all", tell_all)
     return found
 
 
 def test_an_uncaught_error_is_told_before_it_is_shown(told, monkeypatch):
     error, shown = ValueError("mine"), []
     monkeypatch.setattr(sys, "excepthook", lambda *args: shown.append((args, list(told))))
-    uncaught.listen.__wrapped__()
+    monitor.listen.__wrapped__()
     sys.excepthook(ValueError, error, None)
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     sys.excepthook(ValueError, error, None)
@@ -204,8 +200,8 @@ def test_an_error_in_a_cell_is_told_and_the_next_cell_may_go_on(told, monkeypatc
     hooks: dict[str, Any] = {}
     shell = SimpleNamespace(events=SimpleNamespace(register=hooks.__setitem__))
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    assert [uncaught.limit_by_default(n) for n in (8, 16_384)] == [10.0, 192.0]
-    uncaught.listen.__wrapped__()
+    assert [monitor.limit_by_default(n) for n in (8, 16_384)] == [10.0, 192.0]
+    monitor.listen.__wrapped__()
     error = ValueError("mine")
     for each in (None, error):
         hooks["post_run_cell"](SimpleNamespace(error_in_exec=each))

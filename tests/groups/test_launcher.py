@@ -141,9 +141,6 @@ def test_broken_environments(env: dict[str, str], text: str):
 
 def test_tasks_per_node():
     assert tasks_per_node("2(x3),1,4(x2)") == (2, 2, 2, 1, 4, 4)
-    for bad in ("", "4(x0)", "0", "4(x2", "-1", "1２"):
-        with pytest.raises(TypeError):
-            tasks_per_node(bad)
 
 
 @pytest.mark.parametrize(

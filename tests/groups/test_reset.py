@@ -4,7 +4,6 @@ import os
 import re
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ import torch
 import torch.distributed as dist
 
 import mics_fn as mf
-from mics_fn import _torch
-from mics_fn.collectives.levels import start_all_gather
 from mics_fn.errors import CollectiveError, DesyncError, GroupsError, MicsError, PeerFailed
 from mics_fn.groups import Groups, Topology
 from mics_fn.lab.ranks.pool import RankPool
@@ -97,74 +94,6 @@ def reset_placed(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", ["hpz", "fsdp"])
 def test_placements_are_kept(ranks: Pools, scheme: str):
     ranks(4).run(reset_placed, scheme)
-
-
-def held() -> tuple[int, int]:
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-
-
-def keys() -> int:
-    return _torch.default_store().num_keys()
-
-
-def settled(most: tuple[int, int] | None) -> tuple[int, int, int]:
-    """Threads, descriptors and keys, once other threads have freed old groups."""
-    time.sleep(0.3)
-    end = time.monotonic() + 20
-    while most is not None and any(a > b for a, b in zip(held(), most, strict=True)):
-        if time.monotonic() > end:
-            break
-        time.sleep(0.05)
-    return (*held(), keys())
-
-
-def cycles(count: int) -> tuple[list[Any], float]:
-    """Resets with a gather under way on one rank; threads, descriptors and keys between them."""
-    groups, found, slowest = mf.make_groups(timeout_s=20), [], 0.0
-    for k in range(count):
-        works(groups)
-        if dist.get_rank() == k % dist.get_world_size():
-            with suppress(GroupsError):  # a call that others do not make may say so at once
-                start_all_gather(groups.hierarchy.route, torch.ones(4))
-        started = time.perf_counter()
-        groups = mf.reset(groups)
-        slowest = max(slowest, time.perf_counter() - started)
-        if k in (2, count - 1):
-            works(groups)
-            found.append(settled(most=found[0][:2] if found else None))
-    groups.close()
-    return found, slowest
-
-
-@pytest.mark.parametrize(("n", "count"), [(4, 8), pytest.param(8, 40, marks=pytest.mark.thorough)])
-def test_cycles_leave_nothing(ranks: Pools, n: int, count: int):
-    for (early, late), slowest in ranks(n).run(cycles, count):
-        assert late[0] <= early[0]
-        assert late[1] <= early[1]
-        assert late[2] <= early[2] + 3 * n, "words that ranks are telling just now"
-        assert slowest < 10, "and not 20"
-
-
-def close_alone() -> list[str] | None:
-    groups = mf.make_groups(timeout_s=20)
-    shards = mf.shard({"w": torch.ones(4)}, groups)
-    for _ in range(3):
-        mf.gather(shards, groups)
-    if dist.get_rank() == 1:
-        groups.close()
-        return None
-    started = time.perf_counter()
-    texts = [text_of(lambda: mf.gather(shards, groups)) for _ in range(2)]
-    assert time.perf_counter() - started < 1.5
-    groups.close()
-    return texts
-
-
-def test_a_rank_that_closed_is_named(ranks: Pools):
-    first, _, third = ranks(3).run(close_alone)
-    for texts in (first, third):
-        assert texts[0].startswith("a call that rank 1 will not make, since it closed its groups\n")
-        assert "used after its groups have failed" in texts[1]
 
 
 def fork() -> list[str]:

@@ -22,7 +22,7 @@ def new_store() -> Any:
 
 
 def key_of(call: int, ranks: range) -> str:
-    return f"mics_fn/{rendezvous._digest(ranks, VERB)}/{call}"
+    return f"{rendezvous._prefix(ranks, VERB)}/{call}"
 
 
 @examples(20, 60)
@@ -32,20 +32,19 @@ def test_counting_goes_on_at_the_last_verdict(ended: int, entered: int, wrote: b
     store, ranks = new_store(), range(3)
     for call in range(1, ended + 1):
         store.set(f"{key_of(call, ranks)}/verdict", '{"found": 1}')
-    digest = rendezvous._digest(ranks, VERB)
-    store.add(rendezvous._calls(digest, 1), ended + entered)
+    store.add(f"{rendezvous._prefix(ranks, VERB)}/calls/1", ended + entered)
     if wrote and entered:
         store.set(f"{key_of(ended + entered, ranks)}/1", "[]")
     assert rendezvous.take_over(store, ranks, 1, VERB) == ended
-    assert rendezvous._enter(store, ranks, 1, VERB)["call"] == ended + 1
+    assert rendezvous._enter(store, ranks, VERB, 1) == key_of(ended + 1, ranks)
     if entered:
         assert not store.check([f"{key_of(ended + entered, ranks)}/1"])
 
 
 def started(store: Any) -> None:
-    digest = rendezvous._digest(range(4), "init_distributed")
-    store.set(f"mics_fn/{digest}/1/verdict", '{"found": null}')
-    store.add(rendezvous._calls(digest, 1), 1)
+    prefix = rendezvous._prefix(range(4), "init_distributed")
+    store.set(f"{prefix}/1/verdict", '{"found": null}')
+    store.add(f"{prefix}/calls/1", 1)
 
 
 @pytest.mark.parametrize(

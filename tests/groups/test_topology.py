@@ -112,12 +112,6 @@ def test_chunk_numbers_run_innermost_level_first():
     assert [plan.chunk(i) for i in range(8)] == [0, 4, 2, 6, 1, 5, 3, 7]
 
 
-def test_names_by_depth():
-    names = [Topology((2,) * depth).names for depth in (1, 2, 3, 5)]
-    assert names[:3] == [("rank",), ("node", "rank"), ("rack", "node", "rank")]
-    assert names[3] == ("level0", "level1", "rack", "node", "rank")
-
-
 def test_sixteen_thousand_ranks():
     started = time.perf_counter()
     plan = plan_groups(Topology((16, 128, 8)), 1024)

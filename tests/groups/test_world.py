@@ -57,10 +57,3 @@ def test_a_job_of_slurm_from_its_start_to_its_end():
     env = {"SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2", "SLURM_NNODES": "1"}
     results = run_ranks(start_over, 2, env | {"MASTER_PORT": free_port()})
     assert results == [(rank, (0, 1), "n=2 p=2 levels=rank:2", (0, 1)) for rank in range(2)]
-
-
-def test_init_distributed_without_a_launcher(monkeypatch: pytest.MonkeyPatch):
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    assert init_distributed(device="cpu") == torch.device("cpu")
-    assert not dist.is_initialized()

@@ -20,7 +20,6 @@ from sockets import HAS_LIST, listening
 
 import mics_fn as mf
 from mics_fn.notebook import cells, magic
-from mics_fn.notebook import cluster as cluster_module
 from mics_fn.notebook.magic import ranks_in
 
 ROOT = Path(__file__).parents[2]
@@ -123,6 +122,7 @@ def test_a_collective_that_not_all_ranks_call_ends(cluster):
     assert gathers(cluster)
 
 
+@pytest.mark.thorough
 def test_a_cell_on_one_rank_may_take_its_time_and_the_next_may_be_uneven(cluster):
     cluster.cell("import time\ntime.sleep(1.5)", [0])  # the others have told that they are idle
     cluster.cell("time = __import__('time')\ntime.sleep(rank)\nmf.gather(s, groups)")
@@ -206,6 +206,7 @@ def test_a_rank_that_is_killed_is_named_and_restart_goes_on(cluster, capsys):
     assert gathers(cluster)
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_stuck_inside_torch_does_not_hold_the_notebook(cluster, monkeypatch):
     monkeypatch.setattr(cells, "_GRACE_S", 0.5)
     monkeypatch.setattr(cells, "_REACT_S", 0.5)
@@ -253,13 +254,6 @@ def test_a_cluster_listens_on_loopback_alone(cluster):
     pids = [os.getpid(), *processes_of(cluster)]
     assert set(cluster.run(os.getpid)) <= set(pids)
     assert {address for pid in pids for address in listening(pid)} == {"127.0.0.1"}
-
-
-@pytest.mark.parametrize(("available", "count", "ranks"), [(True, 0, 4), (True, 3, 3)])
-def test_there_is_a_rank_for_each_accelerator(monkeypatch, available, count, ranks):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: available)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
-    assert cluster_module._ranks_here() == ranks
 
 
 def test_a_cluster_that_was_stopped_says_so(cluster):  # the last one that uses it
@@ -340,15 +334,3 @@ def test_engines_of_ipyparallel_run_cells_as_the_page_says(tmp_path):
         for process in reversed(started):
             process.terminate()
             process.wait(20)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"n": 3, "nodes": 2}, "3 ranks cannot be 2 equal nodes"),
-        ({"n": 2, "partition_size": 3}, "partition_size=3"),
-    ],
-)
-def test_numbers_that_do_not_fit_are_refused(options, text):
-    with pytest.raises(mf.errors.PlanError, match=text):
-        mf.notebook.start(**options)

@@ -15,7 +15,7 @@ from torch import Tensor
 import mics_fn as mf
 from mics_fn import tree
 
-ALONE, PAIR, COPIES = Layout((1,), 1), Layout((2,), 2), Layout((2,), 1)
+PAIR, COPIES = Layout((2,), 2), Layout((2,), 1)
 BOTH = Layout((2, 2), 2)  # two replicas of two ranks
 STEPS, SAMPLES, LAYERS = 4, 2, 3
 
@@ -270,7 +270,7 @@ def own_collective(layout: Layout) -> None:
 CASES: list[Any] = [
     *((own_policy, PAIR, "keep"), (own_policy, BOTH, "fsdp2"), (hybrid, PAIR)),
     *((permuted, Layout((2, 2), 4), (1, 0)), (every_second, BOTH), (int8, COPIES)),
-    *((by_path, PAIR), (lamb, ALONE), (lamb, BOTH), (overlapped, BOTH), (own_collective, BOTH)),
+    *((by_path, PAIR), (lamb, BOTH), (overlapped, BOTH), (own_collective, BOTH)),
 ]
 
 

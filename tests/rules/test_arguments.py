@@ -43,12 +43,6 @@ class Giving(nn.Module):
         return self.made(self.linear(x))
 
 
-class Eighths(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(2, 1)
-        self.register_buffer("scale", torch.ones(2).to(torch.float8_e4m3fn))
-
-
 TABLE = r"""
 # Optimizers
 >>> optim.lion(-1)
@@ -215,20 +209,14 @@ PlanError: make_groups: topology=8, expected a Topology
 GroupsError: make_groups: cuda:99 is asked for, and this process sees ... devices of its kind
 >>> mf.make_groups(device="meta")
 GroupsError: make_groups: device='meta', which holds no data
->>> mf.make_groups(device="cpu", backend="nccl")
-PlanError: make_groups: backend='nccl' serves cuda, not cpu
 >>> mf.make_groups(device="cpuu")
 GroupsError: make_groups: device='cpuu', which torch does not know
->>> mf.make_groups(backend="glooo")
-PlanError: make_groups: backend='glooo', expected one of gloo, ...
 >>> mf.make_groups(timeout_s=nan)
 PlanError: make_groups: timeout_s=nan is not a time limit
 >>> mf.make_groups(heartbeat_s=0.1)
 PlanError: make_groups: heartbeat_s=0.1 would take ranks for lost that are well
 >>> mf.make_groups(mean_over=1.5)
 PlanError: make_groups: mean_over=1.5 is not a positive int
->>> mf.make_groups(whole="no")
-PlanError: make_groups: whole='no', expected True or False
 >>> mf.make_groups(partition_sizes=1)
 TypeError: make_groups: there is no option partition_sizes=
 >>> mf.init_distributed(device=None)
@@ -335,8 +323,6 @@ LeafError: Trainer.fit: the loader gave no batch in this pass: generator can be 
 GroupsError: sampler: groups is range
 >>> mf.sampler(range(4), groups, seed=None)
 PlanError: sampler: seed=None, expected an int of at least 0
->>> mf.sampler(range(4), groups, seed=2**63)
-PlanError: sampler: seed=9223372036854775808, expected an int of at most 2**63 - 1
 >>> mf.sampler(range(4), groups, shuffle="no")
 PlanError: sampler: shuffle='no', expected True or False
 >>> mf.Checkpoints(None)
@@ -438,9 +424,6 @@ AttributeError: Trainer has no attribute 'nope'
 >>> pickle.dumps(trainer())
 GroupsError: a Trainer belongs to this process: it cannot be in a pickle or a deep copy
   fix: take trainer.state_dict(), or save it with Trainer(checkpoint=Checkpoints(folder))
->>> trainer(Eighths())
-LeafError: Trainer: buffer 'scale' is torch.float8_e4m3fn, which has no mean over ranks
-  fix: keep it as bfloat16, or register it with persistent=False
 
 # Checkpoints
 >>> checkpoint.save(None, state(), groups, step=1)
@@ -483,8 +466,8 @@ PlanError: all_gather: name=5, expected a text
 PlanError: start: issue is of type Tensor, expected a function that starts the collective
 >>> mf.collectives.start(comm, max, [x], name="mine", sent_bytes=-1)
 PlanError: start: sent_bytes=-1, expected an int of at least 0
->>> mf.groups.Topology((2, 2), (1, 2))
-PlanError: Topology: names (1, 2) do not name 2 sizes (2, 2)
+>>> mf.groups.Topology((2, 2), ("a", "a"))
+PlanError: Topology: names ('a', 'a') do not name 2 sizes (2, 2)
 >>> mf.make_groups(ranks=x)
 PlanError: make_groups: ranks=[tensor([1., 1.]), ...] are not distinct ranks of a world of 1
 

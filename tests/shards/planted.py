@@ -11,8 +11,8 @@ PLANTED = [
     (
         "padding sets the scale of a block that is gathered",
         "shards/linear.py",
-        "            chunk = pack.zero_padding(use.bucket, route.chunk, chunk)\n",
-        "",
+        "lone, pack.zero_padding(bucket, number, chunk), Buffers())",
+        "lone, chunk, Buffers())",
         "shards/test_wires.py -k decode_the_same",
     ),
     (

@@ -30,7 +30,6 @@ from hypothesis import strategies as st
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.collectives.levels import start_all_gather, start_reduce_scatter
-from mics_fn.collectives.pending import wait_all
 from mics_fn.shards.leaf import Nothing, is_leaf
 
 every_layout = pytest.mark.parametrize("layout", small_first(LAYOUTS), ids=str)
@@ -308,7 +307,7 @@ def start_and_finish(layout):
         assert not groups.life.active, "what was over at once is kept"
     fulls = [torch.arange(p * 2.0).view(p, 2) * (i + 1) * (rank + 1) for i in range(4)]
     buffers = groups.hierarchy.pools.reducing
-    parts = wait_all([start_reduce_scatter(route, full, buffers) for full in fulls])
+    parts = [x.wait() for x in [start_reduce_scatter(route, full, buffers) for full in fulls]]
     mean = sum(range(first + 1, first + p + 1)) / p
     for i, part in enumerate(parts):
         want = torch.arange(p * 2.0).view(p, 2)[route.chunk] * (i + 1) * mean

@@ -258,7 +258,7 @@ def test_verbs_without_groups_and_with_the_wrong_thing():
         (e.GroupsError, f"shard: {none}", lambda: mf.shard(full, None)),  # pyright: ignore
         (e.GroupsError, f"gather: {none}", lambda: mf.gather(shards, None)),  # pyright: ignore
         (e.GroupsError, f"reduce_grads: {none}", lambda: mf.reduce_grads(full, None)),
-        (e.GroupsError, "hop 2: got a h", lambda: mf.reduce_grads(shards, groups.hierarchy)),
+        (e.GroupsError, "reduce_grads: got a h", lambda: mf.reduce_grads(shards, groups.hierarchy)),
         (e.LeafError, "groups: not a prefix of the tree", lambda: mf.shard(full, {"v": groups})),
         (e.LeafError, "groups.w: got int, which is no gr", lambda: mf.shard(full, {"w": 3})),
         (e.LeafError, ".a is Sharded, expected torch.Ten", lambda: mf.shard(partly, groups)),

@@ -66,10 +66,10 @@ def measure_cost(config: CostConfig) -> dict[str, Any]:
     ranks = of_all_ranks(mine)
     share = spread([rank["cpu_share"] for rank in ranks])
     most = max(rank["messages"] for rank in ranks)
-    wrong = {"messages": most > 0, "CPU": share.most > CPU_SHARE}
+    wrong = {"messages": most > 0, "CPU": share["most"] > CPU_SHARE}
     figures = {"step_s": statistics.median(seconds), "messages": most}
     missed = [name for name, is_missed in wrong.items() if is_missed]
-    return {**figures, "cpu_share": share._asdict(), "missed": missed}
+    return {**figures, "cpu_share": share, "missed": missed}
 
 
 def count_messages(groups: mf.Groups) -> list[int]:

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -24,12 +23,11 @@ from mics_fn import tree
 from mics_fn.errors import MicsError
 from mics_fn.lab.ranks import launch
 from mics_fn.testing import inject
-from tests.stress.store_faults import STORE
 
 STEPS = 4
 SAVED = 2  # the step after which a job saves, if the fault is there
 MARK = struct.Struct("d")
-FUNCTIONS: dict[str, Any] = {**STORE, "torn": "raise"}  # in a commit, while others write the step
+STORE = {"store_killed": signal.SIGKILL, "store_stopped": signal.SIGSTOP}  # what its host is sent
 
 
 class Trial(NamedTuple):
@@ -62,6 +60,13 @@ class Told(NamedTuple):
     text: str = ""
 
 
+class Address(NamedTuple):
+    """Where the store of a job is."""
+
+    port: int
+    host: int  # the process that holds it; 0 for the one that asks
+
+
 class Shell:
     """As much of IPython as the library asks for: whoever registers hears of the end of a cell."""
 
@@ -88,9 +93,9 @@ class Rank:
     """One rank of a trial, in its own process."""
 
     def __init__(
-        self, trial: Trial, rank: int, port: int, board: mmap.mmap, conn: Connection, stacks: str
+        self, trial: Trial, rank: int, address: Address, board: mmap.mmap, conn: Any, stacks: str
     ) -> None:
-        self.trial, self.rank, self.port = trial, rank, port
+        self.trial, self.rank, self.address = trial, rank, address
         self.board, self.conn, self.stacks = board, conn, stacks
         self.digests: dict[int, str] = {}
         self.at = 0.0  # when it ended
@@ -115,7 +120,7 @@ class Rank:
     def _settle(self) -> None:
         settle(self.stacks)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        take_place(self.rank, self.trial.ranks, self.port, apart=self.trial.apart)
+        take_place(self.rank, self.trial.ranks, self.address.port, apart=self.trial.apart)
 
     def _try(self, body: Callable[[], None]) -> BaseException | None:
         try:
@@ -153,7 +158,9 @@ class Rank:
             if trial.fault:
                 how: dict[str, Any] = {"seconds": trial.heartbeat_s / 2, "seed": trial.number}
                 stack.enter_context(inject(*where, self._mark))
-                fault = FUNCTIONS.get(trial.fault, trial.fault)
+                # One that is torn is in a commit, while others write the step.
+                fault: Any = "raise" if trial.fault == "torn" else trial.fault
+                fault = self._signal_store if fault in STORE else fault
                 stack.enter_context(inject(*where, fault, **how))
             mf.init_distributed(device="cpu", timeout_s=trial.timeout_s)
             groups = groups_for(trial)
@@ -182,6 +189,9 @@ class Rank:
             trainer.step(batch_of(self.rank, step))
         finally:
             self.digests[trainer.state.step] = digest(trainer)
+
+    def _signal_store(self, point: Any) -> None:
+        os.kill(self.address.host or os.getpid(), STORE[self.trial.fault])
 
     def _mark(self, point: Any) -> None:
         self.board[:] = MARK.pack(time.monotonic())

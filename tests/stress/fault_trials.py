@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 from mics_fn.lab.ranks import launch
-from tests.stress.fault_ranks import MARK, Rank, Told, Trial
+from tests.stress.fault_ranks import MARK, STORE, Address, Rank, Told, Trial
 
 PR_SET_PDEATHSIG = 1
 
@@ -51,7 +51,8 @@ def run_trial(trial: Trial) -> Found:
         host = fork(lambda: host_store(port)) if trial.apart else 0
         for rank in range(trial.ranks):
             ours, theirs = mp.Pipe()
-            body = Rank(trial, rank, port, board, theirs, f"{folder}/stacks{rank}")
+            address = Address(port, host or pids.get(0, 0))
+            body = Rank(trial, rank, address, board, theirs, f"{folder}/stacks{rank}")
             pids[rank], conns[rank] = fork(body.serve), ours
             theirs.close()
         gone = _gone(trial)
@@ -80,16 +81,16 @@ def run_trial(trial: Trial) -> Found:
 
 def _gone(trial: Trial) -> list[int]:
     """The ranks that the fault ends or stops."""
-    if trial.fault in ("exit", "kill", "stop", "abort", "segfault"):
+    if trial.fault in ("exit", "kill", "stop"):
         return [trial.rank]
-    if trial.fault in ("store_killed", "store_stopped") and not trial.apart:
+    if trial.fault in STORE and not trial.apart:
         return [0]
     return []
 
 
 def _may_reset(trial: Trial) -> bool:
     """Whether all ranks, the store and the state outlive the fault, and nobody leaves."""
-    lost = trial.fault in ("flip", "store_killed", "store_stopped") or bool(_gone(trial))
+    lost = trial.fault in ("flip", *STORE) or bool(_gone(trial))
     return not trial.script and not lost and trial.step > 0
 
 

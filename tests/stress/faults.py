@@ -19,13 +19,12 @@ import torch
 
 from mics_fn.errors import GroupsError
 from mics_fn.lab.report import table
-from tests.stress.fault_ranks import SAVED, STEPS, Told, Trial
+from tests.stress.fault_ranks import SAVED, STEPS, STORE, Told, Trial
 from tests.stress.fault_trials import Found, run_trial
 
 LANE_LIMIT_S = 240.0  # of one trial, if all else fails
 HARMLESS = ("slow", "gil", "disk_full")
-ENDS_SOON = ("raise", "interrupt", "oom", "torn", "exit", "kill", "abort", "segfault")
-STORE = ("store_killed", "store_stopped")
+ENDS_SOON = ("raise", "interrupt", "oom", "torn", "exit", "kill")
 FAULTS = (*ENDS_SOON, "stop", *STORE, "nan", "flip", "wrong_call", *HARMLESS)
 PLACES = {
     "start": ("start: init_distributed", "start: make_groups"),
@@ -42,19 +41,19 @@ SLACK_S, START_S = 1.0, 1.5  # beyond a limit; at the start rank 0 keeps the sto
 PROBLEMS = ("hang", "death", "wrong", "alarm", "untyped", "unnamed", "late", "reset", "unreached")
 # A machine that is shared makes some processes wait, which is nobody's fault. Then errors are late;
 # a rank that is not heard in time is named instead of the culprit; or a job ends before its fault.
-# Such a trial is worthless. It is made again with longer limits, the last time alone.
+# Such a trial is worthless. It is made again, alone and with longer limits.
 LATE_SHARE, AGAIN_SHARE = 0.05, 0.05  # of all trials may be so
 TIMED = {"unnamed", "late", "unreached"}
 NO_ANSWER = "no answer"
-TIMES = (2, 8)  # the limits of the trials that are made again
+TIMES = 8  # the limits of the trials that are made again
 LEGEND = """\
 seconds: from the fault to the last error of a living rank; goal in the next column. hang: ranks
 that live and say nothing. death: processes that nothing ended. wrong: a state that the same job
 without a fault never has. alarm: an error although nothing was wrong. untyped: an error of another
 library. unnamed: an error that does not name the rank. late: later than the goal. reset: not right
 after `reset`. unreached: the fault did not happen, or nobody noticed it. made again: some rank, or
-the store at the start, was not heard in time, with nothing worse; tried once more with twice the
-limits, then alone with eight times as much; at most 5 % of trials."""
+the store at the start, was not heard in time, with nothing worse; tried once more, alone and with
+eight times the limits; at most 5 % of trials."""
 
 
 @dataclass(frozen=True)
@@ -133,16 +132,14 @@ def measure_faults(config: FaultsConfig) -> dict[str, Any]:
             told = found.told.values()
             twins[_key(found.trial)] = {each.rank: each.digests for each in told}
         rows = {found.trial.number: _row(found, twins) for found in _all(lanes, trials)}
-        first = busy = _worthless_rows(rows)
-        for times in TIMES:
-            left = [_patient(trial, times) for trial in trials if trial.number in busy]
-            turns = [[trial] for trial in left] if times == TIMES[-1] else [left]
-            found = [each for turn in turns for each in _all(lanes, turn)]
-            rows |= {each.trial.number: _row(each, twins) for each in found}
-            busy = _worthless_rows(rows)
+        again = [number for number, row in rows.items() if worthless(row)]
+        for trial in trials:
+            if trial.number in again:
+                [found] = _all(lanes, [_patient(trial)])
+                rows[trial.number] = _row(found, twins)
     ordered = [rows[trial.number] for trial in trials]
-    figures = {"rows": ordered, "seconds": time.monotonic() - started, "again": sorted(first)}
-    return {**figures, "missed": missed(ordered, len(first))}
+    figures = {"rows": ordered, "seconds": time.monotonic() - started, "again": sorted(again)}
+    return {**figures, "missed": missed(ordered, len(again))}
 
 
 def worthless(row: Mapping[str, Any]) -> bool:
@@ -154,13 +151,9 @@ def worthless(row: Mapping[str, Any]) -> bool:
     return bool(problems - {"late"}) and problems <= TIMED
 
 
-def _worthless_rows(rows: Mapping[int, Mapping[str, Any]]) -> set[int]:
-    return {number for number, row in rows.items() if worthless(row)}
-
-
-def _patient(trial: Trial, times: int) -> Trial:
-    """A trial with so many times the limits."""
-    heartbeat_s, timeout_s = times * trial.heartbeat_s, times * trial.timeout_s
+def _patient(trial: Trial) -> Trial:
+    """A trial with longer limits."""
+    heartbeat_s, timeout_s = TIMES * trial.heartbeat_s, TIMES * trial.timeout_s
     return trial._replace(heartbeat_s=heartbeat_s, timeout_s=timeout_s)
 
 
@@ -282,11 +275,11 @@ def missed(rows: Sequence[dict[str, Any]], again: int = 0) -> list[str]:
 def render_faults(figures: dict[str, Any], config: FaultsConfig) -> str:
     """The figures as a table, a row per fault, and what went wrong first."""
     lines: list[tuple[str, ...]] = [("", "trials", "seconds", "goal", *PROBLEMS)]
-    for starts, where in ((False, ""), (True, ", at the start")):
-        for fault in FAULTS:
-            rows = [row for row in figures["rows"] if row["fault"] == fault]
-            lines += _line(fault + where, [x for x in rows if at_the_start(x) == starts])
-    lines += _line("all", figures["rows"])
+    starts = [row for row in figures["rows"] if row["operation"] in PLACES["start"]]
+    others = [row for row in figures["rows"] if row not in starts]
+    for fault in FAULTS:
+        lines += _line(fault, [row for row in others if row["fault"] == fault])
+    lines += [*_line("any, at the start", starts), *_line("all", figures["rows"])]
     count, seconds = len(figures["rows"]), figures["seconds"]
     sizes = " and ".join(map(str, config.ranks))
     title = f"{count} faults on {sizes} ranks, heartbeat {config.heartbeat_s:g} s, seed"
@@ -296,11 +289,6 @@ def render_faults(figures: dict[str, Any], config: FaultsConfig) -> str:
     shown = ("number", "fault", "operation", "rank", "problems", "texts", "again", "stacks", "died")
     wrong = [str({key: row[key] for key in shown}) for row in bad]
     return "\n".join([table(title, lines), "", LEGEND, *wrong, verdict])
-
-
-def at_the_start(row: Mapping[str, Any]) -> bool:
-    """Whether the fault of a row was before there were groups."""
-    return row["operation"] in PLACES["start"]
 
 
 def _line(name: str, rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch.distributed as dist
 
 import mics_fn as mf
 from mics_fn import _torch
-from mics_fn.errors import human_bytes
+from mics_fn.collectives.levels import start_all_gather
+from mics_fn.errors import MicsError, human_bytes
 from mics_fn.lab.bench.turns import memory_bytes, of_all_ranks, on_ranks, say
 from mics_fn.lab.report import table
 from tests.stress.fault_ranks import batch_of, trainer_for
@@ -65,6 +67,9 @@ def soak(config: SoakConfig) -> dict[str, Any]:
         save_one(folder, trainer.state, trainer.groups, **how)
 
     def reset() -> None:
+        if rank == 0:  # with a gather under way that the others do not make, and may tell of
+            with suppress(MicsError):
+                start_all_gather(trainer.groups.hierarchy.route, torch.ones(4))
         trainer.reset()
         step()
 

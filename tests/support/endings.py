@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,23 +69,6 @@ def exits(folder: Path, rank: int) -> None:
     stepping(folder, rank, cause)
 
 
-def stops(folder: Path, rank: int) -> None:
-    """What a script does that is to be preempted."""
-    mf.init_distributed(device="cpu")
-    with (
-        mf.make_groups(heartbeat_s=LIMIT_S, timeout_s=30) as groups,
-        mf.groups.StopRequest(groups) as stop,
-    ):
-        trainer = trainer_of(groups, 0.05)
-        trainer.fit([torch.ones(2, 3)], 3, progress=False, stop=stop)
-        mark(folder / f"ready{rank}")
-        trainer.fit([torch.ones(2, 3)], 1000, progress=False, stop=stop)
-        if stop.stopping:
-            (folder / f"saved{rank}").write_text(f"{trainer.state.step}")
-            sys.exit(0)
-    sys.exit(4)
-
-
 def steps_on(folder: Path, rank: int) -> None:
     stepping(folder, rank, lambda: None)
 
@@ -94,14 +78,12 @@ def sleeps(folder: Path, rank: int) -> None:
     stepping(folder, rank, lambda: time.sleep(60))
 
 
-# By case: what each rank does, the signal, whom it is sent, and whether a launcher starts them.
-CASES: dict[str, tuple[Callable[[Path, int], None], int, str, bool]] = {
-    "raises": (raises, 0, "", False),
-    "exits": (exits, 0, "", False),
-    "stops": (stops, signal.SIGTERM, "rank", False),
-    "outlives": (steps_on, signal.SIGKILL, "launcher", True),
-    "outlives, asleep": (sleeps, signal.SIGKILL, "launcher", True),
-    "outlives a shell": (stops, signal.SIGKILL, "launcher", False),
+# By case: what each rank does, and whether they have a launcher, which is killed.
+CASES: dict[str, tuple[Callable[[Path, int], None], bool]] = {
+    "raises": (raises, False),
+    "exits": (exits, False),
+    "outlives": (steps_on, True),
+    "outlives, asleep": (sleeps, True),
 }
 
 
@@ -131,7 +113,7 @@ def start_all(case: str, folder: Path) -> list[int]:
         port = free.getsockname()[1]
     pid = os.fork()
     if not pid:
-        ranks = [start(case, folder, port, rank, CASES[case][3]) for rank in range(WORLD)]
+        ranks = [start(case, folder, port, rank, CASES[case][1]) for rank in range(WORLD)]
         (folder / "pids.part").write_text(json.dumps(ranks))
         (folder / "pids.part").rename(folder / "pids")
         for rank in ranks:
@@ -152,24 +134,20 @@ def wait_for(path: Path) -> str:
 
 
 def run(case: str, folder: Path) -> dict[str, Any]:
-    _, number, whom, _ = CASES[case]
+    launched = CASES[case][1]
     folder.mkdir()
     first, *ranks = start_all(case, folder)
-    if number:
+    if launched:
         for rank in range(WORLD):
             wait_for(folder / f"ready{rank}")
         mark(folder / "cause")
-        os.kill(first if whom == "launcher" else ranks[1], number)
+        os.kill(first, signal.SIGKILL)
+        os.waitpid(first, 0)
     ended: dict[int, tuple[int, float]] = {}
     deadline = time.monotonic() + LONGEST_S
-    if whom == "launcher":
-        os.waitpid(first, 0)
-        if case == "outlives a shell":
-            time.sleep(1.0)
-            os.kill(ranks[1], signal.SIGTERM)
     while len(ended) < WORLD and time.monotonic() < deadline:
         for pid in ranks:
-            if whom == "launcher":
+            if launched:
                 found, status = os.waitpid(pid, os.WNOHANG) if pid not in ended else (0, 0)
                 if found:
                     ended[pid] = os.waitstatus_to_exitcode(status), time.monotonic()
@@ -179,15 +157,12 @@ def run(case: str, folder: Path) -> dict[str, Any]:
         time.sleep(0.02)
     for pid in [first, *ranks]:
         if pid not in ended:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
     cause = float((folder / "cause").read_text())
     return {
         "codes": [ended.get(pid, (None, 0))[0] for pid in ranks],
         "seconds": [ended[pid][1] - cause if pid in ended else LONGEST_S for pid in ranks],
-        "saved": [path.read_text() for path in sorted(folder.glob("saved*"))],
         "output": [(folder / f"output{rank}").read_text()[-3000:] for rank in range(WORLD)],
     }
 

@@ -1,6 +1,5 @@
 """What a Trainer is given is checked when it is made, and not at its first step."""
 
-import inspect
 from typing import Any
 
 import pytest
@@ -102,8 +101,3 @@ def right() -> None:
 
 def test_what_fits_trains_alike(ranks):
     ranks(2).run(right)
-
-
-def test_every_option_has_a_name():
-    kinds = {p.kind for p in inspect.signature(mf.Trainer).parameters.values()}
-    assert inspect.Parameter.VAR_KEYWORD not in kinds

@@ -5,7 +5,6 @@ The twin is always the same over plain leaves with the values that the codes sta
 
 from collections import OrderedDict
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.collectives import Codec
-from mics_fn.errors import DesyncError, PlanError
-from mics_fn.offload import Coded, FileTensor
+from mics_fn.errors import DesyncError
+from mics_fn.offload import Coded
 
 KIND = "int4[64]"
 PRECISION = f"*base*: param={KIND}"
@@ -68,16 +67,6 @@ def trainer_of(groups: Any, *, plain: bool = False, **options: Any) -> mf.Traine
     return mf.Trainer(model, mf.optim.adamw(3e-2), groups, loss=loss_of, **options)
 
 
-def rows_of(params: Any) -> list[Tensor]:
-    """The memory of all codes, each once."""
-    held = [x.data.codes.row for x in params.values() if isinstance(x.data, Coded)]
-    return list({row.data_ptr(): row for row in held if row is not None}.values())
-
-
-def buckets_of_codes(params: Any) -> int:
-    return len({x.bucket for x in params.values() if getattr(x.bucket, "codes", None)})
-
-
 def codes_of(params: Any) -> dict[str, list[Tensor]]:
     """Copies of the codes of each leaf, and of their scales."""
     held = {k: x.data for k, x in params.items() if isinstance(x.data, Coded)}
@@ -120,70 +109,7 @@ def test_adapters_train_and_the_base_stays(ranks, layout, options):
     assert losses[-1] < losses[0]
 
 
-# Checkpoints
-
-
-def saves(layout: Layout, folder: str) -> Any:
-    groups = groups_of(layout)
-    trainer = trainer_of(groups)
-    trainer.step(batch(0, groups.rank))
-    mf.checkpoint.save(folder + "/state", trainer.state, groups, step=1)
-    mf.checkpoint.start_save(folder + "/state", trainer.state, groups, step=2).wait()
-    return full(trainer.state.params, groups)
-
-
-def goes_on(layout: Layout, folder: str) -> Any:
-    """The parameters of a trainer that loads, with codes that were others before."""
-    groups = groups_of(layout)
-    params = {k: x.detach() + 1 for k, x in made().named_parameters()}
-    how: dict[str, Any] = {"frozen": is_base, "precision": PRECISION, "bucket_bytes": 1500}
-    other = mf.shard(params, groups, **how)
-    before = mf.unshard(other, groups)
-    like = mf.init_state(other, mf.optim.adamw(3e-2))
-    found = mf.checkpoint.load(folder + "/state", like, groups).state.params
-    same_bits(mf.unshard(other, groups), before)  # it is read into memory of its own
-    assert len(rows_of(found)) == buckets_of_codes(found)
-    return full(found, groups)
-
-
-@pytest.mark.parametrize(("before", "after"), [(PAIR, FOUR), (FOUR, ONE)], ids=str)
-def test_codes_are_saved_and_load_on_any_ranks(ranks, tmp_path: Path, before, after):
-    want = ranks(before.world_size).run(saves, before, str(tmp_path))[0]
-    for found in ranks(after.world_size).run(goes_on, after, str(tmp_path)):
-        same_bits(found, want)
-
-
-@pytest.mark.parametrize("precision", [None, PRECISION, "*base*: param=int8[64]"])
-def test_shards_that_are_given_are_compared_with_the_precision(precision):
-    groups, model = mf.make_groups(1), made()
-    params = mf.shard(dict(model.named_parameters()), groups, frozen=is_base, precision=PRECISION)
-    how: dict[str, Any] = {"params": params, "loss": loss_of, "precision": precision}
-    if precision in (None, PRECISION):
-        trainer = mf.Trainer(model, mf.optim.sgd(0.1), groups, **how)
-        assert float(trainer.step(batch(0, 0)).loss) > 0
-    else:
-        text = "params.base.bias was not made with this precision="
-        with pytest.raises(PlanError, match=text):
-            mf.Trainer(model, mf.optim.sgd(0.1), groups, **how)
-
-
 # Replicas
-
-
-def merged(layout: Layout, plain: bool) -> Any:
-    groups = groups_of(layout)
-    how = {"replica_sync": mf.replicas.diloco(2), "deterministic": True}
-    trainer = trainer_of(groups, plain=plain, **how)
-    before, losses = codes_of(trainer.state.params), []
-    for i in range(3):  # the last step is not merged
-        losses.append(float(trainer.step(batch(i, groups.rank)).loss))
-    same_bits(codes_of(trainer.state.params), before)
-    outer = full(trainer.sync_state.outer.params, groups)
-    return losses, full(trainer.state.params, groups), outer
-
-
-def test_merges_of_replicas(ranks):
-    as_over_plain(ranks, TWO_BY_TWO, merged)
 
 
 def lose(layout: Layout, lost: int, differs: bool) -> Any:
@@ -232,43 +158,3 @@ def test_a_lost_rank_that_comes_back_with_another_base_is_refused(ranks):
     for _, _, text in ranks(2).run(lose, COPIES, 1, True):
         assert text.startswith("Trainer.reset: replicas have drifted apart")
         assert "first difference: state.params.base.bias" in text
-
-
-# Directories of others, and places
-
-
-def written(layout: Layout, folder: str) -> Any:
-    """What was kept as codes, and what is read of it, as codes, from directories of others."""
-    groups = groups_of(layout)
-    state = trainer_of(groups).state
-    mf.checkpoint.save_pretrained(folder, state.params, groups)
-    mf.checkpoint.save_dcp(f"{folder}.dcp", state, groups)
-    how: dict[str, Any] = {"frozen": is_base, "precision": PRECISION, "bucket_bytes": 1500}
-    loaded = mf.load_shards(folder, groups, **how)
-    dcp = mf.checkpoint.load_dcp(f"{folder}.dcp", groups, like=made(), strict=False, **how)
-    for found in (loaded, dcp):
-        assert len(rows_of(found)) == buckets_of_codes(found) > 0
-        same_bits(full(found, groups), full(state.params, groups))
-    return full(state.params, groups)
-
-
-@pytest.mark.thorough
-def test_directories_have_decoded_values_which_give_the_same_codes(ranks, tmp_path: Path):
-    from safetensors.torch import load_file
-
-    want, *_ = ranks(4).run(written, TWO_BY_TWO, f"{tmp_path}/found")
-    same_bits(load_file(tmp_path / "found" / "model.safetensors"), want)
-
-
-def in_files(layout: Layout, folder: str, plain: bool) -> Any:
-    """Adapters and their moments in files; a `Trainer` leaves frozen leaves where they are."""
-    where = "" if plain else f"params=disk:{folder}, states=disk:{folder}"
-    trainer = trainer_of(groups_of(layout), plain=plain, where=where)
-    losses = [float(trainer.step(batch(i, 0)).loss) for i in range(2)]
-    for name, x in trainer.state.params.items():
-        assert plain or type(x.data) is (Coded if is_base(name) else FileTensor)
-    return losses, {k: x.float() for k, x in trainer.params().items()}
-
-
-def test_adapters_in_files_over_codes(ranks, tmp_path: Path):
-    as_over_plain(ranks, ONE, in_files, str(tmp_path))

@@ -29,11 +29,6 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
     "lr": (optim.adamw(1e-2), optim.adamw(2e-2)),
     "lr at steps 0, 1, 10, 1000": (optim.lion(cosine(0.1)), optim.lion(cosine(0.2))),
     "weight_decay": (optim.adamw(1e-2), optim.adamw(1e-2, weight_decay=0.1)),
-    "decay_mask": (
-        optim.adamw(1e-2, decay_mask=lambda path: "bias" in path),
-        optim.adamw(1e-2, decay_mask=lambda path: "weight" in path),
-    ),
-    "fused": (torchs(torch.optim.AdamW, fused=True), torchs(torch.optim.AdamW, fused=False)),
     "optimizer": (torchs(torch.optim.Adam), torchs(torch.optim.AdamW)),
     "chain[0].max_value": (
         optim.chain(optim.clip_by_value(1.0), optim.sgd(0.1)),
@@ -51,31 +46,32 @@ OPTIONS: dict[str, tuple[str, Any, Any]] = {
 CASES = {name: ("optimizer", *pair) for name, pair in OPTIMIZERS.items()} | OPTIONS
 
 
-def error_of(layout: Layout, name: str, odd: int | None) -> str:
-    torch.manual_seed(0)
-    option, usual, other = CASES[name]
-    given: dict[str, Any] = {"optimizer": optim.sgd(0.1)}
-    given[option] = other if dist.get_rank() == odd else usual
-    try:
-        with warnings.catch_warnings(action="error"):
-            mf.Trainer(nn.Linear(8, 8), given.pop("optimizer"), groups_of(layout), **given)
-    except mf.errors.DesyncError as error:
-        return str(error)
-    return ""
+def errors_of(layout: Layout, names: list[str], odd: int | None) -> list[str]:
+    """What each option gives if it differs on a rank."""
+    found = []
+    for name in names:
+        torch.manual_seed(0)
+        option, usual, other = CASES[name]
+        given: dict[str, Any] = {"optimizer": optim.sgd(0.1)}
+        given[option] = other if dist.get_rank() == odd else usual
+        try:
+            with warnings.catch_warnings(action="error"):
+                mf.Trainer(nn.Linear(8, 8), given.pop("optimizer"), groups_of(layout), **given)
+            found.append("")
+        except mf.errors.DesyncError as error:
+            found.append(str(error))
+    return found
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_an_option_that_differs_is_named_on_all_ranks(ranks, name):
-    found = ranks(2).run(error_of, PAIR, name, 1)
-    head = f"Trainer: ranks differ in what changes numbers: {name}\n  rank 0: {name}: "
-    assert found[0].startswith(head)
-    assert f"\n  rank 1: {name}: " in found[0]
-    assert found[1] == found[0]
-    assert ranks(2).run(error_of, PAIR, name, None) == ["", ""]
-
-
-def test_the_rank_that_differs_is_named_in_any_replica(ranks):
-    for text in ranks(4).run(error_of, FOUR, "lr", 2):
+def test_an_option_that_differs_is_named_on_all_ranks(ranks):
+    found, same = ranks(2).run(errors_of, PAIR, [*CASES], 1)
+    assert found == same
+    for name, text in zip(CASES, found, strict=True):
+        head = f"Trainer: ranks differ in what changes numbers: {name}\n  rank 0: {name}: "
+        assert text.startswith(head), text
+        assert f"\n  rank 1: {name}: " in text
+    assert ranks(2).run(errors_of, PAIR, [*CASES], None) == [[""] * len(CASES)] * 2
+    for (text,) in ranks(4).run(errors_of, FOUR, ["lr"], 2):
         assert "\n  ranks 0, 1, 3: lr: 0.01\n  rank 2: lr: 0.02\n  fix: pass the same" in text
 
 
@@ -103,21 +99,6 @@ def test_a_loop_by_hand_compares_its_optimizer(ranks, verb):
         assert text.startswith(f"{verb}: ranks differ in what changes numbers: lr\n")
         assert "\n  rank 0: lr: 0.5\n  rank 1: lr: 1.0\n" in text
     assert ranks(2).run(by_hand, verb, False) == ["", ""]
-
-
-def without_facts() -> list[str]:
-    groups, plain, found = groups_of(PAIR), optim.sgd(0.1)._replace(facts=None), []
-    shards = mf.shard({"w": torch.ones(4)}, groups)
-    for optimizer in (optim.chain(plain, optim.sgd(0.1)), optim.sgd(0.1)):
-        with warnings.catch_warnings(record=True, action="always") as seen:
-            mf.init_state(shards, optimizer, groups=groups)
-        found.append(" ".join(str(x.message).partition("\n")[0] for x in seen))
-    return found
-
-
-def test_an_optimizer_without_facts_is_a_warning(ranks):
-    text = "init_state: this optimizer has no facts, so ranks cannot compare its options"
-    assert ranks(2).run(without_facts) == [[text, ""]] * 2
 
 
 def with_versions(*torch_versions: str) -> tuple[str, str]:

@@ -50,16 +50,16 @@ def begin(shards: Any) -> Any:
     return {"steps": torch.zeros(()), "last": mf.shards.map(torch.zeros_like, shards)}
 
 
-def same_as_hop_2(layout: Layout, accumulate: int) -> None:
+def same_as_hop_2(layout: Layout) -> None:
     """As the library's own hop 2, with and without a state."""
     groups = groups_of(layout)
-    want = trained(trainer_of(groups, accumulate=accumulate), 3).state
+    want = trained(trainer_of(groups, accumulate=2), 2).state
     policy = mf.replicas.reduced_by(counting, init=begin)
     for how in ({"hop2": plain_hop}, {"replica_sync": policy}):
-        trainer = trained(trainer_of(groups, accumulate=accumulate, check_replicas=1, **how), 3)
+        trainer = trained(trainer_of(groups, accumulate=2, check_replicas=1, **how), 2)
         pairs = zip(pieces(trainer.state), pieces(want), strict=True)
         assert all(torch.allclose(x, y, rtol=0, atol=1e-6) for x, y in pairs)
-    assert float(trainer.sync_state.outer["steps"]) == 3.0
+    assert float(trainer.sync_state.outer["steps"]) == 2.0
     mine = pieces(trainer.sync_state.outer["last"])
     copies = [x.clone() for x in mine]
     trainer.step(batch(3, groups))  # its gradients lie elsewhere than those that were kept
@@ -70,9 +70,8 @@ def pieces(value: Any) -> list[Any]:
     return [x for x in tree.flatten(value)[0] if hasattr(x, "abs")]
 
 
-@pytest.mark.parametrize(("layout", "accumulate"), [(ALONE, 1), (BOTH, 2)], ids=str)
-def test_a_plain_mean_gives_the_same(ranks, layout, accumulate):
-    ranks(layout.world_size).run(same_as_hop_2, layout, accumulate)
+def test_a_plain_mean_gives_the_same(ranks):
+    ranks(4).run(same_as_hop_2, BOTH)
 
 
 def wrong_means(layout: Layout) -> None:
@@ -119,12 +118,8 @@ def saved_states(layout: Layout, folder: str) -> None:
 def refused_options() -> None:
     groups = groups_of(ALONE)
     both = {"hop2": plain_hop, "replica_sync": mf.replicas.local_sgd(2)}
-    for how, text in (
-        ({"hop2": 3}, "reduced_by: hop2=3, expected a function"),
-        (both, "Trainer: replica_sync= and hop2= are both given"),
-    ):
-        with pytest.raises(mf.errors.PlanError, match=text):
-            trainer_of(groups, **how)
+    with pytest.raises(mf.errors.PlanError, match="replica_sync= and hop2= are both given"):
+        trainer_of(groups, **both)
     for wrong in (None, {"w": torch.ones(5, 4)}):
         trainer = trainer_of(groups, hop2=lambda grads, groups, wrong=wrong: wrong)
         with pytest.raises(mf.errors.LeafError, match="it gave no gradients like those"):
@@ -174,11 +169,6 @@ def faults(layout: Layout) -> None:
         return mf.collectives.start(comm, partial(issue, x), [x], name=name, sent_bytes=9).wait()
 
     groups, comm = renewed()
-    for value in (torch.ones(3, 2) * rank, torch.tensor(rank > 0), torch.ones(2).bfloat16() * rank):
-        found = mf.collectives.all_gather(comm, value)
-        assert torch.equal(found[1 - rank], value.new_ones(value.shape) * (1 - rank))
-    large = mf.collectives.all_gather(comm, torch.full((50_000,), float(rank)))
-    assert [float(row.mean()) for row in large] == [0.0, 1.0]
     with pytest.raises(mf.errors.DesyncError, match="ranks differ in it"):
         summed(comm, torch.ones(2 + rank))
     groups, comm = renewed()

@@ -7,14 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 import mics_fn as mf
-from mics_fn import tree
-from mics_fn.errors import PeerFailed
 from tests.stress.rejoin import judged, run_loss
-from tests.stress.rejoin_ranks import Loss, Rank, batch_of, made
+from tests.stress.rejoin_ranks import Loss, Rank, made
 
 SHORT = Loss(0, 4, 2, (3,), 3, 0.0, steps=6, timeout_s=15.0)
 
@@ -66,7 +62,7 @@ LOSSES: dict[str, tuple[Loss, type[Rank]]] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.short("a partition group", "after a reset")
+@pytest.mark.short("a partition group")
 def test_a_run_with_a_loss_equals_one_without(name: str) -> None:
     """All ranks reach the last step with the bits of a job to which nothing happened."""
     trial, kind = LOSSES[name]
@@ -108,7 +104,7 @@ ERRORS: dict[str, tuple[Loss, type[Rank], bool, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-@pytest.mark.short("no replica", "options", "no store")
+@pytest.mark.short("no replica", "no store")
 def test_what_cannot_be_made_good_is_said_on_all_ranks(name: str) -> None:
     trial, kind, again, texts = ERRORS[name]
     found = run_loss(trial, kind, again=again)
@@ -128,42 +124,3 @@ def test_a_job_that_is_started_again_as_a_whole_starts_anew() -> None:
     for rank, heard in found.heard.items():
         assert (heard.error, heard.resets) == ("", 0)
         assert heard.digests == plain.heard[rank].digests
-
-
-class ByHand(Rank):
-    """A loop of verbs that goes on with `reset` and `same_step`."""
-
-    def _train(self, started: float) -> None:
-        trial = self.trial
-        mf.init_distributed(device="cpu", timeout_s=trial.timeout_s)
-        groups = mf.make_groups(2, timeout_s=trial.timeout_s, heartbeat_s=trial.heartbeat_s)
-        torch.manual_seed(0)
-        shards = mf.shard({"w": torch.randn(10, 24)}, groups)
-        state = mf.init_state(shards, mf.optim.adamw(1e-2), groups=groups)
-        while state.step < trial.steps:
-            step = state.step
-            self.board[4 * self.rank : 4 * self.rank + 4] = (step + 1).to_bytes(4, "little")
-            try:
-
-                def loss(shards: Any, home: mf.Groups = groups, step: int = step) -> Tensor:
-                    w = mf.gather(shards, home)["w"]
-                    return (batch_of(self.rank, step) @ w.T).square().mean()
-
-                grads = torch.func.grad(loss)(state.params)
-                state = mf.opt_step(state, mf.reduce_grads(grads, groups))
-            except PeerFailed:
-                self.resets += 1
-                groups = mf.reset(groups)
-                state = mf.optim.same_step(state, groups, heal=True)
-                continue
-            leaves = tree.flatten(state)[0]
-            self.digests[state.step] = f"{[x.tolist() for x in leaves if isinstance(x, Tensor)]}"
-
-
-def test_a_loop_by_hand() -> None:
-    trial = SHORT._replace(at_step=5, steps=7)
-    found, plain = run_loss(trial, ByHand), run_loss(trial._replace(killed=()), ByHand)
-    assert not found.silent
-    for rank, heard in found.heard.items():
-        assert heard.error == ""
-        assert heard.digests[7] == plain.heard[rank].digests[7]

@@ -1,12 +1,9 @@
 """A signal on any rank, at any time, ends all ranks after the same step."""
 
-import os
 import random
 import signal
 import threading
 import time
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +13,6 @@ from cases import Layout, forget_groups, groups_of
 from torch import nn
 
 import mics_fn as mf
-from mics_fn.groups.group_state import GroupState
-from mics_fn.groups.peers import Failure
 
 StopRequest = mf.groups.StopRequest
 PAIR, FOUR, COPIES = Layout((2,), 2), Layout((4,), 4), Layout((2, 2), 2)
@@ -87,18 +82,6 @@ def test_fit_returns_on_all_ranks(ranks):
     assert (taken, stopping) == (steps + 2, True)
 
 
-def quiet(layout: Layout) -> bool:
-    """Without a request the end of a step asks the store for nothing."""
-    groups = groups_of(layout)
-    with StopRequest(groups) as stop, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups.life.job, "store", None)  # which nobody may ask anything
-        return any(stop.due() for _ in range(100))
-
-
-def test_the_end_of_a_step_sends_nothing(ranks):
-    assert ranks(2).run(quiet, PAIR) == [False] * 2
-
-
 def left_behind(layout: Layout) -> list[int]:
     """One rank has done all of its steps when another one is asked in its last one."""
     groups, counts = groups_of(layout), []
@@ -148,25 +131,3 @@ def test_a_rank_that_does_not_answer_is_named(ranks):
         assert said == ["StopRequest: rank 1 did not answer in 0.5 s", ""]
     finally:
         ranks(2).run(forget_groups, layout)
-
-
-def test_a_rank_that_is_gone_is_not_waited_for(monkeypatch):
-    life = GroupState((0, 1), 0)
-    monkeypatch.setattr(life.job, "store", SimpleNamespace(check=lambda keys: False))
-    stop = StopRequest(replace(mf.make_groups(1), life=life, timeout_s=60.0), ())
-    stop._said = 1
-    life.standing = {1: Failure(1, "killed", "rank 1 is gone")}
-    with pytest.raises(mf.errors.PeerFailed, match="rank 1 is gone"):
-        stop.due()
-
-
-def test_a_forked_child_ends_as_ever():
-    with mf.make_groups(1) as groups, StopRequest(groups) as stop:
-        child = os.fork()
-        if not child:
-            signal.raise_signal(signal.SIGTERM)
-            os._exit(7)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-        assert not stop.due()
-        signal.raise_signal(signal.SIGTERM)
-        assert stop.due()

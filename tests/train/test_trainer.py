@@ -1,7 +1,9 @@
 """The Trainer: the user's module stays as it is, buffers are values, loops do what they say."""
 
 import contextlib
+import copy
 import io
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +13,9 @@ import torch
 import torch.distributed as dist
 from cases import Layout, groups_of, random, same_bits
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import mics_fn as mf
-from mics_fn import tree
 
 TWO_BY_TWO = Layout((2, 2), 2)
 
@@ -143,27 +145,6 @@ def test_default_loss_spreads_the_batch():
     assert mf.Trainer(TakesWords(), mf.optim.sgd(0.1), mf.make_groups(1)).step(x).samples == 4
 
 
-def pure_loss(layout):
-    n, params = layout.world_size, {"w": random(0, 3, dtype=torch.float64), "b": [None]}
-    each = [random(5 + r, 4, 3, dtype=torch.float64) for r in range(n)]
-
-    def loss_fn(params, batch):
-        return (batch @ params["w"]).square().mean()
-
-    trainer = mf.Trainer(loss_fn, mf.optim.sgd(0.1), groups_of(layout), params=params)
-    metrics, w = trainer.step(each[dist.get_rank()]), params["w"].clone().requires_grad_()
-    loss = loss_fn({"w": w}, torch.cat(each))
-    assert metrics.samples == 4 * n
-    assert abs(metrics.loss - loss) < 1e-14
-    got = trainer.params()
-    assert (got["w"] - (w - 0.1 * torch.autograd.grad(loss, w)[0])).abs().max() < 1e-14
-    assert got["b"] == [None]
-
-
-def test_a_pure_loss_function(ranks):
-    ranks(4).run(pure_loss, TWO_BY_TWO)
-
-
 def nothing_used(layout):
     """On one rank the loss uses no parameter: the others must not wait for it."""
     loss = lambda model, x: model(x).sum() if dist.get_rank() else x.sum()  # noqa: E731
@@ -199,36 +180,105 @@ def test_fit_cycles_the_loader_and_averages_losses(ranks):
     assert [shown for _, shown in found] == [True, False, False, False]  # one bar, on one rank
 
 
-def test_tokens_are_counted():
-    model = nn.Embedding(10, 4)
-    trainer = mf.Trainer(model, mf.optim.sgd(0.1), mf.make_groups(1), loss=lambda m, x: m(x).sum())
-    metrics = trainer.step(torch.zeros(2, 5, dtype=torch.long))
-    assert (metrics.samples, metrics.tokens) == (2, 10)
-    assert metrics.seconds > 0
+# `Trainer.state_dict` is what the module itself would save.
+
+X = torch.linspace(-1, 1, 24).view(8, 3)
 
 
-def test_bad_use_is_refused():
-    groups, sgd = mf.make_groups(1), mf.optim.sgd(0.1)
-    with pytest.raises(ValueError, match="accumulate=0, expected an int of at least 1"):
-        mf.Trainer(nn.Linear(2, 2), sgd, groups, accumulate=0)
-    with pytest.raises(mf.errors.LeafError, match="shard: params is None"):
-        mf.Trainer(lambda params, batch: torch.zeros(()), sgd, groups)
-    vector = mf.Trainer(nn.Linear(2, 2), sgd, groups)
-    with pytest.raises(mf.errors.LeafError, match=r"gave shape \(1, 2\), and without loss="):
-        vector.step(torch.ones(1, 2))
-    with pytest.raises(ValueError, match="the loader gave no batch"):
-        vector.fit([], 1)
-    with pytest.raises(TypeError, match="nonsense"):
-        mf.Trainer(nn.Linear(2, 2), sgd, groups, nonsense=1)  # pyright: ignore[reportCallIssue]
+class Everything(nn.Module):
+    """Tied weights, buffers of all kinds, a parametrization, and a state of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4, bias=False)
+        self.norm = nn.BatchNorm1d(4)
+        self.normed = weight_norm(nn.Linear(4, 4))
+        self.second = nn.Linear(4, 3)
+        self.again = nn.Linear(3, 4, bias=False)
+        self.again.weight = self.first.weight
+        self.register_buffer("seen", torch.zeros(()))
+        self.scratch: torch.Tensor
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+
+    def get_extra_state(self):
+        return {"format": 3}
+
+    def set_extra_state(self, state):
+        assert state == {"format": 3}
+
+    def forward(self, x):
+        self.seen += 1
+        hidden = self.normed(self.norm(self.first(x)))
+        return self.second(hidden + self.again(x)).square().mean() * self.scratch[0]
 
 
-def test_state_is_a_value():
-    loss = lambda model, x: model(x).sum()  # noqa: E731
-    trainer = mf.Trainer(nn.Linear(2, 1), mf.optim.adamw(0.1), mf.make_groups(1), loss=loss)
-    copy_of = lambda x: x.clone() if isinstance(x, torch.Tensor) else x  # noqa: E731
-    saved, found = tree.map_leaves(copy_of, trainer.state), []
-    for state in (trainer.state, saved):
-        trainer.state = state
-        trainer.step(torch.ones(1, 2))
-        found.append(trainer.params())
-    same_bits(*found)
+def made() -> Everything:
+    torch.manual_seed(0)
+    return Everything()
+
+
+def exported(layout: Layout, steps: int, **options):
+    groups = groups_of(layout)
+    trainer = mf.Trainer(made(), mf.optim.adamw(1e-2), groups, **options)
+    for step in range(steps):
+        trainer.step(X + step + 0.1 * groups.rank)
+    found: Any = trainer.state_dict()
+    kept = copy.deepcopy(found)
+    trainer.step(X)  # which writes into the memory of the state
+    same_bits(dict(found), dict(kept))
+    loss = trainer.eval(X).item()
+    return found, trainer.state_dict(), loss
+
+
+@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2, 2), 2)], ids=str)
+def test_the_module_takes_it_and_computes_what_the_trainer_computes(ranks, layout: Layout):
+    results = ranks(layout.world_size).run(exported, layout, 2)
+    for found, last, loss in results:
+        model = made()
+        own: Any = model.state_dict()
+        assert list(found) == list(own)
+        assert "scratch" not in found
+        assert found["_extra_state"] == {"format": 3}
+        for name, value in own.items():
+            if isinstance(value, torch.Tensor):
+                assert (found[name].shape, found[name].dtype) == (value.shape, value.dtype), name
+                assert not found[name].requires_grad
+        assert torch.equal(found["again.weight"], found["first.weight"])
+        assert not torch.equal(found["first.weight"], own["first.weight"])
+        assert found["seen"] == found["norm.num_batches_tracked"] == 2
+        assert found._metadata == own._metadata  # the versions of modules
+        assert str(model.load_state_dict(last, strict=True)) == "<All keys matched successfully>"
+        assert model.again.weight is model.first.weight
+        with torch.no_grad():
+            assert model.eval()(X).item() == pytest.approx(loss, rel=1e-5)
+        same_bits(dict(last), dict(results[0][1]))
+
+
+class Odd(nn.Linear):
+    """It saves a tensor that it holds neither as a parameter nor as a buffer."""
+
+    def get_extra_state(self):
+        return self.weight.to("meta")
+
+
+def test_what_has_no_state_dict_is_refused_by_name():
+    groups = mf.make_groups(1)
+    odd = mf.Trainer(Odd(3, 1), mf.optim.sgd(0.1), groups, loss=lambda m, x: m(x).sum())
+    with pytest.raises(mf.errors.LeafError, match="'_extra_state', which is neither a parameter"):
+        odd.state_dict()
+
+
+# How far `fit` is.
+
+
+def test_fit_prints_lines_where_tqdm_is_missing(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    trainer = mf.Trainer(made(), mf.optim.sgd(0.01), mf.make_groups(1))
+    trainer.fit([X], steps=7, progress=False)
+    assert capsys.readouterr() == ("", "")
+    trainer.fit([X], steps=7, log_every=3)
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == ""
+    assert [line.partition(":")[0] for line in lines] == ["step 3/7", "step 6/7", "step 7/7"]
+    assert all("loss 0." in line and line.endswith(" samples/s") for line in lines)

@@ -152,24 +152,3 @@ def test_deterministic_says_which_op_is_not_and_restores_the_mode():
             trainer.step(torch.ones(2))
         assert not torch.are_deterministic_algorithms_enabled()
         assert torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
-
-
-# Models made as shards.
-
-
-def made_as_shards(layout: Layout) -> None:
-    groups, found = groups_of(layout), []
-    how: dict[str, Any] = {"precision": "param=f32, compute=bf16, output=f32; *norm*: compute=f32"}
-    skeleton, shards = mf.init_model(Net, groups, seed=7, bucket_bytes=300, **how)
-    for model, given in ((skeleton, {"params": shards}), (net(7), {"bucket_bytes": 300})):
-        trainer = mf.Trainer(model, mf.optim.adamw(LR), groups, loss=loss_of, **given, **how)
-        for step in range(2):
-            trainer.step(batch_of(rank_here(), step))
-        found.append((trainer.params(), dict(trainer.state.buffers)))
-    same_bits(*found)
-    assert found[0][1]["calls"] == 2
-
-
-@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
-def test_a_model_made_as_shards_trains_as_one_made_in_full(ranks, layout):
-    ranks(layout.world_size).run(made_as_shards, layout)

@@ -90,7 +90,13 @@ def nothing_open(folder: str) -> None:
         (ALONE, "zero3", ALL, GRADS, True),
     ],
 )
-@pytest.mark.covering(early=True)
+@pytest.mark.short(
+    "layout1-zero3-options1-states=disk:D-True",
+    "layout3-hpz-options3-states=disk:D-True",
+    "layout6-zero2-options6-grads=disk:D/grads, states=disk:D-True",
+    "layout8-zero3-options8-grads=disk:D/grads-False",
+    "layout9-zero3-options9-grads=disk:D/grads-False",
+)
 def test_training_has_the_bits_of_all_in_memory(
     ranks, tmp_path, layout, placement, options, where, early
 ):
@@ -145,37 +151,3 @@ def test_every_placement_trains_as_one_process_wherever_things_lie(
     options: dict[str, Any] = {"where": where.replace("D", f"{tmp_path}")}
     options |= {"accumulate": accumulate, "live_bytes": live_bytes}
     ranks(layout.world_size).run(of_the_twin, layout, placement, options)
-
-
-def of_refusal(folder: str) -> None:
-    """A guard names the leaf that is not finite, wherever sums of gradients lie."""
-    groups, found = groups_of(Layout((2,), 2)), []
-    guard = optim.Guard(max_norm=1.0, on_nonfinite="skip")
-    x, y = random(1, 4, 6), random(2, 4, 3)
-    for where in (f"grads=disk:{folder}", ""):
-        torch.manual_seed(0)
-        how: dict[str, Any] = {"loss": loss_of, "where": where, "guard": guard}
-        trainer = mf.Trainer(Net(), optim.sgd(0.1), groups, **how)
-        every = [trainer.step(batch) for batch in ((x, y), (x * torch.nan, y))]
-        found.append([(each.accepted, each.nonfinite) for each in every])
-    assert found[0] == found[1]
-    assert [accepted for accepted, _ in found[0]] == [True, False]
-    assert found[0][1][1] is not None
-
-
-def test_a_refused_step(ranks, tmp_path):
-    ranks(2).run(of_refusal, f"{tmp_path}")
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"overlap_step": True, "recoverable": True}, "recoverable=True"),
-        ({"where": "states=nowhere"}, "Place: kind='nowhere'"),
-        ({"overlap_step": 1}, "overlap_step"),
-    ],
-    ids=str,
-)
-def test_what_does_not_go_together_is_refused(options, text):
-    with pytest.raises(mf.errors.PlanError, match=text):
-        mf.Trainer(Net(), optim.sgd(0.1), mf.make_groups(1), loss=loss_of, **options)
