@@ -394,10 +394,9 @@ class Folder:
         every = replaced | counting
         if step in every:
             return step, every[step]
-        names = sorted(os.listdir(self.path))[:8] if self.path.is_dir() else []
+        names = sorted(os.listdir(self.path))[:8] if self.path.is_dir() else ["no folder"]
         lines = [f"committed steps: {', '.join(map(str, sorted(counting))) or 'none'}"]
-        seen = f"it has: {', '.join(names)}"
-        lines.append(seen if names else f"{self.path} is not a folder with files")
+        lines.append(f"it has: {', '.join(names)}")
         what = "no committed checkpoint" if step is None else f"no committed step {step}"
         fix = "pass the folder that save was given, and one of its steps"
         text = message(f"load: {what} in {self.path}", lines, fix)

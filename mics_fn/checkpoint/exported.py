@@ -53,8 +53,6 @@ from mics_fn.shards import (
     unshard,
 )
 
-Names = Callable[[str], str | None]
-
 
 class Saved(NamedTuple):
     """A tensor that is written, whole and once."""
@@ -86,7 +84,7 @@ def one_job(verb: str, groups: Any) -> Groups:
 
 
 def saved_leaves(
-    verb: str, params: Any, groups: Groups, names: Names | None, dtype: torch.dtype | None
+    verb: str, params: Any, groups: Groups, names: Any, dtype: torch.dtype | None
 ) -> list[Saved]:
     """What is written of parameters, in the order of their buckets.
 

@@ -1,7 +1,6 @@
 """`load`: a state as it was saved, on these ranks, however many wrote it and however it was cut."""
 
 import os
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,7 +34,6 @@ from mics_fn.tree import Tree
 # The files of a step as a source: whether they fit a state, and what a rank reads from them.
 
 _READERS = 2  # threads of a rank: while one reads, another compares; more would read out of order
-_OWN = "which saved it, and these ranks are others"
 _SHOWN = 8  # at most so many mismatches are listed
 
 
@@ -73,8 +71,6 @@ class Sources:
             more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
             text = f"load: {self.path} does not fit the state"
             fix = "pass like= as it was saved: the same model, optimizer and options"
-            if all(line.endswith(_OWN) for line in wrong):
-                fix = f"load it on {len(saved.files)} ranks, or save it equal on all ranks"
             raise FileError(message(text, [*wrong[:_SHOWN], *more], fix), str(self.path))
 
     def _differences(self, name: str, want: manifest.SavedTensor) -> list[str]:
@@ -87,7 +83,8 @@ class Sources:
         if want.copies > 1 and want.copies != found.copies:
             return [f"{found.copies} replicas were apart, here are {want.copies}"]
         if want.copies == 1 and found.copies not in (1, self.home.world_size):
-            return [f"{name} differed between {name_ranks(range(found.copies))}, {_OWN}"]
+            why = "which saved it, and these ranks are others: load it on as many"
+            return [f"{name} differed between {name_ranks(range(found.copies))}, {why}"]
         return []
 
     # Reading.
@@ -413,7 +410,6 @@ class Verified:
       files: number of files of values.
       tensors: number of tensors.
       nbytes: bytes of all files together.
-      seconds: how long the comparison took.
     """
 
     step: int
@@ -421,12 +417,10 @@ class Verified:
     files: int
     tensors: int
     nbytes: int
-    seconds: float
 
     def __str__(self) -> str:
-        rate = human_bytes(self.nbytes / max(self.seconds, 1e-9))
         what = f"{self.tensors} tensors in {self.files} files, {human_bytes(self.nbytes)}"
-        return f"step {self.step}: {what}, as they were saved ({rate} per second)"
+        return f"step {self.step}: {what}, as they were saved"
 
 
 def verify(path: str | os.PathLike[str], step: int | None = None) -> Verified:
@@ -455,14 +449,12 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verified:
       1
     """
     checks.integer("verify", "step", step, 0, optional=True, fix="None takes the newest one")
-    started = time.perf_counter()
     number, place = folder_to_read("verify", path).find(step)
     saved, _ = directory.manifest_in(place, number)
     check = partial(_check_file, place, saved)
     each(check, saved.files, _VERIFY_THREADS, "mics_fn verify")
     nbytes = sum(file.nbytes for file in saved.files)
-    seconds = time.perf_counter() - started
-    return Verified(number, place, len(saved.files), len(saved.tensors), nbytes, seconds)
+    return Verified(number, place, len(saved.files), len(saved.tensors), nbytes)
 
 
 def _check_file(place: Path, saved: manifest.Manifest, file: manifest.SavedFile) -> None:

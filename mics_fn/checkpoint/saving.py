@@ -232,12 +232,9 @@ _WHAT, _STEPS, _NUMBERS = "what they save", "their steps", "the numbers of the s
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, str]:
     """The numbers and texts of a state as text, and apart from them its steps."""
-    texts, steps = list[str](), list[str]()
-    for name, value in values.items():
-        texts.append(f"{name}={value!r}")
-        if f".{name}".endswith(".step"):
-            steps.append(texts[-1])
-    return {_STEPS: ", ".join(steps), _NUMBERS: ", ".join(texts)}
+    texts = {name: f"{name}={value!r}" for name, value in values.items()}
+    steps = [text for name, text in texts.items() if f".{name}".endswith(".step")]
+    return {_STEPS: ", ".join(steps), _NUMBERS: ", ".join(texts.values())}
 
 
 def _compare(exchange: Exchange) -> None:
@@ -694,15 +691,9 @@ def check_folder(path: str | os.PathLike[str], home: Groups, buffers: Mapping[st
       LeafError: a tensor cannot be saved; on other ranks a FileError.
     """
     folder = directory.Folder(path).path
-    with together(home):
+    with together(home), directory.write_errors("Checkpoints: cannot write to", folder):
         for name, x in buffers.items():
             manifest.savable("Checkpoints", f"buffer {name!r}", x)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with TemporaryFile(dir=folder):
-                pass
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or f"{error}"
-            text = f"Checkpoints: {folder} cannot be written"
-            fix = "pass a folder that all ranks share and may write to"
-            raise errors.FileError(errors.message(text, [why], fix), str(folder)) from error
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass

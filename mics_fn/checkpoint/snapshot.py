@@ -222,23 +222,11 @@ _ALIGN = 64  # bytes; of a copy, for vector loads
 FREE: dict[str, Tensor] = {}
 
 
-def _lend(nbytes: int, device: torch.device) -> Tensor:
-    """Memory of at least so many bytes, which a device can copy to."""
-    memory = FREE.pop(device.type, None)
-    if memory is not None and len(memory) >= nbytes:
-        return memory
-    memory = None  # if it is too small, it goes before a larger one is made
-    return _device.host_buffer(nbytes, device)
-
-
 def on_host(tensors: Mapping[K, Tensor]) -> AbstractContextManager[dict[K, Tensor]]:
     """A block that has these tensors on the host: themselves if they are there already."""
-    dense = dict[K, Tensor]()
-    for name, x in tensors.items():
-        if not x.is_cpu and not in_file(x):
-            return copied(tensors)
-        dense[name] = _dense(x)
-    return nullcontext(dense)
+    if all(x.is_cpu or in_file(x) for x in tensors.values()):
+        return nullcontext({name: _dense(x) for name, x in tensors.items()})
+    return copied(tensors)
 
 
 def copied(tensors: Mapping[K, Tensor]) -> AbstractContextManager[dict[K, Tensor]]:
@@ -258,7 +246,10 @@ def copied(tensors: Mapping[K, Tensor]) -> AbstractContextManager[dict[K, Tensor
         places[name] = end
         end += -(-x.numel() * x.itemsize // _ALIGN) * _ALIGN
     device = next(iter(devices), torch.device("cpu"))
-    memory = _lend(end, device)
+    memory = FREE.pop(device.type, None)
+    if memory is None or len(memory) < end:
+        memory = None  # if it is too small, it goes before a larger one is made
+        memory = _device.host_buffer(end, device)
 
     def copy_of(name: K, x: Tensor) -> Tensor:
         low = places[name]

@@ -244,7 +244,7 @@ class GradSum:
         if dtype is not None:
             check_dtype("GradSum", "dtype", dtype)
         self._where = where_of(where)
-        if self._where != Where() and not self._where.sets("grads"):
+        if self._where.moved and "grads" not in self._where.moved:
             text = f"GradSum: where='{self._where}' has no effect: it does not say where grads lie"
             raise PlanError(text, fix="write grads=, as in where='grads=host'")
         self.micro_steps, self.dtype = micro_steps, dtype
@@ -271,7 +271,7 @@ class GradSum:
             if isinstance(leaf, Sharded):
                 full[i] = leaf.data.detach().requires_grad_()
                 variables.append(full[i])
-        places = places_of(self._where, opened) if self._where.moves("grads") else None
+        places = places_of(self._where, opened) if "grads" in self._where.moved else None
         kinds = self.micro_steps, self.dtype, let_go, places, self._where.host_bytes
         reduction = Reduction(opened.uses, run, *kinds)
         reduction.before_last = self.before_last

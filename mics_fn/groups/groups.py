@@ -210,11 +210,6 @@ class Hierarchy:
     apart = False
 
     @cached_property
-    def layouts(self) -> dict[Any, Any]:
-        """How trees lie on these ranks, by their structure; see `shards.opened`."""
-        return {}
-
-    @cached_property
     def replicas(self) -> Comm:
         """A communicator of this rank alone."""
         return Comm.of_one("replicas", self.partition.ranks[self.partition.rank], self.life)
@@ -350,11 +345,6 @@ class Groups:
             apart=True,
             agreed=set(),
         )
-
-    @cached_property
-    def layouts(self) -> dict[Any, Any]:
-        """How trees lie on these groups, by their structure; see `shards.opened`."""
-        return {}
 
     @cached_property
     def _derived(self) -> dict[Callable[[Any], Any], Any]:

@@ -16,8 +16,7 @@ How `init_model` works: while the function runs, a *recorder* puts each op on a 
 dtype and device but have no data. A parameter's values follow from a part of the tape, and *replay*
 runs that part alone, each random op from the state that its generator would have had. A *filling*
 (`filling.py`) lays out the shards and keeps this rank's part of each value; the *skeleton* is the
-module that remains. A model that cannot be recorded is made in full, with a
-warning that says why.
+module that remains. A model that cannot be recorded is refused, with what it did.
 
 How `load_shards` works: `reading.py` opens what a path stands for as named entries, from which any
 range of elements can be read, and matches their names with the parameters; the filling reads the

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mics_fn import checks, tree
 from mics_fn._torch import compiles_itself
-from mics_fn.collectives import Parts, in_parts, in_step
+from mics_fn.collectives import Parts, in_parts, in_step, refuse_unequal
 from mics_fn.errors import LeafError, message, name_some
 from mics_fn.groups import Groups
 from mics_fn.init import reading
@@ -41,7 +41,6 @@ from mics_fn.shards import (
     pieces,
     place_chunk,
     refuse_overlaps,
-    refuse_unequal,
     require_groups,
     split_chunk,
 )
@@ -94,6 +93,27 @@ class Computed(Tensor):
         return f"Computed({self.where})"
 
 
+def computed_in(model: nn.Module, kind: type[Tensor] = Tensor) -> dict[int, Tensor]:
+    """What stands for each tensor of a class that a model computed from parameters, by `id`.
+
+    On meta it would be no error to use it: torch multiplies a matrix by one on meta, and the result
+    is what happens to be in memory.
+    """
+    names = {
+        id(value): f"model.{name}.{key}".replace("..", ".")
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+    }
+    found: dict[int, Tensor] = {}
+    for key, tensor in tensors_of(model, kind).items():
+        if isinstance(tensor, Computed):
+            found[key] = tensor
+        elif not tensor.is_leaf:  # which torch cannot copy, either
+            found[key] = torch.empty(0, device=META).as_subclass(Computed)
+            found[key].where = names.get(key, "a tensor of the model")  # pyright: ignore
+    return found
+
+
 def refuse_lazy(model: nn.Module) -> None:
     """Raise LeafError for a model whose parameters have no shape yet."""
     if any(nn.parameter.is_lazy(value) for value in (*model.parameters(), *model.buffers())):
@@ -112,16 +132,8 @@ def warn_of_compile(verb: str, model: nn.Module, stacklevel: int) -> None:
 
 def on_meta_copy(model: nn.Module, values: Iterable[Tensor]) -> nn.Module:
     """A copy of a model in which some of its parameters and buffers are on meta."""
-    memo: dict[int, Any] = {id(value): meta_like(value) for value in values}
-    names = {
-        id(value): f"{name}.{key}".removeprefix(".")
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-    }
-    for key, tensor in tensors_of(model).items():
-        if not tensor.is_leaf and key not in memo:  # torch cannot copy such a tensor
-            memo[key] = torch.empty(0, device=META).as_subclass(Computed)
-            memo[key].where = f"model.{names[key]}" if key in names else "a tensor of the model"
+    memo: dict[int, Any] = computed_in(model)
+    memo |= {id(value): meta_like(value) for value in values}
     return copy.deepcopy(model, memo)
 
 
@@ -373,7 +385,7 @@ def read_shards(
             checks.flag(verb, "strict", strict)
             checks.options(verb, options, LayoutOptions.__annotations__)
             found = opened.enter_context(reading.open_weights(verb, path, trust=trust))
-            found = reading.renamed(verb, found, names)
+            found = reading.renamed(found, names)
             params, others = _wanted(like, found)
             if dtype is not None:
                 params = _cast(params, dtype)

@@ -1,12 +1,7 @@
 """`init_model`: the shards of a model that no rank ever holds in full."""
 
-import random
-import sys
-import traceback
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from os.path import dirname
 from typing import Any, Unpack
 
 import torch
@@ -14,19 +9,20 @@ from torch import Tensor, nn
 
 from mics_fn import checks, tree
 from mics_fn.collectives import in_step
-from mics_fn.errors import PlanError, first_line, message
+from mics_fn.errors import PlanError
 from mics_fn.groups import Groups
 from mics_fn.init import reading
 from mics_fn.init.files import Weights
 from mics_fn.init.filling import (
     Filling,
     Read,
+    computed_in,
     meta_like,
     tensors_of,
     warn_of_compile,
     with_tensors,
 )
-from mics_fn.init.tape import NotRecorded, Recorded, Recorder
+from mics_fn.init.tape import Recorded, Recorder
 from mics_fn.shards import LayoutOptions, Leaf, owners_of, require_groups
 
 
@@ -47,9 +43,8 @@ def init_model(
     each with the random numbers that it would have had, and this rank keeps its part. All values
     are, bit for bit, those of `torch.manual_seed(seed); model_fn()` on the device of the groups,
     and torch's generators end in the same states. This takes somewhat longer, because every rank
-    draws all numbers. If something in `model_fn` cannot be recorded or repeated, a warning names
-    it, and each rank makes the whole model and keeps its part: the values are the same, but not the
-    peak of memory.
+    draws all numbers. What cannot be recorded or repeated, such as memory that numpy writes to, is
+    an error: make such a model in full, and `shard` it.
 
     Args:
       model_fn: makes the model, with the device of the groups as torch's default device. It may
@@ -79,6 +74,7 @@ def init_model(
 
     Raises:
       DesyncError: the ranks gave different seeds, or made different trees or values.
+      LeafError: something in `model_fn` cannot be recorded or repeated.
       LeafError, PlanError: as `shard` and, with weights, `load_shards`.
       FileError, OSError: with weights, as `load_shards`.
       FileError: with `where=`, as `load_shards`.
@@ -108,7 +104,7 @@ def init_model(
                 raise PlanError("init_model: names= and missing= need weights=", fix=fix)
             if weights is not None:
                 given = reading.open_weights("init_model", weights, trust=trust)
-                found = reading.renamed("init_model", opened.enter_context(given), names)
+                found = reading.renamed(opened.enter_context(given), names)
                 wanted = made.params, made.saved_buffers()
                 sources = reading.matched("init_model", found, *wanted, missing=missing)
         options.setdefault("order", tree.own_order(made.params))
@@ -116,10 +112,6 @@ def init_model(
         with filling.under_way():
             filling.fill(lambda name: sources[name].read if name in sources else made.read(name))
             skeleton = made.skeleton(sources)
-    if made.reason:
-        fix = "mend that, or make the model where there is room for all of it"
-        text = "init_model: this model cannot be made in parts, so each rank made all of it"
-        warnings.warn(message(text, [made.reason], fix=fix), stacklevel=2)
     filling.check_copies()
     if skeleton is not made.model:
         warn_of_compile("init_model", made.model, stacklevel=3)
@@ -127,41 +119,28 @@ def init_model(
 
 
 class _Construction:
-    """A model that is recorded, or made in full where that fails; both give the same values.
+    """A model that is recorded, and whose values are made one after the other.
 
     Args:
       model_fn: makes it.
       device: for the tensors of the model.
       seed: for `torch.manual_seed`.
+
+    Raises:
+      NotRecorded: it cannot be recorded.
     """
 
     def __init__(self, model_fn: Callable[[], nn.Module], device: torch.device, seed: int) -> None:
-        self._again = _same_again(model_fn, device, seed)
-        self.reason = ""  # why it was made in full
         self._contents: dict[int, Any] = {}  # of storages of the tape that were replayed
         self.recorder = recorder = Recorder()
-        model = None
         try:
             torch.manual_seed(seed)
             with torch.device(device), recorder:
-                model = model_fn()
+                self.model = model_fn()
             recorder.finish()
-        except Exception as error:
-            kind = "" if isinstance(error, NotRecorded) else f"{type(error).__name__}: "
-            self.reason = f"{kind}{first_line(error)} (after {recorder.last}{_place(error)})"
         finally:
             recorder.forget()
-        self._take(self._again() if self.reason else model)
-
-    def _take(self, model: Any) -> None:
-        self.model: nn.Module = model
         self.params = dict(self.model.named_parameters(remove_duplicate=False))
-
-    def _make_in_full(self, reason: str) -> None:
-        self.recorder.forget()
-        self._contents.clear()
-        self.reason = reason
-        self._take(self._again())
 
     def saved_buffers(self) -> dict[str, Tensor | None]:
         """Return the entries of a state dict besides parameters; None for other than buffers."""
@@ -172,12 +151,7 @@ class _Construction:
     def read(self, name: str) -> Read:
         """Make the value of a parameter, of which parts are then read."""
         value = self.params[name]
-        if isinstance(value, Recorded):
-            try:
-                value = self._value(value)
-            except NotRecorded as error:
-                self._make_in_full(f"{name}: {error}")
-                value = self.params[name]
+        value = self._value(value) if isinstance(value, Recorded) else value
         flat = value.detach().reshape(-1)
         return lambda low, high: flat[low:high]
 
@@ -196,14 +170,9 @@ class _Construction:
         Args:
           sources: what is read; then all generators stay as the seed sets them.
         """
-        try:
-            new = self._replaced()
-            if not self.reason and not sources:
-                self.recorder.finish_generators()
-        except NotRecorded as error:
-            self._make_in_full(f"a buffer, or an attribute of the model: {error}")
-            new = {}
-        self._contents.clear()
+        new = self._replaced()
+        if not sources:
+            self.recorder.finish_generators()
         model = with_tensors(self.model, new)
         with torch.no_grad():
             for name, value in model.named_buffers(remove_duplicate=False):
@@ -213,7 +182,7 @@ class _Construction:
 
     def _replaced(self) -> dict[int, Tensor]:
         """What takes the place of each recorded tensor of the model, by its `id`."""
-        new: dict[int, Tensor] = {}
+        new = computed_in(self.model, Recorded)
         params = list(self.params.values())
         for value, owner in zip(params, owners_of(params), strict=True):
             if isinstance(value, Recorded):
@@ -221,37 +190,10 @@ class _Construction:
                 new[id(value)] = new.setdefault(id(first), meta_like(first))
         self._contents.clear()
         for key, recorded in tensors_of(self.model, Recorded).items():
-            if not recorded.is_leaf:  # a module computes it again from parameters
-                new[key] = meta_like(recorded)
-            elif key not in new:
+            if key not in new:
                 value = self._value(recorded, keep=True)
                 if isinstance(recorded, nn.Parameter):
                     value = nn.Parameter(value, recorded.requires_grad)
                 new[key] = value.requires_grad_(recorded.requires_grad)
+        self._contents.clear()
         return new
-
-
-def _place(error: BaseException) -> str:
-    """The last line of the user's code that an error came through, as text."""
-    libraries = (dirname(torch.__file__), dirname(dirname(__file__)))
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if not frame.filename.startswith(libraries)]
-    return f", at {ours[-1].filename}:{ours[-1].lineno}" if ours else ""
-
-
-def _same_again(
-    model_fn: Callable[[], nn.Module], device: torch.device, seed: int
-) -> Callable[[], nn.Module]:
-    """A function that makes the model for real, from the random states that are there now."""
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    others = None if numpy is None else numpy.random.get_state()
-
-    def again() -> nn.Module:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(others)
-        torch.manual_seed(seed)
-        with torch.device(device):
-            return model_fn()
-
-    return again

@@ -124,23 +124,15 @@ def _of_tensor(value: Tensor) -> Entry:
 SHOWN = 5  # at most so many mismatches are listed
 
 
-def renamed(verb: str, found: Weights, names: Callable[[str], str | None] | None) -> Weights:
-    """The tensors of a file under the names of parameters, without those that have none.
-
-    Raises:
-      PlanError: `names` gives something else than a name or None.
-    """
+def renamed(found: Weights, names: Callable[[str], str | None] | None) -> Weights:
+    """The tensors of a file under the names of parameters, without those that have none."""
     if names is None:
         return found
     kept: Weights = {}
     for name, entry in found.items():
         new = names(name)
-        if new is None:
-            continue
-        if not isinstance(new, str) or not new:
-            fix = "return the name of a parameter, or None to ignore this tensor"
-            checks.refuse(verb, f"names({name!r})", new, "a str that is not empty, or None", fix)
-        kept[new] = entry
+        if new is not None:
+            kept[new] = entry
     return kept
 
 
@@ -178,7 +170,9 @@ def matched(
             wrong += _difference("params", name, params[name], found[name])
         if given:
             sources |= {name: found[name if name in given else given[0]] for name in aliases}
-        elif missing is None or not all(_is_new(verb, missing, name) for name in aliases):
+        elif missing is None or not all(
+            checks.answer(verb, f"missing({name!r})", missing(name)) for name in aliases
+        ):
             absent.append(f"params.{aliases[0]} is missing")
     for name, value in others.items():
         if name in found and value is not None:
@@ -194,11 +188,6 @@ def matched(
         text = f"{verb}: the weights do not match the parameters"
         raise LeafError(text, problems[:SHOWN] + more, fix=fix)
     return sources
-
-
-def _is_new(verb: str, missing: Callable[[str], bool], name: str) -> bool:
-    """Whether the weights may lack this parameter."""
-    return checks.answer(verb, f"missing({name!r})", missing(name))
 
 
 def _difference(root: str, name: str, want: Tensor, got: Entry) -> list[str]:

@@ -41,8 +41,13 @@ from mics_fn.errors import LeafError, first_line
 from mics_fn.shards import MemoryPlace
 
 
-class NotRecorded(Exception):
-    """The construction of a model cannot be recorded or replayed; the text says where it failed."""
+class NotRecorded(LeafError):
+    """The construction of a model cannot be recorded or replayed; the line says where it failed."""
+
+    def __init__(self, why: str) -> None:
+        text = "init_model: this model cannot be made in parts"
+        fix = "mend that, or make it in full: shard(dict(model.named_parameters()), groups)"
+        super().__init__(text, [why], fix)
 
 
 @dataclass(frozen=True)
@@ -102,8 +107,7 @@ class Op(NamedTuple):
     made: list[View | None]  # one per output: a view of a storage that the op made, or None
     reads: tuple[int, ...]
     writes: dict[int, bool]  # by storage: whether everything that was there before is lost
-    generator: torch.Generator | None = None  # of a random op
-    start: int | Tensor | None = None  # the generator's state before: that after an op, or bytes
+    draw: Any = None  # of a random op its generator, and where that begins: after an op, or a state
 
     @property
     def storages(self) -> tuple[int, ...]:
@@ -111,8 +115,12 @@ class Op(NamedTuple):
         return (*self.reads, *self.writes)
 
 
+Memory = dict[int, Any]  # torch's storages, by their numbers on the tape
+EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
+
+
 class Tape:
-    """Storages and ops, in the order in which they were made.
+    """Storages and ops, in the order in which they were made; any part runs again at any time.
 
     Example:
       >>> tape, cpu = Tape(), torch.device("cpu")
@@ -127,7 +135,7 @@ class Tape:
     def __init__(self) -> None:
         self.storages: list[TapeStorage] = []
         self.ops: list[Op] = []
-        self.finals: list[tuple[torch.Generator, int | Tensor]] = []  # states after the last op
+        self._after: dict[int, Tensor] = {}  # states of generators after random ops
 
     def new_storage(self, device: torch.device, nbytes: int, **fields: Any) -> int:
         """Add a storage; returns its number."""
@@ -164,6 +172,95 @@ class Tape:
             if not self.ops[index].writes[storage]:  # something of what was there before stays
                 todo.append((storage, index))
         return sorted(found)
+
+    # Running parts of it for real, with the random numbers that a whole run would have drawn.
+
+    def content(self, storage: int) -> Any:
+        """A storage of torch with what a storage of the tape holds after the last op.
+
+        Raises:
+          NotRecorded: an op cannot run again, or gives something else than it was recorded to give.
+        """
+        memory = self._run_all(self.needed([storage]), kept=storage)
+        return self._bind(storage, memory)
+
+    def state(self, start: int | Tensor) -> Tensor:
+        """The state in which a random op begins: after another op, or one that code has set."""
+        missing, at = [], start  # the chain of ops may be too long for recursion
+        while isinstance(at, int) and at not in self._after:
+            missing.append(at)
+            at = self.ops[at].draw[1]
+        for index in reversed(missing):
+            inputs = self.needed(self.ops[index].reads, index)
+            self._run_all([*inputs, index], kept=None)
+        return self._after[start] if isinstance(start, int) else start
+
+    @torch.no_grad()
+    def _run_all(self, ops: Sequence[int], kept: int | None) -> Memory:
+        """Run ops in order, and drop each storage after its last use, but for one."""
+        memory: Memory = {}
+        last = {storage: index for index in ops for storage in self.ops[index].storages}
+        for index in ops:
+            op = self.ops[index]
+            if op.draw is None:
+                self._run(op, memory)
+            else:
+                generator, start = op.draw
+                generator.set_state(self.state(start))
+                self._run(op, memory)
+                self._after[index] = generator.get_state()
+            for storage in op.storages:
+                if last[storage] == index and storage != kept:
+                    memory.pop(storage, None)
+        return memory
+
+    def _run(self, op: Op, memory: Memory) -> None:
+        own = {view.storage for view in op.made if view is not None}
+        shown = {storage: self._bind(storage, memory) for storage in {*op.storages} - own}
+        named = tree.map_leaves(
+            lambda x: x.on(shown[x.storage]) if isinstance(x, View) else x, op.named
+        )
+        try:
+            outs = tree.flatten(op.func(**named))[0]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            first = first_line(error)
+            raise NotRecorded(f"{op.func}, repeated: {type(error).__name__}: {first}") from error
+        if len(outs) != len(op.made):
+            text = f"{op.func} gave {len(outs)} values, and {len(op.made)} when recorded"
+            raise NotRecorded(text)
+        for view, out in zip(op.made, outs, strict=True):
+            if view is None or view.storage in memory:
+                continue
+            _check(op, view, out, self.storages[view.storage].nbytes)
+            if _torch.op_name(op.func) in EMPTY:
+                out.zero_()  # code that reads it before it writes finds the same on every rank
+            memory[view.storage] = out.untyped_storage()
+
+    def _bind(self, storage: int, memory: Memory) -> Any:
+        """A storage of torch for one of the tape; a new one holds what was there at first."""
+        if storage not in memory:
+            given = self.storages[storage]
+            if given.value is None:
+                raw = torch.empty(given.nbytes, dtype=torch.uint8, device=given.device)
+            else:
+                raw = torch.empty_like(given.value).copy_(given.value)
+            memory[storage] = raw.untyped_storage()
+        return memory[storage]
+
+
+def _check(op: Op, view: View, out: Tensor, nbytes: int) -> None:
+    """Refuse an output that is not as recorded, because later ops would read it wrongly."""
+    strides = zip(view.shape, view.stride, out.stride(), strict=False)
+    if (
+        (tuple(out.shape), out.storage_offset(), out.dtype) != (view.shape, view.offset, view.dtype)
+        or any(size > 1 and a != b for size, a, b in strides if out.numel())
+        or out.untyped_storage().nbytes() < nbytes
+    ):
+        got = f"shape {tuple(out.shape)}, strides {out.stride()}, {out.dtype}"
+        want = f"shape {view.shape}, strides {view.stride}, {view.dtype}"
+        raise NotRecorded(f"{op.func} gave {got}; its rule for tensors without data says {want}")
 
 
 # Where in a generator's stream a recorded op begins, although no op draws while recording.
@@ -235,6 +332,8 @@ class Recorded(Tensor):
             return args[0].device
         if func is _torch.ASK_COMPATIBLE:
             return True
+        if recorded_in(args)[0].recorder.active:
+            raise NotRecorded(f"{func} makes a tensor of another class, as lazy modules do")
         raise left_behind(f"{func}")
 
     @property
@@ -300,117 +399,6 @@ def recorded_in(value: Any) -> list[Recorded]:
     return [x for x in tensors_in(value) if isinstance(x, Recorded)]
 
 
-def on_meta(x: Recorded) -> Tensor:
-    """The same tensor on meta, for torch's rules of shapes; it shares the storage without data."""
-    return View.of(x, 0).on(x.untyped_storage())
-
-
-# Running parts of a tape for real, with the random numbers that a whole run would have drawn.
-
-Memory = dict[int, Any]  # torch's storages, by their numbers on the tape
-EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
-
-
-class Replay:
-    """Runs any part of a tape at any time.
-
-    Args:
-      tape: it may grow in between.
-    """
-
-    def __init__(self, tape: Tape) -> None:
-        self.tape = tape
-        self._after: dict[int, Tensor] = {}  # states of generators after random ops
-
-    def content(self, storage: int) -> Any:
-        """A storage of torch with what a storage of the tape holds after the last op.
-
-        Raises:
-          NotRecorded: an op cannot run again, or gives something else than it was recorded to give.
-        """
-        memory = self._run_all(self.tape.needed([storage]), kept=storage)
-        return self._bind(storage, memory)
-
-    def state(self, start: int | Tensor | None) -> Tensor:
-        """The state in which a random op begins: after another op, or one that code has set."""
-        missing, at = [], start  # the chain of ops may be too long for recursion
-        while isinstance(at, int) and at not in self._after:
-            missing.append(at)
-            at = self.tape.ops[at].start
-        for index in reversed(missing):
-            inputs = self.tape.needed(self.tape.ops[index].reads, index)
-            self._run_all([*inputs, index], kept=None)
-        found = self._after[start] if isinstance(start, int) else start
-        if found is None:
-            raise NotRecorded("a random op without a generator")
-        return found
-
-    @torch.no_grad()
-    def _run_all(self, ops: Sequence[int], kept: int | None) -> Memory:
-        """Run ops in order, and drop each storage after its last use, but for one."""
-        memory: Memory = {}
-        last = {storage: index for index in ops for storage in self.tape.ops[index].storages}
-        for index in ops:
-            op = self.tape.ops[index]
-            if op.generator is not None:
-                op.generator.set_state(self.state(op.start))
-            self._run(op, memory)
-            if op.generator is not None:
-                self._after[index] = op.generator.get_state()
-            for storage in op.storages:
-                if last[storage] == index and storage != kept:
-                    memory.pop(storage, None)
-        return memory
-
-    def _run(self, op: Op, memory: Memory) -> None:
-        own = {view.storage for view in op.made if view is not None}
-        shown = {storage: self._bind(storage, memory) for storage in {*op.storages} - own}
-        named = tree.map_leaves(
-            lambda x: x.on(shown[x.storage]) if isinstance(x, View) else x, op.named
-        )
-        try:
-            outs = tree.flatten(op.func(**named))[0]
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            first = first_line(error)
-            raise NotRecorded(f"{op.func}, repeated: {type(error).__name__}: {first}") from error
-        if len(outs) != len(op.made):
-            text = f"{op.func} gave {len(outs)} values, and {len(op.made)} when recorded"
-            raise NotRecorded(text)
-        for view, out in zip(op.made, outs, strict=True):
-            if view is None or view.storage in memory:
-                continue
-            _check(op, view, out, self.tape.storages[view.storage].nbytes)
-            if _torch.op_name(op.func) in EMPTY:
-                out.zero_()  # code that reads it before it writes finds the same on every rank
-            memory[view.storage] = out.untyped_storage()
-
-    def _bind(self, storage: int, memory: Memory) -> Any:
-        """A storage of torch for one of the tape; a new one holds what was there at first."""
-        if storage not in memory:
-            given = self.tape.storages[storage]
-            if given.value is None:
-                raw = torch.empty(given.nbytes, dtype=torch.uint8, device=given.device)
-            else:
-                raw = torch.empty_like(given.value).copy_(given.value)
-            memory[storage] = raw.untyped_storage()
-        return memory[storage]
-
-
-def _check(op: Op, view: View, out: Tensor, nbytes: int) -> None:
-    """Refuse an output that is not as recorded, because later ops would read it wrongly."""
-    strides = zip(view.shape, view.stride, out.stride(), strict=False)
-    if (
-        (tuple(out.shape), out.storage_offset(), out.dtype) != (view.shape, view.offset, view.dtype)
-        or any(size > 1 and a != b for size, a, b in strides if out.numel())
-        or out.untyped_storage().nbytes() < nbytes
-    ):
-        got = f"shape {tuple(out.shape)}, strides {out.stride()}, {out.dtype}"
-        want = f"shape {view.shape}, strides {view.stride}, {view.dtype}"
-        raise NotRecorded(f"{op.func} gave {got}; its rule for tensors without data says {want}")
-
-
 # Running the code that makes a model without its memory: ops are put on a tape instead.
 
 # In-place ops whose result does not depend on what was there.
@@ -432,7 +420,6 @@ class Recorder(_torch.DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.tape = Tape()
-        self.replay = Replay(self.tape)
         self.active = True
         self.last: Any = None  # the op that came last, for errors
         self._numbers: dict[int, int] = {}  # of storages on the tape, by `storage_id`
@@ -440,6 +427,7 @@ class Recorder(_torch.DispatchMode):
         self._stand_ins: dict[MemoryPlace, Recorded] = {}  # for tensors that were made outside
         self._sums: list[tuple[Tensor, Tensor]] = []  # with checksums, if others can write to them
         self._first: dict[int, tuple[torch.Generator, Tensor]] = {}  # states before the first op
+        self._last: list[tuple[torch.Generator, int | Tensor]] = []  # after the last op
         self._paused = False
 
     @classmethod
@@ -472,7 +460,8 @@ class Recorder(_torch.DispatchMode):
         def bare(x: Any) -> Any:
             if not isinstance(x, Recorded):
                 return x
-            meta = on_meta(x)
+            # On meta, for torch's rules of shapes; it shares the storage without data.
+            meta = View.of(x, 0).on(x.untyped_storage())
             given[id(meta)] = (x, meta)
             return meta
 
@@ -515,14 +504,14 @@ class Recorder(_torch.DispatchMode):
             for view in map(self.view_of, recorded_in(named.get(name))):
                 whole = view.covers(self.tape.storages[view.storage].nbytes)
                 changes[view.storage] = changes.get(view.storage, True) and name in over and whole
-        generator, start = None, None
+        draw = None
         where = self.tape.storages[next(iter(changes))].device
         if torch.Tag.nondeterministic_seeded in func.tags and where.type != "meta":
             generator = named.get("generator") or default_generator(where)
-            start = self._start_next(generator)
+            draw = generator, self._start_next(generator)
         views = tree.map_leaves(lambda x: self.view_of(x) if isinstance(x, Recorded) else x, named)
         reads = sorted({self.view_of(x).storage for x in read})
-        self.tape.add(Op(func, views, made, tuple(reads), changes, generator, start))
+        self.tape.add(Op(func, views, made, tuple(reads), changes, draw))
 
     def _result(self, func: Any, named: dict[str, Any], metas: dict[str, Any]) -> Any:
         """The op's result without data, by torch's rules; where these need data, by running it."""
@@ -566,12 +555,12 @@ class Recorder(_torch.DispatchMode):
         """The value that a tensor would hold now, from a replay."""
         view = self.view_of(x)
         with self._pause():
-            return view.on(self.replay.content(view.storage))
+            return view.on(self.tape.content(view.storage))
 
     def content(self, storage: int) -> Any:
-        """A storage of torch with what a storage of the tape would hold now; see `Replay`."""
+        """A storage of torch with what a storage of the tape would hold now."""
         with self._pause():
-            return self.replay.content(storage)
+            return self.tape.content(storage)
 
     def finish(self) -> None:
         """End the tape, and set all generators to their state before the first op.
@@ -583,7 +572,7 @@ class Recorder(_torch.DispatchMode):
         for tensor, bits in self._sums:
             if not torch.equal(_bits(tensor), bits):
                 raise NotRecorded("a tensor shares memory that other code wrote to (numpy?)")
-        self.tape.finals = [(g, start_of(g)) for g, _ in self._first.values()]
+        self._last = [(g, start_of(g)) for g, _ in self._first.values()]
         self.forget()
 
     def forget(self) -> None:
@@ -594,8 +583,8 @@ class Recorder(_torch.DispatchMode):
 
     def finish_generators(self) -> None:
         """Set all generators to their state after the last op, by the draws that nothing needed."""
-        states = [self.replay.state(state) for _, state in self.tape.finals]  # it draws elsewhere
-        for (generator, _), state in zip(self.tape.finals, states, strict=True):
+        states = [self.tape.state(state) for _, state in self._last]  # it draws elsewhere
+        for (generator, _), state in zip(self._last, states, strict=True):
             generator.set_state(state)
 
     def view_of(self, x: Tensor) -> View:
@@ -631,7 +620,7 @@ class Recorder(_torch.DispatchMode):
             self._numbers[key] = self.tape.new_storage(device, nbytes, **fields)
             self._held.append(_torch.weak_storage(x))
         known = self.tape.storages[self._numbers[key]]
-        if known.nbytes != nbytes and known.nbytes:
+        if known.nbytes not in (0, nbytes):
             raise NotRecorded(f"{self.last} resizes memory")
         known.nbytes = nbytes
         recorded = _torch.pretend(Recorded, x, known.device)

@@ -232,9 +232,6 @@ def _read(file: File) -> tuple[Any, dict[str, ZipRecord]]:
     if len(pickles) != 1:
         raise file.error("is a zip file, and not one of torch.save", fix=_WHOLE)
     folder, record = pickles[0].removesuffix("data.pkl"), found[pickles[0]]
-    if f"{folder}constants.pkl" in found:
-        fix = "save torch.jit.load(path).state_dict() by itself"
-        raise file.error("is an archive of TorchScript, which is a program", fix=fix)
     order = found.get(f"{folder}byteorder")
     if order and file.read(order.start, min(order.length, 8)) != b"little":
         fix = "save it again on a machine like this one"
@@ -336,13 +333,13 @@ def of_dcp(index: File, *, trust: bool) -> Weights:
     try:
         described = _state(read_pickle(index.header(0, index.size)), "Metadata")
         places = _places(described)
-        for leaf, value in _dict(described, "state_dict_metadata").items():
+        for leaf, value in described["state_dict_metadata"].items():
             if not isinstance(leaf, str) or not files.is_text(leaf):
                 raise ValueError(f"it names a tensor {_kind(leaf)}")
             if _class_of(value) != "BytesStorageMetadata":
                 cut = _CutTensor(index, leaf, _state(value, "TensorStorageMetadata"), places, trust)
                 found[leaf] = Entry(cut.shape, cut.dtype, cut.read)
-    except ValueError as error:
+    except (ValueError, KeyError, AttributeError) as error:  # also of what should be a dict
         raise index.error("is damaged", [f"{error}"]) from None
     return found
 
@@ -366,16 +363,10 @@ def _dtype_in(properties: Any) -> torch.dtype:
     return _dtype(state[0] if isinstance(state, tuple) and state else None)
 
 
-def _dict(state: dict[str, Any], name: str) -> dict[Any, Any]:
-    if not isinstance(state.get(name), dict):
-        raise ValueError(f"its {name} is no dict")
-    return state[name]
-
-
 def _places(described: dict[str, Any]) -> dict[tuple[Any, Sizes], tuple[Any, int, int]]:
     """File, start and length of each chunk, by the name of its tensor and its offsets."""
     places: dict[tuple[Any, Sizes], tuple[Any, int, int]] = {}
-    for key, value in _dict(described, "storage_data").items():
+    for key, value in described["storage_data"].items():
         at, info = _state(key, "MetadataIndex"), _state(value, "_StorageInfo")
         name, offset = at.get("fqn"), at.get("offset")
         if offset is None or not isinstance(name, str):  # an object that is not a tensor

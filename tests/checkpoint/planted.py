@@ -79,7 +79,7 @@ PLANTED = [
         _D,
         "if zlib.crc32(out) != part.crc:",
         "if not part.range:",
-        "checkpoint/test_sums.py -k damage_anywhere",
+        "checkpoint/test_damage.py -k flipped",
     ),
     (
         "the header of a file is not compared with the manifest",

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from cases import Layout, groups_of
 from mutating import BYTES, Watch
+from steps import load_at, save_at
 
 import mics_fn as mf
-from mics_fn import checkpoint, tree
+from mics_fn import checkpoint
 from mics_fn.errors import FileError
 from mics_fn.lab.ranks import pool
 
@@ -27,29 +27,10 @@ STEPS = (1, 2)
 LAYOUT = Layout((2, 2), 2)
 
 
-def state_at(step: int, groups: mf.Groups) -> Any:
-    """A state that is a function of the step, in leaves of one block of checksums and of more."""
-    full = {"w": torch.arange(9000.0).view(90, 100), "b": torch.arange(7.0)}
-    full["h"] = torch.arange(40.0).bfloat16()
-    params = tree.map_leaves(lambda x: x + step, mf.shard(full, groups))
-    return {"params": params, "seen": torch.full((3,), step), "epoch": step}
-
-
 def save_steps(layout: Layout, folder: str, steps: Any = STEPS) -> None:
     groups = groups_of(layout)
     for step in steps:
-        extra = {"step": step, "cursor": torch.arange(4) + step}
-        checkpoint.save(folder, state_at(step, groups), groups, step=step, extra=extra)
-
-
-def load_at(folder: Any, groups: mf.Groups, step: int | None, **how: Any) -> int:
-    """Load a step, compare every bit, and return its number."""
-    found = checkpoint.load(folder, state_at(0, groups), groups, step=step, **how)
-    wanted = state_at(found.step, groups)
-    pairs = zip(tree.flatten(found.state)[0], tree.flatten(wanted)[0], strict=True)
-    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
-    assert found.extra["step"] == found.step
-    return found.step
+        save_at(folder, step, groups)
 
 
 # What can happen to files: each returns where, or None if nothing has changed.
@@ -175,7 +156,7 @@ def test_a_flipped_bit_is_named_with_its_leaf(ranks: Pools, tmp_path: Path, part
         data = bytearray(plain)
         data[at] ^= 1 << at % 8
         path.write_bytes(data)
-        for verb in (checkpoint.verify, lambda f: load_at(f, groups, None)):
+        for verb in (checkpoint.verify, lambda f: load_at(f, groups)):
             with pytest.raises(FileError) as raised:
                 verb(tmp_path)
             assert str(path) in str(raised.value)
@@ -197,7 +178,7 @@ def go_back(layout: Layout, folder: str, donate: bool) -> tuple[int, str]:
     groups = groups_of(layout)
     with pytest.raises(FileError) as raised:
         load_at(folder, groups, None)
-    step = load_at(folder, groups, None, on_corrupt="previous", donate=donate)
+    step = load_at(folder, groups, on_corrupt="previous", donate=donate)
     with pytest.raises(FileError):
         load_at(folder, groups, 3, on_corrupt="previous")
     return step, str(raised.value)
@@ -228,7 +209,7 @@ def with_another_error(layout: Layout, folder: str) -> str:
     if groups.rank == 3:
         loading.Sources.fill = fill
     try:
-        load_at(folder, groups, None, on_corrupt="previous")
+        load_at(folder, groups, on_corrupt="previous")
     except (FileError, MemoryError) as error:
         return f"{type(error).__name__}: {error}"
     finally:

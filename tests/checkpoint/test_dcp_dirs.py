@@ -17,6 +17,7 @@ from cases import Layout, groups_of, random, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutating import BYTES, Watch
+from steps import every_kind
 from torch import Tensor, nn
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -36,7 +37,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import mics_fn as mf
 from mics_fn.checkpoint import load_dcp, save_dcp
@@ -118,24 +118,9 @@ def test_fsdp2_loads_what_is_written_here(
     same_bits(state, dict(make(3).state_dict()))  # on one rank, as plain tensors
 
 
-def values() -> dict[str, Tensor]:
-    shared = random(0, 5, 3)
-    return {
-        "z": shared,
-        "a": shared,
-        "h.10.w": random(1, 7, 5),
-        "half": random(2, 33, dtype=torch.bfloat16),
-        "scalar": random(3),
-        "empty": torch.zeros(0, 4),
-        "count": torch.tensor([5, -7]),
-        "mask": torch.tensor([True, False, True]),
-        "turned": random(4, 3, 4).t(),
-    }
-
-
 def save_values(layout: Layout, path: Path, **options: Any) -> None:
     groups = groups_of(layout)
-    shards = mf.shard(values(), groups, bucket_bytes=64, frozen=lambda path: "turned" in path)
+    shards = mf.shard(every_kind(), groups, bucket_bytes=64, frozen=lambda path: "turned" in path)
     save_dcp(path, {**shards, "buffer": torch.arange(8.0)[::2]}, groups, **options)
 
 
@@ -147,7 +132,7 @@ def test_every_kind_of_leaf_is_written_once(
 ):
     write = partial(save_values, max_file_bytes=max_file_bytes, prefix="a.b.c_")
     ranks(layout.world_size).run(write, layout, tmp_path / "a")
-    want = values() | {"buffer": torch.arange(8.0)[::2]}
+    want = every_kind() | {"buffer": torch.arange(8.0)[::2]}
     torchs(dcp_to_torch_save, tmp_path / "a", tmp_path / "a.pt")
     found = torch.load(tmp_path / "a.pt", weights_only=True)
     same_bits(found, {"a": {"b": {f"c_{k}": x.contiguous() for k, x in want.items()}}})
@@ -233,22 +218,6 @@ def test_what_fsdp2_wrote_is_loaded(ranks: Ranks, tmp_path: Path, layout: Layout
         model, shards = mf.init_model(Model, groups, seed=0, weights=dict(make(5).state_dict()))
         found = load_dcp(tmp_path / "a", groups, like=model, prefix="model.")
         same_bits(found, shards)
-
-
-def from_mesh(layout: Layout, path: Path) -> None:
-    groups, tensors = groups_of(layout), {f"w{i}": random(i, 5, 7, 3) for i in range(5)}
-    mesh = init_device_mesh("cpu", (2, 2))
-    kinds = [(Shard(0), Shard(1)), (Shard(1), Shard(1)), (Replicate(), Shard(2))]
-    kinds += [(Shard(2), Shard(0)), (Replicate(), Replicate())]
-    pairs = zip(tensors.items(), kinds, strict=True)
-    state = {name: distribute_tensor(x, mesh, kind) for (name, x), kind in pairs}
-    torchs(save, state, checkpoint_id=path)
-    found = load_dcp(path, groups, like=tensors)
-    same_bits(mf.unshard(found, groups), tensors)
-
-
-def test_chunks_of_two_dimensions_are_put_together(ranks: Ranks, tmp_path: Path):
-    ranks(4).run(from_mesh, LAYOUTS[2], tmp_path / "a")
 
 
 # Any cuts: a writer of the test's own, as torch's needs processes.
@@ -360,20 +329,6 @@ def test_nothing_in_a_description_runs(tmp_path: Path, where: str):
     assert mark.exists()  # so this is what would have run
 
 
-def test_nothing_in_a_chunk_runs(tmp_path: Path):
-    found = write_dcp(tmp_path, {"w": (torch.ones(4), [[]])})
-    mark, file = tmp_path / "it ran", tmp_path / "__0_0.distcp"
-    torch.save(Runs(mark), file)
-    for at in (found.storage_data or {}).values():
-        at.length = file.stat().st_size
-    write_metadata(tmp_path, found)
-    with mf.make_groups(1) as groups, pytest.raises(mf.errors.FileError) as error:
-        load_dcp(tmp_path, groups, like=None)
-    assert str(error.value).startswith(f"load_dcp: {file} ")
-    assert (error.value.path, error.value.leaf) == (str(file), "w")
-    assert not mark.exists()
-
-
 def places(found: Metadata) -> list[Any]:
     return list((found.storage_data or {}).values())
 
@@ -456,15 +411,3 @@ def test_changed_bytes_never_do_harm(tmp_path: Path):
             (tmp_path / file).write_bytes(whole)
     assert {"loaded", "FileError"} <= outcomes
     assert not watch.seen
-
-
-def test_mismatches_are_named(tmp_path: Path):
-    write_dcp(tmp_path, {"w": (random(0, 4, 4), [[2], []]), "b": (random(1, 3), [[]])})
-    with mf.make_groups(1) as groups:
-        like = {"w": torch.empty(4, 4)}
-        with pytest.raises(mf.errors.LeafError, match="load_dcp: .*\n.*'b' is not expected"):
-            load_dcp(tmp_path, groups, like=like)
-        assert list(load_dcp(tmp_path, groups, like=like, strict=False)) == ["w"]
-        assert list(load_dcp(tmp_path, groups, like=like, prefix="w", names=lambda _: "w")) == ["w"]
-        with pytest.raises(FileNotFoundError):
-            load_dcp(tmp_path / "absent", groups, like=None)

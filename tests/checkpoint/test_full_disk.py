@@ -18,6 +18,7 @@ import pytest
 import torch
 from cases import Layout, groups_of
 from jobs import Ended, run_job
+from steps import load_at, save_at, state_at
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import mics_fn as mf
@@ -39,26 +40,9 @@ def made() -> mf.Groups:
     return mf.make_groups(2, timeout_s=TIMEOUT_S, heartbeat_s=TIMEOUT_S / 2)
 
 
-def state_at(step: int, groups: mf.Groups) -> Any:
-    """A state that is a function of the step."""
-    params = mf.shard({"w": torch.arange(9000.0), "b": torch.arange(7.0)}, groups)
-    return {"params": tree.map_leaves(lambda x: x + step, params), "seen": torch.full((3,), step)}
-
-
-def save_at(folder: Any, step: int, groups: mf.Groups, *, apart: bool = False, **how: Any) -> None:
-    state = state_at(step, groups)
-    if apart:
-        checkpoint.start_save(folder, state, groups, step=step, **how).wait()
-    else:
-        checkpoint.save(folder, state, groups, step=step, **how)
-
-
 def check_step(folder: Any, step: int, groups: mf.Groups) -> None:
     """The newest step is this one, and right to the bit."""
-    found = checkpoint.load(folder, state_at(0, groups), groups)
-    assert found.step == step == checkpoint.latest(folder)
-    pairs = zip(tree.flatten(found.state)[0], tree.flatten(state_at(step, groups))[0], strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
+    assert load_at(folder, groups) == step == checkpoint.latest(folder)
 
 
 def left_in(folder: Any) -> int:
@@ -110,7 +94,7 @@ def fill_up(rank: int, folder: str, sizes: list[int]) -> list[Any]:
     for i, size in enumerate(sizes):
         if rank == i % groups.world_size:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-        found = error_of(lambda: save_at(folder, good + 1, groups, apart=bool(i % 3)))  # noqa: B023
+        found = error_of(lambda: save_at(folder, good + 1, groups, background=bool(i % 3)))  # noqa: B023
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         good += not found[0]
         groups.partition.check_open()
@@ -179,7 +163,7 @@ def test_each_operation_may_fail(
         with monkeypatch.context() as patch:
             for name in OPERATIONS:
                 patch.setattr(os, name, failing.watched(getattr(os, name)))
-            how: dict[str, Any] = {"apart": apart, "keep": 2}
+            how: dict[str, Any] = {"background": apart, "keep": 2}
             kind, text, _ = error_of(lambda: save_at(folder, 3, groups, **how))  # noqa: B023
         if failing.did <= first:
             break
@@ -275,7 +259,7 @@ def interrupted(rank: int, folder: str, who: list[int], where: str) -> Any:
         found = error_of(lambda: save_at(folder, 2, groups))
     save_at(folder, 3, groups)  # all ranks can, whatever each of them was told
     check_step(folder, 3, groups)
-    save_at(folder, 4, groups, apart=True)
+    save_at(folder, 4, groups, background=True)
     check_step(folder, 4, groups)
     groups.close()
     return found
@@ -341,7 +325,7 @@ def killed(rank: int, folder: str, who: int, where: str, apart: bool) -> Any:
         spans.observers.append(
             lambda point: os.kill(os.getpid(), signal.SIGKILL) if point.name == where else None
         )
-    return error_of(lambda: save_at(folder, 2, groups, apart=apart))
+    return error_of(lambda: save_at(folder, 2, groups, background=apart))
 
 
 @pytest.mark.parametrize(
@@ -380,7 +364,7 @@ def test_two_jobs_do_not_share_a_folder(tmp_path: Path) -> None:
         assert os.read(read, 1) == b"x"
         for apart in (False, True):
             with pytest.raises(FileError) as raised:
-                save_at(tmp_path, 1, groups, apart=apart)
+                save_at(tmp_path, 1, groups, background=apart)
             assert f"host {socket.gethostname()}, process {pid}" in str(raised.value)
     finally:
         os.kill(pid, signal.SIGKILL)
@@ -399,36 +383,3 @@ def test_a_step_that_is_not_the_newest_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="File exists"):
         save_at(tmp_path / "step-00000005" / "MANIFEST.json", 1, groups)
     assert checkpoint.steps(tmp_path) == [5]
-
-
-def many_saves(layout: Layout, folder: str, count: int) -> Any:
-    """What a process holds after some saves, and after many of them."""
-    groups, looks = groups_of(layout), []
-    plain, odd = directory.write_part, OSError(errno.EIO, "Input/output error")
-
-    def fail(path: Path, tensors: Any) -> Any:
-        raise odd
-
-    for i in range(2 * count):
-        directory.write_part = fail if i % 5 == 4 and groups.rank == 1 else plain
-        error_of(lambda: save_at(folder, i, groups, apart=bool(i % 2), keep=2))  # noqa: B023
-        if i in (count - 1, 2 * count - 1):
-            looks.append(held(folder))
-    directory.write_part = plain
-    deadline = time.monotonic() + 5
-    while looks[1] > looks[0] and time.monotonic() < deadline:  # others open files for a moment
-        time.sleep(0.05)
-        looks[1] = held(folder)
-    return looks
-
-
-def held(folder: str) -> tuple[int, int, int]:
-    """Open files, threads, and entries of the folder."""
-    gc.collect()
-    files = len(os.listdir("/proc/self/fd"))
-    return files, threading.active_count(), len(os.listdir(folder))
-
-
-def test_nothing_grows(ranks: Pools, tmp_path: Path) -> None:
-    for half, whole in ranks(4).run(many_saves, LAYOUT, str(tmp_path), 10):
-        assert whole <= half

@@ -264,7 +264,7 @@ def test_any_value_at_any_place_is_refused_or_read(tmp_path: Path, count: int) -
 @pytest.mark.parametrize(
     ("make", "seen"),
     [
-        (lambda path: None, "is not a folder"),
+        (lambda path: None, "it has: no folder"),
         (lambda path: (path / ".tmp-step-00000001-ab").mkdir(parents=True), "it has: .tmp-step"),
     ],
 )

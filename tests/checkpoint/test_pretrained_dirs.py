@@ -12,7 +12,8 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from cases import Layout, groups_of, random, same_bits
+from cases import Layout, groups_of, same_bits
+from steps import every_kind
 from zoo_transformers import DECODER, GPT2, T5, transformers
 
 import mics_fn as mf
@@ -98,24 +99,9 @@ def test_transformers_loads_it_bit_for_bit(
 # Without transformers.
 
 
-def tree() -> dict[str, Any]:
-    shared = random(0, 5, 3)
-    return {
-        "z": shared,
-        "a": shared,
-        "h.10.w": random(1, 7, 5),
-        "h.2.w": random(2, 33, dtype=torch.bfloat16),
-        "scalar": random(3),
-        "empty": torch.zeros(0, 4),
-        "count": torch.tensor([5, -7]),
-        "mask": torch.tensor([True, False, True]),
-        "turned": random(4, 3, 4).t(),
-    }
-
-
 def save_tree(layout: Layout, path: Path, **options: Any) -> None:
     groups = groups_of(layout)
-    values = mf.shard(tree(), groups, bucket_bytes=64, frozen=lambda path: "turned" in path)
+    values = mf.shard(every_kind(), groups, bucket_bytes=64, frozen=lambda path: "turned" in path)
     save_pretrained(path, {**values, "buffer": torch.arange(8.0)[::2]}, groups, **options)
 
 
@@ -136,7 +122,7 @@ def test_every_kind_of_leaf_is_written_once(
 ):
     save = partial(save_tree, max_file_bytes=max_file_bytes)
     ranks(layout.world_size).run(save, layout, tmp_path / "new" / "a")
-    want = tree() | {"buffer": torch.arange(8.0)[::2]}
+    want = every_kind() | {"buffer": torch.arange(8.0)[::2]}
     del want["a"]  # the same tensor as "z", which comes first
     same_bits(read_all(tmp_path / "new" / "a"), want)
 
@@ -146,9 +132,9 @@ def test_names_can_be_changed_and_left_out(ranks: Ranks, tmp_path: Path):
         return None if name in ("z", "buffer") else f"model.{name}"
 
     with mf.make_groups(1) as groups:
-        shards = mf.shard(tree(), groups)
+        shards = mf.shard(every_kind(), groups)
         save_pretrained(tmp_path / "a", shards, groups, names=rename, config={"model_type": "a"})
-        want = {f"model.{name}": x for name, x in tree().items() if name != "z"}
+        want = {f"model.{name}": x for name, x in every_kind().items() if name != "z"}
         same_bits(read_all(tmp_path / "a"), want)
         assert json.loads((tmp_path / "a" / "config.json").read_text()) == {"model_type": "a"}
         with pytest.raises(mf.errors.LeafError, match="would both be 'x'"):
@@ -248,19 +234,6 @@ def test_ranks_that_differ_are_told(ranks: Ranks, tmp_path: Path):
     assert os.listdir(tmp_path) == []
 
 
-def test_arguments_of_the_wrong_kind_are_refused(tmp_path: Path):
-    path = tmp_path / "a"
-    with mf.make_groups(1) as groups:
-        shards = mf.shard(tree(), groups)
-        with pytest.raises(mf.errors.PlanError, match="max_file_bytes=0, expected"):
-            save_pretrained(path, shards, groups, max_file_bytes=0)
-        with pytest.raises(mf.errors.LeafError, match="has no derivative"):
-            torch.func.grad(lambda x: save_pretrained(path, {"x": x}, groups))(torch.ones(()))
-    with pytest.raises(mf.errors.GroupsError):
-        save_pretrained(path, shards, groups)
-    assert os.listdir(tmp_path) == []
-
-
 def test_all_is_synced_before_it_has_its_name(tmp_path: Path, monkeypatch: Any):
     events: list[tuple[str, str]] = []
     fsync, rename = os.fsync, os.rename
@@ -276,7 +249,7 @@ def test_all_is_synced_before_it_has_its_name(tmp_path: Path, monkeypatch: Any):
     monkeypatch.setattr(os, "fsync", watched_sync)
     monkeypatch.setattr(os, "rename", watched_rename)
     with mf.make_groups(1) as groups:
-        shards = mf.shard(tree(), groups)
+        shards = mf.shard(every_kind(), groups)
         save_pretrained(tmp_path / "a", shards, groups, config={}, max_file_bytes=100)
     at = next(i for i, (what, _) in enumerate(events) if what == "rename")
     folder = events[at][1]

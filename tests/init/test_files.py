@@ -313,14 +313,6 @@ def test_what_does_not_match_is_named(tmp_path):
             mf.init_model(lambda: nn.BatchNorm1d(2), groups, seed=0, weights=state)
 
 
-def test_folders_without_weights_are_refused(tmp_path):
-    with mf.make_groups(1) as groups:
-        with pytest.raises(mf.errors.FileError, match="no weights in the folder"):
-            mf.load_shards(tmp_path, groups)
-        with pytest.raises(FileNotFoundError):
-            mf.load_shards(tmp_path / "absent", groups)
-
-
 def refused(layout: Layout, folder: Path, kind: str) -> str:
     groups, own = groups_of(layout), f"{kind}-{dist.get_rank()}.safetensors"
     try:

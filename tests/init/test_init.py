@@ -3,8 +3,6 @@
 import copy
 import importlib.util
 import random
-import re
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -188,7 +186,7 @@ def data_of(shards: Any) -> list[Tensor]:
 
 
 def same_as_in_full(
-    model_fn: Callable[[], nn.Module], groups: mf.Groups, reason: str | None = None, **options: Any
+    model_fn: Callable[[], nn.Module], groups: mf.Groups, **options: Any
 ) -> tuple[nn.Module, Any]:
     """Compare `init_model` with making the model and sharding it."""
     model = made(model_fn)
@@ -196,12 +194,7 @@ def same_as_in_full(
     params = dict(model.named_parameters(remove_duplicate=False))
     want = mf.shard(params, groups, order=module_order(params), **options)
     seeded()
-    with warnings.catch_warnings(record=reason is not None) as seen:
-        action = "error" if reason is None else "always"
-        warnings.filterwarnings(action, "init_model: this model cannot")
-        skeleton, shards = mf.init_model(model_fn, groups, seed=SEED, **options)
-    found = [str(w.message) for w in seen or () if "cannot be made in parts" in str(w.message)]
-    assert (reason is None and not found) or (len(found) == 1 and re.search(reason or "", found[0]))
+    skeleton, shards = mf.init_model(model_fn, groups, seed=SEED, **options)
     assert torch.equal(states[0], torch.get_rng_state()), "torch's generator"
     assert states[1:] == (random.random(), np.random.rand()), "other generators"
     assert list(shards) == list(params)
@@ -256,17 +249,7 @@ def test_each_rank_has_its_part_of_that(ranks, layout: Layout, part: int):
     ranks(layout.world_size).run(on_ranks, layout, list(MODELS)[part::4])
 
 
-# What cannot be recorded or repeated: the values are the same, and a warning says what.
-
-
-class WritesNumpy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(4) * random.random())
-        with torch.no_grad():
-            self.weight.numpy()[:2] = np.random.rand(2)
-        self.last = nn.Parameter(torch.rand(3))
-
+# What cannot be recorded or repeated is refused.
 
 OUTSIDE = torch.zeros(3)
 
@@ -301,70 +284,29 @@ def wrong_rule() -> nn.Module:
     return model
 
 
-def lazy() -> nn.Module:
-    model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
-    model(torch.rand(5, 3))
-    return model
-
-
-FALL_BACK: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "numpy": (WritesNumpy, r"read-only \(after aten.detach.default, at .*test_init.py:\d+\)"),
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "outside": (writes_outside, "aten.add_.Tensor writes to a tensor that was made outside"),
     "changes": (outside_changes, "shares memory that other code wrote to"),
-    "wrong-rule": (
-        wrong_rule,
-        "\n  weight: .*doubled.default gave .*rule for tensors without data",
-    ),
-    "lazy": (lazy, "test_init.py"),
+    "lazy": (lambda: nn.LazyLinear(4), "as lazy modules do"),
+    "wrong-rule": (wrong_rule, "doubled.default gave .*rule for tensors without data"),
 }
 
 
-def full_on_ranks(layout: Layout) -> None:
-    for model_fn, reason in FALL_BACK.values():
-        same_as_in_full(model_fn, groups_of(layout), reason=reason, bucket_bytes=40)
-        assert torch.equal(OUTSIDE, torch.zeros(3))
-
-
-def test_what_cannot_be_recorded_is_made_in_full(ranks):
-    ranks(4).run(full_on_ranks, LAYOUTS[2])
-
-
-def full_on_one_rank(layout: Layout) -> None:
-    """One rank cannot record the model; the others do not wait for it."""
-    model_fn = WritesNumpy if dist.get_rank() == 1 else PlainNumpy
-    groups = groups_of(layout)
-    seeded()
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        _, shards = mf.init_model(model_fn, groups, seed=SEED)
-    assert len(seen) == (dist.get_rank() == 1)
-    same_bits(mf.unshard(shards, groups), {k: p.data for k, p in made(model_fn).named_parameters()})
-
-
-class PlainNumpy(nn.Module):
-    """A model with the values of `WritesNumpy`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(4) * random.random())
-        with torch.no_grad():
-            self.weight[:2] = torch.from_numpy(np.random.rand(2))
-        self.last = nn.Parameter(torch.rand(3))
-
-
-def test_one_rank_may_make_it_in_full(ranks):
-    ranks(4).run(full_on_one_rank, Layout((2, 2), 2))
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_recorded_is_refused(name: str):
+    model_fn, why = REFUSED[name]
+    text = f"init_model: this model cannot be made in parts\n  .*{why}.*\n  fix: "
+    with mf.make_groups(1) as groups, pytest.raises(mf.errors.LeafError, match=text):
+        mf.init_model(model_fn, groups, seed=SEED)
+    assert torch.equal(OUTSIDE, torch.zeros(3))
 
 
 def test_generators_of_others_end_as_after_a_plain_construction():
-    """This holds even if the model is made twice, because it could not be recorded."""
-    for wrap in (lambda m: m, lambda m: nn.ModuleList([m, WritesNumpy()])):
-        own = [torch.Generator().manual_seed(9) for _ in range(2)]
-        made(lambda wrap=wrap, own=own: wrap(OwnGenerator(own[0])))
-        with mf.make_groups(1) as groups, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            mf.init_model(lambda wrap=wrap, own=own: wrap(OwnGenerator(own[1])), groups, seed=SEED)
-        assert torch.equal(own[0].get_state(), own[1].get_state())
+    own = [torch.Generator().manual_seed(9) for _ in range(2)]
+    made(lambda: OwnGenerator(own[0]))
+    with mf.make_groups(1) as groups:
+        mf.init_model(lambda: OwnGenerator(own[1]), groups, seed=SEED)
+    assert torch.equal(own[0].get_state(), own[1].get_state())
 
 
 def test_generators_stay_as_seeded_where_weights_are_read():
@@ -413,7 +355,8 @@ def test_what_a_module_holds_besides_is_real():
         model: Any = made(OddAttributes)
         assert set(shards) == {"weight"}
         assert skeleton.weight.no_decay is True
-        assert (skeleton.twice.is_meta, skeleton.twice.shape) == (True, (4, 4))
+        with pytest.raises(mf.errors.LeafError, match="model.twice was computed from parameters"):
+            _ = torch.ones(4, 4) @ skeleton.twice
         held = [(x.mask, x.parts, x.tables["a"][1][0], x.loose[0]) for x in (skeleton, model)]
         assert [type(x) for x in held[0]] == [Tensor, Tensor, Tensor, nn.Parameter]
         same_bits(*held)

@@ -64,12 +64,9 @@ PICKLE = "archive/data.pkl"
 
 # The bytes of a file, the leaf that its error names, and what the error says.
 DAMAGED: dict[str, tuple[bytes, str, str]] = {
-    "negative size": (safetensors({"x": leaf([-2])}), "x", "is not a list of at most 64 sizes"),
     "huge number": (safetensors({"x": leaf([10**4000])}), "x", "overflows"),
     "beyond the file": (safetensors({"x": leaf([4], [0, 16])}), "x", "does not fit bytes 0 to 16"),
-    "size": (safetensors({"x": leaf([2], [0, 4])}, 4), "x", "does not fit bytes 0 to 4"),
     "nested": (saved({"model": {"a": X}}), "model", "got dict"),
-    "list": (saved([X]), "", "got list"),
     "overlap": (
         safetensors({"x": leaf(), "y": leaf([1], [4, 8])}),
         "y",
@@ -79,16 +76,10 @@ DAMAGED: dict[str, tuple[bytes, str, str]] = {
     "trailing": (safetensors({"x": leaf()}, data=11), "", "3 bytes follow the last tensor"),
     "dtype of a list": (safetensors({"x": leaf(dtype=["F32"])}), "x", "torch has no dtype"),
     "cut": (ONE[:-30], "", "File is not a zip file"),
-    "zip of others": (rezipped(ONE, lambda x: x.pop(PICKLE)), "", "not one of torch.save"),
     "compressed": (
         rezipped(ONE, lambda x: None, compression=zipfile.ZIP_DEFLATED),
         "",
         "is compressed or encrypted",
-    ),
-    "TorchScript": (
-        rezipped(ONE, lambda x: x.update({"archive/constants.pkl": b""})),
-        "",
-        "is an archive of TorchScript, which is a program",
     ),
     "short storage": (
         rezipped(ONE, lambda x: x.update({"archive/data/0": b"1234"})),
@@ -159,15 +150,12 @@ def outside(folder: Path) -> Path:
     ("name", "reason"),
     [
         ("../other/secret.safetensors", "it leads out of the folder"),
-        ("{}/other/secret.safetensors", "it leads out of the folder"),
         ("link", "it is a symbolic link, or behind one"),
         ("folder/secret.safetensors", "it is a symbolic link, or behind one"),
         ("fifo", "is a FIFO, not a regular file"),
-        (".", "is a folder, not a regular file"),
         ("model.safetensors.index.json", "is neither a safetensors file nor"),
         ("absent", "No such file"),
         ("a\0b", "that is not the name of a file"),
-        (3, "that is not the name of a file"),
         (["a"], "that is not the name of a file"),
         ("a" * 5000, "File name too long"),
     ],

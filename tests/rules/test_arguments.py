@@ -61,8 +61,6 @@ PlanError: sgd: nesterov='no', expected True or False
 PlanError: adam: betas[1]=1.0, expected a finite number of at least 0 and below 1
 >>> optim.adamw(0.1, eps=nan)
 PlanError: adamw: eps=nan, expected a finite number of at least 0
->>> optim.lion(0.1, decay_mask="bias")
-PlanError: lion: decay_mask='bias', expected a function from the path of a leaf to a bool
 >>> mf.opt_step(state(optim.adamw(0.1, decay_mask=lambda path: "no")), shards())
 PlanError: adamw: decay_mask('b')='no', expected True or False
 >>> mf.opt_step(state(optim.lion(lambda step: nan)), shards())
@@ -71,16 +69,14 @@ PlanError: lion: lr(0)=nan, expected a finite number of at least 0
 PlanError: sgd: lr(0)=nan, expected a finite number of at least 0
 >>> optim.warmup_cosine(1.0, 100, 10)
 PlanError: warmup_cosine: warmup_steps=100, total_steps=10
->>> optim.warmup_cosine(1.0, 1, 10, 2.0)
-PlanError: warmup_cosine: floor=2.0, expected a finite number of at least 0 and of at most 1
 >>> optim.from_torch(torch.optim.RMSprop, lr=-1)
 PlanError: from_torch: lr=-1, expected a finite number of at least 0
 >>> optim.from_torch(None, lr=0.1)
-PlanError: from_torch: NoneType cannot be used: it is not a class of torch.optim.Optimizer
+PlanError: from_torch: NoneType is not known to be elementwise, and a shard is a flat piece
 >>> optim.chain([optim.sgd(0.1)])
 PlanError: list is not an optimizer of init and update
 >>> optim.chain(torch.optim.SGD)
-PlanError: the class SGD is not an optimizer of init and update
+PlanError: SGD is not an optimizer of init and update
 >>> optim.clip_by_value(None)
 PlanError: clip_by_value: max_value=None, expected a number above 0
 >>> optim.clip_by_global_norm(nan, groups)
@@ -114,13 +110,9 @@ PlanError: NoneType is not an optimizer of init and update
 >>> mf.init_state(shards(), torch.optim.SGD([x], 0.1))
 PlanError: SGD is not an optimizer of init and update
 >>> mf.init_state(shards(), optim.sgd)
-PlanError: the function sgd is not an optimizer of init and update
->>> mf.init_state(shards(), optim.sgd(0.1), buffers={"a": 5})
-PlanError: init_state: buffers.a=5, expected a tensor
+PlanError: sgd is not an optimizer of init and update
 >>> mf.opt_step(state(), shards(), donate="no")
 PlanError: opt_step: donate='no', expected True or False
->>> optim.guarded_step(state(), shards(), None, groups)
-PlanError: guarded_step: guard=None, expected a Guard
 >>> mf.opt_step(replace(state(), transform=optim.lion(0.1)), shards())
 PlanError: opt_step: the state of the optimizer is of type OptimizerState, and not that of lion
 >>> mf.opt_step(replace(state(), transform=optim.chain(optim.clip_by_value(1.0), optim.sgd(0.1))), shards())
@@ -241,8 +233,6 @@ WeightsNotFound: init_model: weights='nope.safetensors' does not exist
 PlanError: init_model: missing('weight')='no', expected True or False
 >>> mf.load_shards("nope", groups)
 WeightsNotFound: load_shards: path='nope' does not exist
->>> mf.load_shards({"w": x}, groups, names=lambda name: 5)
-PlanError: load_shards: names('w')=5, expected a str that is not empty, or None
 >>> mf.load_shards({"w": x}, groups, strict="no")
 PlanError: load_shards: strict='no', expected True or False
 
@@ -336,7 +326,7 @@ PlanError: Checkpoints: resume='no', expected True or False
 >>> mf.Checkpoints("a", on_corrupt="skip")
 PlanError: Checkpoints: on_corrupt='skip', expected 'raise' or 'previous'
 >>> trainer(checkpoint=mf.Checkpoints("/proc/nope"))
-FileError: Checkpoints: /proc/nope cannot be written
+FileError: Checkpoints: cannot write to /proc/nope
 >>> replicas.local_sgd(None)
 PlanError: local_sgd: every=None, expected an int of at least 1
 >>> replicas.diloco(2, 5)
@@ -452,10 +442,6 @@ PlanError: save_dcp: param_group= has no effect
 # Functions and collectives of one's own
 >>> mf.shards.map(torch.neg, None)
 LeafError: map: shards is None
->>> optim.from_update(None, max)
-PlanError: from_update: init=None, expected a function
->>> optim.from_update(max, optim.sgd(0.1))
-PlanError: from_update: update is of type Transform, expected a function
 >>> mf.opt_step(state(optim.from_update(lambda p: None, lambda g, s, p: (None, s))), shards())
 LeafError: from_update: the updates that update gave do not fit the parameters
 >>> mf.opt_step(state(optim.from_update(lambda p: None, lambda g, s, p: ({"b": x, "w": x}, s))), shards())

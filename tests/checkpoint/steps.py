@@ -1,0 +1,55 @@
+"""States that are functions of their step: what is saved as a step is known when it is loaded."""
+
+from typing import Any
+
+import torch
+from cases import random
+from torch import Tensor
+
+import mics_fn as mf
+from mics_fn import checkpoint, tree
+
+
+def state_at(step: int, groups: mf.Groups) -> dict[str, Any]:
+    """Shards of several dtypes, a tensor and a number."""
+    full = {"w": torch.arange(9000.0).view(90, 100), "b": torch.arange(7.0)}
+    full["h"] = torch.arange(40.0).bfloat16()
+    params = tree.map_leaves(lambda x: x + step, mf.shard(full, groups))
+    return {"params": params, "seen": torch.full((3,), step), "step": step}
+
+
+def save_at(
+    folder: Any, step: int, groups: mf.Groups, *, background: bool = False, **how: Any
+) -> None:
+    """Save the state of a step."""
+    state, extra = state_at(step, groups), {"step": step, "cursor": torch.arange(4) + step}
+    if background:
+        checkpoint.start_save(folder, state, groups, step=step, extra=extra, **how).wait()
+    else:
+        checkpoint.save(folder, state, groups, step=step, extra=extra, **how)
+
+
+def load_at(folder: Any, groups: mf.Groups, step: int | None = None, **how: Any) -> int:
+    """Load a step, compare every bit, and return its number."""
+    found = checkpoint.load(folder, state_at(0, groups), groups, step=step, **how)
+    wanted = state_at(found.step, groups)
+    pairs = zip(tree.flatten(found.state)[0], tree.flatten(wanted)[0], strict=True)
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
+    assert (found.extra["step"], int(found.extra["cursor"][0])) == (found.step, found.step)
+    return found.step
+
+
+def every_kind() -> dict[str, Tensor]:
+    """A tensor of each kind that an export may meet; two of them are the same one."""
+    shared = random(0, 5, 3)
+    return {
+        "z": shared,
+        "a": shared,
+        "h.10.w": random(1, 7, 5),
+        "h.2.w": random(2, 33, dtype=torch.bfloat16),
+        "scalar": random(3),
+        "empty": torch.zeros(0, 4),
+        "count": torch.tensor([5, -7]),
+        "mask": torch.tensor([True, False, True]),
+        "turned": random(4, 3, 4).t(),
+    }
