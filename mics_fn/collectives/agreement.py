@@ -220,7 +220,7 @@ class Parts:
         self.told = False  # whether another rank has failed
         self.left = False  # whether this rank has therefore left something out
         self._keys: dict[GroupState, str] = {}  # in the store, written by a rank that fails
-        self._new, self._wrote = True, False
+        self._new = True
         for life in dict.fromkeys(home.life for home in homes):
             if len(life.ranks) > 1:
                 life.works += 1
@@ -264,7 +264,6 @@ class Parts:
         self.error = error
         for life, key in self._keys.items():
             if life.job.store is not None:
-                self._wrote = True
                 later(life.job.store, "set", key, "")
                 later(life.job.store, "add", NEWS, 1)
 
@@ -272,12 +271,6 @@ class Parts:
         """Stop listening."""
         for life in self._keys:
             life.listeners.remove(self._listen)
-
-    def tidy(self) -> None:
-        """Remove what this rank has written in the store, once all have left the block."""
-        for life, key in self._keys.items():
-            if self._wrote:
-                later(life.job.store, "delete_key", key)
 
 
 class _Left(MicsError):
@@ -320,7 +313,6 @@ def in_parts(what: str, groups: Sequence[Groups], *, sends: bool = False) -> Ite
     try:
         if error is None or all(home.life.failed is None for home in homes):
             told = _compared(what, homes, error, left=parts.left)
-            parts.tidy()
             error = error or told
         if error is not None:
             raise error

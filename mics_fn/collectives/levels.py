@@ -678,10 +678,14 @@ def start_coded_gather(
         before, behind = plain.split(route.hold - codes.count)
         both = [(before, held), (behind, out)]
     values = [(levels, target) for levels, target in both if target is not None]
-    source = codes.coming
-    near = None
-    if bring is not None and source is not None:
-        near = codes.pool.take((codes.numel,), source.dtype, codes.device)
+    comms = [comm for levels, source, _ in gathers for comm in gather_comms(levels, source)]
+    comms += [comm for levels, target in values for comm in gather_comms(levels, target)]
+    keep = [codes.mine, mine, every, *(target for _, target in values)]
+    chunk, near = codes.coming, None
+    if bring is not None and chunk is not None:
+        near = codes.pool.take((codes.numel,), chunk.dtype, codes.device)
+        comms.insert(0, bring.comm)
+        keep.append(near)
 
     def steps() -> Steps:
         if bring is not None and near is not None:
@@ -704,14 +708,8 @@ def start_coded_gather(
             full = target
         return full
 
-    comms = [comm for levels, source, _ in gathers for comm in gather_comms(levels, source)]
-    comms += [comm for levels, target in values for comm in gather_comms(levels, target)]
-    keep = [codes.mine, mine, every, *(target for _, target in values)]
-    if bring is None or near is None or source is None:
-        return Pending(steps(), comms, keep=keep, device=codes.device, what=what)
-    comms.insert(0, bring.comm)
-    keep.append(near)
-    return Pending(steps(), comms, keep=keep, device=codes.device, what=what, reads=source)
+    reads = None if near is None else chunk
+    return Pending(steps(), comms, keep=keep, device=codes.device, what=what, reads=reads)
 
 
 def _decode(codes: SentCodes, every: Tensor, out: Tensor) -> None:

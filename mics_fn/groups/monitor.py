@@ -36,26 +36,9 @@ import torch.distributed as dist
 
 from mics_fn import _torch
 from mics_fn.errors import GroupsError, PeerFailed
+from mics_fn.groups import peers
 from mics_fn.groups.environment import read_launch
 from mics_fn.groups.group_state import GroupState, never_destruct, tell_all
-from mics_fn.groups.peers import (
-    PARKED,
-    Failure,
-    Journal,
-    Peer,
-    Peers,
-    Process,
-    end_aborts,
-    followed,
-    heartbeat_of,
-    least_limit_s,
-    of_store,
-    replaced,
-    said_to_all,
-    tick_s,
-    withdrawn,
-    without_a_word,
-)
 from mics_fn.groups.store_thread import BoundedStore, StoreLost, StoreThread
 from mics_fn.schedules import NEWS
 from mics_fn.threads import Bell, Job, Latch, start
@@ -94,24 +77,14 @@ class Launcher:
             return
         text = f"the launcher of rank {lives[0].rank} (process {self._pid}) is gone"
         error = GroupsError(text, fix="start the job again")
-        for life in lives:
-            life.tell(error, final=True, kind="exited")
+        tell_all(error, final=True, kind="exited")
+        monitor.linger()
         sys.stderr.write(f"{error}\n")
         sys.stderr.flush()
         os._exit(1)
 
 
 launcher = Launcher()
-
-
-def _forget() -> None:
-    """Forget the launcher in a forked child: its parent is a rank, which is not a launcher."""
-    launcher._pid = None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
-
 
 _PATIENCE_S = 0.5  # how long a rank that fails waits for the store
 _PARTING_S = 3.0  # the same of a rank that closes its groups; else it would look killed at its end
@@ -122,14 +95,14 @@ class Monitor:
     """What watches the other ranks, for all groups of this process; see [Note: signs of life]."""
 
     def __init__(self) -> None:
-        self._lives: dict[GroupState, Journal] = {}
+        self._lives: dict[GroupState, peers.Journal] = {}
         self._store_thread: StoreThread | None = None
         self._store: Any = None  # that the store thread is connected to
-        self._peers = Peers()
+        self._peers = peers.Peers()
         self._beats = self._rank = 0
         self._news = ""
         self._host: tuple[int | None, str] = None, ""  # of the store: the rank, and the address
-        self._own = Process("", 0, "")
+        self._own = peers.Process("", 0, "")
         self._stop, self._wake = Latch(), Bell()
         self._request: Job | None = None  # the tick that the store thread is at
         self._waited_s = 0.0  # how long it has been at it
@@ -163,7 +136,7 @@ class Monitor:
         life.listen, life.left = partial(self._listen, life), partial(self.leave, life)
         life.retract = partial(self._retract, life)
         life.standing = {} if waits else self._ended_of(dict.fromkeys(life.ranks, ""))
-        self._lives[life] = Journal("")
+        self._lives[life] = peers.Journal("")
         failed = partial(self._store_failed, life)
         try:  # to connect may take long, as it looks for names of hosts
             self._store_thread.answer(self._store_thread.ask(self._beat), timeout_s)
@@ -194,7 +167,7 @@ class Monitor:
         self._begin(store_thread)
         for life, journal in self._lives.items():
             if life.told is not None and life.key:
-                store_thread.ask(partial(said_to_all, journal, failure=life.told))
+                store_thread.ask(partial(peers.said_to_all, journal, failure=life.told))
 
     def gone(self, ranks: Sequence[int]) -> list[int]:
         """Return the ranks whose processes have ended and were not replaced."""
@@ -204,15 +177,15 @@ class Monitor:
         """Give groups the key that all ranks agreed on, and their processes if these are known."""
         if processes is not None:  # they have met again, whatever was known of them before
             life.standing = self._ended_of(processes)
-        journal = self._lives[life] = Journal(key)
+        journal = self._lives[life] = peers.Journal(key)
         life.key, life.processes = key, dict(processes or {})
         for failure in life.standing.values():
             self._ask(partial(self._say_and_see, life, journal, failure))
         self._wake.ring()
 
-    def _ended_of(self, processes: Mapping[int, str]) -> dict[int | None, Failure]:
+    def _ended_of(self, processes: Mapping[int, str]) -> dict[int | None, peers.Failure]:
         """The failures of those that have ended, of ranks which meet; see `Peers.anew`."""
-        return {rank: without_a_word(rank, "killed") for rank in self._peers.anew(processes)}
+        return {rank: peers.without_a_word(rank, "killed") for rank in self._peers.anew(processes)}
 
     def leave(self, life: GroupState) -> None:
         """Stop watching for these groups, which this rank has closed."""
@@ -220,7 +193,7 @@ class Monitor:
             return
         self._stop.set()
         self._wake.ring()
-        self._bounded(partial(self._beat, state=PARKED), None, _PARTING_S)
+        self._bounded(partial(self._beat, state=peers.PARKED), None, _PARTING_S)
 
     def linger(self) -> None:
         """Keep the store open for a moment, if this rank hosts it, for others to read."""
@@ -236,21 +209,23 @@ class Monitor:
 
     # What `GroupState` calls.
 
-    def _report(self, life: GroupState, failure: Failure) -> None:
+    def _report(self, life: GroupState, failure: peers.Failure) -> None:
         journal = self._lives.get(life)
         if journal is not None and life.key:
             self._said = time.monotonic()
-            self._bounded(partial(said_to_all, journal, failure=failure), None)
+            self._bounded(partial(peers.said_to_all, journal, failure=failure), None)
 
     def _retract(self, life: GroupState) -> bool:
         """Withdraw this rank's error report; return False if another rank has given up."""
         journal = self._lives.get(life)
-        if journal is None or not self._bounded(partial(withdrawn, journal, rank=life.rank), True):
+        if journal is None or not self._bounded(
+            partial(peers.withdrawn, journal, rank=life.rank), True
+        ):
             return journal is None
         life.standing = journal.standing
         return True
 
-    def _settle(self, life: GroupState, failure: Failure) -> bool:
+    def _settle(self, life: GroupState, failure: peers.Failure) -> bool:
         """Make a failure final; returns False if it was withdrawn before."""
         journal = self._lives.get(life)
         if journal is None:
@@ -279,7 +254,7 @@ class Monitor:
 
     def _store_failed(self, life: GroupState, lost: StoreLost) -> PeerFailed:
         """The error of a call to the store that has no end."""
-        error = of_store(*self._host, lost).error("its store")
+        error = peers.of_store(*self._host, lost).error("its store")
         life.fail(error)
         return error
 
@@ -287,7 +262,7 @@ class Monitor:
 
     def _begin(self, store_thread: StoreThread) -> None:
         self._stop.set()  # of a thread that watched with a store that was lost
-        self._peers, self._own = Peers(), Process.own()
+        self._peers, self._own = peers.Peers(), peers.Process.own()
         self._stop, self._request, self._news = Latch(), None, ""
         watch = partial(self._watch, self._stop, store_thread)
         start(threading.Thread(target=watch, name="mics_fn monitor", daemon=True))
@@ -303,7 +278,7 @@ class Monitor:
             self._tick(store_thread, passed_s)
 
     def _tick_s(self) -> float:
-        return tick_s(max((len(life.ranks) for life in list(self._lives)), default=1))
+        return peers.tick_s(max((len(life.ranks) for life in list(self._lives)), default=1))
 
     def _tick(self, store_thread: StoreThread, passed_s: float) -> None:
         """Check all ranks once for failures."""
@@ -317,7 +292,7 @@ class Monitor:
             life.pass_time(passed_s)
             life.end_blocked_waits(passed_s)
         if store_thread.lost is not None:
-            self._all_fail(of_store(*self._host, store_thread.lost))
+            self._all_fail(peers.of_store(*self._host, store_thread.lost))
         elif request is None or request.done.is_set():
             if request is not None and request.error is None:
                 self._judge(request.value, passed_s)
@@ -330,7 +305,7 @@ class Monitor:
     def _judge(self, beats: dict[int, str], passed_s: float) -> None:
         """Find the ranks that are silent."""
         for rank, beat in beats.items():
-            peer = self._peers.setdefault(rank, Peer())
+            peer = self._peers.setdefault(rank, peers.Peer())
             before = peer.hear(beat, self._own, passed_s)
             if before:  # another process has taken its place
                 self._accuse(rank, "killed", before)
@@ -342,7 +317,7 @@ class Monitor:
 
     def _accuse(self, rank: int, kind: str, process: str = "") -> None:
         """Say that a rank has failed, in the journals of all groups that its process is in."""
-        failure, parked = without_a_word(rank, kind), self._peers[rank].parked
+        failure, parked = peers.without_a_word(rank, kind), self._peers[rank].parked
         process = process or self._peers[rank].name
         for life, journal in list(self._lives.items()):
             now = life.processes.get(rank, process)  # it may have come back into these groups
@@ -353,11 +328,13 @@ class Monitor:
             else:  # groups that are still to be made
                 life.standing = {**life.standing, rank: failure}
 
-    def _say_and_see(self, life: GroupState, journal: Journal, what: Failure, store: Any) -> None:
-        said_to_all(journal, store, failure=what)
+    def _say_and_see(
+        self, life: GroupState, journal: peers.Journal, what: peers.Failure, store: Any
+    ) -> None:
+        peers.said_to_all(journal, store, failure=what)
         life.standing = journal.standing
 
-    def _all_fail(self, failure: Failure) -> None:
+    def _all_fail(self, failure: peers.Failure) -> None:
         for life in list(self._lives):
             if failure.rank not in life.standing:
                 life.standing = {**life.standing, failure.rank: failure}
@@ -370,7 +347,7 @@ class Monitor:
         Those that left in order come last, as they may have done so because of the others.
         """
         for rank in ranks:
-            self._peers[rank].parts(store.get(heartbeat_of(rank)).decode())
+            self._peers[rank].parts(store.get(peers.heartbeat_of(rank)).decode())
         for rank in sorted(ranks, key=lambda rank: self._peers[rank].parked):
             self._accuse(rank, "killed")
 
@@ -378,20 +355,20 @@ class Monitor:
         self._beats += 1
         own = self._own
         text = f"{self._beats} {state} {own.host} {own.pid} {own.started}"
-        store.set(heartbeat_of(self._rank), text)
+        store.set(peers.heartbeat_of(self._rank), text)
 
     def _exchange(self, store: Any) -> dict[int, str]:
         """Write this rank's sign of life and read what others wrote; returns their signs."""
         self._beat(store)
         others = dict[int, None]()
         for life in list(self._lives):
-            others.update(dict.fromkeys(followed(life.rank, life.ranks)))
-        known = [x for x in others if x in self._peers or store.check([heartbeat_of(x)])]
+            others.update(dict.fromkeys(peers.followed(life.rank, life.ranks)))
+        known = [x for x in others if x in self._peers or store.check([peers.heartbeat_of(x)])]
         again, self._again = self._again, False
         if not self._news:
             store.add(NEWS, 0)
         before = [(life, life.processes) for life in list(self._lives)]  # signs are read
-        news, *beats = store.multi_get([NEWS, *map(heartbeat_of, known)])
+        news, *beats = store.multi_get([NEWS, *map(peers.heartbeat_of, known)])
         found = {rank: beat.decode() for rank, beat in zip(known, beats, strict=True)}
         new = again or news.decode() != self._news
         for life, journal in list(self._lives.items()):
@@ -405,9 +382,11 @@ class Monitor:
                 if late is not None:
                     self._say_and_see(life, journal, late, store)
         self._news = news.decode()
-        for life, rank in ((life, rank) for life, met in before for rank in replaced(met, found)):
+        for life, rank in (
+            (life, rank) for life, met in before for rank in peers.replaced(met, found)
+        ):
             if life in self._lives and rank not in life.standing:
-                failure = without_a_word(rank, "killed")
+                failure = peers.without_a_word(rank, "killed")
                 self._say_and_see(life, self._lives[life], failure, store)
         return found
 
@@ -415,13 +394,14 @@ class Monitor:
 monitor = Monitor()  # of this process
 
 
-def _forget_monitors() -> None:
-    """Begin anew in a forked child, which has no threads; the groups are those of its parent."""
+def _forget() -> None:
+    """Begin anew in a forked child: it has no threads, no groups, and no launcher as its parent."""
+    launcher._pid = None
     monitor.__init__()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_monitors)
+    os.register_at_fork(after_in_child=_forget)
 
 
 # Errors that no block of the groups hears of, and the end of this process: other ranks are told.
@@ -439,7 +419,7 @@ def limit_by_default(ranks: int) -> float:
     10 for people at a prompt, else 60; more where signs of life are too rare for that.
     """
     usual = 10.0 if hasattr(sys, "ps1") or _shell() is not None else 60.0
-    return max(usual, least_limit_s(ranks))
+    return max(usual, peers.least_limit_s(ranks))
 
 
 @cache
@@ -478,4 +458,4 @@ def _at_exit() -> None:
         never_destruct()
     monitor.linger()
     monitor.end()
-    end_aborts(patience_s=5.0)
+    peers.end_aborts(patience_s=5.0)

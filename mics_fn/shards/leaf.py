@@ -126,9 +126,26 @@ class NotATensor:
         raise LeafError(text, fix=_GATHER)
 
 
+class InBucket(NotATensor):
+    """A leaf whose full tensor has the shape and the dtype that its bucket says."""
+
+    bucket: Any
+    slot: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The full tensor's shape."""
+        return self.bucket.shapes[self.slot]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the bucket."""
+        return self.bucket.dtype
+
+
 @tree.node
 @dataclass(frozen=True, eq=False, repr=False)
-class Sharded(NotATensor):
+class Sharded(InBucket):
     """One leaf of a tree of shards: this rank's piece of a tensor.
 
     Args:
@@ -141,16 +158,6 @@ class Sharded(NotATensor):
     data: Tensor
     bucket: Bucket = tree.static()
     slot: int = tree.static()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The full tensor's shape."""
-        return self.bucket.shapes[self.slot]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the bucket."""
-        return self.bucket.dtype
 
     def refuse_children(self) -> None:
         """Raise LeafError for shards of shards, which torch.func makes for a Jacobian of shards."""
@@ -234,7 +241,7 @@ class Fixed(NotATensor):
 
 @tree.atom
 @dataclass(frozen=True)
-class Tied(NotATensor):
+class Tied(InBucket):
     """A leaf that is the same tensor as an earlier one of its tree.
 
     Args:
@@ -245,16 +252,6 @@ class Tied(NotATensor):
     bucket: Bucket
     slot: int
     data: ClassVar[None] = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The full tensor's shape."""
-        return self.bucket.shapes[self.slot]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the bucket."""
-        return self.bucket.dtype
 
     def __repr__(self) -> str:
         return f"Tied(shape={self.shape}, {dtype_name(self.dtype)})"

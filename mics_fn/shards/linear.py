@@ -45,7 +45,7 @@ from mics_fn.collectives import (
     start_mean,
     start_reduce_scatter,
 )
-from mics_fn.errors import LeafError, rank_lines
+from mics_fn.errors import LeafError
 from mics_fn.groups import Buffers, Comm
 from mics_fn.shards import pack
 from mics_fn.shards.leaf import LOCAL_BASIS, SHARED_BASIS, refuse_tracing
@@ -75,8 +75,8 @@ def refuse_local_basis(levels: int, dealt: Sequence[tuple[Any, Sequence[Any]]]) 
       levels: how many `vmap` enclose a tangent or cotangent in parts.
       dealt: each use of a bucket with its values, which are plain tensors, one per member.
 
-    Communication: none without a batch. Else 8 bytes and one per row, in each partition group; the
-      host waits for both.
+    Communication: none without a batch. Else a byte per row, in each partition group, for which
+      the host waits.
     """
     met: dict[Comm, list[Tensor]] = {}
     for use, values in dealt:
@@ -86,14 +86,6 @@ def refuse_local_basis(levels: int, dealt: Sequence[tuple[Any, Sequence[Any]]]) 
     for comm, values in met.items():
         for dim in range(min(levels, values[0].ndim - 1)):
             own = _own_rows(values, dim)
-            count = torch.tensor([len(own)], device=own.device)
-            counts = collect(comm, count, "number of rows").flatten().tolist()
-            comm.check_open()  # else these may be no values of any rank
-            if len(set(counts)) > 1:
-                text = "torch.func: ranks have different numbers of rows under vmap"
-                pairs = zip(comm.ranks, counts, strict=True)
-                lines = rank_lines({rank: f"{n} rows" for rank, n in pairs})
-                raise LeafError(text, [*lines, LOCAL_BASIS], SHARED_BASIS)
             found = collect(comm, own, "rows of a batch")
             one_each, shared = bool((found < 2).all()), bool((found.sum(0) > 1).any())
             if one_each and shared:

@@ -80,15 +80,15 @@ def refuse_none(verb: str, tree: Tree, root: str) -> None:
 def homes_of(verb: str, groups: Any, like: Tree) -> list[Any]:
     """The groups (or hierarchy) of each leaf of a tree of shards; raises if any are closed."""
     require_tree(verb, like, groups, "tree")
-    return _spread(groups, like, len(tree.flatten(like, is_leaf)[0]))
+    return spread_homes(groups, like, len(tree.flatten(like, is_leaf)[0]))
 
 
-def _spread(groups: Any, like: Tree, count: int) -> list[Any]:
+def spread_homes(groups: Any, like: Tree, count: int, kind: Any = Home) -> list[Any]:
     """`homes_of` for a tree of so many leaves and groups that `require_tree` has seen."""
-    if isinstance(groups, Home):
+    if isinstance(groups, kind):
         found = [groups] * count
     else:
-        how: Any = {"is_leaf": is_leaf, "is_value": lambda value: isinstance(value, Home)}
+        how: Any = {"is_leaf": is_leaf, "is_value": lambda value: isinstance(value, kind)}
         found = tree.spread(groups, like, what="groups", **how)
     now, homes = dict[Any, Any](), []
     for home in found:
@@ -341,7 +341,7 @@ def open_shards(verb: str, shards: Tree, groups: Any, *, root: str = "shards") -
     """
     require_tree(verb, shards, groups, root)
     leaves, spec = tree.flatten(shards, is_leaf)
-    homes = _spread(groups, shards, len(leaves))
+    homes = spread_homes(groups, shards, len(leaves))
     check_leaves(verb, shards, leaves, root)
     layout = layout_on(verb, leaves, homes)
     opened = Opened(verb, shards, root, leaves, spec, layout, layout.uses_of(leaves))

@@ -405,9 +405,11 @@ def pack_full(
     return flat
 
 
-def dense(tensor: Tensor) -> Tensor:
-    """The tensor in strided memory; a sparse gradient becomes a dense one."""
-    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+def dense(value: Any) -> Any:
+    """The tensor in strided memory, as a sparse gradient becomes; any other value as it is."""
+    if isinstance(value, Tensor) and value.layout is not torch.strided:
+        return value.to_dense()
+    return value
 
 
 def _copy(views: Sequence[Tensor], values: Sequence[Tensor | None]) -> list[Tensor]:

@@ -34,7 +34,7 @@ from mics_fn.shards.leaf import (
     refuse_computed,
     refuse_overlaps,
 )
-from mics_fn.shards.opened import GroupsTree, require_tree
+from mics_fn.shards.opened import GroupsTree, require_tree, spread_homes
 from mics_fn.shards.pack import check_frozen, check_kept_place, coded_pieces, pack_full, split_chunk
 from mics_fn.shards.precision import Chosen, LayoutOptions, Precision, ShardOptions
 from mics_fn.tree import Tree
@@ -310,7 +310,7 @@ def _lay_out(verb: str, root: str, params: Tree, groups: Any, options: Chosen) -
     tree.refuse_equal_paths(verb, tree.replace_none(params, Nothing(), is_leaf), root, is_leaf)
     bare = tree.paths(params, "", is_leaf)
     paths = [tree.join(root, path) for path in bare]
-    homes = _groups_of(params, groups)
+    homes = spread_homes(groups, params, len(leaves), Groups)
     checks.check_matched(f"{verb}: precision", options.precision.patterns, bare)
     checks.check_matched(f"{verb}: where", options.where.patterns, bare)
     for leaf, path, home in zip(leaves, paths, homes, strict=True):
@@ -334,16 +334,6 @@ def _lay_out(verb: str, root: str, params: Tree, groups: Any, options: Chosen) -
     for i, (bucket, _) in by_leaf.items():
         check_kept_place(verb, bucket, places[i])
     return Layout(verb, spec, leaves, paths, homes, owners, by_leaf, places, where.host_bytes)
-
-
-def _groups_of(params: Tree, groups: Any) -> list[Groups]:
-    """The groups of each leaf; raises if any are closed."""
-    found = tree.spread(
-        groups, params, what="groups", is_leaf=is_leaf, is_value=lambda v: isinstance(v, Groups)
-    )
-    for home in dict.fromkeys(found):
-        home.partition.check_open()
-    return found
 
 
 def _check_values(layout: Layout) -> None:

@@ -362,7 +362,7 @@ def _owed(verb: str, grads: Tree, groups: Any, like: Tree | None) -> _Owed:
     if like is not None:
         check_leaves(verb, like, tree.flatten(like, is_leaf)[0], "like")
     else:
-        like = layout_of(verb, "grads", tree.map_leaves(_dense, grads, is_leaf=is_leaf), groups)
+        like = layout_of(verb, "grads", tree.map_leaves(pack.dense, grads, is_leaf=is_leaf), groups)
     opened = open_shards(verb, like, groups, root="grads")
     given, slots = values_up_to(opened.spec, opened.given, grads, f"{verb}: grads"), opened.leaves
     full, sent = _full_grads(opened, given), []
@@ -383,10 +383,6 @@ def _owed(verb: str, grads: Tree, groups: Any, like: Tree | None) -> _Owed:
     return _Owed(opened.spec, out, sent, full)
 
 
-def _dense(value: Any) -> Any:
-    return pack.dense(value) if isinstance(value, Tensor) else value
-
-
 def _settled(owed: _Owed, found: Sequence[Tensor]) -> Tree:
     """The tree of shards, with the results of hop 1."""
     out = list(owed.out)
@@ -404,7 +400,7 @@ def _full_grads(opened: Opened, given: Sequence[Any]) -> list[Tensor | None]:
         slot: Any = opened.leaves[owner]
         if grad is None or is_leaf(grad):
             continue
-        grad = _dense(grad)
+        grad = pack.dense(grad)
         wrong = _misfit(slot, grad, batched=True)
         if wrong or not slot.dtype.is_floating_point:
             text = f"{opened.verb}: {opened.path(i)} {wrong or 'is of a leaf without gradients'}"

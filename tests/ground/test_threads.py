@@ -147,24 +147,6 @@ def test_a_crew_ends_in_time_or_says_that_it_has_not():
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("started", [True, False])
-def test_a_crew_ends_all_its_threads_if_a_start_was_cut_short(started: bool, monkeypatch):
-    def start(thread: threading.Thread) -> None:
-        if started:
-            plain(thread)
-        raise SystemExit
-
-    before, crew, plain = threading.active_count(), Crew(3, "test"), threading.Thread.start
-    crew.give(lambda: None).result()
-    monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(SystemExit):
-        crew.give(lambda: None)
-    monkeypatch.setattr(threading.Thread, "start", plain)
-    assert crew.give(lambda: 7).result() == 7
-    assert crew.end(10.0)
-    assert threading.active_count() == before
-
-
 def test_threads_of_a_crew_that_is_forgotten_end():
     before, crew = threading.active_count(), Crew(2, "test")
     for i in range(2):

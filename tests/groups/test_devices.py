@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from test_world import free_port
+from jobs import free_port
 
 from mics_fn import _torch
 from mics_fn.errors import DesyncError, GroupsError, MicsError, PeerFailed
@@ -142,7 +142,7 @@ MISSING = (
     ],
 )
 def test_ranks_agree_on_devices_before_they_start(ranks, seen, hostid, options, want):
-    assert ranks(2).run(start, free_port(), seen, hostid, options) == want
+    assert ranks(2).run(start, f"{free_port(0)}", seen, hostid, options) == want
 
 
 def shared_in_groups(hostids: list[str]) -> str:

@@ -52,7 +52,7 @@ def test_a_process_ends_once_the_launcher_is_gone(monkeypatch):
     seen, mine = list[Any](), monitor.Launcher()
     monkeypatch.setattr(os, "_exit", seen.append)
     life = GroupState((0, 1), 1)
-    monkeypatch.setattr(life, "tell", lambda error, **how: seen.append((f"{error}", how)))
+    monkeypatch.setattr(monitor, "tell_all", lambda error, **how: seen.append((f"{error}", how)))
     mine.look([life])
     mine._pid = os.getppid()
     mine.look([life])

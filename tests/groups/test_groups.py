@@ -212,33 +212,6 @@ def test_a_rank_that_does_not_get_its_groups_fails_all(ranks: Pools, how: str):
     assert least < (5 if how == "fails" else 2.5), "they hear of it, or wait no longer than allowed"
 
 
-def use_after_close() -> list[str]:
-    groups = make_groups(2, node_size=2, ranks=[0, 1], timeout_s=20)
-    texts = [str(groups)]
-    for _ in range(2):
-        groups.close()
-    assert groups.hierarchy.closed
-    for comm in (groups.hierarchy.route.levels[0].gather, groups.partition, groups.replicas):
-        with pytest.raises(GroupsError) as caught:
-            comm.process_group()
-        texts.append(str(caught.value).partition("\n")[0])
-    return [*texts, repr(groups)]
-
-
-def test_groups_that_are_closed_say_so(ranks: Pools):
-    assert ranks(2).run(use_after_close)[1] == [
-        "n = 2 in 1 partition group of p = 2, on cpu\n"
-        "  this is rank 1, which keeps chunk 1 of 2\n"
-        "  partition group: 0, 1; levels outermost first:\n"
-        "    rank 2: 0, 1\n"
-        "  replication group: 1",
-        "'gather rank' of ranks 0, 1 is used after its groups were closed",
-        "'partition' of ranks 0, 1 is used after its groups were closed",
-        "'replicas' of ranks 1 is used after its groups were closed",
-        "Groups(n=2 p=2 levels=rank:2, rank 1, cpu, closed)",
-    ]
-
-
 def test_a_world_of_one_without_distributed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     with make_groups() as groups:

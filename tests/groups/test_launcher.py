@@ -119,14 +119,9 @@ def test_ranks_of_another_launcher_never_train_alone(size: str):
             without(SLURM, "MASTER_ADDR"),
             "Slurm runs 8 ranks, without MASTER_ADDR",
         ),
-        (STEP, "the environment has SLURM_STEP_NUM_TASKS but not SLURM_PROCID, SLURM_LOCALID"),
         (
             {"SLURM_PROCID": "3", "SLURM_LOCALID": "3"},
             "the environment has SLURM_PROCID, SLURM_LOCALID but not SLURM_NTASKS",
-        ),
-        (
-            {"OMPI_COMM_WORLD_SIZE": "4"},
-            "but not OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_LOCAL_RANK",
         ),
         (
             without(OPEN_MPI, "MASTER_ADDR", "MASTER_PORT"),

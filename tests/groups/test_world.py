@@ -1,13 +1,13 @@
 """Starting torch.distributed from a launcher's environment, and what is refused before that."""
 
 import os
-import socket
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import free_port
 from test_groups import heard
 
 from mics_fn.errors import GroupsError
@@ -47,13 +47,7 @@ def start_over(env: dict[str, str]) -> Any:
     return seen
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def test_a_job_of_slurm_from_its_start_to_its_end():
     env = {"SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2", "SLURM_NNODES": "1"}
-    results = run_ranks(start_over, 2, env | {"MASTER_PORT": free_port()})
+    results = run_ranks(start_over, 2, env | {"MASTER_PORT": f"{free_port(0)}"})
     assert results == [(rank, (0, 1), "n=2 p=2 levels=rank:2", (0, 1)) for rank in range(2)]

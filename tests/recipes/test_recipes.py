@@ -1,6 +1,5 @@
 """Each recipe against a slow twin: one process, full tensors, the batches of all ranks together."""
 
-import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -280,12 +279,8 @@ def test_a_recipe_is_its_twin(ranks, case):
     ranks(layout.world_size).run(recipe, layout, *given)
 
 
-def test_recipes_are_short_and_use_public_names():
+def test_recipes_use_public_names():
     source = Path(recipes.__file__).read_text()
-    for part in ast.parse(source).body:
-        if isinstance(part, ast.FunctionDef | ast.ClassDef):
-            doc = len((ast.get_docstring(part) or "").splitlines())
-            assert (part.end_lineno or 0) - part.lineno + 1 - doc < 30, part.name
     assert "from mics_fn" not in source
     table = set(re.findall(r"^  `([\w.]+)` - ", mf.__doc__ or "", flags=re.MULTILINE))
     assert set(re.findall(r"\bmf\.([\w.]*\w)", source)) <= table | {"schedules.Schedule.parse"}

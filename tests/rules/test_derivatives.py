@@ -375,7 +375,7 @@ def check_transforms(layout: Layout, name: str, where: str) -> None:
     close("autograd twice", full(spec.unflatten(again)), second)
 
 
-@pytest.mark.parametrize("layout", [ALONE, COPIES, PAIR, BOTH], ids=str)
+@pytest.mark.parametrize("layout", [ALONE, COPIES, PAIR, BOTH, Layout((2, 2), 4)], ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("where", ["", "params=host", "params=disk:"])
 @pytest.mark.covering

@@ -21,11 +21,7 @@ from cases import (
     random,
     same_bits,
     small_first,
-    unit_roundoff,
 )
-from covering import examples
-from hypothesis import given
-from hypothesis import strategies as st
 
 import mics_fn as mf
 from mics_fn import tree
@@ -69,35 +65,6 @@ def test_gather_undoes_shard(ranks, layout, name, dtype):
     for start in range(0, layout.world_size, layout.partition_size):
         part = found[start : start + layout.partition_size]
         assert sum(part) == numel, "every element is held once a replica"
-
-
-def round_trip_shapes(layout, shapes, kinds, bucket_bytes):
-    groups = groups_of(layout)
-    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
-    params = {
-        f"p{i}": random(i, *s, dtype=dtypes[k])
-        for i, (s, k) in enumerate(zip(shapes, kinds, strict=True))
-    }
-    shards = poison(mf.shard(params, groups, bucket_bytes=bucket_bytes))
-    same_bits(mf.gather(shards, groups.hierarchy), params)
-    same_bits(mf.unshard(shards, groups), params)
-    grads = mf.unshard(mf.reduce_grads(params, groups, like=shards), groups)
-    for key, value in grads.items():  # the mean of n equal values, each sum rounded in its dtype
-        bound = 2 * layout.world_size * unit_roundoff(value.dtype) * params[key].double().abs()
-        assert ((value.double() - params[key].double()).abs() <= bound).all(), key
-
-
-@pytest.mark.limit(300)
-@examples(12, 60)
-@given(
-    layout=st.sampled_from([x for x in LAYOUTS if x.world_size in (2, 4)]),
-    shapes=st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=9),
-    data=st.data(),
-)
-def test_any_shapes(ranks, layout, shapes, data):
-    kinds = data.draw(st.lists(st.integers(0, 3), min_size=len(shapes), max_size=len(shapes)))
-    bucket_bytes = data.draw(st.sampled_from([1, 64, 300, 25 * 2**20]))
-    ranks(layout.world_size).run(round_trip_shapes, layout, shapes, kinds, bucket_bytes)
 
 
 # Law 2: hierarchical reductions equal flat ones, and both the mean, within rounding.
@@ -182,37 +149,6 @@ def test_check_names_the_rank_that_differs(ranks, layout):
         assert f"rank {odd}: not as on the first rank" in failure.message
 
 
-# Law 6: bytes on each level equal the formulas; the second step issues the same collectives.
-
-
-def traffic_of_a_step(layout):
-    groups = groups_of(layout)
-    params = {"a": random(0, 64, 8), "b": random(1, 512)}  # 1024 elements, no padding for p <= 8
-    shards, seen = mf.shard(params, groups), []
-    for _ in range(3):
-        groups.traffic.clear()
-        mf.reduce_grads(mf.gather(shards, groups.hierarchy), groups, like=shards)
-        seen.append(groups.traffic.snapshot())
-    return seen
-
-
-@every_layout
-@pytest.mark.covering
-def test_bytes_on_each_level(ranks, layout):
-    nbytes, p, r = 4096, layout.partition_size, layout.world_size // layout.partition_size
-    plan = mf.groups.plan_groups(mf.groups.Topology(layout.sizes), p)
-    want, held = {}, nbytes // p
-    for name, size in zip(plan.level_names, plan.level_sizes, strict=True):
-        want[f"gather {name}"] = want[f"reduce {name}"] = (1, (size - 1) * held)
-        held *= size
-    if r > 1:
-        want["replicas"] = (1, 2 * (r - 1) * (nbytes // p) // r)
-    for first, second, third in ranks(layout.world_size).run(traffic_of_a_step, layout):
-        assert second == third == want
-        routes = ("gather", "reduce")  # the first step agrees on the tree too, over the others
-        assert all(first[k] == v for k, v in want.items() if k.startswith(routes))
-
-
 # Law 9: a collective that fails raises, on a rank that still waits, and leaves no value behind.
 
 
@@ -223,24 +159,6 @@ def agreed(timeout_s):
     mf.gather(shards, groups.hierarchy)
     dist.barrier()
     return groups, shards
-
-
-def peer_leaves():
-    groups, shards = agreed(5.0)
-    if dist.get_rank() == 1:
-        groups.close()  # tears its connections down under the others
-        return "left"
-    with pytest.raises(mf.errors.GroupsError) as caught:
-        mf.gather(shards, groups.hierarchy)
-    return str(caught.value)
-
-
-def test_a_failing_collective_raises(ranks):
-    found, left = ranks(2).run(peer_leaves)
-    assert left == "left"
-    assert "'gather rank'" in found
-    assert "a call that rank 1 will not make, since it closed its groups" in found
-    assert "fix:" in found
 
 
 def peer_is_late():

@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call, functionalize, grad, vmap
 
 import mics_fn as mf
-from mics_fn.errors import message, name_ranks
+from mics_fn.errors import message
 
 FOUR = Layout((2, 2), 2)
 SAME_TREE = "build the same tree on every rank: same keys in the same order, same shapes and dtypes"
@@ -309,8 +309,3 @@ def donating():
 
 def test_donated_gradients(ranks):
     ranks(2).run(donating)
-
-
-def test_names_of_ranks():
-    assert [name_ranks(x) for x in ([4], [1, 0])] == ["rank 4", "ranks 0, 1"]
-    assert name_ranks([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7, 8"

@@ -5,11 +5,11 @@ from functools import partial
 from itertools import product
 
 import pytest
-import test_func
 import torch
 import torch.distributed as dist
 from cases import (
     Layout,
+    full_of,
     groups_of,
     mean_bound,
     placed_as,
@@ -20,17 +20,12 @@ from cases import (
 )
 from costs import Placed, buckets_of, counted, level_sizes, sent_in_a_step
 from torch import nn
-from torch.func import functional_call
-from torch.nn import functional as F
+from torch.func import grad
 
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.collectives.levels import mean_over_ranks, start_mean
-from mics_fn.collectives.wire import checksum
 from mics_fn.groups import placement
-from mics_fn.lab.models.gpt import GPT, GPTConfig
-from mics_fn.optim.columns import map_columns
-from mics_fn.optim.transform import from_update
 from mics_fn.shards.bucket import Formats
 from mics_fn.shards.leaf import is_leaf
 from mics_fn.shards.precision import precision_of
@@ -398,119 +393,34 @@ def test_fixed_order_is_a_loop_over_ranks(ranks, layout):
         ranks(layout.world_size).run(ordered_means, layout, dtype)
 
 
-# torch.func: the programs of `test_func`, whose twins round as gather does.
+# torch.func, where each rank uses other leaves; the twin rounds as gather does.
 
 
-def programs(layout, policy, tolerance, live):
-    test_func.PRECISION, before = policy, test_func.TOLERANCE
-    test_func.TOLERANCE = tolerance or before
-    try:
-        for program in test_func.PROGRAMS:
-            program(layout, live)
-    finally:
-        test_func.PRECISION, test_func.TOLERANCE = None, before
+def used_on_some_ranks(layout, precision, policy):
+    """Every rank reduces every bucket, also those that its own loss does not touch."""
+    groups, rank, n = groups_of(layout), dist.get_rank(), layout.world_size
+    params = {"a": random(0, 5, dtype=F64), "b": random(1, 6, dtype=F64)}
+    # Deferred, a bucket is fetched by all ranks or by none, so there both lie in one.
+    shards = mf.shard(params, groups, bucket_bytes=1000 if policy else 1, precision=precision)
+
+    def loss(p, rank):
+        return p["a"].square().sum() + (p["b"].pow(3).sum() if rank % 2 == 0 else 0)
+
+    def rounded(p, rank):
+        dtype = precision_of(precision).formats("", F64).compute
+        return loss({key: x.to(dtype) for key, x in p.items()}, rank)
+
+    grads = grad(lambda s: loss(full_of(s, groups, policy and policy()), rank))(shards)
+    found = mf.unshard(mf.reduce_grads(grads, groups), groups)
+    each = [grad(rounded)(params, other) for other in range(n)]
+    for key, x in found.items():
+        want = sum(g[key] for g in each) / n
+        assert (x - want).abs().max() <= 64 * torch.finfo(F64).eps * want.abs().max() > 0
 
 
-@pytest.mark.parametrize(
-    ("policy", "tolerance", "live"),
-    [
-        # Masters are float64 there, and so is what travels: only what gather rounds is rounded.
-        ("bf16", None, None),
-        # Here the reductions of both hops round, and in second order those of their derivatives.
-        (HALF, 16 * unit_roundoff(F16), 0),
-    ],
-    ids=["bf16", "half"],
-)
-@pytest.mark.short("half")
-def test_every_program_of_torch_func(ranks, policy, tolerance, live):
-    ranks(2).run(programs, Layout((2,), 2), policy, tolerance, live)
-
-
-# A small GPT in bfloat16 with float32 masters.
-
-CONFIG = GPTConfig(vocab_size=29, context=16, dim=32, num_heads=2, num_blocks=2, tied=True)
-GPT_STEPS, RATE, DECAY = 5, 0.05, 0.9
-
-
-def make_gpt(seed=0):
-    torch.manual_seed(seed)
-    return GPT(CONFIG)
-
-
-def sequences(step, rank):
-    """Walks of constant stride: something to learn."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    start = torch.randint(29, (4, 1), generator=generator)
-    stride = torch.randint(1, 4, (4, 1), generator=generator)
-    tokens = (start + stride * torch.arange(17)) % 29
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def gpt_loss(model, batch):
-    logits = model(batch[0])
-    return F.cross_entropy(logits.float().flatten(0, 1), batch[1].flatten())
-
-
-def momentum():
-    """SGD of single ops, each of which rounds alike wherever an element lies."""
-
-    def update(grads, state, params):
-        state = map_columns(lambda m, g: m.mul_(DECAY).add_(g), state, grads)
-        return map_columns(lambda m: m.mul_(-RATE), state), state
-
-    def init(params):
-        return map_columns(lambda m: m.mul_(0), params)
-
-    return from_update(init, update, {"optimizer": "that of the twin"})
-
-
-def mean_of_pairs(grads):
-    """As a level of two ranks and two replicas average."""
-    first, second = (torch.lerp(grads[i], grads[i + 1], 0.5) for i in (0, 2))
-    return (first + second) / 2
-
-
-def one_process():
-    """All four ranks' batches in one process, which rounds where the policy says."""
-    params = {name: p.detach() for name, p in make_gpt().named_parameters()}
-    model, curve = make_gpt(), []
-    means = {name: torch.zeros_like(p) for name, p in params.items()}
-    for step in range(GPT_STEPS):
-        losses, grads = [], []
-        for rank in range(4):
-            full = {name: p.to(BF16).requires_grad_() for name, p in params.items()}
-            tied = {**full, "head.weight": full["tokens.weight"]}
-            batch = sequences(step, rank)
-            logits = functional_call(model, tied, (batch[0],), tie_weights=False)
-            loss = F.cross_entropy(logits.float().flatten(0, 1), batch[1].flatten())
-            grads.append([g.float() for g in torch.autograd.grad(loss, list(full.values()))])
-            losses.append(loss.item())
-        for name, each in zip(params, zip(*grads, strict=True), strict=True):
-            means[name] = means[name] * DECAY + mean_of_pairs(each)
-            params[name] = params[name] + means[name] * -RATE
-        curve.append(losses)
-    return curve, params
-
-
-def train_gpt(layout):
-    rank = dist.get_rank()
-    how = {"precision": "compute=bf16", "replicas": "broadcast", "live_bytes": 0}
-    how |= {"loss": gpt_loss, "bucket_bytes": 30_000}
-    trainer = mf.Trainer(make_gpt(seed=rank), momentum(), groups_of(layout), **how)
-    torch.manual_seed(99 + rank)
-    losses, sums = [], []
-    for step in range(GPT_STEPS):
-        losses.append(trainer.step(sequences(step, rank)).loss.item())
-        sums.append(checksum(torch.cat(tree.flatten(trainer.state.params)[0])).item())
-    return losses, sums, trainer.params()
-
-
-def test_a_gpt_in_bfloat16_is_the_same_on_four_ranks(ranks):
-    """Every op is the twin's, and so is every order of a sum: the same bits."""
-    found = ranks(4).run(train_gpt, Layout((2, 2), 2))
-    curve, params = one_process()
-    for rank, (losses, sums, full) in enumerate(found):
-        assert sums == found[rank % 2][1], "replicas differ"
-        assert losses == [torch.tensor(each, dtype=F64).mean().float().item() for each in curve]
-        assert full.keys() == {*params, "head.weight"}
-        same_bits({name: full[name] for name in params}, params)
+@pytest.mark.parametrize("layout", [Layout((2,), 2), Layout((2, 2), 4), Layout((2, 2), 2)], ids=str)
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("policy", [None, mf.on_demand, mf.keep_all])
+@pytest.mark.covering
+def test_what_some_ranks_use_is_reduced_by_all(ranks, layout, precision, policy):
+    ranks(layout.world_size).run(used_on_some_ranks, layout, precision, policy)

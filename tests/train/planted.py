@@ -16,7 +16,7 @@ PLANTED = [
         _L,
         "while used < self.samples:",
         "while used < self.samples - ranks:",
-        "train/test_position.py",
+        "train/test_data.py -k cut_anywhere",
     ),
     (
         "ranks of a mesh share samples by their places in the world",

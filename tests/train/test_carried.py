@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import Layout as World
 from cases import groups_of, placed_as, same_bits
-from test_position import stateful
+from test_data import stateful
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 

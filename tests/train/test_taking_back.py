@@ -13,7 +13,7 @@ from cases import Layout, groups_of, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_carried import Net, Rows, fit, held, loaded, saved
-from test_position import Numbers, Run, gone_on, seed, stateful, train
+from test_data import Numbers, Run, gone_on, seed, stateful, train
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 

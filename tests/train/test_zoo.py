@@ -209,7 +209,7 @@ def test_equals_a_single_process(ranks, layout, name, live_bytes):
     check(ranks, layout, name, live_bytes)
 
 
-SHORT = [f"{name}-2-p2-0" for name in ("t5", "whisper", "mixtral-grouped", "bert", "llama")]
+SHORT = [f"{name}-2-p2-0" for name in ("t5", "whisper", "mixtral-grouped")]
 
 
 @pytest.mark.skipif(not TRANSFORMERS, reason="transformers is not installed")
