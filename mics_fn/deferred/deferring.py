@@ -446,7 +446,7 @@ def defer(
     add = None if into is None else into.add
     live = LiveBuckets(opened.uses, opened.names, learned, policy, channel, add, closes=closes)
     if into is None:
-        full = opened.data
+        full = list(opened.data)
     else:
         full = into.expect(opened, live.run, WeakMethod(live.let_go))
     put(full, opened.uses, fetch_all(live, full))
@@ -592,7 +592,7 @@ def _without_data(
         nowhere = lambda index, grads: None  # noqa: E731
         facts = opened.uses, opened.names, Learned(), policy, channel, nowhere
         live = LiveBuckets(*facts, hollow=True)
-        full = opened.data
+        full = list(opened.data)
         put(full, opened.uses, fetch_all(live, full))
         loss = loss_fn(opened.build(full), batch)
         check_loss("record", loss)

@@ -266,7 +266,7 @@ class GradSum:
         if self._bound is not None:
             text = "defer: into= is in use by another run"
             raise LeafError(text, fix="make a new GradSum for each step")
-        variables, full = [], opened.data
+        variables, full = [], list(opened.data)
         for i, leaf in enumerate(opened.leaves):
             if isinstance(leaf, Sharded):
                 full[i] = leaf.data.detach().requires_grad_()

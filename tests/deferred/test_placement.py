@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.collectives.agreement import checksum
+from mics_fn.collectives import checksum
 from mics_fn.groups import placement
 
 STEPS = 3
