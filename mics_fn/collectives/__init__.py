@@ -88,12 +88,11 @@ from mics_fn.checks import refuse_derivative
 from mics_fn.collectives.agreement import (
     Parts,
     agree,
-    check_replicas,
-    collect_all,
     collect_bytes,
     collect_values,
     in_parts,
     in_step,
+    refuse_unequal,
     same_call,
 )
 from mics_fn.collectives.codec import Codec

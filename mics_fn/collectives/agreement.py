@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from mics_fn.collectives.levels import collect
-from mics_fn.collectives.wire import checksum
 from mics_fn.errors import DesyncError, MicsError, by_value, disagreement
 from mics_fn.groups import Failure, Groups, GroupState, Home, failure_of
 from mics_fn.schedules import NEWS
@@ -89,47 +88,32 @@ def report_outside(home: Home, error: E) -> E:
     return error
 
 
-def check_replicas(
-    groups: Groups, what: str, paths: Sequence[str], tensors: Sequence[Tensor]
+def refuse_unequal(
+    verb: str, home: Home, paths: Sequence[str], sums: Tensor, fix: str, *, whole: bool = False
 ) -> None:
-    """Compare full values between all ranks of `groups`, by a checksum of their bits.
+    """Raise DesyncError on every rank unless replicas have the same checksums of pieces.
 
     Args:
-      groups: their ranks must hold the same values.
-      what: the verb, for errors.
-      paths: one per tensor.
-      tensors: full values, with the same shapes and dtypes on every rank.
+      verb: for errors.
+      home: the groups.
+      paths: of the leaves.
+      sums: this rank's `checksum` of each.
+      fix: for errors.
+      whole: whether they are of full values, so that all ranks have to have the same.
 
-    Raises:
-      DesyncError: on every rank, naming the first path whose value differs, and which ranks share
-        a value.
-
-    Communication: 8 bytes per tensor, over the partition group and over the replication group.
+    Communication: 8 bytes per leaf, over the partition group and over the replication group.
     """
-    if groups.world_size == 1 or not tensors:
+    if len(home.stacked_ranks) == 1 or not paths:
         return
-    sums = torch.stack([checksum(tensor) for tensor in tensors]).to(groups.device)
-    found = collect_all(groups, sums)
-    table = torch.stack(list(found.values()))  # (rank, tensor)
-    differs = (table != table[0]).any(0).nonzero().flatten().tolist()
-    if not differs:
-        return
-    held = by_value({rank: int(row[differs[0]]) for rank, row in found.items()})
-    names = {rank: "ABCDEFGH"[min(i, 7)] for i, (_, ranks) in enumerate(held) for rank in ranks}
-    first = f"first difference: {paths[differs[0]]} ({len(differs)} of {len(paths)} leaves differ)"
-    fix = "use the same seed or checkpoint on every rank, or pass replicas='broadcast'"
-    values = {rank: f"value {name}" for rank, name in names.items()}
-    raise disagreement(f"{what}: ranks hold different values", values, fix, [first])
-
-
-def collect_all(groups: Home, tensor: Tensor) -> dict[int, Tensor]:
-    """A small tensor from each rank of `groups`, by global rank."""
-    return dict(zip(groups.stacked_ranks, _stacked(groups, tensor), strict=True))
-
-
-def _stacked(groups: Home, tensor: Tensor) -> Tensor:
-    """A small tensor from each rank, in the order of `stacked_ranks`."""
-    return collect(groups.replicas, collect(groups.partition, tensor)).flatten(0, 1)
+    found, p = collect_values(home, sums), 1 if whole else home.partition_size
+    odd = [r for k, r in enumerate(home.ranks) if found[r] != found[home.ranks[k % p]]]
+    if odd:
+        first = found[home.ranks[home.ranks.index(odd[0]) % p]]
+        at = next(i for i, x in enumerate(found[odd[0]]) if x != first[i])
+        text = f"{verb}: {'ranks' if whole else 'replicas'} hold different values"
+        said = "not as on the first rank" if whole else "not as in the first replica"
+        lines = [f"first difference: {paths[at]}"]
+        raise disagreement(text, dict.fromkeys(odd, said), fix, lines)
 
 
 def collect_values(groups: Home, tensor: Tensor) -> dict[int, Any]:
@@ -138,7 +122,8 @@ def collect_values(groups: Home, tensor: Tensor) -> dict[int, Any]:
     Raises:
       GroupsError: collectives were aborted while the host waited, so these are no rank's values.
     """
-    found = _stacked(groups, tensor).tolist()  # one wait for all of them
+    stacked = collect(groups.replicas, collect(groups.partition, tensor)).flatten(0, 1)
+    found = stacked.tolist()  # one wait for all of them
     groups.partition.check_open()
     return dict(zip(groups.stacked_ranks, found, strict=True))
 

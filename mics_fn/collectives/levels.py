@@ -125,14 +125,6 @@ def exchange(
     mean_of_two(*halves, mean)
 
 
-def swap_codes(comm: Comm, sent: Tensor, received: Tensor) -> Collective:
-    """Exchange one row of codes with each other rank of a communicator, in the order of ranks."""
-    sizes = [sent.shape[1]] * comm.size
-    sizes[comm.rank] = 0
-    call = partial(dist.all_to_all_single, received.view(-1), sent.view(-1), sizes, sizes)
-    return Collective(comm, "reduce-scatter", sent.nbytes, call)
-
-
 def _scattered(
     comm: Comm, fn: Callable[..., Any], out: Tensor, full: Tensor, **how: Any
 ) -> Collective:
@@ -225,24 +217,18 @@ def _mirrored(count: int, flat: Tensor, what: str) -> Pending:
     return Pending(steps(), [], keep=(flat,), device=flat.device, what=("", what, ""))
 
 
-def _one(collective: Collective, keep: tuple[Tensor, ...], what: str) -> None:
-    """Issue a single collective when it is first in its queue, and wait for it."""
-
-    def steps() -> Steps:
-        yield collective
-        return keep[-1]
-
-    how = {"keep": keep, "device": keep[-1].device, "what": ("", what, "")}
-    Pending(steps(), [collective.comm], **how).wait()
-
-
 def send_from(comm: Comm, tensor: Tensor, source_rank: int) -> None:
     """Overwrite `tensor` on all ranks of a communicator with that of the source."""
     if comm.size > 1 and not comm.silent:
         call = partial(dist.broadcast, tensor, src=source_rank)
         nbytes = tensor.nbytes if comm.rank == 0 else 0
-        what = f"broadcast from rank {source_rank}"
-        _one(Collective(comm, "broadcast", nbytes, call), (tensor,), what)
+
+        def steps() -> Steps:
+            yield Collective(comm, "broadcast", nbytes, call)
+            return tensor
+
+        what = ("", f"broadcast from rank {source_rank}", "")
+        Pending(steps(), [comm], keep=(tensor,), device=tensor.device, what=what).wait()
 
 
 # Collectives that send codes in the place of values.
@@ -272,7 +258,10 @@ def exchange_codes(
     with _torch.inside_a_rule():
         for row, place in zip(sent, others, strict=True):
             codec.encode(part(place), out=row)
-    yield swap_codes(comm, sent, received)
+    sizes = [nbytes] * comm.size
+    sizes[comm.rank] = 0
+    call = partial(dist.all_to_all_single, received.view(-1), sent.view(-1), sizes, sizes)
+    yield Collective(comm, "reduce-scatter", sent.nbytes, call)
     parts = list(received)
     parts.insert(comm.rank, part(comm.rank))  # as it is, and added in the order of ranks
     with _torch.inside_a_rule():
@@ -346,7 +335,6 @@ def decode_to(codec: Codec, codes: Tensor, numel: int, out: Tensor) -> None:
 def start_all_gather(
     route: Route,
     chunk: Tensor,
-    out: Tensor | None = None,
     what: What = ("", "gather", ""),
 ) -> Pending:
     """Start to gather equal chunks over the levels of a partition group.
@@ -354,7 +342,6 @@ def start_all_gather(
     Args:
       route: its levels, outermost first.
       chunk: this rank's chunk, contiguous, of any shape.
-      out: the output, contiguous (p, *chunk.shape); None allocates it.
       what: as for `Pending`.
 
     Returns:
@@ -365,10 +352,9 @@ def start_all_gather(
 
     Memory: the result, without a staging copy.
     """
-    if chunk.numel() == 0 or (route.size == 1 and out is None):
-        out = chunk.expand(route.size, *chunk.shape)
-    elif out is None:
-        out = chunk.new_empty(route.size, *chunk.shape)
+    shape = (route.size, *chunk.shape)
+    nothing = route.size == 1 or not chunk.numel()
+    out = chunk.expand(shape) if nothing else chunk.new_empty(shape)
     comms = gather_comms(route, chunk)
     how = {"keep": (chunk, out), "device": chunk.device, "what": what, "reads": chunk}
     return Pending(gather_steps(route, chunk, out), comms, **how)

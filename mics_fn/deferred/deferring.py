@@ -15,14 +15,13 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
 from mics_fn import _torch, checks, tree
-from mics_fn.collectives import Task
 from mics_fn.deferred.grad_sum import GradSum, Graph, check_loss, differentiate
 from mics_fn.deferred.live import LiveBuckets, sizes_of
 from mics_fn.deferred.reduction import Reduction
@@ -76,9 +75,11 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(live: LiveBuckets, trained: Sequence[int], *pieces: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
-        live.load(trained, pieces)  # here they are plain tensors, even inside torch.func
-        uses = (live.uses[i] for i in trained for _ in live.uses[i].members)
-        return tuple(map(_standing_for, uses, pieces))
+        found, dealt = [], deal([live.uses[i] for i in trained], pieces)
+        for index, (use, values) in zip(trained, dealt, strict=True):
+            live.load(index, values)  # here they are plain tensors, even inside torch.func
+            found += [_standing_for(use, piece) for piece in values]
+        return tuple(found)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -145,8 +146,8 @@ class _Fetch(torch.autograd.Function):
         live: LiveBuckets = ctx.live
         live.run.complete(ctx.index)
         if live.into is not None:
-            live.into.add(ctx.index, grads)
-            return (None, None, *(None for _ in grads))
+            live.into(ctx.index, grads)
+            return (None,) * (2 + len(grads))
         return (None, None, *_Start.apply(live.begin_pass(), ctx.index, *grads))
 
     @staticmethod
@@ -164,7 +165,7 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def forward(reduction: Reduction, index: int, *grads: Tensor | None) -> tuple[Tensor, ...]:  # pyright: ignore
-        return tuple(reduction.add(index, grads))
+        return tuple(reduction.started(index, grads))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -295,24 +296,29 @@ def fetch_all(live: LiveBuckets, data: Sequence[Any]) -> list[Any]:
       LeafError: torch is recording ops in order to repeat them later.
     """
     refuse_tracing()
-    uses: Sequence[BucketUse] = live.uses
-    trained = [i for i, use in enumerate(uses) if use.bucket.trainable]
-    frozen = [i for i, use in enumerate(uses) if not use.bucket.trainable]
-    with _torch.without_torch_func():  # inside it the chunks would have no memory to send
-        live.load(frozen, [data[i] for index in frozen for i in uses[index].members])
-    pieces = [data[i] for index in trained for i in uses[index].members]
     inside = _torch.inside_torch_func()
     join, fetch = (_Join, _Fetch) if inside else (_QuickJoin, _QuickFetch)
-    if live.into is not None:  # it takes the gradients, so there are none to join
-        with torch.no_grad():
-            live.load(trained, pieces)
-    elif pieces:
-        pieces = join.apply(live, trained, *pieces)
-    joined = deal([uses[i] for i in trained], pieces)
-    found: dict[int, Sequence[Any]] = {index: parameters(live, index) for index in frozen}
-    for index, (_, values) in zip(trained, joined, strict=True):
-        found[index] = fetch.apply(live, index, *values)
-    return [value for index in range(len(uses)) for value in found[index]]
+    pieces: list[Sequence[Any]] = []
+    joined: list[int] = []
+    with _torch.without_torch_func(), torch.no_grad():  # else chunks would have no memory to send
+        for index, use in enumerate(live.uses):
+            pieces.append([data[i] for i in use.members])
+            if use.bucket.trainable and live.into is None:
+                joined.append(index)
+            else:  # `into` takes the gradients, so there are none to join
+                live.load(index, pieces[index])
+    if joined:
+        flat = join.apply(live, joined, *(x for index in joined for x in pieces[index]))
+        dealt = deal([live.uses[i] for i in joined], flat)
+        for index, (_, values) in zip(joined, dealt, strict=True):
+            pieces[index] = values
+    found = []
+    for index, use in enumerate(live.uses):
+        if use.bucket.trainable:
+            found += fetch.apply(live, index, *pieces[index])
+        else:
+            found += parameters(live, index)
+    return found
 
 
 class DeferredParams:
@@ -321,10 +327,10 @@ class DeferredParams:
     Args:
       params: the tree of deferred tensors.
       live: the buckets behind it.
-      pending: says whether a derivative is still to be taken when the `with` block ends.
+      pending: whether a derivative is to be taken, perhaps after the `with` block.
     """
 
-    def __init__(self, params: Tree, live: LiveBuckets, pending: Callable[[], bool]) -> None:
+    def __init__(self, params: Tree, live: LiveBuckets, pending: bool) -> None:
         self.params = params
         self._live, self._pending = live, pending
 
@@ -368,7 +374,7 @@ class DeferredParams:
             tell_all(refused or error)
             if refused is not None:
                 raise refused from error
-        elif not self._pending():
+        elif not self._pending or self._live.run.passes:
             self.close()
 
 
@@ -425,26 +431,27 @@ def defer(
 
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, sections 3.3 and 4.
     """
-    text = described(schedule)
+    kinds, fix = Schedule | OnDemand, "pass a Schedule, on_demand(...) or keep_all()"
+    checks.instance("defer", "schedule", schedule, kinds, "a schedule or a policy", fix)
     opened = open_shards("defer", shards, groups)
     expected = "a GradSum"
     checks.instance("defer", "into", into, GradSum | None, expected, "make one: total = GradSum()")
     if into is not None:  # a hierarchy would leave out hop 2
         require_replicas("defer(into=)", opened.homes)
-    opened.agree(text)
+    opened.agree(schedule.describe() if isinstance(schedule, OnDemand) else str(schedule))
     channel = joined([use.hierarchy.channel for use in opened.uses])
     policy, learned = _memory_of(schedule, opened, channel)
     pending = into is None and needs_derivative(opened.pieces)
     closes = not pending and not _torch.inside_torch_func()
-    live = LiveBuckets(opened.uses, opened.names, learned, policy, channel, into, closes=closes)
-    full = opened.data
-    if into is not None:
-        given = iter(into.expect(opened, live.run, WeakMethod(live.let_go)))
-        pairs = zip(opened.leaves, full, strict=True)
-        full = [next(given) if isinstance(leaf, Sharded) else x for leaf, x in pairs]
+    add = None if into is None else into.add
+    live = LiveBuckets(opened.uses, opened.names, learned, policy, channel, add, closes=closes)
+    if into is None:
+        full = opened.data
+    else:
+        full = into.expect(opened, live.run, WeakMethod(live.let_go))
     put(full, opened.uses, fetch_all(live, full))
     live.start()
-    return DeferredParams(opened.build(full), live, lambda: pending and not live.run.passes)
+    return DeferredParams(opened.build(full), live, pending)
 
 
 def bucket_sizes(
@@ -483,20 +490,6 @@ def bucket_sizes(
     if parts is not None:
         uses = [replace(use, bucket=with_parts(use.bucket, parts)) for use in uses]
     return sizes_of(uses)
-
-
-def described(schedule: Any) -> str:
-    """A schedule or policy as text, which must be the same on every rank.
-
-    Raises:
-      PlanError: it is neither.
-    """
-    if isinstance(schedule, OnDemand):
-        return schedule.describe()
-    if not isinstance(schedule, Schedule):
-        text = f"defer: schedule={schedule!r:.60} is neither a schedule nor a policy"
-        raise PlanError(text, fix="pass a Schedule, on_demand(...) or keep_all()")
-    return str(schedule)
 
 
 def _memory_of(
@@ -596,9 +589,9 @@ def _without_data(
         layout = TreeLayout("record", places_of(empty), (home,) * len(empty))
         opened = Opened("record", None, "shards", empty, spec, layout, layout.uses)
         policy, channel = OnDemand(None, 0), Channel()
-        live = LiveBuckets(
-            opened.uses, opened.names, Learned(), policy, channel, _Nowhere(), fetch=_at_once
-        )
+        nowhere = lambda index, grads: None  # noqa: E731
+        facts = opened.uses, opened.names, Learned(), policy, channel, nowhere
+        live = LiveBuckets(*facts, hollow=True)
         full = opened.data
         put(full, opened.uses, fetch_all(live, full))
         loss = loss_fn(opened.build(full), batch)
@@ -618,27 +611,3 @@ def _without_values(leaf: Leaf, device: torch.device) -> Leaf:
     length = pieces(leaf.bucket, 0)[leaf.slot].length
     data = torch.empty(length, dtype=leaf.dtype, device=device)
     return replace(leaf, data=data.requires_grad_(isinstance(leaf, Sharded)))
-
-
-class _Nowhere:
-    """Receives gradients and drops them."""
-
-    def add(self, index: int, grads: Sequence[Tensor | None]) -> None:
-        """Do nothing."""
-
-
-class _AtOnce(NamedTuple):
-    """Stand for a bucket without data, whose fetch is free."""
-
-    full: Tensor
-    ready: None = None
-
-    def wait(self) -> Tensor:
-        """The bucket."""
-        return self.full
-
-
-def _at_once(
-    use: BucketUse, chunk: Any, held: Tensor | None, out: Tensor | None, bring: Task | None
-) -> _AtOnce:
-    return _AtOnce(chunk.new_empty(use.bucket.numel, dtype=use.bucket.compute))

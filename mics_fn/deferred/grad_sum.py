@@ -13,14 +13,14 @@ without waiting for anyone.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mics_fn import _device, checks
-from mics_fn.deferred.reduction import LetGo, PlacedSum, SumOfPasses, places_of
+from mics_fn.deferred.reduction import LetGo, Reduction, places_of
 from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.offload import Where, where_of
 from mics_fn.schedules import Run
@@ -40,30 +40,13 @@ from mics_fn.tree import Tree
 
 def check_loss(verb: str, loss: Any) -> None:
     """Raise LeafError unless a loss is one number, as a tensor."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"has shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else _kind_of(loss)
-        raise LeafError(f"{verb}: the loss {got}, expected one number", fix=_as_one_number(loss))
-
-
-def _kind_of(value: Any) -> str:
-    """What is given for a loss, in words."""
-    named = f" of {', '.join(map(str, list(value)[:4]))}" if isinstance(value, Mapping) else ""
-    return f"is {'None' if value is None else type(value).__name__}{named}"
-
-
-def _as_one_number(value: Any) -> str:
-    """How a scalar tensor is made of what was given for a loss."""
-    if isinstance(value, Tensor):
-        return "take the mean() over its samples"
-    if value is None:
-        return "return the loss"
-    if isinstance(value, float):
-        return "return the tensor, without item() or float()"
-    if isinstance(getattr(value, "loss", None), Tensor):
-        return "return its .loss"
-    if isinstance(value, Mapping | Sequence):
-        return "return the loss alone, and append what else is to be seen to a list of your own"
-    return "return a scalar tensor"
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return
+    got = f"is {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        got = f"has shape {tuple(loss.shape)}"
+    fix = "return a tensor: the mean() over samples, without item(), or the .loss of an output"
+    raise LeafError(f"{verb}: the loss {got}, expected one number", fix=fix)
 
 
 class Graph(NamedTuple):
@@ -118,17 +101,20 @@ class Passes:
 
     def __init__(self, variables: Sequence[Tensor], uses: Sequence[BucketUse], run: Run) -> None:
         self._variables, self._run = variables, run
-        homes = [use.home for use in uses if use.bucket.trainable and use.bucket.numel]
-        # The ranks that reduce together.
-        self._ranks: Sequence[int] = max((home.ranks for home in homes), key=len, default=())
-        self._device = homes[0].device if homes else None
-        self._reached: set[int] = set()
+        self._ranks: Sequence[int] = ()  # those that reduce together
+        self._device: torch.device | None = None
+        for use in uses:
+            if use.bucket.trainable and use.bucket.numel:
+                self._ranks = max(self._ranks, use.home.ranks, key=len)
+                self._device = self._device or use.home.device
+        self.reached = False  # whether a gradient arose on this rank
         self._held: dict[int, list[Tensor | None]] | None = None
         self._graph: Graph | None = None  # of the first pass under this policy
         self._cause = ""
 
     def differentiate(self, loss: Tensor, retain_graph: bool) -> dict[int, list[Tensor | None]]:
         """Run one backward pass; return the gradients that it kept until its end, by bucket."""
+        self._run.begin_backward()
         learned = self._run.learned
         if learned.recomputes is None:
             self._graph = Graph.of(loss)
@@ -142,16 +128,15 @@ class Passes:
 
     def keeps(self, index: int, grads: Sequence[Tensor | None]) -> bool:
         """Record a bucket's gradients; return whether they are kept until the pass ends."""
-        if any(grad is not None for grad in grads):
-            self._reached.add(index)
-        if self._held is None:
-            return False
-        sums = self._held.setdefault(index, [None] * len(grads))
+        held = self._held
+        sums = [] if held is None else held.setdefault(index, [None] * len(grads))
         for i, grad in enumerate(grads):
             if grad is not None:
-                before = sums[i]
-                sums[i] = grad if before is None else before + grad
-        return True
+                self.reached = True
+                if held is not None:
+                    before = sums[i]
+                    sums[i] = grad if before is None else before + grad
+        return held is not None
 
     def end(self, loss: Tensor, missing: Sequence[int], *, last: bool) -> None:
         """Take note of the end of a pass, in which the `missing` buckets got no gradient.
@@ -168,7 +153,7 @@ class Passes:
                 text = "backward: a block is checkpointed with use_reentrant=True, unlike before"
                 lines = [f"{self._run.name(min(new))} got no gradient"]
                 raise LeafError(text, lines, "use use_reentrant=False, or step again")
-        if self._reached:
+        if self.reached:
             return
         if not loss.requires_grad:
             self._cause = "it requires no gradient: it was detached, or made under torch.no_grad()"
@@ -180,19 +165,15 @@ class Passes:
         if last and len(self._ranks) > 1:
             self._run.tally(self._event(), 1)
 
-    @property
-    def reached(self) -> bool:
-        """Whether a gradient arose on this rank, so that `check` has nothing to refuse."""
-        return bool(self._reached)
-
     def check(self) -> None:
         """Check, after all reductions, that this step trains something.
 
         Raises:
           LeafError: on all ranks, if no parameter got a gradient on any of them.
         """
-        if self._reached or not self._ranks:
-            self._warn()
+        if self.reached or not self._ranks:
+            if self._graph is not None and self._graph.strangers and not self._run.learned.said:
+                self._warn(self._graph)
             return
         if self._device is not None:
             _device.synchronize(self._device)  # reductions are only waited for on its stream
@@ -206,15 +187,12 @@ class Passes:
     def _event(self) -> str:
         return f"no gradient/{min(self._ranks)}"
 
-    def _warn(self) -> None:
+    def _warn(self, graph: Graph) -> None:
         """Warn once that the loss uses parameters which are not trained here."""
-        learned = self._run.learned
-        if self._graph is None or not self._graph.strangers or learned.said:
-            return
-        learned.said = True
+        self._run.learned.said = True
         lines = ["they get no gradient here; this is said once"]
         fix = "use the model that the loss function is given, or detach what is not trained"
-        text = message(f"backward: the loss {self._graph.describe_strangers()}", lines, fix)
+        text = message(f"backward: the loss {graph.describe_strangers()}", lines, fix)
         warnings.warn(text, stacklevel=4)
 
 
@@ -265,7 +243,11 @@ class GradSum:
         checks.integer("GradSum", "micro_steps", micro_steps)
         if dtype is not None:
             check_dtype("GradSum", "dtype", dtype)
-        self.micro_steps, self.dtype, self._where = micro_steps, dtype, _of_sums(where_of(where))
+        self._where = where_of(where)
+        if self._where.moved and "grads" not in self._where.moved:
+            text = f"GradSum: where='{self._where}' has no effect: it does not say where grads lie"
+            raise PlanError(text, fix="write grads=, as in where='grads=host'")
+        self.micro_steps, self.dtype = micro_steps, dtype
         self.before_last: Callable[[], None] = lambda: None  # see `Reduction`
         # Whether a pass counts nothing, so that its gradients are zeros whatever they are.
         self.void: bool | Tensor = False
@@ -274,26 +256,29 @@ class GradSum:
         self._running = False  # whether `backward` is running
         self._released = False  # whether its memory was given back
 
-    def expect(self, opened: Opened, run: Run, let_go: LetGo) -> list[Tensor]:
+    def expect(self, opened: Opened, run: Run, let_go: LetGo) -> list[Any]:
         """Called by `defer`: prepare for the gradients of this tree, from this run.
 
         Returns:
-          The pieces of the tree as leaves of autograd.
+          The data of each leaf, pieces as leaves of autograd.
         """
         refuse_derivative("defer(into=)", (), "leave into= out inside torch.func")
         if self._bound is not None:
             text = "defer: into= is in use by another run"
             raise LeafError(text, fix="make a new GradSum for each step")
-        variables = [piece.detach().requires_grad_() for piece in opened.pieces]
-        how = (opened.uses, run, self.micro_steps, self.dtype, let_go)
-        places = places_of(self._where, opened) if self._where.moves("grads") else {}
-        host_bytes = self._where.host_bytes
-        reduction = PlacedSum(places, host_bytes, *how) if places else SumOfPasses(*how)
+        variables, full = [], opened.data
+        for i, leaf in enumerate(opened.leaves):
+            if isinstance(leaf, Sharded):
+                full[i] = leaf.data.detach().requires_grad_()
+                variables.append(full[i])
+        places = places_of(self._where, opened) if "grads" in self._where.moved else None
+        kinds = self.micro_steps, self.dtype, let_go, places, self._where.host_bytes
+        reduction = Reduction(opened.uses, run, *kinds)
         reduction.before_last = self.before_last
         forget_origins(use.bucket for use in opened.uses)  # of a step that was not judged
         passes = Passes(variables, opened.uses, run)
         self._bound = _Bound(opened, run, variables, reduction, passes)
-        return variables
+        return full
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Run one backward pass and add its gradients to the sum.
@@ -317,25 +302,23 @@ class GradSum:
             raise LeafError(f"GradSum.backward: {self._done()}", fix=fix)
         check_loss("GradSum.backward", loss)
         if loss.requires_grad and bound.variables:
-            self._differentiate(bound, loss, retain_graph)
+            self._running = True
+            try:
+                for index, grads in bound.passes.differentiate(loss, retain_graph).items():
+                    self.add(index, grads)
+            finally:
+                self._running = False
         reduction = bound.reduction
-        bound.passes.end(loss, reduction.missing(), last=reduction.last)
+        missing = reduction.missing()
+        bound.passes.end(loss, missing, last=reduction.last)
         bound.run.end_pass(reduction.last)
-        reduction.fill_missing()
+        for index in missing:  # reduced as zeros
+            reduction.add(index, [None] * len(bound.opened.uses[index].members))
         reduction.end_pass()
 
     def _done(self) -> str:
         done = 0 if self._bound is None else self._bound.reduction.passes
         return f"{done} of {self.micro_steps} passes are done"
-
-    def _differentiate(self, bound: "_Bound", loss: Tensor, retain_graph: bool) -> None:
-        self._running = True
-        bound.run.begin_backward()
-        try:
-            for index, grads in bound.passes.differentiate(loss, retain_graph).items():
-                self.add(index, grads)
-        finally:
-            self._running = False
 
     def add(self, index: int, grads: Sequence[Tensor | None]) -> None:
         """Called in backward with a bucket's full gradients, one per member.
@@ -349,10 +332,6 @@ class GradSum:
             raise LeafError(self.other_backward)
         if self.void is not False:
             grads = [None if grad is None else self._emptied(grad) for grad in grads]
-        if bound.reduction.has(index):
-            text = "backward: a bucket got gradients in two parts in one pass"
-            fix = "use torch.utils.checkpoint, instead of a backward that runs in backward"
-            raise LeafError(text, [f"bucket {index}"], fix)
         if not bound.passes.keeps(index, grads):
             bound.reduction.add(index, grads)
 
@@ -389,7 +368,7 @@ class GradSum:
     @property
     def elsewhere(self) -> bool:
         """Whether some of the sum lies elsewhere than on the device."""
-        return self._bound is not None and isinstance(self._bound.reduction, PlacedSum)
+        return self._bound is not None and bool(self._bound.reduction.placed)
 
     def lying(self) -> Tree:
         """`grads` with its pieces where they lie, valid until `release`: for tables of memory."""
@@ -420,7 +399,7 @@ class GradSum:
             like=opened.rebuild({}),
             home=opened.homes[0],
             order=[[number[i] for i in opened.uses[index].members] for index in order],
-            here=lambda k: not reduction.elsewhere(order[k]) and reduction.done(order[k]),
+            here=lambda k: order[k] not in reduction.placed and reduction.done(order[k]),
             take=take,
         )
 
@@ -441,19 +420,11 @@ class GradSum:
             self._released = True
 
 
-def _of_sums(where: Where) -> Where:
-    """The places of sums of gradients, after a check that some are given."""
-    if where != Where() and not where.sets("grads"):
-        text = f"GradSum: where='{where}' has no effect: it does not say where grads lie"
-        raise PlanError(text, fix="write grads=, as in where='grads=host'")
-    return where
-
-
 class _Bound(NamedTuple):
     """State of the run whose gradients a `GradSum` reduces."""
 
     opened: Opened
     run: Run
     variables: list[Tensor]  # the pieces, as leaves of autograd
-    reduction: SumOfPasses
+    reduction: Reduction
     passes: Passes

@@ -8,16 +8,25 @@ A chunk that lies elsewhere is brought first.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mics_fn import _device, _torch, spans
 from mics_fn._torch import version
-from mics_fn.collectives import SentCodes, Task, moves, push_all, start_coded_gather, start_fetch
+from mics_fn.collectives import (
+    Pending,
+    SentCodes,
+    Task,
+    Wire,
+    moves,
+    push_all,
+    start_coded_gather,
+    start_fetch,
+)
 from mics_fn.deferred.reduction import Reduction
 from mics_fn.deferred.tensor import GatheredBucket
 from mics_fn.errors import DonatedError, GroupsError, LeafError
@@ -27,7 +36,6 @@ from mics_fn.shards import (
     BucketUse,
     copied_to,
     copied_with_zeros,
-    deal,
     kept_row,
     pack_chunk,
     split_full,
@@ -77,13 +85,13 @@ class Copies:
 
 
 def copies_of(use: BucketUse, chunk: Tensor) -> Copies | None:
-    """The leaves of a bucket as plain tensors, if this rank holds all of it as ops need it.
+    """The leaves of a bucket that this rank holds whole as plain tensors, if ops can use them so.
 
     Only where work is done when a call returns: elsewhere kernels that ask for an address are
     frequent, and each would copy the bucket.
     """
-    whole_here = use.route.size == 1 and chunk.dtype == use.bucket.compute
-    if not whole_here or _device.is_async(chunk.device) or _torch.has_no_data(chunk):
+    cast = chunk.dtype != use.bucket.compute
+    if cast or _device.is_async(chunk.device) or _torch.has_no_data(chunk):
         return None
     whole = _torch.lazy_clone(chunk)
     return None if whole is None else Copies(use, chunk, whole)
@@ -94,65 +102,23 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-# How the gather of a bucket is started, and who receives its gradients.
-
-
-class GradSink(Protocol):
-    """What receives gradients, if they are not the result of backward."""
-
-    def add(self, index: int, grads: Sequence[Tensor | None]) -> None:
-        """Take a bucket's full gradients, one per member."""
-        ...
-
-
-class Fetched(Protocol):
-    """A bucket that is being fetched."""
-
-    @property
-    def ready(self) -> torch.Event | None:
-        """An event that is over once the bucket is there; None where `wait` waits for that."""
-        ...
-
-    def wait(self) -> Tensor:
-        """The whole bucket, ready for the current stream."""
-        ...
-
-
-Fetch = Callable[
-    [BucketUse, Tensor | SentCodes, Tensor | None, Tensor | None, Task | None], Fetched
-]
-
-
-def start_fetching(
-    use: BucketUse,
-    chunk: Tensor | SentCodes,
-    held: Tensor | None,
-    out: Tensor | None,
-    bring: Task | None,
-) -> Fetched:
-    """Start to gather a bucket along its route: this rank sends its chunk, or codes of it."""
-    what = ("defer", "fetch", use.bucket)
-    if isinstance(chunk, SentCodes):
-        bring = None if chunk.coming is None else bring
-        return start_coded_gather(use.route, chunk, held, out, what, bring)
-    return start_fetch(use.route, chunk, held, out, what, bring)
+# What a rank sends of its buckets.
 
 
 def codes_of(
-    use: BucketUse, chunk: Tensor, away: Sequence[Tensor | None] | None
-) -> SentCodes | None:
-    """What this rank sends of a bucket in the place of values, once per run; None if it sends them.
+    use: BucketUse, wire: Wire, chunk: Tensor, away: Sequence[Tensor | None] | None
+) -> SentCodes:
+    """What this rank sends of a bucket in the place of values, once per run.
 
     These are codes that it keeps, or makes now, or makes once the first fetch has brought values.
 
     Args:
       use: the bucket.
+      wire: what travels, and on which levels.
       chunk: its values, or what stands for them.
       away: its pieces, by slot, where they lie elsewhere or are kept as codes.
     """
-    wire, pool, route = use.gather_wire, use.hierarchy.pools.codes, use.route
-    if wire is None or not moves(chunk):
-        return None
+    pool, route = use.hierarchy.pools.codes, use.route
     if away is None:
         return SentCodes.of(wire, route, zero_padding(use.bucket, route.chunk, chunk), pool)
     row = kept_row(use.bucket, route.chunk, away)
@@ -169,6 +135,21 @@ def task_of(use: BucketUse, name: str, data: Sequence[Any]) -> Task:
     return Task(use.hierarchy.elsewhere, op, partial(copied, **facts))
 
 
+class Hollow(NamedTuple):
+    """Stand for a bucket without data, whose fetch is free."""
+
+    full: Tensor
+    ready: None = None
+
+    def wait(self) -> Tensor:
+        """The bucket."""
+        return self.full
+
+
+# Called in backward with the number of a bucket and its full gradients, one per member.
+GradSink = Callable[[int, Sequence[Tensor | None]], object]
+
+
 class LiveBuckets:
     """Fetch and drop buckets in the order of a schedule.
 
@@ -177,7 +158,7 @@ class LiveBuckets:
       names: gives the names of a bucket's leaves, for error texts.
       learned, policy, channel: as for `Run`.
       into: receives the gradients; None if they are the result of backward.
-      fetch: starts the gather of a bucket; by default along its route.
+      hollow: whether tensors have no data, to record what is used.
       closes: whether nothing is left to be derived when the run ends; see [Note: copy on write] in
         `deferred.live`.
     """
@@ -190,19 +171,21 @@ class LiveBuckets:
         policy: OnDemand,
         channel: Channel,
         into: GradSink | None = None,
-        fetch: Fetch = start_fetching,
         *,
+        hollow: bool = False,
         closes: bool = False,
     ) -> None:
         self.uses, self.into = uses, into
         self.ids: tuple[int, ...] = ()
-        self.buckets = [GatheredBucket(i, names) for i in range(len(uses))]
-        self._start_fetch = fetch
+        self.buckets: list[GatheredBucket] = []
+        self._hollow = hollow
         # The run may outlive these buckets, so it must not refer to their buffers.
         self._name = partial(_title, names)
-        for bucket in self.buckets:
-            bucket.stays = policy.at_once
-        push = partial(_push, tuple(dict.fromkeys(use.home.life for use in uses)))
+        lives: dict[GroupState, None] = {}
+        for index, use in enumerate(uses):
+            self.buckets.append(GatheredBucket(index, names, stays=policy.at_once))
+            lives[use.home.life] = None
+        push = partial(_push, lives)
         self.run = Run(learned, policy, sizes_of(uses), channel, self._name, push)
         # The schedule that this run follows; another run may learn a new one before this run ends.
         self._schedule = learned.schedule if self.run.following else None
@@ -210,7 +193,7 @@ class LiveBuckets:
         self._chunks: dict[int, Tensor] = {}
         self._away: dict[int, Sequence[Tensor | None]] = {}  # pieces that lie elsewhere, by slot
         self._versions: dict[int, int] = {}
-        self._coming: dict[int, Fetched] = {}
+        self._coming: dict[int, Pending | Hollow] = {}
         self._buffers: dict[int, Tensor] = {}
         self._arenas: dict[Buffers, Arena] = {}  # in which buffers lie, by their pool
         self._starts: tuple[int, ...] = ()  # of the fetches that the schedule has; see `Offsets`
@@ -218,29 +201,29 @@ class LiveBuckets:
         self._closes, self._copies = closes and policy.at_once, dict[int, Copies]()
         self._held: dict[int, Tensor] = {}  # see [Note: placements] in `groups.groups`
         self._codes: dict[int, SentCodes] = {}  # of this rank's chunks, sent again by later fetches
-        self._closed = False
+        self._closed = self._ended = False
 
-    def load(self, indexes: Sequence[int], pieces: Sequence[Tensor]) -> None:
-        """Take the pieces of some buckets, one per member; copied unless they form a chunk."""
-        for index, (use, data) in zip(
-            indexes, deal([self.uses[i] for i in indexes], pieces), strict=True
-        ):
-            slots, device = use.by_slot(data), data[0].device
-            if use.away:
-                self._away[index] = [None if x is None else x.detach() for x in slots]
-                chunk = standing_for(use.bucket, use.route.chunk, self._away[index])
-            else:
-                chunk = pack_chunk(use.bucket, use.route.chunk, slots, device=device).detach()
-            if not chunk.numel():  # it is never fetched, which would cast it
-                device = self.device(index) if index in self._away else chunk.device
-                chunk = chunk.to(device, use.bucket.compute)
-                self._away.pop(index, None)
-            self._chunks[index], self._versions[index] = chunk, version(chunk)
+    def load(self, index: int, pieces: Sequence[Tensor]) -> None:
+        """Take the pieces of a bucket, one per member; copied unless they form a chunk."""
+        use = self.uses[index]
+        slots, device = use.by_slot(pieces), pieces[0].device
+        if use.away:
+            self._away[index] = [None if x is None else x.detach() for x in slots]
+            chunk = standing_for(use.bucket, use.route.chunk, self._away[index])
+        else:
+            chunk = pack_chunk(use.bucket, use.route.chunk, slots, device=device).detach()
+        if not chunk.numel():  # it is never fetched, which would cast it
+            device = self.device(index) if index in self._away else chunk.device
+            chunk = chunk.to(device, use.bucket.compute)
+            self._away.pop(index, None)
+        self._chunks[index], self._versions[index] = chunk, version(chunk)
 
     def plain(self, index: int) -> list[Tensor] | None:
         """The leaves of a bucket as plain tensors, if they need no fetch; one per member."""
-        plain = self._closes and index not in self._away
-        copies = copies_of(self.uses[index], self._chunks[index]) if plain else None
+        use = self.uses[index]
+        if not self._closes or use.route.size > 1 or index in self._away:
+            return None
+        copies = copies_of(use, self._chunks[index])
         if copies is None:
             return None
         self._copies[index] = copies
@@ -253,8 +236,8 @@ class LiveBuckets:
     def start(self) -> None:
         """After all chunks are loaded: fetch what the policy wants before the first use."""
         with _torch.without_torch_func():
-            for action in self.run.start():
-                self._fetch(action.buckets[0])
+            for index in self.run.start():
+                self._fetch(index)
 
     def begin_pass(self) -> Reduction:
         """The reduction of this backward pass, if gradients are its result."""
@@ -272,13 +255,16 @@ class LiveBuckets:
                 text = f"{self._name(i)} was changed after its run began"
                 raise DonatedError(text, fix="call defer again after an update")
         with _torch.without_torch_func():
-            for action in self.run.use(ids):
-                (index,) = action.buckets
-                if action.kind == "fetch":
+            for kind, index in self.run.use(ids):
+                if kind == "fetch":
                     self._fetch(index)
                 else:
                     self._drop(index)
-            with self._using(ids):
+            using = spans.UNSEEN
+            if spans.seen():
+                buckets = [self.uses[i].bucket for i in ids]
+                using = spans.Span("use", buckets, device=self.device(ids[0]))
+            with using:
                 for i in ids:
                     if self.buckets[i].full is None:
                         coming = self._coming.pop(i)
@@ -288,17 +274,17 @@ class LiveBuckets:
         self.ids = ids
         push_all(self.uses[ids[0]].home.life)
 
-    def _using(self, ids: tuple[int, ...]) -> Any:
-        """Record a use and its wait for `inspection.watch`."""
-        if not spans.seen():
-            return spans.UNSEEN
-        return spans.Span("use", [self.uses[i].bucket for i in ids], device=self.device(ids[0]))
-
     def _fetch(self, index: int) -> None:
+        """Start to gather a bucket along its route: this rank sends its chunk, or codes of it."""
+        use = self.uses[index]
+        if self._hollow:
+            empty = self._chunks[index].new_empty(use.bucket.numel, dtype=use.bucket.compute)
+            self._coming[index] = Hollow(empty)
+            return
         held_numel, out_numel = self._needs(index)
         chunk = self._held[index] if index in self._held else self._sent(index)
         away = None if index in self._held else self._away.get(index)
-        bring = None if away is None else task_of(self.uses[index], self._name(index), away)
+        bring = None if away is None else task_of(use, self._name(index), away)
         if held_numel and index not in self._held:
             self._held[index] = self._take(index, held_numel, keep=True)
         if out_numel:
@@ -308,16 +294,21 @@ class LiveBuckets:
         if spans.watchers:
             nbytes = sum(x.nbytes for x in (held, out) if x is not None)
             spans.holds("gathered", (id(self), index), nbytes)
-        self._coming[index] = self._start_fetch(self.uses[index], chunk, held, out, bring)
+        what = ("defer", "fetch", use.bucket)
+        if isinstance(chunk, SentCodes):
+            bring = None if chunk.coming is None else bring
+            self._coming[index] = start_coded_gather(use.route, chunk, held, out, what, bring)
+        else:
+            self._coming[index] = start_fetch(use.route, chunk, held, out, what, bring)
 
     def _sent(self, index: int) -> Tensor | SentCodes:
         """What this rank sends of a bucket: its chunk, or codes of it, made once in a run."""
+        use, chunk = self.uses[index], self._chunks[index]
+        wire = use.gather_wire
+        if wire is None or not moves(chunk):
+            return chunk
         if index not in self._codes:
-            chunk = self._chunks[index]
-            codes = codes_of(self.uses[index], chunk, self._away.get(index))
-            if codes is None:
-                return chunk
-            self._codes[index] = codes
+            self._codes[index] = codes_of(use, wire, chunk, self._away.get(index))
         return self._codes[index]
 
     def _needs(self, index: int) -> tuple[int, int]:
@@ -331,18 +322,8 @@ class LiveBuckets:
         needed = inner.size > 1 or (not held and cast)
         return held, use.bucket.numel if needed else 0
 
-    def _arena(self, index: int) -> Arena:
-        """What a bucket lies in while it is live: that of its pool, made at the first fetch."""
-        pool = self.uses[index].hierarchy.pools.fetched
-        if pool not in self._arenas:
-            self._starts, needs = self._offsets(self._schedule)
-            self._arenas[pool] = Arena(pool, needs[index], self.device(index))
-        return self._arenas[pool]
-
-    def _offsets(self, schedule: Schedule | None) -> Offsets:
+    def _offsets(self, schedule: Schedule) -> Offsets:
         """Where the fetches of a schedule lie; found once per schedule."""
-        if schedule is None:
-            return Offsets((), (0,) * len(self.uses))
         numbers: dict[Buffers, int] = {}
         pools = [numbers.setdefault(use.hierarchy.pools.fetched, len(numbers)) for use in self.uses]
         itemsizes = [use.bucket.compute.itemsize for use in self.uses]
@@ -353,14 +334,18 @@ class LiveBuckets:
         return learned.offsets[1]
 
     def _take(self, index: int, numel: int, *, keep: bool = False) -> Tensor:
-        use, chunk = self.uses[index], self._chunks[index]
-        dtype = use.bucket.compute
+        use, chunk, device = self.uses[index], self._chunks[index], self.device(index)
+        dtype, pools = use.bucket.compute, use.hierarchy.pools
         if _torch.has_no_data(chunk):
             return chunk.new_empty(numel, dtype=dtype)
         if keep:
-            pool, device = use.hierarchy.pools.held, self.device(index)
-            return pool.take((numel,), dtype, device, exact=True)
-        arena = self._arena(index)
+            return pools.held.take((numel,), dtype, device, exact=True)
+        if self._schedule is None:
+            return pools.fetched.take((numel,), dtype, device)
+        arena = self._arenas.get(pools.fetched)
+        if arena is None:
+            self._starts, needs = self._offsets(self._schedule)
+            arena = self._arenas[pools.fetched] = Arena(pools.fetched, needs[index], device)
         return arena.take(numel, dtype, self._starts[self._fetches] if self.run.following else None)
 
     def _drop(self, index: int) -> None:
@@ -371,8 +356,9 @@ class LiveBuckets:
             self.buckets[index].clear()
             buffer = self._buffers.pop(index, None)
             if buffer is not None:
+                pool = self.uses[index].hierarchy.pools.fetched
                 with _torch.without_torch_func():
-                    self._arena(index).give(buffer)
+                    self._arenas.get(pool, pool).give(buffer)
         if spans.watchers:
             held = self._held.get(index)
             spans.holds("gathered", (id(self), index), 0 if held is None else held.nbytes)
@@ -392,14 +378,16 @@ class LiveBuckets:
     def close(self) -> None:
         """End the run: its buckets are dropped, and using its tensors is an error from then on."""
         if not self._closed:
-            for action in self.run.end():
-                self._drop(action.buckets[0])
+            for index in self.run.live:
+                self._drop(index)
             self._closed, self.ids = True, ()
             schedule = self.run.settle()
             if schedule is not None:
                 self._provide(schedule)
             self._give_held()
-            self._check_copies()
+            self._ended = True
+            if self._copies:
+                self._check_copies()
             if self._chunks and _device.is_async(self.device(min(self._chunks))):
                 # A host that waits for a collective looks meanwhile; here it never waits.
                 self.run.look()
@@ -430,7 +418,7 @@ class LiveBuckets:
             each.check(self.buckets[index].names())
 
     def __del__(self) -> None:
-        if hasattr(self, "_held"):  # else `__init__` has failed
+        if not getattr(self, "_ended", True):  # else `__init__` has failed, or all is given back
             try:
                 self._check_copies()
             except LeafError as error:
@@ -447,7 +435,7 @@ class LiveBuckets:
                 self._codes.pop(index).release()
 
 
-def _push(lives: Sequence[GroupState]) -> None:
+def _push(lives: Iterable[GroupState]) -> None:
     for life in lives:
         push_all(life)
 

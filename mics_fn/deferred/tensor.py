@@ -34,13 +34,13 @@ class GatheredBucket:
 
     __slots__ = ("_names", "_readers", "_ready", "full", "high", "ids", "low", "stays", "views")
 
-    def __init__(self, index: int, names: Callable[[int], Sequence[str]]) -> None:
+    def __init__(self, index: int, names: Callable[[int], Sequence[str]], *, stays: bool) -> None:
         self.ids = (index,)
         self._names = names
         self.full: Tensor | None = None  # 1D, whole bucket; None where it is not live
         self.views: dict[Geometry, Tensor] = {}
         self.low, self.high = 1, 0  # addresses of `full`
-        self.stays = False  # once live it stays live, so that further uses are not reported
+        self.stays = stays  # once live it stays live, so that further uses are not reported
         # See [Note: several streams]; no event where work is done when a call returns.
         self._ready: torch.Event | None = None
         self._readers: set[torch.Stream] = set()

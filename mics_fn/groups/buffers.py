@@ -3,7 +3,6 @@
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
 from math import prod
 
 import torch
@@ -66,21 +65,19 @@ class Buffers:
         nbytes = prod(shape) * dtype.itemsize
         if not nbytes:
             return torch.empty(shape, dtype=dtype, device=device)
-        return self._lend(nbytes, device, exact)[:nbytes].view(dtype).view(shape)
-
-    def _lend(self, nbytes: int, device: torch.device, exact: bool) -> Tensor:
         self._takes += 1
         where = str(_device.with_index(device))
         at = bisect_left(self._sizes, (where, nbytes))
         size = self._sizes[at] if at < len(self._sizes) else ("", 0)
         if size[0] == where and (size[1] == nbytes or not exact):
-            return self._pop(at)
-        self._make_room(where, None if exact else at - 1)
-        self.made += 1
-        raw = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        if _device.is_async(device):
-            self._streams[raw.data_ptr()] = _device.current_stream(device)
-        return raw
+            raw = self._pop(at)
+        else:
+            self._make_room(where, None if exact else at - 1)
+            self.made += 1
+            raw = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            if _device.is_async(device):
+                self._streams[raw.data_ptr()] = _device.current_stream(device)
+        return raw[:nbytes].view(dtype).view(shape)
 
     def _pop(self, at: int) -> Tensor:
         """Take the free buffer, of the size at this place, that was given back first."""
@@ -105,11 +102,11 @@ class Buffers:
     def provide(self, nbytes: int, device: torch.device) -> None:
         """Have one free buffer of this size in bytes, and let go of all others."""
         size = (str(_device.with_index(device)), nbytes)
-        kept = self._pop(self._sizes.index(size)) if size in self._free else None
-        while self._sizes:
-            self.let_go(self._pop(0))
-        if nbytes:
-            self._take_back(self._lend(nbytes, device, exact=True) if kept is None else kept)
+        for other in list(self._sizes):
+            for _ in range(len(self._free[other]) - (other == size)):
+                self.let_go(self._pop(self._sizes.index(other)))
+        if nbytes and size not in self._free:
+            self.give(self.take((nbytes,), torch.uint8, device, exact=True))
 
     def let_go(self, raw: Tensor) -> None:
         """Before a buffer is freed, and not given back: order that after the current stream."""
@@ -125,10 +122,8 @@ class Buffers:
         if not tensor.numel() or _torch.has_no_data(tensor):
             return
         with _torch.without_torch_func():  # a run may end inside of it
-            empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            self._take_back(empty.set_(tensor.untyped_storage()))
-
-    def _take_back(self, raw: Tensor) -> None:
+            raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            raw = raw.set_(tensor.untyped_storage())
         device = raw.device
         event = _device.record(device) if _device.is_async(device) else None
         size = (str(device), raw.nbytes)
@@ -245,15 +240,10 @@ class Slot:
     """A part of a ring: at least two buffers for one bucket, lent until their user is done."""
 
     def __init__(self, raw: Tensor, start: int, sizes: Sequence[int]) -> None:
-        ends = list(accumulate(map(_aligned, sizes), initial=start))
-        self.start, self.stop = start, ends[-1]
-        parts = [raw[at : at + nbytes] for at, nbytes in zip(ends, sizes, strict=False)]
-        self.first, self.second, *self.more = parts
+        self.start = start
+        self.first, self.second, *self.more = raw[start : start + sum(sizes)].split(list(sizes))
+        self.stop = start + sum(sizes)
         self.until: Callable[[], object] = lambda: None  # waits for its user; set by that
-
-    def overlaps(self, start: int, stop: int) -> bool:
-        """Whether it has bytes in this range."""
-        return self.start < stop and start < self.stop
 
 
 class Ring:
@@ -263,34 +253,30 @@ class Ring:
     as its user needs, and waits until enough of the ring is free again.
 
     Example:
-      >>> ring, sizes = Ring(), (1000, 24)
-      >>> slots = [ring.lend(sizes, ring_bytes(sizes) * 2, 3, torch.device("cpu")) for _ in "abc"]
-      >>> [slot.start for slot in slots], slots[0].first.shape, ring.made
-      ([0, 1536, 0], torch.Size([1000]), 1)
+      >>> ring, sizes = Ring(), slot_sizes((1000, 24))
+      >>> slots = [ring.lend(sizes, sum(sizes) * 2, 3, torch.device("cpu")) for _ in "abc"]
+      >>> sizes, [slot.start for slot in slots], ring.made
+      ((1024, 512), [0, 1536, 0], 1)
     """
 
     def __init__(self) -> None:
         self.made = 0  # how often it was allocated
+        self.nbytes = 0  # that it holds
         self._raw = torch.empty(0, dtype=torch.uint8)
         self._stream: torch.Stream | None = None  # where it was made
         self._next = 0  # where the next part begins, if it fits there
         self._lent: deque[Slot] = deque()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it holds."""
-        return self._raw.nbytes
-
     def lend(self, sizes: Sequence[int], capacity: int, count: int, device: torch.device) -> Slot:
         """A part with these buffers, uninitialised; waits for the users of that memory.
 
         Args:
-          sizes: bytes of each buffer, at least two.
+          sizes: bytes of each buffer, at least two, as `slot_sizes` gives them.
           capacity: bytes that the ring has at least.
           count: the most parts that are lent at a time.
           device: of the memory.
         """
-        nbytes, device = ring_bytes(sizes), _device.with_index(device)
+        nbytes, device = sum(sizes), _device.with_index(device)
         if self.nbytes < max(nbytes, capacity) or self._raw.device != device:
             while self._lent:
                 self._lent.popleft().until()
@@ -298,20 +284,19 @@ class Ring:
             self._raw = torch.empty(0, dtype=torch.uint8)  # freed before the next is made
             if _device.is_async(device):
                 self._stream = _device.current_stream(device)
-            self._raw = torch.empty(max(nbytes, capacity), dtype=torch.uint8, device=device)
+            self.nbytes = max(nbytes, capacity)
+            self._raw = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
             self._next, self.made = 0, self.made + 1
         start = self._next if self._next + nbytes <= self.nbytes else 0
         stop = self._next = start + nbytes
-        while len(self._lent) >= count or any(slot.overlaps(start, stop) for slot in self._lent):
+        while len(self._lent) >= count or any(
+            start < slot.stop and slot.start < stop for slot in self._lent
+        ):
             self._lent.popleft().until()
         self._lent.append(Slot(self._raw, start, sizes))
         return self._lent[-1]
 
 
-def ring_bytes(sizes: Sequence[int]) -> int:
-    """Bytes of a part of a ring with buffers of these sizes."""
-    return sum(map(_aligned, sizes))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+def slot_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Bytes of buffers in a ring, where each begins at a multiple of `_ALIGN_BYTES`."""
+    return tuple(-(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for nbytes in sizes)

@@ -136,7 +136,8 @@ class Pools:
     # A chunk never shares a larger buffer, so an optimizer always sees it as one tensor.
     chunks: Buffers = field(default_factory=Buffers)
     codes: Buffers = field(default_factory=Buffers)  # what travels in the place of parameters
-    sums: dict[Any, Any] = field(default_factory=dict)  # free memory for gradients elsewhere
+    # Of sums of gradients: how buckets are reduced, and free memory elsewhere.
+    sums: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def waiting_bytes(self) -> int:
@@ -207,11 +208,6 @@ class Hierarchy:
 
     num_replicas = 1  # it knows no other replicas
     apart = False
-
-    @cached_property
-    def layouts(self) -> dict[Any, Any]:
-        """How trees lie on these ranks, by their structure; see `shards.opened`."""
-        return {}
 
     @cached_property
     def replicas(self) -> Comm:
@@ -349,11 +345,6 @@ class Groups:
             apart=True,
             agreed=set(),
         )
-
-    @cached_property
-    def layouts(self) -> dict[Any, Any]:
-        """How trees lie on these groups, by their structure; see `shards.opened`."""
-        return {}
 
     @cached_property
     def _derived(self) -> dict[Callable[[Any], Any], Any]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mics_fn import checks, tree
 from mics_fn._torch import compiles_itself
-from mics_fn.collectives import Parts, in_parts, in_step
+from mics_fn.collectives import Parts, in_parts, in_step, refuse_unequal
 from mics_fn.errors import LeafError, message, name_some
 from mics_fn.groups import Groups
 from mics_fn.init import reading
@@ -41,7 +41,6 @@ from mics_fn.shards import (
     pieces,
     place_chunk,
     refuse_overlaps,
-    refuse_unequal,
     require_groups,
     split_chunk,
 )

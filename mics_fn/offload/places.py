@@ -2,7 +2,8 @@
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -40,16 +41,10 @@ class Place:
 
     def __post_init__(self) -> None:
         checks.choice("Place", "kind", self.kind, *KINDS)
-        if isinstance(self.folder, os.PathLike):
-            object.__setattr__(self, "folder", os.fspath(self.folder))
-        if not isinstance(self.folder, str) or bool(self.folder) != (self.kind == "disk"):
+        if bool(self.folder) != (self.kind == "disk"):
             expected = "a folder" if self.kind == "disk" else f"none for {self.kind!r}"
             checks.refuse("Place", "folder", self.folder, expected, "write it as disk:/nvme/run1")
-        # The working directory may have such characters, too.
         there = os.path.abspath(self.folder) if self.folder else ""
-        if any(x != x.strip() or set(x) & set(",;=\n") for x in (self.folder, there)):
-            fix = "choose a folder without ',', ';', '=' and spaces at its ends"
-            checks.refuse("Place", "folder", there, "one that has a text form", fix)
         object.__setattr__(self, "folder", there)
 
     @classmethod
@@ -105,7 +100,7 @@ class Where:
       host_bytes: host memory through which data of files travel, on each rank; at least 1 MiB.
 
     Raises:
-      PlanError: a place is not a `Place`, or an override sets nothing, or what a leaf has not.
+      PlanError: a place is not a `Place`.
 
     Example:
       >>> where = Where.parse("states=disk:/nvme/run1, params=host; *norm*: states=device")
@@ -118,19 +113,16 @@ class Where:
     grads: Place | None = None
     overrides: tuple[tuple[str, "Where"], ...] = ()  # any iterable of pairs is taken
     host_bytes: int = HOST_BYTES
-    _set: frozenset[str] = field(init=False, repr=False, compare=False)  # fields, for any leaf
-    _moved: frozenset[str] = field(init=False, repr=False, compare=False)  # those not on the device
 
     def __post_init__(self) -> None:
         for name, place in self._fields():
             checks.instance("Where", name, place, Place, "a Place", "pass Place('host')")
-        object.__setattr__(self, "overrides", tuple(map(_checked, self.overrides)))
+        object.__setattr__(
+            self,
+            "overrides",
+            tuple(checks.checked_override(x, Where, marks=";=") for x in self.overrides),
+        )
         checks.integer("Where", "host_bytes", self.host_bytes, LEAST_HOST_BYTES)
-        own = [
-            each for where in (self, *(w for _, w in self.overrides)) for each in where._fields()
-        ]
-        object.__setattr__(self, "_set", frozenset(name for name, _ in own))
-        object.__setattr__(self, "_moved", frozenset(name for name, at in own if at != DEVICE))
 
     @classmethod
     def parse(cls, text: str) -> "Where":
@@ -178,13 +170,11 @@ class Where:
         """The patterns of its overrides."""
         return [pattern for pattern, _ in self.overrides]
 
-    def sets(self, field: str) -> bool:
-        """Whether a place is given for this field, for any leaf."""
-        return field in self._set
-
-    def moves(self, *fields: str) -> bool:
-        """Whether any leaf may lie elsewhere than on the device, in these fields or in any."""
-        return not self._moved.isdisjoint(fields or _FIELDS)
+    @cached_property
+    def moved(self) -> set[str]:
+        """The fields in which a leaf may lie elsewhere than on the device."""
+        every = [self, *(where for _, where in self.overrides)]
+        return {name for each in every for name, place in each._fields() if place != DEVICE}
 
 
 def where(value: "Where | str | None" = "", *, host_bytes: int | str | None = None) -> Where:
@@ -216,21 +206,9 @@ def where(value: "Where | str | None" = "", *, host_bytes: int | str | None = No
 
 def where_of(value: Where | str | None) -> Where:
     """The `Where` that an argument means: one, its text, or None for the device."""
-    if value is None:
-        return _ON_DEVICE
+    if not value:
+        return ON_DEVICE
     return Where.parse(value) if isinstance(value, str) else value
-
-
-def _checked(override: Any) -> tuple[str, Where]:
-    """An override, after a check that it has a text form and an effect."""
-    pattern, where = checks.checked_override(override, Where, marks=";=")
-    what = f"Where: the override {pattern!r}"
-    if where.overrides or where.host_bytes != HOST_BYTES:
-        fix = "give it params, states or grads"
-        raise PlanError(f"{what} sets what a leaf does not have", [f"{where}"], fix)
-    if not where._fields():
-        raise PlanError(f"{what} sets no place", fix="write one, as in '*norm*: states=host'")
-    return pattern, where
 
 
 def _read(clause: str, fields: str) -> dict[str, Any]:
@@ -250,4 +228,4 @@ def _read(clause: str, fields: str) -> dict[str, Any]:
     return found
 
 
-_ON_DEVICE = Where()
+ON_DEVICE = Where()

@@ -11,7 +11,6 @@ system: at the speed of the disk, and without pushing out of memory what others 
 
 import contextlib
 import ctypes
-import errno
 import mmap
 import os
 import tempfile
@@ -152,22 +151,6 @@ def _whole(memory: Tensor, move: Callable[[memoryview, int], int], done: str, of
         at += count
 
 
-def allocate(file: int, offset: int, nbytes: int) -> None:
-    """Make a file longer, so that the disk is sure to have the room.
-
-    Raises:
-      OSError: the disk has not so much room.
-    """
-    try:
-        os.posix_fallocate(file, offset, nbytes)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-        zeros = aligned(min(nbytes, _AT_ONCE)).zero_()
-        for low in range(0, nbytes, _AT_ONCE):
-            write_all(file, zeros[: nbytes - low], offset + low)
-
-
 def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Where tensors of so many bytes begin in one memory, each at a page, and where they end.
 
@@ -294,7 +277,7 @@ class Scratch:
             offset = self._space.take(size)
             try:
                 if self._space.end > self._size:
-                    allocate(self._files[0], self._size, self._space.end - self._size)
+                    os.posix_fallocate(self._files[0], self._size, self._space.end - self._size)
                     self._size = self._space.end
             except OSError:
                 self._space.give(offset, size)

@@ -33,8 +33,8 @@ Its words:
 Rules:
 
 - An optimizer must be elementwise, because a shard is a flat piece. `from_torch` takes 11 of the 15
-  classes of torch and refuses `Adafactor`, `Muon`, `LBFGS` and `SparseAdam` by name; it takes any
-  other class whose caller says `elementwise=True`. The arithmetic is torch's; that of lion alone is
+  classes of torch, all but `Adafactor`, `Muon`, `LBFGS` and `SparseAdam`; it takes any other class
+  whose caller says `elementwise=True`. The arithmetic is torch's; that of lion alone is
   written here. `sgd`, `adam` and `adamw` call torch's functions; an object of a class, as
   `from_torch` makes for each step, imports `torch._dynamo`: 80 MB and a second in every process.
 - With a scale, a watch or `on_nonfinite="skip"` a gradient that is not finite, in any dtype,
@@ -62,9 +62,9 @@ Rules:
 - Moments may lie in host memory or in files (`init_state(where=)`, `move`). A step brings them part
   by part to where the parameter is, and its bits are those of a step in memory. `opt_step` takes a
   `GradSum`, too, of which each bucket is stepped once its hop 2 is done. So does `Guard.judge`, and
-  of a sum elsewhere (`GradSum(where=)`) both bring one bucket at a time. `guarded_step` is both in
-  one call: states elsewhere begin to come before the norm is awaited; see [Note: states come first]
-  in `columns`. So they do where a `chain` clips by a norm. Under `update` of one's own they do not.
+  of a sum elsewhere (`GradSum(where=)`) both bring one bucket at a time. States elsewhere begin to
+  come before the norm is awaited in a `Trainer`, and where a `chain` clips by a norm; see [Note:
+  states come first] in `columns`. Under `update` of one's own they do not.
 - Moments may take a byte each: `shard(precision="state=int8[256]")` keeps those of leaves with at
   least 4,096 elements as codes, 2.03 bytes for the two of AdamW instead of 8. Rounding is right on
   average, and the numbers of these leaves do not depend on ranks or buckets; see [Note: coded
@@ -115,7 +115,6 @@ from mics_fn.optim.guard import (
     StepTotals,
     Verdict,
     dynamic_scale,
-    guarded_step,
     no_scale,
     norm_spike,
     static_scale,

@@ -32,8 +32,9 @@ before its first write: what was brought is dropped, and the state is as it was.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -57,7 +58,7 @@ from mics_fn.offload import (
     stream,
 )
 from mics_fn.optim import flat
-from mics_fn.shards import Bucket, closed_after, needs_derivative, note_write
+from mics_fn.shards import Bucket, GradStream, closed_after, needs_derivative, note_write
 from mics_fn.tree import Tree
 
 # `Column`: corresponding tensors of several trees, on which an optimizer works in one go.
@@ -82,18 +83,27 @@ def updating(found: Sequence[Column]) -> Any:
 # Trees on their way through a step: the pieces of each run as one tensor, or one by one.
 
 
-class WorkingTree(NamedTuple):
-    """A tree on its way through a step: the pieces of each run as one tensor, or one by one."""
+class WorkingTree:
+    """A tree on its way through a step: the pieces of each run as one tensor, or one by one.
 
-    given: flat.Unpacked | flat.FlatShards
-    runs: tuple[flat.FlatRun, ...]
-    pieces: list[Tensor]  # all of the tree; none where it is kept as runs
-    wholes: list[Tensor | None]  # by run
+    Args:
+      given: the tree.
+      runs: those of all trees of the step.
+    """
 
-    @property
-    def tensors(self) -> list[Any]:
-        """What the tree was given as: its pieces or its runs."""
-        return self.pieces or self.wholes
+    def __init__(
+        self, given: flat.Unpacked | flat.FlatShards, runs: tuple[flat.FlatRun, ...]
+    ) -> None:
+        self.given, self.runs = given, runs
+        self.wholes: list[Tensor | None] = [None] * len(runs)  # by run
+        self.stream: GradStream | None = None  # of gradients that are not all complete
+        self.pieces: list[Tensor] = []  # all of the tree; none where it is kept as runs
+        if isinstance(given, flat.FlatShards):
+            self.wholes = list(given.wholes)
+        elif given.stream is None:
+            self.pieces = list(given.pieces)
+        else:  # they are freed as they are used, which another list would prevent
+            self.stream, self.pieces = given.stream, given.pieces
 
     @property
     def batched(self) -> bool:
@@ -103,145 +113,150 @@ class WorkingTree(NamedTuple):
             for run, whole in zip(self.runs, self.wholes, strict=True)
         )
 
-    def look(self) -> "WorkingTree":
-        """Find runs that are contiguous in memory; fetch the others into contiguous memory.
+    def join(self, r: int) -> None:
+        """Take a run as one tensor if it is contiguous in memory, or if it is in a file.
 
         Kernels round the last elements of a tensor in another way, so leaf by leaf bits differ.
         """
-        if isinstance(self.given, flat.FlatShards) or self.given.stream is not None:
-            return self
-        pieces = list(self.pieces)
-        return self._replace(wholes=[_brought(run, pieces) for run in self.runs], pieces=pieces)
+        run, pieces = self.runs[r], self.pieces
+        whole = flat.whole_run(run, pieces)
+        if whole is None and run.laid:
+            mine = [pieces[i] for i in run.members]
+            if FileTensor in map(type, mine):
+                device = next(x.device for x in mine if in_file(x))
+                self.put(r, flat.joined(run, [read(x.detach()).to(device) for x in mine]))
+                return
+        self.wholes[r] = whole
 
-    def arrived(self, ready: Sequence[int]) -> "WorkingTree":
-        """Call `look` for the runs whose pieces are available."""
-        wholes: list[Tensor | None] = [None] * len(self.runs)
-        pieces = list(self.given.pieces)  # pyright: ignore
-        for r in ready:
-            wholes[r] = _brought(self.runs[r], pieces)
-        return self._replace(pieces=pieces, wholes=wholes)
+    def put(self, r: int, whole: Tensor) -> None:
+        """Replace a run by a long tensor."""
+        self.wholes[r] = whole
+        if self.pieces:
+            members = self.runs[r].members
+            for i, piece in zip(members, flat.split(self.runs[r], whole), strict=True):
+                self.pieces[i] = piece
 
     def parts(self, r: int) -> list[Tensor]:
         """What a run consists of: one tensor, or its pieces that are not empty."""
         whole = self.wholes[r]
         if whole is not None:
             return [whole] if whole.numel() else []
-        return [self.pieces[i] for i, _, _ in self.runs[r].laid]
+        return [self.pieces[x.index] for x in self.runs[r].laid]
 
     def single(self, r: int) -> list[Tensor]:
         """The pieces of a run that are not empty."""
-        whole, run = self.wholes[r], self.runs[r]
+        whole = self.wholes[r]
         if isinstance(self.given, flat.FlatShards) and whole is not None:
             found = self.given.cut(r, whole)
         else:
-            found = [self.pieces[i] for i, _, _ in run.laid]
+            found = [self.pieces[x.index] for x in self.runs[r].laid]
         return [x.detach() for x in found] if flat.any_requires_grad(found) else found
 
-    def change(
-        self, fn: Callable[[flat.FlatRun, Tensor], Tensor], only: Sequence[int] | None = None
-    ) -> "WorkingTree":
-        """The same with `fn(run, x)` in place of each part x of each run, empty pieces too."""
-        pieces, wholes = list(self.pieces), list(self.wholes)
-        numbers = range(len(self.runs)) if only is None else only
-        for r in numbers:
-            run, old = self.runs[r], wholes[r]
-            if old is None:
-                for i in run.members:
-                    pieces[i] = fn(run, pieces[i])
-                continue
-            new = wholes[r] = fn(run, old)
-            if pieces and new is not old:
-                for i, piece in zip(run.members, flat.split(run, new), strict=True):
-                    pieces[i] = piece
-        return self._replace(pieces=pieces, wholes=wholes)
+    def change(self, r: int, fn: Callable[[flat.FlatRun, Tensor], Tensor]) -> None:
+        """Put `fn(run, x)` in the place of each part x of a run, empty pieces too."""
+        run, whole = self.runs[r], self.wholes[r]
+        if whole is None:
+            for i in run.members:
+                self.pieces[i] = fn(run, self.pieces[i])
+            return
+        new = fn(run, whole)
+        if new is not whole:
+            self.put(r, new)
+
+    def drop(self, r: int) -> None:
+        """Free the gradients of a run of a stream, which were used."""
+        if self.stream is not None:
+            self.wholes[r] = None
+            for i in self.runs[r].members:
+                self.pieces[i] = self.pieces[i].new_empty(0)
+
+    def device(self, r: int) -> torch.device:
+        """The device of a run."""
+        whole = self.wholes[r]
+        return (self.pieces[self.runs[r].members[0]] if whole is None else whole).device
 
     def renewed(self) -> flat.Unpacked | flat.FlatShards:
         """What it holds, in new nodes, where it lay before."""
-        if isinstance(self.given, flat.Unpacked):
-            old, new = self.given.pieces, self.pieces
-            # To ask each of them takes long.
-            return self.given.with_pieces(
-                placed_like(new, old) if FileTensor in map(type, old) else new
-            )
-        wholes = [
-            flat.joined(run, [self.pieces[i] for i in run.members]) if whole is None else whole
-            for run, whole in zip(self.runs, self.wholes, strict=True)
-        ]
-        return flat.with_wholes(self.given.layout, wholes, self.given.cuts)
+        given, pieces = self.given, self.pieces
+        if isinstance(given, flat.Unpacked):
+            if FileTensor in map(type, given.pieces):  # to ask each of them takes long
+                pieces = placed_like(pieces, given.pieces)
+            return given.with_pieces(pieces)
+        wholes: list[Any] = self.wholes
+        if pieces:  # of a step leaf by leaf
+            wholes = [flat.joined(run, [pieces[i] for i in run.members]) for run in self.runs]
+        return flat.with_wholes(given.layout, wholes, given.cuts)
 
 
-def _brought(run: flat.FlatRun, pieces: list[Tensor]) -> Tensor | None:
-    """Fetch pieces from several places of files into one run, and return `whole_run`."""
-    whole, mine = flat.whole_run(run, pieces), [pieces[i] for i in run.members]
-    if whole is None and run.laid and FileTensor in map(type, mine):
-        device = next(x.device for x in mine if in_file(x))
-        whole = flat.joined(run, [read(x.detach()).to(device) for x in mine])
-        for i, piece in zip(run.members, flat.split(run, whole), strict=True):
-            pieces[i] = piece
-    return whole
-
-
-def held_of(trees: Sequence[Tree]) -> list[WorkingTree]:
+def working_trees(trees: Sequence[Tree]) -> list[WorkingTree]:
+    """Trees of the same leaves on their way through a step."""
     found: list[WorkingTree] = []
     for shards in trees:
         if isinstance(shards, flat.FlatShards):
-            runs = shards.layout.runs
+            given, runs = shards, shards.layout.runs
             if found and runs is not found[0].runs and runs != found[0].runs:
                 fix = "pass the optimizer's state of these parameters"
                 raise LeafError("opt_step: the state is of another tree", fix=fix)
-            found.append(WorkingTree(shards, runs, [], list(shards.wholes)))
-            continue
-        given = flat.unpacked(shards)
-        runs = found[0].runs if found else given.runs()
-        if len(given.pieces) != sum(len(run.members) for run in runs):
-            raise LeafError("opt_step: trees of different numbers of leaves")
-        found.append(WorkingTree(given, runs, given.pieces, [None] * len(runs)))
+        else:
+            given = flat.unpacked(shards)
+            runs = found[0].runs if found else flat.runs_of(*given.places, given.lengths)
+            if found and len(found[0].pieces or given.pieces) != len(given.pieces):
+                raise LeafError("opt_step: trees of different numbers of leaves")
+        found.append(WorkingTree(given, runs))
     return found
 
 
-def in_place(held: Sequence[WorkingTree]) -> list[WorkingTree]:
-    """Return trees to write in place, with copies of tensors that overlap or are not dense."""
-    parts = [x for each in held for r in range(len(each.runs)) for x in each.parts(r)]
+def in_place(targets: Sequence[WorkingTree]) -> set[int]:
+    """Copy parts of trees to be written in place that overlap with others or are not dense.
+
+    Returns:
+      The storages that are written.
+    """
+    parts, dense, odd = list[Tensor](), list[tuple[int, int, int]](), set[int]()
+    for each in targets:
+        for r in range(len(each.runs)):
+            parts += each.parts(r)
     finish_readers([x for x in parts if not is_coded(x)])
-    parts = [x for x in parts if not is_placed(x)]
-    far = {id(x) for each in held for x in each.wholes}  # whose parts are brought here later
-    spans = sorted(
-        (_torch.storage_id(x), int(x.storage_offset()), x.numel())
-        for x in parts
-        if flat.is_dense(x)
-    )
-    odd = {a[0] for a, b in pairwise(spans) if a[0] == b[0] and b[1] < a[1] + a[2]}
-
-    def settled(run: flat.FlatRun, x: Tensor) -> Tensor:
-        if is_placed(x):
-            return x if id(x) in far else flat.copied(run, x)
-        return (
-            x
-            if flat.is_dense(x) and not (odd and _torch.storage_id(x) in odd)
-            else flat.copied(run, x)
-        )
-
-    return [each.change(settled) for each in held]
+    for x in parts:
+        if not is_placed(x) and flat.is_dense(x):
+            dense.append((_torch.storage_id(x), int(x.storage_offset()), x.numel()))
+    dense.sort()
+    for a, b in pairwise(dense):
+        if a[0] == b[0] and b[1] < a[1] + a[2]:
+            odd.add(a[0])
+    if odd or len(dense) < len(parts):
+        for each in targets:
+            for r, whole in enumerate(each.wholes):
+                if not is_placed(whole):
+                    each.change(r, partial(_apart, odd))
+    return {storage for storage, _, _ in dense} - odd
 
 
 def readable(
-    held: Sequence[WorkingTree], targets: Sequence[WorkingTree], only: Sequence[int] | None = None
-) -> list[WorkingTree]:
-    """Trees to be read from: with copies of what is in files, not dense, or going to be written to.
+    reads: Sequence[WorkingTree], home: WorkingTree, written: set[int], runs: Iterable[int]
+) -> None:
+    """Copy parts of trees to be read that are in files, not dense, or going to be written to.
 
-    Each run comes to the device of the first target, which computes.
+    Args:
+      reads: the trees.
+      home: the parameters, on whose device each run is computed.
+      written: the storages that are written.
+      runs: the numbers of the runs.
     """
-    parts = [x for each in targets for r in range(len(each.runs)) for x in each.parts(r)]
-    written = {_torch.storage_id(x) for x in parts if not is_placed(x)}
-    first = {id(run): targets[0].parts(r)[:1] for r, run in enumerate(targets[0].runs)}
+    for each in reads:
+        for r in runs:
+            if each.device(r) != home.device(r):
+                device = home.device(r)
+                each.change(r, lambda run, x, device=device: flat.copied(run, x.to(device)))
+            else:
+                each.change(r, partial(_apart, written))
 
-    def settled(run: flat.FlatRun, x: Tensor) -> Tensor:
-        if any(x.device != home.device for home in first.get(id(run), ())):
-            return flat.copied(run, x.to(first[id(run)][0].device))
-        here = not in_file(x) and flat.is_dense(x)
-        return x if here and _torch.storage_id(x) not in written else flat.copied(run, x)
 
-    return [each.change(settled, only) for each in held]
+def _apart(taken: set[int], run: flat.FlatRun, x: Tensor) -> Tensor:
+    """A part of a run; a copy where it is not dense, is placed, or lies in a storage of these."""
+    if is_placed(x) or not flat.is_dense(x) or (taken and _torch.storage_id(x) in taken):
+        return flat.copied(run, x)
+    return x
 
 
 # Parts of a column that give the bits of the whole one.
@@ -288,7 +303,7 @@ def parts_of(
     bounds = sorted({start, stop, min(inner, stop), max(until, start)})
     for a, b in pairwise(bounds):
         if (a, b) == (inner, until):
-            yield ColumnPart(tuple(cut(a, b)), _nothing)
+            yield ColumnPart(tuple(cut(a, b)), lambda: None)  # results are where they belong
         else:
             yield _divided(stretch, a, cut(a, b), written)
 
@@ -305,10 +320,6 @@ def _divided(stretch: Stretch, start: int, given: Sequence[Tensor], written: int
         _torch.foreach_copy(list(given[:written]), mine[:written])
 
     return ColumnPart(tuple(whole), finish)
-
-
-def _nothing() -> None:
-    """Results are where they belong."""
 
 
 # Parts of tensors on their way between host memory and a device, beside the computation.
@@ -398,17 +409,15 @@ Tensors = dict[int, Tensor]  # by the number of the target
 
 def far_runs(targets: Sequence[WorkingTree]) -> list[list[int]]:
     """Return for each run the targets that must be fetched to the computing device."""
-    found = []
+    found: list[list[int]] = []
     for r in range(len(targets[0].runs)):
-        device, wholes = _device_of(targets[0], r), [each.wholes[r] for each in targets]
-        far = [x is not None and (is_placed(x) or x.device != device) for x in wholes]
-        found.append([k for k, is_far in enumerate(far) if is_far])
+        device, far = targets[0].device(r), list[int]()
+        for k, each in enumerate(targets):
+            whole = each.wholes[r]
+            if whole is not None and (is_placed(whole) or whole.device != device):
+                far.append(k)
+        found.append(far)
     return found
-
-
-def _device_of(params: WorkingTree, r: int) -> torch.device:
-    whole, run = params.wholes[r], params.runs[r]
-    return (params.pieces[run.members[0]] if whole is None else whole).device
 
 
 class Moving(NamedTuple):
@@ -433,8 +442,9 @@ class PlacedColumns:
 
     Args:
       targets: to be written, the parameters first; changed to what the step gives.
-      reads: what is read: gradients.
-      coming: these, if they still arrive.
+      reads: what is read: gradients, which may be a stream.
+      far: as `far_runs` gives it.
+      written: the storages that are written in place.
       keys, donate: as for `columns`.
     """
 
@@ -442,77 +452,66 @@ class PlacedColumns:
         self,
         targets: Sequence[WorkingTree],
         reads: Sequence[WorkingTree],
-        coming: flat.Unpacked | None,
+        far: list[list[int]],
+        written: set[int],
         keys: Sequence[Hashable] | None,
         donate: bool,
     ) -> None:
-        self.targets, self._reads, self._coming, self._keys = targets, reads, coming, keys
-        self._runs, self._donate = targets[0].runs, donate
-        self._far = far_runs(targets)
+        self.targets, self._reads, self._far, self._keys = targets, reads, far, keys
+        self._runs, self._donate, self._written = targets[0].runs, donate, written
         self._old: list[list[Any]] = [list(each.wholes) for each in targets]
-        for r, k in self._moved():
-            if not donate or is_held(self._old[k][r]):  # which a save reads
-                targets[k].wholes[r] = _like(self._old[k][r], _device_of(targets[0], r))
-
-    def _moved(self) -> Iterator[tuple[int, int]]:
-        yield from ((r, k) for r, far in enumerate(self._far) for k in far)
+        moved = [(self._old[k][r], r, k) for r, placed in enumerate(far) for k in placed]
+        sizes = [x.extent.scratch.host_bytes for x, _, _ in moved if in_file(x)]
+        self._host_bytes = min(sizes, default=HOST_BYTES)
+        for old, r, k in moved:
+            if not donate or is_held(old):  # which a save reads
+                targets[k].wholes[r] = _like(old, targets[0].device(r))
 
     def blocks(self) -> Generator[list[Column]]:
         """Yield the columns part by part; results are stored before the next part."""
-        arrived, reads, last = _arrivals(self.targets, self._reads, self._coming), [], -1
-        order = next(arrived)
-        with closing(self._brought(order)) as parts:
+        ready, there = _ready(self.targets[0], self._reads, self._written), set[int]()
+        every = [*self.targets, *self._reads]
+        with closing(self._brought(_order(self._runs, self._reads))) as parts:
             for r, low, high, here in parts:
-                if r != last:
-                    reads, last = arrived.send(r), r
-                device, run = _device_of(self.targets[0], r), self._runs[r]
-                here = {**here, **self._decoded(r, low, high)}
-                every = enumerate(self.targets)
-                given: list[Any] = [here.get(k, _given(each, r)) for k, each in every]
-                given += [_given(each, r, device) for each in reads]
-                cut = _Cut(
-                    run, low, high, given, set(here), self._keys, LINE if self._coded(r) else 1
-                )
-                found = list(cut.parts(len(self.targets)))
+                while r not in there:
+                    there.update(next(ready))
+                run, coded = self._runs[r], [k for k in self._far[r] if is_coded(self._old[k][r])]
+                here = {**here, **{k: read(self._old[k][r][low:high]) for k in coded}}
+                at, line = (r, low, high), LINE if coded else 1
+                found = list(_parts_of_run(every, at, here, self._keys, len(self.targets), line))
                 if self._donate:
                     note_write()
                 yield [Column(key, part.tensors, run.bucket) for key, part in found]
                 for _, part in found:
                     part.finish()
-                self._encode(r, low, high, here)
+                bounds = [(max(low, a) - low, min(high, b) - low) for a, b in run.gaps]
+                empty = [here[k][a:b] for k in coded for a, b in bounds if a < b]
+                if empty:
+                    _torch.foreach_zero(empty)
+                for k in coded:
+                    self._new(k, r).write(low, here[k])
+                if high == run.numel:
+                    for each in self._reads:
+                        each.drop(r)
         self._decide()  # where this rank has no part of what is elsewhere
-        self._finish()
+        for each in self.targets:  # put what was written into their pieces
+            for r, whole in enumerate(each.wholes):
+                if whole is not None:
+                    each.put(r, whole)
 
     def _decide(self) -> None:
-        if self._coming is not None and self._coming.stream is not None:
-            self._coming.stream.first()
+        for each in self._reads:
+            if each.stream is not None:
+                each.stream.first()
 
-    def _coded(self, r: int) -> list[int]:
-        """The targets that are kept as codes."""
-        return [k for k in self._far[r] if is_coded(self._old[k][r])]
-
-    def _decoded(self, r: int, low: int, high: int) -> Tensors:
-        return {k: read(self._old[k][r][low:high]) for k in self._coded(r)}
-
-    def _encode(self, r: int, low: int, high: int, here: Tensors) -> None:
-        """Code what was written between two elements of a run."""
-        coded = self._coded(r)
-        bounds = [(max(low, a) - low, min(high, b) - low) for a, b in self._runs[r].gaps]
-        empty = [here[k][a:b] for k in coded for a, b in bounds if a < b]
-        if empty:
-            _torch.foreach_zero(empty)
-        for k in coded:
-            self._new(k, r).write(low, here[k])
-
-    def _brought(self, order: Iterable[int]) -> Generator[tuple[int, int, int, Tensors]]:
+    def _brought(self, order: Sequence[int]) -> Generator[tuple[int, int, int, Tensors]]:
         """Yield the parts of all runs with fetched tensors, and store these back."""
-        order = list(order)
         files = [r for r in order if any(in_file(self._old[k][r]) for k in self._far[r])]
-        travelling: Any = stream(self._in_files(files), self._host_bytes())  # begins to read
+        travelling: Any = stream(self._in_files(files), self._host_bytes)  # begins to read
         with closing(travelling) as coming:
             if files:
                 self._decide()
-            for device, near in groupby(order, lambda r: _device_of(self.targets[0], r)):
+            for device, near in groupby(order, lambda r: self.targets[0].device(r)):
                 moving = (x for r in near for x in self._movings(r, coming, r in files))
                 yield from staged(moving, device, ahead=not files)
             for _ in coming:  # its end is when all is written
@@ -549,77 +548,58 @@ class PlacedColumns:
         far = [x for x in (self._old[k][r] for k in self._far[r]) if not is_coded(x)]
         numel, sizes = self._runs[r].numel, [x.dtype.itemsize for x in far]
         if sizes:
-            return cuts(numel, sizes, self._host_bytes())
+            return cuts(numel, sizes, self._host_bytes)
         return [(low, min(numel, low + _CODED)) for low in range(0, numel, _CODED)]
 
-    def _host_bytes(self) -> int:
-        stored = [self._old[k][r] for r, k in self._moved() if in_file(self._old[k][r])]
-        return min((x.extent.scratch.host_bytes for x in stored), default=HOST_BYTES)
 
-    def _finish(self) -> None:
-        """Put what was written into the pieces of the targets."""
-        for each in self.targets:
-            for run, whole in zip(each.runs, each.wholes, strict=True):
-                if each.pieces and whole is not None:
-                    for i, piece in zip(run.members, flat.split(run, whole), strict=True):
-                        each.pieces[i] = piece
+def _spans(
+    run: flat.FlatRun, keys: Sequence[Hashable] | None, apart: bool
+) -> Iterator[tuple[Hashable, flat.FlatPart, int]]:
+    """The columns of a run: their keys, first pieces and lengths; each piece by itself if apart."""
+    near = groupby(run.laid, lambda x: (keys[x.index] if keys else None, apart and x.index))
+    for (key, _), mine in near:
+        first, *_, last = [*mine] * 2
+        yield key, first, last.start + last.length - first.start
 
 
-class _Cut(NamedTuple):
-    """The columns of one run between two of its elements.
+def _parts_of_run(
+    every: Sequence[WorkingTree],
+    at: tuple[int, int, int],
+    here: Tensors,
+    keys: Sequence[Hashable] | None,
+    written: int,
+    line: int,
+) -> Iterator[tuple[Hashable, ColumnPart]]:
+    """The columns of a run between two of its elements.
 
     Args:
-      run, low, high: the run, and the elements.
-      given: of each tree the tensor, which begins at `low` if it was brought, or its pieces.
-      brought: the numbers of those that were.
+      every: the targets and the reads.
+      at: the number of the run, and the elements.
+      here: of some targets the tensor that was brought, which begins at the first element.
       keys: as for `columns`.
-      whole: columns are stepped as if they went on to a multiple of so many elements.
+      written: how many trees are written, from the first on.
+      line: columns are stepped as if they went on to a multiple of so many elements.
     """
+    r, low, high = at
+    apart = any(each.wholes[r] is None for each in every)
+    for key, first, length in _spans(every[0].runs[r], keys, apart):
+        start = first.start
 
-    run: flat.FlatRun
-    low: int
-    high: int
-    given: Sequence[Tensor | Mapping[int, Tensor]]
-    brought: set[int]
-    keys: Sequence[Hashable] | None
-    whole: int = 1
+        def cut(a: int, b: int, index: int = first.index, start: int = start) -> list[Tensor]:
+            found = []
+            for k, each in enumerate(every):
+                whole = each.wholes[r]
+                if k in here:
+                    found.append(here[k].narrow(0, a - low, b - a))
+                elif whole is not None:
+                    found.append(whole.narrow(0, a, b - a))
+                else:
+                    found.append(each.pieces[index].detach().narrow(0, a - start, b - a))
+            return found
 
-    def parts(self, written: int) -> Iterator[tuple[Hashable, ColumnPart]]:
-        """What there is to step on; the first `written` tensors of each are written."""
-        for key, near in self._joined():
-            first, last = near[0], near[-1]
-            start, stop = first.start, last.start + last.length
-            stretch = Stretch(start, stop, (start - stop) % self.whole)
-
-            def cut(a: int, b: int, first: Any = first) -> list[Tensor]:
-                return [self._cut(k, first, a, b) for k in range(len(self.given))]
-
-            for part in parts_of(stretch, self.low, self.high, cut, written):
-                yield key, part
-
-    def _joined(self) -> Iterator[tuple[Hashable, list[Any]]]:
-        """The pieces that are one column in memory."""
-        laid, keys = self.run.laid, self.keys
-        if any(isinstance(x, Mapping) for x in self.given):
-            yield from ((keys[x.index] if keys else None, [x]) for x in laid)
-        elif laid:
-            near = groupby(laid, lambda x: keys[x.index] if keys else None)
-            yield from ((key, list(mine)) for key, mine in near)
-
-    def _cut(self, k: int, first: Any, a: int, b: int) -> Tensor:
-        x = self.given[k]
-        if isinstance(x, Mapping):
-            return x[first.index].narrow(0, a - first.start, b - a)
-        return x.narrow(0, a - self.low if k in self.brought else a, b - a)
-
-
-def _given(each: WorkingTree, r: int, device: torch.device | None = None) -> Any:
-    """What a tree has of a run: a long tensor, or its pieces by their numbers."""
-    whole = each.wholes[r]
-    if whole is not None:
-        return whole if device is None else whole.to(device)
-    found = {laid.index: each.pieces[laid.index].detach() for laid in each.runs[r].laid}
-    return found if device is None else {i: x.to(device) for i, x in found.items()}
+        stretch = Stretch(start, start + length, -length % line)
+        for part in parts_of(stretch, low, high, cut, written):
+            yield key, part
 
 
 def _like(old: Tensor, device: torch.device) -> Tensor:
@@ -629,33 +609,41 @@ def _like(old: Tensor, device: torch.device) -> Tensor:
     return _device.host_buffer(old.nbytes, device).view(old.dtype).view(old.shape)
 
 
-def _arrivals(
-    targets: Sequence[WorkingTree], reads: Sequence[WorkingTree], coming: flat.Unpacked | None
-) -> Generator[Any, Any]:
-    """First the order of runs; then, for each run that is sent, what is read, once it is there."""
-    runs = targets[0].runs
+def _order(runs: Sequence[flat.FlatRun], reads: Sequence[WorkingTree]) -> list[int]:
+    """The runs in the order in which their gradients complete."""
+    place: dict[int, int] = {}
+    for each in reads:
+        if each.stream is not None:
+            place = {i: k for k, bucket in enumerate(each.stream.order) for i in bucket}
+    return sorted(range(len(runs)), key=lambda r: max(place.get(i, 0) for i in runs[r].members))
+
+
+def _ready(
+    home: WorkingTree, reads: Sequence[WorkingTree], written: set[int]
+) -> Iterator[list[int]]:
+    """Yield the runs whose gradients are here, as they arrive, with these in memory of their own.
+
+    What arrives from other ranks has such. A gradient that arises here may lie in the memory of any
+    parameter; but those are here at once, and copied before anything is written.
+    """
+    left, there = list(range(len(home.runs))), set[int]()
+    coming = None
+    for each in reads:
+        if each.stream is not None:
+            each.stream.first()
+            coming = each
     if coming is None:
-        ready = readable(reads, targets)
-        sent = yield range(len(runs))
-        while True:
-            sent = yield ready
-    left, ready, there = dict(enumerate(runs)), dict[int, list[WorkingTree]](), set[int]()
-    stream: Any = coming.stream
-    place = {i: k for k, bucket in enumerate(stream.order) for i in bucket}
-    sent = yield sorted(range(len(runs)), key=lambda r: max(place[i] for i in runs[r].members))
-    stream.first()
-    batches = coming.completed()
-    while True:
-        while sent not in ready:
-            there.update(next(batches))
-            now = [r for r, run in left.items() if there.issuperset(run.members)]
-            # What arrives together may lie in memory that the first step of it writes to.
-            ready.update(dict.fromkeys(now, readable([reads[0].arrived(now)], targets, now)))
-            for r in now:
-                del left[r]
-        last = sent
-        sent = yield ready.pop(last)
-        coming.drop(runs[last].members)
+        readable(reads, home, written, left)
+        yield left
+        return
+    for numbers in coming.given.completed():  # pyright: ignore[reportAttributeAccessIssue]
+        there.update(numbers)
+        ready = [r for r in left if there.issuperset(home.runs[r].members)]
+        left = [r for r in left if r not in ready]
+        for r in ready:
+            coming.join(r)
+        readable(reads, home, written, ready)
+        yield ready
 
 
 # Gradients that are made, judged or limited once a step has asked for its states.
@@ -680,13 +668,19 @@ class Columns(NamedTuple):
         block is asked for. The tensors of a column are those of the targets and then of the reads.
         Columns cover every element once, and apart from that only padding between pieces.
       live: whether derivatives may be asked of what is written.
-      targets: gives the targets in new nodes, once the columns are written: `Unpacked` trees, and
-        `FlatShards`.
+      done: the targets, once the columns are written.
     """
 
     blocks: Iterable[list[Column]]
     live: bool
-    targets: Callable[[], list[Any]]
+    done: list[WorkingTree]
+
+    def targets(self) -> list[Any]:
+        """The targets in new nodes: `Unpacked` trees, and `FlatShards`."""
+        found = []
+        for each in self.done:
+            found.append(each.renewed())
+        return found
 
 
 def columns(
@@ -719,34 +713,41 @@ def columns(
       PlanError: `donate` where a derivative is asked for.
       LeafError: the trees do not have the same leaves.
     """
-    held, n = held_of([*targets, *reads]), len(targets)
-    live = needs_derivative(by) or (
-        torch.is_grad_enabled() and any(flat.any_requires_grad(each.tensors) for each in held)
-    )
-    if live and any(is_coded(x) for each in held for x in each.wholes):
+    held, n = working_trees([*targets, *reads]), len(targets)
+    tensors: list[Any] = []
+    for each in held:
+        tensors += each.pieces or each.wholes
+    live = needs_derivative(by) or (torch.is_grad_enabled() and flat.any_requires_grad(tensors))
+    if live and any(map(is_coded, tensors)):
         text = "opt_step: a derivative is asked for, and moments are kept as codes"
         raise PlanError(text, fix="shard without state=, or call it under torch.no_grad()")
     if live and donate:
         text = "opt_step: donate=True where a derivative is asked for"
         raise PlanError(text, fix="pass donate=False, or call it under torch.no_grad()")
-    streams = (x for x in reads if isinstance(x, flat.Unpacked) and x.stream is not None)
-    coming = next(streams, None)
-    if live or any(each.batched for each in held):
-        if coming is not None:
-            return columns(targets, [coming.whole()], keys, by=by, donate=donate)
-        done, found = _by_leaf(held, n, keys, by)
-        blocks = [found]
+    done, others, streams = held[:n], held[n:], False
+    for each in others:
+        streams = streams or each.stream is not None
+    if live or (not flat.all_rows(tensors) and any(each.batched for each in held)):
+        if streams:
+            return columns(targets, [others[0].given.whole()], keys, by=by, donate=donate)  # pyright: ignore
+        return Columns([_by_leaf(held, n, keys, by)], live, done)
+    for each in held:
+        if each.stream is None and each.pieces:
+            for r in range(len(each.runs)):
+                each.join(r)
+    far, written = far_runs(done), set[int]()
+    if donate:
+        written = in_place(done)
     else:
-        held = [each.look() for each in held]
-        far = far_runs(held[:n])
-        done = in_place(held[:n]) if donate else _copies(held[:n], far)
-        if any(far):
-            blocks = closed_after(PlacedColumns(done, held[n:], coming, keys, donate).blocks())
-        elif coming is None:
-            blocks = _all(done, held[n:], keys, donate)
-        else:
-            blocks = closed_after(_as_they_arrive(done, held[n], coming, keys, donate))
-    return Columns(blocks, live, lambda: [each.renewed() for each in done])
+        for r, placed in enumerate(far):
+            for k, each in enumerate(done):
+                if k not in placed:
+                    each.change(r, flat.copied)
+    if any(far):
+        blocks = PlacedColumns(done, others, far, written, keys, donate).blocks()
+    else:
+        blocks = _blocks(done, others, written, keys, donate)
+    return Columns(closed_after(blocks) if streams or any(far) else blocks, live, done)
 
 
 def map_columns(fn: Callable[..., None], target: Tree, *rest: Tree, donate: bool = False) -> Tree:
@@ -780,8 +781,7 @@ def fresh(shards: Tree) -> Tree:
     """
     if _torch.inside_torch_func():
         return tree.map_leaves(torch.clone, shards)
-    (held,) = held_of([shards])
-    return _closed(held.look().change(flat.copied).renewed())
+    return _changed(shards, flat.copied)
 
 
 def in_chunks(shards: Tree) -> Tree:
@@ -789,33 +789,36 @@ def in_chunks(shards: Tree) -> Tree:
 
     In groups of one rank a gradient is a view of what autograd gave, which may belong to others.
     """
-    (held,) = held_of([shards])
-    held = held.look().change(lambda run, x: x if flat.is_in_chunk(run, x) else flat.copied(run, x))
+    return _changed(shards, lambda run, x: x if flat.is_in_chunk(run, x) else flat.copied(run, x))
+
+
+def _changed(shards: Tree, fn: Callable[[flat.FlatRun, Tensor], Tensor]) -> Tree:
+    (held,) = working_trees([shards])
+    for r in range(len(held.runs)):
+        if held.pieces:
+            held.join(r)
+        held.change(r, fn)
     return _closed(held.renewed())
 
 
 def _closed(value: flat.Unpacked | flat.FlatShards) -> Tree:
-    return value.closed() if isinstance(value, flat.Unpacked) else value
+    return value.shards if isinstance(value, flat.Unpacked) else value
 
 
 def _by_leaf(
     held: Sequence[WorkingTree], n: int, keys: Sequence[Hashable] | None, by: Sequence[Any]
-) -> tuple[list[WorkingTree], list[Column]]:
+) -> list[Column]:
     """Columns of single pieces, for which nobody looks at memory; the first `n` are targets."""
-    given = [x.given.pieces() if isinstance(x.given, flat.FlatShards) else x.pieces for x in held]
+    given = [x.pieces or flat.unpacked(flat.by_leaf(x.given)).pieces for x in held]
     others = [value for value in by if isinstance(value, Tensor)]
     rows = list(zip(*given, strict=True))
     made = [[_livecopied(x, [*row, *others]) for x in row[:n]] for row in rows]
-    found = [
+    for k, each in enumerate(held[:n]):
+        each.pieces = [new[k] for new in made]
+    return [
         Column(keys[i] if keys else None, (*new, *row[n:]))
         for i, (new, row) in enumerate(zip(made, rows, strict=True))
     ]
-    apart = [None] * len(held[0].runs)
-    done = [
-        each._replace(pieces=[new[k] for new in made], wholes=apart)
-        for k, each in enumerate(held[:n])
-    ]
-    return done, found
 
 
 def _livecopied(piece: Tensor, others: Sequence[Tensor]) -> Tensor:
@@ -832,66 +835,37 @@ def _livecopied(piece: Tensor, others: Sequence[Tensor]) -> Tensor:
 def _columns_of_run(
     every: Sequence[WorkingTree], r: int, keys: Sequence[Hashable] | None
 ) -> Iterator[Column]:
-    run, wholes = every[0].runs[r], [each.wholes[r] for each in every]
-    if any(whole is None for whole in wholes):
+    run, wholes = every[0].runs[r], list[Any]()
+    for each in every:
+        wholes.append(each.wholes[r])
+    if type(None) in map(type, wholes):
         singles = zip(run.laid, *(each.single(r) for each in every), strict=True)
         for laid, *tensors in singles:
             yield Column(keys[laid.index] if keys else None, tuple(tensors), run.bucket)
     elif keys is None and run.numel:
-        yield Column(None, tuple(wholes), run.bucket)  # pyright: ignore[reportArgumentType]
+        yield Column(None, tuple(wholes), run.bucket)
     elif keys is not None:
-        for key, near in groupby(run.laid, lambda laid: keys[laid.index]):
-            first, *_, last = [*near] * 2
-            length = last.start + last.length - first.start
-            cut = (x.narrow(0, first.start, length) for x in wholes if x is not None)
-            yield Column(key, tuple(cut), run.bucket)
+        for key, first, length in _spans(run, keys, apart=False):
+            cut = tuple([x.narrow(0, first.start, length) for x in wholes])
+            yield Column(key, cut, run.bucket)
 
 
-def _copies(held: Sequence[WorkingTree], far: Sequence[Sequence[int]]) -> list[WorkingTree]:
-    """Trees to be written to in the place of others; what lies elsewhere is left for later."""
-    return [
-        each.change(flat.copied, [r for r, others in enumerate(far) if k not in others])
-        for k, each in enumerate(held)
-    ]
-
-
-def _all(
+def _blocks(
     targets: Sequence[WorkingTree],
     reads: Sequence[WorkingTree],
-    keys: Sequence[Hashable] | None,
-    donate: bool,
-) -> Iterator[list[Column]]:
-    """The columns of all runs."""
-    every = [*targets, *readable(reads, targets)]
-    found = [x for r in range(len(targets[0].runs)) for x in _columns_of_run(every, r, keys)]
-    if donate:
-        note_write()
-    yield found
-
-
-def _as_they_arrive(
-    targets: Sequence[WorkingTree],
-    grads: WorkingTree,
-    coming: flat.Unpacked,
+    written: set[int],
     keys: Sequence[Hashable] | None,
     donate: bool,
 ) -> Generator[list[Column]]:
-    """The columns of each run, once the gradients that it needs have arrived.
-
-    What arrives from other ranks has memory of its own. A gradient that arises here may lie in that
-    of any parameter; but those are here at once, and copied before anything is written.
-    """
-    left, there = dict(enumerate(grads.runs)), set[int]()
-    stream: Any = coming.stream
-    stream.first()
-    for numbers in coming.completed():
-        there.update(numbers)
-        ready = [r for r, run in left.items() if there.issuperset(run.members)]
-        every = [*targets, *readable([grads.arrived(ready)], targets, ready)]
+    """The columns of all runs, or of those whose gradients have arrived."""
+    every = [*targets, *reads]
+    for ready in _ready(targets[0], reads, written):
+        found: list[Column] = []
         for r in ready:
-            del left[r]
-        found = [x for r in ready for x in _columns_of_run(every, r, keys)]
+            found += _columns_of_run(every, r, keys)
         if donate and found:
             note_write()
         yield found
-        coming.drop(i for r in ready for i in grads.runs[r].members)
+        for r in ready:
+            for each in reads:
+                each.drop(r)

@@ -111,13 +111,10 @@ def differing(said: Sequence[Facts]) -> tuple[list[str], list[str]]:
     """The names of options that differ: those that change numbers, and small steps of versions."""
     names = sorted({name for each in said for name in each})
     odd = [name for name in names if len({each.get(name) for each in said}) > 1]
-    small = [name for name in odd if name.startswith(_VERSION) and _near(name, said)]
+    # A version is near if it is the same up to its first dot.
+    near = [name for name in odd if len({x.get(name, "").split(".")[0] for x in said}) == 1]
+    small = [name for name in near if name.startswith(_VERSION)]
     return [name for name in odd if name not in small], small
-
-
-def _near(name: str, said: Iterable[Facts]) -> bool:
-    """Whether a version is the same up to its first dot on all ranks."""
-    return len({each.get(name, "").partition(".")[0] for each in said}) == 1
 
 
 @cache
@@ -442,7 +439,8 @@ class Comparison:
             home.partition.check_open()  # else these may be no values of any rank
             rows = dict(zip(home.stacked_ranks, map(tuple, table), strict=True))
             groups = _replicas(home)
-            odd = [i for i in range(len(leaves)) if any(_differ_at(rows, x, i) for x in groups)]
+            sums = [[set(_column(rows, x, i).values()) for x in groups] for i in range(len(leaves))]
+            odd = [i for i, found in enumerate(sums) if max(map(len, found)) > 1]
             if not odd:
                 continue
             # What one rank lacks, several groups would have to give.
@@ -492,7 +490,3 @@ def _compared(
 
 def _column(rows: Mapping[int, Sequence[int]], ranks: Sequence[int], at: int) -> dict[int, int]:
     return {rank: rows[rank][at] for rank in ranks}
-
-
-def _differ_at(rows: Mapping[int, Sequence[int]], ranks: Sequence[int], at: int) -> bool:
-    return len(set(_column(rows, ranks, at).values())) > 1

@@ -18,7 +18,7 @@ ranks share a tensor. Second moments are kept by their roots; see [Note: roots] 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -119,16 +119,14 @@ def whole_run(run: FlatRun, pieces: Sequence[Tensor]) -> Tensor | None:
         return None
     index, starts, lengths = run.columns
     mine = [pieces[i] for i in index]
-    if any(map(is_coded, mine)):
-        return None
-    if any(map(in_file, mine)):
+    if FileTensor in map(type, mine):
         return _in_one_file(run, mine)
     first = mine[0].detach()
     if _torch.has_no_data(first) or tuple(map(Tensor.numel, mine)) != lengths:
         return None
     if not all(map(Tensor.is_contiguous, mine)) or any(map(Tensor.is_neg, mine)):
         return None
-    if not all_rows(mine) or len(set(map(attrgetter("dtype"), mine))) > 1:
+    if not all_rows(mine) or len(set(map(_DTYPE, mine))) > 1:
         return None
     # Addresses in one stretch within the first piece's storage are of that storage.
     address, size, begin = first.data_ptr(), first.itemsize, int(first.storage_offset())
@@ -211,11 +209,11 @@ def all_rows(tensors: Sequence[Tensor]) -> bool:
 
 
 def devices(tensors: Sequence[Tensor]) -> list[torch.device]:
-    return list(map(attrgetter("device"), tensors))
+    return list(map(_DEVICE, tensors))
 
 
 def any_requires_grad(tensors: Sequence[Tensor]) -> bool:
-    return any(map(attrgetter("requires_grad"), tensors))
+    return any(map(_REQUIRES, tensors))
 
 
 def is_dense(x: Tensor) -> bool:
@@ -370,10 +368,6 @@ class FlatShards:
                 runs[r] = Sharded(whole, run.bucket, 0) if run.bucket else whole
         return FlatShards(runs, self.layout)
 
-    def pieces(self) -> list[Tensor]:
-        """The pieces of the tree, as views."""
-        return unpacked(self.by_leaf()).pieces
-
     def __getitem__(self, key: Any) -> Any:
         return self.by_leaf()[key]
 
@@ -398,11 +392,15 @@ class FlatShards:
     @property
     def wholes(self) -> list[Tensor]:
         """The long tensors."""
-        return [run.data if isinstance(run, Sharded) else run for run in self.runs]
+        found = []
+        for run in self.runs:
+            found.append(run.data if isinstance(run, Sharded) else run)
+        return found
 
 
 _HELD = (Sharded, Tensor)
 _DATA, _BUCKET, _SLOT = attrgetter("data"), attrgetter("bucket"), attrgetter("slot")
+_DTYPE, _DEVICE, _REQUIRES = attrgetter("dtype"), attrgetter("device"), attrgetter("requires_grad")
 
 
 def by_leaf(value: Tree) -> Tree:
@@ -440,18 +438,15 @@ class Unpacked:
       leaves, spec: of the tree.
       pieces: this rank's. Until a gradient is complete, its place is held by the piece of its
         parameter, which has the same shape and device.
+      only_shards: whether all leaves are `Sharded`, which many loops need not ask of each then.
       stream: of gradients that are not all complete; None of any other tree.
     """
 
     leaves: list[Any]
     spec: Any
     pieces: list[Tensor]
+    only_shards: bool
     stream: GradStream | None = None
-
-    @cached_property
-    def only_shards(self) -> bool:
-        """Whether all leaves are `Sharded`, which many loops need not ask of each."""
-        return set(map(type, self.leaves)) == {Sharded}
 
     @cached_property
     def in_rows(self) -> bool:
@@ -480,10 +475,6 @@ class Unpacked:
         pairs = zip(tree.spec_paths(self.spec), self.leaves, strict=True)
         return [path for path, leaf in pairs if isinstance(leaf, _HELD)]
 
-    def runs(self) -> tuple[FlatRun, ...]:
-        """Where the pieces lie in their buckets."""
-        return runs_of(*self.places, self.lengths)
-
     def layout(self) -> FlatLayout:
         """What `FlatShards` for this tree remember of it."""
         places: list[Any] = []
@@ -493,7 +484,7 @@ class Unpacked:
             else:  # a frozen leaf itself would keep its tensor alive
                 kept = leaf if isinstance(leaf, Tied) else Nothing()
                 places.append(None if isinstance(leaf, Tensor) else kept)
-        return FlatLayout(self.spec, tuple(places), self.runs())
+        return FlatLayout(self.spec, tuple(places), runs_of(*self.places, self.lengths))
 
     def with_pieces(self, pieces: Sequence[Tensor]) -> "Unpacked":
         """The same tree with other pieces, in new nodes, as the old ones may be given away."""
@@ -507,12 +498,12 @@ class Unpacked:
                 else:
                     leaves.append(next(given) if isinstance(leaf, Tensor) else leaf)
         mark_reduced(leaves, reduced_over(self.leaves))  # limits on gradients change their pieces
-        return Unpacked(leaves, self.spec, list(pieces))
+        return Unpacked(leaves, self.spec, list(pieces), self.only_shards)
 
     def part(self, leaves: list[Any], own: Sequence[int]) -> "Unpacked":
         """The tree with other leaves, of which only these pieces are left."""
         stream = None if self.stream is None else self.stream.part(own)
-        return Unpacked(leaves, self.spec, [self.pieces[i] for i in own], stream)
+        return Unpacked(leaves, self.spec, [self.pieces[i] for i in own], False, stream)
 
     def completed(self) -> Iterator[list[int]]:
         """Take gradients as their buckets complete; yield the numbers of the pieces."""
@@ -535,18 +526,10 @@ class Unpacked:
         mark_reduced(made.leaves, self.stream.home)
         return made
 
-    def drop(self, numbers: Iterable[int]) -> None:
-        """Free gradients that were taken and used."""
-        for i in numbers:
-            self.pieces[i] = self.pieces[i].new_empty(0)
-
     @cached_property
-    def _tree(self) -> Tree:
-        return self.spec.unflatten(self.leaves)
-
-    def closed(self) -> Tree:
+    def shards(self) -> Tree:
         """The tree itself."""
-        return self._tree
+        return self.spec.unflatten(self.leaves)
 
 
 def unpacked(shards: Tree) -> Unpacked:
@@ -559,13 +542,14 @@ def unpacked(shards: Tree) -> Unpacked:
         like = like.with_pieces([x.detach() for x in like.pieces])
         return replace(like, stream=stream)
     leaves, spec = tree.flatten(shards, is_leaf)
-    found = Unpacked(leaves, spec, [])
-    vars(found)["_tree"] = shards
-    if found.only_shards:
-        found.pieces.extend(map(_DATA, leaves))
+    only_shards = set(map(type, leaves)) == {Sharded}
+    if only_shards:
+        pieces = list(map(_DATA, leaves))
     else:
-        held = (x for x in leaves if isinstance(x, _HELD))
-        found.pieces.extend(x.data if isinstance(x, Sharded) else x for x in held)
+        held = [x for x in leaves if isinstance(x, _HELD)]
+        pieces = [x.data if isinstance(x, Sharded) else x for x in held]
+    found = Unpacked(leaves, spec, pieces, only_shards)
+    vars(found)["shards"] = shards
     return found
 
 
@@ -637,10 +621,11 @@ def with_wholes(
       wholes: the long tensors.
       cuts: `FlatShards.cuts` of those that they replace.
     """
-    pairs = zip(layout.runs, wholes, strict=True)
-    runs = [Sharded(x, run.bucket, 0) if run.bucket else x for run, x in pairs]
+    runs = list[Any]()
+    for run, x in zip(layout.runs, wholes, strict=True):
+        runs.append(Sharded(x, run.bucket, 0) if run.bucket else x)
     made = FlatShards(runs, layout)
-    # Those of other memory would keep it.
-    same = ((r, cut) for r, cut in (cuts or {}).items() if cut[0] is wholes[r])
-    made.cuts.update(same)
+    for r, cut in (cuts or {}).items():
+        if cut[0] is wholes[r]:  # those of other memory would keep it
+            made.cuts[r] = cut
     return made

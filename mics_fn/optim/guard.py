@@ -20,10 +20,10 @@ import json
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -32,10 +32,8 @@ from mics_fn import _device, checks, tree
 from mics_fn.collectives import collect, collect_bytes, start_mean_over_ranks
 from mics_fn.errors import LeafError, NonFiniteError, PlanError, by_value, message, name_ranks
 from mics_fn.groups import Groups, Home, require_replicas
-from mics_fn.optim import columns, norms
-from mics_fn.optim.comparing import compare_once
-from mics_fn.optim.flat import by_leaf, lazy_grads, unpacked
-from mics_fn.optim.state import TrainState, opt_step
+from mics_fn.optim import norms
+from mics_fn.optim.flat import by_leaf, unpacked
 from mics_fn.shards import (
     Sharded,
     forget_origins,
@@ -86,16 +84,9 @@ class LossScale:
         checks.number(verb, "value", self.value, above=0)
         if self.kind == "dynamic":
             checks.number(verb, "factor", self.factor, above=1)
-            checks.integer(verb, "interval", self.interval)
-            checks.number(verb, "min", low, above=0)
             checks.number(verb, "value", self.value, least=low, fix=f"min={low:g} is the lowest")
             fix = "a scale lies between min and max"
             checks.number(verb, "max", self.max, least=self.value, fix=fix)
-
-    @property
-    def checks(self) -> bool:
-        """Whether each step checks for overflows."""
-        return self.kind != "none"
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the scale; keep it in float32, since float16 has no number above 65504."""
@@ -231,7 +222,7 @@ def find_nonfinite(grads: Tree, groups: Any, loss: torch.Tensor | None = None) -
     Communication: over each partition group and each replication group 8 bytes, then two words of
       each rank.
     """
-    grads = by_leaf(grads if grad_stream(grads) is None else unpacked(grads).whole().closed())
+    grads = by_leaf(grads if grad_stream(grads) is None else unpacked(grads).whole().shards)
     leaves, homes = tree.flatten(grads, is_leaf)[0], homes_of("Guard.judge", groups, grads)
     at = _first(leaves, list(dict.fromkeys(homes)))
     kind = ""  # of this rank's own gradient, before it was reduced
@@ -322,8 +313,10 @@ class StepTotals:
           The mean of `squares` over ranks.
         """
         zero = self.own_loss.new_zeros(())
-        counts = [torch.full_like(zero, count) for count in self._counts]
-        sent = torch.stack([self.own_loss, zero if squares is None else squares, *counts])
+        numbers = [self.own_loss, zero if squares is None else squares]
+        for count in self._counts:
+            numbers.append(torch.full_like(zero, count))
+        sent = torch.stack(numbers)
         alone = self.home.world_size == 1
         self._found = sent if alone else start_mean_over_ranks(self.home, sent, TOTALS).wait()
         return self._found[1]
@@ -465,8 +458,6 @@ def norm_spike(
       False (1.0, 2.0, 2.5)
     """
     checks.number("norm_spike", "factor", factor, above=1)
-    for name, count in (("window", window), ("warmup", warmup)):
-        checks.integer("norm_spike", name, count)
     if warmup > window:
         checks.refuse("norm_spike", "warmup", warmup, f"at most window={window}")
     checks.choice("norm_spike", "action", action, "skip", "report")
@@ -560,9 +551,6 @@ class Guard:
         if self.decides and (self.chosen or self.in_row):
             watch_origins()
 
-    def __reduce__(self) -> Any:  # so that the process that unpickles it watches, too
-        return Guard, tuple([getattr(self, each.name) for each in fields(self)])
-
     @property
     def decides(self) -> bool:
         """Whether it may refuse a step."""
@@ -572,7 +560,7 @@ class Guard:
     def chosen(self) -> bool:
         """Whether it may refuse a step because somebody asked for it, and not by default."""
         refuses = self.on_nonfinite in ("skip", "raise")
-        return self.scale.checks or self.spike is not None or refuses
+        return self.scale.kind != "none" or self.spike is not None or refuses
 
     def judge(
         self,
@@ -614,25 +602,28 @@ class Guard:
           GroupsError: a hierarchy was given, which does not know the replicas.
           NonFiniteError: on all ranks, with "raise"; nothing was written.
         """
-        fix = "judge outside, or in torch.no_grad(); global_norm can be differentiated"
-        held = tree.flatten(grads, is_leaf)[0] if grad_stream(grads) is None else []
-        leaves = [getattr(leaf, "data", leaf) for leaf in held]
-        refuse_derivative("Guard.judge", leaves, fix)
+        found = norms.measured("Guard.judge", grads, groups)
+        if found.stream is None:
+            fix = "judge outside, or in torch.no_grad(); global_norm can be differentiated"
+            refuse_derivative("Guard.judge", found.data, fix)
         with torch.no_grad():
-            return self._judge(grads, groups, donate, totals, wait)
+            return self._judge(grads, found, groups, donate, totals, wait)
 
     def _judge(
-        self, grads: Any, groups: Any, donate: bool, totals: StepTotals | None, wait: bool
+        self,
+        grads: Any,
+        found: norms.Measured,
+        groups: Any,
+        donate: bool,
+        totals: StepTotals | None,
+        wait: bool,
     ) -> Verdict:
-        stream = grad_stream(grads)
-        like = grads if stream is None else stream.like
-        homes = list(dict.fromkeys(homes_of("Guard.judge", groups, like)))
-        exact = self.check_groups(like, groups)
-        decides = self.chosen or (self.decides and any(home.life.whole for home in homes))
+        exact, whole = self._knows_norm(found)
+        decides = self.chosen or (self.decides and whole)
         factor, norm, found_inf = 1.0, None, None
         highest = torch.zeros(())
         if decides or self.max_norm is not None:
-            here, highest = self._norms(grads, groups, homes, totals, decides)
+            here, highest = self._norms(found, totals, decides)
             norm = here if exact else None
             if self.max_norm is not None:
                 factor = norms.clip_factor(here, self.max_norm)
@@ -648,12 +639,11 @@ class Guard:
             return Verdict(out, norm, None, False, True, self, None, found_inf)
         # The host waits once for both numbers.
         times, most = torch.stack([torch.ones_like(highest) * factor, highest]).tolist()
-        for home in homes:
+        for home in found.homes:
             home.partition.check_open()  # else these may be no values of any rank
         finite = math.isfinite(most) and (totals is None or totals.finite)
         where = None if finite else find_nonfinite(grads, groups, totals and totals.own_loss)
-        leaves = tree.flatten(by_leaf(like), is_leaf)[0]
-        forget_origins({leaf.bucket for leaf in leaves if isinstance(leaf, Sharded)})
+        forget_origins(dict.fromkeys(found.buckets))
         refused, spike, after = self._after(most, finite)
         if where and after.in_row >= _IN_ROW.get(self.on_nonfinite, math.inf):
             raise _error(where, after.in_row)
@@ -672,16 +662,20 @@ class Guard:
         return refused, spike, after
 
     def _norms(
-        self, grads: Any, groups: Any, homes: list[Any], totals: StepTotals | None, decides: bool
+        self, found: norms.Measured, totals: StepTotals | None, decides: bool
     ) -> tuple[Tensor, Tensor]:
         """Compute the unscaled norm of this rank, and the highest of any rank if that is needed."""
-        if totals is not None and totals.reaches(homes):
-            norm = _norm_by(totals, grads, groups) / self.scale.value
+        if totals is not None and totals.reaches(found.homes):
+            # Of each of its groups there are p parts, and the message gives a mean over all ranks.
+            by_home = norms.squares_here(found).items()
+            parts = [squares * home.partition_size for home, squares in by_home]
+            norm = totals.exchange(torch.stack(parts).sum() if parts else None).sqrt()
+            norm = norm / self.scale.value
             return norm, norm
-        norm = norms.norm_here(grads, groups) / self.scale.value
+        norm = norms.norm_here(found) / self.scale.value
         highest = norm if totals is None else totals.marked(norm)
         if decides:
-            highest = _highest(highest, homes)
+            highest = _highest(highest, found.homes)
         if totals is not None:
             totals.exchange()
         return norm, highest
@@ -690,40 +684,39 @@ class Guard:
         """This guard after a step that was masked; see `Verdict.found_inf`."""
         return replace(self, in_row=self.in_row + 1, skipped=self.skipped + 1)
 
-    def check_groups(self, like: Tree, groups: Any) -> bool:
+    def check_groups(self, like: Tree, groups: Any) -> None:
         """Refuse groups on which this guard cannot know what it needs.
 
         Args:
           like: the tree of shards, of parameters or of gradients.
           groups: as for `judge`.
 
-        Returns:
-          Whether the norm of the whole tree can be known.
-
         Raises:
           PlanError: see [Note: parts of a model] in `norms`. To refuse gradients that are not
             finite, it is enough that some groups reach all ranks: every rank learns of them then.
         """
-        homes = norms.counted_homes("Guard.judge", like, groups)
-        problem = norms.norm_problem("Guard.judge", homes)
+        self._knows_norm(norms.measured("Guard.judge", like, groups))
+
+    def _knows_norm(self, found: norms.Measured) -> tuple[bool, bool]:
+        """Whether the norm of the whole tree can be known, and whether some groups reach all ranks.
+
+        Raises:
+          PlanError: as `check_groups`.
+        """
+        whole = False
+        for home in found.homes:
+            whole = whole or home.life.whole
+        problem = norms.norm_problem("Guard.judge", found.owners)
         needs_norm = self.max_norm is not None or self.spike is not None
-        alone = self.chosen and not any(home.life.whole for home in homes)
-        if problem is not None and (needs_norm or alone):
+        if problem is not None and (needs_norm or (self.chosen and not whole)):
             raise problem
-        return problem is None
+        return problem is None, whole
 
     def _limited(self, grads: Any, factor: Tensor | float, donate: bool) -> Any:
         out = norms.limited(grads, factor, self.max_value, donate=donate)
         if donate and out is not grads and grad_stream(grads) is None:
             mark_donated(grads, "grads", "Guard.judge", keep=out)
         return out
-
-
-def _norm_by(totals: StepTotals, grads: Tree, groups: Any) -> Tensor:
-    """The norm of the whole gradient, by a message whose ranks are those of all groups."""
-    # Of each of its groups there are p parts, and the message gives a mean over all ranks.
-    parts = [x * home.partition_size for home, x in norms.squares_here(grads, groups).items()]
-    return totals.exchange(torch.stack(parts).sum() if parts else None).sqrt()
 
 
 def _error(where: NonFinite, in_row: int) -> NonFiniteError:
@@ -745,75 +738,3 @@ def _highest(norm: Tensor, homes: Iterable[Home]) -> Tensor:
         for comm in comms:
             highest = collect(comm, highest, "verdict of a guard").amax()
     return highest
-
-
-# `guarded_step`: gradients are judged while the states of the step that they decide come.
-
-P = TypeVar("P")  # a tree of shards
-
-
-def guarded_step(
-    state: TrainState[P],
-    grads: Tree,
-    guard: Guard,
-    groups: Any,
-    *,
-    donate: bool = False,
-) -> tuple[TrainState[P], Verdict]:
-    """`Guard.judge`, and `opt_step` if the step is accepted, in one call.
-
-    States that lie in files, or on the host beside a device, begin to come before the guard waits
-    for hop 2 and for the norm: as many of their first blocks as `host_bytes` holds. A step that is
-    refused drops them, and writes nothing.
-
-    Args:
-      state: as for `opt_step`.
-      grads: as for `Guard.judge`, with the structure of `state.params`.
-      guard: judges them.
-      groups: as for `Guard.judge`.
-      donate: write into the memory of `state` and of `grads`, neither of which can be used
-        afterwards; of a step that is refused `state` stays valid.
-
-    Returns:
-      The next state, or `state` itself if the step is refused; and the `Verdict`, whose `next` is
-      the guard for the next step. The bits are those of the two calls.
-
-    Communication: that of `Guard.judge` and of `opt_step`.
-
-    Memory: that of both.
-
-    Raises:
-      NonFiniteError: on all ranks, with `on_nonfinite="raise"`; the state is as it was.
-      PlanError: `guard` is not a `Guard`, or `donate` not a bool.
-      LeafError, GroupsError, PlanError, DonatedError, LostStateError, FileError:
-        as `opt_step` and `Guard.judge`.
-
-    Example:
-      >>> groups, guard = make_groups(1), optim.Guard(max_norm=1.0, on_nonfinite="skip")
-      >>> state = init_state(shard({"w": torch.ones(2)}, groups), optim.sgd(0.5))
-      >>> for value in (1.0, float("nan")):
-      ...     grads = reduce_grads({"w": torch.full((2,), value)}, groups)
-      ...     state, verdict = optim.guarded_step(state, grads, guard, groups)
-      ...     print(state.step, state.params["w"].data, verdict.accept)
-      1 tensor([0.6464, 0.6464]) True
-      1 tensor([0.6464, 0.6464]) False
-    """
-    fix = "the order is guarded_step(state, grads, guard, groups)"
-    checks.instance("guarded_step", "guard", guard, Guard, "a Guard", fix)
-    checks.flag("guarded_step", "donate", donate)
-    found: list[Verdict] = []
-
-    def judged() -> Tree:
-        found.append(guard.judge(grads, groups, donate))
-        if not found[0].accept:
-            raise columns.StepRefused
-        return found[0].grads
-
-    lazy = lazy_grads(grads, judged)
-    # On every rank first, since not every rank may have a part of what is elsewhere.
-    compare_once(state, lazy.home)
-    try:
-        given = lazy if columns.needs_fetch(state.params, state.opt) else judged()
-        return opt_step(state, given, donate=donate), found[0]
-    except columns.StepRefused:
-        return state, found[0]

@@ -1,6 +1,5 @@
 """`move`: the same state elsewhere, on the device, in host memory or in files."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import _device, checks, tree
-from mics_fn.checks import check_matched, matches
+from mics_fn.checks import check_matched
 from mics_fn.collectives import refuse_derivative
 from mics_fn.errors import FileError, LeafError, PlanError
 from mics_fn.groups import reports
@@ -170,7 +169,7 @@ def init_elsewhere(init: Callable[[Any], Any], params: Any, where: Where | str |
     """What `init(params)` gives, its moments made at their places one after the other."""
     places, found = where_of(where), flat.unpacked(params)
     check_matched("init_state: where", places.patterns, tree.spec_paths(found.spec))
-    if not places.moves("states"):
+    if "states" not in places.moved:
         return init(params)
     mover = Mover(places, "states", device_of(found.pieces))
     with reports(FileError):
@@ -183,8 +182,7 @@ def move(value: V, where: Where | str | None, *, device: str | torch.device | No
     """The same state elsewhere: on the device, in host memory, or in files.
 
     Leaves of one run of a bucket lie together, where the largest of them should; `bucket=` of
-    `shard` keeps leaves apart. Buffers, counts and frozen leaves stay where they are, and a pattern
-    that matches frozen leaves alone is warned of.
+    `shard` keeps leaves apart. Buffers, counts and frozen leaves stay where they are.
 
     Args:
       value: a `TrainState`, whose parameters go to `params` and whose moments go to `states`; or a
@@ -229,23 +227,13 @@ def _moved(value: V, places: Where, device: torch.device | None) -> V:
     refuse_derivative("move", given, "move outside, and differentiate by what came back")
     if not all(hasattr(value, name) for name in ("params", "opt", "transform")):
         found = flat.unpacked(value)
-        _check_patterns(places, found)
+        check_matched("move: where", places.patterns, tree.spec_paths(found.spec))
         new = Mover(places, "params", device or device_of(found.pieces)).shards(found)
-        return value if new is found else new.closed()  # pyright: ignore[reportReturnType]
+        return value if new is found else new.shards  # pyright: ignore[reportReturnType]
     state: Any = value
     params = flat.unpacked(state.params)
-    _check_patterns(places, params)
+    check_matched("move: where", places.patterns, tree.spec_paths(params.spec))
     home = device or device_of(params.pieces, tensors_of(state.opt))
     new = Mover(places, "params", home).shards(params)
     opt = moved_states(state.opt, params, Mover(places, "states", home))
-    return replace(state, params=state.params if new is params else new.closed(), opt=opt)
-
-
-def _check_patterns(places: Where, params: flat.Unpacked) -> None:
-    """Refuse patterns that match no leaf, and warn of those that match no leaf that is trained."""
-    check_matched("move: where", places.patterns, tree.spec_paths(params.spec))
-    for pattern in places.patterns:
-        # It may be meant for `shard`, which takes the same text and has placed such leaves.
-        if not any(matches(pattern, path) for path in params.paths):
-            text = f"move: where: the pattern {pattern!r} matches no leaf that is trained"
-            warnings.warn(f"{text}; leaves that are not are placed by shard(where=)", stacklevel=4)
+    return replace(state, params=state.params if new is params else new.shards, opt=opt)

@@ -16,7 +16,7 @@ from torch import Tensor
 from mics_fn import _torch, checks, tree
 from mics_fn.collectives import collect
 from mics_fn.errors import LeafError, PlanError
-from mics_fn.groups import Comm, Groups, Home, fold_ranks
+from mics_fn.groups import Comm, Home, fold_ranks
 from mics_fn.optim import columns, flat, transform
 from mics_fn.shards import (
     Bucket,
@@ -130,59 +130,82 @@ def global_norm(grads: Tree, groups: Any) -> Tensor:
       >>> global_norm(shard([torch.tensor([3.0, 4.0])], groups), groups)
       tensor(5., dtype=torch.float64)
     """
-    problem = norm_problem("global_norm", counted_homes("global_norm", grads, groups))
+    found = measured("global_norm", flat.by_leaf(grads), groups)
+    problem = norm_problem("global_norm", found.owners)
     if problem is not None:
         raise problem
-    leaves = tree.flatten(grads, is_leaf)[0]
-    if not needs_derivative([x.data for x in leaves if isinstance(x, Sharded)]):
-        return norm_here(grads, groups)
+    if not needs_derivative(found.data):
+        return norm_here(found)
     _, parts, _ = _opened("global_norm", grads, groups, "grads")
-    totals = [_total(x.home, _squares(x.pieces, True).sum().view(1), True) for x in parts]
+    totals = [_total(home, _squares(x, True).sum().view(1), True) for home, _, x in parts]
     return _roots(torch.cat(totals).sum())
 
 
-def counted_homes(verb: str, grads: Tree, groups: Any) -> list[Home]:
-    """The groups of the leaves that count in a norm."""
-    leaves, _ = tree.flatten(grads, is_leaf)
-    homes = homes_of(verb, groups, grads)
-    found = (home for leaf, home in zip(leaves, homes, strict=True) if isinstance(leaf, Sharded))
-    return list(dict.fromkeys(found))
+class Measured(NamedTuple):
+    """Gradients of which numbers are wanted that depend on all of them.
+
+    Args:
+      stream: those that may not all be complete; None of any other tree.
+      homes: the groups of any leaf, each once.
+      owners: the groups of each trained leaf; no other leaf counts in a norm.
+      buckets: those of the trained leaves.
+      data: the pieces of the trained leaves; of a stream those of its parameters.
+    """
+
+    stream: GradStream | None
+    homes: list[Home]
+    owners: list[Home]
+    buckets: list[Bucket]
+    data: list[Tensor]
 
 
-def norm_here(grads: Tree, groups: Any) -> Tensor:
+def measured(verb: str, grads: Tree, groups: Any) -> Measured:
+    """Open gradients, or a stream of them, with the groups of each trained leaf."""
+    stream = grad_stream(grads)
+    like = grads if stream is None else stream.like
+    homes = homes_of(verb, groups, like)
+    found = Measured(stream, list(dict.fromkeys(homes)), [], [], [])
+    for i, (leaf, home) in enumerate(zip(tree.flatten(like, is_leaf)[0], homes, strict=True)):
+        if isinstance(leaf, Sharded):
+            found.owners.append(home)
+            found.buckets.append(leaf.bucket)
+            found.data.append(leaf.data)
+        elif not is_leaf(leaf):
+            path = tree.paths(like, "grads", is_leaf)[i]
+            fix = "do both hops first: reduce_grads(grads, groups)"
+            raise LeafError(f"{verb}: {path} is not a shard", fix=fix)
+    return found
+
+
+def norm_here(found: Measured) -> Tensor:
     """Compute the norm of the leaves that these groups reach, without a derivative."""
-    by_home = squares_here(grads, groups)
-    totals = [_total(home, squares, False) for home, squares in by_home.items()]
+    totals = [_total(home, squares, False) for home, squares in squares_here(found).items()]
     if not totals:
         return torch.zeros((), dtype=torch.float64)
     return torch.stack(totals).sum().sqrt()
 
 
-def squares_here(grads: Tree, groups: Any) -> dict[Groups, Tensor]:
+def squares_here(found: Measured) -> dict[Home, Tensor]:
     """Sum the squares of this rank's pieces by groups, in float64; nothing is sent.
 
     Memory: of gradients elsewhere one bucket at a time is on the device.
     """
-    stream = grad_stream(grads)
-    # The padding inside of a run must not count.
-    like = flat.by_leaf(grads) if stream is None else stream.like
-    leaves, homes = tree.flatten(like, is_leaf)[0], homes_of("global_norm", groups, like)
-    for i, leaf in enumerate(leaves):
-        if not is_leaf(leaf):
-            path = tree.paths(like, "grads", is_leaf)[i]
-            fix = "do both hops first: reduce_grads(grads, groups)"
-            raise LeafError(f"global_norm: {path} is not a shard", fix=fix)
-    trained = [(x, home) for x, home in zip(leaves, homes, strict=True) if isinstance(x, Sharded)]
-    order = [range(len(trained))] if stream is None else stream.order
-    squares: dict[int, Tensor] = {}
-    for place, numbers in enumerate(order):
-        here = [x.data for x, _ in trained] if stream is None else stream.take(place)
-        squares.update(zip(numbers, _squares(here).unbind(), strict=True))
-    zero = {x: torch.zeros((), dtype=torch.float64, device=x.device) for x in dict.fromkeys(homes)}
-    found = {home: [x] for home, x in zero.items()}
-    for number, (_, home) in enumerate(trained):
-        found[home].append(squares[number])
-    return {home: torch.stack(every).sum() for home, every in found.items()}
+    if found.stream is None:
+        every = _squares(found.data)
+    else:
+        squares: dict[int, Tensor] = {}
+        for place, numbers in enumerate(found.stream.order):
+            here = _squares(found.stream.take(place))
+            squares.update(zip(numbers, here.unbind(), strict=True))
+        every = torch.stack([squares[i] for i in range(len(squares))])
+    sums = {}
+    for home in found.homes:
+        own = every
+        if len(found.homes) > 1:
+            own = every[[i for i, owner in enumerate(found.owners) if owner is home]]
+        zero = torch.zeros(1, dtype=torch.float64, device=home.device)
+        sums[home] = torch.cat([zero, own.to(home.device)]).sum()
+    return sums
 
 
 def _squares(pieces: Sequence[Tensor], live: bool = False) -> Tensor:
@@ -192,12 +215,16 @@ def _squares(pieces: Sequence[Tensor], live: bool = False) -> Tensor:
     if live:
         return torch.stack([x.double().square().sum() for x in pieces])
     norms = [torch.zeros((), device=pieces[0].device)] * len(pieces)
-    # The norm of a float16 tensor may exceed float16 although no element does.
-    for dtype, narrow in ((torch.float32, True), (None, False)):
-        held = [i for i, x in enumerate(pieces) if x.numel() and (x.itemsize < 4) is narrow]
-        if held:
-            found = _torch.foreach_norm([pieces[i] for i in held], 2, dtype)
-            for i, norm in zip(held, found, strict=True):
+    held: dict[bool, list[int]] = {True: [], False: []}
+    for i, x in enumerate(pieces):
+        if x.numel():
+            held[x.itemsize < 4].append(i)
+    for narrow, index in held.items():
+        if index:
+            # The norm of a float16 tensor may exceed float16 although no element does.
+            dtype = torch.float32 if narrow else None
+            found = _torch.foreach_norm([pieces[i] for i in index], 2, dtype)
+            for i, norm in zip(index, found, strict=True):
                 norms[i] = norm
     return torch.stack(norms).double().square()
 
@@ -233,11 +260,13 @@ def norm_problem(verb: str, homes: Iterable[Home]) -> PlanError | None:
     would miss the others. The same holds where leaves live on groups of different ranks, as experts
     do. Ranks would clip by different factors and their copies would drift apart, so it is refused.
     """
-    lives = list(dict.fromkeys(home.life for home in homes))
-    if all(life.whole for life in lives) and len({frozenset(life.ranks) for life in lives}) < 2:
+    whole, sets = True, dict[frozenset[int], None]()
+    for home in dict.fromkeys(homes):
+        whole = whole and home.life.whole
+        sets[frozenset(home.life.ranks)] = None
+    if whole and len(sets) < 2:
         return None
-    sets = dict.fromkeys(fold_ranks(sorted(life.ranks)) for life in lives)
-    lines = [f"ranks {ranks}" for ranks in sets if ranks]
+    lines = [f"ranks {fold_ranks(sorted(ranks))}" for ranks in sets if ranks]
     if len(sets) > 1:
         what = f"{verb}: leaves live on groups of different ranks, and no rank sees the whole norm"
     else:
@@ -292,7 +321,7 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> transform.Transform:
     def update(grads: Tree, state: tuple, params: Tree) -> tuple[Tree, tuple]:
         factor = clip_factor(global_norm(grads, groups), max_norm)
         if needs_derivative([factor]):
-            factor = _for_parts(factor, counted_homes("clip_by_global_norm", grads, groups))
+            factor = _for_parts(factor, measured("clip_by_global_norm", grads, groups).owners)
         return limited(grads, factor), state
 
     facts = {"optimizer": "clip_by_global_norm", "max_norm": max_norm}
@@ -407,10 +436,10 @@ def inner(a: Tree, b: Tree, groups: Any) -> Tensor:
       >>> inner(a, b, groups)
       tensor(30., dtype=torch.float64)
     """
-    problem = norm_problem("inner", counted_homes("inner", a, groups))
+    left, parts, live = _opened("inner", a, groups, "a")
+    problem = norm_problem("inner", [home for home, _, _ in parts])
     if problem is not None:
         raise problem
-    left, parts, live = _opened("inner", a, groups, "a")
     right, others, other_live = _opened("inner", b, groups, "b")
     _check_same(left, right)
     totals = []
@@ -421,12 +450,7 @@ def inner(a: Tree, b: Tree, groups: Any) -> Tensor:
     return torch.cat(totals).sum() if totals else torch.zeros((), dtype=torch.float64)
 
 
-class _Part(NamedTuple):
-    """The trained leaves of a tree on one partition group."""
-
-    home: Home
-    index: list[int]  # of leaves in the tree
-    pieces: list[Tensor]
+_Part = tuple[Home, list[int], list[Tensor]]  # of a partition group: leaves by number, pieces
 
 
 def _opened(
@@ -445,20 +469,14 @@ def _opened(
         data = linear_map("own", uses, *data) if uses else []
     found: dict[Comm, _Part] = {}
     for use, pieces in deal(uses, data):
-        part = found.setdefault(use.home.partition, _Part(use.home, [], []))
-        part.index.extend(use.members)
-        part.pieces.extend(pieces)
+        _, index, held = found.setdefault(use.home.partition, (use.home, [], []))
+        index.extend(use.members)
+        held.extend(pieces)
     return opened, list(found.values()), live
 
 
 def _check_same(a: Opened, b: Opened) -> None:
     """Raise LeafError unless two trees have one structure and are cut in one way."""
-    where = ""
-    if a.spec != b.spec:
-        where = tree.first_mismatch(a.given, b.given, "b", is_leaf)
-    for path, x, y in zip(tree.paths(a.given, "b", is_leaf), a.leaves, b.leaves, strict=False):
-        places = [(type(leaf), leaf.bucket, getattr(leaf, "slot", 0)) for leaf in (x, y)]
-        if not where and places[0] != places[1]:
-            where = f"{path} is {y}, and lies elsewhere than that of a, {x}"
-    if where:
-        raise LeafError("inner: the trees differ", [where], "pass trees that were sharded together")
+    places = [[(x.bucket, getattr(x, "slot", 0)) for x in each.leaves] for each in (a, b)]
+    if a.spec != b.spec or places[0] != places[1]:
+        raise LeafError("inner: the trees differ", fix="pass trees that were sharded together")

@@ -39,14 +39,6 @@ class OptimizerNames(NamedTuple):
     moments: tuple[str, ...]
     scalars: tuple[str, ...] = ()
 
-    def fits(self, state: Any) -> bool:
-        """Whether a state has these names."""
-        return (
-            isinstance(state, OptimizerState)
-            and set(state.moments) == set(self.moments)
-            and set(state.scalars) == set(self.scalars)
-        )
-
 
 class OptimizerState(NamedTuple):
     """What an optimizer keeps from step to step.
@@ -89,20 +81,26 @@ def _on_columns(
     options: dict[str, Any],
 ) -> Transform:
     """Make a `Transform` from `take`, which writes to columns and gives the new scalars."""
-    lr, decay_mask = options["lr"], options["decay_mask"]
+    lr, mask = options["lr"], options["decay_mask"]
 
     def step(
         grads: Unpacked, state: OptimizerState, params: Unpacked, donate: bool
     ) -> tuple[Unpacked, OptimizerState]:
-        transform.check_own(names.fits(state), verb, state)
-        keys = transform.decay_keys(verb, decay_mask, params)
-        rate = None if lr is None else transform.rate_at(verb, lr, state.count)
+        own = isinstance(state, OptimizerState)
+        if not own or {*state.moments, *state.scalars} != {*names.moments, *names.scalars}:
+            raise transform.of_another(verb, state)
+        keys = None if mask is None else transform.decay_keys(verb, mask, params)
+        rate = transform.rate_at(verb, lr, state.count) if callable(lr) else lr
         targets = [params, *state.moments.values()]
         work = columns(targets, [grads], keys, by=[rate], donate=donate)
         scalars, stepped = state.scalars, False
         for block in work.blocks:
-            for decays, found in _by_key(block).items():
-                given = [column.tensors for column in found]
+            by_key: dict[Hashable, tuple[list[Column], list[Any]]] = {}
+            for column in block:
+                found, given = by_key.setdefault(column.key, ([], []))
+                found.append(column)
+                given.append(column.tensors)
+            for decays, (found, given) in by_key.items():
                 with updating(found):  # torch updates all of them in one call
                     scalars = take(_Now(given, state, rate, decays is not False, work.live))
                 stepped = True
@@ -117,14 +115,6 @@ def _on_columns(
 
     masked = verb in ("sgd", "adam", "adamw")  # by torch's fused kernels
     return transform.from_step(init, step, {"optimizer": verb, **options}, masked=masked)
-
-
-def _by_key(block: Iterable[Column]) -> dict[Hashable, list[Column]]:
-    """Group columns by whether they decay."""
-    found: dict[Hashable, list[Column]] = {}
-    for column in block:
-        found.setdefault(column.key, []).append(column)
-    return found
 
 
 def _fused_skips(params: Iterable[Tensor]) -> bool:
@@ -176,7 +166,7 @@ def sgd(
     Example:
       >>> optimizer = sgd(0.1, momentum=0.9, nesterov=True)
     """
-    transform.check_rule("sgd", lr, decay_mask, momentum=momentum, weight_decay=weight_decay)
+    transform.check_rule("sgd", lr, momentum=momentum, weight_decay=weight_decay)
     checks.choice("sgd", "nesterov", nesterov, True, False)
     names = OptimizerNames(("momentum_buffer",) if momentum else ())
 
@@ -188,7 +178,7 @@ def sgd(
             buffers[0] if buffers else [None] * len(params),  # zeros at first
             fused=not now.live and not _fused_skips(params),
             foreach=False,
-            found_inf=transform.found_inf(),
+            found_inf=transform.FOUND_INF.get(),
             weight_decay=weight_decay if now.decays else 0.0,
             momentum=momentum,
             lr=now.rate,  # pyright: ignore[reportArgumentType]
@@ -274,7 +264,7 @@ def _adam(
     decay_mask: Mask | None,
 ) -> Transform:
     options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
-    transform.check_rule(verb, lr, decay_mask, **options)
+    transform.check_rule(verb, lr, **options)
     names = OptimizerNames(("exp_avg", "exp_avg_sq"), ("step",))
 
     def take(now: _Now) -> dict[str, Tensor]:
@@ -293,7 +283,7 @@ def _adam(
             fused=not now.live,
             foreach=False,
             differentiable=now.live,
-            found_inf=transform.found_inf(),
+            found_inf=transform.FOUND_INF.get(),
             decoupled_weight_decay=verb == "adamw",
             amsgrad=False,
             beta1=betas[0],
@@ -336,7 +326,7 @@ def lion(
     Example:
       >>> optimizer = lion(1e-4, weight_decay=0.1)
     """
-    transform.check_rule("lion", lr, decay_mask, betas=betas, weight_decay=weight_decay)
+    transform.check_rule("lion", lr, betas=betas, weight_decay=weight_decay)
 
     def take(now: _Now) -> dict[str, Tensor]:
         rate: Any = now.rate
@@ -367,13 +357,6 @@ ELEMENTWISE = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
-_WHOLE = "it needs whole matrices, and a shard is a flat piece"
-REFUSED = {
-    torch.optim.Adafactor: _WHOLE,
-    torch.optim.Muon: _WHOLE,
-    torch.optim.LBFGS: "it takes inner products over all parameters, and calls the loss again",
-    torch.optim.SparseAdam: "it needs sparse gradients, and gathered gradients are dense",
-}
 
 
 def from_torch(
@@ -409,17 +392,22 @@ def from_torch(
       >>> optimizer = from_torch(torch.optim.RMSprop, lr=1e-2, momentum=0.9)
     """
     if lr is not None:
-        transform.check_rule("from_torch", lr, None)
-    transform.check_mask("from_torch", decay_mask)
+        transform.check_rule("from_torch", lr)
     checks.flag("from_torch", "elementwise", elementwise)
-    _check_class(cls, elementwise)
+    if cls not in ELEMENTWISE and not elementwise:
+        name = getattr(cls, "__name__", type(cls).__name__)
+        known = ", ".join(each.__name__ for each in ELEMENTWISE)
+        fix = f"use one of {known}; or pass elementwise=True if it steps element by element"
+        text = f"from_torch: {name} is not known to be elementwise, and a shard is a flat piece"
+        raise PlanError(text, fix=fix)
     with _torch.without_torch_func():
         names = _names_of(cls, options if lr is None else {**options, "lr": 1e-2})
 
     def init(params: Tree) -> OptimizerState:
         if _torch.inside_torch_func():
             raise _no_derivative(cls)
-        given = options if lr is None else {**options, "lr": transform.rate_at("from_torch", lr, 0)}
+        rate = transform.rate_at("from_torch", lr, 0) if callable(lr) else lr
+        given = options if lr is None else {**options, "lr": rate}
         with torch.no_grad():
             return _begin(cls, given, names, params)
 
@@ -432,22 +420,6 @@ def from_torch(
 
     facts = {**options, "lr": lr, "decay_mask": decay_mask}
     return _on_columns(f"{cls.__module__}.{cls.__qualname__}", names, take, init, facts)
-
-
-def _check_class(cls: Any, elementwise: bool) -> None:
-    """Raise PlanError for a class that cannot step on flat pieces, or of which none knows."""
-    fix = f"use an elementwise one: {', '.join(known.__name__ for known in ELEMENTWISE)}"
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        reason = "it is not a class of torch.optim.Optimizer"
-    elif cls in REFUSED:
-        reason = REFUSED[cls]
-    elif cls in ELEMENTWISE or elementwise:
-        return
-    else:
-        reason = "it is not known to be elementwise, and a shard is a flat piece"
-        fix = "pass elementwise=True if what it does to an element depends on no other element"
-    name = getattr(cls, "__name__", type(cls).__name__)
-    raise PlanError(f"from_torch: {name} cannot be used: {reason}", fix=fix)
 
 
 def _no_derivative(cls: Any) -> PlanError:
@@ -463,15 +435,12 @@ def _names_of(cls: Any, options: dict[str, Any]) -> OptimizerNames:
     first = set(_begun_in(optimizer, param))
     optimizer.step()
     kept = {name: value for name, value in optimizer.state[param].items() if value is not None}
-    text = f"from_torch: {cls.__name__} cannot be used: it "
     for name, value in kept.items():
-        if not isinstance(value, Tensor) or value.shape not in (param.shape, ()):
-            text += f"keeps {name!r}, which is no tensor of 0 dims or of the parameter's shape"
-            raise PlanError(text, fix="let _init_group make it such a tensor")
-        if name not in first and not issubclass(cls, torch.optim.SGD):  # see `_step_object`
-            raise PlanError(
-                f"{text}makes {name!r} in its first step", fix="let _init_group make it"
-            )
+        fits = isinstance(value, Tensor) and value.shape in (param.shape, ())
+        if not fits or (name not in first and not issubclass(cls, torch.optim.SGD)):
+            text = f"from_torch: {cls.__name__} cannot be used: it keeps {name!r}"
+            fix = "let _init_group make it, as a tensor of 0 dims or of the parameter's shape"
+            raise PlanError(text, fix=fix)
     moments = tuple(name for name, value in kept.items() if value.ndim)
     return OptimizerNames(moments, tuple(name for name in kept if name not in moments))
 
@@ -556,21 +525,17 @@ def warmup_cosine(
       A function from the step, counted from 0, to the rate, which optimizers take as `lr`.
 
     Raises:
-      PlanError: a number is out of its range, or the warmup leaves no step to fall in.
+      PlanError: the warmup leaves no step to fall in.
 
     Example:
       >>> lr = warmup_cosine(1.0, 2, 6)
       >>> [round(lr(step), 3) for step in range(7)]
       [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
-    verb, fix = "warmup_cosine", "the order is peak, warmup_steps, total_steps, floor"
-    checks.number(verb, "peak", peak, least=0, fix=fix)
-    checks.number(verb, "floor", floor, least=0, most=peak, fix=fix)
-    for name, steps in (("warmup_steps", warmup_steps), ("total_steps", total_steps)):
-        checks.integer(verb, name, steps, 0, fix=fix)
-    if total_steps <= warmup_steps:
-        text = f"{verb}: warmup_steps={warmup_steps}, total_steps={total_steps}"
-        raise PlanError(text, ["the rate would never fall: the warmup is a part of the whole"], fix)
+    if not 0 <= warmup_steps < total_steps:
+        text = f"warmup_cosine: warmup_steps={warmup_steps}, total_steps={total_steps}"
+        why = "the rate would never fall: the warmup is a part of the whole"
+        raise PlanError(text, [why], "the order is peak, warmup_steps, total_steps, floor")
 
     def lr(step: int) -> float:
         if step < warmup_steps:

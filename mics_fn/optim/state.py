@@ -13,7 +13,7 @@ from mics_fn.groups import Groups
 from mics_fn.interrupts import Commit
 from mics_fn.offload import Where
 from mics_fn.optim import comparing, flat, moving
-from mics_fn.optim.transform import Optimizer, Transform, as_transform, found_inf
+from mics_fn.optim.transform import FOUND_INF, Optimizer, Transform, as_transform
 from mics_fn.shards import (
     Sharded,
     Writing,
@@ -36,34 +36,32 @@ def check_grads(want: flat.Unpacked, got: flat.Unpacked) -> bool:
       LeafError: a gradient does not fit its parameter, by name.
     """
     if want.spec != got.spec:
-        where = tree.first_mismatch(want.closed(), got.closed(), "grads", is_leaf)
+        where = tree.first_mismatch(want.shards, got.shards, "grads", is_leaf)
         text = "opt_step: the gradients' tree differs from the parameters'"
         raise LeafError(text, [where], fix="differentiate with respect to state.params")
     if not _fits(want, got):
         for i, (a, b) in enumerate(zip(want.leaves, got.leaves, strict=True)):
             if not _fits(flat.unpacked(a), flat.unpacked(b)):
                 raise _mismatch(tree.join("grads", tree.spec_paths(want.spec)[i]), a, b)
+    if not flat.any_requires_grad(want.pieces):
+        return False
     if flat.any_requires_grad(got.pieces) or _torch.inside_torch_func():
         return False
-    variables = [x for x in want.pieces if x.requires_grad]
-    return bool(variables) and all(x.is_leaf for x in variables)
-
-
-def _facts(found: flat.Unpacked) -> tuple[Any, ...]:
-    """What a gradient has in common with its parameter, piece by piece."""
-    # Shapes of tensors take long to read.
-    shapes = found.lengths if found.in_rows else [x.shape for x in found.pieces]
-    return found.places, shapes
+    return all(x.is_leaf for x in want.pieces if x.requires_grad)
 
 
 def _fits(want: flat.Unpacked, got: flat.Unpacked) -> bool:
     """Whether gradients fit; those of parameters on the host may be on a device."""
     homes, own = flat.devices(want.pieces), flat.devices(got.pieces)
-    fit = homes == own or all(
-        home == x or (home.type == "cpu" and _device.is_async(x))
-        for home, x in zip(homes, own, strict=False)
-    )
-    return fit and _facts(want) == _facts(got)
+    if homes != own:
+        for home, x in zip(homes, own, strict=False):
+            if home != x and not (home.type == "cpu" and _device.is_async(x)):
+                return False
+    if want.places != got.places or want.lengths != got.lengths:
+        return False
+    # Shapes of tensors take long to read.
+    rows = want.in_rows and got.in_rows
+    return rows or [x.shape for x in want.pieces] == [x.shape for x in got.pieces]
 
 
 def _mismatch(path: str, param: Any, grad: Any) -> LeafError:
@@ -170,7 +168,7 @@ def init_state(
     Raises:
       FileError: a file cannot be made, or the disk has not so much room; see `opt_step`.
       PlanError: `optimizer` is neither of these, or keeps what `state=` has no codes for.
-      LeafError, PlanError: `params` are not shards, or `buffers` not tensors.
+      LeafError: `params` are not shards.
       DesyncError: ranks of `groups` have other options; on all of them, by name.
 
     Example:
@@ -182,9 +180,6 @@ def init_state(
         raise LeafError("init_state: params is None", fix="pass what shard gave")
     transform = as_transform(optimizer)
     check_leaves("init_state", params, tree.flatten(params, is_leaf)[0], "params")
-    fix = "pass tensors by name, as dict(model.named_buffers())"
-    for name, value in (buffers or {}).items():
-        checks.instance("init_state", f"buffers.{name}", value, Tensor, "a tensor", fix)
     if groups is not None:
         homes = homes_of("init_state", groups, params)
         several = any(home.partition_size * home.num_replicas > 1 for home in homes)
@@ -249,13 +244,13 @@ def opt_step(state: TrainState[P], grads: Tree, *, donate: bool = False) -> Trai
     """
     checks.flag("opt_step", "donate", donate)
     ahead = flat.unpacked(grads)
-    home = _home_of(ahead)
+    home = reduced_over(ahead.leaves) if ahead.stream is None else ahead.stream.home
     if isinstance(home, Groups) and not home.agreed >= comparing.AGREED:
         comparing.compare_once(state, home)
     if spans.observers:
         spans.passing("opt_step", state.step + 1, flat.unpacked(state.params).pieces)
     if not donate:
-        return _stepped(state, ahead, donate)
+        return _stepped(state, ahead, home, donate)
     with Commit() as commit:
         if ahead.stream is not None:
             commit.hold()  # a wait for a rank that is gone gives way to a signal
@@ -263,18 +258,13 @@ def opt_step(state: TrainState[P], grads: Tree, *, donate: bool = False) -> Trai
             commit.write()
         if spans.observers:
             spans.passing("commit", state.step + 1, flat.unpacked(state.params).pieces)
-        found = _stepped(state, ahead, donate)
+        found = _stepped(state, ahead, home, donate)
         ending = commit.ending()
     ending[0]  # see [Note: between two instructions] in `interrupts`
     return found
 
 
-def _home_of(grads: flat.Unpacked) -> Any:
-    """The groups that gradients are reduced over, if that is known."""
-    return reduced_over(grads.leaves) if grads.stream is None else grads.stream.home
-
-
-def _stepped(state: TrainState, ahead: flat.Unpacked, donate: bool) -> TrainState:
+def _stepped(state: TrainState, ahead: flat.Unpacked, home: Any, donate: bool) -> TrainState:
     before = flat.unpacked(state.params)
     variables = check_grads(before, ahead)
     if spans.watchers:
@@ -291,9 +281,9 @@ def _stepped(state: TrainState, ahead: flat.Unpacked, donate: bool) -> TrainStat
             if ahead.stream is not None:
                 ahead.stream.first()  # a rank without elements has taken nothing
         except BaseException as error:
-            _told(error, _home_of(ahead))
+            _told(error, home)
             raise
-        params = after.closed()
+        params = after.shards
         if donate:
             writing.give_away([*after.leaves, *tree.flatten(opt, is_leaf)[0]])
             # torch's optimizers write through tensors that count versions separately; autograd must
@@ -301,8 +291,7 @@ def _stepped(state: TrainState, ahead: flat.Unpacked, donate: bool) -> TrainStat
             increment_version(after.pieces)
             if variables:
                 params = tree.map_leaves(Tensor.requires_grad_, params)
-    home = _home_of(ahead)
-    if found_inf() is None and home is not None:  # a masked step is not written then
+    if FOUND_INF.get() is None and home is not None:  # a masked step is not written then
         lose_if_aborted(params, f"opt_step at step {state.step}", home.device, home)
     return TrainState(state.step + 1, params, opt, state.buffers, state.transform)
 

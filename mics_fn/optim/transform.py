@@ -25,7 +25,7 @@ Facts = Mapping[str, Any]  # see `Transform`
 Mask = Callable[[str], bool]  # from the path of a leaf to whether it is selected
 
 
-_FOUND_INF: ContextVar[Tensor | None] = ContextVar("found_inf", default=None)
+FOUND_INF: ContextVar[Tensor | None] = ContextVar("found_inf", default=None)  # of `masked_by`
 
 
 @contextmanager
@@ -35,16 +35,11 @@ def masked_by(number: Tensor | None) -> Iterator[None]:
     Args:
       number: 0-dim float32 tensor, 0 or 1; None masks nothing.
     """
-    token = _FOUND_INF.set(number)
+    token = FOUND_INF.set(number)
     try:
         yield
     finally:
-        _FOUND_INF.reset(token)
-
-
-def found_inf() -> Tensor | None:
-    """The number of the block of `masked_by` that this is in, if it is in one."""
-    return _FOUND_INF.get()
+        FOUND_INF.reset(token)
 
 
 class Optimizer(Protocol):
@@ -104,7 +99,6 @@ def from_update(
     Memory: what `update` makes, and the state.
 
     Raises:
-      PlanError: an argument is not a function.
       LeafError: in a step, the updates do not fit the parameters.
 
     Example:
@@ -117,13 +111,9 @@ def from_update(
       >>> opt_step(state, reduce_grads({"w": torch.ones(2)}, groups)).params["w"].data
       tensor([0.9000, 0.9000])
     """
-    fix = "the order is from_update(init, update, facts)"
-    for name, fn in (("init", init), ("update", update)):
-        if not callable(fn):
-            checks.refuse("from_update", name, fn, "a function", fix)
 
     def step(grads: Unpacked, state: Any, params: Unpacked, donate: bool) -> tuple[Unpacked, Any]:
-        updates, after = update(grads.whole().closed(), state, params.closed())
+        updates, after = update(grads.whole().shards, state, params.shards)
         updates = unpacked(updates)
         where = _difference(updates, params)
         if where:
@@ -139,7 +129,7 @@ def from_update(
 def _difference(updates: Unpacked, params: Unpacked) -> str:
     """Where updates do not fit the parameters, in words; "" if they do."""
     if updates.spec != params.spec:
-        return tree.first_mismatch(params.closed(), updates.closed(), "updates", is_leaf)
+        return tree.first_mismatch(params.shards, updates.shards, "updates", is_leaf)
     if updates.lengths == params.lengths:
         return ""
     rows = zip(params.paths, params.lengths, updates.lengths, strict=True)
@@ -158,21 +148,19 @@ def from_step(
 
     def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
         found, state = step(unpacked(grads), state, unpacked(params), False)
-        new = found.closed()
+        new = found.shards
         own = not needs_derivative(tree.flatten((new, params))[0])
         return columns.map_columns(lambda n, p: n.sub_(p), new, params, donate=own), state
 
     return Transform(init, update, step, facts, masked)
 
 
-def rate_at(verb: str, lr: Rate, step: int) -> float | Tensor:
-    """The learning rate of a step.
+def rate_at(verb: str, lr: Callable[..., Any], step: int) -> float | Tensor:
+    """The learning rate of a step, by a function of the step.
 
     Raises:
-      PlanError: a function gives no rate for it; nothing was written.
+      PlanError: the function gives no rate for it; nothing was written.
     """
-    if not callable(lr):
-        return lr
     rate = lr(step)
     check_rate(verb, f"lr({step})", rate, "let the function of the step give a rate for every step")
     return rate
@@ -196,23 +184,19 @@ def check_rate(verb: str, name: str, lr: Any, fix: str) -> None:
         checks.number(verb, name, lr.item(), least=0, fix=fix)
 
 
-def check_own(fits: bool, kind: str, state: Any) -> None:
-    """Raise PlanError if the state of an optimizer is that of another one."""
-    if not fits:
-        text = f"opt_step: the state of the optimizer is of type {type(state).__name__}, "
-        fix = (
-            "make it with init_state(params, optimizer), or load it with the optimizer of the save"
-        )
-        raise PlanError(f"{text}and not that of {kind}", fix=fix)
+def of_another(kind: str, state: Any) -> PlanError:
+    """The error for a state that is not that of this optimizer."""
+    text = f"opt_step: the state of the optimizer is of type {type(state).__name__}, "
+    fix = "make it with init_state(params, optimizer), or load it with the optimizer of the save"
+    return PlanError(f"{text}and not that of {kind}", fix=fix)
 
 
-def check_rule(verb: str, lr: Rate, decay_mask: Mask | None, **numbers: Any) -> None:
+def check_rule(verb: str, lr: Rate, **numbers: Any) -> None:
     """Refuse options of an optimizer that have no meaning.
 
     Args:
       verb: the optimizer, for errors.
       lr: its learning rate, or a function of the step.
-      decay_mask: as for `adamw`.
       numbers: of at least 0, by name; and `betas`, a pair of numbers from 0 to below 1.
 
     Raises:
@@ -221,7 +205,6 @@ def check_rule(verb: str, lr: Rate, decay_mask: Mask | None, **numbers: Any) -> 
     if not callable(lr) or isinstance(lr, type):
         fix = "pass a number such as 1e-3, a 0-dim tensor, or a function of the step"
         check_rate(verb, "lr", lr, fix)
-    check_mask(verb, decay_mask)
     for name, value in numbers.items():
         if name != "betas":
             checks.number(verb, name, value, least=0)
@@ -230,20 +213,12 @@ def check_rule(verb: str, lr: Rate, decay_mask: Mask | None, **numbers: Any) -> 
             checks.number(verb, f"betas[{i}]", beta, least=0, below=1)
 
 
-def check_mask(verb: str, decay_mask: Mask | None) -> None:
-    """Raise PlanError unless a mask is a function or None."""
-    fix = "pass a function such as lambda path: 'bias' not in path"
-    checks.function(verb, "decay_mask", decay_mask, "from the path of a leaf to a bool", fix)
-
-
-def decay_keys(verb: str, mask: Mask | None, params: Unpacked) -> list[bool] | None:
-    """Whether each piece decays, in the order of the tree; None if all do.
+def decay_keys(verb: str, mask: Mask, params: Unpacked) -> list[bool]:
+    """Whether each piece decays, in the order of the tree.
 
     Raises:
       PlanError: the mask gives something else than a bool.
     """
-    if mask is None:
-        return None
     return [checks.answer(verb, f"decay_mask({path!r})", mask(path)) for path in params.paths]
 
 
@@ -259,39 +234,22 @@ def as_transform(optimizer: Any) -> Transform:
     """
     if isinstance(optimizer, Transform):
         return optimizer
-    if isinstance(optimizer, torch.optim.Optimizer) or not (
-        callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
-    ):
-        raise _no_optimizer(optimizer)
+    for name in ("init", "update"):
+        if not callable(getattr(optimizer, name, None)):
+            what = getattr(optimizer, "__name__", type(optimizer).__name__)
+            fix = "pass a Transform: adamw(1e-3), from_torch(torch.optim.SGD, lr=0.1), chain(a, b)"
+            raise PlanError(f"{what} is not an optimizer of init and update", fix=fix)
     takes = inspect.signature(optimizer.update).parameters
     options = {"inplace": False} if "inplace" in takes else {}
     by_name = "params" in takes and takes["params"].kind is inspect.Parameter.KEYWORD_ONLY
 
     def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
-        if by_name:
-            updates, state = optimizer.update(
-                _plain(grads), state, params=_plain(params), **options
-            )
-        else:
-            updates, state = optimizer.update(_plain(grads), state, _plain(params), **options)
+        plain = _plain(params)
+        given, named = ((), {"params": plain}) if by_name else ((plain,), {})
+        updates, state = optimizer.update(_plain(grads), state, *given, **named, **options)
         return tree.flatten(grads)[1].unflatten([updates[path] for path in names(grads)]), state
 
     return from_update(lambda params: optimizer.init(_plain(params)), update)
-
-
-def _no_optimizer(given: Any) -> PlanError:
-    """Return the error for an object that is no optimizer, with a fix for its type."""
-    name = getattr(given, "__name__", type(given).__name__)
-    fix = "pass a Transform, e.g. adamw(1e-3) or from_torch(torch.optim.RMSprop, lr=1e-3)"
-    if isinstance(given, torch.optim.Optimizer):
-        fix = f"pass from_torch(torch.optim.{name}, lr=...), which makes one for shards"
-    elif isinstance(given, type):
-        name, fix = f"the class {name}", f"pass from_torch({name}, lr=...), or an instance"
-    elif callable(given):
-        name, fix = f"the function {name}", f"call it: {name}(...)"
-    elif isinstance(given, list | tuple):
-        fix = "chain(a, b) makes one of several"
-    return PlanError(f"{name} is not an optimizer of init and update", fix=fix)
 
 
 def _facts(parts: Mapping[str, Transform]) -> Facts | None:
@@ -331,8 +289,8 @@ def chain(*transforms: Optimizer) -> Transform:
         return tuple(part.init(params) for part in parts)
 
     def check(states: Any) -> None:
-        fits = type(states) is tuple and len(states) == len(parts)
-        check_own(fits, f"a chain of {len(parts)}", states)
+        if type(states) is not tuple or len(states) != len(parts):
+            raise of_another(f"a chain of {len(parts)}", states)
 
     def before_last(grads: Tree, states: tuple, params: Tree) -> tuple[Tree, list]:
         new = []
@@ -354,14 +312,14 @@ def chain(*transforms: Optimizer) -> Transform:
         new: list[Any] = []
 
         def made() -> Tree:
-            given, found = before_last(grads.whole().closed(), states, params.closed())
+            given, found = before_last(grads.whole().shards, states, params.shards)
             new.extend(as_before(found, list(states[:-1])))
             return given
 
         # See [Note: states come first] in `columns`. What the others have in files comes through
         # the same memory, and so before.
         late = columns.needs_fetch(params, states[-1]) and not columns.needs_fetch([], states[:-1])
-        given = unpacked(lazy_grads(grads.closed(), made) if late else made())
+        given = unpacked(lazy_grads(grads.shards, made) if late else made())
         after, last = parts[-1].step(given, states[-1], params, donate)
         return after, (*new, last)
 
@@ -411,7 +369,7 @@ def by_path(transforms: Mapping[str, Any], *, default: Any = None) -> Transform:
     def init(params: Tree) -> tuple:
         found = unpacked(params)
         shares = _shares(found, owners(found.paths), len(parts))
-        return tuple(part.init(share.closed()) for part, share in zip(parts, shares, strict=True))
+        return tuple(part.init(share.shards) for part, share in zip(parts, shares, strict=True))
 
     def spread(call: Callable[..., Any], grads: Unpacked, states: tuple, params: Unpacked) -> Any:
         """The tree and the states that each part gives for its own leaves."""
@@ -427,9 +385,9 @@ def by_path(transforms: Mapping[str, Any], *, default: Any = None) -> Transform:
         return tree, tuple(state for _, state in pairs)
 
     def update(grads: Tree, states: tuple, params: Tree) -> tuple[Tree, tuple]:
-        call = lambda part, g, s, p: part.update(g.closed(), s, p.closed())  # noqa: E731
+        call = lambda part, g, s, p: part.update(g.shards, s, p.shards)  # noqa: E731
         found, after = spread(call, unpacked(grads), states, unpacked(params))
-        return found.closed(), after
+        return found.shards, after
 
     def step(
         grads: Unpacked, states: tuple, params: Unpacked, donate: bool

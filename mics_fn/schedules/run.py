@@ -22,7 +22,7 @@ from typing import Any
 
 from mics_fn import checks
 from mics_fn.schedules.calls import Channel
-from mics_fn.schedules.schedule import Action, Schedule, plan
+from mics_fn.schedules.schedule import Action, Kind, Schedule, plan
 
 # Policies: how a schedule is made from a record, and what is remembered between runs.
 
@@ -209,7 +209,8 @@ class Run:
         if learned.last is not None:
             learned.last.settle()
         self.learned, self.policy, self.sizes = learned, policy, sizes
-        self.events: list[Action] = []  # uses and complete gradients as they happened
+        # Uses and complete gradients as they happened.
+        self._events: list[tuple[Kind, tuple[int, ...]]] = []
         self._backwards: list[int] = []  # how many events came before each backward pass
         self._reduced: list[int] = []  # buckets whose reductions have started, over all passes
         self.live: dict[int, None] = {}  # least recently used first
@@ -220,34 +221,28 @@ class Run:
         self._actions = () if learned.schedule is None else learned.schedule.actions
         self._next = 0  # index of the next action to follow
         self.passes = 0  # number of backward passes so far
+        # In which order buckets are reduced, on every rank, whichever is complete first.
+        self.order = learned.order or tuple(reversed(range(len(sizes))))
+        # Whether it may fetch something after its start, in which ranks have to agree.
+        self._compares = not policy.at_once or policy.lets_go
         self._channel, self.name, self._push = channel, name, push
         self.number = channel.begin_run(learned)
         learned.last = self
 
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The order in which buckets are reduced, on every rank, whichever is complete first."""
-        return self.learned.order or tuple(reversed(range(len(self.sizes))))
+    def start(self) -> Sequence[int]:
+        """Return the buckets to fetch before anything is used."""
+        order = (self.learned.firsts or range(len(self.sizes))) if self.policy.at_once else ()
+        for index in order:
+            self._apply("fetch", index)
+        return order
 
-    @property
-    def _compares(self) -> bool:
-        """Whether it may fetch something after its start, in which ranks have to agree."""
-        return not self.policy.at_once or self.policy.lets_go
-
-    def start(self) -> list[Action]:
-        """What to fetch before anything is used."""
-        if not self.policy.at_once:
-            return []
-        order = self.learned.firsts or range(len(self.sizes))
-        return [self._apply(Action("fetch", (i,))) for i in order]
-
-    def use(self, ids: tuple[int, ...]) -> list[Action]:
-        """What to fetch and drop before an op that needs these buckets."""
-        self.events.append(Action("use", ids))
+    def use(self, ids: tuple[int, ...]) -> list[tuple[Kind, int]]:
+        """Return what to fetch and drop before an op that needs these buckets."""
+        self._events.append(("use", ids))
         if self.following:
             found = self._until(ids)
             if found is not None:
-                return [self._agreed(action) for action in found]
+                return [self._agreed(*action) for action in found]
             self._leave(f"a use is of {' and '.join(map(self.name, ids))}")
         for i in ids:
             if i in self.live:
@@ -266,16 +261,16 @@ class Run:
         """
         if index not in self.live or not self.lets_go(index):
             return False
-        self._apply(Action("drop", (index,)))
+        self._apply("drop", index)
         return True
 
     def begin_backward(self) -> None:
         """Note that a backward pass begins here."""
-        self._backwards.append(len(self.events))
+        self._backwards.append(len(self._events))
 
     def complete(self, index: int) -> None:
         """Record that a bucket's gradients are complete."""
-        self.events.append(Action("reduce", (index,)))
+        self._events.append(("reduce", (index,)))
 
     def reduce(self, index: int) -> None:
         """Note that a bucket's reduction starts next."""
@@ -301,44 +296,42 @@ class Run:
             text = f"defer: the order of use changed: {self._left}. Buckets are fetched on demand"
             warnings.warn(f"{text} until it repeats; this warning is given once", stacklevel=2)
 
-    def _agreed(self, action: Action) -> Action:
+    def _agreed(self, kind: Kind, index: int) -> tuple[Kind, int]:
         """Do an action, of which all ranks know that the others do it too if it is a fetch."""
-        if action.kind == "fetch":
+        if kind == "fetch":
             n = len(self._reduced)
             last = f", the last of {self.name(self._reduced[-1])}" if n else ""
-            name = self.name(action.buckets[0])
-            self._compare(f"fetch of {name}; reductions before it: {n}{last}")
-        return self._apply(action)
+            self._compare(f"fetch of {self.name(index)}; reductions before it: {n}{last}")
+        return self._apply(kind, index)
 
     def tally(self, event: str, amount: int) -> int:
         """Add to a number of this run that all ranks share, and return the sum; never waits."""
         return self._channel.tally(f"{event}/{self.number}", amount)
 
-    def _until(self, ids: tuple[int, ...]) -> list[Action] | None:
+    def _until(self, ids: tuple[int, ...]) -> list[tuple[Kind, int]] | None:
         """The schedule's fetches and drops up to this use; None if its next use is another one."""
         found = []
         for place in range(self._next, len(self._actions)):
-            action = self._actions[place]
-            if action.kind == "use":
-                if action.buckets != ids:
+            kind, buckets = self._actions[place]
+            if kind == "use":
+                if buckets != ids:
                     return None
                 self._next = place + 1
                 return found
-            if action.kind in ("fetch", "drop"):
-                found.append(action)
+            if kind in ("fetch", "drop"):
+                found.append((kind, buckets[0]))
         return None
 
-    def _apply(self, action: Action) -> Action:
-        (index,) = action.buckets
-        if action.kind == "fetch":
+    def _apply(self, kind: Kind, index: int) -> tuple[Kind, int]:
+        if kind == "fetch":
             self.live[index] = None
             self.live_bytes += self.sizes[index]
         else:
             del self.live[index]
             self.live_bytes -= self.sizes[index]
-        return action
+        return kind, index
 
-    def _on_demand(self, ids: tuple[int, ...]) -> list[Action]:
+    def _on_demand(self, ids: tuple[int, ...]) -> list[tuple[Kind, int]]:
         """Fetch missing buckets, after drops of the least recently used ones if room is needed."""
         done, budget = [], self.policy.live_bytes
         for i in ids:
@@ -350,20 +343,13 @@ class Run:
                 victim = next((b for b in self.live if b not in ids), None)
                 if victim is None:
                     break
-                done.append(self._apply(Action("drop", (victim,))))
-            done.append(self._agreed(Action("fetch", (i,))))
+                done.append(self._apply("drop", victim))
+            done.append(self._agreed("fetch", i))
         return done
 
     def _leave(self, why: str) -> None:
         """Stop following the schedule; says why the first time, once no rank differs."""
         self.following, self._left = False, why
-
-    def end(self) -> list[Action]:
-        """End the run; returns the drops of what is still live."""
-        left = self._actions[self._next :]
-        if self.following and any(action.kind == "use" for action in left):
-            self._leave(f"run {self.number} ends after {len(self.record.uses)} uses of buckets")
-        return [Action("drop", (i,)) for i in self.live]
 
     def look(self) -> None:
         """Poll for messages of other ranks, at most once per second; not with `keep_all`.
@@ -375,21 +361,26 @@ class Run:
             self._channel.glance()
 
     def settle(self) -> Schedule | None:
-        """Learn from this run; returns what the next one follows, if this one has not.
+        """End the run and learn from it; return what the next one follows, if this one has not.
 
         Raises:
           DesyncError: other ranks fetch something else where this one ends the run.
         """
         if not self._settled:
-            self.end()
             self._settled = True
+            left = self._actions[self._next :] if self.following else ()
+            if any(kind == "use" for kind, _ in left):
+                self._leave(f"run {self.number} ends after {len(self.record.uses)} uses of buckets")
             self._compare("a run ends")
             self._learn()
         return None if self.following else self.learned.schedule
 
     def _learn(self) -> None:
-        learned, uses = self.learned, self.record.uses
-        if self.following or not uses:
+        learned = self.learned
+        if self.following or (self.policy.at_once and learned.order is not None):
+            return
+        uses = self.record.uses
+        if not uses:
             return
         if not self.policy.at_once:
             learned.schedule = self.policy.plan(self.marked, self.sizes)
@@ -408,7 +399,7 @@ class Run:
     @property
     def record(self) -> Schedule:
         """What happened, as a schedule without fetches."""
-        return Schedule(tuple(self.events))
+        return Schedule(tuple(Action(*event) for event in self._events))
 
     @property
     def marked(self) -> Schedule:

@@ -116,7 +116,6 @@ from mics_fn.shards.opened import (
     homes_of,
     open_shards,
     refuse_none,
-    refuse_unequal,
     require_groups,
 )
 from mics_fn.shards.pack import (

@@ -493,17 +493,13 @@ def _first_trained(leaves: Iterable[Any]) -> Any:
     return None
 
 
-class LeafPlace(NamedTuple):
-    """Where a leaf lies in the buckets of its tree; trees of equal places have one layout."""
-
-    bucket: Bucket | None  # None if it lies in none
-    slot: int
-    is_tied: bool
+# Where a leaf lies: its bucket, if it lies in one, its slot, and whether it is tied.
+LeafPlace = tuple[Bucket | None, int, bool]
 
 
 def places_of(leaves: Sequence[Leaf]) -> tuple[LeafPlace, ...]:
     """Where each leaf lies, whatever its data are."""
-    return tuple([LeafPlace(x.bucket, x.slot, isinstance(x, Tied)) for x in leaves])
+    return tuple([(x.bucket, x.slot, isinstance(x, Tied)) for x in leaves])
 
 
 def owner_index(places: Sequence[LeafPlace]) -> list[int]:

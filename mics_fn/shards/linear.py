@@ -46,7 +46,7 @@ from mics_fn.collectives import (
     start_reduce_scatter,
 )
 from mics_fn.errors import LeafError, rank_lines
-from mics_fn.groups import Buffers, Comm, Route
+from mics_fn.groups import Buffers, Comm
 from mics_fn.shards import pack
 from mics_fn.shards.leaf import LOCAL_BASIS, SHARED_BASIS, refuse_tracing
 from mics_fn.shards.opened import BucketUse
@@ -130,13 +130,12 @@ def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> Sta
     for use, pieces in deal(uses, data):
         route, slots = use.route, use.by_slot(pieces)
         what, wire = _what(use, "gather", like), use.gather_wire
-        codes = None if wire is None else _codes_of(use, wire, slots, like)
-        if codes is not None:
-            pendings.append(_gather_codes(use, codes, what))
-        else:  # cast before sending
+        pending = None if wire is None else _start_coded(use, wire, slots, like, what)
+        if pending is None:  # cast before sending
             dtype = use.bucket.compute
             chunk = pack.pack_chunk(use.bucket, route.chunk, slots, dtype=dtype, **like)
-            pendings.append(start_all_gather(route, chunk, what=what))
+            pending = start_all_gather(route, chunk, what)
+        pendings.append(pending)
 
     def finish(found: list[Tensor]) -> list[Tensor]:
         out = []
@@ -150,36 +149,28 @@ def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> Sta
     return Started(pendings, finish)
 
 
+def _start_coded(
+    use: BucketUse, wire: Wire, slots: Sequence[Tensor | None], like: dict, what: tuple
+) -> Pending | None:
+    """Start a gather in which codes travel, kept for no later one; None of a batch, or on meta."""
+    bucket, number = use.bucket, use.route.chunk
+    lone, pool = use.route.split(0)[1], Buffers()  # without levels that keep what they gather
+    row = pack.kept_row(bucket, number, slots)
+    if row is not None:
+        codes = SentCodes(wire, lone, pool, bucket.chunk, row)
+    else:
+        chunk = pack.pack_chunk(bucket, number, slots, dtype=bucket.dtype, **like)
+        if chunk.ndim > 1 or not moves(chunk):
+            return None
+        codes = SentCodes.of(wire, lone, pack.zero_padding(bucket, number, chunk), pool)
+    out = torch.empty(bucket.numel, dtype=bucket.compute, device=codes.device)
+    return start_coded_gather(lone, codes, None, out, what)
+
+
 def _what(use: BucketUse, hop: str, like: dict) -> tuple:
     """What ranks compare before they move data: of a batch its shape, too."""
     batch = tuple(like.get("batch", ()))
     return (f"{use.verb} of a batch {batch}" if batch else use.verb, hop, use.bucket)
-
-
-def _codes_of(
-    use: BucketUse, wire: Wire, slots: Sequence[Tensor | None], like: dict
-) -> SentCodes | None:
-    """What this rank sends of a bucket in the place of values; None of a batch, or without data."""
-    bucket, number, lone = use.bucket, use.route.chunk, _without_hold(use.route)
-    row = pack.kept_row(bucket, number, slots)
-    if row is not None:
-        return SentCodes(wire, lone, Buffers(), bucket.chunk, row)
-    chunk = pack.pack_chunk(bucket, number, slots, dtype=bucket.dtype, **like)
-    if chunk.ndim > 1 or not moves(chunk):
-        return None
-    return SentCodes.of(wire, lone, pack.zero_padding(bucket, number, chunk), Buffers())
-
-
-def _without_hold(route: Route) -> Route:
-    """The same levels, none of which keeps what it gathers for a later gather."""
-    return route.split(0)[1]
-
-
-def _gather_codes(use: BucketUse, codes: SentCodes, what: tuple) -> Pending:
-    """Start a gather in which codes travel; nothing is kept for a later one."""
-    bucket, device = use.bucket, codes.device
-    out = torch.empty(bucket.numel, dtype=bucket.compute, device=device)
-    return start_coded_gather(_without_hold(use.route), codes, None, out, what)
 
 
 def _reduce_scatter(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, checks, tree
-from mics_fn.collectives import Wire, agree, checksum, collect_all
-from mics_fn.errors import GroupsError, LeafError, PlanError, disagreement
+from mics_fn.collectives import Wire, agree, checksum, refuse_unequal
+from mics_fn.errors import GroupsError, LeafError, PlanError
 from mics_fn.groups import Comm, Hierarchy, Home, Route, current, require_replicas
 from mics_fn.shards.bucket import Bucket
 from mics_fn.shards.leaf import (
@@ -22,7 +22,7 @@ from mics_fn.shards.leaf import (
     owner_index,
     places_of,
 )
-from mics_fn.shards.pack import all_here, any_elsewhere, check_kept
+from mics_fn.shards.pack import any_elsewhere, check_kept
 from mics_fn.tree import Tree
 
 # What verbs are given: a tree of shards, and groups for each of its leaves.
@@ -216,8 +216,7 @@ class TreeLayout:
 
     def uses_of(self, leaves: Sequence[Any]) -> list[BucketUse]:
         """`uses`, which say of these leaves whether they lie elsewhere."""
-        device = self.homes[0].device if self.homes and self.homes[0] is not None else None
-        if not self.coded and all_here(leaves, device):
+        if not any_elsewhere(leaves, self.homes[0] if self.homes else None):
             return self.uses
         found = []
         for use in self.uses:
@@ -273,8 +272,7 @@ class Opened:
 
     def held(self, index: int) -> list[Tensor]:
         """The pieces of a bucket, by index in `uses`."""
-        found: Any = [self.leaves[i] for i in self.uses[index].members]
-        return [leaf.data for leaf in found]
+        return [self.data[i] for i in self.uses[index].members]
 
     def rebuild(self, pieces: Mapping[int, Sequence[Tensor]]) -> Tree:
         """The tree with new pieces for some buckets, by index in `uses`; other leaves stay."""
@@ -364,7 +362,7 @@ def layout_on(verb: str, leaves: Sequence[Leaf], homes: Sequence[Home]) -> TreeL
       PlanError: the groups are not those that the leaves were sharded with.
     """
     places, on = places_of(leaves), tuple(homes)
-    known = on[0].layouts if on else {}
+    known = on[0].life.layouts if on else {}
     found = known.get((verb, places, on))
     if found is None:
         found = TreeLayout(verb, places, on)
@@ -440,21 +438,3 @@ def check_equal(opened: Opened) -> None:
         sums = torch.stack([checksum(piece) for piece in pieces.values()])
         fix = "start with what shard gave, or with sync_replicas(params, groups)"
         refuse_unequal(opened.verb, home, [opened.path(i) for i in mine], sums, fix)
-
-
-def refuse_unequal(verb: str, home: Home, paths: Sequence[str], sums: Tensor, fix: str) -> None:
-    """Raise DesyncError on every rank unless replicas have the same checksums of pieces.
-
-    Communication: 8 bytes per piece, over the partition group and over the replication group.
-    """
-    found, p = collect_all(home, sums), home.partition_size
-    differs = {
-        rank: (found[rank] != found[home.ranks[position % p]]).nonzero().flatten().tolist()
-        for position, rank in enumerate(home.ranks)
-    }
-    odd = [rank for rank, at in differs.items() if at]
-    if odd:
-        first = f"first difference: {paths[min(differs[odd[0]])]}"
-        text = f"{verb}: replicas hold different values"
-        said = dict.fromkeys(odd, "not as in the first replica")
-        raise disagreement(text, said, fix, [first])

@@ -196,35 +196,20 @@ def is_elsewhere(data: Tensor, device: torch.device) -> bool:
     return data.device != device or (data.numel() > 0 and is_placed(_torch.unwrapped(data)))
 
 
-def all_here(leaves: Sequence[Any], device: torch.device | None) -> bool:
-    """Whether all data are plain tensors on a device, as they are in most trees.
+def any_elsewhere(leaves: Sequence[Any], home: Any) -> bool:
+    """Whether the data of a leaf lie elsewhere than on the device of its groups.
 
     Args:
       leaves: any; what was donated is passed over.
-      device: that computes; None for any.
-    """
-    for leaf in leaves:
-        if not is_donated(leaf) and leaf.data is not None:
-            x: Any = leaf.data
-            if type(x) not in _torch.PLAIN or _torch.is_wrapped(x):
-                return False
-            if device is not None and x.device != device:
-                return False
-    return True
-
-
-def any_elsewhere(leaves: Sequence[Any], home: Any) -> bool:
-    """Whether the piece of a leaf lies elsewhere than on the device of its groups.
-
-    Args:
-      leaves: of one bucket; what was donated is passed over.
-      home: their groups. Without any, only what is in files counts.
+      home: their groups. Without any, only what is in files or kept as codes counts.
     """
     for leaf in leaves:
         x: Any = None if is_donated(leaf) else leaf.data
         if not isinstance(x, Tensor):
             continue
         device = x.device if home is None else home.device
+        if type(x) in _torch.PLAIN and x.device == device and not _torch.is_wrapped(x):
+            continue  # as most are
         if has_codes(x) or is_elsewhere(x, device):  # codes on all ranks, even where empty
             return True
     return False

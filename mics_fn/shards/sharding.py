@@ -14,8 +14,9 @@ from mics_fn.collectives import (
     agree,
     broadcast,
     check_level,
-    check_replicas,
+    checksum,
     in_parts,
+    refuse_unequal,
 )
 from mics_fn.errors import PlanError, name_ranks
 from mics_fn.groups import Groups, Home
@@ -271,7 +272,7 @@ def shard(
         for home in dict.fromkeys(layout.homes)
     }
     kept = any(bucket.codes for bucket, _ in layout.slots.values())
-    if not kept and not options.where.moves("params"):
+    if not kept and "params" not in options.where.moved:
         return _assemble(layout, sources)
     # A disk may be full on one rank alone, or what codes cannot hold may lie in its part.
     with in_parts("shard", layout.homes, sends=replicas == "broadcast") as parts:
@@ -346,15 +347,18 @@ def _groups_of(params: Tree, groups: Any) -> list[Groups]:
 
 
 def _check_values(layout: Layout) -> None:
-    """Raise DesyncError unless ranks hold the same values; see `check_replicas`."""
+    """Raise DesyncError unless ranks hold the same values."""
+    fix = "use the same seed or checkpoint on every rank, or pass replicas='broadcast'"
     for home in dict.fromkeys(layout.homes):
         mine = [
             i
             for i, leaf in enumerate(layout.leaves)
             if layout.homes[i] is home and layout.owners[i] == i and not leaf.is_meta
         ]
-        paths = [layout.paths[i] for i in mine]
-        check_replicas(home, layout.verb, paths, [layout.leaves[i] for i in mine])
+        if home.world_size > 1 and mine:
+            sums = torch.stack([checksum(layout.leaves[i]) for i in mine]).to(home.device)
+            paths = [layout.paths[i] for i in mine]
+            refuse_unequal(layout.verb, home, paths, sums, fix, whole=True)
 
 
 def _source(home: Groups, source_rank: int | None) -> int:

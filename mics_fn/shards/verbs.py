@@ -113,7 +113,7 @@ class PendingTree:
 
     Args:
       started: the transfers.
-      build: makes the tree of their results, one argument for each.
+      build: makes the tree of their results.
 
     Communication: on gloo `wait()` starts the levels that remain; see the verb that made this.
 
@@ -124,19 +124,17 @@ class PendingTree:
       tensor([1., 1.])
     """
 
-    def __init__(self, started: Sequence[Started], build: Callable[..., Tree]) -> None:
+    def __init__(self, started: Started, build: Callable[[list[Tensor]], Tree]) -> None:
         self._started, self._build = started, build
         self._tree: Tree = None
-        self._done = False
 
     def wait(self) -> Tree:
         """The tree. All ranks must wait for their trees in the same order.
 
         A second call gives the same tree and does not communicate.
         """
-        if not self._done:
-            self._tree = self._build(*(started.wait() for started in self._started))
-            self._done, self._started = True, ()
+        if self._started is not None:
+            self._tree, self._started = self._build(self._started.wait()), None
         return self._tree
 
 
@@ -179,7 +177,7 @@ def start_gather(shards: Tree, hierarchy: Any) -> PendingTree:
         put(full, sent, found)
         return opened.build(full)
 
-    return PendingTree([started], build)
+    return PendingTree(started, build)
 
 
 def _view_in_full(use: BucketUse, data: list[Any]) -> None:
@@ -346,7 +344,7 @@ def start_scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -
     """
     owed = _owed("start_scatter_grads", grads, groups, like)
     started = start("scatter_grads", "scatter", owed.sent, owed.full)
-    return PendingTree([started], lambda found: _settled(owed, found))
+    return PendingTree(started, lambda found: _settled(owed, found))
 
 
 class _Owed(NamedTuple):
@@ -403,43 +401,37 @@ def _full_grads(opened: Opened, given: Sequence[Any]) -> list[Tensor | None]:
     """One full gradient per leaf, checked; those of tied leaves are added to their owner's."""
     full: list[Tensor | None] = [None] * len(given)
     for i, (grad, owner) in enumerate(zip(given, opened.layout.owner, strict=True)):
-        slot = opened.leaves[owner]
+        slot: Any = opened.leaves[owner]
         if grad is None or is_leaf(grad):
             continue
         grad = _dense(grad)
-        if not (isinstance(slot, Sharded) and _fits(grad, slot)):
-            _check_grad(f"{opened.verb}: {opened.path(i)}", slot, grad)
+        wrong = _misfit(slot, grad, batched=True)
+        if wrong or not slot.dtype.is_floating_point:
+            text = f"{opened.verb}: {opened.path(i)} {wrong or 'is of a leaf without gradients'}"
+            raise LeafError(text, fix="give the gradient of the full parameter")
         if isinstance(slot, Sharded):
             before = full[owner]
             full[owner] = grad if before is None else before + grad
     return full
 
 
-def _fits(grad: Any, slot: Sharded) -> bool:
-    """Whether a gradient has a leaf's shape and dtype; `_check_grad` examines those that do not."""
-    if not isinstance(grad, Tensor) or grad.shape != slot.shape:
-        return False
-    return grad.dtype is slot.dtype or grad.dtype is slot.bucket.compute
-
-
-def _check_grad(what: str, slot: Any, grad: Any) -> None:
-    """Raise LeafError unless a value can be the gradient of a leaf.
+def _misfit(leaf: Any, value: Any, *, batched: bool = False) -> str:
+    """Why a value cannot be the full tensor of a leaf; "" if it can.
 
     Args:
-      what: the verb and the path, for errors.
-      slot: the leaf.
-      grad: the value.
+      leaf: the leaf, in whose dtype or in that of its computation the value has to be.
+      value: anything.
+      batched: whether dims of a batch may come before its own.
     """
-    allowed = dict.fromkeys((slot.dtype, slot.bucket.compute if slot.bucket else slot.dtype))
-    got, shape = type(grad).__name__, slot.shape
-    if isinstance(grad, Tensor):
-        fits = tuple(grad.shape[grad.ndim - len(shape) :]) == shape and grad.dtype in allowed
-        if fits and slot.dtype.is_floating_point:
-            return
-        got = f"{dtype_name(grad.dtype)} of shape {tuple(grad.shape)}"
-    expected = f"{' or '.join(map(dtype_name, allowed))} of shape {shape}"
-    fix = "give the gradient of the full parameter"
-    raise LeafError(f"{what} is {got}, expected {expected}", fix=fix)
+    allowed = (leaf.dtype, leaf.bucket.compute if leaf.bucket else leaf.dtype)
+    got = type(value).__name__
+    if isinstance(value, Tensor):
+        shape = value.shape[value.ndim - len(leaf.shape) :] if batched else value.shape
+        if shape == leaf.shape and value.dtype in allowed:
+            return ""
+        got = f"{dtype_name(value.dtype)} of shape {tuple(value.shape)}"
+    dtypes = " or ".join(map(dtype_name, dict.fromkeys(allowed)))
+    return f"is {got}, expected {dtypes} of shape {leaf.shape}"
 
 
 def _local(grad: Tensor | None, slot: Sharded, device: torch.device) -> Sharded:
@@ -609,12 +601,11 @@ def _check_tied(paths: Sequence[str], given: Sequence[Any], i: int, owner: int) 
 
 def _check_value(path: str, leaf: Any, value: Any, device: torch.device) -> None:
     """Raise LeafError unless a tensor can be cut into this leaf."""
-    allowed = dict.fromkeys((leaf.dtype, leaf.bucket.compute if leaf.bucket else leaf.dtype))
-    here = value.is_meta or value.device == device
-    if tuple(value.shape) != leaf.shape or value.dtype not in allowed or not here:
-        got = f"{dtype_name(value.dtype)} of shape {tuple(value.shape)} on {value.device}"
-        expected = f"{' or '.join(map(dtype_name, allowed))} of shape {leaf.shape} on {device}"
+    wrong = _misfit(leaf, value)
+    if not wrong and not value.is_meta and value.device != device:
+        wrong = f"is on {value.device}, expected {device}"
+    if wrong:
         fix = "pass the full tensor, on the device of the groups"
-        raise LeafError(f"cut: {path} is {got}, expected {expected}", fix=fix)
+        raise LeafError(f"cut: {path} {wrong}", fix=fix)
     if leaf.bucket is not None and leaf.bucket.codes is not None and not value.is_meta:
         pack.check_finite(f"cut: {path}", leaf.bucket.codes, value)

@@ -12,7 +12,6 @@ from torch import Tensor
 from mics_fn import _device
 from mics_fn.collectives import start_mean_over_ranks
 from mics_fn.errors import LeafError
-from mics_fn.groups import Groups
 from mics_fn.optim import StepTotals
 from mics_fn.train.program import count
 
@@ -23,16 +22,18 @@ class Weights:
     """The weights of the micro-batches of a step; see [Note: weighted means] in `levels`.
 
     Args:
-      weight: as for `Trainer`.
+      trainer: the `Trainer`, which has a weight.
       parts: this rank's micro-batches.
-      home: the groups over which losses are averaged.
 
     Communication: 8 bytes over the partition group and over the replication group, under way while
       the first micro-step computes.
     """
 
-    def __init__(self, weight: Callable[[Any], Any], parts: Sequence[Any], home: Groups) -> None:
-        self._values = torch.stack([weight_of(weight, part, home.device) for part in parts])
+    def __init__(self, trainer: Any, parts: Sequence[Any]) -> None:
+        home = trainer.member.home
+        home = home.replica if trainer.replica_sync.apart else home
+        found = [weight_of(trainer.weight, part, home.device) for part in parts]
+        self._values = torch.stack(found)
         self._mean = start_mean_over_ranks(home, self._values.mean())
         self._factors: Tensor | None = None
         void = self._values == 0
@@ -43,13 +44,6 @@ class Weights:
         if self._factors is None:
             self._factors = self._values / self._mean.wait()
         return self._factors[i].to(torch.promote_types(loss.dtype, torch.float32))
-
-
-def weights_of(trainer: Any, parts: Sequence[Any]) -> Weights:
-    """The weights of a step of this trainer on these micro-batches."""
-    home = trainer.member.home
-    home = home.replica if trainer.replica_sync.apart else home
-    return Weights(trainer.weight, parts, home)
 
 
 def weight_of(weight: Callable[[Any], Any], batch: Any, device: torch.device) -> Tensor:

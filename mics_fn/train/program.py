@@ -60,7 +60,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
         if isinstance(x, Tensor):
             rows.extend(x.shape[:1])
             return x.to(device, non_blocking=True)
-        if device.type == "cpu" or isinstance(x, PLAIN) or _is_numpy(x):
+        if device.type == "cpu" or isinstance(x, PLAIN) or type(x).__module__ == "numpy":
             return x
         return x.to(device)
 
@@ -116,11 +116,6 @@ def count(batch: Any) -> tuple[int, int]:
             if tokens is None and x.ndim > 1 and not x.is_floating_point():
                 tokens = x.numel()
     return 1 if samples is None else samples, tokens or 0
-
-
-def _is_numpy(x: Any) -> bool:
-    """Whether a value comes from numpy, so that it stays on the CPU."""
-    return type(x).__module__ == "numpy"
 
 
 # The buffers of a module as values: copied at each step, averaged over ranks after it.

@@ -43,7 +43,7 @@ from mics_fn.optim import (
 from mics_fn.shards import Writing, grad_stream, is_leaf
 from mics_fn.train import given
 from mics_fn.train.loop import learning
-from mics_fn.train.metrics import StepMetrics, Weights, counted, weights_of
+from mics_fn.train.metrics import StepMetrics, Weights, counted
 from mics_fn.train.program import Values, count, cut, to_device
 from mics_fn.tree import Tree
 
@@ -78,7 +78,7 @@ def update(
         tell_memory(trainer.ahead)
     early = trainer.overlap_step and can_overlap(trainer)
     judge = partial(_judged, trainer, total, buffers, commit, totals, early)
-    if early or not trainer.where.moves("params", "states"):
+    if early or not trainer.where.moved & {"params", "states"}:
         ready = judge()
         write(trainer, ready)
     else:
@@ -135,7 +135,8 @@ def _judged(
     masked, found_inf = None, verdict.found_inf
     if found_inf is not None:
         totals.mask(found_inf)
-        masked = given.Masked(totals, _plain(old.opt), trainer.sync_state)
+        counts = [x for x in tree.flatten(old.opt)[0] if not isinstance(x, Tensor)]
+        masked = given.Masked(totals, counts, trainer.sync_state)
         for name, new in buffers.items():
             if new.shape == old.buffers[name].shape:
                 new.copy_(torch.where(found_inf > 0, old.buffers[name], new))
@@ -195,7 +196,7 @@ def can_be_masked(trainer: Any, grads: Any) -> bool:
     state, sync, device = trainer.ahead, trainer.replica_sync, trainer.member.home.device
     if not _device.is_async(device) or not state.transform.masked:
         return False
-    if trainer.where.moves("params", "states"):
+    if trainer.where.moved & {"params", "states"}:
         return False
     more = sync.apart or sync.reduce is not None or trainer.recoverable
     buckets = {getattr(x, "bucket", None) for x in tree.flatten(state.params, is_leaf)[0]}
@@ -224,11 +225,6 @@ def settle(trainer: Any) -> None:
         state = replace(state, step=state.step - 1, opt=spec.unflatten(leaves))
         guard = guard if aborted else guard.after_refusal()
     trainer.ahead, trainer.guard, trainer.member.masked = state, guard, None
-
-
-def _plain(opt: Any) -> list[Any]:
-    """The leaves of an optimizer's state that are no tensors, such as counts."""
-    return [x for x in tree.flatten(opt)[0] if not isinstance(x, torch.Tensor)]
 
 
 _BACKWARD = message(
@@ -284,10 +280,10 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
     parts = cut(batch, trainer.accumulate)
     state, counts = trainer.ahead, count(batch)
     drift = given.start_comparison(trainer, trainer.program.buffers.averaged)
-    where = trainer.where if trainer.where.sets("grads") else None
+    where = trainer.where if "grads" in trainer.where.moved else None
     total = GradSum(len(parts), dtype=trainer.grad_dtype, where=where)
     commit = Commit()
-    weights = None if trainer.weight is None else weights_of(trainer, parts)
+    weights = None if trainer.weight is None else Weights(trainer, parts)
     total.other_backward = _BACKWARD
     total.before_last = commit.hold  # see [Note: commit] in `interrupts`
     with commit, learning(trainer.deterministic), _alike(home, commit):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mics_fn import Trainer, _torch, defer, keep_all, make_groups, on_demand, shard
+from mics_fn import Trainer, _torch, defer, keep_all, make_groups, shard
 from mics_fn.deferred.tensor import Deferred
 from mics_fn.errors import LeafError
 from mics_fn.optim import sgd
@@ -105,19 +105,13 @@ def test_without_a_block_a_write_is_a_warning_at_the_latest() -> None:
         gc.collect()
 
 
-def test_elsewhere_parameters_stay_deferred() -> None:
+def test_what_is_cast_or_cannot_be_shared_stays_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = make_groups(1)
-    shards = _shards(groups)
     cast = shard({"w": torch.ones(2)}, groups, precision="compute=bf16")
-    for given, schedule in ((shards, on_demand(live_bytes=0)), (cast, keep_all())):
-        with torch.no_grad(), defer(given, groups, schedule) as full:
-            assert type(full["w"]) is Deferred
-
-
-def test_memory_of_others_is_never_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.no_grad(), defer(cast, groups, keep_all()) as full:
+        assert type(full["w"]) is Deferred
     assert _torch.lazy_clone(torch.from_numpy(numpy.ones(6))) is None
     monkeypatch.setattr(_torch, "lazy_clone", lambda chunk: None)
-    groups = make_groups(1)
     with torch.no_grad(), defer(_shards(groups), groups, keep_all()) as full:
         assert type(full["w"]) is Deferred
         assert full["w"].sum() == 15

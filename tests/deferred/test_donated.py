@@ -45,24 +45,12 @@ def merge(state, grads, groups):
     return mf.sync_replicas(state.params, groups, donate=True)
 
 
-def fetched(run, index):
-    """A bucket that was fetched ahead, as it has come or comes."""
-    return run._live._coming[index].wait().view(-1)[:SIZE].clone()
-
-
 def kept(state, groups):
     """All are fetched at once, and what this rank does not use others may."""
     run = mf.defer(state.params, groups, mf.keep_all())
     _ = run.params["a"] + 0
-    return lambda: fetched(run, state.params["b"].bucket.index), run.close
-
-
-def scheduled(state, groups):
-    """A schedule that fetches "b", which nobody uses."""
-    ahead = mf.schedules.Schedule.parse("fetch 0; fetch 1; use 0; drop 0; drop 1")
-    run = mf.defer(state.params, groups, ahead)
-    _ = run.params["a"] + 0
-    return lambda: fetched(run, 1), run.close
+    coming = run._live._coming[state.params["b"].bucket.index]
+    return lambda: coming.wait().view(-1)[:SIZE].clone(), run.close
 
 
 def started(state, groups):
@@ -102,7 +90,7 @@ def written_early(layout, way, write):
 CASES = [(PAIR, update), (REPLICAS, update), (REPLICAS, merge)]
 
 
-@pytest.mark.parametrize("way", [kept, scheduled, started])
+@pytest.mark.parametrize("way", [kept, started])
 @pytest.mark.parametrize(("layout", "write"), CASES, ids=lambda x: getattr(x, "__name__", str(x)))
 @pytest.mark.covering
 def test_a_gather_sends_what_was_there_when_it_began(ranks, layout, write, way):

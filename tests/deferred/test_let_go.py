@@ -101,14 +101,14 @@ CASES = [
 
 
 @pytest.mark.parametrize("layout", [PAIR, *LAYOUTS], ids=str)
-@pytest.mark.parametrize("half", [0, 1])  # each within the limit of the pool
-@pytest.mark.short("0-2-p2")
-def test_gradients_in_the_memory_of_parameters_have_the_same_bits(ranks, layout, half):
-    ranks(layout.world_size).run(both, layout, CASES[half::2])
+@pytest.mark.parametrize("part", range(4))  # each within the limit of the pool
+@pytest.mark.short("1-2-p2")
+def test_gradients_in_the_memory_of_parameters_have_the_same_bits(ranks, layout, part):
+    ranks(layout.world_size).run(both, layout, CASES[part::4])
 
 
 @pytest.mark.parametrize("layout", [PAIR, *LAYOUTS], ids=str)
-@pytest.mark.short("2-p2", "2x2-p4")
+@pytest.mark.short("2x2-p4")
 def test_no_other_memory_holds_gradients(ranks, layout):
     for ((fetched, sums),) in ranks(layout.world_size).run(both, layout, [("zero3", "f32", 1)]):
         assert (fetched, sums) == (1, 0)

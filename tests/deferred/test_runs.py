@@ -82,9 +82,6 @@ def same_params(trainer, want):
         assert torch.allclose(value, want[name], rtol=0, atol=1e-5), name
 
 
-# Orders that change, on all ranks alike.
-
-
 # The collectives of a small model, pinned.
 
 
@@ -506,7 +503,6 @@ def sparse_gradients(layout):
     (given,) = torch.autograd.grad(loss(sparse, {"weight": variable}), variable)
     assert given.layout is torch.sparse_coo
     check(mf.scatter_grads({"weight": given}, groups))
-    check(mf.shards.start_scatter_grads({"weight": given}, groups).wait())
 
 
 @pytest.mark.parametrize("layout", [PAIR, Layout((2,), 1)], ids=str)

@@ -89,27 +89,21 @@ SCENARIOS: dict[str, Scenario] = {
     # Budgets, over one level and over two.
     "budget 0": _of(live_bytes=0),
     "budget 2 buckets": _of(live_bytes=_TWO),
-    "no prefetch": _of(live_bytes=_TWO, prefetch=0),
     "keep all": _of(live_bytes=None),
     "two levels, budget": _of(4, 4, live_bytes=_TWO, accumulate=2),
-    "two levels, keep all": _of(4, 4, live_bytes=None),
     "two replicas, budget": _of(4, live_bytes=_TWO, accumulate=2),
     "two replicas, keep all": _of(4, live_bytes=None),
     "two replicas, keep all to the end": _of(4, schedule="keep all"),
     # Placements.
-    "zero1": _of(place="zero1", live_bytes=_TWO, accumulate=2),
     "zero2": _of(place="zero2", live_bytes=_TWO, accumulate=2),
     "ddp": _of(partition=1, live_bytes=None),
     "hpz": _of(4, 4, "hpz", live_bytes=_TWO),
     "hybrid": _of(4, 4, "hybrid", live_bytes=0, accumulate=2),
     # Precision.
     "bf16": _of(live_bytes=_TWO, precision=_BF16, accumulate=2),
-    "bf16, two replicas": _of(4, live_bytes=0, precision=_BF16, accumulate=2),
     # Codes, on all levels and on the outer one.
     "codes, two replicas": _of(4, live_bytes=_TWO, precision=_CODES, accumulate=2),
-    "codes, keep all": _of(4, live_bytes=None, precision=_CODES),
     "codes, two levels": _of(4, 4, live_bytes=0, precision=_FAR_CODES),
-    "codes, hpz": _of(4, 4, "hpz", live_bytes=0, precision=_CODES),
     # The wait is for the guard: no fused kernel of torch steps by lion.
     "bf16 parameters": _of(
         waits=1, live_bytes=_TWO, precision=_PARAMS_BF16, optimizer=optim.lion(1e-2)
@@ -119,17 +113,13 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     # Parameters in host memory, brought for each fetch, and updated there.
     "on the host": _of(waits=None, live_bytes=_TWO, where=_HOST),
-    "on the host, alone": _of(1, 1, waits=None, live_bytes=0, where=_HOST),
-    "on the host, bf16": _of(4, waits=None, live_bytes=0, precision=_BF16, where=_HOST),
     "on the host, hpz": _of(4, 4, "hpz", None, live_bytes=_TWO, where=_HOST),
     "on the host, codes": _of(4, waits=None, live_bytes=_TWO, precision=_CODES, where=_HOST),
     "on the host, codes, hpz": _of(4, 4, "hpz", None, live_bytes=0, precision=_CODES, where=_HOST),
     "on the host, torch.func": _of(program="transformed", **_BY_HAND),
     "on the host, deferred": _of(program="transformed_deferred", **_BY_HAND),
-    "on the host, by hand": _of(4, program="by_hand", **_BY_HAND),
     # Places, and steps on gradients that still arrive.
     "states on the host": _of(waits=2, where=_STATES, **_ADAM),
-    "states on the host, overlapped": _of(4, waits=1, where=_STATES, **_ADAM, **_OVERLAPPED),
     "states on the host, guarded": _of(
         4, waits=2, where=_STATES, guard={"max_norm": 1.0, "on_nonfinite": "skip"}, **_ADAM
     ),
@@ -139,11 +129,9 @@ SCENARIOS: dict[str, Scenario] = {
         4, waits=FILE_RUNS, where=_FILES, accumulate=2, **_ADAM, **_OVERLAPPED
     ),
     "gradients on the host": _of(4, waits=1, live_bytes=_TWO, where=_GRADS, accumulate=2),
-    "gradients on the host, alone": _of(1, 1, waits=1, live_bytes=0, where=_GRADS, accumulate=2),
     "gradients on the host, zero1": _of(
         place="zero1", waits=1, live_bytes=0, where=_GRADS, accumulate=2
     ),
-    "gradients on the host, keep all": _of(waits=1, live_bytes=None, where=_GRADS),
     "gradients on the host, bf16, zero2, clipped": _of(
         *(2, 2, "zero2", 1, "trained", {"max_norm": 1.0}),
         **{"live_bytes": _TWO, "precision": _BF16, "where": _GRADS, "accumulate": 4},

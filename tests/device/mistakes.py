@@ -38,25 +38,9 @@ _BUFFERS, _TENSOR = "groups/buffers.py", "deferred/tensor.py"
 _LET_GO = Change(
     _PENDING, 'if getattr(self, "_keep", None) and self.ready is not None:', "if False:"
 )
-_DROP = Change(
-    "deferred/live.py", "coming.wait()\n            self.buckets", "pass\n            self.buckets"
-)
-_SCATTER = "yield from scatter_steps(now, full, out, whole(slot.second, reduce), hop1)"
-_FREE = "                free_slot(slot)\n            if last:\n"
+_SCATTER = "yield from scatter_steps(hops.now, full, out, spare, bucket.hop1)"
 _RECORD = "self.ready = _device.record(self._device)"
 _WAIT = "_device.wait(self._device, self.ready)\n        self._keep"
-_DRAIN = "while not self.finished:\n                self._advance()"
-
-# Hop 2 of codes has two levels, which come after that of hop 1.
-_SECOND = Change(
-    _PENDING,
-    "_device.follow(collective.comm.stream(self._device), self._device)",
-    "stream = collective.comm.stream(self._device)\n"
-    "            if self.level == 2:\n"
-    "                torch.accelerator.set_stream(stream)\n"
-    "            else:\n"
-    "                _device.follow(stream, self._device)",
-)
 
 
 def _unordered(comm: str) -> Change:
@@ -70,15 +54,7 @@ MISTAKES: dict[str, Mistake] = {
     "a collective does not wait for its inputs": _of(
         "budget 2 buckets", _unordered("self._comms[0]")
     ),
-    "a level does not wait for the one before": _of(
-        "two levels, budget", _unordered("collective.comm")
-    ),
     "a result is not waited for": _of("torch.func", Change(_PENDING, _WAIT, "self._keep")),
-    "the event of a result is recorded too early": _of(
-        "budget 2 buckets",
-        Change(_PENDING, _RECORD, "pass"),
-        Change(_PENDING, _DRAIN, f"{_RECORD}\n            {_DRAIN}"),
-    ),
     "tensors in flight are not kept": _of(
         "never waited for",
         Change(_PENDING, "comms, list[Any](keep)", "comms, list[Any]()"),
@@ -99,31 +75,25 @@ MISTAKES: dict[str, Mistake] = {
         "two replicas, budget",
         Change(
             _BUFFERS,
-            "in self._lent):\n            self._lent.popleft().until()",
-            "in self._lent):\n            self._lent.popleft()",
+            "in self._lent\n        ):\n            self._lent.popleft().until()",
+            "in self._lent\n        ):\n            self._lent.popleft()",
         ),
     ),
     "a slot is free before hop 1 is over": _of(
         "two replicas, budget",
-        Change(_SUM, "free_slot(slot)\n            if last:", "pass\n            if last:"),
-        Change(_SUM, _SCATTER, f"free_slot(slot)\n            {_SCATTER}"),
+        Change(_SUM, "if not hops.copies and placed is None:", "if False:"),
+        Change(_SUM, _SCATTER, f"free_slot(slot)\n        {_SCATTER}"),
     ),
     "a slot is free before hop 2 of codes": _of(
         "codes, two replicas",
-        Change(_SUM, "if not copies:\n                free_slot(slot)", "free_slot(slot)"),
-        Change(_SUM, "if copies:\n                free_slot(slot)", "pass"),
+        Change(_SUM, "if not hops.copies and placed is None:", "if True:"),
+        Change(_SUM, "if hops.copies or placed is not None:", "if False:"),
     ),
-    "the second gather of hop 2 does not wait for its codes": _of("codes, two replicas", _SECOND),
     "gradients are not waited for": _of(
         "two replicas, budget",
         Change(
             "deferred/grad_sum.py", "bound.reduction.wait()\n        bound.passes", "bound.passes"
         ),
-    ),
-    "sums go back to the pool before hop 2": _of(
-        "two replicas, keep all to the end",
-        Change(_SUM, 'self._give_back(pool, taken, "gradient shards")', "pass"),
-        Change(_SUM, _FREE, f"{_FREE}                use.hierarchy.pools.chunks.give(total)\n"),
     ),
     "a reduction writes what it reads": _of(
         "two levels, budget", Change(_SUM, "[levels % 2 if", "[1 - levels % 2 if")
@@ -139,14 +109,6 @@ MISTAKES: dict[str, Mistake] = {
             _COLUMNS,
             "_device.follow(self._down, self._device)",
             "torch.accelerator.set_stream(self._down)",
-        ),
-    ),
-    "states are updated before they have come from the host": _of(
-        "states on the host",
-        Change(
-            _COLUMNS,
-            "_device.wait(self._device, event)\n            yield part.run",
-            "yield part.run",
         ),
     ),
     "a file is written before states have come back": _of(
@@ -173,9 +135,6 @@ MISTAKES: dict[str, Mistake] = {
     "an update does not wait for gathers of what it writes": _of(
         "an update before the run has ended",
         Change(_PENDING, "if storage in storages:", "if False:"),
-    ),
-    "a drop does not wait for a fetch that nobody used": _of(
-        "a use that does not come", _DROP, _LET_GO
     ),
 }
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from mistakes import Change, copied
 from simcuda import Issued
 from simcuda.server import Server
 
@@ -31,16 +30,6 @@ def test_an_error_gets_out_at_once(device: Server):
     assert others_s < 30  # it waits for rank 1 for at most its limit
 
 
-def test_it_would_wait_where_groups_are_destroyed(device: Server, tmp_path: Path):
-    """With the other end, rank 1 waits for rank 0 up to the limit, and its own error is lost.
-
-    It is the limit of torch, which is twice that of the groups on a device.
-    """
-    root = copied(tmp_path, Change("groups/groups.py", "life.close(error)", "life.close()"))
-    with pytest.raises(RuntimeError, match="rank 1: RuntimeError.*Timed out waiting 16000ms"):
-        device.run("left_by_an_error", 2, root=root)
-
-
 def test_a_step_that_is_masked_changes_nothing(device: Server):
     """What the host reads a step late on a device is what it reads at once on the CPU."""
     for on_cpu, there, gap in device.run("masked", 2):
@@ -65,13 +54,6 @@ def test_a_step_in_which_an_abort_begins_is_not_taken_and_made_again(device: Ser
         assert found["next"] == (True, 3)
 
 
-def test_it_would_be_taken_without_the_flag(device: Server, tmp_path: Path):
-    """The mistake that the test before is there for."""
-    flag = Change("optim/guard.py", "torch.maximum(found_inf, flag, out=found_inf)", "pass")
-    root = copied(tmp_path, flag)
-    assert not any(found["same"] for found in device.run("aborted_within", 2, root=root))
-
-
 def test_a_step_that_was_over_is_kept(device: Server):
     kept, same = device.run("aborted", 2, ())
     for found in (kept, same):
@@ -94,13 +76,6 @@ def test_where_no_replica_has_it_all_ranks_say_so(device: Server):
     for found in device.run("aborted", 2, (0, 1)):
         assert found["reset"].startswith("LostStateError: Trainer.reset: no replica holds")
         assert ": was cut short while it wrote a step" in found["reset"]
-
-
-def test_it_would_look_whole_if_nothing_were_judged(device: Server, tmp_path: Path):
-    """The mistake that these tests are there for."""
-    judged = Change("groups/group_state.py", "True\n            _device.lose_queued()", "True")
-    root = copied(tmp_path, judged)
-    assert not any(found["lost"] for found in device.run("aborted", 2, (0, 1), root=root))
 
 
 # What delays what, in the modelled time of the simulated device: no clock is read.
@@ -133,21 +108,6 @@ def test_hop_2_delays_nothing_else(device: Server):
         # Hop 2 is what takes longest here, so most of it is in flight while hop 1 goes on.
         last_hop_1 = max(each.done_us for each in same if each.op == "reduce_scatter")
         assert max(hop_2) > 1.2 * last_hop_1 > 0
-
-
-def test_it_would_be_seen(device: Server, tmp_path: Path):
-    """With one stream for all communicators, hop 1 waits for hop 2 of the bucket before."""
-    root = copied(
-        tmp_path,
-        Change(
-            "groups/communicator.py",
-            "self._streams[device] = _device.own_stream(device)",
-            "self._streams[device] = vars(self.life).setdefault(\n"
-            "                str(device), _device.own_stream(device)\n            )",
-        ),
-    )
-    fast, slow = (device.run("timed", 4, us, root=root)[0] for us in (LINK_US, SLOW_US))
-    assert _times(fast)[0] != _times(slow)[0]
 
 
 # The parts of `python -m mics_fn doctor --gpu` on the simulated CUDA device.

@@ -1,4 +1,4 @@
-"""The laws see seeded mistakes, and the checker says nothing of other people's correct programs."""
+"""The laws see seeded mistakes."""
 
 from pathlib import Path
 
@@ -19,12 +19,3 @@ def test_a_mistake_breaks_its_law(device: Server, tmp_path: Path, name: str):
     run = device.run("compared", SCENARIOS[scenario].ranks, scenario, ("never",), root=root)
     broken = [law.__name__ for law in LAWS if law is not within_plan and law(scenario, run)]
     assert mistake.law in broken
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("program", ["two_streams_of_torch", "fsdp2", "fsdp2_on_two_streams"])
-def test_correct_programs_have_no_report(device: Server, program: str):
-    for races, numel, groups in device.run(program, 2):
-        assert not races
-        assert numel > 0
-        assert groups > 0 or program == "two_streams_of_torch"

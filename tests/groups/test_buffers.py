@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mics_fn import _device, schedules
-from mics_fn.groups.buffers import Arena, Buffers, Ring, ring_bytes
+from mics_fn.groups.buffers import Arena, Buffers, Ring, slot_sizes
 
 CPU, F32 = torch.device("cpu"), torch.float32
 
@@ -239,7 +239,8 @@ sizes_of_slots = st.tuples(st.integers(1, 3000), st.integers(0, 3000))
 @given(st.lists(sizes_of_slots, max_size=30), st.integers(1, 4), st.integers(0, 20_000))
 def test_slots_are_apart_and_bounded_and_waited_for_in_order(asked, count, capacity):
     ring, over, lent = Ring(), [], {}
-    capacity = max(capacity, *map(ring_bytes, asked), 0)
+    asked = [slot_sizes(sizes) for sizes in asked]
+    capacity = max(capacity, *map(sum, asked), 0)
     for i, sizes in enumerate(asked):
         slot = lent[i] = ring.lend(sizes, capacity, count, CPU)
         slot.until = lambda i=i: over.append(i)
@@ -261,7 +262,7 @@ def test_slots_that_fit_do_not_wait():
     """Equal slots fill a ring exactly, round after round."""
     ring, sizes, waited = Ring(), (1024, 512), []
     for i in range(9):
-        slot = ring.lend(sizes, 3 * ring_bytes(sizes), 3, CPU)
+        slot = ring.lend(sizes, 3 * sum(sizes), 3, CPU)
         assert waited == list(range(i - 2))
         slot.until = lambda i=i: waited.append(i)
 

@@ -98,9 +98,9 @@ PLANTED = [
     ),
     (
         "replicas that read other values are not compared",
-        "shards/opened.py",
-        '    if odd:\n        first = f"first difference: {paths',
-        '    if len(odd) > len(home.ranks):\n        first = f"first difference: {paths',
+        "collectives/agreement.py",
+        "    if odd:\n        first = found",
+        "    if len(odd) > len(home.ranks):\n        first = found",
         "init/test_files.py -k differ_between",
     ),
     (

@@ -1,6 +1,5 @@
 """What a step does, as profilers, the log and timelines show it; and that it costs nothing else."""
 
-import gc
 import io
 import logging
 import sys
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from cases import Layout, groups_of, random
 from placements import cut_of
-from storage_count import StorageCount
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -330,32 +328,6 @@ def test_the_memory_of_a_step_is_that_of_the_formula(layout, live_bytes, accumul
         assert 0 < found.gradients_in_full <= formula["in full"]
         rows = dict(line.rsplit("  ", 1) for line in str(found).splitlines())
         assert {name.strip() for name in rows} >= {"shards", "gathered", "total"}
-
-
-def counted_bytes(layout: Layout, live_bytes: int | None) -> tuple[int, Any]:
-    """The twin: the bytes of all tensors in a step, counted one by one."""
-    trainer_of(groups_of(layout), live_bytes=live_bytes).step(batch_of())
-    topology = mf.groups.Topology(layout.sizes)
-    with (
-        StorageCount() as count,
-        mf.make_groups(layout.partition_size, topology=topology) as groups,
-    ):
-        trainer, batch = trainer_of(groups, live_bytes=live_bytes), batch_of(1)
-        for _ in range(3):
-            trainer.step(batch)
-        gc.collect()
-        count.reset_peak()
-        with mf.inspection.watch():
-            trainer.step(batch)
-        return count.peak, trainer.last_step.memory()
-
-
-@pytest.mark.parametrize("live_bytes", [0, pytest.param(None, marks=pytest.mark.thorough)])
-def test_the_memory_of_a_step_is_that_of_its_tensors(live_bytes, ranks):
-    for peak, found in ranks(2).run(counted_bytes, TWO, live_bytes):
-        assert found.total == sum(found[:-1])
-        # Beside them there are the batch, a few activations of one row, and numbers.
-        assert 0 <= peak - found.total <= 3 * 4 * DIM * DEPTH
 
 
 # The log

@@ -1,6 +1,5 @@
 """Scratch files with direct I/O and through the cache, which must not differ."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,17 +13,3 @@ def scratch(request: pytest.FixtureRequest, tmp_path: Path) -> Scratch:
     if made.direct != (request.param == "direct"):
         pytest.skip("the file system has no direct I/O")
     return made
-
-
-@pytest.fixture
-def raises() -> Callable[[Callable[[], object]], str]:
-    """What a call raises, as text with its type in front; "" if it raises nothing."""
-
-    def of(call: Callable[[], object]) -> str:
-        try:
-            call()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
-
-    return of

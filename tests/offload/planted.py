@@ -9,7 +9,7 @@ PLANTED = [
         _S,
         "[(offset + nbytes, size - nbytes)]",
         "[(offset, size - nbytes)]",
-        "offload/test_file_space.py",
+        "offload/test_placed.py -k space_is_used",
     ),
     (
         "errors of the last writes are lost",

@@ -42,8 +42,8 @@ def summed(state: Any, groups: mf.Groups) -> Any:
 
 def guarded(state: Any, grads: Any, groups: mf.Groups, to: str) -> None:
     guard = optim.Guard(max_norm=1.0, on_nonfinite="skip")
-    _, verdict = optim.guarded_step(state, grads, guard, groups, donate=True)
-    assert verdict.accept
+    judged = lambda: guard.judge(grads, groups, donate=True).grads  # noqa: E731
+    mf.opt_step(state, optim.lazy_grads(grads, judged), donate=True)
 
 
 VERBS: dict[str, Callable[..., Any]] = {

@@ -6,6 +6,7 @@ import os
 import pickle
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import mics_fn as mf
 from mics_fn import _torch
 from mics_fn.errors import LeafError
-from mics_fn.offload import HOST_BYTES, FileTensor, Scratch, in_file, read, store
+from mics_fn.offload import (
+    HOST_BYTES,
+    Block,
+    FileTensor,
+    Scratch,
+    empty,
+    in_file,
+    read,
+    store,
+    stream,
+)
 from mics_fn.offload.placed import scratch_in, transfer
 
 DTYPES = [torch.bfloat16, torch.float64, torch.bool]
@@ -105,6 +117,27 @@ def test_writes_raise(scratch: Scratch):
             write(kept, y)
         assert torch.equal(kept, x)
         assert torch.equal(y, before)
+
+
+def streamed(w: Tensor, scratch: Scratch) -> Tensor:
+    stored = empty(scratch, (2,), torch.float32)
+    return sum(part.sum() for _, (part,) in stream([Block([stored], [stored])])) * w
+
+
+def moved(w: Any, scratch: Scratch) -> Tensor:
+    shards = mf.move({"w": w}, f"params=disk:{scratch.folder}")
+    return mf.gather(shards, mf.make_groups(1))["w"]
+
+
+@pytest.mark.parametrize("call", [store, moved, streamed])
+def test_nothing_is_written_where_a_derivative_is_asked_for(tmp_path: Path, call: Any):
+    given: Any = torch.ones(2)
+    if call is moved:
+        given = mf.shard({"w": given}, mf.make_groups(1))["w"]
+    with pytest.raises(LeafError, match="its result has no derivative"):
+        torch.func.grad(lambda x: call(x, Scratch(tmp_path)).sum())(given)
+    with pytest.raises(LeafError, match="store: its result has no derivative"):
+        store(torch.ones(2).requires_grad_() * 2, Scratch(tmp_path))
 
 
 @settings(max_examples=25)

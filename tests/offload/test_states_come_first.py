@@ -3,10 +3,8 @@
 import gc
 import math
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from torch import Tensor
 
 import mics_fn as mf
 from mics_fn import offload, optim, tree
-from mics_fn.offload import in_file, scratch
+from mics_fn.offload import in_file
 from mics_fn.optim.flat import by_leaf
 from mics_fn.shards import GradStream
 
@@ -74,6 +72,24 @@ def made(groups: mf.Groups, optimizer: Any, where: Any, shapes: Any = SHAPES) ->
     return mf.init_state(params, optimizer, where=where)
 
 
+def guarded_step(
+    state: Any, grads: Any, guard: optim.Guard, groups: mf.Groups, donate: bool
+) -> tuple[Any, Any]:
+    """A step on gradients that are judged once its states are asked for, as that of a `Trainer`."""
+    found = list[Any]()
+
+    def judged() -> Any:
+        found.append(guard.judge(grads, groups, donate))
+        if not found[0].accept:
+            raise optim.StepRefused
+        return found[0].grads
+
+    try:
+        return mf.opt_step(state, optim.lazy_grads(grads, judged), donate=donate), found[0]
+    except optim.StepRefused:
+        return state, found[0]
+
+
 def guarded(
     groups: mf.Groups, name: str, guard: optim.Guard, text: str, kind: str, donate: bool
 ) -> list[Any]:
@@ -86,7 +102,7 @@ def guarded(
         before, held, files = state, read(state), files_of(state)
         threads = threading.active_count()
         if text:
-            state, verdict = optim.guarded_step(state, grads, guard, groups, donate=donate)
+            state, verdict = guarded_step(state, grads, guard, groups, donate=donate)
         else:  # the slow twin
             verdict = guard.judge(grads, groups)
             state = mf.opt_step(state, verdict.grads) if verdict.accept else state
@@ -151,7 +167,7 @@ def of_few_elements(folder: str) -> None:
             grads = {k: random(2, *x.shape) * factor for k, x in params.items()}
             grads = mf.reduce_grads(grads, groups, like=state.params)
             before, held = state, read(state)
-            state, verdict = optim.guarded_step(state, grads, guard, groups, donate=True)
+            state, verdict = guarded_step(state, grads, guard, groups, donate=True)
             assert verdict.accept is math.isfinite(factor)
             if not verdict.accept:
                 assert state is before
@@ -197,55 +213,6 @@ def test_gradients_in_the_memory_of_parameters(tmp_path, kind):
                 )
             else:
                 given = grads if kind == "tree" else Given(grads)
-                state, _ = optim.guarded_step(state, given, guard, groups, donate=True)
+                state, _ = guarded_step(state, given, guard, groups, donate=True)
             found.append(read(state))
         same_bits(*found)
-
-
-def test_host_memory_stays_within_host_bytes(tmp_path):
-    """There is the memory of one stream at a time, also where a part of a chain has files too."""
-    groups = mf.make_groups(1)
-    where = offload.where(f"states=disk:{tmp_path}", host_bytes=HOST_BYTES)
-    state = made(groups, optim.chain(optim.lion(0.1), OPTIMIZERS["adamw"]), where)
-    guard, taken = optim.Guard(on_nonfinite="skip"), list[Any]()
-    takes, gives = scratch.take, scratch.give
-
-    def take(nbytes: int, device: torch.device) -> Tensor:
-        gc.collect()
-        assert not any(each() is not None for each in taken), "two streams at once"
-        assert nbytes == HOST_BYTES
-        # The memory itself may stay for the next stream, whose view it becomes.
-        view = takes(nbytes, device)[:]
-        taken.append(weakref.ref(view))
-        return view
-
-    for step, accepted in ((0, True), (1, False), (3, True)):
-        total = summed(state, groups, guard, step, None)
-        with (
-            mock.patch.object(scratch, "take", take),
-            mock.patch.object(scratch, "give", lambda memory, device: gives(memory[:], device)),
-        ):
-            state, verdict = optim.guarded_step(state, total, guard, groups, donate=True)
-        total.release()
-        assert verdict.accept is accepted
-    assert taken
-
-
-@pytest.mark.parametrize("donate", [False, True])
-def test_ctrl_c_in_the_wait_for_a_verdict(tmp_path, donate):
-    """As a wait for a rank that is gone gives way to it."""
-    groups, guard = mf.make_groups(1), optim.Guard(on_nonfinite="skip")
-    where = offload.where(f"states=disk:{tmp_path}", host_bytes=HOST_BYTES)
-    state = made(groups, OPTIMIZERS["adamw"], where)
-    held, files, threads = read(state), files_of(state), threading.active_count()
-    total = summed(state, groups, guard, 0, None)
-    for error in (KeyboardInterrupt, mf.errors.PeerFailed("gone")):
-        with (
-            mock.patch.object(optim.Guard, "judge", side_effect=error),
-            pytest.raises(type(error) if isinstance(error, Exception) else error),
-        ):
-            optim.guarded_step(state, total, guard, groups, donate=donate)
-        assert threading.active_count() <= threads
-        same_bits(read(state), held)
-        assert files_of(state) == files or not donate
-    total.release()

@@ -87,22 +87,6 @@ def test_the_bits_of_a_step_on_all_gradients(ranks, layout, name):
     ranks(layout.world_size).run(of_bits, layout, name, 1 + (name == "adamw"))
 
 
-def test_a_gradient_in_the_memory_of_another_parameter():
-    """Autograd gives `b` itself as the gradient of `a`: it must not change before it is used."""
-    groups = mf.make_groups(1)
-    params = {"a": torch.ones(5), "b": torch.arange(5.0), "c": torch.ones(5)}
-    states = []
-    for early in (False, True):
-        shards = mf.shard(params, groups, bucket_bytes=20)
-        state, total = mf.init_state(shards, optim.sgd(0.5)), mf.GradSum()
-        with mf.defer(state.params, groups, mf.keep_all(), into=total) as full:
-            total.backward((full["a"] * full["b"] * full["c"]).sum())
-            given = total if early else total.grads()
-            states.append(mf.opt_step(state, given, donate=True))
-        total.release()
-    same_bits(states[0].params, states[1].params)
-
-
 class Fault(Exception):
     pass
 
@@ -143,16 +127,3 @@ def test_a_state_is_whole_or_known_to_be_lost(donate, at):
     else:
         same_bits(state.params, before)
     total.release()
-
-
-def test_a_sum_that_is_not_complete_or_of_another_tree_is_refused():
-    groups = mf.make_groups(1)
-    state = mf.init_state(mf.shard(values(), groups), optim.sgd(0.1))
-    with pytest.raises(mf.errors.LeafError, match="0 of 2 passes are done"):
-        mf.opt_step(state, mf.GradSum(micro_steps=2))
-    other = mf.shard({"w": torch.ones(3)}, groups)
-    total = mf.GradSum()
-    with mf.defer(other, groups, mf.keep_all(), into=total) as full:
-        total.backward(full["w"].sum())
-    with pytest.raises(mf.errors.LeafError, match="differs from the parameters"):
-        mf.opt_step(state, total)

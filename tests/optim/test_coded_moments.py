@@ -109,14 +109,6 @@ def test_views_and_copies():
         kept.mul_(2)
 
 
-def test_codes_have_no_derivative():
-    x = random(0, 128)
-    with pytest.raises(LeafError, match="coded: its result has no derivative"):
-        coded(x.clone().requires_grad_(), Codec("int8", 64))
-    kept = coded(x, Codec("int8", 64))
-    assert torch.equal(torch.func.grad(lambda y: (y * kept).sum())(x), read(kept))
-
-
 # Steps
 
 
@@ -233,21 +225,6 @@ def test_memory_is_by_formula():
 # States that are read, set, saved and copied
 
 
-def of_a_save(folder: str) -> Any:
-    groups, then = groups_of(Layout((2,), 2)), groups_of(Layout((2,), 1))
-    state = steps(state_of(groups), groups, 0, 2)
-    mf.checkpoint.start_save(folder, state, groups, step=2).wait()
-    like = state_of(then)
-    loaded = mf.checkpoint.load(folder, like, then).state
-    assert len(memories(loaded)) == len(memories(like)) > 0
-    got, want = steps(loaded, then, 2, 1), steps(state, groups, 2, 1)
-    large(full_of(got, then), full_of(want, groups))
-
-
-def test_a_save_changes_no_bit(ranks, tmp_path):
-    ranks(2).run(of_a_save, f"{tmp_path}/run")
-
-
 def test_copies_and_what_is_read_and_set():
     groups = mf.make_groups(1)
     state = steps(state_of(groups), groups, 0, 2)
@@ -284,32 +261,11 @@ def test_buckets_are_stepped_as_they_arrive(ranks):
         same_bits(got, want)
 
 
-def of_handing() -> None:
-    groups = groups_of(Layout((2,), 1))
-    states = [steps(state_of(groups), groups, first, 1) for first in (0, 4)]
-    mine, want = states[groups.rank], states[0]
-    takes = groups.rank == 1
-    for in_place in (False, True):
-        got = optim.from_replica(mine, groups, 0, takes=takes, in_place=in_place)
-        assert len(memories(got)) == 2
-        same_bits(full_of(got, groups), full_of(want, groups))
-
-
-def test_a_rank_takes_codes_of_another_one(ranks):
-    ranks(2).run(of_handing)
-
-
 # Errors
 
 
 def test_what_cannot_be_kept_as_codes_is_refused_by_name(tmp_path):
     groups = mf.make_groups(1)
-    for text, match in (
-        ("state=int4[64]", "state=int4.64. is not a way to keep moments"),
-        ("state=int8[96]", "a power of two from 2 to 65536"),
-    ):
-        with pytest.raises(PlanError, match=match):
-            mf.Precision.parse(text)
     with pytest.raises(PlanError, match=r"state=int8\[256\] for a, whose shards are"):
         mf.shard(values(0), groups, precision="param=bf16, state=int8")
     with pytest.raises(PlanError, match="there are no codes for 'prev'"):

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.errors import DonatedError, LeafError
+from mics_fn.errors import LeafError
 
 STEPS = 3
 CLASSES = {
@@ -114,35 +114,6 @@ def test_a_state_of_other_parameters_is_refused():
     mixed = mf.TrainState(0, three, state.opt, {}, optimizer)
     with pytest.raises(LeafError, match="the state is of another tree"):
         mf.opt_step(mixed, three)
-
-
-def test_a_moment_that_was_given_away_says_so():
-    groups = mf.make_groups(1)
-    shards = mf.shard({"w": random(0, 4)}, groups)
-    state = mf.init_state(shards, mf.optim.adamw(0.1))
-    mf.opt_step(state, mf.shard({"w": random(1, 4)}, groups), donate=True)
-    for use in (lambda m: m["w"], lambda m: m.by_leaf(), lambda m: tree.flatten(m)):
-        with pytest.raises(
-            DonatedError, match=r"opt.moments.exp_avg.runs.0 was donated to opt_ste"
-        ):
-            use(state.opt.moments["exp_avg"])
-
-
-def test_a_transform_of_ones_own_gets_the_trees_themselves():
-    """It may change the gradients' dict in place: only those of this library never look again."""
-    groups = mf.make_groups(1)
-    params, grads, zero = (mf.shard({"w": torch.full((3,), x)}, groups) for x in (1.0, 2.0, 0.0))
-
-    def update(got, state, held):
-        assert got is grads
-        assert held is params
-        got["w"] = zero["w"]
-        return got, state
-
-    own = mf.optim.Transform(lambda params: (), update, lambda *_: pytest.fail("not by chain"))
-    optimizer = mf.optim.chain(own, mf.optim.sgd(0.1))
-    new = mf.opt_step(mf.init_state(params, optimizer), grads, donate=True)
-    same_bits(mf.unshard(new.params, groups), {"w": torch.ones(3)})
 
 
 WAYS = {

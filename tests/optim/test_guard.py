@@ -1,7 +1,6 @@
 """Between reduction and update: unscale, refuse, clip; against a single process and plain code."""
 
 import math
-import re
 from dataclasses import replace
 from statistics import median
 
@@ -306,21 +305,6 @@ def test_a_watch_is_the_plain_one(norms, factor, window, warmup, skip):
 # Memory and donation.
 
 
-@pytest.mark.parametrize(
-    "guard", [mf.optim.Guard(mf.optim.static_scale(1.0)), mf.optim.Guard(max_norm=100.0)]
-)
-def test_where_nothing_is_to_do_nothing_is_touched(guard):
-    groups = mf.make_groups(1)
-    grads = mf.shard({"w": torch.ones(4)}, groups)
-    for donate in (False, True):
-        assert guard.judge(grads, groups, donate=donate).grads is grads
-        assert grads["w"].data.tolist() == [1.0] * 4
-    mf.optim.Guard(mf.optim.static_scale(2.0), 0.1, 0.1).judge(grads, groups)
-    assert grads["w"].data.tolist() == [1.0] * 4, "without donation the gradients stay"
-    guard = mf.optim.Guard(mf.optim.dynamic_scale(), 1.0, 1.0, mf.optim.norm_spike(), "skip")
-    assert guard.judge({}, groups)[1:5] == (0, True, False, True), "an empty tree"
-
-
 def donating(layout):
     groups = homes(layout)
     shards = mf.shard(values(), groups)
@@ -357,33 +341,6 @@ def test_a_donation_writes_to_nothing_else():
         grads = mf.reduce_grads({"a": same, "b": same}, groups, like=layout)
         out = guard.judge(grads, groups, donate=True).grads
         assert [x.data.tolist() for x in out.values()] == [[0.5] * 4] * 2, "scaled once"
-
-
-# Refusals.
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"max_norm": 0.0}, "Guard: max_norm=0.0, expected a number above 0"),
-        ({"max_norm": math.nan}, "Guard: max_norm=nan, expected a number above 0"),
-        ({"max_value": -1.0}, "Guard: max_value=-1.0, expected a number above 0"),
-        ({"spike": 10.0}, "Guard: spike=10.0, expected a watch"),
-        ({"on_nonfinite": True}, "on_nonfinite=True, expected 'skip', 'raise', 'ignore' or None"),
-        (
-            {"scale": mf.optim.dynamic_scale(), "on_nonfinite": "ignore"},
-            "Guard: on_nonfinite='ignore' with a dynamic scale",
-        ),
-        ({"factor": 1.0}, "factor=1.0, expected a finite number above 1"),
-        ({"window": 0}, "window=0, expected an int of at least 1"),
-        ({"window": 5, "warmup": 6}, "warmup=6, expected at most window=5"),
-        ({"action": "warn"}, "action='warn', expected 'skip' or 'report'"),
-    ],
-)
-def test_a_guard_or_a_watch_that_can_not_work_is_refused(options, said):
-    watch = {"factor", "window", "action"} & set(options)
-    with pytest.raises(mf.errors.PlanError, match=re.escape(said)):
-        (mf.optim.norm_spike if watch else mf.optim.Guard)(**options)
 
 
 def test_gradients_that_still_owe_a_hop_are_refused():

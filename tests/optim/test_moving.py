@@ -1,7 +1,6 @@
 """States in files and on the host: the bits of states in memory, and errors that lose nothing."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor
 import mics_fn as mf
 from mics_fn import optim, tree
 from mics_fn.offload import in_file, where
-from mics_fn.offload.scratch import Extent
 from mics_fn.optim.columns import Stretch, parts_of
 from mics_fn.optim.flat import by_leaf
 
@@ -83,43 +81,6 @@ def test_a_step_on_states_in_files_has_the_bits_of_one_in_memory(ranks, tmp_path
     ranks(layout.world_size).run(of_bits, f"{tmp_path}", name, layout)
 
 
-def test_by_path(tmp_path):
-    groups = mf.make_groups(1)
-    params = mf.shard(values(0), groups, bucket=lambda path: spares_small(path))
-    state = mf.init_state(params, optim.adamw(0.1), where=f"*a*: states=disk:{tmp_path}")
-    assert {in_file(x) for x in moments(state)} == {True, False}
-
-
-@pytest.mark.parametrize("donate", [False, True])
-def test_an_error_of_the_disk_names_file_and_leaf_and_tears_nothing(tmp_path, donate, monkeypatch):
-    groups = mf.make_groups(1)
-    place = where(f"states=disk:{tmp_path}", host_bytes=LEAST)
-    state = mf.init_state(mf.shard(values(0), groups), optim.adamw(0.1), where=place)
-    before = tree.map_leaves(torch.clone, state.params)
-    old, calls = Extent.write, iter(range(100))
-
-    def write(self: Extent, start: int, memory: Tensor, leaf: str = "") -> None:
-        if next(calls) == 3:
-            with self.scratch._errors("cannot be written", "", leaf or self.leaf):
-                raise OSError(28, "No space left on device")
-        old(self, start, memory, leaf)
-
-    monkeypatch.setattr(Extent, "write", write)
-    with pytest.raises(mf.errors.FileError, match=r"cannot be written(.|\n)*states\."):
-        mf.opt_step(state, mf.reduce_grads(values(5), groups), donate=donate)
-    monkeypatch.undo()
-    if donate:
-        with pytest.raises(mf.errors.LostStateError, match="cut short"):
-            mf.gather(state.params, groups)
-        return
-    same_bits(state.params, before)
-    want = stepped(groups, lambda: optim.adamw(0.1), None, donate=False)
-    for step in range(2):
-        grads = mf.reduce_grads(values(10 * step + 5), groups, like=state.params)
-        state = mf.opt_step(state, grads)
-    same_bits(mf.unshard(state.params, groups), mf.unshard(want.params, groups))
-
-
 @settings(max_examples=40)
 @given(
     start=st.integers(0, 300),
@@ -147,28 +108,3 @@ def test_parts_of_a_column_have_the_bits_of_the_whole(start, length, cuts, seed)
             step(*part.tensors)
             part.finish()
     same_bits(got, want)
-
-
-def of_checks(folder: str, layout: Layout) -> None:
-    """Replicas are compared and a state is saved and loaded as ever."""
-    groups = groups_of(layout)
-    place = where(f"states=disk:{folder}/scratch", host_bytes=LEAST)
-    state = stepped(groups, OPTIMIZERS["adamw"], place, donate=True)
-    assert mf.optim.same_replicas(state, groups) is state
-    assert mf.optim.same_step(state, groups, heal=True) is state
-    mf.checkpoint.save(f"{folder}/saved", state, groups, step=1)
-    want = mf.move(state, "")
-    for donate in (False, True):
-        fresh = mf.init_state(
-            mf.shard(values(3), groups, bucket_bytes=300_000), OPTIMIZERS["adamw"](), where=place
-        )
-        found = mf.checkpoint.load(f"{folder}/saved", fresh, groups, donate=donate).state
-        assert all(map(in_file, moments(found)))
-        same_state(found, want)
-
-
-def test_replicas_and_checkpoints(ranks, tmp_path):
-    ranks(2).run(of_checks, f"{tmp_path}", Layout((2,), 1))
-    saved = [path.name for path in Path(tmp_path, "saved").rglob("*")]
-    assert saved
-    assert not any("scratch" in name for name in saved)

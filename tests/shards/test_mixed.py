@@ -25,8 +25,8 @@ from torch.nn import functional as F
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.collectives.agreement import checksum
 from mics_fn.collectives.levels import mean_over_ranks, start_mean
+from mics_fn.collectives.wire import checksum
 from mics_fn.groups import placement
 from mics_fn.lab.models.gpt import GPT, GPTConfig
 from mics_fn.optim.columns import map_columns

@@ -12,7 +12,7 @@ from mics_fn.offload import placed
 from mics_fn.offload import scratch as scratch_module
 
 CALLS = {
-    "no room": "allocate",
+    "no room": "posix_fallocate",
     "cannot read": "read_all",
     "cannot write": "write_all",
     "cannot be made": "open_files",
@@ -44,6 +44,7 @@ def broken(fault: str, after: int = 0) -> Iterator[None]:
         yield
         return
     code = errno.ENOSPC if fault == "no room" else errno.EIO
-    real = getattr(scratch_module, CALLS[fault])
-    with mock.patch.object(scratch_module, CALLS[fault], no_call(code, real, after)):
+    where = os if fault == "no room" else scratch_module
+    real = getattr(where, CALLS[fault])
+    with mock.patch.object(where, CALLS[fault], no_call(code, real, after)):
         yield

@@ -241,8 +241,8 @@ def test_on_ranks(ranks: Pools, name: str) -> None:
     ranks(world.world_size).run(cut_in_two, world, *given)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["shuffle", "stateful", "stateful by epoch"])
-@pytest.mark.short("stateful by epoch")
 def test_workers(kind: str) -> None:
     """Batches come from processes that run ahead of the steps."""
     cut_in_two(ONE, "sgd", "plain", kind, 7, workers=2)

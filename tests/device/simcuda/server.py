@@ -21,7 +21,7 @@ REPOSITORY = TESTS.parent
 
 
 class Request(NamedTuple):
-    """A call of a function of `programs`, `apart` or `controls` on n ranks."""
+    """A call of a function of `programs` or `apart` on n ranks."""
 
     root: str  # the folder that `mics_fn` is imported from
     name: str
@@ -99,7 +99,7 @@ def _answer(conn: Connection, request: Request) -> None:
         pool: Any = importlib.import_module("mics_fn.lab.ranks.pool")
         lending: Any = importlib.import_module("mics_fn.deferred.reduction")
         lending.LEAST_RING = 0  # the ring of a small model is short, too
-        modules = [importlib.import_module(name) for name in ("programs", "apart", "controls")]
+        modules = [importlib.import_module(name) for name in ("programs", "apart")]
         (function,) = (getattr(m, request.name) for m in modules if hasattr(m, request.name))
         call = (modules[0].on_device, request.n, function, *request.args)
         reply = True, pool.run_ranks(*call, timeout_s=request.timeout_s, grace_s=3.0)
