@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 from math import prod
+from operator import attrgetter
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
@@ -112,7 +113,6 @@ def saved_leaves(
         own, name = owner.get(key, key), rename(key)
         if name is None or isinstance(value, Nothing):
             continue
-        checks.instance(verb, "names(...)", name, str, "a str or None")
         if key_of.setdefault(name, key) != key:
             what = f"{verb}: params.{key_of[name]} and params.{key} would both be {name!r}"
             raise LeafError(what, fix="let names= give each its own name, or None")
@@ -230,8 +230,7 @@ def _gathered(
     return found
 
 
-def _bucket_of(leaf: Saved) -> tuple[int, int]:
-    return leaf.tree, leaf.bucket
+_bucket_of = attrgetter("tree", "bucket")
 
 
 # The directory, which is there as a whole or not at all.
@@ -440,7 +439,7 @@ def load_dcp(
 
     how = {"like": like, "names": meant, "strict": strict, "dtype": dtype, "trust": trust}
     described = Path(fspath(path)) / ".metadata"
-    return read_shards("load_dcp", described, groups, **how, options={**options})
+    return read_shards("load_dcp", described, groups, how, {**options})
 
 
 def save_dcp(
@@ -498,9 +497,6 @@ def save_dcp(
     verb = "save_dcp"
     home = one_job(verb, groups)
     with in_step(verb, home, f"path={str(path)!r}, {prefix!r}, {max_file_bytes}, {dtype}"):
-        if param_group is not None and not isinstance(params, TrainState):
-            text, fix = f"{verb}: param_group= has no effect", "pass a TrainState, or leave it out"
-            raise PlanError(text, fix=fix)
         target = free_path(verb, path)
         opt = params.opt if isinstance(params, TrainState) else None
         values = params.params if isinstance(params, TrainState) else params

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -114,24 +114,21 @@ class Sources:
         self._read(wanted)
         for x, values in copies:
             x.copy_(values)
-        return self._extra_of(files[giver].extra, given)
-
-    def _read(self, wanted: list["Wanted"]) -> None:
-        with ExitStack() as closing:
-            files = dict[int, directory.PartFile]()
-            for number in sorted({x.file for x in wanted}):
-                files[number] = directory.PartFile(self.path, self.manifest.files[number])
-                closing.callback(files[number].close)
-            wanted.sort(key=lambda want: (want.file, want.part.offset))
-            each(lambda want: want.read(files[want.file]), wanted, _READERS, "mics_fn load")
-
-    def _extra_of(self, text: str, tensors: dict[str, Tensor]) -> Any:
         try:
-            return manifest.decoded(text, tensors)
+            return manifest.decoded(files[giver].extra, given)
         except (LookupError, TypeError, ValueError, RuntimeError) as error:  # also of recursion
             path = self.path / manifest.NAME
             what = message(f"load: {path} cannot be read", [f"{manifest.EXTRA}: {error}"])
             raise FileError(what, str(path), damaged=True) from error
+
+    def _read(self, wanted: list["Wanted"]) -> None:
+        with ExitStack() as opened:
+            files = dict[int, directory.PartFile]()
+            for number in sorted({x.file for x in wanted}):
+                file = directory.PartFile(self.path, self.manifest.files[number])
+                files[number] = opened.enter_context(closing(file))
+            wanted.sort(key=lambda want: (want.file, want.part.offset))
+            each(lambda want: want.read(files[want.file]), wanted, _READERS, "mics_fn load")
 
 
 class Wanted(NamedTuple):
@@ -258,8 +255,8 @@ def load(
                     exchange.mine = _chosen(folder, step, refused)
             number, place = exchange.all[home.ranks[0]]
             try:
-                how = replicas, writing if donate else None
-                return _load(Path(place), number, given, groups, home, *how)
+                into = writing if donate else None
+                return _load(Path(place), number, given, groups, home, replicas, into)
             except FileError as error:
                 if on_corrupt == "raise" or step is not None or not error.damaged:
                     raise
@@ -458,9 +455,6 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verified:
 
 
 def _check_file(place: Path, saved: manifest.Manifest, file: manifest.SavedFile) -> None:
-    part = directory.PartFile(place, file)
-    try:
+    with closing(directory.PartFile(place, file)) as part:
         for one in file.slices:
             part.read(one, memoryview(bytearray(saved.nbytes(one))))
-    finally:
-        part.close()

@@ -128,9 +128,8 @@ class Options:
     def check(self) -> None:
         """Raise PlanError unless they are what they should be."""
         checks.integer("save", "step", self.step, 0)
-        for name, value in (("keep", self.keep), ("keep_every", self.keep_every)):
-            if value is not None:
-                checks.integer("save", name, value)
+        checks.integer("save", "keep", self.keep, optional=True)
+        checks.integer("save", "keep_every", self.keep_every, optional=True)
         checks.choice("save", "overwrite", self.overwrite, "never", "newer")
         checks.choice("save", "replicas", self.replicas, "equal", "apart")
 
@@ -192,7 +191,8 @@ def agree_on(
     try:
         with together(home) as exchange:
             options.check()
-            settle(folder.path)
+            if before := _UNDER_WAY.get(os.path.realpath(folder.path)):
+                before.settle()
             contents = snapshot.contents_of("save", state, groups, options.replicas)
             if not contents.pieces:
                 fix = "pass a TrainState, or a tree with shards or tensors"
@@ -287,7 +287,8 @@ class PendingSave:
         self, agreed: Agreed, write: Callable[[], manifest.SavedFile], *, follows: bool = True
     ) -> None:
         self.step = agreed.options.step
-        self._agreed, self._write, self._life = agreed, write, agreed.home.life
+        self._agreed, self._life = agreed, agreed.home.life
+        self._write: Any = write
         self._store = cast(Store, self._life.channel.job.store)
         self._life.saves += 1
         key = f"{self._life.key}/save/{agreed.home.ranks[0]}"  # one replica has the life of all
@@ -392,7 +393,8 @@ class PendingSave:
 
     def _run(self) -> None:
         if self._stop is not None:
-            step_back()
+            with suppress(AttributeError, OSError):  # below the threads that compute, if it can be
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BEHIND)
         try:
             try:
                 file, error = self._write(), None
@@ -405,7 +407,7 @@ class PendingSave:
                 self._stop.ask()
         finally:
             self._agreed.folder.abandon()  # which keeps what is committed
-            self._write = _ended  # it refers to the state, which the program may have replaced
+            self._write = None  # it refers to the state, which the program may have replaced
 
     def _end(self, file: manifest.SavedFile | None, error: BaseException | None) -> Path:
         """Publish this rank's record, and wait for the result of the rank that commits."""
@@ -517,19 +519,6 @@ class PendingSave:
 _UNDER_WAY: dict[str, PendingSave] = {}  # the last save of this process, by folder
 
 
-def step_back() -> None:
-    """Lower the priority of this thread below those that compute, if the system can."""
-    with suppress(AttributeError, OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BEHIND)
-
-
-def settle(path: Path) -> None:
-    """Wait for the pending save to a folder; raise its error if it was not reported."""
-    before = _UNDER_WAY.get(os.path.realpath(path))
-    if before is not None:
-        before.settle()
-
-
 def folder_to_read(
     verb: str, path: str | os.PathLike[str], *, raises: bool = False
 ) -> directory.Folder:
@@ -548,10 +537,6 @@ def folder_to_read(
     if pending is not None:
         pending.before_read(verb, raises=raises)
     return directory.Folder(path)
-
-
-def _ended() -> manifest.SavedFile:
-    raise errors.FileError("save: it has ended")
 
 
 def save(

@@ -251,11 +251,10 @@ def copied(tensors: Mapping[K, Tensor]) -> AbstractContextManager[dict[K, Tensor
         memory = None  # if it is too small, it goes before a larger one is made
         memory = _device.host_buffer(end, device)
 
-    def copy_of(name: K, x: Tensor) -> Tensor:
-        low = places[name]
-        return memory[low : low + x.numel() * x.itemsize].view(x.dtype).view(x.shape)
-
-    copies = {name: copy_of(name, x) for name, x in near.items()}
+    copies = dict[K, Tensor]()
+    for name, x in near.items():
+        raw = memory[places[name] :][: x.numel() * x.itemsize]
+        copies[name] = raw.view(x.dtype).view(x.shape)
     if near:
         pinned = bool(devices) and memory.is_pinned()
         with torch.no_grad():

@@ -361,35 +361,27 @@ def load_shards(
       {'w': Sharded(shape=(2, 3), float64, here 6 of 6)}
     """
     how = {"like": like, "names": names, "strict": strict, "dtype": dtype, "trust": trust}
-    return read_shards("load_shards", path, groups, **how, options={**options})
+    return read_shards("load_shards", path, groups, how, {**options})
 
 
 def read_shards(
-    verb: str,
-    path: reading.Source,
-    groups: Any,
-    *,
-    like: nn.Module | Mapping[str, Tensor] | None,
-    names: Callable[[str], str | None] | None,
-    strict: bool,
-    dtype: torch.dtype | None,
-    trust: bool,
-    options: dict[str, Any],
+    verb: str, path: reading.Source, groups: Any, how: Mapping[str, Any], options: dict[str, Any]
 ) -> dict[str, Leaf]:
-    """`load_shards` for a verb of any name."""
+    """`load_shards` for a verb of any name; `how` has all its arguments but the options."""
+    like, dtype = how["like"], how["dtype"]
     require_groups(verb, groups)
     with ExitStack() as opened:
         with in_step(verb, groups, ""):
             if dtype is not None:
                 check_dtype(verb, "dtype", dtype)
-            checks.flag(verb, "strict", strict)
+            checks.flag(verb, "strict", how["strict"])
             checks.options(verb, options, LayoutOptions.__annotations__)
-            found = opened.enter_context(reading.open_weights(verb, path, trust=trust))
-            found = reading.renamed(found, names)
+            found = opened.enter_context(reading.open_weights(verb, path, trust=how["trust"]))
+            found = reading.renamed(found, how["names"])
             params, others = _wanted(like, found)
             if dtype is not None:
                 params = _cast(params, dtype)
-            sources = reading.matched(verb, found, params, others, strict=strict)
+            sources = reading.matched(verb, found, params, others, strict=how["strict"])
         if like is not None:
             options.setdefault("order", tree.own_order(params))
         filling = Filling(verb, params, groups, options)

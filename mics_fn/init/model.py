@@ -170,18 +170,6 @@ class _Construction:
         Args:
           sources: what is read; then all generators stay as the seed sets them.
         """
-        new = self._replaced()
-        if not sources:
-            self.recorder.finish_generators()
-        model = with_tensors(self.model, new)
-        with torch.no_grad():
-            for name, value in model.named_buffers(remove_duplicate=False):
-                if name in sources:
-                    value.copy_(sources[name].read(0, value.numel()).view(value.shape))
-        return model
-
-    def _replaced(self) -> dict[int, Tensor]:
-        """What takes the place of each recorded tensor of the model, by its `id`."""
         new = computed_in(self.model, Recorded)
         params = list(self.params.values())
         for value, owner in zip(params, owners_of(params), strict=True):
@@ -196,4 +184,11 @@ class _Construction:
                     value = nn.Parameter(value, recorded.requires_grad)
                 new[key] = value.requires_grad_(recorded.requires_grad)
         self._contents.clear()
-        return new
+        if not sources:
+            self.recorder.finish_generators()
+        model = with_tensors(self.model, new)
+        with torch.no_grad():
+            for name, value in model.named_buffers(remove_duplicate=False):
+                if name in sources:
+                    value.copy_(sources[name].read(0, value.numel()).view(value.shape))
+        return model

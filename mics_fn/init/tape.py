@@ -296,9 +296,8 @@ def index_in(state: Tensor) -> int | None:
     return index if (first, second) == (MARK, MARK + 1) else None
 
 
-def start_of(generator: torch.Generator) -> int | Tensor:
+def start_of(state: Tensor) -> int | Tensor:
     """Where the next op begins: the index of the op that it follows, or a state."""
-    state = generator.get_state()
     index = index_in(state)
     return state if index is None else index
 
@@ -572,7 +571,7 @@ class Recorder(_torch.DispatchMode):
         for tensor, bits in self._sums:
             if not torch.equal(_bits(tensor), bits):
                 raise NotRecorded("a tensor shares memory that other code wrote to (numpy?)")
-        self._last = [(g, start_of(g)) for g, _ in self._first.values()]
+        self._last = [(g, start_of(g.get_state())) for g, _ in self._first.values()]
         self.forget()
 
     def forget(self) -> None:
@@ -655,9 +654,8 @@ class Recorder(_torch.DispatchMode):
         """Where the next op of the tape begins in a generator's stream; move the stream past it."""
         state = generator.get_state()
         self._first.setdefault(_torch.generator_id(generator), (generator, state))
-        start = start_of(generator)
         generator.set_state(with_index(state, len(self.tape.ops)))
-        return start
+        return start_of(state)
 
 
 def _bits(x: Tensor) -> Tensor:

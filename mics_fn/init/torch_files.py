@@ -43,12 +43,6 @@ class _ReadAt(io.RawIOBase):
     def __init__(self, file: File) -> None:
         self._file, self._at = file, 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._at = offset + (0, self._at, self._file.size)[whence]
         return self._at

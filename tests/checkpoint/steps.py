@@ -1,5 +1,7 @@
 """States that are functions of their step: what is saved as a step is known when it is loaded."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -7,7 +9,7 @@ from cases import random
 from torch import Tensor
 
 import mics_fn as mf
-from mics_fn import checkpoint, tree
+from mics_fn import checkpoint, spans, tree
 
 
 def state_at(step: int, groups: mf.Groups) -> dict[str, Any]:
@@ -53,3 +55,18 @@ def every_kind() -> dict[str, Tensor]:
         "mask": torch.tensor([True, False, True]),
         "turned": random(4, 3, 4).t(),
     }
+
+
+@contextmanager
+def at(name: str, act: Callable[[], Any]) -> Iterator[None]:
+    """A block in which something is done wherever a save passes the point of a name."""
+
+    def observe(point: spans.Point) -> None:
+        if point.name == name:
+            act()
+
+    spans.observers.append(observe)
+    try:
+        yield
+    finally:
+        spans.observers.remove(observe)

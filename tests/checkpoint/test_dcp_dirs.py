@@ -186,14 +186,6 @@ def test_an_optimizer_of_torch_goes_on(ranks: Ranks, tmp_path: Path, layout: Lay
     ranks(layout.world_size).run(resumed, layout, tmp_path / "a")
 
 
-def test_an_optimizer_that_torch_does_not_have_is_refused(tmp_path: Path):
-    with mf.make_groups(1) as groups:
-        state = mf.init_state(shards_of(groups, 3), mf.optim.clip_by_value(0.1))
-        with pytest.raises(mf.errors.PlanError, match="has 0 optimizers that torch has"):
-            save_dcp(tmp_path / "a", state, groups)
-        save_dcp(tmp_path / "a", state.params, groups)
-
-
 # What torch writes, is read here.
 
 
@@ -400,14 +392,10 @@ def test_changed_bytes_never_do_harm(tmp_path: Path):
                 data = bytearray(whole)
                 dice.choice(BYTES)(dice, data)
                 (tmp_path / file).write_bytes(bytes(data))
-                watch.on = i > 20  # the first ones may import modules
-                try:
-                    found: Any = load_dcp(tmp_path, groups, like=None)
-                    assert all(isinstance(x, mf.shards.Sharded) for x in found.values())
-                    outcomes.add("loaded")
-                except mf.MicsError as error:
-                    outcomes.add(type(error).__name__)
-                watch.on = False
+                found: dict[str, Any] = {}
+                call = lambda: found.update(load_dcp(tmp_path, groups, like=None))  # noqa: B023, E731
+                error = watch.error_of(i, call, mf.MicsError, on=i > 20)
+                assert all(isinstance(x, mf.shards.Sharded) for x in found.values())
+                outcomes.add(type(error).__name__)
             (tmp_path / file).write_bytes(whole)
-    assert {"loaded", "FileError"} <= outcomes
-    assert not watch.seen
+    assert {"NoneType", "FileError"} <= outcomes

@@ -9,8 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ import pytest
 import torch
 from cases import Layout, groups_of
 from jobs import Ended, run_job
-from steps import load_at, save_at, state_at
+from steps import at, load_at, save_at, state_at
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import mics_fn as mf
 from mics_fn import checkpoint, spans, tree
-from mics_fn.checkpoint import directory
 from mics_fn.checkpoint.directory import Folder
 from mics_fn.errors import FileError
 from mics_fn.lab.ranks.pool import RankPool
@@ -64,23 +62,6 @@ def values(found: list[Ended]) -> list[Any]:
     """What the ranks of a job returned."""
     assert not [each for each in found if each.error], found
     return [each.value for each in found]
-
-
-@contextmanager
-def at(name: str, act: Callable[[], Any]) -> Iterator[None]:
-    """A block in which something is done at the first point of a name."""
-
-    def observe(point: Any) -> None:
-        if point.name == name:
-            spans.observers.remove(observe)
-            act()
-
-    spans.observers.append(observe)
-    try:
-        yield
-    finally:
-        if observe in spans.observers:
-            spans.observers.remove(observe)
 
 
 # Disks that are full.
@@ -184,16 +165,14 @@ def test_each_operation_may_fail(
 
 def steps_until_due(layout: Layout, folder: str) -> Any:
     """A save fails on one rank, and all hear of it after the same step; also without asking."""
-    groups, plain = groups_of(layout), directory.write_part
+    groups = groups_of(layout)
 
-    def fail(path: Path, tensors: Any) -> Any:
+    def fail() -> None:
         time.sleep(0.1 * groups.rank)
         if groups.rank == 2:
             raise OSError(errno.EIO, "Input/output error")
-        return plain(path, tensors)
 
-    directory.write_part = fail
-    try:
+    with at("save: write", fail):
         pending = checkpoint.start_save(folder, state_at(1, groups), groups, step=1)
         step = 0
         while not pending.due():
@@ -204,8 +183,6 @@ def steps_until_due(layout: Layout, folder: str) -> Any:
         first = error_of(pending.wait)
         checkpoint.start_save(folder, state_at(1, groups), groups, step=1)
         second = error_of(lambda: save_at(folder, 1, groups))
-    finally:
-        directory.write_part = plain
     save_at(folder, 1, groups)
     check_step(folder, 1, groups)
     return step, first[:2], second[:2]
@@ -281,20 +258,9 @@ def test_ctrl_c_while_a_save_is_waited_for(tmp_path: Path) -> None:
     assert checkpoint.steps(tmp_path) == [1, 2, 3, 4]  # the thread went on
 
 
-def slow_write(seconds: float) -> None:
-    """Make files of this process take so long."""
-    plain = directory.write_part
-
-    def late(path: Path, tensors: Any) -> Any:
-        time.sleep(seconds)
-        return plain(path, tensors)
-
-    directory.write_part = late
-
-
 def leave(rank: int, folder: str, how: str) -> Any:
-    groups = made()
-    slow_write(0.3 + 0.1 * rank)
+    groups, seconds = made(), 0.3 + 0.1 * rank
+    spans.observers.append(lambda x: time.sleep(seconds) if x.name == "save: write" else None)
     pending = checkpoint.start_save(folder, state_at(1, groups), groups, step=1)
     assert not pending.done
     if how == "closes":

@@ -6,8 +6,8 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 from cases import Layout, groups_of
+from steps import at
 
 import mics_fn as mf
-from mics_fn import checkpoint, spans
-from mics_fn.checkpoint import directory, snapshot
+from mics_fn import checkpoint
+from mics_fn.checkpoint import snapshot
 from mics_fn.errors import DesyncError, FileError, LostStateError
 from mics_fn.lab.ranks.pool import RankPool
 
@@ -131,19 +132,9 @@ def test_states_that_were_saved_before_are_compared_again(ranks: Pools, tmp_path
     assert "first difference: w\n  rank 0: w (4,) float32 1\n  rank 1: w (6,) float32 1" in one
 
 
-@contextmanager
-def slow(point: str, seconds: float = 0.1) -> Iterator[None]:
+def slow(point: str, seconds: float = 0.1) -> AbstractContextManager[None]:
     """A block in which each save takes so long at a point, and then goes on."""
-
-    def wait(passed: spans.Point) -> None:
-        if passed.name == point:
-            time.sleep(seconds)
-
-    spans.observers.append(wait)
-    try:
-        yield
-    finally:
-        spans.observers.remove(wait)
+    return at(point, lambda: time.sleep(seconds))
 
 
 def trainer_in(folder: str, groups: mf.Groups) -> mf.Trainer:
@@ -195,25 +186,21 @@ def test_whoever_reads_waits_for_what_this_process_saves(
 
 def read_after_failure(layout: Layout, folder: str) -> list[Any]:
     """What readers find of a save that fails on one rank, and of which nobody was told."""
-    groups, found, plain = groups_of(layout), list[Any](), directory.write_part
+    groups, found = groups_of(layout), list[Any]()
     checkpoint.save(folder, state_at(1), groups, step=1)
 
-    def fail(path: Path, tensors: Any) -> Any:
+    def fail() -> None:
         time.sleep(0.1)
         if groups.rank:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return plain(path, tensors)
 
-    directory.write_part = fail
-    try:
+    with at("save: write", fail):
         checkpoint.start_save(folder, state_at(2), groups, step=2)
         for name in ("latest", "steps", "verify", "load", "load"):
             try:
                 found.append(READERS[name](folder, groups))
             except FileError as error:
                 found.append(str(error))
-    finally:
-        directory.write_part = plain
     return found
 
 

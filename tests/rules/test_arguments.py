@@ -423,7 +423,7 @@ LeafError: save: the state has no tensor to save
 >>> checkpoint.save("a", state(), groups, step=-1)
 PlanError: save: step=-1, expected an int of at least 0
 >>> checkpoint.save("a", state(), groups, step=1, keep="2")
-PlanError: save: keep='2', expected an int of at least 1
+PlanError: save: keep='2', expected None or an int of at least 1
 >>> checkpoint.save("a", state(), groups, step=1, overwrite=True)
 PlanError: save: overwrite=True, expected 'never' or 'newer'
 >>> checkpoint.load("a", state(), groups, step="3")
@@ -434,10 +434,6 @@ PlanError: load: on_corrupt=None, expected 'raise' or 'previous'
 PlanError: verify: step=True, expected None or an int of at least 0
 >>> checkpoint.save_pretrained("a", shards(), groups, max_file_bytes="x")
 PlanError: save_pretrained: max_file_bytes='x', expected a number of bytes of at least 1
->>> checkpoint.save_pretrained("a", shards(), groups, names=lambda name: 5)
-PlanError: save_pretrained: names(...)=5, expected a str or None
->>> checkpoint.save_dcp("a", shards(), groups, param_group={"lr": 0.1})
-PlanError: save_dcp: param_group= has no effect
 
 # Functions and collectives of one's own
 >>> mf.shards.map(torch.neg, None)

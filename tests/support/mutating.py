@@ -1,8 +1,10 @@
 """Mutations of files, and what a file makes a process do that reads it."""
 
+import codecs
 import os
 import random
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ HOSTILE: list[Any] = [-1, 0, 1, 2**31, 2**63, 2**64, 10**30, 0.0, 1.5, 1e300, Tr
 HOSTILE += ["../x", "/etc/passwd", "a\0b", "\ud800", [], [[]], {}, {"a": {}}, [0, 4], [4, 0], "I64"]
 HOSTILE += ["model.safetensors.index.json", "b.safetensors", ".", "link", "fifo"]
 FORBIDDEN = ("exec", "compile", "os.system", "os.exec", "os.fork", "os.posix_spawn", "subprocess")
+SECONDS = 5.0  # of the processor, for one call
 FORBIDDEN += ("pickle.find_class", "marshal", "socket", "ctypes", "mmap", "os.remove", "os.rename")
 
 
@@ -67,7 +70,31 @@ class Watch:
     def __init__(self, folder: Path) -> None:
         self.folder, self.on = str(folder), False
         self.seen: list[str] = []
+        for name in ("raw_unicode_escape", "unicode_escape", "latin-1", "cp437"):
+            codecs.lookup(name)  # which are imported when they are first used
         sys.addaudithook(self.hear)
+
+    def error_of(
+        self, what: Any, call: Callable[[], Any], kind: type[Exception], *, on: bool = True
+    ) -> Any:
+        """What a call raises, which opens nothing elsewhere, runs nothing, and takes no long time.
+
+        Args:
+          what: for errors.
+          call: reads files.
+          kind: the errors that it may raise.
+          on: whether to watch it; the first calls may import modules.
+        """
+        started, self.on, error = time.process_time(), on, None
+        try:
+            call()
+        except kind as raised:
+            error = raised
+        finally:
+            self.on = False
+        assert not self.seen, (what, self.seen)
+        assert time.process_time() - started < SECONDS, what
+        return error
 
     def hear(self, event: str, args: tuple) -> None:
         if not self.on:
