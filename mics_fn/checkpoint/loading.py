@@ -11,22 +11,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import checks, spans, tree
+from mics_fn import checks, shards, spans, tree
 from mics_fn.checkpoint import directory, manifest, snapshot
 from mics_fn.checkpoint.saving import folder_to_read, together
 from mics_fn.errors import FileError, human_bytes, message, name_ranks
 from mics_fn.groups import Groups
 from mics_fn.offload import is_coded, is_placed
 from mics_fn.optim import by_leaf, replaced
-from mics_fn.shards import (
-    Fixed,
-    Sharded,
-    Writing,
-    dtype_name,
-    is_leaf,
-    reclaimed,
-    refuse_derivative,
-)
 from mics_fn.spans import LOG
 from mics_fn.threads import each
 from mics_fn.tree import Tree
@@ -78,8 +69,8 @@ class Sources:
         if found is None:
             return [f"{name} is missing"]
         if (found.shape, found.dtype) != (want.shape, want.dtype):
-            text = f"saved {found.shape} {dtype_name(found.dtype)}, "
-            return [f"{name}: {text}expected {want.shape} {dtype_name(want.dtype)}"]
+            text = f"saved {found.shape} {shards.dtype_name(found.dtype)}, "
+            return [f"{name}: {text}expected {want.shape} {shards.dtype_name(want.dtype)}"]
         if want.copies > 1 and want.copies != found.copies:
             return [f"{found.copies} replicas were apart, here are {want.copies}"]
         if want.copies == 1 and found.copies not in (1, self.home.world_size):
@@ -234,18 +225,18 @@ def load(
       >>> found.step, found.extra, found.state.params["w"].data
       (7, {'seen': 70}, tensor([1., 1.]))
     """
-    refuse_derivative("checkpoint.load", (), "call it outside of torch.func")
+    shards.refuse_derivative("checkpoint.load", (), "call it outside of torch.func")
     checks.integer("load", "step", step, 0, optional=True, fix="None takes the newest one")
     checks.choice("load", "on_corrupt", on_corrupt, "raise", "previous")
     checks.flag("load", "donate", donate)
     if spans.observers:
         spans.passing("load")
-    like = reclaimed(like)  # of what a write that was cut short has left, only the memory
+    like = shards.reclaimed(like)  # of what a write that was cut short has left, only the memory
     home = snapshot.main_home("load", groups, snapshot.homes_by_bucket("load", like, groups))
     folder, refused = directory.Folder(path), dict[int, FileError]()
     # Several steps may be read into this memory one after the other, but it is given away once.
     given = copy_of(like, into=lambda x: x) if donate else like
-    with Writing() as writing:
+    with shards.Writing() as writing:
         if donate:
             writing.covers(like, "like", "checkpoint.load")
         while True:
@@ -286,7 +277,7 @@ def _load(
     groups: Any,
     home: Groups,
     replicas: manifest.Replicas,
-    writing: Writing | None,
+    writing: shards.Writing | None,
 ) -> Loaded:
     """Read one step; with `writing` into the memory of `like`, which it covers."""
     with together(home) as exchange:
@@ -336,18 +327,18 @@ def copy_of(state: Tree, into: Callable[[Tensor], Tensor] | None = None) -> Tree
         return copied(x) if into is None or lazy else into(x)
 
     def leaf_of(x: Any) -> Any:
-        if isinstance(x, Sharded | Fixed):
+        if isinstance(x, shards.Sharded | shards.Fixed):
             return type(x)(new(x.data.detach()), x.bucket, x.slot)  # pyright: ignore
         return new(x.detach()) if isinstance(x, Tensor) else x
 
-    return tree.map_leaves(leaf_of, state, is_leaf=is_leaf)
+    return tree.map_leaves(leaf_of, state, is_leaf=shards.is_leaf)
 
 
 def with_values(state: Tree, values: Mapping[str, Any]) -> Tree:
     """The state with these numbers and texts."""
     plain = by_leaf(state)
-    leaves, spec = tree.flatten(plain, is_leaf)
-    names = tree.paths(plain, is_leaf=is_leaf)
+    leaves, spec = tree.flatten(plain, shards.is_leaf)
+    names = tree.paths(plain, is_leaf=shards.is_leaf)
     out = [values.get(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
     return replaced(state, plain, spec.unflatten(out))
 

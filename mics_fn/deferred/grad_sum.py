@@ -19,20 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mics_fn import _device, checks
+from mics_fn import _device, checks, shards
 from mics_fn.deferred.reduction import LetGo, Reduction, places_of
 from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.offload import Where, where_of
 from mics_fn.schedules import Run
-from mics_fn.shards import (
-    BucketUse,
-    GradStream,
-    Opened,
-    Sharded,
-    check_dtype,
-    forget_origins,
-    refuse_derivative,
-)
 from mics_fn.tree import Tree
 
 # Backward passes of a loss: how each must be run, and what missing gradients mean.
@@ -99,7 +90,9 @@ class Passes:
       run: the run of the model.
     """
 
-    def __init__(self, variables: Sequence[Tensor], uses: Sequence[BucketUse], run: Run) -> None:
+    def __init__(
+        self, variables: Sequence[Tensor], uses: Sequence[shards.BucketUse], run: Run
+    ) -> None:
         self._variables, self._run = variables, run
         self._ranks: Sequence[int] = ()  # those that reduce together
         self._device: torch.device | None = None
@@ -242,7 +235,7 @@ class GradSum:
     ) -> None:
         checks.integer("GradSum", "micro_steps", micro_steps)
         if dtype is not None:
-            check_dtype("GradSum", "dtype", dtype)
+            shards.check_dtype("GradSum", "dtype", dtype)
         self._where = where_of(where)
         if self._where.moved and "grads" not in self._where.moved:
             text = f"GradSum: where='{self._where}' has no effect: it does not say where grads lie"
@@ -256,26 +249,26 @@ class GradSum:
         self._running = False  # whether `backward` is running
         self._released = False  # whether its memory was given back
 
-    def expect(self, opened: Opened, run: Run, let_go: LetGo) -> list[Any]:
+    def expect(self, opened: shards.Opened, run: Run, let_go: LetGo) -> list[Any]:
         """Called by `defer`: prepare for the gradients of this tree, from this run.
 
         Returns:
           The data of each leaf, pieces as leaves of autograd.
         """
-        refuse_derivative("defer(into=)", (), "leave into= out inside torch.func")
+        shards.refuse_derivative("defer(into=)", (), "leave into= out inside torch.func")
         if self._bound is not None:
             text = "defer: into= is in use by another run"
             raise LeafError(text, fix="make a new GradSum for each step")
         variables, full = [], list(opened.data)
         for i, leaf in enumerate(opened.leaves):
-            if isinstance(leaf, Sharded):
+            if isinstance(leaf, shards.Sharded):
                 full[i] = leaf.data.detach().requires_grad_()
                 variables.append(full[i])
         places = places_of(self._where, opened) if "grads" in self._where.moved else None
         kinds = self.micro_steps, self.dtype, let_go, places, self._where.host_bytes
         reduction = Reduction(opened.uses, run, *kinds)
         reduction.before_last = self.before_last
-        forget_origins(use.bucket for use in opened.uses)  # of a step that was not judged
+        shards.forget_origins(use.bucket for use in opened.uses)  # of a step that was not judged
         passes = Passes(variables, opened.uses, run)
         self._bound = _Bound(opened, run, variables, reduction, passes)
         return full
@@ -295,7 +288,7 @@ class GradSum:
           LeafError: the loss is not one number; or a block is recomputed by a backward of its own,
             unlike in the first step, so that a bucket's gradients come in several parts.
         """
-        refuse_derivative("GradSum.backward", (), "call it outside of torch.func")
+        shards.refuse_derivative("GradSum.backward", (), "call it outside of torch.func")
         bound = self._bound
         if bound is None or bound.reduction.passes == self.micro_steps:
             fix = "defer(..., into=) first, and give micro_steps= as many passes as there are"
@@ -376,7 +369,7 @@ class GradSum:
         bound.reduction.wait()
         return bound.opened.rebuild({i: bound.reduction.lying(i) for i in bound.reduction.totals})
 
-    def __grad_stream__(self) -> GradStream:
+    def __grad_stream__(self) -> shards.GradStream:
         """Return the gradients for `opt_step`, which takes each bucket once its hop 2 is done.
 
         Raises:
@@ -387,7 +380,7 @@ class GradSum:
         if not bound.passes.reached:  # the step is refused unless other ranks have a gradient
             reduction.wait()
         bound.passes.check()
-        trained = (i for i, leaf in enumerate(opened.leaves) if isinstance(leaf, Sharded))
+        trained = (i for i, leaf in enumerate(opened.leaves) if isinstance(leaf, shards.Sharded))
         number = {i: k for k, i in enumerate(trained)}
         order = reduction.order
 
@@ -395,7 +388,7 @@ class GradSum:
             reduction.wait_for(order[place])
             return reduction.pieces(order[place])
 
-        return GradStream(
+        return shards.GradStream(
             like=opened.rebuild({}),
             home=opened.homes[0],
             order=[[number[i] for i in opened.uses[index].members] for index in order],
@@ -423,7 +416,7 @@ class GradSum:
 class _Bound(NamedTuple):
     """State of the run whose gradients a `GradSum` reduces."""
 
-    opened: Opened
+    opened: shards.Opened
     run: Run
     variables: list[Tensor]  # the pieces, as leaves of autograd
     reduction: Reduction

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import _device, _torch, spans
+from mics_fn import _device, _torch, shards, spans
 from mics_fn._torch import version
 from mics_fn.collectives import (
     Pending,
@@ -32,16 +32,6 @@ from mics_fn.deferred.tensor import GatheredBucket
 from mics_fn.errors import DonatedError, GroupsError, LeafError
 from mics_fn.groups import Arena, Buffers, GroupState
 from mics_fn.schedules import Channel, Learned, Offsets, OnDemand, Run, Schedule, offsets
-from mics_fn.shards import (
-    BucketUse,
-    copied_to,
-    copied_with_zeros,
-    kept_row,
-    pack_chunk,
-    split_full,
-    standing_for,
-    zero_padding,
-)
 
 # Parameters of buckets that this rank holds whole: plain tensors in the memory of the shards.
 
@@ -57,7 +47,7 @@ class Copies:
     `leaves` are the full parameters, one per member.
     """
 
-    def __init__(self, use: BucketUse, chunk: Tensor, whole: Tensor) -> None:
+    def __init__(self, use: shards.BucketUse, chunk: Tensor, whole: Tensor) -> None:
         self._use, self._chunk, self._whole = use, chunk, whole
         # Through `.data`, autograd does not take them for views of one another.
         self.leaves = [view.data for view in self._views(whole)]
@@ -81,10 +71,10 @@ class Copies:
                 raise LeafError(text, [f"shape {tuple(leaf.shape)}"], fix)
 
     def _views(self, whole: Tensor) -> list[Tensor]:
-        return self._use.by_member(split_full(self._use.bucket, whole))
+        return self._use.by_member(shards.split_full(self._use.bucket, whole))
 
 
-def copies_of(use: BucketUse, chunk: Tensor) -> Copies | None:
+def copies_of(use: shards.BucketUse, chunk: Tensor) -> Copies | None:
     """The leaves of a bucket that this rank holds whole as plain tensors, if ops can use them so.
 
     Only where work is done when a call returns: elsewhere kernels that ask for an address are
@@ -106,7 +96,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def codes_of(
-    use: BucketUse, wire: Wire, chunk: Tensor, away: Sequence[Tensor | None] | None
+    use: shards.BucketUse, wire: Wire, chunk: Tensor, away: Sequence[Tensor | None] | None
 ) -> SentCodes:
     """What this rank sends of a bucket in the place of values, once per run.
 
@@ -120,17 +110,17 @@ def codes_of(
     """
     pool, route = use.hierarchy.pools.codes, use.route
     if away is None:
-        return SentCodes.of(wire, route, zero_padding(use.bucket, route.chunk, chunk), pool)
-    row = kept_row(use.bucket, route.chunk, away)
+        return SentCodes.of(wire, route, shards.zero_padding(use.bucket, route.chunk, chunk), pool)
+    row = shards.kept_row(use.bucket, route.chunk, away)
     if row is not None:
         return SentCodes(wire, route, pool, use.bucket.chunk, row)
     return SentCodes.to_be_made(wire, route, chunk, pool, use.home.device)
 
 
-def task_of(use: BucketUse, name: str, data: Sequence[Any]) -> Task:
+def task_of(use: shards.BucketUse, name: str, data: Sequence[Any]) -> Task:
     """Return the task that fetches a chunk's pieces from host memory or files."""
     facts: Any = {"bucket": use.bucket, "chunk": use.route.chunk, "data": data}
-    copied = copied_to if use.gather_wire is None else copied_with_zeros
+    copied = shards.copied_to if use.gather_wire is None else shards.copied_with_zeros
     op = f"the copy of {name} from elsewhere"
     return Task(use.hierarchy.elsewhere, op, partial(copied, **facts))
 
@@ -165,7 +155,7 @@ class LiveBuckets:
 
     def __init__(
         self,
-        uses: Sequence[BucketUse],
+        uses: Sequence[shards.BucketUse],
         names: Callable[[int], Sequence[str]],
         learned: Learned,
         policy: OnDemand,
@@ -209,9 +199,9 @@ class LiveBuckets:
         slots, device = use.by_slot(pieces), pieces[0].device
         if use.away:
             self._away[index] = [None if x is None else x.detach() for x in slots]
-            chunk = standing_for(use.bucket, use.route.chunk, self._away[index])
+            chunk = shards.standing_for(use.bucket, use.route.chunk, self._away[index])
         else:
-            chunk = pack_chunk(use.bucket, use.route.chunk, slots, device=device).detach()
+            chunk = shards.pack_chunk(use.bucket, use.route.chunk, slots, device=device).detach()
         if not chunk.numel():  # it is never fetched, which would cast it
             device = self.device(index) if index in self._away else chunk.device
             chunk = chunk.to(device, use.bucket.compute)

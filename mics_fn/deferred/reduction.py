@@ -46,21 +46,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import _device, _torch, spans, tree
+from mics_fn import _device, _torch, collectives, spans, tree
 from mics_fn.checks import check_matched
-from mics_fn.collectives import (
-    Codec,
-    Pending,
-    Steps,
-    Task,
-    mean_bytes,
-    mean_comms,
-    mean_steps,
-    push_all,
-    scatter_comms,
-    scatter_steps,
-    spare_numel,
-)
 from mics_fn.errors import LeafError
 from mics_fn.groups import LEAST_RING, Buffers, Comm, Route, Slot, slot_sizes
 from mics_fn.offload import DEVICE, FileTensor, Place, Where, empty_at, in_file, transfer
@@ -140,18 +127,20 @@ class Hops(NamedTuple):
             packed.append(mine * self.dtype.itemsize)
         if self.outer.size > 1 and not same:
             packed.append(mine * reduce.itemsize)
-        if self.copies and isinstance(wire, Codec):
-            codes = mean_bytes(wire, bucket.chunk, use.home.replicas.size)
+        if self.copies and isinstance(wire, collectives.Codec):
+            codes = collectives.mean_bytes(wire, bucket.chunk, use.home.replicas.size)
         elif self.copies and isinstance(wire, torch.dtype):
             packed.append(mine // self.outer.size * wire.itemsize)
         if placed:  # the sum, and that of the outer levels
             sums = [mine * self.dtype.itemsize]
             sums += [bucket.chunk * self.dtype.itemsize] if self.outer.size > 1 else []
         how: Any = {"wire": bucket.hop1, "itemsize": reduce.itemsize}
-        later, sizes = spare_numel(self.outer, mine, device, direct=same, **how), []
+        later, sizes = collectives.spare_numel(self.outer, mine, device, direct=same, **how), []
         for most, beside in ((max(packed), True), (0, not self.stays)):
             direct = same and self.first and beside  # the mean lies beside what is packed
-            spare = max(spare_numel(self.now, bucket.numel, device, direct=direct, **how), later)
+            spare = max(
+                collectives.spare_numel(self.now, bucket.numel, device, direct=direct, **how), later
+            )
             sizes.append(slot_sizes([most, max(spare * reduce.itemsize, codes), *sums]))
         levels = len(self.now.levels) + len(self.outer.levels)  # codes are exchanged and gathered
         count = levels + self.copies + bool(codes) + placed
@@ -233,7 +222,7 @@ class Reduction:
                 self._last_far = self._last_far if uses[index].alone else index
         self.passes = 0  # that have ended
         self.totals: dict[int, list[Tensor]] = {}  # [chunk], or pieces without other ranks
-        self._pendings: dict[int, list[Pending]] = {}  # by bucket, of every pass
+        self._pendings: dict[int, list[collectives.Pending]] = {}  # by bucket, of every pass
         self._slots: dict[int, Slot] = {}  # of each bucket in the latest pass
         self._own: dict[int, Tensor] = {}  # bytes to pack a bucket in, where its parameters were
         # What is given back at the end, with the kind that watchers are told.
@@ -484,7 +473,7 @@ class Reduction:
             self.before_last()
         use, hops = self.uses[index], self._hops[index]
         bucket, now, sent = use.bucket, hops.now, hops.now.size > 1
-        push_all(use.home.life)
+        collectives.push_all(use.home.life)
         if index in self._slots:
             self._slots[index].until()  # else a later pass could be added to the sum first
         device = use.home.device if out is None else out.device
@@ -497,14 +486,14 @@ class Reduction:
         with spans.span("pack", bucket, device=full.device):
             pack_full(bucket, use.by_slot(values), device=full.device, out=full)
             note_origins(bucket, full)
-        comms = scatter_comms(now, full := full.view(now.size, -1))
+        comms = collectives.scatter_comms(now, full := full.view(now.size, -1))
         if out is None:
             coded = bucket.hop1.levels(now) if bucket.hop1 else 0
             out = elements(mean_buffer(slot, len(comms) - coded), full.shape[1], full.dtype)
         later, levels = self._later_comms(index, out)
         steps, keep = self._steps(index, hops, full, out, slot), (full, out, slot.second)
         what = ("defer", self._does, bucket)
-        pending = Pending(steps, [*comms, *later], keep=keep, device=device, what=what)
+        pending = collectives.Pending(steps, [*comms, *later], keep=keep, device=device, what=what)
         self._pendings.setdefault(index, []).append(pending)
         if not _device.is_async(device):
             slot.until = partial(pending.wait_for, len(now.levels) + levels)
@@ -513,8 +502,8 @@ class Reduction:
         """Communicators of what follows hop 1 in this pass, and after how many the slot is free."""
         use, hops, comms, levels = self.uses[index], self._hops[index], list[Comm](), 0
         if hops.mean:
-            hop_2 = mean_comms(use.home.replicas, out, use.bucket.mean_wire)
-            comms = [*scatter_comms(hops.outer, out), *hop_2]
+            hop_2 = collectives.mean_comms(use.home.replicas, out, use.bucket.mean_wire)
+            comms = [*collectives.scatter_comms(hops.outer, out), *hop_2]
             levels = len(hops.outer.levels) + (len(hop_2) if hops.copies else 0)
         if index in self.placed:  # the sum comes and goes, and the slot is in use to the end
             own = self.placed[index].comm
@@ -522,11 +511,13 @@ class Reduction:
             levels = len(comms)
         return comms, levels
 
-    def _steps(self, index: int, hops: Hops, full: Tensor, out: Tensor, slot: Slot) -> Steps:
+    def _steps(
+        self, index: int, hops: Hops, full: Tensor, out: Tensor, slot: Slot
+    ) -> collectives.Steps:
         """Run hop 1 and sum over passes; in the last pass also the outer levels and hop 2."""
         use, placed = self.uses[index], self.placed.get(index)
         bucket, wire, spare = use.bucket, use.bucket.mean_wire, slot.second.view(use.bucket.reduce)
-        yield from scatter_steps(hops.now, full, out, spare, bucket.hop1)
+        yield from collectives.scatter_steps(hops.now, full, out, spare, bucket.hop1)
         if placed is not None and not hops.first:
             before = elements(slot.more[0], out.numel(), hops.dtype)
             yield placed.read(before)
@@ -539,9 +530,9 @@ class Reduction:
             free_slot(slot)
         if hops.mean:
             room = slot.second  # of codes; values may lie where gradients were packed
-            if not isinstance(wire, Codec):
+            if not isinstance(wire, collectives.Codec):
                 room = elements(slot.first, total.numel(), wire)
-            yield from mean_steps(use.home.replicas, total, wire, room)
+            yield from collectives.mean_steps(use.home.replicas, total, wire, room)
         if placed is not None:
             self.totals[index] = []  # known, and elsewhere
             yield placed.write(total, bucket.dtype if hops.mean else hops.dtype)
@@ -549,7 +540,9 @@ class Reduction:
             free_slot(slot)
         return total
 
-    def _outer_steps(self, use: BucketUse, outer: Route, total: Tensor, slot: Slot) -> Steps:
+    def _outer_steps(
+        self, use: BucketUse, outer: Route, total: Tensor, slot: Slot
+    ) -> collectives.Steps:
         """Hop 1 over the levels that wait for the last pass, in the memory of the slot."""
         bucket, full = use.bucket, total
         if total.dtype != bucket.reduce:
@@ -559,7 +552,9 @@ class Reduction:
         else:
             mine = self._take(use, bucket.chunk, total.dtype)
         spare = slot.second.view(bucket.reduce)
-        yield from scatter_steps(outer, full.view(outer.size, -1), mine, spare, bucket.hop1)
+        yield from collectives.scatter_steps(
+            outer, full.view(outer.size, -1), mine, spare, bucket.hop1
+        )
         return mine
 
 
@@ -626,19 +621,21 @@ class _PlacedBucket:
             return FileTensor(room.extent, 0, like, room.device, room.leaf)
         return elements(room, numel, dtype)
 
-    def write(self, total: Tensor, dtype: torch.dtype) -> Task:
+    def write(self, total: Tensor, dtype: torch.dtype) -> collectives.Task:
         """Return the task that stores a sum, in a dtype."""
         goal = self.lying(total.numel(), dtype)
         return self._task("to", lambda memory: transfer(memory, goal), total)
 
-    def read(self, memory: Tensor) -> Task:
+    def read(self, memory: Tensor) -> collectives.Task:
         """Return the task that fetches the sum into memory of its dtype."""
         source = self.lying(len(memory), memory.dtype)
         return self._task("from", partial(transfer, source), memory)
 
-    def _task(self, way: str, parts: Callable[[Tensor], Iterator[None]], memory: Tensor) -> Task:
+    def _task(
+        self, way: str, parts: Callable[[Tensor], Iterator[None]], memory: Tensor
+    ) -> collectives.Task:
         op = f"the copy of the sum of {self._leaf} {way} {self._place}"
-        return Task(self.comm, op, parts).to(memory)
+        return collectives.Task(self.comm, op, parts).to(memory)
 
     def fetched(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Fetch the sum at the end of the step, into new memory on the device."""

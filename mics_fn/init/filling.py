@@ -18,7 +18,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from mics_fn import checks, tree
+from mics_fn import checks, shards, tree
 from mics_fn._torch import compiles_itself
 from mics_fn.collectives import Parts, in_parts, in_step, refuse_unequal
 from mics_fn.errors import LeafError, message, name_some
@@ -27,23 +27,6 @@ from mics_fn.init import reading
 from mics_fn.init.files import Weights
 from mics_fn.init.tape import META, Recorded
 from mics_fn.offload import where_of
-from mics_fn.shards import (
-    Bucket,
-    Fixed,
-    LayoutOptions,
-    Leaf,
-    Sharded,
-    check_dtype,
-    checksum_of,
-    is_leaf,
-    layout_of,
-    owners_of,
-    pieces,
-    place_chunk,
-    refuse_overlaps,
-    require_groups,
-    split_chunk,
-)
 
 # The structure of a model: its parameters on meta, and everything else that it holds as it is.
 
@@ -208,13 +191,13 @@ class Filling:
         for home in self.groups:
             # Even if this tree was compared before, another rank may now come with a different one.
             home.agreed.difference_update([seen for seen in home.agreed if seen[0] == verb])
-        shapes = layout_of(verb, "params", dict(params), groups, **options)
+        shapes = shards.layout_of(verb, "params", dict(params), groups, **options)
         self.verb = verb
         self.homes: dict[str, Groups] = dict(zip(names, homes, strict=True))
-        leaves = dict(zip(names, tree.flatten(shapes, is_leaf)[0], strict=True))
-        self.shards: dict[str, Leaf] = {name: leaves[name] for name in params}
-        trained = [f"params.{k}" for k, leaf in leaves.items() if isinstance(leaf, Sharded)]
-        refuse_overlaps(verb, {f"params.{k}": value for k, value in params.items()}, trained)
+        leaves = dict(zip(names, tree.flatten(shapes, shards.is_leaf)[0], strict=True))
+        self.shards: dict[str, shards.Leaf] = {name: leaves[name] for name in params}
+        trained = [f"params.{k}" for k, leaf in leaves.items() if isinstance(leaf, shards.Sharded)]
+        shards.refuse_overlaps(verb, {f"params.{k}": value for k, value in params.items()}, trained)
         self._where = where_of(options.get("where"))
         self._sums: dict[Groups, tuple[list[str], Tensor]] = {}
         self._parts = Parts()
@@ -243,11 +226,11 @@ class Filling:
         Raises:
           FileError: a file cannot be made, read or written.
         """
-        buckets: dict[tuple[Groups, Bucket], dict[int, str]] = {}  # names by slot
+        buckets: dict[tuple[Groups, shards.Bucket], dict[int, str]] = {}  # names by slot
         for name, leaf in self.shards.items():
-            if isinstance(leaf, Sharded | Fixed) and leaf.bucket is not None:
+            if isinstance(leaf, shards.Sharded | shards.Fixed) and leaf.bucket is not None:
                 buckets.setdefault((self.homes[name], leaf.bucket), {})[leaf.slot] = name
-            elif isinstance(leaf, Fixed):
+            elif isinstance(leaf, shards.Fixed):
                 whole = torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.homes[name].device)
                 self._copy(source(name), whole.view(-1), 0)
                 self.shards[name] = replace(leaf, data=whole)
@@ -255,18 +238,23 @@ class Filling:
             self._fill_bucket(home, bucket, [by_slot[slot] for slot in sorted(by_slot)], source)
 
     def _fill_bucket(
-        self, home: Groups, bucket: Bucket, names: list[str], source: Callable[[str], Read]
+        self, home: Groups, bucket: shards.Bucket, names: list[str], source: Callable[[str], Read]
     ) -> None:
         """Fill this rank's chunk of a bucket in memory, and put it in its place."""
         chunk = home.hierarchy.route.chunk
         flat = torch.zeros(bucket.chunk, dtype=bucket.dtype, device=home.device)
-        parts = zip(names, pieces(bucket, chunk), split_chunk(bucket, chunk, flat), strict=True)
+        parts = zip(
+            names,
+            shards.pieces(bucket, chunk),
+            shards.split_chunk(bucket, chunk, flat),
+            strict=True,
+        )
         for name, piece, data in parts:
             if piece.length:
                 self._copy(source(name), data, piece.origin)
         self._parts.hear()
         places = [self._where.at(name).params.seen_from(home.device) for name in names]
-        placed = place_chunk(home, bucket, flat, places, names, self._where.host_bytes)
+        placed = shards.place_chunk(home, bucket, flat, places, names, self._where.host_bytes)
         for name, data in zip(names, placed, strict=True):
             self.shards[name] = replace(self.shards[name], data=data)  # pyright: ignore
 
@@ -284,9 +272,9 @@ class Filling:
         if home.num_replicas == 1:
             return
         for name, leaf in self.shards.items():
-            if self.homes[name] is home and isinstance(leaf, Sharded | Fixed):
+            if self.homes[name] is home and isinstance(leaf, shards.Sharded | shards.Fixed):
                 self._parts.hear()
-                found[f"params.{name}"] = checksum_of(leaf.data.view(-1))
+                found[f"params.{name}"] = shards.checksum_of(leaf.data.view(-1))
         if found:
             self._sums[home] = list(found), torch.stack([*found.values()]).to(home.device)
 
@@ -314,8 +302,8 @@ def load_shards(
     strict: bool = True,
     dtype: torch.dtype | None = None,
     trust: bool = False,
-    **options: Unpack[LayoutOptions],
-) -> dict[str, Leaf]:
+    **options: Unpack[shards.LayoutOptions],
+) -> dict[str, shards.Leaf]:
     """Shards of the parameters in a file; each rank reads only its own part.
 
     Args:
@@ -366,16 +354,16 @@ def load_shards(
 
 def read_shards(
     verb: str, path: reading.Source, groups: Any, how: Mapping[str, Any], options: dict[str, Any]
-) -> dict[str, Leaf]:
+) -> dict[str, shards.Leaf]:
     """`load_shards` for a verb of any name; `how` has all its arguments but the options."""
     like, dtype = how["like"], how["dtype"]
-    require_groups(verb, groups)
+    shards.require_groups(verb, groups)
     with ExitStack() as opened:
         with in_step(verb, groups, ""):
             if dtype is not None:
-                check_dtype(verb, "dtype", dtype)
+                shards.check_dtype(verb, "dtype", dtype)
             checks.flag(verb, "strict", how["strict"])
-            checks.options(verb, options, LayoutOptions.__annotations__)
+            checks.options(verb, options, shards.LayoutOptions.__annotations__)
             found = opened.enter_context(reading.open_weights(verb, path, trust=how["trust"]))
             found = reading.renamed(found, how["names"])
             params, others = _wanted(like, found)
@@ -408,4 +396,4 @@ def _cast(params: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
     """The parameters, with floating-point ones on meta in another dtype; tied ones stay tied."""
     values = list(params.values())
     cast = [meta_like(x, dtype) if x.is_floating_point() else x for x in values]
-    return {name: cast[owner] for name, owner in zip(params, owners_of(values), strict=True)}
+    return {name: cast[owner] for name, owner in zip(params, shards.owners_of(values), strict=True)}

@@ -40,22 +40,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import _device, _torch, spans, tree
+from mics_fn import _device, _torch, offload, spans, tree
 from mics_fn.collectives import finish_readers
 from mics_fn.errors import LeafError, MicsError, PlanError
-from mics_fn.offload import (
-    HOST_BYTES,
-    Block,
-    FileTensor,
-    cuts,
-    in_file,
-    is_coded,
-    is_held,
-    is_placed,
-    placed_like,
-    read,
-    stream,
-)
 from mics_fn.optim import flat
 from mics_fn.shards import Bucket, GradStream, closed_after, needs_derivative, note_write
 from mics_fn.tree import Tree
@@ -121,9 +108,9 @@ class WorkingTree:
         whole = flat.whole_run(run, pieces)
         if whole is None and run.laid:
             mine = [pieces[i] for i in run.members]
-            if FileTensor in map(type, mine):
-                device = next(x.device for x in mine if in_file(x))
-                self.put(r, flat.joined(run, [read(x.detach()).to(device) for x in mine]))
+            if offload.FileTensor in map(type, mine):
+                device = next(x.device for x in mine if offload.in_file(x))
+                self.put(r, flat.joined(run, [offload.read(x.detach()).to(device) for x in mine]))
                 return
         self.wholes[r] = whole
 
@@ -178,8 +165,8 @@ class WorkingTree:
         """What it holds, in new nodes, where it lay before."""
         given, pieces = self.given, self.pieces
         if isinstance(given, flat.Unpacked):
-            if FileTensor in map(type, given.pieces):  # to ask each of them takes long
-                pieces = placed_like(pieces, given.pieces)
+            if offload.FileTensor in map(type, given.pieces):  # to ask each of them takes long
+                pieces = offload.placed_like(pieces, given.pieces)
             return given.with_pieces(pieces)
         wholes: list[Any] = self.wholes
         if pieces:  # of a step leaf by leaf
@@ -215,9 +202,9 @@ def in_place(targets: Sequence[WorkingTree]) -> set[int]:
     for each in targets:
         for r in range(len(each.runs)):
             parts += each.parts(r)
-    finish_readers([x for x in parts if not is_coded(x)])
+    finish_readers([x for x in parts if not offload.is_coded(x)])
     for x in parts:
-        if not is_placed(x) and flat.is_dense(x):
+        if not offload.is_placed(x) and flat.is_dense(x):
             dense.append((_torch.storage_id(x), int(x.storage_offset()), x.numel()))
     dense.sort()
     for a, b in pairwise(dense):
@@ -226,7 +213,7 @@ def in_place(targets: Sequence[WorkingTree]) -> set[int]:
     if odd or len(dense) < len(parts):
         for each in targets:
             for r, whole in enumerate(each.wholes):
-                if not is_placed(whole):
+                if not offload.is_placed(whole):
                     each.change(r, _apart, odd)
     return {storage for storage, _, _ in dense} - odd
 
@@ -253,7 +240,7 @@ def readable(
 
 def _apart(run: flat.FlatRun, x: Tensor, taken: set[int]) -> Tensor:
     """A part of a run; a copy where it is not dense, is placed, or lies in a storage of these."""
-    if is_placed(x) or not flat.is_dense(x) or (taken and _torch.storage_id(x) in taken):
+    if offload.is_placed(x) or not flat.is_dense(x) or (taken and _torch.storage_id(x) in taken):
         return flat.copied(run, x)
     return x
 
@@ -413,7 +400,7 @@ def far_runs(targets: Sequence[WorkingTree]) -> list[list[int]]:
         device, far = targets[0].device(r), list[int]()
         for k, each in enumerate(targets):
             whole = each.wholes[r]
-            if whole is not None and (is_placed(whole) or whole.device != device):
+            if whole is not None and (offload.is_placed(whole) or whole.device != device):
                 far.append(k)
         found.append(far)
     return found
@@ -460,10 +447,10 @@ class PlacedColumns:
         self._runs, self._donate, self._written = targets[0].runs, donate, written
         self._old: list[list[Any]] = [list(each.wholes) for each in targets]
         moved = [(self._old[k][r], r, k) for r, placed in enumerate(far) for k in placed]
-        sizes = [x.extent.scratch.host_bytes for x, _, _ in moved if in_file(x)]
-        self._host_bytes = min(sizes, default=HOST_BYTES)
+        sizes = [x.extent.scratch.host_bytes for x, _, _ in moved if offload.in_file(x)]
+        self._host_bytes = min(sizes, default=offload.HOST_BYTES)
         for old, r, k in moved:
-            if not donate or is_held(old):  # which a save reads
+            if not donate or offload.is_held(old):  # which a save reads
                 targets[k].wholes[r] = _like(old, targets[0].device(r))
 
     def blocks(self) -> Generator[list[Column]]:
@@ -474,8 +461,11 @@ class PlacedColumns:
             for r, low, high, here in parts:
                 while r not in there:
                     there.update(next(ready))
-                run, coded = self._runs[r], [k for k in self._far[r] if is_coded(self._old[k][r])]
-                here = {**here, **{k: read(self._old[k][r][low:high]) for k in coded}}
+                run, coded = (
+                    self._runs[r],
+                    [k for k in self._far[r] if offload.is_coded(self._old[k][r])],
+                )
+                here = {**here, **{k: offload.read(self._old[k][r][low:high]) for k in coded}}
                 at, line = (r, low, high), LINE if coded else 1
                 found = list(_parts_of_run(every, at, here, self._keys, len(self.targets), line))
                 if self._donate:
@@ -505,8 +495,8 @@ class PlacedColumns:
 
     def _brought(self, order: Sequence[int]) -> Generator[tuple[int, int, int, Tensors]]:
         """Yield the parts of all runs with fetched tensors, and store these back."""
-        files = [r for r in order if any(in_file(self._old[k][r]) for k in self._far[r])]
-        travelling: Any = stream(self._in_files(files), self._host_bytes)  # begins to read
+        files = [r for r in order if any(offload.in_file(self._old[k][r]) for k in self._far[r])]
+        travelling: Any = offload.stream(self._in_files(files), self._host_bytes)  # begins to read
         with closing(travelling) as coming:
             if files:
                 self._decide()
@@ -518,7 +508,7 @@ class PlacedColumns:
 
     def _movings(self, r: int, coming: Iterator[Any], in_files: bool) -> Iterator[Moving]:
         """The parts of one run, those in files in the memory through which these travel."""
-        far = [k for k in self._far[r] if not is_coded(self._old[k][r])]
+        far = [k for k in self._far[r] if not offload.is_coded(self._old[k][r])]
         if not self._far[r]:
             yield Moving(r, 0, self._runs[r].numel, {}, {})
             return
@@ -526,28 +516,28 @@ class PlacedColumns:
             sources = {k: self._old[k][r].narrow(0, low, high - low) for k in far}
             goals = {k: self._new(k, r).narrow(0, low, high - low) for k in far}
             if in_files:
-                stored = [k for k in far if in_file(sources[k])]
+                stored = [k for k in far if offload.in_file(sources[k])]
                 memory = dict(zip(stored, next(coming)[1], strict=True))
                 sources, goals = {**sources, **memory}, {**goals, **memory}
             yield Moving(r, low, high, sources, goals)
 
-    def _in_files(self, runs: Iterable[int]) -> Iterator[Block]:
+    def _in_files(self, runs: Iterable[int]) -> Iterator[offload.Block]:
         for r in runs:
-            stored = [k for k in self._far[r] if in_file(self._old[k][r])]
+            stored = [k for k in self._far[r] if offload.in_file(self._old[k][r])]
             for low, high in self._cuts(r):
                 old = [self._old[k][r].narrow(0, low, high - low) for k in stored]
                 new = [self._new(k, r).narrow(0, low, high - low) for k in stored]
-                yield Block(old, new, r)
+                yield offload.Block(old, new, r)
 
     def _new(self, k: int, r: int) -> Any:
         """Where the new values go."""
         return self.targets[k].wholes[r]
 
     def _cuts(self, r: int) -> list[tuple[int, int]]:
-        far = [x for x in (self._old[k][r] for k in self._far[r]) if not is_coded(x)]
+        far = [x for x in (self._old[k][r] for k in self._far[r]) if not offload.is_coded(x)]
         numel, sizes = self._runs[r].numel, [x.dtype.itemsize for x in far]
         if sizes:
-            return cuts(numel, sizes, self._host_bytes)
+            return offload.cuts(numel, sizes, self._host_bytes)
         return [(low, min(numel, low + _CODED)) for low in range(0, numel, _CODED)]
 
 
@@ -603,7 +593,7 @@ def _parts_of_run(
 
 def _like(old: Tensor, device: torch.device) -> Tensor:
     """Room for a new value of a tensor, where the old one lies."""
-    if is_placed(old):
+    if offload.is_placed(old):
         return old.unset()  # pyright: ignore[reportAttributeAccessIssue]
     return _device.host_buffer(old.nbytes, device).view(old.dtype).view(old.shape)
 
@@ -656,7 +646,7 @@ def needs_fetch(params: Tree, opt: Any) -> bool:
     """Return whether a step fetches states from a file or another device, on this rank."""
     held = [x for x in tree.flatten(opt)[0] if isinstance(x, Tensor)]
     held += flat.unpacked(params).pieces
-    return FileTensor in map(type, held) or len(set(flat.devices(held))) > 1
+    return offload.FileTensor in map(type, held) or len(set(flat.devices(held))) > 1
 
 
 class Columns(NamedTuple):
@@ -717,7 +707,7 @@ def columns(
     for each in held:
         tensors += each.pieces or each.wholes
     live = needs_derivative(by) or (torch.is_grad_enabled() and flat.any_requires_grad(tensors))
-    if live and any(map(is_coded, tensors)):
+    if live and any(map(offload.is_coded, tensors)):
         text = "opt_step: a derivative is asked for, and moments are kept as codes"
         raise PlanError(text, fix="shard without state=, or call it under torch.no_grad()")
     if live and donate:

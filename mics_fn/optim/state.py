@@ -7,23 +7,13 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from mics_fn import _device, _torch, checks, spans, tree
+from mics_fn import _device, _torch, checks, shards, spans, tree
 from mics_fn.errors import FileError, LeafError, MicsError, PlanError
 from mics_fn.groups import Groups
 from mics_fn.interrupts import Commit
 from mics_fn.offload import Where
 from mics_fn.optim import comparing, flat, moving
 from mics_fn.optim.transform import FOUND_INF, Optimizer, Transform, as_transform
-from mics_fn.shards import (
-    Sharded,
-    Writing,
-    check_leaves,
-    homes_of,
-    is_leaf,
-    lose_if_aborted,
-    names,
-    reduced_over,
-)
 from mics_fn.tree import Tree
 
 # Whether gradients fit the parameters that a step is taken on.
@@ -36,7 +26,7 @@ def check_grads(want: flat.Unpacked, got: flat.Unpacked) -> bool:
       LeafError: a gradient does not fit its parameter, by name.
     """
     if want.spec != got.spec:
-        where = tree.first_mismatch(want.shards, got.shards, "grads", is_leaf)
+        where = tree.first_mismatch(want.shards, got.shards, "grads", shards.is_leaf)
         text = "opt_step: the gradients' tree differs from the parameters'"
         raise LeafError(text, [where], fix="differentiate with respect to state.params")
     if not _fits(want, got):
@@ -68,14 +58,14 @@ def _mismatch(path: str, param: Any, grad: Any) -> LeafError:
     """Describe a gradient that does not fit its parameter."""
     lines = [f"expected {_described(param)}", f"got {_described(grad)}"]
     fix = "do both hops first: reduce_grads(grads, groups, like=state.params)"
-    if not isinstance(param, Sharded):
+    if not isinstance(param, shards.Sharded):
         fix = "differentiate with respect to state.params"
     return LeafError(f"opt_step: {path} does not match its parameter", lines, fix=fix)
 
 
 def _described(leaf: Any) -> str:
-    if not isinstance(leaf, Sharded):
-        return f"{leaf}" if is_leaf(leaf) else type(leaf).__name__
+    if not isinstance(leaf, shards.Sharded):
+        return f"{leaf}" if shards.is_leaf(leaf) else type(leaf).__name__
     bucket = leaf.bucket
     place = f"{bucket.offsets[leaf.slot]} of bucket {bucket.index} ({bucket.numel} elements)"
     return f"{leaf} on {leaf.data.device}, at {place}"
@@ -179,11 +169,11 @@ def init_state(
     if params is None:
         raise LeafError("init_state: params is None", fix="pass what shard gave")
     transform = as_transform(optimizer)
-    check_leaves("init_state", params, tree.flatten(params, is_leaf)[0], "params")
+    shards.check_leaves("init_state", params, tree.flatten(params, shards.is_leaf)[0], "params")
     if groups is not None:
-        homes = homes_of("init_state", groups, params)
+        homes = shards.homes_of("init_state", groups, params)
         several = any(home.partition_size * home.num_replicas > 1 for home in homes)
-        facts = comparing.optimizer_facts("init_state", transform, names(params), several)
+        facts = comparing.optimizer_facts("init_state", transform, shards.names(params), several)
         comparing.same_options("init_state", facts, homes)
     opt = moving.init_elsewhere(transform.init, params, where)
     flat.check_coded(params, opt)
@@ -244,7 +234,7 @@ def opt_step(state: TrainState[P], grads: Tree, *, donate: bool = False) -> Trai
     """
     checks.flag("opt_step", "donate", donate)
     ahead = flat.unpacked(grads)
-    home = reduced_over(ahead.leaves) if ahead.stream is None else ahead.stream.home
+    home = shards.reduced_over(ahead.leaves) if ahead.stream is None else ahead.stream.home
     if isinstance(home, Groups) and not home.agreed >= comparing.AGREED:
         comparing.compare_once(state, home)
     if spans.observers:
@@ -271,7 +261,7 @@ def _stepped(state: TrainState, ahead: flat.Unpacked, home: Any, donate: bool) -
         tell_memory(state)
     # Parameters may be leaves of autograd: a step is a function of them only if gradients are.
     start = before.with_pieces([x.detach() for x in before.pieces]) if variables else before
-    with spans.span("opt_step", state.step + 1, parts=True), Writing() as writing:
+    with spans.span("opt_step", state.step + 1, parts=True), shards.Writing() as writing:
         if donate:
             to = f"opt_step at step {state.step}"
             writing.covers_leaves(before.leaves, before.spec, "params", to)
@@ -285,14 +275,14 @@ def _stepped(state: TrainState, ahead: flat.Unpacked, home: Any, donate: bool) -
             raise
         params = after.shards
         if donate:
-            writing.give_away([*after.leaves, *tree.flatten(opt, is_leaf)[0]])
+            writing.give_away([*after.leaves, *tree.flatten(opt, shards.is_leaf)[0]])
             # torch's optimizers write through tensors that count versions separately; autograd must
             # notice if somebody saved or gathered the old values.
             increment_version(after.pieces)
             if variables:
                 params = tree.map_leaves(Tensor.requires_grad_, params)
     if FOUND_INF.get() is None and home is not None:  # a masked step is not written then
-        lose_if_aborted(params, f"opt_step at step {state.step}", home.device, home)
+        shards.lose_if_aborted(params, f"opt_step at step {state.step}", home.device, home)
     return TrainState(state.step + 1, params, opt, state.buffers, state.transform)
 
 
@@ -307,7 +297,7 @@ def tell_memory(state: TrainState) -> None:
     """Tell watchers the memory of a state by kind, each storage once, padding included."""
     kinds = {"shards": state.params, "moments": state.opt, "buffers": state.buffers}
     for kind, part in kinds.items():
-        data = [getattr(leaf, "data", leaf) for leaf in tree.flatten(part, is_leaf)[0]]
+        data = [getattr(leaf, "data", leaf) for leaf in tree.flatten(part, shards.is_leaf)[0]]
         held = [y for x in data for y in getattr(x, "memory", [x]) if isinstance(y, Tensor)]
         sizes = {_torch.storage_id(x): x.untyped_storage().nbytes() for x in held}
         spans.holds(kind, kind, sum(sizes.values()))

@@ -30,21 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import _torch
-from mics_fn.collectives import (
-    Codec,
-    Pending,
-    SentCodes,
-    Wire,
-    collect,
-    finish_readers,
-    moves,
-    refuse_derivative,
-    start_all_gather,
-    start_coded_gather,
-    start_mean,
-    start_reduce_scatter,
-)
+from mics_fn import _torch, collectives
 from mics_fn.errors import LeafError
 from mics_fn.groups import Buffers, Comm
 from mics_fn.shards import pack
@@ -86,7 +72,7 @@ def refuse_local_basis(levels: int, dealt: Sequence[tuple[Any, Sequence[Any]]]) 
     for comm, values in met.items():
         for dim in range(min(levels, values[0].ndim - 1)):
             own = _own_rows(values, dim)
-            found = collect(comm, own, "rows of a batch")
+            found = collectives.collect(comm, own, "rows of a batch")
             one_each, shared = bool((found < 2).all()), bool((found.sum(0) > 1).any())
             if one_each and shared:
                 text = "torch.func: row k of a batch under vmap is another direction on each rank"
@@ -110,7 +96,7 @@ def _own_rows(values: Sequence[Tensor], dim: int) -> Tensor:
 class Started(NamedTuple):
     """A map that was started: the transfers to wait for, and what makes values of their results."""
 
-    pendings: list[Pending]
+    pendings: list[collectives.Pending]
     finish: Callable[[list[Tensor]], list[Tensor]]
 
     def wait(self) -> list[Tensor]:
@@ -126,7 +112,7 @@ def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> Sta
         if pending is None:  # cast before sending
             dtype = use.bucket.compute
             chunk = pack.pack_chunk(use.bucket, route.chunk, slots, dtype=dtype, **like)
-            pending = start_all_gather(route, chunk, what)
+            pending = collectives.start_all_gather(route, chunk, what)
         pendings.append(pending)
 
     def finish(found: list[Tensor]) -> list[Tensor]:
@@ -142,21 +128,21 @@ def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> Sta
 
 
 def _start_coded(
-    use: BucketUse, wire: Wire, slots: Sequence[Tensor | None], like: dict, what: tuple
-) -> Pending | None:
+    use: BucketUse, wire: collectives.Wire, slots: Sequence[Tensor | None], like: dict, what: tuple
+) -> collectives.Pending | None:
     """Start a gather in which codes travel, kept for no later one; None of a batch, or on meta."""
     bucket, number = use.bucket, use.route.chunk
     lone, pool = use.route.split(0)[1], Buffers()  # without levels that keep what they gather
     row = pack.kept_row(bucket, number, slots)
     if row is not None:
-        codes = SentCodes(wire, lone, pool, bucket.chunk, row)
+        codes = collectives.SentCodes(wire, lone, pool, bucket.chunk, row)
     else:
         chunk = pack.pack_chunk(bucket, number, slots, dtype=bucket.dtype, **like)
-        if chunk.ndim > 1 or not moves(chunk):
+        if chunk.ndim > 1 or not collectives.moves(chunk):
             return None
-        codes = SentCodes.of(wire, lone, pack.zero_padding(bucket, number, chunk), pool)
+        codes = collectives.SentCodes.of(wire, lone, pack.zero_padding(bucket, number, chunk), pool)
     out = torch.empty(bucket.numel, dtype=bucket.compute, device=codes.device)
-    return start_coded_gather(lone, codes, None, out, what)
+    return collectives.start_coded_gather(lone, codes, None, out, what)
 
 
 def _what(use: BucketUse, hop: str, like: dict) -> tuple:
@@ -178,7 +164,9 @@ def _reduce_scatter(
         what = _what(use, "hop 1", like)
         wire = use.bucket.hop1 if parts.ndim == 2 else None
         dtype = use.bucket.dtype
-        pendings.append(start_reduce_scatter(use.route, parts, buffers, dtype, what, wire))
+        pendings.append(
+            collectives.start_reduce_scatter(use.route, parts, buffers, dtype, what, wire)
+        )
         if use.crosses_ranks:  # otherwise the result is a view of it
             packed.append((buffers, full))
 
@@ -216,16 +204,16 @@ def mean_over_replicas(
         elif not in_place or use.missing:  # leaves that the tree lacks must not change
             chunk = chunk.clone()
         else:
-            finish_readers([chunk])
+            collectives.finish_readers([chunk])
         if use.bucket.parts == 1:  # there was no hop 1
             pack.note_origins(use.bucket, chunk)
         what, wire = _what(use, "hop 2", like), use.bucket.mean_wire
-        if isinstance(wire, Codec):
+        if isinstance(wire, collectives.Codec):
             if chunk.ndim == 1:
                 chunk = pack.zero_padding(use.bucket, number, chunk)
             else:
                 wire = use.bucket.uncoded.mean_wire
-        pendings.append(start_mean(use.replicas, chunk, wire, what))
+        pendings.append(collectives.start_mean(use.replicas, chunk, wire, what))
     return Started(pendings, lambda chunks: _pieces(uses, chunks))
 
 
@@ -370,7 +358,7 @@ def apply(name: str, uses: Sequence[BucketUse], values: Sequence[Any]) -> list[T
 
 def start(verb: str, name: str, uses: Sequence[BucketUse], values: Sequence[Any]) -> Started:
     """Start a map on plain tensors. Its result has no derivative, so it raises if one is needed."""
-    refuse_derivative(f"start_{verb}", values, f"use {verb}, or torch.no_grad()")
+    collectives.refuse_derivative(f"start_{verb}", values, f"use {verb}, or torch.no_grad()")
     return _MAPS[name](uses, [values[i] for use in uses for i in use.members])
 
 

@@ -39,21 +39,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mics_fn import _device, _torch
+from mics_fn import _device, _torch, offload
 from mics_fn.collectives import Codec, checksum
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Buffers
-from mics_fn.offload import (
-    DEVICE,
-    Coded,
-    FileTensor,
-    Place,
-    as_codes,
-    in_file,
-    is_coded,
-    is_placed,
-    transfer,
-)
 from mics_fn.shards.bucket import Bucket, gaps, pieces
 from mics_fn.shards.leaf import is_donated
 
@@ -76,7 +65,7 @@ def check_frozen(verb: str, trained: Mapping[str, Codec | None]) -> None:
 
 def has_codes(data: Any) -> bool:
     """Whether a tensor is a part of a row of codes, as that of a frozen leaf may be."""
-    return is_coded(data) and data.codes.row is not None
+    return offload.is_coded(data) and data.codes.row is not None
 
 
 def coded_pieces(bucket: Bucket, chunk: int, flat: Tensor, names: Sequence[str]) -> list[Tensor]:
@@ -92,7 +81,7 @@ def coded_pieces(bucket: Bucket, chunk: int, flat: Tensor, names: Sequence[str])
       LeafError: a value is not finite.
     """
     codec: Any = bucket.codes
-    whole = as_codes(flat, codec, ", ".join(names[:2]))
+    whole = offload.as_codes(flat, codec, ", ".join(names[:2]))
     laid = pieces(bucket, chunk)
     found = [whole[piece.start : piece.start + piece.length] for piece in laid]
     if bool(whole.codes.tops.isfinite().all()):
@@ -110,9 +99,9 @@ def check_finite(what: str, codec: Codec, values: Tensor) -> None:
         raise LeafError(text, fix=fix)
 
 
-def check_kept_place(verb: str, bucket: Bucket, place: Place) -> None:
+def check_kept_place(verb: str, bucket: Bucket, place: offload.Place) -> None:
     """Raise PlanError if leaves that are kept as codes are to lie elsewhere."""
-    if bucket.codes is not None and place != DEVICE:
+    if bucket.codes is not None and place != offload.DEVICE:
         text = f"{verb}: leaves that are kept as codes lie on the device, not on {place.kind}"
         lines = [f"bucket {bucket.index} ({bucket.names}): param={bucket.codes}"]
         raise PlanError(text, lines, "give param= or where= a pattern that leaves these out")
@@ -174,12 +163,12 @@ def kept_row(bucket: Bucket, chunk: int, data: Sequence[Any]) -> Tensor | None:
 
 def _packed(bucket: Bucket, chunk: int, data: Sequence[Any]) -> Tensor:
     """A new row with the codes of pieces that lie in several."""
-    some: Coded = next(x for x in data if x is not None)
+    some: offload.Coded = next(x for x in data if x is not None)
     made = some.codes.unset(bucket.chunk)
     for piece, x in zip(pieces(bucket, chunk), data, strict=True):
         if x is not None and piece.length:
             like = torch.empty(piece.length, device="meta")
-            into = Coded(made, piece.start, like).part_codes()
+            into = offload.Coded(made, piece.start, like).part_codes()
             for to, part in zip(into, x.part_codes(), strict=True):
                 to.copy_(part)
     row: Any = made.row
@@ -193,7 +182,7 @@ def is_elsewhere(data: Tensor, device: torch.device) -> bool:
     """Return whether a tensor must be fetched to a device before ops can use it."""
     if _torch.has_no_data(data):
         return False
-    return data.device != device or (data.numel() > 0 and is_placed(_torch.unwrapped(data)))
+    return data.device != device or (data.numel() > 0 and offload.is_placed(_torch.unwrapped(data)))
 
 
 def any_elsewhere(leaves: Sequence[Any], home: Any) -> bool:
@@ -225,7 +214,7 @@ def brought(data: Tensor, device: torch.device, dtype: torch.dtype | None = None
         return own.decoded(dtype or data.dtype)
     if not is_elsewhere(data, device):
         return data
-    if is_placed(_torch.unwrapped(data)):
+    if offload.is_placed(_torch.unwrapped(data)):
         data = data.clone()  # an op on it reads it
     return data if data.device == device else data.to(device, non_blocking=True)
 
@@ -241,20 +230,20 @@ def copied_to(memory: Tensor, bucket: Bucket, chunk: int, data: Sequence[Any]) -
     """
     whole = whole_in_file(bucket, chunk, data)
     if whole is not None:
-        yield from transfer(whole, memory)
+        yield from offload.transfer(whole, memory)
         return
     for piece, source in zip(pieces(bucket, chunk), data, strict=True):
         if source is not None and piece.length:
-            yield from transfer(source, memory.narrow(-1, piece.start, piece.length))
+            yield from offload.transfer(source, memory.narrow(-1, piece.start, piece.length))
 
 
-def whole_in_file(bucket: Bucket, chunk: int, data: Sequence[Any]) -> FileTensor | None:
+def whole_in_file(bucket: Bucket, chunk: int, data: Sequence[Any]) -> offload.FileTensor | None:
     """The chunk in a file of which the pieces are parts; None if they are not parts of one."""
     first: Any = None
     for piece, x in zip(pieces(bucket, chunk), data, strict=True):
         if not piece.length or x is None:
             continue
-        if not in_file(x) or x.ndim > 1 or x.start != piece.start * x.dtype.itemsize:
+        if not offload.in_file(x) or x.ndim > 1 or x.start != piece.start * x.dtype.itemsize:
             return None
         first = x if first is None else first
         if x.extent is not first.extent or x.dtype != first.dtype:
@@ -262,7 +251,7 @@ def whole_in_file(bucket: Bucket, chunk: int, data: Sequence[Any]) -> FileTensor
     if first is None or first.extent.nbytes < bucket.chunk * first.dtype.itemsize:
         return None
     like = torch.empty(bucket.chunk, dtype=first.dtype, device="meta")
-    return FileTensor(first.extent, 0, like, first.device, first.leaf)
+    return offload.FileTensor(first.extent, 0, like, first.device, first.leaf)
 
 
 @lru_cache(maxsize=4096)
@@ -306,7 +295,7 @@ def whole_chunk(bucket: Bucket, chunk: int, data: Sequence[Tensor | None]) -> Te
     for piece, tensor in zip(pieces(bucket, chunk), data, strict=True):
         if not piece.length or tensor is None:
             continue
-        if is_placed(tensor):
+        if offload.is_placed(tensor):
             return None
         if tensor.ndim != 1 or tensor.storage_offset() != piece.start or tensor.stride(0) != 1:
             return None

@@ -7,17 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Unpack, overload
 import torch
 from torch import Tensor, nn
 
-from mics_fn import _torch, checks, spans, tree
-from mics_fn.collectives import (
-    SHORT_NAMES,
-    Parts,
-    agree,
-    broadcast,
-    check_level,
-    checksum,
-    in_parts,
-    refuse_unequal,
-)
+from mics_fn import _torch, checks, collectives, spans, tree
 from mics_fn.errors import PlanError, name_ranks
 from mics_fn.groups import Groups, Home
 from mics_fn.offload import DEVICE, Place, Where, place_tensor
@@ -149,18 +139,18 @@ def agree_on(layout: Layout) -> None:
                 elif i in layout.slots:
                     bucket, slot = layout.slots[i]
                     text += "" if bucket.trainable else " frozen"
-                    if f"{bucket.formats}" != SHORT_NAMES[leaf.dtype]:
+                    if f"{bucket.formats}" != collectives.SHORT_NAMES[leaf.dtype]:
                         text += f" as {bucket.formats}"
                     text += f" at {bucket.offsets[slot]} of bucket {bucket.index}"
                     if layout.places[i] != DEVICE:
                         text += f" on {layout.places[i].kind}"
                 facts.append((layout.paths[i], text))
-        agree(home, layout.verb, facts)
+        collectives.agree(home, layout.verb, facts)
 
 
 K = TypeVar("K")
 T = TypeVar("T")
-_ALONE = Parts()  # of what no other rank takes part in
+_ALONE = collectives.Parts()  # of what no other rank takes part in
 
 
 @overload
@@ -275,7 +265,7 @@ def shard(
     if not kept and "params" not in options.where.moved:
         return _assemble(layout, sources)
     # A disk may be full on one rank alone, or what codes cannot hold may lie in its part.
-    with in_parts("shard", layout.homes, sends=replicas == "broadcast") as parts:
+    with collectives.in_parts("shard", layout.homes, sends=replicas == "broadcast") as parts:
         return _assemble(layout, sources, parts)
 
 
@@ -293,7 +283,9 @@ def layout_of(
     return _assemble(layout._replace(leaves=meta), dict.fromkeys(layout.homes))
 
 
-def _assemble(layout: Layout, sources: dict[Groups, int | None], parts: Parts = _ALONE) -> Tree:
+def _assemble(
+    layout: Layout, sources: dict[Groups, int | None], parts: collectives.Parts = _ALONE
+) -> Tree:
     out = _cut(layout, sources, parts)
     for i, leaf in enumerate(layout.leaves):
         if layout.owners[i] != i:
@@ -323,7 +315,7 @@ def _lay_out(verb: str, root: str, params: Tree, groups: Any, options: Chosen) -
     for i, each in specs.items():
         for wire in (each.formats.gather, each.formats.hop1):
             if wire is not None:
-                check_level(wire, homes[i].plan.topology.names)
+                collectives.check_level(wire, homes[i].plan.topology.names)
     how = {"bucket_bytes": options.bucket_bytes, "order": options.order, "bucket": options.bucket}
     slots = plan_buckets(list(specs.values()), **how)
     by_leaf = dict(zip(specs, slots, strict=True))
@@ -346,9 +338,11 @@ def _check_values(layout: Layout) -> None:
             if layout.homes[i] is home and layout.owners[i] == i and not leaf.is_meta
         ]
         if home.world_size > 1 and mine:
-            sums = torch.stack([checksum(layout.leaves[i]) for i in mine]).to(home.device)
+            sums = torch.stack([collectives.checksum(layout.leaves[i]) for i in mine]).to(
+                home.device
+            )
             paths = [layout.paths[i] for i in mine]
-            refuse_unequal(layout.verb, home, paths, sums, fix, whole=True)
+            collectives.refuse_unequal(layout.verb, home, paths, sums, fix, whole=True)
 
 
 def _source(home: Groups, source_rank: int | None) -> int:
@@ -361,7 +355,9 @@ def _source(home: Groups, source_rank: int | None) -> int:
     return source_rank
 
 
-def _cut(layout: Layout, sources: dict[Groups, int | None], parts: Parts) -> dict[int, Any]:
+def _cut(
+    layout: Layout, sources: dict[Groups, int | None], parts: collectives.Parts
+) -> dict[int, Any]:
     """This rank's chunk of each bucket, as leaves; one bucket at a time is in memory in full.
 
     Where some rank has failed, and `parts` says so at the end, there are no leaves.
@@ -377,7 +373,7 @@ def _cut(layout: Layout, sources: dict[Groups, int | None], parts: Parts) -> dic
         with torch.no_grad():
             full = pack_full(bucket, [layout.leaves[i].detach() for i in index], device=device)
             if source is not None and not full.is_meta:
-                broadcast(home, full, source)
+                collectives.broadcast(home, full, source)
             # Each chunk gets its own storage, so that `whole_chunk` can recognise its pieces.
             chunk = full.view(bucket.parts, -1)[home.hierarchy.route.chunk].clone()
         kind = Sharded if bucket.trainable else Fixed
@@ -392,5 +388,5 @@ def _cut(layout: Layout, sources: dict[Groups, int | None], parts: Parts) -> dic
 def _replicated(leaf: Tensor, home: Groups, source: int | None) -> Tensor:
     value = leaf.detach().clone(memory_format=torch.contiguous_format)
     if source is not None and not value.is_meta and value.numel():
-        broadcast(home, value, source)
+        collectives.broadcast(home, value, source)
     return value

@@ -8,24 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mics_fn import _device, _torch, checks, spans, tree
+from mics_fn import _device, _torch, checks, optim, spans, tree
 from mics_fn.collectives import collect_values
 from mics_fn.errors import GroupsError, LeafError, PlanError, message, name_some
 from mics_fn.groups import Groups, placement
 from mics_fn.init import warn_of_compile
 from mics_fn.offload import where_of
-from mics_fn.optim import (
-    Comparison,
-    Guard,
-    StepTotals,
-    Transform,
-    Verdict,
-    as_transform,
-    optimizer_facts,
-    same_options,
-    texts_of,
-    versions,
-)
 from mics_fn.schedules import OnDemand, Schedule, keep_all, on_demand
 from mics_fn.shards import (
     BUCKET_BYTES,
@@ -82,7 +70,7 @@ def _quarter_of_memory(home: Groups) -> int:
 # What is compared for a `Trainer`: options that change numbers, and every K steps replicas.
 
 
-def compare_options(trainer: Any, params: Tree, groups: Any, guard: Guard) -> None:
+def compare_options(trainer: Any, params: Tree, groups: Any, guard: optim.Guard) -> None:
     """Compare the options of a `Trainer` between ranks.
 
     Args:
@@ -105,7 +93,7 @@ def compare_options(trainer: Any, params: Tree, groups: Any, guard: Guard) -> No
         "placement": "; ".join(home.describe() for home in homes),
         "guard numbers": f"{guard_numbers(guard)}",
     }
-    same_options("Trainer", facts, homes)
+    optim.same_options("Trainer", facts, homes)
 
 
 def lasting_options(trainer: Any) -> dict[str, str]:
@@ -114,10 +102,10 @@ def lasting_options(trainer: Any) -> dict[str, str]:
     Where ranks are and what they hold at a time may differ: that changes only how sums are rounded.
     """
     paths = names(trainer.state.params)
-    return {**_facts(trainer, trainer.guard, paths, several=False), **versions()}
+    return {**_facts(trainer, trainer.guard, paths, several=False), **optim.versions()}
 
 
-def _facts(trainer: Any, guard: Guard, paths: Sequence[str], several: bool) -> dict[str, str]:
+def _facts(trainer: Any, guard: optim.Guard, paths: Sequence[str], several: bool) -> dict[str, str]:
     """The options that ranks and later runs must share."""
     transform, sync, scale = trainer.state.transform, trainer.replica_sync, guard.scale
     changes = {*scale.CHANGING} - ({"value"} if scale.kind != "dynamic" else set())
@@ -134,12 +122,12 @@ def _facts(trainer: Any, guard: Guard, paths: Sequence[str], several: bool) -> d
     for f in fields(scale):
         if f.name not in changes:
             facts[f"guard scale {f.name}"] = f"{getattr(scale, f.name)}"
-    outer = {} if sync.facts is None else texts_of(sync.facts, paths)
+    outer = {} if sync.facts is None else optim.texts_of(sync.facts, paths)
     facts |= {f"outer {name}": text for name, text in outer.items()}
-    return {**facts, **optimizer_facts("Trainer", transform, paths, several)}
+    return {**facts, **optim.optimizer_facts("Trainer", transform, paths, several)}
 
 
-def start_comparison(trainer: Any, buffers: Sequence[str]) -> Comparison | None:
+def start_comparison(trainer: Any, buffers: Sequence[str]) -> optim.Comparison | None:
     """Start to compare replicas if it is due before this step; None if it is not.
 
     Replicas that are apart are equal after a merge alone, and only in their parameters.
@@ -158,7 +146,7 @@ def start_comparison(trainer: Any, buffers: Sequence[str]) -> Comparison | None:
     if not every or not step or step % every:
         return None
     names, whole = ([], False) if sync.apart else (buffers, True)
-    return Comparison("Trainer", trainer.state, trainer.groups, names, moments=whole)
+    return optim.Comparison("Trainer", trainer.state, trainer.groups, names, moments=whole)
 
 
 _COUNT = "return of how many things the loss of this batch is the mean, such as its valid tokens"
@@ -200,11 +188,11 @@ def check_model(
     checks.function("Trainer", "loss", loss, "loss(model, batch)", _LOSS)
     if loss is not None:
         _check_loss(loss)
-    if groups is None or isinstance(groups, nn.Module | Transform):
+    if groups is None or isinstance(groups, nn.Module | optim.Transform):
         checks.refuse("Trainer", "groups", groups, "groups", fix, GroupsError)
-    as_transform(optimizer)
+    optim.as_transform(optimizer)
     verb, fix = "Trainer", "make one: optim.Guard(...)"
-    checks.instance(verb, "guard", guard, Guard | None, "a Guard", fix)
+    checks.instance(verb, "guard", guard, optim.Guard | None, "a Guard", fix)
     checks.flag(verb, "deterministic", deterministic)
 
 
@@ -238,7 +226,7 @@ def check_options(trainer: Any, prefetch: Any, schedule: Any, checkpoint: Any) -
     if trainer.overlap_step and trainer.recoverable:
         text = "Trainer: overlap_step=True with recoverable=True, which keeps states whole"
         raise PlanError(text, fix="leave one of them out")
-    if trainer.overlap_step and trainer.guard == Guard():
+    if trainer.overlap_step and trainer.guard == optim.Guard():
         text = "Trainer: overlap_step=True has no effect with a guard that may refuse a step"
         why = "to refuse one that is not finite, all gradients have to be known before any is used"
         fix = "pass guard=optim.Guard(on_nonfinite='ignore'), or leave overlap_step= out"
@@ -440,7 +428,7 @@ def with_homes(groups: Any, params: Tree, new: Mapping[Groups, Groups]) -> Any:
 class Masked(NamedTuple):
     """A step that a device may not have taken; see [Note: masked steps] in `optim.optimizers`."""
 
-    totals: StepTotals  # they say whether it was
+    totals: optim.StepTotals  # they say whether it was
     before: list[Any]  # the leaves of the optimizer's state before it that are no tensors
     sync: SyncState  # before it
 
@@ -448,7 +436,7 @@ class Masked(NamedTuple):
 class Ready(NamedTuple):
     """All that a rank needs to write a step without any other rank."""
 
-    verdict: Verdict
+    verdict: optim.Verdict
     buffers: Values  # those after the step
     sync: SyncState  # if it is taken
     masked: Masked | None = None  # if the host does not know yet whether it is

@@ -15,28 +15,9 @@ from typing import Any
 
 import torch
 
-from mics_fn import checks, tree
+from mics_fn import checks, optim, shards, tree
 from mics_fn.collectives import same_call
 from mics_fn.errors import LeafError, PlanError
-from mics_fn.optim import (
-    Optimizer,
-    TrainState,
-    as_transform,
-    fresh,
-    init_state,
-    map_columns,
-    opt_step,
-    sgd,
-)
-from mics_fn.shards import (
-    Writing,
-    check_equal,
-    homes_of,
-    lose_if_aborted,
-    open_shards,
-    refuse_derivative,
-    sync_replicas,
-)
 from mics_fn.tree import Tree
 
 # `ReplicaSync`: a policy that says when replicas are merged, and how; and what it carries.
@@ -138,10 +119,12 @@ class ReplicaSync:
           LeafError: replicas go apart, and a derivative would be needed; see `after`.
         """
         self._refuse_derivative("init", params)
-        opened = open_shards("ReplicaSync.init", params, groups, root="params").require_replicas()
+        opened = shards.open_shards(
+            "ReplicaSync.init", params, groups, root="params"
+        ).require_replicas()
         same_call("ReplicaSync.init", list(dict.fromkeys(opened.homes)), self.name)
         if self.apart:
-            check_equal(opened)
+            shards.check_equal(opened)
         return SyncState(0, self.begin(params))
 
     def reduced(self, grads: Tree, state: SyncState, groups: Any) -> tuple[Tree, SyncState]:
@@ -167,13 +150,13 @@ class ReplicaSync:
         keeps = bool(tree.flatten(state.outer)[0])
         with torch.no_grad():
             # The memory of gradients is used again, and a state may be made of them.
-            found = self.reduce(fresh(grads) if keeps else grads, state.outer, groups)
+            found = self.reduce(optim.fresh(grads) if keeps else grads, state.outer, groups)
             if not isinstance(found, tuple) or len(found) != 2 or not _is_like(found[0], grads):
                 text = f"{self.name}: it gave no gradients like those that it was given"
                 fix = "return a tree of shards, as shards.map gives; with init= also the next state"
                 raise LeafError(text, fix=fix)
             mean, outer = found
-            return (fresh(mean) if keeps else mean), replace(state, outer=outer)
+            return (optim.fresh(mean) if keeps else mean), replace(state, outer=outer)
 
     def due(self, state: SyncState) -> bool:
         """Whether the next `after` leaves replicas equal; the same on every rank."""
@@ -214,7 +197,9 @@ class ReplicaSync:
             return params, later
         self._refuse_derivative("after", params)
         if state.step == 0 or self.due(state):  # show mistakes before H steps are done
-            open_shards("ReplicaSync.after", params, groups, root="params").require_replicas()
+            shards.open_shards(
+                "ReplicaSync.after", params, groups, root="params"
+            ).require_replicas()
         if not self.due(state):
             return params, later
         return self.merged(params, later, groups, donate=donate)
@@ -223,20 +208,20 @@ class ReplicaSync:
         self, params: Tree, state: SyncState, groups: Any, *, donate: bool
     ) -> tuple[Tree, SyncState]:
         """The merge that `after` makes when it is due, for a state that counts the step already."""
-        with torch.no_grad(), Writing() as writing:
+        with torch.no_grad(), shards.Writing() as writing:
             merged, outer = self.merge(params, state.outer, groups, donate)
             if donate:  # from here on no other rank is needed
                 writing.covers(params, "params", "ReplicaSync.after")
-                merged = map_columns(lambda p, new: p.copy_(new), params, merged, donate=True)
+                merged = optim.map_columns(lambda p, new: p.copy_(new), params, merged, donate=True)
                 writing.give_away()
-        for home in dict.fromkeys(homes_of("ReplicaSync.after", groups, merged)):
-            lose_if_aborted(merged, "ReplicaSync.after", home.device, home)
+        for home in dict.fromkeys(shards.homes_of("ReplicaSync.after", groups, merged)):
+            shards.lose_if_aborted(merged, "ReplicaSync.after", home.device, home)
         return merged, replace(state, outer=outer)
 
     def _refuse_derivative(self, verb: str, params: Tree) -> None:
         if self.apart or verb == "reduced":
             fix = "do it outside, or in torch.no_grad(); sync_replicas can be differentiated"
-            refuse_derivative(f"ReplicaSync.{verb}", tree.flatten(params)[0], fix)
+            shards.refuse_derivative(f"ReplicaSync.{verb}", tree.flatten(params)[0], fix)
 
     def __repr__(self) -> str:
         return self.name
@@ -309,12 +294,12 @@ def local_sgd(every: int) -> ReplicaSync:
 
     def merge(params: Tree, outer: Any, groups: Any, donate: bool) -> tuple[Tree, Any]:
         # Parameters, unlike differences of them, must be sent in full precision.
-        return sync_replicas(fresh(params), groups, donate=True, exact=True), outer
+        return shards.sync_replicas(optim.fresh(params), groups, donate=True, exact=True), outer
 
     return ReplicaSync(f"local_sgd({every})", every, True, lambda params: (), merge)
 
 
-def diloco(every: int, outer: Optimizer | None = None) -> ReplicaSync:
+def diloco(every: int, outer: optim.Optimizer | None = None) -> ReplicaSync:
     """DiLoCo: every H steps an outer optimizer follows the mean change of the replicas.
 
     All replicas keep an anchor, which is the parameters that they last restarted from. Every H
@@ -354,19 +339,21 @@ def diloco(every: int, outer: Optimizer | None = None) -> ReplicaSync:
     References: Douillard et al., arXiv:2311.08105.
     """
     checks.integer("diloco", "every", every, fix=_EVERY)
-    transform = sgd(0.7, momentum=0.9, nesterov=True) if outer is None else as_transform(outer)
+    transform = (
+        optim.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else optim.as_transform(outer)
+    )
 
-    def begin(params: Tree) -> TrainState:
-        return init_state(fresh(params), transform)
+    def begin(params: Tree) -> optim.TrainState:
+        return optim.init_state(optim.fresh(params), transform)
 
-    def merge(params: Tree, kept: Any, groups: Any, donate: bool) -> tuple[Tree, TrainState]:
-        own = fresh(params)  # a merge that fails leaves the parameters as they were
-        moved = map_columns(lambda p, a: p.neg_().add_(a), own, kept.params, donate=True)
+    def merge(params: Tree, kept: Any, groups: Any, donate: bool) -> tuple[Tree, optim.TrainState]:
+        own = optim.fresh(params)  # a merge that fails leaves the parameters as they were
+        moved = optim.map_columns(lambda p, a: p.neg_().add_(a), own, kept.params, donate=True)
         # A difference may be sent in fewer bits than parameters have.
-        mean = sync_replicas(moved, groups, donate=True)
-        kept = opt_step(kept, mean, donate=donate)
+        mean = shards.sync_replicas(moved, groups, donate=True)
+        kept = optim.opt_step(kept, mean, donate=donate)
         # Copied into other memory, or the next donated step would change the anchor too.
-        return map_columns(lambda p, a: p.copy_(a), mean, kept.params, donate=True), kept
+        return optim.map_columns(lambda p, a: p.copy_(a), mean, kept.params, donate=True), kept
 
     return ReplicaSync(f"diloco({every})", every, True, begin, merge, transform.facts)
 

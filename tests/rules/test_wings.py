@@ -36,6 +36,7 @@ FLOORS = [
     ["lab", "notebook"],
 ]
 WINGS = [wing for row in FLOORS for wing in row]
+FACES = [f"{wing}/__init__" for wing in WINGS]
 # Files, which import only each other.
 GROUND = [
     "errors",
@@ -134,12 +135,22 @@ def _imports(file: str) -> Iterator[Import]:
             assert part.level == 0, f"{file}:{part.lineno}: relative import"
             for alias in part.names:
                 inner = f"{part.module}.{alias.name}"
+                if f"{file_of(inner)}" in FACES and file != "__init__":
+                    yield from names_used(file, inner, alias.name)
+                    continue
                 if inner == "torch.distributed" or file_of(inner) is not None:
                     yield Import(inner, "", part.lineno)
                 else:
                     yield Import(f"{part.module}", alias.name, part.lineno)
         elif isinstance(part, ast.Attribute) and ast.unparse(part) == "torch.distributed":
             yield Import("torch.distributed", "", part.lineno)
+
+
+def names_used(file: str, wing: str, called: str) -> Iterator[Import]:
+    """The names of a face that a file uses as attributes of the wing."""
+    for part in ast.walk(files()[file]):
+        if isinstance(part, ast.Attribute) and ast.unparse(part.value) == called:
+            yield Import(wing, part.attr, part.lineno)
 
 
 def refuse(wrong: list[str]) -> None:

@@ -13,21 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from mics_fn import offload
 from mics_fn.errors import human_bytes
 from mics_fn.lab.bench.saves import add_save_flags, seconds_of
 from mics_fn.lab.bench.turns import between, ratio, say, spread
 from mics_fn.lab.report import add_count, table
-from mics_fn.offload import (
-    Block,
-    Scratch,
-    aligned,
-    block_bytes,
-    cuts,
-    read_all,
-    store,
-    stream,
-    write_all,
-)
 
 _ADAMW: Any = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 
@@ -98,11 +88,11 @@ class _DiskBench:
         self.grad = torch.randn(numel, generator=torch.Generator().manual_seed(0))
         self.params, self.moments = ([torch.zeros(numel) for _ in range(2)] for _ in range(2))
         self.steps = [0, 0]  # as of `params`: of those with moments on disk, and in memory
-        self.scratch = Scratch(folder)
-        self.stored = [store(x, self.scratch) for x in self.moments]
+        self.scratch = offload.Scratch(folder)
+        self.stored = [offload.store(x, self.scratch) for x in self.moments]
         # Plain reading and writing is that of the same bytes, in the same places of the disk.
-        part = block_bytes(config.host_mib[0] * 2**20)
-        self.memory = [aligned(part) for _ in range(2)]
+        part = offload.block_bytes(config.host_mib[0] * 2**20)
+        self.memory = [offload.aligned(part) for _ in range(2)]
         self.places = [
             (x.extent.offset + at, min(part, x.extent.nbytes - at))
             for x in self.stored
@@ -126,17 +116,17 @@ class _DiskBench:
     def plain(self) -> None:
         """Read part after part and write it back."""
         for number in range(len(self.places)):
-            self.move(number, read_all)
-            self.move(number, write_all)
+            self.move(number, offload.read_all)
+            self.move(number, offload.write_all)
 
     def overlapped(self) -> None:
         """Do the same, but read the next part while one is written."""
-        self.move(0, read_all)
+        self.move(0, offload.read_all)
         for number in range(len(self.places)):
-            behind = threading.Thread(target=self.move, args=[number, write_all])
+            behind = threading.Thread(target=self.move, args=[number, offload.write_all])
             behind.start()
             if number + 1 < len(self.places):
-                self.move(number + 1, read_all)
+                self.move(number + 1, offload.read_all)
             behind.join()
 
     def step(self, host_bytes: int, threads: int) -> None:
@@ -144,10 +134,10 @@ class _DiskBench:
         self.steps[0] += 1
         m, v = self.stored
         blocks = [
-            Block((m[a:b], v[a:b]), (m[a:b], v[a:b]), (a, b))
-            for a, b in cuts(self.grad.numel(), [4, 4], host_bytes)
+            offload.Block((m[a:b], v[a:b]), (m[a:b], v[a:b]), (a, b))
+            for a, b in offload.cuts(self.grad.numel(), [4, 4], host_bytes)
         ]
-        for block, moments in stream(blocks, host_bytes, threads=threads):
+        for block, moments in offload.stream(blocks, host_bytes, threads=threads):
             part = slice(*block.key)
             _adamw(self.params[0][part], self.grad[part], moments, self.steps[0])
 
