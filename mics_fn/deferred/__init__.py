@@ -28,7 +28,7 @@ fit nowhere else: each pass reads and writes them, and on a device the host wait
 
 Its words: a bucket is *live* while its full buffer is in memory. A *run* is one use of a tree under
 a schedule, from `defer` to the end of its block. A *pass* is one backward. The *late* levels are
-those of hop 1 that a placement leaves to the last pass. A *slot* is memory for one bucket's
+those of hop 1 that a placement leaves to the last pass. A *lease* is memory for one bucket's
 gradients in flight.
 
 Limits:

@@ -268,7 +268,7 @@ class GradSum:
         kinds = self.micro_steps, self.dtype, let_go, places, self._where.host_bytes
         reduction = Reduction(opened.uses, run, *kinds)
         reduction.before_last = self.before_last
-        shards.forget_origins(use.bucket for use in opened.uses)  # of a step that was not judged
+        shards.forget_nonfinite(use.bucket for use in opened.uses)  # of a step that was not judged
         passes = Passes(variables, opened.uses, run)
         self._bound = _Bound(opened, run, variables, reduction, passes)
         return full

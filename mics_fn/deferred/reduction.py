@@ -49,10 +49,10 @@ from torch import Tensor
 from mics_fn import _device, _torch, collectives, spans, tree
 from mics_fn.checks import check_matched
 from mics_fn.errors import LeafError
-from mics_fn.groups import LEAST_RING, Buffers, Comm, Route, Slot, slot_sizes
+from mics_fn.groups import LEAST_RING, Buffers, Comm, Lease, Route, lease_sizes
 from mics_fn.offload import DEVICE, FileTensor, Place, Where, empty_at, in_file, transfer
 from mics_fn.schedules import Run
-from mics_fn.shards import BucketUse, Opened, dense, note_origins, pack_full, split_chunk
+from mics_fn.shards import BucketUse, Opened, dense, note_nonfinite, pack_full, split_chunk
 
 # How a bucket is reduced in a pass: facts of its layout, found once.
 
@@ -88,7 +88,7 @@ class Hops(NamedTuple):
           placed: whether the sum lies elsewhere than on the device.
         """
         bucket, route, others = use.bucket, use.route, use.home.replicas.size > 1
-        reduce, wire, last = bucket.reduce, bucket.mean_wire, number >= passes - 1
+        reduce, wire, last = bucket.reduce, bucket.hop2_format, number >= passes - 1
         outer, now = route.split(route.late if passes else 0)
         if not passes:
             dtype = bucket.dtype
@@ -114,7 +114,7 @@ class Hops(NamedTuple):
 
     def _with_sizes(self, use: BucketUse, placed: bool) -> "Hops":
         """The same with the memory that it takes; see [Note: gradients in flight]."""
-        bucket, wire, device = use.bucket, use.bucket.mean_wire, use.home.device
+        bucket, wire, device = use.bucket, use.bucket.hop2_format, use.home.device
         reduce, mine, same = (
             bucket.reduce,
             bucket.numel // self.now.size,
@@ -141,7 +141,7 @@ class Hops(NamedTuple):
             spare = max(
                 collectives.spare_numel(self.now, bucket.numel, device, direct=direct, **how), later
             )
-            sizes.append(slot_sizes([most, max(spare * reduce.itemsize, codes), *sums]))
+            sizes.append(lease_sizes([most, max(spare * reduce.itemsize, codes), *sums]))
         levels = len(self.now.levels) + len(self.outer.levels)  # codes are exchanged and gathered
         count = levels + self.copies + bool(codes) + placed
         return self._replace(in_flight=count, sizes=tuple(sizes))
@@ -155,20 +155,20 @@ def elements(raw: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     return raw[: numel * dtype.itemsize].view(dtype)
 
 
-def mean_buffer(slot: Slot, levels: int) -> Tensor:
+def mean_buffer(lease: Lease, levels: int) -> Tensor:
     """The buffer in which a mean is after so many levels that are not coded.
 
     NCCL reads one of the two and writes the other, alternately. From the first coded level on,
     codes lie in one of them, and values stay in the other.
     """
-    return (slot.first, slot.second)[levels % 2 if _device.is_async(slot.first.device) else 0]
+    return (lease.first, lease.second)[levels % 2 if _device.is_async(lease.first.device) else 0]
 
 
-def free_slot(slot: Slot) -> None:
-    """On an accelerator, let the next user of a slot wait for the current stream."""
-    device = slot.first.device
+def free_lease(lease: Lease) -> None:
+    """On an accelerator, let the next user of a lease wait for the current stream."""
+    device = lease.first.device
     if _device.is_async(device):
-        slot.until = partial(_device.wait, device, _device.record(device))
+        lease.until = partial(_device.wait, device, _device.record(device))
 
 
 def holds_in_full(key: Hashable, values: Sequence[Any]) -> None:
@@ -223,7 +223,7 @@ class Reduction:
         self.passes = 0  # that have ended
         self.totals: dict[int, list[Tensor]] = {}  # [chunk], or pieces without other ranks
         self._pendings: dict[int, list[collectives.Pending]] = {}  # by bucket, of every pass
-        self._slots: dict[int, Slot] = {}  # of each bucket in the latest pass
+        self._leases: dict[int, Lease] = {}  # of each bucket in the latest pass
         self._own: dict[int, Tensor] = {}  # bytes to pack a bucket in, where its parameters were
         # What is given back at the end, with the kind that watchers are told.
         self._given: list[tuple[Buffers, Tensor, str]] = []
@@ -404,16 +404,16 @@ class Reduction:
         self._give_back(pool, taken, "gradient shards")
         return taken
 
-    def _lend(self, index: int, device: torch.device) -> Slot:
+    def _lend(self, index: int, device: torch.device) -> Lease:
         """Memory for a bucket's reduction; waits for those that still use it."""
         ring, own = self.uses[index].hierarchy.pools.hops, self._own.get(index)
         if not self._rooms:
             self._rooms = self._ring_sizes()
         sizes = self._hops[index].sizes[own is not None]
-        slot = ring.lend(sizes, *self._rooms[id(ring)], device)
+        lease = ring.lend(sizes, *self._rooms[id(ring)], device)
         spans.holds("gradients in reductions", id(ring), ring.nbytes)
-        slot.first = slot.first if own is None else own
-        return slot
+        lease.first = lease.first if own is None else own
+        return lease
 
     def _ring_sizes(self) -> dict[int, tuple[int, int]]:
         """Bytes of each ring, and the most parts at a time; see [Note: gradients in flight]."""
@@ -474,84 +474,85 @@ class Reduction:
         use, hops = self.uses[index], self._hops[index]
         bucket, now, sent = use.bucket, hops.now, hops.now.size > 1
         collectives.push_all(use.home.life)
-        if index in self._slots:
-            self._slots[index].until()  # else a later pass could be added to the sum first
+        if index in self._leases:
+            self._leases[index].until()  # else a later pass could be added to the sum first
         device = use.home.device if out is None else out.device
-        slot = self._slots[index] = self._lend(index, device)
-        if slot.more and not self.passes:
-            out = elements(slot.more[0], bucket.numel // now.size, hops.dtype)
+        lease = self._leases[index] = self._lend(index, device)
+        if lease.more and not self.passes:
+            out = elements(lease.more[0], bucket.numel // now.size, hops.dtype)
         full = out  # if nothing is scattered they are packed where the mean goes
         if sent or full is None:  # gradients that are not sent need no rounding
-            full = elements(slot.first, bucket.numel, bucket.reduce if sent else hops.dtype)
+            full = elements(lease.first, bucket.numel, bucket.reduce if sent else hops.dtype)
         with spans.span("pack", bucket, device=full.device):
             pack_full(bucket, use.by_slot(values), device=full.device, out=full)
-            note_origins(bucket, full)
+            note_nonfinite(bucket, full)
         comms = collectives.scatter_comms(now, full := full.view(now.size, -1))
         if out is None:
             coded = bucket.hop1.levels(now) if bucket.hop1 else 0
-            out = elements(mean_buffer(slot, len(comms) - coded), full.shape[1], full.dtype)
+            out = elements(mean_buffer(lease, len(comms) - coded), full.shape[1], full.dtype)
         later, levels = self._later_comms(index, out)
-        steps, keep = self._steps(index, hops, full, out, slot), (full, out, slot.second)
+        steps, keep = self._steps(index, hops, full, out, lease), (full, out, lease.second)
         what = ("defer", self._does, bucket)
         pending = collectives.Pending(steps, [*comms, *later], keep=keep, device=device, what=what)
         self._pendings.setdefault(index, []).append(pending)
         if not _device.is_async(device):
-            slot.until = partial(pending.wait_for, len(now.levels) + levels)
+            lease.until = partial(pending.wait_for, len(now.levels) + levels)
 
     def _later_comms(self, index: int, out: Tensor) -> tuple[list[Comm], int]:
-        """Communicators of what follows hop 1 in this pass, and after how many the slot is free."""
+        """Communicators of what follows hop 1, and after how many of them the lease is free."""
         use, hops, comms, levels = self.uses[index], self._hops[index], list[Comm](), 0
         if hops.mean:
-            hop_2 = collectives.mean_comms(use.home.replicas, out, use.bucket.mean_wire)
+            hop_2 = collectives.mean_comms(use.home.replicas, out, use.bucket.hop2_format)
             comms = [*collectives.scatter_comms(hops.outer, out), *hop_2]
             levels = len(hops.outer.levels) + (len(hop_2) if hops.copies else 0)
-        if index in self.placed:  # the sum comes and goes, and the slot is in use to the end
+        if index in self.placed:  # the sum comes and goes, and the lease is in use to the end
             own = self.placed[index].comm
             comms = [*([own] if self.passes else []), *comms, own]
             levels = len(comms)
         return comms, levels
 
     def _steps(
-        self, index: int, hops: Hops, full: Tensor, out: Tensor, slot: Slot
+        self, index: int, hops: Hops, full: Tensor, out: Tensor, lease: Lease
     ) -> collectives.Steps:
         """Run hop 1 and sum over passes; in the last pass also the outer levels and hop 2."""
         use, placed = self.uses[index], self.placed.get(index)
-        bucket, wire, spare = use.bucket, use.bucket.mean_wire, slot.second.view(use.bucket.reduce)
+        bucket, wire = use.bucket, use.bucket.hop2_format
+        spare = lease.second.view(bucket.reduce)
         yield from collectives.scatter_steps(hops.now, full, out, spare, bucket.hop1)
         if placed is not None and not hops.first:
-            before = elements(slot.more[0], out.numel(), hops.dtype)
+            before = elements(lease.more[0], out.numel(), hops.dtype)
             yield placed.read(before)
             self.totals[index] = [before]
         (total,) = self._sum(index, hops, [out])
         if hops.outer.size > 1:
-            total = yield from self._outer_steps(use, hops.outer, total, slot)
+            total = yield from self._outer_steps(use, hops.outer, total, lease)
             self.totals[index] = [total]
         if not hops.copies and placed is None:
-            free_slot(slot)
+            free_lease(lease)
         if hops.mean:
-            room = slot.second  # of codes; values may lie where gradients were packed
+            room = lease.second  # of codes; values may lie where gradients were packed
             if not isinstance(wire, collectives.Codec):
-                room = elements(slot.first, total.numel(), wire)
+                room = elements(lease.first, total.numel(), wire)
             yield from collectives.mean_steps(use.home.replicas, total, wire, room)
         if placed is not None:
             self.totals[index] = []  # known, and elsewhere
             yield placed.write(total, bucket.dtype if hops.mean else hops.dtype)
         if hops.copies or placed is not None:
-            free_slot(slot)
+            free_lease(lease)
         return total
 
     def _outer_steps(
-        self, use: BucketUse, outer: Route, total: Tensor, slot: Slot
+        self, use: BucketUse, outer: Route, total: Tensor, lease: Lease
     ) -> collectives.Steps:
-        """Hop 1 over the levels that wait for the last pass, in the memory of the slot."""
+        """Hop 1 over the levels that wait for the last pass, in the memory of the lease."""
         bucket, full = use.bucket, total
         if total.dtype != bucket.reduce:
-            full = elements(slot.first, total.numel(), bucket.reduce).copy_(total)
-        if slot.more:
-            mine = elements(slot.more[1], bucket.chunk, total.dtype)
+            full = elements(lease.first, total.numel(), bucket.reduce).copy_(total)
+        if lease.more:
+            mine = elements(lease.more[1], bucket.chunk, total.dtype)
         else:
             mine = self._take(use, bucket.chunk, total.dtype)
-        spare = slot.second.view(bucket.reduce)
+        spare = lease.second.view(bucket.reduce)
         yield from collectives.scatter_steps(
             outer, full.view(outer.size, -1), mine, spare, bucket.hop1
         )

@@ -80,7 +80,7 @@ and its formula to `tests/deferred/test_placement.py`.
 """
 
 from mics_fn.groups import placement
-from mics_fn.groups.buffers import LEAST_RING, Arena, Buffers, Slot, slot_sizes
+from mics_fn.groups.buffers import LEAST_RING, Arena, Buffers, Lease, lease_sizes
 from mics_fn.groups.communicator import Comm
 from mics_fn.groups.distributed import init_distributed
 from mics_fn.groups.environment import nccl_problems, read_launch

@@ -236,7 +236,7 @@ def _gap(free: Sequence[_Part], nbytes: int) -> int | None:
     return None
 
 
-class Slot:
+class Lease:
     """A part of a ring: at least two buffers for one bucket, lent until their user is done."""
 
     def __init__(self, raw: Tensor, start: int, sizes: Sequence[int]) -> None:
@@ -253,9 +253,9 @@ class Ring:
     as its user needs, and waits until enough of the ring is free again.
 
     Example:
-      >>> ring, sizes = Ring(), slot_sizes((1000, 24))
-      >>> slots = [ring.lend(sizes, sum(sizes) * 2, 3, torch.device("cpu")) for _ in "abc"]
-      >>> sizes, [slot.start for slot in slots], ring.made
+      >>> ring, sizes = Ring(), lease_sizes((1000, 24))
+      >>> leases = [ring.lend(sizes, sum(sizes) * 2, 3, torch.device("cpu")) for _ in "abc"]
+      >>> sizes, [lease.start for lease in leases], ring.made
       ((1024, 512), [0, 1536, 0], 1)
     """
 
@@ -265,13 +265,13 @@ class Ring:
         self._raw = torch.empty(0, dtype=torch.uint8)
         self._stream: torch.Stream | None = None  # where it was made
         self._next = 0  # where the next part begins, if it fits there
-        self._lent: deque[Slot] = deque()
+        self._lent: deque[Lease] = deque()
 
-    def lend(self, sizes: Sequence[int], capacity: int, count: int, device: torch.device) -> Slot:
+    def lend(self, sizes: Sequence[int], capacity: int, count: int, device: torch.device) -> Lease:
         """A part with these buffers, uninitialised; waits for the users of that memory.
 
         Args:
-          sizes: bytes of each buffer, at least two, as `slot_sizes` gives them.
+          sizes: bytes of each buffer, at least two, as `lease_sizes` gives them.
           capacity: bytes that the ring has at least.
           count: the most parts that are lent at a time.
           device: of the memory.
@@ -290,13 +290,13 @@ class Ring:
         start = self._next if self._next + nbytes <= self.nbytes else 0
         stop = self._next = start + nbytes
         while len(self._lent) >= count or any(
-            start < slot.stop and slot.start < stop for slot in self._lent
+            start < lease.stop and lease.start < stop for lease in self._lent
         ):
             self._lent.popleft().until()
-        self._lent.append(Slot(self._raw, start, sizes))
+        self._lent.append(Lease(self._raw, start, sizes))
         return self._lent[-1]
 
 
-def slot_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+def lease_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     """Bytes of buffers in a ring, where each begins at a multiple of `_ALIGN_BYTES`."""
     return tuple(-(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for nbytes in sizes)

@@ -266,7 +266,7 @@ def averaged(bucket: Bucket, num_replicas: int, *, fixed_order: bool = False) ->
     Codes are sent in an exchange and an all-gather, in which each replica has equally many blocks;
     values in an all-reduce, or with `fixed_order` also in these two.
     """
-    wire, chunk, r = bucket.mean_wire, bucket.chunk, num_replicas
+    wire, chunk, r = bucket.hop2_format, bucket.chunk, num_replicas
     if isinstance(wire, Codec):
         part = -(-chunk // (wire.block * r)) * wire.block
         return Sent(2 * (r - 1) * wire.nbytes(part), f"{wire}")

@@ -1,9 +1,10 @@
 """`stream`: blocks of files through a fixed amount of host memory, read ahead and written behind.
 
-[Note: slots] The memory is cut into `SLOTS` slots, and block i travels in slot i modulo that
-number: it is read into the slot, computed with in place, and written back from there; then the same
-thread reads block i + `SLOTS` into it. So a slot is one task after the other, threads need no other
-order, and while one block is computed with, the next ones arrive and the last one leaves.
+[Note: windows] The memory is cut into `WINDOWS` windows, and block i travels in window i modulo
+that number: it is read into the window, computed with in place, and written back from there; then
+the same thread reads block i + `WINDOWS` into it. So a window is one task after the other, threads
+need no other order, and while one block is computed with, the next ones arrive and the last one
+leaves.
 """
 
 import time
@@ -23,7 +24,7 @@ from mics_fn.offload import scratch
 from mics_fn.offload.places import HOST_BYTES, LEAST_HOST_BYTES
 from mics_fn.threads import Crew, Job
 
-SLOTS = 4
+WINDOWS = 4
 THREADS = 3
 TIMEOUT_S = 600.0
 _LOOK_S = 0.5  # after which a wait lets Python look for signals, and for the time limit
@@ -51,19 +52,19 @@ class Block(NamedTuple):
         """A tensor in a file of the shape and dtype of each."""
         return [into if source is None else source for source, into in self.pairs()]
 
-    def memory(self, slot: Tensor) -> list[Tensor]:
-        """The part of a slot that each of its tensors has, in whole pages."""
+    def memory(self, window: Tensor) -> list[Tensor]:
+        """The part of a window that each of its tensors has, in whole pages."""
         sizes = [x.size_bytes for x in self.likes()]
         starts, end = scratch.layout(sizes)
-        if end > len(slot):
-            text = f"stream: a block of {end} bytes, with slots of {len(slot)}"
+        if end > len(window):
+            text = f"stream: a block of {end} bytes, with windows of {len(window)}"
             raise PlanError(text, fix="cut it, as cuts() says, or pass a larger host_bytes")
         pairs = zip(starts, sizes, strict=True)
-        return [slot[start : start + scratch.padded(size)] for start, size in pairs]
+        return [window[start : start + scratch.padded(size)] for start, size in pairs]
 
-    def tensors(self, slot: Tensor) -> list[Tensor]:
-        """Its tensors in a slot."""
-        pairs = zip(self.likes(), self.memory(slot), strict=True)
+    def tensors(self, window: Tensor) -> list[Tensor]:
+        """Its tensors in a window."""
+        pairs = zip(self.likes(), self.memory(window), strict=True)
         return [part[: x.size_bytes].view(x.dtype).view(x.shape) for x, part in pairs]
 
 
@@ -76,14 +77,14 @@ def stream(
 ) -> Iterator[tuple[Block, list[Tensor]]]:
     """Fetch blocks into host memory one after the other, and write them back.
 
-    The first `SLOTS` blocks are asked for at once, and waited for as they are wanted. A block's
+    The first `WINDOWS` blocks are asked for at once, and waited for as they are wanted. A block's
     tensors may be used and changed until the next one is asked for; work that a device has queued
     on them has to be done by then. When the iteration ends, all is written. If it ends early, by an
     error or by `close`, no thread is left, and of each block that was given nothing, a part or all
     is written; so a caller that writes in place has to give such a state up.
 
     Args:
-      blocks: in the order in which they are wanted; `SLOTS` of them are taken ahead.
+      blocks: in the order in which they are wanted; `WINDOWS` of them are taken ahead.
       host_bytes: memory for all blocks under way, at least 1 MiB. A block gets a fourth of it.
       threads: that read and write.
       timeout_s: the longest wait for the disk.
@@ -138,7 +139,7 @@ def block_bytes(host_bytes: int) -> int:
     >>> block_bytes(64 * 2**20) // 2**20
     16
     """
-    return host_bytes // SLOTS // scratch.PAGE * scratch.PAGE
+    return host_bytes // WINDOWS // scratch.PAGE * scratch.PAGE
 
 
 def cuts(numel: int, sizes: Sequence[int], host_bytes: int = HOST_BYTES) -> list[tuple[int, int]]:
@@ -162,19 +163,19 @@ def cuts(numel: int, sizes: Sequence[int], host_bytes: int = HOST_BYTES) -> list
 
 
 class _Stream:
-    """The slots and threads of one stream.
+    """The windows and threads of one stream.
 
     Args:
-      memory: of all slots.
+      memory: of all windows.
       threads, timeout_s: as for `stream`.
     """
 
     def __init__(self, memory: Tensor, threads: int, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         size = block_bytes(len(memory))
-        self._slots = [memory[i * size : (i + 1) * size] for i in range(SLOTS)]
+        self._windows = [memory[i * size : (i + 1) * size] for i in range(WINDOWS)]
         self._crew = Crew(threads, "mics_fn-offload")
-        self._jobs: list[Job] = []  # by slot
+        self._jobs: list[Job] = []  # by window
         self._folder = ""  # of the last file, for errors
         self._ended = False
 
@@ -183,25 +184,25 @@ class _Stream:
 
         At the end wait until all are written.
         """
-        ahead = deque(islice(source, SLOTS))
-        self._jobs = [self._start(slot, None, block) for slot, block in enumerate(ahead)]
+        ahead = deque(islice(source, WINDOWS))
+        self._jobs = [self._start(window, None, block) for window, block in enumerate(ahead)]
         yield None
-        for slot in cycle(range(SLOTS)):
+        for window in cycle(range(WINDOWS)):
             if not ahead:
                 break
             block = ahead.popleft()
-            self._await(self._jobs[slot])
-            yield block, block.tensors(self._slots[slot])
+            self._await(self._jobs[window])
+            yield block, block.tensors(self._windows[window])
             following = next(source, None)
             if following is not None:
                 ahead.append(following)
-            self._jobs[slot] = self._start(slot, block, following)
+            self._jobs[window] = self._start(window, block, following)
         for job in self._jobs:
             self._await(job)
 
-    def _start(self, slot: int, done: Block | None, following: Block | None) -> Job:
-        """Begin to write a block and to read another one into its slot."""
-        memory = self._slots[slot]
+    def _start(self, window: int, done: Block | None, following: Block | None) -> Job:
+        """Begin to write a block and to read another one into its window."""
+        memory = self._windows[window]
         writes = [] if done is None else _moves(memory, done, done.writes)
         reads = [] if following is None else _moves(memory, following, following.reads)
         for verb, moves in (("write", writes), ("read", reads)):
@@ -237,7 +238,7 @@ class _Stream:
         self._crew.end(self._timeout_s)
 
 
-def _moves(slot: Tensor, block: Block, tensors: Sequence[Any]) -> list[tuple[Tensor, Any]]:
+def _moves(window: Tensor, block: Block, tensors: Sequence[Any]) -> list[tuple[Tensor, Any]]:
     """The tensors to read or to write, with the memory of each."""
-    pairs = zip(block.memory(slot), tensors, strict=False)  # () writes nothing
+    pairs = zip(block.memory(window), tensors, strict=False)  # () writes nothing
     return [(memory, x) for memory, x in pairs if x is not None]

@@ -42,7 +42,7 @@ from mics_fn.shards import (
     grad_stream,
     is_leaf,
     mark_reduced,
-    reduced_over,
+    reduction_groups,
 )
 from mics_fn.tree import Tree
 
@@ -497,7 +497,9 @@ class Unpacked:
                     leaves.append(Sharded(next(given), leaf.bucket, leaf.slot))
                 else:
                     leaves.append(next(given) if isinstance(leaf, Tensor) else leaf)
-        mark_reduced(leaves, reduced_over(self.leaves))  # limits on gradients change their pieces
+        mark_reduced(
+            leaves, reduction_groups(self.leaves)
+        )  # limits on gradients change their pieces
         return Unpacked(leaves, self.spec, list(pieces), self.only_shards)
 
     def part(self, leaves: list[Any], own: Sequence[int]) -> "Unpacked":
@@ -584,7 +586,7 @@ def lazy_grads(like: Tree, make: Callable[[], Tree]) -> GradStream:
             return stream.take(place)
         return [made().pieces[i] for i in order[place]]
 
-    home = reduced_over(found.leaves) if given is None else given.home
+    home = reduction_groups(found.leaves) if given is None else given.home
     return GradStream(like, home, order, here, take, made)
 
 

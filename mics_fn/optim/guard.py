@@ -36,14 +36,14 @@ from mics_fn.optim import norms
 from mics_fn.optim.flat import by_leaf, unpacked
 from mics_fn.shards import (
     Sharded,
-    forget_origins,
+    forget_nonfinite,
     grad_stream,
     homes_of,
     is_leaf,
     kind_of,
-    origins_of,
+    nonfinite_of,
     refuse_derivative,
-    watch_origins,
+    watch_nonfinite,
 )
 from mics_fn.shards import donate as mark_donated
 from mics_fn.tree import Tree
@@ -227,8 +227,8 @@ def find_nonfinite(grads: Tree, groups: Any, loss: torch.Tensor | None = None) -
     at = _first(leaves, list(dict.fromkeys(homes)))
     kind = ""  # of this rank's own gradient, before it was reduced
     if at < len(leaves):
-        origins = origins_of(leaves[at].bucket)
-        kind = origins[leaves[at].slot] if origins else ""
+        kinds = nonfinite_of(leaves[at].bucket)
+        kind = kinds[leaves[at].slot] if kinds else ""
         if len(homes[at].ranks) == 1:  # it reduced nothing
             kind = kind_of(leaves[at].data)
     losses, kinds = _said(homes, ["" if loss is None else kind_of(loss), kind])
@@ -549,7 +549,7 @@ class Guard:
             fix = "pass 'skip' or 'raise', or static_scale"
             raise PlanError("Guard: on_nonfinite='ignore' with a dynamic scale", fix=fix)
         if self.decides and (self.chosen or self.in_row):
-            watch_origins()
+            watch_nonfinite()
 
     @property
     def decides(self) -> bool:
@@ -643,7 +643,7 @@ class Guard:
             home.partition.check_open()  # else these may be no values of any rank
         finite = math.isfinite(most) and (totals is None or totals.finite)
         where = None if finite else find_nonfinite(grads, groups, totals and totals.own_loss)
-        forget_origins(dict.fromkeys(found.buckets))
+        forget_nonfinite(dict.fromkeys(found.buckets))
         refused, spike, after = self._after(most, finite)
         if where and after.in_row >= _IN_ROW.get(self.on_nonfinite, math.inf):
             raise _error(where, after.in_row)

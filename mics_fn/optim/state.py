@@ -234,7 +234,7 @@ def opt_step(state: TrainState[P], grads: Tree, *, donate: bool = False) -> Trai
     """
     checks.flag("opt_step", "donate", donate)
     ahead = flat.unpacked(grads)
-    home = shards.reduced_over(ahead.leaves) if ahead.stream is None else ahead.stream.home
+    home = shards.reduction_groups(ahead.leaves) if ahead.stream is None else ahead.stream.home
     if isinstance(home, Groups) and not home.agreed >= comparing.AGREED:
         comparing.compare_once(state, home)
     if spans.observers:

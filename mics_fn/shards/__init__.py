@@ -26,6 +26,7 @@ Its words:
   can be smaller than the largest leaf, which often is the embedding. Leaves that are used together
   should be near each other in `order=` of `shard`, or one op needs many buckets; `bucket=` says
   where one has to end, such as at the end of a layer.
+- A leaf's *home* is the groups over which it is cut. The leaves of one tree may have several.
 - *Frozen* leaves (`requires_grad=False`, or chosen by `frozen=`) are sharded and gathered, but
   never reduced or updated. Integer and boolean leaves are replicated. Both are `Fixed`.
 - A *tied* leaf is a tensor that occurs twice. It stays one shard: it is gathered as one tensor, the
@@ -98,7 +99,7 @@ from mics_fn.shards.leaf import (
     owners_of,
     places_of,
     reclaimed,
-    reduced_over,
+    reduction_groups,
     refuse_overlaps,
     refuse_tracing,
     same_tensor,
@@ -127,19 +128,19 @@ from mics_fn.shards.pack import (
     copied_to,
     copied_with_zeros,
     dense,
-    forget_origins,
+    forget_nonfinite,
     has_codes,
     is_elsewhere,
     kept_row,
     kind_of,
-    note_origins,
-    origins_of,
+    nonfinite_of,
+    note_nonfinite,
     pack_chunk,
     pack_full,
     split_chunk,
     split_full,
     standing_for,
-    watch_origins,
+    watch_nonfinite,
     whole_chunk,
     zero_padding,
 )

@@ -135,7 +135,7 @@ class Bucket:
         return one_of(replace(self, gather=None, hop1=None, hop2=hop2))
 
     @cached_property
-    def mean_wire(self) -> torch.dtype | Codec:
+    def hop2_format(self) -> torch.dtype | Codec:
         """What hop 2 sends: values in a dtype, or codes."""
         return self.hop2 or self.reduce
 

@@ -115,7 +115,7 @@ class NotATensor:
     """What torch is given in the place of a tensor, and says so."""
 
     _donated: ClassVar[Any] = None  # who took its data, and its number there
-    _reduced_over: ClassVar[Any] = None  # see `mark_reduced`
+    _reduction_groups: ClassVar[Any] = None  # see `mark_reduced`
 
     @classmethod
     def __torch_function__(
@@ -474,13 +474,13 @@ def mark_reduced(leaves: Iterable[Leaf], home: Any) -> None:
     """Note on the first trained leaf of gradients over which groups it was reduced, if on any."""
     first = None if home is None else _first_trained(leaves)
     if first is not None:
-        object.__setattr__(first, "_reduced_over", home)
+        object.__setattr__(first, "_reduction_groups", home)
 
 
-def reduced_over(leaves: Iterable[Any]) -> Any:
+def reduction_groups(leaves: Iterable[Any]) -> Any:
     """The groups that `mark_reduced` noted; None if there are none."""
     first = _first_trained(leaves)
-    return None if first is None else first._reduced_over
+    return None if first is None else first._reduction_groups
 
 
 def _first_trained(leaves: Iterable[Any]) -> Any:

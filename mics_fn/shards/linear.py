@@ -159,7 +159,7 @@ def _reduce_scatter(
     for use, leaves in deal(uses, data):
         buffers, dtype = use.hierarchy.pools.reducing, use.bucket.reduce
         full = pack.pack_full(use.bucket, use.by_slot(leaves), dtype=dtype, buffers=buffers, **like)
-        pack.note_origins(use.bucket, full)
+        pack.note_nonfinite(use.bucket, full)
         parts = full.unflatten(-1, (use.bucket.parts, -1)).movedim(-2, 0).contiguous()
         what = _what(use, "hop 1", like)
         wire = use.bucket.hop1 if parts.ndim == 2 else None
@@ -206,13 +206,13 @@ def mean_over_replicas(
         else:
             collectives.finish_readers([chunk])
         if use.bucket.parts == 1:  # there was no hop 1
-            pack.note_origins(use.bucket, chunk)
-        what, wire = _what(use, "hop 2", like), use.bucket.mean_wire
+            pack.note_nonfinite(use.bucket, chunk)
+        what, wire = _what(use, "hop 2", like), use.bucket.hop2_format
         if isinstance(wire, collectives.Codec):
             if chunk.ndim == 1:
                 chunk = pack.zero_padding(use.bucket, number, chunk)
             else:
-                wire = use.bucket.uncoded.mean_wire
+                wire = use.bucket.uncoded.hop2_format
         pendings.append(collectives.start_mean(use.replicas, chunk, wire, what))
     return Started(pendings, lambda chunks: _pieces(uses, chunks))
 

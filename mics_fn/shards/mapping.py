@@ -12,7 +12,7 @@ from mics_fn.errors import LeafError
 from mics_fn.groups import Hierarchy
 from mics_fn.offload import placed_like
 from mics_fn.shards.bucket import Bucket
-from mics_fn.shards.leaf import Sharded, dtype_name, is_leaf, mark_reduced, reduced_over
+from mics_fn.shards.leaf import Sharded, dtype_name, is_leaf, mark_reduced, reduction_groups
 from mics_fn.shards.linear import linear_map
 from mics_fn.shards.opened import BucketUse, check_leaves, refuse_none, values_up_to
 from mics_fn.tree import Tree
@@ -64,7 +64,7 @@ def map(fn: Callable[..., Tensor], shards: Tree, *rest: Tree) -> Tree:
     laid = placed_like(made, [leaf.data for leaf in trained.values()])
     for (i, leaf), data in zip(trained.items(), laid, strict=True):
         out[i] = Sharded(data, leaf.bucket, leaf.slot)
-    mark_reduced(out, reduced_over(leaves))
+    mark_reduced(out, reduction_groups(leaves))
     return spec.unflatten(out)
 
 

@@ -422,12 +422,12 @@ _watching: set[bool] = set()
 _seen: dict[Bucket, Tensor] = {}
 
 
-def watch_origins() -> None:
+def watch_nonfinite() -> None:
     """Look at gradients from now on."""
     _watching.add(True)
 
 
-def note_origins(bucket: Bucket, full: Tensor) -> None:
+def note_nonfinite(bucket: Bucket, full: Tensor) -> None:
     """Look at this rank's own gradients of a bucket, packed, before others are added."""
     if not _watching or not full.numel() or _torch.has_no_data(full):
         return
@@ -441,13 +441,13 @@ def note_origins(bucket: Bucket, full: Tensor) -> None:
     _seen[bucket] = found
 
 
-def origins_of(bucket: Bucket) -> list[str]:
+def nonfinite_of(bucket: Bucket) -> list[str]:
     """What was seen of a bucket's leaves; nothing if nobody looked. The host waits for a device."""
     return [_origin_kind(value) for value in _seen[bucket].tolist()] if bucket in _seen else []
 
 
-def forget_origins(buckets: Iterable[Bucket]) -> None:
-    """Forget the origins of buckets whose gradients were checked."""
+def forget_nonfinite(buckets: Iterable[Bucket]) -> None:
+    """Forget what was seen in buckets whose gradients were checked."""
     for bucket in buckets:
         _seen.pop(bucket, None)
 

@@ -65,8 +65,8 @@ def gather(shards: Tree, hierarchy: Any) -> Tree:
 
     Args:
       shards: tree of shards (`Sharded`, `Fixed`, `Tied` leaves).
-      hierarchy: the route: `groups.hierarchy`, `groups.flat`, or `groups`; or a prefix pytree of
-        these, or a function from path to one.
+      hierarchy: the groups, as of `shard`, which gather level by level; `groups.flat` does so at
+        once, over all ranks. Or a prefix pytree of these, or a function from path to one.
 
     Returns:
       The tree with tensors of the full shapes, which are for reading. Those of one bucket are views

@@ -38,7 +38,7 @@ _BUFFERS, _TENSOR = "groups/buffers.py", "deferred/tensor.py"
 _LET_GO = Change(
     _PENDING, 'if getattr(self, "_keep", None) and self.ready is not None:', "if False:"
 )
-_SCATTER = "yield from scatter_steps(hops.now, full, out, spare, bucket.hop1)"
+_SCATTER = "yield from collectives.scatter_steps(hops.now, full, out, spare, bucket.hop1)"
 _RECORD = "self.ready = _device.record(self._device)"
 _WAIT = "_device.wait(self._device, self.ready)\n        self._keep"
 
@@ -71,7 +71,7 @@ MISTAKES: dict[str, Mistake] = {
     "a buffer is taken without a wait": _of(
         "never waited for", Change(_BUFFERS, "_device.wait(raw.device, event)", "pass")
     ),
-    "a slot is taken without a wait": _of(
+    "a lease is taken without a wait": _of(
         "two replicas, budget",
         Change(
             _BUFFERS,
@@ -79,12 +79,12 @@ MISTAKES: dict[str, Mistake] = {
             "in self._lent\n        ):\n            self._lent.popleft()",
         ),
     ),
-    "a slot is free before hop 1 is over": _of(
+    "a lease is free before hop 1 is over": _of(
         "two replicas, budget",
         Change(_SUM, "if not hops.copies and placed is None:", "if False:"),
-        Change(_SUM, _SCATTER, f"free_slot(slot)\n        {_SCATTER}"),
+        Change(_SUM, _SCATTER, f"free_lease(lease)\n        {_SCATTER}"),
     ),
-    "a slot is free before hop 2 of codes": _of(
+    "a lease is free before hop 2 of codes": _of(
         "codes, two replicas",
         Change(_SUM, "if not hops.copies and placed is None:", "if True:"),
         Change(_SUM, "if hops.copies or placed is not None:", "if False:"),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mics_fn import _device, schedules
-from mics_fn.groups.buffers import Arena, Buffers, Ring, slot_sizes
+from mics_fn.groups.buffers import Arena, Buffers, Ring, lease_sizes
 
 CPU, F32 = torch.device("cpu"), torch.float32
 
@@ -232,23 +232,23 @@ def test_an_arena_that_is_left_waits_for_its_parts(queued):
 
 # The ring.
 
-sizes_of_slots = st.tuples(st.integers(1, 3000), st.integers(0, 3000))
+sizes_of_leases = st.tuples(st.integers(1, 3000), st.integers(0, 3000))
 
 
 @examples(30, 100)
-@given(st.lists(sizes_of_slots, max_size=30), st.integers(1, 4), st.integers(0, 20_000))
-def test_slots_are_apart_and_bounded_and_waited_for_in_order(asked, count, capacity):
+@given(st.lists(sizes_of_leases, max_size=30), st.integers(1, 4), st.integers(0, 20_000))
+def test_leases_are_apart_and_bounded_and_waited_for_in_order(asked, count, capacity):
     ring, over, lent = Ring(), [], {}
-    asked = [slot_sizes(sizes) for sizes in asked]
+    asked = [lease_sizes(sizes) for sizes in asked]
     capacity = max(capacity, *map(sum, asked), 0)
     for i, sizes in enumerate(asked):
-        slot = lent[i] = ring.lend(sizes, capacity, count, CPU)
-        slot.until = lambda i=i: over.append(i)
-        for part in (slot.first, slot.second):
+        lease = lent[i] = ring.lend(sizes, capacity, count, CPU)
+        lease.until = lambda i=i: over.append(i)
+        for part in (lease.first, lease.second):
             part.fill_(i % 251)
         for j in over:
             lent.pop(j, None)
-        assert (slot.first.nbytes, slot.second.nbytes) == sizes
+        assert (lease.first.nbytes, lease.second.nbytes) == sizes
         assert len(lent) <= count
         for j, each in lent.items():
             assert (each.first == j % 251).all()
@@ -258,13 +258,13 @@ def test_slots_are_apart_and_bounded_and_waited_for_in_order(asked, count, capac
     assert ring.made == bool(asked)
 
 
-def test_slots_that_fit_do_not_wait():
-    """Equal slots fill a ring exactly, round after round."""
+def test_leases_that_fit_do_not_wait():
+    """Equal leases fill a ring exactly, round after round."""
     ring, sizes, waited = Ring(), (1024, 512), []
     for i in range(9):
-        slot = ring.lend(sizes, 3 * sum(sizes), 3, CPU)
+        lease = ring.lend(sizes, 3 * sum(sizes), 3, CPU)
         assert waited == list(range(i - 2))
-        slot.until = lambda i=i: waited.append(i)
+        lease.until = lambda i=i: waited.append(i)
 
 
 def test_a_ring_grows_when_nobody_uses_it_any_more():

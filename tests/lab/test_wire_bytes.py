@@ -127,7 +127,7 @@ def a_step(
         if comm.size > 1:
             expected[id(comm.process_group())] += 2 * (comm.size - 1) * 32 // comm.size
     if groups.num_replicas > 1:  # what codes were exchanged for is gathered over the second one
-        coded = [b for b in buckets if b.trainable and isinstance(b.mean_wire, Codec)]
+        coded = [b for b in buckets if b.trainable and isinstance(b.hop2_format, Codec)]
         gathered = sum(int(averaged(b, groups.num_replicas).nbytes) // 2 for b in coded)
         assert groups.replicas.second is not None
         expected[id(groups.replicas.process_group())] -= gathered

@@ -56,7 +56,7 @@ PLANTED = [
     (
         "a block is given before it was read",
         _F,
-        "            self._await(self._jobs[slot])\n            yield block",
+        "            self._await(self._jobs[window])\n            yield block",
         "            yield block",
         "offload/test_streams.py -k in_place",
     ),

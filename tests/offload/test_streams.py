@@ -104,7 +104,7 @@ def test_no_thread_is_left(scratch: Scratch):
 
 def test_a_block_that_is_too_large_is_refused(scratch: Scratch):
     large = store(torch.ones(MIB), scratch)
-    with pytest.raises(PlanError, match="a block of 4194304 bytes, with slots of 262144"):
+    with pytest.raises(PlanError, match="a block of 4194304 bytes, with windows of 262144"):
         list(stream([Block([large])], MIB))
 
 

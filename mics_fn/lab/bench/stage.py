@@ -109,7 +109,7 @@ def memory_formula(
 
 def _fits(bucket: Bucket, cut: Cut) -> bool:
     """Return whether gradients reuse the memory of gathered parameters in the last pass."""
-    sent = [x for x in (bucket.reduce, bucket.mean_wire) if isinstance(x, torch.dtype)]
+    sent = [x for x in (bucket.reduce, bucket.hop2_format) if isinstance(x, torch.dtype)]
     return cut.grads > 1 and max(x.itemsize for x in sent) <= bucket.compute.itemsize
 
 
@@ -142,7 +142,7 @@ def _in_hops(
     outer, inner = sizes[: places[0]], sizes[places[0] :]
     total, width = sum_dtype(bucket, micro_steps), bucket.reduce.itemsize
     same, numel = total == bucket.reduce, bucket.numel
-    outer, hop2 = outer if last else (), bucket.mean_wire
+    outer, hop2 = outer if last else (), bucket.hop2_format
     copies = last and total != hop2 and num_replicas > 1
     packed = [0.0, numel * width if cut.grads > 1 else 0 if first else numel * total.itemsize]
     packed.append(numel / cut.grads * width if prod(outer) > 1 and not same else 0)
