@@ -188,6 +188,7 @@ def steps_until_due(layout: Layout, folder: str) -> Any:
     return step, first[:2], second[:2]
 
 
+@pytest.mark.thorough
 def test_all_ranks_hear_of_a_failed_save_after_the_same_step(ranks: Pools, tmp_path: Path) -> None:
     found = ranks(4).run(steps_until_due, LAYOUT, str(tmp_path))
     assert all(each == found[0] for each in found)

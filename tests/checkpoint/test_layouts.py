@@ -81,7 +81,7 @@ TARGETS = [Layout((1,), 1), Layout((2,), 2), Layout((2, 2), 2), Layout((2, 2), 4
 
 
 @pytest.mark.parametrize("source", small_first(LAYOUTS), ids=str)
-@pytest.mark.short("1-p1", "2-p1", "2x2-p2", "2x2-p4")
+@pytest.mark.short("2-p1", "2x2-p4")
 def test_any_layout_loads_what_any_other_saved(
     ranks: Pools, tmp_path: Path, source: Layout
 ) -> None:
@@ -220,6 +220,7 @@ def comes_back(where: str, state: Any, extra: Any, groups: mf.Groups) -> str:
     return "comes back"
 
 
+@pytest.mark.thorough
 def test_every_dtype_comes_back_or_is_refused(ranks: Pools, tmp_path: Path) -> None:
     for ends in ranks(2).run(saves_dtypes, Layout((2,), 2), str(tmp_path)):
         assert {case.partition(" ")[0] for case in ends} == set(map(str, ALL_DTYPES))

@@ -177,6 +177,7 @@ def read_while_saved(layout: Layout, folder: str, slow_rank: int, point: str) ->
 
 
 @pytest.mark.parametrize(("slow_rank", "point"), [(1, "save: write"), (0, "save: commit")])
+@pytest.mark.short("0-save: commit")
 def test_whoever_reads_waits_for_what_this_process_saves(
     ranks: Pools, tmp_path: Path, slow_rank: int, point: str
 ) -> None:

@@ -335,7 +335,7 @@ def any_program(layout, sizes, program, live, prefetch, passes):
 
 
 @pytest.mark.limit(300)
-@examples(15, 50)
+@examples(6, 50)
 @given(
     layout=st.sampled_from([Layout((2,), 2), Layout((2, 2), 2), Layout((2, 2), 4)]),
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),

@@ -96,7 +96,7 @@ def recomputed_alone(case: type, n: int, accumulate: int) -> dict:
 
 
 @pytest.mark.parametrize("case", [Shared, Nested], ids=lambda case: case.__name__)
-@pytest.mark.short("Shared")
+@pytest.mark.thorough
 def test_reentrant_checkpoints_train_as_with_plain_backward(ranks, case):
     for layout, live_bytes, accumulate in ((PAIR, 0, 2), (COPIES, None, 1)):
         want = recomputed_alone(case, 2, accumulate)
@@ -208,7 +208,7 @@ def trains_nothing(layout: Layout, live_bytes: int | None) -> None:
 
 @pytest.mark.parametrize("live_bytes", [0, None])
 @pytest.mark.parametrize("layout", [ALONE, PAIR, COPIES], ids=str)
-@pytest.mark.covering
+@pytest.mark.short("2-p2-0")
 def test_a_step_that_would_train_nothing_is_refused_on_all_ranks(ranks, layout, live_bytes):
     ranks(layout.world_size).run(trains_nothing, layout, live_bytes)
 

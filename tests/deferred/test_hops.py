@@ -72,7 +72,7 @@ CODED = [
 
 @pytest.mark.parametrize("cases", [CASES, CODED], ids=["values", "codes"])
 @pytest.mark.parametrize("layout", [Layout((2,), 2), Layout((2, 2), 4), Layout((2, 2), 2)], ids=str)
-@pytest.mark.short("2x2-p2-codes")
+@pytest.mark.thorough
 def test_the_ring_is_as_large_as_its_formula(ranks, layout, cases):
     for found in ranks(layout.world_size).run(hops, layout, cases):
         for case, (got, want) in zip(cases, found, strict=True):

@@ -217,7 +217,7 @@ WAYS = {
 @pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("live", [0, TWO_BLOCKS, None])
 @pytest.mark.parametrize("layout", [PAIR, WIDE], ids=str)
-@pytest.mark.covering
+@pytest.mark.short("2-p2-0-skips a block")
 def test_an_order_that_changes_is_right_and_told_once(ranks, live, ways, layout):
     for said in ranks(layout.world_size).run(changing, layout, live, ways):
         assert len(said) == (live is not None)

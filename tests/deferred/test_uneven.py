@@ -91,7 +91,7 @@ RIGHT = [
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize(("kind", "live", "without"), RIGHT)
 @pytest.mark.parametrize("layout", [PAIR, REPLICAS], ids=str)
-@pytest.mark.covering
+@pytest.mark.short("2-p2-learned-None-7-2")
 def test_a_bucket_without_gradient_on_one_rank_is_right(ranks, layout, kind, live, without, passes):
     ranks(layout.world_size).run(right, layout, kind, live, without, passes)
 
@@ -114,7 +114,7 @@ STEADY = {"fixed": 1, "learned": 2}  # runs before one that compares nothing
 @pytest.mark.parametrize(
     ("kind", "before", "without", "passes"),
     [
-        ("learned", 2, BEGINNING, 2),
+        pytest.param("learned", 2, BEGINNING, 2, marks=pytest.mark.thorough),
         ("fixed", 0, BEGINNING, 1),
         pytest.param("learned", 1, MIDDLE, 1, marks=pytest.mark.thorough),
         pytest.param("fixed", 1, MIDDLE, 2, marks=pytest.mark.thorough),

@@ -245,7 +245,8 @@ def stalled(is_slow: bool) -> Any:
     return "no error"
 
 
-@pytest.mark.parametrize("is_slow", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("is_slow", [False, True])
+@pytest.mark.thorough
 def test_a_rank_that_makes_no_call_is_named_and_one_that_is_slow_goes_on(fork: Any, is_slow: bool):
     found = fork(stalled, is_slow).wait(set(range(N)))
     for rank, (done, kind, who, seconds, text, warned) in found.items():
@@ -307,6 +308,7 @@ def stopped_store() -> Any:
     return "no interrupt"
 
 
+@pytest.mark.thorough
 def test_ctrl_c_is_heard_while_the_store_is_stopped(fork: Any):
     found = fork(stopped_store, n=2).wait({1}, 10.0)
     assert found[1] < 1.5

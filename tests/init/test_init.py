@@ -244,7 +244,7 @@ def on_ranks(layout: Layout, names: list[str]) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.covering("part", layout=LAYOUTS[2])
-@pytest.mark.short("3-2x2-p2")
+@pytest.mark.thorough
 def test_each_rank_has_its_part_of_that(ranks, layout: Layout, part: int):
     ranks(layout.world_size).run(on_ranks, layout, list(MODELS)[part::4])
 

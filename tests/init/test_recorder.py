@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 from cases import same_bits
-from hypothesis import given, settings
+from covering import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -108,7 +109,7 @@ class Interpreter:
 STEPS = st.tuples(*[st.integers(0, 6)] * 3, st.integers(0, 41))
 
 
-@settings(max_examples=100)
+@examples(25, 100)
 @given(steps=st.lists(STEPS, max_size=25), chosen=st.sets(st.integers(0, 3), min_size=1))
 def test_any_program_is_repeated_bit_by_bit(steps, chosen: set[int]):
     torch.manual_seed(SEED)

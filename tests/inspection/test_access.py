@@ -267,7 +267,7 @@ def of_state(layout):
 
 
 @two_layouts
-@pytest.mark.short("2x2-p2")
+@pytest.mark.thorough
 def test_get_reads_all_of_a_state_and_set_changes_one_value_of_it(ranks, layout):
     ranks(layout.world_size).run(of_state, layout)
 

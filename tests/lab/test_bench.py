@@ -168,6 +168,7 @@ def test_opt(forked_bench: Callable) -> None:
     assert "opt_step(donate=True)" in printed
 
 
+@pytest.mark.thorough
 def test_bytes_equal_the_formulas_at_every_partition_size(forked_bench: Callable) -> None:
     figures, printed = forked_bench("bytes", "--steps", "2", "--accumulate", "3", *TINY)
     levels = {}

@@ -64,6 +64,7 @@ def gathers(cluster: mf.notebook.Cluster) -> bool:
     return all(torch.equal(full, torch.arange(6.0)) for full in cluster.pull("full"))
 
 
+@pytest.mark.thorough
 def test_equal_output_is_shown_once_and_that_of_a_long_cell_streams(cluster, capsys):
     cluster.cell("print('same'); x = rank + 1")
     cluster.cell("print(x)\nx == 3")
@@ -190,6 +191,7 @@ def test_a_cell_before_start_says_what_to_call(monkeypatch):
     assert shown._render_traceback_() == [text]  # IPython shows this, and no frames
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_killed_is_named_and_restart_goes_on(cluster, capsys):
     kill = "import os\nif rank == 1:\n    os.kill(os.getpid(), 9)\nmf.gather(s, groups)"
     text = failing(cluster, kill)

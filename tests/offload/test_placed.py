@@ -160,6 +160,7 @@ def test_space_is_used_again(calls: list[tuple[bool, int]]):
 
 
 def test_the_file_lives_as_long_as_its_tensors(tmp_path: Path):
+    gc.collect()  # else files of other tests are closed below
     before = len(os.listdir("/proc/self/fd"))
     part = store(torch.arange(9.0), Scratch(tmp_path))[2:4]
     gc.collect()

@@ -298,7 +298,7 @@ def of_parts(layout, shapes, chosen, bucket_bytes, name):
         check(verb)
 
 
-@examples(15, 60)
+@examples(6, 60)
 @given(
     layout=st.sampled_from([Layout((1,), 1), Layout((2,), 1), Layout((2,), 2)]),
     shapes=st.lists(st.lists(st.integers(0, 7), max_size=2).map(tuple), min_size=2, max_size=8),

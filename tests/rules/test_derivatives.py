@@ -375,8 +375,21 @@ def check_transforms(layout: Layout, name: str, where: str) -> None:
     close("autograd twice", full(spec.unflatten(again)), second)
 
 
+# Of the others some parts are the same.
+FIRST = ["gather", "defer, on demand", "defer, keep_all", "sync_replicas", "reduce_grads"]
+FIRST += ["unshard", "leaf_norms", "inner", "map", "cut"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", [COPIES, PAIR, BOTH, Layout((2, 2), 4)], ids=str)
+@pytest.mark.parametrize("part", range(2))  # each within the limit of the pool
+def test_all_programs_equal_their_unsharded_twins(ranks, layout, part):
+    for name in list(PROGRAMS)[part::2]:
+        ranks(layout.world_size).run(check_program, layout, name, "")
+
+
 @pytest.mark.parametrize("layout", [ALONE, COPIES, PAIR, BOTH, Layout((2, 2), 4)], ids=str)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", FIRST)
 @pytest.mark.parametrize("where", ["", "params=host", "params=disk:"])
 @pytest.mark.covering
 def test_what_has_a_derivative_equals_the_unsharded_twin(ranks, tmp_path, layout, name, where):

@@ -179,9 +179,8 @@ def every_verb(layout: Layout) -> None:
         kept(verb, state_in, BOTH, layout)
 
 
-@pytest.mark.parametrize(
-    "layout", [COPIES, pytest.param(MIXED, marks=pytest.mark.thorough)], ids=str
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", [COPIES, MIXED], ids=str)
 def test_all_verbs_on_ranks(ranks, layout):
     ranks(layout.world_size).run(every_verb, layout)
 

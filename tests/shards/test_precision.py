@@ -73,7 +73,7 @@ policies = st.builds(
 )
 
 
-@examples(30, 200)
+@examples(15, 200)
 @given(policies)
 @example(Precision(overrides=(("a: b", Precision(compute=F32)), ("x,y=f32", Precision(param=F16)))))
 def test_a_policys_text_gives_it_back(policy):

@@ -209,13 +209,10 @@ def test_equals_a_single_process(ranks, layout, name, live_bytes):
     check(ranks, layout, name, live_bytes)
 
 
-SHORT = [f"{name}-2-p2-0" for name in ("t5", "whisper", "mixtral-grouped")]
-
-
 @pytest.mark.skipif(not TRANSFORMERS, reason="transformers is not installed")
 @WAYS
 @pytest.mark.parametrize("name", TRANSFORMERS)
 @pytest.mark.covering(live_bytes=0)
-@pytest.mark.short(*SHORT, "llama-recomputing-2x2-p2-None")
+@pytest.mark.short("mixtral-grouped-2-p2-0")
 def test_transformers_equal_a_single_process(ranks, layout, name, live_bytes):
     check(ranks, layout, name, live_bytes)
