@@ -328,6 +328,7 @@ def diloco(every: int, outer: optim.Optimizer | None = None) -> ReplicaSync:
       PlanError: `outer` is not an optimizer.
 
     Example:
+      >>> from mics_fn.optim import sgd
       >>> groups = make_groups(1)
       >>> sync = diloco(every=1, outer=sgd(0.5))
       >>> shards = shard({"w": torch.ones(2)}, groups)

@@ -102,7 +102,7 @@ CASES = [
 
 @pytest.mark.parametrize("layout", [PAIR, *LAYOUTS], ids=str)
 @pytest.mark.parametrize("part", range(4))  # each within the limit of the pool
-@pytest.mark.short("1-2-p2")
+@pytest.mark.thorough
 def test_gradients_in_the_memory_of_parameters_have_the_same_bits(ranks, layout, part):
     ranks(layout.world_size).run(both, layout, CASES[part::4])
 

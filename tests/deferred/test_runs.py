@@ -468,7 +468,7 @@ def wider_sum(layout):
 
 @pytest.mark.parametrize("law", [own_schedules, mixed_gathers, wider_sum])
 @pytest.mark.parametrize("layout", [PAIR, Layout((2, 2), 2)], ids=str)
-@pytest.mark.covering
+@pytest.mark.short("2-p2-wider_sum")
 def test_runs_and_sums(ranks, law, layout):
     ranks(layout.world_size).run(law, layout)
 

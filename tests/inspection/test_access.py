@@ -413,29 +413,6 @@ def test_donated_values_and_torch_func_are_refused(ranks):
     ranks(4).run(bad_places)
 
 
-class Heavy:
-    """An optimizer as other libraries write it, with plain tensors by path."""
-
-    def init(self, params):
-        return {name: torch.zeros_like(piece) for name, piece in params.items()}
-
-    def update(self, grads, state, params=None):
-        return grads, state
-
-
-def foreign():
-    groups = groups_of(FOUR)
-    state = mf.init_state(mf.shard({"w": random(0, 5)}, groups), Heavy())
-    for call in (mf.get, lambda x, at, home: mf.set(x, at, torch.zeros(5), home)):
-        with pytest.raises(mf.errors.LeafError, match="is a plain tensor of shape") as error:
-            call(state, "opt.w", groups)
-        assert "of unknown leaves" in str(error.value)
-
-
-def test_pieces_of_an_optimizer_of_another_library_are_not_taken_for_whole_tensors(ranks):
-    ranks(4).run(foreign)
-
-
 def several_groups():
     """A leaf is read over its own groups, and ranks of all groups learn of a difference."""
     two, four = groups_of(FOUR), groups_of(Layout((2, 2), 4))

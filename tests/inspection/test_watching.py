@@ -315,7 +315,7 @@ def held(layout: Layout, live_bytes: int | None, accumulate: int) -> tuple[Any, 
     [(TWO, 2 * BUCKET_BYTES, 1), (TWO_REPLICAS, 0, 2), (TWO_REPLICAS, None, 1)],
     ids=str,
 )
-@pytest.mark.short("2-p2-2200-1", "2x2-p2-0-2")
+@pytest.mark.short("2x2-p2-0-2")
 def test_the_memory_of_a_step_is_that_of_the_formula(layout, live_bytes, accumulate, ranks):
     for found, formula in ranks(layout.world_size).run(held, layout, live_bytes, accumulate):
         assert found.shards + found.moments == pytest.approx(formula["states"], abs=64)

@@ -12,9 +12,7 @@ import pytest
 import torch
 
 from mics_fn.__main__ import main
-from mics_fn.inspection import Event, Timeline
 from mics_fn.lab.bench import turns as turns_module
-from mics_fn.lab.bench.step import updates_of
 from mics_fn.lab.bench.turns import (
     BenchPeer,
     BenchTurns,
@@ -129,16 +127,6 @@ def test_step_that_overlaps_hop_2(forked_bench: Callable) -> None:
     assert "hidden: the share of the optimizer" in printed
 
 
-def test_what_is_hidden_by_hop_2() -> None:
-    def event(kind: str, start: float, end: float) -> Event:
-        return Event(kind, "hop2 w", (0,), "", 0, start, end)  # type: ignore[arg-type]
-
-    events = [event("opt", 0.0, 4.0), event("wait", 2.5, 3.0)]
-    # Two at once count once; one that nothing waited for does not count.
-    hops = [event("hop2", 1.0, 2.9), event("hop2", 2.0, 3.0), event("hop2", 3.0, 3.9)]
-    assert updates_of(Timeline("step", (*events, *hops), 4.0)) == pytest.approx((4.0, 2.0))
-
-
 @pytest.mark.thorough
 def test_memory_of_a_peer_alone(forked_bench: Callable) -> None:
     argv = ["step", "--rss", "--ranks", "2", "--rounds", "1", "--steps", "1", "--peers", "zero3"]
@@ -188,24 +176,6 @@ def test_bytes_equal_the_formulas_at_every_partition_size(forked_bench: Callable
         assert total == pytest.approx(hops * full)
     assert levels == {1: [], 2: [["rank", 2]], 4: [["node", 2], ["rank", 2]]}
     assert "NOT THE SAME" not in printed
-
-
-@pytest.mark.thorough
-def test_bytes_of_codes_equal_the_formulas(forked_bench: Callable) -> None:
-    coded = "gather=int8[64]@node,hop1=int4[32],hop2=int8[64]; *norm*: hop2=f32"
-    argv = ["bytes", "--steps", "1", "--warmup", "3", "--live-buckets", "2"]
-    figures, printed = forked_bench(*argv, *TINY, "--precision", "f32", coded)
-    found = {(x["partition_size"], x["precision"]): x for x in figures["partition_sizes"]}
-    assert [*found] == [(p, text) for p in (1, 2, 4) for text in ("f32", coded)]
-    for part in found.values():
-        assert part["steady"]
-        for row in part["rows"].values():
-            assert row["ledger"] == [row["formula"]] * 4
-            assert row["why"] in printed
-    words = {p: {k: x["why"] for k, x in found[p, coded]["rows"].items()} for p in (1, 2, 4)}
-    assert words[1]["replicas"] == words[2]["replicas"] == "2 (r-1)/r M/p as int8[64], f32"
-    assert words[2]["reduce rank"] == "s (2-1) M/2 as int4[32]"
-    assert words[4]["gather node"].endswith("(2-1) M/4 as int8[64]")
 
 
 @pytest.mark.thorough

@@ -8,21 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from mics_fn.__main__ import main
 from mics_fn.errors import PlanError
 from mics_fn.lab.demo import command as demo
-from mics_fn.lab.demo import training as demo_run
-from mics_fn.lab.ranks import launch
-from mics_fn.lab.ranks.failures import RankError
 from mics_fn.lab.ranks.pool import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -111,47 +105,6 @@ def test_with_a_precision_the_demo_says_how_far_losses_are_from_float32(tmp_path
     assert "bound on that for these codes: 0.5%\n  within the bounds: ok" in said
 
 
-def verdict_of(config: Any, losses: list[float], alone: list[float]) -> tuple[bool | None, str]:
-    """What the demo says of two runs with these losses."""
-    parameter = {"w": torch.ones(3)}
-    run = demo_run.RankResult(losses, [0.1], [(2, 1.0)], 12, 12, {}, {}, "cpu", parameter)
-    check = demo.summarize(config, [run], demo_run.AloneResult(alone, 1.0, 12, parameter)).check
-    shown = demo.render_check(check)
-    assert max(map(len, shown.splitlines())) <= demo.COLUMNS
-    words = {None: "no bounds", True: "within the bounds: ok", False: "OUT OF BOUNDS"}
-    assert words[check["ok"]] in shown
-    return check["ok"], shown
-
-
-@pytest.mark.parametrize(
-    ("text", "bounded", "bound"),
-    [
-        ("", True, None),
-        ("param=f64; *norm*: hop2=f32", True, None),
-        ("bf16,hop2=int8", False, None),
-        ("state=int8,hop2=int8", False, None),
-        ("gather=fp8; *norm*: hop2=f32", False, 5e-3),
-        ("hop2=int8; *norm*: hop2=int4", False, 1e-2),
-    ],
-)
-def test_what_bounds_a_run(text: str, bounded: bool, bound: float | None) -> None:
-    config = demo_run.DemoConfig(
-        ranks=1, node_size=1, partition_size=1, steps=60, device="cpu", precision=text
-    )
-    assert config.bounded == bounded
-    assert not replace(config, seed=1).bounded
-    ok, shown = verdict_of(config, [2.0, 1.0], [2.0, 1.1])
-    assert ok is (False if bounded else None)
-    assert "mean of the last 1 losses: 1.0000, alone 1.1000, -9.09%" in shown
-    slow = replace(config, lr=3e-4, seed=2)
-    assert (slow.bounded, slow.coded_bound) == (False, bound)
-    assert replace(config, lr=1e-3).coded_bound is None
-    assert replace(slow, steps=61).coded_bound is None
-    for last, within in ((1.0049, True), (1.0051, False), (0.9949, False), (1.0101, False)):
-        wanted = {None: None, 5e-3: within, 1e-2: last < 1.01}[bound]
-        assert verdict_of(slow, [2.0, last], [2.0, 1.0])[0] is wanted
-
-
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
@@ -197,31 +150,6 @@ def test_nothing_is_overwritten_without_a_word(
 
 
 # The launcher.
-
-
-def failing(kind: str) -> None:
-    dist.init_process_group("gloo")
-    if dist.get_rank() == 1:
-        if kind == "exit":
-            os._exit(7)
-        raise ValueError("no such thing\nsecond line")
-    dist.barrier()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("raise", "rank 1: ValueError: no such thing\n    second line\n    Traceback"),
-        ("exit", "rank 1: RankDied: process exited with code 7\n"),
-    ],
-)
-def test_a_rank_that_fails_is_named_in_one_message(kind: str, says: str) -> None:
-    with pytest.raises(RankError) as caught:
-        launch.launch(failing, 2, kind)
-    text = str(caught.value)
-    assert text.startswith(f"2 of 2 ranks failed\n  {says}")
-    assert "in failing\n" in text
 
 
 def children(pid: int) -> list[int]:

@@ -1,6 +1,5 @@
 """The doctor: every part on gloo, what it sees if something is wrong, and what it keeps private."""
 
-import argparse
 import contextlib
 import getpass
 import io
@@ -111,6 +110,7 @@ def lose_a_value(n: int) -> tuple[int, str]:
         return of_a_job(n)
 
 
+@pytest.mark.thorough
 def test_a_job_with_wrong_values_or_flags_that_start_ranks_says_so(ranks):
     (code, text), (other, _) = ranks(2).run(lose_a_value, 1)
     assert (code, other) == (1, 1)
@@ -137,27 +137,6 @@ def test_wrong_numbers_are_seen(monkeypatch: pytest.MonkeyPatch):
     wrong = [check.what for check in found.checks if not check.ok]
     assert wrong == ["float32: error of the update", "deterministic: error of the update"]
     assert report.as_text(found).count("WRONG") == 3  # bf16 rounds by more than that
-
-
-def test_bits_that_depend_on_delays_are_seen(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(command, "run_bounded", forked)
-    monkeypatch.setattr(parts, "train", train_late)
-    found = run_part("delays")
-    values = [check.value for check in found.checks if "not equal" in check.what]
-    assert found.verdict == "WRONG"
-    assert values == [0, *[1] * len(training.LATE)]
-
-
-def train_late(job: Any, groups: Any, around: Any = None, **options: Any) -> training.Trained:
-    """A stand-in whose parameter is how often something was late."""
-    mode = around(0) if around else contextlib.nullcontext()
-    with mode:
-        for _ in range(100):
-            groups.traffic.add("gather rank", 1)
-            groups.traffic.add("reduce rank", 1)
-            torch.zeros(1)
-    count = torch.tensor(getattr(mode, "count", 0))
-    return training.Trained([], {"w": count}, None)  # pyright: ignore[reportArgumentType]
 
 
 FINE = rank.Check("a sum", 0, 0)
@@ -204,41 +183,6 @@ def test_whatever_becomes_of_a_part_is_a_line_and_the_next_one_runs(
     assert "look at: ways\n" in text or verdict == "ok"
 
 
-def test_a_part_never_gets_more_time_than_is_left(monkeypatch: pytest.MonkeyPatch):
-    limits = []
-    monkeypatch.setattr(
-        command, "run_bounded", lambda *args, limit_s, **options: limits.append(limit_s) or [WELL]
-    )
-    left_out = run_part("ways", 4.9)
-    assert (left_out.verdict, left_out.errors, limits) == ("left out", ["no time is left"], [])
-    for left in (7.0, 1e6):
-        run_part("ways", left)
-    assert limits == [7.0, parts.PARTS["ways"].limit_s]
-
-
-def test_how_ranks_must_end_after_an_error():
-    own = BAD._replace(error=f'KeyError: "{parts.MINE}"')
-    late = BAD._replace(stopped=True, seconds=50.0)
-    for ended, wrong in (
-        ([BAD, own], []),
-        ([BAD, BAD], ["ranks that lost their own error"]),
-        ([WELL, own], ["ranks that saw no error"]),
-        ([late, own], ["ranks that had to be stopped", "from the first end to the last"]),
-    ):
-        assert [check.what for check in parts.ended_right(ended) if not check.ok] == wrong
-
-
-def test_without_an_accelerator_it_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    facts = {"accelerator": "none", "devices": []}
-    monkeypatch.setattr(command, "run_bounded", lambda *a, **k: [WELL._replace(result=facts)])
-    assert main(["doctor", "--gpu"]) == 2
-    said = capsys.readouterr()
-    assert (said.out, said.err.count("\n")) == ("", 2)  # an empty line before it
-    assert "doctor: torch finds no accelerator here; --device cpu runs all parts" in said.err
-
-
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
@@ -257,20 +201,6 @@ def test_bad_flags_start_no_process(
         code = error.code
     assert code == 2
     assert text in capsys.readouterr().err
-
-
-def test_ranks_on_one_gpu_say_that_they_are_other_hosts():
-    args = argparse.Namespace(parts=("ways", "levels", "speed"), ranks=4)
-    for devices, shared, ranks in (
-        (1, [True, True], 1),
-        (2, [False, True], 2),
-        (8, [False] * 2, 4),
-    ):
-        planned = command._planned(args, devices)
-        own = [[planned[name].variables(i) for i in range(2)] for name in ("ways", "levels")]
-        assert ["NCCL_HOSTID" in first for first, _ in own] == shared
-        assert [first != second for first, second in own] == shared
-        assert planned["speed"].ranks == ranks
 
 
 @pytest.mark.parametrize(
@@ -292,17 +222,6 @@ def test_a_report_names_no_folder_host_or_user(
     monkeypatch.setattr(socket, "gethostname", lambda: "box-7.lab.org")
     monkeypatch.setattr(getpass, "getuser", lambda: "anna")
     assert report.clean(text) == expected
-
-
-def test_the_worst_rank_counts(tmp_path: Path):
-    for number, value in enumerate((1, 3, 2)):
-        checks = [rank.Check("a", value, 2), rank.Check("b", None, 0)]
-        text = "".join(json.dumps(check) + "\n" for check in checks)
-        (tmp_path / f"checks{number}").write_text(text)
-    worst, unknown = report.checks_of(tmp_path, 4)
-    assert (worst.value, worst.ok) == (3, False)
-    assert unknown.ok
-    assert "not available" in report.as_text(report.Finding("x", "ok", 1, checks=[unknown]))
 
 
 # Ranks that are processes of their own.

@@ -42,11 +42,3 @@ def test_launched_ranks_and_their_launcher_listen_on_loopback(monkeypatch: pytes
 def test_ranks_of_a_pool_listen_on_loopback():
     found = run_ranks(sockets_of_a_step, 2)  # new ones: other tests open stores of their own
     check([own for own, _ in found])
-
-
-def test_a_store_is_on_loopback():
-    before = listening()
-    store = launch.serve_store()
-    store.set("a", "b")
-    assert store.get("a") == b"b"
-    assert sorted(listening()) == sorted([*before, "127.0.0.1"])

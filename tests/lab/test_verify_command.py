@@ -41,13 +41,3 @@ def test_all_steps_are_compared_though_one_is_damaged(
     out, err = capsys.readouterr()
     assert [line[:7] for line in out.splitlines()] == ["step 1:", "step 3:", "2 of 3 "]
     assert "step 2: " in err
-
-
-def test_what_is_not_there_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    for flags, said in (
-        ([str(tmp_path), "--all"], "no committed checkpoint"),
-        ([str(tmp_path / "mistyped"), "--all"], "no committed checkpoint"),
-        ([str(tmp_path), "--step", "3"], "no committed step 3"),
-    ):
-        assert main(["verify", *flags]) == 1
-        assert said in capsys.readouterr().err

@@ -101,6 +101,7 @@ def test_an_error_of_all_ranks_is_shown_once(cluster):
     assert gathers(cluster)
 
 
+@pytest.mark.thorough
 def test_the_error_of_one_rank_comes_first_and_names_what_to_do(cluster):
     text = failing(cluster, "if rank == 1:\n    raise ValueError('mine')\nmf.gather(s, groups)")
     assert text.startswith("rank 1:\n")

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import Layout, groups_of, poison, random, same_bits
-from hypothesis import given, settings
+from covering import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -64,7 +65,7 @@ def of_law(layout, shapes, chosen, bucket_bytes, name, donate):
         same_bits(mf.unshard(state.opt.moments[key].by_leaf(), groups), want)
 
 
-@settings(max_examples=25)
+@examples(8, 25)
 @given(
     layout=st.sampled_from([Layout((1,), 1), Layout((2,), 1), Layout((2,), 2)]),
     shapes=st.lists(st.lists(st.integers(0, 7), max_size=2).map(tuple), min_size=1, max_size=8),

@@ -103,6 +103,7 @@ def of_torch(layout):
 
 
 @pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2, 2), 4)], ids=str)
+@pytest.mark.short("1-p1")
 def test_torch_optimizers_to_the_bit(ranks, layout):
     ranks(layout.world_size).run(of_torch, layout)
 

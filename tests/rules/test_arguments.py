@@ -55,8 +55,6 @@ PlanError: lion: lr is a tensor of shape (2,) and torch.float32 on cpu, expected
 PlanError: sgd: lr is a tensor of shape () and torch.float32 on meta, expected a number
 >>> optim.sgd(0.1, momentum=-1)
 PlanError: sgd: momentum=-1, expected a finite number of at least 0
->>> optim.sgd(0.1, momentum=0.9, nesterov="no")
-PlanError: sgd: nesterov='no', expected True or False
 >>> optim.adam(0.1, betas=(0.9, 1.0))
 PlanError: adam: betas[1]=1.0, expected a finite number of at least 0 and below 1
 >>> optim.adamw(0.1, eps=nan)
@@ -111,8 +109,6 @@ PlanError: NoneType is not an optimizer of init and update
 PlanError: SGD is not an optimizer of init and update
 >>> mf.init_state(shards(), optim.sgd)
 PlanError: sgd is not an optimizer of init and update
->>> mf.opt_step(state(), shards(), donate="no")
-PlanError: opt_step: donate='no', expected True or False
 >>> mf.opt_step(replace(state(), transform=optim.lion(0.1)), shards())
 PlanError: opt_step: the state of the optimizer is of type OptimizerState, and not that of lion
 >>> mf.opt_step(replace(state(), transform=optim.chain(optim.clip_by_value(1.0), optim.sgd(0.1))), shards())
@@ -147,16 +143,12 @@ LeafError: unshard: shards.w is Tensor, not a shard
 LeafError: scatter_grads: like.w is Tensor, not a shard
 >>> mf.opt_step(two, mf.scatter_grads({"b": x, "w": x + 1}, groups))
 LeafError: opt_step: grads.b does not match its parameter
->>> mf.sync_replicas(shards(), groups, donate="no")
-PlanError: sync_replicas: donate='no', expected True or False
 
 # Schedules
 >>> mf.on_demand(live_bytes=1.5)
 PlanError: on_demand: live_bytes=1.5, expected a number of bytes of at least 0
 >>> schedules.OnDemand(live_bytes=-1, prefetch=4)
 PlanError: OnDemand: live_bytes=-1, expected None or an int of at least 0
->>> schedules.OnDemand(None, prefetch="a")
-PlanError: OnDemand: prefetch='a', expected an int of at least 0
 >>> schedules.OnDemand(None, 0, planner="plan")
 PlanError: OnDemand: planner='plan', expected a function from a record and sizes to a Schedule
 >>> schedules.plan(record, [nan], live_bytes=None)
@@ -175,8 +167,6 @@ PlanError: defer: into is the class GradSum, expected a GradSum
 PlanError: record: loss_fn=None, expected a function that gives a loss
 >>> mf.record(lambda full, x: full["w"], shards(), x)
 LeafError: record: the loss has shape (2,), expected one number
->>> mf.record(lambda full, x: full["w"].sum(), shards(), x, mark_backward="yes")
-PlanError: record: mark_backward='yes', expected True or False
 >>> mf.GradSum(0)
 PlanError: GradSum: micro_steps=0, expected an int of at least 1
 >>> mf.GradSum(dtype="f32")
@@ -215,8 +205,6 @@ TypeError: make_groups: there is no option partition_sizes=
 GroupsError: init_distributed: a rank does not have the device that was asked for
 >>> mf.init_distributed(timeout_s=-1)
 PlanError: init_distributed: timeout_s=-1, expected a finite number above 0 and below 1e+08
->>> mf.init_distributed(cpu_groups="no")
-PlanError: init_distributed: cpu_groups='no', expected True or False
 >>> mf.reset(None)
 GroupsError: reset: got no groups, expected Groups
 >>> mf.groups.StopRequest(groups, "TERM")
@@ -233,8 +221,6 @@ WeightsNotFound: init_model: weights='nope.safetensors' does not exist
 PlanError: init_model: missing('weight')='no', expected True or False
 >>> mf.load_shards("nope", groups)
 WeightsNotFound: load_shards: path='nope' does not exist
->>> mf.load_shards({"w": x}, groups, strict="no")
-PlanError: load_shards: strict='no', expected True or False
 
 # Trainers
 >>> trainer(None)
@@ -261,16 +247,10 @@ PlanError: Trainer: accumulate=0, expected an int of at least 1
 PlanError: Trainer: guard='skip', expected a Guard
 >>> trainer(deterministic="yes")
 PlanError: Trainer: deterministic='yes', expected True or False
->>> trainer(check_replicas=-1)
-PlanError: Trainer: check_replicas=-1, expected an int of at least 0
 >>> trainer(on_drift=None)
 PlanError: Trainer: on_drift=None, expected 'raise' or 'heal'
->>> trainer(recoverable="no")
-PlanError: Trainer: recoverable='no', expected True or False
 >>> trainer(live_bytes=1.5)
 PlanError: Trainer: live_bytes=1.5, expected a number of bytes of at least 0
->>> trainer(prefetch=None)
-PlanError: Trainer: prefetch=None, expected an int of at least 0
 >>> trainer(schedule="fetch 0")
 PlanError: Trainer: schedule='fetch 0', expected a Schedule or a policy
 >>> trainer(grad_dtype=torch.int32)
@@ -299,10 +279,6 @@ PlanError: reduced_by: init cannot be called as init(params)
 PlanError: Trainer.fit: loader=None, expected batches
 >>> trainer().fit([x], -1)
 PlanError: Trainer.fit: steps=-1, expected an int of at least 0
->>> trainer().fit([x], 1, log_every=0)
-PlanError: Trainer.fit: log_every=0, expected an int of at least 1
->>> trainer().fit([x], 1, progress="no")
-PlanError: Trainer.fit: progress='no', expected True or False
 >>> trainer().fit([x], 1, stop=True)
 PlanError: Trainer.fit: stop=True, expected a StopRequest
 >>> trainer().fit([], 1, progress=False)
@@ -311,16 +287,10 @@ LeafError: Trainer.fit: the loader gave no batch
 LeafError: Trainer.fit: the loader gave no batch in this pass: generator can be gone through only once
 >>> mf.sampler(groups, range(4))
 GroupsError: sampler: groups is range
->>> mf.sampler(range(4), groups, seed=None)
-PlanError: sampler: seed=None, expected an int of at least 0
->>> mf.sampler(range(4), groups, shuffle="no")
-PlanError: sampler: shuffle='no', expected True or False
 >>> mf.Checkpoints(None)
 PlanError: Checkpoints: folder=None, expected a str or os.PathLike that is not empty
 >>> mf.Checkpoints("a", every=0)
 PlanError: Checkpoints: every=0, expected an int of at least 1
->>> mf.Checkpoints("a", keep=True)
-PlanError: Checkpoints: keep=True, expected None or an int of at least 1
 >>> mf.Checkpoints("a", resume="no")
 PlanError: Checkpoints: resume='no', expected True or False
 >>> mf.Checkpoints("a", on_corrupt="skip")
@@ -422,16 +392,12 @@ PlanError: save: path=None, expected a str or os.PathLike that is not empty
 LeafError: save: the state has no tensor to save
 >>> checkpoint.save("a", state(), groups, step=-1)
 PlanError: save: step=-1, expected an int of at least 0
->>> checkpoint.save("a", state(), groups, step=1, keep="2")
-PlanError: save: keep='2', expected None or an int of at least 1
 >>> checkpoint.save("a", state(), groups, step=1, overwrite=True)
 PlanError: save: overwrite=True, expected 'never' or 'newer'
 >>> checkpoint.load("a", state(), groups, step="3")
 PlanError: load: step='3', expected None or an int of at least 0
 >>> checkpoint.load("a", state(), groups, on_corrupt=None)
 PlanError: load: on_corrupt=None, expected 'raise' or 'previous'
->>> checkpoint.verify("a", True)
-PlanError: verify: step=True, expected None or an int of at least 0
 >>> checkpoint.save_pretrained("a", shards(), groups, max_file_bytes="x")
 PlanError: save_pretrained: max_file_bytes='x', expected a number of bytes of at least 1
 
@@ -446,8 +412,6 @@ LeafError: from_update: the updates that update gave do not fit the parameters
 PlanError: all_gather: name=5, expected a text
 >>> mf.collectives.start(comm, x, [x], name="mine", sent_bytes=0)
 PlanError: start: issue is of type Tensor, expected a function that starts the collective
->>> mf.collectives.start(comm, max, [x], name="mine", sent_bytes=-1)
-PlanError: start: sent_bytes=-1, expected an int of at least 0
 >>> mf.groups.Topology((2, 2), ("a", "a"))
 PlanError: Topology: names ('a', 'a') do not name 2 sizes (2, 2)
 >>> mf.make_groups(ranks=x)
@@ -462,18 +426,12 @@ LeafError: move: value=None, expected a TrainState or a tree of shards
 LeafError: groups.b: got str, which is no groups
 >>> mf.set(roots(), "opt.moments.exp_avg_sq.w", -1.0, groups)
 LeafError: set: opt.moments.exp_avg_sq.w has a value that state=int8[256] cannot hold
->>> mf.notebook.start(2, nodes=0)
-PlanError: notebook.start: nodes=0, expected None or an int of at least 1
 >>> mf.summary(None)
 LeafError: summary: shards=None, expected shards or tensors
->>> mf.summary(shards(), rows=1)
-PlanError: summary: rows=1, expected None or an int of at least 2
 >>> injected(rank=-1)
 PlanError: inject: rank=-1, expected None or an int of at least 0
 >>> injected(rank=5)
 PlanError: inject: rank=5 in a world of 1
->>> injected(step="1")
-PlanError: inject: step='1', expected an int of at least 0
 >>> injected(operation=None)
 PlanError: inject: operation=None, expected a text that is not empty
 >>> tree.node(None)

@@ -154,58 +154,41 @@ def idling(full: Any) -> Any:
     return {**full, "zero": torch.zeros(4, dtype=torch.float64)}
 
 
+def of_loss(full: Callable, change: Callable = lambda p: p, over_models: bool = True) -> Program:
+    """The loss of full values, some way, and that of parameters that are changed alike."""
+    return Program(
+        lambda s, at: loss_of(full(s, at), at.rank),
+        lambda p, at: loss_of(change(p), at.rank),
+        over_models,
+    )
+
+
+def deferred(s: Any, at: Place) -> Any:
+    return mf.defer(s, at.groups, at.schedule).params
+
+
+def kept_all(s: Any, at: Place) -> Any:
+    return mf.defer(s, at.groups, mf.keep_all()).params
+
+
 PROGRAMS: dict[str, Program] = {
-    "gather, a bucket idle": Program(
-        lambda s, at: loss_of(idling(mf.gather(s, at.groups)), at.rank),
-        lambda p, at: loss_of(idling(p), at.rank),
+    "gather": of_loss(lambda s, at: mf.gather(s, at.groups)),
+    "gather, a bucket idle": of_loss(lambda s, at: idling(mf.gather(s, at.groups)), idling),
+    "unshard": of_loss(lambda s, at: mf.unshard(s, at.groups)),
+    "sync_replicas": of_loss(lambda s, at: mf.gather(mf.sync_replicas(s, at.groups), at.groups)),
+    "defer, on demand": of_loss(
+        lambda s, at: mf.defer(s, at.groups, mf.on_demand(live_bytes=0)).params, over_models=False
     ),
-    "defer, a bucket idle": Program(
-        lambda s, at: loss_of(idling(mf.defer(s, at.groups, at.schedule).params), at.rank),
-        lambda p, at: loss_of(idling(p), at.rank),
-        over_models=False,
-    ),
-    "defer, keep_all, a bucket idle": Program(
-        lambda s, at: loss_of(idling(mf.defer(s, at.groups, mf.keep_all()).params), at.rank),
-        lambda p, at: loss_of(idling(p), at.rank),
-        over_models=False,
-    ),
-    "gather": Program(
-        lambda s, at: loss_of(mf.gather(s, at.groups), at.rank),
-        lambda p, at: loss_of(p, at.rank),
-    ),
-    "defer, on demand": Program(
-        lambda s, at: loss_of(mf.defer(s, at.groups, mf.on_demand(live_bytes=0)).params, at.rank),
-        lambda p, at: loss_of(p, at.rank),
-        over_models=False,
-    ),
-    "defer, learned order": Program(
-        lambda s, at: loss_of(mf.defer(s, at.groups, at.schedule).params, at.rank),
-        lambda p, at: loss_of(p, at.rank),
-        over_models=False,
-    ),
-    "defer, fixed order": Program(
-        lambda s, at: loss_of(mf.defer(s, at.groups, at.schedule).params, at.rank),
-        lambda p, at: loss_of(p, at.rank),
-        over_models=False,
-    ),
-    "defer, keep_all": Program(
-        lambda s, at: loss_of(mf.defer(s, at.groups, mf.keep_all()).params, at.rank),
-        lambda p, at: loss_of(p, at.rank),
-        over_models=False,
-    ),
+    "defer, learned order": of_loss(deferred, over_models=False),
+    "defer, fixed order": of_loss(deferred, over_models=False),
+    "defer, keep_all": of_loss(kept_all, over_models=False),
+    "defer, a bucket idle": of_loss(lambda s, at: idling(deferred(s, at)), idling, False),
+    "defer, keep_all, a bucket idle": of_loss(lambda s, at: idling(kept_all(s, at)), idling, False),
     "weighted": Program(
         lambda s, at: mf.weighted(
             loss_of(mf.gather(s, at.groups), at.rank), [at.rank + 1, at.rank + 1], at.groups
         ),
         lambda p, at: loss_of(p, at.rank) / ((at.groups.world_size + 1) / 2),
-    ),
-    "unshard": Program(
-        lambda s, at: loss_of(mf.unshard(s, at.groups), at.rank),
-        lambda p, at: loss_of(p, at.rank),
-    ),
-    "sync_replicas": Program(
-        lambda s, at: loss_of(mf.gather(mf.sync_replicas(s, at.groups), at.groups), at.rank),
-        lambda p, at: loss_of(p, at.rank),
     ),
     "scatter_grads": through_scatter(mf.scatter_grads, lambda at: at.peers),
     "reduce_grads": through_scatter(mf.reduce_grads, lambda at: range(at.groups.world_size)),
@@ -810,75 +793,25 @@ def test_a_step_is_differentiated(ranks, layout):
 
 # The law: each public function is above, or here with the reason why it need not be.
 
-STEPS = "test_a_step_is_differentiated"
-READS = "gives no tensor that was made of tensors"
-ELSEWHERE = {
-    "opt_step": STEPS,
-    "adam": STEPS,
-    "adamw": STEPS,
-    "lion": STEPS,
-    "sgd": STEPS,
-    "from_torch": STEPS,
-    "chain": STEPS,
-    "by_path": STEPS,
-    "from_update": STEPS,
-    "init_state": "keeps the parameters as they are, and makes new moments",
-    "same_step": "keeps the state as it is, or takes that of a replica as a constant",
-    "same_replicas": "as same_step",
-    "keep_all": "see 'defer, keep_all'",
-    "on_demand": "see 'defer, on demand'",
-    "every_step": "merges nothing",
-    "init_model": "makes parameters of a seed",
-    "load_shards": "makes parameters of files",
-    "steps": READS,
-    "latest": READS,
-    "verify": READS,
-    "load_dcp": "makes parameters of files",
-    "save_dcp": "gives nothing; it refuses torch.func, see tests/checkpoint",
-    "save_pretrained": "gives nothing; it refuses torch.func, see tests/checkpoint",
-    "warmup_cosine": "a number of a number",
-    "static_scale": "multiplies by a constant",
-    "dynamic_scale": "multiplies by a constant",
-    "record": READS,
-    "plan": READS,
-    "bucket_sizes": READS,
-    "summary": READS,
-    "watch": READS,
-    "norm_spike": READS,
-    "sampler": READS,
-    "node": READS,
-    "make_groups": READS,
-    "reset": READS,
-    "init_distributed": READS,
-    "plan_groups": READS,
-    "inject": "changes nothing, or what it was asked to",
-    "move": "see tests/offload/test_derivatives_of_files.py",
-    "where": READS,
-}
-METHODS_ELSEWHERE = {
-    "Cluster.cell": READS,
-    "Cluster.run": READS,
-    "Cluster.reset": READS,
-    "Cluster.restart": READS,
-    "Watched.timeline": READS,
-    "Watched.memory": READS,
-    "Timeline.sent_bytes": READS,
-    "Timeline.waited_s": READS,
-    "Timeline.summary": READS,
-    "Trainer.params": "unshards what no one differentiates: the trainer's own state",
-    "Trainer.state_dict": "as Trainer.params",
-    "Checkpoints.save": READS,
-    "PendingSave.due": READS,
-    "PendingSave.wait": READS,
-    "PendingTree.wait": "see start_gather and start_scatter_grads, which make it",
-    "GradSum.grads": "see GradSum: there is no gradient to give",
-    "GradSum.release": READS,
-    "Groups.close": READS,
-    "Trainer.reset": "gives the trainer's own state, and takes no values",
-    "ReplicaSync.groups": READS,
-    "ReplicaSync.init": "see 'diloco, init'",
-    "ReplicaSync.reduced": "see reduced_by",
-    "ReplicaSync.after": "see local_sgd and diloco",
+# The functions that need no row above: optimizers are in `test_a_step_is_differentiated`.
+OPTIMIZERS = "opt_step adam adamw lion sgd from_torch chain by_path from_update"
+# Those that keep their tensors as they are, take them as constants, or make them of none.
+CONSTANT = "init_state same_step same_replicas keep_all on_demand every_step init_model load_shards"
+CONSTANT += " load_dcp save_dcp save_pretrained warmup_cosine static_scale dynamic_scale inject"
+CONSTANT += " move"  # see tests/offload/test_derivatives_of_files.py
+# Those that give no tensor that was made of tensors.
+READS = "steps latest verify record plan bucket_sizes summary watch norm_spike sampler node"
+READS += " make_groups reset init_distributed plan_groups where"
+OTHERS = {*f"{OPTIMIZERS} {CONSTANT} {READS}".split()}
+OTHER_METHODS = {
+    *("Cluster.cell", "Cluster.run", "Cluster.reset", "Cluster.restart", "Checkpoints.save"),
+    *("Watched.timeline", "Watched.memory", "Timeline.sent_bytes", "Timeline.waited_s"),
+    *("Timeline.summary", "PendingSave.due", "PendingSave.wait", "GradSum.release", "Groups.close"),
+    # The trainer's own state, which nobody differentiates.
+    *("Trainer.params", "Trainer.state_dict", "Trainer.reset"),
+    # See what makes them: start_gather, GradSum, diloco, local_sgd and reduced_by.
+    *("PendingTree.wait", "GradSum.grads", "ReplicaSync.groups", "ReplicaSync.init"),
+    *("ReplicaSync.reduced", "ReplicaSync.after"),
 }
 
 
@@ -892,15 +825,15 @@ def bare(name: str) -> str:
 
 
 def test_every_public_function_is_in_a_table():
-    covered = named(PROGRAMS) | named(REFUSALS) | named(REFUSALS_INSIDE) | set(ELSEWHERE)
+    covered = named(PROGRAMS) | named(REFUSALS) | named(REFUSALS_INSIDE) | OTHERS
     functions = {name for name, value in public_names().items() if inspect.isfunction(value)}
     names = {bare(name) for name in functions if not name.startswith("placement.")}
     assert names - covered == set()
-    assert set(ELSEWHERE) - names == set()
+    assert OTHERS - names == set()
 
 
 def test_every_public_method_that_communicates_is_in_a_table():
-    covered = named(PROGRAMS) | named(REFUSALS) | named(REFUSALS_INSIDE) | set(METHODS_ELSEWHERE)
+    covered = named(PROGRAMS) | named(REFUSALS) | named(REFUSALS_INSIDE) | OTHER_METHODS
     for name, value in public_names().items():
         for key, method in inspect.getmembers(value, inspect.isfunction):
             if inspect.isclass(value) and key[0] != "_":

@@ -23,103 +23,19 @@ import mics_fn
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 MAX_BYTES = 100_000
-EXPECTED = {
-    "0_a_node_of_gpus.ipynb": [
-        "groups: n=4 p=4 levels=node:2,rank:2",
-        "rank 1: 2",
-        "losses of 4 ranks, each halved: True",
-        "['first of 4', 'second of 4', 'third of 4', 'fourth of 4']",
-        "gather node: 2,640 bytes sent in 1 call",
-        "ValueError: a bad sample on rank 2",
-        "ranks 0, 1, 3: PeerFailed: rank 2 failed: ValueError: a bad sample on rank 2",
-        "all ranks are at one step, 61: True",
-        "ranks 0-3:",
-        "one step more: True",
-        "CellEnded: it has ended this cell, or takes no part in it",
-        "Cluster(4 ranks, stopped)",
-    ],
-    "1_shard_and_gather.ipynb": [
-        "Tied(shape=(6, 4), float32)",
-        "partition groups (1 of 4): 0-3",
-        "rank 1: keeps chunk 2: elements {'w1': 12, 'b1': 0, 'w2': 0}",
-        "gather node: 48 bytes sent in 1 call",
-        "gather rank: 96 bytes sent in 1 call",
-        "gather flat: 144 bytes sent in 1 call",
-        "formula over two levels: [48, 96]",
-        "equal to the unsharded gradient within 1e-6: True",
-        "gathered: (8, 6, 5) equal within 1e-6: True",
-        "the two agree within 1e-6: True",
-    ],
-    "2_schedules.ipynb": [
-        "both runs give the same: True",
-        "planned as followed: True",
-        "live_bytes: 0: sent 170,880 bytes, same gradients: True",
-        "live_bytes: None: sent 102,528 bytes, same gradients: True",
-        "257 buckets, 26.6 GB",
-        "4 micro-steps: 213 GB with 0.8 GB at once",
-        "at once 68,352 bytes, fetched 307,584, sent 153,792",
-        "bucket 3 is not live; fetch it",
-        "fetch of bucket 3 (3.linear1.bias",
-    ],
-    "3_placements.ipynb": [
-        "levels kept for a step: 1, reduced once per step: 1  as named: True",
-        "hpz     parameters within 1e-5 of plain torch: True",
-        "mics                          812,976   812,976            1,150,528",
-        "ddp     replicas 812,976, step totals 48; as the formulas: True",
-        "zero3   gather node 1,075,200, gather rank 2,150,400,",
-        "hpz     gather node 135,504, gather rank 2,150,400,",
-        "'reduce rank': 135504, 'replicas': 135504, 'step totals': 64}",
-        "['torch.bfloat16', 'torch.float32']",
-        "parameters within 1e-5 of plain torch: True",
-    ],
-    "4_slow_links.ipynb": [
-        "every_step(): sent 308,736 bytes to the other region, loss halved: True",
-        "diloco(12): sent 25,728 bytes to the other region, loss halved: True",
-        "int8[64]: sent 88,704 bytes, 0.287 of those of float32",
-        "int4[64]: sent 45,696 bytes, 0.148 of those of float32",
-        "equal replicas: True; loss within 0.5 % of it: True",
-        "equal replicas: True; loss within 2 % of it: True",
-        "local_sgd(12): equal after steps [12, 24, 36, 48, 60, 72, 84, 96]",
-        "diloco(12, outer=sgd(1.0)) is local_sgd(12) within 1e-4: True",
-        "PlanError: ReplicaSync.after: these are the groups of the steps",
-        "ranks 2, 3: local_sgd(24)",
-    ],
-    "5_checkpoints.ipynb": [
-        "rank 2: gone: killed by SIGKILL",
-        "rank 0: PeerFailed: rank 2 is gone",
-        "committed: [10, 20]  latest: 20",
-        "went on from step 20; losses equal: True",
-        "parameters equal, to the bit: True",
-        "mean loss of the last 10 steps within 10 %: True",
-        "FileError names the file: True  the leaf: True",
-        "goes back to step 50",
-    ],
-    "6_a_model_from_transformers.ipynb": [
-        "goes on with [3, 4, 5, 6, 7, 8, 9, 10, 11]",
-        "6,656 of 85,120 bytes are trained; held here: 42,560",
-        "all steps were taken: True",
-        "the loss fell below a tenth of what it was: True",
-        "moments: 13,312 bytes, twice those of the adapters: True",
-        "['config.json', 'model.safetensors'] goes on with [3, 5, 7, 9, 11, 13, 15, 17, 19]",
-    ],
-}
-PICTURES = {
-    "0_a_node_of_gpus.ipynb": 1,
-    "1_shard_and_gather.ipynb": 1,
-    "2_schedules.ipynb": 2,
-    "3_placements.ipynb": 1,
-    "4_slow_links.ipynb": 2,
-    "5_checkpoints.ipynb": 1,
-    "6_a_model_from_transformers.ipynb": 1,
-}
 
 
-def printed(notebook: Any) -> list[str]:
-    """What each cell of code wrote; pictures and errors are left out."""
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    return [
-        "".join(out.text for out in cell.outputs if out.output_type == "stream") for cell in cells
-    ]
+def shown(notebook: Any) -> list[str]:
+    """What each cell of code wrote, its errors, and that it drew a picture."""
+    found = []
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            outputs = cell.outputs
+            text = [out.text for out in outputs if out.output_type == "stream"]
+            text += [f"{out.ename}: {out.evalue}" for out in outputs if out.output_type == "error"]
+            text += ["picture" for out in outputs if "image/png" in out.get("data", {})]
+            found.append("\n".join(text))
+    return found
 
 
 # A process of its own: the client leaves sockets behind, and a kernel ends with its parent.
@@ -158,26 +74,16 @@ def executed(path: Path, folder: Path) -> Any:
     return nbformat.read(result, as_version=4)
 
 
-def test_there_is_an_expectation_for_each_notebook():
-    assert sorted(EXPECTED) == NOTEBOOKS
-
-
-@pytest.mark.parametrize(
-    "name", [NOTEBOOKS[0], *(pytest.param(n, marks=pytest.mark.thorough) for n in NOTEBOOKS[1:])]
-)
+@pytest.mark.parametrize("name", NOTEBOOKS)
 @pytest.mark.thorough
-def test_it_runs_and_prints_what_it_shows(name: str, tmp_path: Path):
+def test_it_runs_and_shows_what_it_showed(name: str, tmp_path: Path):
     notebook = executed(FOLDER / name, tmp_path)
-    text = printed(notebook)
-    assert text == printed(nbformat.read(FOLDER / name, as_version=4))
+    found = shown(notebook)
+    assert found == shown(nbformat.read(FOLDER / name, as_version=4))
+    assert "picture" in "\n".join(found)
+    assert "False" not in "\n".join(found)
     outputs = [out for cell in notebook.cells for out in cell.get("outputs", [])]
-    errors = [out.evalue for out in outputs if out.output_type == "error"]
-    shown = "\n".join([*text, *errors])
-    for line in EXPECTED[name]:
-        assert line in shown, shown
-    assert "False" not in "\n".join(text)
     assert not [out for out in outputs if out.get("name") == "stderr"]
-    assert sum("image/png" in out.get("data", {}) for out in outputs) == PICTURES[name]
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -119,11 +118,6 @@ def test_an_error_comes_at_its_point_and_leaves_the_steps_before(operation: str)
     assert spans.observers == []
 
 
-def test_an_error_before_the_first_step():
-    with testing.inject(0, 0, "build: shard", "raise"), pytest.raises(testing.InjectedError):
-        made(mf.make_groups(1))
-
-
 @pytest.mark.parametrize(
     ("operation", "fault", "error"),
     [
@@ -137,24 +131,6 @@ def test_an_error_before_the_first_step():
 def test_an_error_of_its_own(operation: str, fault: str, error: type):
     with pytest.raises(error):
         trained(step=1, operation=operation, fault=fault)
-
-
-def test_a_lock_of_the_interpreter_that_is_held_delays_all_threads():
-    done, ticks = threading.Event(), list[float]()
-
-    def tick() -> None:
-        while not done.is_set():
-            ticks.append(time.monotonic())
-            time.sleep(0.02)
-
-    trainer, other = made(mf.make_groups(1)), threading.Thread(target=tick)
-    other.start()
-    with testing.inject(0, 1, "step", "gil", seconds=0.5) as injection:
-        fit(trainer, 1)
-    done.set()
-    other.join()
-    assert injection.at == "step"
-    assert max(after - before for before, after in zip(ticks, ticks[1:], strict=False)) > 0.45
 
 
 def test_a_bit_or_an_element_changes_as_the_seed_says():
@@ -225,24 +201,6 @@ def test_what_other_ranks_see(ranks: Callable):
     assert [one["at"] is None for one in found] == [True, False]
     for one in found:
         assert (one["accepted"], one["both"]) == ([True, False, True], 1)
-
-
-def steps_by_hand() -> tuple[int, str | None]:
-    groups = groups_of(Layout((2,), 2))
-    state = mf.init_state(mf.shard({"w": torch.ones(3)}, groups), mf.optim.sgd(0.1))
-    with testing.inject(None, 2, "gather", "raise") as injection:
-        try:
-            while True:
-                full = mf.gather(state.params, groups)
-                state = mf.opt_step(state, mf.reduce_grads(full, groups))
-        except testing.InjectedError:
-            return state.step, injection.at
-
-
-def test_a_step_of_a_loop_by_hand_ends_with_opt_step(ranks: Callable):
-    for step, at in ranks(2).run(steps_by_hand):
-        assert step == 1
-        assert "gather" in (at or "")
 
 
 def test_a_function_as_a_fault():

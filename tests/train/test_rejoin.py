@@ -104,7 +104,7 @@ ERRORS: dict[str, tuple[Loss, type[Rank], bool, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-@pytest.mark.short("no replica", "no store")
+@pytest.mark.short("no store")
 def test_what_cannot_be_made_good_is_said_on_all_ranks(name: str) -> None:
     trial, kind, again, texts = ERRORS[name]
     found = run_loss(trial, kind, again=again)
