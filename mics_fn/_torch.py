@@ -24,7 +24,6 @@ import torch.utils._pytree as torch_pytree
 from torch.autograd import forward_ad, profiler
 from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.utils import stateless
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Ranges of torch's profilers, by private names of torch.
@@ -299,14 +298,6 @@ def keeps_grad_mode(fn: Function) -> Function:
             put_back(before)
 
     return kept  # pyright: ignore[reportReturnType]
-
-
-def swapped_in(module: torch.nn.Module, values: dict[str, Any]) -> AbstractContextManager[None]:
-    """A block in which a module has these parameters and buffers; it puts back in `values`.
-
-    The public `torch.func.functional_call` does this for one call of the module alone.
-    """
-    return stateless._reparametrize_module(module, values)
 
 
 def is_tracing() -> bool:

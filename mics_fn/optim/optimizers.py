@@ -357,6 +357,8 @@ ELEMENTWISE = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
+# They need whole matrices, sums over all parameters, or sparse gradients.
+REFUSED = torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS, torch.optim.SparseAdam
 
 
 def from_torch(
@@ -394,10 +396,11 @@ def from_torch(
     if lr is not None:
         transform.check_rule("from_torch", lr)
     checks.flag("from_torch", "elementwise", elementwise)
-    if cls not in ELEMENTWISE and not elementwise:
+    if cls in REFUSED or not (cls in ELEMENTWISE or elementwise):
         name = getattr(cls, "__name__", type(cls).__name__)
-        known = ", ".join(each.__name__ for each in ELEMENTWISE)
-        fix = f"use one of {known}; or pass elementwise=True if it steps element by element"
+        fix = f"use one of {', '.join(each.__name__ for each in ELEMENTWISE)}"
+        if cls not in REFUSED:
+            fix += "; or pass elementwise=True if it steps element by element"
         text = f"from_torch: {name} is not known to be elementwise, and a shard is a flat piece"
         raise PlanError(text, fix=fix)
     with _torch.without_torch_func():

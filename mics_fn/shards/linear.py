@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, collectives
-from mics_fn.errors import LeafError
+from mics_fn.errors import LeafError, rank_lines
 from mics_fn.groups import Buffers, Comm
 from mics_fn.shards import pack
 from mics_fn.shards.leaf import LOCAL_BASIS, SHARED_BASIS, refuse_tracing
@@ -61,8 +61,8 @@ def refuse_local_basis(levels: int, dealt: Sequence[tuple[Any, Sequence[Any]]]) 
       levels: how many `vmap` enclose a tangent or cotangent in parts.
       dealt: each use of a bucket with its values, which are plain tensors, one per member.
 
-    Communication: none without a batch. Else a byte per row, in each partition group, for which
-      the host waits.
+    Communication: none without a batch. Else 8 bytes and one per row, in each partition group; the
+      host waits for both.
     """
     met: dict[Comm, list[Tensor]] = {}
     for use, values in dealt:
@@ -72,6 +72,13 @@ def refuse_local_basis(levels: int, dealt: Sequence[tuple[Any, Sequence[Any]]]) 
     for comm, values in met.items():
         for dim in range(min(levels, values[0].ndim - 1)):
             own = _own_rows(values, dim)
+            count = torch.tensor([len(own)], device=own.device)
+            counts = collectives.collect(comm, count, "number of rows").flatten().tolist()
+            comm.check_open()  # else these may be no values of any rank
+            if len(set(counts)) > 1:
+                text = "torch.func: ranks have different numbers of rows under vmap"
+                rows = {rank: f"{n} rows" for rank, n in zip(comm.ranks, counts, strict=True)}
+                raise LeafError(text, [*rank_lines(rows), LOCAL_BASIS], SHARED_BASIS)
             found = collectives.collect(comm, own, "rows of a batch")
             one_each, shared = bool((found < 2).all()), bool((found.sum(0) > 1).any())
             if one_each and shared:

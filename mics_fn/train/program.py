@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.data import DataLoader
 
-from mics_fn import _torch, checks, spans
+from mics_fn import checks, spans
 from mics_fn.collectives import mean_over_ranks
 from mics_fn.deferred import check_loss
 from mics_fn.errors import LeafError
@@ -320,6 +321,7 @@ class ModuleProgram:
         self._values = params, self.buffers.copies({k: x.detach() for k, x in buffers.items()})
         self._loss = loss or _own_loss
         self._model: Any = Casting(self.skeleton, precision) if precision.casts else self.skeleton
+        self._inside = _Inside(self.skeleton)
 
     def __call__(
         self, params: Tree, buffers: Values, batch: Any, backward: Backward | None = None
@@ -328,14 +330,16 @@ class ModuleProgram:
 
         A model that recomputes activations in backward would else do so on meta.
         """
-        values = {**params, **buffers}
-        with _torch.swapped_in(self.skeleton, values):
+
+        def work() -> Tensor:
             try:
                 loss = self._loss(self._model, batch)
             except (AttributeError, TypeError) as error:
                 _say_how_called(error, self.skeleton, batch)
                 raise
-            loss = _finished(loss, backward)
+            return _finished(loss, backward)
+
+        loss, values = self._with_values({**params, **buffers}, work)
         # If a module replaces a buffer instead of writing to it, the new one is in the dict.
         if backward is not None and self.buffers.shared:
             self.buffers.replaced([k for k, x in buffers.items() if values[k] is not x])
@@ -357,14 +361,20 @@ class ModuleProgram:
           LeafError: something in it has no value, since the skeleton alone has it.
         """
         values = {**params(), **self.buffers.copies(buffers)}
-        with _torch.swapped_in(self.skeleton, values):
-            found = self.skeleton.state_dict()
+        found, _ = self._with_values(values, self.skeleton.state_dict)
         for name, value in found.items():
             if isinstance(value, Tensor) and value.is_meta:
                 text = f"Trainer.state_dict: the model saves {name!r}, which is neither a parameter"
                 fix = "register it as a buffer, or take trainer.params() and state.buffers"
                 raise LeafError(f"{text} nor a buffer", fix=fix)
         return found
+
+    def _with_values(self, values: Values, work: Callable[[], Any]) -> tuple[Any, Values]:
+        """What `work` gives while values are swapped in, and the values as it left them."""
+        given = {f"model.{name}": value for name, value in values.items()}
+        # All names are given. strict=True would check that by walking the module at every call.
+        found = functional_call(self._inside, given, (work,), tie_weights=False)
+        return found, {name: given[f"model.{name}"] for name in values}
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -376,6 +386,17 @@ class ModuleProgram:
         finally:
             for module, mode in modes:
                 module.training = mode
+
+
+class _Inside(nn.Module):
+    """Module around a model, whose call runs any work, such as a loss and its backward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, work: Callable[[], Any]) -> Any:
+        return work()
 
 
 def program_of(

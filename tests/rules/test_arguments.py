@@ -69,6 +69,8 @@ PlanError: sgd: lr(0)=nan, expected a finite number of at least 0
 PlanError: warmup_cosine: warmup_steps=100, total_steps=10
 >>> optim.from_torch(torch.optim.RMSprop, lr=-1)
 PlanError: from_torch: lr=-1, expected a finite number of at least 0
+>>> optim.from_torch(torch.optim.Muon, lr=0.1, elementwise=True)
+PlanError: from_torch: Muon is not known to be elementwise, and a shard is a flat piece
 >>> optim.from_torch(None, lr=0.1)
 PlanError: from_torch: NoneType is not known to be elementwise, and a shard is a flat piece
 >>> optim.chain([optim.sgd(0.1)])

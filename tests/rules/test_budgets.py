@@ -24,8 +24,8 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
-    "lines": 24_460,
-    "lines without lab": 21_170,
+    "lines": 24_480,
+    "lines without lab": 21_180,
     "lines of the longest file": 550,
     "files": 142,
     "percent of lines that import": 8.8,
@@ -46,11 +46,11 @@ REPLACED = {
 # Of one call on 4 ranks in 2 partition groups, after a first one. Functions are within 2 %: a rank
 # that waits for another runs a few more.
 FLOWS = {
-    "gather of one leaf": (17, 86),
-    "opt_step with both hops": (27, 202),
-    "Trainer.step": (44, 370),
-    "checkpoint.save": (26, 195),
-    "make_groups": (20, 122),
+    "gather of one leaf": (17, 92),
+    "opt_step with both hops": (27, 210),
+    "Trainer.step": (44, 385),
+    "checkpoint.save": (26, 200),
+    "make_groups": (20, 125),
 }  # files, functions
 
 
