@@ -26,15 +26,15 @@ MAX_BYTES = 100_000
 
 
 def shown(notebook: Any) -> list[str]:
-    """What each cell of code wrote, its errors, and that it drew a picture."""
+    """What each cell of code wrote, how its errors begin, and that it drew a picture."""
     found = []
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            outputs = cell.outputs
-            text = [out.text for out in outputs if out.output_type == "stream"]
-            text += [f"{out.ename}: {out.evalue}" for out in outputs if out.output_type == "error"]
-            text += ["picture" for out in outputs if "image/png" in out.get("data", {})]
-            found.append("\n".join(text))
+            text = "".join(out.text for out in cell.outputs if out.output_type == "stream")
+            errors = [out.evalue for out in cell.outputs if out.output_type == "error"]
+            text += "".join(error.splitlines()[0] for error in errors)
+            pictures = ["image/png" in out.get("data", {}) for out in cell.outputs]
+            found.append(text + " picture" * sum(pictures))
     return found
 
 

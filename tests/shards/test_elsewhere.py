@@ -50,7 +50,7 @@ def pair(groups: mf.Groups, make: Any, folder: str, place: str, **how: Any) -> t
     )
     assert tree.flatten(in_memory, is_leaf)[1] == tree.flatten(stored, is_leaf)[1]
     cut = [x for x in tree.flatten(stored, is_leaf)[0] if getattr(x, "bucket", None) is not None]
-    data = [x.data for x in cut if hasattr(x, "data") and x.data.numel()]
+    data = [x.data for x in cut if getattr(x, "data", None) is not None and x.data.numel()]
     assert place != "all" or all(map(in_file, data))
     return in_memory, stored
 

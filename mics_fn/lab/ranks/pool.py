@@ -157,8 +157,6 @@ def check_in_step() -> bool:
     return [row.tolist() for row in everyone] == expected
 
 
-__all__ = ["RankError", "RankFailure", "RankPool", "RankTimeoutError", "run_ranks"]
-
 # Ranks that have made more groups are forked anew: those that were broken on purpose are never
 # destroyed, which would wait for what is under way, and keep their threads and connections.
 MOST_GROUPS = 400
