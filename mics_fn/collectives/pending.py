@@ -450,9 +450,13 @@ class Task(Collective):
         run = partial(_run, self._work, memory, self._stop, self._errors)
         if async_op:
             thread = threading.Thread(target=run, name=f"mics_fn {self.op}", daemon=True)
-            self._thread = start(thread)
-        else:
-            run()
+            try:
+                self._thread = start(thread)
+                return
+            except RuntimeError:  # there is no memory for one
+                pass
+        run()
+        if not async_op:
             self.finish()
 
     def done(self) -> bool:

@@ -246,7 +246,8 @@ class Reduction:
         for index in self.order:
             use, placed = self.uses[index], index in self._places
             pass_kind = count, self._sum_dtype, number == 0, self.last, placed
-            key = (use.bucket, use.home.replicas.size, *pass_kind)
+            # Placements of the same groups share their pools, and differ in their routes.
+            key = (use.bucket, use.route, use.home.replicas.size, *pass_kind)
             kept = use.hierarchy.pools.sums
             if key not in kept:
                 kept[key] = Hops.of(use, count, self._sum_dtype, number=number, placed=placed)
