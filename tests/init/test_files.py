@@ -103,7 +103,7 @@ def loaded(layout: Layout, path: Path, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("kind", WRITERS)
-@pytest.mark.covering
+@pytest.mark.short("safetensors-2-p2", "torch-2x2-p2")
 def test_the_shards_are_those_of_the_tensors_in_the_file(ranks, tmp_path, layout, kind):
     name, write = WRITERS[kind]
     for dtype in DTYPES:
