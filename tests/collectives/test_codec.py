@@ -96,6 +96,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 def test_what_is_decoded_is_as_near_as_promised_and_codes_stay(codec: Codec, row: list[float]):
     n, codes = len(row), codec.encode(as_tensor(row))
     assert codes.shape == (codec.nbytes(n),)
+    assert codec.name != "int4" or n % 2 == 0 or codes[n // 2] < 16  # half a byte of padding
     found = decode(codec, codes, n)
     assert found.tolist() == decoded_by_hand(codec, bytes(codes.tolist()), n)
     for i, block in enumerate(blocks_of(codec, row)):

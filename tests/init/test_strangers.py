@@ -65,6 +65,7 @@ PICKLE = "archive/data.pkl"
 # The bytes of a file, the leaf that its error names, and what the error says.
 DAMAGED: dict[str, tuple[bytes, str, str]] = {
     "huge number": (safetensors({"x": leaf([10**4000])}), "x", "overflows"),
+    "size": (safetensors({"x": leaf([2], [0, 4])}, 4), "x", "does not fit bytes 0 to 4"),
     "beyond the file": (safetensors({"x": leaf([4], [0, 16])}), "x", "does not fit bytes 0 to 16"),
     "nested": (saved({"model": {"a": X}}), "model", "got dict"),
     "overlap": (
