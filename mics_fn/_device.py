@@ -110,11 +110,11 @@ class Queued:
     def __init__(self, device: torch.device, lose: Callable[[], None] = lambda: None) -> None:
         self.lost, self._lose, self._event = False, lose, record(device)
         with _LOCK:
-            while _QUEUED and _QUEUED[0].over():
+            while _QUEUED and _QUEUED[0].has_ended():
                 _QUEUED.popleft()
             _QUEUED.append(self)
 
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the device has come to its end, however; the host does not wait."""
         return self._event.query()
 
@@ -125,7 +125,7 @@ class Queued:
 
     def judge(self) -> None:
         """Say that it is lost, unless it is over."""
-        if not self.over():
+        if not self.has_ended():
             self.lost = True
             self._lose()
 
@@ -172,7 +172,7 @@ def drain(seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         with _LOCK:
-            if all(queued.over() for queued in _QUEUED):
+            if all(queued.has_ended() for queued in _QUEUED):
                 return
         time.sleep(1e-3)
 

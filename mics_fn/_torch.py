@@ -34,12 +34,12 @@ def profiling() -> bool:
     return profiler._is_profiler_enabled
 
 
-def enter(name: str) -> Any:
-    """Open a profiler range of this thread; `leave` closes it."""
+def enter_range(name: str) -> Any:
+    """Open a profiler range of this thread; `exit_range` closes it."""
     return torch.autograd._record_function_with_args_enter(name)  # pyright: ignore
 
 
-def leave(record: Any) -> None:
+def exit_range(record: Any) -> None:
     """End a range; those of a thread end in reverse order."""
     torch.autograd._record_function_with_args_exit(record)  # pyright: ignore
 
@@ -73,7 +73,7 @@ _connections: list[tuple[Any, Any]] = []  # a default group, and the store for g
 
 
 def connection() -> Any:
-    """The connection to the store with which groups are made; see `leave_connection`."""
+    """The connection to the store with which groups are made; see `drop_connection`."""
     default = c10d._get_default_group()
     _, store = c10d._world.pg_map[default]
     if _connections and _connections[0][0] is default:
@@ -87,7 +87,7 @@ def connection() -> Any:
     return store
 
 
-def leave_connection() -> None:
+def drop_connection() -> None:
     """Make groups over another connection from now on, as a call that was given up holds this one.
 
     A connection serves one call at a time, and one that waits for an address of a rank that is gone
@@ -225,7 +225,7 @@ def groups_named(name: str | None) -> list[dist.ProcessGroup]:
     return [group for group, own in list(c10d._world.pg_names.items()) if name in (None, own)]
 
 
-def apart(store: Any, prefix: str) -> Any:
+def prefixed(store: Any, prefix: str) -> Any:
     """Return a view of a store whose keys have a prefix of their own."""
     return dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
 

@@ -72,15 +72,15 @@ class Commit:
         self.began = False  # whether signals were held from some instant on
         self._writes = False  # whether something was written
         self._handlers: dict[int, Handler] = {}  # those of the signals that are held
-        self._held: list[Any] = []  # signals that came, each once
+        self._pending: list[Any] = []  # signals that came, each once
         self._count = 0  # how often they came
 
-    def hold(self) -> None:
+    def block(self) -> None:
         """Hold signals from here on; waits may still give way to them."""
-        global _holding
+        global _blocking
         self.began = True
         main = threading.current_thread() is threading.main_thread()
-        if _holding is not None or not main:
+        if _blocking is not None or not main:
             return
         try:
             for number in _SIGNALS:
@@ -91,23 +91,23 @@ class Commit:
         except BaseException:  # a signal that is not held yet
             self._restore()
             raise
-        _holding = self
+        _blocking = self
 
     def write(self) -> None:
         """Hold signals to the end of the block, whatever happens in it."""
-        self.hold()
-        if _holding is not None:
-            _holding._writes = True
+        self.block()
+        if _blocking is not None:
+            _blocking._writes = True
 
     def _keep(self, number: int, frame: FrameType | None) -> None:
-        if number not in self._held:
-            self._held.append(number)
+        if number not in self._pending:
+            self._pending.append(number)
         self._count += 1
 
     def give_way(self, idle_s: float) -> None:
         """Let go of a signal in a wait without progress, unless something was written."""
         insists = self._count > 1 or idle_s > _PATIENCE_S
-        if self._held and insists and not self._writes:
+        if self._pending and insists and not self._writes:
             self._end()
 
     def _restore(self) -> None:
@@ -121,26 +121,26 @@ class Commit:
                 self._restore()
 
     def _end(self) -> None:
-        global _holding
+        global _blocking
         handlers = dict(self._handlers)
-        _holding = None
+        _blocking = None
         try:
             self._restore()
         finally:
-            held, self._held, self._count, self._writes = self._held, [], 0, False
-            if held:
-                _call([partial(handlers[number], number, None) for number in held])
+            blocked, self._pending, self._count, self._writes = self._pending, [], 0, False
+            if blocked:
+                _call([partial(handlers[number], number, None) for number in blocked])
 
     def ending(self) -> Mapping[int, Any]:
         """What ends the block when it is indexed; see [Note: between two instructions]."""
-        global _holding
-        if _holding is not self:
+        global _blocking
+        if _blocking is not self:
             return {0: None}
-        _holding = None
+        _blocking = None
         # Ctrl-C comes last: once its handler is back, nothing looks for signals here.
         back = starmap(set_handler, reversed(self._handlers.items()))
-        again = map(partial(start_new_thread, send_again), zip(self._held, strict=True))
-        return defaultdict(partial(deque, chain(back, again), 0))
+        resent = map(partial(start_new_thread, resend), zip(self._pending, strict=True))
+        return defaultdict(partial(deque, chain(back, resent), 0))
 
     def __enter__(self) -> "Commit":
         return self
@@ -151,21 +151,21 @@ class Commit:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if _holding is self:
+        if _blocking is self:
             self._end()
 
 
-_holding: Commit | None = None  # the one that holds signals now
+_blocking: Commit | None = None  # the one that holds signals now
 
 
-def held() -> Commit:
+def blocked() -> Commit:
     """Defer signals until the end of a short block."""
     commit = Commit()
-    commit.hold()
+    commit.block()
     return commit
 
 
-def send_again(number: int) -> None:
+def resend(number: int) -> None:
     """Send a deferred signal to the main thread again; called by other threads."""
     time.sleep(_MOMENT_S)
     if callable(getsignal(number)):  # what has no handler any more would end the process
@@ -174,8 +174,8 @@ def send_again(number: int) -> None:
 
 def give_way(idle_s: float) -> None:
     """Called in a wait that has made no progress for some time; see [Note: commit]."""
-    if _holding is not None and threading.current_thread() is threading.main_thread():
-        _holding.give_way(idle_s)
+    if _blocking is not None and threading.current_thread() is threading.main_thread():
+        _blocking.give_way(idle_s)
 
 
 def _call(handlers: Sequence[Callable[[], Any]]) -> None:

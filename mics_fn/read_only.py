@@ -34,18 +34,18 @@ class ReadOnly(torch.Tensor):
     how_to_change = "change parameters between steps, in the shards; or write to a clone()"
     how_to_compile = "clone() it before, which reads it"
 
-    def lies_in(self) -> str:
+    def where_text(self) -> str:
         """What and where it is, for error texts."""
         return f"shape {tuple(self.shape)}"
 
     def refusal(self, what: str, fix: str = "") -> LeafError:
         """The error for something that cannot be done with this tensor."""
-        text = f"{what} {self.noun}, {self.lies_in()}"
+        text = f"{what} {self.noun}, {self.where_text()}"
         return LeafError(text, fix=fix or self.how_to_change)
 
     def __tensor_flatten__(self) -> Any:
         """Raise LeafError: torch.compile calls this, and would trace nothing."""
-        text = f"{COMPILED}: {self.noun}, {self.lies_in()}"
+        text = f"{COMPILED}: {self.noun}, {self.where_text()}"
         raise LeafError(text, fix=self.how_to_compile)
 
     __tensor_unflatten__ = __tensor_flatten__  # torch looks for both or neither

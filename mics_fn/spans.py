@@ -13,7 +13,7 @@ of the traces that it writes.
 
 A span may last longer than its block: a collective is issued in the block and done later, which
 only watchers are told, as ranges of a thread have to be nested. Watchers are also told the memory
-that is held for a purpose, by `holds`.
+that is held for a purpose, by `resident`.
 
 A program configures it as any logger of Python's `logging`. With `MICS_FN_LOG=debug` (or `info`,
 `warning`, `error`) in the environment of a rank, it writes lines to stderr that begin with the
@@ -134,8 +134,9 @@ _QUIET = ("use", "pack")  # what the log leaves out
 HOP_2 = "replicas"  # the communicator of hop 2, also where it follows hop 1 in one call
 
 
-# Each has `begin(span)`, `end(span, begun)` with what that gave, and `holds(kind, key, nbytes)`. A
-# span of device work ends at what was queued until now; memory is held from now on.
+# Each has `begin(span)`, `end(span, begun)` with what that gave, and
+# `resident(kind, key, nbytes)`. A span of device work ends at what was queued until now; memory is
+# resident from now on.
 watchers: list[Any] = []
 
 
@@ -175,7 +176,7 @@ class Span:
 
     def __enter__(self) -> "Span":
         if _torch.profiling():
-            self._record = _torch.enter(f"mics/{self.text}")
+            self._record = _torch.enter_range(f"mics/{self.text}")
         if LOG.isEnabledFor(logging.DEBUG):
             self._since = time.monotonic()
             if self.kind not in ("wait", *_QUIET):
@@ -190,7 +191,7 @@ class Span:
             LOG.debug("%s: %.1f ms", self.text, 1e3 * (time.monotonic() - self._since))
         if self._record is not None:
             record, self._record = self._record, None
-            _torch.leave(record)
+            _torch.exit_range(record)
 
     def stop(self) -> None:
         """Tell watchers the end, once."""
@@ -232,10 +233,10 @@ def kind_of(does: str, level: str = "") -> str:
     return "hop2" if kind == "hop1" and level == HOP_2 else kind
 
 
-def holds(kind: str, key: Hashable, nbytes: int) -> None:
+def resident(kind: str, key: Hashable, nbytes: int) -> None:
     """Tell watchers how much memory something holds for a purpose."""
     for watcher in watchers:
-        watcher.holds(kind, key, nbytes)
+        watcher.resident(kind, key, nbytes)
 
 
 def title(about: Any) -> str:

@@ -19,7 +19,7 @@ from math import inf
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from mics_fn.interrupts import give_way, held
+from mics_fn.interrupts import blocked, give_way
 
 _LOOK_S = 0.5  # after which an idle thread looks whether it is still needed
 _PART_S = 0.05  # of a wait for a thread, after which a second Ctrl-C is heard
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 def start(thread: threading.Thread) -> threading.Thread:
     """Start a thread; `KeyboardInterrupt` is raised before its start or after."""
-    with held():  # the two threads meet at an Event
+    with blocked():  # the two threads meet at an Event
         thread.start()
     return thread
 
@@ -169,7 +169,7 @@ class Crew:
           RuntimeError: no thread can be started, and none is there.
         """
         job = Job(work)
-        with held():
+        with blocked():
             self._threads = [thread for thread in self._threads if thread.is_alive()]
             if len(self._threads) < self._count:
                 serve = partial(_serve, self._jobs, weakref.ref(self))
@@ -195,7 +195,7 @@ class Crew:
         Returns:
           Whether no thread is left.
         """
-        with held():
+        with blocked():
             self._dismiss()
             deadline = time.monotonic() + timeout_s
             for thread in self._threads:

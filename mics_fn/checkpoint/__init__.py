@@ -41,9 +41,9 @@ What it promises: a committed step is never lost or changed by a save that fails
 are kept, one of which may be a replaced one right after a rollback. A load goes back to an older
 step only if asked to, and only from one that is found to be damaged. All ranks come to one end: if
 one of them cannot write, or finds damage, all raise the same error, and training can go on. While
-replicas are apart, as with `local_sgd`, each of them is saved, and the same number of replicas can
-load it. What is not promised: the checksums find accidents, not people who mean harm; but nothing
-in a file is run, and no file outside of the folder is opened.
+replicas are independent, as with `local_sgd`, each of them is saved, and the same number of
+replicas can load it. What is not promised: the checksums find accidents, not people who mean harm;
+but nothing in a file is run, and no file outside of the folder is opened.
 
 Checkpoints of others: `save_pretrained` writes what `from_pretrained` of transformers loads, and
 `load_shards` reads it. `save_dcp` writes what `torch.distributed.checkpoint.load` reads into plain

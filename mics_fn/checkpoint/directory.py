@@ -464,8 +464,8 @@ class Folder:
         stay = [path for path in old if not remove_folder(path)]
         if not stay and keep is not None:
             old = list(counting.items())[max(keep, _LEAST) :]
-            gone = [path for step, path in old if not keep_every or step % keep_every]
-            stay = [path for path in gone if not remove_folder(path)]
+            removed = [path for step, path in old if not keep_every or step % keep_every]
+            stay = [path for path in removed if not remove_folder(path)]
         if stay:
             LOG.warning("save: cannot remove %s; old steps stay", ", ".join(map(str, stay)))
 

@@ -143,8 +143,7 @@ def saved(
         what = f"{verb}: {key} is {data.dtype} in a bucket of {bucket.dtype}"
         raise LeafError(what, fix="write it from a tree that was sharded in that dtype")
     kind = dtype if dtype is not None and data.dtype.is_floating_point else data.dtype
-    number = -1 if bucket is None else bucket.index
-    return Saved(name, key, tuple(leaf.shape), kind, number, tree)
+    return Saved(name, key, tuple(leaf.shape), kind, -1 if bucket is None else bucket.index, tree)
 
 
 def same_leaves(verb: str, groups: Groups, path: str | PathLike, leaves: Sequence[Saved]) -> None:

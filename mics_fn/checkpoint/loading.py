@@ -72,7 +72,7 @@ class Sources:
             text = f"saved {found.shape} {shards.dtype_name(found.dtype)}, "
             return [f"{name}: {text}expected {want.shape} {shards.dtype_name(want.dtype)}"]
         if want.copies > 1 and want.copies != found.copies:
-            return [f"{found.copies} replicas were apart, here are {want.copies}"]
+            return [f"{found.copies} replicas were independent, here are {want.copies}"]
         if want.copies == 1 and found.copies not in (1, self.home.world_size):
             why = "which saved it, and these ranks are others: load it on as many"
             return [f"{name} differed between {name_ranks(range(found.copies))}, {why}"]
@@ -292,7 +292,7 @@ def _load(
     with together(home), torch.no_grad():
         state = copy_of(like, into=None if writing is None else lambda x: x)
         if writing is not None:
-            writing.give_away()
+            writing.mark_donated()
         extra = sources.fill(snapshot.contents_of("load", state, groups, replicas))
         state = with_values(state, saved.values)
     return Loaded(state, step, extra)
@@ -309,11 +309,11 @@ def copy_of(state: Tree, into: Callable[[Tensor], Tensor] | None = None) -> Tree
     kept: dict[tuple[Any, ...], Tensor] = {}  # memory that was copied
 
     def copied(x: Tensor) -> Tensor:
-        held = x.untyped_storage()
-        key = held.data_ptr(), held.nbytes(), x.device
+        storage = x.untyped_storage()
+        key = storage.data_ptr(), storage.nbytes(), x.device
         if key not in kept:
             whole = torch.empty(0, dtype=torch.uint8, device=x.device)
-            kept[key] = whole.set_(held, 0, (held.nbytes(),), (1,)).clone()
+            kept[key] = whole.set_(storage, 0, (storage.nbytes(),), (1,)).clone()
         view, memory = torch.empty(0, dtype=x.dtype, device=x.device), kept[key].untyped_storage()
         return view.set_(memory, x.storage_offset(), x.size(), x.stride())
 

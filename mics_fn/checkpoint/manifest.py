@@ -26,7 +26,7 @@ from mics_fn.init import DTYPES, check_shape, is_text, strict_json
 from mics_fn.offload import is_placed
 from mics_fn.shards import dtype_name
 
-Replicas = Literal["equal", "apart"]
+Replicas = Literal["equal", "independent"]
 
 # Which tensors are saved, and as what.
 
@@ -231,7 +231,7 @@ class Manifest:
 
     Args:
       step: the number of the step.
-      replicas: "apart" if each replica has values of its own, else "equal".
+      replicas: "independent" if each replica has values of its own, else "equal".
       tensors: by name.
       values: numbers and texts by name.
       files: by position in the groups.
@@ -325,7 +325,7 @@ def read_manifest(data: bytes, path: str) -> Manifest:
         files = [SavedFile.of_json(facts) for facts in body["files"]]
         for file in files:
             file.check()
-        _require(body["replicas"] in ("equal", "apart"), f"replicas {body['replicas']!r}")
+        _require(body["replicas"] in ("equal", "independent"), f"replicas {body['replicas']!r}")
         _require_counts(body["step"])
         _require(isinstance(body["values"], dict), "its values are not an object")
         values = decoded(json.dumps(body["values"]), {})

@@ -131,7 +131,7 @@ class Options:
         checks.integer("save", "keep", self.keep, optional=True)
         checks.integer("save", "keep_every", self.keep_every, optional=True)
         checks.choice("save", "overwrite", self.overwrite, "never", "newer")
-        checks.choice("save", "replicas", self.replicas, "equal", "apart")
+        checks.choice("save", "replicas", self.replicas, "equal", "independent")
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +192,7 @@ def agree_on(
         with together(home) as exchange:
             options.check()
             if before := _UNDER_WAY.get(os.path.realpath(folder.path)):
-                before.settle()
+                before.conclude()
             contents = snapshot.contents_of("save", state, groups, options.replicas)
             if not contents.pieces:
                 fix = "pass a TrainState, or a tree with shards or tensors"
@@ -287,17 +287,18 @@ class PendingSave:
         self, agreed: Agreed, write: Callable[[], manifest.SavedFile], *, follows: bool = True
     ) -> None:
         self.step = agreed.options.step
-        self._agreed, self._life = agreed, agreed.home.life
+        self._agreed, self._group_state = agreed, agreed.home.state
         self._write: Any = write
-        self._store = cast(Store, self._life.channel.job.store)
-        self._life.saves += 1
-        key = f"{self._life.key}/save/{agreed.home.ranks[0]}"  # one replica has the life of all
-        self._key, self._before = f"{key}/{self._life.saves}", f"{key}/{self._life.saves - 1}"
+        self._store = cast(Store, self._group_state.channel.job.store)
+        self._group_state.saves += 1
+        key = f"{self._group_state.key}/save/{agreed.home.ranks[0]}"  # all replicas have one state
+        self._key = f"{key}/{self._group_state.saves}"
+        self._before = f"{key}/{self._group_state.saves - 1}"
         self._path: Path | None = None
         self._error: BaseException | None = None
         self._reported = not follows  # whether the program knows how it ended: it waits for itself
         self._stop = StopRequest(agreed.home, ()).__enter__() if follows else None
-        self._life.endings.append(self.finish)
+        self._group_state.endings.append(self.finish)
         self._place = os.path.realpath(agreed.folder.path)
         # A process that ends waits for this thread, as it is not a daemon.
         self._thread = threading.Thread(target=self._run, name="mics_fn save")
@@ -345,12 +346,12 @@ class PendingSave:
         self._join(math.inf)
         if _UNDER_WAY.get(self._place) is self and (self._reported or self._error is None):
             del _UNDER_WAY[self._place]
-        if self.finish in self._life.endings:
-            self._life.endings.remove(self.finish)
+        if self.finish in self._group_state.endings:
+            self._group_state.endings.remove(self.finish)
             if self._stop is not None:
                 self._stop.__exit__(None, None, None)
 
-    def settle(self) -> None:
+    def conclude(self) -> None:
         """Wait for it; raise its error if it was not reported.
 
         If its groups are closed, other ranks may have heard something else: then it is logged.
@@ -359,7 +360,7 @@ class PendingSave:
         _UNDER_WAY.pop(self._place, None)
         if self._reported:
             return
-        if self._life.closed:
+        if self._group_state.closed:
             self._reported = True
             self._log_error("save")
         else:
@@ -374,7 +375,7 @@ class PendingSave:
             lines = [f"waited for {limit_s:g} s, the timeout_s of its groups"]
             raise errors.FileError(errors.message(text, lines, fix), self._place)
         if raises:
-            self.settle()
+            self.conclude()
         elif not self._reported:
             self._log_error(verb)
 
@@ -493,7 +494,7 @@ class PendingSave:
           missing: the ranks that are waited for; if one of them is gone, waiting is of no use.
           grace_s: how long to wait if another rank has failed, which may still write its file.
         """
-        home, life, failed_s = self._agreed.home, self._life, list[float]()
+        home, group_state, failed_s = self._agreed.home, self._group_state, list[float]()
 
         def lost(why: str) -> errors.FileError:
             path = self._agreed.folder.path
@@ -502,14 +503,14 @@ class PendingSave:
             return errors.FileError(errors.message(text, [why], fix), str(path))
 
         def check(idle_s: float) -> None:
-            final = [each.text for each in life.standing.values() if each.final]
-            if life.failed is None and not final:
+            final = [each.text for each in group_state.standing.values() if each.final]
+            if group_state.failed is None and not final:
                 return
             failed_s.append(idle_s)
-            gone = {x.rank: x.text for x in life.standing.values() if x.kind in _GONE}
-            texts = [gone[rank] for rank in missing() if rank in gone]
+            known_dead = {x.rank: x.text for x in group_state.standing.values() if x.kind in _GONE}
+            texts = [known_dead[rank] for rank in missing() if rank in known_dead]
             if (texts and not done()) or idle_s - failed_s[0] > grace_s:
-                raise lost([*texts, *final, f"the groups have failed: {life.failed}"][0])
+                raise lost([*texts, *final, f"the groups have failed: {group_state.failed}"][0])
 
         deadline = time.monotonic() + home.timeout_s
         if not poll(done, home.world_size, deadline, check):
@@ -565,7 +566,8 @@ def save(
       overwrite: "never" refuses a step that is not above all committed ones. "newer" writes it, and
         the steps from it on that were there do not count any more, as after a rollback. They are
         removed as soon as two others count; see [Note: branches] in `checkpoint.directory`.
-      replicas: "apart" while replicas have values of their own, as with `local_sgd`; each is saved.
+      replicas: "independent" while replicas have values of their own, as with `local_sgd`; each is
+        saved.
       keep: how many of the newest steps are kept, at least 2; None keeps all.
       keep_every: steps that are a multiple of it are kept, too.
 

@@ -14,7 +14,7 @@ from mics_fn.checkpoint import manifest
 from mics_fn.collectives import Codec, checksum
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Groups
-from mics_fn.offload import Hold, in_file, is_coded, read
+from mics_fn.offload import ReadLock, in_file, is_coded, read
 from mics_fn.optim import TrainState, by_leaf
 from mics_fn.shards import Bucket, Nothing, Tied, homes_of, is_leaf, pieces
 from mics_fn.tree import Tree
@@ -118,7 +118,7 @@ class _Reader:
     verb: str
     homes: Mapping[Bucket, Groups]
     found: Contents
-    apart: bool
+    independent: bool
 
     def take(self, name: str, leaf: Any) -> None:
         """Sort one leaf."""
@@ -150,7 +150,7 @@ class _Reader:
             text = f"{self.verb}: {name} is cut in {bucket.parts}, here {tuple(data.shape)}"
             fix = "pass the groups that the tree was sharded with"
             raise PlanError(f"{text}; its groups have {route.size} ranks", fix=fix)
-        how: Any = (home, home.replicas.rank, home.num_replicas) if self.apart else (home,)
+        how: Any = (home, home.replicas.rank, home.num_replicas) if self.independent else (home,)
         codec: Codec | None = bucket.codes
         if codec is None or not is_coded(leaf.data):
             self.found.pieces[name] = LocalPiece(data, piece.origin, leaf.shape, *how)
@@ -173,7 +173,7 @@ def contents_of(verb: str, state: Tree, groups: Any, replicas: manifest.Replicas
     """
     homes = homes_by_bucket(verb, state, groups)
     found = Contents(main_home(verb, groups, homes))
-    reader = _Reader(verb, homes, found, replicas == "apart")
+    reader = _Reader(verb, homes, found, replicas == "independent")
     plain = by_leaf(state)
     tree.refuse_equal_paths(verb, plain, "", is_leaf)
     leaves = tree.flatten(plain, is_leaf)[0]
@@ -238,8 +238,9 @@ def copied(tensors: Mapping[K, Tensor]) -> AbstractContextManager[dict[K, Tensor
     On an accelerator the copies are queued on the current stream, in front of whatever changes
     the tensors next, and the block waits for them, not the caller.
     """
-    far: dict[K, Any] = {name: x for name, x in tensors.items() if in_file(x)}
-    hold, near = Hold(far.values()), {k: x for k, x in tensors.items() if k not in far}
+    in_files: dict[K, Any] = {name: x for name, x in tensors.items() if in_file(x)}
+    lock = ReadLock(in_files.values())
+    near = {k: x for k, x in tensors.items() if k not in in_files}
     devices = {x.device for x in near.values() if _device.is_async(x.device)}
     places, end = dict[K, int](), 0
     for name, x in near.items():
@@ -267,9 +268,9 @@ def copied(tensors: Mapping[K, Tensor]) -> AbstractContextManager[dict[K, Tensor
         try:
             for event in events:
                 event.synchronize()
-            yield {k: far[k].mapped() if k in far else copies[k] for k in order}
+            yield {k: in_files[k].mapped() if k in in_files else copies[k] for k in order}
         finally:
-            hold.release()
+            lock.release()
             if len(memory) > len(FREE.get(device.type, ())):
                 FREE[device.type] = memory
 

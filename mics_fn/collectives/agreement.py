@@ -24,7 +24,7 @@ from torch import Tensor
 from mics_fn.collectives.levels import collect
 from mics_fn.errors import DesyncError, MicsError, by_value, disagreement
 from mics_fn.groups import Failure, Groups, GroupState, Home, failure_of
-from mics_fn.schedules import NEWS
+from mics_fn.schedules import CHANGES
 from mics_fn.store import later
 from mics_fn.tree import digest, flatten
 
@@ -217,21 +217,21 @@ class Parts:
     def __init__(self, homes: Sequence[Groups] = (), *, sends: bool = False) -> None:
         self._sends = sends
         self.error: Exception | None = None  # of this rank
-        self.told = False  # whether another rank has failed
-        self.left = False  # whether this rank has therefore left something out
+        self.others_failed = False  # whether another rank has failed
+        self.skipped = False  # whether this rank has therefore left something out
         self._keys: dict[GroupState, str] = {}  # in the store, written by a rank that fails
         self._new = True
-        for life in dict.fromkeys(home.life for home in homes):
-            if len(life.ranks) > 1:
-                life.works += 1
-                self._keys[life] = f"{life.key}/parts/{life.works}"
-                life.listeners.append(self._listen)
+        for state in dict.fromkeys(home.state for home in homes):
+            if len(state.ranks) > 1:
+                state.works += 1
+                self._keys[state] = f"{state.key}/parts/{state.works}"
+                state.listeners.append(self._listen)
 
-    def _listen(self, store: Any, news: bool) -> None:
+    def _listen(self, store: Any, changed: bool) -> None:
         """Called by the monitor at each tick, with its own connection to the store."""
-        news, self._new = news or self._new, False
-        if news and any(store.check([key]) for key in self._keys.values()):
-            self.told = True
+        changed, self._new = changed or self._new, False
+        if changed and any(store.check([key]) for key in self._keys.values()):
+            self.others_failed = True
 
     def part(self, work: Callable[[], R]) -> R | None:
         """Do one part by itself, which sends nothing.
@@ -239,8 +239,8 @@ class Parts:
         Returns:
           What it gives; None if some rank has failed and all go on to the last part.
         """
-        self.hear()
-        if self.left or self.error is not None:
+        self.check_others()
+        if self.skipped or self.error is not None:
             return None
         try:
             return work()
@@ -250,30 +250,30 @@ class Parts:
             self.fail(error)
             return None
 
-    def hear(self) -> None:
+    def check_others(self) -> None:
         """Leave the block if another rank has failed; called where nothing is half done."""
-        if self.told:
-            self.left = True
+        if self.others_failed:
+            self.skipped = True
             if not self._sends:
-                raise _Left
+                raise _Skipped
 
     def fail(self, error: Exception) -> None:
         """Record the error of this rank, and report it to the others."""
         if self.error is not None:
             return
         self.error = error
-        for life, key in self._keys.items():
-            if life.job.store is not None:
-                later(life.job.store, "set", key, "")
-                later(life.job.store, "add", NEWS, 1)
+        for state, key in self._keys.items():
+            if state.job.store is not None:
+                later(state.job.store, "set", key, "")
+                later(state.job.store, "add", CHANGES, 1)
 
     def end(self) -> None:
         """Stop listening."""
-        for life in self._keys:
-            life.listeners.remove(self._listen)
+        for state in self._keys:
+            state.listeners.remove(self._listen)
 
 
-class _Left(MicsError):
+class _Skipped(MicsError):
     """Raised inside `in_parts` if another rank has failed."""
 
 
@@ -288,7 +288,7 @@ def in_parts(what: str, groups: Sequence[Groups], *, sends: bool = False) -> Ite
         `Parts.part`, which notes an error until the end of the block.
 
     Yields:
-      A `Parts`. A block that sends nothing calls its `hear` or `part` now and then.
+      A `Parts`. A block that sends nothing calls its `check_others` or `part` now and then.
 
     Raises:
       PeerFileError: a file of another rank failed; it names the same file and leaf. The groups
@@ -303,7 +303,7 @@ def in_parts(what: str, groups: Sequence[Groups], *, sends: bool = False) -> Ite
     parts = Parts(homes, sends=sends)
     try:
         yield parts
-    except _Left:
+    except _Skipped:
         pass
     except Exception as found:
         parts.fail(found)
@@ -311,24 +311,24 @@ def in_parts(what: str, groups: Sequence[Groups], *, sends: bool = False) -> Ite
         parts.end()
     error, parts.error = parts.error, None
     try:
-        if error is None or all(home.life.failed is None for home in homes):
-            told = _compared(what, homes, error, left=parts.left)
-            error = error or told
+        if error is None or all(home.state.failed is None for home in homes):
+            others = _compared(what, homes, error, skipped=parts.skipped)
+            error = error or others
         if error is not None:
             raise error
     finally:
-        error = told = None  # else it would refer to itself, and keep what the block has made
+        error = others = None  # else it would refer to itself, and keep what the block has made
 
 
 def _compared(
-    what: str, homes: Sequence[Groups], error: Exception | None, *, left: bool
+    what: str, homes: Sequence[Groups], error: Exception | None, *, skipped: bool
 ) -> Exception | None:
     """Exchange errors between ranks; return the error that ranks without one raise."""
     found, lost = dict[int, Any](), list[Groups]()
     for home in homes:
         if home.partition_size * home.num_replicas > 1:
             said = None if error is None else asdict(failure_of(error, home.rank, final=False))
-            mine = json.dumps({"failed": said, "left": left}).encode()
+            mine = json.dumps({"failed": said, "left": skipped}).encode()
             answers = {rank: json.loads(x) for rank, x in collect_bytes(home, mine).items()}
             found |= answers
             lost += [home] if any(each["failed"] for each in answers.values()) else []
@@ -347,7 +347,7 @@ def _compared(
 def _verdict(what: str, found: dict[int, Any], failed: dict[int, Failure]) -> Exception:
     """The error of the ranks that have none of their own: of a file, if one has failed."""
     for rank, failure in failed.items():
-        if failure.stored is not None:
+        if failure.file_error is not None:
             text = f"{what}: rank {rank} failed: {failure.text}"
             return replace(failure, text=text).error("", ends=False)
     fix = "pass the same arguments on every rank, and files that every rank can read"

@@ -101,7 +101,7 @@ class Codec:
         """Values as bytes.
 
         Args:
-          x: (*batch, n) of float32, bfloat16, float16 or float64; rows are encoded apart.
+          x: (*batch, n) of float32, bfloat16, float16 or float64; each row by itself.
           out: the bytes are written to it; uint8 (*batch, nbytes(n)), in other memory.
 
         Returns:

@@ -363,22 +363,22 @@ def start_all_gather(
 def start_fetch(
     route: Route,
     chunk: Tensor,
-    held: Tensor | None,
+    outer_out: Tensor | None,
     out: Tensor | None,
     what: What,
-    bring: Task | None = None,
+    fetch: Task | None = None,
 ) -> Pending:
     """Start to gather a bucket, and keep what the outer levels gave; see [Note: placements].
 
     Args:
-      route: the levels; what is gathered over the first `hold` of them goes to `held`.
+      route: the levels; what is gathered over the first `outer_params` goes to `outer_out`.
       chunk: this rank's chunk, contiguous and 1D.
-      held: memory for that, in the dtype that is sent; None if `hold` is 0. A later fetch passes
-        the kept memory as `chunk` and as `held`, and gathers over the inner levels only.
-      out: 1D, memory for the whole bucket, in the dtype that is sent; None if `held` or `chunk` is
-        the whole bucket.
+      outer_out: memory for that, in the dtype that is sent; None for 0 levels. A later fetch passes
+        the kept memory as `chunk` and as `outer_out`, and gathers over the inner levels only.
+      out: 1D, memory for the whole bucket, in the dtype that is sent; None if `outer_out` or
+        `chunk` is the whole bucket.
       what: as for `Pending`.
-      bring: where the chunk lies elsewhere, what copies it to its part of the first of these two,
+      fetch: where the chunk is placed, what copies it to its part of the first of these two,
         before anything is sent.
 
     Returns:
@@ -386,23 +386,23 @@ def start_fetch(
 
     Communication: as `start_all_gather`.
     """
-    outer, inner = route.split(route.hold)
+    outer, inner = route.split(route.outer_params)
     parts, comms, keep = list[tuple[Route, Tensor]](), list[Comm](), [chunk]
-    for levels, target in ((outer, held), (inner, out)):
+    for levels, target in ((outer, outer_out), (inner, out)):
         if target is not None and target is not chunk:
             parts.append((levels, target))
             comms += gather_comms(levels, chunk)
             keep.append(target)
-    if bring is not None and parts:
-        comms.insert(0, bring.comm)
+    if fetch is not None and parts:
+        comms.insert(0, fetch.comm)
 
     def steps() -> Steps:
         mine = chunk
         for route, target in parts:
             view = target.view(route.size, target.numel() // route.size)
-            if mine is chunk and bring is not None:
+            if mine is chunk and fetch is not None:
                 mine = view[route.chunk]
-                yield bring.to(mine)
+                yield fetch.to(mine)
             elif mine.dtype != target.dtype or route.size == 1:
                 mine = view[route.chunk].copy_(mine)  # cast before sending
             yield from gather_steps(route, mine, view)
@@ -576,13 +576,13 @@ class SentCodes:
 
     Args:
       wire: what travels, and on which levels of the route.
-      route: the levels. What is gathered over the first `hold` of them is kept: as codes if further
-        levels send codes, else as values, which the caller keeps.
+      route: the levels. What is gathered over the first `outer_params` of them is kept: as codes
+        if further levels send codes, else as values, which the caller keeps.
       pool: has the memory, which `release` gives back.
       numel: elements of a chunk.
       mine: the codes of this rank's chunk, in memory that belongs to somebody else.
-      coming: a stand-in for the chunk while it lies elsewhere: the first gather brings it and fills
-        `mine`. None once `mine` has the codes.
+      chunk_to_fetch: a stand-in for the chunk while it is placed: the first gather fetches it,
+        fills `mine`. None once `mine` has the codes.
 
     Memory: the codes of all chunks that are kept.
     """
@@ -594,15 +594,15 @@ class SentCodes:
         pool: Buffers,
         numel: int,
         mine: Tensor,
-        coming: Tensor | None = None,
+        chunk_to_fetch: Tensor | None = None,
     ) -> None:
         self.codec, self.count, self.pool = wire.codec, wire.levels(route), pool
         self.numel, self.device, self.mine = numel, mine.device, mine
-        self.coming = coming
-        self._own: list[Tensor] = []  # what it has taken from the pool, but for `held`
-        held = route.split(route.hold)[0].size if self.count > route.hold else 1
-        self.held = self.room(held) if held > 1 else None
-        self.sent = False  # whether the chunks that are held were gathered
+        self.chunk_to_fetch = chunk_to_fetch
+        self._own: list[Tensor] = []  # what it has taken from the pool, but for `outer_out`
+        count = route.split(route.outer_params)[0].size
+        self.outer_out = self.room(count) if self.count > route.outer_params and count > 1 else None
+        self.sent = False  # whether the chunks of the outer levels were gathered
 
     @classmethod
     def of(cls, wire: Wire, route: Route, chunk: Tensor, pool: Buffers) -> "SentCodes":
@@ -624,37 +624,36 @@ class SentCodes:
     def encode(self, chunk: Tensor) -> None:
         """Make the codes, of this rank's chunk on the device."""
         encode_to(self.codec, chunk, self.mine)
-        self.coming = None
+        self.chunk_to_fetch = None
 
     def room(self, count: int) -> Tensor:
         """Memory for the codes of so many chunks, 1D."""
-        nbytes = count * self.codec.nbytes(self.numel)
-        return self.pool.take((nbytes,), torch.uint8, self.device)
+        return self.pool.take((count * self.codec.nbytes(self.numel),), torch.uint8, self.device)
 
     def release(self) -> None:
         """Give the memory back, once no gather reads it any more."""
-        for codes in (*self._own, *([] if self.held is None else [self.held])):
+        for codes in (*self._own, *([] if self.outer_out is None else [self.outer_out])):
             self.pool.give(codes)
 
 
 def start_coded_gather(
     route: Route,
     codes: SentCodes,
-    held: Tensor | None,
+    outer_out: Tensor | None,
     out: Tensor | None,
     what: What,
-    bring: Task | None = None,
+    fetch: Task | None = None,
 ) -> Pending:
     """Start to gather a bucket as codes on the outer levels, and as values on the others.
 
     Args:
       route: the levels.
       codes: of this rank's chunk.
-      held: 1D, memory for the values that meet over the first `hold` levels, in the dtype that is
-        sent; None if these are kept as codes, or if `hold` is 0.
-      out: 1D, memory for the whole bucket, in the dtype that is sent; None if `held` is that.
+      outer_out: 1D, memory for the values that meet over the first `outer_params` levels, in the
+        dtype that is sent; None if these are kept as codes, or for 0 levels.
+      out: 1D, memory for the whole bucket, in the dtype that is sent; None if `outer_out` is that.
       what: as for `Pending`.
-      bring: where the chunk lies elsewhere and no codes were made yet, what copies it to memory on
+      fetch: where the chunk is placed and no codes were made yet, what copies it to memory on
         the device, with zeros as its padding.
 
     Returns:
@@ -664,32 +663,33 @@ def start_coded_gather(
       codes are kept are left out when they are sent again.
 
     Memory: the codes of the chunks that meet over the coded levels, until they are decoded; before
-      that the chunk that `bring` copies, until it is encoded.
+      that the chunk that `fetch` copies, until it is encoded.
     """
     coded, plain = route.split(codes.count)
-    first, later = coded.split(route.hold if codes.held is not None else 0)
-    gathers = [] if codes.sent or codes.held is None else [(first, codes.mine, codes.held)]
-    mine = codes.mine if codes.held is None else codes.held
+    first, later = coded.split(route.outer_params if codes.outer_out is not None else 0)
+    kept = codes.outer_out
+    gathers = [] if codes.sent or kept is None else [(first, codes.mine, kept)]
+    mine = codes.mine if kept is None else kept
     every = codes.room(coded.size) if later.size > 1 else mine
     gathers += [(later, mine, every)] if later.size > 1 else []
     codes.sent = True
     both = [(plain, out)]
-    if held is not None:  # the levels that send values, up to those that are held and behind them
-        before, behind = plain.split(route.hold - codes.count)
-        both = [(before, held), (behind, out)]
+    if outer_out is not None:  # the levels that send values, up to `outer_params` and behind them
+        before, behind = plain.split(route.outer_params - codes.count)
+        both = [(before, outer_out), (behind, out)]
     values = [(levels, target) for levels, target in both if target is not None]
     comms = [comm for levels, source, _ in gathers for comm in gather_comms(levels, source)]
     comms += [comm for levels, target in values for comm in gather_comms(levels, target)]
     keep = [codes.mine, mine, every, *(target for _, target in values)]
-    chunk, near = codes.coming, None
-    if bring is not None and chunk is not None:
+    chunk, near = codes.chunk_to_fetch, None
+    if fetch is not None and chunk is not None:
         near = codes.pool.take((codes.numel,), chunk.dtype, codes.device)
-        comms.insert(0, bring.comm)
+        comms.insert(0, fetch.comm)
         keep.append(near)
 
     def steps() -> Steps:
-        if bring is not None and near is not None:
-            yield bring.to(near)
+        if fetch is not None and near is not None:
+            yield fetch.to(near)
             with _torch.without_torch_func():  # whatever advances this may be inside of it
                 codes.encode(near)
                 codes.pool.give(near)

@@ -100,7 +100,7 @@ class Collective:
         )
         comm = self.comm
         call = Stuck(comm.calls.key, number, comm.ranks, f"{self.op} over '{comm.name}'")
-        return comm.life.explained(own, wait=wait, call=call)
+        return comm.state.explained(own, wait=wait, call=call)
 
 
 Steps = Generator[Collective, None, Tensor]
@@ -158,24 +158,24 @@ class Pending:
         with self._span(parts=bool(comms)):
             self._begin()
         if reads is not None and comms:
-            _READERS[self] = _memory_of(reads), comms[0].life
+            _READERS[self] = _memory_of(reads), comms[0].state
 
     def _begin(self) -> None:
         comms = self._comms
         if not comms:
             self._start()
             return
-        life = comms[0].life
+        state = comms[0].state
         comms[0].check_open()
-        life.turns.enter()
+        state.turns.enter()
         try:
-            life.call = self._call
+            state.call = self._call
             for comm in comms:
-                comm.calls.add(self._call, partial(push_all, life))
+                comm.calls.add(self._call, partial(push_all, state))
                 self._numbers.append(comm.calls.number)
             self._start()
         finally:
-            life.turns.leave()
+            state.turns.exit()
 
     def _start(self) -> None:
         try:
@@ -186,15 +186,15 @@ class Pending:
                 return
             self.push()
             if not self.finished:  # else nobody would look at it again, and its result would stay
-                self._comms[0].life.active.append(self)
+                self._comms[0].state.active.append(self)
         except BaseException as error:  # the others think that it was started
             self._fail(error)
             raise
 
     def _run_on_streams(self) -> None:
         """See [Note: streams]."""
-        if self._comms and self._comms[0].life.standing:  # no wait on the host would find out
-            self._comms[0].life.check(self.stuck)
+        if self._comms and self._comms[0].state.standing:  # no wait on the host would find out
+            self._comms[0].state.check(self.stuck)
         with _device.keep_stream(self._device):
             if self._comms:
                 _device.follow(self._comms[0].stream(self._device), self._device)
@@ -202,7 +202,7 @@ class Pending:
                 self._advance()
             self.ready = _device.record(self._device)
             for comm in self._comms[:1]:
-                comm.life.ready = self.ready
+                comm.state.ready = self.ready
 
     def push(self) -> bool:
         """Advance as far as possible without waiting; returns whether anything changed."""
@@ -261,7 +261,7 @@ class Pending:
             if self in comm.queue:
                 comm.queue.remove(self)
         for comm in self._comms[:1]:
-            comm.life.fail(error)
+            comm.state.fail(error)
 
     @property
     def stuck(self) -> list[Stuck]:
@@ -269,17 +269,17 @@ class Pending:
         first = max(0, self.level - 1)  # the level that is in flight, and those behind it
         op = "a call" if self._in_flight is None else self._in_flight.op
         what = f"({call_text(self._call)})"
-        left = list(zip(self._comms, self._numbers, strict=True))[first:]
+        waited = list(zip(self._comms, self._numbers, strict=True))[first:]
         return [
             Stuck(comm.calls.key, number, comm.ranks, f"{op} over '{comm.name}' {what}")
-            for comm, number in left
+            for comm, number in waited
         ]
 
     def check_time(self, waited_s: float) -> None:
         """Give up and raise if the collective in flight has exceeded its timeout."""
         in_flight = self._in_flight
         if in_flight is not None and waited_s > in_flight.comm.timeout_s:
-            error = in_flight.comm.life.late(in_flight.timed_out(), self.stuck)
+            error = in_flight.comm.state.timeout_error(in_flight.timed_out(), self.stuck)
             self._fail(error)
             raise error
 
@@ -330,8 +330,8 @@ class Pending:
     def _awaited(self) -> str:
         """The communicator of the level that is in flight, or else of the next one or the last."""
         waits = self._in_flight is not None and not self._in_flight.done()
-        left = self._comms[self.level - waits :] or self._comms[-1:]
-        return left[0].name if left else ""
+        waited = self._comms[self.level - waits :] or self._comms[-1:]
+        return waited[0].name if waited else ""
 
     def __del__(self) -> None:
         # Buffers must outlive the transfer even if nobody waits for the result.
@@ -339,18 +339,18 @@ class Pending:
             _device.wait(self._device, self.ready)
 
 
-def push_all(life: GroupState) -> bool:
+def push_all(state: GroupState) -> bool:
     """Advance every collective in flight without waiting; returns whether anything changed."""
-    if not life.active:
+    if not state.active:
         return False
     moved = False
-    life.turns.enter()
+    state.turns.enter()
     try:
-        for pending in list(life.active):
+        for pending in list(state.active):
             moved |= pending.push()
-        life.active[:] = [pending for pending in life.active if not pending.finished]
+        state.active[:] = [pending for pending in state.active if not pending.finished]
     finally:
-        life.turns.leave()
+        state.turns.exit()
     return moved
 
 
@@ -359,35 +359,35 @@ def _poll(pending: Pending, levels: int, kind: str = "") -> None:
 
     It sleeps in between, so that Ctrl-C works at once.
     """
-    life = pending._comms[0].life
+    state = pending._comms[0].state
     pending._comms[0].check_open()
-    life.turns.enter()
+    state.turns.enter()
     since = stalled = time.monotonic()
-    looked, patience = False, max(_STALL_S, _STALL_S_PER_RANK * len(life.ranks))
+    polled, patience = False, max(_STALL_S, _STALL_S_PER_RANK * len(state.ranks))
     try:
         while True:
-            if push_all(life):
+            if push_all(state):
                 since = stalled = time.monotonic()
             if pending.passed(levels) or (kind and pending.kind != kind):
                 return
-            if not life.active:
+            if not state.active:
                 raise CollectiveError("this wait cannot end: the collective failed before")
             now = time.monotonic()
-            if life.standing:
-                life.check(pending.stuck, now - since)
+            if state.standing:
+                state.check(pending.stuck, now - since)
             if now - stalled > patience:
-                stalled, looked = now, True
-                life.idle.waits(pending.stuck)
-                life.channel.look(pending.stuck, made())
+                stalled, polled = now, True
+                state.idle.waits(pending.stuck)
+                state.channel.poll_peers(pending.stuck, made())
             interrupts.give_way(now - since)
-            for each in life.active:
+            for each in state.active:
                 each.check_time(now - since)
             # Sleep in proportion to the wait so far, so that polling costs little time and delay.
             time.sleep(min(_LONGEST_SLEEP_S, max(_SHORTEST_SLEEP_S, (now - since) / 25)))
     finally:
-        life.turns.leave()
-        if looked:
-            life.channel.moved()
+        state.turns.exit()
+        if polled:
+            state.channel.moved()
 
 
 # Which memory gathers under way still read, so that nobody overwrites it.
@@ -398,9 +398,9 @@ _READERS: WeakKeyDictionary[Pending, tuple[int, GroupState]] = WeakKeyDictionary
 def finish_readers(written: Sequence[Tensor]) -> None:
     """Wait for gathers that still read memory; see [Note: memory that is still sent]."""
     storages: set[int] = set()
-    for pending, (storage, life) in list(_READERS.items()):
-        is_over = pending.finished and pending.ready is None
-        if is_over or life.closed or life.failed is not None:
+    for pending, (storage, state) in list(_READERS.items()):
+        has_ended = pending.finished and pending.ready is None
+        if has_ended or state.closed or state.failed is not None:
             continue
         storages = storages or set(map(_memory_of, written))
         if storage in storages:

@@ -27,7 +27,7 @@ from mics_fn.deferred.live import LiveBuckets, sizes_of
 from mics_fn.deferred.reduction import Reduction
 from mics_fn.deferred.tensor import Deferred, Geometry, from_dynamo
 from mics_fn.errors import LeafError, PlanError
-from mics_fn.groups import Hierarchy, require_replicas, tell_all
+from mics_fn.groups import Hierarchy, announce_all, require_replicas
 from mics_fn.schedules import Channel, Learned, OnDemand, Run, Schedule, joined
 from mics_fn.shards import (
     Bucket,
@@ -38,14 +38,14 @@ from mics_fn.shards import (
     Sharded,
     Tied,
     TreeLayout,
-    brought,
     check_leaves,
     deal,
+    fetched_to,
     grouped,
     in_front,
-    is_elsewhere,
     is_leaf,
     linear_map,
+    must_fetch,
     needs_derivative,
     open_shards,
     pieces,
@@ -114,13 +114,13 @@ class _Join(torch.autograd.Function):
 
 def _here(tangent: Tensor, device: torch.device) -> Tensor:
     """A tangent as an output of its own, on the device."""
-    moved = brought(tangent, device)
+    moved = fetched_to(tangent, device)
     return tangent.view_as(tangent) if moved is tangent else moved
 
 
 def _standing_for(use: BucketUse, piece: Tensor) -> Tensor:
     """Return a placeholder behind `_Join`, of which only the shape is read."""
-    if not is_elsewhere(piece, use.home.device):
+    if not must_fetch(piece, use.home.device):
         return piece.view_as(piece)
     how: Any = {"dtype": piece.dtype, "device": use.home.device}
     if _torch.inside_forward_ad():  # a tangent needs the same layout, and memory
@@ -296,8 +296,7 @@ def fetch_all(live: LiveBuckets, data: Sequence[Any]) -> list[Any]:
       LeafError: torch is recording ops in order to repeat them later.
     """
     refuse_tracing()
-    inside = _torch.inside_torch_func()
-    join, fetch = (_Join, _Fetch) if inside else (_QuickJoin, _QuickFetch)
+    join, fetch = (_Join, _Fetch) if _torch.inside_torch_func() else (_QuickJoin, _QuickFetch)
     pieces: list[Sequence[Any]] = []
     joined: list[int] = []
     with _torch.without_torch_func(), torch.no_grad():  # else chunks would have no memory to send
@@ -371,7 +370,7 @@ class DeferredParams:
         if error is not None:
             self._live.abandon()
             refused = from_dynamo(error)
-            tell_all(refused or error)
+            announce_all(refused or error)
             if refused is not None:
                 raise refused from error
         elif not self._pending or self._live.run.passes:
@@ -501,7 +500,7 @@ def _memory_of(
       PlanError: a schedule names buckets that the tree lacks, or uses one that is not live.
     """
     uses: Sequence[Any] = opened.uses
-    key = tuple((use.bucket, use.missing, use.route.hold, use.away) for use in uses)
+    key = tuple((use.bucket, use.missing, use.route.outer_params, use.placed) for use in uses)
     if isinstance(schedule, OnDemand):
         return schedule, schedule.learned.setdefault(key, Learned())
     given = schedule

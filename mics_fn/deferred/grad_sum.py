@@ -101,7 +101,7 @@ class Passes:
                 self._ranks = max(self._ranks, use.home.ranks, key=len)
                 self._device = self._device or use.home.device
         self.reached = False  # whether a gradient arose on this rank
-        self._held: dict[int, list[Tensor | None]] | None = None
+        self._kept: dict[int, list[Tensor | None]] | None = None
         self._graph: Graph | None = None  # of the first pass under this policy
         self._cause = ""
 
@@ -112,24 +112,24 @@ class Passes:
         if learned.recomputes is None:
             self._graph = Graph.of(loss)
             learned.recomputes = self._graph.recomputes
-        self._held = {} if learned.recomputes else None
+        self._kept = {} if learned.recomputes else None
         differentiate(
             loss, self._variables, recomputes=learned.recomputes, retain_graph=retain_graph
         )
-        held, self._held = self._held, None
-        return held or {}
+        kept, self._kept = self._kept, None
+        return kept or {}
 
     def keeps(self, index: int, grads: Sequence[Tensor | None]) -> bool:
         """Record a bucket's gradients; return whether they are kept until the pass ends."""
-        held = self._held
-        sums = [] if held is None else held.setdefault(index, [None] * len(grads))
+        kept = self._kept
+        sums = [] if kept is None else kept.setdefault(index, [None] * len(grads))
         for i, grad in enumerate(grads):
             if grad is not None:
                 self.reached = True
-                if held is not None:
+                if kept is not None:
                     before = sums[i]
                     sums[i] = grad if before is None else before + grad
-        return held is not None
+        return kept is not None
 
     def end(self, loss: Tensor, missing: Sequence[int], *, last: bool) -> None:
         """Take note of the end of a pass, in which the `missing` buckets got no gradient.
@@ -269,8 +269,7 @@ class GradSum:
         reduction = Reduction(opened.uses, run, *kinds)
         reduction.before_last = self.before_last
         shards.forget_nonfinite(use.bucket for use in opened.uses)  # of a step that was not judged
-        passes = Passes(variables, opened.uses, run)
-        self._bound = _Bound(opened, run, variables, reduction, passes)
+        self._bound = _Bound(opened, run, variables, reduction, Passes(variables, opened.uses, run))
         return full
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
@@ -359,15 +358,16 @@ class GradSum:
         return bound.opened.rebuild({i: reduction.pieces(i) for i in reduction.totals})
 
     @property
-    def elsewhere(self) -> bool:
+    def is_placed(self) -> bool:
         """Whether some of the sum lies elsewhere than on the device."""
         return self._bound is not None and bool(self._bound.reduction.placed)
 
-    def lying(self) -> Tree:
+    def in_place(self) -> Tree:
         """`grads` with its pieces where they lie, valid until `release`: for tables of memory."""
         bound = self._complete("lying")
         bound.reduction.wait()
-        return bound.opened.rebuild({i: bound.reduction.lying(i) for i in bound.reduction.totals})
+        reduction = bound.reduction
+        return bound.opened.rebuild({i: reduction.in_place(i) for i in reduction.totals})
 
     def __grad_stream__(self) -> shards.GradStream:
         """Return the gradients for `opt_step`, which takes each bucket once its hop 2 is done.

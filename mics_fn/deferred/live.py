@@ -96,7 +96,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def codes_of(
-    use: shards.BucketUse, wire: Wire, chunk: Tensor, away: Sequence[Tensor | None] | None
+    use: shards.BucketUse, wire: Wire, chunk: Tensor, placed: Sequence[Tensor | None] | None
 ) -> SentCodes:
     """What this rank sends of a bucket in the place of values, once per run.
 
@@ -109,9 +109,9 @@ def codes_of(
       away: its pieces, by slot, where they lie elsewhere or are kept as codes.
     """
     pool, route = use.hierarchy.pools.codes, use.route
-    if away is None:
+    if placed is None:
         return SentCodes.of(wire, route, shards.zero_padding(use.bucket, route.chunk, chunk), pool)
-    row = shards.kept_row(use.bucket, route.chunk, away)
+    row = shards.kept_row(use.bucket, route.chunk, placed)
     if row is not None:
         return SentCodes(wire, route, pool, use.bucket.chunk, row)
     return SentCodes.to_be_made(wire, route, chunk, pool, use.home.device)
@@ -122,7 +122,7 @@ def task_of(use: shards.BucketUse, name: str, data: Sequence[Any]) -> Task:
     facts: Any = {"bucket": use.bucket, "chunk": use.route.chunk, "data": data}
     copied = shards.copied_to if use.gather_wire is None else shards.copied_with_zeros
     op = f"the copy of {name} from elsewhere"
-    return Task(use.hierarchy.elsewhere, op, partial(copied, **facts))
+    return Task(use.hierarchy.fetch_queue, op, partial(copied, **facts))
 
 
 class Hollow(NamedTuple):
@@ -171,25 +171,25 @@ class LiveBuckets:
         self._hollow = hollow
         # The run may outlive these buckets, so it must not refer to their buffers.
         self._name = partial(_title, names)
-        lives: dict[GroupState, None] = {}
+        states: dict[GroupState, None] = {}
         for index, use in enumerate(uses):
             self.buckets.append(GatheredBucket(index, names, stays=policy.at_once))
-            lives[use.home.life] = None
-        push = partial(_push, lives)
+            states[use.home.state] = None
+        push = partial(_push, states)
         self.run = Run(learned, policy, sizes_of(uses), channel, self._name, push)
         # The schedule that this run follows; another run may learn a new one before this run ends.
         self._schedule = learned.schedule if self.run.following else None
         self.reduction: Reduction | None = None  # of the backward pass under way
         self._chunks: dict[int, Tensor] = {}
-        self._away: dict[int, Sequence[Tensor | None]] = {}  # pieces that lie elsewhere, by slot
+        self._placed: dict[int, Sequence[Tensor | None]] = {}  # pieces that lie elsewhere, by slot
         self._versions: dict[int, int] = {}
-        self._coming: dict[int, Pending | Hollow] = {}
+        self._pending: dict[int, Pending | Hollow] = {}
         self._buffers: dict[int, Tensor] = {}
         self._arenas: dict[Buffers, Arena] = {}  # in which buffers lie, by their pool
         self._starts: tuple[int, ...] = ()  # of the fetches that the schedule has; see `Offsets`
         self._fetches = 0  # so far in this run
         self._closes, self._copies = closes and policy.at_once, dict[int, Copies]()
-        self._held: dict[int, Tensor] = {}  # see [Note: placements] in `groups.groups`
+        self._outer: dict[int, Tensor] = {}  # see [Note: placements] in `groups.groups`
         self._codes: dict[int, SentCodes] = {}  # of this rank's chunks, sent again by later fetches
         self._closed = self._ended = False
 
@@ -197,21 +197,21 @@ class LiveBuckets:
         """Take the pieces of a bucket, one per member; copied unless they form a chunk."""
         use = self.uses[index]
         slots, device = use.by_slot(pieces), pieces[0].device
-        if use.away:
-            self._away[index] = [None if x is None else x.detach() for x in slots]
-            chunk = shards.standing_for(use.bucket, use.route.chunk, self._away[index])
+        if use.placed:
+            self._placed[index] = [None if x is None else x.detach() for x in slots]
+            chunk = shards.standing_for(use.bucket, use.route.chunk, self._placed[index])
         else:
             chunk = shards.pack_chunk(use.bucket, use.route.chunk, slots, device=device).detach()
         if not chunk.numel():  # it is never fetched, which would cast it
-            device = self.device(index) if index in self._away else chunk.device
+            device = self.device(index) if index in self._placed else chunk.device
             chunk = chunk.to(device, use.bucket.compute)
-            self._away.pop(index, None)
+            self._placed.pop(index, None)
         self._chunks[index], self._versions[index] = chunk, version(chunk)
 
     def plain(self, index: int) -> list[Tensor] | None:
         """The leaves of a bucket as plain tensors, if they need no fetch; one per member."""
         use = self.uses[index]
-        if not self._closes or use.route.size > 1 or index in self._away:
+        if not self._closes or use.route.size > 1 or index in self._placed:
             return None
         copies = copies_of(use, self._chunks[index])
         if copies is None:
@@ -221,7 +221,7 @@ class LiveBuckets:
 
     def device(self, index: int) -> torch.device:
         """The device of a bucket's tensors."""
-        return self.uses[index].home.device if index in self._away else self._chunks[index].device
+        return self.uses[index].home.device if index in self._placed else self._chunks[index].device
 
     def start(self) -> None:
         """After all chunks are loaded: fetch what the policy wants before the first use."""
@@ -257,39 +257,39 @@ class LiveBuckets:
             with using:
                 for i in ids:
                     if self.buckets[i].full is None:
-                        coming = self._coming.pop(i)
-                        full = coming.wait().view(-1)
+                        pending = self._pending.pop(i)
+                        full = pending.wait().view(-1)
                         has_data = not _torch.has_no_data(full)
-                        self.buckets[i].fill(full, coming.ready, has_data=has_data)
+                        self.buckets[i].fill(full, pending.ready, has_data=has_data)
         self.ids = ids
-        push_all(self.uses[ids[0]].home.life)
+        push_all(self.uses[ids[0]].home.state)
 
     def _fetch(self, index: int) -> None:
         """Start to gather a bucket along its route: this rank sends its chunk, or codes of it."""
         use = self.uses[index]
         if self._hollow:
             empty = self._chunks[index].new_empty(use.bucket.numel, dtype=use.bucket.compute)
-            self._coming[index] = Hollow(empty)
+            self._pending[index] = Hollow(empty)
             return
-        held_numel, out_numel = self._needs(index)
-        chunk = self._held[index] if index in self._held else self._sent(index)
-        away = None if index in self._held else self._away.get(index)
-        bring = None if away is None else task_of(use, self._name(index), away)
-        if held_numel and index not in self._held:
-            self._held[index] = self._take(index, held_numel, keep=True)
+        outer_numel, out_numel = self._needs(index)
+        chunk = self._outer[index] if index in self._outer else self._sent(index)
+        placed = None if index in self._outer else self._placed.get(index)
+        fetch = None if placed is None else task_of(use, self._name(index), placed)
+        if outer_numel and index not in self._outer:
+            self._outer[index] = self._take(index, outer_numel, keep=True)
         if out_numel:
             self._buffers[index] = self._take(index, out_numel)
         self._fetches += 1
-        held, out = self._held.get(index), self._buffers.get(index)
+        outer_out, out = self._outer.get(index), self._buffers.get(index)
         if spans.watchers:
-            nbytes = sum(x.nbytes for x in (held, out) if x is not None)
-            spans.holds("gathered", (id(self), index), nbytes)
+            nbytes = sum(x.nbytes for x in (outer_out, out) if x is not None)
+            spans.resident("gathered", (id(self), index), nbytes)
         what = ("defer", "fetch", use.bucket)
         if isinstance(chunk, SentCodes):
-            bring = None if chunk.coming is None else bring
-            self._coming[index] = start_coded_gather(use.route, chunk, held, out, what, bring)
+            fetch = None if chunk.chunk_to_fetch is None else fetch
+            self._pending[index] = start_coded_gather(use.route, chunk, outer_out, out, what, fetch)
         else:
-            self._coming[index] = start_fetch(use.route, chunk, held, out, what, bring)
+            self._pending[index] = start_fetch(use.route, chunk, outer_out, out, what, fetch)
 
     def _sent(self, index: int) -> Tensor | SentCodes:
         """What this rank sends of a bucket: its chunk, or codes of it, made once in a run."""
@@ -298,19 +298,19 @@ class LiveBuckets:
         if wire is None or not moves(chunk):
             return chunk
         if index not in self._codes:
-            self._codes[index] = codes_of(use, wire, chunk, self._away.get(index))
+            self._codes[index] = codes_of(use, wire, chunk, self._placed.get(index))
         return self._codes[index]
 
     def _needs(self, index: int) -> tuple[int, int]:
         """Return the elements of the buffers that a fetch writes: of the run, and of the bucket."""
         use, chunk = self.uses[index], self._chunks[index]
-        outer, inner = use.route.split(use.route.hold)
+        outer, inner = use.route.split(use.route.outer_params)
         wire = use.gather_wire
-        as_codes = wire is not None and wire.levels(use.route) > use.route.hold
-        held = use.bucket.numel // inner.size if outer.size > 1 and not as_codes else 0
-        cast = chunk.dtype != use.bucket.compute or index in self._away
-        needed = inner.size > 1 or (not held and cast)
-        return held, use.bucket.numel if needed else 0
+        as_codes = wire is not None and wire.levels(use.route) > use.route.outer_params
+        outer_numel = use.bucket.numel // inner.size if outer.size > 1 and not as_codes else 0
+        cast = chunk.dtype != use.bucket.compute or index in self._placed
+        needed = inner.size > 1 or (not outer_numel and cast)
+        return outer_numel, use.bucket.numel if needed else 0
 
     def _offsets(self, schedule: Schedule) -> Offsets:
         """Where the fetches of a schedule lie; found once per schedule."""
@@ -329,7 +329,7 @@ class LiveBuckets:
         if _torch.has_no_data(chunk):
             return chunk.new_empty(numel, dtype=dtype)
         if keep:
-            return pools.held.take((numel,), dtype, device, exact=True)
+            return pools.outer.take((numel,), dtype, device, exact=True)
         if self._schedule is None:
             return pools.fetched.take((numel,), dtype, device)
         arena = self._arenas.get(pools.fetched)
@@ -340,9 +340,9 @@ class LiveBuckets:
 
     def _drop(self, index: int) -> None:
         with spans.span("drop", self.uses[index].bucket):
-            coming = self._coming.pop(index, None)
-            if coming is not None:  # fetched for a use that did not happen
-                coming.wait()
+            pending = self._pending.pop(index, None)
+            if pending is not None:  # fetched for a use that did not happen
+                pending.wait()
             self.buckets[index].clear()
             buffer = self._buffers.pop(index, None)
             if buffer is not None:
@@ -350,8 +350,9 @@ class LiveBuckets:
                 with _torch.without_torch_func():
                     self._arenas.get(pool, pool).give(buffer)
         if spans.watchers:
-            held = self._held.get(index)
-            spans.holds("gathered", (id(self), index), 0 if held is None else held.nbytes)
+            outer_out = self._outer.get(index)
+            nbytes = 0 if outer_out is None else outer_out.nbytes
+            spans.resident("gathered", (id(self), index), nbytes)
 
     def let_go(self, index: int) -> Tensor | None:
         """Drop a bucket whose gradients are complete in the last pass, if the schedule allows.
@@ -371,31 +372,31 @@ class LiveBuckets:
             for index in self.run.live:
                 self._drop(index)
             self._closed, self.ids = True, ()
-            schedule = self.run.settle()
+            schedule = self.run.end()
             if schedule is not None:
                 self._provide(schedule)
-            self._give_held()
+            self._give_outer()
             self._ended = True
             if self._copies:
                 self._check_copies()
             if self._chunks and _device.is_async(self.device(min(self._chunks))):
                 # A host that waits for a collective looks meanwhile; here it never waits.
-                self.run.look()
+                self.run.poll_peers()
 
     def abandon(self) -> None:
         """Give back the memory that no transfer writes to, and send nothing to other ranks."""
         self._closed, self.ids, self._copies = True, (), {}
         for index in list(self._buffers):
-            if index not in self._coming:
+            if index not in self._pending:
                 self._drop(index)
-        self._give_held()
+        self._give_outer()
 
     def _provide(self, schedule: Schedule) -> None:
         """Have the memory that the next run needs, and no more; later steps allocate none."""
         for index in schedule.fetches:
-            held, _ = self._needs(index)
-            if held and index not in self._held:
-                self._held[index] = self._take(index, held, keep=True)
+            outer_numel, _ = self._needs(index)
+            if outer_numel and index not in self._outer:
+                self._outer[index] = self._take(index, outer_numel, keep=True)
         needs = self._offsets(schedule).nbytes
         pools = {use.hierarchy.pools.fetched: i for i, use in enumerate(self.uses)}
         for pool, index in pools.items():
@@ -415,19 +416,19 @@ class LiveBuckets:
                 warnings.warn(str(error), stacklevel=2)
             self.abandon()  # no tensor of the tree is left
 
-    def _give_held(self) -> None:
-        for index in list(self._held):
-            if index not in self._coming:
-                self.uses[index].hierarchy.pools.held.give(self._held.pop(index))
-                spans.holds("gathered", (id(self), index), 0)
+    def _give_outer(self) -> None:
+        for index in list(self._outer):
+            if index not in self._pending:
+                self.uses[index].hierarchy.pools.outer.give(self._outer.pop(index))
+                spans.resident("gathered", (id(self), index), 0)
         for index in list(self._codes):
-            if index not in self._coming:
+            if index not in self._pending:
                 self._codes.pop(index).release()
 
 
-def _push(lives: Iterable[GroupState]) -> None:
-    for life in lives:
-        push_all(life)
+def _push(states: Iterable[GroupState]) -> None:
+    for state in states:
+        push_all(state)
 
 
 def _title(names: Callable[[int], Sequence[str]], index: int) -> str:
@@ -441,8 +442,8 @@ def sizes_of(uses: Sequence[Any]) -> list[int]:
     found = []
     for use in uses:
         bucket = use.bucket
-        inner = use.route.split(use.route.hold)[1].size if use.home else bucket.parts
-        made = use.away or bucket.codes is not None or bucket.compute != bucket.dtype
+        inner = use.route.split(use.route.outer_params)[1].size if use.home else bucket.parts
+        made = use.placed or bucket.codes is not None or bucket.compute != bucket.dtype
         cast = inner == bucket.parts and made
         found.append(bucket.nbytes if inner > 1 or cast else 0)
     return found

@@ -89,7 +89,7 @@ class Hops(NamedTuple):
         """
         bucket, route, others = use.bucket, use.route, use.home.replicas.size > 1
         reduce, wire, last = bucket.reduce, bucket.hop2_format, number >= passes - 1
-        outer, now = route.split(route.late if passes else 0)
+        outer, now = route.split(route.outer_grads if passes else 0)
         if not passes:
             dtype = bucket.dtype
         elif passes > 1:
@@ -171,11 +171,10 @@ def free_lease(lease: Lease) -> None:
         lease.until = partial(_device.wait, device, _device.record(device))
 
 
-def holds_in_full(key: Hashable, values: Sequence[Any]) -> None:
+def resident_in_full(key: Hashable, values: Sequence[Any]) -> None:
     """Tell watchers of full gradients that wait to be packed; of none, that they are gone."""
     if spans.watchers:
-        nbytes = sum(x.nbytes for x in values if x is not None)
-        spans.holds("gradients in full", key, nbytes)
+        spans.resident("gradients in full", key, sum(x.nbytes for x in values if x is not None))
 
 
 # The gradients of a step on their way to shards.
@@ -215,11 +214,11 @@ class Reduction:
         self.uses, self._run = uses, run
         self._micro_steps, self._sum_dtype, self._let_go = micro_steps, dtype, let_go
         self.order: list[int] = []
-        self._last_far: int | None = None
+        self._last_shared: int | None = None
         for index in run.order:
             if uses[index].bucket.trainable:
                 self.order.append(index)
-                self._last_far = self._last_far if uses[index].alone else index
+                self._last_shared = self._last_shared if uses[index].alone else index
         self.passes = 0  # that have ended
         self.totals: dict[int, list[Tensor]] = {}  # [chunk], or pieces without other ranks
         self._pendings: dict[int, list[collectives.Pending]] = {}  # by bucket, of every pass
@@ -283,7 +282,7 @@ class Reduction:
         else:
             if self._gets_room(index):
                 self._take_room(index)
-            holds_in_full((id(self), index), values)
+            resident_in_full((id(self), index), values)
             out = self._target(index, values)
             self._complete[index] = values, out
         self._issue()
@@ -344,21 +343,21 @@ class Reduction:
         # Gradients that autograd gave are apart, and kernels round ends of long tensors otherwise.
         return [x.clone() for x in found] if use.alone else found
 
-    def lying(self, index: int) -> list[Tensor]:
+    def in_place(self, index: int) -> list[Tensor]:
         """`pieces` where they lie."""
         if index not in self.placed:
             return self.pieces(index)
         use = self.uses[index]
-        chunk = self.placed[index].lying(use.bucket.chunk, use.bucket.dtype)
+        chunk = self.placed[index].in_place(use.bucket.chunk, use.bucket.dtype)
         return use.by_member(split_chunk(use.bucket, use.route.chunk, chunk))
 
     def release(self) -> None:
         """Give the memory of the gradients back, for the next step."""
         for number, (buffers, tensor, kind) in enumerate(self._given, 1):
             buffers.give(tensor)
-            spans.holds(kind, (id(self), number), 0)
+            spans.resident(kind, (id(self), number), 0)
         for index in self.totals:
-            spans.holds("gradient shards", (id(self), -1 - index), 0)
+            spans.resident("gradient shards", (id(self), -1 - index), 0)
         for placed in self.placed.values():
             placed.release()
         self._given, self.totals = [], {}
@@ -380,7 +379,7 @@ class Reduction:
     def _give_back(self, pool: Buffers, tensor: Tensor, kind: str) -> None:
         """Have memory in which gradients lie given back at the end of the step."""
         self._given.append((pool, tensor, kind))
-        spans.holds(kind, (id(self), len(self._given)), tensor.nbytes)
+        spans.resident(kind, (id(self), len(self._given)), tensor.nbytes)
 
     def _target(self, index: int, values: Sequence[Tensor | None]) -> Tensor | None:
         """Memory for the mean of the first pass; None where the ring has it."""
@@ -412,7 +411,7 @@ class Reduction:
             self._rooms = self._ring_sizes()
         sizes = self._hops[index].sizes[own is not None]
         lease = ring.lend(sizes, *self._rooms[id(ring)], device)
-        spans.holds("gradients in reductions", id(ring), ring.nbytes)
+        spans.resident("gradients in reductions", id(ring), ring.nbytes)
         lease.first = lease.first if own is None else own
         return lease
 
@@ -445,7 +444,7 @@ class Reduction:
             for n, value in zip(numels, values, strict=True)
         ]
         total = self._sum(index, hops, [x.to(hops.dtype, copy=copy) for x in flat])
-        spans.holds("gradient shards", (id(self), -1 - index), sum(x.nbytes for x in total))
+        spans.resident("gradient shards", (id(self), -1 - index), sum(x.nbytes for x in total))
 
     def _sum(self, index: int, hops: Hops, values: list[Tensor]) -> list[Tensor]:
         """Add to a bucket's total; in the last pass it becomes the mean over passes."""
@@ -466,15 +465,15 @@ class Reduction:
             if complete is not _STARTED:
                 self._run.reduce(index)
                 self._start(index, *complete)
-                holds_in_full((id(self), index), ())
+                resident_in_full((id(self), index), ())
             self._next += 1
 
     def _start(self, index: int, values: Sequence[Tensor | None], out: Tensor | None) -> None:
-        if self.last and index == self._last_far:
+        if self.last and index == self._last_shared:
             self.before_last()
         use, hops = self.uses[index], self._hops[index]
         bucket, now, sent = use.bucket, hops.now, hops.now.size > 1
-        collectives.push_all(use.home.life)
+        collectives.push_all(use.home.state)
         if index in self._leases:
             self._leases[index].until()  # else a later pass could be added to the sum first
         device = use.home.device if out is None else out.device
@@ -600,7 +599,7 @@ class _PlacedBucket:
         self, use: BucketUse, place: Place, leaf: str, host_bytes: int, nbytes: int
     ) -> None:
         self._place, self._leaf, self._device = place, tree.join("grads", leaf), use.home.device
-        self.comm = use.hierarchy.sums_elsewhere
+        self.comm = use.hierarchy.sum_queue
         self._free = use.hierarchy.pools.sums["free"].of((place, nbytes))
         self._room: Any = None  # bytes
         if self._free:
@@ -615,7 +614,7 @@ class _PlacedBucket:
             self._free.append(self._room)
         self._room = None
 
-    def lying(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def in_place(self, numel: int, dtype: torch.dtype) -> Tensor:
         """The sum, where it lies."""
         room = self._room
         if in_file(room):
@@ -625,12 +624,12 @@ class _PlacedBucket:
 
     def write(self, total: Tensor, dtype: torch.dtype) -> collectives.Task:
         """Return the task that stores a sum, in a dtype."""
-        goal = self.lying(total.numel(), dtype)
+        goal = self.in_place(total.numel(), dtype)
         return self._task("to", lambda memory: transfer(memory, goal), total)
 
     def read(self, memory: Tensor) -> collectives.Task:
         """Return the task that fetches the sum into memory of its dtype."""
-        source = self.lying(len(memory), memory.dtype)
+        source = self.in_place(len(memory), memory.dtype)
         return self._task("from", partial(transfer, source), memory)
 
     def _task(
@@ -642,7 +641,7 @@ class _PlacedBucket:
     def fetched(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Fetch the sum at the end of the step, into new memory on the device."""
         memory = torch.empty(numel, dtype=dtype, device=self._device)
-        for _ in transfer(self.lying(numel, dtype), memory):
+        for _ in transfer(self.in_place(numel, dtype), memory):
             pass
         return memory
 

@@ -135,7 +135,7 @@ class Deferred(ReadOnly):
         where = f"bucket {self._bucket.ids[0]}, {state}"
         return f"Deferred(shape={tuple(self.shape)}, {dtype_name(self.dtype)}, {where})"
 
-    def lies_in(self) -> str:
+    def where_text(self) -> str:
         """Its shape, and the bucket with some of its leaves, for error texts."""
         bucket, names = self._bucket, ", ".join(self._bucket.names()[:3])
         return (
@@ -168,7 +168,7 @@ def _plain(deferred: Deferred) -> Tensor:
     return view if deferred._cast is None else view.to(deferred._cast)
 
 
-def _bring(found: Sequence[Deferred]) -> None:
+def _fetch(found: Sequence[Deferred]) -> None:
     """Make all buckets of an op live together, so that fetching one does not drop another."""
     first = found[0]
     source, ids = first._source, first._bucket.ids
@@ -223,7 +223,7 @@ def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
             plain = [_plain(value) if type(value) is Deferred else value for value in args]
             return _own(func(*plain), (bucket,))
     found = _search((*args, *kwargs.values()), [])
-    _bring(found)
+    _fetch(found)
     args = tuple([_replace(value) for value in args])
     kwargs = {name: _replace(value) for name, value in kwargs.items()}
     return _own(func(*args, **kwargs), {d._bucket for d in found})
@@ -271,8 +271,7 @@ def _view(func: Any, args: tuple, kwargs: dict) -> Any:
             _VIEWS.clear()
         extent = offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True) if n)
         base = torch.empty(extent, dtype=dtype, device="meta").as_strided(size, stride, offset)
-        out = func(base, *args[1:], **kwargs)
-        found = _VIEWS[key] = _views(out, dtype)
+        found = _VIEWS[key] = _views(func(base, *args[1:], **kwargs), dtype)
     if not found.same_dtype:
         return _compute(func, args, kwargs)
     made = [_like(deferred, geometry) for geometry in found.geometries]

@@ -84,7 +84,7 @@ from mics_fn.groups.buffers import LEAST_RING, Arena, Buffers, Lease, lease_size
 from mics_fn.groups.communicator import Comm
 from mics_fn.groups.distributed import init_distributed
 from mics_fn.groups.environment import nccl_problems, read_launch
-from mics_fn.groups.group_state import GroupState, reports, reports_step, tell_all, withdraw_all
+from mics_fn.groups.group_state import GroupState, announce_all, reports, reports_step, withdraw_all
 from mics_fn.groups.groups import Groups, Hierarchy, Home, Route, require_replicas
 from mics_fn.groups.make import make_groups
 from mics_fn.groups.peers import Failure, failure_of

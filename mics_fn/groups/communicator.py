@@ -92,7 +92,7 @@ class Comm:
     group: Callable[[], dist.ProcessGroup] | None = field(repr=False)
     timeout_s: float
     traffic: Traffic = field(repr=False)
-    life: GroupState = field(repr=False)
+    state: GroupState = field(repr=False)
     queue: deque[Any] = field(default_factory=deque, repr=False)
     calls: Calls = field(default_factory=Calls, repr=False)
     fixed_order: bool = False
@@ -100,9 +100,9 @@ class Comm:
     _streams: dict[torch.device, torch.Stream] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of_one(cls, name: str, rank: int, life: "GroupState | None" = None) -> "Comm":
+    def of_one(cls, name: str, rank: int, state: "GroupState | None" = None) -> "Comm":
         """A communicator of this rank alone."""
-        return cls(name, (rank,), 0, None, 0.0, Traffic(), life or GroupState())
+        return cls(name, (rank,), 0, None, 0.0, Traffic(), state or GroupState())
 
     @property
     def size(self) -> int:
@@ -112,7 +112,7 @@ class Comm:
     @property
     def silent(self) -> bool:
         """Whether there are no connections yet; see [Note: coming back] in `rendezvous`."""
-        return self.life.returning
+        return self.state.rejoining
 
     @property
     def adds(self) -> str:
@@ -122,16 +122,16 @@ class Comm:
     @property
     def closed(self) -> bool:
         """Whether its groups were closed."""
-        return self.life.closed
+        return self.state.closed
 
     def check_open(self) -> None:
         """Raise GroupsError if its groups were closed or failed, even if its size is 1.
 
         The first call after they failed while this rank waited for its device raises why.
         """
-        failed, unraised = self.life.failed, self.life.unraised
+        failed, unraised = self.state.failed, self.state.unraised
         if unraised is not None and not self.closed:
-            self.life.unraised = None
+            self.state.unraised = None
             raise unraised
         if not self.closed and failed is None:
             return
@@ -139,10 +139,10 @@ class Comm:
         if self.closed:
             fix = "keep them open, or call make_groups again"
             raise GroupsError(f"{what} after its groups were closed", fix=fix)
-        if self.life.forked:
-            raise GroupsError(f"{what} in a fork of rank {self.life.rank}", fix=NO_FORK)
+        if self.state.forked:
+            raise GroupsError(f"{what} in a fork of rank {self.state.rank}", fix=NO_FORK)
         fix = "call groups = mics_fn.reset(groups), or trainer.reset(), on all ranks"
-        lines = [f"rank {self.life.rank}: {failed}"]
+        lines = [f"rank {self.state.rank}: {failed}"]
         raise GroupsError(f"{what} after its groups have failed", lines, fix)
 
     def stream(self, device: torch.device) -> torch.Stream:
@@ -158,8 +158,8 @@ class Comm:
           GroupsError: its groups are closed, torch.distributed is shut down, or its size is 1.
         """
         self.check_open()
-        if self.life.returning:
-            raise rejoin_error(f"'{self.name}' of {name_ranks(self.ranks)}", self.life.rank)
+        if self.state.rejoining:
+            raise rejoin_error(f"'{self.name}' of {name_ranks(self.ranks)}", self.state.rank)
         if self.group is None:
             what = f"'{self.name}' holds rank {self.ranks[0]} alone and has no process group"
             raise GroupsError(what, fix="skip communication where size is 1")
@@ -183,7 +183,7 @@ class Maker:
     store: Any = None  # of the job; None for a single rank
     channel: Channel = field(default_factory=Channel)  # of the partition group
     traffic: Traffic = field(default_factory=Traffic)
-    life: GroupState = field(default_factory=GroupState)
+    state: GroupState = field(default_factory=GroupState)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -197,10 +197,10 @@ class Maker:
         Raises:
           GroupsError: another rank failed, or did not finish in time.
         """
-        if len(self.ranks) == 1 or self.life.returning:
+        if len(self.ranks) == 1 or self.state.rejoining:
             yield
             return
-        store, n, key = self.store, len(self.ranks), self.life.key
+        store, n, key = self.store, len(self.ranks), self.state.key
         made, failed = f"{key}/made", f"{key}/not made"
         try:
             yield
@@ -210,13 +210,14 @@ class Maker:
             def all_made() -> bool:
                 return store.check([failed]) or store.add(made, 0) == n
 
-            if not poll(all_made, n, self.deadline, partial(self.life.check, ())):
-                late = [rank for rank in self.ranks[:1024] if not store.check([f"{made}/{rank}"])]
-                what = f"{name_ranks(late)} did not make all groups within {self.timeout_s:g} s"
-                store.compare_set(failed, "", what if late else "")
+            if not poll(all_made, n, self.deadline, partial(self.state.check, ())):
+                ranks = self.ranks[:1024]
+                missing = [rank for rank in ranks if not store.check([f"{made}/{rank}"])]
+                what = f"{name_ranks(missing)} did not make all groups within {self.timeout_s:g} s"
+                store.compare_set(failed, "", what if missing else "")
             what = store.get(failed).decode() if store.check([failed]) else ""
             if what:  # of a rank that failed because of another one, it may be
-                raise self.life.explained(GroupsError(f"make_groups: {what}", fix=_FIX), wait=True)
+                raise self.state.explained(GroupsError(f"make_groups: {what}", fix=_FIX), wait=True)
         except BaseException as error:
             what = "could not make its groups"
             if isinstance(error.__cause__, TimeoutError):
@@ -225,61 +226,61 @@ class Maker:
             if isinstance(error, PeerFailed):
                 text = first_line(error)
             later(store, "compare_set", failed, "", text)
-            self.life.abandon(error)
+            self.state.abandon(error)
             raise
 
-    def comm(self, name: str, positions: Sequence[int], *, late: bool = False) -> Comm:
+    def comm(self, name: str, positions: Sequence[int], *, lazy: bool = False) -> Comm:
         """A communicator of these positions; all of its members call this with equal arguments.
 
         Args:
           name: its purpose.
           positions: of its members, in its order.
-          late: whether its process group is made when they first communicate, and not now.
+          lazy: whether its process group is made when they first communicate, and not now.
 
         Raises:
           GroupsError: torch cannot make the process group.
         """
         members = tuple(self.ranks[position] for position in positions)
-        make = partial(self._group, name, members, late=late)
-        group = cache(make) if len(members) > 1 and not self.life.returning else None
+        make = partial(self._group, name, members, lazy=lazy)
+        group = cache(make) if len(members) > 1 and not self.state.rejoining else None
         if group is not None:
-            self.life.forgets.append(group.cache_clear)
-            if not late:
+            self.state.forgets.append(group.cache_clear)
+            if not lazy:
                 group()
         place = members.index(self.rank)
         calls = Calls(self.channel, name, members, self.timeout_s)
-        shared = {"traffic": self.traffic, "life": self.life, "calls": calls}
+        shared = {"traffic": self.traffic, "state": self.state, "calls": calls}
         comm = Comm(name, members, place, group, self.timeout_s, **shared)
-        self.life.forgets.append(comm.queue.clear)
+        self.state.forgets.append(comm.queue.clear)
         return comm
 
-    def _group(self, name: str, members: tuple[int, ...], *, late: bool) -> dist.ProcessGroup:
+    def _group(self, name: str, members: tuple[int, ...], *, lazy: bool) -> dist.ProcessGroup:
         # Groups of one purpose are disjoint, so one member tells them apart.
-        unique = f"{self.life.key}/{name}/{members[0]}"
+        unique = f"{self.state.key}/{name}/{members[0]}"
         # Waits and the monitor keep the limit, and name who is behind; torch's must not come first.
         options = {"timeout_s": 2 * self.timeout_s, "backend": self.backend, "name": unique}
         make = partial(_torch.new_group, members, **options, purpose=f"mics_fn {name}")
         try:
             if self.backend == "gloo":  # it connects the members, in C++
-                deadline = max(self.deadline, time.monotonic() + self.timeout_s * late)
+                deadline = max(self.deadline, time.monotonic() + self.timeout_s * lazy)
                 try:
-                    group = bounded(make, deadline, partial(self.life.check, ()))
+                    group = bounded(make, deadline, partial(self.state.check, ()))
                 except BaseException:
-                    _torch.leave_connection()
+                    _torch.drop_connection()
                     raise
             else:
                 group = make()
         except TimeoutError as error:
             for group in _torch.groups_named(unique):
-                self.life.own(group)
+                self.state.own(group)
             what = f"{name_ranks([self.rank])} did not make all groups within {self.timeout_s:g} s"
             raise GroupsError(f"make_groups: {what}", fix=_FIX) from error
         except PeerFailed:
             raise
         except (RuntimeError, ValueError) as error:
             failed = self._failed("make", name, members, error)
-            raise self.life.explained(failed, wait=isinstance(error, RuntimeError)) from error
-        self.life.own(group)
+            raise self.state.explained(failed, wait=isinstance(error, RuntimeError)) from error
+        self.state.own(group)
         return group
 
     def warm_up(self, comms: Iterable[Comm], device: torch.device) -> None:
@@ -297,12 +298,11 @@ class Maker:
                 try:
                     _torch.warm_up(comm.process_group(), device)
                 except RuntimeError as error:
-                    self.life.abandon(error)
+                    self.state.abandon(error)
                     raise self._failed("connect", comm.name, comm.ranks, error) from error
 
     def _failed(
         self, did: str, name: str, members: tuple[int, ...], error: Exception
     ) -> GroupsError:
         what = f"make_groups: rank {self.rank} cannot {did} '{name}' of {name_ranks(members)}"
-        first = first_line(error)
-        return GroupsError(what, [first], _FIX)
+        return GroupsError(what, [first_line(error)], _FIX)

@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from mics_fn import _device, _torch, checks, errors, spans
 from mics_fn.groups import environment
-from mics_fn.groups.rendezvous import meet_once, part_of_start, returning, some_rank_lives
+from mics_fn.groups.rendezvous import meet_once, part_of_start, rejoining, some_rank_lives
 from mics_fn.groups.store_thread import BoundedStore, StoreLost, StoreThread, bounded
 from mics_fn.groups.topology import fold_ranks
 
@@ -228,7 +228,7 @@ def _agreed_store(
         )
 
     try:
-        store = _torch.apart(bounded(connect, deadline), "mics_fn")
+        store = _torch.prefixed(bounded(connect, deadline), "mics_fn")
     except (RuntimeError, TimeoutError, OSError) as error:
         raise _no_store(launch, timeout_s, error) from error
     store_thread = StoreThread(store)
@@ -245,7 +245,7 @@ def _agreed_store(
 
     served = BoundedStore(store_thread, store, timeout_s, lost)
     try:
-        start = returning.arrive(served, rank, size, others_live)
+        start = rejoining.join(served, rank, size, others_live)
         if start is not None:
             _judge_devices({rank: mine})
             return part_of_start(store, start), True
@@ -262,8 +262,8 @@ def _no_store(launch: environment.Launch, timeout_s: float, error: Exception) ->
     where = f"{launch.master_addr}:{launch.master_port}"
     what = f"init_distributed: rank {launch.rank} cannot start with the store at {where}"
     fix = "start rank 0, or torchrun, on the host of MASTER_ADDR and with a free MASTER_PORT"
-    late = isinstance(error, TimeoutError | StoreLost) or "timed out" in first
-    return (errors.CollectiveError if late else errors.GroupsError)(
+    timed_out = isinstance(error, TimeoutError | StoreLost) or "timed out" in first
+    return (errors.CollectiveError if timed_out else errors.GroupsError)(
         errors.message(what, [first], fix)
     )
 
@@ -390,8 +390,7 @@ def device_and_backend(
             fix = "pass device='cpu', or use a torch and a driver for this device"
             raise errors.GroupsError(f"make_groups: {problem}", fix=fix)
     if not dist.is_initialized():
-        own = torch.get_default_device() if device is None else device
-        return _device.with_index(own), ""
+        return _device.with_index(torch.get_default_device() if device is None else device), ""
     config = backend or dist.get_backend_config()
     if device is None:
         device = _served_kind(config) if mesh is None else mesh.device_type

@@ -81,8 +81,7 @@ def read_launch(env: Mapping[str, str]) -> Launch | None:
             raise GroupsError(text, fix=f"let the script that it runs set {names}")
     if not _in_slurm_step(env):
         return None
-    by_step = _SLURM.size in env
-    return _launch_of(env, _SLURM if by_step else _SLURM._replace(size="SLURM_NTASKS"))
+    return _launch_of(env, _SLURM if _SLURM.size in env else _SLURM._replace(size="SLURM_NTASKS"))
 
 
 def launched_world_size(env: Mapping[str, str]) -> int:

@@ -57,7 +57,7 @@ class GroupState:
     forked: bool = False  # whether this process is a fork of the one that made them
     heartbeat_s: float = 60.0  # a rank that gives no sign for that long has failed
     timeout_s: float = 600.0  # and one that makes no call for that long while others wait for it
-    returning: bool = False  # whether this process takes a lost rank's place, until `reset`
+    rejoining: bool = False  # whether this process takes a lost rank's place, until `reset`
     processes: Mapping[int, str] = field(default_factory=dict)  # by rank, if the ranks compared it
     failed: str | None = None  # why they are finished; see [Note: failed groups]
     owned: list[dist.ProcessGroup] = field(default_factory=list)  # in the order of creation
@@ -71,18 +71,18 @@ class GroupState:
     unraised: BaseException | None = None  # why they failed, if no call of this rank raised it
     # What other ranks said of failures, by rank, first things first; the monitor sets it.
     standing: Mapping[int | None, peers.Failure] = field(default_factory=dict)
-    told: peers.Failure | None = None  # what this rank said of itself last
+    announced: peers.Failure | None = None  # what this rank said of itself last
     stands: bool = False  # whether it has not withdrawn that
     channel: Channel = field(default_factory=Channel)  # of this rank's partition group
     # Of the monitor: tell a failure; make one final (False if it was withdrawn); withdraw that of
     # this rank (False if another rank has given up because of it); look at once, which returns
     # whether some rank gives no sign at present.
     report: Callable[[peers.Failure], None] = lambda failure: None
-    settle: Callable[[peers.Failure], bool] = lambda failure: True
+    make_final: Callable[[peers.Failure], bool] = lambda failure: True
     retract: Callable[[], bool] = lambda: True
     listen: Callable[[], bool] = bool
-    left: Callable[[], None] = lambda: None  # tells the monitor that these groups are closed here
-    again: Any = None  # makes groups like these; see `make`
+    on_close: Callable[[], None] = lambda: None  # of the monitor
+    recipe: Any = None  # makes groups like these; see `make`
     follows: Any = None  # gives what took the place of these groups in a `reset`
     turns: peers.Turns = field(default_factory=peers.Turns)
     ready: Any = None  # on an accelerator, the event behind the last collective
@@ -116,10 +116,10 @@ class GroupState:
         self.owned.append(group)
         OPEN.add(self)
 
-    def hear(self, store: Any, news: bool) -> None:
+    def notify(self, store: Any, changed: bool) -> None:
         """Let those listen who wait for news; called by the monitor at each tick."""
         for listener in list(self.listeners):
-            listener(store, news)
+            listener(store, changed)
 
     def fail(self, error: BaseException, *, raised: bool = True) -> None:
         """Note why no collective on these groups can end any more; the first reason stays.
@@ -164,20 +164,20 @@ class GroupState:
 
     def _shares(self, failure: peers.Failure) -> bool:
         """Return whether this rank raised the same error, so that the other one may continue."""
-        if failure.final or self.told is None:
+        if failure.final or self.announced is None:
             return False
-        both = {failure.kind, self.told.kind} == {"interrupted"}
+        both = {failure.kind, self.announced.kind} == {"interrupted"}
         return both or any(peers.same_place(made, failure.made or {}) for made in self._raised_at)
 
     def _give_up(self, failure: peers.Failure, waits: str) -> None:
         """Raise the error of a failure, unless it was withdrawn meanwhile."""
         if self.failed is None:
             self.job.raise_reported()
-        if not failure.final and not self.settle(failure):
+        if not failure.final and not self.make_final(failure):
             return
         raise self.finish(self.first(failure).error(waits))
 
-    def late(self, error: Exception, stuck: Sequence[Stuck] = ()) -> Exception:
+    def timeout_error(self, error: Exception, stuck: Sequence[Stuck] = ()) -> Exception:
         """The error of a wait beyond `timeout_s`: of the rank that is behind, if one is known.
 
         Args:
@@ -198,8 +198,7 @@ class GroupState:
         seen = set[int | None]()
         while failure.because is not None and failure.rank not in seen:
             seen.add(failure.rank)
-            cause = failure.because if failure.because >= 0 else None
-            failure = self.standing.get(cause, failure)
+            failure = self.standing.get(failure.because if failure.because >= 0 else None, failure)
         return failure
 
     def explained(self, error: Exception, *, wait: bool, call: Stuck | None = None) -> Exception:
@@ -215,17 +214,16 @@ class GroupState:
         deadline = began + _LEARN_S * wait
         try:
             self.job.raise_reported()
-        except MicsError as told:
-            return told
+        except MicsError as reported:
+            return reported
         while len(self.ranks) > 1 and not self.closed:
             failure = next((each for each in self.standing.values() if each.final), None)
             if failure is not None:
-                cause = self.first(failure)
-                error = cause.error(str(error).partition("\n")[0])
+                error = self.first(failure).error(str(error).partition("\n")[0])
                 break
-            gone = None if call is None else self.job.closed(call)
-            if gone is not None:
-                error = gone
+            closing = None if call is None else self.job.closed(call)
+            if closing is not None:
+                error = closing
                 break
             silent, now = wait and self.listen(), time.monotonic()
             if now > deadline and not (silent and now < began + self.heartbeat_s + _LEARN_S):
@@ -236,10 +234,10 @@ class GroupState:
     def finish(self, error: Any) -> Any:
         """Report an error that ends these groups, and return it."""
         self.fail(error)
-        self.tell(error, final=True)
+        self.announce(error, final=True)
         return error
 
-    def tell(self, error: BaseException, *, final: bool, kind: str = "") -> None:
+    def announce(self, error: BaseException, *, final: bool, kind: str = "") -> None:
         """Tell the other ranks of an error of this one.
 
         Args:
@@ -247,7 +245,7 @@ class GroupState:
           final: whether these groups are finished; else the next call on them withdraws it.
           kind: of the failure; "" by the type of the error.
         """
-        if self.told is not None and self.told.final:
+        if self.announced is not None and self.announced.final:
             return
         counts = {"made": made(self.key), "issued": issued(self.key)}
         operation, leaf = "", ""
@@ -259,10 +257,10 @@ class GroupState:
         text = f"rank {self.rank} {did}: {failure.text}"
         if isinstance(error, SystemExit):
             text = f"rank {self.rank} exited, and its groups were still open"
-        self.told = replace(failure, text=text, kind=kind or failure.kind)
+        self.announced = replace(failure, text=text, kind=kind or failure.kind)
         self.job.raised = self.stands = not final
         self._raised_at.append(counts["made"])
-        self.report(self.told)
+        self.report(self.announced)
 
     def abandon(self, error: BaseException | None) -> None:
         """Give up the process groups without the other ranks; see [Note: leaving by an error].
@@ -274,8 +272,8 @@ class GroupState:
         if self.forked:
             return self._let_go()
         if error is not None:  # first: what is aborted fails elsewhere
-            peers.quietly(partial(self.tell, error, final=True))
-        tasks = self.left, self.job.depart(LEFT)
+            peers.quietly(partial(self.announce, error, final=True))
+        tasks = self.on_close, self.job.depart(LEFT)
         if self.on_device and not self.aborted:
             _device.drain(_PATIENCE_S)
         threads = [*self._abort(), *map(_started, tasks)]
@@ -296,8 +294,8 @@ class GroupState:
             error = None
         if self.closed:
             return
-        if self.stands and self.told is not None and len(self.ranks) > 1:
-            self.settle(self.told)
+        if self.stands and self.announced is not None and len(self.ranks) > 1:
+            self.make_final(self.announced)
             self.abandon(None)
         elif error is not None or self.failed is not None:
             self.abandon(error or GroupsError(self.failed or ""))
@@ -315,7 +313,7 @@ class GroupState:
         tidy = self.job.depart(how)
         groups = [group for group in self.owned if _torch.is_alive(group)]
         self._let_go()
-        peers.quietly(self.left)
+        peers.quietly(self.on_close)
         if end is peers.discard and self.on_device and not self.aborted:
             _device.drain(_GRACE_S)
             _device.lose_queued()
@@ -324,7 +322,7 @@ class GroupState:
         self.failed = None
         # These refer to what is to be freed.
         self.channel = Channel()
-        self.report, self.settle, self.listen, self.left = quiet, bool, bool, quiet
+        self.report, self.make_final, self.listen, self.on_close = quiet, bool, bool, quiet
         self.retract = lambda: True
         if groups:
             thread = threading.Thread(target=peers.free, args=(groups, tidy), daemon=True)
@@ -390,22 +388,22 @@ class GroupState:
 OPEN: set[GroupState] = set()  # what owns process groups, until it is closed
 
 
-def quiet(*told: Any) -> None:
+def quiet(*announced: Any) -> None:
     """Do nothing, in the place of a function that reported to others."""
 
 
 def end_in_fork(error: Exception) -> None:
     """Let all open groups fail in a process that was forked from a rank."""
-    for life in OPEN:
-        life.fail(error)
-        life.forked, life.turns = True, peers.Turns()
-        life.active.clear()
+    for state in OPEN:
+        state.fail(error)
+        state.forked, state.turns = True, peers.Turns()
+        state.active.clear()
     OPEN.clear()
 
 
 def never_destruct() -> None:
     """Keep torch from destructing open groups of gloo, which would wait for the other ranks."""
-    for group in [group for life in OPEN for group in life.owned]:
+    for group in [group for state in OPEN for group in state.owned]:
         if _torch.is_alive(group) and dist.get_backend(group) == "gloo":
             _torch.never_destruct(group)
 
@@ -418,17 +416,17 @@ def _started(task: Callable[[], None]) -> threading.Thread:
 
 
 @contextmanager
-def reports_step(life: GroupState, step: int) -> Iterator[None]:
+def reports_step(state: GroupState, step: int) -> Iterator[None]:
     """Context of the step with this number; its error is reported to the other ranks."""
-    life.step = step
+    state.step = step
     with reports(BaseException):
         yield
 
 
-def tell_all(error: BaseException, *, final: bool = False, kind: str = "") -> None:
-    """Report an error of this rank to the ranks of all open groups, as `GroupState.tell`."""
-    for life in list(OPEN):
-        peers.quietly(partial(life.tell, error, final=final, kind=kind))
+def announce_all(error: BaseException, *, final: bool = False, kind: str = "") -> None:
+    """Report an error of this rank to the ranks of all open groups, as `GroupState.announce`."""
+    for state in list(OPEN):
+        peers.quietly(partial(state.announce, error, final=final, kind=kind))
 
 
 @contextmanager
@@ -437,12 +435,12 @@ def reports(kind: type[BaseException]) -> Iterator[None]:
     try:
         yield
     except kind as error:
-        tell_all(error)
+        announce_all(error)
         raise
 
 
 def withdraw_all(goes_on: GroupState | None = None) -> None:
-    """Withdraw the report of `tell_all`, because this rank continues.
+    """Withdraw the report of `announce_all`, because this rank continues.
 
     Args:
       goes_on: the life of the groups on which it makes its next call; None if there are none.
@@ -450,15 +448,15 @@ def withdraw_all(goes_on: GroupState | None = None) -> None:
     Raises:
       PeerFailed: another rank of these groups has given up because of it.
     """
-    for life in list(OPEN):
-        told = life.told
-        if told is None or told.final or life.retract():
-            life.stands = False
+    for state in list(OPEN):
+        announced = state.announced
+        if announced is None or announced.final or state.retract():
+            state.stands = False
             continue
-        life.told = replace(told, final=True)
-        life.fail(told.error(""))
-        if life is goes_on:
-            raise told.error("")
+        state.announced = replace(announced, final=True)
+        state.fail(announced.error(""))
+        if state is goes_on:
+            raise announced.error("")
 
 
 # What a process that was forked from a rank may do, such as a worker of a loader.

@@ -1,8 +1,8 @@
 """`Groups`: the ranks that share a replica, and those that hold the same shard, as one value.
 
 [Note: placements] Shards are cut over all levels of a route. A run keeps what it gathered over the
-first `hold` levels until its end, and only gathers over the other levels again. Over the first
-`late` levels, gradients are reduced once per step, as the sum over its micro-steps.
+first `outer_params` levels until its end, and only gathers over the other levels again. Over the
+first `outer_grads` levels, gradients are reduced once per step, as the sum over its micro-steps.
 
 [Note: mean over more ranks] Some leaves, such as experts, live on fewer ranks than there are
 losses, and the gradient of such a leaf sums over tokens that other ranks sent. With `mean_over=n`,
@@ -54,8 +54,8 @@ class Route:
     levels: tuple[Level, ...] = ()
     coords: tuple[int, ...] = ()  # this rank's place in each level
     chunk: int = 0  # number of the chunk that this rank keeps
-    hold: int = 0  # outer levels over which a run gathers once; see [Note: placements]
-    late: int = 0  # outer levels over which gradients are reduced once per step
+    outer_params: int = 0  # outer levels over which a run gathers once; see [Note: placements]
+    outer_grads: int = 0  # outer levels over which gradients are reduced once per step
     grad_factor: float = 1.0  # see [Note: mean over more ranks]
     names: tuple[str, ...] = ()  # all levels of the topology, outermost first
 
@@ -73,8 +73,8 @@ class Route:
                     levels=self.levels[half],
                     coords=self.coords[half],
                     chunk=chunk_of(self.coords[half], self.sizes[half]),
-                    hold=0,
-                    late=0,
+                    outer_params=0,
+                    outer_grads=0,
                 )
                 for half in halves
             )
@@ -116,13 +116,12 @@ class Route:
     def facts(self) -> str:
         """Levels and placement, which must be equal on every rank, as text for digests."""
         parts = [",".join(f"{level.name}:{level.gather.size}" for level in self.levels) or "none"]
-        for what, outer in (("params", self.hold), ("grads", self.late)):
+        for what, outer in (("params", self.outer_params), ("grads", self.outer_grads)):
             if outer:
                 parts.append(f"{what} over {self.split(outer)[1].size}")
         if self.grad_factor != 1.0:
             parts.append(f"gradients times {self.grad_factor:g}")
-        adds = self.levels[0].reduce.adds if self.levels else ""
-        return " ".join(parts) + adds
+        return " ".join(parts) + (self.levels[0].reduce.adds if self.levels else "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +131,7 @@ class Pools:
     reducing: Buffers = field(default_factory=Buffers)  # full gradients, in verbs that wait
     hops: Ring = field(default_factory=Ring)  # the same, during backward
     fetched: Buffers = field(default_factory=Buffers)  # gathered buckets
-    held: Buffers = field(default_factory=Buffers)  # buckets gathered over the outer levels only
+    outer: Buffers = field(default_factory=Buffers)  # buckets gathered over the outer levels only
     # A chunk never shares a larger buffer, so an optimizer always sees it as one tensor.
     chunks: Buffers = field(default_factory=Buffers)
     codes: Buffers = field(default_factory=Buffers)  # what travels in the place of parameters
@@ -142,7 +141,7 @@ class Pools:
     @property
     def waiting_bytes(self) -> int:
         """Bytes that these pools hold between two steps."""
-        pools = (self.reducing, self.fetched, self.held, self.chunks, self.codes)
+        pools = (self.reducing, self.fetched, self.outer, self.chunks, self.codes)
         return self.hops.nbytes + sum(pool.waiting_bytes for pool in pools)
 
 
@@ -185,9 +184,9 @@ class Hierarchy:
         return self
 
     @property
-    def life(self) -> GroupState:
+    def state(self) -> GroupState:
         """The shared state of its groups."""
-        return self.partition.life
+        return self.partition.state
 
     @property
     def closed(self) -> bool:
@@ -207,26 +206,26 @@ class Hierarchy:
         return self.route.size
 
     num_replicas = 1  # it knows no other replicas
-    apart = False
+    independent = False
 
     @cached_property
     def replicas(self) -> Comm:
         """A communicator of this rank alone."""
-        return Comm.of_one("replicas", self.partition.ranks[self.partition.rank], self.life)
+        return Comm.of_one("replicas", self.partition.ranks[self.partition.rank], self.state)
 
     @cached_property
-    def elsewhere(self) -> Comm:
+    def fetch_queue(self) -> Comm:
         """Queue of copies from host memory and files: a communicator of this rank alone."""
-        return self._of_one("elsewhere")
+        return self._of_one("fetches")
 
     @cached_property
-    def sums_elsewhere(self) -> Comm:
+    def sum_queue(self) -> Comm:
         """The same for sums of gradients, since a fetch must not wait for a reduction."""
-        return self._of_one("sums elsewhere")
+        return self._of_one("fetches of sums")
 
     def _of_one(self, name: str) -> Comm:
         own = self.partition.ranks[self.partition.rank]
-        return replace(Comm.of_one(name, own, self.life), timeout_s=_DISK_TIMEOUT_S)
+        return replace(Comm.of_one(name, own, self.state), timeout_s=_DISK_TIMEOUT_S)
 
     def describe(self) -> str:
         """The facts that must be equal on every rank, as text for digests."""
@@ -290,9 +289,9 @@ class Groups:
     device: torch.device
     timeout_s: float
     traffic: Traffic
-    life: GroupState
+    state: GroupState
     mean_over: int | None = None
-    apart: bool = False
+    independent: bool = False
     agreed: set = field(default_factory=set)
     derive: Callable[[Any], Any] = _as_made
 
@@ -342,7 +341,7 @@ class Groups:
             replicas=replace(
                 self.replicas, ranks=(self.rank,), rank=0, group=None, queue=deque(), second=None
             ),
-            apart=True,
+            independent=True,
             agreed=set(),
         )
 
@@ -382,7 +381,7 @@ class Groups:
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self.life.closed
+        return self.state.closed
 
     def close(self) -> None:
         """Destroy the process groups, whose later use raises GroupsError. Closing twice is fine.
@@ -392,7 +391,7 @@ class Groups:
 
         Communication: on NCCL, all ranks of a group wait for each other and for what is under way.
         """
-        self.life.close(sys.exception())
+        self.state.close(sys.exception())
 
     def __enter__(self) -> "Groups":
         return self
@@ -403,7 +402,7 @@ class Groups:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.life.close(error)
+        self.state.close(error)
 
     def describe(self) -> str:
         """The facts that must be equal on every rank, as text for digests."""

@@ -24,7 +24,7 @@ from mics_fn.groups.group_state import GroupState, check_fork, withdraw_all
 from mics_fn.groups.groups import Groups, Hierarchy, Level, Route
 from mics_fn.groups.monitor import limit_by_default, listen, monitor
 from mics_fn.groups.peers import check_limits
-from mics_fn.groups.rendezvous import Meeting, meet_once, returning
+from mics_fn.groups.rendezvous import Meeting, meet_once, rejoining
 from mics_fn.groups.store_thread import bounded
 from mics_fn.groups.topology import FLAT, Plan, Topology, plan_groups
 from mics_fn.schedules import Channel
@@ -73,9 +73,9 @@ def _compare(found: Mapping[int, Mapping[str, str]]) -> None:
     for name in next(iter(found.values())):
         holders = errors.by_value({rank: facts[name] for rank, facts in found.items()})
         if len(holders) > 1:
-            held = [f"{value} on {errors.name_ranks(ranks)}" for value, ranks in holders]
+            texts = [f"{value} on {errors.name_ranks(ranks)}" for value, ranks in holders]
             names.append(name)
-            lines.append(f"{name}: {'; '.join(held)}")
+            lines.append(f"{name}: {'; '.join(texts)}")
     if names:
         what = f"make_groups: ranks disagree on {', '.join(names)}"
         fix = f"pass the same {'=, '.join(names)}= on every rank"
@@ -215,41 +215,41 @@ def make_groups(
     given["whole"] = whole
     problem = _problem(given, len(universe), world_size)
     here = _location(rank, None if problem else node_size, known=bool(problem or topology))
-    life = GroupState(universe, rank, whole=whole or len(universe) == world_size)
-    life.on_device, life.timeout_s = _device.is_async(chosen), 600.0 if problem else timeout_s
-    life.heartbeat_s = 60.0 if problem else heartbeat_s or limit_by_default(len(universe))
-    store, found, deadline = None, 1, time.monotonic() + life.timeout_s
+    state = GroupState(universe, rank, whole=whole or len(universe) == world_size)
+    state.on_device, state.timeout_s = _device.is_async(chosen), 600.0 if problem else timeout_s
+    state.heartbeat_s = 60.0 if problem else heartbeat_s or limit_by_default(len(universe))
+    store, found, deadline = None, 1, time.monotonic() + state.timeout_s
     try:
         before = _before(universe, rank, timeout_s) if problem is None else None
         if before is not None:
-            (life.key, found), life.returning = before, True
+            (state.key, found), state.rejoining = before, True
         elif len(universe) > 1:
             listen()
-            store = monitor.join(life, life.timeout_s)
+            store = monitor.join(state, state.timeout_s)
             spot = distributed.spot_of(chosen, alone=served_by != "gloo")
-            wait = {"timeout_s": life.timeout_s, "check": partial(life.check, ())}
+            wait = {"timeout_s": state.timeout_s, "check": partial(state.check, ())}
             mine = [_facts(given, here), here, spot]
-            returning.take_over(store, universe, rank, "make_groups")
+            rejoining.take_over(store, universe, rank, "make_groups")
             key, found = meet_once(store, universe, rank, mine, judged, verb="make_groups", **wait)
-            monitor.name(life, key)
+            monitor.name(state, key)
         if problem is not None:  # raised only now, so that ranks with other arguments raise as well
             raise problem
         wired = topology or Topology.of(len(universe), found, nodes_per_rack)
         plan = plan_groups(wired, wired.sizes[-1] if partition_size is None else partition_size)
-        maker = Maker(universe, rank, served_by, timeout_s, deadline, store, life=life)
+        maker = Maker(universe, rank, served_by, timeout_s, deadline, store, state=state)
         return _create(plan, maker, chosen, mean_over)
     except BaseException:
-        life.left()
+        state.on_close()
         raise
 
 
 def _before(ranks: Sequence[int], rank: int, timeout_s: float) -> Meeting | None:
     """Return the earlier agreement of these ranks, in a process that replaces a lost one."""
-    if not returning.rejoins:
+    if not rejoining.rejoins:
         return None
     listen()
     store = _torch.default_store()
-    ask = partial(returning.meeting, store, ranks, "make_groups")
+    ask = partial(rejoining.meeting, store, ranks, "make_groups")
     try:
         return bounded(ask, time.monotonic() + timeout_s)
     except (RuntimeError, TimeoutError) as error:
@@ -319,9 +319,9 @@ def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | Non
     """Create the groups that this rank is a member of, in the same order on every rank."""
     position = maker.ranks.index(maker.rank)
     coords, chunk, order = plan.coords(position), plan.chunk(position), plan.chunk_order(position)
-    life = maker.life
-    again = replace(maker, life=life.fresh(), store=None, channel=Channel())
-    life.again = Recipe(again, lambda made: _create(plan, made, device, mean_over), life.key)
+    state = maker.state
+    fresh = replace(maker, state=state.fresh(), store=None, channel=Channel())
+    state.recipe = Recipe(fresh, lambda made: _create(plan, made, device, mean_over), state.key)
     channel = _channel(maker, tuple(maker.ranks[at] for at in order))
     maker = replace(maker, channel=channel)
     with maker.together():
@@ -331,7 +331,7 @@ def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | Non
         )
         one_level = levels
         if len(levels) > 1:
-            flat_level = _level(maker, FLAT, order, late=True)
+            flat_level = _level(maker, FLAT, order, lazy=True)
             one_level = (replace(flat_level, reach=levels[0].name),)
         partition = maker.comm("partition", order) if len(order) == 1 else one_level[0].reduce
         partition = replace(partition, name="partition")  # in the ledger
@@ -340,7 +340,7 @@ def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | Non
     factor = 1.0 if mean_over is None else len(maker.ranks) / mean_over
     more = {"grad_factor": factor, "names": plan.topology.names}
     route = Route(levels, coords, chunk, **more)
-    if _device.is_async(device) and not life.returning:
+    if _device.is_async(device) and not state.rejoining:
         flat_reduce = [] if one_level is levels else [partition]
         maker.warm_up([*route.comms, *flat_reduce, replicas, second], device)
     replicas = replace(replicas, second=replace(second, name="replicas"))  # in the ledger
@@ -360,22 +360,22 @@ def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | Non
         device=device,
         timeout_s=maker.timeout_s,
         traffic=maker.traffic,
-        life=life,
+        state=state,
         mean_over=mean_over,
     )
 
 
-def _level(maker: Maker, name: str, positions: Sequence[int], *, late: bool = False) -> Level:
-    """A level over these positions, ordered by coordinate; `late` is for gathers."""
-    gather = maker.comm(f"gather {name}", positions, late=late)
+def _level(maker: Maker, name: str, positions: Sequence[int], *, lazy: bool = False) -> Level:
+    """A level over these positions, ordered by coordinate; `lazy` is for gathers."""
+    gather = maker.comm(f"gather {name}", positions, lazy=lazy)
     return Level(name, gather, maker.comm(f"reduce {name}", positions))
 
 
 def _channel(maker: Maker, ranks: tuple[int, ...]) -> Channel:
     """The channel of a partition group, which every wait for a collective consults."""
-    life, job_size = maker.life, len(maker.ranks)
-    channel = Channel(maker.store, life.key, ranks, maker.rank, maker.timeout_s, job_size)
-    job, life.channel = channel.job, channel
-    job.check, job.late, job.fail, job.explain = life.check, life.late, life.fail, life.explained
-    job.withdraw = partial(withdraw_all, life)
+    state, job_size = maker.state, len(maker.ranks)
+    channel = Channel(maker.store, state.key, ranks, maker.rank, maker.timeout_s, job_size)
+    job, state.channel = channel.job, channel
+    job.check, job.timeout_error = state.check, state.timeout_error
+    job.fail, job.explain, job.withdraw = state.fail, state.explained, partial(withdraw_all, state)
     return channel

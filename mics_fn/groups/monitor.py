@@ -38,9 +38,9 @@ from mics_fn import _torch
 from mics_fn.errors import GroupsError, PeerFailed
 from mics_fn.groups import peers
 from mics_fn.groups.environment import read_launch
-from mics_fn.groups.group_state import GroupState, never_destruct, tell_all
+from mics_fn.groups.group_state import GroupState, announce_all, never_destruct
 from mics_fn.groups.store_thread import BoundedStore, StoreLost, StoreThread
-from mics_fn.schedules import NEWS
+from mics_fn.schedules import CHANGES
 from mics_fn.threads import Bell, Job, Latch, start
 
 # The launcher of this process, and what becomes of a rank that has outlived it.
@@ -71,13 +71,13 @@ class Launcher:
     def __init__(self) -> None:
         self._pid = os.getppid() if was_launched(os.environ) else None
 
-    def look(self, lives: Sequence[GroupState]) -> None:
+    def check(self, states: Sequence[GroupState]) -> None:
         """End this process if it is gone; called at each tick of the monitor."""
-        if self._pid is None or not lives or os.getppid() == self._pid:
+        if self._pid is None or not states or os.getppid() == self._pid:
             return
-        text = f"the launcher of rank {lives[0].rank} (process {self._pid}) is gone"
+        text = f"the launcher of rank {states[0].rank} (process {self._pid}) is gone"
         error = GroupsError(text, fix="start the job again")
-        tell_all(error, final=True, kind="exited")
+        announce_all(error, final=True, kind="exited")
         monitor.linger()
         sys.stderr.write(f"{error}\n")
         sys.stderr.flush()
@@ -95,23 +95,23 @@ class Monitor:
     """What watches the other ranks, for all groups of this process; see [Note: signs of life]."""
 
     def __init__(self) -> None:
-        self._lives: dict[GroupState, peers.Journal] = {}
+        self._states: dict[GroupState, peers.Journal] = {}
         self._store_thread: StoreThread | None = None
         self._store: Any = None  # that the store thread is connected to
         self._peers = peers.Peers()
-        self._beats = self._rank = 0
-        self._news = ""
+        self._number = self._rank = 0
+        self._changes = ""
         self._host: tuple[int | None, str] = None, ""  # of the store: the rank, and the address
         self._own = peers.Process("", 0, "")
         self._stop, self._wake = Latch(), Bell()
         self._request: Job | None = None  # the tick that the store thread is at
         self._waited_s = 0.0  # how long it has been at it
         self._said = 0.0  # when this rank last said that it failed
-        self._again = False  # whether the journals are to be read, whatever the news
+        self._reread = False  # whether the journals are to be read, whatever the news
 
     # What groups call.
 
-    def join(self, life: GroupState, timeout_s: float, *, waits: bool = False) -> BoundedStore:
+    def join(self, state: GroupState, timeout_s: float, *, waits: bool = False) -> BoundedStore:
         """Watch the ranks of groups; returns the store for their messages.
 
         Args:
@@ -122,24 +122,24 @@ class Monitor:
         store = _torch.default_store()
         plain = isinstance(store, dist.Store)  # pyright: ignore[reportPrivateImportUsage]
         if plain and self._store is not None and store is not self._store:
-            self._lives.clear()  # groups of a torch.distributed that was shut down
+            self._states.clear()  # groups of a torch.distributed that was shut down
             self._store_thread = None
         if self._store_thread is not None and self._store_thread.lost is not None:
             self._reconnect(self._store_thread)
         elif self._store_thread is None:
             self._store_thread, self._store = StoreThread(store), store if plain else None
             self._begin(self._store_thread)
-        elif not self._lives:
+        elif not self._states:
             self._begin(self._store_thread)
-        self._rank, self._host = life.rank, _torch.store_host(store)
-        life.report, life.settle = partial(self._report, life), partial(self._settle, life)
-        life.listen, life.left = partial(self._listen, life), partial(self.leave, life)
-        life.retract = partial(self._retract, life)
-        life.standing = {} if waits else self._ended_of(dict.fromkeys(life.ranks, ""))
-        self._lives[life] = peers.Journal("")
-        failed = partial(self._store_failed, life)
+        self._rank, self._host = state.rank, _torch.store_host(store)
+        state.report, state.retract = partial(self._report, state), partial(self._retract, state)
+        state.make_final = partial(self._make_final, state)
+        state.listen, state.on_close = partial(self._listen, state), partial(self.close, state)
+        state.standing = {} if waits else self._ended_of(dict.fromkeys(state.ranks, ""))
+        self._states[state] = peers.Journal("")
+        failed = partial(self._store_failed, state)
         try:  # to connect may take long, as it looks for names of hosts
-            self._store_thread.answer(self._store_thread.ask(self._beat), timeout_s)
+            self._store_thread.answer(self._store_thread.ask(self._write_heartbeat), timeout_s)
         except StoreLost as lost:
             raise failed(lost) from None
         return BoundedStore(self._store_thread, store, timeout_s, failed)
@@ -149,56 +149,56 @@ class Monitor:
         """The name of this process, as others know it; once some groups have joined."""
         return self._own.name
 
-    def check_store(self, life: GroupState) -> None:
+    def check_store(self, state: GroupState) -> None:
         """Raise PeerFailed if the store is gone, without which these ranks cannot meet.
 
         If it only gave no answer, what it could not be told is said again.
         """
         lost = None if self._store_thread is None else self._store_thread.lost
-        if self._store_thread is None or lost is None or len(life.ranks) == 1:
+        if self._store_thread is None or lost is None or len(state.ranks) == 1:
             return
         if not lost.silent:
-            raise self._store_failed(life, lost)
+            raise self._store_failed(state, lost)
         self._reconnect(self._store_thread)
 
     def _reconnect(self, store_thread: StoreThread) -> None:
         """Reconnect to a store, and repeat the messages that it may have lost."""
         store_thread.renew()
         self._begin(store_thread)
-        for life, journal in self._lives.items():
-            if life.told is not None and life.key:
-                store_thread.ask(partial(peers.said_to_all, journal, failure=life.told))
+        for state, journal in self._states.items():
+            if state.announced is not None and state.key:
+                store_thread.ask(partial(peers.said_to_all, journal, failure=state.announced))
 
-    def gone(self, ranks: Sequence[int]) -> list[int]:
+    def dead(self, ranks: Sequence[int]) -> list[int]:
         """Return the ranks whose processes have ended and were not replaced."""
-        return self._peers.gone(ranks)
+        return self._peers.dead(ranks)
 
-    def name(self, life: GroupState, key: str, processes: Mapping[int, str] | None = None) -> None:
+    def name(self, state: GroupState, key: str, processes: Mapping[int, str] | None = None) -> None:
         """Give groups the key that all ranks agreed on, and their processes if these are known."""
         if processes is not None:  # they have met again, whatever was known of them before
-            life.standing = self._ended_of(processes)
-        journal = self._lives[life] = peers.Journal(key)
-        life.key, life.processes = key, dict(processes or {})
-        for failure in life.standing.values():
-            self._ask(partial(self._say_and_see, life, journal, failure))
+            state.standing = self._ended_of(processes)
+        journal = self._states[state] = peers.Journal(key)
+        state.key, state.processes = key, dict(processes or {})
+        for failure in state.standing.values():
+            self._ask(partial(self._say_and_see, state, journal, failure))
         self._wake.ring()
 
     def _ended_of(self, processes: Mapping[int, str]) -> dict[int | None, peers.Failure]:
         """The failures of those that have ended, of ranks which meet; see `Peers.anew`."""
         return {rank: peers.without_a_word(rank, "killed") for rank in self._peers.anew(processes)}
 
-    def leave(self, life: GroupState) -> None:
+    def close(self, state: GroupState) -> None:
         """Stop watching for these groups, which this rank has closed."""
-        if self._lives.pop(life, None) is None or self._lives:
+        if self._states.pop(state, None) is None or self._states:
             return
         self._stop.set()
         self._wake.ring()
-        self._bounded(partial(self._beat, state=peers.PARKED), None, _PARTING_S)
+        self._bounded(partial(self._write_heartbeat, status=peers.PARKED), None, _PARTING_S)
 
     def linger(self) -> None:
         """Keep the store open for a moment, if this rank hosts it, for others to read."""
         if self._said and self._host[0] == self._rank:
-            time.sleep(max(0.0, self._said + 2 * self._tick_s() - time.monotonic()))
+            time.sleep(max(0.0, self._said + 2 * self._interval_s() - time.monotonic()))
 
     def end(self) -> None:
         """Stop the threads at exit: Python must not meet one that returns from C++."""
@@ -209,34 +209,34 @@ class Monitor:
 
     # What `GroupState` calls.
 
-    def _report(self, life: GroupState, failure: peers.Failure) -> None:
-        journal = self._lives.get(life)
-        if journal is not None and life.key:
+    def _report(self, state: GroupState, failure: peers.Failure) -> None:
+        journal = self._states.get(state)
+        if journal is not None and state.key:
             self._said = time.monotonic()
             self._bounded(partial(peers.said_to_all, journal, failure=failure), None)
 
-    def _retract(self, life: GroupState) -> bool:
+    def _retract(self, state: GroupState) -> bool:
         """Withdraw this rank's error report; return False if another rank has given up."""
-        journal = self._lives.get(life)
+        journal = self._states.get(state)
         if journal is None or not self._bounded(
-            partial(peers.withdrawn, journal, rank=life.rank), True
+            partial(peers.withdrawn, journal, rank=state.rank), True
         ):
             return journal is None
-        life.standing = journal.standing
+        state.standing = journal.standing
         return True
 
-    def _settle(self, life: GroupState, failure: peers.Failure) -> bool:
+    def _make_final(self, state: GroupState, failure: peers.Failure) -> bool:
         """Make a failure final; returns False if it was withdrawn before."""
-        journal = self._lives.get(life)
+        journal = self._states.get(state)
         if journal is None:
             return True
-        return self._bounded(partial(journal.settle, rank=failure.rank), True)
+        return self._bounded(partial(journal.make_final, rank=failure.rank), True)
 
-    def _listen(self, life: GroupState) -> bool:
+    def _listen(self, state: GroupState) -> bool:
         """Have the next tick at once; whether some rank may be found silent, for `explained`."""
-        self._again = True
+        self._reread = True
         self._wake.ring()
-        return bool(self._peers.silent(life.ranks, _DOUBT_S))
+        return bool(self._peers.silent(state.ranks, _DOUBT_S))
 
     def _ask(self, call: Callable[[Any], Any]) -> None:
         if self._store_thread is not None:
@@ -252,10 +252,10 @@ class Monitor:
         except Exception:
             return default
 
-    def _store_failed(self, life: GroupState, lost: StoreLost) -> PeerFailed:
+    def _store_failed(self, state: GroupState, lost: StoreLost) -> PeerFailed:
         """The error of a call to the store that has no end."""
         error = peers.of_store(*self._host, lost).error("its store")
-        life.fail(error)
+        state.fail(error)
         return error
 
     # The threads.
@@ -263,34 +263,34 @@ class Monitor:
     def _begin(self, store_thread: StoreThread) -> None:
         self._stop.set()  # of a thread that watched with a store that was lost
         self._peers, self._own = peers.Peers(), peers.Process.own()
-        self._stop, self._request, self._news = Latch(), None, ""
+        self._stop, self._request, self._changes = Latch(), None, ""
         watch = partial(self._watch, self._stop, store_thread)
         start(threading.Thread(target=watch, name="mics_fn monitor", daemon=True))
 
     def _watch(self, stop: Latch, store_thread: StoreThread) -> None:
         last = time.monotonic()
         while not stop.is_set():
-            self._wake.wait(self._tick_s())
+            self._wake.wait(self._interval_s())
             now = time.monotonic()
-            passed_s, last = min(now - last, self._tick_s()), now
+            passed_s, last = min(now - last, self._interval_s()), now
             if stop.is_set():
                 break
-            self._tick(store_thread, passed_s)
+            self._iterate(store_thread, passed_s)
 
-    def _tick_s(self) -> float:
-        return peers.tick_s(max((len(life.ranks) for life in list(self._lives)), default=1))
+    def _interval_s(self) -> float:
+        return peers.interval_s(max((len(state.ranks) for state in list(self._states)), default=1))
 
-    def _tick(self, store_thread: StoreThread, passed_s: float) -> None:
+    def _iterate(self, store_thread: StoreThread, passed_s: float) -> None:
         """Check all ranks once for failures."""
-        launcher.look(list(self._lives))
+        launcher.check(list(self._states))
         request, self._waited_s = self._request, self._waited_s + passed_s
         if request is not None and not request.done.is_set():
-            limit_s = min((life.heartbeat_s for life in list(self._lives)), default=60.0)
+            limit_s = min((state.heartbeat_s for state in list(self._states)), default=60.0)
             if store_thread.lost is None and store_thread.connected and self._waited_s > limit_s:
                 store_thread.lost = StoreLost(f"no answer for {limit_s:g} s", silent=True)
-        for life in list(self._lives):
-            life.pass_time(passed_s)
-            life.end_blocked_waits(passed_s)
+        for state in list(self._states):
+            state.pass_time(passed_s)
+            state.end_blocked_waits(passed_s)
         if store_thread.lost is not None:
             self._all_fail(peers.of_store(*self._host, store_thread.lost))
         elif request is None or request.done.is_set():
@@ -298,46 +298,46 @@ class Monitor:
                 self._judge(request.value, passed_s)
             self._waited_s = 0.0
             self._request = store_thread.ask(self._exchange)
-        gone = self._peers.ended()
-        if gone:
-            store_thread.ask(partial(self._ended, gone))
+        dead = self._peers.ended()
+        if dead:
+            store_thread.ask(partial(self._ended, dead))
 
-    def _judge(self, beats: dict[int, str], passed_s: float) -> None:
+    def _judge(self, heartbeats: dict[int, str], passed_s: float) -> None:
         """Find the ranks that are silent."""
-        for rank, beat in beats.items():
+        for rank, heartbeat in heartbeats.items():
             peer = self._peers.setdefault(rank, peers.Peer())
-            before = peer.hear(beat, self._own, passed_s)
+            before = peer.observe(heartbeat, self._own, passed_s)
             if before:  # another process has taken its place
                 self._accuse(rank, "killed", before)
-            limits = [life.heartbeat_s for life in list(self._lives) if rank in life.ranks]
-            heard = peer.parked or peer.gone or not limits
-            if not heard and peer.is_silent(min(limits)):
-                peer.gone = True
+            limits = [state.heartbeat_s for state in list(self._states) if rank in state.ranks]
+            excused = peer.parked or peer.dead or not limits
+            if not excused and peer.is_silent(min(limits)):
+                peer.dead = True
                 self._accuse(rank, "silent")
 
     def _accuse(self, rank: int, kind: str, process: str = "") -> None:
         """Say that a rank has failed, in the journals of all groups that its process is in."""
         failure, parked = peers.without_a_word(rank, kind), self._peers[rank].parked
         process = process or self._peers[rank].name
-        for life, journal in list(self._lives.items()):
-            now = life.processes.get(rank, process)  # it may have come back into these groups
-            if rank not in life.ranks or (parked and life.key) or now != process:
+        for state, journal in list(self._states.items()):
+            now = state.processes.get(rank, process)  # it may have come back into these groups
+            if rank not in state.ranks or (parked and state.key) or now != process:
                 continue
-            if life.key:
-                self._ask(partial(self._say_and_see, life, journal, failure))
+            if state.key:
+                self._ask(partial(self._say_and_see, state, journal, failure))
             else:  # groups that are still to be made
-                life.standing = {**life.standing, rank: failure}
+                state.standing = {**state.standing, rank: failure}
 
     def _say_and_see(
-        self, life: GroupState, journal: peers.Journal, what: peers.Failure, store: Any
+        self, state: GroupState, journal: peers.Journal, what: peers.Failure, store: Any
     ) -> None:
         peers.said_to_all(journal, store, failure=what)
-        life.standing = journal.standing
+        state.standing = journal.standing
 
     def _all_fail(self, failure: peers.Failure) -> None:
-        for life in list(self._lives):
-            if failure.rank not in life.standing:
-                life.standing = {**life.standing, failure.rank: failure}
+        for state in list(self._states):
+            if failure.rank not in state.standing:
+                state.standing = {**state.standing, failure.rank: failure}
 
     # On the store thread's thread.
 
@@ -351,43 +351,43 @@ class Monitor:
         for rank in sorted(ranks, key=lambda rank: self._peers[rank].parked):
             self._accuse(rank, "killed")
 
-    def _beat(self, store: Any, state: str = "open") -> None:
-        self._beats += 1
+    def _write_heartbeat(self, store: Any, status: str = "open") -> None:
+        self._number += 1
         own = self._own
-        text = f"{self._beats} {state} {own.host} {own.pid} {own.started}"
+        text = f"{self._number} {status} {own.host} {own.pid} {own.started}"
         store.set(peers.heartbeat_of(self._rank), text)
 
     def _exchange(self, store: Any) -> dict[int, str]:
         """Write this rank's sign of life and read what others wrote; returns their signs."""
-        self._beat(store)
+        self._write_heartbeat(store)
         others = dict[int, None]()
-        for life in list(self._lives):
-            others.update(dict.fromkeys(peers.followed(life.rank, life.ranks)))
+        for state in list(self._states):
+            others.update(dict.fromkeys(peers.followed(state.rank, state.ranks)))
         known = [x for x in others if x in self._peers or store.check([peers.heartbeat_of(x)])]
-        again, self._again = self._again, False
-        if not self._news:
-            store.add(NEWS, 0)
-        before = [(life, life.processes) for life in list(self._lives)]  # signs are read
-        news, *beats = store.multi_get([NEWS, *map(peers.heartbeat_of, known)])
-        found = {rank: beat.decode() for rank, beat in zip(known, beats, strict=True)}
-        new = again or news.decode() != self._news
-        for life, journal in list(self._lives.items()):
-            if new and life.key:
+        reread, self._reread = self._reread, False
+        if not self._changes:
+            store.add(CHANGES, 0)
+        before = [(state, state.processes) for state in list(self._states)]  # signs are read
+        changes, *heartbeats = store.multi_get([CHANGES, *map(peers.heartbeat_of, known)])
+        found = {rank: x.decode() for rank, x in zip(known, heartbeats, strict=True)}
+        new = reread or changes.decode() != self._changes
+        for state, journal in list(self._states.items()):
+            if new and state.key:
                 journal.read(store)
-                life.standing = journal.standing
-            life.hear(store, new)
-            if life.key and not life.closed:
-                life.idle.exchange(store, life)
-                late = life.overdue(store)
-                if late is not None:
-                    self._say_and_see(life, journal, late, store)
-        self._news = news.decode()
-        for life, rank in (
-            (life, rank) for life, met in before for rank in peers.replaced(met, found)
+                state.standing = journal.standing
+            state.notify(store, new)
+            if state.key and not state.closed:
+                state.idle.exchange(store, state)
+                overdue = state.overdue(store)
+                if overdue is not None:
+                    self._say_and_see(state, journal, overdue, store)
+        self._changes = changes.decode()
+        for state, rank in (
+            (state, rank) for state, met in before for rank in peers.replaced(met, found)
         ):
-            if life in self._lives and rank not in life.standing:
+            if state in self._states and rank not in state.standing:
                 failure = peers.without_a_word(rank, "killed")
-                self._say_and_see(life, self._lives[life], failure, store)
+                self._say_and_see(state, self._states[state], failure, store)
         return found
 
 
@@ -431,17 +431,17 @@ def listen() -> None:
         return
     before = sys.excepthook
 
-    def tell_and_show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        tell_all(error, final=not (hasattr(sys, "ps1") or sys.flags.interactive))
+    def announce_and_show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        announce_all(error, final=not (hasattr(sys, "ps1") or sys.flags.interactive))
         before(kind, error, trace)
 
-    sys.excepthook = tell_and_show
+    sys.excepthook = announce_and_show
 
 
 def _after_cell(result: Any) -> None:
     """Report the error of a cell; the next cell may continue."""
     if result.error_in_exec is not None:
-        tell_all(result.error_in_exec)
+        announce_all(result.error_in_exec)
 
 
 @atexit.register
@@ -452,9 +452,9 @@ def _at_exit() -> None:
     """
     error = getattr(sys, "last_value", None)
     if error is None:
-        tell_all(SystemExit(), final=True, kind="exited")
+        announce_all(SystemExit(), final=True, kind="exited")
     else:
-        tell_all(error, final=True)
+        announce_all(error, final=True)
         never_destruct()
     monitor.linger()
     monitor.end()

@@ -52,7 +52,7 @@ import torch.distributed as dist
 
 from mics_fn import _torch, errors
 from mics_fn.groups.store_thread import StoreLost
-from mics_fn.schedules import NEWS, Stuck, call_text
+from mics_fn.schedules import CHANGES, Stuck, call_text
 from mics_fn.spans import LOG
 from mics_fn.store import Store
 from mics_fn.threads import start
@@ -68,7 +68,7 @@ class Turns:
         self._stepping = False  # in the thread that holds the second one
 
     def enter(self) -> None:
-        """Begin to use the communicators, until `leave`.
+        """Begin to use the communicators, until `exit`.
 
         Raises:
           GroupsError: another thread uses them.
@@ -76,7 +76,7 @@ class Turns:
         if not self._use.acquire(blocking=False):
             raise _refused()
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         """End what `enter` began."""
         self._use.release()
 
@@ -184,7 +184,7 @@ class Failure:
     issued: dict[str, int] | None = None  # those of them that were issued
     final: bool = True  # whether it cannot be withdrawn
     because: int | None = None  # it gave up because of this rank; -1: of the store
-    stored: list[str] | None = None  # of an `FileError`: file, leaf, and more of its text
+    file_error: list[str] | None = None  # of an `FileError`: file, leaf, and more of its text
 
     def lacks(self, stuck: Sequence[Stuck], missing: Sequence[int], *, made: bool) -> bool:
         """Whether this rank will never do a part of what another one waits for.
@@ -206,7 +206,7 @@ class Failure:
         at = "" if self.step is None else f"in step {self.step}"
         last = f"its last call: {self.operation}" if self.operation else ""
         own = f"this rank waits for {waits}" if waits else ""
-        path, leaf, *said = self.stored or ["", ""]
+        path, leaf, *said = self.file_error or ["", ""]
         where = [*said[:-1], ", ".join(part for part in (at, last) if part), own]
         fix = "look at its own error, then call groups = mf.reset(groups) on all ranks"
         if self.kind in ("killed", "exited", "silent"):
@@ -256,11 +256,11 @@ def failure_of(error: BaseException, rank: int, **known: Any) -> Failure:
     because = None
     if isinstance(error, errors.PeerFailed):
         because = -1 if error.rank is None else error.rank
-    stored = None
+    file_error = None
     if isinstance(error, errors.FileError):
         said = [line.strip().removeprefix("fix: ") for line in str(error).split("\n")[1:]]
-        stored = [f"{error.path}", f"{error.leaf}", *said]
-    return Failure(rank, kind, first, trace=trace, because=because, stored=stored, **known)
+        file_error = [f"{error.path}", f"{error.leaf}", *said]
+    return Failure(rank, kind, first, trace=trace, because=because, file_error=file_error, **known)
 
 
 class Journal:
@@ -301,7 +301,7 @@ class Journal:
             self._append(store, {"withdraws": rank})
         return True
 
-    def settle(self, store: Any, rank: int | None) -> bool:
+    def make_final(self, store: Any, rank: int | None) -> bool:
         """Make a failure final; False if it was withdrawn before."""
         self.read(store)
         while (known := self.standing.get(rank)) is not None:
@@ -342,7 +342,7 @@ class Journal:
 def said_to_all(journal: Journal, store: Any, failure: Failure) -> None:
     """Append a failure, and have all ranks read it."""
     if journal.say(store, failure):
-        store.add(NEWS, 1)
+        store.add(CHANGES, 1)
 
 
 def withdrawn(journal: Journal, store: Any, rank: int) -> bool:
@@ -350,7 +350,7 @@ def withdrawn(journal: Journal, store: Any, rank: int) -> bool:
     try:
         return journal.withdraw(store, rank)
     finally:
-        store.add(NEWS, 1)
+        store.add(CHANGES, 1)
 
 
 def same_place(mine: Mapping[str, int], theirs: Mapping[str, int]) -> bool:
@@ -366,14 +366,14 @@ _RANKS_PER_TICK = 64  # one store serves all ranks, so that many more of them ti
 _LEAST_TICKS = 3  # without a sign of life, before a rank is taken for lost
 
 
-def tick_s(ranks: int) -> float:
+def interval_s(ranks: int) -> float:
     """Seconds between two signs of life of a rank, in a job of so many."""
     return _TICK_S * max(1.0, ranks / _RANKS_PER_TICK)
 
 
 def least_limit_s(ranks: int) -> float:
     """The least `heartbeat_s` that is no alarm for a rank which is well, in a job of so many."""
-    return _LEAST_TICKS * tick_s(ranks)
+    return _LEAST_TICKS * interval_s(ranks)
 
 
 def check_limits(timeout_s: float, heartbeat_s: float | None, ranks: int) -> None:
@@ -387,7 +387,7 @@ def check_limits(timeout_s: float, heartbeat_s: float | None, ranks: int) -> Non
     least = least_limit_s(ranks)
     if heartbeat_s is not None and heartbeat_s < least:
         text = f"heartbeat_s={heartbeat_s!r} would take ranks for lost that are well"
-        lines = [f"signs of life come every {tick_s(ranks):g} s"]
+        lines = [f"signs of life come every {interval_s(ranks):g} s"]
         raise errors.PlanError(text, lines, f"pass at least {least:g}")
 
 
@@ -415,7 +415,7 @@ class Process:
         """A text that no other process of the job has."""
         return f"{self.host} {self.pid} {self.started}"
 
-    def is_gone(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether it has ended; only asked on its own host."""
         return _stat(self.pid)[1] != self.started
 
@@ -451,51 +451,52 @@ def heartbeat_of(rank: int) -> str:
     return f"mics_fn/beat/{rank}"
 
 
-def name_in(beat: str) -> str:
+def name_in(heartbeat: str) -> str:
     """The name of the process that wrote a sign of life."""
-    return beat.split(" ", 2)[2]
+    return heartbeat.split(" ", 2)[2]
 
 
-def replaced(processes: Mapping[int, str], beats: Mapping[int, str]) -> list[int]:
+def replaced(processes: Mapping[int, str], heartbeats: Mapping[int, str]) -> list[int]:
     """Return the ranks whose heartbeats come from another process than the one given.
 
     >>> replaced({0: "host 7 1", 1: "host 8 1"}, {0: "3 open host 7 1", 1: "1 open host 9 2"})
     [1]
     """
-    both = [rank for rank in processes if beats.get(rank)]
-    return [rank for rank in both if name_in(beats[rank]) != processes[rank]]
+    both = [rank for rank in processes if heartbeats.get(rank)]
+    return [rank for rank in both if name_in(heartbeats[rank]) != processes[rank]]
 
 
 class Peer:
     """What is known of another rank."""
 
     def __init__(self) -> None:
-        self.beat = ""  # what it wrote last
+        self.heartbeat = ""  # what it wrote last
         self.name = ""  # of the process that wrote it
         self.process: Process | None = None  # if it is on this host
         self.silent_s = 0.0
-        self.gone = False
+        self.dead = False
         self.parked = True  # whether none of its groups are open, as far as is known
 
-    def hear(self, beat: str, own: Process, tick_s: float) -> str:
+    def observe(self, heartbeat: str, own: Process, interval_s: float) -> str:
         """Take note of what it wrote, read at least a tick after the last time.
 
         Returns:
           the name of its process before, if another one took its place.
         """
-        if beat == self.beat or not beat:
-            self.silent_s += tick_s
+        if heartbeat == self.heartbeat or not heartbeat:
+            self.silent_s += interval_s
             return ""
-        before, self.name = self.name, name_in(beat)
-        _, state, host, pid, started = beat.split(" ")
+        before, self.name = self.name, name_in(heartbeat)
+        _, status, host, pid, started = heartbeat.split(" ")
         self.process = Process(host, int(pid), started) if host and host == own.host else None
-        self.beat, self.silent_s, self.parked, self.gone = beat, 0.0, state == PARKED, False
+        self.heartbeat, self.silent_s = heartbeat, 0.0
+        self.parked, self.dead = status == PARKED, False
         return before if before != self.name else ""
 
-    def parts(self, beat: str) -> None:
+    def parts(self, heartbeat: str) -> None:
         """Take note of what it wrote last, once its process has ended."""
-        if name_in(beat) == self.name:
-            self.parked = beat.split(" ", 2)[1] == PARKED
+        if name_in(heartbeat) == self.name:
+            self.parked = heartbeat.split(" ", 2)[1] == PARKED
 
     def is_silent(self, limit_s: float) -> bool:
         """Whether it has failed; one that waits for a processor is given twice the time."""
@@ -510,14 +511,14 @@ class Peers(dict[int, Peer]):
         """Mark the ranks whose processes on this host have ended as gone; return the new ones."""
         ended = []
         for rank, peer in list(self.items()):
-            if not peer.gone and peer.process is not None and peer.process.is_gone():
-                peer.gone = True
+            if not peer.dead and peer.process is not None and peer.process.has_ended():
+                peer.dead = True
                 ended.append(rank)
         return ended
 
-    def gone(self, ranks: Iterable[int]) -> list[int]:
+    def dead(self, ranks: Iterable[int]) -> list[int]:
         """Those of these ranks that are gone, and had not closed their groups before."""
-        return [x for x in ranks if x in self and self[x].gone and not self[x].parked]
+        return [x for x in ranks if x in self and self[x].dead and not self[x].parked]
 
     def anew(self, processes: Mapping[int, str]) -> list[int]:
         """Measure signs of life anew, as these ranks meet: silence before it means nothing.
@@ -528,15 +529,15 @@ class Peers(dict[int, Peer]):
         Returns:
           Those of them whose process was seen to end, with open groups.
         """
-        gone = []
+        dead = []
         for rank, process in processes.items():
             peer = self.get(rank, Peer())
-            ended = peer.process is not None and peer.process.is_gone() and not peer.parked
+            ended = peer.process is not None and peer.process.has_ended() and not peer.parked
             if ended and process in ("", peer.name):
-                gone.append(rank)
+                dead.append(rank)
             elif not ended:
-                peer.silent_s, peer.gone = 0.0, False
-        return gone
+                peer.silent_s, peer.dead = 0.0, False
+        return dead
 
     def silent(self, ranks: Iterable[int], limit_s: float) -> list[int]:
         """Those of these ranks with open groups that gave no sign for so long."""
@@ -570,7 +571,7 @@ class Idle:
         self.seconds = 0.0  # without a call, by the ticks of the monitor
         self._counts: Counts = {}
         self._waits: tuple[float, Sequence[Stuck], Sequence[int]] = (0.0, (), ())
-        self._told, self._warned = "", False
+        self._warned_of, self._warned = "", False
 
     def waits(self, stuck: Sequence[Stuck], missing: Sequence[int] = ()) -> None:
         """Note what this rank waits for: calls, or ranks whatever they have called."""
@@ -583,19 +584,19 @@ class Idle:
         self.seconds = self.seconds + passed_s if same else 0.0
         self._counts, self._warned = counts, self._warned and same
 
-    def exchange(self, store: Any, life: Any) -> None:
+    def exchange(self, store: Any, state: Any) -> None:
         """Write where this rank is if that is of interest, and warn of one that is behind."""
-        limit_s = min(life.heartbeat_s, life.timeout_s / 2)
-        text = self._text(life.step, life.call) if self.seconds > limit_s else ""
-        if text != self._told:
-            self._told = text
-            store.set(f"{life.key}/idle/{self._rank}", text)
-        if self._warned or self.seconds < limit_s + 4 * tick_s(len(self._ranks)):
+        limit_s = min(state.heartbeat_s, state.timeout_s / 2)
+        text = self._text(state.step, state.call) if self.seconds > limit_s else ""
+        if text != self._warned_of:
+            self._warned_of = text
+            store.set(f"{state.key}/idle/{self._rank}", text)
+        if self._warned or self.seconds < limit_s + 4 * interval_s(len(self._ranks)):
             return
         self._warned = True
-        failure = self.behind(store, life.key)
+        failure = self.behind(store, state.key)
         if failure and self._rank == next(rank for rank in self._ranks if rank != failure.rank):
-            text = f"{failure.text}; others wait for it up to timeout_s={life.timeout_s:g}"
+            text = f"{failure.text}; others wait for it up to timeout_s={state.timeout_s:g}"
             LOG.warning(errors.message(text, [failure.trace.replace("\n", " < ")]))
 
     def _text(self, step: int | None, call: Any) -> str:

@@ -34,10 +34,10 @@ from mics_fn.errors import PlanError
 from mics_fn.groups.communicator import Comm
 from mics_fn.groups.groups import Groups, Hierarchy
 
-Over = Literal["one", "inner", "all"]
+Span = Literal["one", "inner", "all"]
 
 # Over which ranks of a partition group parameters and gradients are sharded, by name of the scheme.
-PLACEMENTS: dict[str, tuple[Over, Over]] = {
+PLACEMENTS: dict[str, tuple[Span, Span]] = {
     "ddp": ("all", "all"),  # DistributedDataParallel: partition groups have one rank
     "zero1": ("one", "one"),  # ZeRO, Rajbhandari et al., SC 2020, arXiv:1910.02054, section 5.1
     "zero2": ("one", "all"),  # the same, section 5.2
@@ -93,12 +93,12 @@ def place(
         grads = wanted[1] if grads is None else grads
     sizes = groups.hierarchy.route.sizes
     found = {}
-    for name, size in (("params", params), ("grads", grads)):
+    for name, size in (("outer_params", params), ("outer_grads", grads)):
         inner = [prod(sizes[level:]) for level in range(len(sizes) + 1)]
         if size is not None and size not in inner:
             lines = [f"the levels of a partition group are {sizes}, outermost first"]
             fix = f"pass one of {', '.join(map(str, inner))}, or make groups with other levels"
-            raise PlanError(f"place: {name}={size} ends inside a level", lines, fix=fix)
+            raise PlanError(f"place: {name[6:]}={size} ends inside a level", lines, fix=fix)
         found[name] = 0 if size is None else inner.index(size)
     flat = {name: int(count > 0 and count == len(sizes)) for name, count in found.items()}
     if len(groups.flat.route.levels) != 1:
@@ -106,8 +106,8 @@ def place(
     return replace(
         groups,
         derive=lambda made: given(made.derived(derive)),
-        hierarchy=_routed(groups.hierarchy, hold=found["params"], late=found["grads"]),
-        flat=_routed(groups.flat, hold=flat["params"], late=flat["grads"]),
+        hierarchy=_routed(groups.hierarchy, **found),
+        flat=_routed(groups.flat, **flat),
     )
 
 
@@ -119,8 +119,8 @@ def _scheme(groups: Groups, scheme: str) -> tuple[Groups, list[int | None]]:
     if scheme == "fsdp":
         groups = replace(groups, hierarchy=groups.flat)
     sizes = groups.hierarchy.route.sizes
-    counts: dict[Over, int | None] = {"one": 1, "inner": sizes[-1] if sizes else 1, "all": None}
-    return groups, [counts[over] for over in PLACEMENTS[scheme]]
+    counts: dict[Span, int | None] = {"one": 1, "inner": sizes[-1] if sizes else 1, "all": None}
+    return groups, [counts[span] for span in PLACEMENTS[scheme]]
 
 
 def fixed_order(groups: Groups) -> Groups:

@@ -19,7 +19,7 @@ from mics_fn.errors import GroupsError, PeerFailed, disagreement, first_line, na
 from mics_fn.groups.group_state import GroupState, check_fork
 from mics_fn.groups.groups import Groups
 from mics_fn.groups.monitor import monitor
-from mics_fn.groups.rendezvous import meet, returning
+from mics_fn.groups.rendezvous import meet, rejoining
 from mics_fn.schedules import Channel
 from mics_fn.spans import LOG
 
@@ -75,12 +75,12 @@ def replaced(homes: Iterable[Groups]) -> Mapping[Groups, Groups]:
     Those that share process groups, such as placements of the same groups, share the new ones.
     """
     homes = list(dict.fromkeys(homes))
-    whose = {home.life: home for home in homes}
+    whose = {home.state: home for home in homes}
     check_fork("reset")
-    for life, home in whose.items():
-        base = _rebuilt(life, home.hierarchy.channel)
-        life.follows = partial(_like, base)
-    return {home: home.life.follows(home) for home in homes}
+    for state, home in whose.items():
+        base = _rebuilt(state, home.hierarchy.channel)
+        state.follows = partial(_like, base)
+    return {home: home.state.follows(home) for home in homes}
 
 
 def _like(base: Groups, old: Groups) -> Groups:
@@ -90,44 +90,44 @@ def _like(base: Groups, old: Groups) -> Groups:
 
 def current(home: Any) -> Any:
     """What has taken the place of groups in a `reset`, as often as there was one; else the same."""
-    while isinstance(home, Groups) and home.life.follows is not None:
-        home = home.life.follows(home)
+    while isinstance(home, Groups) and home.state.follows is not None:
+        home = home.state.follows(home)
     return home
 
 
-def _rebuilt(life: GroupState, channel: Channel) -> Groups:
+def _rebuilt(state: GroupState, channel: Channel) -> Groups:
     """Groups like those of a life, in the same place but without placements."""
-    monitor.check_store(life)
-    life.fail(GroupsError("reset was called"))
-    if life.told is not None:
-        life.settle(life.told)  # others that wait for this rank need not ask whether it goes on
-    if channel.job.key == life.again.first:  # which one that comes back looks for
+    monitor.check_store(state)
+    state.fail(GroupsError("reset was called"))
+    if state.announced is not None:
+        state.make_final(state.announced)  # others need not ask whether this rank goes on
+    if channel.job.key == state.recipe.first:  # which one that comes back looks for
         channel.job.kept = f"{channel.job.key}/verdict"
-    life.job.depart("called reset")
+    state.job.depart("called reset")
     for learned in channel.learned:
         learned.forget()
     # One that comes back knows the first groups alone, and these may have been reset since.
-    key = "" if life.returning else channel.job.key
+    key = "" if state.rejoining else channel.job.key
     for attempt in reversed(range(_ATTEMPTS)):
         try:
-            return _made_again(life, key)
+            return _remade(state, key)
         except (GroupsError, PeerFailed) as error:
             if not attempt:
                 raise
-            monitor.check_store(life)
+            monitor.check_store(state)
             LOG.info("reset: tries again after %s", first_line(error))
     raise GroupsError("reset: no attempt was left")
 
 
-def _made_again(old: GroupState, mine: str) -> Groups:
+def _remade(old: GroupState, mine: str) -> Groups:
     """New groups, once all ranks have met, who compare the key of the old ones."""
-    recipe, like = old.again, old.again.maker
-    life, deadline = like.life.fresh(), time.monotonic() + like.timeout_s
+    recipe, like = old.recipe, old.recipe.maker
+    state, deadline = like.state.fresh(), time.monotonic() + like.timeout_s
     store = None
     try:
         if len(like.ranks) > 1:
-            store = monitor.join(life, like.timeout_s, waits=True)
-            returning.take_over(store, like.ranks, like.rank, "reset")
+            store = monitor.join(state, like.timeout_s, waits=True)
+            rejoining.take_over(store, like.ranks, like.rank, "reset")
             key, processes = meet(
                 store,
                 like.ranks,
@@ -136,33 +136,33 @@ def _made_again(old: GroupState, mine: str) -> Groups:
                 _judged,
                 verb="reset",
                 timeout_s=like.timeout_s,
-                check=_Awaited(life),
+                check=_Awaited(state),
             )
             by_rank = dict(zip(like.ranks, processes, strict=True))
             if by_rank[like.rank] != monitor.process:
                 text = f"reset: the ranks met a process of rank {like.rank} that has ended since"
                 raise GroupsError(text, fix="call reset again on all ranks")
-            monitor.name(life, key, by_rank)
+            monitor.name(state, key, by_rank)
         old.retire()
-        groups = recipe.create(replace(like, deadline=deadline, store=store, life=life))
+        groups = recipe.create(replace(like, deadline=deadline, store=store, state=state))
     except BaseException:
-        life.left()
+        state.on_close()
         raise
-    groups.life.again = replace(groups.life.again, first=recipe.first)
+    groups.state.recipe = replace(groups.state.recipe, first=recipe.first)
     return groups
 
 
 class _Awaited:
     """Says once, on the first rank, which ranks are waited for that have ended."""
 
-    def __init__(self, life: GroupState) -> None:
-        self._life = life if life.ranks[0] == life.rank else None
+    def __init__(self, state: GroupState) -> None:
+        self._state = state if state.ranks[0] == state.rank else None
 
     def __call__(self, idle_s: float) -> None:
-        gone = monitor.gone(self._life.ranks) if self._life and idle_s > _SAY_S else []
-        if gone:
-            LOG.info("reset waits for %s to be started again", name_ranks(gone))
-            self._life = None
+        dead = monitor.dead(self._state.ranks) if self._state and idle_s > _SAY_S else []
+        if dead:
+            LOG.info("reset waits for %s to be started again", name_ranks(dead))
+            self._state = None
 
 
 def _judged(found: Mapping[int, Any]) -> list[str]:

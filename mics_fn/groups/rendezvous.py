@@ -178,10 +178,10 @@ def _judged(
     for other in ranks:
         mine = f"{key}/{other}"
 
-        def settled(mine: str = mine) -> bool:
+        def decided(mine: str = mine) -> bool:
             return store.check([mine]) or store.check([f"{key}/verdict"])
 
-        if not poll(settled, 1, deadline, check) or not store.check([mine]):
+        if not poll(decided, 1, deadline, check) or not store.check([mine]):
             return None
         found[other] = json.loads(store.get(mine))
     try:
@@ -194,14 +194,14 @@ def _absence(
     store: Store, key: str, ranks: Sequence[int], verb: str, timeout_s: float
 ) -> dict[str, Any]:
     """The verdict if not all ranks came in time."""
-    late = [rank for rank in ranks[:1024] if not store.check([f"{key}/{rank}"])]
-    who = f"{errors.name_ranks(late)} did not call it"
-    if not late:
+    missing = [rank for rank in ranks[:1024] if not store.check([f"{key}/{rank}"])]
+    who = f"{errors.name_ranks(missing)} did not call it"
+    if not missing:
         who = f"rank {ranks[0]} did not answer"
     fix = f"call {verb} on all of these ranks, equally often and in the same order"
     lines = [f"expected: {errors.name_ranks(ranks)}"]
     text = errors.message(f"{verb}: {who} within {timeout_s:g} s", lines, fix)
-    return {"error": "CollectiveError", "text": text, "absent": late}
+    return {"error": "CollectiveError", "text": text, "absent": missing}
 
 
 # A process that takes the place of a rank that was lost, while the other ranks still hold
@@ -219,7 +219,7 @@ class Rejoining:
         self._calls = Counter[tuple[str, tuple[int, ...]]]()
         self._taken = set[tuple[str, tuple[int, ...]]]()
 
-    def arrive(
+    def join(
         self, store: Any, rank: int, world_size: int, others_live: Callable[[int], bool]
     ) -> int | None:
         """Write down which process this rank is now.
@@ -263,7 +263,7 @@ class Rejoining:
 
 def part_of_start(store: Any, number: int) -> Any:
     """The part of a store for the n-th start with it; the keys of the first are those of torch."""
-    return store if number == 1 else _torch.apart(store, f"start {number}")
+    return store if number == 1 else _torch.prefixed(store, f"start {number}")
 
 
 def some_rank_lives(store: Any, rank: int, world_size: int) -> bool:
@@ -277,11 +277,11 @@ def some_rank_lives(store: Any, rank: int, world_size: int) -> bool:
     others = range(0, world_size, max(1, world_size // _LOOKED_AT))
     keys = [heartbeat_of(other) for other in others if other != rank]
 
-    def beats() -> list[bytes]:
+    def heartbeats() -> list[bytes]:
         return [store.get(key) for key in keys if store.check([key])]
 
-    first, limit_s = beats(), _SIGN_S * max(1.0, world_size / 256)
-    return poll(lambda: beats() != first, 1, time.monotonic() + limit_s)
+    first, limit_s = heartbeats(), _SIGN_S * max(1.0, world_size / 256)
+    return poll(lambda: heartbeats() != first, 1, time.monotonic() + limit_s)
 
 
 def rejoin_error(what: str, rank: int) -> errors.PeerFailed:
@@ -291,4 +291,4 @@ def rejoin_error(what: str, rank: int) -> errors.PeerFailed:
     return errors.PeerFailed(errors.message(text, fix=fix), rank, "returned")
 
 
-returning = Rejoining()  # of this process
+rejoining = Rejoining()  # of this process

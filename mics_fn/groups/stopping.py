@@ -21,7 +21,7 @@ from typing import Any, cast
 from mics_fn import checks
 from mics_fn.errors import CollectiveError, MicsError, name_ranks
 from mics_fn.groups.groups import Groups
-from mics_fn.schedules import NEWS
+from mics_fn.schedules import CHANGES
 from mics_fn.store import Store, later, poll
 
 _SIGNALS = (signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
@@ -62,10 +62,10 @@ class StopRequest:
             if not known or number not in signal.valid_signals() or number in _NEVER_HANDLED:
                 checks.refuse("StopRequest", "signals", [*signals], "a list of signals", fix)
         self.stopping = False  # whether all ranks stop after the step that has ended
-        self._life, self._signals = groups.life, tuple(signals)
+        self._state, self._signals = groups.state, tuple(signals)
         self._timeout_s = groups.timeout_s
-        self._life.stops += 1
-        self._key = f"{self._life.key}/stop/{self._life.stops}"
+        self._state.stops += 1
+        self._key = f"{self._state.key}/stop/{self._state.stops}"
         self._before: dict[int, Any] = {}
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -94,7 +94,7 @@ class StopRequest:
         if self.stopping:
             return True
         with self._lock:
-            alone = len(self._life.ranks) == 1
+            alone = len(self._state.ranks) == 1
             if self._said is None and not (alone and self._wanted):
                 self._step += 1
                 return False
@@ -106,42 +106,42 @@ class StopRequest:
 
     def _agreed(self) -> int:
         """The last step; see [Note: the last step]."""
-        life, store = self._life, cast(Store, self._life.job.store)
-        keys = {rank: f"{self._key}/{rank}" for rank in life.ranks}
+        state, store = self._state, cast(Store, self._state.job.store)
+        keys = {rank: f"{self._key}/{rank}" for rank in state.ranks}
         if not poll(
             lambda: store.check(list(keys.values())),
             len(keys),
             time.monotonic() + self._timeout_s,
-            lambda idle_s: life.check((), idle_s, life.ranks),
+            lambda idle_s: state.check((), idle_s, state.ranks),
         ):
-            late = [rank for rank, key in keys.items() if not store.check([key])]
-            what = f"StopRequest: {name_ranks(late)} did not answer in {self._timeout_s:g} s"
+            missing = [rank for rank, key in keys.items() if not store.check([key])]
+            what = f"StopRequest: {name_ranks(missing)} did not answer in {self._timeout_s:g} s"
             fix = "look for a rank that stopped, or that is not in a StopRequest of its own"
             raise CollectiveError(what, fix=fix)
         return max(int(store.get(key)) for key in keys.values())
 
-    def _hear(self, store: Any, news: bool) -> None:
+    def _listen(self, store: Any, changed: bool) -> None:
         """Called by the monitor at each tick, with its own connection to the store."""
         if self._said is not None:
             return
-        asked, news, self._new = f"{self._key}/asked", news or self._new, False
+        asked, changed, self._new = f"{self._key}/asked", changed or self._new, False
         if self._wanted:
             store.set(asked, "")
-            store.add(NEWS, 1)
-        elif not (news and store.check([asked])):
+            store.add(CHANGES, 1)
+        elif not (changed and store.check([asked])):
             return
         with self._lock:
             self._said = self._step
-        store.set(f"{self._key}/{self._life.rank}", str(self._said))
+        store.set(f"{self._key}/{self._state.rank}", str(self._said))
 
-    def _leave(self, store: Store) -> None:
+    def _depart(self, store: Store) -> None:
         """Write the answers that others may ask for later; the last rank deletes the keys."""
         with self._lock:
             said, self._said = self._said, self._said or self._step
         if said is None:
-            store.set(f"{self._key}/{self._life.rank}", str(self._said))
-        if store.add(f"{self._key}/left", 1) == len(self._life.ranks):
-            for name in ("asked", "left", *self._life.ranks):
+            store.set(f"{self._key}/{self._state.rank}", str(self._said))
+        if store.add(f"{self._key}/left", 1) == len(self._state.ranks):
+            for name in ("asked", "left", *self._state.ranks):
                 later(store, "delete_key", f"{self._key}/{name}")
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
@@ -151,7 +151,7 @@ class StopRequest:
         self._wanted = True
 
     def __enter__(self) -> "StopRequest":
-        self._life.listeners.append(self._hear)
+        self._state.listeners.append(self._listen)
         for number in self._signals:
             self._before[number] = signal.signal(number, self._signalled)
         return self
@@ -164,7 +164,7 @@ class StopRequest:
     ) -> None:
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_DFL if before is None else before)
-        self._life.listeners.remove(self._hear)
-        if len(self._life.ranks) > 1 and error is None and not self._life.closed:
+        self._state.listeners.remove(self._listen)
+        if len(self._state.ranks) > 1 and error is None and not self._state.closed:
             with suppress(MicsError):  # a rank or the store is gone, and nobody will ask
-                self._leave(cast(Store, self._life.job.store))
+                self._depart(cast(Store, self._state.job.store))

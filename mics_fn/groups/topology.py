@@ -145,13 +145,13 @@ class Plan:
             lines = [f"world: {self.world_size} ranks = {self.topology}"]
             sizes = valid_partition_sizes(self.topology)
             raise misfits(f"partition_size={self.partition_size!r} {reason}", lines, sizes)
-        names, taken, left = [], [], self.partition_size
+        names, taken, remaining = [], [], self.partition_size
         wired = zip(reversed(self.topology.names), reversed(self.topology.sizes), strict=True)
         for name, size in wired:
-            if left > 1 and size > 1:
+            if remaining > 1 and size > 1:
                 names.append(name)
-                taken.append(min(size, left))
-                left //= taken[-1]
+                taken.append(min(size, remaining))
+                remaining //= taken[-1]
         object.__setattr__(self, "level_names", tuple(reversed(names)))
         object.__setattr__(self, "level_sizes", tuple(reversed(taken)))
 

@@ -252,7 +252,7 @@ class Filling:
         for name, piece, data in parts:
             if piece.length:
                 self._copy(source(name), data, piece.origin)
-        self._parts.hear()
+        self._parts.check_others()
         places = [self._where.at(name).params.seen_from(home.device) for name in names]
         placed = shards.place_chunk(home, bucket, flat, places, names, self._where.host_bytes)
         for name, data in zip(names, placed, strict=True):
@@ -262,7 +262,7 @@ class Filling:
         """Fill memory with the elements of a leaf from an index on."""
         step = max(1, BLOCK_BYTES // data.itemsize)
         for low in range(0, len(data), step):
-            self._parts.hear()
+            self._parts.check_others()
             part = data[low : low + step]
             part.copy_(read(origin + low, origin + low + len(part)))
 
@@ -273,7 +273,7 @@ class Filling:
             return
         for name, leaf in self.shards.items():
             if self.homes[name] is home and isinstance(leaf, shards.Sharded | shards.Fixed):
-                self._parts.hear()
+                self._parts.check_others()
                 found[f"params.{name}"] = shards.checksum_of(leaf.data.view(-1))
         if found:
             self._sums[home] = list(found), torch.stack([*found.values()]).to(home.device)

@@ -113,7 +113,7 @@ def _of_tensor(value: Tensor) -> Entry:
         if not value.ndim:
             return value.reshape(1)[start:stop]
         first, end = start // inner, -(-stop // inner)
-        rows = value[first:end].reshape(-1)  # copies only rows that lie apart
+        rows = value[first:end].reshape(-1)  # copies only rows that do not adjoin
         return rows[start - first * inner : stop - first * inner]
 
     return Entry(tuple(value.shape), value.dtype, read)

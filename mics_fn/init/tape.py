@@ -333,7 +333,7 @@ class Recorded(Tensor):
             return True
         if recorded_in(args)[0].recorder.active:
             raise NotRecorded(f"{func} makes a tensor of another class, as lazy modules do")
-        raise left_behind(f"{func}")
+        raise without_data(f"{func}")
 
     @property
     def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -381,7 +381,7 @@ class Recorded(Tensor):
         return copied
 
 
-def left_behind(what: str) -> LeafError:
+def without_data(what: str) -> LeafError:
     """The error for a tensor that is still without data after its model was made."""
     text = f"{what} on a tensor that init_model left without data: it was made with the model"
     fix = "keep it in the module, as a buffer or an attribute, where init_model finds it"
@@ -422,7 +422,7 @@ class Recorder(_torch.DispatchMode):
         self.active = True
         self.last: Any = None  # the op that came last, for errors
         self._numbers: dict[int, int] = {}  # of storages on the tape, by `storage_id`
-        self._held: list[Any] = []  # so that no number of a storage is used again
+        self._kept_alive: list[Any] = []  # so that no number of a storage is used again
         self._stand_ins: dict[MemoryPlace, Recorded] = {}  # for tensors that were made outside
         self._sums: list[tuple[Tensor, Tensor]] = []  # with checksums, if others can write to them
         self._first: dict[int, tuple[torch.Generator, Tensor]] = {}  # states before the first op
@@ -545,7 +545,7 @@ class Recorder(_torch.DispatchMode):
     def ask(self, x: Recorded, question: Callable[[Tensor], Any]) -> Any:
         """The answer to a question about the value that the tensor would hold now."""
         if not self.active:
-            raise left_behind("reading")
+            raise without_data("reading")
         value = self.value(x)
         with self._pause():
             return question(value)
@@ -617,7 +617,7 @@ class Recorder(_torch.DispatchMode):
         key, nbytes = _torch.storage_id(x), x.untyped_storage().nbytes()
         if key not in self._numbers:
             self._numbers[key] = self.tape.new_storage(device, nbytes, **fields)
-            self._held.append(_torch.weak_storage(x))
+            self._kept_alive.append(_torch.weak_storage(x))
         known = self.tape.storages[self._numbers[key]]
         if known.nbytes not in (0, nbytes):
             raise NotRecorded(f"{self.last} resizes memory")

@@ -23,10 +23,10 @@ from mics_fn.shards import (
     Fixed,
     Nothing,
     Tied,
-    brought,
     check_finite,
     coded_pieces,
     dtype_name,
+    fetched_to,
     grouped,
     has_codes,
     homes_of,
@@ -110,8 +110,8 @@ class Leaves(NamedTuple):
         close = difflib.get_close_matches(text, named, n=3, cutoff=0.5)
         return list(dict.fromkeys(named[name] for name in close))
 
-    def agreed(self, look: Callable[[], tuple]) -> Any:
-        """Return the result of `look`, after a check that every rank got the same text.
+    def agreed(self, locate: Callable[[], tuple]) -> Any:
+        """Return the result of `locate`, after a check that every rank got the same text.
 
         Args:
           look: gives a tuple whose first item says in words what this rank is about to do.
@@ -119,11 +119,11 @@ class Leaves(NamedTuple):
         Communication: as `same_call`.
 
         Raises:
-          DesyncError: the ranks are about to do different things, or `look` raised on another rank.
+          DesyncError: ranks are about to do different things, or `locate` raised on another one.
         """
         failed, found = None, ("",)
         try:
-            found = look()
+            found = locate()
         except Exception as error:  # of any type, so that the other ranks do not wait for this one
             failed = error
         same_call(self.verb, self.groups, found[0], failed)
@@ -227,11 +227,11 @@ def get(shards: Tree, path: str, groups: Any) -> Any:
     """
     found = leaves_of("get", shards, groups)
 
-    def look() -> tuple[str, int]:
+    def locate() -> tuple[str, int]:
         at = found.find(path)
         return _described(found, at), at
 
-    _, at = found.agreed(look)
+    _, at = found.agreed(locate)
     leaf = found.all[at]
     bucket = getattr(leaf, "bucket", None)
     if bucket is not None:  # a piece; others are whole on this rank, or no tensors
@@ -279,7 +279,7 @@ def set(shards: Tree, path: str, value: Any, groups: Any) -> Tree:
     found = leaves_of("set", shards, groups)
     require_replicas("set", found.groups)
 
-    def look() -> tuple[str, int, Any]:
+    def locate() -> tuple[str, int, Any]:
         at = found.find(path)
         where = _described(found, at)
         new = _fitting(f"set: {found.paths[at]}", found.all[at], value)
@@ -288,7 +288,7 @@ def set(shards: Tree, path: str, value: Any, groups: Any) -> Tree:
             text = f"values of digest {int(checksum(new)) % 2**64:016x}"
         return f"{where} = {text}", at, new
 
-    _, at, new = found.agreed(look)
+    _, at, new = found.agreed(locate)
     changed = _replaced(found, at, new)
     by_id = {id(found.all[i]): leaf for i, leaf in changed.items()}
     out = [changed.get(i, leaf) for i, leaf in enumerate(found.all)]
@@ -327,7 +327,7 @@ def _described(found: Leaves, at: int) -> str:
 
 def _gathered(leaf: Any, bucket: Bucket, hierarchy: Hierarchy) -> Tensor:
     """Gather one leaf in full; each piece is padded to the length of the longest one."""
-    slot, sent = leaf.slot, brought(leaf.data.detach(), hierarchy.device)
+    slot, sent = leaf.slot, fetched_to(leaf.data.detach(), hierarchy.device)
     start, stop = bucket.offsets[slot], bucket.offsets[slot] + bucket.numels[slot]
     bounds = [(i * bucket.chunk, (i + 1) * bucket.chunk) for i in range(bucket.parts)]
     lengths = [max(0, min(high, stop) - max(low, start)) for low, high in bounds]
@@ -339,11 +339,11 @@ def _gathered(leaf: Any, bucket: Bucket, hierarchy: Hierarchy) -> Tensor:
 
 def _fitting(where: str, leaf: Any, value: Any) -> Any:
     """Convert a value to the full leaf: a tensor of its shape and dtype, or a number."""
-    held = leaf.data if is_leaf(leaf) else leaf
-    if not isinstance(held, Tensor):
-        if not isinstance(value, (int, float) if type(held) is float else type(held)):
-            raise LeafError(f"{where} is {type(held).__name__}, got {value!r}")
-        return type(held)(value)
+    data = leaf.data if is_leaf(leaf) else leaf
+    if not isinstance(data, Tensor):
+        if not isinstance(value, (int, float) if type(data) is float else type(data)):
+            raise LeafError(f"{where} is {type(data).__name__}, got {value!r}")
+        return type(data)(value)
     if isinstance(value, int | float):
         kind = torch.float64 if isinstance(value, float) else torch.int64  # the widest
         value = torch.tensor(value, dtype=kind).expand(leaf.shape)
@@ -352,25 +352,25 @@ def _fitting(where: str, leaf: Any, value: Any) -> Any:
         got = f"got {tuple(value.shape)}, {type(value).__name__}"
         lines = [f"expected {tuple(leaf.shape)}", got]
         raise LeafError(f"{where}: a value of another shape", lines, fix)
-    moved = value.detach().to(held.device)
-    if has_codes(held):
+    moved = value.detach().to(data.device)
+    if has_codes(data):
         check_finite(where, leaf.bucket.codes, moved)
-    elif is_coded(held):
-        _check_moment(where, held, moved)
-    cast = moved.to(held.dtype) if torch.can_cast(moved.dtype, held.dtype) else None
+    elif is_coded(data):
+        _check_moment(where, data, moved)
+    cast = moved.to(data.dtype) if torch.can_cast(moved.dtype, data.dtype) else None
     if cast is None or not _survives(moved, cast):
-        lines = [f"expected {dtype_name(held.dtype)}", f"got {dtype_name(value.dtype)}"]
+        lines = [f"expected {dtype_name(data.dtype)}", f"got {dtype_name(value.dtype)}"]
         fix = "pass values that the leaf's dtype can hold"
         raise LeafError(f"{where}: the value does not fit its dtype", lines, fix)
     return cast
 
 
-def _check_moment(where: str, held: Any, values: Tensor) -> None:
+def _check_moment(where: str, data: Any, values: Tensor) -> None:
     """Raise LeafError if the codes of a moment cannot hold these values without NaN."""
-    good = values.isfinite() & (values >= (0 if held.codes.root else -torch.inf))
+    good = values.isfinite() & (values >= (0 if data.codes.root else -torch.inf))
     if not bool(good.all()):
-        what = "finite numbers of at least 0" if held.codes.root else "finite numbers"
-        text = f"{where} has a value that state={held.codes.codec} cannot hold"
+        what = "finite numbers of at least 0" if data.codes.root else "finite numbers"
+        text = f"{where} has a value that state={data.codes.codec} cannot hold"
         raise LeafError(text, fix=f"pass {what}")
 
 
@@ -406,8 +406,8 @@ def _replaced(found: Leaves, at: int, value: Any) -> dict[int, Any]:
     if has_codes(leaf.data):
         paths = [found.paths[i] or "" for i in members]
         names = [path or "" for path in use.by_slot(paths)]
-        laid = use.by_member(coded_pieces(use.bucket, chunk, flat, names))
+        placed = use.by_member(coded_pieces(use.bucket, chunk, flat, names))
     else:
-        laid = placed_like(use.by_member(views), [found.all[i].data for i in members])
-    pairs = zip(members, laid, strict=True)
+        placed = placed_like(use.by_member(views), [found.all[i].data for i in members])
+    pairs = zip(members, placed, strict=True)
     return {i: type(leaf)(view, found.all[i].bucket, found.all[i].slot) for i, view in pairs}

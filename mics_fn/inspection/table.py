@@ -34,7 +34,7 @@ class SummaryRow(NamedTuple):
       here_bytes: bytes on this rank, without padding.
       full_bytes: bytes of the full tensor; 0 if tied, so that each tensor counts once.
       place: where this rank's part lies: "device", "host" or "disk". On the CPU the host is the
-        device; and only where groups are given are the two told apart.
+        device; and only where groups are given do the two differ.
       sent: what travels of it in gathers, hop 1 and hop 2, as a `Precision` writes it, where that
         is not a value in `compute` or `reduce`. Behind what no link of the given groups carries
         stands "(not used)". Of a `TrainState` only parameters travel.
@@ -147,7 +147,7 @@ def summary(shards: Tree, groups: Any = None, *, rows: int | None = 40) -> Summa
       2 leaves of 8 elements: 32 B here and 32 B of padding, 32 B in full
     """
     checks.integer("summary", "rows", rows, 2, optional=True)
-    shards = shards.lying() if isinstance(shards, GradSum) else shards
+    shards = shards.in_place() if isinstance(shards, GradSum) else shards
     found = leaves_of("summary", shards, groups, local=True)
     listed = [_row(found, i) for i, path in enumerate(found.paths) if path is not None]
     shown = [row for row in listed if row is not None]
@@ -159,15 +159,15 @@ def summary(shards: Tree, groups: Any = None, *, rows: int | None = 40) -> Summa
 
 def _row(found: Leaves, at: int) -> SummaryRow | None:
     leaf, path, home = found.all[at], found.paths[at] or "", found.homes[at]
-    held = leaf if isinstance(leaf, Tensor) else getattr(leaf, "data", None)
+    data = leaf if isinstance(leaf, Tensor) else getattr(leaf, "data", None)
     if isinstance(leaf, Nothing) or not isinstance(leaf, Tied | Tensor | Sharded | Fixed):
         return None
     bucket = None if isinstance(leaf, Tensor) else leaf.bucket
-    dtype = leaf.dtype if held is None else held.dtype
-    kept, full = dtype_name(dtype), 0 if held is None else prod(leaf.shape) * dtype.itemsize
-    here = 0 if held is None else held.numel() * dtype.itemsize
-    if isinstance(held, Coded):
-        kept, here, full = f"{held.codes.codec}", held.size_bytes, held.bytes_of(prod(leaf.shape))
+    dtype = leaf.dtype if data is None else data.dtype
+    kept, full = dtype_name(dtype), 0 if data is None else prod(leaf.shape) * dtype.itemsize
+    here = 0 if data is None else data.numel() * dtype.itemsize
+    if isinstance(data, Coded):
+        kept, here, full = f"{data.codes.codec}", data.size_bytes, data.bytes_of(prod(leaf.shape))
     return SummaryRow(
         path=path,
         shape=tuple(leaf.shape),
@@ -177,7 +177,7 @@ def _row(found: Leaves, at: int) -> SummaryRow | None:
         groups="" if bucket is None else f"p={bucket.parts}" if home is None else home.describe(),
         here_bytes=here,
         full_bytes=full,
-        place=_place(held, home),
+        place=_place(data, home),
         sent="" if bucket is None or found.in_optimizer(at) else _sent(bucket, home),
     )
 
@@ -188,12 +188,12 @@ def _kind(leaf: Any) -> str:
     return {Sharded: "trained", Tied: "tied"}.get(type(leaf), "full")
 
 
-def _place(held: Tensor | None, home: Any) -> str:
+def _place(data: Tensor | None, home: Any) -> str:
     """Return the place of a tensor."""
-    if held is not None and in_file(held):
+    if data is not None and in_file(data):
         return "disk"
-    elsewhere = held is not None and home is not None and held.device != home.device
-    return "host" if elsewhere and held.is_cpu else "device"  # pyright: ignore
+    on_other_device = data is not None and home is not None and data.device != home.device
+    return "host" if on_other_device and data.is_cpu else "device"  # pyright: ignore
 
 
 def _sent(bucket: Bucket, home: Any) -> str:

@@ -53,11 +53,11 @@ class StepMemory(NamedTuple):
 
 def memory_of(samples: Iterable[Sample]) -> StepMemory:
     """Compute the peak of each kind."""
-    held: dict[tuple[str, Hashable], int] = {}
+    before: dict[tuple[str, Hashable], int] = {}
     now, most = Counter[str](), Counter[str]()
     for kind, key, nbytes in samples:
-        now[kind] += nbytes - held.get((kind, key), 0)
-        held[kind, key] = nbytes
+        now[kind] += nbytes - before.get((kind, key), 0)
+        before[kind, key] = nbytes
         most[kind] = max(most[kind], now[kind])
     kinds = [field.replace("_", " ") for field in StepMemory._fields[:-1]]
     peaks = [most[kind] for kind in kinds]
@@ -291,7 +291,7 @@ class _Watcher:
             for each in self._open:
                 each._seen.append(seen)
 
-    def holds(self, kind: str, key: Hashable, nbytes: int) -> None:
+    def resident(self, kind: str, key: Hashable, nbytes: int) -> None:
         for each in self._open:
             each._samples.append((kind, key, nbytes))
 

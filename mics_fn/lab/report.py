@@ -75,11 +75,11 @@ def gather_bytes(level_sizes: Sequence[int], full_bytes: float) -> list[float]:
         >>> gather_bytes((8,), 800)  # flat: (p - 1)/p in total as well, but all of it between nodes
         [700.0]
     """
-    held = full_bytes / prod(level_sizes)
+    shard_bytes = full_bytes / prod(level_sizes)
     sent = []
     for size in level_sizes:
-        sent.append((size - 1) * held)
-        held *= size
+        sent.append((size - 1) * shard_bytes)
+        shard_bytes *= size
     return sent
 
 
@@ -216,14 +216,14 @@ def wire_bytes(
     trained = [bucket for bucket in buckets if bucket.trainable]
     found: dict[str, tuple[float, str]] = {}
     for i, (level, words) in enumerate(zip(route.levels, _in_words(route.sizes), strict=True)):
-        times = once if i < route.hold else often
+        times = once if i < route.outer_params else often
         factor = "f " if any(count != 1 for count in times.values()) else ""
         every = [(b, times[b.index], gathered(b, route)[i]) for b in buckets]
         found[f"gather {level.name}"] = _total(every, factor + words)
     for i, (level, words) in enumerate(zip(route.levels, _in_words(route.sizes), strict=True)):
-        late = i < route.late
-        every = [(b, 1 if late else accumulate, scattered(b, route)[i]) for b in trained]
-        found[f"reduce {level.name}"] = _total(every, words if late else f"s {words}")
+        once = i < route.outer_grads
+        every = [(b, 1 if once else accumulate, scattered(b, route)[i]) for b in trained]
+        found[f"reduce {level.name}"] = _total(every, words if once else f"s {words}")
     if num_replicas > 1:
         every = [(b, 1, averaged(b, num_replicas, fixed_order=fixed_order)) for b in trained]
         found["replicas"] = _total(every, "2 (r-1)/r M/p")

@@ -169,7 +169,7 @@ class Cell:
         self._ended, self._aside, self._interrupt = ended, aside, interrupt
         self._first = min(self._sent)
         self._shown = {"stdout": "", "stderr": ""}  # what the first rank printed, so far
-        self._told = set[int]()  # ranks that said that they have ended it
+        self._reported = set[int]()  # ranks that said that they have ended it
         self._begun = time.monotonic()
         # When a rank was first seen idle, when one had failed, and when ranks were interrupted.
         self._idle: float | None = None
@@ -193,8 +193,8 @@ class Cell:
 
     def running(self) -> list[int]:
         """Ranks that still run the cell."""
-        gone = self._ended()
-        return [rank for rank, sent in self._sent.items() if not sent.ready() and rank not in gone]
+        ended = self._ended()
+        return [x for x, sent in self._sent.items() if not sent.ready() and x not in ended]
 
     def _wait(self) -> None:
         while running := self.running():
@@ -210,22 +210,22 @@ class Cell:
 
     def _let_others_know(self, running: list[int], now: float) -> None:
         """Let idle ranks report that they are idle, if some ranks still run."""
-        gone = self._ended()
+        ended = self._ended()
         idle = [*self._others, *(rank for rank in self._sent if rank not in running)]
-        idle = [rank for rank in idle if rank not in gone and rank not in self._told]
+        idle = [rank for rank in idle if rank not in ended and rank not in self._reported]
         if not idle:
             return
         self._idle = self._idle or now
         if now - self._idle > _ASIDE_S:
             for rank in idle:
                 self._aside(rank)
-            self._told.update(idle)
+            self._reported.update(idle)
 
     def _end_what_cannot_succeed(self, now: float) -> None:
         """Interrupt the other ranks, some time after one has failed."""
-        gone = self._ended()
+        ended = self._ended()
         failed = any(
-            rank in gone or (sent.ready() and not sent.successful())
+            rank in ended or (sent.ready() and not sent.successful())
             for rank, sent in self._sent.items()
         )
         if failed:
@@ -240,7 +240,7 @@ class Cell:
     def _collect(self, interrupted: bool) -> Outcome:
         """Receive the values and the errors of all ranks."""
         outcome = Outcome({}, {}, interrupted)
-        gone, deadline = self._ended(), time.monotonic() + _OUTPUT_S
+        ended, deadline = self._ended(), time.monotonic() + _OUTPUT_S
         for rank, sent in self._sent.items():
             if sent.ready():
                 sent.wait_for_output(max(0.0, deadline - time.monotonic()))
@@ -248,8 +248,8 @@ class Cell:
                     outcome.values[rank] = sent.get()
                 else:
                     outcome.failures[rank] = failed_of(sent.exception())
-            elif rank in gone:
-                outcome.failures[rank] = Failed("gone", gone[rank])
+            elif rank in ended:
+                outcome.failures[rank] = Failed("gone", ended[rank])
             else:
                 text = "does not react to an interrupt, as it is inside C++ or stopped"
                 outcome.failures[rank] = Failed("busy", text)

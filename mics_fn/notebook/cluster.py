@@ -48,8 +48,8 @@ class Processes:
         self.ranks: list[Any] = []
 
     def _fork(self, name: str, work: Callable[..., None], *args: Any) -> Any:
-        told = (work, self._folder, name, os.getcwd(), *args)
-        process = self._forks.Process(target=engine.run_forked, args=told, name=name)
+        given = (work, self._folder, name, os.getcwd(), *args)
+        process = self._forks.Process(target=engine.run_forked, args=given, name=name)
         Path(self._folder, f"{name}.txt").write_bytes(b"")
         process.start()
         return process
@@ -66,8 +66,8 @@ class Processes:
         """Fork all ranks, each with its variables and the number of its engine."""
         self.ranks = []
         for rank, environment in enumerate(environments):
-            told = dict(os.environ) | dict(environment)
-            self.ranks.append(self._fork(f"rank{rank}", engine.serve, told, engines[rank]))
+            given = dict(os.environ) | dict(environment)
+            self.ranks.append(self._fork(f"rank{rank}", engine.serve, given, engines[rank]))
 
     def signal(self, ranks: Sequence[int], number: int) -> None:
         """Send a signal to ranks."""
@@ -117,7 +117,7 @@ class Processes:
             process.join()
 
 
-def gone(ended: Mapping[int, str]) -> str:
+def ended_text(ended: Mapping[int, str]) -> str:
     """Describe which ranks have ended, and how, in one line."""
     return "; ".join(
         errors.rank_lines({rank: how.partition("\n")[0] for rank, how in ended.items()})
@@ -278,7 +278,7 @@ class Cluster:
         )
         lines += sorted({f"groups: {facts['groups']}" for facts in self._facts.values()})
         if ended:
-            lines.append(f"{gone(ended)}; restart() starts new ones")
+            lines.append(f"{ended_text(ended)}; restart() starts new ones")
         busy = [rank for rank, sent in self._busy.items() if not sent.ready()]
         if busy:
             lines.append(f"{errors.name_ranks(busy)}: busy, and does not react to an interrupt")
@@ -380,7 +380,7 @@ class Cluster:
         ended = {rank: how for rank, how in self._processes.ended().items() if rank in ranks}
         if ended:
             fix = "cluster.restart() starts new ranks, without what cells defined"
-            raise Refused(errors.message(f"notebook: {gone(ended)}", fix=fix))
+            raise Refused(errors.message(f"notebook: {ended_text(ended)}", fix=fix))
         self._busy = {rank: sent for rank, sent in self._busy.items() if not sent.ready()}
         busy = [rank for rank in ranks if rank in self._busy]
         if busy:

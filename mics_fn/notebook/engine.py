@@ -26,8 +26,8 @@ import torch
 import mics_fn
 from mics_fn import threads
 from mics_fn.errors import GroupsError, MicsError
-from mics_fn.groups import tell_all, withdraw_all
-from mics_fn.interrupts import send_again
+from mics_fn.groups import announce_all, withdraw_all
+from mics_fn.interrupts import resend
 
 LOOPBACK = "127.0.0.1"
 # Files of frames that a user has not written: what calls the functions of a notebook, and below.
@@ -149,7 +149,7 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
     inner = frame
     while inner is not None:
         if inner.f_code.co_filename == weakref.__file__ or inner.f_code.co_name == "__del__":
-            start_new_thread(send_again, (number,))
+            start_new_thread(resend, (number,))
             return
         inner = inner.f_back
     signal.default_int_handler(number, frame)
@@ -192,7 +192,7 @@ def _outside(trace: TracebackType | None, inside: re.Pattern[str]) -> TracebackT
 
 def aside() -> None:
     """Report to the other ranks that this one has ended the cell, or takes no part."""
-    tell_all(CellEnded("it has ended this cell, or takes no part in it"))
+    announce_all(CellEnded("it has ended this cell, or takes no part in it"))
 
 
 def call(fn: Any, args: tuple[Any, ...]) -> list[Any]:
@@ -205,7 +205,7 @@ def call(fn: Any, args: tuple[Any, ...]) -> list[Any]:
     try:
         return [fn(*args)]
     except BaseException as error:
-        tell_all(error)
+        announce_all(error)
         raise
 
 

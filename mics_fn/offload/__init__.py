@@ -33,7 +33,7 @@ host memory (`host_bytes`, 64 MiB), reads ahead and writes behind while the call
   tensor([0.9000, 0.9000, 0.9000, 0.9000, 0.9000, 0.9000])
 
 To keep the old values, write to a new tensor, which `empty` makes. A part of a file is free again
-when no value refers to it, and the file with the last of them. While a save reads it, a `Hold`
+when no value refers to it, and the file with the last of them. While a save reads it, a `ReadLock`
 keeps it as it is, and steps write to other parts: see [Note: held parts] in `placed.py`.
 
 Files are scratch: a run that dies goes on from a checkpoint, never from them. A file has no name,
@@ -96,11 +96,11 @@ Start reading at `places.py`; then `scratch.py`, with its note; `placed.py`, `co
 from mics_fn.offload.codes import AT_REST, Coded, as_codes, coded, is_coded
 from mics_fn.offload.placed import (
     FileTensor,
-    Hold,
+    ReadLock,
     empty,
     empty_at,
     in_file,
-    is_held,
+    is_locked,
     is_placed,
     place_tensor,
     placed_like,

@@ -117,7 +117,7 @@ class CodedMemory(NamedTuple):
     root: bool
     elements: Tensor
     tops: Tensor
-    coming: dict[int, tuple[Tensor, int]]
+    incoming: dict[int, tuple[Tensor, int]]
     row: Tensor | None = None
 
     @classmethod
@@ -151,7 +151,7 @@ class CodedMemory(NamedTuple):
         """A copy of some blocks."""
         elements, tops = self.elements[first:last], self.tops[first:last]
         if self.row is None:
-            return self._replace(elements=elements.clone(), tops=tops.clone(), coming={})
+            return self._replace(elements=elements.clone(), tops=tops.clone(), incoming={})
         made = self.unset((last - first) * self.length)
         made.elements[: last - first].copy_(elements)
         made.tops[: last - first].copy_(tops)
@@ -285,12 +285,12 @@ class Coded(Placed):
     def fill(self, low: int, values: Tensor) -> None:
         """Set some elements of a new tensor; all of them are coded once the last ones are there."""
         with _COMING:  # each of several threads sets elements of its own
-            coming = self.codes.coming
-            memory, there = coming.pop(self.start, (None, 0))
+            incoming = self.codes.incoming
+            memory, there = incoming.pop(self.start, (None, 0))
             memory = torch.empty(self.numel(), device=self.device) if memory is None else memory
             memory[low : low + values.numel()] = values.reshape(-1)
             if there + values.numel() < self.numel():
-                coming[self.start] = memory, there + values.numel()
+                incoming[self.start] = memory, there + values.numel()
             else:
                 self.write(0, memory)
 

@@ -203,7 +203,7 @@ class FileTensor(Placed):
         kind = f"{self.dtype}".removeprefix("torch.")
         return f"FileTensor(shape={tuple(self.shape)}, {kind}, in {self.extent.scratch.folder})"
 
-    def lies_in(self) -> str:
+    def where_text(self) -> str:
         """Its leaf, its shape and its folder, for error texts."""
         which = f"{self.leaf}, " if self.leaf else ""
         return f"{which}shape {tuple(self.shape)} in {self.extent.scratch.folder}"
@@ -519,10 +519,10 @@ def _beside_in_file(extent: Extent, new: Sequence[Tensor], old: Sequence[Any]) -
     return [FileTensor(made, was.start, like_of(was), was.device, was.leaf) for was in old]
 
 
-# `Hold`: parts of files that are read while the program goes on, so that nobody overwrites them.
+# `ReadLock`: parts of files that are read meanwhile, so that nobody overwrites them.
 
 
-class Hold:
+class ReadLock:
     """Keeps parts of files as they are, until `release`, or until nobody refers to it.
 
     Args:
@@ -532,10 +532,10 @@ class Hold:
       >>> from tempfile import TemporaryDirectory
       >>> with TemporaryDirectory() as folder:
       ...     x = offload.store(torch.ones(2), offload.Scratch(folder))
-      ...     hold = offload.Hold([x])
-      ...     before = offload.is_held(x)
+      ...     hold = offload.ReadLock([x])
+      ...     before = offload.is_locked(x)
       ...     hold.release()
-      ...     print(before, offload.is_held(x))
+      ...     print(before, offload.is_locked(x))
       True False
     """
 
@@ -551,7 +551,7 @@ class Hold:
         self._extents = set()
 
 
-def is_held(value: Any) -> bool:
+def is_locked(value: Any) -> bool:
     """Whether a tensor lies in a part of a file that must not be overwritten now.
 
     Args:
@@ -560,4 +560,4 @@ def is_held(value: Any) -> bool:
     Returns:
       A bool.
     """
-    return in_file(value) and value.extent.is_held
+    return in_file(value) and value.extent.is_locked

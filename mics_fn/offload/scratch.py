@@ -252,7 +252,7 @@ class Scratch:
         self.direct = len(self._files) > 1
         self._space, self._size = Space(), 0  # of the file
         self._lock = threading.Lock()
-        self._returned: deque[tuple[int, int]] = deque()  # by finalizers, which may not wait
+        self._to_free: deque[tuple[int, int]] = deque()  # by finalizers, which may not wait
 
     @property
     def nbytes(self) -> int:
@@ -285,8 +285,8 @@ class Scratch:
         return Extent(self, offset, nbytes, leaf)
 
     def _take_back(self) -> None:
-        while self._returned:
-            self._space.give(*self._returned.popleft())
+        while self._to_free:
+            self._space.give(*self._to_free.popleft())
 
     def file_for(self, memory: Tensor, offset: int) -> int:
         """The open file by which memory is moved: direct only in whole pages."""
@@ -323,8 +323,8 @@ class Extent:
     def __init__(self, scratch: Scratch, offset: int, length: int, leaf: str) -> None:
         self.scratch, self.offset, self.length, self.leaf = scratch, offset, length, leaf
         self.nbytes = padded(length)
-        self.holders = weakref.WeakSet[Any]()  # each `Hold` for which its bytes stay
-        back: Callable[..., Any] = scratch._returned.append
+        self.holders = weakref.WeakSet[Any]()  # each `ReadLock` for which its bytes stay
+        back: Callable[..., Any] = scratch._to_free.append
         weakref.finalize(self, back, (offset, self.nbytes)).atexit = False
 
     def read(self, start: int, memory: Tensor, leaf: str = "") -> None:
@@ -338,7 +338,7 @@ class Extent:
             read_all(self.scratch.file_for(memory, at), memory, at)
 
     @property
-    def is_held(self) -> bool:
+    def is_locked(self) -> bool:
         """Whether its bytes have to stay; see [Note: held parts] in `placed`."""
         return len(self.holders) > 0
 
@@ -349,7 +349,7 @@ class Extent:
           FileError: it cannot be written.
           PlanError: it is held.
         """
-        if self.is_held:
+        if self.is_locked:
             text = f"offload: {leaf or self.leaf} is read by a save under way"
             raise PlanError(text, fix="wait() for that save, or write to a new tensor")
         with self.scratch._errors("cannot be written", _MEND, leaf or self.leaf):

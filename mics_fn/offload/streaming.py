@@ -210,8 +210,8 @@ class _Stream:
                 self._folder = str(moves[0][1].extent.scratch.folder)
             if moves and spans.observers:
                 leaves = ", ".join(x.leaf for _, x in moves)
-                held = [each for each, _ in moves] if verb == "write" else []
-                spans.passing(f"offload: {verb} {leaves}".rstrip(), None, held)
+                moved = [each for each, _ in moves] if verb == "write" else []
+                spans.passing(f"offload: {verb} {leaves}".rstrip(), None, moved)
         return self._crew.give(partial(self._move, writes, reads))
 
     def _move(self, writes: Sequence[Any], reads: Sequence[Any]) -> None:

@@ -122,7 +122,7 @@ from mics_fn.optim.guard import (
 from mics_fn.optim.moving import move
 from mics_fn.optim.norms import clip_by_global_norm, clip_by_value, global_norm, inner, leaf_norms
 from mics_fn.optim.optimizers import adam, adamw, from_torch, lion, sgd, warmup_cosine
-from mics_fn.optim.state import TrainState, init_state, opt_step, tell_memory
+from mics_fn.optim.state import TrainState, init_state, opt_step, record_memory
 from mics_fn.optim.transform import (
     Optimizer,
     Rate,

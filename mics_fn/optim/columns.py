@@ -106,7 +106,7 @@ class WorkingTree:
         """
         run, pieces = self.runs[r], self.pieces
         whole = flat.whole_run(run, pieces)
-        if whole is None and run.laid:
+        if whole is None and run.parts:
             mine = [pieces[i] for i in run.members]
             if offload.FileTensor in map(type, mine):
                 device = next(x.device for x in mine if offload.in_file(x))
@@ -127,7 +127,7 @@ class WorkingTree:
         whole = self.wholes[r]
         if whole is not None:
             return [whole] if whole.numel() else []
-        return [self.pieces[x.index] for x in self.runs[r].laid]
+        return [self.pieces[x.index] for x in self.runs[r].parts]
 
     def single(self, r: int) -> list[Tensor]:
         """The pieces of a run that are not empty."""
@@ -135,7 +135,7 @@ class WorkingTree:
         if isinstance(self.given, flat.FlatShards) and whole is not None:
             found = self.given.cut(r, whole)
         else:
-            found = [self.pieces[x.index] for x in self.runs[r].laid]
+            found = [self.pieces[x.index] for x in self.runs[r].parts]
         return [x.detach() for x in found] if flat.any_requires_grad(found) else found
 
     def change(self, r: int, fn: Callable[..., Tensor], *more: Any) -> None:
@@ -214,7 +214,7 @@ def in_place(targets: Sequence[WorkingTree]) -> set[int]:
         for each in targets:
             for r, whole in enumerate(each.wholes):
                 if not offload.is_placed(whole):
-                    each.change(r, _apart, odd)
+                    each.change(r, _separated, odd)
     return {storage for storage, _, _ in dense} - odd
 
 
@@ -235,10 +235,10 @@ def readable(
                 device = home.device(r)
                 each.change(r, lambda run, x, device=device: flat.copied(run, x.to(device)))
             else:
-                each.change(r, _apart, written)
+                each.change(r, _separated, written)
 
 
-def _apart(run: flat.FlatRun, x: Tensor, taken: set[int]) -> Tensor:
+def _separated(run: flat.FlatRun, x: Tensor, taken: set[int]) -> Tensor:
     """A part of a run; a copy where it is not dense, is placed, or lies in a storage of these."""
     if offload.is_placed(x) or not flat.is_dense(x) or (taken and _torch.storage_id(x) in taken):
         return flat.copied(run, x)
@@ -340,7 +340,7 @@ def staged(
         try:
             yield from ways.through(parts)
         except BaseException:  # such as that of a step that is refused
-            ways.settle()
+            ways.synchronize()
             raise
 
 
@@ -351,27 +351,27 @@ class _Ways:
         self._device = device
         self._up, self._down = _device.own_stream(device), _device.own_stream(device)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until nothing is read from the host any more, which may be written to next."""
         self._up.synchronize()
         self._down.synchronize()
 
     def through(self, parts: Iterator[Any]) -> Iterator[tuple[int, int, int, dict[int, Tensor]]]:
         """Yield each part on the device, while others are stored back and prefetched."""
-        gone: deque[tuple[Any, torch.Event]] = deque()
-        coming = self._bring(next(parts, None))
-        while coming is not None:
-            part, here, event = coming
-            coming = self._bring(next(parts, None))
+        written_back: deque[tuple[Any, torch.Event]] = deque()
+        fetched = self._fetch(next(parts, None))
+        while fetched is not None:
+            part, here, event = fetched
+            fetched = self._fetch(next(parts, None))
             _device.wait(self._device, event)
             yield part.run, part.low, part.high, here
-            gone.append((here, self._take_back(part, here)))
-            if len(gone) > _AHEAD:
-                _, event = gone.popleft()
+            written_back.append((here, self._take_back(part, here)))
+            if len(written_back) > _AHEAD:
+                _, event = written_back.popleft()
                 self._up.wait_event(event)  # which uses its memory next
         self._down.synchronize()  # from here on the host may read
 
-    def _bring(self, part: Any) -> Any:
+    def _fetch(self, part: Any) -> Any:
         if part is None:
             return None
         with _device.keep_stream(self._device):
@@ -393,16 +393,16 @@ _CODED = 2**17  # elements of a part that is decoded, a multiple of every block
 Tensors = dict[int, Tensor]  # by the number of the target
 
 
-def far_runs(targets: Sequence[WorkingTree]) -> list[list[int]]:
+def placed_runs(targets: Sequence[WorkingTree]) -> list[list[int]]:
     """Return for each run the targets that must be fetched to the computing device."""
     found: list[list[int]] = []
     for r in range(len(targets[0].runs)):
-        device, far = targets[0].device(r), list[int]()
+        device, placed = targets[0].device(r), list[int]()
         for k, each in enumerate(targets):
             whole = each.wholes[r]
             if whole is not None and (offload.is_placed(whole) or whole.device != device):
-                far.append(k)
-        found.append(far)
+                placed.append(k)
+        found.append(placed)
     return found
 
 
@@ -429,7 +429,7 @@ class PlacedColumns:
     Args:
       targets: to be written, the parameters first; changed to what the step gives.
       reads: what is read: gradients, which may be a stream.
-      far: as `far_runs` gives it.
+      placed: as `placed_runs` gives it.
       written: the storages that are written in place.
       keys, donate: as for `columns`.
     """
@@ -438,32 +438,33 @@ class PlacedColumns:
         self,
         targets: Sequence[WorkingTree],
         reads: Sequence[WorkingTree],
-        far: list[list[int]],
+        placed: list[list[int]],
         written: set[int],
         keys: Sequence[Hashable] | None,
         donate: bool,
     ) -> None:
-        self.targets, self._reads, self._far, self._keys = targets, reads, far, keys
+        self.targets, self._reads, self._keys = targets, reads, keys
+        self._placed = placed
         self._runs, self._donate, self._written = targets[0].runs, donate, written
         self._old: list[list[Any]] = [list(each.wholes) for each in targets]
-        moved = [(self._old[k][r], r, k) for r, placed in enumerate(far) for k in placed]
+        moved = [(self._old[k][r], r, k) for r, trees in enumerate(placed) for k in trees]
         sizes = [x.extent.scratch.host_bytes for x, _, _ in moved if offload.in_file(x)]
         self._host_bytes = min(sizes, default=offload.HOST_BYTES)
         for old, r, k in moved:
-            if not donate or offload.is_held(old):  # which a save reads
+            if not donate or offload.is_locked(old):  # which a save reads
                 targets[k].wholes[r] = _like(old, targets[0].device(r))
 
     def blocks(self) -> Generator[list[Column]]:
         """Yield the columns part by part; results are stored before the next part."""
         ready, there = _ready(self.targets[0], self._reads, self._written), set[int]()
         every = [*self.targets, *self._reads]
-        with closing(self._brought(_order(self._runs, self._reads))) as parts:
+        with closing(self._fetched(_order(self._runs, self._reads))) as parts:
             for r, low, high, here in parts:
                 while r not in there:
                     there.update(next(ready))
                 run, coded = (
                     self._runs[r],
-                    [k for k in self._far[r] if offload.is_coded(self._old[k][r])],
+                    [k for k in self._placed[r] if offload.is_coded(self._old[k][r])],
                 )
                 here = {**here, **{k: offload.read(self._old[k][r][low:high]) for k in coded}}
                 at, line = (r, low, high), LINE if coded else 1
@@ -493,40 +494,40 @@ class PlacedColumns:
             if each.stream is not None:
                 each.stream.first()
 
-    def _brought(self, order: Sequence[int]) -> Generator[tuple[int, int, int, Tensors]]:
+    def _fetched(self, order: Sequence[int]) -> Generator[tuple[int, int, int, Tensors]]:
         """Yield the parts of all runs with fetched tensors, and store these back."""
-        files = [r for r in order if any(offload.in_file(self._old[k][r]) for k in self._far[r])]
+        files = [r for r in order if any(offload.in_file(self._old[k][r]) for k in self._placed[r])]
         travelling: Any = offload.stream(self._in_files(files), self._host_bytes)  # begins to read
-        with closing(travelling) as coming:
+        with closing(travelling) as fetched:
             if files:
                 self._decide()
             for device, near in groupby(order, lambda r: self.targets[0].device(r)):
-                moving = (x for r in near for x in self._movings(r, coming, r in files))
+                moving = (x for r in near for x in self._movings(r, fetched, r in files))
                 yield from staged(moving, device, ahead=not files)
-            for _ in coming:  # its end is when all is written
+            for _ in fetched:  # its end is when all is written
                 pass
 
-    def _movings(self, r: int, coming: Iterator[Any], in_files: bool) -> Iterator[Moving]:
+    def _movings(self, r: int, fetched: Iterator[Any], in_files: bool) -> Iterator[Moving]:
         """The parts of one run, those in files in the memory through which these travel."""
-        far = [k for k in self._far[r] if not offload.is_coded(self._old[k][r])]
-        if not self._far[r]:
+        placed = [k for k in self._placed[r] if not offload.is_coded(self._old[k][r])]
+        if not self._placed[r]:
             yield Moving(r, 0, self._runs[r].numel, {}, {})
             return
         for low, high in self._cuts(r):
-            sources = {k: self._old[k][r].narrow(0, low, high - low) for k in far}
-            goals = {k: self._new(k, r).narrow(0, low, high - low) for k in far}
+            sources = {k: self._old[k][r].narrow(0, low, high - low) for k in placed}
+            goals = {k: self._new(k, r).narrow(0, low, high - low) for k in placed}
             if in_files:
-                stored = [k for k in far if offload.in_file(sources[k])]
-                memory = dict(zip(stored, next(coming)[1], strict=True))
+                from_files = [k for k in placed if offload.in_file(sources[k])]
+                memory = dict(zip(from_files, next(fetched)[1], strict=True))
                 sources, goals = {**sources, **memory}, {**goals, **memory}
             yield Moving(r, low, high, sources, goals)
 
     def _in_files(self, runs: Iterable[int]) -> Iterator[offload.Block]:
         for r in runs:
-            stored = [k for k in self._far[r] if offload.in_file(self._old[k][r])]
+            from_files = [k for k in self._placed[r] if offload.in_file(self._old[k][r])]
             for low, high in self._cuts(r):
-                old = [self._old[k][r].narrow(0, low, high - low) for k in stored]
-                new = [self._new(k, r).narrow(0, low, high - low) for k in stored]
+                old = [self._old[k][r].narrow(0, low, high - low) for k in from_files]
+                new = [self._new(k, r).narrow(0, low, high - low) for k in from_files]
                 yield offload.Block(old, new, r)
 
     def _new(self, k: int, r: int) -> Any:
@@ -534,18 +535,18 @@ class PlacedColumns:
         return self.targets[k].wholes[r]
 
     def _cuts(self, r: int) -> list[tuple[int, int]]:
-        far = [x for x in (self._old[k][r] for k in self._far[r]) if not offload.is_coded(x)]
-        numel, sizes = self._runs[r].numel, [x.dtype.itemsize for x in far]
+        placed = [x for x in (self._old[k][r] for k in self._placed[r]) if not offload.is_coded(x)]
+        numel, sizes = self._runs[r].numel, [x.dtype.itemsize for x in placed]
         if sizes:
             return offload.cuts(numel, sizes, self._host_bytes)
         return [(low, min(numel, low + _CODED)) for low in range(0, numel, _CODED)]
 
 
 def _spans(
-    run: flat.FlatRun, keys: Sequence[Hashable] | None, apart: bool
+    run: flat.FlatRun, keys: Sequence[Hashable] | None, singly: bool
 ) -> Iterator[tuple[Hashable, flat.FlatPart, int]]:
-    """The columns of a run: their keys, first pieces and lengths; each piece by itself if apart."""
-    near = groupby(run.laid, lambda x: (keys[x.index] if keys else None, apart and x.index))
+    """The columns of a run: keys, first pieces and lengths; each piece by itself if `singly`."""
+    near = groupby(run.parts, lambda x: (keys[x.index] if keys else None, singly and x.index))
     for (key, _), mine in near:
         first, *_, last = [*mine] * 2
         yield key, first, last.start + last.length - first.start
@@ -570,8 +571,8 @@ def _parts_of_run(
       line: columns are stepped as if they went on to a multiple of so many elements.
     """
     r, low, high = at
-    apart = any(each.wholes[r] is None for each in every)
-    for key, first, length in _spans(every[0].runs[r], keys, apart):
+    singly = any(each.wholes[r] is None for each in every)
+    for key, first, length in _spans(every[0].runs[r], keys, singly):
         start = first.start
 
         def cut(a: int, b: int, index: int = first.index, start: int = start) -> list[Tensor]:
@@ -615,22 +616,22 @@ def _ready(
     What arrives from other ranks has such. A gradient that arises here may lie in the memory of any
     parameter; but those are here at once, and copied before anything is written.
     """
-    left, there = list(range(len(home.runs))), set[int]()
-    coming = None
+    remaining, there = list(range(len(home.runs))), set[int]()
+    fetched = None
     for each in reads:
         if each.stream is not None:
             each.stream.first()
-            coming = each
-    if coming is None:
-        readable(reads, home, written, left)
-        yield left
+            fetched = each
+    if fetched is None:
+        readable(reads, home, written, remaining)
+        yield remaining
         return
-    for numbers in coming.given.completed():  # pyright: ignore[reportAttributeAccessIssue]
+    for numbers in fetched.given.completed():  # pyright: ignore[reportAttributeAccessIssue]
         there.update(numbers)
-        ready = [r for r in left if there.issuperset(home.runs[r].members)]
-        left = [r for r in left if r not in ready]
+        ready = [r for r in remaining if there.issuperset(home.runs[r].members)]
+        remaining = [r for r in remaining if r not in ready]
         for r in ready:
-            coming.join(r)
+            fetched.join(r)
         readable(reads, home, written, ready)
         yield ready
 
@@ -644,9 +645,9 @@ class StepRefused(MicsError):
 
 def needs_fetch(params: Tree, opt: Any) -> bool:
     """Return whether a step fetches states from a file or another device, on this rank."""
-    held = [x for x in tree.flatten(opt)[0] if isinstance(x, Tensor)]
-    held += flat.unpacked(params).pieces
-    return offload.FileTensor in map(type, held) or len(set(flat.devices(held))) > 1
+    working = [x for x in tree.flatten(opt)[0] if isinstance(x, Tensor)]
+    working += flat.unpacked(params).pieces
+    return offload.FileTensor in map(type, working) or len(set(flat.devices(working))) > 1
 
 
 class Columns(NamedTuple):
@@ -702,9 +703,9 @@ def columns(
       PlanError: `donate` where a derivative is asked for.
       LeafError: the trees do not have the same leaves.
     """
-    held, n = working_trees([*targets, *reads]), len(targets)
+    working, n = working_trees([*targets, *reads]), len(targets)
     tensors: list[Any] = []
-    for each in held:
+    for each in working:
         tensors += each.pieces or each.wholes
     live = needs_derivative(by) or (torch.is_grad_enabled() and flat.any_requires_grad(tensors))
     if live and any(map(offload.is_coded, tensors)):
@@ -713,30 +714,30 @@ def columns(
     if live and donate:
         text = "opt_step: donate=True where a derivative is asked for"
         raise PlanError(text, fix="pass donate=False, or call it under torch.no_grad()")
-    done, others, streams = held[:n], held[n:], False
+    done, others, streams = working[:n], working[n:], False
     for each in others:
         streams = streams or each.stream is not None
-    if live or (not flat.all_rows(tensors) and any(each.batched for each in held)):
+    if live or (not flat.all_rows(tensors) and any(each.batched for each in working)):
         if streams:
             return columns(targets, [others[0].given.whole()], keys, by=by, donate=donate)  # pyright: ignore
-        return Columns([_by_leaf(held, n, keys, by)], live, done)
-    for each in held:
+        return Columns([_by_leaf(working, n, keys, by)], live, done)
+    for each in working:
         if each.stream is None and each.pieces:
             for r in range(len(each.runs)):
                 each.join(r)
-    far, written = far_runs(done), set[int]()
+    placed, written = placed_runs(done), set[int]()
     if donate:
         written = in_place(done)
     else:
-        for r, placed in enumerate(far):
+        for r, trees in enumerate(placed):
             for k, each in enumerate(done):
-                if k not in placed:
+                if k not in trees:
                     each.change(r, flat.copied)
-    if any(far):
-        blocks = PlacedColumns(done, others, far, written, keys, donate).blocks()
+    if any(placed):
+        blocks = PlacedColumns(done, others, placed, written, keys, donate).blocks()
     else:
         blocks = _blocks(done, others, written, keys, donate)
-    return Columns(closed_after(blocks) if streams or any(far) else blocks, live, done)
+    return Columns(closed_after(blocks) if streams or any(placed) else blocks, live, done)
 
 
 def map_columns(fn: Callable[..., None], target: Tree, *rest: Tree, donate: bool = False) -> Tree:
@@ -782,12 +783,12 @@ def in_chunks(shards: Tree) -> Tree:
 
 
 def _changed(shards: Tree, fn: Callable[[flat.FlatRun, Tensor], Tensor]) -> Tree:
-    (held,) = working_trees([shards])
-    for r in range(len(held.runs)):
-        if held.pieces:
-            held.join(r)
-        held.change(r, fn)
-    return _closed(held.renewed())
+    (working,) = working_trees([shards])
+    for r in range(len(working.runs)):
+        if working.pieces:
+            working.join(r)
+        working.change(r, fn)
+    return _closed(working.renewed())
 
 
 def _closed(value: flat.Unpacked | flat.FlatShards) -> Tree:
@@ -795,14 +796,14 @@ def _closed(value: flat.Unpacked | flat.FlatShards) -> Tree:
 
 
 def _by_leaf(
-    held: Sequence[WorkingTree], n: int, keys: Sequence[Hashable] | None, by: Sequence[Any]
+    working: Sequence[WorkingTree], n: int, keys: Sequence[Hashable] | None, by: Sequence[Any]
 ) -> list[Column]:
     """Columns of single pieces, for which nobody looks at memory; the first `n` are targets."""
-    given = [x.pieces or flat.unpacked(flat.by_leaf(x.given)).pieces for x in held]
+    given = [x.pieces or flat.unpacked(flat.by_leaf(x.given)).pieces for x in working]
     others = [value for value in by if isinstance(value, Tensor)]
     rows = list(zip(*given, strict=True))
     made = [[_livecopied(x, [*row, *others]) for x in row[:n]] for row in rows]
-    for k, each in enumerate(held[:n]):
+    for k, each in enumerate(working[:n]):
         each.pieces = [new[k] for new in made]
     return [
         Column(keys[i] if keys else None, (*new, *row[n:]))
@@ -828,13 +829,13 @@ def _columns_of_run(
     for each in every:
         wholes.append(each.wholes[r])
     if type(None) in map(type, wholes):
-        singles = zip(run.laid, *(each.single(r) for each in every), strict=True)
-        for laid, *tensors in singles:
-            yield Column(keys[laid.index] if keys else None, tuple(tensors), run.bucket)
+        singles = zip(run.parts, *(each.single(r) for each in every), strict=True)
+        for part, *tensors in singles:
+            yield Column(keys[part.index] if keys else None, tuple(tensors), run.bucket)
     elif keys is None and run.numel:
         yield Column(None, tuple(wholes), run.bucket)
     elif keys is not None:
-        for key, first, length in _spans(run, keys, apart=False):
+        for key, first, length in _spans(run, keys, singly=False):
             cut = tuple([x.narrow(0, first.start, length) for x in wholes])
             yield Column(key, cut, run.bucket)
 

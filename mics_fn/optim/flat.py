@@ -74,20 +74,20 @@ class FlatRun:
 
     bucket: Bucket | None
     members: tuple[int, ...]
-    laid: tuple[FlatPart, ...]
+    parts: tuple[FlatPart, ...]
     sizes: tuple[int, ...]
     numel: int
     complete: bool
 
     @cached_property
     def columns(self) -> tuple[tuple[int, ...], ...]:
-        """`laid` by column: the leaves' numbers, their starts and their lengths."""
-        return tuple(zip(*self.laid, strict=True))
+        """`parts` by column: the leaves' numbers, their starts and their lengths."""
+        return tuple(zip(*self.parts, strict=True))
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """Where padding lies between pieces: starts and ends."""
-        ends = [(x.start + x.length, y.start) for x, y in pairwise(self.laid)]
+        ends = [(x.start + x.length, y.start) for x, y in pairwise(self.parts)]
         return tuple((a, b) for a, b in ends if a < b)
 
 
@@ -115,7 +115,7 @@ def whole_run(run: FlatRun, pieces: Sequence[Tensor]) -> Tensor | None:
       run: which pieces, and how they lie in their bucket.
       pieces: all of the tree.
     """
-    if not run.laid:
+    if not run.parts:
         return None
     index, starts, lengths = run.columns
     mine = [pieces[i] for i in index]
@@ -167,8 +167,8 @@ def runs_of(
     for (bucket, _), by_slot in by_bucket.items():
         if bucket is None:
             i, n = by_slot[0], lengths[by_slot[0]]
-            laid = (FlatPart(i, 0, n),) if n else ()
-            found.append(FlatRun(None, (i,), laid, (0, n), n, complete=False))
+            parts = (FlatPart(i, 0, n),) if n else ()
+            found.append(FlatRun(None, (i,), parts, (0, n), n, complete=False))
             continue
         near: list[int] = []
         for slot in sorted(by_slot):
@@ -184,12 +184,12 @@ def _run(
     bucket: Bucket, slots: Sequence[int], by_slot: dict[int, int], lengths: Sequence[int]
 ) -> FlatRun:
     numels, offsets = bucket.numels, bucket.offsets
-    laid, sizes, end, before = [], [], 0, None
+    parts, sizes, end, before = [], [], 0, None
     for slot in slots:
         i, gap = by_slot[slot], 0
         if lengths[i]:
             gap = 0 if before is None else offsets[slot] - offsets[before] - numels[before]
-            laid.append(FlatPart(i, end + gap, lengths[i]))
+            parts.append(FlatPart(i, end + gap, lengths[i]))
             end, before = end + gap + lengths[i], slot
         sizes += [gap, lengths[i]]
     full = [slot for slot in slots if numels[slot]] or slots[:1]
@@ -197,7 +197,7 @@ def _run(
     own = replace(bucket, shapes=((stop - start,),), offsets=(start,))
     members = tuple(by_slot[slot] for slot in slots)
     complete = sum(numels[slot] for slot in slots) == sum(numels)
-    return FlatRun(own, members, tuple(laid), tuple(sizes), end, complete)
+    return FlatRun(own, members, tuple(parts), tuple(sizes), end, complete)
 
 
 # The next three loop over leaves inside the interpreter: a step has nothing else to do for each.
@@ -338,15 +338,15 @@ class FlatShards:
 
     def by_leaf(self) -> Tree:
         """The tree itself: its pieces are views of the long tensors."""
-        held: dict[int, Tensor] = {}
+        kept: dict[int, Tensor] = {}
         for run, x in zip(self.layout.runs, self.runs, strict=True):
             if run.bucket is not None and not isinstance(x, Sharded):
                 text = "by_leaf: these are the runs of a tree in full, no longer shards"
                 fix = "take the leaves first: unshard(moment.by_leaf(), groups)"
                 raise LeafError(text, fix=fix)
             whole = x.data if isinstance(x, Sharded) else x
-            held.update(zip(run.members, split(run, whole), strict=True))
-        given, leaves = iter([held[i] for i in range(len(held))]), []
+            kept.update(zip(run.members, split(run, whole), strict=True))
+        given, leaves = iter([kept[i] for i in range(len(kept))]), []
         for leaf in self.layout.leaves:
             if isinstance(leaf, Tied | Nothing):
                 leaves.append(leaf)
@@ -458,9 +458,9 @@ class Unpacked:
         """The buckets of the pieces, None for plain tensors, and their slots."""
         if self.only_shards:
             return tuple(map(_BUCKET, self.leaves)), tuple(map(_SLOT, self.leaves))
-        held = [leaf for leaf in self.leaves if isinstance(leaf, _HELD)]
-        buckets = [x.bucket if isinstance(x, Sharded) else None for x in held]
-        return tuple(buckets), tuple([x.slot if isinstance(x, Sharded) else 0 for x in held])
+        kept = [leaf for leaf in self.leaves if isinstance(leaf, _HELD)]
+        buckets = [x.bucket if isinstance(x, Sharded) else None for x in kept]
+        return tuple(buckets), tuple([x.slot if isinstance(x, Sharded) else 0 for x in kept])
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -548,8 +548,8 @@ def unpacked(shards: Tree) -> Unpacked:
     if only_shards:
         pieces = list(map(_DATA, leaves))
     else:
-        held = [x for x in leaves if isinstance(x, _HELD)]
-        pieces = [x.data if isinstance(x, Sharded) else x for x in held]
+        kept = [x for x in leaves if isinstance(x, _HELD)]
+        pieces = [x.data if isinstance(x, Sharded) else x for x in kept]
     found = Unpacked(leaves, spec, pieces, only_shards)
     vars(found)["shards"] = shards
     return found

@@ -253,7 +253,7 @@ def find_nonfinite(grads: Tree, groups: Any, loss: torch.Tensor | None = None) -
 def _said(homes: Iterable[Any], here: list[str]) -> list[dict[int, str]]:
     """Collect the texts of all ranks, by global rank."""
     homes = list(dict.fromkeys(homes))
-    said = {homes[0].life.rank: here}
+    said = {homes[0].state.rank: here}
     for each in homes:
         for text in collect_bytes(each, json.dumps(said).encode()).values():
             said |= {int(rank): texts for rank, texts in json.loads(text).items()}
@@ -269,8 +269,8 @@ def _odd(said: Mapping[int, str]) -> tuple[str, tuple[int, ...]]:
 
 def _first(leaves: Sequence[Any], homes: Sequence[Home]) -> int:
     """The number of the first leaf that is not finite on some rank; that of leaves if none is."""
-    held = (i for i, x in enumerate(leaves) if isinstance(x, Sharded) and x.data.numel())
-    mine = next((i for i in held if kind_of(leaves[i].data) != "finite"), len(leaves))
+    owned = (i for i, x in enumerate(leaves) if isinstance(x, Sharded) and x.data.numel())
+    mine = next((i for i in owned if kind_of(leaves[i].data) != "finite"), len(leaves))
     first = torch.tensor(mine, device=homes[0].device)
     for home in homes:
         for comm in (home.partition, home.replicas):
@@ -411,7 +411,7 @@ class NormSpike:
     action: Literal["skip", "report"]
     norms: tuple[float, ...] = field(default=(), repr=False)
 
-    def look(self, norm: float) -> tuple[bool, "NormSpike"]:
+    def observe(self, norm: float) -> tuple[bool, "NormSpike"]:
         """Whether a norm is a spike, and the watch for the next step."""
         if not math.isfinite(norm):
             return False, self
@@ -442,7 +442,7 @@ def norm_spike(
       action: "skip" refuses the step and does not remember its norm; "report" takes it and tells.
 
     Returns:
-      A value with `look(norm) -> (is_spike, next)`.
+      A value with `observe(norm) -> (is_spike, next)`.
 
     Raises:
       PlanError: a number is out of its range, or `action` is something else.
@@ -450,7 +450,7 @@ def norm_spike(
     Example:
       >>> watch = norm_spike(factor=3.0, warmup=2)
       >>> for norm in (1.0, 2.0, 9.0, 2.5):
-      ...     spike, watch = watch.look(norm)
+      ...     spike, watch = watch.observe(norm)
       ...     print(spike, watch.norms)
       False (1.0,)
       False (1.0, 2.0)
@@ -635,7 +635,7 @@ class Guard:
         elif totals is not None:
             totals.fetch()
         if not decides or found_inf is not None:
-            out = self._limited(grads, factor, donate)
+            out = self._clipped(grads, factor, donate)
             return Verdict(out, norm, None, False, True, self, None, found_inf)
         # The host waits once for both numbers.
         times, most = torch.stack([torch.ones_like(highest) * factor, highest]).tolist()
@@ -647,12 +647,12 @@ class Guard:
         refused, spike, after = self._after(most, finite)
         if where and after.in_row >= _IN_ROW.get(self.on_nonfinite, math.inf):
             raise _error(where, after.in_row)
-        out = grads if refused else self._limited(grads, times / self.scale.value, donate)
+        out = grads if refused else self._clipped(grads, times / self.scale.value, donate)
         return Verdict(out, norm, finite, spike, not refused, after, where and where.text)
 
     def _after(self, norm: float, finite: bool) -> tuple[bool, bool, "Guard"]:
         """Decide whether a step is refused, whether its norm is a spike, and the next guard."""
-        spike, watch = (False, None) if self.spike is None else self.spike.look(norm)
+        spike, watch = (False, None) if self.spike is None else self.spike.observe(norm)
         skips = not finite and self.on_nonfinite != "ignore"
         refused = skips or (spike and watch is not None and watch.action == "skip")
         falls = self.scale.kind == "dynamic" and self.scale.value > self.scale.min
@@ -705,15 +705,15 @@ class Guard:
         """
         whole = False
         for home in found.homes:
-            whole = whole or home.life.whole
+            whole = whole or home.state.whole
         problem = norms.norm_problem("Guard.judge", found.owners)
         needs_norm = self.max_norm is not None or self.spike is not None
         if problem is not None and (needs_norm or (self.chosen and not whole)):
             raise problem
         return problem is None, whole
 
-    def _limited(self, grads: Any, factor: Tensor | float, donate: bool) -> Any:
-        out = norms.limited(grads, factor, self.max_value, donate=donate)
+    def _clipped(self, grads: Any, factor: Tensor | float, donate: bool) -> Any:
+        out = norms.clipped(grads, factor, self.max_value, donate=donate)
         if donate and out is not grads and grad_stream(grads) is None:
             mark_donated(grads, "grads", "Guard.judge", keep=out)
         return out

@@ -89,14 +89,14 @@ class Mover:
 
 def _leader(layout: flat.FlatLayout, run: flat.FlatRun) -> str:
     """The path of the largest leaf of a run, which says where all of it lies."""
-    held = [i for i, x in enumerate(layout.leaves) if x is None or isinstance(x, tuple)]
+    tensors = [i for i, x in enumerate(layout.leaves) if x is None or isinstance(x, tuple)]
     paths = tree.spec_paths(layout.spec)
 
     def size(i: int) -> int:
-        place: Any = layout.leaves[held[i]]
+        place: Any = layout.leaves[tensors[i]]
         return 0 if place is None else place[0].numels[place[1]]
 
-    return paths[held[max(run.members, key=size)]]
+    return paths[tensors[max(run.members, key=size)]]
 
 
 def moved_states(opt: Any, params: flat.Unpacked, mover: Mover) -> Any:
@@ -128,10 +128,10 @@ def as_before(new: V, old: Any) -> V:
         if isinstance(x, Sharded) and isinstance(old, Sharded) and not is_donated(old)
     ]
     made = [found[i].data for i in own]
-    laid = placed_like(made, [before[i].data for i in own])
-    if all(a is b for a, b in zip(laid, made, strict=True)):
+    placed = placed_like(made, [before[i].data for i in own])
+    if all(a is b for a, b in zip(placed, made, strict=True)):
         return new
-    for i, data in zip(own, laid, strict=True):
+    for i, data in zip(own, placed, strict=True):
         found[i] = Sharded(data, found[i].bucket, found[i].slot)
     return spec.unflatten(found)  # pyright: ignore[reportReturnType]
 
@@ -165,7 +165,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [x for x in tree.flatten(value)[0] if isinstance(x, Tensor)]
 
 
-def init_elsewhere(init: Callable[[Any], Any], params: Any, where: Where | str | None) -> Any:
+def init_placed(init: Callable[[Any], Any], params: Any, where: Where | str | None) -> Any:
     """What `init(params)` gives, its moments made at their places one after the other."""
     places, found = where_of(where), flat.unpacked(params)
     check_matched("init_state: where", places.patterns, tree.spec_paths(found.spec))
@@ -182,7 +182,7 @@ def move(value: V, where: Where | str | None, *, device: str | torch.device | No
     """The same state elsewhere: on the device, in host memory, or in files.
 
     Leaves of one run of a bucket lie together, where the largest of them should; `bucket=` of
-    `shard` keeps leaves apart. Buffers, counts and frozen leaves stay where they are.
+    `shard` keeps leaves separate. Buffers, counts and frozen leaves stay where they are.
 
     Args:
       value: a `TrainState`, whose parameters go to `params` and whose moments go to `states`; or a

@@ -38,7 +38,7 @@ from mics_fn.tree import Tree
 # Limits on gradients: a factor and a clamp, in one pass.
 
 
-def limited(
+def clipped(
     grads: Tree | GradStream,
     factor: Tensor | float = 1.0,
     max_value: float | None = None,
@@ -67,7 +67,7 @@ def limited(
 
     stream = grad_stream(grads)
     if stream is not None:
-        return _limited_stream(stream, factor, max_value)
+        return _clipped_stream(stream, factor, max_value)
 
     def limit(grad: Tensor) -> None:
         if not isinstance(factor, Tensor):
@@ -84,7 +84,7 @@ def limited(
     return columns.map_columns(limit, columns.in_chunks(grads) if donate else grads, donate=donate)
 
 
-def _limited_stream(
+def _clipped_stream(
     given: GradStream, factor: Tensor | float, max_value: float | None
 ) -> GradStream:
     """Limit gradients as they are taken, in new memory."""
@@ -92,8 +92,8 @@ def _limited_stream(
 
     def take(place: int) -> list[Tensor]:
         pairs = zip(given.order[place], given.take(place), strict=True)
-        held = [Sharded(x.detach(), leaves[i].bucket, leaves[i].slot) for i, x in pairs]
-        return [x.data for x in limited(held, factor, max_value)]
+        kept = [Sharded(x.detach(), leaves[i].bucket, leaves[i].slot) for i, x in pairs]
+        return [x.data for x in clipped(kept, factor, max_value)]
 
     return replace(given, take=take)
 
@@ -215,11 +215,11 @@ def _squares(pieces: Sequence[Tensor], live: bool = False) -> Tensor:
     if live:
         return torch.stack([x.double().square().sum() for x in pieces])
     norms = [torch.zeros((), device=pieces[0].device)] * len(pieces)
-    held: dict[bool, list[int]] = {True: [], False: []}
+    kept: dict[bool, list[int]] = {True: [], False: []}
     for i, x in enumerate(pieces):
         if x.numel():
-            held[x.itemsize < 4].append(i)
-    for narrow, index in held.items():
+            kept[x.itemsize < 4].append(i)
+    for narrow, index in kept.items():
         if index:
             # The norm of a float16 tensor may exceed float16 although no element does.
             dtype = torch.float32 if narrow else None
@@ -262,8 +262,8 @@ def norm_problem(verb: str, homes: Iterable[Home]) -> PlanError | None:
     """
     whole, sets = True, dict[frozenset[int], None]()
     for home in dict.fromkeys(homes):
-        whole = whole and home.life.whole
-        sets[frozenset(home.life.ranks)] = None
+        whole = whole and home.state.whole
+        sets[frozenset(home.state.ranks)] = None
     if whole and len(sets) < 2:
         return None
     lines = [f"ranks {fold_ranks(sorted(ranks))}" for ranks in sets if ranks]
@@ -322,7 +322,7 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> transform.Transform:
         factor = clip_factor(global_norm(grads, groups), max_norm)
         if needs_derivative([factor]):
             factor = _for_parts(factor, measured("clip_by_global_norm", grads, groups).owners)
-        return limited(grads, factor), state
+        return clipped(grads, factor), state
 
     facts = {"optimizer": "clip_by_global_norm", "max_norm": max_norm}
     return transform.from_update(lambda params: (), update, facts)
@@ -359,7 +359,7 @@ def clip_by_value(max_value: float) -> transform.Transform:
     check_limit("clip_by_value", "max_value", max_value)
 
     def update(grads: Tree, state: tuple, params: Tree) -> tuple[Tree, tuple]:
-        return limited(grads, max_value=max_value), state
+        return clipped(grads, max_value=max_value), state
 
     facts = {"optimizer": "clip_by_value", "max_value": max_value}
     return transform.from_update(lambda params: (), update, facts)
@@ -469,9 +469,9 @@ def _opened(
         data = linear_map("own", uses, *data) if uses else []
     found: dict[Comm, _Part] = {}
     for use, pieces in deal(uses, data):
-        _, index, held = found.setdefault(use.home.partition, (use.home, [], []))
+        _, index, kept = found.setdefault(use.home.partition, (use.home, [], []))
         index.extend(use.members)
-        held.extend(pieces)
+        kept.extend(pieces)
     return opened, list(found.values()), live
 
 

@@ -175,7 +175,7 @@ def init_state(
         several = any(home.partition_size * home.num_replicas > 1 for home in homes)
         facts = comparing.optimizer_facts("init_state", transform, shards.names(params), several)
         comparing.same_options("init_state", facts, homes)
-    opt = moving.init_elsewhere(transform.init, params, where)
+    opt = moving.init_placed(transform.init, params, where)
     flat.check_coded(params, opt)
     return TrainState(0, params, opt, dict(buffers or {}), transform)
 
@@ -243,7 +243,7 @@ def opt_step(state: TrainState[P], grads: Tree, *, donate: bool = False) -> Trai
         return _stepped(state, ahead, home, donate)
     with Commit() as commit:
         if ahead.stream is not None:
-            commit.hold()  # a wait for a rank that is gone gives way to a signal
+            commit.block()  # a wait for a rank that is gone gives way to a signal
         else:
             commit.write()
         if spans.observers:
@@ -258,7 +258,7 @@ def _stepped(state: TrainState, ahead: flat.Unpacked, home: Any, donate: bool) -
     before = flat.unpacked(state.params)
     variables = check_grads(before, ahead)
     if spans.watchers:
-        tell_memory(state)
+        record_memory(state)
     # Parameters may be leaves of autograd: a step is a function of them only if gradients are.
     start = before.with_pieces([x.detach() for x in before.pieces]) if variables else before
     with spans.span("opt_step", state.step + 1, parts=True), shards.Writing() as writing:
@@ -271,11 +271,11 @@ def _stepped(state: TrainState, ahead: flat.Unpacked, home: Any, donate: bool) -
             if ahead.stream is not None:
                 ahead.stream.first()  # a rank without elements has taken nothing
         except BaseException as error:
-            _told(error, home)
+            _announced(error, home)
             raise
         params = after.shards
         if donate:
-            writing.give_away([*after.leaves, *tree.flatten(opt, shards.is_leaf)[0]])
+            writing.mark_donated([*after.leaves, *tree.flatten(opt, shards.is_leaf)[0]])
             # torch's optimizers write through tensors that count versions separately; autograd must
             # notice if somebody saved or gathered the old values.
             increment_version(after.pieces)
@@ -286,18 +286,18 @@ def _stepped(state: TrainState, ahead: flat.Unpacked, home: Any, donate: bool) -
     return TrainState(state.step + 1, params, opt, state.buffers, state.transform)
 
 
-def _told(error: BaseException, home: Any) -> None:
+def _announced(error: BaseException, home: Any) -> None:
     """End the groups if some ranks may have taken a step that others have not."""
     known = isinstance(error, MicsError) and not isinstance(error, FileError)
     if isinstance(home, Groups) and home.world_size > 1 and not known:
-        home.life.finish(error)  # the others may have taken this step
+        home.state.finish(error)  # the others may have taken this step
 
 
-def tell_memory(state: TrainState) -> None:
+def record_memory(state: TrainState) -> None:
     """Tell watchers the memory of a state by kind, each storage once, padding included."""
     kinds = {"shards": state.params, "moments": state.opt, "buffers": state.buffers}
     for kind, part in kinds.items():
         data = [getattr(leaf, "data", leaf) for leaf in tree.flatten(part, shards.is_leaf)[0]]
-        held = [y for x in data for y in getattr(x, "memory", [x]) if isinstance(y, Tensor)]
-        sizes = {_torch.storage_id(x): x.untyped_storage().nbytes() for x in held}
-        spans.holds(kind, kind, sum(sizes.values()))
+        tensors = [y for x in data for y in getattr(x, "memory", [x]) if isinstance(y, Tensor)]
+        sizes = {_torch.storage_id(x): x.untyped_storage().nbytes() for x in tensors}
+        spans.resident(kind, kind, sum(sizes.values()))

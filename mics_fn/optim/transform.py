@@ -318,8 +318,8 @@ def chain(*transforms: Optimizer) -> Transform:
 
         # See [Note: states come first] in `columns`. What the others have in files comes through
         # the same memory, and so before.
-        late = columns.needs_fetch(params, states[-1]) and not columns.needs_fetch([], states[:-1])
-        given = unpacked(lazy_grads(grads.shards, made) if late else made())
+        lazy = columns.needs_fetch(params, states[-1]) and not columns.needs_fetch([], states[:-1])
+        given = unpacked(lazy_grads(grads.shards, made) if lazy else made())
         after, last = parts[-1].step(given, states[-1], params, donate)
         return after, (*new, last)
 
@@ -423,7 +423,9 @@ def _shares(found: Unpacked, owners: Sequence[int], count: int) -> list[Unpacked
     A tied leaf has no data, and frozen ones are nobody's, so no part needs them.
     """
     number = iter(owners)
-    by_leaf = [next(number) if _is_held(leaf) else None for leaf in found.leaves]
+    by_leaf = [
+        next(number) if isinstance(leaf, Sharded | Tensor) else None for leaf in found.leaves
+    ]
     shares = []
     for part in range(count):
         leaves = [
@@ -432,7 +434,3 @@ def _shares(found: Unpacked, owners: Sequence[int], count: int) -> list[Unpacked
         ]
         shares.append(found.part(leaves, [i for i, owner in enumerate(owners) if owner == part]))
     return shares
-
-
-def _is_held(leaf: Any) -> bool:
-    return isinstance(leaf, Sharded | Tensor)

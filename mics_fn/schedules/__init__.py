@@ -57,7 +57,7 @@ the data, and asks a `Run` what to fetch and drop.
 """
 
 from mics_fn.schedules.calls import Calls, Channel, call_text, issued, joined, made
-from mics_fn.schedules.messages import LEFT, NEWS, JobMessages, Stuck
+from mics_fn.schedules.messages import CHANGES, LEFT, JobMessages, Stuck
 from mics_fn.schedules.run import Learned, OnDemand, Run, keep_all, on_demand
 from mics_fn.schedules.schedule import Action, Offsets, Schedule, offsets, plan
 

@@ -143,8 +143,8 @@ class Calls:
         self._owed = 0  # those of them that are still to be compared
         self._quiet = 0  # calls in a row about which nothing was sent
         self._due = -1  # the call, still to be made, at which another rank left its pattern
-        self._heard = deque[int](maxlen=_KEPT)  # calls at which some rank left
-        self._left = ""  # what this rank has read last of a rank that left its pattern
+        self._acknowledged = deque[int](maxlen=_KEPT)  # calls at which some rank left
+        self._leaver = ""  # what this rank has read last of a rank that left its pattern
         self._written = deque[tuple[int, str]]()
         if self._store is not None:
             self._job.calls.append(self)
@@ -181,9 +181,9 @@ class Calls:
         mine = json.dumps([self._job.rank, text])
         trusted = pattern.guess is not None and not self._owed
         leaves = number == self._due or (trusted and call != pattern.guess)
-        rank, told = json.loads(store.compare_set(self._at(number), "", mine))
-        if told != text:
-            self._refuse(rank, told, text)
+        rank, written = json.loads(store.compare_set(self._at(number), "", mine))
+        if written != text:
+            self._refuse(rank, written, text)
         if rank == self._job.rank:
             self._written.append((number, self._at(number)))
             self._tidy(store)
@@ -197,71 +197,71 @@ class Calls:
         pattern.add(call)
         self.number += 1
         if leaves:
-            self._leave(store, number, text, first=rank == self._job.rank, meanwhile=meanwhile)
+            self._diverge(store, number, text, first=rank == self._job.rank, meanwhile=meanwhile)
 
-    def _leave(
+    def _diverge(
         self, store: Any, number: int, text: str, *, first: bool, meanwhile: Callable[[], object]
     ) -> None:
         """Leave the pattern at a call; returns once all ranks know of it."""
-        heard = f"{self._at(number)}/heard"
+        acknowledged = f"{self._at(number)}/heard"
         if number != self._due:  # else this rank has said already that it knows
-            self._heard.append(number)
-            store.add(heard, 1)
+            self._acknowledged.append(number)
+            store.add(acknowledged, 1)
         if first:
-            self._written.append((number, heard))
+            self._written.append((number, acknowledged))
             said = json.dumps([number, self._job.rank, text])
             # Never in the place of what this rank has not read: another one may have left earlier.
             # Nor once all know of this call, as what a rank says of a later one would be lost.
-            while store.add(heard, 0) < len(self._ranks):
-                if store.compare_set(f"{self.key}/left", self._left, said).decode() == said:
+            while store.add(acknowledged, 0) < len(self._ranks):
+                if store.compare_set(f"{self.key}/left", self._leaver, said).decode() == said:
                     break
                 self.read()
-            self._job.tell()
+            self._job.mark_changed()
 
         stuck = Stuck(self.key, number + 1, tuple(self._ranks), text)
 
-        def all_heard() -> bool:
+        def all_acknowledge() -> bool:
             meanwhile()
-            if store.add(heard, 0) >= len(self._ranks):
+            if store.add(acknowledged, 0) >= len(self._ranks):
                 return True
-            self._channel.look()  # pyright: ignore[reportOptionalMemberAccess]
-            self._job.check_left(stuck)
+            self._channel.poll_peers()  # pyright: ignore[reportOptionalMemberAccess]
+            self._job.check_departed(stuck)
             return False
 
         deadline = time.monotonic() + self._timeout_s
         check = partial(self._job.check, [stuck], made=True)
-        if not poll(all_heard, len(self._ranks), deadline, check):
+        if not poll(all_acknowledge, len(self._ranks), deadline, check):
             what = f"call {number} over '{self._name}' has no answer in {self._timeout_s:g} s"
             lines = [f"rank {self._job.rank}: {text}", f"asked: {name_ranks(self._ranks)}"]
             fix = "look for a rank that stopped, or that makes fewer calls"
             error = CollectiveError(what, lines, fix)
-            raise self._job.late(error, [stuck])
+            raise self._job.timeout_error(error, [stuck])
 
     def read(self) -> None:
         """Read whether a rank left its pattern: raise if this one is past it, else answer."""
         store: Any = self._store
         if not store.check([f"{self.key}/left"]):
-            self._left = ""
+            self._leaver = ""
             return
-        self._left = store.get(f"{self.key}/left").decode()
-        number, rank, text = json.loads(self._left)
+        self._leaver = store.get(f"{self.key}/left").decode()
+        number, rank, text = json.loads(self._leaver)
         # Where all left together nobody says it, so that what is read here may be old.
-        if number in self._heard or number < self.number - _KEPT:
+        if number in self._acknowledged or number < self.number - _KEPT:
             return
         if number < self.number:
             mine = self._pattern.back(self.number - number)
             self._refuse(rank, text, "went on" if mine is None else call_text(mine), number)
         self._due = number
-        self._heard.append(number)
+        self._acknowledged.append(number)
         store.add(f"{self._at(number)}/heard", 1)
 
-    def _refuse(self, rank: int, told: str, mine: str, number: int | None = None) -> None:
+    def _refuse(self, rank: int, written: str, mine: str, number: int | None = None) -> None:
         """Raise, on all ranks of the groups, that two ranks make different calls."""
         number = self.number if number is None else number
         what = f"call {number} over '{self._name}' of {name_ranks(self._ranks)}: ranks differ in it"
         fix = "call the same verbs on the same trees, in the same order, on all of these ranks"
         what, fix = self._differ or (what, fix)
-        self._job.raise_everywhere(what, {rank: told, self._job.rank: mine}, fix)
+        self._job.raise_everywhere(what, {rank: written, self._job.rank: mine}, fix)
 
     def _at(self, number: int) -> str:
         return f"{self.key}/{number}"
@@ -346,7 +346,7 @@ class Channel:
         self._rank = rank
         self._notes: dict[int, Any] = {}  # what other ranks wrote about their waits; see `messages`
         self._note = ""  # what this rank wrote down about its wait
-        self._looked = -math.inf
+        self._polled = -math.inf
         self._written = deque[tuple[int, str]]()  # keys to delete, by the run that wrote them
 
     def begin_run(self, learned: Any, number: int | None = None) -> int:
@@ -383,7 +383,7 @@ class Channel:
         self._written.append((self.runs, key))
         return key
 
-    def look(self, stuck: Sequence[Stuck] = (), issued: Counts | None = None) -> None:
+    def poll_peers(self, stuck: Sequence[Stuck] = (), issued: Counts | None = None) -> None:
         """Raise the error that explains a wait without progress, if the others wrote down why.
 
         Args:
@@ -392,8 +392,8 @@ class Channel:
         """
         if self._store is None:
             return
-        self._looked = time.monotonic()
-        if self.job.any_news():
+        self._polled = time.monotonic()
+        if self.job.any_changes():
             self.job.raise_reported()
             for calls in self.job.calls:
                 calls.read()
@@ -401,18 +401,18 @@ class Channel:
             self.job.read_departures()
             self.job.mark_seen()
         for call in stuck:
-            self.job.check_left(call)
+            self.job.check_departed(call)
         if stuck:
-            self._look_for_stuck(self._store, stuck, issued or {})
+            self._find_stuck(self._store, stuck, issued or {})
 
     def check(self) -> None:
         """Raise if a rank has failed, without a message."""
         self.job.check()
 
     def glance(self) -> None:
-        """Call `look` at most once per second."""
-        if time.monotonic() - self._looked >= _GLANCE_S:
-            self.look()
+        """Call `poll_peers` at most once per second."""
+        if time.monotonic() - self._polled >= _GLANCE_S:
+            self.poll_peers()
 
     def moved(self) -> None:
         """Withdraw this rank's note: what it waited for is done, or was given up."""
@@ -420,14 +420,14 @@ class Channel:
             self._note = ""
             later(self._store, "set", f"mics_fn/stuck/{self._rank}", "")
 
-    def _look_for_stuck(self, store: Store, stuck: Sequence[Stuck], counts: Counts) -> None:
+    def _find_stuck(self, store: Store, stuck: Sequence[Stuck], counts: Counts) -> None:
         """See [Note: waiting in two places] in `schedules.messages`."""
         text = f"waits for {stuck[0].text}"
         mine = json.dumps(note_of(stuck, counts, text))
         if mine != self._note:
             store.set(f"mics_fn/stuck/{self._rank}", mine)
             self._note = mine
-            self.job.tell()
+            self.job.mark_changed()
         for other in neighbours(self._rank, stuck):
             if other not in self._notes:
                 key = f"mics_fn/stuck/{other}"

@@ -101,7 +101,7 @@ def neighbours(rank: int, mine: Sequence[Stuck]) -> list[int]:
 
 # `JobMessages`: what all ranks of the groups, those of every replica, tell each other.
 
-NEWS = "mics_fn/news"  # the key of the counter; see [Note: news]
+CHANGES = "mics_fn/news"  # the key of the counter; see [Note: news]
 LEFT = "left its groups by an error"  # an error that it has already told the others
 _RESET = "called reset"
 
@@ -128,45 +128,45 @@ class JobMessages:
         # Raises if a rank has failed without which a wait cannot end; the error of a wait that took
         # too long; and notes why groups failed: all three of the groups' `GroupState`.
         self.check: Callable[..., None] = lambda *args, **kwargs: None
-        self.late: Callable[..., Exception] = lambda error, stuck=(): error
+        self.timeout_error: Callable[..., Exception] = lambda error, stuck=(): error
         self.fail: Callable[[BaseException], None] = lambda error: None
         # What to raise instead, if some rank has failed and that was the cause.
         self.explain: Callable[..., Exception] = lambda error, *, wait: error
         self.kept = ""  # a key that outlives the groups
         self._trouble, self._refused = f"{key}/all/trouble", f"{key}/all/refused"
         self._read = self._seen = 0  # news
-        self._gone = f"{key}/gone"
+        self._departures = f"{key}/gone"
         self._notes: dict[int, tuple[str, Mapping[str, int]]] = {}  # of ranks that left, by rank
         self._tidy: Callable[[], None] = lambda: None
-        self._any_left = self._left = False  # whether any rank has left, and whether this one has
+        self._any_departed = self._departed_here = False  # any rank, and this one
 
-    def tell(self) -> None:
+    def mark_changed(self) -> None:
         """Say that this rank has written something."""
         if self.store is not None:
-            self.store.add(NEWS, 1)
+            self.store.add(CHANGES, 1)
 
-    def any_news(self) -> bool:
+    def any_changes(self) -> bool:
         """Return whether there are messages that `mark_seen` has not marked."""
         if self.store is not None:
-            self._read = self.store.add(NEWS, 0)
+            self._read = self.store.add(CHANGES, 0)
         return self._read != self._seen
 
     def mark_seen(self) -> None:
-        """Mark as seen what `any_news` has found; only once all of it was read without an error."""
+        """Mark as seen what `any_changes` found; only once all of it was read without an error."""
         self._seen = self._read
 
     def report(self, text: str) -> None:
         """Make all ranks of the groups raise this error at their next poll."""
         if self.store is not None:
             self.store.compare_set(self._trouble, "", text)
-            self.tell()
+            self.mark_changed()
 
     def refuse(self, text: str) -> None:
         """Make the other ranks raise an error that this rank and some others raise now."""
         if self.store is not None:
             self.refusing = self.raised = True
             self.store.compare_set(self._refused, "", text)
-            self.tell()
+            self.mark_changed()
 
     def go_on(self) -> None:
         """Withdraw this rank's refusal or error."""
@@ -205,17 +205,17 @@ class JobMessages:
         Returns:
           What deletes all entries of the groups, if this is the last rank; it may take a while.
         """
-        if self.store is None or self._left:
+        if self.store is None or self._departed_here:
             return self._tidy
-        self._left = True
+        self._departed_here = True
         issued = {calls.key: calls.issued for calls in self.calls}
         self.calls.clear()  # these refer to the channel, and it to them
         try:
-            self.store.set(f"{self._gone}/{self.rank}", json.dumps([how, issued]))
-            if self.store.add(self._gone, 1) == self.size:
+            self.store.set(f"{self._departures}/{self.rank}", json.dumps([how, issued]))
+            if self.store.add(self._departures, 1) == self.size:
                 self._tidy = self._delete_all
             else:
-                self.tell()
+                self.mark_changed()
         except (MicsError, RuntimeError):  # the store is gone, with all that is in it
             pass
         return self._tidy
@@ -229,15 +229,15 @@ class JobMessages:
 
     def read_departures(self) -> None:
         """Read whether any rank has left."""
-        self._any_left = self.store is not None and self.store.add(self._gone, 0) > 0
+        self._any_departed = self.store is not None and self.store.add(self._departures, 0) > 0
 
-    def check_left(self, call: Stuck) -> None:
+    def check_departed(self, call: Stuck) -> None:
         """Raise GroupsError if a rank has left without its part of a call that this one waits for.
 
         Args:
           call: the call.
         """
-        error = self._departed(call) if self._any_left else None
+        error = self._departed(call) if self._any_departed else None
         if error is not None:  # a rank that resets its groups does so because of another error
             raise self.explain(error, wait=_RESET in f"{error}")
 
@@ -259,7 +259,7 @@ class JobMessages:
         return None
 
     def _note_of(self, rank: int) -> tuple[str, Mapping[str, int]]:
-        store, key = self.store, f"{self._gone}/{rank}"
+        store, key = self.store, f"{self._departures}/{rank}"
         if rank not in self._notes and store is not None and store.check([key]):
             how, issued = json.loads(store.get(key))
             self._notes[rank] = how, issued

@@ -42,12 +42,12 @@ class Learned:
     missed: set[int] = field(default_factory=set)  # buckets that got no gradient in some pass
     recomputes: bool | None = None  # `Graph.recomputes` of a loss; None before the first one
     said: bool = False  # whether the warning of parameters that nobody trains was given
-    again: set[int] = field(default_factory=set)  # buckets used after `Run.let_go` of them
+    reused: set[int] = field(default_factory=set)  # buckets used after `Run.let_go` of them
 
     def forget(self) -> None:
         """Forget all that ranks must have in common: on new groups some may have seen less."""
         self.schedule = self.order = self.firsts = self.recomputes = self.last = None
-        self.missed, self.again = set(), set()
+        self.missed, self.reused = set(), set()
 
 
 @dataclass(eq=False)
@@ -207,7 +207,7 @@ class Run:
         push: Callable[[], object] = lambda: None,
     ) -> None:
         if learned.last is not None:
-            learned.last.settle()
+            learned.last.end()
         self.learned, self.policy, self.sizes = learned, policy, sizes
         # Uses and complete gradients as they happened.
         self._events: list[tuple[Kind, tuple[int, ...]]] = []
@@ -216,8 +216,8 @@ class Run:
         self.live: dict[int, None] = {}  # least recently used first
         self.live_bytes = 0
         self.following = learned.schedule is not None
-        self._left = ""  # why it does not follow its schedule any more
-        self._settled = False
+        self._cause = ""  # why it does not follow its schedule any more
+        self._ended = False
         self._actions = () if learned.schedule is None else learned.schedule.actions
         self._next = 0  # index of the next action to follow
         self.passes = 0  # number of backward passes so far
@@ -243,7 +243,7 @@ class Run:
             found = self._until(ids)
             if found is not None:
                 return [self._agreed(*action) for action in found]
-            self._leave(f"a use is of {' and '.join(map(self.name, ids))}")
+            self._diverge(f"a use is of {' and '.join(map(self.name, ids))}")
         for i in ids:
             if i in self.live:
                 del self.live[i]
@@ -252,7 +252,7 @@ class Run:
 
     def lets_go(self, index: int) -> bool:
         """Return whether `let_go` will drop a live bucket, by policy and because no use follows."""
-        return self.policy.lets_go and self.sizes[index] > 0 and index not in self.learned.again
+        return self.policy.lets_go and self.sizes[index] > 0 and index not in self.learned.reused
 
     def let_go(self, index: int) -> bool:
         """Drop a bucket that nothing should need again in this run; returns whether it is dropped.
@@ -291,9 +291,9 @@ class Run:
         """See [Note: the same order of use]."""
         if self._compares:
             self._channel.compare(text, self._push)
-        if self._left and not self.learned.warned:
+        if self._cause and not self.learned.warned:
             self.learned.warned = True
-            text = f"defer: the order of use changed: {self._left}. Buckets are fetched on demand"
+            text = f"defer: the order of use changed: {self._cause}. Buckets are fetched on demand"
             warnings.warn(f"{text} until it repeats; this warning is given once", stacklevel=2)
 
     def _agreed(self, kind: Kind, index: int) -> tuple[Kind, int]:
@@ -338,7 +338,7 @@ class Run:
             if i in self.live:
                 continue
             if self.policy.at_once:  # `let_go` has dropped it
-                self.learned.again.add(i)
+                self.learned.reused.add(i)
             while budget is not None and self.live_bytes + self.sizes[i] > budget:
                 victim = next((b for b in self.live if b not in ids), None)
                 if victim is None:
@@ -347,11 +347,11 @@ class Run:
             done.append(self._agreed("fetch", i))
         return done
 
-    def _leave(self, why: str) -> None:
+    def _diverge(self, why: str) -> None:
         """Stop following the schedule; says why the first time, once no rank differs."""
-        self.following, self._left = False, why
+        self.following, self._cause = False, why
 
-    def look(self) -> None:
+    def poll_peers(self) -> None:
         """Poll for messages of other ranks, at most once per second; not with `keep_all`.
 
         Whether a rank has failed is known here without a message.
@@ -360,17 +360,18 @@ class Run:
         if self._compares:
             self._channel.glance()
 
-    def settle(self) -> Schedule | None:
+    def end(self) -> Schedule | None:
         """End the run and learn from it; return what the next one follows, if this one has not.
 
         Raises:
           DesyncError: other ranks fetch something else where this one ends the run.
         """
-        if not self._settled:
-            self._settled = True
-            left = self._actions[self._next :] if self.following else ()
-            if any(kind == "use" for kind, _ in left):
-                self._leave(f"run {self.number} ends after {len(self.record.uses)} uses of buckets")
+        if not self._ended:
+            self._ended = True
+            remaining = self._actions[self._next :] if self.following else ()
+            if any(kind == "use" for kind, _ in remaining):
+                used = len(self.record.uses)
+                self._diverge(f"run {self.number} ends after {used} uses of buckets")
             self._compare("a run ends")
             self._learn()
         return None if self.following else self.learned.schedule

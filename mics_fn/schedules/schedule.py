@@ -292,8 +292,8 @@ def _stays(uses: Uses, sizes: Sequence[int], limit: int) -> Around:
     for k, buckets in enumerate(uses):
         for bucket in [b for b in buckets if b not in live]:
             while nbytes + sizes[bucket] > limit and heap and -heap[0][0] > k:
-                coming, victim = heappop(heap)
-                if victim in live and later[victim][-1] == -coming:
+                next_use, victim = heappop(heap)
+                if victim in live and later[victim][-1] == -next_use:
                     after[live.pop(victim)].append(victim)
                     nbytes -= sizes[victim]
             before[k].append(bucket)

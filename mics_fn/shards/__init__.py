@@ -120,7 +120,6 @@ from mics_fn.shards.opened import (
     require_groups,
 )
 from mics_fn.shards.pack import (
-    brought,
     check_finite,
     check_kept_place,
     checksum_of,
@@ -128,11 +127,12 @@ from mics_fn.shards.pack import (
     copied_to,
     copied_with_zeros,
     dense,
+    fetched_to,
     forget_nonfinite,
     has_codes,
-    is_elsewhere,
     kept_row,
     kind_of,
+    must_fetch,
     nonfinite_of,
     note_nonfinite,
     pack_chunk,

@@ -307,12 +307,12 @@ def plan_buckets(
         open_bytes[kind] += nbytes
     found: dict[int, tuple[Bucket, int]] = {}
     for index, members in enumerate(closed):
-        made = _lay_out(index, [leaves[i] for i in members])
+        made = _bucket_from(index, [leaves[i] for i in members])
         found.update({i: (made, slot) for slot, i in enumerate(members)})
     return [found[i] for i in range(len(leaves))]
 
 
-def _lay_out(index: int, leaves: Sequence[LeafSpec]) -> Bucket:
+def _bucket_from(index: int, leaves: Sequence[LeafSpec]) -> Bucket:
     first, align = leaves[0], leaves[0].formats.align
     offsets, end = [], 0
     for leaf in leaves:

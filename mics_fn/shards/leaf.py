@@ -107,7 +107,7 @@ LOCAL_BASIS = "jacfwd, hessian, and jacrev of shards take a basis of each rank's
 SHARED_BASIS = "use jacrev of full values, or vmap over directions that ranks share, cut by shard"
 _GATHER = "gather(shards, groups) gives tensors, and shards.map(fn, shards) works on pieces"
 # Floats are trained or frozen, and the others are replicated.
-_WHOLE = (f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+_WHOLE = (f"{prefix}int{bits}" for prefix in ("", "u") for bits in (8, 16, 32, 64))
 _DTYPES = {*SHORT_NAMES, torch.bool, *(getattr(torch, name) for name in _WHOLE)}
 
 
@@ -318,11 +318,11 @@ class Writing:
         for block in {id(self): self, id(self.whole): self.whole}.values():
             block._parts.append((leaves, (spec, root, to, self.whole)))
 
-    def give_away(self, keep: Sequence[Any] = ()) -> None:
+    def mark_donated(self, keep: Sequence[Any] = ()) -> None:
         """Take the data of what this block covers, but for the leaves that are kept."""
         self.whole.begun = True
         for leaves, story in self._parts:
-            _give_away(leaves, story, keep)
+            _mark_donated(leaves, story, keep)
 
     def __enter__(self) -> "Writing":
         outer, frame = _WRITING.get(), getattr(currentframe(), "f_back", None)
@@ -362,7 +362,7 @@ class Writing:
     def _lose(self) -> None:
         """Mark the covered values as lost, unless the block ended without an error."""
         if self.whole is self and self.begun:
-            self.give_away()
+            self.mark_donated()
 
 
 def lose_if_aborted(shards: Tree, to: str, device: torch.device, home: Any) -> None:
@@ -384,10 +384,10 @@ def lose_if_aborted(shards: Tree, to: str, device: torch.device, home: Any) -> N
     def lose() -> None:
         lost = Writing()
         lost.covers_leaves([ref() for ref in refs], spec, "params", to)
-        lost.give_away()
+        lost.mark_donated()
 
     _device.Queued(device, lose)
-    if home.partition.life.failed is not None:
+    if home.partition.state.failed is not None:
         lose()
 
 
@@ -417,10 +417,10 @@ def donate(shards: Tree, root: str, to: str, *, keep: Tree = ()) -> None:
       keep: a tree whose leaves stay usable even if they are the same objects.
     """
     leaves, spec = tree.flatten(shards, is_leaf)
-    _give_away(leaves, (spec, root, to, None), tree.flatten(keep, is_leaf)[0])
+    _mark_donated(leaves, (spec, root, to, None), tree.flatten(keep, is_leaf)[0])
 
 
-def _give_away(leaves: Sequence[Any], story: tuple, keep: Sequence[Any]) -> None:
+def _mark_donated(leaves: Sequence[Any], story: tuple, keep: Sequence[Any]) -> None:
     """Take the data of leaves; the story is their structure, root, taker and block."""
     kept = set(map(id, keep))
     memory = None if story[-1] is None else story[-1].memory
@@ -610,10 +610,10 @@ class GradStream:
 
     def ready(self) -> Iterator[list[int]]:
         """Yield numbers of buckets to take: those that are complete, or else the next one."""
-        left = list(range(len(self.order)))
-        while left:
-            here = [k for k in left if self.here(k)] or left[:1]
-            left = [k for k in left if k not in here]
+        remaining = list(range(len(self.order)))
+        while remaining:
+            here = [k for k in remaining if self.here(k)] or remaining[:1]
+            remaining = [k for k in remaining if k not in here]
             yield here
 
     def part(self, own: Sequence[int]) -> "GradStream":
@@ -740,8 +740,8 @@ def refuse_overlaps(verb: str, leaves: Mapping[str, Tensor], trained: Collection
 
 def _overlapping(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     """Pairs of tensors, by their numbers, that share bytes."""
-    lie = [i for i, x in enumerate(tensors) if x.numel() and x.layout is torch.strided]
-    places = {i: MemoryPlace.of(tensors[i]) for i in lie}
+    with_memory = [i for i, x in enumerate(tensors) if x.numel() and x.layout is torch.strided]
+    places = {i: MemoryPlace.of(tensors[i]) for i in with_memory}
     near: list[int] = []  # those before that reach to where this one begins
     for i in sorted(places, key=lambda i: (places[i].storage, places[i].span)):
         place = places[i]

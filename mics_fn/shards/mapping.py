@@ -61,8 +61,8 @@ def map(fn: Callable[..., Tensor], shards: Tree, *rest: Tree) -> Tree:
         if not _is_like(found, leaf.data):
             raise _unlike(tree.paths(shards, "shards", is_leaf)[i], leaf.data, found)
         made.append(found)
-    laid = placed_like(made, [leaf.data for leaf in trained.values()])
-    for (i, leaf), data in zip(trained.items(), laid, strict=True):
+    placed = placed_like(made, [leaf.data for leaf in trained.values()])
+    for (i, leaf), data in zip(trained.items(), placed, strict=True):
         out[i] = Sharded(data, leaf.bucket, leaf.slot)
     mark_reduced(out, reduction_groups(leaves))
     return spec.unflatten(out)

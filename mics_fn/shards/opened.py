@@ -22,7 +22,7 @@ from mics_fn.shards.leaf import (
     owner_index,
     places_of,
 )
-from mics_fn.shards.pack import any_elsewhere, check_kept
+from mics_fn.shards.pack import any_to_fetch, check_kept
 from mics_fn.tree import Tree
 
 # What verbs are given: a tree of shards, and groups for each of its leaves.
@@ -111,7 +111,7 @@ class BucketUse:
     home: Home
     index: tuple[int | None, ...]  # for each slot the number of the leaf in the tree, or None
     verb: str = ""  # for which it moves
-    away: bool = False  # whether a piece lies elsewhere; see [Note: elsewhere] in `pack`
+    placed: bool = False  # whether a piece lies elsewhere; see [Note: elsewhere] in `pack`
 
     @cached_property
     def hierarchy(self) -> Hierarchy:
@@ -216,12 +216,12 @@ class TreeLayout:
 
     def uses_of(self, leaves: Sequence[Any]) -> list[BucketUse]:
         """`uses`, which say of these leaves whether they lie elsewhere."""
-        if not any_elsewhere(leaves, self.homes[0] if self.homes else None):
+        if not any_to_fetch(leaves, self.homes[0] if self.homes else None):
             return self.uses
         found = []
         for use in self.uses:
-            away = any_elsewhere([leaves[i] for i in use.members], use.home)
-            found.append(replace(use, away=True) if away else use)
+            placed = any_to_fetch([leaves[i] for i in use.members], use.home)
+            found.append(replace(use, placed=True) if placed else use)
         return found
 
 
@@ -270,7 +270,7 @@ class Opened:
         """The tree with one value per leaf; tied leaves get that of their owner."""
         return self.spec.unflatten([full[i] for i in self.layout.owner])
 
-    def held(self, index: int) -> list[Tensor]:
+    def tensors(self, index: int) -> list[Tensor]:
         """The pieces of a bucket, by index in `uses`."""
         return [self.data[i] for i in self.uses[index].members]
 
@@ -318,7 +318,7 @@ class Opened:
           PlanError: they are the groups for steps that each replica takes alone.
           GroupsError: they are hierarchies.
         """
-        if any(home.apart for home in dict.fromkeys(self.homes)):
+        if any(home.independent for home in dict.fromkeys(self.homes)):
             text = f"{self.verb}: these are the groups of the steps, in which no other replica is"
             raise PlanError(text, fix=_OWN_GROUPS)
         require_replicas(self.verb, self.homes)
@@ -348,7 +348,7 @@ def open_shards(verb: str, shards: Tree, groups: Any, *, root: str = "shards") -
     if layout.coded:
         for index, use in enumerate(opened.uses):
             if use.bucket.codes is not None:
-                check_kept(verb, use.bucket, use.by_slot(opened.held(index)))
+                check_kept(verb, use.bucket, use.by_slot(opened.tensors(index)))
     return opened
 
 
@@ -362,7 +362,7 @@ def layout_on(verb: str, leaves: Sequence[Leaf], homes: Sequence[Home]) -> TreeL
       PlanError: the groups are not those that the leaves were sharded with.
     """
     places, on = places_of(leaves), tuple(homes)
-    known = on[0].life.layouts if on else {}
+    known = on[0].state.layouts if on else {}
     found = known.get((verb, places, on))
     if found is None:
         found = TreeLayout(verb, places, on)

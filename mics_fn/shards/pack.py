@@ -82,11 +82,11 @@ def coded_pieces(bucket: Bucket, chunk: int, flat: Tensor, names: Sequence[str])
     """
     codec: Any = bucket.codes
     whole = offload.as_codes(flat, codec, ", ".join(names[:2]))
-    laid = pieces(bucket, chunk)
-    found = [whole[piece.start : piece.start + piece.length] for piece in laid]
+    spans = pieces(bucket, chunk)
+    found = [whole[piece.start : piece.start + piece.length] for piece in spans]
     if bool(whole.codes.tops.isfinite().all()):
         return found
-    for name, piece in zip(names, laid, strict=True):
+    for name, piece in zip(names, spans, strict=True):
         check_finite(name, codec, flat.narrow(0, piece.start, piece.length))
     return found
 
@@ -178,14 +178,14 @@ def _packed(bucket: Bucket, chunk: int, data: Sequence[Any]) -> Tensor:
 # Pieces that lie elsewhere than on the device that computes: in host memory, or in a file.
 
 
-def is_elsewhere(data: Tensor, device: torch.device) -> bool:
+def must_fetch(data: Tensor, device: torch.device) -> bool:
     """Return whether a tensor must be fetched to a device before ops can use it."""
     if _torch.has_no_data(data):
         return False
     return data.device != device or (data.numel() > 0 and offload.is_placed(_torch.unwrapped(data)))
 
 
-def any_elsewhere(leaves: Sequence[Any], home: Any) -> bool:
+def any_to_fetch(leaves: Sequence[Any], home: Any) -> bool:
     """Whether the data of a leaf lie elsewhere than on the device of its groups.
 
     Args:
@@ -199,12 +199,12 @@ def any_elsewhere(leaves: Sequence[Any], home: Any) -> bool:
         device = x.device if home is None else home.device
         if type(x) in _torch.PLAIN and x.device == device and not _torch.is_wrapped(x):
             continue  # as most are
-        if has_codes(x) or is_elsewhere(x, device):  # codes on all ranks, even where empty
+        if has_codes(x) or must_fetch(x, device):  # codes on all ranks, even where empty
             return True
     return False
 
 
-def brought(data: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def fetched_to(data: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor on a device: itself if it is there, else a copy, through which gradients go back.
 
     What is kept as codes is decoded in `dtype`, which says nothing about other tensors.
@@ -212,7 +212,7 @@ def brought(data: Tensor, device: torch.device, dtype: torch.dtype | None = None
     own: Any = _torch.unwrapped(data)
     if has_codes(own):
         return own.decoded(dtype or data.dtype)
-    if not is_elsewhere(data, device):
+    if not must_fetch(data, device):
         return data
     if offload.is_placed(_torch.unwrapped(data)):
         data = data.clone()  # an op on it reads it
@@ -328,7 +328,7 @@ def pack_chunk(
         found = found if found.device == device else found.to(device, non_blocking=True)
         return found.to(dtype)
     flat = torch.zeros((*batch, bucket.chunk), dtype=dtype, device=device)
-    if any(x is not None and is_elsewhere(x, device) for x in data):
+    if any(x is not None and must_fetch(x, device) for x in data):
         deque(copied_to(flat, bucket, chunk, data), maxlen=0)
         return flat
     _copy(split_chunk(bucket, chunk, flat), data)
@@ -431,7 +431,7 @@ def note_nonfinite(bucket: Bucket, full: Tensor) -> None:
     """Look at this rank's own gradients of a bucket, packed, before others are added."""
     if not _watching or not full.numel() or _torch.has_no_data(full):
         return
-    if _device.is_async(full.device) or not _looks_finite(full):
+    if _device.is_async(full.device) or not _seems_finite(full):
         found = _highest(split_full(bucket, full))
     else:
         found = torch.zeros(len(bucket.shapes), dtype=full.dtype)
@@ -457,7 +457,7 @@ def kind_of(values: Tensor) -> str:
     return _origin_kind(_highest([values]).item())
 
 
-def _looks_finite(full: Tensor) -> bool:
+def _seems_finite(full: Tensor) -> bool:
     # A sum in float16 may overflow although no element does.
     ends = full.aminmax() if full.dtype == torch.float16 else (full.sum(),)
     return all(math.isfinite(x.item()) for x in ends)
@@ -466,8 +466,8 @@ def _looks_finite(full: Tensor) -> bool:
 def _highest(leaves: list[Tensor]) -> Tensor:
     """The largest absolute value of each leaf; 0 of an empty one."""
     zero = leaves[0].new_zeros(())
-    held = iter(_torch.foreach_norm([x for x in leaves if x.numel()], math.inf))
-    return torch.stack([next(held) if x.numel() else zero for x in leaves])
+    norms = iter(_torch.foreach_norm([x for x in leaves if x.numel()], math.inf))
+    return torch.stack([next(norms) if x.numel() else zero for x in leaves])
 
 
 def _origin_kind(highest: float) -> str:

@@ -247,7 +247,7 @@ def shard(
         bucket=bucket,
         where=where,
     )
-    layout = _lay_out("shard", "params", params, groups, options)
+    layout = _layout_of("shard", "params", params, groups, options)
     refuse_computed("shard", layout.paths, layout.leaves)
     trained = [layout.paths[i] for i, (bucket, _) in layout.slots.items() if bucket.trainable]
     refuse_overlaps("shard", dict(zip(layout.paths, layout.leaves, strict=True)), trained)
@@ -277,7 +277,7 @@ def layout_of(
     Communication: a digest of the tree, to compare it between ranks.
     """
     require_tree(verb, values, groups, root)
-    layout = _lay_out(verb, root, values, groups, Chosen.checked(verb, **options))
+    layout = _layout_of(verb, root, values, groups, Chosen.checked(verb, **options))
     agree_on(layout)
     meta = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in layout.leaves]
     return _assemble(layout._replace(leaves=meta), dict.fromkeys(layout.homes))
@@ -296,7 +296,7 @@ def _assemble(
     return tree.replace_none(shards, Nothing(), is_leaf)
 
 
-def _lay_out(verb: str, root: str, params: Tree, groups: Any, options: Chosen) -> Layout:
+def _layout_of(verb: str, root: str, params: Tree, groups: Any, options: Chosen) -> Layout:
     """Check the tensors of a tree, and decide where each of them will lie."""
     leaves, spec = tree.flatten(params, is_leaf)
     tree.refuse_equal_paths(verb, tree.replace_none(params, Nothing(), is_leaf), root, is_leaf)
@@ -379,8 +379,8 @@ def _cut(
         kind = Sharded if bucket.trainable else Fixed
         places, names = zip(*((layout.places[i], layout.paths[i]) for i in index), strict=True)
         given = (home, bucket, chunk, places, names, layout.host_bytes)
-        laid = parts.part(partial(place_chunk, *given))
-        pieces = zip(index, laid or [None] * len(index), strict=True)
+        placed = parts.part(partial(place_chunk, *given))
+        pieces = zip(index, placed or [None] * len(index), strict=True)
         out.update({i: kind(piece, bucket, slot) for slot, (i, piece) in enumerate(pieces)})  # pyright: ignore
     return out
 

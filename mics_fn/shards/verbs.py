@@ -185,8 +185,8 @@ def _view_in_full(use: BucketUse, data: list[Any]) -> None:
     for i, shape in zip(use.index, use.bucket.shapes, strict=True):
         if i is not None:
             piece = data[i]
-            if use.away:
-                piece = pack.brought(piece, use.hierarchy.device, use.bucket.compute)
+            if use.placed:
+                piece = pack.fetched_to(piece, use.hierarchy.device, use.bucket.compute)
             data[i] = piece.to(use.bucket.compute).reshape((*piece.shape[:-1], *shape))
 
 
@@ -282,7 +282,7 @@ def reduce_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree:
     leaves, _ = tree.flatten(grads, is_leaf)
     if like is not None or any(isinstance(leaf, Tensor) for leaf in leaves):
         owed = _owed("reduce_grads", grads, groups, like)
-        grads = _settled(owed, apply("scatter", owed.sent, owed.full))
+        grads = _shards_of(owed, apply("scatter", owed.sent, owed.full))
     return _mean_over_replicas("reduce_grads", grads, groups)
 
 
@@ -313,7 +313,7 @@ def scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree
       tensor([1., 1., 1., 1.])
     """
     owed = _owed("scatter_grads", grads, groups, like)
-    return _settled(owed, apply("scatter", owed.sent, owed.full))
+    return _shards_of(owed, apply("scatter", owed.sent, owed.full))
 
 
 def start_scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> PendingTree:
@@ -344,7 +344,7 @@ def start_scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -
     """
     owed = _owed("start_scatter_grads", grads, groups, like)
     started = start("scatter_grads", "scatter", owed.sent, owed.full)
-    return PendingTree(started, lambda found: _settled(owed, found))
+    return PendingTree(started, lambda found: _shards_of(owed, found))
 
 
 class _Owed(NamedTuple):
@@ -383,7 +383,7 @@ def _owed(verb: str, grads: Tree, groups: Any, like: Tree | None) -> _Owed:
     return _Owed(opened.spec, out, sent, full)
 
 
-def _settled(owed: _Owed, found: Sequence[Tensor]) -> Tree:
+def _shards_of(owed: _Owed, found: Sequence[Tensor]) -> Tree:
     """The tree of shards, with the results of hop 1."""
     out = list(owed.out)
     for use, values in deal(owed.sent, found):
@@ -499,9 +499,9 @@ def _mean_over_replicas(
         else:
             found = apply("mean", uses, data)
         dealt = zip(sent, deal(uses, found), strict=True)
-        out = opened.rebuild({i: placed_like(new, opened.held(i)) for i, (_, new) in dealt})
+        out = opened.rebuild({i: placed_like(new, opened.tensors(i)) for i, (_, new) in dealt})
         if donate:
-            writing.give_away(tree.flatten(out, is_leaf)[0])
+            writing.mark_donated(tree.flatten(out, is_leaf)[0])
     return out
 
 
@@ -553,11 +553,11 @@ def _parts(use: BucketUse, values: Sequence[Tensor]) -> dict[int, Tensor]:
     """This rank's part of each member, by the number of the leaf in the tree."""
     bucket, found = use.bucket, {}
     live = needs_derivative(values) and bucket.trainable
-    laid = pieces(bucket, use.route.chunk)
+    spans = pieces(bucket, use.route.chunk)
     slots = [slot for slot, i in enumerate(use.index) if i is not None]
     for i, slot, value in zip(use.members, slots, values, strict=True):
         flat = (value if live else value.detach()).reshape(bucket.numels[slot])
-        found[i] = flat.narrow(0, laid[slot].origin, laid[slot].length).to(bucket.dtype)
+        found[i] = flat.narrow(0, spans[slot].origin, spans[slot].length).to(bucket.dtype)
     if live:
         found = {i: x.clone() for i, x in found.items()}  # a gather in a group of one gives views
         return dict(zip(use.members, apply("part", [use], found), strict=True))  # pyright: ignore

@@ -56,7 +56,7 @@ def _interrupt(moment: Moment) -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def _hold_gil(moment: Moment) -> None:
+def _keep_gil(moment: Moment) -> None:
     ctypes.PyDLL(None).usleep(int(1e6 * moment.seconds))
 
 
@@ -107,7 +107,7 @@ FAULTS: dict[str, Callable[[Moment], None]] = {
     "interrupt": _interrupt,
     "kill": _signal(signal.SIGKILL),
     "stop": _signal(signal.SIGSTOP),
-    "gil": _hold_gil,
+    "gil": _keep_gil,
     "slow": _be_slow,
     "oom": _run_out_of_memory,
     "nan": _put_nan,
@@ -137,7 +137,7 @@ class Injection:
         self.at: str | None = None  # the point at which it happened
         self._draw, self._seconds, self._end = random.Random(seed), seconds, ExitStack()
         self._now = 0  # the step under way
-        self._told = False  # whether steps say when they begin
+        self._announced = False  # whether steps say when they begin
         if callable(fault):
             self.fault = getattr(fault, "__name__", "function")
             self._happen = lambda moment: fault(moment.point)
@@ -152,14 +152,14 @@ class Injection:
             self.at = point.name
             where = f"{self.fault} on rank {own_place()[0]}, step {self._now}, at {point.name}"
             self._happen(Moment(point, where, self._draw, self._seconds, self._end))
-        if point.name == "opt_step" and not self._told:
+        if point.name == "opt_step" and not self._announced:
             self._now += 1  # what follows belongs to the next step of a loop written by hand
 
     def _follow(self, point: Point) -> None:
         """Learn which step is under way."""
         if point.step is not None:
             self._now = point.step
-            self._told = self._told or point.name == "step"
+            self._announced = self._announced or point.name == "step"
 
     def warn_if_missed(self) -> None:
         """Warn that the fault did not happen on this rank, if it should have."""

@@ -28,10 +28,11 @@ Its words:
   On an accelerator the fused optimizers are masked there, and the host looks a step later.
 - *Buffers* of a module, such as BatchNorm's statistics, are values in `TrainState`. A buffer that
   has two names stays one tensor; one in the memory of another tensor raises LeafError.
-- Replicas are *apart* while each steps on gradients of its own, and a *merge* makes them equal.
-  `Trainer(replica_sync=local_sgd(16))` averages parameters every 16 steps instead of gradients in
-  each; with `diloco(16)` an outer optimizer follows what the replicas did. Between merges `unshard`
-  gives the parameters of this replica. The state of the inner optimizer always stays its own.
+- Replicas are *independent* while each steps on gradients of its own, and a *merge* makes them
+  equal. `Trainer(replica_sync=local_sgd(16))` averages parameters every 16 steps instead of
+  gradients in each; with `diloco(16)` an outer optimizer follows what the replicas did. Between
+  merges `unshard` gives the parameters of this replica. The state of the inner optimizer always
+  stays its own.
 - Hop 2 may be a function of your own: `Trainer(hop2=f)`, or with a state on each rank, such as what
   a compressed mean leaves out, `replica_sync=reduced_by(f, init=g)`.
 
@@ -49,7 +50,7 @@ on each use of it raises LostStateError, and so does the next step. `reset` take
 replica, or goes back to a save; or load one, `trainer.state = loaded`. A step that had not begun to
 write leaves the state as it was. Other ranks may have taken the step, so the groups are finished in
 either case. A merge that fails leaves all replicas whole, and `reset` makes it again; for replicas
-that are apart, steps that only others have taken count as refused.
+that are independent, steps that only others have taken count as refused.
 
 Lost ranks: replicas are checkpoints. A rank that is killed, or a whole partition group, is started
 again with the same script, and takes parameters, moments, buffers, the guard and its place in the
@@ -66,8 +67,8 @@ A rank that is killed while others write a step may tear it: some have written i
 held the same parts as the lost rank have not. `Trainer(recoverable=True)` excludes that, for one
 small all-gather over each of the two groups per step. If no replica holds some part, all ranks
 go back to the newest step that was saved; without one they raise LostStateError, on groups that are
-good. Replicas that are apart hold nothing for each other. A model with dropout goes on, but not to
-the same bits, as nobody else has the random numbers of a rank. A rank that is lost before all have
+good. Independent replicas hold nothing for each other. A model with dropout goes on, but not to the
+same bits, as nobody else has the random numbers of a rank. A rank that is lost before all have
 built their `Trainer` ends the job. `groups` says what the launcher has to do, and [Note: replicas
 are checkpoints] in `resetting` how it is done.
 

@@ -54,10 +54,10 @@ def carried(trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
     Returns:
       `(state, extra)`. `state` is `{"train": TrainState, "sync": SyncState}`, whose plain tensors
-      are equal on all ranks (or, while replicas are apart, on all ranks of a replica). `extra` is
-      of dicts with names, lists, numbers, strings, None and tensors; without its tensors it is
-      JSON. It has this rank's random states, its position in the data of the last `fit`, what the
-      guard has found, and buffers that ranks do not average: these buffers and about 30 kB.
+      are equal on all ranks (or, while replicas are independent, on all ranks of a replica).
+      `extra` is of dicts with names, lists, numbers, strings, None and tensors; without its tensors
+      it is JSON. It has this rank's random states, its position in the data of the last `fit`, what
+      the guard has found, and buffers that ranks do not average: these buffers and about 30 kB.
 
     Communication: none.
 
@@ -79,8 +79,9 @@ def carried(trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _split(trainer: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The state, with those buffers that are known to be equal on all ranks; and the others."""
-    own, apart = dict(trainer.state.buffers), trainer.replica_sync.apart
-    shared = {} if apart else {name: own.pop(name) for name in trainer.program.buffers.averaged}
+    own, independent = dict(trainer.state.buffers), trainer.replica_sync.independent
+    averaged = () if independent else trainer.program.buffers.averaged
+    shared = {name: own.pop(name) for name in averaged}
     return {"train": replace(trainer.state, buffers=shared), "sync": trainer.sync_state}, own
 
 
@@ -144,7 +145,7 @@ def take_back(
         state = _written(own, taken.state)
         trainer.state = replace(state["train"], buffers=taken.buffers)
         trainer.sync_state, trainer.guard = state["sync"], taken.guard
-        trainer.member.compared, trainer.member.merges = trainer.replica_sync.apart, False
+        trainer.member.compared, trainer.member.merges = trainer.replica_sync.independent, False
         trainer.passes.resume(taken.resume, strict=other_options == "raise")
         if trainer.checkpoint is not None:
             trainer.checkpoint.took_back(trainer)
@@ -186,7 +187,7 @@ def _written(own: Tree, given: Tree) -> Tree:
     (leaves, spec), new = tree.flatten(own, is_leaf), tree.flatten(given, is_leaf)[0]
     kept, mine = list(new), {i: x.data for i, x in enumerate(leaves) if is_leaf(x)}
     finish_readers([x for x in mine.values() if not is_coded(x)])
-    far = [i for i, data in mine.items() if in_file(data)]
+    in_files = [i for i, data in mine.items() if in_file(data)]
     with torch.no_grad():
         for i, data in mine.items():
             kept[i] = leaves[i]
@@ -194,8 +195,8 @@ def _written(own: Tree, given: Tree) -> Tree:
                 data.write(0, read(new[i].data))
             elif not in_file(data):
                 data.copy_(new[i].data)
-        laid = placed_like([new[i].data for i in far], [mine[i] for i in far])
-    for i, data in zip(far, laid, strict=True):
+        moved = placed_like([new[i].data for i in in_files], [mine[i] for i in in_files])
+    for i, data in zip(in_files, moved, strict=True):
         kept[i] = type(leaves[i])(data, leaves[i].bucket, leaves[i].slot)
     return spec.unflatten(kept)
 
@@ -326,7 +327,7 @@ class Checkpoints:
         self.other_options: OnChange = other_options
         self._saving: dict[str, Any] = {"keep": keep, "keep_every": keep_every}
         self._saved: int | None = None  # the last step that was saved or loaded
-        self._again = False  # whether the next step is saved, as a save has failed before a reset
+        self._retries = False  # whether the next step is saved, as a save has failed before a reset
         self._ours = False  # whether this run has loaded or saved a step of the folder
         self._pending: PendingSave | None = None
 
@@ -374,7 +375,7 @@ class Checkpoints:
             if trainer.member.home.position == 0:
                 LOG.info("no checkpoint in %s: beginning at step 0", self.folder)
             return False
-        self._saved, self._again = found.step, False
+        self._saved, self._retries = found.step, False
         if trainer.member.home.position == 0:
             LOG.info("going on from step %d in %s", found.step, self.folder)
         return True
@@ -392,7 +393,7 @@ class Checkpoints:
         """
         said = json.dumps([self._end(), self._ours]).encode()
         found = [json.loads(text) for text in collect_bytes(trainer.member.home, said).values()]
-        self._again, self._ours = (any(each) for each in zip(*found, strict=True))
+        self._retries, self._ours = (any(each) for each in zip(*found, strict=True))
         self._saved = trainer.state.step
 
     def after(self, trainer: Any) -> None:
@@ -407,9 +408,9 @@ class Checkpoints:
             a save that is due has begun all the same, and training may go on.
         """
         pending, step = self._pending, trainer.ahead.step
-        due = self._again or (step % self.every == 0 and step != self._saved)
+        due = self._retries or (step % self.every == 0 and step != self._saved)
         # To look whether an accelerator has taken the step waits for it, so only if it matters.
-        due = due and (self._again or trainer.state.step == step)
+        due = due and (self._retries or trainer.state.step == step)
         try:
             if pending is not None and (due or pending.due()):
                 self.close()
@@ -450,9 +451,9 @@ class Checkpoints:
         begin: Any = start_save if background else save
         pending = begin(self.folder, state, trainer.groups, step=step, extra=extra, **options)
         self._pending = pending if background else None
-        self._saved, self._again, self._ours = step, False, True
+        self._saved, self._retries, self._ours = step, False, True
 
 
-def _replicas(trainer: Any) -> Literal["equal", "apart"]:
+def _replicas(trainer: Any) -> Literal["equal", "independent"]:
     sync = trainer.replica_sync
-    return "apart" if sync.apart or has_own_state(sync, trainer.sync_state) else "equal"
+    return "independent" if sync.independent or has_own_state(sync, trainer.sync_state) else "equal"

@@ -130,7 +130,7 @@ def _facts(trainer: Any, guard: optim.Guard, paths: Sequence[str], several: bool
 def start_comparison(trainer: Any, buffers: Sequence[str]) -> optim.Comparison | None:
     """Start to compare replicas if it is due before this step; None if it is not.
 
-    Replicas that are apart are equal after a merge alone, and only in their parameters.
+    Replicas that are independent are equal after a merge alone, and only in their parameters.
 
     Args:
       trainer: the `Trainer`, with its state.
@@ -141,11 +141,11 @@ def start_comparison(trainer: Any, buffers: Sequence[str]) -> optim.Comparison |
     if spans.observers:
         spans.passing("step", trainer.state.step + 1)
     sync, step, every = trainer.replica_sync, trainer.sync_state.step, trainer.check_replicas
-    if sync.apart:
+    if sync.independent:
         every = -(-every // sync.every) * sync.every
     if not every or not step or step % every:
         return None
-    names, whole = ([], False) if sync.apart else (buffers, True)
+    names, whole = ([], False) if sync.independent else (buffers, True)
     return optim.Comparison("Trainer", trainer.state, trainer.groups, names, moments=whole)
 
 
@@ -448,7 +448,8 @@ class Member:
 
     Args:
       home: the first of its groups, whose ranks share buffers and metrics.
-      compared: whether all ranks are known to be at one step; replicas that are apart need not be.
+      compared: whether all ranks are known to be at one step; replicas that are independent need
+        not be.
       lost: whether this rank is to take its state from others.
       ready: what is left to do of a step that all ranks can write; None if nothing is.
       merges: whether the last step is written, and the merge of replicas after it is left to do.

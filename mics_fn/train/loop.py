@@ -448,7 +448,7 @@ def train_for(
     home, passes = trainer.member.home, trainer.passes
     try:
         with (
-            reports_step(home.life, trainer.state.step + 1),  # of the loader, or of the bar
+            reports_step(home.state, trainer.state.step + 1),  # of the loader, or of the bar
             closing(passes.batches(loader, home.device, home.world_size)) as batches,
         ):
             for _ in range(steps):

@@ -31,7 +31,7 @@ class Weights:
 
     def __init__(self, trainer: Any, parts: Sequence[Any]) -> None:
         home = trainer.member.home
-        home = home.replica if trainer.replica_sync.apart else home
+        home = home.replica if trainer.replica_sync.independent else home
         found = [weight_of(trainer.weight, part, home.device) for part in parts]
         self._values = torch.stack(found)
         self._mean = start_mean_over_ranks(home, self._values.mean())

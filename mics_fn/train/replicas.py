@@ -47,8 +47,8 @@ class ReplicaSync:
     Args:
       name: how it was made, such as "local_sgd(8)"; ranks compare it.
       every: the number of steps from one merge to the next.
-      apart: whether replicas step on gradients of their own in between. If not, every step does
-        hop 2, and nothing is left to merge.
+      independent: whether replicas step on gradients of their own in between. If not, every step
+        does hop 2, and nothing is left to merge.
       begin: `begin(params) -> outer`, the first `outer` of a `SyncState`.
       merge: `merge(params, outer, groups, donate) -> (params, outer)`, after which all replicas
         hold the same bits. It leaves the memory of `params` alone; with `donate` it may write into
@@ -73,7 +73,7 @@ class ReplicaSync:
 
     name: str
     every: int
-    apart: bool
+    independent: bool
     begin: Callable[[Tree], Any]
     merge: Callable[[Tree, Any, Any, bool], tuple[Tree, Any]]
     facts: Mapping[str, Any] | None = None
@@ -91,7 +91,7 @@ class ReplicaSync:
           ledger of those given. (Steps may also use other groups with equal partition groups: those
           of one region keep the replicas of the region equal, and `after` merges regions.)
         """
-        if not self.apart and self.reduce is None:
+        if not self.independent and self.reduce is None:
             return groups
         replica = attrgetter("replica")
         if callable(groups):
@@ -108,22 +108,23 @@ class ReplicaSync:
         Returns:
           A `SyncState` at step 0.
 
-        Communication: the name of the policy; if replicas go apart, also 8 bytes per leaf to check
-          that they start equal. Both go over the partition group and over the replication group.
+        Communication: the name of the policy; if replicas are independent, also 8 bytes per leaf to
+          check that they start equal. Both go over the partition group and over the replication
+          group.
 
         Memory: for `diloco` a copy of the shards and the state of the outer optimizer.
 
         Raises:
           DesyncError: ranks have different policies, or replicas differ.
           PlanError: `groups` are not those of the tree.
-          LeafError: replicas go apart, and a derivative would be needed; see `after`.
+          LeafError: replicas are independent, and a derivative would be needed; see `after`.
         """
         self._refuse_derivative("init", params)
         opened = shards.open_shards(
             "ReplicaSync.init", params, groups, root="params"
         ).require_replicas()
         same_call("ReplicaSync.init", list(dict.fromkeys(opened.homes)), self.name)
-        if self.apart:
+        if self.independent:
             shards.check_equal(opened)
         return SyncState(0, self.begin(params))
 
@@ -186,14 +187,14 @@ class ReplicaSync:
         Raises:
           PlanError: `groups` are those of the steps, which contain no other replica.
           LeafError: `state` belongs to another tree.
-          LeafError: replicas go apart, and this is called inside torch.func, or a parameter
+          LeafError: replicas are independent, and this is called inside torch.func, or a parameter
             requires a gradient: a merge has no derivative.
           CollectiveError, PeerFailed: the merge failed; `params` and `state` are as they were.
         """
         fix = "pass what init or the last after gave; a TrainState is another thing"
         checks.instance("ReplicaSync.after", "state", state, SyncState, "a SyncState", fix)
         later = replace(state, step=state.step + 1)
-        if not self.apart:
+        if not self.independent:
             return params, later
         self._refuse_derivative("after", params)
         if state.step == 0 or self.due(state):  # show mistakes before H steps are done
@@ -213,13 +214,13 @@ class ReplicaSync:
             if donate:  # from here on no other rank is needed
                 writing.covers(params, "params", "ReplicaSync.after")
                 merged = optim.map_columns(lambda p, new: p.copy_(new), params, merged, donate=True)
-                writing.give_away()
+                writing.mark_donated()
         for home in dict.fromkeys(shards.homes_of("ReplicaSync.after", groups, merged)):
             shards.lose_if_aborted(merged, "ReplicaSync.after", home.device, home)
         return merged, replace(state, outer=outer)
 
     def _refuse_derivative(self, verb: str, params: Tree) -> None:
-        if self.apart or verb == "reduced":
+        if self.independent or verb == "reduced":
             fix = "do it outside, or in torch.no_grad(); sync_replicas can be differentiated"
             shards.refuse_derivative(f"ReplicaSync.{verb}", tree.flatten(params)[0], fix)
 
@@ -257,10 +258,10 @@ def every_step() -> ReplicaSync:
       >>> every_step().groups(groups) is groups
       True
     """
-    return ReplicaSync("every_step()", 1, False, lambda params: (), _nothing_left)
+    return ReplicaSync("every_step()", 1, False, lambda params: (), _no_sync)
 
 
-def _nothing_left(params: Tree, outer: Any, groups: Any, donate: bool) -> tuple[Tree, Any]:
+def _no_sync(params: Tree, outer: Any, groups: Any, donate: bool) -> tuple[Tree, Any]:
     """The merge of replicas that are equal after each step."""
     return params, outer
 
@@ -407,7 +408,7 @@ def reduced_by(
         return hop2(grads, outer, groups) if init is not None else (hop2(grads, groups), outer)
 
     name = f"reduced_by({getattr(hop2, '__qualname__', type(hop2).__name__)})"
-    return ReplicaSync(name, 1, False, init or (lambda _: ()), _nothing_left, reduce=reduce)
+    return ReplicaSync(name, 1, False, init or (lambda _: ()), _no_sync, reduce=reduce)
 
 
 def policy_of(replica_sync: ReplicaSync | None, hop2: Any) -> ReplicaSync:

@@ -4,9 +4,9 @@
 behind by what it had not written yet: parameters and optimizer state, or, if the step was refused,
 only the scale and the watch of the guard. Ranks compare both numbers, that of steps and that of
 steps with those that were refused. One that is behind takes what it lacks from a rank that is not.
-Replicas that are apart have states of their own. If one of them is behind, for it the steps that
-the others have taken count as refused; and a merge that has failed is made again. If a rank has no
-state, or the ranks of a replica are at different steps, nobody holds what is missing.
+Replicas that are independent have states of their own. If one of them is behind, for it the steps
+that the others have taken count as refused; and a merge that has failed is made again. If a rank
+has no state, or the ranks of a replica are at different steps, nobody holds what is missing.
 Ranks that come back have nothing; see [Note: replicas are checkpoints] in `resetting`.
 
 [Note: replicas are checkpoints] Every rank of a replication group holds the same shards and the
@@ -158,8 +158,8 @@ def _take(trainer: Any, found: Mapping[int, Said], have: Sequence[int], needy: l
         compare_options(trainer, own.params, trainer.groups, guard)
     if home.position == 0:
         pairs = ", ".join(f"rank {to} from rank {source}" for to, source in sources.items())
-        came = f"{errors.name_ranks(lost)} had no state; " if lost else ""
-        LOG.info("reset: %sall go on at step %d; state of %s", came, guide.step, pairs)
+        without = f"{errors.name_ranks(lost)} had no state; " if lost else ""
+        LOG.info("reset: %sall go on at step %d; state of %s", without, guide.step, pairs)
     source = next((sources[rank] for rank in home.replicas.ranks if rank in sources), None)
     takes = home.rank in sources
     state = from_replica(own, home, source, takes=takes, in_place=mine.lost)
@@ -168,8 +168,8 @@ def _take(trainer: Any, found: Mapping[int, Said], have: Sequence[int], needy: l
         trainer.sync_state = replace(trainer.sync_state, step=guide.calls)
     if member.lost:
         trainer.passes.take(guide.passes)
-        trainer.schedule = _limited(trainer.schedule, guide.policies[0])
-        trainer.eval_schedule = _limited(trainer.eval_schedule, guide.policies[1])
+        trainer.schedule = _with_limits(trainer.schedule, guide.policies[0])
+        trainer.eval_schedule = _with_limits(trainer.eval_schedule, guide.policies[1])
         member.lost = False
     if lost:
         with reports(errors.FileError):  # leaves may lie in files
@@ -177,7 +177,7 @@ def _take(trainer: Any, found: Mapping[int, Said], have: Sequence[int], needy: l
         compared.finish("raise")
 
 
-def _limited(policy: Any, limits: list[Any] | None) -> Any:
+def _with_limits(policy: Any, limits: list[Any] | None) -> Any:
     """A policy with the numbers of another rank's, so that both plan the same."""
     mine = _limits(policy)
     if mine is None or limits is None or mine == limits:
@@ -185,15 +185,15 @@ def _limited(policy: Any, limits: list[Any] | None) -> Any:
     return OnDemand(**dict(zip(_POLICY, limits, strict=True)))
 
 
-def refuse_apart(home: Groups, found: Mapping[int, Said]) -> None:
+def refuse_independent(home: Groups, found: Mapping[int, Said]) -> None:
     """Raise LostStateError if replicas with states of their own lack a part of one."""
     p, newest, why = home.partition_size, max(said.calls for said in found.values()), ""
     replicas = [home.stacked_ranks[start : start + p] for start in range(0, len(found), p)]
     places = [{(found[rank].at, found[rank].merges) for rank in ranks} for ranks in replicas]
     if any(said.lost for said in found.values()):
-        why = "replicas are apart, so each has a state of its own"
+        why = "replicas are independent, so each has a state of its own"
     elif any(len(each) > 1 for each in places):
-        why = "replicas are apart, and ranks of one are at different steps"
+        why = "replicas are independent, and ranks of one are at different steps"
     elif len({said.merges for said in found.values() if said.calls == newest}) > 1:
         why = "only some ranks have merged after the last step"
     if why:
@@ -302,8 +302,8 @@ def at_one_step(trainer: Any, *, heal: bool) -> None:
       LostStateError: see `Trainer.reset`.
     """
     home, found = trainer.member.home, reported_by_all(trainer)
-    if trainer.replica_sync.apart:
-        refuse_apart(home, found)
+    if trainer.replica_sync.independent:
+        refuse_independent(home, found)
         _merged(trainer, found, heal=heal)
     else:
         if has_own_state(trainer.replica_sync, trainer.sync_state):
@@ -345,7 +345,7 @@ def _merged(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
         _count_as(trainer, last)
         trainer.state = replace(trainer.state, step=last.step)
     if behind and member.home.position == 0:
-        text = "reset: replicas are apart, and %s did not take what steps the others have taken"
+        text = "reset: replicas are independent, and %s did not take all steps of the others"
         LOG.warning(text, errors.name_ranks(behind))
     member.merges = last.merges
     merge(trainer)

@@ -37,8 +37,8 @@ from mics_fn.optim import (
     lazy_grads,
     masked_by,
     opt_step,
+    record_memory,
     same_step,
-    tell_memory,
 )
 from mics_fn.shards import Writing, grad_stream, is_leaf
 from mics_fn.train import given
@@ -75,7 +75,7 @@ def update(
       totals: of this step.
     """
     if spans.watchers:  # a step that is refused ends here
-        tell_memory(trainer.ahead)
+        record_memory(trainer.ahead)
     early = trainer.overlap_step and can_overlap(trainer)
     judge = partial(_judged, trainer, total, buffers, commit, totals, early)
     if early or not trainer.where.moved & {"params", "states"}:
@@ -118,12 +118,12 @@ def _judged(
     Gradients elsewhere stay there until they are stepped; with `early` all are still reduced.
     """
     sync, home, grads = trainer.replica_sync, trainer.member.home, total
-    if not early and total.elsewhere and sync.reduce is None:
+    if not early and total.is_placed and sync.reduce is None:
         total.wait()
         grad_stream(total)  # which raises where a step has no gradient
     elif not early:
         grads = total.grads()
-    settle(trainer)  # the guard counts steps in a row
+    finish_step(trainer)  # the guard counts steps in a row
     old = trainer.ahead
     grads, kept = sync.reduced(grads, trainer.sync_state, trainer.groups)
     sent = None if early else totals  # else that message would wait for every hop 2
@@ -165,7 +165,7 @@ def write(trainer: Any, ready: given.Ready, stepped: TrainState | None = None) -
                 after = opt_step(state, verdict.grads, donate=True) if stepped is None else stepped
             state = replace(after, buffers=buffers)
         kept = kept if verdict.accept else trainer.sync_state
-        merges, member = sync.apart and sync.due(kept), trainer.member
+        merges, member = sync.independent and sync.due(kept), trainer.member
         kept = replace(kept, step=kept.step + 1)
         # Between these nothing can interrupt; see [Note: between two instructions] in `interrupts`.
         trainer.ahead, trainer.sync_state, trainer.guard = state, kept, verdict.next
@@ -198,14 +198,14 @@ def can_be_masked(trainer: Any, grads: Any) -> bool:
         return False
     if trainer.where.moved & {"params", "states"}:
         return False
-    more = sync.apart or sync.reduce is not None or trainer.recoverable
+    more = sync.independent or sync.reduce is not None or trainer.recoverable
     buckets = {getattr(x, "bucket", None) for x in tree.flatten(state.params, is_leaf)[0]}
     coded = any(x is not None and (x.state or x.codes) for x in buckets)
     more = more or coded or isinstance(grads, GradSum) or _device.abort_flag(device) is None
     return not more
 
 
-def settle(trainer: Any) -> None:
+def finish_step(trainer: Any) -> None:
     """Look whether the last step was taken, if it was masked, and take its counts back if not.
 
     The host waits for it. If a rank is lost, that ends when collectives are aborted.
@@ -285,12 +285,12 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
     commit = Commit()
     weights = None if trainer.weight is None else Weights(trainer, parts)
     total.other_backward = _BACKWARD
-    total.before_last = commit.hold  # see [Note: commit] in `interrupts`
+    total.before_last = commit.block  # see [Note: commit] in `interrupts`
     with commit, learning(trainer.deterministic), _alike(home, commit):
         with defer(state.params, groups, trainer.schedule, into=total) as full:
             losses, buffers = micro_steps(trainer, total, full, parts, weights)
         del full  # else the update would copy shards that parameters share
-        commit.hold()
+        commit.block()
         if drift is not None:
             total.wait()
             trainer.state = drift.finish(trainer.on_drift)
@@ -316,7 +316,7 @@ def _alike(home: Groups, commit: Commit) -> Iterator[None]:
         yield
     except BaseException as error:
         if commit.began and home.world_size > 1 and not isinstance(error, MicsError):
-            home.life.finish(error)
+            home.state.finish(error)
         raise
 
 

@@ -23,7 +23,7 @@ from mics_fn.train.metrics import StepMetrics, evaluated
 from mics_fn.train.program import program_of, to_device
 from mics_fn.train.replicas import ReplicaSync, SyncState, policy_of
 from mics_fn.train.resetting import renew
-from mics_fn.train.stepping import one_step, settle
+from mics_fn.train.stepping import finish_step, one_step
 from mics_fn.tree import Tree
 
 # What a `Trainer` gives to others: full parameters, and a state dict as plain torch has it.
@@ -110,8 +110,8 @@ class Trainer:
     Communication: that of `shard` when it is made, and 32 bytes to compare options. In a step each
       bucket is gathered once if all fit the budget, else each time that it is needed again. There
       is one hop 1 per micro-step, one hop 2, and what the guard needs. At the end persistent float
-      buffers are averaged over all ranks, or over those of a replica while replicas are apart;
-      integer and non-persistent buffers stay as this rank computed them.
+      buffers are averaged over all ranks, or over those of a replica while replicas are
+      independent; integer and non-persistent buffers stay as this rank computed them.
 
     Memory: 1/p of the states. Within a step also `live_bytes` and one bucket of gathered
       parameters, 1/p of the gradients, and a few buckets of them in full. With None these 1/p lie
@@ -183,8 +183,8 @@ class Trainer:
         self.program, self.passes = program_of(model, loss, self.precision), DataPasses()
         own, buffers = self.program.take()
         groups, home = given.homes_for(groups, own if params is None else params, deterministic)
-        self.groups, apart = cast(Any, groups), self.replica_sync.apart
-        self.member = given.Member(home, compared=apart, lost=home.life.returning)
+        self.groups, independent = cast(Any, groups), self.replica_sync.independent
+        self.member = given.Member(home, compared=independent, lost=home.state.rejoining)
         given.check_buffers(buffers, home)
         options: dict[str, Any] = {"replicas": replicas, "source_rank": source_rank, "order": order}
         options |= {"frozen": frozen, "bucket_bytes": bucket_bytes, "bucket": bucket}
@@ -220,7 +220,7 @@ class Trainer:
 
         On an accelerator, to read it waits for the verdict on the last step.
         """
-        settle(self)
+        finish_step(self)
         return self.ahead
 
     @state.setter
@@ -260,7 +260,7 @@ class Trainer:
         if member.lost:  # the batch is that of the first step, and the others have come further
             raise rejoin_error("Trainer.step", home.rank)
         seen, self.last_step = spans.span("step", self.ahead.step + 1, parts=True), NOT_WATCHED
-        with home.life.turns.stepping(), reports_step(home.life, self.ahead.step + 1), seen:
+        with home.state.turns.stepping(), reports_step(home.state, self.ahead.step + 1), seen:
             metrics = one_step(self, batch)
             if self.checkpoint is not None:
                 self.checkpoint.after(self)
@@ -284,7 +284,7 @@ class Trainer:
         """
         refuse_derivative("Trainer.eval", (), "call it outside of torch.func")
         home = self.member.home
-        with reports_step(home.life, self.ahead.step), home.life.turns.alone(), torch.no_grad():
+        with reports_step(home.state, self.ahead.step), home.state.turns.alone(), torch.no_grad():
             batch = to_device(batch, home.device)
             before = self.program.buffers.copies(self.ahead.buffers)
             # The run ends before the mean over ranks: ranks whose ways differ are told there.
@@ -298,7 +298,7 @@ class Trainer:
 
         Returns:
           The tree that was sharded; for a module a dict from name to tensor. While replicas are
-          apart they are those of this rank's replica.
+          independent they are those of this rank's replica.
 
         Communication: as for `unshard`.
 
@@ -315,10 +315,10 @@ class Trainer:
         `checkpoint.save_pretrained(path, trainer.state.params, groups)` instead.
 
         Returns:
-          A dict from name to tensor, in memory of its own, on every rank. While replicas are apart,
-          parameters and buffers are those of this rank's replica: merge them first, or take the
-          dict of one rank. Integer buffers, such as the number of batches that a BatchNorm has
-          seen, are always those of this rank.
+          A dict from name to tensor, in memory of its own, on every rank. While replicas are
+          independent, parameters and buffers are those of this rank's replica: merge them first, or
+          take the dict of one rank. Integer buffers, such as the number of batches that a BatchNorm
+          has seen, are always those of this rank.
 
         Communication: as for `unshard`.
 
@@ -355,8 +355,8 @@ class Trainer:
 
         Raises:
           LostStateError: on all ranks, if no replica holds some part of the state of a lost rank:
-            all that had it were lost, or replicas are apart, or leaves live on several groups. The
-            new groups are good: put a saved `state` in its place, and go on.
+            all that had it were lost, or replicas are independent, or leaves live on several
+            groups. The new groups are good: put a saved `state` in its place, and go on.
           LostStateError: on all ranks, if they are at different steps, and `heal` is false or no
             replica that steps together with the others has all of the newest state.
           DesyncError: a rank came back with other options, another model or other frozen leaves.

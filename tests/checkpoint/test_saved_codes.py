@@ -64,11 +64,11 @@ def loaded(layout: Layout, folder: str, replicas: Any, donate: bool) -> None:
 
 @pytest.mark.parametrize(
     ("there", "replicas", "donate"),
-    [(ONE, "equal", True), (FOUR, "apart", False)],
+    [(ONE, "equal", True), (FOUR, "independent", False)],
     ids=str,
 )
 def test_codes_come_back_on_any_ranks(ranks, tmp_path: Path, there, replicas, donate):
-    """Replicas that are apart get their own ones."""
+    """Replicas that are independent get their own ones."""
     ranks(4).run(saved, FOUR, str(tmp_path), replicas)
     ranks(there.world_size).run(loaded, there, str(tmp_path), replicas, donate)
 

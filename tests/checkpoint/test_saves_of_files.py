@@ -106,12 +106,12 @@ def test_a_save_has_the_bits_of_its_instant(ranks, tmp_path, layout, place, dona
 
 def test_what_is_held_is_not_overwritten(tmp_path):
     x = offload.store(torch.arange(5.0), offload.Scratch(tmp_path), "w")
-    hold, other = offload.Hold([x, torch.ones(2)]), offload.Hold([x])
+    hold, other = offload.ReadLock([x, torch.ones(2)]), offload.ReadLock([x])
     with pytest.raises(PlanError, match="w is read by a save"):
         list(offload.stream([offload.Block([x], [x])]))
     hold.release()
-    assert offload.is_held(x)
+    assert offload.is_locked(x)
     del other  # as if the save had never begun
-    assert not offload.is_held(x)
+    assert not offload.is_locked(x)
     assert torch.equal(offload.read(x), torch.arange(5.0))
     list(offload.stream([offload.Block([x], [x])]))

@@ -46,7 +46,7 @@ PLANTED = [
      "if n == 1 or self._run.tally(self._event(), 0) > 0:", "deferred/test_graph.py -k one_rank"),
     # On a simulated device that is behind the host.
     ("a rank that fails waits for the others to destroy its groups", "groups/groups.py",
-     "life.close(error)", "life.close()", "device/test_apart.py -k gets_out_at_once"),
+     "state.close(error)", "state.close()", "device/test_apart.py -k gets_out_at_once"),
     ("a step in which an abort begins is taken", "optim/guard.py",
      "torch.maximum(found_inf, flag, out=found_inf)", "pass",
      "device/test_apart.py -k abort_begins"),
@@ -55,7 +55,7 @@ PLANTED = [
      "device/test_apart.py -k taken_from_a_replica"),
     ("all communicators share a stream", "groups/communicator.py",
      "self._streams[device] = _device.own_stream(device)",
-     "self._streams[device] = vars(self.life).setdefault(\n"
+     "self._streams[device] = vars(self.state).setdefault(\n"
      "                str(device), _device.own_stream(device)\n            )",
      "device/test_apart.py -k delays_nothing_else"),
 ]  # fmt: skip

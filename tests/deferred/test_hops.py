@@ -44,7 +44,9 @@ def hops(layout, cases):
             got.append((ring.nbytes, ring.made))
         kept: Any = trainer.schedule
         cut = Cut(
-            groups.partition_size, route.split(route.hold)[1].size, route.split(route.late)[1].size
+            groups.partition_size,
+            route.split(route.outer_params)[1].size,
+            route.split(route.outer_grads)[1].size,
         )
         parts = memory_formula(
             buckets_of(trainer.state.params), cut, route.sizes, live_bytes=kept.live_bytes,

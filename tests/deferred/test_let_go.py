@@ -125,7 +125,7 @@ def late(layout):
         groups.traffic.clear()
         trainer.step(batch(0, 0, 1))
         calls.append({k: n for k, n in groups.traffic.calls.items() if k.startswith("gather")})
-    return sorted(learned.again), calls
+    return sorted(learned.reused), calls
 
 
 @pytest.mark.parametrize("layout", [PAIR, LAYOUTS[0]], ids=str)

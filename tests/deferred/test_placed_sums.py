@@ -103,7 +103,7 @@ def of_bytes(folder: str, layout: Layout) -> None:
     table, trained = mf.summary(total, groups), {"tied", "b0", "w1", "w2", "none"}
     held = sum(state.params[name].data.nbytes for name in trained)
     assert sum(row.here_bytes for row in table.rows if row.place == "disk") == held
-    assert all(in_file(total.lying()[name].data) for name in trained if name != "none")
+    assert all(in_file(total.in_place()[name].data) for name in trained if name != "none")
     assert groups.hierarchy.pools.chunks.made == 0
     total.release()
     forget_groups(layout)
@@ -127,6 +127,6 @@ def test_a_sum_that_was_released_is_refused(tmp_path, away):
     state = mf.init_state(shards_of(groups, "param=f32"), optim.sgd(0.1))
     total = summed(state, groups, 0, mf.on_demand(), 1, where=where)
     total.release()
-    for use in (total.grads, total.lying, lambda: mf.opt_step(state, total)):
+    for use in (total.grads, total.in_place, lambda: mf.opt_step(state, total)):
         with pytest.raises(mf.errors.LeafError, match="its memory was given back"):
             use()

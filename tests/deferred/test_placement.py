@@ -156,7 +156,7 @@ def check_pools(buckets, groups, placed, live, when):
     window = sum(sizes) if live is None else min(sum(sizes), live + max(sizes))
     assert pools.fetched.peak <= (window if placed.params > 1 else 0)
     used = 0 if when == "end" else held
-    assert (pools.held.peak, pools.held.used) == (held, used), "copies are kept after the run"
+    assert (pools.outer.peak, pools.outer.used) == (held, used), "copies are kept after the run"
     trained = [b for b in buckets if b.trainable]
     sums, mine = (
         sum(b.numel // cut * b.accumulate.itemsize for b in trained) for cut in (placed.grads, p)

@@ -51,8 +51,8 @@ def aborted(late: Sequence[int]) -> dict[str, Any]:
         torch_cuda.answer_queries("never" if rank in late else "always", seed=0)
         for batch in data:
             trainer.step(batch)
-        groups.life.fail(CollectiveError("planted"))
-        groups.life._abort()
+        groups.state.fail(CollectiveError("planted"))
+        groups.state._abort()
         torch_cuda.answer_queries("always", seed=0)
         found["lost"] = any_lost(trainer.state)
         found["used"] = _error_of(lambda: mf.shards.map(torch.sqrt, trainer.state.params))

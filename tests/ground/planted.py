@@ -81,8 +81,8 @@ PLANTED = [
     (
         "a signal interrupts what was written already",
         "interrupts.py",
-        "if self._held and insists and not self._writes:",
-        "if self._held and insists:",
+        "if self._pending and insists and not self._writes:",
+        "if self._pending and insists:",
         "ground/test_interrupts.py -k gives_way",
     ),
     (

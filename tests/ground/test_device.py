@@ -12,13 +12,13 @@ CPU = torch.device("cpu")
 
 class FakeEvent:
     def __init__(self) -> None:
-        self.over = False
+        self.has_ended = False
 
     def query(self) -> bool:
-        return self.over
+        return self.has_ended
 
     def synchronize(self) -> None:
-        self.over = True
+        self.has_ended = True
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
 def test_what_was_not_over_before_an_abort_is_lost(events: list[FakeEvent]):
     lost: list[int] = []
     queued = [_device.Queued(CPU, lambda i=i: lost.append(i)) for i in range(4)]
-    events[0].over = events[2].over = True
+    events[0].has_ended = events[2].has_ended = True
     _device.lose_queued()
     assert lost == [1, 3]
     assert [each.wait() for each in queued] == [True, False, True, False]  # however they end
@@ -60,6 +60,6 @@ def test_a_flag_says_whether_an_abort_began_since_it_was_asked_for(events, monke
 def test_time_is_given_to_what_is_queued(events: list[FakeEvent]):
     queued = _device.Queued(CPU)
     _device.drain(0.01)
-    assert not queued.over()
-    events[0].over = True
+    assert not queued.has_ended()
+    events[0].has_ended = True
     _device.drain(60.0)  # at once

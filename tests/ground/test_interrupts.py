@@ -75,7 +75,7 @@ def test_what_raises_in_a_handler_waits_for_the_end_of_a_write(name: str):
         signal.signal(number, before)
 
 
-@pytest.mark.parametrize("begin", [Commit.hold, Commit.write])
+@pytest.mark.parametrize("begin", [Commit.block, Commit.write])
 def test_handlers_that_raise_do_not_keep_the_others_away(heard: list[int], begin: Any):
     """Nor the error of the block."""
     before = handlers()
@@ -114,7 +114,7 @@ def test_a_result_is_assigned_before_the_interrupt(heard: list[int]):
     rest_until(lambda: len(heard) == 1)
     assert (kept, heard, handlers()) == (7, [signal.SIGUSR1], before)
     with Commit() as commit:
-        commit.hold()
+        commit.block()
         result(signal.SIGUSR1, signal.SIGUSR2)
         rest_until(lambda: False, limit_s=0.01)
         assert len(heard) == 1
@@ -124,7 +124,7 @@ def test_a_result_is_assigned_before_the_interrupt(heard: list[int]):
 
 def test_an_inner_block_leaves_signals_to_the_outer_one(heard: list[int]):
     with Commit() as outer:
-        outer.hold()
+        outer.block()
         with Commit() as inner:
             inner.write()
             signal.raise_signal(signal.SIGUSR1)
@@ -141,12 +141,12 @@ def test_a_wait_gives_way_until_something_is_written(heard: list[int]):
         return len(heard)
 
     with Commit() as commit:
-        commit.hold()
+        commit.block()
         assert came(0, 1e9) == 0
         assert came(1, 0.5) == 0, "other ranks may be about to send"
         assert came(0, 1.5) == 1
         assert came(1, 0.0) == 2, "and from here on nothing is held"
-        commit.hold()
+        commit.block()
         assert came(2, 0.0) == 3, "a second one insists"
         commit.write()
         assert came(2, 1e9) == 3

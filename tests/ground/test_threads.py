@@ -99,7 +99,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_job():
 
         def twice() -> None:
             for count in range(2):  # the system makes one of two that come at once
-                while (holding := interrupts._holding) is None or holding._count < count:
+                while (holding := interrupts._blocking) is None or holding._count < count:
                     time.sleep(0.01)
                 sent.append(count)
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

@@ -53,14 +53,14 @@ PLANTED = [
     (
         "silence before a meeting is counted after it",
         "groups/peers.py",
-        "                peer.silent_s, peer.gone = 0.0, False\n",
+        "                peer.silent_s, peer.dead = 0.0, False\n",
         "                pass\n",
         "groups/test_journal.py -k before_a_meeting",
     ),
     (
         "a rank that closed its groups and ended counts as killed",
         "groups/peers.py",
-        '            self.parked = beat.split(" ", 2)[1] == PARKED\n',
+        '            self.parked = heartbeat.split(" ", 2)[1] == PARKED\n',
         "            pass\n",
         "groups/test_endings.py -k wrote_last",
     ),

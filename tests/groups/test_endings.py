@@ -52,14 +52,16 @@ def test_a_process_ends_once_the_launcher_is_gone(monkeypatch):
     seen, mine = list[Any](), monitor.Launcher()
     monkeypatch.setattr(os, "_exit", seen.append)
     life = GroupState((0, 1), 1)
-    monkeypatch.setattr(monitor, "tell_all", lambda error, **how: seen.append((f"{error}", how)))
-    mine.look([life])
+    monkeypatch.setattr(
+        monitor, "announce_all", lambda error, **how: seen.append((f"{error}", how))
+    )
+    mine.check([life])
     mine._pid = os.getppid()
-    mine.look([life])
+    mine.check([life])
     mine._pid += 1
-    mine.look([])  # no groups are open
+    mine.check([])  # no groups are open
     assert seen == []
-    mine.look([life])
+    mine.check([life])
     text = f"the launcher of rank 1 (process {mine._pid}) is gone\n  fix: start the job again"
     assert seen == [(text, {"final": True, "kind": "exited"}), 1], "others are told before"
 
@@ -72,9 +74,9 @@ def test_a_process_ends_once_the_launcher_is_gone(monkeypatch):
 def test_what_a_rank_wrote_last_says_whether_it_was_killed(last: str, accused: bool):
     watching: Any = monitor.Monitor()
     life, asked = GroupState(ranks=(0, 1), key="groups"), list[Any]()
-    watching._lives[life], watching._ask = Journal(life.key), asked.append
+    watching._states[life], watching._ask = Journal(life.key), asked.append
     watching._peers[1] = Peer()
-    watching._peers[1].hear("3 open host 7 1", Process("elsewhere", 3, "1"), 0.25)
+    watching._peers[1].observe("3 open host 7 1", Process("elsewhere", 3, "1"), 0.25)
 
     class Written:
         def get(self, key: str) -> bytes:

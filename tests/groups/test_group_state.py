@@ -111,7 +111,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Groups, list[A
     def make(*hangs: bool) -> tuple[Groups, list[Any]]:
         groups, owned = make_groups(), [FakeGroup(hang) for hang in hangs]
         for group in owned:
-            groups.life.own(group)  # pyright: ignore[reportArgumentType]
+            groups.state.own(group)  # pyright: ignore[reportArgumentType]
         return groups, owned
 
     return make
@@ -119,7 +119,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Groups, list[A
 
 def test_a_device_that_waits_for_a_lost_rank_is_freed_and_the_next_call_says_why(fakes: Any):
     groups, owned = fakes(False, False)
-    life = groups.life
+    life = groups.state
     life.on_device, life.standing = True, {3: without_a_word(3, "killed")}
     for _ in range(2):  # collectives may still end by themselves
         life.end_blocked_waits(_GRACE_S / 2)
@@ -152,7 +152,7 @@ def test_a_device_that_waits_for_a_lost_rank_is_freed_and_the_next_call_says_why
 def test_an_error_destroys_nothing(fakes: Any, error: BaseException | None, end: str, how: str):
     groups, owned = fakes(False, False)
     told: list[Any] = []
-    groups.life.report = told.append
+    groups.state.report = told.append
     block = groups if how == "with" else closing(groups)  # which calls it in a `finally`
     with pytest.raises(type(error)) if error is not None else nullcontext(), block:
         if error is not None:
@@ -175,7 +175,7 @@ def fail_and_close(how: str) -> tuple[str, Any]:
     state = init_state(shard({"w": torch.ones(4)}, groups), sgd(0.1))
 
     def step(fails: bool) -> None:
-        with reports_step(groups.life, 1):
+        with reports_step(groups.state, 1):
             if fails:
                 raise KeyError("mine")
             gather(state.params, groups)

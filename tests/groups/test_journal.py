@@ -50,7 +50,7 @@ def test_all_ranks_read_the_same_whoever_reads_when(words: Any):
                 gone_on.add(rank)
         elif other in ranks[rank].standing or ranks[rank].read(store) is None:
             stood = other in ranks[other].standing and other not in gone_on
-            assert ranks[rank].settle(store, other) == (stood or other in given_up)
+            assert ranks[rank].make_final(store, other) == (stood or other in given_up)
             if stood:
                 given_up.add(other)
     for journal in ranks:
@@ -80,9 +80,9 @@ def test_of_two_ranks_at_once_the_one_that_writes_first_is_right(first: str):
     went_on, gave_up = [], []
     if first == "goes on":
         race = racing(store, lambda: went_on.append(culprit.withdraw(store, 0)))
-        gave_up.append(other.settle(race, 0))
+        gave_up.append(other.make_final(race, 0))
     else:
-        race = racing(store, lambda: gave_up.append(other.settle(store, 0)))
+        race = racing(store, lambda: gave_up.append(other.make_final(store, 0)))
         went_on.append(culprit.withdraw(race, 0))
     assert (went_on, gave_up) == ([first == "goes on"], [first == "gives up"])
     for journal in (culprit, other, third):
@@ -124,11 +124,11 @@ def sign(number: int, state: str = "open", process: Process | None = None) -> st
 def test_silence_is_added_up_from_the_ticks_of_the_reader(host: str, most_s: float):
     """One that waits for a processor has twice the time."""
     peer, reader = Peer(), Process(host, 1, "") if host else Process.own()
-    peer.hear(sign(1), reader, 0.25)
+    peer.observe(sign(1), reader, 0.25)
     for _ in range(7):
-        peer.hear(sign(1), reader, 0.25)
+        peer.observe(sign(1), reader, 0.25)
     assert (peer.silent_s, peer.is_silent(most_s), peer.is_silent(0.8)) == (1.75, False, True)
-    peer.hear(sign(2, PARKED), reader, 0.25)
+    peer.observe(sign(2, PARKED), reader, 0.25)
     assert (peer.silent_s, peer.parked) == (0.0, True)
 
 
@@ -136,13 +136,13 @@ def test_silence_before_a_meeting_is_forgotten_and_the_end_of_a_process_is_not()
     peers, own = Peers({1: Peer(), 2: Peer()}), Process.own()
     ended = Process(own.host, own.pid, "1")  # another one has its number
     for _ in range(9):
-        peers[1].hear(sign(1, process=Process("elsewhere", 7, "1")), own, 0.25)
-        peers[2].hear(sign(1, process=ended), own, 0.25)
+        peers[1].observe(sign(1, process=Process("elsewhere", 7, "1")), own, 0.25)
+        peers[2].observe(sign(1, process=ended), own, 0.25)
     assert peers[1].is_silent(1.5)
-    peers[1].gone = True
+    peers[1].dead = True
     assert peers.anew({1: "", 2: ""}) == [2]
     assert not peers[1].is_silent(0.0)
-    assert not peers[1].gone, "its next silence is found again"
+    assert not peers[1].dead, "its next silence is found again"
 
 
 def test_a_process_that_ended_is_seen_although_its_parent_has_not_looked():
@@ -156,7 +156,7 @@ def test_a_process_that_ended_is_seen_although_its_parent_has_not_looked():
         return Process(own.host, pid, started)
 
     def hear(rank: int, process: Process) -> None:
-        peers[rank].hear(sign(1, process=process), own, 0.25)
+        peers[rank].observe(sign(1, process=process), own, 0.25)
 
     hear(2, Process(own.host, os.getpid(), "1"))
     assert peers.ended() == [2], "another process has its number now"
@@ -174,10 +174,10 @@ def test_a_process_that_ended_is_seen_although_its_parent_has_not_looked():
 def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
 
-    def tell_all(error: BaseException, *, final: bool = False, kind: str = "") -> None:
+    def announce_all(error: BaseException, *, final: bool = False, kind: str = "") -> None:
         found.append((error, final))
 
-    monkeypatch.setattr(monitor, "tell_all", tell_all)
+    monkeypatch.setattr(monitor, "announce_all", announce_all)
     return found
 
 
@@ -206,7 +206,7 @@ def test_an_error_in_a_cell_is_told_and_the_next_cell_may_go_on(told, monkeypatc
 
 def raised(life: GroupState, made: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mics_fn.groups.group_state.made", lambda key: made)
-    life.tell(ValueError("all ranks"), final=False)
+    life.announce(ValueError("all ranks"), final=False)
 
 
 def test_what_ended_some_groups_does_not_end_others(monkeypatch: pytest.MonkeyPatch):

@@ -151,7 +151,7 @@ def train(faults: dict[int, str]) -> Any:
             mf.reduce_grads({"w": torch.ones(8)}, groups, like=shards)
         except MicsError as error:
             kind, who = getattr(error, "kind", type(error).__name__), getattr(error, "rank", None)
-            groups.life.abandon(error)
+            groups.state.abandon(error)
             return k, kind, who, time.time() - began, str(error)
     return STEPS, "", None, 0.0, ""
 
@@ -233,7 +233,7 @@ def stalled(is_slow: bool) -> Any:
             if rank == 2 and k == 1 and is_slow:
                 time.sleep(2.8)  # more than `heartbeat_s`, and less than `timeout_s`
             if rank == 2 and k == 2:
-                until(lambda: groups.life.standing)  # others have named this rank
+                until(lambda: groups.state.standing)  # others have named this rank
             mf.gather(shards, groups)
             mf.reduce_grads({"w": torch.ones(8)}, groups, like=shards)
         except MicsError as error:

@@ -83,7 +83,7 @@ def reset_placed(scheme: str) -> None:
         assert now.partition.fixed_order == old.partition.fixed_order
         assert (old.closed, now.closed) == (True, False)
         assert works(now)
-    assert new["a"].life is new["b"][1].life
+    assert new["a"].state is new["b"][1].state
     assert new["a"].hierarchy.pools is new["b"][0].hierarchy.pools or scheme == "fsdp"
     new["a"].close()
     again = mf.reset(new["b"][0])  # of groups that are closed

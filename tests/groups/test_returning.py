@@ -58,12 +58,12 @@ def started(store: Any) -> None:
 )
 def test_who_comes_back(begun: bool, lives: bool, env: dict[str, str], start: int | None):
     store, here = new_store(), Rejoining()
-    assert here.arrive(store, 1, 4, lambda start: True) is None  # the first process
+    assert here.join(store, 1, 4, lambda start: True) is None  # the first process
     if begun:
         started(store)
-    assert here.arrive(store, 1, 4, lambda start: True) is None  # the same one
+    assert here.join(store, 1, 4, lambda start: True) is None  # the same one
     another = mock.patch.object(Process, "own", return_value=Process("host", 1, "2"))
     with another, mock.patch.dict(os.environ):
         os.environ.pop("TORCHELASTIC_RUN_ID", None)
         os.environ |= env
-        assert Rejoining().arrive(store, 1, 4, lambda start: lives and start == 1) == start
+        assert Rejoining().join(store, 1, 4, lambda start: lives and start == 1) == start

@@ -149,7 +149,7 @@ def test_transforms_are_seen_and_not_changed(ranks):
 def unseen(layout: Layout) -> tuple[Counter[str], Counter[str]]:
     """The ranges that are entered, and the spans that are made, before and with a profiler."""
     trainer, counts = trainer_of(groups_of(layout)), (Counter[str](), Counter[str]())
-    enter, make = _torch.enter, spans.Span.__init__
+    enter, make = _torch.enter_range, spans.Span.__init__
     for count, watching in zip(
         counts, (nullcontext(), profile(activities=[ProfilerActivity.CPU])), strict=True
     ):
@@ -163,7 +163,7 @@ def unseen(layout: Layout) -> tuple[Counter[str], Counter[str]]:
             make(self, *args, **kwargs)
 
         with (
-            mock.patch.object(_torch, "enter", entered),
+            mock.patch.object(_torch, "enter_range", entered),
             mock.patch.object(spans.Span, "__init__", made),
             watching,
         ):

@@ -80,8 +80,8 @@ def test_the_demo_trains_counts_and_agrees_with_one_process(layout: str, tmp_pat
         assert figures["traffic"][what]["counted"] == [times * share * full] * ranks, what
         assert figures["traffic"][what]["formula"] == times * share * full
     # Each rank holds 1/p of parameters and state; what is over is padding.
-    assert max(figures["held_bytes"]) <= figures["full_held_bytes"] / p + 4096
-    assert sum(figures["held_bytes"]) <= figures["full_held_bytes"] * ranks / p + 4096
+    assert max(figures["state_bytes"]) <= figures["full_state_bytes"] / p + 4096
+    assert sum(figures["state_bytes"]) <= figures["full_state_bytes"] * ranks / p + 4096
     assert "within the bounds: ok" in said
     lines = [line for line in said.splitlines() if str(tmp_path) not in line]
     assert max(map(len, lines)) <= demo.COLUMNS
@@ -95,8 +95,8 @@ def test_with_a_precision_the_demo_says_how_far_losses_are_from_float32(tmp_path
     flags = ["--ranks", "2", "--node-size", "1", "--steps", "4", "--seed", "3", "--lr", "3e-4"]
     said, figures = forked_demo(tmp_path, *flags, "--precision", "hop2=int8[64]; *norm*: hop2=f32")
     check = figures["check"]
-    assert (check["ok"], check["loss_bound"], check["late_steps"]) == (True, None, 2)
-    assert check["late_bound"] == 5e-3
+    assert (check["ok"], check["loss_bound"], check["last_steps"]) == (True, None, 2)
+    assert check["last_bound"] == 5e-3
     assert 1e-7 < check["loss_max_rel"] < 1e-2, "codes round, and only a little"
     sent = figures["traffic"]["replicas"]
     assert sent["counted"] == [sent["formula"]] * 2

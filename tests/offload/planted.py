@@ -42,14 +42,14 @@ PLANTED = [
     (
         "a step writes to what a save is reading",
         _S,
-        "        if self.is_held:\n            text =",
-        "        if self.is_held is None:\n            text =",
+        "        if self.is_locked:\n            text =",
+        "        if self.is_locked is None:\n            text =",
         "checkpoint/test_saves_of_files.py -k what_is_held",
     ),
     (
         "other ranks are not told that a step failed on a disk",
         "optim/state.py",
-        "        home.life.finish(error)  # the others may have taken this step",
+        "        home.state.finish(error)  # the others may have taken this step",
         "        pass",
         "offload/test_errors_on_all_ranks.py -k same_error",
     ),

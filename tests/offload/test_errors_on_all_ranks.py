@@ -90,7 +90,7 @@ def trial(verb: str, fault: str, folder: str) -> tuple[Any, ...]:
         assert held == "whole" or (
             "opt_step, " in verb and held in ("DonatedError", "LostStateError")
         ), held
-    groups.life.abandon(KeyboardInterrupt())
+    groups.state.abandon(KeyboardInterrupt())
     first, *lines = str(found).split("\n")
     return found.path, found.leaf, first.partition("offload: ")[2], lines[0]
 

@@ -243,7 +243,7 @@ def differing(layout, guard, value):
 def test_replicas_that_differ_decide_alike(ranks, layout, value):
     watch = mf.optim.norm_spike(50.0, warmup=3)
     for norm in (10.0, 20.0, 30.0):
-        watch = watch.look(norm)[1]
+        watch = watch.observe(norm)[1]
     guard = mf.optim.Guard(mf.optim.dynamic_scale(4.0), max_norm=1.0, spike=watch)
     finite = math.isfinite(value)
     want = (False, finite, finite, replace(guard, scale=guard.scale.adjust(finite)))
@@ -297,7 +297,7 @@ def test_a_watch_is_the_plain_one(norms, factor, window, warmup, skip):
     watch = mf.optim.norm_spike(factor, window=window, warmup=warmup, action=action)
     found = []
     for norm in norms:
-        spike, watch = watch.look(norm)
+        spike, watch = watch.observe(norm)
         found.append(spike)
     assert (found, list(watch.norms)) == plain_watch(norms, factor, window, warmup, skip)
 

@@ -5,7 +5,7 @@ _KEEPS, _LOSES = "return hop2(grads, outer, groups)", "return hop2(grads, outer,
 _SENT, _LOST = "levels.all_gather(comm, out, raw)", "levels.all_gather(comm, out.clone(), raw)"
 _MEAN, _MINE = 'apply("mean", uses, data)', "[data[i] for use in uses for i in use.members]"
 _OWNERS, _LAST = "mine = owners(params.paths)", "mine = [len(parts) - 1 for _ in params.paths]"
-_HELD, _FREE = 'hierarchy, hold=found["params"]', "hierarchy, hold=0"
+_HELD, _FREE = "groups.hierarchy, **found", 'groups.hierarchy, **found | {"outer_params": 0}'
 _USES, _LESS = 'self.actions if action.kind == "use"', 'self.actions[2:] if action.kind == "use"'
 _OTHER, _FIRST = "*(other[i] for other in", "*(other[min(trained)] for other in"
 

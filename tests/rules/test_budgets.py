@@ -24,24 +24,26 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
-    "lines": 24_480,
-    "lines without lab": 21_180,
+    "lines": 24_467,
+    "lines without lab": 21_176,
     "lines of the longest file": 550,
     "files": 142,
     "percent of lines that import": 8.8,
     "files in the longest chain of imports": 18,
     "class names of several classes": 0,
     "file names in several wings": 0,
-    "class names with words that another word replaces": 0,
+    "names with words that another word replaces": 0,
     "public names": 100,
 }
-# In the place of these: placed, fetch, store, pending, heartbeat, StoreThread, GroupState, agree,
-# flat, plan, independent, outer, rebuild, rejoin.
+# No name has one of these words; in their place are placed, fetch, store, pending, heartbeat,
+# StoreThread, GroupState, agree, flat, plan, independent, outer, rebuild, rejoin. What a model has
+# not trained on is `held_out` in all of the field.
 REPLACED = {
-    *("Elsewhere", "Away", "Far", "Apart", "Held", "Stored", "Come", "Coming", "Bring", "Brought"),
-    *("Arrive", "Arrival", "Arriving", "Late", "Limited", "Errand", "Sign", "Beat", "Look"),
-    *("Looks", "Hear", "Heard", "Tick", "Clerk", "Life", "Gone", "Telling", "Told", "News"),
-    *("Settling", "Habit", "Again", "Returning", "Retiring", "Lay", "Laying", "Laid"),
+    *("elsewhere", "away", "far", "apart", "held", "hold", "stored", "come", "coming", "came"),
+    *("bring", "brought", "arrive", "arrival", "arriving", "late", "limited", "errand", "clerk"),
+    *("sign", "beat", "beats", "look", "looked", "looks", "hear", "heard", "tick", "life", "gone"),
+    *("tell", "telling", "told", "news", "settle", "settled", "settling", "habit", "again"),
+    *("returning", "retiring", "lay", "laying", "laid", "lying", "lies"),
 }
 # Of one call on 4 ranks in 2 partition groups, after a first one. Functions are within 2 %: a rank
 # that waits for another runs a few more.
@@ -73,6 +75,20 @@ def import_lines(name: str) -> int:
     return sum((x.end_lineno or 0) - x.lineno + 1 for x in parts)
 
 
+def replaced() -> set[str]:
+    """Names of classes, functions, arguments, fields and variables with such words."""
+    found = set[str]()
+    for part in (x for name in files() for x in ast.walk(files()[name])):
+        stored = isinstance(getattr(part, "ctx", None), ast.Store)
+        names = (getattr(part, key, None) for key in ("name", "arg", *("id", "attr")[: 2 * stored]))
+        found |= {x for x in names if isinstance(x, str)}
+    return {
+        name
+        for name in found
+        if REPLACED & {x.lower() for x in re.findall("[A-Z]?[a-z]+", name.replace("held_out", ""))}
+    }
+
+
 def figures() -> dict[str, float]:
     lines = {name: len(code_lines(name)) for name in files()}
     own = {file: x for file, x in arrows().items() if wing_of(file) not in ("lab", *DOORS)}
@@ -91,9 +107,7 @@ def figures() -> dict[str, float]:
         "file names in several wings": sum(
             n > 1 for stem, n in stems.items() if stem not in ("__init__", "__main__")
         ),
-        "class names with words that another word replaces": sum(
-            n for name, n in classes.items() if REPLACED & set(re.findall("[A-Z][a-z]*", name))
-        ),
+        "names with words that another word replaces": len(replaced()),
         "public names": len(table()),
     }
 

@@ -66,7 +66,7 @@ class Rank(threading.Thread):
 
     def wait(self, i):
         while any(len(made) <= i for made in self.made):
-            self.channel.look()
+            self.channel.poll_peers()
             time.sleep(1e-4)
 
 
@@ -180,7 +180,7 @@ def test_a_call_at_which_all_left_is_not_taken_for_news_after_many_others():
     calls = Calls(channel, "all", (0, 1), 1.0)
     store.set(f"{calls.key}/left", json.dumps([3, 1, "a run ends"]))
     for first, number in ((3, 30), (2000, 3000)):  # answered, and so long ago that all were there
-        calls._heard.extend(range(first, first + 20))
+        calls._acknowledged.extend(range(first, first + 20))
         calls.number = number
         calls.read()
     store.set(f"{calls.key}/left", json.dumps([2990, 1, "a run ends"]))

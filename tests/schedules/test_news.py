@@ -34,7 +34,7 @@ def found_by(channels):
     texts = []
     for channel in channels:
         try:
-            channel.look()
+            channel.poll_peers()
             texts.append(None)
         except DesyncError as error:
             texts.append(str(error))
@@ -47,11 +47,11 @@ def test_a_look_without_news_is_one_call_and_a_report_is_found_by_all(partition)
         store, channels = job(partition)
         for channel in channels * 2:
             store.calls = 0
-            channel.look()
+            channel.poll_peers()
             assert store.calls == 1
         channels[reporter].job.report("what happened")
         assert found_by(channels) == found_by(channels) == ["what happened"] * N
-    Channel().look()
+    Channel().poll_peers()
     Channel().glance()
 
 
@@ -72,13 +72,13 @@ def test_a_note_of_a_wait_is_found_by_those_that_wait_for_it():
     store, channels = job(partition=2)
     here, there = Stuck("a", 3, (0, 1), "a reduction"), Stuck("b", 5, (0, 1), "a gather")
     before = Stuck("c", 1, (0, 1), "another reduction")
-    channels[1].look([before], {"a": 2, "b": 4, "c": 1})
+    channels[1].poll_peers([before], {"a": 2, "b": 4, "c": 1})
     for _ in range(3):
         store.calls = 0
-        channels[0].look([here], {"a": 3, "b": 4, "c": 1})
+        channels[0].poll_peers([here], {"a": 3, "b": 4, "c": 1})
     assert store.calls == 1, "nobody has told anything since"
     with pytest.raises(DesyncError, match="rank 0: waits for a reduction(.|\n)*rank 1: waits for"):
-        channels[1].look([there], {"a": 2, "b": 5, "c": 1})
+        channels[1].poll_peers([there], {"a": 2, "b": 5, "c": 1})
     text = str(found_by(channels[:1])[0])
     assert "rank 1: waits for a gather" in text
     assert found_by(channels) == [text] * N

@@ -31,7 +31,7 @@ def collectives(program, run):
             found.append("reduce")
         else:
             found += [f"fetch {i}" for kind, i in run.use((step,)) if kind == "fetch"]
-    run.settle()
+    run.end()
     return found
 
 

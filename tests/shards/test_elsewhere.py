@@ -193,7 +193,7 @@ def broken(how: str) -> None:
         ):
             computed(full)
         assert not fails or ("params.w: " in str(caught.value) and folder in str(caught.value))
-        groups.life.abandon(KeyboardInterrupt())
+        groups.state.abandon(KeyboardInterrupt())
 
 
 @pytest.mark.parametrize("how", ["values", "codes"])

@@ -158,7 +158,7 @@ class Counted(Buffers):
         super().give(tensor)
 
 
-POOLS = ("fetched", "held", "chunks", "reducing")
+POOLS = ("fetched", "outer", "chunks", "reducing")
 
 
 def counted(groups: mf.Groups) -> mf.Groups:

@@ -151,8 +151,8 @@ def by_hand(trials: int) -> tuple[int, int]:
     """
     groups, x, step = mf.make_groups(1), torch.ones(1000), 0
     state = mf.init_state(mf.shard({"w": torch.zeros(1000)}, groups), mf.optim.sgd(1.0))
-    draw, again, held, done = random.Random(0), interrupts.send_again, [], 0
-    interrupts.send_again = lambda number: (held.append(number), again(number))
+    draw, again, held, done = random.Random(0), interrupts.resend, [], 0
+    interrupts.resend = lambda number: (held.append(number), again(number))
     end = time.monotonic() + 15
     try:
         with Sender() as sender:
@@ -170,7 +170,7 @@ def by_hand(trials: int) -> tuple[int, int]:
                 assert state.params["w"].data.unique().tolist() == [-float(state.step)]
     finally:
         torch.set_grad_enabled(True)  # torch's own contexts do not survive an interrupt
-        interrupts.send_again = again
+        interrupts.resend = again
     return len(held), done
 
 
@@ -205,7 +205,7 @@ def together(kind: str, seed: int) -> tuple[int, str]:
             pass
         except mf.MicsError as found:
             error = f"{found}"
-    groups.life.abandon(KeyboardInterrupt())
+    groups.state.abandon(KeyboardInterrupt())
     return trainer.state.step, error
 
 
@@ -217,7 +217,7 @@ def test_ranks_end_at_one_step(ranks, n, kind):
     ends: set[int] = set()
     for seed in range(100, 150):
         found = ranks(n).run(together, kind, seed)
-        # Replicas that are apart count their own steps until they merge.
+        # Replicas that are independent count their own steps until they merge.
         parts = [found[i : i + 2] for i in range(0, len(found), 2)] if kind == "merge" else [found]
         for part in parts:
             steps = {step for step, _ in part}

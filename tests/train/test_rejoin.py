@@ -94,7 +94,7 @@ ERRORS: dict[str, tuple[Loss, type[Rank], bool, tuple[str, ...]]] = {
         ("LostStateError: Trainer.reset: no replica holds the state that a lost", PARTS,
          "fix: put a state in its place that all ranks have saved, of step "),
     ),
-    "apart": (SHORT, Apart, True, ("replicas are apart, so each has a state of its own",)),
+    "apart": (SHORT, Apart, True, ("replicas are independent, so each has a state of its own",)),
     "options": (SHORT, Odd, True, ("DesyncError: ", "lr", "rank 3")),
     "no store": (SHORT._replace(killed=(0,)), HoldsTheStore, False,
                  ("PeerFailed: rank 0, which holds the store,",)),

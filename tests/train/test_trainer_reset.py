@@ -344,7 +344,7 @@ def test_a_write_that_is_cut_is_made_good_by_a_replica_or_a_save_on_all_ranks(
 
 
 def merge_again(policy: str, at: str, where: str) -> tuple[int, ...]:
-    """Replicas that are apart go on after a merge that failed, or where one of them is behind."""
+    """Independent replicas go on after a merge that failed, or where one is behind."""
     sync = {"local": mf.replicas.local_sgd, "diloco": mf.replicas.diloco}[policy](2)
     groups = mf.make_groups(1, timeout_s=20)
     options = {"guard": Guard(), "replica_sync": sync, "where": where}

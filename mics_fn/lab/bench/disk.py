@@ -89,13 +89,13 @@ class _DiskBench:
         self.params, self.moments = ([torch.zeros(numel) for _ in range(2)] for _ in range(2))
         self.steps = [0, 0]  # as of `params`: of those with moments on disk, and in memory
         self.scratch = offload.Scratch(folder)
-        self.stored = [offload.store(x, self.scratch) for x in self.moments]
+        self.in_files = [offload.store(x, self.scratch) for x in self.moments]
         # Plain reading and writing is that of the same bytes, in the same places of the disk.
         part = offload.block_bytes(config.host_mib[0] * 2**20)
         self.memory = [offload.aligned(part) for _ in range(2)]
         self.places = [
             (x.extent.offset + at, min(part, x.extent.nbytes - at))
-            for x in self.stored
+            for x in self.in_files
             for at in range(0, x.extent.nbytes, part)
         ]
         streams: dict[str, Callable[[], Any]] = {
@@ -132,7 +132,7 @@ class _DiskBench:
     def step(self, host_bytes: int, threads: int) -> None:
         """Take a step of AdamW on states in the file."""
         self.steps[0] += 1
-        m, v = self.stored
+        m, v = self.in_files
         blocks = [
             offload.Block((m[a:b], v[a:b]), (m[a:b], v[a:b]), (a, b))
             for a, b in offload.cuts(self.grad.numel(), [4, 4], host_bytes)
@@ -149,7 +149,7 @@ class _DiskBench:
 
     def equal(self) -> bool:
         """Return whether both states went through the same steps to the same bits."""
-        pairs = [(self.params[0], self.params[1]), *zip(self.stored, self.moments, strict=True)]
+        pairs = [(self.params[0], self.params[1]), *zip(self.in_files, self.moments, strict=True)]
         return all(torch.equal(a + 0, b) for a, b in pairs)
 
 

@@ -151,17 +151,17 @@ def _in_hops(
     if reused and last and _fits(bucket, cut):
         packed = [0.0]
     direct = same and first and not (reused and _stays(bucket, cut, micro_steps))
-    arriving = max(
-        _arriving(bucket, inner, numel, direct, exchanged),
-        _arriving(bucket, outer, numel / cut.grads, same, exchanged),
+    received = max(
+        _received(bucket, inner, numel, direct, exchanged),
+        _received(bucket, outer, numel / cut.grads, same, exchanged),
     )
     if copies and isinstance(hop2, Codec):
-        arriving = max(arriving, mean_bytes(hop2, numel // cut.states, num_replicas))
+        received = max(received, mean_bytes(hop2, numel // cut.states, num_replicas))
     gathers = copies and isinstance(hop2, Codec)  # of codes, while others are exchanged
-    return max(packed) + arriving, 1 + len(inner) + len(outer) + copies + gathers
+    return max(packed) + received, 1 + len(inner) + len(outer) + copies + gathers
 
 
-def _arriving(
+def _received(
     bucket: Bucket, sizes: Sequence[int], numel: float, direct: bool, exchanged: bool
 ) -> float:
     """Compute the bytes of receive buffers, if the last level can `direct` them to the mean.

@@ -152,24 +152,24 @@ def compare(
     gaps = {k: (run.params[k].double() - p.double()) for k, p in alone.params.items()}
     param_rel = _norm(gaps) / _norm(alone.params)
     loss_rel = (loss_gap / theirs).max().item()
-    late = max(1, min(LATE, len(ours) // 2))
-    means = [losses[-late:].double().mean().item() for losses in (ours, theirs)]
-    late_rel = abs(means[0] / means[1] - 1)
-    ok = None if coded_bound is None else late_rel <= coded_bound
+    last = max(1, min(LATE, len(ours) // 2))
+    means = [losses[-last:].double().mean().item() for losses in (ours, theirs)]
+    last_rel = abs(means[0] / means[1] - 1)
+    ok = None if coded_bound is None else last_rel <= coded_bound
     if bounded:
         ok = loss_rel <= LOSS_BOUND and param_rel <= PARAM_BOUND
     return {
         "loss_max_abs": loss_gap.max().item(),
         "loss_max_rel": loss_rel,
         "loss_first_rel": (loss_gap[0] / theirs[0]).item(),
-        "late_steps": late,
-        "late_losses": means,  # of this run, and of the single process
+        "last_steps": last,
+        "last_losses": means,  # of this run, and of the single process
         "held_out_abs": abs(run.held_out[-1][1] - alone.held_out),
         "param_max_abs": max(gap.abs().max().item() for gap in gaps.values()),
         "param_rel": param_rel,
         "loss_bound": LOSS_BOUND if bounded else None,
         "param_bound": PARAM_BOUND if bounded else None,
-        "late_bound": None if bounded else coded_bound,
+        "last_bound": None if bounded else coded_bound,
         "ok": ok,
     }
 
@@ -187,7 +187,7 @@ def render_check(check: dict[str, Any]) -> str:
         largest = check[f"{name}_max_abs"]
         relative = check["loss_max_rel" if name == "loss" else "param_rel"]
         rows.append((title, f"{largest:.1e}", f"{relative:.1e}", of_bound))
-    ours, theirs = check["late_losses"]
+    ours, theirs = check["last_losses"]
     verdicts = {
         True: "within the bounds: ok",
         False: "OUT OF BOUNDS: the runs are not the same",
@@ -195,10 +195,10 @@ def render_check(check: dict[str, Any]) -> str:
         f"  seed, and for codes up to lr {CODED_LR:g} and {CODED_STEPS} steps",
     }
     found = table("difference from one process on the same batches, in float32", rows)
-    mean = f"  mean of the last {check['late_steps']} losses: {ours:.4f}, alone {theirs:.4f}"
+    mean = f"  mean of the last {check['last_steps']} losses: {ours:.4f}, alone {theirs:.4f}"
     mean += f", {ours / theirs - 1:+.2%}"
-    if check["late_bound"] is not None:
-        mean += f"\n  bound on that for these codes: {check['late_bound']:.1%}"
+    if check["last_bound"] is not None:
+        mean += f"\n  bound on that for these codes: {check['last_bound']:.1%}"
     return f"{found}\n{mean}\n  {verdicts[check['ok']]}"
 
 
@@ -344,8 +344,8 @@ class DemoSummary:
     held_out_loss: tuple[float, float]  # before and after
     num_params: int
     full_bytes: int  # of all parameters, padding included
-    held_bytes: list[int]  # parameters and optimizer state, by rank
-    full_held_bytes: int | None  # the same unsharded
+    state_bytes: list[int]  # parameters and optimizer state, by rank
+    full_state_bytes: int | None  # the same unsharded
     traffic: dict[str, dict[str, Any]]  # by communicator: the count of each rank, and the formula
     step_seconds: float  # median
     tokens_per_second: float
@@ -375,8 +375,8 @@ def summarize(
         held_out_loss=(first.held_out[0][1], first.held_out[-1][1]),
         num_params=sum(p.numel() for p in first.params.values()),
         full_bytes=first.full_bytes,
-        held_bytes=[result.held_bytes for result in results],
-        full_held_bytes=alone.held_bytes if alone else None,
+        state_bytes=[result.state_bytes for result in results],
+        full_state_bytes=alone.state_bytes if alone else None,
         traffic=traffic,
         step_seconds=seconds,
         tokens_per_second=config.tokens_per_step / seconds,
@@ -387,13 +387,13 @@ def summarize(
 
 def render(summary: DemoSummary) -> str:
     """Render the figures as tables."""
-    (train0, train1), (held0, held1) = summary.train_loss, summary.held_out_loss
+    (train0, train1), (test0, test1) = summary.train_loss, summary.held_out_loss
     losses = [
         ("", "start", "end"),
         ("train", f"{train0:.3f}", f"{train1:.3f}"),
-        ("held out", f"{held0:.3f}", f"{held1:.3f}"),
+        ("held out", f"{test0:.3f}", f"{test1:.3f}"),
     ]
-    most, full = max(summary.held_bytes), summary.full_held_bytes
+    most, full = max(summary.state_bytes), summary.full_state_bytes
     states = [("the fullest rank holds", human_bytes(most), "")]
     if full:
         states.append(("one process holds", human_bytes(full), f"{full / most:.2f} x as much"))

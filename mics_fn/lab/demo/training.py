@@ -100,7 +100,7 @@ class RankResult:
     losses: list[float]  # one per step, the mean over ranks
     seconds: list[float]  # one per step, without the last
     held_out: list[tuple[int, float]]  # (steps done, loss)
-    held_bytes: int  # parameters and optimizer state on this rank
+    state_bytes: int  # parameters and optimizer state on this rank
     full_bytes: int  # of all parameters as they are kept, padding included
     formulas: dict[str, tuple[float, str]]  # bytes in one step, by communicator, and why
     sent: dict[str, int]  # bytes in one step, by communicator
@@ -114,7 +114,7 @@ class AloneResult:
 
     losses: list[float]
     held_out: float  # at the end
-    held_bytes: int  # parameters and optimizer state
+    state_bytes: int  # parameters and optimizer state
     params: dict[str, Tensor]
 
 
@@ -165,7 +165,7 @@ def train_rank(config: DemoConfig) -> RankResult:
         losses=[float(m.loss) for m in steps],
         seconds=record.seconds,
         held_out=record.held_out,
-        held_bytes=nbytes((trainer.state.params, trainer.state.opt)),
+        state_bytes=nbytes((trainer.state.params, trainer.state.opt)),
         full_bytes=sum(bucket.numel * bucket.dtype.itemsize for bucket in buckets),
         formulas=formulas,
         sent=record.sent,
@@ -219,5 +219,5 @@ def train_alone(config: DemoConfig, progress: Any) -> AloneResult:
         test = held_out_batch(config, text, ranks, config.device)
         held_out = gpt.loss(model, test).item()
     params = {name: p.detach().cpu() for name, p in model.named_parameters()}
-    held = nbytes(([*model.parameters()], [*optimizer.state.values()]))
-    return AloneResult(losses, held_out, held, params)
+    nbytes_here = nbytes(([*model.parameters()], [*optimizer.state.values()]))
+    return AloneResult(losses, held_out, nbytes_here, params)

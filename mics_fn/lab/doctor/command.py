@@ -155,7 +155,7 @@ def _variables(shared: bool, rank: int) -> Mapping[str, str]:
     return found
 
 
-def run_part(name: str, part: ReportPart, job: DoctorConfig, left_s: float) -> Finding:
+def run_part(name: str, part: ReportPart, job: DoctorConfig, remaining_s: float) -> Finding:
     """Run one part and return its finding, whatever happens to its ranks.
 
     Args:
@@ -164,7 +164,7 @@ def run_part(name: str, part: ReportPart, job: DoctorConfig, left_s: float) -> F
         job: what they are told.
         left_s: seconds that are left for all parts.
     """
-    limit_s = min(part.limit_s, left_s)
+    limit_s = min(part.limit_s, remaining_s)
     if not part.ranks or limit_s < LEAST_S:
         why = "no time is left" if part.ranks else "it needs more ranks than --ranks allows"
         return Finding(name, LEFT_OUT, part.ranks, errors=[why])

@@ -107,7 +107,7 @@ def delays(job: DoctorConfig) -> None:
     """Check that random delays on streams change no bit."""
     me = Rank(job)
     options = {"live_bytes": job.training.live_bytes, "deterministic": True}
-    late = "streams" if _torch.stream_delay(me.device) else "hosts"
+    delayed = "streams" if _torch.stream_delay(me.device) else "hosts"
     with me.groups() as groups:
         expected = train(job.training, groups, **options).params
 
@@ -122,8 +122,8 @@ def delays(job: DoctorConfig) -> None:
             changed = different(lambda step, mode=mode: mode)
             if not mode.count:
                 raise RuntimeError(f"delays: nothing was late, of {kind}")
-            me.say(f"{late} late, {kind}: delays", mode.count)
-            me.say(f"{late} late, {kind}: parameters that are not equal", changed, 0)
+            me.say(f"{delayed} late, {kind}: delays", mode.count)
+            me.say(f"{delayed} late, {kind}: parameters that are not equal", changed, 0)
 
 
 def pools(job: DoctorConfig) -> None:

@@ -76,7 +76,7 @@ class Delays(_torch.DispatchMode):
         super().__init__()
         self.count = 0
         self._sleep = _torch.stream_delay(groups.device)
-        self._traffic, self._late = groups.traffic, LATE[kind]
+        self._traffic, self._delays = groups.traffic, LATE[kind]
         self._random = random.Random(f"{kind} {seed}")
 
     def __enter__(self) -> "Delays":
@@ -101,7 +101,7 @@ class Delays(_torch.DispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _draw(self, kind: str) -> None:
-        if self._random.random() < self._late.get(kind, 0.0):
+        if self._random.random() < self._delays.get(kind, 0.0):
             self.count += 1
             if self._sleep is None:
                 time.sleep(HOST_DELAY_S)
@@ -242,9 +242,9 @@ def distance(
     start = dict(training.make_model().double().named_parameters())
     change = _norm({name: p - start[name] for name, p in expected.items()})
     gap = _norm({name: found[name].double() - p for name, p in expected.items()})
-    stored = _unit(torch.float32) * sqrt(training.steps) * _norm(expected) / change
+    rounding = _unit(torch.float32) * sqrt(training.steps) * _norm(expected) / change
     formats = Precision.parse(precision).formats("", torch.float32)
-    return gap / change, stored + _roundings(training, formats.compute, formats.reduce, ranks)
+    return gap / change, rounding + _roundings(training, formats.compute, formats.reduce, ranks)
 
 
 def _roundings(training: Training, compute: torch.dtype, reduce: torch.dtype, ranks: int) -> float:

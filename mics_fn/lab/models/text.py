@@ -76,13 +76,13 @@ def load_text(max_bytes: int = 4_000_000) -> Text:
     """
     folder = Path(sysconfig.get_path("stdlib"))
     parts: tuple[list[bytes], list[bytes]] = ([], [])
-    left = max_bytes
+    remaining = max_bytes
     files = sorted(folder.glob("*.py"), key=lambda path: path.name)
     for index, path in enumerate(files):
-        content = path.read_bytes()[:left]
+        content = path.read_bytes()[:remaining]
         parts[index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1].append(content)
-        left -= len(content)
-        if left <= 0:
+        remaining -= len(content)
+        if remaining <= 0:
             break
     train, held_out = (b"".join(part) for part in parts)
     if not train or not held_out:

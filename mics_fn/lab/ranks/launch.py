@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TextIO
 import torch.distributed as dist
 
 from mics_fn import _torch
-from mics_fn.groups import tell_all
+from mics_fn.groups import announce_all
 from mics_fn.lab.ranks.failures import RankError, RankFailure, describe, exit_text
 
 ADDRESS = "127.0.0.1"
@@ -235,7 +235,7 @@ def work() -> None:
             dist.destroy_process_group()
     except BaseException as error:
         code, result = 1, pickle.dumps(failure_of(error))
-        tell_all(error, final=True)
+        announce_all(error, final=True)
         time.sleep(LINGER_S)
     (folder / f"result{rank}").write_bytes(result)
     # A thread of gloo that has yet to let go of a tensor would abort a normal exit.

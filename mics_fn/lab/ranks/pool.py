@@ -77,7 +77,7 @@ def call_name(fn: Callable[..., Any]) -> str:
 
 def serve(place: RankPlace, conn: Connection, first: Call | None) -> None:
     """Join the default group, answer `first` if given, then calls from `conn` until it ends."""
-    _settle(place)
+    _configure(place)
     launch.dump_stacks(place.folder / f"stacks{place.rank}")
     failure = _join_group(place)
     if first is not None:
@@ -90,7 +90,7 @@ def serve(place: RankPlace, conn: Connection, first: Call | None) -> None:
     os._exit(0)
 
 
-def _settle(place: RankPlace) -> None:
+def _configure(place: RankPlace) -> None:
     """Set signals, threads, garbage collection and environment of a rank."""
     gc.freeze()  # else each collection would look through, and copy, all that the parent has
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -294,8 +294,8 @@ class RankPool:
         replies: dict[int, Reply] = {}
         waiting = dict(zip(self._conns, range(self.n), strict=True))
         deadline = time.monotonic() + limit_s
-        while waiting and (left_s := deadline - time.monotonic()) > 0:
-            for conn in wait(list(waiting), left_s):
+        while waiting and (remaining_s := deadline - time.monotonic()) > 0:
+            for conn in wait(list(waiting), remaining_s):
                 rank = waiting.pop(conn)  # pyright: ignore[reportArgumentType]
                 replies[rank] = self._receive(rank)
                 if isinstance(replies[rank].value, RankFailure):
