@@ -42,7 +42,7 @@ NCCL's watchdog. (6) gloo's own all-gather allocates twice the size of its resul
 only small ones are left to it. All this is tested on Linux with Python 3.11.
 
 What travels need not be the values: a `Wire` is a `Codec` and the innermost level on which codes
-are sent. They have a quarter or an eighth of the bytes of float32. See [Note: codes] in `levels`.
+are sent. They have a quarter or an eighth of the bytes of float32. See the folder `codes`.
 `summary` shows which leaves send codes, and `groups.traffic` the bytes that they take: `python -m
 mics_fn bench bytes --precision "hop2=int8[256]"` prints them beside their formulas.
 
@@ -65,12 +65,11 @@ within 0.02 % and int4 within 0.3 %; with p = 2 and seed 0, int4 on gathers alon
 on hop 1 alone at + 0.02 %. A run beside float32 (the mean over ranks, `--partition-size 4`
 for codes in gathers and hop 1): `python -m mics_fn demo --precision "hop2=int4[64]" --lr 3e-4`.
 
-Start reading at `pending.py`, with its notes: a collective in flight, what a rank does by itself
-before it sends, and which memory must not be overwritten yet. Then `levels.py`, the only file that
-calls what moves data: single levels first, then hierarchical collectives, codes and hop 2.
-`wire.py` has the arithmetic of means and says where codes travel, `codec.py` makes them by the
-arithmetic of `blocks.py`. `agreement.py` is what ranks compare, and long work that all of them
-leave if one fails.
+Start reading at `levels.py`, the only file that calls what moves data: gathers, then hop 1, then
+hop 2, a page each. Each is started as a `Pending`, whose page is `pending.py`, with its notes: a
+collective in flight, and which memory must not be overwritten yet. `wire.py` has the arithmetic of
+means and says where codes travel; the folder `codes` makes and sends them, and nothing else here
+knows of it. `agreement.py` is what ranks compare, and long work that all leave if one fails.
 `own.py` runs collectives of a user's own on `Groups.communicators`:
 
   >>> for name, comm in groups.communicators.items():
@@ -95,12 +94,11 @@ from mics_fn.collectives.agreement import (
     refuse_unequal,
     same_call,
 )
-from mics_fn.collectives.codec import Codec
+from mics_fn.collectives.codes import SentCodes, mean_bytes
+from mics_fn.collectives.codes.codec import Codec
 from mics_fn.collectives.levels import (
-    SentCodes,
     broadcast,
     collect,
-    mean_bytes,
     mean_comms,
     mean_over_ranks,
     mean_steps,
@@ -110,15 +108,13 @@ from mics_fn.collectives.levels import (
     send_from,
     spare_numel,
     start_all_gather,
-    start_coded_gather,
     start_collect,
     start_fetch,
     start_mean,
     start_mean_over_ranks,
     start_reduce_scatter,
-    weighted,
 )
-from mics_fn.collectives.own import all_gather, start
+from mics_fn.collectives.own import all_gather, start, weighted
 from mics_fn.collectives.pending import Pending, Steps, Task, finish_readers, push_all
 from mics_fn.collectives.wire import SHORT_NAMES, Wire, check_level, checksum
 

@@ -1,8 +1,16 @@
-"""Collectives of a user's own on the communicators of groups, as safe as those of this library.
+"""What users call: collectives of their own, and weights of losses.
 
-Waits for them are bounded, and Ctrl-C works there. A rank that fails is named. Ranks compare the
-name and the size of a call before it moves data. It has its place in the order of its communicator,
-and runs on its stream.
+Collectives on the communicators of groups are as safe as those of this library. Waits for them are
+bounded, and Ctrl-C works there. A rank that fails is named. Ranks compare the name and the size of
+a call before it moves data. It has its place in the order of its communicator, and runs on its
+stream.
+
+[Note: weighted means] Both hops are means, so the gradient of a step is that of the mean of the
+losses over ranks and micro-steps. Where each loss is itself a mean, over a number of tokens that
+differs, that is a mean of means. With the sum of a micro-step over its tokens divided by the mean
+number of tokens, it is the sum over all tokens by their number. That divisor is known before the
+loss, so it is one small message beside the gathers, and everything behind it, from the dtype on the
+wire to the limit of a guard, sees a gradient of the usual size.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +23,8 @@ from mics_fn import checks
 from mics_fn.checks import refuse_derivative
 from mics_fn.collectives import levels
 from mics_fn.collectives.pending import Collective, Pending, Steps
-from mics_fn.errors import CollectiveError, LeafError
-from mics_fn.groups import Comm
+from mics_fn.errors import CollectiveError, GroupsError, LeafError
+from mics_fn.groups import Comm, Groups
 
 _ISSUE = "pass functools.partial of a function of torch.distributed, with its tensors"
 _FIX = "call it in torch.no_grad() and outside of torch.func; gather and sync_replicas have one"
@@ -136,3 +144,68 @@ def _check(verb: str, comm: Comm, tensors: Sequence[Any]) -> None:
             text = f"{verb}: tensor {i} is {got}"
             raise LeafError(text, fix="pass tensors of the device of the groups")
     refuse_derivative(verb, tensors, _FIX)
+
+
+# Weights of losses.
+
+
+def weighted(loss_sum: Tensor, count: Any, groups: Groups) -> Tensor:
+    """A loss for the verbs whose mean over ranks and micro-steps is exact for any counts.
+
+    See [Note: weighted means].
+
+    Args:
+      loss_sum: 0-dim tensor, the sum of this rank's losses over its tokens (or samples, or whatever
+        it counts) in one micro-step.
+      count: how many there are: a number, or a tensor on any device, for which the host does not
+        wait. With several micro-steps the counts of all of them, as a sequence or a 1D tensor, in
+        each call. A rank or a micro-step may have none, if its `loss_sum` is 0 then; if no rank has
+        any, the loss is NaN or infinite.
+      groups: those that the gradients are averaged over; `groups.without_replicas()` while replicas
+        step on their own.
+
+    Returns:
+      `loss_sum` by the mean count per rank and micro-step, at least in float32. It has derivatives
+      in every way that `loss_sum` has, also inside of torch.func; counts have none.
+
+    Communication: 8 bytes over the partition group and the replication group.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> shards = shard({"w": torch.ones(2)}, groups)
+      >>> def loss_fn(shards, tokens):
+      ...     return weighted((gather(shards, groups)["w"] * tokens).sum(), len(tokens), groups)
+      >>> torch.func.grad(loss_fn)(shards, torch.tensor([1.0, 5.0]))["w"].data
+      tensor([0.5000, 2.5000])
+    """
+    fix = "pass what make_groups gave; of a placement, the groups of all ranks"
+    if not isinstance(groups, Groups):
+        checks.refuse("weighted", "groups", groups, "Groups", fix, GroupsError)
+    counts = list(count) if isinstance(count, list | tuple) else [count]
+    parts = [torch.as_tensor(x, dtype=torch.float64, device=groups.device) for x in counts]
+    mean = _MeanOfCounts.apply(groups, torch.stack([x.detach().mean() for x in parts]).mean())
+    return loss_sum / mean.to(torch.promote_types(loss_sum.dtype, torch.float32))  # pyright: ignore
+
+
+class _MeanOfCounts(torch.autograd.Function):
+    """`mean_over_ranks` of what has no derivative, inside of torch.func too."""
+
+    @staticmethod
+    def forward(groups: Groups, count: Tensor) -> Tensor:  # pyright: ignore
+        return levels.mean_over_ranks(groups, count.contiguous().clone())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple:  # pyright: ignore
+        return None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:  # pyright: ignore
+        return None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, groups: Groups, count: Tensor) -> tuple:  # pyright: ignore
+        return _MeanOfCounts.apply(groups, count), in_dims[1]

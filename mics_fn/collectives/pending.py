@@ -41,7 +41,309 @@ from mics_fn.groups import Comm, GroupState
 from mics_fn.schedules import Stuck, call_text, made
 from mics_fn.threads import Latch, start
 
-# `Collective`: one collective on one communicator, and the error if it fails.
+Steps = Generator["Collective", None, Tensor]
+What = tuple[str, str, Hashable]  # the verb or "", what it does, and to what: a bucket or ""
+
+# What a `Pending` is at a time: its next level waits for its turn, or is in flight, or it is over.
+QUEUED, IN_FLIGHT, DONE, FAILED = "queued", "in flight", "done", "failed"
+
+
+class Pending:
+    """A collective in flight over all of its levels; it keeps its buffers alive until `wait`.
+
+    Args:
+      steps: a generator that issues one level after the other and returns the result.
+      comms: the communicator of each collective that `steps` will issue, in order.
+      keep: every tensor that these read or write; the first has the same size on all ranks.
+      device: where the tensors live.
+      what: the verb, what it does and to what; all ranks compare it.
+      reads: memory that other ranks may still need; see [Note: memory that is still sent].
+
+    Raises:
+      DesyncError: ranks are about to do different things; see `schedules.calls`.
+      GroupsError: the groups were closed or have failed, or another thread uses them.
+
+    Example:
+      >>> pending = collectives.start_all_gather(make_groups(1).hierarchy.route, torch.ones(3))
+      >>> pending.wait().shape, pending.state
+      (torch.Size([1, 3]), 'done')
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        comms: Sequence[Comm],
+        *,
+        keep: Sequence[Tensor],
+        device: torch.device,
+        what: What,
+        reads: Tensor | None = None,
+    ) -> None:
+        self._call = (*what, keep[0].nbytes)
+        if spans.observers:
+            spans.calling(call_text(self._call), keep[:1], comms)
+        self._steps, self._comms, self._keep = steps, comms, list[Any](keep)
+        self._device, self._on_device = device, _device.is_async(device)
+        self.state = QUEUED
+        self.level = 0  # number of collectives issued so far
+        self._numbers: list[int] = []  # of this call over each of `comms`
+        self.ready: torch.Event | None = None  # on an accelerator: over once the result is there
+        with self._span(parts=bool(comms)):
+            self._start()
+        if reads is not None and comms:
+            _READERS[self] = _memory_of(reads), comms[0].state
+
+    # It starts: ranks compare the call, it is queued, and issues what is at its turn.
+
+    def _start(self) -> None:
+        if not self._comms:
+            self._run()
+            return
+        state = self._comms[0].state
+        self._comms[0].check_open()
+        state.turns.enter()
+        try:
+            state.call = self._call
+            for comm in self._comms:
+                comm.calls.add(self._call, partial(push_all, state))
+                self._numbers.append(comm.calls.number)
+            self._run()
+        finally:
+            state.turns.exit()
+
+    def _run(self) -> None:
+        try:
+            for comm in self._comms:
+                comm.queue.append(self)
+            if self._on_device:
+                self._run_on_streams()
+                return
+            self.push()
+            if not self.finished:  # else nobody would look at it again, and its result would stay
+                self._comms[0].state.active.append(self)
+        except BaseException as error:  # the others think that it was started
+            self._fail(error)
+            raise
+
+    def _run_on_streams(self) -> None:
+        """See [Note: streams]."""
+        if self._comms and self._comms[0].state.standing:  # no wait on the host would find out
+            self._comms[0].state.check(self.stuck)
+        with _device.keep_stream(self._device):
+            if self._comms:
+                _device.follow(self._comms[0].stream(self._device), self._device)
+            while not self.finished:
+                self._issue()
+            self.ready = _device.record(self._device)
+            for comm in self._comms[:1]:
+                comm.state.ready = self.ready
+
+    # It advances: whoever waits for any collective pushes all of them.
+
+    def push(self) -> bool:
+        """Advance as far as possible without waiting; returns whether anything changed."""
+        moved = False
+        try:
+            while True:
+                if self.state is IN_FLIGHT and self._collective.done():
+                    self._collective.finish()
+                    if self._flight is not spans.UNSEEN:
+                        self._flight.stop()
+                    self.state = QUEUED
+                elif self.state is QUEUED and self._is_next():
+                    self._issue()
+                else:
+                    return moved
+                moved = True
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _is_next(self) -> bool:
+        """Whether it is its turn on its next communicator; see [Note: order on a communicator]."""
+        return self.level == len(self._comms) or self._comms[self.level].queue[0] is self
+
+    def _issue(self) -> None:
+        """Compute what is between two levels, and issue the next one; behind the last one, end."""
+        try:
+            with _torch.without_torch_func():  # whoever waits may be inside; what was started not
+                self._collective = collective = next(self._steps)
+        except StopIteration as stop:
+            self._result, self.state = stop.value, DONE
+            return
+        comm = collective.comm
+        if spans.observers:
+            spans.calling(f"{collective.op} ({call_text(self._call)})", self._keep[:1], [comm])
+        if self._on_device:
+            _device.follow(comm.stream(self._device), self._device)
+            self._keep.append(collective)  # with the tensors that only it refers to
+        facts = {"nbytes": collective.nbytes_sent, "lasts": not self._on_device}
+        self._flight = self._span(comm.name, **facts)
+        with self._flight:
+            collective.issue(async_op=not self._on_device)
+        comm.queue.popleft()
+        self.level += 1
+        if not self._on_device:
+            self.state = IN_FLIGHT
+
+    # It is waited for: bounded, and open to Ctrl-C.
+
+    def wait(self) -> Tensor:
+        """Wait for the result, ready for the current stream; a second call returns it again."""
+        if not self.finished:
+            self.wait_for(len(self._comms))
+        if self.ready is not None:
+            with self._waiting():
+                _device.wait(self._device, self.ready)
+        self._keep.clear()
+        if self.state is FAILED:
+            raise CollectiveError("this collective failed before; its result does not exist")
+        return self._result
+
+    def wait_for(self, levels: int) -> None:
+        """Wait until so many levels are done.
+
+        Raises:
+          CollectiveError: there was no progress for the timeout of a collective in flight.
+          GroupsError: its groups were closed or have failed, or another thread uses them.
+          DesyncError: ranks wait for each other, or some of them left the schedule.
+          PeerFailed: a rank has failed without which this cannot end.
+        """
+        while not self.passed(levels):
+            kind = self.kind if spans.seen() else ""  # a wait for hop 1 and then for hop 2 is two
+            with self._waiting():
+                _poll(self, levels, kind)
+
+    def passed(self, levels: int) -> bool:
+        """Whether so many levels are done, without waiting."""
+        return self.finished or self.level > levels
+
+    @property
+    def finished(self) -> bool:
+        """Whether the host has nothing left to issue or to wait for."""
+        return self.state is DONE or self.state is FAILED
+
+    def __del__(self) -> None:
+        # Buffers must outlive the transfer even if nobody waits for the result.
+        if getattr(self, "_keep", None) and self.ready is not None:
+            _device.wait(self._device, self.ready)
+
+    # It fails: what other ranks and errors say of it.
+
+    def _fail(self, error: BaseException) -> None:
+        """Give it up, and with it its groups: see [Note: failed groups] in `group_state`."""
+        self.state = FAILED
+        for comm in self._comms:
+            if self in comm.queue:
+                comm.queue.remove(self)
+        for comm in self._comms[:1]:
+            comm.state.fail(error)
+
+    @property
+    def stuck(self) -> list[Stuck]:
+        """The calls that have to be done before this one is, for the other ranks."""
+        first = self.level - (self.state is IN_FLIGHT)  # what is in flight, and what is behind it
+        op = self._collective.op if self.state is IN_FLIGHT else "a call"
+        what = f"({call_text(self._call)})"
+        waited = list(zip(self._comms, self._numbers, strict=True))[first:]
+        return [
+            Stuck(comm.calls.key, number, comm.ranks, f"{op} over '{comm.name}' {what}")
+            for comm, number in waited
+        ]
+
+    def check_time(self, waited_s: float) -> None:
+        """Give up and raise if the collective in flight has exceeded its timeout."""
+        if self.state is IN_FLIGHT and waited_s > self._collective.comm.timeout_s:
+            state = self._collective.comm.state
+            error = state.timeout_error(self._collective.timed_out(), self.stuck)
+            self._fail(error)
+            raise error
+
+    # It is watched; see [Note: spans] in `spans`.
+
+    def _span(self, level: str = "", **facts: Any) -> Any:
+        """All of it, or one of its levels."""
+        if not spans.seen():
+            return spans.UNSEEN
+        kind, about = spans.kind_of(self._call[1], level), self._call[2]
+        return spans.Span(kind, about, level=level, device=self._device, **facts)
+
+    def _waiting(self) -> Any:
+        """A wait for what it does now."""
+        if not spans.seen():
+            return spans.UNSEEN
+        return spans.Span("wait", self._span(self._awaited), device=self._device)
+
+    @property
+    def kind(self) -> str:
+        """What it does now: "hop1" turns into "hop2" on the way."""
+        return spans.kind_of(self._call[1], self._awaited)
+
+    @property
+    def _awaited(self) -> str:
+        """The communicator of the level that is in flight, or else of the next one or the last."""
+        waited = self._comms[self.level - (self.state is IN_FLIGHT) :] or self._comms[-1:]
+        return waited[0].name if waited else ""
+
+
+def push_all(state: GroupState) -> bool:
+    """Advance every collective in flight without waiting; returns whether anything changed."""
+    if not state.active:
+        return False
+    moved = False
+    state.turns.enter()
+    try:
+        for pending in list(state.active):
+            moved |= pending.push()
+        state.active[:] = [pending for pending in state.active if not pending.finished]
+    finally:
+        state.turns.exit()
+    return moved
+
+
+_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 5e-5, 5e-3
+# A wait without progress reads what other ranks wrote each time the first has passed. One store
+# answers all ranks, so the more there are, the less often each of them asks.
+_STALL_S, _STALL_S_PER_RANK = 0.25, 1e-4
+
+
+def _poll(pending: Pending, levels: int, kind: str = "") -> None:
+    """Advance all collectives until one has passed so many levels, or does something else.
+
+    It sleeps in between, so that Ctrl-C works at once.
+    """
+    state = pending._comms[0].state
+    pending._comms[0].check_open()
+    state.turns.enter()
+    since = stalled = time.monotonic()
+    polled, patience = False, max(_STALL_S, _STALL_S_PER_RANK * len(state.ranks))
+    try:
+        while True:
+            if push_all(state):
+                since = stalled = time.monotonic()
+            if pending.passed(levels) or (kind and pending.kind != kind):
+                return
+            if not state.active:
+                raise CollectiveError("this wait cannot end: the collective failed before")
+            now = time.monotonic()
+            if state.standing:
+                state.check(pending.stuck, now - since)
+            if now - stalled > patience:
+                stalled, polled = now, True
+                state.idle.waits(pending.stuck)
+                state.channel.poll_peers(pending.stuck, made())
+            interrupts.give_way(now - since)
+            for each in state.active:
+                each.check_time(now - since)
+            # Sleep in proportion to the wait so far, so that polling costs little time and delay.
+            time.sleep(min(_LONGEST_SLEEP_S, max(_SHORTEST_SLEEP_S, (now - since) / 25)))
+    finally:
+        state.turns.exit()
+        if polled:
+            state.channel.moved()
+
+
+# What a level is: one collective on one communicator, and the error if it fails.
 
 
 class Collective:
@@ -101,293 +403,6 @@ class Collective:
         comm = self.comm
         call = Stuck(comm.calls.key, number, comm.ranks, f"{self.op} over '{comm.name}'")
         return comm.state.explained(own, wait=wait, call=call)
-
-
-Steps = Generator[Collective, None, Tensor]
-What = tuple[str, str, Hashable]  # the verb or "", what it does, and to what: a bucket or ""
-
-_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 5e-5, 5e-3
-# A wait without progress reads what other ranks wrote each time the first has passed. One store
-# answers all ranks, so the more there are, the less often each of them asks.
-_STALL_S, _STALL_S_PER_RANK = 0.25, 1e-4
-
-
-class Pending:
-    """A collective in flight over all of its levels; it keeps its buffers alive until `wait`.
-
-    Args:
-      steps: a generator that issues one level after the other and returns the result.
-      comms: the communicator of each collective that `steps` will issue, in order.
-      keep: every tensor that these read or write; the first has the same size on all ranks.
-      device: where the tensors live.
-      what: the verb, what it does and to what; all ranks compare it.
-      reads: memory that other ranks may still need; see [Note: memory that is still sent].
-
-    Raises:
-      DesyncError: ranks are about to do different things; see `schedules.calls`.
-      GroupsError: the groups were closed or have failed, or another thread uses them.
-
-    Example:
-      >>> pending = collectives.start_all_gather(make_groups(1).hierarchy.route, torch.ones(3))
-      >>> pending.wait().shape, pending.finished
-      (torch.Size([1, 3]), True)
-    """
-
-    def __init__(
-        self,
-        steps: Steps,
-        comms: Sequence[Comm],
-        *,
-        keep: Sequence[Tensor],
-        device: torch.device,
-        what: What,
-        reads: Tensor | None = None,
-    ) -> None:
-        self._call = (*what, keep[0].nbytes)
-        if spans.observers:
-            spans.calling(call_text(self._call), keep[:1], comms)
-        self._steps, self._comms, self._keep = steps, comms, list[Any](keep)
-        self._numbers: list[int] = []  # of this call over each of `comms`
-        self.finished = False  # whether the host has nothing left to issue or to wait for
-        self._result: Tensor | None = None  # None if it has failed
-        self._in_flight: Collective | None = None
-        self._flight: Any = spans.UNSEEN  # the span of that, on the host
-        self.ready: torch.Event | None = None  # on an accelerator: over once the result is there
-        self._device = device
-        self.level = 0  # number of collectives issued so far
-        with self._span(parts=bool(comms)):
-            self._begin()
-        if reads is not None and comms:
-            _READERS[self] = _memory_of(reads), comms[0].state
-
-    def _begin(self) -> None:
-        comms = self._comms
-        if not comms:
-            self._start()
-            return
-        state = comms[0].state
-        comms[0].check_open()
-        state.turns.enter()
-        try:
-            state.call = self._call
-            for comm in comms:
-                comm.calls.add(self._call, partial(push_all, state))
-                self._numbers.append(comm.calls.number)
-            self._start()
-        finally:
-            state.turns.exit()
-
-    def _start(self) -> None:
-        try:
-            for comm in self._comms:
-                comm.queue.append(self)
-            if _device.is_async(self._device):
-                self._run_on_streams()
-                return
-            self.push()
-            if not self.finished:  # else nobody would look at it again, and its result would stay
-                self._comms[0].state.active.append(self)
-        except BaseException as error:  # the others think that it was started
-            self._fail(error)
-            raise
-
-    def _run_on_streams(self) -> None:
-        """See [Note: streams]."""
-        if self._comms and self._comms[0].state.standing:  # no wait on the host would find out
-            self._comms[0].state.check(self.stuck)
-        with _device.keep_stream(self._device):
-            if self._comms:
-                _device.follow(self._comms[0].stream(self._device), self._device)
-            while not self.finished:
-                self._advance()
-            self.ready = _device.record(self._device)
-            for comm in self._comms[:1]:
-                comm.state.ready = self.ready
-
-    def push(self) -> bool:
-        """Advance as far as possible without waiting; returns whether anything changed."""
-        moved = False
-        while not self.finished:
-            if self._in_flight is not None and not self._in_flight.done():
-                break
-            if self.level < len(self._comms) and self._comms[self.level].queue[0] is not self:
-                break  # see [Note: order on a communicator]
-            self._advance()
-            moved = True
-        return moved
-
-    def _advance(self) -> None:
-        """Let go of the level that is done, and issue the next one, or end; failing, give it up."""
-        on_device = _device.is_async(self._device)
-        try:
-            done, self._in_flight = self._in_flight, None
-            if done is not None and not on_device:
-                done.finish()
-                if self._flight is not spans.UNSEEN:
-                    self._flight.stop()
-            with _torch.without_torch_func():  # whoever waits may be inside; what was started not
-                collective = next(self._steps)
-            if spans.observers:
-                text = f"{collective.op} ({call_text(self._call)})"
-                spans.calling(text, self._keep[:1], [collective.comm])
-            if on_device:
-                _device.follow(collective.comm.stream(self._device), self._device)
-                self._keep.append(collective)  # with the tensors that only it refers to
-            facts = {"nbytes": collective.nbytes_sent, "lasts": not on_device}
-            self._flight = self._span(collective.comm.name, **facts)
-            with self._flight:
-                collective.issue(async_op=not on_device)
-        except StopIteration as stop:
-            self._result, self.finished = stop.value, True
-            return
-        except BaseException as error:
-            self._fail(error)
-            raise
-        self._in_flight = collective
-        self._comms[self.level].queue.popleft()
-        self.level += 1
-
-    def _span(self, level: str = "", **facts: Any) -> Any:
-        """All of it, or one of its levels, for `inspection.watch`."""
-        if not spans.seen():
-            return spans.UNSEEN
-        kind, about = spans.kind_of(self._call[1], level), self._call[2]
-        return spans.Span(kind, about, level=level, device=self._device, **facts)
-
-    def _fail(self, error: BaseException) -> None:
-        """Give it up, and with it its groups: see [Note: failed groups] in `group_state`."""
-        self.finished = True
-        for comm in self._comms[self.level :]:
-            if self in comm.queue:
-                comm.queue.remove(self)
-        for comm in self._comms[:1]:
-            comm.state.fail(error)
-
-    @property
-    def stuck(self) -> list[Stuck]:
-        """The calls that have to be done before this one is, for the other ranks."""
-        first = max(0, self.level - 1)  # the level that is in flight, and those behind it
-        op = "a call" if self._in_flight is None else self._in_flight.op
-        what = f"({call_text(self._call)})"
-        waited = list(zip(self._comms, self._numbers, strict=True))[first:]
-        return [
-            Stuck(comm.calls.key, number, comm.ranks, f"{op} over '{comm.name}' {what}")
-            for comm, number in waited
-        ]
-
-    def check_time(self, waited_s: float) -> None:
-        """Give up and raise if the collective in flight has exceeded its timeout."""
-        in_flight = self._in_flight
-        if in_flight is not None and waited_s > in_flight.comm.timeout_s:
-            error = in_flight.comm.state.timeout_error(in_flight.timed_out(), self.stuck)
-            self._fail(error)
-            raise error
-
-    def passed(self, levels: int) -> bool:
-        """Whether so many levels are done, without waiting."""
-        return self.finished or self.level > levels
-
-    def wait_for(self, levels: int) -> None:
-        """Wait until so many levels are done.
-
-        Raises:
-          CollectiveError: there was no progress for the timeout of a collective in flight.
-          GroupsError: its groups were closed or have failed, or another thread uses them.
-          DesyncError: ranks wait for each other, or some of them left the schedule.
-          PeerFailed: a rank has failed without which this cannot end.
-        """
-        while not self.passed(levels):
-            if not spans.seen():
-                _poll(self, levels)
-                return
-            with self._waiting():  # a wait for hop 1 and then for hop 2 is two
-                _poll(self, levels, self.kind)
-
-    def wait(self) -> Tensor:
-        """Wait for the result, ready for the current stream; a second call returns it again."""
-        if not self.finished:
-            self.wait_for(len(self._comms))
-        if self.ready is not None:
-            with self._waiting():
-                _device.wait(self._device, self.ready)
-        self._keep.clear()
-        if self._result is None:
-            raise CollectiveError("this collective failed before; its result does not exist")
-        return self._result
-
-    def _waiting(self) -> Any:
-        """A wait for what it does now, for `inspection.watch`."""
-        if not spans.seen():
-            return spans.UNSEEN
-        return spans.Span("wait", self._span(self._awaited), device=self._device)
-
-    @property
-    def kind(self) -> str:
-        """What it does now, for `inspection.watch`: "hop1" turns into "hop2" on the way."""
-        return spans.kind_of(self._call[1], self._awaited)
-
-    @property
-    def _awaited(self) -> str:
-        """The communicator of the level that is in flight, or else of the next one or the last."""
-        waits = self._in_flight is not None and not self._in_flight.done()
-        waited = self._comms[self.level - waits :] or self._comms[-1:]
-        return waited[0].name if waited else ""
-
-    def __del__(self) -> None:
-        # Buffers must outlive the transfer even if nobody waits for the result.
-        if getattr(self, "_keep", None) and self.ready is not None:
-            _device.wait(self._device, self.ready)
-
-
-def push_all(state: GroupState) -> bool:
-    """Advance every collective in flight without waiting; returns whether anything changed."""
-    if not state.active:
-        return False
-    moved = False
-    state.turns.enter()
-    try:
-        for pending in list(state.active):
-            moved |= pending.push()
-        state.active[:] = [pending for pending in state.active if not pending.finished]
-    finally:
-        state.turns.exit()
-    return moved
-
-
-def _poll(pending: Pending, levels: int, kind: str = "") -> None:
-    """Advance all collectives until one has passed so many levels, or does something else.
-
-    It sleeps in between, so that Ctrl-C works at once.
-    """
-    state = pending._comms[0].state
-    pending._comms[0].check_open()
-    state.turns.enter()
-    since = stalled = time.monotonic()
-    polled, patience = False, max(_STALL_S, _STALL_S_PER_RANK * len(state.ranks))
-    try:
-        while True:
-            if push_all(state):
-                since = stalled = time.monotonic()
-            if pending.passed(levels) or (kind and pending.kind != kind):
-                return
-            if not state.active:
-                raise CollectiveError("this wait cannot end: the collective failed before")
-            now = time.monotonic()
-            if state.standing:
-                state.check(pending.stuck, now - since)
-            if now - stalled > patience:
-                stalled, polled = now, True
-                state.idle.waits(pending.stuck)
-                state.channel.poll_peers(pending.stuck, made())
-            interrupts.give_way(now - since)
-            for each in state.active:
-                each.check_time(now - since)
-            # Sleep in proportion to the wait so far, so that polling costs little time and delay.
-            time.sleep(min(_LONGEST_SLEEP_S, max(_SHORTEST_SLEEP_S, (now - since) / 25)))
-    finally:
-        state.turns.exit()
-        if polled:
-            state.channel.moved()
 
 
 # Which memory gathers under way still read, so that nobody overwrites it.

@@ -1,19 +1,19 @@
-"""`Wire`: what travels in the place of values, and on which levels.
+"""The arithmetic of means, what travels in the place of values, and checksums of tensors.
 
-A gather sends codes of parameters, and hop 1 codes of gradients, on the named level of a route and
-on those outside of it, which are slower. All other levels send the values. `checksum` is what ranks
-compare in the place of a tensor.
+Where a `Wire` says so, a gather sends codes of parameters, and hop 1 codes of gradients, on the
+named level of a route and on those outside of it, which are slower. All other levels send the
+values. How codes are sent stands in the table `SENDERS`: a codec registers the functions that
+levels call, as the folder `codes` does for its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mics_fn.collectives.codec import Codec
 from mics_fn.errors import PlanError
 
 # The arithmetic of means: how parts from several ranks are added and divided.
@@ -31,19 +31,14 @@ def mean_of(parts: Tensor, out: Tensor, in_order: bool = False) -> None:
     """
     wide = torch.promote_types(parts.dtype, torch.float32)
     if in_order:  # in `sum(0)` the order of additions depends on an element's position
-        mean_by_rows(parts.unbind(), out, wide)
+        total = parts[0].to(wide, copy=True)
+        for row in parts[1:]:
+            total.add_(row)
+        out.copy_(total.div_(len(parts)))
     elif parts.dtype.itemsize == 2 or out.dtype != parts.dtype:
         out.copy_(parts.sum(0, dtype=wide).div_(len(parts)))
     else:
         torch.sum(parts, 0, out=out).div_(len(parts))
-
-
-def mean_by_rows(rows: Sequence[Tensor], out: Tensor, wide: torch.dtype) -> Tensor:
-    """Write the mean of rows to `out`, added one after the other in a dtype."""
-    total = rows[0].to(wide, copy=True)
-    for row in rows[1:]:
-        total.add_(row)
-    return out.copy_(total.div_(len(rows)))
 
 
 def mean_of_two(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -55,12 +50,7 @@ def mean_of_two(a: Tensor, b: Tensor, out: Tensor) -> None:
     # On the CPU wide copies are made block by block, so that they fit in its caches.
     block = _BLOCK if a.device.type == "cpu" else max(1, a.numel())
     for x, y, mean in zip(a.split(block), b.split(block), out.split(block), strict=True):
-        if mean.dtype == wide:
-            mean.copy_(x).lerp_(y.to(wide), 0.5)
-        elif wide == a.dtype:
-            mean.copy_(torch.lerp(x, y, 0.5))
-        else:
-            mean.copy_(x.to(wide).lerp_(y.to(wide), 0.5))
+        mean.copy_(torch.lerp(x.to(wide), y.to(wide), 0.5))
 
 
 def mean_factors(dtype: torch.dtype, count: int) -> tuple[float, float]:
@@ -93,20 +83,39 @@ SHORT_NAMES = {
 }
 
 
+class Sender(NamedTuple):
+    """The functions by which levels send codes; arguments as those of `levels`, codes first.
+
+    Args:
+      spare_numel: of a `Wire`: elements of the second buffer of hop 1.
+      scatter_steps: of a `Wire`: hop 1.
+      mean_comms: the communicators of hop 2.
+      mean_steps: of a codec: hop 2.
+    """
+
+    spare_numel: Callable[..., int]
+    scatter_steps: Callable[..., Any]
+    mean_comms: Callable[..., list[Any]]
+    mean_steps: Callable[..., Any]
+
+
+SENDERS: dict[type, Sender] = {}  # by the class of a codec
+
+
 @dataclass(frozen=True)
 class Wire:
     """What travels in the place of values, and on which levels.
 
     Args:
-      codec: makes bytes of values, and values of bytes.
+      codec: makes bytes of values, and values of bytes; `SENDERS` has its class.
       level: the innermost level on which they travel; "" means all.
 
     Example:
-      >>> str(Wire(Codec.parse("int8[256]"), "node"))
+      >>> str(Wire(collectives.Codec.parse("int8[256]"), "node"))
       'int8[256]@node'
     """
 
-    codec: Codec
+    codec: Any
     level: str = ""
 
     @property
@@ -115,11 +124,12 @@ class Wire:
         return self.codec.block
 
     def __str__(self) -> str:
-        return self._text
-
-    @cached_property
-    def _text(self) -> str:
         return f"{self.codec}@{self.level}" if self.level else f"{self.codec}"
+
+    @property
+    def sender(self) -> Sender:
+        """How its codes are sent."""
+        return SENDERS[type(self.codec)]
 
     def levels(self, route: Any) -> int:
         """How many levels of a `Route` it is used on, counted from the outermost."""

@@ -24,7 +24,6 @@ from mics_fn.collectives import (
     Wire,
     moves,
     push_all,
-    start_coded_gather,
     start_fetch,
 )
 from mics_fn.deferred.reduction import Reduction
@@ -285,11 +284,7 @@ class LiveBuckets:
             nbytes = sum(x.nbytes for x in (outer_out, out) if x is not None)
             spans.resident("gathered", (id(self), index), nbytes)
         what = ("defer", "fetch", use.bucket)
-        if isinstance(chunk, SentCodes):
-            fetch = None if chunk.chunk_to_fetch is None else fetch
-            self._pending[index] = start_coded_gather(use.route, chunk, outer_out, out, what, fetch)
-        else:
-            self._pending[index] = start_fetch(use.route, chunk, outer_out, out, what, fetch)
+        self._pending[index] = start_fetch(use.route, chunk, outer_out, out, what, fetch)
 
     def _sent(self, index: int) -> Tensor | SentCodes:
         """What this rank sends of a bucket: its chunk, or codes of it, made once in a run."""

@@ -114,7 +114,7 @@ class Hops(NamedTuple):
 
     def _with_sizes(self, use: BucketUse, placed: bool) -> "Hops":
         """The same with the memory that it takes; see [Note: gradients in flight]."""
-        bucket, wire, device = use.bucket, use.bucket.hop2_format, use.home.device
+        bucket, wire = use.bucket, use.bucket.hop2_format
         reduce, mine, same = (
             bucket.reduce,
             bucket.numel // self.now.size,
@@ -135,11 +135,11 @@ class Hops(NamedTuple):
             sums = [mine * self.dtype.itemsize]
             sums += [bucket.chunk * self.dtype.itemsize] if self.outer.size > 1 else []
         how: Any = {"wire": bucket.hop1, "itemsize": reduce.itemsize}
-        later, sizes = collectives.spare_numel(self.outer, mine, device, direct=same, **how), []
+        later, sizes = collectives.spare_numel(self.outer, mine, direct=same, **how), []
         for most, beside in ((max(packed), True), (0, not self.stays)):
             direct = same and self.first and beside  # the mean lies beside what is packed
             spare = max(
-                collectives.spare_numel(self.now, bucket.numel, device, direct=direct, **how), later
+                collectives.spare_numel(self.now, bucket.numel, direct=direct, **how), later
             )
             sizes.append(lease_sizes([most, max(spare * reduce.itemsize, codes), *sums]))
         levels = len(self.now.levels) + len(self.outer.levels)  # codes are exchanged and gathered

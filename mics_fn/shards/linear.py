@@ -149,7 +149,7 @@ def _start_coded(
             return None
         codes = collectives.SentCodes.of(wire, lone, pack.zero_padding(bucket, number, chunk), pool)
     out = torch.empty(bucket.numel, dtype=bucket.compute, device=codes.device)
-    return collectives.start_coded_gather(lone, codes, None, out, what)
+    return collectives.start_fetch(lone, codes, None, out, what)
 
 
 def _what(use: BucketUse, hop: str, like: dict) -> tuple:

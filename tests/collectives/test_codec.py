@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.func import grad, vmap
 
-from mics_fn.collectives import Codec, blocks
+from mics_fn.collectives.codes import codec as coding
+from mics_fn.collectives.codes.codec import Codec
 from mics_fn.errors import LeafError, PlanError
 
 LARGEST = float(torch.finfo(torch.float32).max)
@@ -131,7 +132,7 @@ def test_a_block_that_is_not_finite_is_nan_and_no_other_notices(codec, row, data
 @pytest.mark.parametrize("name", NAMES)
 def test_every_rounding_of_a_scale_leaves_the_largest_value_its_code(name: str):
     """See [Note: no clamp]: the ends of all intervals that round to one bfloat16, at all powers."""
-    codec, top = Codec(name, 2), blocks.KINDS[name].top
+    codec, top = Codec(name, 2), coding.KINDS[name].top
     mantissas = torch.arange(2**16, 2**17, dtype=torch.float64) / 2**16
     powers = torch.tensor([-125, -124, -1, 0, 1, 15, 120], dtype=torch.float64)
     largest = (mantissas * top).unsqueeze(1).mul(2.0**powers).flatten().to(torch.float32)
@@ -152,7 +153,7 @@ def test_the_largest_values_of_a_dtype_stay_finite(name: str, dtype: torch.dtype
     codes = codec.encode(x)
     assert decode(codec, codes, 4, dtype).isfinite().all()
     if dtype == torch.float16:  # a sum in float32 has no room above the others
-        mean = codec.decode_mean([codes, codes], None, torch.empty(4, dtype=dtype))
+        mean = codec.decode_mean([codes, codes], torch.empty(4, dtype=dtype))
         assert mean.isfinite().all()
 
 
@@ -167,7 +168,7 @@ def test_what_a_dtype_cannot_hold_is_infinite_or_nan_in_its_block():
     # A sum beyond float32 is infinite although the mean is not.
     codes = codec.encode(torch.full((4,), 3e38))
     assert decode(codec, codes, 4).isfinite().all()
-    assert codec.decode_mean([codes, codes], None, torch.empty(4)).isinf().all()
+    assert codec.decode_mean([codes, codes], torch.empty(4)).isinf().all()
 
 
 # Shapes: pieces, batches, strides
@@ -187,7 +188,7 @@ def test_bands_are_the_same_as_one_expression(
         x = (torch.randn(shape) * torch.randn(shape).exp()).to(dtype)
         found = []
         for band in (2**10, 2**30):
-            monkeypatch.setattr(blocks, "BAND", band)
+            monkeypatch.setattr(coding, "BAND", band)
             codes = codec.encode(x)
             found.append((codes, decode(codec, codes, n, dtype)))
         (codes, values), other = found
@@ -225,12 +226,11 @@ def test_a_mean_adds_in_the_order_of_its_parts(name: str, dtype: torch.dtype):
     wide = torch.promote_types(dtype, torch.float32)
     terms = [own, *(decode(codec, c, n) for c in codes)]
     expected = (terms[0].to(wide) + terms[1].to(wide) + terms[2].to(wide)) / 3
-    for parts, first in (([*codes], own), ([own, *codes], None)):
-        out = torch.empty(2, n, dtype=dtype)
-        assert codec.decode_mean(parts, first, out) is out
-        assert torch.equal(out, expected.to(dtype))
+    out = torch.empty(2, n, dtype=dtype)
+    assert codec.decode_mean([own, *codes], out) is out
+    assert torch.equal(out, expected.to(dtype))
     expected = (terms[1].to(wide) + terms[0].to(wide) + terms[2]) / 3
-    codec.decode_mean([codes[0], own, codes[1]], None, own)  # into the part itself
+    codec.decode_mean([codes[0], own, codes[1]], own)  # into the part itself
     assert torch.equal(own, expected.to(dtype))
 
 
@@ -284,7 +284,7 @@ def test_derivatives_are_refused_and_none_is_wrong():
         lambda: codec.encode(x.clone().requires_grad_()),
         lambda: grad(through)(x),
         lambda: vmap(codec.encode)(x.view(2, 4)),
-        lambda: codec.decode_mean([x.clone().requires_grad_()], None, torch.empty(8)),
+        lambda: codec.decode_mean([x.clone().requires_grad_()], torch.empty(8)),
     ):
         with pytest.raises(LeafError, match="no derivative"):
             call()
@@ -309,13 +309,13 @@ def test_what_other_devices_run_gives_the_same_bytes(
         wrong = x.clone()
         wrong[0, 3] = float("nan")
         codes = codec.encode(x)
-        mean = codec.decode_mean([codes], own, torch.empty_like(x))
+        mean = codec.decode_mean([own, codes], torch.empty_like(x))
         return [codec.encode(wrong), codes, mean, decode(codec, codes, n, dtype)]
 
     expected = [results(dtype) for dtype in dtypes]
-    monkeypatch.setattr(blocks, "_in_bands", lambda x: False)
+    monkeypatch.setattr(coding, "_in_bands", lambda x: False)
     if compiled:
-        monkeypatch.setattr(blocks, "_fast", lambda whole, _: torch.compile(whole, dynamic=True))
+        monkeypatch.setattr(coding, "_fast", lambda whole, _: torch.compile(whole, dynamic=True))
     for dtype, values in zip(dtypes, expected, strict=True):
         assert all(map(torch.equal, results(dtype), values))
 
@@ -333,17 +333,17 @@ def test_where_the_compiler_fails_codes_are_the_same_and_that_is_said_once(
 
     monkeypatch.setattr(torch, "compile", lambda *args, **options: compiled)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    blocks._fast.cache_clear()
-    fast, x = blocks._fast(blocks.encoded, torch.device("cuda")), torch.randn(2, 3, 64)
+    coding._fast.cache_clear()
+    fast, x = coding._fast(coding.encoded, torch.device("cuda")), torch.randn(2, 3, 64)
     with pytest.warns(UserWarning, match="cannot compile encoded of codes"):
         found = fast("int8", x)
-    again, expected = fast("int8", x), blocks.encoded("int8", x)
+    again, expected = fast("int8", x), coding.encoded("int8", x)
     for values in zip(found, again, expected, strict=True):
         assert all(torch.equal(value, values[2]) for value in values)
     del raised[0]
     with pytest.raises(MemoryError):  # no reason to go on without the compiler
-        blocks._fast(blocks.mean, torch.device("cuda"))("int8", [x], torch.float32)
-    blocks._fast.cache_clear()
+        coding._fast(coding.mean, torch.device("cuda"))("int8", [x], torch.float32)
+    coding._fast.cache_clear()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -357,5 +357,5 @@ def test_a_cuda_device_gives_the_values_of_the_cpu(form: tuple[str, int]):
     assert torch.equal(codec._split(far, n).scales.cpu(), scale)
     assert (far.cpu() != codes).sum() <= 2  # quotients that lie halfway
     assert torch.equal(codec.decode(codes.cuda(), n, torch.float32).cpu(), decode(codec, codes, n))
-    found = codec.decode_mean([codes.cuda()], own.cuda(), torch.empty_like(own.cuda()))
-    assert torch.equal(found.cpu(), codec.decode_mean([codes], own, torch.empty_like(own)))
+    found = codec.decode_mean([own.cuda(), codes.cuda()], torch.empty_like(own.cuda()))
+    assert torch.equal(found.cpu(), codec.decode_mean([own, codes], torch.empty_like(own)))

@@ -1,0 +1,311 @@
+"""Codes in the place of values: how levels send them; `codec` makes them.
+
+They are sent between ranks and never added. In a gather every rank decodes the same codes, those of
+its own chunk too, so that all have the same bits. In a mean each rank decodes what is received and
+adds its own part as it is: a part is rounded once, on its way to another rank. In hop 2 the mean of
+each part is coded again and gathered, and all replicas decode the same codes. What is coded begins
+and ends on blocks, because leaves and chunks of such a bucket do.
+
+`wire.SENDERS` has the functions that levels call for a `Codec`. A gather is given `SentCodes` where
+it would be given a chunk.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mics_fn import _torch
+from mics_fn.collectives import levels
+from mics_fn.collectives.codes.codec import Codec
+from mics_fn.collectives.pending import Pending, Steps, Task, What
+from mics_fn.collectives.wire import SENDERS, Sender, Wire
+from mics_fn.groups import Buffers, Comm, Route
+
+# Hop 1, and the first half of hop 2: codes of each part go to its rank, which adds what they mean.
+
+
+def exchange_bytes(codec: Codec, numel: int, size: int) -> int:
+    """Bytes of memory that `exchange_codes` needs for parts of so many elements."""
+    return 2 * (size - 1) * codec.nbytes(numel)
+
+
+def exchange_codes(
+    comm: Comm, codec: Codec, part: Callable[[int], Tensor], memory: Tensor, mean: Tensor
+) -> Steps:
+    """Send codes of part j to the rank at place j, and average what is received into `mean`.
+
+    Args:
+      comm: the communicator.
+      codec: encodes parts.
+      part: gives a part, which is 1D, by the place of its rank.
+      memory: 1D, uint8, of `exchange_bytes`; overwritten.
+      mean: 1D, of the size of a part. It may lie in that of this rank, or where any part did that
+        goes to another rank.
+    """
+    others = [place for place in range(comm.size) if place != comm.rank]
+    numel, nbytes = mean.numel(), codec.nbytes(mean.numel())
+    sent, received = memory[: exchange_bytes(codec, numel, comm.size)].view(2, -1, nbytes)
+    for row, place in zip(sent, others, strict=True):
+        encode_to(codec, part(place), row)
+    sizes = [nbytes] * comm.size
+    sizes[comm.rank] = 0
+    yield levels.send_parts(comm, received.view(-1), sent.view(-1), sizes)
+    parts = list(received)
+    parts.insert(comm.rank, part(comm.rank))  # as it is, and added in the order of ranks
+    with _torch.inside_a_rule():
+        codec.decode_mean(parts, mean)
+    return mean
+
+
+def spare_numel(wire: Wire, route: Route, numel: int, itemsize: int) -> int:
+    """Elements of the second buffer that `scatter_steps` needs; see `levels.spare_numel`."""
+    coded, plain = route.split(wire.levels(route))
+    most, here = levels.spare_numel(plain, numel, direct=False), numel // plain.size
+    for comm in coded.reductions:
+        here //= comm.size
+        most = max(most, -(-exchange_bytes(wire.codec, here, comm.size) // itemsize))
+    return most
+
+
+def scatter_steps(wire: Wire, route: Route, full: Tensor, out: Tensor, spare: Tensor) -> Steps:
+    """Average over a partition group as `levels.scatter_steps`, with codes on the outer levels."""
+    coded, plain = route.split(wire.levels(route))
+    here, there = full.view(-1), spare.view(-1)
+    if plain.size > 1:
+        # An exchange leaves the mean where part 0 was; torch's op writes to the other buffer.
+        if len(plain.levels) % 2 and not levels.exchanges(plain.reductions[0]):
+            here, there = there, here
+        here = here[: full.numel() // plain.size]
+        yield from levels.scatter_steps(plain, full.view(plain.size, -1), here, spare)
+    for comm in coded.reductions:
+        parts = here.view(comm.size, -1)
+        here = parts[(comm.rank + 1) % comm.size]
+        if comm is coded.reductions[-1]:
+            here = out.view(-1)
+        memory, needs = there.view(torch.uint8), exchange_bytes(wire.codec, here.numel(), comm.size)
+        if memory.numel() < needs:  # the levels before have needed less
+            memory = memory.new_empty(needs)
+        yield from exchange_codes(comm, wire.codec, parts.__getitem__, memory, here)
+    return out
+
+
+# Hop 2: the means of parts are coded, too, and gathered.
+
+
+def mean_comms(comm: Comm) -> list[Comm]:
+    """The communicators of `mean_steps`: the next codes are exchanged while these are gathered."""
+    return [comm, comm.second or comm]
+
+
+def mean_numel(codec: Codec, numel: int, size: int) -> int:
+    """Elements of each part in `mean_steps`: whole blocks, the same number for each rank."""
+    return -(-numel // (codec.block * size)) * codec.block
+
+
+def mean_bytes(codec: Codec, numel: int, size: int) -> int:
+    """Bytes of memory that `mean_steps` needs."""
+    part = mean_numel(codec, numel, size)
+    return part * torch.float32.itemsize + exchange_bytes(codec, part, size)
+
+
+def mean_steps(codec: Codec, comm: Comm, tensor: Tensor, memory: Tensor | None = None) -> Steps:
+    """Average a contiguous tensor over some ranks, in place, in two collectives of codes.
+
+    Args:
+      codec: encodes parts, and then their means.
+      comm: the communicator.
+      tensor: contiguous.
+      memory: 1D, uint8, of `mean_bytes`; None allocates it.
+    """
+    first, second = mean_comms(comm)
+    flat, size = tensor.view(-1), comm.size
+    if memory is None:
+        nbytes = mean_bytes(codec, flat.numel(), size)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=tensor.device)
+    numel = mean_numel(codec, flat.numel(), size)
+    end = numel * torch.float32.itemsize
+    mean, memory = memory[:end].view(torch.float32), memory[end:]
+
+    def part(place: int) -> Tensor:
+        values = flat[place * numel : (place + 1) * numel]
+        missing = numel - values.numel()
+        return torch.cat([values, values.new_zeros(missing)]) if missing else values
+
+    yield from exchange_codes(first, codec, part, memory, mean)
+    codes = memory[: size * codec.nbytes(numel)].view(size, -1)
+    encode_to(codec, mean, codes[comm.rank])
+    yield levels.all_gather(second, codes, codes[comm.rank])
+    for place, row in enumerate(codes):
+        decode_to(codec, row, numel, flat[place * numel : (place + 1) * numel])
+    return tensor
+
+
+SENDERS[Codec] = Sender(spare_numel, scatter_steps, mean_comms, mean_steps)
+
+
+def encode_to(codec: Codec, values: Tensor, out: Tensor) -> None:
+    """Write the codes of values to `out`, inside of a verb that has a derivative."""
+    with _torch.inside_a_rule():
+        codec.encode(values, out=out)
+
+
+def decode_to(codec: Codec, codes: Tensor, numel: int, out: Tensor) -> None:
+    """Write the first of `numel` values that codes stand for to `out`; see `encode_to`."""
+    with _torch.inside_a_rule():
+        if out.numel() == numel:
+            codec.decode(codes, numel, out.dtype, out=out)
+        elif out.numel():
+            out.copy_(codec.decode(codes, numel, out.dtype)[: out.numel()])
+
+
+# Gathers of codes, which each rank encodes once and may send several times.
+
+
+class SentCodes:
+    """What a rank sends of its chunk in the place of values; later gathers send it again.
+
+    Args:
+      wire: what travels, and on which levels of the route.
+      route: the levels. What is gathered over the first `outer_params` of them is kept: as codes
+        if further levels send codes, else as values, which the caller keeps.
+      pool: has the memory, which `release` gives back.
+      numel: elements of a chunk.
+      mine: the codes of this rank's chunk, in memory that belongs to somebody else.
+      chunk_to_fetch: a stand-in for the chunk while it is placed: the first gather fetches it,
+        fills `mine`. None once `mine` has the codes.
+
+    Memory: the codes of all chunks that are kept.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        route: Route,
+        pool: Buffers,
+        numel: int,
+        mine: Tensor,
+        chunk_to_fetch: Tensor | None = None,
+    ) -> None:
+        self.codec, self.count, self.pool = wire.codec, wire.levels(route), pool
+        self.numel, self.device, self.mine = numel, mine.device, mine
+        self.chunk_to_fetch = chunk_to_fetch
+        self._taken: list[Tensor] = []  # from the pool
+        self._kept: Tensor | None = None  # codes of the chunks of the outer levels
+        self._sent = False  # whether these were gathered
+        size = route.split(route.outer_params)[0].size
+        if self.count > route.outer_params and size > 1:
+            self._kept = self._room(size)
+            self._taken.append(self._kept)
+
+    @classmethod
+    def of(cls, wire: Wire, route: Route, chunk: Tensor, pool: Buffers) -> "SentCodes":
+        """Those of this rank's chunk, contiguous and 1D, in memory of the pool."""
+        made = cls.to_be_made(wire, route, chunk, pool, chunk.device)
+        made._encode(chunk)
+        return made
+
+    @classmethod
+    def to_be_made(
+        cls, wire: Wire, route: Route, chunk: Tensor, pool: Buffers, device: torch.device
+    ) -> "SentCodes":
+        """Those of a chunk that the first gather brings to a device, for which a tensor stands."""
+        mine = pool.take((wire.codec.nbytes(chunk.numel()),), torch.uint8, device)
+        made = cls(wire, route, pool, chunk.numel(), mine, chunk)
+        made._taken.append(mine)
+        return made
+
+    def release(self) -> None:
+        """Give the memory back, once no gather reads it any more."""
+        for codes in self._taken:
+            self.pool.give(codes)
+
+    def start_gather(
+        self,
+        route: Route,
+        outer_out: Tensor | None,
+        out: Tensor | None,
+        what: What,
+        fetch: Task | None = None,
+    ) -> Pending:
+        """Start to gather a bucket as codes on the outer levels, and as values on the others.
+
+        Args:
+          route, outer_out, out, what: as for `start_fetch`; `outer_out` is None, too, if codes are
+            kept in its place.
+          fetch: as there, with zeros as the padding of the chunk.
+
+        Returns:
+          A `Pending` whose result is the whole bucket: what was decoded, this rank's chunk too.
+
+        Communication: as `start_all_gather`, with the bytes of codes on the outer levels. Levels
+          whose codes are kept are left out when they are sent again.
+
+        Memory: the codes of the chunks that meet over the coded levels, until they are decoded;
+          before that the chunk that `fetch` copies, until it is encoded.
+        """
+        coded, plain = route.split(self.count)
+        mine, later = self.mine, coded
+        gathers = list[tuple[Route, Tensor, Tensor]]()
+        if self._kept is not None:
+            outer, later = coded.split(route.outer_params)
+            gathers += [] if self._sent else [(outer, mine, self._kept)]
+            mine = self._kept
+        every = mine
+        if later.size > 1:
+            every = self._room(coded.size)
+            gathers.append((later, mine, every))
+        self._sent = True
+        both = [(plain, out)]
+        if outer_out is not None:  # the levels that send values, up to `outer_params` and behind
+            before, behind = plain.split(route.outer_params - self.count)
+            both = [(before, outer_out), (behind, out)]
+        values = [(each, target) for each, target in both if target is not None]
+        comms = [comm for each, source, _ in gathers for comm in levels.gather_comms(each, source)]
+        comms += [comm for each, target in values for comm in levels.gather_comms(each, target)]
+        keep = [self.mine, mine, every, *(target for _, target in values)]
+        chunk, near = None, None
+        if fetch is not None and self.chunk_to_fetch is not None:
+            chunk = self.chunk_to_fetch
+            near = self.pool.take((self.numel,), chunk.dtype, self.device)
+            comms.insert(0, fetch.comm)
+            keep.append(near)
+
+        def steps() -> Steps:
+            if fetch is not None and near is not None:
+                yield fetch.to(near)
+                with _torch.without_torch_func():  # whatever advances this may be inside of it
+                    self._encode(near)
+                    self.pool.give(near)
+            for each, source, target in gathers:
+                yield from levels.gather_steps(each, source, target.view(each.size, -1))
+            full = every
+            for each, target in values:
+                run = target.view(each.size, -1)[each.chunk]
+                if full is every:
+                    self._decode(every, run)
+                    if every is not mine:
+                        self.pool.give(every)
+                else:
+                    run.copy_(full)
+                yield from levels.gather_steps(each, run, target.view(each.size, -1))
+                full = target
+            return full
+
+        return Pending(steps(), comms, keep=keep, device=self.device, what=what, reads=chunk)
+
+    def _room(self, count: int) -> Tensor:
+        """Memory for the codes of so many chunks, 1D."""
+        return self.pool.take((count * self.codec.nbytes(self.numel),), torch.uint8, self.device)
+
+    def _encode(self, chunk: Tensor) -> None:
+        """Make the codes, of this rank's chunk on the device."""
+        encode_to(self.codec, chunk, self.mine)
+        self.chunk_to_fetch = None
+
+    def _decode(self, every: Tensor, out: Tensor) -> None:
+        """Decode the codes of some chunks into one run of values."""
+        rows = every.view(-1, self.codec.nbytes(self.numel))
+        for row, values in zip(rows, out.view(len(rows), -1), strict=True):
+            decode_to(self.codec, row, self.numel, values)
