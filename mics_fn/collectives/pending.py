@@ -27,6 +27,7 @@ done. So a fetch that begins with a file waits as any other does: bounded, and o
 import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -39,7 +40,7 @@ from mics_fn import _device, _torch, interrupts, spans
 from mics_fn.errors import CollectiveError, first_line, name_ranks
 from mics_fn.groups import Comm, GroupState
 from mics_fn.schedules import Stuck, call_text, made
-from mics_fn.threads import Latch, start
+from mics_fn.threads import Job, Latch, start
 
 Steps = Generator["Collective", None, Tensor]
 What = tuple[str, str, Hashable]  # the verb or "", what it does, and to what: a bucket or ""
@@ -85,6 +86,7 @@ class Pending:
         self._steps, self._comms, self._keep = steps, comms, list[Any](keep)
         self._device, self._on_device = device, _device.is_async(device)
         self.state = QUEUED
+        self._collective: Any = None  # that is in flight
         self.level = 0  # number of collectives issued so far
         self._numbers: list[int] = []  # of this call over each of `comms`
         self.ready: torch.Event | None = None  # on an accelerator: over once the result is there
@@ -142,32 +144,31 @@ class Pending:
 
     def push(self) -> bool:
         """Advance as far as possible without waiting; returns whether anything changed."""
-        moved = False
+        comms, moved = self._comms, False
         try:
-            while True:
-                if self.state is IN_FLIGHT and self._collective.done():
+            while not self.finished:
+                if self.state is IN_FLIGHT:
+                    if not self._collective.done():
+                        break
                     self._collective.finish()
                     if self._flight is not spans.UNSEEN:
                         self._flight.stop()
-                    self.state = QUEUED
-                elif self.state is QUEUED and self._is_next():
-                    self._issue()
+                    self._collective, self.state = None, QUEUED
                 else:
-                    return moved
+                    if self.level < len(comms) and comms[self.level].queue[0] is not self:
+                        break  # see [Note: order on a communicator]
+                    self._issue()
                 moved = True
+            return moved
         except BaseException as error:
             self._fail(error)
             raise
-
-    def _is_next(self) -> bool:
-        """Whether it is its turn on its next communicator; see [Note: order on a communicator]."""
-        return self.level == len(self._comms) or self._comms[self.level].queue[0] is self
 
     def _issue(self) -> None:
         """Compute what is between two levels, and issue the next one; behind the last one, end."""
         try:
             with _torch.without_torch_func():  # whoever waits may be inside; what was started not
-                self._collective = collective = next(self._steps)
+                collective = next(self._steps)
         except StopIteration as stop:
             self._result, self.state = stop.value, DONE
             return
@@ -184,7 +185,7 @@ class Pending:
         comm.queue.popleft()
         self.level += 1
         if not self._on_device:
-            self.state = IN_FLIGHT
+            self._collective, self.state = collective, IN_FLIGHT
 
     # It is waited for: bounded, and open to Ctrl-C.
 
@@ -444,44 +445,34 @@ class Task(Collective):
 
     def __init__(self, comm: Comm, op: str, work: Work) -> None:
         super().__init__(comm, op, 0, work)
-        self._work = work
-        self._memory: Tensor | None = None
-        self._errors: list[BaseException] = []
         self._stop = Latch()
-        self._thread: threading.Thread | None = None
 
     def to(self, memory: Tensor) -> "Task":
         """The same task, which fills this memory."""
-        self._memory = memory
+        # Without a reference to this task: its thread ends soon after nobody waits for it any more.
+        self._job = Job(partial(_fill, self._call, memory, self._stop))
         return self
 
     def issue(self, *, async_op: bool) -> None:
         """Begin; without `async_op` the host does it now, and what it queues is on this stream."""
         self.comm.check_open()
-        memory, self._memory = self._memory, None
-        if memory is None:
-            return
-        # Without a reference to this task: a thread ends soon after nobody waits for it any more.
-        run = partial(_run, self._work, memory, self._stop, self._errors)
         if async_op:
-            thread = threading.Thread(target=run, name=f"mics_fn {self.op}", daemon=True)
-            try:
-                self._thread = start(thread)
+            with suppress(RuntimeError):  # there may be no memory for a thread
+                start(
+                    threading.Thread(target=self._job.run, name=f"mics_fn {self.op}", daemon=True)
+                )
                 return
-            except RuntimeError:  # there is no memory for one
-                pass
-        run()
+        self._job.run()
         if not async_op:
             self.finish()
 
     def done(self) -> bool:
         """Whether it has ended, without waiting."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._job.done.is_set()
 
     def finish(self) -> None:
         """Let go of one that is done, or raise what it has raised."""
-        if self._errors:
-            raise self._errors[0]
+        self._job.result()
 
     def timed_out(self) -> CollectiveError:
         """The error to raise if it does not finish in time."""
@@ -493,16 +484,13 @@ class Task(Collective):
         self._stop.set()
 
 
-def _run(work: Work, memory: Tensor, stop: Latch, errors: list[BaseException]) -> None:
+def _fill(work: Work, memory: Tensor, stop: Latch) -> None:
     """Do part after part until all are done, or nobody waits for them."""
-    try:
-        # In inference mode what lies elsewhere could not be cut; leaving it records derivatives.
-        with torch.inference_mode(mode=False), torch.no_grad():
-            for _ in work(_writable(memory)):
-                if stop.is_set():
-                    return
-    except BaseException as error:
-        errors.append(error)
+    # In inference mode what lies elsewhere could not be cut; leaving it records derivatives.
+    with torch.inference_mode(mode=False), torch.no_grad():
+        for _ in work(_writable(memory)):
+            if stop.is_set():
+                return
 
 
 def _writable(memory: Tensor) -> Tensor:
