@@ -32,7 +32,6 @@ each other inside one kernel, Inductor of torch 2.11 fails for some codes.
 """
 
 import importlib.util
-import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -86,8 +85,6 @@ class Rows(NamedTuple):
 
 _FORM = re.compile(r"\s*(\w+)\s*(?:\[\s*([1-9][0-9]{0,8})\s*\])?\s*")
 _BLOCKS = [2**n for n in range(1, 17)]  # lengths, so that of several the longest suits all
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_ALLOWED = "float32, bfloat16, float16 or float64"
 _FIX = "write it as in 'int8[256]', with a power of two from 2 to 65536"
 _DETACH = "pass detached values, outside of torch.func: rounding to codes has no derivative"
 
@@ -154,7 +151,6 @@ class Codec:
         The codes take n bytes (int4: half of that), rounded up to an even number, and the scales 2
         bytes for each block, the shorter last one included.
         """
-        checks.integer(f"{self}.nbytes", "n", n, 0)
         codes = self._code_bytes(n)
         return codes + codes % 2 + 2 * -(-n // self.block)
 
@@ -171,18 +167,16 @@ class Codec:
         Memory: about 1 MiB beside the result on the CPU.
 
         Raises:
-          LeafError: `x` is not of that kind, or a derivative is asked for.
+          LeafError: a derivative is asked for.
         """
-        verb = f"{self}.encode"
-        _check_values(verb, "x", x)
-        refuse_derivative(verb, [x], _DETACH)
+        refuse_derivative(f"{self}.encode", [x], _DETACH)
         n = x.shape[-1]
         shape = (*x.shape[:-1], self.nbytes(n))
         if out is None:
             out = torch.empty(shape, dtype=torch.uint8, device=x.device)
         if x.numel():
-            rows = _matrix(out)
-            encode_rows(self.name, self.block, x.reshape(-1, n), self._split(rows, n))
+            rows = out.detach().view(-1, out.shape[-1])
+            encode_rows(self, x.reshape(-1, n), self._split(rows, n))
         return out
 
     def decode(
@@ -191,7 +185,7 @@ class Codec:
         """The values of bytes that `encode` made.
 
         Args:
-          codes: uint8 (*batch, nbytes(n)).
+          codes: uint8 (*batch, nbytes(n)), at an even place.
           n: values of a row.
           dtype: float32, bfloat16, float16 or float64.
           out: the values are written to it; (*batch, n) of that dtype, in other memory.
@@ -202,19 +196,11 @@ class Codec:
         Memory: about 1 MiB beside the result on the CPU.
 
         Raises:
-          LeafError: `codes` or `dtype` is not of that kind, or a derivative is asked for.
-          PlanError: `n` is not of that kind.
+          LeafError: these are no codes of `n` values, or a derivative is asked for.
         """
-        verb = f"{self}.decode"
-        rows = self._rows(verb, "codes", codes, n)
-        shape = (*codes.shape[:-1], n)
         if out is None:
-            out = torch.empty(shape, dtype=dtype, device=codes.device)
-        _check_values(verb, "out", out)
-        refuse_derivative(verb, [out], _DETACH)
-        if out.numel():
-            decode_rows(self.name, self.block, rows, _matrix(out))
-        return out
+            out = torch.empty(*codes.shape[:-1], n, dtype=dtype, device=codes.device)
+        return self.decode_mean([codes], out)
 
     def decode_mean(self, parts: Sequence[Tensor], out: Tensor) -> Tensor:
         """The mean of decoded parts and of parts that were not coded, in one pass.
@@ -235,14 +221,12 @@ class Codec:
         Memory: about 1.5 MiB on the CPU.
 
         Raises:
-          LeafError: a part or `out` is not of that kind, or a derivative is asked for.
+          LeafError: a part is not of that kind, or a derivative is asked for.
         """
-        verb = f"{self}.decode_mean"
-        _check_values(verb, "out", out)
-        read = [self._part(verb, f"parts[{i}]", part, out) for i, part in enumerate(parts)]
-        refuse_derivative(verb, [out, *parts], _DETACH)
+        refuse_derivative(f"{self}.decode", [out, *parts], _DETACH)
         if out.numel():
-            mean_rows(self.name, self.block, read, _matrix(out))
+            rows = out.detach().view(-1, out.shape[-1])
+            mean_rows(self, [self._part(part, out) for part in parts], rows)
         return out
 
     def blocks(self, codes: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -262,12 +246,12 @@ class Codec:
     def encode_blocks(self, values: Tensor, elements: Tensor, scales: Tensor) -> None:
         """Write the codes of values (blocks, length) to what `blocks` gave of as many."""
         rows = Rows(elements.view(1, -1), elements.view(1, -1)[:, :0], scales.view(1, -1))
-        encode_rows(self.name, self.block, values.view(1, -1), rows)
+        encode_rows(self, values.view(1, -1), rows)
 
     def decode_blocks(self, elements: Tensor, scales: Tensor, out: Tensor) -> None:
         """Write the values of such codes to `out` (blocks, length), of any float dtype."""
         rows = Rows(elements.view(1, -1), elements.view(1, -1)[:, :0], scales.view(1, -1))
-        decode_rows(self.name, self.block, rows, out.view(1, -1))
+        mean_rows(self, [rows], out.view(1, -1))
 
     def _code_bytes(self, n: int) -> int:
         """Bytes of n codes, without padding."""
@@ -282,43 +266,17 @@ class Codec:
             rows[:, end + end % 2 :].view(torch.bfloat16),
         )
 
-    def _rows(self, verb: str, name: str, codes: Tensor, n: int) -> Rows:
-        """Codes that are read, as rows; a copy where they do not lie at even places."""
-        width = self.nbytes(n)
-        if codes.dtype != torch.uint8 or not codes.ndim or codes.shape[-1] != width:
-            lines = [f"got {codes.dtype} {tuple(codes.shape)}"]
-            lines += [f"expected torch.uint8 (..., {width}) for {n} values"]
+    def _part(self, part: Tensor, out: Tensor) -> Rows | Tensor:
+        """A part of a mean, as matrices."""
+        n = out.shape[-1]
+        if part.dtype.is_floating_point:
+            return part.detach().reshape(-1, n)
+        if part.dtype != torch.uint8 or part.shape[-1] != self.nbytes(n):
+            lines = [f"got {part.dtype} {tuple(part.shape)}"]
+            lines += [f"expected torch.uint8 (..., {self.nbytes(n)}) for {n} values"]
             fix = "pass what encode of the same codec gave, and the n of that"
-            raise LeafError(f"{verb}: {name} are not such codes", lines, fix)
-        rows = codes.detach().reshape(math.prod(codes.shape[:-1]), width)
-        if not rows.numel():
-            return Rows(rows, rows, rows)  # nothing is read
-        rows = rows if _even(rows) else rows.clone(memory_format=torch.contiguous_format)
-        return self._split(rows, n)
-
-    def _part(self, verb: str, name: str, part: Tensor, out: Tensor) -> Rows | Tensor:
-        """A part of a mean as a matrix."""
-        if part.dtype == torch.uint8:
-            return self._rows(verb, name, part, out.shape[-1])
-        _check_values(verb, name, part)
-        return part.detach().reshape(-1, out.shape[-1])
-
-
-def _check_values(verb: str, name: str, x: Any) -> None:
-    """Raise LeafError unless a value is a float tensor with at least one dim."""
-    if x.dtype not in _FLOATS or not x.ndim:
-        lines = [f"got {x.dtype} {tuple(x.shape)}", f"expected {_ALLOWED}, of at least 1 dim"]
-        raise LeafError(f"{verb}: {name} cannot be coded", lines)
-
-
-def _matrix(x: Tensor) -> Tensor:
-    """The same memory as rows."""
-    return x.detach().view(-1, x.shape[-1])
-
-
-def _even(rows: Tensor) -> bool:
-    """Whether all rows of bytes begin at an even place, so that their scales lie on bfloat16."""
-    return rows.storage_offset() % 2 == 0 and rows.stride(0) % 2 == 0 and rows.stride(1) == 1
+            raise LeafError(f"{self}.decode: these are not such codes", lines, fix)
+        return self._split(part.detach().reshape(-1, part.shape[-1]), n)
 
 
 # The arithmetic, on matrices of values and of codes.
@@ -327,43 +285,27 @@ BAND = 2**17  # elements; their float32 take 512 KiB
 FLOOR = 2.0**-126  # See [Note: the least scale].
 
 
-def encode_rows(name: str, block: int, values: Tensor, codes: Rows) -> None:
+def encode_rows(codec: Codec, values: Tensor, codes: Rows) -> None:
     """Write the codes of a matrix of any float dtype; see `Codec.encode`."""
     encode = _fast(encoded, values.device)
-    for band in _bands(values, block):
-        given, n = band.values(values), band.stop - band.start
-        into, scales = band.codes(name, block, codes)
-        elements, found = encode(name, _blocks(given, _length(block, n)))
+    for band in _bands(values, codec.block):
+        into, scales = band.codes(codec, codes)
+        elements, found = encode(codec.name, band.whole(codec, values))
         into.copy_(elements.flatten(1)[:, : into.shape[1]])
-        if name == "int4" and n % 2:
+        if codec.name == "int4" and (band.stop - band.start) % 2:
             into[:, -1].bitwise_and_(15)  # half a byte of padding
         scales.copy_(found)
     codes.scales.masked_fill_(codes.scales.isnan(), float("nan"))  # of which there is one
     codes.padding.zero_()
 
 
-def decode_rows(name: str, block: int, codes: Rows, out: Tensor) -> None:
-    """Write the values of codes to a matrix of any float dtype; see `Codec.decode`."""
-    decode = _fast(decoded, out.device)
-    for band in _bands(out, block):
-        into = band.values(out)
-        found = decode(name, *_whole(name, block, band, codes), out.dtype)
-        into.copy_(found.flatten(1)[:, : into.shape[1]])
-
-
-def mean_rows(name: str, block: int, parts: Sequence[Rows | Tensor], out: Tensor) -> None:
+def mean_rows(codec: Codec, parts: Sequence[Rows | Tensor], out: Tensor) -> None:
     """Write the mean of parts, codes or values, added in order; see `Codec.decode_mean`."""
     average = _fast(mean, out.device)
-    for band in _bands(out, block):
+    for band in _bands(out, codec.block):
         into = band.values(out)
-        length = _length(block, into.shape[1])
-        given = [
-            _blocks(band.values(x), length)
-            if isinstance(x, Tensor)
-            else _whole(name, block, band, x)
-            for x in parts
-        ]
-        into.copy_(average(name, given, out.dtype).flatten(1)[:, : into.shape[1]])
+        given = [band.whole(codec, part) for part in parts]
+        into.copy_(average(codec.name, given, out.dtype).flatten(1)[:, : into.shape[1]])
 
 
 class _Band(NamedTuple):
@@ -377,11 +319,20 @@ class _Band(NamedTuple):
     def values(self, x: Tensor) -> Tensor:
         return x[self.top : self.bottom, self.start : self.stop]
 
-    def codes(self, name: str, block: int, rows: Rows) -> tuple[Tensor, Tensor]:
+    def codes(self, codec: Codec, rows: Rows) -> tuple[Tensor, Tensor]:
         """The codes of the band, and their scales."""
-        bits, own = KINDS[name].bits, slice(self.top, self.bottom)
+        block, bits, own = codec.block, KINDS[codec.name].bits, slice(self.top, self.bottom)
         elements = rows.elements[own, self.start * bits // 8 : -(-self.stop * bits // 8)]
         return elements, rows.scales[own, self.start // block : -(-self.stop // block)]
+
+    def whole(self, codec: Codec, part: Rows | Tensor) -> Any:
+        """The values of the band as whole blocks, or the codes of these and their scales."""
+        n = self.stop - self.start
+        length = min(codec.block, n + n % 2)  # a single block needs no more than it has
+        if isinstance(part, Tensor):
+            return _blocks(self.values(part), length)
+        elements, scales = self.codes(codec, part)
+        return _blocks(elements, length * KINDS[codec.name].bits // 8), scales
 
 
 def _bands(values: Tensor, block: int) -> Iterator[_Band]:
@@ -402,11 +353,6 @@ def _in_bands(x: Tensor) -> bool:
     return x.is_cpu
 
 
-def _length(block: int, n: int) -> int:
-    """Elements of a block: an even number, of which a single block needs no more than it has."""
-    return min(block, n + n % 2)
-
-
 def _blocks(x: Tensor, length: int) -> Tensor:
     """A matrix as (rows, blocks, elements), with zeros after its end; see [Note: what is compiled].
 
@@ -415,13 +361,6 @@ def _blocks(x: Tensor, length: int) -> Tensor:
     more = -x.shape[1] % length
     blocks = (functional.pad(x, (0, more)) if more else x).unflatten(1, (-1, length))
     return blocks if x.is_cpu else _torch.with_constant_size(blocks, 2)
-
-
-def _whole(name: str, block: int, band: _Band, rows: Rows) -> tuple[Tensor, Tensor]:
-    """The codes of a band as whole blocks, and their scales."""
-    elements, scales = band.codes(name, block, rows)
-    length = _length(block, band.stop - band.start)
-    return _blocks(elements, length * KINDS[name].bits // 8), scales
 
 
 # A compiler refuses to write to views of bytes as another dtype, so these return their results.
@@ -464,11 +403,6 @@ def _pairs(codes: Tensor) -> Tensor:
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
-def decoded(name: str, elements: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of blocks of codes, in a dtype."""
-    return _narrowed(_values(name, elements, scales), dtype)
-
-
 def mean(name: str, parts: Sequence[Tensor | tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
     """The mean of parts, blocks of values or codes with their scales, added in order."""
     total: Any = None
@@ -476,7 +410,7 @@ def mean(name: str, parts: Sequence[Tensor | tuple[Tensor, Tensor]], dtype: torc
         value = part if isinstance(part, Tensor) else _values(name, *part)
         value = value.to(torch.promote_types(dtype, torch.float32))
         total = value if total is None else total + value
-    return _narrowed(total / len(parts), dtype)
+    return _narrowed(total / len(parts) if len(parts) > 1 else total, dtype)
 
 
 def _values(name: str, elements: Tensor, scales: Tensor) -> Tensor:
