@@ -99,21 +99,21 @@ def codes_of(
 ) -> SentCodes:
     """What this rank sends of a bucket in the place of values, once per run.
 
-    These are codes that it keeps, or makes now, or makes once the first fetch has brought values.
+    These are codes that it keeps, or makes in the first fetch.
 
     Args:
       use: the bucket.
       wire: what travels, and on which levels.
       chunk: its values, or what stands for them.
-      away: its pieces, by slot, where they lie elsewhere or are kept as codes.
+      placed: its pieces, by slot, where they lie elsewhere or are kept as codes.
     """
-    pool, route = use.hierarchy.pools.codes, use.route
+    route, row = use.route, None
     if placed is None:
-        return SentCodes.of(wire, route, shards.zero_padding(use.bucket, route.chunk, chunk), pool)
-    row = shards.kept_row(use.bucket, route.chunk, placed)
-    if row is not None:
-        return SentCodes(wire, route, pool, use.bucket.chunk, row)
-    return SentCodes.to_be_made(wire, route, chunk, pool, use.home.device)
+        chunk = shards.zero_padding(use.bucket, route.chunk, chunk)
+    else:
+        row = shards.kept_row(use.bucket, route.chunk, placed)
+    how = {"chunk": chunk, "row": row, "device": use.home.device if placed else chunk.device}
+    return SentCodes(wire, route, use.hierarchy.pools.codes, use.bucket.chunk, **how)
 
 
 def task_of(use: shards.BucketUse, name: str, data: Sequence[Any]) -> Task:

@@ -139,16 +139,17 @@ def _start_coded(
 ) -> collectives.Pending | None:
     """Start a gather in which codes travel, kept for no later one; None of a batch, or on meta."""
     bucket, number = use.bucket, use.route.chunk
-    lone, pool = use.route.split(0)[1], Buffers()  # without levels that keep what they gather
+    lone, chunk = use.route.split(0)[1], None  # without levels that keep what they gather
     row = pack.kept_row(bucket, number, slots)
-    if row is not None:
-        codes = collectives.SentCodes(wire, lone, pool, bucket.chunk, row)
-    else:
+    if row is None:
         chunk = pack.pack_chunk(bucket, number, slots, dtype=bucket.dtype, **like)
         if chunk.ndim > 1 or not collectives.moves(chunk):
             return None
-        codes = collectives.SentCodes.of(wire, lone, pack.zero_padding(bucket, number, chunk), pool)
-    out = torch.empty(bucket.numel, dtype=bucket.compute, device=codes.device)
+        chunk = pack.zero_padding(bucket, number, chunk)
+    device = like["device"]
+    how = {"chunk": chunk, "row": row, "device": device}
+    codes = collectives.SentCodes(wire, lone, Buffers(), bucket.chunk, **how)
+    out = torch.empty(bucket.numel, dtype=bucket.compute, device=device)
     return collectives.start_fetch(lone, codes, None, out, what)
 
 

@@ -172,11 +172,12 @@ class SentCodes:
         if further levels send codes, else as values, which the caller keeps.
       pool: has the memory, which `release` gives back.
       numel: elements of a chunk.
-      mine: the codes of this rank's chunk, in memory that belongs to somebody else.
-      chunk_to_fetch: a stand-in for the chunk while it is placed: the first gather fetches it,
-        fills `mine`. None once `mine` has the codes.
+      chunk: this rank's, contiguous and 1D, which the first gather encodes; or what stands for it
+        while it is placed.
+      row: the codes of the chunk, if somebody keeps them.
+      device: of the codes.
 
-    Memory: the codes of all chunks that are kept.
+    Memory: the codes of this rank's chunk, unless somebody keeps them, and of all that are kept.
     """
 
     def __init__(
@@ -185,41 +186,35 @@ class SentCodes:
         route: Route,
         pool: Buffers,
         numel: int,
-        mine: Tensor,
-        chunk_to_fetch: Tensor | None = None,
+        *,
+        chunk: Tensor | None,
+        row: Tensor | None,
+        device: torch.device,
     ) -> None:
-        self.codec, self.count, self.pool = wire.codec, wire.levels(route), pool
-        self.numel, self.device, self.mine = numel, mine.device, mine
-        self.chunk_to_fetch = chunk_to_fetch
+        self._codec, self._count, self._pool = wire.codec, wire.levels(route), pool
+        self._numel, self._device = numel, device
         self._taken: list[Tensor] = []  # from the pool
+        self._chunk = chunk if row is None else None  # until it is encoded
+        self._mine = self._take(1) if row is None else row
         self._kept: Tensor | None = None  # codes of the chunks of the outer levels
-        self._sent = False  # whether these were gathered
         size = route.split(route.outer_params)[0].size
-        if self.count > route.outer_params and size > 1:
-            self._kept = self._room(size)
-            self._taken.append(self._kept)
+        if self._count > route.outer_params and size > 1:
+            self._kept = self._take(size)
+        self._sent = False  # whether these were gathered
 
-    @classmethod
-    def of(cls, wire: Wire, route: Route, chunk: Tensor, pool: Buffers) -> "SentCodes":
-        """Those of this rank's chunk, contiguous and 1D, in memory of the pool."""
-        made = cls.to_be_made(wire, route, chunk, pool, chunk.device)
-        made._encode(chunk)
-        return made
+    def _take(self, count: int) -> Tensor:
+        """Memory for the codes of so many chunks, until `release`."""
+        self._taken.append(self._room(count))
+        return self._taken[-1]
 
-    @classmethod
-    def to_be_made(
-        cls, wire: Wire, route: Route, chunk: Tensor, pool: Buffers, device: torch.device
-    ) -> "SentCodes":
-        """Those of a chunk that the first gather brings to a device, for which a tensor stands."""
-        mine = pool.take((wire.codec.nbytes(chunk.numel()),), torch.uint8, device)
-        made = cls(wire, route, pool, chunk.numel(), mine, chunk)
-        made._taken.append(mine)
-        return made
+    def _room(self, count: int) -> Tensor:
+        nbytes = count * self._codec.nbytes(self._numel)
+        return self._pool.take((nbytes,), torch.uint8, self._device)
 
     def release(self) -> None:
         """Give the memory back, once no gather reads it any more."""
         for codes in self._taken:
-            self.pool.give(codes)
+            self._pool.give(codes)
 
     def start_gather(
         self,
@@ -245,39 +240,38 @@ class SentCodes:
         Memory: the codes of the chunks that meet over the coded levels, until they are decoded;
           before that the chunk that `fetch` copies, until it is encoded.
         """
-        coded, plain = route.split(self.count)
-        mine, later = self.mine, coded
+        coded, plain = route.split(self._count)
+        mine, later = self._mine, coded
         gathers = list[tuple[Route, Tensor, Tensor]]()
         if self._kept is not None:
             outer, later = coded.split(route.outer_params)
             gathers += [] if self._sent else [(outer, mine, self._kept)]
             mine = self._kept
-        every = mine
+        every = self._room(coded.size) if later.size > 1 else mine
         if later.size > 1:
-            every = self._room(coded.size)
             gathers.append((later, mine, every))
-        self._sent = True
-        both = [(plain, out)]
+        values = [(plain, out)]
         if outer_out is not None:  # the levels that send values, up to `outer_params` and behind
-            before, behind = plain.split(route.outer_params - self.count)
-            both = [(before, outer_out), (behind, out)]
-        values = [(each, target) for each, target in both if target is not None]
-        comms = [comm for each, source, _ in gathers for comm in levels.gather_comms(each, source)]
-        comms += [comm for each, target in values for comm in levels.gather_comms(each, target)]
-        keep = [self.mine, mine, every, *(target for _, target in values)]
-        chunk, near = None, None
-        if fetch is not None and self.chunk_to_fetch is not None:
-            chunk = self.chunk_to_fetch
-            near = self.pool.take((self.numel,), chunk.dtype, self.device)
+            before, behind = plain.split(route.outer_params - self._count)
+            values = [(before, outer_out), (behind, out)]
+        values = [(each, target) for each, target in values if target is not None]
+        sent = [*((each, source) for each, source, _ in gathers), *values]
+        comms = [comm for each, source in sent for comm in levels.gather_comms(each, source)]
+        chunk = values_here = self._chunk
+        if chunk is not None and fetch is not None:
+            values_here = self._pool.take((self._numel,), chunk.dtype, self._device)
             comms.insert(0, fetch.comm)
-            keep.append(near)
+        kept = (self._mine, mine, every, chunk, values_here)
+        keep = [*(x for x in kept if x is not None), *(target for _, target in values)]
+        self._sent, self._chunk = True, None
 
         def steps() -> Steps:
-            if fetch is not None and near is not None:
-                yield fetch.to(near)
-                with _torch.without_torch_func():  # whatever advances this may be inside of it
-                    self._encode(near)
-                    self.pool.give(near)
+            if values_here is not None:
+                if fetch is not None:
+                    yield fetch.to(values_here)
+                encode_to(self._codec, values_here, self._mine)
+                if fetch is not None:
+                    self._pool.give(values_here)
             for each, source, target in gathers:
                 yield from levels.gather_steps(each, source, target.view(each.size, -1))
             full = every
@@ -286,26 +280,17 @@ class SentCodes:
                 if full is every:
                     self._decode(every, run)
                     if every is not mine:
-                        self.pool.give(every)
+                        self._pool.give(every)
                 else:
                     run.copy_(full)
                 yield from levels.gather_steps(each, run, target.view(each.size, -1))
                 full = target
             return full
 
-        return Pending(steps(), comms, keep=keep, device=self.device, what=what, reads=chunk)
-
-    def _room(self, count: int) -> Tensor:
-        """Memory for the codes of so many chunks, 1D."""
-        return self.pool.take((count * self.codec.nbytes(self.numel),), torch.uint8, self.device)
-
-    def _encode(self, chunk: Tensor) -> None:
-        """Make the codes, of this rank's chunk on the device."""
-        encode_to(self.codec, chunk, self.mine)
-        self.chunk_to_fetch = None
+        return Pending(steps(), comms, keep=keep, device=self._device, what=what, reads=chunk)
 
     def _decode(self, every: Tensor, out: Tensor) -> None:
         """Decode the codes of some chunks into one run of values."""
-        rows = every.view(-1, self.codec.nbytes(self.numel))
+        rows = every.view(-1, self._codec.nbytes(self._numel))
         for row, values in zip(rows, out.view(len(rows), -1), strict=True):
-            decode_to(self.codec, row, self.numel, values)
+            decode_to(self._codec, row, self._numel, values)
