@@ -47,6 +47,7 @@ What = tuple[str, str, Hashable]  # the verb or "", what it does, and to what: a
 
 # What a `Pending` is at a time: its next level waits for its turn, or is in flight, or it is over.
 QUEUED, IN_FLIGHT, DONE, FAILED = "queued", "in flight", "done", "failed"
+_UNDER_WAY = QUEUED, IN_FLIGHT
 
 
 class Pending:
@@ -95,37 +96,36 @@ class Pending:
         if reads is not None and comms:
             _READERS[self] = _memory_of(reads), comms[0].state
 
-    # It starts: ranks compare the call, it is queued, and issues what is at its turn.
+    # It starts, with all that it can do at once.
 
     def _start(self) -> None:
-        if not self._comms:
-            self._run()
-            return
-        state = self._comms[0].state
-        self._comms[0].check_open()
-        state.turns.enter()
-        try:
+        """Compare the call between ranks, queue it, and advance it as far as possible."""
+        comms, queued = self._comms, False
+        state = comms[0].state if comms else None
+        if state is not None:
+            comms[0].check_open()
+            state.turns.enter()
             state.call = self._call
-            for comm in self._comms:
-                comm.calls.add(self._call, partial(push_all, state))
-                self._numbers.append(comm.calls.number)
-            self._run()
-        finally:
-            state.turns.exit()
-
-    def _run(self) -> None:
         try:
-            for comm in self._comms:
+            for comm in comms:
+                comm.calls.add(self._call, partial(push_all, comm.state))
+                self._numbers.append(comm.calls.number)
+            queued = True
+            for comm in comms:
                 comm.queue.append(self)
             if self._on_device:
                 self._run_on_streams()
                 return
             self.push()
-            if not self.finished:  # else nobody would look at it again, and its result would stay
-                self._comms[0].state.active.append(self)
-        except BaseException as error:  # the others think that it was started
-            self._fail(error)
+            if state is not None and self.state in _UNDER_WAY:  # else its result would be kept
+                state.active.append(self)
+        except BaseException as error:
+            if queued:  # the others think that it was started
+                self._fail(error)
             raise
+        finally:
+            if state is not None:
+                state.turns.exit()
 
     def _run_on_streams(self) -> None:
         """See [Note: streams]."""
@@ -146,7 +146,7 @@ class Pending:
         """Advance as far as possible without waiting; returns whether anything changed."""
         comms, moved = self._comms, False
         try:
-            while not self.finished:
+            while self.state in _UNDER_WAY:
                 if self.state is IN_FLIGHT:
                     if not self._collective.done():
                         break
@@ -191,7 +191,7 @@ class Pending:
 
     def wait(self) -> Tensor:
         """Wait for the result, ready for the current stream; a second call returns it again."""
-        if not self.finished:
+        if self.state in _UNDER_WAY:
             self.wait_for(len(self._comms))
         if self.ready is not None:
             with self._waiting():
@@ -217,12 +217,12 @@ class Pending:
 
     def passed(self, levels: int) -> bool:
         """Whether so many levels are done, without waiting."""
-        return self.finished or self.level > levels
+        return self.level > levels or self.finished
 
     @property
     def finished(self) -> bool:
         """Whether the host has nothing left to issue or to wait for."""
-        return self.state is DONE or self.state is FAILED
+        return self.state not in _UNDER_WAY
 
     def __del__(self) -> None:
         # Buffers must outlive the transfer even if nobody waits for the result.

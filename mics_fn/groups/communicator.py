@@ -129,14 +129,14 @@ class Comm:
 
         The first call after they failed while this rank waited for its device raises why.
         """
-        failed, unraised = self.state.failed, self.state.unraised
-        if unraised is not None and not self.closed:
+        closed, failed, unraised = self.state.closed, self.state.failed, self.state.unraised
+        if unraised is not None and not closed:
             self.state.unraised = None
             raise unraised
-        if not self.closed and failed is None:
+        if not closed and failed is None:
             return
         what = f"'{self.name}' of ranks {fold_ranks(self.ranks)} is used"
-        if self.closed:
+        if closed:
             fix = "keep them open, or call make_groups again"
             raise GroupsError(f"{what} after its groups were closed", fix=fix)
         if self.state.forked:

@@ -11,8 +11,8 @@ PLANTED = [
     (
         "padding sets the scale of a block that is gathered",
         "shards/linear.py",
-        "lone, pack.zero_padding(bucket, number, chunk), pool)",
-        "lone, chunk, pool)",
+        "        chunk = pack.zero_padding(bucket, number, chunk)\n",
+        "",
         "shards/test_wires.py -k decode_the_same",
     ),
     (
