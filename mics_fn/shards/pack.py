@@ -442,7 +442,7 @@ def note_nonfinite(bucket: Bucket, full: Tensor) -> None:
 
 
 def nonfinite_of(bucket: Bucket) -> list[str]:
-    """What was seen of a bucket's leaves; nothing if it was not checked. The host waits for a device."""
+    """What was seen of a bucket's leaves, if it was checked. The host waits for a device."""
     return [_origin_kind(value) for value in _seen[bucket].tolist()] if bucket in _seen else []
 
 
