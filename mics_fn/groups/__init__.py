@@ -84,13 +84,23 @@ from mics_fn.groups.buffers import LEAST_RING, Arena, Buffers, Lease, lease_size
 from mics_fn.groups.communicator import Comm
 from mics_fn.groups.distributed import init_distributed
 from mics_fn.groups.environment import nccl_problems, read_launch
-from mics_fn.groups.group_state import GroupState, announce_all, reports, reports_step, withdraw_all
-from mics_fn.groups.groups import Groups, Hierarchy, Home, Route, require_replicas
+from mics_fn.groups.group_state import (
+    Failure,
+    GroupState,
+    Watch,
+    announce_all,
+    check_fork,
+    end_aborts,
+    failure_of,
+    hooks,
+    never_destruct,
+    reports,
+    reports_step,
+    withdraw_all,
+)
+from mics_fn.groups.groups import Groups, Hierarchy, Home, Route, current, require_replicas
 from mics_fn.groups.make import make_groups
-from mics_fn.groups.peers import Failure, failure_of
-from mics_fn.groups.rejoining import current, replaced, reset
-from mics_fn.groups.rendezvous import rejoin_error
-from mics_fn.groups.stopping import StopRequest
+from mics_fn.groups.rendezvous import Meeting, meet, part_of_start, past, prefix_of, rejoin_error
 from mics_fn.groups.topology import Plan, Topology, fold_ranks, plan_groups, valid_partition_sizes
 
-__all__ = ["StopRequest", "Topology", "plan_groups"]
+__all__ = ["Topology", "plan_groups"]
