@@ -5,9 +5,9 @@ failure, so `reset` detects nothing. Ranks meet once, under a key that is new. T
 which groups they reset. What they have learned about the order of use is forgotten: a rank that was
 behind may have learned less, and to learn it takes one run. No name is used twice, so a rank that
 is already on the new groups never meets one that is still on the old ones. A rank that was lost
-meets the others here, too, once it was started again: see [Note: coming back].
+meets the others here, too, once it was started again: see [Note: rejoining].
 
-[Note: coming back] A rank that was killed is started again, with the same environment and the same
+[Note: rejoining] A rank that was killed is started again, with the same environment and the same
 script. The store of the job, which outlives it, says which process had its number before, and what
 the ranks have agreed on since. So `init_distributed` and `make_groups` ask nobody: they take from
 the store what the first process had agreed on with the others, and give groups that are connected

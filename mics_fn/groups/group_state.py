@@ -142,7 +142,7 @@ def abort_group(group: dist.ProcessGroup) -> threading.Thread:
 
 
 def end_aborts(patience_s: float) -> None:
-    """Wait for aborts at exit: a thread that comes back from C++ after Python ends the process."""
+    """Wait for aborts at exit: a thread that returns from C++ after Python ends the process."""
     deadline = time.monotonic() + patience_s
     for thread in list(_ABORTS):
         thread.join(max(0.0, deadline - time.monotonic()))
