@@ -24,7 +24,7 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
-    "lines": 24_550,
+    "lines": 24_553,
     "lines without lab": 21_259,
     "lines of the longest file": 550,
     "files": 143,
