@@ -130,7 +130,7 @@ class Pending:
     def _run_on_streams(self) -> None:
         """See [Note: streams]."""
         if self._comms and self._comms[0].state.standing:  # no wait on the host would find out
-            self._comms[0].state.check(self.stuck)
+            self._comms[0].state.watch.check(self.stuck)
         with _device.keep_stream(self._device):
             if self._comms:
                 _device.follow(self._comms[0].stream(self._device), self._device)
@@ -256,7 +256,7 @@ class Pending:
         """Give up and raise if the collective in flight has exceeded its timeout."""
         if self.state is IN_FLIGHT and waited_s > self._collective.comm.timeout_s:
             state = self._collective.comm.state
-            error = state.timeout_error(self._collective.timed_out(), self.stuck)
+            error = state.watch.timeout_error(self._collective.timed_out(), self.stuck)
             self._fail(error)
             raise error
 
@@ -328,10 +328,10 @@ def _poll(pending: Pending, levels: int, kind: str = "") -> None:
                 raise CollectiveError("this wait cannot end: the collective failed before")
             now = time.monotonic()
             if state.standing:
-                state.check(pending.stuck, now - since)
+                state.watch.check(pending.stuck, now - since)
             if now - stalled > patience:
                 stalled, polled = now, True
-                state.idle.waits(pending.stuck)
+                state.watch.check(pending.stuck, 0.0)  # others may ask where this rank waits
                 state.channel.poll_peers(pending.stuck, made())
             interrupts.give_way(now - since)
             for each in state.active:
@@ -403,7 +403,7 @@ class Collective:
         )
         comm = self.comm
         call = Stuck(comm.calls.key, number, comm.ranks, f"{self.op} over '{comm.name}'")
-        return comm.state.explained(own, wait=wait, call=call)
+        return comm.state.watch.explained(own, wait=wait, call=call)
 
 
 # Which memory gathers under way still read, so that nobody overwrites it.
