@@ -268,11 +268,12 @@ class Nothing(NotATensor):
 
 
 Leaf = Sharded | Fixed | Tied | Nothing
+_KINDS = frozenset([Sharded, Fixed, Tied, Nothing])  # nothing derives from them
 
 
 def is_leaf(value: Any) -> bool:
     """Whether a value is a leaf of a tree of shards."""
-    return isinstance(value, Leaf)
+    return type(value) in _KINDS
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -8,13 +8,14 @@ the gradient; see [Note: adjoint] in `linear`.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from mics_fn import _torch, checks, tree
-from mics_fn.collectives import needs_derivative
+from mics_fn.collectives import needs_derivative, refuse_derivative
 from mics_fn.errors import DonatedError, LeafError
 from mics_fn.groups import require_replicas
 from mics_fn.offload import placed_like
@@ -33,7 +34,7 @@ from mics_fn.shards.leaf import (
     note_write,
     same_tensor,
 )
-from mics_fn.shards.linear import Started, apply, deal, mean_over_replicas, put, start
+from mics_fn.shards.linear import Finish, apply, deal, put, run, start, values_of
 from mics_fn.shards.opened import (
     BucketUse,
     GroupsTree,
@@ -112,7 +113,7 @@ class PendingTree:
     """A tree that is being transferred; `wait()` returns it.
 
     Args:
-      started: the transfers.
+      started: waits for the transfers of each bucket.
       build: makes the tree of their results.
 
     Communication: on gloo `wait()` starts the levels that remain; see the verb that made this.
@@ -124,9 +125,9 @@ class PendingTree:
       tensor([1., 1.])
     """
 
-    def __init__(self, started: Started, build: Callable[[list[Tensor]], Tree]) -> None:
-        self._started, self._build = started, build
-        self._tree: Tree = None
+    def __init__(self, started: Sequence[Finish], build: Callable[[list[Tensor]], Tree]) -> None:
+        self._started: Sequence[Finish] | None = started
+        self._build, self._tree = build, None
 
     def wait(self) -> Tree:
         """The tree. All ranks must wait for their trees in the same order.
@@ -134,8 +135,17 @@ class PendingTree:
         A second call gives the same tree and does not communicate.
         """
         if self._started is not None:
-            self._tree, self._started = self._build(self._started.wait()), None
+            found = [value for finish in self._started for value in finish()]
+            self._tree, self._started = self._build(found), None
         return self._tree
+
+
+def _start(
+    verb: str, name: str, uses: Sequence[BucketUse], values: Sequence[Any], build: Callable
+) -> PendingTree:
+    """Start a map on plain tensors. Its result has no derivative, so it raises if one is needed."""
+    refuse_derivative(f"start_{verb}", values, f"use {verb}, or torch.no_grad()")
+    return PendingTree(list(start(name, uses, values_of(uses, values))), build)
 
 
 def start_gather(shards: Tree, hierarchy: Any) -> PendingTree:
@@ -171,13 +181,12 @@ def start_gather(shards: Tree, hierarchy: Any) -> PendingTree:
             sent.append(use)
         else:
             _view_in_full(use, full)
-    started = start("gather", "gather", sent, opened.data)
 
     def build(found: list[Tensor]) -> Tree:
         put(full, sent, found)
         return opened.build(full)
 
-    return PendingTree(started, build)
+    return _start("gather", "gather", sent, opened.data, build)
 
 
 def _view_in_full(use: BucketUse, data: list[Any]) -> None:
@@ -343,8 +352,7 @@ def start_scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -
       tensor([1., 1.])
     """
     owed = _owed("start_scatter_grads", grads, groups, like)
-    started = start("scatter_grads", "scatter", owed.sent, owed.full)
-    return PendingTree(started, lambda found: _shards_of(owed, found))
+    return _start("scatter_grads", "scatter", owed.sent, owed.full, partial(_shards_of, owed))
 
 
 class _Owed(NamedTuple):
@@ -494,8 +502,7 @@ def _mean_over_replicas(
         if donate:
             writing.covers(grads, "grads", verb)
             note_write()
-            members = [data[i] for use in uses for i in use.members]
-            found = mean_over_replicas(uses, members, in_place=True).wait()
+            found = run("mean in place", uses, values_of(uses, data))
         else:
             found = apply("mean", uses, data)
         dealt = zip(sent, deal(uses, found), strict=True)

@@ -1,4 +1,9 @@
-"""`bench opt`: the optimizer's step on flat shards against torch's own on unsharded parameters."""
+"""`bench opt`: the optimizer's step on flat shards against torch's own on unsharded parameters.
+
+And what a step of the verbs costs for each leaf, in trees of few and of many small leaves. Python's
+search for garbage is a part of it, as it begins the more often the more objects are alive at once:
+its whole heap is searched, with all of torch in it, unless `gc.freeze` took that out.
+"""
 
 import itertools
 from dataclasses import dataclass, field
@@ -24,6 +29,7 @@ from mics_fn.lab.models import gpt
 from mics_fn.lab.report import table
 
 SMALL_SHAPES = ((64,), (16, 64), (256,), (8, 32))
+STEP_LEAVES = (1000, 5000)
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,13 @@ def measure_opt(config: OptConfig) -> dict[str, Any]:
         say(f"{name}: opt_step and torch.optim.AdamW take turns ...")
         with mf.make_groups(1, ranks=[rank], device=device) as groups:
             found.append(_compare(name, shapes, config, groups))
-    return {"trees": found}
+    say("steps of the verbs ...")
+    with mf.make_groups(1, ranks=[rank], device=device) as groups:
+        peers = [_verbs(leaves, groups) for leaves in STEP_LEAVES]
+        laps = take_turns(peers, config.turns, device=device)
+    seconds = zip(STEP_LEAVES, (lap.seconds for lap in laps), strict=True)
+    steps = {leaves: spread([x / leaves * 1e6 for x in found]) for leaves, found in seconds}
+    return {"trees": found, "us_a_leaf": steps}
 
 
 def trees(config: OptConfig) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -128,6 +140,22 @@ def _theirs(
     return BenchPeer("torch.optim.AdamW(fused=True)", lambda number: optimizer.step()), params
 
 
+def _verbs(leaves: int, groups: mf.Groups) -> BenchPeer:
+    """Build the peer that takes whole steps by the verbs on so many leaves of 8 elements."""
+    params = mf.shard({f"w{i}": torch.ones(8, device=groups.device) for i in range(leaves)}, groups)
+    state = mf.init_state(params, mf.optim.adamw(1e-3))
+
+    def loss(shards: dict[str, Any]) -> Tensor:
+        return torch.stack(list(mf.gather(shards, groups).values())).sum()
+
+    def step(number: int) -> None:
+        nonlocal state
+        grads = mf.reduce_grads(torch.func.grad(loss)(state.params), groups)
+        state = mf.opt_step(state, grads, donate=True)
+
+    return BenchPeer(f"{leaves:,} leaves", step)
+
+
 def render_opt(figures: dict[str, Any], config: OptConfig) -> str:
     """Render the figures as tables."""
     blocks = []
@@ -142,4 +170,7 @@ def render_opt(figures: dict[str, Any], config: OptConfig) -> str:
             rows.append((peer["name"], between(peer["ns_per_element"], ".2f"), over))
         gap = part["largest_param_gap"]
         blocks.append(table(title, rows) + f"\n  largest difference of a parameter: {gap:.1e}")
-    return "\n\n".join(blocks)
+    rows = [("", "microseconds a leaf")]
+    rows += [(f"{n:,} leaves", between(found, ".1f")) for n, found in figures["us_a_leaf"].items()]
+    title = f"gather, gradient, both hops and update of small leaves, {config.turns}"
+    return "\n\n".join([*blocks, table(title, rows)])
