@@ -116,7 +116,6 @@ from mics_fn.shards.opened import (
     grouped,
     homes_of,
     open_shards,
-    refuse_none,
     require_groups,
 )
 from mics_fn.shards.pack import (

@@ -238,15 +238,8 @@ def shard(
     if source_rank is not None and replicas == "check":
         fix = "pass replicas='broadcast' to take its values"
         raise PlanError(f"shard: source_rank={source_rank} has no effect", fix=fix)
-    options = Chosen.checked(
-        "shard",
-        frozen=frozen,
-        precision=precision,
-        bucket_bytes=bucket_bytes,
-        order=order,
-        bucket=bucket,
-        where=where,
-    )
+    keys: Any = {"frozen": frozen, "order": order, "bucket": bucket, "where": where}
+    options = Chosen.checked("shard", precision, bucket_bytes, **keys)
     layout = _layout_of("shard", "params", params, groups, options)
     refuse_computed("shard", layout.paths, layout.leaves)
     trained = [layout.paths[i] for i, (bucket, _) in layout.slots.items() if bucket.trainable]

@@ -39,8 +39,8 @@ PLANTED = [
     (
         "the derivative of a cut lacks the number of parts",
         "shards/linear.py",
-        '"times parts": partial(_here, scaled=True)',
-        '"times parts": _here',
+        '"times parts": _times_parts',
+        '"times parts": _own',
         "shards/test_cutting.py -k cuts",
     ),
     (
