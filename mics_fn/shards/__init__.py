@@ -124,7 +124,6 @@ from mics_fn.shards.pack import (
     checksum_of,
     coded_pieces,
     copied_to,
-    copied_with_zeros,
     dense,
     fetched_to,
     forget_nonfinite,

@@ -153,7 +153,7 @@ class Bucket:
 
     @cached_property
     def _text(self) -> str:
-        layout = short_digest([str(getattr(self, f.name)) for f in fields(self)])
+        layout = short_digest([str(fact) for fact in self._facts])
         return f"bucket {self.index} ({self.names}; layout {layout})"
 
     def __str__(self) -> str:
@@ -174,11 +174,15 @@ class Bucket:
         return tuple(prod(shape) for shape in self.shapes)
 
     @cached_property
+    def _facts(self) -> tuple:
+        return tuple([getattr(self, field.name) for field in fields(self)])
+
+    @cached_property
     def _hash(self) -> int:
-        return hash(tuple(getattr(self, f.name) for f in fields(self)))
+        return hash(self._facts)
 
     def __reduce__(self) -> tuple:  # without its hash, which another process computes otherwise
-        return _bucket_of, tuple(getattr(self, f.name) for f in fields(self))
+        return _bucket_of, self._facts
 
     # A bucket is part of every leaf's structure: its hash is computed once, and equality tries
     # identity first.
@@ -187,11 +191,7 @@ class Bucket:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, Bucket) or self._hash != other._hash:
-            return False
-        return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self))
+        return self is other or (isinstance(other, Bucket) and self._facts == other._facts)
 
 
 def short_digest(texts: Sequence[str]) -> str:

@@ -209,8 +209,7 @@ def _like(uses: Sequence[BucketUse], data: Sequence[Tensor | None], *, full: boo
         for slot, value in enumerate(use.by_slot(values)):
             if value is not None:
                 own = len(use.bucket.shapes[slot]) if full else 1
-                device = use.hierarchy.device
-                device = device if pack.must_fetch(value, device) else value.device
+                device = use.hierarchy.device if use.placed else value.device
                 return {"batch": value.shape[: value.ndim - own], "device": device}
     return {"device": uses[0].hierarchy.device} if uses else {}
 

@@ -175,12 +175,8 @@ def start_gather(shards: Tree, hierarchy: Any) -> PendingTree:
       [tensor([1., 1.])]
     """
     opened = open_shards("start_gather", shards, hierarchy).agree()
-    full, sent = list(opened.data), []
-    for use in opened.uses:
-        if use.crosses_ranks:
-            sent.append(use)
-        else:
-            _view_in_full(use, full)
+    full = list(opened.data)
+    sent = _view_local(opened.uses, full)
 
     def build(found: list[Tensor]) -> Tree:
         put(full, sent, found)
@@ -189,29 +185,27 @@ def start_gather(shards: Tree, hierarchy: Any) -> PendingTree:
     return _start("gather", "gather", sent, opened.data, build)
 
 
-def _view_in_full(use: BucketUse, data: list[Any]) -> None:
-    """View the data of a bucket as full tensors, where one rank holds the whole of it."""
-    for i, shape in zip(use.index, use.bucket.shapes, strict=True):
-        if i is not None:
-            piece = data[i]
-            if use.placed:
-                piece = pack.fetched_to(piece, use.hierarchy.device, use.bucket.compute)
-            data[i] = piece.to(use.bucket.compute).reshape((*piece.shape[:-1], *shape))
+def _view_local(uses: Sequence[BucketUse], data: list[Any]) -> list[BucketUse]:
+    """View as full tensors what one rank holds the whole of; return the other buckets."""
+    for use in uses:
+        pairs = () if use.crosses_ranks else zip(use.index, use.bucket.shapes, strict=True)
+        for i, shape in pairs:
+            if i is not None:
+                piece = data[i]
+                if use.placed:
+                    piece = pack.fetched_to(piece, use.hierarchy.device, use.bucket.compute)
+                data[i] = piece.to(use.bucket.compute).reshape((*piece.shape[:-1], *shape))
+    return [use for use in uses if use.crosses_ranks]
 
 
 def _gathered(data: Sequence[Any], uses: Sequence[BucketUse]) -> list[Any]:
     """One full tensor per leaf of the tree, from the data of each leaf."""
-    full, trained, frozen = list(data), [], []
-    for use in uses:
-        if not use.crosses_ranks:
-            _view_in_full(use, full)
-        elif use.bucket.trainable:
-            trained.append(use)
-        else:
-            frozen.append(use)
-    put(full, trained, apply("gather", trained, data))
-    with torch.no_grad():  # frozen leaves get no gradient
-        put(full, frozen, apply("gather", frozen, data))
+    full = list(data)
+    sent = _view_local(uses, full)
+    for trained in (True, False):
+        own = [use for use in sent if use.bucket.trainable is trained]
+        with nullcontext() if trained else torch.no_grad():  # frozen leaves get no gradient
+            put(full, own, apply("gather", own, data))
     return full
 
 

@@ -18,8 +18,8 @@ PLANTED = [
     (
         "hop 2 writes to the gradients that it is given",
         "shards/linear.py",
-        "            chunk = chunk.clone()\n",
-        "            pass\n",
+        "        chunk = chunk.clone()\n",
+        "        pass\n",
         "shards/test_wires.py -k coded_hop2",
     ),
     (
