@@ -489,20 +489,21 @@ def _mean_over_replicas(
     uses, data = list(sent.values()), opened.data
     if exact:
         uses = [replace(use, bucket=use.bucket.exact) for use in uses]
-    if donate and needs_derivative(data):
+
+    def build(found: list[Tensor]) -> Tree:
+        dealt = zip(sent, deal(uses, found), strict=True)
+        return opened.rebuild({i: placed_like(new, opened.tensors(i)) for i, (_, new) in dealt})
+
+    if not donate:
+        return build(apply("mean", uses, data))
+    if needs_derivative(data):
         fix = "pass donate=False where gradients are differentiated"
         raise DonatedError("sync_replicas: donate=True under autograd", fix=fix)
-    with Writing() as writing, torch.no_grad() if donate else nullcontext():
-        if donate:
-            writing.covers(grads, "grads", verb)
-            note_write()
-            found = run("mean in place", uses, values_of(uses, data))
-        else:
-            found = apply("mean", uses, data)
-        dealt = zip(sent, deal(uses, found), strict=True)
-        out = opened.rebuild({i: placed_like(new, opened.tensors(i)) for i, (_, new) in dealt})
-        if donate:
-            writing.mark_donated(tree.flatten(out, is_leaf)[0])
+    with Writing() as writing, torch.no_grad():
+        writing.covers(grads, "grads", verb)
+        note_write()
+        out = build(run("mean in place", uses, values_of(uses, data)))
+        writing.mark_donated(tree.flatten(out, is_leaf)[0])
     return out
 
 
