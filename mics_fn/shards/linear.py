@@ -23,7 +23,7 @@ passes the check.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -304,21 +304,24 @@ def with_zeros(values: Sequence[Tensor | None], like: Sequence[Any]) -> list[Ten
     ]
 
 
-def start(name: str, uses: Sequence[BucketUse], data: Sequence[Any]) -> Iterator[Finish]:
-    """Start a map of one value per member, one bucket at each step of the iterator."""
+def start(name: str, uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Finish]:
+    """Start a map of plain tensors, one value per member of each use."""
     like = _like(uses, data, full=name == "scatter")
-    return (_MAPS[name](use, values, like) for use, values in deal(uses, data))
+    return [_MAPS[name](use, values, like) for use, values in deal(uses, data)]
 
 
 def run(name: str, uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Tensor]:
     """Apply a map to plain tensors, one value per member of each use."""
+    like = _like(uses, data, full=name == "scatter")
     most = 2 if name == "scatter" else len(uses)  # buckets in flight, which bounds the memory
-    under_way, out = deque[Finish](), []
-    for finish in start(name, uses, data):
-        under_way.append(finish)
+    under_way, out = deque[Finish](), list[Tensor]()
+    for use, values in deal(uses, data):
         if len(under_way) == most:
             out += under_way.popleft()()
-    return out + [value for finish in under_way for value in finish()]
+        under_way.append(_MAPS[name](use, values, like))
+    while under_way:
+        out += under_way.popleft()()
+    return out
 
 
 def linear_map(
@@ -330,12 +333,8 @@ def linear_map(
 
 def apply(name: str, uses: Sequence[BucketUse], values: Sequence[Any]) -> list[Tensor]:
     """Apply a map to a tree's values, one per leaf; gives one result per member of each use."""
-    return linear_map(name, uses, *values_of(uses, values)) if uses else []
-
-
-def values_of(uses: Sequence[BucketUse], values: Sequence[Any]) -> list[Any]:
-    """One value per member of each use, from a list with one per leaf of the tree."""
-    return [values[i] for use in uses for i in use.members]
+    data = (values[i] for use in uses for i in use.members)
+    return linear_map(name, uses, *data) if uses else []
 
 
 def put(out: list[Any], uses: Sequence[BucketUse], found: Sequence[Any]) -> None:

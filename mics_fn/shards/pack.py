@@ -44,7 +44,6 @@ from mics_fn.collectives import Codec, checksum
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Buffers
 from mics_fn.shards.bucket import Bucket, gaps, pieces
-from mics_fn.shards.leaf import is_donated
 
 # Frozen leaves that are kept as codes: `param=int4[64]` of a `Precision`.
 
@@ -179,7 +178,7 @@ def any_to_fetch(leaves: Sequence[Any], home: Any) -> bool:
       home: their groups. Without any, only what is in files or kept as codes counts.
     """
     for leaf in leaves:
-        x: Any = None if is_donated(leaf) else leaf.data
+        x: Any = leaf.data if leaf._donated is None else None
         if not isinstance(x, Tensor):
             continue
         device = x.device if home is None else home.device

@@ -34,7 +34,7 @@ from mics_fn.shards.leaf import (
     note_write,
     same_tensor,
 )
-from mics_fn.shards.linear import Finish, apply, deal, put, run, start, values_of
+from mics_fn.shards.linear import Finish, apply, deal, put, run, start
 from mics_fn.shards.opened import (
     BucketUse,
     GroupsTree,
@@ -145,7 +145,8 @@ def _start(
 ) -> PendingTree:
     """Start a map on plain tensors. Its result has no derivative, so it raises if one is needed."""
     refuse_derivative(f"start_{verb}", values, f"use {verb}, or torch.no_grad()")
-    return PendingTree(list(start(name, uses, values_of(uses, values))), build)
+    data = [values[i] for use in uses for i in use.members]
+    return PendingTree(start(name, uses, data), build)
 
 
 def start_gather(shards: Tree, hierarchy: Any) -> PendingTree:
@@ -187,15 +188,18 @@ def start_gather(shards: Tree, hierarchy: Any) -> PendingTree:
 
 def _view_local(uses: Sequence[BucketUse], data: list[Any]) -> list[BucketUse]:
     """View as full tensors what one rank holds the whole of; return the other buckets."""
+    sent = []
     for use in uses:
-        pairs = () if use.crosses_ranks else zip(use.index, use.bucket.shapes, strict=True)
-        for i, shape in pairs:
+        if use.crosses_ranks:
+            sent.append(use)
+            continue
+        for i, shape in zip(use.index, use.bucket.shapes, strict=True):
             if i is not None:
                 piece = data[i]
                 if use.placed:
                     piece = pack.fetched_to(piece, use.hierarchy.device, use.bucket.compute)
                 data[i] = piece.to(use.bucket.compute).reshape((*piece.shape[:-1], *shape))
-    return [use for use in uses if use.crosses_ranks]
+    return sent
 
 
 def _gathered(data: Sequence[Any], uses: Sequence[BucketUse]) -> list[Any]:
@@ -502,7 +506,7 @@ def _mean_over_replicas(
     with Writing() as writing, torch.no_grad():
         writing.covers(grads, "grads", verb)
         note_write()
-        out = build(run("mean in place", uses, values_of(uses, data)))
+        out = build(run("mean in place", uses, [data[i] for use in uses for i in use.members]))
         writing.mark_donated(tree.flatten(out, is_leaf)[0])
     return out
 
