@@ -42,6 +42,10 @@ A parameter that the loss does not use gets a gradient of zeros, the same on all
 decay and momentum apply to it. (`torch.optim` skips parameters whose gradient is None.) Sparse
 gradients become dense; in a group of one rank they need `defer`.
 
+A step of thousands of leaves makes so many objects that Python searches its whole heap for garbage
+in it, with all of torch there. That is a third of the time of the step, which `gc.freeze()` saves
+once model and state are built; see `python -m mics_fn bench opt`.
+
 What travels may be codes instead of values: `gather`, `hop1` and `hop2` of a `Precision`. Leaves of
 such a bucket begin on blocks of its codecs, so its padding is larger: see [Note: flat buckets] in
 `bucket`. Where ranks hold a bucket in full (p = 1) nothing is coded, and its values are exact.

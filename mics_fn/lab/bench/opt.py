@@ -5,6 +5,7 @@ search for garbage is a part of it, as it begins the more often the more objects
 its whole heap is searched, with all of torch in it, unless `gc.freeze` took that out.
 """
 
+import gc
 import itertools
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +30,6 @@ from mics_fn.lab.models import gpt
 from mics_fn.lab.report import table
 
 SMALL_SHAPES = ((64,), (16, 64), (256,), (8, 32))
-STEP_LEAVES = (1000, 5000)
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class OptConfig:
 
     Args:
         turns: how long.
-        small_leaves: leaves of the tree that has many small ones.
+        small_leaves: leaves of the tree that has many small ones. Steps of the verbs are taken on
+            trees with half as many, and with two and a half times as many.
         device: "auto", "cpu" or "cuda".
         model: sizes of the GPT whose parameters are the other tree.
     """
@@ -66,11 +67,21 @@ def measure_opt(config: OptConfig) -> dict[str, Any]:
             found.append(_compare(name, shapes, config, groups))
     say("steps of the verbs ...")
     with mf.make_groups(1, ranks=[rank], device=device) as groups:
-        peers = [_verbs(leaves, groups) for leaves in STEP_LEAVES]
+        sizes = (config.small_leaves // 2, config.small_leaves * 5 // 2)
+        peers = [_verbs(leaves, groups) for leaves in sizes]
         laps = take_turns(peers, config.turns, device=device)
-    seconds = zip(STEP_LEAVES, (lap.seconds for lap in laps), strict=True)
-    steps = {leaves: spread([x / leaves * 1e6 for x in found]) for leaves, found in seconds}
-    return {"trees": found, "us_a_leaf": steps}
+        gc.freeze()
+        frozen = take_turns(peers, config.turns, device=device)
+        gc.unfreeze()
+    steps = [
+        {
+            "leaves": leaves,
+            "us_a_leaf": spread([x / leaves * 1e6 for x in lap.seconds]),
+            "us_a_leaf_frozen": spread([x / leaves * 1e6 for x in after.seconds]),
+        }
+        for leaves, lap, after in zip(sizes, laps, frozen, strict=True)
+    ]
+    return {"trees": found, "steps": steps}
 
 
 def trees(config: OptConfig) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -170,7 +181,9 @@ def render_opt(figures: dict[str, Any], config: OptConfig) -> str:
             rows.append((peer["name"], between(peer["ns_per_element"], ".2f"), over))
         gap = part["largest_param_gap"]
         blocks.append(table(title, rows) + f"\n  largest difference of a parameter: {gap:.1e}")
-    rows = [("", "microseconds a leaf")]
-    rows += [(f"{n:,} leaves", between(found, ".1f")) for n, found in figures["us_a_leaf"].items()]
+    rows = [("", "microseconds a leaf", "after gc.freeze")]
+    for step in figures["steps"]:
+        now, frozen = (between(step[key], ".1f") for key in ("us_a_leaf", "us_a_leaf_frozen"))
+        rows.append((f"{step['leaves']:,} leaves", now, frozen))
     title = f"gather, gradient, both hops and update of small leaves, {config.turns}"
     return "\n\n".join([*blocks, table(title, rows)])
