@@ -334,7 +334,7 @@ def linear_map(
 def apply(name: str, uses: Sequence[BucketUse], values: Sequence[Any]) -> list[Tensor]:
     """Apply a map to a tree's values, one per leaf; gives one result per member of each use."""
     data = (values[i] for use in uses for i in use.members)
-    return linear_map(name, uses, *data) if uses else []
+    return list(_Linear.apply(name, None, uses, *data)) if uses else []
 
 
 def put(out: list[Any], uses: Sequence[BucketUse], found: Sequence[Any]) -> None:
