@@ -290,23 +290,21 @@ def plan_buckets(
     """
     keys: list[Any] = [(order or natural)(leaf.path) for leaf in leaves]
     ranked = sorted(range(len(leaves)), key=lambda i: (keys[i], i))
-    open_buckets: dict[Hashable, list[int]] = {}
-    open_bytes: dict[Hashable, int] = {}
-    open_keys: dict[Hashable, object] = {}
-    closed: list[list[int]] = []
+    last: dict[Hashable, tuple[list[int], int, object]] = {}  # members, bytes and key, by kind
+    every: list[list[int]] = []
     for i in ranked:
         leaf = leaves[i]
         kind = (leaf.formats, leaf.parts, leaf.trainable, leaf.group)
-        nbytes = prod(leaf.shape) * leaf.formats.dtype.itemsize
         own = None if bucket is None else bucket(leaf.path)
-        full = open_bytes.get(kind, 0) + nbytes > bucket_bytes
-        if kind not in open_buckets or full or open_keys[kind] != own:
-            open_buckets[kind], open_bytes[kind], open_keys[kind] = [], 0, own
-            closed.append(open_buckets[kind])
-        open_buckets[kind].append(i)
-        open_bytes[kind] += nbytes
+        size = prod(leaf.shape) * leaf.formats.dtype.itemsize
+        members, nbytes, key = last.get(kind, ([], 0, own))
+        if not members or nbytes + size > bucket_bytes or key != own:
+            members, nbytes = [], 0
+            every.append(members)
+        members.append(i)
+        last[kind] = members, nbytes + size, own
     found: dict[int, tuple[Bucket, int]] = {}
-    for index, members in enumerate(closed):
+    for index, members in enumerate(every):
         made = _bucket_from(index, [leaves[i] for i in members])
         found.update({i: (made, slot) for slot, i in enumerate(members)})
     return [found[i] for i in range(len(leaves))]

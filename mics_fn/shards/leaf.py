@@ -480,10 +480,7 @@ def reduction_groups(leaves: Iterable[Any]) -> Any:
 
 
 def _first_trained(leaves: Iterable[Any]) -> Any:
-    for leaf in leaves:
-        if isinstance(leaf, Sharded):
-            return leaf
-    return None
+    return next((leaf for leaf in leaves if isinstance(leaf, Sharded)), None)
 
 
 # Where a leaf lies: its bucket, if it lies in one, its slot, and whether it is tied.

@@ -46,8 +46,8 @@ PLANTED = [
     (
         "a bucket goes on where its key changes",
         "shards/bucket.py",
-        " or full or open_keys[kind] != own:",
-        " or full:",
+        " > bucket_bytes or key != own:",
+        " > bucket_bytes:",
         "shards/test_cutting.py -k border",
     ),
     (
