@@ -68,7 +68,7 @@ are of this wing, if they are not of `collectives` or `optim`:
    other in full (`pack.pack_full`), and keeps this rank's chunk of it. The shards are the pieces
    of leaves in this chunk, as views (`pack.split_chunk`).
 2. `verbs.gather` finds the buckets of a tree, and their groups (`opened.open_shards`). All of them
-   go through one node of autograd (`linear.linear_map`), in turns (`linear.run`): the pieces of a
+   go through one node of autograd (`linear.apply`), in turns (`linear.run`): the pieces of a
    bucket are its chunk again (`pack.pack_chunk`), cast to the dtype of computation, and one
    all-gather at each level (`collectives.start_all_gather`) brings the chunks of other ranks. Full
    leaves are views of the buffer that was filled (`pack.split_full`).
