@@ -254,7 +254,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.name, _, ctx.uses = inputs[:3]
-        # Of trees with thousands of leaves Python's search for garbage takes as long as the rest,
+        # In trees with thousands of leaves Python's search for garbage takes a third of the time,
         # and counts objects: nothing is kept for a leaf but its device, which is none.
         ctx.devices = [None if value is None else value.device for value in inputs[3:]]
         if ctx.name in _LOCAL:
