@@ -217,14 +217,26 @@ def name_ranks(ranks: Sequence[int]) -> str:
     >>> name_ranks([3]), name_ranks([0, 1]), name_ranks([0, 1, 2, 3, 8])
     ('rank 3', 'ranks 0, 1', 'ranks 0-3, 8')
     """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    parts = [
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run))
+        for run in runs_of(sorted(ranks))
+    ]
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)
+
+
+def runs_of(numbers: Iterable[int]) -> list[list[int]]:
+    """Numbers as lists of those that follow each other.
+
+    >>> runs_of([0, 1, 2, 5])
+    [[0, 1, 2], [5]]
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
 
 
 def name_some(names: Sequence[str]) -> str:

@@ -51,7 +51,6 @@ from mics_fn.shards import (
     pieces,
     places_of,
     put,
-    refuse_none,
     refuse_tracing,
     with_parts,
     with_zeros,
@@ -482,7 +481,6 @@ def bucket_sizes(
     if groups is not None:
         return sizes_of(open_shards("bucket_sizes", shards, groups).uses)
     checks.integer("bucket_sizes", "partition_size", partition_size, optional=True)
-    refuse_none("bucket_sizes", shards, "shards")
     leaves, _ = tree.flatten(shards, is_leaf)
     check_leaves("bucket_sizes", shards, leaves, "shards")
     uses, parts = grouped(leaves, [None] * len(leaves)), partition_size
@@ -567,7 +565,6 @@ def record(
             total.backward(loss_fn(full, batch))
         total.wait()
         return run.marked if mark_backward else run.record
-    refuse_none("record", shards, "shards")
     leaves, spec = tree.flatten(shards, is_leaf)
     check_leaves("record", shards, leaves, "shards")
     run = _without_data(loss_fn, leaves, spec, batch)

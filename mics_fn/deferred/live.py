@@ -119,9 +119,9 @@ def codes_of(
 def task_of(use: shards.BucketUse, name: str, data: Sequence[Any]) -> Task:
     """Return the task that fetches a chunk's pieces from host memory or files."""
     facts: Any = {"bucket": use.bucket, "chunk": use.route.chunk, "data": data}
-    copied = shards.copied_to if use.gather_wire is None else shards.copied_with_zeros
+    facts["zeros"] = use.gather_wire is not None
     op = f"the copy of {name} from elsewhere"
-    return Task(use.hierarchy.fetch_queue, op, partial(copied, **facts))
+    return Task(use.hierarchy.fetch_queue, op, partial(shards.copied_to, **facts))
 
 
 class Hollow(NamedTuple):

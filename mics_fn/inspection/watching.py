@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mics_fn import _device, spans
-from mics_fn.errors import MicsError, human_bytes
+from mics_fn.errors import MicsError, human_bytes, runs_of
 from mics_fn.spans import Span
 
 # `StepMemory`: the memory of a step by kind, from what was told while it ran.
@@ -184,13 +184,8 @@ def _folded(numbers: Sequence[int]) -> str:
     >>> _folded([3]), _folded([0, 1, 2, 5])
     ('3', '0-2+5')
     """
-    parts: list[list[int]] = []
-    for n in numbers:
-        if parts and parts[-1][-1] + 1 == n:
-            parts[-1].append(n)
-        else:
-            parts.append([n])
-    return "+".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else f"{p[0]}" for p in parts)
+    runs = runs_of(numbers)
+    return "+".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else f"{p[0]}" for p in runs)
 
 
 def _ms(seconds: float) -> str:

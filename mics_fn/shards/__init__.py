@@ -42,6 +42,10 @@ A parameter that the loss does not use gets a gradient of zeros, the same on all
 decay and momentum apply to it. (`torch.optim` skips parameters whose gradient is None.) Sparse
 gradients become dense; in a group of one rank they need `defer`.
 
+A step of thousands of leaves makes so many objects that Python searches its whole heap for garbage
+in it, with all of torch there. That is a third of the time of the step, which `gc.freeze()` saves
+once model and state are built; see `python -m mics_fn bench opt`.
+
 What travels may be codes instead of values: `gather`, `hop1` and `hop2` of a `Precision`. Leaves of
 such a bucket begin on blocks of its codecs, so its padding is larger: see [Note: flat buckets] in
 `bucket`. Where ranks hold a bucket in full (p = 1) nothing is coded, and its values are exact.
@@ -56,6 +60,25 @@ Arithmetic of your own: `map` applies an elementwise function to the pieces of t
 whole tensors (`optim.leaf_norms`, `optim.inner`) are passed to it, so that it has a derivative.
 `cut` makes shards of full values that all ranks have computed, and sends nothing. Trees of shards
 may be copied and pickled, each rank's by itself, and come back with their chunks.
+
+One bucket on its way through a step, as file and function in the order in which they run. Files
+are of this wing, if they are not of `collectives` or `optim`:
+
+1. `sharding.shard` puts leaves into buckets (`bucket.plan_buckets`). It packs one bucket after the
+   other in full (`pack.pack_full`), and keeps this rank's chunk of it. The shards are the pieces
+   of leaves in this chunk, as views (`pack.split_chunk`).
+2. `verbs.gather` finds the buckets of a tree, and their groups (`opened.open_shards`). All of them
+   go through one node of autograd (`linear.apply`), in turns (`linear.run`): the pieces of a
+   bucket are its chunk again (`pack.pack_chunk`), cast to the dtype of computation, and one
+   all-gather at each level (`collectives.start_all_gather`) brings the chunks of other ranks. Full
+   leaves are views of the buffer that was filled (`pack.split_full`).
+3. Backward is hop 1, since a gradient of a gather is a mean over the partition group: it packs the
+   full gradients of a bucket into a buffer (`pack.pack_full`), reduces it level by level
+   (`collectives.start_reduce_scatter`), and keeps this rank's chunk (`pack.split_chunk`). So the
+   gradients are shards like the parameters, in the same buckets.
+4. `verbs.reduce_grads` does hop 2: the mean of a chunk over the ranks that hold the same chunk in
+   other replicas (`collectives.start_mean`). Where it is given full gradients, it does hop 1 first.
+5. `optim.opt_step` updates this rank's chunks, which are shards of the next step.
 
 Where to start reading: the notes of `bucket`, `leaf` and `linear`, in this order. Then `sharding`
 (shard), `opened` (what every verb does first), `verbs` (the other verbs) and `mapping`. `pack` is
@@ -116,7 +139,6 @@ from mics_fn.shards.opened import (
     grouped,
     homes_of,
     open_shards,
-    refuse_none,
     require_groups,
 )
 from mics_fn.shards.pack import (
@@ -125,7 +147,6 @@ from mics_fn.shards.pack import (
     checksum_of,
     coded_pieces,
     copied_to,
-    copied_with_zeros,
     dense,
     fetched_to,
     forget_nonfinite,

@@ -153,7 +153,7 @@ class Bucket:
 
     @cached_property
     def _text(self) -> str:
-        layout = short_digest([str(getattr(self, f.name)) for f in fields(self)])
+        layout = short_digest([str(fact) for fact in self._facts])
         return f"bucket {self.index} ({self.names}; layout {layout})"
 
     def __str__(self) -> str:
@@ -174,11 +174,15 @@ class Bucket:
         return tuple(prod(shape) for shape in self.shapes)
 
     @cached_property
+    def _facts(self) -> tuple:
+        return tuple([getattr(self, field.name) for field in fields(self)])
+
+    @cached_property
     def _hash(self) -> int:
-        return hash(tuple(getattr(self, f.name) for f in fields(self)))
+        return hash(self._facts)
 
     def __reduce__(self) -> tuple:  # without its hash, which another process computes otherwise
-        return _bucket_of, tuple(getattr(self, f.name) for f in fields(self))
+        return _bucket_of, self._facts
 
     # A bucket is part of every leaf's structure: its hash is computed once, and equality tries
     # identity first.
@@ -187,11 +191,7 @@ class Bucket:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, Bucket) or self._hash != other._hash:
-            return False
-        return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self))
+        return self is other or (isinstance(other, Bucket) and self._facts == other._facts)
 
 
 def short_digest(texts: Sequence[str]) -> str:
@@ -290,23 +290,21 @@ def plan_buckets(
     """
     keys: list[Any] = [(order or natural)(leaf.path) for leaf in leaves]
     ranked = sorted(range(len(leaves)), key=lambda i: (keys[i], i))
-    open_buckets: dict[Hashable, list[int]] = {}
-    open_bytes: dict[Hashable, int] = {}
-    open_keys: dict[Hashable, object] = {}
-    closed: list[list[int]] = []
+    last: dict[Hashable, tuple[list[int], int, object]] = {}  # members, bytes and key, by kind
+    every: list[list[int]] = []
     for i in ranked:
         leaf = leaves[i]
         kind = (leaf.formats, leaf.parts, leaf.trainable, leaf.group)
-        nbytes = prod(leaf.shape) * leaf.formats.dtype.itemsize
         own = None if bucket is None else bucket(leaf.path)
-        full = open_bytes.get(kind, 0) + nbytes > bucket_bytes
-        if kind not in open_buckets or full or open_keys[kind] != own:
-            open_buckets[kind], open_bytes[kind], open_keys[kind] = [], 0, own
-            closed.append(open_buckets[kind])
-        open_buckets[kind].append(i)
-        open_bytes[kind] += nbytes
+        size = prod(leaf.shape) * leaf.formats.dtype.itemsize
+        members, nbytes, key = last.get(kind, ([], 0, own))
+        if not members or nbytes + size > bucket_bytes or key != own:
+            members, nbytes = [], 0
+            every.append(members)
+        members.append(i)
+        last[kind] = members, nbytes + size, own
     found: dict[int, tuple[Bucket, int]] = {}
-    for index, members in enumerate(closed):
+    for index, members in enumerate(every):
         made = _bucket_from(index, [leaves[i] for i in members])
         found.update({i: (made, slot) for slot, i in enumerate(members)})
     return [found[i] for i in range(len(leaves))]

@@ -49,6 +49,13 @@ class ChunkMemory:
 _MEMORIES: weakref.WeakValueDictionary[tuple, ChunkMemory] = weakref.WeakValueDictionary()
 
 
+def _memory_of(part: Tensor, whole: Callable[[], Tensor]) -> ChunkMemory:
+    """The memory that a tensor is a part of; made of the whole of it at the first call."""
+    key = _torch.storage_id(part), part.dtype
+    found = _MEMORIES.get(key)
+    return _MEMORIES.setdefault(key, ChunkMemory(whole())) if found is None else found
+
+
 def parts_of(leaf: Any) -> tuple[Any, ...]:
     """The arguments of `from_parts` for a leaf with a bucket.
 
@@ -60,33 +67,21 @@ def parts_of(leaf: Any) -> tuple[Any, ...]:
         text = f"{leaf!r} is computed from a tensor that requires a gradient, and cannot be copied"
         raise LeafError(text, fix="detach it first, or copy what it was computed from")
     if is_coded(x):
-        return type(leaf), *_of_codes(x), False, leaf.bucket, leaf.slot
+        kept: Any = x
+        if kept.codes.row is None:
+            return type(leaf), ChunkMemory(x), None, False, leaf.bucket, leaf.slot
+        memory = _memory_of(kept.codes.row, kept.whole)
+        return type(leaf), memory, (kept.start, x.shape, x.stride()), False, leaf.bucket, leaf.slot
     x = read(x)  # a copy is in memory, wherever this leaf lives
     place: Any = (x.storage_offset(), x.shape, x.stride())
     if leaf.bucket is None or _torch.has_no_data(x):
         memory = ChunkMemory(x.detach())
     elif x.untyped_storage().nbytes() == leaf.bucket.chunk * x.itemsize:
-        key = _torch.storage_id(x), x.dtype
-        memory = _MEMORIES.get(key)
-        if memory is None:
-            flat = x.detach().as_strided((leaf.bucket.chunk,), (1,), 0)
-            memory = _MEMORIES.setdefault(key, ChunkMemory(flat))
+        memory = _memory_of(x, lambda: x.detach().as_strided((leaf.bucket.chunk,), (1,), 0))
     else:
         x = x.detach().clone()
         memory, place = ChunkMemory(x), (0, x.shape, x.stride())
     return type(leaf), memory, place, leaf.data.requires_grad, leaf.bucket, leaf.slot
-
-
-def _of_codes(x: Any) -> tuple[ChunkMemory, tuple | None]:
-    """The memory of a coded piece, and where in it the piece begins."""
-    row = x.codes.row
-    if row is None:
-        return ChunkMemory(x), None
-    key = _torch.storage_id(row), row.dtype
-    memory = _MEMORIES.get(key)
-    if memory is None:
-        memory = _MEMORIES.setdefault(key, ChunkMemory(x.whole()))
-    return memory, (x.start, x.shape, x.stride())
 
 
 def from_parts(
@@ -268,11 +263,12 @@ class Nothing(NotATensor):
 
 
 Leaf = Sharded | Fixed | Tied | Nothing
+_KINDS = frozenset([Sharded, Fixed, Tied, Nothing])  # nothing derives from them
 
 
 def is_leaf(value: Any) -> bool:
     """Whether a value is a leaf of a tree of shards."""
-    return isinstance(value, Leaf)
+    return type(value) in _KINDS
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -484,10 +480,7 @@ def reduction_groups(leaves: Iterable[Any]) -> Any:
 
 
 def _first_trained(leaves: Iterable[Any]) -> Any:
-    for leaf in leaves:
-        if isinstance(leaf, Sharded):
-            return leaf
-    return None
+    return next((leaf for leaf in leaves if isinstance(leaf, Sharded)), None)
 
 
 # Where a leaf lies: its bucket, if it lies in one, its slot, and whether it is tied.

@@ -25,7 +25,7 @@ passes the check.
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,39 +99,27 @@ def _own_rows(values: Sequence[Tensor], dim: int) -> Tensor:
 
 # The linear maps between ranks, on plain tensors: one value per member of each use.
 
-
-class Started(NamedTuple):
-    """A map that was started: the transfers to wait for, and what makes values of their results."""
-
-    pendings: list[collectives.Pending]
-    finish: Callable[[list[Tensor]], list[Tensor]]
-
-    def wait(self) -> list[Tensor]:
-        return self.finish([pending.wait() for pending in self.pendings])
+# Waits for what was started of one bucket, and gives one value per member.
+Finish = Callable[[], list[Tensor]]
 
 
-def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> Started:
-    pendings, like = [], _like(uses, data, full=False)
-    for use, pieces in deal(uses, data):
-        route, slots = use.route, use.by_slot(pieces)
-        what, wire = _what(use, "gather", like), use.gather_wire
-        pending = None if wire is None else _start_coded(use, wire, slots, like, what)
-        if pending is None:  # cast before sending
-            dtype = use.bucket.compute
-            chunk = pack.pack_chunk(use.bucket, route.chunk, slots, dtype=dtype, **like)
-            pending = collectives.start_all_gather(route, chunk, what)
-        pendings.append(pending)
+def _gather(use: BucketUse, values: Sequence[Tensor | None], like: dict) -> Finish:
+    """Start the gather of one bucket, which is cast before it is sent."""
+    bucket, slots, wire = use.bucket, use.by_slot(values), use.gather_wire
+    what = _what(use, "gather", like)
+    pending = None if wire is None else _start_coded(use, wire, slots, like, what)
+    if pending is None:
+        chunk = pack.pack_chunk(bucket, use.route.chunk, slots, dtype=bucket.compute, **like)
+        pending = collectives.start_all_gather(use.route, chunk, what)
 
-    def finish(found: list[Tensor]) -> list[Tensor]:
-        out = []
-        for use, full in zip(uses, found, strict=True):
-            if full.ndim > 2:  # batched: chunks must be adjacent before the batch can come first
-                full = full.movedim(0, -2).contiguous()
-            full = full if full.ndim == 1 else full.flatten(-2)
-            out += use.by_member(pack.split_full(use.bucket, full))
-        return out
+    def finish() -> list[Tensor]:
+        full = pending.wait()
+        if full.ndim > 2:  # batched: chunks must be adjacent before the batch can come first
+            full = full.movedim(0, -2).contiguous()
+        full = full if full.ndim == 1 else full.flatten(-2)
+        return use.by_member(pack.split_full(bucket, full))
 
-    return Started(pendings, finish)
+    return finish
 
 
 def _start_coded(
@@ -159,78 +147,51 @@ def _what(use: BucketUse, hop: str, like: dict) -> tuple:
     return (f"{use.verb} of a batch {batch}" if batch else use.verb, hop, use.bucket)
 
 
-def _reduce_scatter(
-    uses: Sequence[BucketUse], data: Sequence[Tensor | None], like: dict | None = None
-) -> Started:
-    like = _like(uses, data, full=True) if like is None else like
-    pendings, packed = [], []
-    for use, leaves in deal(uses, data):
-        buffers, dtype = use.hierarchy.pools.reducing, use.bucket.reduce
-        full = pack.pack_full(use.bucket, use.by_slot(leaves), dtype=dtype, buffers=buffers, **like)
-        pack.note_nonfinite(use.bucket, full)
-        parts = full.unflatten(-1, (use.bucket.parts, -1)).movedim(-2, 0).contiguous()
-        what = _what(use, "hop 1", like)
-        wire = use.bucket.hop1 if parts.ndim == 2 else None
-        dtype = use.bucket.dtype
-        pendings.append(
-            collectives.start_reduce_scatter(use.route, parts, buffers, dtype, what, wire)
-        )
-        if use.crosses_ranks:  # otherwise the result is a view of it
-            packed.append((buffers, full))
+def _scatter(use: BucketUse, leaves: Sequence[Tensor | None], like: dict) -> Finish:
+    """Start hop 1 of one bucket: a reduce-scatter with mean."""
+    bucket, buffers = use.bucket, use.hierarchy.pools.reducing
+    given = {"dtype": bucket.reduce, "buffers": buffers, **like}
+    full = pack.pack_full(bucket, use.by_slot(leaves), **given)
+    pack.note_nonfinite(bucket, full)
+    parts = full.unflatten(-1, (bucket.parts, -1)).movedim(-2, 0).contiguous()
+    what, wire = _what(use, "hop 1", like), bucket.hop1 if parts.ndim == 2 else None
+    pending = collectives.start_reduce_scatter(use.route, parts, buffers, bucket.dtype, what, wire)
 
-    def finish(chunks: list[Tensor]) -> list[Tensor]:
-        for buffers, full in packed:  # no transfer reads them any more
+    def finish() -> list[Tensor]:
+        chunk = pending.wait()
+        if use.crosses_ranks:  # no transfer reads it any more, and the chunk is no view of it
             buffers.give(full)
-        return _pieces(uses, chunks)
+        return _pieces(use, chunk)
 
-    return Started(pendings, finish)
-
-
-def _reduce_scatter_in_turns(
-    uses: Sequence[BucketUse], data: Sequence[Tensor | None]
-) -> list[Tensor]:
-    """`_reduce_scatter` with at most two buckets in flight, which bounds its memory."""
-    like = _like(uses, data, full=True)
-    under_way, out = deque[Started](), []
-    for use, leaves in deal(uses, data):
-        if len(under_way) == 2:
-            out += under_way.popleft().wait()
-        under_way.append(_reduce_scatter([use], leaves, like))
-    return out + [value for started in under_way for value in started.wait()]
+    return finish
 
 
-def mean_over_replicas(
-    uses: Sequence[BucketUse], data: Sequence[Tensor | None], *, in_place: bool = False
-) -> Started:
-    """Hop 2; `in_place` writes the means into the chunks that the pieces are views of."""
-    pendings, like = [], _like(uses, data, full=False)
-    for use, given in deal(uses, data):
-        pieces, number = use.by_slot(given), use.route.chunk
-        chunk = pack.whole_chunk(use.bucket, number, pieces)
-        if chunk is None:
-            chunk = pack.pack_chunk(use.bucket, number, pieces, **like)
-        elif not in_place or use.missing:  # leaves that the tree lacks must not change
-            chunk = chunk.clone()
+def _mean(
+    use: BucketUse, values: Sequence[Tensor | None], like: dict, in_place: bool = False
+) -> Finish:
+    """Start hop 2 of one bucket; `in_place` writes into the chunk that the pieces are views of."""
+    bucket, pieces, number = use.bucket, use.by_slot(values), use.route.chunk
+    chunk = pack.whole_chunk(bucket, number, pieces)
+    if chunk is None:
+        chunk = pack.pack_chunk(bucket, number, pieces, **like)
+    elif not in_place or use.missing:  # leaves that the tree lacks must not change
+        chunk = chunk.clone()
+    else:
+        collectives.finish_readers([chunk])
+    if bucket.parts == 1:  # there was no hop 1
+        pack.note_nonfinite(bucket, chunk)
+    wire = bucket.hop2_format
+    if isinstance(wire, collectives.Codec):
+        if chunk.ndim == 1:
+            chunk = pack.zero_padding(bucket, number, chunk)
         else:
-            collectives.finish_readers([chunk])
-        if use.bucket.parts == 1:  # there was no hop 1
-            pack.note_nonfinite(use.bucket, chunk)
-        what, wire = _what(use, "hop 2", like), use.bucket.hop2_format
-        if isinstance(wire, collectives.Codec):
-            if chunk.ndim == 1:
-                chunk = pack.zero_padding(use.bucket, number, chunk)
-            else:
-                wire = use.bucket.uncoded.hop2_format
-        pendings.append(collectives.start_mean(use.replicas, chunk, wire, what))
-    return Started(pendings, lambda chunks: _pieces(uses, chunks))
+            wire = bucket.uncoded.hop2_format
+    pending = collectives.start_mean(use.replicas, chunk, wire, _what(use, "hop 2", like))
+    return lambda: _pieces(use, pending.wait())
 
 
-def _pieces(uses: Sequence[BucketUse], chunks: Sequence[Tensor]) -> list[Tensor]:
-    return [
-        piece
-        for use, chunk in zip(uses, chunks, strict=True)
-        for piece in use.by_member(pack.split_chunk(use.bucket, use.route.chunk, chunk))
-    ]
+def _pieces(use: BucketUse, chunk: Tensor) -> list[Tensor]:
+    return use.by_member(pack.split_chunk(use.bucket, use.route.chunk, chunk))
 
 
 def deal(uses: Sequence[BucketUse], data: Sequence[Any]) -> list[tuple[BucketUse, Sequence[Any]]]:
@@ -249,28 +210,24 @@ def _like(uses: Sequence[BucketUse], data: Sequence[Tensor | None], *, full: boo
         for slot, value in enumerate(use.by_slot(values)):
             if value is not None:
                 own = len(use.bucket.shapes[slot]) if full else 1
-                device = use.hierarchy.device
-                device = device if pack.must_fetch(value, device) else value.device
+                device = use.hierarchy.device if use.placed else value.device
                 return {"batch": value.shape[: value.ndim - own], "device": device}
     return {"device": uses[0].hierarchy.device} if uses else {}
 
 
-def _here(uses: Sequence[BucketUse], data: Sequence[Tensor], *, scaled: bool = False) -> Started:
-    """The values themselves, or multiplied by the number of parts; nothing is sent."""
-    out = [
-        x * use.bucket.parts if scaled else x.view_as(x) for use, d in deal(uses, data) for x in d
-    ]
-    return Started([], lambda _: out)
+def _own(use: BucketUse, values: Sequence[Any], like: dict, factor: int = 1) -> Finish:
+    """The values themselves, or multiplied by a factor; nothing is sent."""
+    return lambda: [x.view_as(x) if factor == 1 else x * factor for x in values]
 
 
-_LOCAL: dict[str, Callable[..., Started]] = {
-    "own": _here,
-    "part": _here,
-    "times parts": partial(_here, scaled=True),
-}
-_MAPS: dict[str, Callable[..., Started]] = {
-    **{"gather": _all_gather, "scatter": _reduce_scatter, "mean": mean_over_replicas},
-    **_LOCAL,
+def _times_parts(use: BucketUse, values: Sequence[Any], like: dict) -> Finish:
+    return _own(use, values, like, use.bucket.parts)
+
+
+_LOCAL = {"own": _own, "part": _own, "times parts": _times_parts}
+_MAPS: dict[str, Callable[..., Finish]] = {
+    **{"gather": _gather, "scatter": _scatter, "mean": _mean, **_LOCAL},
+    "mean in place": partial(_mean, in_place=True),
 }
 # See [Note: adjoint]. "own" gives parts as they are, so that `refuse_local_basis` sees them. "part"
 # takes a full value as this rank's part of a value: of x = (1, 2, 3, 4) on 2 ranks the
@@ -293,17 +250,16 @@ class _Linear(torch.autograd.Function):
             refuse_tracing()
         if levels and name in ("gather", "own"):  # of which tangents are in parts
             refuse_local_basis(levels, deal(uses, data))
-        if name == "scatter":
-            return tuple(_reduce_scatter_in_turns(uses, data))
-        return tuple(_MAPS[name](uses, data).wait())
+        return tuple(run(name, uses, data))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.name, _, ctx.uses = inputs[:3]
-        ctx.given = [
-            None if value is None else (value.shape, value.dtype, value.device)
-            for value in inputs[3:]
-        ]
+        # In trees with thousands of leaves Python's search for garbage takes a third of the time,
+        # and counts objects: nothing is kept for a leaf but its device, which is none.
+        ctx.devices = [None if value is None else value.device for value in inputs[3:]]
+        if ctx.name in _LOCAL:
+            ctx.like = [(value.shape, value.dtype, value.device) for value in inputs[3:]]
         # A missing cotangent is packed as zeros, without making a tensor of zeros for it.
         ctx.set_materialize_grads(False)
 
@@ -314,7 +270,7 @@ class _Linear(torch.autograd.Function):
         found = _Linear.apply(_TRANSPOSED[ctx.name], 0, uses, *_filled(ctx, cotangents))
         return (
             *(None, None, None),
-            *(None if x is None else g.to(x[2]) for g, x in zip(found, ctx.given, strict=True)),
+            *(None if d is None else g.to(d) for g, d in zip(found, ctx.devices, strict=True)),
         )
 
     @staticmethod
@@ -333,7 +289,7 @@ class _Linear(torch.autograd.Function):
 
 def _filled(ctx: Any, values: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """(Co)tangents as a map takes them: what is sent is packed with zeros for those missing."""
-    return with_zeros(values, ctx.given) if ctx.name in _LOCAL else values
+    return with_zeros(values, ctx.like) if ctx.name in _LOCAL else values
 
 
 def with_zeros(values: Sequence[Tensor | None], like: Sequence[Any]) -> list[Tensor]:
@@ -349,6 +305,26 @@ def with_zeros(values: Sequence[Tensor | None], like: Sequence[Any]) -> list[Ten
     ]
 
 
+def start(name: str, uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Finish]:
+    """Start a map of plain tensors, one value per member of each use."""
+    like = _like(uses, data, full=name == "scatter")
+    return [_MAPS[name](use, values, like) for use, values in deal(uses, data)]
+
+
+def run(name: str, uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Tensor]:
+    """Apply a map to plain tensors, one value per member of each use."""
+    like = _like(uses, data, full=name == "scatter")
+    most = 2 if name == "scatter" else len(uses)  # buckets in flight, which bounds the memory
+    under_way, out = deque[Finish](), list[Tensor]()
+    for use, values in deal(uses, data):
+        if len(under_way) == most:
+            out += under_way.popleft()()
+        under_way.append(_MAPS[name](use, values, like))
+    while under_way:
+        out += under_way.popleft()()
+    return out
+
+
 def linear_map(
     name: str, uses: Sequence[BucketUse], *data: Tensor | None, derived: bool = False
 ) -> list[Tensor]:
@@ -358,16 +334,8 @@ def linear_map(
 
 def apply(name: str, uses: Sequence[BucketUse], values: Sequence[Any]) -> list[Tensor]:
     """Apply a map to a tree's values, one per leaf; gives one result per member of each use."""
-    data: list[Any] = []
-    for use in uses:
-        data += [values[i] for i in use.members]
-    return linear_map(name, uses, *data) if uses else []
-
-
-def start(verb: str, name: str, uses: Sequence[BucketUse], values: Sequence[Any]) -> Started:
-    """Start a map on plain tensors. Its result has no derivative, so it raises if one is needed."""
-    collectives.refuse_derivative(f"start_{verb}", values, f"use {verb}, or torch.no_grad()")
-    return _MAPS[name](uses, [values[i] for use in uses for i in use.members])
+    data = (values[i] for use in uses for i in use.members)
+    return list(_Linear.apply(name, None, uses, *data)) if uses else []
 
 
 def put(out: list[Any], uses: Sequence[BucketUse], found: Sequence[Any]) -> None:

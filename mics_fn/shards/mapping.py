@@ -14,7 +14,7 @@ from mics_fn.offload import placed_like
 from mics_fn.shards.bucket import Bucket
 from mics_fn.shards.leaf import Sharded, dtype_name, is_leaf, mark_reduced, reduction_groups
 from mics_fn.shards.linear import linear_map
-from mics_fn.shards.opened import BucketUse, check_leaves, refuse_none, values_up_to
+from mics_fn.shards.opened import BucketUse, check_leaves, values_up_to
 from mics_fn.tree import Tree
 
 
@@ -49,7 +49,6 @@ def map(fn: Callable[..., Tensor], shards: Tree, *rest: Tree) -> Tree:
       >>> shards.map(lambda x, y, c: x + c * y, params, params, {"b": 1.0, "w": 2.0})["w"].data
       tensor([3., 3.])
     """
-    refuse_none("map", shards, "shards")
     leaves, spec = tree.flatten(shards, is_leaf)
     check_leaves("map", shards, leaves, "shards")
     others = [_matched(shards, leaves, spec, other, i) for i, other in enumerate(rest)]

@@ -32,7 +32,8 @@ GroupsTree = Home | Callable[[str], Any] | dict[Any, Any] | list[Any] | tuple[An
 
 
 def check_leaves(verb: str, shards: Tree, leaves: Sequence[Any], root: str) -> None:
-    """Raise LeafError unless all leaves of a tree are shards."""
+    """Raise LeafError unless there is a tree, all leaves of which are shards."""
+    refuse_none(verb, shards, root)
     for i, leaf in enumerate(leaves):
         if not is_leaf(leaf):
             path = tree.paths(shards, root, is_leaf)[i]

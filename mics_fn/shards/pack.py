@@ -32,7 +32,7 @@ process that refuses steps.
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -44,23 +44,8 @@ from mics_fn.collectives import Codec, checksum
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Buffers
 from mics_fn.shards.bucket import Bucket, gaps, pieces
-from mics_fn.shards.leaf import is_donated
 
 # Frozen leaves that are kept as codes: `param=int4[64]` of a `Precision`.
-
-
-def check_frozen(verb: str, trained: Mapping[str, Codec | None]) -> None:
-    """Raise PlanError if leaves that are trained are to be kept as codes.
-
-    Args:
-      verb: for errors.
-      trained: the codec of each trained leaf, if any, by path.
-    """
-    coded = [f"{path}: param={codec}" for path, codec in trained.items() if codec is not None]
-    if coded:
-        text = f"{verb}: leaves that are trained cannot be kept as codes: updates would be lost"
-        fix = "name them in frozen=, or give param= behind a pattern that leaves them out"
-        raise PlanError(text, coded[:5], fix)
 
 
 def has_codes(data: Any) -> bool:
@@ -193,7 +178,7 @@ def any_to_fetch(leaves: Sequence[Any], home: Any) -> bool:
       home: their groups. Without any, only what is in files or kept as codes counts.
     """
     for leaf in leaves:
-        x: Any = None if is_donated(leaf) else leaf.data
+        x: Any = leaf.data if leaf._donated is None else None
         if not isinstance(x, Tensor):
             continue
         device = x.device if home is None else home.device
@@ -219,7 +204,9 @@ def fetched_to(data: Tensor, device: torch.device, dtype: torch.dtype | None = N
     return data if data.device == device else data.to(device, non_blocking=True)
 
 
-def copied_to(memory: Tensor, bucket: Bucket, chunk: int, data: Sequence[Any]) -> Iterator[None]:
+def copied_to(
+    memory: Tensor, bucket: Bucket, chunk: int, data: Sequence[Any], zeros: bool = False
+) -> Iterator[None]:
     """Copy the pieces of a bucket, by slot, into the memory of its chunk, part by part.
 
     Args:
@@ -227,14 +214,16 @@ def copied_to(memory: Tensor, bucket: Bucket, chunk: int, data: Sequence[Any]) -
       bucket: the bucket.
       chunk: the number of the chunk.
       data: the pieces; None for a leaf that the tree lacks.
+      zeros: make padding zero at the end, so that it sets no scale of a block of codes.
     """
     whole = whole_in_file(bucket, chunk, data)
     if whole is not None:
         yield from offload.transfer(whole, memory)
-        return
     for piece, source in zip(pieces(bucket, chunk), data, strict=True):
-        if source is not None and piece.length:
+        if whole is None and source is not None and piece.length:
             yield from offload.transfer(source, memory.narrow(-1, piece.start, piece.length))
+    if zeros:
+        zero_padding(bucket, chunk, memory)
 
 
 def whole_in_file(bucket: Bucket, chunk: int, data: Sequence[Any]) -> offload.FileTensor | None:
@@ -345,14 +334,6 @@ def zero_padding(bucket: Bucket, chunk: int, flat: Tensor) -> Tensor:
         flat = flat.clone() if flat.is_inference() else flat
         _torch.foreach_zero([x for x in flat.data.split_with_sizes(sizes)[::2] if x.numel()])
     return flat
-
-
-def copied_with_zeros(
-    memory: Tensor, bucket: Bucket, chunk: int, data: Sequence[Any]
-) -> Iterator[None]:
-    """`copied_to`, after which padding is zero, so that it sets no scale of a block of codes."""
-    yield from copied_to(memory, bucket, chunk, data)
-    zero_padding(bucket, chunk, memory)
 
 
 def standing_for(bucket: Bucket, chunk: int, data: Sequence[Any]) -> Tensor:

@@ -350,15 +350,9 @@ class Chosen(NamedTuple):
 
     @classmethod
     def checked(
-        cls,
-        verb: str,
-        *,
-        precision: Any = None,
-        bucket_bytes: Any = BUCKET_BYTES,
-        where: Any = None,
-        **keys: Any,
+        cls, verb: str, precision: Any = None, bucket_bytes: Any = BUCKET_BYTES, **others: Any
     ) -> "Chosen":
         """The options as they were given, if each of them is what it should be."""
+        others["where"] = where_of(others.get("where"))
         nbytes = checks.nbytes(verb, "bucket_bytes", bucket_bytes, 1)
-        where = where_of(where)
-        return cls(precision=precision_of(precision), bucket_bytes=nbytes, where=where, **keys)
+        return cls(precision=precision_of(precision), bucket_bytes=nbytes, **others)

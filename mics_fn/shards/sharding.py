@@ -11,7 +11,7 @@ from mics_fn import _torch, checks, collectives, spans, tree
 from mics_fn.errors import PlanError, name_ranks
 from mics_fn.groups import Groups, Home
 from mics_fn.offload import DEVICE, Place, Where, place_tensor
-from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, LeafSpec, plan_buckets
+from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, Formats, LeafSpec, plan_buckets
 from mics_fn.shards.leaf import (
     Fixed,
     Nothing,
@@ -25,7 +25,7 @@ from mics_fn.shards.leaf import (
     refuse_overlaps,
 )
 from mics_fn.shards.opened import GroupsTree, require_tree, spread_homes
-from mics_fn.shards.pack import check_frozen, check_kept_place, coded_pieces, pack_full, split_chunk
+from mics_fn.shards.pack import check_kept_place, coded_pieces, pack_full, split_chunk
 from mics_fn.shards.precision import Chosen, LayoutOptions, Precision, ShardOptions
 from mics_fn.tree import Tree
 
@@ -90,6 +90,7 @@ class Layout(NamedTuple):
 
 def specs_of(
     verb: str,
+    root: str,
     leaves: Sequence[Tensor],
     bare: Sequence[str],
     homes: Sequence[Groups],
@@ -103,9 +104,21 @@ def specs_of(
         if leaf.is_floating_point() and owners[i] == i:
             trained = not _is_frozen(verb, leaf, path, options.frozen)
             formats = options.precision.formats(path, leaf.dtype, leaf.numel(), trained)
+            _check_formats(verb, tree.join(root, path), formats, homes[i], trained)
             group, parts = (numbers[homes[i]], leaf.is_meta), homes[i].partition_size
             found[i] = LeafSpec(path, tuple(leaf.shape), formats, parts, trained, group)
     return found
+
+
+def _check_formats(verb: str, path: str, formats: Formats, home: Groups, trained: bool) -> None:
+    """Raise PlanError for a leaf that cannot be kept or sent as its formats say."""
+    if trained and formats.codes is not None:
+        text = f"{verb}: leaves that are trained cannot be kept as codes: updates would be lost"
+        fix = "name them in frozen=, or give param= behind a pattern that leaves them out"
+        raise PlanError(text, [f"{path}: param={formats.codes}"], fix)
+    for wire in (formats.gather, formats.hop1):
+        if wire is not None:
+            collectives.check_level(wire, home.plan.topology.names)
 
 
 def _is_frozen(verb: str, leaf: Tensor, path: str, frozen: Callable[[str], bool] | None) -> bool:
@@ -238,15 +251,8 @@ def shard(
     if source_rank is not None and replicas == "check":
         fix = "pass replicas='broadcast' to take its values"
         raise PlanError(f"shard: source_rank={source_rank} has no effect", fix=fix)
-    options = Chosen.checked(
-        "shard",
-        frozen=frozen,
-        precision=precision,
-        bucket_bytes=bucket_bytes,
-        order=order,
-        bucket=bucket,
-        where=where,
-    )
+    keys: Any = {"frozen": frozen, "order": order, "bucket": bucket, "where": where}
+    options = Chosen.checked("shard", precision, bucket_bytes, **keys)
     layout = _layout_of("shard", "params", params, groups, options)
     refuse_computed("shard", layout.paths, layout.leaves)
     trained = [layout.paths[i] for i, (bucket, _) in layout.slots.items() if bucket.trainable]
@@ -309,13 +315,7 @@ def _layout_of(verb: str, root: str, params: Tree, groups: Any, options: Chosen)
         check_tensor(verb, path, leaf, home.device)
     owners = owners_of(leaves)
     check_ties(verb, owners, paths, homes)
-    specs = specs_of(verb, leaves, bare, homes, owners, options)
-    coded = {tree.join(root, x.path): x.formats.codes for x in specs.values() if x.trainable}
-    check_frozen(verb, coded)
-    for i, each in specs.items():
-        for wire in (each.formats.gather, each.formats.hop1):
-            if wire is not None:
-                collectives.check_level(wire, homes[i].plan.topology.names)
+    specs = specs_of(verb, root, leaves, bare, homes, owners, options)
     how = {"bucket_bytes": options.bucket_bytes, "order": options.order, "bucket": options.bucket}
     slots = plan_buckets(list(specs.values()), **how)
     by_leaf = dict(zip(specs, slots, strict=True))

@@ -8,13 +8,14 @@ the gradient; see [Note: adjoint] in `linear`.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from mics_fn import _torch, checks, tree
-from mics_fn.collectives import needs_derivative
+from mics_fn.collectives import needs_derivative, refuse_derivative
 from mics_fn.errors import DonatedError, LeafError
 from mics_fn.groups import require_replicas
 from mics_fn.offload import placed_like
@@ -33,7 +34,7 @@ from mics_fn.shards.leaf import (
     note_write,
     same_tensor,
 )
-from mics_fn.shards.linear import Started, apply, deal, mean_over_replicas, put, start
+from mics_fn.shards.linear import Finish, apply, deal, put, run, start
 from mics_fn.shards.opened import (
     BucketUse,
     GroupsTree,
@@ -112,7 +113,7 @@ class PendingTree:
     """A tree that is being transferred; `wait()` returns it.
 
     Args:
-      started: the transfers.
+      started: waits for the transfers of each bucket.
       build: makes the tree of their results.
 
     Communication: on gloo `wait()` starts the levels that remain; see the verb that made this.
@@ -124,9 +125,9 @@ class PendingTree:
       tensor([1., 1.])
     """
 
-    def __init__(self, started: Started, build: Callable[[list[Tensor]], Tree]) -> None:
-        self._started, self._build = started, build
-        self._tree: Tree = None
+    def __init__(self, started: Sequence[Finish], build: Callable[[list[Tensor]], Tree]) -> None:
+        self._started: Sequence[Finish] | None = started
+        self._build, self._tree = build, None
 
     def wait(self) -> Tree:
         """The tree. All ranks must wait for their trees in the same order.
@@ -134,8 +135,18 @@ class PendingTree:
         A second call gives the same tree and does not communicate.
         """
         if self._started is not None:
-            self._tree, self._started = self._build(self._started.wait()), None
+            found = [value for finish in self._started for value in finish()]
+            self._tree, self._started = self._build(found), None
         return self._tree
+
+
+def _start(
+    verb: str, name: str, uses: Sequence[BucketUse], values: Sequence[Any], build: Callable
+) -> PendingTree:
+    """Start a map on plain tensors. Its result has no derivative, so it raises if one is needed."""
+    refuse_derivative(f"start_{verb}", values, f"use {verb}, or torch.no_grad()")
+    data = [values[i] for use in uses for i in use.members]
+    return PendingTree(start(name, uses, data), build)
 
 
 def start_gather(shards: Tree, hierarchy: Any) -> PendingTree:
@@ -165,44 +176,40 @@ def start_gather(shards: Tree, hierarchy: Any) -> PendingTree:
       [tensor([1., 1.])]
     """
     opened = open_shards("start_gather", shards, hierarchy).agree()
-    full, sent = list(opened.data), []
-    for use in opened.uses:
-        if use.crosses_ranks:
-            sent.append(use)
-        else:
-            _view_in_full(use, full)
-    started = start("gather", "gather", sent, opened.data)
+    full = list(opened.data)
+    sent = _view_local(opened.uses, full)
 
     def build(found: list[Tensor]) -> Tree:
         put(full, sent, found)
         return opened.build(full)
 
-    return PendingTree(started, build)
+    return _start("gather", "gather", sent, opened.data, build)
 
 
-def _view_in_full(use: BucketUse, data: list[Any]) -> None:
-    """View the data of a bucket as full tensors, where one rank holds the whole of it."""
-    for i, shape in zip(use.index, use.bucket.shapes, strict=True):
-        if i is not None:
-            piece = data[i]
-            if use.placed:
-                piece = pack.fetched_to(piece, use.hierarchy.device, use.bucket.compute)
-            data[i] = piece.to(use.bucket.compute).reshape((*piece.shape[:-1], *shape))
+def _view_local(uses: Sequence[BucketUse], data: list[Any]) -> list[BucketUse]:
+    """View as full tensors what one rank holds the whole of; return the other buckets."""
+    sent = []
+    for use in uses:
+        if use.crosses_ranks:
+            sent.append(use)
+            continue
+        for i, shape in zip(use.index, use.bucket.shapes, strict=True):
+            if i is not None:
+                piece = data[i]
+                if use.placed:
+                    piece = pack.fetched_to(piece, use.hierarchy.device, use.bucket.compute)
+                data[i] = piece.to(use.bucket.compute).reshape((*piece.shape[:-1], *shape))
+    return sent
 
 
 def _gathered(data: Sequence[Any], uses: Sequence[BucketUse]) -> list[Any]:
     """One full tensor per leaf of the tree, from the data of each leaf."""
-    full, trained, frozen = list(data), [], []
-    for use in uses:
-        if not use.crosses_ranks:
-            _view_in_full(use, full)
-        elif use.bucket.trainable:
-            trained.append(use)
-        else:
-            frozen.append(use)
-    put(full, trained, apply("gather", trained, data))
-    with torch.no_grad():  # frozen leaves get no gradient
-        put(full, frozen, apply("gather", frozen, data))
+    full = list(data)
+    sent = _view_local(uses, full)
+    for trained in (True, False):
+        own = [use for use in sent if use.bucket.trainable is trained]
+        with nullcontext() if trained else torch.no_grad():  # frozen leaves get no gradient
+            put(full, own, apply("gather", own, data))
     return full
 
 
@@ -343,8 +350,7 @@ def start_scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -
       tensor([1., 1.])
     """
     owed = _owed("start_scatter_grads", grads, groups, like)
-    started = start("scatter_grads", "scatter", owed.sent, owed.full)
-    return PendingTree(started, lambda found: _shards_of(owed, found))
+    return _start("scatter_grads", "scatter", owed.sent, owed.full, partial(_shards_of, owed))
 
 
 class _Owed(NamedTuple):
@@ -487,21 +493,21 @@ def _mean_over_replicas(
     uses, data = list(sent.values()), opened.data
     if exact:
         uses = [replace(use, bucket=use.bucket.exact) for use in uses]
-    if donate and needs_derivative(data):
+
+    def build(found: list[Tensor]) -> Tree:
+        dealt = zip(sent, deal(uses, found), strict=True)
+        return opened.rebuild({i: placed_like(new, opened.tensors(i)) for i, (_, new) in dealt})
+
+    if not donate:
+        return build(apply("mean", uses, data))
+    if needs_derivative(data):
         fix = "pass donate=False where gradients are differentiated"
         raise DonatedError("sync_replicas: donate=True under autograd", fix=fix)
-    with Writing() as writing, torch.no_grad() if donate else nullcontext():
-        if donate:
-            writing.covers(grads, "grads", verb)
-            note_write()
-            members = [data[i] for use in uses for i in use.members]
-            found = mean_over_replicas(uses, members, in_place=True).wait()
-        else:
-            found = apply("mean", uses, data)
-        dealt = zip(sent, deal(uses, found), strict=True)
-        out = opened.rebuild({i: placed_like(new, opened.tensors(i)) for i, (_, new) in dealt})
-        if donate:
-            writing.mark_donated(tree.flatten(out, is_leaf)[0])
+    with Writing() as writing, torch.no_grad():
+        writing.covers(grads, "grads", verb)
+        note_write()
+        out = build(run("mean in place", uses, [data[i] for use in uses for i in use.members]))
+        writing.mark_donated(tree.flatten(out, is_leaf)[0])
     return out
 
 

@@ -153,7 +153,10 @@ def test_opt(forked_bench: Callable) -> None:
             assert peer["ns_per_element"] == spread(ns)
         by_round = ratio(ours["seconds_by_round"], theirs["seconds_by_round"])
         assert theirs["opt_step_ratio"] == by_round
+    assert [step["leaves"] for step in figures["steps"]] == [4, 22]
+    assert all(min(step["us_a_leaf"].values()) > 0 for step in figures["steps"])
     assert "opt_step(donate=True)" in printed
+    assert "22 leaves" in printed
 
 
 @pytest.mark.thorough

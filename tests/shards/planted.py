@@ -18,8 +18,8 @@ PLANTED = [
     (
         "hop 2 writes to the gradients that it is given",
         "shards/linear.py",
-        "            chunk = chunk.clone()\n",
-        "            pass\n",
+        "        chunk = chunk.clone()\n",
+        "        pass\n",
         "shards/test_wires.py -k coded_hop2",
     ),
     (
@@ -39,15 +39,15 @@ PLANTED = [
     (
         "the derivative of a cut lacks the number of parts",
         "shards/linear.py",
-        '"times parts": partial(_here, scaled=True)',
-        '"times parts": _here',
+        '"times parts": _times_parts',
+        '"times parts": _own',
         "shards/test_cutting.py -k cuts",
     ),
     (
         "a bucket goes on where its key changes",
         "shards/bucket.py",
-        " or full or open_keys[kind] != own:",
-        " or full:",
+        " > bucket_bytes or key != own:",
+        " > bucket_bytes:",
         "shards/test_cutting.py -k border",
     ),
     (
@@ -74,8 +74,8 @@ PLANTED = [
     (
         "padding from files sets the scale of a block",
         "shards/pack.py",
-        "\n    zero_padding(bucket, chunk, memory)",
-        "",
+        "        zero_padding(bucket, chunk, memory)\n",
+        "        pass\n",
         "shards/test_elsewhere.py -k same_bits",
     ),
     (

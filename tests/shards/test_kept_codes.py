@@ -307,7 +307,7 @@ def refused() -> None:
 
     for words, call in (
         (
-            ["PlanError", "trained cannot be kept as codes", "params.base.big: param=int4[64]"],
+            ["PlanError", "trained cannot be kept as codes", "params.base.bias: param=int4[64]"],
             lambda: mf.shard(values(), groups, precision="param=int4[64]"),
         ),
         # On the other rank in a DesyncError.

@@ -1,5 +1,11 @@
-"""`bench opt`: the optimizer's step on flat shards against torch's own on unsharded parameters."""
+"""`bench opt`: the optimizer's step on flat shards against torch's own on unsharded parameters.
 
+And what a step of the verbs costs for each leaf, in trees of few and of many small leaves. Python's
+search for garbage is a part of it, as it begins the more often the more objects are alive at once:
+its whole heap is searched, with all of torch in it, unless `gc.freeze` took that out.
+"""
+
+import gc
 import itertools
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +38,8 @@ class OptConfig:
 
     Args:
         turns: how long.
-        small_leaves: leaves of the tree that has many small ones.
+        small_leaves: leaves of the tree that has many small ones. Steps of the verbs are taken on
+            trees with half as many, and with two and a half times as many.
         device: "auto", "cpu" or "cuda".
         model: sizes of the GPT whose parameters are the other tree.
     """
@@ -58,7 +65,23 @@ def measure_opt(config: OptConfig) -> dict[str, Any]:
         say(f"{name}: opt_step and torch.optim.AdamW take turns ...")
         with mf.make_groups(1, ranks=[rank], device=device) as groups:
             found.append(_compare(name, shapes, config, groups))
-    return {"trees": found}
+    say("steps of the verbs ...")
+    with mf.make_groups(1, ranks=[rank], device=device) as groups:
+        sizes = (config.small_leaves // 2, config.small_leaves * 5 // 2)
+        peers = [_verbs(leaves, groups) for leaves in sizes]
+        laps = take_turns(peers, config.turns, device=device)
+        gc.freeze()
+        frozen = take_turns(peers, config.turns, device=device)
+        gc.unfreeze()
+    steps = [
+        {
+            "leaves": leaves,
+            "us_a_leaf": spread([x / leaves * 1e6 for x in lap.seconds]),
+            "us_a_leaf_frozen": spread([x / leaves * 1e6 for x in after.seconds]),
+        }
+        for leaves, lap, after in zip(sizes, laps, frozen, strict=True)
+    ]
+    return {"trees": found, "steps": steps}
 
 
 def trees(config: OptConfig) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -128,6 +151,22 @@ def _theirs(
     return BenchPeer("torch.optim.AdamW(fused=True)", lambda number: optimizer.step()), params
 
 
+def _verbs(leaves: int, groups: mf.Groups) -> BenchPeer:
+    """Build the peer that takes whole steps by the verbs on so many leaves of 8 elements."""
+    params = mf.shard({f"w{i}": torch.ones(8, device=groups.device) for i in range(leaves)}, groups)
+    state = mf.init_state(params, mf.optim.adamw(1e-3))
+
+    def loss(shards: dict[str, Any]) -> Tensor:
+        return torch.stack(list(mf.gather(shards, groups).values())).sum()
+
+    def step(number: int) -> None:
+        nonlocal state
+        grads = mf.reduce_grads(torch.func.grad(loss)(state.params), groups)
+        state = mf.opt_step(state, grads, donate=True)
+
+    return BenchPeer(f"{leaves:,} leaves", step)
+
+
 def render_opt(figures: dict[str, Any], config: OptConfig) -> str:
     """Render the figures as tables."""
     blocks = []
@@ -142,4 +181,9 @@ def render_opt(figures: dict[str, Any], config: OptConfig) -> str:
             rows.append((peer["name"], between(peer["ns_per_element"], ".2f"), over))
         gap = part["largest_param_gap"]
         blocks.append(table(title, rows) + f"\n  largest difference of a parameter: {gap:.1e}")
-    return "\n\n".join(blocks)
+    rows = [("", "microseconds a leaf", "after gc.freeze")]
+    for step in figures["steps"]:
+        now, frozen = (between(step[key], ".1f") for key in ("us_a_leaf", "us_a_leaf_frozen"))
+        rows.append((f"{step['leaves']:,} leaves", now, frozen))
+    title = f"gather, gradient, both hops and update of small leaves, {config.turns}"
+    return "\n\n".join([*blocks, table(title, rows)])
