@@ -34,7 +34,7 @@ def state_at(step: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("call", "verb"),
     [
-        ("statvfs", lambda path: checkpoint.save(path, state_at(1), mf.make_groups(1), step=1)),
+        ("listdir", lambda path: checkpoint.save(path, state_at(1), mf.make_groups(1), step=1)),
         ("listdir", checkpoint.latest),
         ("listdir", checkpoint.verify),
     ],
