@@ -25,7 +25,8 @@ from torch import Tensor
 from mics_fn import checks, errors, spans, tree
 from mics_fn.checkpoint import directory, manifest, snapshot
 from mics_fn.collectives import agree, collect_bytes
-from mics_fn.groups import Groups, StopRequest
+from mics_fn.faults import StopRequest
+from mics_fn.groups import Groups
 from mics_fn.shards import dtype_name, refuse_derivative
 from mics_fn.spans import LOG
 from mics_fn.store import Store, later, poll
@@ -231,7 +232,7 @@ _WHAT, _STEPS, _NUMBERS = "what they save", "their steps", "the numbers of the s
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, str]:
-    """The numbers and texts of a state as text, and apart from them its steps."""
+    """The numbers and texts of a state as text, and separately its steps."""
     texts = {name: f"{name}={value!r}" for name, value in values.items()}
     steps = [text for name, text in texts.items() if f".{name}".endswith(".step")]
     return {_STEPS: ", ".join(steps), _NUMBERS: ", ".join(texts.values())}
