@@ -26,6 +26,8 @@ Its words:
   killed in a save never matters: the next save removes it.
 - A step that is saved after a rollback *replaces* those from it on: they do not count from the
   moment in which it does, whether they can be removed or not. See [Note: epochs] in `directory`.
+- A folder has one *owner*, the newest job that went on from it or saved there. An older one that
+  still runs gets an error that names the owner, and changes nothing.
 - Each rank writes one file. Replicas hold the same shards, so each writes a part of these; which
   one follows from their sizes, so nothing is planned or gathered.
 - A *slice* is a range of a flattened tensor in a file, at most 4 MiB, that is read at once.

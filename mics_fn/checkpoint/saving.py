@@ -598,7 +598,7 @@ def save(
       memory that is kept for the next save.
 
     Raises:
-      FileError: the step would not be the newest, or another job saves there.
+      FileError: the step would not be the newest, or a newer job has taken the folder.
       FileError: some rank cannot write; on all of them. Nothing has changed.
       DesyncError: ranks save other steps or states.
       PlanError, LeafError: the state cannot be saved like this, or has no tensor.
