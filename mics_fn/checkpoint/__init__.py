@@ -25,7 +25,9 @@ Its words:
   is on the disk. `steps` and `latest` name committed steps only, and whatever a job leaves that was
   killed in a save never matters: the next save removes it.
 - A step that is saved after a rollback *replaces* those from it on: they do not count from the
-  moment in which it does, whether they can be removed or not. See [Note: branches] in `directory`.
+  moment in which it does, whether they can be removed or not. See [Note: epochs] in `directory`.
+- A folder has one *owner*, the newest job that went on from it or saved there. An older one that
+  still runs gets an error that names the owner, and changes nothing.
 - Each rank writes one file. Replicas hold the same shards, so each writes a part of these; which
   one follows from their sizes, so nothing is planned or gathered.
 - A *slice* is a range of a flattened tensor in a file, at most 4 MiB, that is read at once.
@@ -69,10 +71,10 @@ kept with a `Trainer`, add it to `carried` in the wing `train`. To change the fo
 `load` returns a `Loaded` of state, step and extra, and `verify` a `Verified` of what it compared.
 """
 
-from mics_fn.checkpoint.directory import check_writable
+from mics_fn.checkpoint.directory import Folder
 from mics_fn.checkpoint.exported import load_dcp, save_dcp, save_pretrained
 from mics_fn.checkpoint.loading import Loaded, Verified, latest, load, steps, verify
-from mics_fn.checkpoint.saving import PendingSave, check_folder, save, start_save
+from mics_fn.checkpoint.saving import PendingSave, save, start_save, take_folder
 
 __all__ = [
     "latest",

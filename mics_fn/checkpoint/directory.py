@@ -8,35 +8,46 @@ has another name and never matters. What cannot be read all the same counts, and
 whoever loads it: no step is passed over in silence. Exports for other libraries come to be in the
 same way, beside the path that they get.
 
-[Note: branches] A run that goes back to an older step and saves from there leaves a branch behind.
-The first step that it saves at or below one that is there already begins a new *branch*, and its
-folder gets the number of the branch, in six digits, such as `step-00000003.000002`; so do all steps
-after it. A step *replaces* every step of a lower branch from its own number on. As this follows
-from names alone, the one operation that commits a step replaces the others too: they do not count
-from then on, whatever is killed afterwards and whatever cannot be removed.
+[Note: epochs] A job that was thought dead may live on beside its successor, and a job may be
+started twice. So whoever writes to a folder *owns* it in an *epoch*, a number that is higher than
+all before it. The file `.epoch-000002`, which says who took it, is made so that only one can make
+it: by a `Trainer` that goes on from the folder, by the first save of any other process, and by a
+save that goes back to an older step. The owner then gives another name to all folders that older
+epochs are writing into, and only then looks which steps there are. Whoever saves makes such a
+folder first, and looks then whether the epoch is still its own. So of two that do this at the same
+time either the owner finds the folder, and the rename that would commit it fails, as what it
+renames has gone; or the other one finds that it was replaced, and raises. Nothing can change
+between the look and the commit, and nobody waits for a lock.
+
+That needs a file system that makes a file exclusively, renames a folder as one operation, and lets
+whoever lists a folder see what others did before. Local ones do; NFS does from version 3 on, as its
+server does all three, and clients ask it when they open a folder. It was never tried on NFS.
+
+A folder of a step has its epoch in its name if that is not the first one, such as
+`step-00000003.000002`. A step *replaces* every step of a lower epoch from its own number on. As
+this follows from names alone, the one operation that commits a step replaces the others too: they
+do not count from then on, whatever is killed afterwards and whatever cannot be removed.
 
 Replaced steps are removed as soon as two others count. So there are two whole steps at every
 instant, if there were two before; `load(step=)` finds a replaced one while it is there.
 """
 
 import errno
-import fcntl
 import hashlib
-import importlib.util
 import json
 import os
 import re
 import shutil
 import socket
-import stat
 import threading
+import time
 import uuid
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from math import inf
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,7 +55,6 @@ from torch import Tensor
 from mics_fn.checkpoint import manifest
 from mics_fn.errors import CheckpointNotFound, FileError, MicsError, first_line, message
 from mics_fn.init import File
-from mics_fn.shards import dtype_name
 from mics_fn.spans import LOG
 from mics_fn.threads import beside
 
@@ -76,13 +86,14 @@ def sync(path: Path) -> None:
         os.close(number)
 
 
-def write_file(path: Path, data: bytes) -> None:
+def write_file(path: Path, *parts: bytes | memoryview) -> None:
     """Write a new file, and wait until the disk has it."""
-    number = os.open(path, _NEW, 0o644)
+    number = os.open(path, _NEW, 0o666)
     try:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(number, rest) :]
+        for part in parts:
+            rest = memoryview(part)
+            while rest:
+                rest = rest[os.write(number, rest) :]
         os.fsync(number)
     finally:
         os.close(number)
@@ -112,11 +123,11 @@ def publish(new: Path, path: Path) -> None:
 
 
 def remove_folder(path: Path) -> bool:
-    """Remove a folder, which first gets a name that no step has; returns whether that has gone."""
+    """Give a folder a name that nobody uses, and remove it; returns whether its own has gone."""
     hidden = path
     with suppress(OSError):
-        if not path.name.startswith("."):
-            hidden = path.with_name(f".old-{path.name}-{uuid.uuid4().hex[:12]}")
+        if not path.name.startswith(".old-"):
+            hidden = path.with_name(f".old-{path.name.lstrip('.')}-{uuid.uuid4().hex[:12]}")
             os.rename(path, hidden)
         shutil.rmtree(hidden, ignore_errors=True)
     return not os.path.lexists(path)
@@ -136,14 +147,7 @@ def write_errors(what: str, path: Path) -> Iterator[None]:
         raise FileError(message(f"{what} {path}", lines, fix), str(path)) from error
 
 
-# The file of a rank: native safetensors, whose slices the manifest lists.
-
-
-def check_writable() -> None:
-    """Raise FileError if safetensors, which writes files, is not installed."""
-    if importlib.util.find_spec("safetensors") is None:
-        text = "Checkpoints: saving needs the package safetensors"
-        raise FileError(message(text, fix="pip install 'mics-fn[checkpoint]'"), "")
+# The file of a rank: a safetensors file, whose slices the manifest lists.
 
 
 def write_part(path: Path, tensors: Mapping[manifest.Range, Tensor]) -> manifest.SavedFile:
@@ -154,38 +158,28 @@ def write_part(path: Path, tensors: Mapping[manifest.Range, Tensor]) -> manifest
       tensors: the slices, dense and on the CPU.
 
     Raises:
-      OSError, SafetensorError: it cannot be written.
+      OSError: it cannot be written.
     """
-    import safetensors
-
-    specs, nbytes, slices = {}, 0, list[manifest.Slice]()
+    header, places, end = dict[str, Any](), list[int](), 0
     for name, x in tensors.items():
         dtype, count = manifest.in_file(x.dtype, x.numel())
-        place = {"data_ptr": x.data_ptr(), "data_len": x.numel() * x.itemsize}
-        specs[f"{name}"] = safetensors.TensorSpec(dtype=dtype_name(dtype), shape=[count], **place)
-        nbytes += x.numel() * x.itemsize
-    facts = os.statvfs(path.parent)
-    if nbytes > (free := facts.f_bavail * facts.f_frsize):
-        raise OSError(f"{nbytes} bytes are needed, {free} bytes are free")
-
-    summed = beside(lambda: [zlib.crc32(memory_of(x)) for x in tensors.values()])
+        places.append(end)
+        end += x.numel() * x.itemsize
+        facts = {"dtype": manifest.WORDS[dtype], "shape": [count]}
+        header[f"{name}"] = facts | {"data_offsets": [places[-1], end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    values = [memory_of(x) for x in tensors.values()]
+    summed = beside(lambda: [zlib.crc32(each) for each in values])
     try:
-        safetensors.serialize_file(specs, path)
+        write_file(path, head, *values)
     finally:
         sums = summed()
-    with open(path, "rb") as file:
-        head = file.read(8)
-        head += file.read(int.from_bytes(head, "little"))
-    finish_file(path)
-    size = path.stat().st_size
-    if size != len(head) + nbytes:
-        raise OSError(f"the file system kept {size} bytes of {len(head) + nbytes}")
-    places = json.loads(head[8:])
-    for name, crc in zip(tensors, sums, strict=True):
-        start = len(head) + places[f"{name}"]["data_offsets"][0]
-        slices.append(manifest.Slice(name, start, crc))
-    header = hashlib.sha256(head).hexdigest()
-    return manifest.SavedFile(path.name, size, len(head), header, slices)
+    rows = zip(tensors, places, sums, strict=True)
+    slices = [manifest.Slice(name, len(head) + at, crc) for name, at, crc in rows]
+    digest = hashlib.sha256(head).hexdigest()
+    return manifest.SavedFile(path.name, len(head) + end, len(head), digest, slices)
 
 
 def memory_of(x: Tensor) -> memoryview:
@@ -275,16 +269,12 @@ def load_errors(path: Path) -> Iterator[None]:
 
 
 def open_file(path: Path) -> File:
-    """Open a file of a step, which is a regular file in its folder."""
-    if not stat.S_ISREG(os.lstat(path).st_mode):
-        raise _not_opened(path, "it is not a regular file")
+    """Open a file of a step, which lies in its folder."""
+    for link in filter(os.path.islink, (path.parent, path)):
+        fix = "load only checkpoints that you know, or copy the file itself"
+        text = message(f"load: {link} is not opened: it is a symbolic link", fix=fix)
+        raise FileError(text, str(link), damaged=True)
     return File("load", path)
-
-
-def _not_opened(path: Path, why: str) -> FileError:
-    fix = "load only checkpoints that you know, or copy the file itself"
-    text = message(f"load: {path} is not opened: {why}", fix=fix)
-    return FileError(text, str(path), damaged=True)
 
 
 def manifest_in(path: Path, step: int) -> tuple[manifest.Manifest, str]:
@@ -297,8 +287,6 @@ def manifest_in(path: Path, step: int) -> tuple[manifest.Manifest, str]:
     Raises:
       FileError: it is missing, damaged, or of another step; or the system cannot read it.
     """
-    if os.path.islink(path):
-        raise _not_opened(path, "it is a symbolic link")
     with load_errors(path / manifest.NAME), closing(open_file(path / manifest.NAME)) as file:
         data = file.header(0, file.size, manifest.MAX_BYTES)
     found = manifest.read_manifest(data, str(path / manifest.NAME))
@@ -308,64 +296,28 @@ def manifest_in(path: Path, step: int) -> tuple[manifest.Manifest, str]:
     return found, hashlib.sha256(data).hexdigest()
 
 
-# Which steps of a folder count, by the names of their folders.
+# Which steps of a folder count, and whose it is, by names; see [Note: epochs].
 
 _STEP = re.compile(r"step-(\d{8,})(?:\.(\d{6,}))?")
-
-
-class Attempt(NamedTuple):
-    """A folder of a step; the first branch is 1, and is not named."""
-
-    branch: int
-    step: int
-    path: Path
-
-
-def attempts_in(folder: Path) -> list[Attempt]:
-    """All steps in a folder: the highest branch first, newer steps before older ones.
-
-    Raises:
-      FileError: the folder is there, but cannot be read.
-    """
-    names = list[str]()
-    with load_errors(folder), suppress(FileNotFoundError, NotADirectoryError):
-        names = os.listdir(folder)
-    attempts = list[Attempt]()
-    for name in names:
-        if found := _STEP.fullmatch(name):
-            attempts.append(Attempt(int(found[2] or 1), int(found[1]), folder / name))
-    return sorted(attempts, reverse=True)
-
-
-def divided(attempts: list[Attempt]) -> tuple[dict[int, Path], dict[int, Path]]:
-    """The folder of each step that counts, newest first, and of those that are replaced."""
-    counting: dict[int, Path] = {}
-    replaced: dict[int, Path] = {}
-    lowest: float = inf
-    for _, step, path in attempts:
-        if step < lowest:
-            counting[step], lowest = path, step
-        else:
-            replaced.setdefault(step, path)
-    return counting, replaced
-
-
-def next_name(attempts: list[Attempt], step: int) -> str:
-    """The name of the folder of a step that is saved now; see [Note: branches]."""
-    branch, newest, _ = attempts[0] if attempts else (1, -1, None)
-    if newest >= step:
-        branch += 1
-    return f"step-{step:08d}" + (f".{branch:06d}" if branch > 1 else "")
-
-
-_LOCK = ".lock"
-_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+_OF_EPOCH = re.compile(r"\.(?:epoch|tmp)-(\d{6,})(?:-.*)?")
 _LEAST = 2  # steps that pruning leaves
 Overwrite = Literal["never", "newer"]
 
 
+def divided(names: Iterable[str]) -> tuple[dict[int, str], list[tuple[int, str]]]:
+    """The name of each step that counts, newest first, and those of all that are replaced."""
+    found = [(int(x[2] or 1), int(x[1]), x[0]) for x in map(_STEP.fullmatch, names) if x]
+    counting, replaced = dict[int, str](), list[tuple[int, str]]()
+    for _, step, name in sorted(found, reverse=True):
+        if step < min(counting, default=inf):
+            counting[step] = name
+        else:
+            replaced.append((step, name))
+    return counting, replaced
+
+
 class Folder:
-    """The folder in which a job keeps its checkpoints.
+    """The folder in which a job keeps its checkpoints, as one writer or reader has it.
 
     Args:
       path: where; it need not exist.
@@ -373,14 +325,27 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.abspath(os.fspath(path)))
-        self._lock: int | None = None
+        self.epoch = 0  # in which this writer owns it; 0 if it never did
         self._new: Path | None = None  # that is written into and not committed yet
+
+    def __fspath__(self) -> str:
+        return str(self.path)
 
     # What readers see.
 
+    def names(self) -> list[str]:
+        """All names in it; none if it does not exist.
+
+        Raises:
+          FileError: it is there, but cannot be read.
+        """
+        with load_errors(self.path), suppress(FileNotFoundError, NotADirectoryError):
+            return os.listdir(self.path)
+        return []
+
     def committed(self) -> dict[int, Path]:
         """The folder of each committed step, newest step first."""
-        return divided(attempts_in(self.path))[0]
+        return {step: self.path / name for step, name in divided(self.names())[0].items()}
 
     def find(self, step: int | None) -> tuple[int, Path]:
         """The folder of a step, or of the newest one.
@@ -388,19 +353,71 @@ class Folder:
         Raises:
           CheckpointNotFound: there is none.
         """
-        counting, replaced = divided(attempts_in(self.path))
+        names = self.names()
+        counting, replaced = divided(names)
         if step is None:
             step = max(counting, default=None)
-        every = replaced | counting
+        every = dict(reversed(replaced)) | counting
         if step in every:
-            return step, every[step]
-        names = sorted(os.listdir(self.path))[:8] if self.path.is_dir() else ["no folder"]
+            return step, self.path / every[step]
+        has = ", ".join(sorted(names)[:8]) if self.path.is_dir() else "no folder"
         lines = [f"committed steps: {', '.join(map(str, sorted(counting))) or 'none'}"]
-        lines.append(f"it has: {', '.join(names)}")
+        lines.append(f"it has: {has}")
         what = "no committed checkpoint" if step is None else f"no committed step {step}"
         fix = "pass the folder that save was given, and one of its steps"
         text = message(f"load: {what} in {self.path}", lines, fix)
         raise CheckpointNotFound(text, str(self.path))
+
+    # Whose it is.
+
+    def own(self, *, anew: bool = False) -> None:
+        """Take the folder, unless this writer owns it; then remove what older epochs left.
+
+        Args:
+          anew: whether it begins a new epoch in any case.
+
+        Raises:
+          FileError: a newer writer has taken it.
+        """
+        make_folder(self.path)
+        text = f"host {socket.gethostname()}, process {os.getpid()}, since {time.ctime()}"
+        text += f", from step {max(self.committed(), default='none')} on"
+        while anew or not self._epoch_file(self.epoch).exists():
+            self.check_owned()
+            newest = self._newest_epoch() + 1
+            with suppress(FileExistsError), open(self._epoch_file(newest), "x") as file:
+                self.epoch, anew = newest, False
+                file.write(text)
+        for name in self.names():
+            found, path = _OF_EPOCH.fullmatch(name), self.path / name
+            if name.startswith(".old-"):
+                remove_folder(path)
+            elif not found or int(found[1]) > self.epoch or path == self._epoch_file(self.epoch):
+                continue
+            elif not path.is_dir():
+                path.unlink(missing_ok=True)
+            elif not remove_folder(path):  # then the older job could still commit it
+                raise OSError(f"{path} cannot be removed")
+
+    def check_owned(self) -> None:
+        """Raise FileError if a newer writer has taken the folder from this one."""
+        newest = self._newest_epoch()
+        if newest > self.epoch > 0:
+            who = ["its owner is not known"]
+            with suppress(OSError):
+                who = [self._epoch_file(newest).read_text(errors="replace")[:300]]
+            what = f"save: {self.path} has been taken over by another job"
+            fix = "end this job, or give it a folder of its own; all that is committed stays"
+            raise FileError(message(what, who, fix), str(self.path))
+
+    def _epoch_file(self, epoch: int) -> Path:
+        """The file that says who owns the folder in an epoch."""
+        return self.path / f".epoch-{epoch:06d}"
+
+    def _newest_epoch(self) -> int:
+        names = self.names()
+        steps = [int(x[2] or 1) for x in map(_STEP.fullmatch, names) if x]
+        return max([*steps, *(int(x[1]) for x in map(_OF_EPOCH.fullmatch, names) if x)], default=0)
 
     # What the one rank does that commits.
 
@@ -409,25 +426,31 @@ class Folder:
 
         Raises:
           FileError: the step is committed already, or there are newer ones, or another job
-            saves here; or the folder cannot be made.
+            has taken the folder; or it cannot be made.
         """
         with write_errors("save: cannot write to", self.path):
-            make_folder(self.path)
-            self._take_lock()
-            self._sweep()
-            newest = max(self.committed(), default=-1)
-            if newest >= step and overwrite == "never":
-                what = f"save: step {step} would follow step {newest} in {self.path}"
-                fix = "save a later step, elsewhere, or with overwrite='newer', which replaces them"
-                raise FileError(message(what, fix=fix), str(self.path))
-            self._new = self.path / f".tmp-step-{step:08d}-{uuid.uuid4().hex[:12]}"
+            self.own(anew=self._goes_back(step, overwrite))
+            self._goes_back(step, overwrite)  # whoever owned it may have committed one meanwhile
+            name = f".tmp-{self.epoch:06d}-step-{step:08d}-{uuid.uuid4().hex[:12]}"
+            self._new = self.path / name
             self._new.mkdir()
+            self.check_owned()  # whoever takes the folder from now on finds the new one
             return self._new
+
+    def _goes_back(self, step: int, overwrite: Overwrite) -> bool:
+        """Whether a step that is there would be replaced; raises FileError if it may not."""
+        newest = max(self.committed(), default=-1)
+        if newest >= step and overwrite == "never":
+            what = f"save: step {step} would follow step {newest} in {self.path}"
+            fix = "save a later step, elsewhere, or with overwrite='newer', which replaces them"
+            raise FileError(message(what, fix=fix), str(self.path))
+        return newest >= step
 
     def commit(self, found: manifest.Manifest) -> Path:
         """Commit a step whose files are on disk; see [Note: commit].
 
         Raises:
+          FileError: another job has taken the folder.
           OSError, ValueError: a file cannot be written, or would not be read.
         """
         data, new = found.to_bytes(), self._new
@@ -435,18 +458,22 @@ class Folder:
             raise ValueError("this save has ended")
         if len(data) > manifest.MAX_BYTES:
             raise ValueError(f"no reader would take a manifest of {len(data)} bytes")
-        write_file(new / manifest.NAME, data)
-        path = self.path / next_name(attempts_in(self.path), found.step)
-        publish(new, path)
+        epoch = f".{self.epoch:06d}" if self.epoch > 1 else ""
+        path = self.path / f"step-{found.step:08d}{epoch}"
+        try:
+            write_file(new / manifest.NAME, data)
+            publish(new, path)
+        except OSError:
+            self.check_owned()
+            raise
         self._new = None
         return path
 
     def abandon(self) -> None:
-        """Remove what was written of a step that does not count, and let other jobs save here."""
+        """Remove what was written of a step that does not count."""
         if self._new is not None:
             remove_folder(self._new)
             self._new = None
-        self._unlock()
 
     def prune(self, keep: int | None, keep_every: int | None) -> None:
         """Remove replaced and old steps after one was committed; at least two whole ones stay.
@@ -455,48 +482,14 @@ class Folder:
           keep: how many of the newest to keep; None keeps all.
           keep_every: steps that are a multiple of it are kept, too.
         """
-        attempts = attempts_in(self.path)
-        counting, _ = divided(attempts)
+        counting, replaced = divided(self.names())
+        self.check_owned()  # after the look, so that no step of a newer epoch was seen
         if len(counting) < _LEAST:
             return
+        old = list(counting.items())[max(keep, _LEAST) :] if keep is not None else []
+        old = [(step, name) for step, name in old if not keep_every or step % keep_every]
         # Those first that are replaced: without what replaces them, they would count again.
-        old = [each.path for each in attempts if each.path not in counting.values()]
-        stay = [path for path in old if not remove_folder(path)]
-        if not stay and keep is not None:
-            old = list(counting.items())[max(keep, _LEAST) :]
-            removed = [path for step, path in old if not keep_every or step % keep_every]
-            stay = [path for path in removed if not remove_folder(path)]
-        if stay:
-            LOG.warning("save: cannot remove %s; old steps stay", ", ".join(map(str, stay)))
-
-    def _sweep(self) -> None:
-        """Remove what jobs left that were killed while they saved; none of them is saving now."""
-        for name in os.listdir(self.path):
-            if name.startswith((".tmp-step-", ".old-step-")):
-                remove_folder(self.path / name)
-
-    def _take_lock(self) -> None:
-        """Keep other jobs from saving here; the lock ends with this process, however that ends.
-
-        It is not one of `flock`, which a forked process would keep. Of one process there is one
-        save at a time to a folder.
-        """
-        self._lock = os.open(self.path / _LOCK, _LOCK_FLAGS, 0o644)
-        try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            owner = os.pread(self._lock, 200, 0).decode(errors="replace") or "unknown"
-            self._unlock()
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                return  # a file system without locks
-            what = f"save: another job saves to {self.path}: {owner}"
-            fix = "give each job a folder of its own"
-            raise FileError(message(what, fix=fix), str(self.path)) from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"host {socket.gethostname()}, process {os.getpid()}".encode(), 0)
-
-    def _unlock(self) -> None:
-        """Let other jobs save here."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        for _, name in (*replaced, *old):
+            if not remove_folder(self.path / name):
+                LOG.warning("save: cannot remove %s; old steps stay", self.path / name)
+                return

@@ -32,27 +32,13 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor, nn
 
-from mics_fn import checks, tree
+from mics_fn import checks, shards, tree
 from mics_fn.checkpoint import directory, manifest, saving
 from mics_fn.collectives import agree, in_step
 from mics_fn.errors import FileError, LeafError, PlanError, message
 from mics_fn.groups import Groups
 from mics_fn.init import read_shards
 from mics_fn.optim import TrainState, by_leaf
-from mics_fn.shards import (
-    LayoutOptions,
-    Leaf,
-    Nothing,
-    Sharded,
-    check_dtype,
-    check_tensor,
-    dtype_name,
-    is_leaf,
-    open_shards,
-    refuse_derivative,
-    require_groups,
-    unshard,
-)
 
 
 class Saved(NamedTuple):
@@ -78,8 +64,8 @@ def one_job(verb: str, groups: Any) -> Groups:
     Raises:
       GroupsError, LeafError: they are not.
     """
-    require_groups(verb, groups)
-    refuse_derivative(verb, (), "call it outside of torch.func")
+    shards.require_groups(verb, groups)
+    shards.refuse_derivative(verb, (), "call it outside of torch.func")
     groups.partition.check_open()
     return groups
 
@@ -101,17 +87,17 @@ def saved_leaves(
       PlanError, DonatedError: as `gather`.
     """
     if dtype is not None:
-        check_dtype(verb, "dtype", dtype)
-    shards = {key: value for key, value in params.items() if is_leaf(value)}
-    opened = open_shards(verb, shards, groups, root="params")
-    keys = tree.flatten({key: key for key in shards})[0]
+        shards.check_dtype(verb, "dtype", dtype)
+    cut = {key: value for key, value in params.items() if shards.is_leaf(value)}
+    opened = shards.open_shards(verb, cut, groups, root="params")
+    keys = tree.flatten({key: key for key in cut})[0]
     owner = {key: keys[at] for key, at in zip(keys, opened.layout.owner, strict=True)}
     rename = names or (lambda name: name)
     found: dict[str, Saved] = {}  # by the leaf with the data, so that tied ones are written once
     key_of: dict[str, str] = {}  # by the name in the file
     for key, value in params.items():  # of tied names the first one, as a module lists them
         own, name = owner.get(key, key), rename(key)
-        if name is None or isinstance(value, Nothing):
+        if name is None or isinstance(value, shards.Nothing):
             continue
         if key_of.setdefault(name, key) != key:
             what = f"{verb}: params.{key_of[name]} and params.{key} would both be {name!r}"
@@ -134,10 +120,10 @@ def saved(
       LeafError: it is a piece in another dtype than its bucket, so that gathering it would round;
         or a tensor that could not be loaded as a shard.
     """
-    data = leaf.data if is_leaf(leaf) else leaf
+    data = leaf.data if shards.is_leaf(leaf) else leaf
     if data is leaf:
         where = f"params.{key}"
-        check_tensor(verb, where, manifest.savable(verb, where, data), data.device)
+        shards.check_tensor(verb, where, manifest.savable(verb, where, data), data.device)
     bucket = getattr(leaf, "bucket", None)
     if bucket is not None and data.dtype != bucket.dtype:
         what = f"{verb}: {key} is {data.dtype} in a bucket of {bucket.dtype}"
@@ -216,8 +202,8 @@ def _gathered(
     params: Mapping[str, Any], groups: Groups, leaves: Sequence[Saved], mine: set[Saved]
 ) -> dict[str, Tensor]:
     """The leaves of a bucket that belong to this rank's file, by name in it."""
-    shards = {leaf.key: params[leaf.key] for leaf in leaves if is_leaf(params[leaf.key])}
-    full = unshard(shards, groups.hierarchy)
+    cut = {leaf.key: params[leaf.key] for leaf in leaves if shards.is_leaf(params[leaf.key])}
+    full = shards.unshard(cut, groups.hierarchy)
     found: dict[str, Tensor] = {}
     for leaf in leaves:
         if leaf in mine:
@@ -338,8 +324,8 @@ def optimizer_leaves(
     for number, (kind, of) in enumerate([*moments.items(), *found[0].scalars.items()], start=1):
         for param in params:
             leaf = of if isinstance(of, Tensor) else of.get(param.key)
-            trained = isinstance(next(iter(moments.values()), {}).get(param.key), Sharded)
-            if trained and (leaf is of or isinstance(leaf, Sharded)):
+            trained = isinstance(next(iter(moments.values()), {}).get(param.key), shards.Sharded)
+            if trained and (leaf is of or isinstance(leaf, shards.Sharded)):
                 name = f"{OPTIMIZER}state.{param.name}.{kind}"
                 values[name] = leaf
                 leaves.append(saved(verb, name, name, leaf, tree=number))
@@ -384,8 +370,8 @@ def load_dcp(
     strict: bool = True,
     dtype: torch.dtype | None = None,
     trust: bool = False,
-    **options: Unpack[LayoutOptions],
-) -> dict[str, Leaf]:
+    **options: Unpack[shards.LayoutOptions],
+) -> dict[str, shards.Leaf]:
     """Shards of the parameters in a directory that torch.distributed.checkpoint wrote.
 
     Each rank reads only the chunks that overlap its own part, however many ranks wrote them. The
@@ -698,7 +684,7 @@ def _note_dtype(path: Path, leaves: Sequence[Saved]) -> None:
     config = json.loads(path.read_text()) if path.exists() else {}
     keys = [key for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)]
     if keys and len(kinds) == 1:
-        _write_json(path, config | dict.fromkeys(keys, dtype_name(*kinds)))
+        _write_json(path, config | dict.fromkeys(keys, shards.dtype_name(*kinds)))
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -229,8 +229,7 @@ def load(
     checks.integer("load", "step", step, 0, optional=True, fix="None takes the newest one")
     checks.choice("load", "on_corrupt", on_corrupt, "raise", "previous")
     checks.flag("load", "donate", donate)
-    if spans.observers:
-        spans.passing("load")
+    spans.passing("load")
     like = shards.reclaimed(like)  # of what a write that was cut short has left, only the memory
     home = snapshot.main_home("load", groups, snapshot.homes_by_bucket("load", like, groups))
     folder, refused = directory.Folder(path), dict[int, FileError]()

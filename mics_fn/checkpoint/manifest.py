@@ -34,6 +34,7 @@ _AS_BYTES = ("complex32", "complex64", "complex128", "float4_e2m1fn_x2")
 _AS_BYTES += ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 # By name the dtypes that are saved; those that a file has no word for are saved as their bytes.
 SAVED = {x: getattr(torch, x) for x in (*DTYPES.values(), *_AS_BYTES) if hasattr(torch, x)}
+WORDS = {getattr(torch, x): word for word, x in DTYPES.items()}  # of safetensors files
 
 
 def in_file(dtype: torch.dtype, numel: int) -> tuple[torch.dtype, int]:

@@ -159,8 +159,7 @@ class Agreed:
         """Write this rank's file, of what a block has."""
         path = self.path / f"rank-{self.home.position:05d}.safetensors"
         with block as tensors:
-            if spans.observers:
-                spans.passing("save: write", self.options.step)
+            spans.passing("save: write", self.options.step)
             with directory.write_errors("save: cannot write", path):
                 return replace(directory.write_part(path, tensors), extra=self.extra)
 
@@ -185,9 +184,8 @@ def agree_on(
     """
     refuse_derivative(f"checkpoint.{verb}", (), "call it outside of torch.func")
     checks.path(verb, "path", path)
-    if spans.observers:
-        spans.passing("save", options.step)
-    folder = directory.Folder(path)
+    spans.passing("save", options.step)
+    folder = folder_to_write(path)
     home = snapshot.main_home("save", groups, snapshot.homes_by_bucket("save", state, groups))
     try:
         with together(home) as exchange:
@@ -211,7 +209,8 @@ def agree_on(
                 "extra": tree.digest([f"{text}{of_extra}"]).hex(),
             }
             if home.position == 0:
-                exchange.mine["new"] = str(folder.begin(options.step, options.overwrite))
+                new = folder.begin(options.step, options.overwrite)
+                exchange.mine["new"] = str(new), folder.epoch
         _compare(exchange)
         if exchange.differing("layout"):
             _name_difference(home, contents)
@@ -222,9 +221,10 @@ def agree_on(
         raise
     if home.position and not exchange.differing("extra"):
         text, extras = "", {}
-    tensors, new = contents.tensors(), Path(exchange.all[home.ranks[0]]["new"])
+    new, folder.epoch = exchange.all[home.ranks[0]]["new"]  # any rank may be the first one later
+    tensors = contents.tensors()
     found = manifest.Manifest(options.step, options.replicas, tensors, contents.values)
-    agreed = Agreed(home, folder, new, options, found, text)
+    agreed = Agreed(home, folder, Path(new), options, found, text)
     return agreed, partial(snapshot.written_here, contents, extras)
 
 
@@ -416,6 +416,7 @@ class PendingSave:
         home, store = self._agreed.home, self._store
         if home.world_size == 1:
             if file is None:
+                self._agreed.folder.check_owned()
                 raise error or errors.FileError("save: nothing was written")
             return self._commit([file])
         said = {"error": encoded_error(error), "file": None if file is None else file.to_json()}
@@ -450,17 +451,19 @@ class PendingSave:
                     failed[rank] = said["error"]
                 else:
                     files.append(manifest.SavedFile.of_json(said["file"]))
+            if failed:
+                self._agreed.folder.check_owned()
             return failed, "" if failed else str(self._commit(files))
         except BaseException as error:  # also of a program that ends this thread
             return {home.rank: encoded_error(error)}, ""
 
     def _commit(self, files: list[manifest.SavedFile]) -> Path:
         agreed, options = self._agreed, self._agreed.options
-        if spans.observers:
-            spans.passing("save: commit", options.step)
+        spans.passing("save: commit", options.step)
         for file, rank in zip(files, agreed.home.ranks, strict=True):
             path = agreed.path / file.name
             if not (path.is_file() and path.stat().st_size == file.nbytes):
+                agreed.folder.check_owned()
                 text = f"save: {path} of rank {rank} is not seen by rank {agreed.home.rank}"
                 fix = "save to a folder that all ranks share"
                 raise errors.FileError(errors.message(text, fix=fix), str(path))
@@ -521,6 +524,18 @@ class PendingSave:
 _UNDER_WAY: dict[str, PendingSave] = {}  # the last save of this process, by folder
 
 
+# By process and path, the folder as it was last saved to; a forked process is another writer.
+_WRITERS: dict[tuple[int, str], directory.Folder] = {}
+
+
+def folder_to_write(path: str | os.PathLike[str]) -> directory.Folder:
+    """The folder at a path, in the epoch in which this process owns it; see [Note: epochs]."""
+    key = os.getpid(), os.path.realpath(path)
+    if isinstance(path, directory.Folder):
+        _WRITERS[key] = path
+    return _WRITERS.setdefault(key, directory.Folder(path))
+
+
 def folder_to_read(
     verb: str, path: str | os.PathLike[str], *, raises: bool = False
 ) -> directory.Folder:
@@ -566,7 +581,7 @@ def save(
         between ranks.
       overwrite: "never" refuses a step that is not above all committed ones. "newer" writes it, and
         the steps from it on that were there do not count any more, as after a rollback. They are
-        removed as soon as two others count; see [Note: branches] in `checkpoint.directory`.
+        removed as soon as two others count; see [Note: epochs] in `checkpoint.directory`.
       replicas: "independent" while replicas have values of their own, as with `local_sgd`; each is
         saved.
       keep: how many of the newest steps are kept, at least 2; None keeps all.
@@ -583,7 +598,7 @@ def save(
       memory that is kept for the next save.
 
     Raises:
-      FileError: the step would not be the newest, or another job saves there.
+      FileError: the step would not be the newest, or a newer job has taken the folder.
       FileError: some rank cannot write; on all of them. Nothing has changed.
       DesyncError: ranks save other steps or states.
       PlanError, LeafError: the state cannot be saved like this, or has no tensor.
@@ -664,24 +679,38 @@ def _followed(
     return pending
 
 
-def check_folder(path: str | os.PathLike[str], home: Groups, buffers: Mapping[str, Tensor]) -> None:
-    """Make a folder for checkpoints if it is missing, and try whether every rank can save there.
+def take_folder(
+    folder: directory.Folder, home: Groups, buffers: Mapping[str, Tensor], *, own: bool
+) -> int | None:
+    """Make a folder if it is missing, and try whether every rank can save there.
 
     Args:
-      path: the folder that steps will be saved in.
+      folder: the folder that steps will be saved in.
       home: the groups whose ranks will save.
       buffers: tensors that will be saved, by name.
+      own: whether to take it, so that no older job saves there from now on; see [Note: epochs].
+
+    Returns:
+      The newest step in it, if there is one.
 
     Communication: two small all-gathers over the partition group and the replication group.
 
     Raises:
-      FileError: some rank cannot; on all of them.
+      FileError: some rank cannot, or a newer job has it; on all of them.
       LeafError: a tensor cannot be saved; on other ranks a FileError.
     """
-    folder = directory.Folder(path).path
-    with together(home), directory.write_errors("Checkpoints: cannot write to", folder):
+    what = "Checkpoints: cannot write to"
+    with together(home) as exchange, directory.write_errors(what, folder.path):
         for name, x in buffers.items():
             manifest.savable("Checkpoints", f"buffer {name!r}", x)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.path.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
             pass
+        if own:
+            folder_to_read("Checkpoints", folder, raises=True)
+            folder_to_write(folder)
+            if home.position == 0:
+                folder.own()
+        exchange.mine = folder.epoch, max(folder.committed(), default=None)
+    folder.epoch, newest = exchange.all[home.ranks[0]]
+    return newest

@@ -26,8 +26,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import checks, errors, tree
-from mics_fn.checkpoint import PendingSave, check_folder, check_writable, load, save, start_save
+from mics_fn import checkpoint, checks, errors, tree
 from mics_fn.collectives import collect_bytes, finish_readers, same_call
 from mics_fn.interrupts import Commit
 from mics_fn.offload import in_file, is_coded, placed_like, read
@@ -284,8 +283,8 @@ class Checkpoints:
 
     Raises:
       PlanError: an argument is not what it should be.
-      FileError: what writes files is not installed; or, when a `Trainer` is made with it, the
-        folder cannot be written. A save would find either much later.
+      FileError: when a `Trainer` is made with it, the folder cannot be written. A save would find
+        that much later.
 
     Example:
       >>> import tempfile
@@ -320,8 +319,10 @@ class Checkpoints:
         checks.flag(verb, "background", background)
         checks.choice(verb, "on_corrupt", on_corrupt, "raise", "previous")
         checks.choice(verb, "other_options", other_options, "raise", "warn")
-        check_writable()
         self.folder = os.path.abspath(folder)  # wherever the program goes meanwhile
+        self._writer = checkpoint.Folder(
+            self.folder
+        )  # each object is a writer, which another one can replace
         self.every, self.resume, self.background = every, resume, background
         self.on_corrupt: Literal["raise", "previous"] = on_corrupt
         self.other_options: OnChange = other_options
@@ -329,7 +330,7 @@ class Checkpoints:
         self._saved: int | None = None  # the last step that was saved or loaded
         self._retries = False  # whether the next step is saved, as a save has failed before a reset
         self._ours = False  # whether this run has loaded or saved a step of the folder
-        self._pending: PendingSave | None = None
+        self._pending: checkpoint.PendingSave | None = None
 
     def save(self, trainer: Any) -> None:
         """Save a trainer now, and wait until the step is committed. All ranks call it.
@@ -354,18 +355,27 @@ class Checkpoints:
           Whether there was one.
 
         Raises:
-          FileError: some rank cannot write to the folder; on all of them.
+          FileError: some rank cannot write to the folder, or a newer job has taken it; on all of
+            them.
           LeafError: a buffer cannot be saved.
         """
         self._end()
-        check_folder(self.folder, trainer.member.home, trainer.state.buffers)
-        if not self.resume:
-            return False
+        where = self._writer, trainer.member.home, trainer.state.buffers
+        resumed, seen = False, checkpoint.take_folder(*where, own=False)
+        while self.resume:  # a job that cannot go on from here takes nothing from another one
+            resumed, tried = self._resume(trainer), seen
+            seen = checkpoint.take_folder(*where, own=True)
+            if seen == tried:
+                break
+        return resumed
+
+    def _resume(self, trainer: Any) -> bool:
+        """Load the newest step, if there is one; returns whether there was."""
         where = self.folder, _split(trainer)[0], trainer.groups
         how: dict[str, Any] = {"on_corrupt": self.on_corrupt, "replicas": _replicas(trainer)}
         try:
             with Writing() as writing:  # until all of it is that of the trainer
-                found = load(*where, donate=True, **how)
+                found = checkpoint.load(*where, donate=True, **how)
                 writing.covers(found.state, "state", "load")
                 buffers, state = trainer.state.buffers, found.state["train"]
                 trainer.state = replace(state, buffers=buffers)
@@ -448,8 +458,8 @@ class Checkpoints:
         # Steps of another run are not replaced, unless this one has gone on from this folder.
         overwrite = "newer" if self._ours else "never"
         options = {"overwrite": overwrite, "replicas": _replicas(trainer), **self._saving}
-        begin: Any = start_save if background else save
-        pending = begin(self.folder, state, trainer.groups, step=step, extra=extra, **options)
+        begin: Any = checkpoint.start_save if background else checkpoint.save
+        pending = begin(self._writer, state, trainer.groups, step=step, extra=extra, **options)
         self._pending = pending if background else None
         self._saved, self._retries, self._ours = step, False, True
 

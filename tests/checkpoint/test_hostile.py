@@ -141,9 +141,9 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "twice": (in_text(b'"step":1', b'"step":1,"step":1'), "'step' is there twice"),
     "out of the folder": (put("files", 0, 0, "../x"), "'../x', which is not opened"),
     "half a character": (put("files", 0, 0, "\ud800"), "which is not opened"),
-    "a link": (instead(PART, lambda path: path.symlink_to("/etc/passwd")), "not a regular file"),
-    "a FIFO": (instead(PART, os.mkfifo), "is not a regular file"),
-    "a device": (instead(PART, device), "is not a regular file"),
+    "a link": (instead(PART, lambda path: path.symlink_to("/etc/passwd")), "a symbolic link"),
+    "a FIFO": (instead(PART, os.mkfifo), "is a FIFO, not a regular file"),
+    "a device": (instead(PART, device), "is a device, not a regular file"),
     "a link as folder": (
         lambda folder: [(folder / STEP).rename(folder / "x"), (folder / STEP).symlink_to("x")],
         "it is a symbolic link",

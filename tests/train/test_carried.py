@@ -1,7 +1,6 @@
 """A run that is cut in two and goes on from saved values has the bits of one that is not."""
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -318,9 +317,3 @@ def test_a_save_that_fails_leaves_the_step_done() -> None:
     with pytest.raises(OSError, match="disk full"):
         trainer.fit(DataLoader(Rows(1), 4), 2, progress=False)
     assert (trainer.state.step, saver.told) == (1, ["begin"])
-
-
-def test_a_missing_package_is_told_before_a_step_is_taken(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(mf.errors.FileError, match="saving needs the package safetensors"):
-        mf.Checkpoints(tmp_path / "run")
