@@ -11,10 +11,12 @@ not do. Where these reductions come between fetches is a part of the run, which 
 room for what arrives from other ranks. They stay there until hop 1 is done, late levels included,
 and so does the copy that hop 2 sends in another dtype. The next bucket waits until its part of the
 ring is free. The ring has room for one bucket on each level and one that is being packed, by the
-median of their sizes, but not for more bytes than the budget for gathered parameters; the largest
-bucket always fits. Where hop 2 sends codes it counts as two levels, on two communicators: while a
-bucket's codes are gathered, the next one's are exchanged. So full gradients take the memory of a
-few buckets, whatever the size of the model, and how much does not depend on timing.
+median of their sizes; the largest bucket always fits. That is beside the budget for gathered
+parameters, as a link that is slow is idle while a bucket waits for room. A budget of 0, the least
+memory, has a ring for the largest bucket alone. Where hop 2 sends codes it counts as two levels, on
+two communicators: while a bucket's codes are gathered, the next one's are exchanged. So full
+gradients take the memory of a few buckets, whatever the size of the model, and how much does not
+depend on timing.
 
 [Note: in the memory of parameters] Where `Trainer` keeps all parameters, memory is fullest when the
 last backward pass begins: everything is gathered. From then on a bucket that has its gradients is
@@ -424,10 +426,9 @@ class Reduction:
             if not hops.alone:
                 needs.setdefault(ring, []).append(sum(hops.sizes[self._gets_room(index)]))
                 counts[ring] = max(counts.get(ring, 0), 1 + hops.in_flight)
-        found, budget = {}, self._run.policy.live_bytes
+        found, least = {}, self._run.policy.live_bytes == 0
         for ring, count in counts.items():
-            few = count * median_low(needs[ring])
-            few = few if budget is None else min(few, budget)
+            few = 0 if least else count * median_low(needs[ring])
             found[ring] = max(*needs[ring], few, LEAST_RING), count
         return found
 

@@ -92,7 +92,8 @@ class Trainer:
       live_bytes: budget for gathered parameters, as for `on_demand`. "auto" is a quarter of the
         memory of the smallest device, or of a rank's share of the CPU's memory. With None, or if
         all parameters fit, it is as with `keep_all`, until the last backward pass: there gradients
-        take the memory of their parameters, once nothing needs these.
+        take the memory of their parameters, once nothing needs these. Gradients on their way lie
+        beside the budget: one bucket per level of links and one more, with 0 one bucket alone.
       prefetch: as for `on_demand`.
       schedule: a `Schedule` or a policy, used instead of `live_bytes` and `prefetch`.
       grad_dtype: dtype of the sum of gradients over micro-steps; default that of the precision, at
