@@ -45,15 +45,14 @@ Limits:
 - A deferred parameter that enters a region of `torch.compile` raises. Use `gather` around the
   region, or a `clone()` of each parameter at its edge, which counts as one use.
 - `vmap` over shards raises LeafError; `vmap` inside the loss works.
-- Both forms of `torch.utils.checkpoint` work with `GradSum`. With `use_reentrant=True` gradients
-  are held in full until the pass ends, since they come in parts of which none is known to be the
-  last. Run backward inside the `functional_call`, as `Trainer` does; outside of it the module would
-  recompute with parameters of its own.
+- `torch.utils.checkpoint` works with `use_reentrant=False`; the other form raises LeafError. Run
+  backward inside the `functional_call`, as `Trainer` does; outside of it the module would recompute
+  with parameters of its own.
 - An op on a deferred weight costs 20 us of host time, or 53 us if each op changes the bucket.
 
 Where to start reading: `deferring`, then [Note: deferred parameters] in `tensor` and [Note: join
 and fetch] in `deferring`. `live` fetches and drops, `reduction` does both hops, and `grad_sum`
-examines backward. To treat an op specially, add a handler to `_HANDLERS` in `tensor`; to change
+runs backward. To treat an op specially, add a handler to `_HANDLERS` in `tensor`; to change
 when buckets are fetched, write a policy in the wing `schedules`, and leave this one alone.
 """
 

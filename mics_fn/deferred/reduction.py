@@ -37,7 +37,7 @@ device a stream: they run beside backward, and beside the hops of other buckets.
 a thread copies; on a device it is the host, which waits for the bucket.
 
 The memory elsewhere belongs to the groups, and `release` gives it back to them for the next step,
-as locking memory and making files take time.
+as locking memory and making files take time. What that step does not take is let go.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -255,14 +255,21 @@ class Reduction:
             self._hops[index] = kept[key]
 
     def _place(self, places: Mapping[int, tuple[Place, str]], host_bytes: int) -> None:
-        """Take memory elsewhere for sums, that of earlier steps if there is any."""
-        for pools in {id(x): x for x in (self.uses[i].hierarchy.pools for i in places)}.values():
-            pools.sums.setdefault("free", _Rooms()).begin()
+        """Take memory elsewhere for sums: what the last step has left, and more if that lacks."""
+        left: dict[int, dict[Any, list[Any]]] = {}  # by pools; what is not taken is let go
         for index, (place, leaf) in places.items():
             use, hops = self.uses[index], self._hops[index]
+            pools, name = use.hierarchy.pools, tree.join("grads", leaf)
+            if id(pools) not in left:
+                left[id(pools)] = pools.sums.pop("free", {})
             size = max(hops.dtype.itemsize, use.bucket.dtype.itemsize)
             nbytes = use.bucket.numel // hops.now.size * size
-            self.placed[index] = _PlacedBucket(use, place, leaf, host_bytes, nbytes)
+            if rooms := left[id(pools)].get((place, nbytes)):
+                room = rooms.pop()
+            else:
+                how: Any = {"device": use.home.device, "host_bytes": host_bytes, "leaf": name}
+                room = empty_at(place, (nbytes,), torch.uint8, **how)
+            self.placed[index] = _PlacedBucket(use, place, name, room)
 
     def add(self, index: int, grads: Sequence[Tensor | None]) -> Tensor | None:
         """Add a bucket's full gradients, one per member, and start hop 1 in the agreed order.
@@ -362,7 +369,7 @@ class Reduction:
             spans.resident("gradient shards", (id(self), -1 - index), 0)
         for placed in self.placed.values():
             placed.release()
-        self._given, self.totals = [], {}
+        self._given, self.totals, self.placed = [], {}, {}
 
     # The memory of a bucket.
 
@@ -562,28 +569,6 @@ class Reduction:
 
 # Sums of gradients that lie elsewhere than on the device: in host memory, or in files.
 
-_PATIENCE = 16  # memory of a size that so many steps have not wanted is let go
-
-
-class _Rooms:
-    """Memory at places that no step uses now; what many steps have not wanted is let go."""
-
-    def __init__(self) -> None:
-        self._free: dict[Any, list[Tensor]] = {}  # by their place and bytes
-        self._wanted: dict[Any, int] = {}  # in which step each kind was last wanted
-        self._steps = 0
-
-    def begin(self) -> None:
-        """Note that another step begins."""
-        self._steps += 1
-        for key in [k for k, last in self._wanted.items() if last + _PATIENCE < self._steps]:
-            del self._free[key], self._wanted[key]
-
-    def of(self, key: Any) -> list[Tensor]:
-        """The free memory of a kind, as a list that the caller changes."""
-        self._wanted[key] = self._steps
-        return self._free.setdefault(key, [])
-
 
 class _PlacedBucket:
     """Memory at a place for the sum of one bucket, and the copies there and back.
@@ -592,28 +577,18 @@ class _PlacedBucket:
       use: the bucket.
       place: where.
       leaf: of the bucket, for errors.
-      host_bytes: of the `Where` that the place comes from.
-      nbytes: of the sum; first what an earlier step has left is taken.
+      room: the memory, in bytes.
     """
 
-    def __init__(
-        self, use: BucketUse, place: Place, leaf: str, host_bytes: int, nbytes: int
-    ) -> None:
-        self._place, self._leaf, self._device = place, tree.join("grads", leaf), use.home.device
-        self.comm = use.hierarchy.sum_queue
-        self._free = use.hierarchy.pools.sums["free"].of((place, nbytes))
-        self._room: Any = None  # bytes
-        if self._free:
-            self._room = self._free.pop()
-        else:
-            how = {"device": self._device, "host_bytes": host_bytes, "leaf": self._leaf}
-            self._room = empty_at(place, (nbytes,), torch.uint8, **how)
+    def __init__(self, use: BucketUse, place: Place, leaf: str, room: Any) -> None:
+        self._place, self._leaf, self._device = place, leaf, use.home.device
+        self.comm, self._pools = use.hierarchy.sum_queue, use.hierarchy.pools
+        self._room: Any = room
 
     def release(self) -> None:
         """Leave the memory to the next step."""
-        if self._room is not None:
-            self._free.append(self._room)
-        self._room = None
+        free = self._pools.sums.setdefault("free", {})
+        free.setdefault((self._place, self._room.nbytes), []).append(self._room)
 
     def in_place(self, numel: int, dtype: torch.dtype) -> Tensor:
         """The sum, where it lies."""

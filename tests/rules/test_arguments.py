@@ -145,12 +145,6 @@ LeafError: opt_step: grads.b does not match its parameter
 # Schedules
 >>> mf.on_demand(live_bytes=1.5)
 PlanError: on_demand: live_bytes=1.5, expected a number of bytes of at least 0
->>> schedules.OnDemand(live_bytes=-1, prefetch=4)
-PlanError: OnDemand: live_bytes=-1, expected None or an int of at least 0
->>> schedules.OnDemand(None, 0, planner="plan")
-PlanError: OnDemand: planner='plan', expected a function from a record and sizes to a Schedule
->>> schedules.plan(record, [nan], live_bytes=None)
-PlanError: plan: sizes=[nan], expected a list with an int of at least 0 per bucket
 >>> schedules.plan(record, [8], live_bytes="x")
 PlanError: plan: live_bytes='x', expected a number of bytes of at least 0
 >>> schedules.Action("fech", (0,))
@@ -161,8 +155,6 @@ PlanError: Schedule: actions[0] is ('use', (0,))
 PlanError: defer: schedule=None, expected a schedule or a policy
 >>> mf.defer(shards(), groups, mf.keep_all(), into=mf.GradSum)
 PlanError: defer: into is the class GradSum, expected a GradSum
->>> mf.record(None, shards(), x)
-PlanError: record: loss_fn=None, expected a function that gives a loss
 >>> mf.record(lambda full, x: full["w"], shards(), x)
 LeafError: record: the loss has shape (2,), expected one number
 >>> mf.GradSum(0)
