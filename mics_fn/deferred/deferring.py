@@ -13,6 +13,7 @@ are those of the reduce-scatter; see [Note: adjoint] in `shards.linear`.
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 from weakref import WeakMethod
@@ -230,26 +231,22 @@ def _seen_together(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> 
     return [None if v is None else next(found) for v in data]
 
 
-class _QuickJoin(torch.autograd.Function):
-    """`_Join` without torch.func's argument binding, which takes most of the time of the call."""
+class _Quick(torch.autograd.Function):
+    """Run another node without torch.func's binding of arguments, which takes most of the time."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:  # pyright: ignore
-        _Join.setup_context(ctx, inputs, None)
-        return _Join.forward(*inputs)
-
-    backward, jvp = _Join.backward, _Join.jvp
-
-
-class _QuickFetch(torch.autograd.Function):
-    """`_Fetch` without torch.func's argument binding, for plain autograd."""
+    def forward(ctx: Any, node: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        ctx.node = node
+        node.setup_context(ctx, inputs, None)
+        return node.forward(*inputs)
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:  # pyright: ignore
-        _Fetch.setup_context(ctx, inputs, None)
-        return _Fetch.forward(*inputs)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # pyright: ignore
+        return (None, *ctx.node.backward(ctx, *grads))
 
-    backward, jvp = _Fetch.backward, _Fetch.jvp
+    @staticmethod
+    def jvp(ctx: Any, _node: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
+        return ctx.node.jvp(ctx, *tangents)
 
 
 def fetch_all(live: LiveBuckets, data: Sequence[Any]) -> list[Any]:
@@ -266,7 +263,9 @@ def fetch_all(live: LiveBuckets, data: Sequence[Any]) -> list[Any]:
       LeafError: torch is recording ops in order to repeat them later.
     """
     refuse_tracing()
-    join, fetch = (_Join, _Fetch) if _torch.inside_torch_func() else (_QuickJoin, _QuickFetch)
+    join, fetch = _Join.apply, _Fetch.apply
+    if not _torch.inside_torch_func():
+        join, fetch = partial(_Quick.apply, _Join), partial(_Quick.apply, _Fetch)
     pieces: list[Sequence[Any]] = []
     joined: list[int] = []
     with _torch.without_torch_func(), torch.no_grad():  # else chunks would have no memory to send
@@ -277,14 +276,14 @@ def fetch_all(live: LiveBuckets, data: Sequence[Any]) -> list[Any]:
             else:  # `into` takes the gradients, so there are none to join
                 live.buckets[index].load(pieces[index])
     if joined:
-        flat = join.apply(live, joined, *(x for index in joined for x in pieces[index]))
+        flat = join(live, joined, *(x for index in joined for x in pieces[index]))
         dealt = deal([live.uses[i] for i in joined], flat)
         for index, (_, values) in zip(joined, dealt, strict=True):
             pieces[index] = values
     found = []
     for index, use in enumerate(live.uses):
         if use.bucket.trainable:
-            found += fetch.apply(live, index, *pieces[index])
+            found += fetch(live, index, *pieces[index])
         else:
             found += live.parameters(index)
     return found

@@ -58,7 +58,7 @@ def strangers_of(loss: Tensor) -> list[nn.Parameter]:
         # It is called `CheckpointFunction` in torch, DeepSpeed, Megatron and fairscale.
         if "Checkpoint" in node.name():
             text = "backward: a block is checkpointed with use_reentrant=True"
-            raise LeafError(text, fix="use use_reentrant=False")
+            raise LeafError(text, [f"its graph has a {node.name()}"], "use use_reentrant=False")
         variable = getattr(node, "variable", None)
         if isinstance(variable, nn.Parameter):
             found.append(variable)

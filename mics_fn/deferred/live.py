@@ -61,7 +61,7 @@ class LiveBucket(GatheredBucket):
         self.buffer: Tensor | None = None
         self.outer: Tensor | None = None  # see [Note: placements] in `groups.groups`
         self.codes: SentCodes | None = None  # of this rank's chunk, sent again by later fetches
-        self.whole: Tensor | None = None  # see [Note: copy on write]
+        self.whole: Any = None  # see [Note: copy on write]
         self.leaves: list[Tensor] = []
 
     @property
@@ -98,7 +98,7 @@ class LiveBucket(GatheredBucket):
         kernels that ask for an address are frequent, and each would copy the bucket.
         """
         chunk = self.chunk
-        needed = self.use.route.size > 1 or self.placed is not None or self.numel
+        needed = self.use.route.size > 1 or self.placed is not None
         if needed or _device.is_async(chunk.device) or _torch.has_no_data(chunk):
             return None
         self.whole = _torch.lazy_clone(chunk)
@@ -114,8 +114,6 @@ class LiveBucket(GatheredBucket):
     def check_copies(self) -> None:
         """Raise LeafError if a plain leaf was written to, or was given other memory."""
         whole, leaves, self.whole, self.leaves = self.whole, self.leaves, None, []
-        if whole is None:
-            return
         storage = _torch.storage_id(whole)
         moved = [_torch.storage_id(leaf) != storage for leaf in leaves]
         if _torch.is_lazy_clone(whole) and not any(moved):
@@ -226,7 +224,7 @@ class LiveBuckets:
     def parameters(self, index: int) -> Sequence[Tensor]:
         """The leaves of a bucket, one per member, deferred if they need a fetch."""
         each = self.buckets[index]
-        plain = each.plain() if self._closes else None
+        plain = each.plain() if self._closes and not each.numel else None
         if plain is not None:
             return plain
         like = (each.use.bucket.compute, each.device, None)
@@ -248,7 +246,7 @@ class LiveBuckets:
         return self.reduction
 
     def touch(self, ids: tuple[int, ...]) -> None:
-        """Make these buckets live at the same time; see `deferred.gathered.Source`."""
+        """Make these buckets live at the same time; see `tensor.Source`."""
         if self._closed:
             text = "a deferred parameter is used after its run ended"
             raise GroupsError(text, fix="call defer again")
@@ -379,8 +377,9 @@ class LiveBuckets:
 
     def abandon(self) -> None:
         """Give back the memory that no transfer writes to, and send nothing to other ranks."""
-        self._closed, self._closes, self.ids = True, False, ()
+        self._closed, self.ids = True, ()
         for index, each in enumerate(self.buckets):
+            each.whole = None
             if each.buffer is not None and each.pending is None:
                 self._drop(index)
         self._give_outer()
@@ -403,8 +402,9 @@ class LiveBuckets:
             self.abandon()  # no tensor of the tree is left
 
     def _check_copies(self) -> None:
-        for each in self.buckets if self._closes else ():
-            each.check_copies()
+        for each in self.buckets:
+            if each.whole is not None:
+                each.check_copies()
 
     def _give_outer(self) -> None:
         for each in self.buckets:

@@ -117,11 +117,8 @@ class Hops(NamedTuple):
     def _with_sizes(self, use: BucketUse, placed: bool) -> "Hops":
         """The same with the memory that it takes; see [Note: gradients in flight]."""
         bucket, wire, device = use.bucket, use.bucket.hop2_format, use.home.device
-        reduce, mine, same = (
-            bucket.reduce,
-            bucket.numel // self.now.size,
-            self.dtype == bucket.reduce,
-        )
+        reduce, mine = bucket.reduce, bucket.numel // self.now.size
+        same = self.dtype == reduce
         packed, codes, sums = [0], 0, list[int]()
         if self.now.size > 1:
             packed.append(bucket.numel * reduce.itemsize)

@@ -14,6 +14,8 @@ PLANTED = [
      "deferred/test_let_go.py -k same_bits"),
     ("the ring of reductions is twice as large", _R, "= max(*needs[ring], few, LEAST_RING), count",
      "= 2 * max(*needs[ring], few, LEAST_RING), count", "deferred/test_hops.py"),
+    ("the ring holds one bucket whatever the budget is", _R, "few = 0 if least else count *",
+     "few = 0 if not count else 0 *", "deferred/test_hops.py"),
     ("a sum in files forgets the passes before", _R, "if placed is not None and not hops.first:",
      "if placed is not None and hops.mean:", "deferred/test_placed_sums.py -k sums_in_files"),
     ("a bucket without a gradient on one rank is left out there", "deferred/grad_sum.py",
