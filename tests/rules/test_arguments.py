@@ -360,17 +360,6 @@ LeafError: shard: params is generator, expected torch.Tensor
   fix: pass dict(model.named_parameters()), or list(model.parameters())
 >>> functional_call(nn.Linear(2, 1), of_linear(), (x,))
 TypeError: Sharded(...) is not an instance of torch.Tensor
->>> trainer().save("run")
-AttributeError: Trainer has no attribute 'save'
-  fix: Trainer(checkpoint=Checkpoints(folder, every=100)) saves, and goes on; for weights alone full = trainer.state_dict() on all ranks, and torch.save(full, path) on one
->>> trainer().train()
-AttributeError: Trainer has no attribute 'train'
-  fix: trainer.step(batch) is one step, with backward and optimizer; trainer.fit(loader, steps)
->>> trainer().optimizer.zero_grad()
-AttributeError: Trainer has no attribute 'optimizer'
-  fix: trainer.state.opt is its state; the optimizer itself is a function of values
->>> trainer().nope
-AttributeError: Trainer has no attribute 'nope'
 >>> pickle.dumps(trainer())
 GroupsError: a Trainer belongs to this process: it cannot be in a pickle or a deep copy
   fix: take trainer.state_dict(), or save it with Trainer(checkpoint=Checkpoints(folder))
