@@ -19,7 +19,8 @@ micro-steps:
 Without `into=`, `torch.func.grad` and the other transforms work on a function that calls `defer`:
 hop 1 overlaps backward, and `reduce_grads` does hop 2. Between steps a rank holds 1/p of parameters
 and optimizer state. Within a step it also holds `live_bytes` and one bucket of gathered parameters,
-1/p of the gradients, and a few buckets of them in full.
+1/p of the gradients, and a few buckets of them in full: those on their way, one per level of links
+and one more (with `live_bytes=0` one alone), and those that backward is making.
 
 `GradSum(where="grads=host")`, or `Trainer(where=)`, keeps the sum over micro-steps in host memory,
 or in files: see [Note: sums elsewhere] in `reduction`. Give `Guard.judge` and `opt_step` the
