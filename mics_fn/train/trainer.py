@@ -6,8 +6,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from mics_fn import checks, spans
-from mics_fn._torch import keeps_grad_mode
+from mics_fn import _torch, checks, spans
 from mics_fn.deferred import bucket_sizes, defer
 from mics_fn.errors import GroupsError
 from mics_fn.faults import StopRequest
@@ -193,7 +192,7 @@ class Trainer:
     def state(self, state: TrainState) -> None:
         self.member.masked, self.ahead = None, state
 
-    @keeps_grad_mode
+    @_torch.keeps_grad_mode
     def step(self, batch: Any) -> StepMetrics:
         """One optimizer step.
 
@@ -233,7 +232,7 @@ class Trainer:
         self.last_step = seen.result or NOT_WATCHED
         return metrics
 
-    @keeps_grad_mode
+    @_torch.keeps_grad_mode
     def eval(self, batch: Any) -> Tensor:
         """The loss of a batch in evaluation mode, averaged over all ranks; no state changes.
 
