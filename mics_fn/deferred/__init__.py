@@ -19,7 +19,8 @@ micro-steps:
 Without `into=`, `torch.func.grad` and the other transforms work on a function that calls `defer`:
 hop 1 overlaps backward, and `reduce_grads` does hop 2. Between steps a rank holds 1/p of parameters
 and optimizer state. Within a step it also holds `live_bytes` and one bucket of gathered parameters,
-1/p of the gradients, and a few buckets of them in full.
+1/p of the gradients, and a few buckets of them in full: those on their way, one per level of links
+and one more (with `live_bytes=0` one alone), and those that backward is making.
 
 `GradSum(where="grads=host")`, or `Trainer(where=)`, keeps the sum over micro-steps in host memory,
 or in files: see [Note: sums elsewhere] in `reduction`. Give `Guard.judge` and `opt_step` the
@@ -45,15 +46,14 @@ Limits:
 - A deferred parameter that enters a region of `torch.compile` raises. Use `gather` around the
   region, or a `clone()` of each parameter at its edge, which counts as one use.
 - `vmap` over shards raises LeafError; `vmap` inside the loss works.
-- Both forms of `torch.utils.checkpoint` work with `GradSum`. With `use_reentrant=True` gradients
-  are held in full until the pass ends, since they come in parts of which none is known to be the
-  last. Run backward inside the `functional_call`, as `Trainer` does; outside of it the module would
-  recompute with parameters of its own.
+- `torch.utils.checkpoint` works with `use_reentrant=False`; the other form raises LeafError. Run
+  backward inside the `functional_call`, as `Trainer` does; outside of it the module would recompute
+  with parameters of its own.
 - An op on a deferred weight costs 20 us of host time, or 53 us if each op changes the bucket.
 
 Where to start reading: `deferring`, then [Note: deferred parameters] in `tensor` and [Note: join
 and fetch] in `deferring`. `live` fetches and drops, `reduction` does both hops, and `grad_sum`
-examines backward. To treat an op specially, add a handler to `_HANDLERS` in `tensor`; to change
+runs backward. To treat an op specially, add a handler to `_HANDLERS` in `tensor`; to change
 when buckets are fetched, write a policy in the wing `schedules`, and leave this one alone.
 """
 

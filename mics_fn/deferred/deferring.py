@@ -13,7 +13,7 @@ are those of the reduce-scatter; see [Note: adjoint] in `shards.linear`.
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import lru_cache
+from functools import partial
 from types import TracebackType
 from typing import Any
 from weakref import WeakMethod
@@ -22,15 +22,14 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, checks, tree
-from mics_fn.deferred.grad_sum import GradSum, Graph, check_loss, differentiate
+from mics_fn.deferred.grad_sum import GradSum, check_loss, strangers_of
 from mics_fn.deferred.live import LiveBuckets, sizes_of
 from mics_fn.deferred.reduction import Reduction
-from mics_fn.deferred.tensor import Deferred, Geometry, from_dynamo
+from mics_fn.deferred.tensor import from_dynamo
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Hierarchy, announce_all, require_replicas
 from mics_fn.schedules import Channel, Learned, OnDemand, Run, Schedule, joined
 from mics_fn.shards import (
-    Bucket,
     BucketUse,
     Fixed,
     Leaf,
@@ -76,7 +75,7 @@ class _Join(torch.autograd.Function):
     def forward(live: LiveBuckets, trained: Sequence[int], *pieces: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
         found, dealt = [], deal([live.uses[i] for i in trained], pieces)
         for index, (use, values) in zip(trained, dealt, strict=True):
-            live.load(index, values)  # here they are plain tensors, even inside torch.func
+            live.buckets[index].load(values)  # here they are plain tensors, even inside torch.func
             found += [_standing_for(use, piece) for piece in values]
         return tuple(found)
 
@@ -132,7 +131,7 @@ class _Fetch(torch.autograd.Function):
 
     @staticmethod
     def forward(live: LiveBuckets, index: int, *pieces: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
-        return tuple(parameters(live, index))
+        return tuple(live.parameters(index))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -231,54 +230,22 @@ def _seen_together(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> 
     return [None if v is None else next(found) for v in data]
 
 
-class _QuickJoin(torch.autograd.Function):
-    """`_Join` without torch.func's argument binding, which takes most of the time of the call."""
+class _Quick(torch.autograd.Function):
+    """Run another node without torch.func's binding of arguments, which takes most of the time."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:  # pyright: ignore
-        _Join.setup_context(ctx, inputs, None)
-        return _Join.forward(*inputs)
-
-    backward, jvp = _Join.backward, _Join.jvp
-
-
-class _QuickFetch(torch.autograd.Function):
-    """`_Fetch` without torch.func's argument binding, for plain autograd."""
+    def forward(ctx: Any, node: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        ctx.node = node
+        node.setup_context(ctx, inputs, None)
+        return node.forward(*inputs)
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:  # pyright: ignore
-        _Fetch.setup_context(ctx, inputs, None)
-        return _Fetch.forward(*inputs)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # pyright: ignore
+        return (None, *ctx.node.backward(ctx, *grads))
 
-    backward, jvp = _Fetch.backward, _Fetch.jvp
-
-
-def parameters(live: LiveBuckets, index: int) -> Sequence[Tensor]:
-    """The leaves of a bucket, deferred if they need a fetch, one per member; none is started."""
-    plain = live.plain(index)
-    if plain is not None:
-        return plain
-    use, gathered = live.uses[index], live.buckets[index]
-    like = (use.bucket.compute, live.device(index), None)
-    return [
-        Deferred(live, gathered, geometry, leaf, like)
-        for geometry, leaf in use.by_member(_leaves(use.bucket))
-    ]
-
-
-@lru_cache(maxsize=4096)
-def _leaves(bucket: Bucket) -> list[tuple[Geometry, tuple[int, int]]]:
-    """The geometry of each leaf of a bucket, and where in the bucket it lies."""
-    places = zip(bucket.shapes, bucket.offsets, bucket.numels, strict=True)
-    return [((shape, _dense_strides(shape), 0), (offset, numel)) for shape, offset, numel in places]
-
-
-def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(strides))
+    @staticmethod
+    def jvp(ctx: Any, _node: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
+        return ctx.node.jvp(ctx, *tangents)
 
 
 def fetch_all(live: LiveBuckets, data: Sequence[Any]) -> list[Any]:
@@ -295,7 +262,9 @@ def fetch_all(live: LiveBuckets, data: Sequence[Any]) -> list[Any]:
       LeafError: torch is recording ops in order to repeat them later.
     """
     refuse_tracing()
-    join, fetch = (_Join, _Fetch) if _torch.inside_torch_func() else (_QuickJoin, _QuickFetch)
+    join, fetch = _Join.apply, _Fetch.apply
+    if not _torch.inside_torch_func():
+        join, fetch = partial(_Quick.apply, _Join), partial(_Quick.apply, _Fetch)
     pieces: list[Sequence[Any]] = []
     joined: list[int] = []
     with _torch.without_torch_func(), torch.no_grad():  # else chunks would have no memory to send
@@ -304,18 +273,18 @@ def fetch_all(live: LiveBuckets, data: Sequence[Any]) -> list[Any]:
             if use.bucket.trainable and live.into is None:
                 joined.append(index)
             else:  # `into` takes the gradients, so there are none to join
-                live.load(index, pieces[index])
+                live.buckets[index].load(pieces[index])
     if joined:
-        flat = join.apply(live, joined, *(x for index in joined for x in pieces[index]))
+        flat = join(live, joined, *(x for index in joined for x in pieces[index]))
         dealt = deal([live.uses[i] for i in joined], flat)
         for index, (_, values) in zip(joined, dealt, strict=True):
             pieces[index] = values
     found = []
     for index, use in enumerate(live.uses):
         if use.bucket.trainable:
-            found += fetch.apply(live, index, *pieces[index])
+            found += fetch(live, index, *pieces[index])
         else:
-            found += parameters(live, index)
+            found += live.parameters(index)
     return found
 
 
@@ -544,7 +513,6 @@ def record(
     Memory: none without `groups`; else the full parameters.
 
     Raises:
-      PlanError: an argument is not what it should be.
       LeafError: there is no tree.
 
     Any error of the loss on tensors without data is raised, too.
@@ -556,9 +524,6 @@ def record(
       >>> record(loss_fn, shards, torch.ones(3, 2)).uses
       ((1,), (0,))
     """
-    fix = "pass a function of full parameters and a batch, such as lambda full, x: ..."
-    checks.function("record", "loss_fn", loss_fn, "that gives a loss", fix, optional=False)
-    checks.flag("record", "mark_backward", mark_backward)
     if groups is not None:
         total = GradSum()
         with (run := defer(shards, groups, OnDemand(None, 0), into=total)) as full:
@@ -594,7 +559,8 @@ def _without_data(
         check_loss("record", loss)
         if loss.requires_grad:
             live.run.begin_backward()
-            differentiate(loss, opened.pieces, recomputes=Graph.of(loss).recomputes)
+            strangers_of(loss)  # which raises where a block runs a backward of its own
+            torch.autograd.grad(loss, opened.pieces, allow_unused=True)
     return live.run
 
 

@@ -1,9 +1,11 @@
 """`GradSum`: the gradients of a whole step, added up over its micro-steps.
 
 [Note: a backward in backward] Reentrant checkpointing recomputes a block in backward and runs a
-backward of its own through it, which autograd allows only if the outer backward names no inputs.
-Then the gradients of a bucket come in several parts, and it cannot be known which one is the last.
-So they are added up, and reduced at the end of the pass.
+backward of its own through it. Then the gradients of a bucket come in several parts, of which none
+is known to be the last; and autograd leaves out such a block where the graph has no other way from
+it to the parameters. So it is refused: by a walk through the graph of the first pass, and of those
+in which a bucket gets no gradient for the first time. Where a bucket does get a second part, that
+is an error, too.
 
 [Note: no gradient] The loss of a rank may use no parameter at all, for example if all its labels
 are masked: its gradients are zeros. But if that is so on every rank, the step would train nothing.
@@ -14,7 +16,8 @@ without waiting for anyone.
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +29,7 @@ from mics_fn.offload import Where, where_of
 from mics_fn.schedules import Run
 from mics_fn.tree import Tree
 
-# Backward passes of a loss: how each must be run, and what missing gradients mean.
+# Losses: one number, which depends on parameters that were given.
 
 
 def check_loss(verb: str, loss: Any) -> None:
@@ -40,153 +43,37 @@ def check_loss(verb: str, loss: Any) -> None:
     raise LeafError(f"{verb}: the loss {got}, expected one number", fix=fix)
 
 
-class Graph(NamedTuple):
-    """What a walk through the graph of a loss has found."""
+def strangers_of(loss: Tensor) -> list[nn.Parameter]:
+    """Find Parameters of modules in the graph of a loss, which were not gathered.
 
-    recomputes: bool = False  # some node runs a backward of its own
-    strangers: tuple[Tensor, ...] = ()  # Parameters of modules, which were not gathered
+    The walk takes a microsecond per node.
 
-    @classmethod
-    def of(cls, loss: Tensor) -> "Graph":
-        """Walk the graph of a loss, which takes a microsecond per node."""
-        todo: list[Any] = [loss.grad_fn] if loss.grad_fn is not None else []
-        seen, recomputes, strangers = {None, *todo}, False, []
-        while todo:
-            node = todo.pop()
-            # The node is called `CheckpointFunction` in torch, DeepSpeed, Megatron and fairscale.
-            recomputes = recomputes or "Checkpoint" in node.name()
-            variable = getattr(node, "variable", None)
-            if isinstance(variable, nn.Parameter):
-                strangers.append(variable)
-            for following, _ in node.next_functions:
-                if following not in seen:
-                    seen.add(following)
-                    todo.append(following)
-        return cls(recomputes, tuple(strangers))
-
-    def describe_strangers(self) -> str:
-        """Its strangers in words."""
-        shapes = ", ".join(str(tuple(p.shape)) for p in self.strangers[:3])
-        more = ", ..." if len(self.strangers) > 3 else ""
-        return f"depends on Parameters that it was not given, of shape {shapes}{more}"
-
-
-def differentiate(
-    loss: Tensor, variables: Sequence[Tensor], *, recomputes: bool, retain_graph: bool = False
-) -> None:
-    """Run backward for its effects; see [Note: a backward in backward]."""
-    if recomputes:
-        torch.autograd.backward(loss, retain_graph=retain_graph)
-    else:
-        torch.autograd.grad(loss, variables, allow_unused=True, retain_graph=retain_graph)
-
-
-class Passes:
-    """The backward passes of a step: how to run each, and what got no gradient in it.
-
-    Args:
-      variables: the tensors to differentiate with respect to.
-      uses: the buckets.
-      run: the run of the model.
+    Raises:
+      LeafError: a block is recomputed by a backward of its own; see [Note: a backward in backward].
     """
+    todo: list[Any] = [loss.grad_fn] if loss.grad_fn is not None else []
+    seen, found = {None, *todo}, list[nn.Parameter]()
+    while todo:
+        node = todo.pop()
+        # It is called `CheckpointFunction` in torch, DeepSpeed, Megatron and fairscale.
+        if "Checkpoint" in node.name():
+            text = "backward: a block is checkpointed with use_reentrant=True"
+            raise LeafError(text, [f"its graph has a {node.name()}"], "use use_reentrant=False")
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, nn.Parameter):
+            found.append(variable)
+        for following, _ in node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                todo.append(following)
+    return found
 
-    def __init__(
-        self, variables: Sequence[Tensor], uses: Sequence[shards.BucketUse], run: Run
-    ) -> None:
-        self._variables, self._run = variables, run
-        self._ranks: Sequence[int] = ()  # those that reduce together
-        self._device: torch.device | None = None
-        for use in uses:
-            if use.bucket.trainable and use.bucket.numel:
-                self._ranks = max(self._ranks, use.home.ranks, key=len)
-                self._device = self._device or use.home.device
-        self.reached = False  # whether a gradient arose on this rank
-        self._kept: dict[int, list[Tensor | None]] | None = None
-        self._graph: Graph | None = None  # of the first pass under this policy
-        self._cause = ""
 
-    def differentiate(self, loss: Tensor, retain_graph: bool) -> dict[int, list[Tensor | None]]:
-        """Run one backward pass; return the gradients that it kept until its end, by bucket."""
-        self._run.begin_backward()
-        learned = self._run.learned
-        if learned.recomputes is None:
-            self._graph = Graph.of(loss)
-            learned.recomputes = self._graph.recomputes
-        self._kept = {} if learned.recomputes else None
-        differentiate(
-            loss, self._variables, recomputes=learned.recomputes, retain_graph=retain_graph
-        )
-        kept, self._kept = self._kept, None
-        return kept or {}
-
-    def keeps(self, index: int, grads: Sequence[Tensor | None]) -> bool:
-        """Record a bucket's gradients; return whether they are kept until the pass ends."""
-        kept = self._kept
-        sums = [] if kept is None else kept.setdefault(index, [None] * len(grads))
-        for i, grad in enumerate(grads):
-            if grad is not None:
-                self.reached = True
-                if kept is not None:
-                    before = sums[i]
-                    sums[i] = grad if before is None else before + grad
-        return kept is not None
-
-    def end(self, loss: Tensor, missing: Sequence[int], *, last: bool) -> None:
-        """Take note of the end of a pass, in which the `missing` buckets got no gradient.
-
-        Raises:
-          LeafError: a block was recomputed by a backward of its own, unlike in earlier passes.
-        """
-        learned = self._run.learned
-        new = set(missing) - learned.missed
-        learned.missed |= new
-        if new and self._graph is None and loss.requires_grad and not learned.recomputes:
-            learned.recomputes = Graph.of(loss).recomputes
-            if learned.recomputes:
-                text = "backward: a block is checkpointed with use_reentrant=True, unlike before"
-                lines = [f"{self._run.name(min(new))} got no gradient"]
-                raise LeafError(text, lines, "use use_reentrant=False, or step again")
-        if self.reached:
-            return
-        if not loss.requires_grad:
-            self._cause = "it requires no gradient: it was detached, or made under torch.no_grad()"
-        else:
-            graph = self._graph or Graph.of(loss)
-            self._cause = "it requires a gradient, but depends on none of these parameters"
-            if graph.strangers:
-                self._cause = f"it {graph.describe_strangers()}: it closes over another module"
-        if last and len(self._ranks) > 1:
-            self._run.tally(self._event(), 1)
-
-    def check(self) -> None:
-        """Check, after all reductions, that this step trains something.
-
-        Raises:
-          LeafError: on all ranks, if no parameter got a gradient on any of them.
-        """
-        if self.reached or not self._ranks:
-            if self._graph is not None and self._graph.strangers and not self._run.learned.said:
-                self._warn(self._graph)
-            return
-        if self._device is not None:
-            _device.synchronize(self._device)  # reductions are only waited for on its stream
-        n = len(self._ranks)
-        if n == 1 or self._run.tally(self._event(), 0) == n:
-            who = f", on any of {n} ranks" if n > 1 else ""
-            text = f"backward: the loss gave no parameter a gradient{who}"
-            fix = "compute it from the model, or the parameters, that the loss function is given"
-            raise LeafError(text, [self._cause], fix)
-
-    def _event(self) -> str:
-        return f"no gradient/{min(self._ranks)}"
-
-    def _warn(self, graph: Graph) -> None:
-        """Warn once that the loss uses parameters which are not trained here."""
-        self._run.learned.said = True
-        lines = ["they get no gradient here; this is said once"]
-        fix = "use the model that the loss function is given, or detach what is not trained"
-        text = message(f"backward: the loss {graph.describe_strangers()}", lines, fix)
-        warnings.warn(text, stacklevel=4)
+def _depends_on(strangers: Sequence[Tensor]) -> str:
+    """Describe what a loss depends on besides the parameters that it was given."""
+    shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
+    more = ", ..." if len(strangers) > 3 else ""
+    return f"depends on Parameters that it was not given, of shape {shapes}{more}"
 
 
 _OTHER = message(
@@ -269,7 +156,7 @@ class GradSum:
         reduction = Reduction(opened.uses, run, *kinds)
         reduction.before_last = self.before_last
         shards.forget_nonfinite(use.bucket for use in opened.uses)  # of a step that was not judged
-        self._bound = _Bound(opened, run, variables, reduction, Passes(variables, opened.uses, run))
+        self._bound = _Bound(opened, run, variables, reduction)
         return full
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
@@ -284,8 +171,7 @@ class GradSum:
 
         Raises:
           LeafError: all passes are done, or no `defer(into=)` has named this value.
-          LeafError: the loss is not one number; or a block is recomputed by a backward of its own,
-            unlike in the first step, so that a bucket's gradients come in several parts.
+          LeafError: the loss is not one number; or a block is recomputed by a backward of its own.
         """
         shards.refuse_derivative("GradSum.backward", (), "call it outside of torch.func")
         bound = self._bound
@@ -293,17 +179,25 @@ class GradSum:
             fix = "defer(..., into=) first, and give micro_steps= as many passes as there are"
             raise LeafError(f"GradSum.backward: {self._done()}", fix=fix)
         check_loss("GradSum.backward", loss)
+        run, reduction = bound.run, bound.reduction
         if loss.requires_grad and bound.variables:
+            run.begin_backward()
+            if not run.learned.examined:
+                run.learned.examined, bound.strangers = True, strangers_of(loss)
             self._running = True
             try:
-                for index, grads in bound.passes.differentiate(loss, retain_graph).items():
-                    self.add(index, grads)
+                torch.autograd.grad(
+                    loss, bound.variables, allow_unused=True, retain_graph=retain_graph
+                )
             finally:
                 self._running = False
-        reduction = bound.reduction
+        if not bound.reached:
+            bound.note_unreached(loss)
         missing = reduction.missing()
-        bound.passes.end(loss, missing, last=reduction.last)
-        bound.run.end_pass(reduction.last)
+        if loss.requires_grad and not run.learned.missed.issuperset(missing):
+            run.learned.missed.update(missing)
+            strangers_of(loss)
+        run.end_pass(reduction.last)
         for index in missing:  # reduced as zeros
             reduction.add(index, [None] * len(bound.opened.uses[index].members))
         reduction.end_pass()
@@ -313,10 +207,7 @@ class GradSum:
         return f"{done} of {self.micro_steps} passes are done"
 
     def add(self, index: int, grads: Sequence[Tensor | None]) -> None:
-        """Called in backward with a bucket's full gradients, one per member.
-
-        See [Note: a backward in backward] in `deferred.grad_sum`.
-        """
+        """Called in backward with a bucket's full gradients, one per member."""
         bound = self._bound
         if bound is None or not self._running:
             if all(grad is None for grad in grads):
@@ -324,8 +215,8 @@ class GradSum:
             raise LeafError(self.other_backward)
         if self.void is not False:
             grads = [None if grad is None else self._emptied(grad) for grad in grads]
-        if not bound.passes.keeps(index, grads):
-            bound.reduction.add(index, grads)
+        bound.reached = bound.reached or any(grad is not None for grad in grads)
+        bound.reduction.add(index, grads)
 
     def _emptied(self, grad: Tensor) -> Tensor:
         if isinstance(self.void, Tensor):
@@ -353,7 +244,7 @@ class GradSum:
         """
         bound = self._complete("grads")
         bound.reduction.wait()
-        bound.passes.check()
+        bound.check()
         reduction = bound.reduction
         return bound.opened.rebuild({i: reduction.pieces(i) for i in reduction.totals})
 
@@ -364,7 +255,7 @@ class GradSum:
 
     def in_place(self) -> Tree:
         """`grads` with its pieces where they lie, valid until `release`: for tables of memory."""
-        bound = self._complete("lying")
+        bound = self._complete("in_place")
         bound.reduction.wait()
         reduction = bound.reduction
         return bound.opened.rebuild({i: reduction.in_place(i) for i in reduction.totals})
@@ -377,9 +268,9 @@ class GradSum:
         """
         bound = self._complete("grads")
         opened, reduction = bound.opened, bound.reduction
-        if not bound.passes.reached:  # the step is refused unless other ranks have a gradient
+        if not bound.reached:  # the step is refused unless other ranks have a gradient
             reduction.wait()
-        bound.passes.check()
+        bound.check()
         trained = (i for i, leaf in enumerate(opened.leaves) if isinstance(leaf, shards.Sharded))
         number = {i: k for k, i in enumerate(trained)}
         order = reduction.order
@@ -413,11 +304,52 @@ class GradSum:
             self._released = True
 
 
-class _Bound(NamedTuple):
+@dataclass(eq=False)
+class _Bound:
     """State of the run whose gradients a `GradSum` reduces."""
 
     opened: shards.Opened
     run: Run
     variables: list[Tensor]  # the pieces, as leaves of autograd
     reduction: Reduction
-    passes: Passes
+    reached: bool = False  # whether a gradient arose on this rank
+    cause: str = ""  # why none did
+    strangers: Sequence[Tensor] = ()  # in the first pass under this policy; nobody trains them
+
+    def note_unreached(self, loss: Tensor) -> None:
+        """Note why a pass gave no gradient here; in the last one, count it for all ranks."""
+        if not loss.requires_grad:
+            self.cause = "it requires no gradient: it was detached, or made under torch.no_grad()"
+        elif strangers := strangers_of(loss):
+            self.cause = f"it {_depends_on(strangers)}: it closes over another module"
+        else:
+            self.cause = "it requires a gradient, but depends on none of these parameters"
+        if self.reduction.last and len(ranks := self._ranks()) > 1:
+            self.run.tally(f"no gradient/{min(ranks)}", 1)
+
+    def check(self) -> None:
+        """Check, after all reductions, that this step trains something.
+
+        Raises:
+          LeafError: on all ranks, if no parameter got a gradient on any of them.
+        """
+        if self.reached and self.strangers:
+            text = f"backward: the loss {_depends_on(self.strangers)}"
+            lines = ["they get no gradient here; this is said once"]
+            fix = "use the model that the loss function is given, or detach what is not trained"
+            warnings.warn(message(text, lines, fix), stacklevel=3)
+            self.strangers = ()
+        if self.reached or not (ranks := self._ranks()):
+            return
+        _device.synchronize(self.opened.uses[0].home.device)  # only its stream waits for reductions
+        n = len(ranks)
+        if n == 1 or self.run.tally(f"no gradient/{min(ranks)}", 0) == n:
+            who = f", on any of {n} ranks" if n > 1 else ""
+            text = f"backward: the loss gave no parameter a gradient{who}"
+            fix = "compute it from the model, or the parameters, that the loss function is given"
+            raise LeafError(text, [self.cause], fix)
+
+    def _ranks(self) -> Sequence[int]:
+        """Return the ranks that reduce together; none where nothing is trained."""
+        uses = [use for use in self.opened.uses if use.bucket.trainable and use.bucket.numel]
+        return max((use.home.ranks for use in uses), key=len, default=())

@@ -9,8 +9,8 @@ A chunk that lies elsewhere is brought first.
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,69 +21,19 @@ from mics_fn.collectives import (
     Pending,
     SentCodes,
     Task,
-    Wire,
     moves,
     push_all,
     start_fetch,
 )
 from mics_fn.deferred.reduction import Reduction
-from mics_fn.deferred.tensor import GatheredBucket
+from mics_fn.deferred.tensor import Deferred, GatheredBucket, Geometry
 from mics_fn.errors import DonatedError, GroupsError, LeafError
 from mics_fn.groups import Arena, Buffers, GroupState
 from mics_fn.schedules import Channel, Learned, Offsets, OnDemand, Run, Schedule, offsets
 
-# Parameters of buckets that this rank holds whole: plain tensors in the memory of the shards.
+Names = Callable[[int], Sequence[str]]  # of the leaves of a bucket, for error texts
 
-
-class Copies:
-    """The leaves of one bucket, which share the memory of its chunk until something writes.
-
-    Args:
-      use: the bucket.
-      chunk: all of it.
-      whole: `lazy_clone` of the chunk.
-
-    `leaves` are the full parameters, one per member.
-    """
-
-    def __init__(self, use: shards.BucketUse, chunk: Tensor, whole: Tensor) -> None:
-        self._use, self._chunk, self._whole = use, chunk, whole
-        # Through `.data`, autograd does not take them for views of one another.
-        self.leaves = [view.data for view in self._views(whole)]
-
-    def check(self, names: Sequence[str]) -> None:
-        """Raise LeafError if a leaf was written to, or was given other memory.
-
-        Args:
-          names: of the members.
-        """
-        storage = _torch.storage_id(self._whole)
-        moved = [_torch.storage_id(leaf) != storage for leaf in self.leaves]
-        if _torch.is_lazy_clone(self._whole) and not any(moved):
-            return
-        pairs = zip(self._views(self._whole), self._views(self._chunk), strict=True)
-        wrong = [not torch.equal(_bits(now), _bits(before)) for now, before in pairs]
-        for name, leaf, *odd in zip(names, self.leaves, moved, wrong, strict=True):
-            if any(odd):
-                text = f"defer: {name} was written to, which changes no shard"
-                fix = "change parameters between steps, in the shards; or write to a clone()"
-                raise LeafError(text, [f"shape {tuple(leaf.shape)}"], fix)
-
-    def _views(self, whole: Tensor) -> list[Tensor]:
-        return self._use.by_member(shards.split_full(self._use.bucket, whole))
-
-
-def copies_of(use: shards.BucketUse, chunk: Tensor) -> Copies | None:
-    """The leaves of a bucket that this rank holds whole as plain tensors, if ops can use them so.
-
-    Only where work is done when a call returns: elsewhere kernels that ask for an address are
-    frequent, and each would copy the bucket.
-    """
-    cast = chunk.dtype != use.bucket.compute
-    if cast or _device.is_async(chunk.device) or _torch.has_no_data(chunk):
-        return None
-    whole = _torch.lazy_clone(chunk)
-    return None if whole is None else Copies(use, chunk, whole)
+# One bucket of a run.
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -91,49 +41,137 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-# What a rank sends of its buckets.
-
-
-def codes_of(
-    use: shards.BucketUse, wire: Wire, chunk: Tensor, placed: Sequence[Tensor | None] | None
-) -> SentCodes:
-    """What this rank sends of a bucket in the place of values, once per run.
-
-    These are codes that it keeps, or makes in the first fetch.
+class LiveBucket(GatheredBucket):
+    """One bucket of a run: this rank's chunk of it, its gather, and the memory that it lies in.
 
     Args:
-      use: the bucket.
-      wire: what travels, and on which levels.
-      chunk: its values, or what stands for them.
-      placed: its pieces, by slot, where they lie elsewhere or are kept as codes.
+      index, names, stays: as for `GatheredBucket`.
+      use: the bucket, and its groups.
     """
-    route, row = use.route, None
-    if placed is None:
-        chunk = shards.zero_padding(use.bucket, route.chunk, chunk)
-    else:
-        row = shards.kept_row(use.bucket, route.chunk, placed)
-    how = {"chunk": chunk, "row": row, "device": use.home.device if placed else chunk.device}
-    return SentCodes(wire, route, use.hierarchy.pools.codes, use.bucket.chunk, **how)
+
+    def __init__(self, index: int, names: Names, use: shards.BucketUse, *, stays: bool) -> None:
+        super().__init__(index, names, stays=stays)
+        self.use = use
+        self.chunk: Any = None  # until `load`
+        self.version = 0
+        self.placed: Sequence[Tensor | None] | None = None  # pieces that lie elsewhere, by slot
+        self.outer_numel = self.numel = 0  # of the buffers that a fetch writes
+        self.pending: Pending | None = None
+        self.buffer: Tensor | None = None
+        self.outer: Tensor | None = None  # see [Note: placements] in `groups.groups`
+        self.codes: SentCodes | None = None  # of this rank's chunk, sent again by later fetches
+        self.whole: Any = None  # see [Note: copy on write]
+        self.leaves: list[Tensor] = []
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its tensors."""
+        return self.chunk.device if self.placed is None else self.use.home.device
+
+    def load(self, pieces: Sequence[Tensor]) -> None:
+        """Take its pieces, one per member; copied unless they form a chunk."""
+        use, device = self.use, pieces[0].device
+        bucket, number, slots = use.bucket, use.route.chunk, use.by_slot(pieces)
+        if use.placed:
+            self.placed = [None if x is None else x.detach() for x in slots]
+            chunk = shards.standing_for(bucket, number, self.placed)
+        else:
+            chunk = shards.pack_chunk(bucket, number, slots, device=device).detach()
+        if not chunk.numel():  # it is never fetched, which would cast it
+            chunk = chunk.to(use.home.device if use.placed else device, bucket.compute)
+            self.placed = None
+        self.chunk, self.version = chunk, version(chunk)
+        outer, inner = use.route.split(use.route.outer_params)
+        wire = use.gather_wire
+        as_codes = wire is not None and wire.levels(use.route) > use.route.outer_params
+        if outer.size > 1 and not as_codes:
+            self.outer_numel = bucket.numel // inner.size
+        cast = chunk.dtype != bucket.compute or self.placed is not None
+        if inner.size > 1 or (not self.outer_numel and cast):
+            self.numel = bucket.numel
+
+    def plain(self) -> list[Tensor] | None:
+        """The leaves as plain tensors, one per member, if ops can use the chunk itself.
+
+        Only where this rank holds all of it, and work is done when a call returns: elsewhere
+        kernels that ask for an address are frequent, and each would copy the bucket.
+        """
+        chunk = self.chunk
+        needed = self.use.route.size > 1 or self.placed is not None
+        if needed or _device.is_async(chunk.device) or _torch.has_no_data(chunk):
+            return None
+        self.whole = _torch.lazy_clone(chunk)
+        if self.whole is None:
+            return None
+        # Through `.data`, autograd does not take them for views of one another.
+        self.leaves = [view.data for view in self._views(self.whole)]
+        return self.leaves
+
+    def _views(self, whole: Tensor) -> list[Tensor]:
+        return self.use.by_member(shards.split_full(self.use.bucket, whole))
+
+    def check_copies(self) -> None:
+        """Raise LeafError if a plain leaf was written to, or was given other memory."""
+        whole, leaves, self.whole, self.leaves = self.whole, self.leaves, None, []
+        storage = _torch.storage_id(whole)
+        moved = [_torch.storage_id(leaf) != storage for leaf in leaves]
+        if _torch.is_lazy_clone(whole) and not any(moved):
+            return
+        pairs = zip(self._views(whole), self._views(self.chunk), strict=True)
+        wrong = [not torch.equal(_bits(now), _bits(before)) for now, before in pairs]
+        for name, leaf, *odd in zip(self.names(), leaves, moved, wrong, strict=True):
+            if any(odd):
+                text = f"defer: {name} was written to, which changes no shard"
+                fix = "change parameters between steps, in the shards; or write to a clone()"
+                raise LeafError(text, [f"shape {tuple(leaf.shape)}"], fix)
+
+    def sent(self) -> Tensor | SentCodes:
+        """What this rank sends: its chunk, or codes of it.
+
+        These are codes that it keeps, or makes now, or makes once the first fetch has brought
+        values; once in a run.
+        """
+        use, wire, chunk = self.use, self.use.gather_wire, self.chunk
+        if wire is None or not moves(chunk):
+            return chunk
+        if self.codes is None:
+            route, row = use.route, None
+            if self.placed is None:
+                chunk = shards.zero_padding(use.bucket, route.chunk, chunk)
+            else:
+                row = shards.kept_row(use.bucket, route.chunk, self.placed)
+            how = {"chunk": chunk, "row": row, "device": self.device}
+            self.codes = SentCodes(wire, route, use.hierarchy.pools.codes, use.bucket.chunk, **how)
+        return self.codes
+
+    def task(self) -> Task | None:
+        """Return the task that fetches the chunk's pieces from host memory or files, if any."""
+        if self.placed is None:
+            return None
+        use = self.use
+        facts: Any = {"bucket": use.bucket, "chunk": use.route.chunk, "data": self.placed}
+        facts["zeros"] = use.gather_wire is not None
+        op = f"the copy of {_title(self._names, self.ids[0])} from elsewhere"
+        return Task(use.hierarchy.fetch_queue, op, partial(shards.copied_to, **facts))
+
+    def watch(self, key: int, *, live: bool) -> None:
+        """Tell watchers what it takes: with the memory of the bucket, or without."""
+        if spans.watchers:
+            parts = (self.outer, self.buffer if live else None)
+            nbytes = sum(x.nbytes for x in parts if x is not None)
+            spans.resident("gathered", (key, self.ids[0]), nbytes)
+
+    def give_outer(self) -> None:
+        """Give back what lasts for a run, unless a transfer still uses it."""
+        if self.pending is None:
+            if self.outer is not None:
+                self.use.hierarchy.pools.outer.give(self.outer)
+            if self.codes is not None:
+                self.codes.release()
+            self.outer = self.codes = None
 
 
-def task_of(use: shards.BucketUse, name: str, data: Sequence[Any]) -> Task:
-    """Return the task that fetches a chunk's pieces from host memory or files."""
-    facts: Any = {"bucket": use.bucket, "chunk": use.route.chunk, "data": data}
-    facts["zeros"] = use.gather_wire is not None
-    op = f"the copy of {name} from elsewhere"
-    return Task(use.hierarchy.fetch_queue, op, partial(shards.copied_to, **facts))
-
-
-class Hollow(NamedTuple):
-    """Stand for a bucket without data, whose fetch is free."""
-
-    full: Tensor
-    ready: None = None
-
-    def wait(self) -> Tensor:
-        """The bucket."""
-        return self.full
-
+# All buckets of a run.
 
 # Called in backward with the number of a bucket and its full gradients, one per member.
 GradSink = Callable[[int, Sequence[Tensor | None]], object]
@@ -155,7 +193,7 @@ class LiveBuckets:
     def __init__(
         self,
         uses: Sequence[shards.BucketUse],
-        names: Callable[[int], Sequence[str]],
+        names: Names,
         learned: Learned,
         policy: OnDemand,
         channel: Channel,
@@ -166,61 +204,32 @@ class LiveBuckets:
     ) -> None:
         self.uses, self.into = uses, into
         self.ids: tuple[int, ...] = ()
-        self.buckets: list[GatheredBucket] = []
-        self._hollow = hollow
+        stays = policy.at_once
+        self.buckets = [LiveBucket(i, names, use, stays=stays) for i, use in enumerate(uses)]
+        self._hollow, self._closes = hollow, closes and policy.at_once
         # The run may outlive these buckets, so it must not refer to their buffers.
         self._name = partial(_title, names)
-        states: dict[GroupState, None] = {}
-        for index, use in enumerate(uses):
-            self.buckets.append(GatheredBucket(index, names, stays=policy.at_once))
-            states[use.home.state] = None
-        push = partial(_push, states)
+        push = partial(_push, dict.fromkeys(use.home.state for use in uses))
         self.run = Run(learned, policy, sizes_of(uses), channel, self._name, push)
         # The schedule that this run follows; another run may learn a new one before this run ends.
         self._schedule = learned.schedule if self.run.following else None
         self.reduction: Reduction | None = None  # of the backward pass under way
-        self._chunks: dict[int, Tensor] = {}
-        self._placed: dict[int, Sequence[Tensor | None]] = {}  # pieces that lie elsewhere, by slot
-        self._versions: dict[int, int] = {}
-        self._pending: dict[int, Pending | Hollow] = {}
-        self._buffers: dict[int, Tensor] = {}
         self._arenas: dict[Buffers, Arena] = {}  # in which buffers lie, by their pool
         self._starts: tuple[int, ...] = ()  # of the fetches that the schedule has; see `Offsets`
         self._fetches = 0  # so far in this run
-        self._closes, self._copies = closes and policy.at_once, dict[int, Copies]()
-        self._outer: dict[int, Tensor] = {}  # see [Note: placements] in `groups.groups`
-        self._codes: dict[int, SentCodes] = {}  # of this rank's chunks, sent again by later fetches
         self._closed = self._ended = False
 
-    def load(self, index: int, pieces: Sequence[Tensor]) -> None:
-        """Take the pieces of a bucket, one per member; copied unless they form a chunk."""
-        use = self.uses[index]
-        slots, device = use.by_slot(pieces), pieces[0].device
-        if use.placed:
-            self._placed[index] = [None if x is None else x.detach() for x in slots]
-            chunk = shards.standing_for(use.bucket, use.route.chunk, self._placed[index])
-        else:
-            chunk = shards.pack_chunk(use.bucket, use.route.chunk, slots, device=device).detach()
-        if not chunk.numel():  # it is never fetched, which would cast it
-            device = self.device(index) if index in self._placed else chunk.device
-            chunk = chunk.to(device, use.bucket.compute)
-            self._placed.pop(index, None)
-        self._chunks[index], self._versions[index] = chunk, version(chunk)
-
-    def plain(self, index: int) -> list[Tensor] | None:
-        """The leaves of a bucket as plain tensors, if they need no fetch; one per member."""
-        use = self.uses[index]
-        if not self._closes or use.route.size > 1 or index in self._placed:
-            return None
-        copies = copies_of(use, self._chunks[index])
-        if copies is None:
-            return None
-        self._copies[index] = copies
-        return copies.leaves
-
-    def device(self, index: int) -> torch.device:
-        """The device of a bucket's tensors."""
-        return self.uses[index].home.device if index in self._placed else self._chunks[index].device
+    def parameters(self, index: int) -> Sequence[Tensor]:
+        """The leaves of a bucket, one per member, deferred if they need a fetch."""
+        each = self.buckets[index]
+        plain = each.plain() if self._closes and not each.numel else None
+        if plain is not None:
+            return plain
+        like = (each.use.bucket.compute, each.device, None)
+        return [
+            Deferred(self, each, geometry, leaf, like)
+            for geometry, leaf in each.use.by_member(_leaves(each.use.bucket))
+        ]
 
     def start(self) -> None:
         """After all chunks are loaded: fetch what the policy wants before the first use."""
@@ -235,13 +244,14 @@ class LiveBuckets:
         return self.reduction
 
     def touch(self, ids: tuple[int, ...]) -> None:
-        """Make these buckets live at the same time; see `deferred.gathered.Source`."""
+        """Make these buckets live at the same time; see `tensor.Source`."""
         if self._closed:
             text = "a deferred parameter is used after its run ended"
             raise GroupsError(text, fix="call defer again")
-        for i in ids:
-            if version(self._chunks[i]) != self._versions[i]:
-                text = f"{self._name(i)} was changed after its run began"
+        needed = [self.buckets[i] for i in ids]
+        for each in needed:
+            if version(each.chunk) != each.version:
+                text = f"{self._name(each.ids[0])} was changed after its run began"
                 raise DonatedError(text, fix="call defer again after an update")
         with _torch.without_torch_func():
             for kind, index in self.run.use(ids):
@@ -251,103 +261,82 @@ class LiveBuckets:
                     self._drop(index)
             using = spans.UNSEEN
             if spans.seen():
-                buckets = [self.uses[i].bucket for i in ids]
-                using = spans.Span("use", buckets, device=self.device(ids[0]))
+                buckets = [each.use.bucket for each in needed]
+                using = spans.Span("use", buckets, device=needed[0].device)
             with using:
-                for i in ids:
-                    if self.buckets[i].full is None:
-                        pending = self._pending.pop(i)
-                        full = pending.wait().view(-1)
-                        has_data = not _torch.has_no_data(full)
-                        self.buckets[i].fill(full, pending.ready, has_data=has_data)
+                for each in needed:
+                    pending, each.pending = each.pending, None
+                    if pending is not None:
+                        each.fill(pending.wait().view(-1), pending.ready)
         self.ids = ids
-        push_all(self.uses[ids[0]].home.state)
+        push_all(needed[0].use.home.state)
 
     def _fetch(self, index: int) -> None:
         """Start to gather a bucket along its route: this rank sends its chunk, or codes of it."""
-        use = self.uses[index]
+        each = self.buckets[index]
+        use = each.use
         if self._hollow:
-            empty = self._chunks[index].new_empty(use.bucket.numel, dtype=use.bucket.compute)
-            self._pending[index] = Hollow(empty)
+            each.fill(each.chunk.new_empty(use.bucket.numel, dtype=use.bucket.compute), None)
             return
-        outer_numel, out_numel = self._needs(index)
-        chunk = self._outer[index] if index in self._outer else self._sent(index)
-        placed = None if index in self._outer else self._placed.get(index)
-        fetch = None if placed is None else task_of(use, self._name(index), placed)
-        if outer_numel and index not in self._outer:
-            self._outer[index] = self._take(index, outer_numel, keep=True)
-        if out_numel:
-            self._buffers[index] = self._take(index, out_numel)
+        fetch, chunk = None, each.outer
+        if chunk is None:
+            chunk, fetch = each.sent(), each.task()
+        self._take_outer(each)
+        if each.numel:
+            each.buffer = self._take(each)
         self._fetches += 1
-        outer_out, out = self._outer.get(index), self._buffers.get(index)
-        if spans.watchers:
-            nbytes = sum(x.nbytes for x in (outer_out, out) if x is not None)
-            spans.resident("gathered", (id(self), index), nbytes)
+        each.watch(id(self), live=True)
         what = ("defer", "fetch", use.bucket)
-        self._pending[index] = start_fetch(use.route, chunk, outer_out, out, what, fetch)
-
-    def _sent(self, index: int) -> Tensor | SentCodes:
-        """What this rank sends of a bucket: its chunk, or codes of it, made once in a run."""
-        use, chunk = self.uses[index], self._chunks[index]
-        wire = use.gather_wire
-        if wire is None or not moves(chunk):
-            return chunk
-        if index not in self._codes:
-            self._codes[index] = codes_of(use, wire, chunk, self._placed.get(index))
-        return self._codes[index]
-
-    def _needs(self, index: int) -> tuple[int, int]:
-        """Return the elements of the buffers that a fetch writes: of the run, and of the bucket."""
-        use, chunk = self.uses[index], self._chunks[index]
-        outer, inner = use.route.split(use.route.outer_params)
-        wire = use.gather_wire
-        as_codes = wire is not None and wire.levels(use.route) > use.route.outer_params
-        outer_numel = use.bucket.numel // inner.size if outer.size > 1 and not as_codes else 0
-        cast = chunk.dtype != use.bucket.compute or index in self._placed
-        needed = inner.size > 1 or (not outer_numel and cast)
-        return outer_numel, use.bucket.numel if needed else 0
+        each.pending = start_fetch(use.route, chunk, each.outer, each.buffer, what, fetch)
 
     def _offsets(self, schedule: Schedule) -> Offsets:
         """Where the fetches of a schedule lie; found once per schedule."""
         numbers: dict[Buffers, int] = {}
         pools = [numbers.setdefault(use.hierarchy.pools.fetched, len(numbers)) for use in self.uses]
-        itemsizes = [use.bucket.compute.itemsize for use in self.uses]
-        sizes = [self._needs(i)[1] * itemsize for i, itemsize in enumerate(itemsizes)]
+        sizes = [each.numel * each.use.bucket.compute.itemsize for each in self.buckets]
         learned, key = self.run.learned, (schedule, sizes, pools)
         if learned.offsets[0] != key:
             learned.offsets = key, offsets(*key)
         return learned.offsets[1]
 
-    def _take(self, index: int, numel: int, *, keep: bool = False) -> Tensor:
-        use, chunk, device = self.uses[index], self._chunks[index], self.device(index)
-        dtype, pools = use.bucket.compute, use.hierarchy.pools
-        if _torch.has_no_data(chunk):
-            return chunk.new_empty(numel, dtype=dtype)
-        if keep:
-            return pools.outer.take((numel,), dtype, device, exact=True)
+    def _take(self, each: LiveBucket) -> Tensor:
+        """Memory for a bucket, at its place in the plan."""
+        numel, dtype, device = each.numel, each.use.bucket.compute, each.device
+        pool = each.use.hierarchy.pools.fetched
+        if _torch.has_no_data(each.chunk):
+            return each.chunk.new_empty(numel, dtype=dtype)
         if self._schedule is None:
-            return pools.fetched.take((numel,), dtype, device)
-        arena = self._arenas.get(pools.fetched)
+            return pool.take((numel,), dtype, device)
+        arena = self._arenas.get(pool)
         if arena is None:
             self._starts, needs = self._offsets(self._schedule)
-            arena = self._arenas[pools.fetched] = Arena(pools.fetched, needs[index], device)
+            arena = self._arenas[pool] = Arena(pool, needs[each.ids[0]], device)
         return arena.take(numel, dtype, self._starts[self._fetches] if self.run.following else None)
 
+    def _take_outer(self, each: LiveBucket) -> None:
+        """Take the memory that the outer levels of a placement keep for the run, if it lacks it."""
+        numel, dtype = each.outer_numel, each.use.bucket.compute
+        if not numel or each.outer is not None:
+            return
+        if _torch.has_no_data(each.chunk):
+            each.outer = each.chunk.new_empty(numel, dtype=dtype)
+        else:
+            pool = each.use.hierarchy.pools.outer
+            each.outer = pool.take((numel,), dtype, each.device, exact=True)
+
     def _drop(self, index: int) -> None:
-        with spans.span("drop", self.uses[index].bucket):
-            pending = self._pending.pop(index, None)
+        each = self.buckets[index]
+        with spans.span("drop", each.use.bucket):
+            pending, each.pending = each.pending, None
             if pending is not None:  # fetched for a use that did not happen
                 pending.wait()
-            self.buckets[index].clear()
-            buffer = self._buffers.pop(index, None)
+            each.clear()
+            buffer, each.buffer = each.buffer, None
             if buffer is not None:
-                pool = self.uses[index].hierarchy.pools.fetched
+                pool = each.use.hierarchy.pools.fetched
                 with _torch.without_torch_func():
                     self._arenas.get(pool, pool).give(buffer)
-        if spans.watchers:
-            outer_out = self._outer.get(index)
-            nbytes = 0 if outer_out is None else outer_out.nbytes
-            spans.resident("gathered", (id(self), index), nbytes)
+        each.watch(id(self), live=False)
 
     def let_go(self, index: int) -> Tensor | None:
         """Drop a bucket whose gradients are complete in the last pass, if the schedule allows.
@@ -355,9 +344,10 @@ class LiveBuckets:
         Returns:
           Its memory, which the caller gives back; None if it stays.
         """
-        if index not in self._buffers or not self.run.let_go(index):
+        each = self.buckets[index]
+        if each.buffer is None or not self.run.let_go(index):
             return None
-        room, self.ids = self._buffers.pop(index), ()
+        room, each.buffer, self.ids = each.buffer, None, ()
         self._drop(index)
         return room
 
@@ -372,36 +362,28 @@ class LiveBuckets:
                 self._provide(schedule)
             self._give_outer()
             self._ended = True
-            if self._copies:
-                self._check_copies()
-            if self._chunks and _device.is_async(self.device(min(self._chunks))):
+            self._check_copies()
+            if self.buckets and _device.is_async(self.buckets[0].device):
                 # A host that waits for a collective looks meanwhile; here it never waits.
                 self.run.poll_peers()
 
     def abandon(self) -> None:
         """Give back the memory that no transfer writes to, and send nothing to other ranks."""
-        self._closed, self.ids, self._copies = True, (), {}
-        for index in list(self._buffers):
-            if index not in self._pending:
+        self._closed, self.ids = True, ()
+        for index, each in enumerate(self.buckets):
+            each.whole = None
+            if each.buffer is not None and each.pending is None:
                 self._drop(index)
         self._give_outer()
 
     def _provide(self, schedule: Schedule) -> None:
         """Have the memory that the next run needs, and no more; later steps allocate none."""
         for index in schedule.fetches:
-            outer_numel, _ = self._needs(index)
-            if outer_numel and index not in self._outer:
-                self._outer[index] = self._take(index, outer_numel, keep=True)
+            self._take_outer(self.buckets[index])
         needs = self._offsets(schedule).nbytes
         pools = {use.hierarchy.pools.fetched: i for i, use in enumerate(self.uses)}
         for pool, index in pools.items():
-            pool.provide(needs[index], self.device(index))
-
-    def _check_copies(self) -> None:
-        """Raise LeafError if a parameter was written to; see [Note: copy on write]."""
-        copies, self._copies = self._copies, {}
-        for index, each in copies.items():
-            each.check(self.buckets[index].names())
+            pool.provide(needs[index], self.buckets[index].device)
 
     def __del__(self) -> None:
         if not getattr(self, "_ended", True):  # else `__init__` has failed, or all is given back
@@ -411,14 +393,31 @@ class LiveBuckets:
                 warnings.warn(str(error), stacklevel=2)
             self.abandon()  # no tensor of the tree is left
 
+    def _check_copies(self) -> None:
+        for each in self.buckets:
+            if each.whole is not None:
+                each.check_copies()
+
     def _give_outer(self) -> None:
-        for index in list(self._outer):
-            if index not in self._pending:
-                self.uses[index].hierarchy.pools.outer.give(self._outer.pop(index))
-                spans.resident("gathered", (id(self), index), 0)
-        for index in list(self._codes):
-            if index not in self._pending:
-                self._codes.pop(index).release()
+        for each in self.buckets:
+            if each.outer is not None or each.codes is not None:
+                each.give_outer()
+                each.watch(id(self), live=False)
+
+
+@lru_cache(maxsize=4096)
+def _leaves(bucket: shards.Bucket) -> list[tuple[Geometry, tuple[int, int]]]:
+    """The geometry of each leaf of a bucket, and where in the bucket it lies."""
+    places = zip(bucket.shapes, bucket.offsets, bucket.numels, strict=True)
+    return [((shape, _dense_strides(shape), 0), (offset, numel)) for shape, offset, numel in places]
+
+
+def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
 
 
 def _push(states: Iterable[GroupState]) -> None:
@@ -426,7 +425,7 @@ def _push(states: Iterable[GroupState]) -> None:
         push_all(state)
 
 
-def _title(names: Callable[[int], Sequence[str]], index: int) -> str:
+def _title(names: Names, index: int) -> str:
     """A bucket by its number and some of its leaves."""
     found = names(index)
     return f"bucket {index} ({', '.join(found[:2])}{', ...' if len(found) > 2 else ''})"

@@ -11,10 +11,12 @@ not do. Where these reductions come between fetches is a part of the run, which 
 room for what arrives from other ranks. They stay there until hop 1 is done, late levels included,
 and so does the copy that hop 2 sends in another dtype. The next bucket waits until its part of the
 ring is free. The ring has room for one bucket on each level and one that is being packed, by the
-median of their sizes, but not for more bytes than the budget for gathered parameters; the largest
-bucket always fits. Where hop 2 sends codes it counts as two levels, on two communicators: while a
-bucket's codes are gathered, the next one's are exchanged. So full gradients take the memory of a
-few buckets, whatever the size of the model, and how much does not depend on timing.
+median of their sizes; the largest bucket always fits. That is beside the budget for gathered
+parameters, as a link that is slow is idle while a bucket waits for room. A budget of 0, the least
+memory, has a ring for the largest bucket alone. Where hop 2 sends codes it counts as two levels, on
+two communicators: while a bucket's codes are gathered, the next one's are exchanged. So full
+gradients take the memory of a few buckets, whatever the size of the model, and how much does not
+depend on timing.
 
 [Note: in the memory of parameters] Where `Trainer` keeps all parameters, memory is fullest when the
 last backward pass begins: everything is gathered. From then on a bucket that has its gradients is
@@ -35,7 +37,7 @@ device a stream: they run beside backward, and beside the hops of other buckets.
 a thread copies; on a device it is the host, which waits for the bucket.
 
 The memory elsewhere belongs to the groups, and `release` gives it back to them for the next step,
-as locking memory and making files take time.
+as locking memory and making files take time. What that step does not take is let go.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -115,11 +117,8 @@ class Hops(NamedTuple):
     def _with_sizes(self, use: BucketUse, placed: bool) -> "Hops":
         """The same with the memory that it takes; see [Note: gradients in flight]."""
         bucket, wire = use.bucket, use.bucket.hop2_format
-        reduce, mine, same = (
-            bucket.reduce,
-            bucket.numel // self.now.size,
-            self.dtype == bucket.reduce,
-        )
+        reduce, mine = bucket.reduce, bucket.numel // self.now.size
+        same = self.dtype == reduce
         packed, codes, sums = [0], 0, list[int]()
         if self.now.size > 1:
             packed.append(bucket.numel * reduce.itemsize)
@@ -253,14 +252,21 @@ class Reduction:
             self._hops[index] = kept[key]
 
     def _place(self, places: Mapping[int, tuple[Place, str]], host_bytes: int) -> None:
-        """Take memory elsewhere for sums, that of earlier steps if there is any."""
-        for pools in {id(x): x for x in (self.uses[i].hierarchy.pools for i in places)}.values():
-            pools.sums.setdefault("free", _Rooms()).begin()
+        """Take memory elsewhere for sums: what the last step has left, and more if that lacks."""
+        left: dict[int, dict[Any, list[Any]]] = {}  # by pools; what is not taken is let go
         for index, (place, leaf) in places.items():
             use, hops = self.uses[index], self._hops[index]
+            pools, name = use.hierarchy.pools, tree.join("grads", leaf)
+            if id(pools) not in left:
+                left[id(pools)] = pools.sums.pop("free", {})
             size = max(hops.dtype.itemsize, use.bucket.dtype.itemsize)
             nbytes = use.bucket.numel // hops.now.size * size
-            self.placed[index] = _PlacedBucket(use, place, leaf, host_bytes, nbytes)
+            if rooms := left[id(pools)].get((place, nbytes)):
+                room = rooms.pop()
+            else:
+                how: Any = {"device": use.home.device, "host_bytes": host_bytes, "leaf": name}
+                room = empty_at(place, (nbytes,), torch.uint8, **how)
+            self.placed[index] = _PlacedBucket(use, place, name, room)
 
     def add(self, index: int, grads: Sequence[Tensor | None]) -> Tensor | None:
         """Add a bucket's full gradients, one per member, and start hop 1 in the agreed order.
@@ -360,7 +366,7 @@ class Reduction:
             spans.resident("gradient shards", (id(self), -1 - index), 0)
         for placed in self.placed.values():
             placed.release()
-        self._given, self.totals = [], {}
+        self._given, self.totals, self.placed = [], {}, {}
 
     # The memory of a bucket.
 
@@ -424,10 +430,9 @@ class Reduction:
             if not hops.alone:
                 needs.setdefault(ring, []).append(sum(hops.sizes[self._gets_room(index)]))
                 counts[ring] = max(counts.get(ring, 0), 1 + hops.in_flight)
-        found, budget = {}, self._run.policy.live_bytes
+        found, least = {}, self._run.policy.live_bytes == 0
         for ring, count in counts.items():
-            few = count * median_low(needs[ring])
-            few = few if budget is None else min(few, budget)
+            few = 0 if least else count * median_low(needs[ring])
             found[ring] = max(*needs[ring], few, LEAST_RING), count
         return found
 
@@ -561,28 +566,6 @@ class Reduction:
 
 # Sums of gradients that lie elsewhere than on the device: in host memory, or in files.
 
-_PATIENCE = 16  # memory of a size that so many steps have not wanted is let go
-
-
-class _Rooms:
-    """Memory at places that no step uses now; what many steps have not wanted is let go."""
-
-    def __init__(self) -> None:
-        self._free: dict[Any, list[Tensor]] = {}  # by their place and bytes
-        self._wanted: dict[Any, int] = {}  # in which step each kind was last wanted
-        self._steps = 0
-
-    def begin(self) -> None:
-        """Note that another step begins."""
-        self._steps += 1
-        for key in [k for k, last in self._wanted.items() if last + _PATIENCE < self._steps]:
-            del self._free[key], self._wanted[key]
-
-    def of(self, key: Any) -> list[Tensor]:
-        """The free memory of a kind, as a list that the caller changes."""
-        self._wanted[key] = self._steps
-        return self._free.setdefault(key, [])
-
 
 class _PlacedBucket:
     """Memory at a place for the sum of one bucket, and the copies there and back.
@@ -591,28 +574,18 @@ class _PlacedBucket:
       use: the bucket.
       place: where.
       leaf: of the bucket, for errors.
-      host_bytes: of the `Where` that the place comes from.
-      nbytes: of the sum; first what an earlier step has left is taken.
+      room: the memory, in bytes.
     """
 
-    def __init__(
-        self, use: BucketUse, place: Place, leaf: str, host_bytes: int, nbytes: int
-    ) -> None:
-        self._place, self._leaf, self._device = place, tree.join("grads", leaf), use.home.device
-        self.comm = use.hierarchy.sum_queue
-        self._free = use.hierarchy.pools.sums["free"].of((place, nbytes))
-        self._room: Any = None  # bytes
-        if self._free:
-            self._room = self._free.pop()
-        else:
-            how = {"device": self._device, "host_bytes": host_bytes, "leaf": self._leaf}
-            self._room = empty_at(place, (nbytes,), torch.uint8, **how)
+    def __init__(self, use: BucketUse, place: Place, leaf: str, room: Any) -> None:
+        self._place, self._leaf, self._device = place, leaf, use.home.device
+        self.comm, self._pools = use.hierarchy.sum_queue, use.hierarchy.pools
+        self._room: Any = room
 
     def release(self) -> None:
         """Leave the memory to the next step."""
-        if self._room is not None:
-            self._free.append(self._room)
-        self._room = None
+        free = self._pools.sums.setdefault("free", {})
+        free.setdefault((self._place, self._room.nbytes), []).append(self._room)
 
     def in_place(self, numel: int, dtype: torch.dtype) -> Tensor:
         """The sum, where it lies."""

@@ -45,16 +45,15 @@ class GatheredBucket:
         self._ready: torch.Event | None = None
         self._readers: set[torch.Stream] = set()
 
-    def fill(self, full: Tensor, ready: torch.Event | None, *, has_data: bool) -> None:
+    def fill(self, full: Tensor, ready: torch.Event | None) -> None:
         """Make the bucket live; views of its previous buffer are dropped.
 
         Args:
           full: the whole bucket.
           ready: what a stream waits for before it reads it.
-          has_data: whether it has memory.
         """
         self.full, self.views, self._ready = full, {}, ready
-        if has_data:
+        if not _torch.has_no_data(full):
             self.low = full.data_ptr()
             self.high = self.low + full.nbytes
 

@@ -39,14 +39,13 @@ class Learned:
     offsets: tuple[Any, Any] = (None, None)  # what they were found for, and the `Offsets`
     last: Any = None  # the last `Run`, which has perhaps not settled yet
     warned: bool = False  # whether the warning of a changed order of use was given
+    examined: bool = False  # whether a loss was searched for parameters that nobody trains
     missed: set[int] = field(default_factory=set)  # buckets that got no gradient in some pass
-    recomputes: bool | None = None  # `Graph.recomputes` of a loss; None before the first one
-    said: bool = False  # whether the warning of parameters that nobody trains was given
     reused: set[int] = field(default_factory=set)  # buckets used after `Run.let_go` of them
 
     def forget(self) -> None:
         """Forget all that ranks must have in common: on new groups some may have seen less."""
-        self.schedule = self.order = self.firsts = self.recomputes = self.last = None
+        self.schedule = self.order = self.firsts = self.last = None
         self.missed, self.reused = set(), set()
 
 
@@ -64,9 +63,6 @@ class OnDemand:
       lets_go: whether the last pass drops a bucket once its gradients are complete.
       learned: what runs have found out, by tree.
 
-    Raises:
-      PlanError: a number is negative or not an int, or `planner` is not a function.
-
     Example:
       >>> policy = OnDemand(live_bytes=8, prefetch=1)
       >>> print(policy.plan(Schedule.parse("use 0; use 1; use 0"), sizes=[8, 8]))
@@ -81,14 +77,6 @@ class OnDemand:
     at_once: bool = False
     lets_go: bool = False
     learned: dict[Hashable, Learned] = field(default_factory=dict, repr=False)
-
-    def __post_init__(self) -> None:
-        fix = "on_demand(live_bytes=) also takes a text such as '512MiB'"
-        checks.integer("OnDemand", "live_bytes", self.live_bytes, 0, optional=True, fix=fix)
-        checks.integer("OnDemand", "prefetch", self.prefetch, 0, fix="0 fetches nothing ahead")
-        fix = "pass a function such as schedules.plan"
-        plans = "from a record and sizes to a Schedule"
-        checks.function("OnDemand", "planner", self.planner, plans, fix)
 
     @property
     def schedule(self) -> Schedule | None:
@@ -137,7 +125,7 @@ def on_demand(
       about a hundred bytes to the store of torch.distributed before each fetch.
 
     Raises:
-      PlanError: a number is negative or not a number, or `plan` is not a function.
+      PlanError: `live_bytes` is negative or not a number.
 
     Example:
       >>> groups = make_groups(1)
@@ -211,7 +199,6 @@ class Run:
         self.learned, self.policy, self.sizes = learned, policy, sizes
         # Uses and complete gradients as they happened.
         self._events: list[tuple[Kind, tuple[int, ...]]] = []
-        self._backwards: list[int] = []  # how many events came before each backward pass
         self._reduced: list[int] = []  # buckets whose reductions have started, over all passes
         self.live: dict[int, None] = {}  # least recently used first
         self.live_bytes = 0
@@ -266,7 +253,7 @@ class Run:
 
     def begin_backward(self) -> None:
         """Note that a backward pass begins here."""
-        self._backwards.append(len(self._events))
+        self._events.append(("backward", ()))
 
     def complete(self, index: int) -> None:
         """Record that a bucket's gradients are complete."""
@@ -380,16 +367,16 @@ class Run:
         learned = self.learned
         if self.following or (self.policy.at_once and learned.order is not None):
             return
-        uses = self.record.uses
-        if not uses:
+        record = self.marked
+        if not record.uses:
             return
         if not self.policy.at_once:
-            learned.schedule = self.policy.plan(self.marked, self.sizes)
+            learned.schedule = self.policy.plan(record, self.sizes)
         if learned.order is None:
             # Replicas reduce together in hop 2, so all ranks of the job keep the order of one rank.
             rest = reversed(range(len(self.sizes)))
-            learned.order = self._first_order("order", [*self.record.reduces, *rest])
-            used = [i for ids in uses for i in ids]
+            learned.order = self._first_order("order", [*record.reduces, *rest])
+            used = [i for ids in record.uses for i in ids]
             learned.firsts = self._first_order("firsts", [*used, *range(len(self.sizes))])
 
     def _first_order(self, event: str, order: Sequence[int]) -> tuple[int, ...]:
@@ -398,11 +385,11 @@ class Run:
         return tuple(map(int, self._channel.first_of(f"{event}/{self.number}", text).split()))
 
     @property
-    def record(self) -> Schedule:
-        """What happened, as a schedule without fetches."""
+    def marked(self) -> Schedule:
+        """What happened, as a schedule without fetches, marked where backward passes began."""
         return Schedule(tuple(Action(*event) for event in self._events))
 
     @property
-    def marked(self) -> Schedule:
-        """The record, with marks where backward passes began."""
-        return self.record.marked_at(self._backwards)
+    def record(self) -> Schedule:
+        """`marked` without the marks."""
+        return self.marked.unmarked

@@ -125,13 +125,6 @@ class Schedule:
             return self
         return Schedule(tuple(action for action in self.actions if action.kind != _MARK))
 
-    def marked_at(self, places: Sequence[int]) -> "Schedule":
-        """The schedule with a mark of a backward pass before each of these actions, by number."""
-        found = list(self.actions)
-        for place in sorted(places, reverse=True):
-            found.insert(place, Action(_MARK, ()))
-        return Schedule(tuple(found))
-
     def fetched_bytes(self, sizes: Sequence[int]) -> int:
         """Bytes of full buckets over all fetches."""
         return sum(sizes[bucket] for bucket in self.fetches)
@@ -211,9 +204,6 @@ def _fit(kind: Any, buckets: Any) -> bool:
 
 def check_buckets(where: str, schedule: Schedule, sizes: Sequence[int]) -> None:
     """Raise PlanError if a bucket has no size; `where` is the function, for the text."""
-    if any(type(n) is not int or n < 0 for n in sizes):
-        fix = "pass what bucket_sizes(shards, groups) gave"
-        checks.refuse(where, "sizes", sizes, "a list with an int of at least 0 per bucket", fix)
     for i, action in enumerate(schedule.actions):
         if action.buckets and action.buckets[-1] >= len(sizes):  # they ascend
             why = f"bucket {action.buckets[-1]} has no size; there are {len(sizes)} sizes"
@@ -247,7 +237,7 @@ def plan(
       (Belady, 1966); a larger `prefetch` never has more.
 
     Raises:
-      PlanError: a bucket has no size, or a number is negative or not a number.
+      PlanError: a bucket has no size, or `live_bytes` is negative or not a number.
 
     Example:
       >>> record = Schedule.parse("use 0; use 1; use 2; use 1; reduce 1; use 0; reduce 0")
@@ -256,7 +246,6 @@ def plan(
       reduce 1; use 0; drop 0; reduce 0
     """
     check_buckets("plan", record, sizes)
-    checks.integer("plan", "prefetch", prefetch, 0, fix="0 fetches nothing ahead")
     limit = sum(sizes) if live_bytes is None else checks.nbytes("plan", "live_bytes", live_bytes)
     around = zip(*_fetch_ahead(record.uses, sizes, limit, prefetch), strict=True)
     actions: list[Action] = []

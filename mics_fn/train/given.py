@@ -50,12 +50,15 @@ def schedules_for(
 
 
 def bucket_bytes_for(params: Tree, home: Groups) -> int:
-    """A size that gives a model several buckets to overlap, each large enough for the network."""
+    """A size that gives a model several buckets to overlap, each large enough for the network.
+
+    Without gathers fewer do, and the host has less to do.
+    """
     if home.world_size == 1:
         return BUCKET_BYTES
     leaves = {id(x): x for x in tree.flatten(params)[0] if isinstance(x, Tensor)}
     nbytes = sum(x.nbytes for x in leaves.values() if x.is_floating_point())
-    return min(BUCKET_BYTES, max(2**20, nbytes // 16))
+    return min(BUCKET_BYTES, max(2**20, nbytes // (4 if home.partition_size == 1 else 16)))
 
 
 def _quarter_of_memory(home: Groups) -> int:

@@ -49,7 +49,7 @@ def kept(state, groups):
     """All are fetched at once, and what this rank does not use others may."""
     run = mf.defer(state.params, groups, mf.keep_all())
     _ = run.params["a"] + 0
-    coming = run._live._pending[state.params["b"].bucket.index]
+    coming = run._live.buckets[state.params["b"].bucket.index].pending
     return lambda: coming.wait().view(-1)[:SIZE].clone(), run.close
 
 

@@ -1,15 +1,13 @@
-"""Backward passes that run others inside, and losses that give parameters no gradient."""
+"""Backward passes that run others inside are refused; losses that give parameters no gradient."""
 
 import copy
 import warnings
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import Layout, groups_of, random, same_bits
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 import mics_fn as mf
@@ -23,110 +21,6 @@ def rank_of() -> int:
 
 
 # Recomputation that runs a backward of its own.
-
-
-class Blocks(nn.Module):
-    """Four layers, of which subclasses recompute some."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Linear(6, 6) for _ in range(4))
-
-
-class Shared(Blocks):
-    """Layers that are used in two blocks, and outside of them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        for _ in range(2):
-            x = torch.tanh(checkpoint(lambda x: self.c(self.b(x)), x, use_reentrant=True))
-        return self.d(self.c(x)) + linear(x, self.d.weight.t())
-
-
-class Nested(Blocks):
-    """A block that recomputes a part of itself."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        def inner(x: Tensor) -> Tensor:
-            return self.c(torch.tanh(self.b(x)))
-
-        def outer(x: Tensor) -> Tensor:
-            with warnings.catch_warnings():  # torch sees no gradient in the first forward
-                warnings.filterwarnings("ignore", "None of the inputs")
-                return checkpoint(inner, self.a(x), use_reentrant=True) + self.c(x)
-
-        return self.d(checkpoint(outer, x.detach().requires_grad_(), use_reentrant=True))
-
-
-def made(case: type) -> nn.Module:
-    torch.manual_seed(0)
-    return case().double()
-
-
-def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().mean()
-
-
-def batch_of(step: int, rank: int) -> Tensor:
-    return random(10 * step + rank, 4, 6, dtype=torch.float64)
-
-
-def recomputed(case: type, layout: Layout, live_bytes: int | None, accumulate: int) -> dict:
-    trainer = mf.Trainer(
-        made(case), mf.optim.sgd(RATE), groups_of(layout), loss=loss_of, accumulate=accumulate,
-        live_bytes=live_bytes, bucket_bytes=400,
-    )  # fmt: skip
-    for step in range(3):
-        trainer.step(batch_of(step, rank_of()))
-    return trainer.params()
-
-
-def recomputed_alone(case: type, n: int, accumulate: int) -> dict:
-    """Plain backward, on the batches of all ranks."""
-    model = made(case)
-    optimizer = torch.optim.SGD(model.parameters(), RATE / (n * accumulate))
-    for step in range(3):
-        optimizer.zero_grad()
-        for rank in range(n):
-            for part in batch_of(step, rank).chunk(accumulate):
-                loss_of(model, part).backward()
-        assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
-        optimizer.step()
-    return dict(model.named_parameters())
-
-
-@pytest.mark.parametrize("case", [Shared, Nested], ids=lambda case: case.__name__)
-@pytest.mark.thorough
-def test_reentrant_checkpoints_train_as_with_plain_backward(ranks, case):
-    for layout, live_bytes, accumulate in ((PAIR, 0, 2), (COPIES, None, 1)):
-        want = recomputed_alone(case, 2, accumulate)
-        for found in ranks(2).run(recomputed, case, layout, live_bytes, accumulate):
-            for name, value in want.items():
-                torch.testing.assert_close(found[name], value.detach(), rtol=1e-12, atol=1e-13)
-
-
-def test_blocks_that_begin_to_recompute_later_are_noticed():
-    recompute = [False]
-
-    def loss(model: Any, x: Tensor) -> Tensor:
-        if recompute[0]:
-            x = checkpoint(model.a, x.detach().requires_grad_(), use_reentrant=True)
-        return model.b(x if recompute[0] else model.a(x)).square().mean()
-
-    groups, found = mf.make_groups(1), []
-    for steps in ([False] * 3, [False, True, True]):
-        sgd = mf.optim.sgd(RATE)
-        trainer = mf.Trainer(made(Blocks), sgd, groups, loss=loss, bucket_bytes=400)
-        for step, recompute[0] in enumerate(steps):
-            x, before = batch_of(step, 0), trainer.params()
-            if recompute[0] and not steps[step - 1]:
-                with pytest.raises(mf.errors.LeafError, match="use_reentrant=True, unlike before"):
-                    trainer.step(x)
-                same_bits(trainer.params(), before)
-            trainer.step(x)
-        found.append(trainer.params())
-    for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value, rtol=1e-12, atol=1e-13)
 
 
 class Again(torch.autograd.Function):
@@ -145,12 +39,34 @@ class Again(torch.autograd.Function):
         return None, x.grad
 
 
-def test_gradients_in_two_parts_are_refused():
-    groups = mf.make_groups(1)
-    loss = lambda model, x: Again.apply(model, model(x)).sum()  # noqa: E731  # pyright: ignore
-    trainer = mf.Trainer(nn.Linear(3, 3), mf.optim.sgd(1.0), groups, loss=loss)
+def reentrant(model: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(model, x.detach().requires_grad_(), use_reentrant=True).sum()  # pyright: ignore
+
+
+def in_parts(model: nn.Module, x: Tensor) -> Tensor:
+    return Again.apply(model, model(x)).sum()  # pyright: ignore
+
+
+REFUSED = {
+    "gradients in two parts in one pass": in_parts,
+    "block is checkpointed with use_reentrant=True": reentrant,
+}
+
+
+@pytest.mark.parametrize("begins", [0, 1])
+@pytest.mark.parametrize("text", REFUSED)
+def test_a_backward_in_backward_is_refused(text, begins):
+    """Also one that begins in a later step, in a block that has no other way to the parameters."""
+    groups, chosen = mf.make_groups(1), [lambda model, x: model(x).sum()] * begins
+    chosen.append(REFUSED[text])
+    trainer = mf.Trainer(
+        nn.Linear(3, 3), mf.optim.sgd(1.0), groups, loss=lambda model, x: chosen[0](model, x)
+    )
+    for _ in range(begins):
+        trainer.step(random(0, 2, 3))
+        del chosen[0]
     before = trainer.params()
-    with pytest.raises(mf.errors.LeafError, match="gradients in two parts in one pass"):
+    with pytest.raises(mf.errors.LeafError, match=text):
         trainer.step(random(0, 2, 3))
     same_bits(trainer.params(), before)
 

@@ -145,12 +145,6 @@ LeafError: opt_step: grads.b does not match its parameter
 # Schedules
 >>> mf.on_demand(live_bytes=1.5)
 PlanError: on_demand: live_bytes=1.5, expected a number of bytes of at least 0
->>> schedules.OnDemand(live_bytes=-1, prefetch=4)
-PlanError: OnDemand: live_bytes=-1, expected None or an int of at least 0
->>> schedules.OnDemand(None, 0, planner="plan")
-PlanError: OnDemand: planner='plan', expected a function from a record and sizes to a Schedule
->>> schedules.plan(record, [nan], live_bytes=None)
-PlanError: plan: sizes=[nan], expected a list with an int of at least 0 per bucket
 >>> schedules.plan(record, [8], live_bytes="x")
 PlanError: plan: live_bytes='x', expected a number of bytes of at least 0
 >>> schedules.Action("fech", (0,))
@@ -161,8 +155,6 @@ PlanError: Schedule: actions[0] is ('use', (0,))
 PlanError: defer: schedule=None, expected a schedule or a policy
 >>> mf.defer(shards(), groups, mf.keep_all(), into=mf.GradSum)
 PlanError: defer: into is the class GradSum, expected a GradSum
->>> mf.record(None, shards(), x)
-PlanError: record: loss_fn=None, expected a function that gives a loss
 >>> mf.record(lambda full, x: full["w"], shards(), x)
 LeafError: record: the loss has shape (2,), expected one number
 >>> mf.GradSum(0)
@@ -368,17 +360,6 @@ LeafError: shard: params is generator, expected torch.Tensor
   fix: pass dict(model.named_parameters()), or list(model.parameters())
 >>> functional_call(nn.Linear(2, 1), of_linear(), (x,))
 TypeError: Sharded(...) is not an instance of torch.Tensor
->>> trainer().save("run")
-AttributeError: Trainer has no attribute 'save'
-  fix: Trainer(checkpoint=Checkpoints(folder, every=100)) saves, and goes on; for weights alone full = trainer.state_dict() on all ranks, and torch.save(full, path) on one
->>> trainer().train()
-AttributeError: Trainer has no attribute 'train'
-  fix: trainer.step(batch) is one step, with backward and optimizer; trainer.fit(loader, steps)
->>> trainer().optimizer.zero_grad()
-AttributeError: Trainer has no attribute 'optimizer'
-  fix: trainer.state.opt is its state; the optimizer itself is a function of values
->>> trainer().nope
-AttributeError: Trainer has no attribute 'nope'
 >>> pickle.dumps(trainer())
 GroupsError: a Trainer belongs to this process: it cannot be in a pickle or a deep copy
   fix: take trainer.state_dict(), or save it with Trainer(checkpoint=Checkpoints(folder))

@@ -19,7 +19,6 @@ def test_a_mark_is_text_and_has_no_bucket():
     assert schedule.uses == ((0,), (1,), (1,), (0,))
     assert "backward" not in str(schedule.unmarked)
     assert schedule.unmarked.unmarked == schedule.unmarked
-    assert schedule.unmarked.marked_at([2, 5]) == schedule
     planned = mf.schedules.plan(schedule, [8, 8], live_bytes=0)
     assert planned.backwards == (2, 4)
     assert planned.unmarked == mf.schedules.plan(schedule.unmarked, [8, 8], live_bytes=0)

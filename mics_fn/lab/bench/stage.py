@@ -96,7 +96,7 @@ def memory_formula(
             for b in buckets
         ]
         few = max(count for _, count in found) * median_low(nbytes for nbytes, _ in found)
-        few = few if live_bytes is None else min(few, live_bytes)
+        few = 0 if live_bytes == 0 else few
         hops = max(hops, few, *(nbytes for nbytes, _ in found))
     return {
         "states": 3 * sum(bucket.numel * bucket.dtype.itemsize for bucket in buckets) / cut.states,
