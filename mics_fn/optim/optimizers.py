@@ -13,7 +13,7 @@ before the last of them was done, so that an abort leaves the state before the s
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -95,12 +95,12 @@ def _on_columns(
         work = columns(targets, [grads], keys, by=[rate], donate=donate)
         scalars, stepped = state.scalars, False
         for block in work.blocks:
-            by_key: dict[Hashable, tuple[list[Column], list[Any]]] = {}
+            by_key: dict[Any, list[Column]] = {}
             for column in block:
-                found, given = by_key.setdefault(column.key, ([], []))
-                found.append(column)
-                given.append(column.tensors)
-            for decays, (found, given) in by_key.items():
+                key = column.key, column.tensors[0].dtype  # kernels take tensors of one dtype
+                by_key.setdefault(key, []).append(column)
+            for (decays, _), found in by_key.items():
+                given = [column.tensors for column in found]
                 with updating(found):  # torch updates all of them in one call
                     scalars = take(_Now(given, state, rate, decays is not False, work.live))
                 stepped = True
@@ -265,34 +265,23 @@ def _adam(
 ) -> Transform:
     options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
     transform.check_rule(verb, lr, **options)
-    names = OptimizerNames(("exp_avg", "exp_avg_sq"), ("step",))
+    names, decoupled = OptimizerNames(("exp_avg", "exp_avg_sq"), ("step",)), verb == "adamw"
 
     def take(now: _Now) -> dict[str, Tensor]:
         params, means, squares, grads = map(list, zip(*now.columns, strict=True))
+        decay, count = weight_decay if now.decays else 0.0, len(params)
+        rule: Any = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": decay}
+        rule |= {"lr": now.rate, "amsgrad": False, "maximize": False}
         before = now.state.scalars["step"]
+        if not now.live:  # the kernel, without the host's time of torch's function around it
+            step, found_inf = before.to(params[0].device) + 1, transform.FOUND_INF.get()
+            update = _torch.fused_adamw if decoupled else _torch.fused_adam
+            update(params, grads, means, squares, [], [step] * count, found_inf=found_inf, **rule)
+            return {"step": step if found_inf is None else step - found_inf}
         # What torch computes from a count in float32 would have no more digits than that.
-        step = before.double() if now.live else before
-        steps = list(step.repeat(len(params)).unbind())
-        _torch_adam(
-            params,
-            grads,
-            means,
-            squares,
-            [],
-            steps,
-            fused=not now.live,
-            foreach=False,
-            differentiable=now.live,
-            found_inf=transform.FOUND_INF.get(),
-            decoupled_weight_decay=verb == "adamw",
-            amsgrad=False,
-            beta1=betas[0],
-            beta2=betas[1],
-            lr=now.rate,  # pyright: ignore[reportArgumentType]
-            weight_decay=weight_decay if now.decays else 0.0,
-            eps=eps,
-            maximize=False,
-        )
+        steps = list(before.double().repeat(count).unbind())
+        rule |= {"foreach": False, "differentiable": True, "decoupled_weight_decay": decoupled}
+        _torch_adam(params, grads, means, squares, [], steps, **rule)
         return {"step": steps[0].to(before.dtype)}
 
     options |= {"lr": lr, "decay_mask": decay_mask}
