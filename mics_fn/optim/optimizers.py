@@ -1,9 +1,10 @@
 """Optimizers by name, and a learning rate that rises and falls.
 
-The arithmetic of `sgd`, `adam` and `adamw` is that of torch's functions, which step on lists of
-tensors in one call and have derivatives. `from_torch` makes an object of an elementwise class for
-each step, around the parameters and the state that the pytree carries, and drops it afterwards.
-Such an object imports `torch._dynamo`, a second and 80 MB of each process; the functions do not.
+The arithmetic of `sgd`, `adam` and `adamw` is that of torch's kernels, which step on lists of
+tensors in one call; where a derivative is asked for it is that of torch's functions. `from_torch`
+makes an object of an elementwise class for each step, around the parameters and the state that the
+pytree carries, and drops it afterwards. Such an object imports `torch._dynamo`, a second and 80 MB
+of each process; kernels and functions do not.
 
 [Note: masked steps] On an accelerator a step whose gradient may not be finite is launched before
 the host knows: torch's fused kernels read a number of the device, `found_inf`, and write nothing if
