@@ -117,7 +117,7 @@ class Queued:
             _QUEUED.append(self)
 
     def has_ended(self) -> bool:
-        """Whether the device has come to its end, however; the host does not wait."""
+        """Whether the device is done with it, however it ended; the host does not wait."""
         return self._event.query()
 
     def wait(self) -> bool:

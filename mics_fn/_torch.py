@@ -281,7 +281,7 @@ def inside_forward_ad() -> bool:
 
 
 def keeps_grad_mode(fn: Function) -> Function:
-    """A function that leaves grad mode as it was, at whatever instant a signal's handler raises.
+    """A function that restores grad mode, at whatever instant a signal's handler raises.
 
     torch's own contexts are Python: an interrupt between their first line and the change of mode,
     or behind it, leaves the mode of the block. Here nothing looks for signals before the mode is

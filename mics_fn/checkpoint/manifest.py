@@ -199,7 +199,7 @@ class SavedFile:
     extra: str = ""
 
     def to_json(self) -> list[Any]:
-        """What the manifest has of it, and what the rank that wrote it tells the first one."""
+        """What the manifest has of it, and what its writer reports to the first rank."""
         slices = [[*x.range, x.offset, x.crc] for x in self.slices]
         return [self.name, self.nbytes, self.header_bytes, self.header, slices, self.extra]
 

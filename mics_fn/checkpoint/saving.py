@@ -231,7 +231,7 @@ _WHAT, _STEPS, _NUMBERS = "what they save", "their steps", "the numbers of the s
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, str]:
-    """The numbers and texts of a state as text, and apart from them its steps."""
+    """The numbers and texts of a state as text, and separately its steps."""
     texts = {name: f"{name}={value!r}" for name, value in values.items()}
     steps = [text for name, text in texts.items() if f".{name}".endswith(".step")]
     return {_STEPS: ", ".join(steps), _NUMBERS: ", ".join(texts.values())}

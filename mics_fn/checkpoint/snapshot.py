@@ -233,7 +233,7 @@ def copied(tensors: Mapping[K, Tensor]) -> AbstractContextManager[dict[K, Tensor
     """Copy tensors; the result is a block that has the copies.
 
     What lies in files is not copied but held, so that steps meanwhile write to other parts, and
-    the block has it as it was; see [Note: held parts] in `offload.stored`.
+    the block has it as it was; see [Note: locked parts] in `offload.placed`.
 
     On an accelerator the copies are queued on the current stream, in front of whatever changes
     the tensors next, and the block waits for them, not the caller.

@@ -615,7 +615,7 @@ class SentCodes:
     def to_be_made(
         cls, wire: Wire, route: Route, chunk: Tensor, pool: Buffers, device: torch.device
     ) -> "SentCodes":
-        """Those of a chunk that the first gather brings to a device, for which a tensor stands."""
+        """Those of a chunk that the first gather fetches to a device; a tensor stands for it."""
         mine = pool.take((wire.codec.nbytes(chunk.numel()),), torch.uint8, device)
         made = cls(wire, route, pool, chunk.numel(), mine, chunk)
         made._own.append(mine)

@@ -42,7 +42,7 @@ MASTER_ADDR and MASTER_PORT, and sets TORCHELASTIC_USE_AGENT_STORE=True, as torc
 over, and the error says so. In a process that comes back `init_distributed` and `make_groups` do
 not wait for the other ranks. What it compares is taken to be equal, what would move data raises
 PeerFailed of kind "returned", and `reset` is where it meets the others, which wait for it there,
-`timeout_s` at most; see [Note: coming back] in `rendezvous`. torch's default group is made once,
+`timeout_s` at most; see [Note: rejoining] in `rendezvous`. torch's default group is made once,
 and not again: it is of no use after a rank was lost, and nothing here moves data over it.
 
 Groups cover the data-parallel ranks only; tensor, pipeline and sequence parallelism stay outside.

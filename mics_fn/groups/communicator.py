@@ -111,7 +111,7 @@ class Comm:
 
     @property
     def silent(self) -> bool:
-        """Whether there are no connections yet; see [Note: coming back] in `rendezvous`."""
+        """Whether there are no connections yet; see [Note: rejoining] in `rendezvous`."""
         return self.state.rejoining
 
     @property

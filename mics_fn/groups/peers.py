@@ -142,7 +142,7 @@ def abort(group: dist.ProcessGroup) -> threading.Thread:
 
 
 def end_aborts(patience_s: float) -> None:
-    """Wait for aborts at exit: a thread that comes back from C++ after Python ends the process."""
+    """Wait for aborts at exit: a thread that returns from C++ after Python ends the process."""
     deadline = time.monotonic() + patience_s
     for thread in list(_ABORTS):
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -457,7 +457,7 @@ def name_in(heartbeat: str) -> str:
 
 
 def replaced(processes: Mapping[int, str], heartbeats: Mapping[int, str]) -> list[int]:
-    """Return the ranks whose heartbeats come from another process than the one given.
+    """Return the ranks whose heartbeats are of another process than the one given.
 
     >>> replaced({0: "host 7 1", 1: "host 8 1"}, {0: "3 open host 7 1", 1: "1 open host 9 2"})
     [1]

@@ -5,7 +5,7 @@ failure, so `reset` detects nothing. Ranks meet once, under a key that is new. T
 which groups they reset. What they have learned about the order of use is forgotten: a rank that was
 behind may have learned less, and to learn it takes one run. No name is used twice, so a rank that
 is already on the new groups never meets one that is still on the old ones. A rank that was lost
-meets the others here, too, once it was started again: see [Note: coming back] in `rendezvous`.
+meets the others here, too, once it was started again: see [Note: rejoining] in `rendezvous`.
 """
 
 import time

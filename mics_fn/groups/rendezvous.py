@@ -5,7 +5,7 @@ the store, the first rank judges them all and publishes one verdict, and all ran
 small writes, n small reads by one rank, and n reads of one key. Ranks that were given others as
 `ranks=` meet under another key, where some do not come: that is an error after the time limit.
 
-[Note: coming back] A rank that was killed is started again, with the same environment and the same
+[Note: rejoining] A rank that was killed is started again, with the same environment and the same
 script. The store of the job, which outlives it, says which process had its number before, and what
 the ranks have agreed on since. So `init_distributed` and `make_groups` ask nobody: they take from
 the store what the first process had agreed on with the others, and give groups that are connected
@@ -173,7 +173,7 @@ def _judged(
     deadline: float,
     check: Callable[[float], None],
 ) -> dict[str, Any] | None:
-    """The verdict on what all ranks wrote; None if some did not come, or one gave up on that."""
+    """The verdict on what all ranks wrote; None if some did not write, or one gave up."""
     found = {}
     for other in ranks:
         mine = f"{key}/{other}"

@@ -34,7 +34,7 @@ host memory (`host_bytes`, 64 MiB), reads ahead and writes behind while the call
 
 To keep the old values, write to a new tensor, which `empty` makes. A part of a file is free again
 when no value refers to it, and the file with the last of them. While a save reads it, a `ReadLock`
-keeps it as it is, and steps write to other parts: see [Note: held parts] in `placed.py`.
+keeps it as it is, and steps write to other parts: see [Note: locked parts] in `placed.py`.
 
 Files are scratch: a run that dies goes on from a checkpoint, never from them. A file has no name,
 so that nobody else can cut it off, replace it or write to it, and nothing is left of it when the

@@ -8,7 +8,7 @@ torch, which an op on the device cannot read without a copy; so `is_here` asks f
 
 A tensor in a file changes by `stream`, `transfer` and `fill` alone, which write blocks of the file.
 
-[Note: held parts] A save that is under way reads the parts of files that its state lay in when it
+[Note: locked parts] A save that is under way reads the parts of files that its state lay in when it
 began. Meanwhile steps go on, and with `donate=True` they would write there. So the save holds these
 parts: a step finds them held, and writes to new parts instead, as it does without `donate`. The old
 ones are free again when the save ends. Nothing is copied, and what is held keeps its bits; whoever

@@ -339,7 +339,7 @@ class Extent:
 
     @property
     def is_locked(self) -> bool:
-        """Whether its bytes have to stay; see [Note: held parts] in `placed`."""
+        """Whether its bytes have to stay; see [Note: locked parts] in `placed`."""
         return len(self.holders) > 0
 
     def write(self, start: int, memory: Tensor, leaf: str = "") -> None:

@@ -817,7 +817,7 @@ def _closed(value: flat.Unpacked | flat.FlatShards) -> Tree:
 def _by_leaf(
     working: Sequence[WorkingTree], n: int, keys: Sequence[Hashable] | None, by: Sequence[Any]
 ) -> list[Column]:
-    """Columns of single pieces, for which nobody looks at memory; the first `n` are targets."""
+    """Columns of single pieces, wherever their memory is; the first `n` are targets."""
     given = [x.pieces or flat.unpacked(flat.by_leaf(x.given)).pieces for x in working]
     others = [value for value in by if isinstance(value, Tensor)]
     rows = list(zip(*given, strict=True))

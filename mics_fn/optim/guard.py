@@ -322,7 +322,7 @@ class StepTotals:
         return self._found[1]
 
     def fetch(self) -> None:
-        """Begin to bring what came back to the host; it waits where that is read."""
+        """Begin to copy the result to the host, which waits where that is read."""
         if _device.is_async(self.home.device):
             self._copy = _device.HostCopy(self._found)
 

@@ -442,7 +442,7 @@ def note_nonfinite(bucket: Bucket, full: Tensor) -> None:
 
 
 def nonfinite_of(bucket: Bucket) -> list[str]:
-    """What was seen of a bucket's leaves; nothing if nobody looked. The host waits for a device."""
+    """What was seen of a bucket's leaves, if it was checked. The host waits for a device."""
     return [_origin_kind(value) for value in _seen[bucket].tolist()] if bucket in _seen else []
 
 
@@ -453,7 +453,7 @@ def forget_nonfinite(buckets: Iterable[Bucket]) -> None:
 
 
 def kind_of(values: Tensor) -> str:
-    """NaN, infinite or finite, whichever comes first among the values."""
+    """NaN, infinite or finite: the first of these that a value is."""
     return _origin_kind(_highest([values]).item())
 
 

@@ -226,7 +226,7 @@ def torn(found: Mapping[int, Said]) -> errors.LostStateError:
 
 
 def _places(found: Mapping[int, Said]) -> list[str]:
-    """Return the lines that say how far each rank has come."""
+    """Return the lines that say at which step each rank is."""
     texts = {}
     for rank, said in found.items():
         merges = ", before its merge" if said.merges else ""
@@ -326,7 +326,7 @@ def _aligned(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
 
 
 def _count_as(trainer: Any, last: Said) -> None:
-    """Count calls and what the guard has found as the rank that has come furthest."""
+    """Count calls and what the guard found as the rank that is furthest."""
     if trainer.sync_state.step < last.calls:
         trainer.sync_state = replace(trainer.sync_state, step=last.calls)
         trainer.guard = with_numbers(trainer.guard, last.scale, last.norms)

@@ -73,8 +73,8 @@ def abort(group):
     store.wait(["nothing"], datetime.timedelta(seconds=1.5))  # it waits in C++
 groups = mf.make_groups()
 _torch.abort, _torch.is_alive = abort, lambda group: True
-groups.life.own(object())
-groups.life._abort()
+groups.state.own(object())
+groups.state._abort()
 _torch.is_alive = lambda group: False
 raise KeyError("mine")
 """
