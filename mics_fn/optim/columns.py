@@ -35,6 +35,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import groupby, pairwise, repeat
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -224,7 +225,7 @@ def in_place(targets: Sequence[WorkingTree]) -> set[int]:
             for r, whole in enumerate(each.wholes):
                 if not offload.is_placed(whole):
                     each.change(r, _separated, odd)
-    return {storage for storage, _, _ in dense} - odd
+    return set(map(itemgetter(0), dense)) - odd
 
 
 def readable(
@@ -243,15 +244,12 @@ def readable(
             device = home.device(r)
             if each.device(r) != device:
                 each.change(r, lambda run, x, device=device: flat.copied(run, x.to(device)))
-            elif not _is_separate(each.parts(r), written):
+                continue
+            parts = each.parts(r)
+            dense = all(map(Tensor.is_contiguous, parts)) and not any(map(Tensor.is_neg, parts))
+            there = any(map(offload.is_placed, parts))
+            if there or not dense or not written.isdisjoint(map(_torch.storage_id, parts)):
                 each.change(r, _separated, written)
-
-
-def _is_separate(parts: Sequence[Tensor], taken: set[int]) -> bool:
-    """Whether `_separated` would give all parts as they are."""
-    dense = all(map(Tensor.is_contiguous, parts)) and not any(map(Tensor.is_neg, parts))
-    here = not any(map(offload.is_placed, parts))
-    return dense and here and taken.isdisjoint(map(_torch.storage_id, parts))
 
 
 def _separated(run: flat.FlatRun, x: Tensor, taken: set[int]) -> Tensor:
@@ -353,19 +351,51 @@ def staged(parts: Iterator[Part], device: torch.device, *, ahead: bool) -> Itera
     """
     if not _device.is_async(device):
         yield from parts
-    elif not ahead:
+    elif ahead:
+        yield from _overlapped(
+            parts, device, _device.own_stream(device), _device.own_stream(device)
+        )
+    else:
         for part in parts:
             fetched = _on_device(part, device)
             yield fetched
             _store(fetched)
             _device.synchronize(device)
-    else:
-        ways = _Ways(device)
-        try:
-            yield from ways.through(parts)
-        except BaseException:  # such as that of a step that is refused
-            ways.synchronize()
-            raise
+
+
+def _overlapped(
+    parts: Iterator[Part], device: torch.device, up: torch.Stream, down: torch.Stream
+) -> Iterator[Part]:
+    """Yield each part on the device, while others are stored back and prefetched."""
+
+    def prefetched() -> Any:
+        part = next(parts, None)
+        if part is None:
+            return None
+        with _device.keep_stream(device):
+            torch.accelerator.set_stream(up)
+            return _on_device(part, device), _device.record(device)
+
+    written_back: deque[tuple[Part, torch.Event]] = deque()
+    try:
+        fetched = prefetched()
+        while fetched is not None:
+            part, event = fetched
+            fetched = prefetched()
+            _device.wait(device, event)
+            yield part
+            with _device.keep_stream(device):
+                _device.follow(down, device)
+                _store(part)
+                written_back.append((part, _device.record(device)))
+            if len(written_back) > _AHEAD:
+                _, event = written_back.popleft()
+                up.wait_event(event)  # which uses its memory next
+    except BaseException:  # such as that of a step that is refused
+        up.synchronize()  # what is on the host may be written to next
+        raise
+    finally:
+        down.synchronize()  # from here on the host may read
 
 
 def _on_device(part: Part, device: torch.device) -> Part:
@@ -376,44 +406,6 @@ def _on_device(part: Part, device: torch.device) -> Part:
 def _store(part: Part) -> None:
     for k, x in part.here.items():
         part.goals[k].copy_(x, non_blocking=True)
-
-
-class _Ways:
-    """Streams of a device to it and from it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._up, self._down = _device.own_stream(device), _device.own_stream(device)
-
-    def synchronize(self) -> None:
-        """Wait until nothing is read from the host any more, which may be written to next."""
-        self._up.synchronize()
-        self._down.synchronize()
-
-    def through(self, parts: Iterator[Part]) -> Iterator[Part]:
-        """Yield each part on the device, while others are stored back and prefetched."""
-        written_back: deque[tuple[Part, torch.Event]] = deque()
-        fetched = self._fetch(next(parts, None))
-        while fetched is not None:
-            part, event = fetched
-            fetched = self._fetch(next(parts, None))
-            _device.wait(self._device, event)
-            yield part
-            with _device.keep_stream(self._device):
-                _device.follow(self._down, self._device)
-                _store(part)
-                written_back.append((part, _device.record(self._device)))
-            if len(written_back) > _AHEAD:
-                _, event = written_back.popleft()
-                self._up.wait_event(event)  # which uses its memory next
-        self._down.synchronize()  # from here on the host may read
-
-    def _fetch(self, part: Part | None) -> tuple[Part, torch.Event] | None:
-        if part is None:
-            return None
-        with _device.keep_stream(self._device):
-            torch.accelerator.set_stream(self._up)
-            return _on_device(part, self._device), _device.record(self._device)
 
 
 class ColumnBlocks:

@@ -334,19 +334,8 @@ def lion(
 
 # Any elementwise class of torch, by an object that is made for each step.
 
-ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.ASGD,
-    torch.optim.Rprop,
-)
+_NAMES = "SGD Adam AdamW RMSprop Adagrad Adadelta Adamax NAdam RAdam ASGD Rprop"
+ELEMENTWISE = tuple(getattr(torch.optim, name) for name in _NAMES.split())
 # They need whole matrices, sums over all parameters, or sparse gradients.
 REFUSED = torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS, torch.optim.SparseAdam
 
