@@ -31,7 +31,7 @@ Ranks and groups:
   `groups` - the namespace of who takes part
   `groups.plan_groups` - which ranks form which group, for any world, without processes
   `groups.Topology` - how ranks are wired: sizes, slowest link first
-  `groups.StopRequest` - a signal, such as SIGTERM, ends all ranks after the same step - bytes
+  `StopRequest` - a signal, such as SIGTERM, ends all ranks after the same step - bytes
   `collectives` - the namespace of collectives of one's own, on these communicators
   `collectives.all_gather` - the tensor of each rank of a communicator - its tensor, size - 1 times
   `collectives.start` - any collective, with the waits and errors of those here - what it sends
@@ -168,7 +168,8 @@ from mics_fn._version import __version__ as __version__
 from mics_fn.collectives import weighted
 from mics_fn.deferred import GradSum, bucket_sizes, defer, record
 from mics_fn.errors import MicsError
-from mics_fn.groups import Groups, init_distributed, make_groups, placement, reset
+from mics_fn.faults import StopRequest, reset
+from mics_fn.groups import Groups, init_distributed, make_groups, placement
 from mics_fn.init import init_model, load_shards
 from mics_fn.inspection import get, summary
 from mics_fn.inspection import set as set
@@ -192,6 +193,7 @@ __all__ = [
     "Groups",
     "MicsError",
     "Precision",
+    "StopRequest",
     "TrainState",
     "Trainer",
     "bucket_sizes",

@@ -18,6 +18,14 @@ class Store(Protocol):
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
+class StoreLost(RuntimeError):
+    """The connection to the store failed, or the store does not answer (`silent`)."""
+
+    def __init__(self, text: str, *, silent: bool) -> None:
+        super().__init__(text)
+        self.silent = silent
+
+
 def later(store: Any, name: str, *args: Any) -> None:
     """Queue a call without waiting for its result, if the store can.
 

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from mics_fn.interrupts import blocked, give_way
 
 _LOOK_S = 0.5  # after which an idle thread looks whether it is still needed
+_WAIT_S = 0.1  # between two checks of `bounded`
 _PART_S = 0.05  # of a wait for a thread, after which a second Ctrl-C is heard
 T = TypeVar("T")
 
@@ -258,3 +259,26 @@ def beside(work: Callable[[], Any]) -> Callable[[], Any]:
     except RuntimeError:  # at its end the interpreter starts no threads
         job.run()
     return job.result
+
+
+def bounded(
+    call: Callable[[], Any], deadline: float, check: Callable[[float], None] = lambda idle_s: None
+) -> Any:
+    """Make a call that may be stuck in C++ on a thread of its own, and wait in Python.
+
+    Args:
+      call: what to do; it goes on if this raises.
+      deadline: in seconds of `time.monotonic`.
+      check: called with the seconds waited so far; raises if waiting has become useless.
+
+    Raises:
+      TimeoutError: it has not ended by the deadline.
+    """
+    job, started = Job(call), time.monotonic()
+    start(threading.Thread(target=job.run, daemon=True))
+    while not job.done.wait(min(_WAIT_S, max(0.0, deadline - time.monotonic()))):
+        now = time.monotonic()
+        if now >= deadline:
+            raise TimeoutError
+        check(now - started)
+    return job.result()

@@ -25,7 +25,8 @@ from torch import Tensor
 from mics_fn import checks, errors, spans, tree
 from mics_fn.checkpoint import directory, manifest, snapshot
 from mics_fn.collectives import agree, collect_bytes
-from mics_fn.groups import Groups, StopRequest
+from mics_fn.faults import StopRequest
+from mics_fn.groups import Groups
 from mics_fn.shards import dtype_name, refuse_derivative
 from mics_fn.spans import LOG
 from mics_fn.store import Store, later, poll

@@ -100,7 +100,7 @@ class Collective:
         )
         comm = self.comm
         call = Stuck(comm.calls.key, number, comm.ranks, f"{self.op} over '{comm.name}'")
-        return comm.state.explained(own, wait=wait, call=call)
+        return comm.state.watch.explained(own, wait=wait, call=call)
 
 
 Steps = Generator[Collective, None, Tensor]
@@ -194,7 +194,7 @@ class Pending:
     def _run_on_streams(self) -> None:
         """See [Note: streams]."""
         if self._comms and self._comms[0].state.standing:  # no wait on the host would find out
-            self._comms[0].state.check(self.stuck)
+            self._comms[0].state.watch.check(self.stuck)
         with _device.keep_stream(self._device):
             if self._comms:
                 _device.follow(self._comms[0].stream(self._device), self._device)
@@ -279,7 +279,7 @@ class Pending:
         """Give up and raise if the collective in flight has exceeded its timeout."""
         in_flight = self._in_flight
         if in_flight is not None and waited_s > in_flight.comm.timeout_s:
-            error = in_flight.comm.state.timeout_error(in_flight.timed_out(), self.stuck)
+            error = in_flight.comm.state.watch.timeout_error(in_flight.timed_out(), self.stuck)
             self._fail(error)
             raise error
 
@@ -374,10 +374,10 @@ def _poll(pending: Pending, levels: int, kind: str = "") -> None:
                 raise CollectiveError("this wait cannot end: the collective failed before")
             now = time.monotonic()
             if state.standing:
-                state.check(pending.stuck, now - since)
+                state.watch.check(pending.stuck, now - since)
             if now - stalled > patience:
                 stalled, polled = now, True
-                state.idle.waits(pending.stuck)
+                state.watch.check(pending.stuck, 0.0)  # others may ask where this rank waits
                 state.channel.poll_peers(pending.stuck, made())
             interrupts.give_way(now - since)
             for each in state.active:

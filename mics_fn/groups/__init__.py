@@ -28,22 +28,9 @@ nodes each. The result is a frozen `Groups`, a value that every verb takes:
 
 A block that ends closes its groups, which on NCCL all ranks do together. One that an exception
 leaves abandons them instead: that waits for nobody, and ranks that wait for this one hear why; see
-[Note: leaving by an error] in `group_state`. While groups are open, a thread watches the other
-ranks: one that raises, exits, is killed or gives no sign of life is named by a `PeerFailed` on all
-others; see
-[Note: signs of life] in `monitor`, and [Note: no torn step] in `peers` for when they raise it. So a
-rank must not leave the block by an exception that is not a failure.
-
-After a fault, `reset` gives all ranks new groups. A rank whose process is gone may be started again
-for it, on its own or as a spare, with the same environment and the same script, as long as the
-store of the job outlives it. So a launcher that starts ranks one by one holds a `TCPStore` at
-MASTER_ADDR and MASTER_PORT, and sets TORCHELASTIC_USE_AGENT_STORE=True, as torchrun's agent does
-(which itself ends all ranks with the first one). If rank 0 holds the store and is lost, the job is
-over, and the error says so. In a process that comes back `init_distributed` and `make_groups` do
-not wait for the other ranks. What it compares is taken to be equal, what would move data raises
-PeerFailed of kind "returned", and `reset` is where it meets the others, which wait for it there,
-`timeout_s` at most; see [Note: rejoining] in `rendezvous`. torch's default group is made once,
-and not again: it is of no use after a rank was lost, and nothing here moves data over it.
+[Note: leaving by an error] in `group_state`. What is done about failures, and which ranks may
+come back after one, is on the page of the wing `faults`: a rank must not leave the block by an
+exception that is not a failure.
 
 Groups cover the data-parallel ranks only; tensor, pipeline and sequence parallelism stay outside.
 In such jobs, pass the data-parallel part of a `DeviceMesh` as `mesh=`, and shard the `to_local()`
@@ -70,11 +57,9 @@ rank's place in each), `Pools` of memory that is reused, and a `Channel` for mes
 says over how many ranks of it parameters and gradients stay sharded; see `placement.py`.
 
 Start reading at `topology.py`, with [Note: chunk order]. `groups.py`, `communicator.py`,
-`group_state.py` and `buffers.py` are the values; `peers.py`, `monitor.py` and `store_thread.py` are
-about ranks that fail, `rejoining.py` about those that go on or come back, and `stopping.py` about
-how jobs end. `make.py` makes groups, with `distributed.py` (device and
-backend), `environment.py` (launchers) and `rendezvous.py` (ranks meet before any group exists). To
-add a launcher, add a row of its names to `environment.py`, and its cases to
+`group_state.py` and `buffers.py` are the values. `make.py` makes groups, with `distributed.py`
+(device and backend), `environment.py` (launchers) and `rendezvous.py` (ranks meet before any group
+exists). To add a launcher, add a row of its names to `environment.py`, and its cases to
 `tests/groups/test_launcher.py`. To add a placement, add a row to `PLACEMENTS` in `placement.py`,
 and its formula to `tests/deferred/test_placement.py`.
 """
@@ -84,13 +69,23 @@ from mics_fn.groups.buffers import LEAST_RING, Arena, Buffers, Lease, lease_size
 from mics_fn.groups.communicator import Comm
 from mics_fn.groups.distributed import init_distributed
 from mics_fn.groups.environment import nccl_problems, read_launch
-from mics_fn.groups.group_state import GroupState, announce_all, reports, reports_step, withdraw_all
-from mics_fn.groups.groups import Groups, Hierarchy, Home, Route, require_replicas
+from mics_fn.groups.group_state import (
+    Failure,
+    GroupState,
+    Watch,
+    announce_all,
+    check_fork,
+    end_aborts,
+    failure_of,
+    hooks,
+    never_destruct,
+    reports,
+    reports_step,
+    withdraw_all,
+)
+from mics_fn.groups.groups import Groups, Hierarchy, Home, Route, current, require_replicas
 from mics_fn.groups.make import make_groups
-from mics_fn.groups.peers import Failure, failure_of
-from mics_fn.groups.rejoining import current, replaced, reset
-from mics_fn.groups.rendezvous import rejoin_error
-from mics_fn.groups.stopping import StopRequest
+from mics_fn.groups.rendezvous import Meeting, meet, part_of_start, past, prefix_of, rejoin_error
 from mics_fn.groups.topology import Plan, Topology, fold_ranks, plan_groups, valid_partition_sizes
 
-__all__ = ["StopRequest", "Topology", "plan_groups"]
+__all__ = ["Topology", "plan_groups"]

@@ -16,10 +16,10 @@ from mics_fn import _device, _torch
 from mics_fn.errors import GroupsError, PeerFailed, first_line, name_ranks
 from mics_fn.groups.group_state import NO_FORK, GroupState
 from mics_fn.groups.rendezvous import rejoin_error
-from mics_fn.groups.store_thread import bounded
 from mics_fn.groups.topology import fold_ranks
 from mics_fn.schedules import Calls, Channel
 from mics_fn.store import later, poll
+from mics_fn.threads import bounded
 
 _FIX = "look at these ranks' own errors, then call make_groups again on all"
 
@@ -111,7 +111,7 @@ class Comm:
 
     @property
     def silent(self) -> bool:
-        """Whether there are no connections yet; see [Note: rejoining] in `rendezvous`."""
+        """Whether there are no connections yet; see [Note: rejoining] in `faults.rejoin`."""
         return self.state.rejoining
 
     @property
@@ -210,14 +210,16 @@ class Maker:
             def all_made() -> bool:
                 return store.check([failed]) or store.add(made, 0) == n
 
-            if not poll(all_made, n, self.deadline, partial(self.state.check, ())):
+            if not poll(all_made, n, self.deadline, partial(self.state.watch.check, ())):
                 ranks = self.ranks[:1024]
                 missing = [rank for rank in ranks if not store.check([f"{made}/{rank}"])]
                 what = f"{name_ranks(missing)} did not make all groups within {self.timeout_s:g} s"
                 store.compare_set(failed, "", what if missing else "")
             what = store.get(failed).decode() if store.check([failed]) else ""
             if what:  # of a rank that failed because of another one, it may be
-                raise self.state.explained(GroupsError(f"make_groups: {what}", fix=_FIX), wait=True)
+                raise self.state.watch.explained(
+                    GroupsError(f"make_groups: {what}", fix=_FIX), wait=True
+                )
         except BaseException as error:
             what = "could not make its groups"
             if isinstance(error.__cause__, TimeoutError):
@@ -264,7 +266,7 @@ class Maker:
             if self.backend == "gloo":  # it connects the members, in C++
                 deadline = max(self.deadline, time.monotonic() + self.timeout_s * lazy)
                 try:
-                    group = bounded(make, deadline, partial(self.state.check, ()))
+                    group = bounded(make, deadline, partial(self.state.watch.check, ()))
                 except BaseException:
                     _torch.drop_connection()
                     raise
@@ -279,7 +281,9 @@ class Maker:
             raise
         except (RuntimeError, ValueError) as error:
             failed = self._failed("make", name, members, error)
-            raise self.state.explained(failed, wait=isinstance(error, RuntimeError)) from error
+            raise self.state.watch.explained(
+                failed, wait=isinstance(error, RuntimeError)
+            ) from error
         self.state.own(group)
         return group
 

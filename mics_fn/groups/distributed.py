@@ -16,9 +16,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from mics_fn import _device, _torch, checks, errors, spans
 from mics_fn.groups import environment
-from mics_fn.groups.rendezvous import meet_once, part_of_start, rejoining, some_rank_lives
-from mics_fn.groups.store_thread import BoundedStore, StoreLost, StoreThread, bounded
+from mics_fn.groups.group_state import hooks
+from mics_fn.groups.rendezvous import meet_once, part_of_start
 from mics_fn.groups.topology import fold_ranks
+from mics_fn.store import StoreLost
+from mics_fn.threads import bounded
 
 # Which accelerator a rank uses, and whether another rank uses the same one.
 
@@ -231,28 +233,13 @@ def _agreed_store(
         store = _torch.prefixed(bounded(connect, deadline), "mics_fn")
     except (RuntimeError, TimeoutError, OSError) as error:
         raise _no_store(launch, timeout_s, error) from error
-    store_thread = StoreThread(store)
-
-    def lost(why: StoreLost) -> errors.MicsError:
-        return _no_store(launch, timeout_s, why)
-
-    def others_live(start: int) -> bool:
-        other = StoreThread(_torch.default_part(part_of_start(store, start)))
-        try:
-            return some_rank_lives(BoundedStore(other, None, timeout_s, lost), rank, size)
-        finally:
-            other.end()
-
-    served = BoundedStore(store_thread, store, timeout_s, lost)
-    try:
-        start = rejoining.join(served, rank, size, others_live)
+    lost = partial(_no_store, launch, timeout_s)
+    with hooks.enter(store, rank, size, timeout_s, lost) as (served, start):
         if start is not None:
             _judge_devices({rank: mine})
             return part_of_start(store, start), True
         wait = {"verb": "init_distributed", "timeout_s": timeout_s, "deadline": deadline}
         key, _ = meet_once(served, range(size), rank, mine, _judge_devices, **wait)
-    finally:
-        store_thread.end()
     return part_of_start(store, int(key.rpartition("/")[2])), False
 
 

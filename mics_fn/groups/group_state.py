@@ -1,5 +1,9 @@
 """`GroupState`: the process groups of one `Groups`, what is in flight on them, and their two ends.
 
+It knows nothing of why ranks fail. Whoever watches them puts a `Watch` in the place of the one that
+does nothing, and functions into `hooks`; see `mics_fn.faults`. Without these all verbs work, and a
+rank that is lost is found by `timeout_s`.
+
 [Note: leaving by an error] To destroy a group of NCCL is collective, and the destructor of one of
 gloo waits for what is under way. So a rank that left by an error would wait for the others, which
 wait for it, and its traceback would be lost. It abandons its groups instead: it writes down why,
@@ -17,31 +21,299 @@ program does not end them, because what is in flight can still be completed.
 [Note: forks] A process that is forked from a rank has its connections, but none of the threads that
 serve them, and what it sent to the store would be taken for words of the rank. So at a fork all
 groups fail in the child, which never destructs them either.
+
+[Note: one thread at a time] A second thread that used communicators while a first one uses them
+would issue collectives in between, in an order that other ranks do not have. It is refused. But
+threads may take turns, as those do in which autograd runs backward on an accelerator, while the
+first one waits for them. So a whole step keeps others from steps of their own, and only what issues
+collectives or waits for them keeps others from all communicators.
+
+[Note: retired groups] Collectives may still be under way on groups that ranks let go of, after an
+error. gloo's destructor waits for them, without the lock of the interpreter. They end once every
+rank has let go, for at least one of the ranks has nothing under way on a group, and those that wait
+for it fail then. So a thread waits for it, one group after the other, in one order on all ranks.
 """
 
 import os
 import sys
 import threading
 import time
-from collections import deque
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch.distributed as dist
 
-from mics_fn import _device, _torch
-from mics_fn.errors import CollectiveError, GroupsError, MicsError
-from mics_fn.groups import peers
-from mics_fn.schedules import LEFT, Channel, JobMessages, Stuck, call_text, issued, made
+from mics_fn import _device, _torch, errors
+from mics_fn.errors import GroupsError
+from mics_fn.schedules import LEFT, Channel, JobMessages, Stuck
+from mics_fn.store import Store
 from mics_fn.threads import start
 
 _PATIENCE_S = 0.5  # how long a rank that leaves by an error waits for its groups to be aborted
-_IDLE_S = 0.25  # a wait that long without progress asks whether it can still end
-_GRACE_S = 5.0  # after which groups on a device are aborted if their rank has not heard why
-_LEARN_S = 1.0  # how long a collective that failed waits to learn which rank was the cause
+_GRACE_S = 5.0  # what is in flight on a device has to end, once all ranks let go of their groups
+
+# `Turns`: which thread uses the communicators of some groups.
+
+
+class Turns:
+    """See [Note: one thread at a time]."""
+
+    def __init__(self) -> None:
+        self._use, self._step = threading.RLock(), threading.RLock()
+        self._stepping = False  # in the thread that holds the second one
+
+    def enter(self) -> None:
+        """Begin to use the communicators, until `exit`.
+
+        Raises:
+          GroupsError: another thread uses them.
+        """
+        if not self._use.acquire(blocking=False):
+            raise _refused()
+
+    def exit(self) -> None:
+        """End what `enter` began."""
+        self._use.release()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A block, such as an evaluation, during which no other thread may begin another one.
+
+        Raises:
+          GroupsError: another thread is in one.
+        """
+        if not self._step.acquire(blocking=False):
+            raise _refused()
+        try:
+            yield
+        finally:
+            self._step.release()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Such a block in which this thread may not begin another step, either.
+
+        The gradients of the first one would be applied to parameters that the second has changed.
+
+        Raises:
+          GroupsError: this thread is in a step, or another one in a block.
+        """
+        with self.alone():
+            if self._stepping:
+                text = "a step begins inside of another one of the same groups"
+                raise GroupsError(text, fix="let the loss compute, and step after it")
+            self._stepping = True
+            try:
+                yield
+            finally:
+                self._stepping = False
+
+
+def _refused() -> GroupsError:
+    name = threading.current_thread().name
+    text = f"thread {name!r} uses groups that another thread is using"
+    return GroupsError(text, fix="call the verbs of one set of groups in one thread")
+
+
+# How process groups are let go of that nobody uses any more.
+
+
+def discard(group: dist.ProcessGroup) -> None:
+    """Discard a process group without waiting for its collectives."""
+    if dist.get_backend(group) == "gloo":
+        dist.destroy_process_group(group)
+    else:
+        abort_group(group)
+
+
+_ABORTS = WeakSet[threading.Thread]()
+
+
+def abort_group(group: dist.ProcessGroup) -> threading.Thread:
+    """Abort a process group on a thread, which is returned."""
+    task = partial(quietly, partial(_torch.abort, group))
+    _ABORTS.add(thread := start(threading.Thread(target=task, daemon=True)))
+    return thread
+
+
+def end_aborts(patience_s: float) -> None:
+    """Wait for aborts at exit: a thread that returns from C++ after Python ends the process."""
+    deadline = time.monotonic() + patience_s
+    for thread in list(_ABORTS):
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def free(groups: list[dist.ProcessGroup], tidy: Callable[[], None]) -> None:
+    """Destruct process groups to which nothing else refers, the oldest first.
+
+    Args:
+      groups: emptied.
+      tidy: called before.
+    """
+    quietly(tidy)
+    while groups:
+        del groups[0]
+
+
+def quietly(task: Callable[[], None]) -> None:
+    """Call something that may fail because other ranks or the store are gone already."""
+    with suppress(Exception):
+        task()
+
+
+# What ranks tell each other of an error.
+
+_MOST_TEXT, _MOST_TRACE = 1_000, 8_000  # characters of an error that other ranks are told
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What is known of a rank that failed."""
+
+    rank: int | None
+    kind: str
+    text: str  # what happened, in one line
+    step: int | None = None
+    operation: str = ""
+    leaf: str = ""
+    trace: str = ""
+    made: dict[str, int] | None = None  # calls by communicator; None if it could not say
+    issued: dict[str, int] | None = None  # those of them that were issued
+    final: bool = True  # whether it cannot be withdrawn
+    because: int | None = None  # it gave up because of this rank; -1: of the store
+    file_error: list[str] | None = None  # of an `FileError`: file, leaf, and more of its text
+
+    def lacks(self, stuck: Sequence[Stuck], missing: Sequence[int], *, made: bool) -> bool:
+        """Whether this rank will never do a part of what another one waits for.
+
+        Args:
+          stuck: calls that have to be done, or heard of.
+          missing: ranks that are waited for, whatever they have done before.
+          made: whether it is enough to have made the calls, or whether they must be issued.
+        """
+        counts = self.made if made else self.issued
+        if counts is None or self.rank is None or self.rank in missing:
+            return True
+        return any(
+            self.rank in each.ranks and counts.get(each.group, 0) < each.number for each in stuck
+        )
+
+    def error(self, waits: str, *, ends: bool = True) -> errors.PeerFailed:
+        """Return the PeerFailed of ranks that wait for this one; `ends`: of their groups, too."""
+        at = "" if self.step is None else f"in step {self.step}"
+        last = f"its last call: {self.operation}" if self.operation else ""
+        own = f"this rank waits for {waits}" if waits else ""
+        path, leaf, *said = self.file_error or ["", ""]
+        where = [*said[:-1], ", ".join(part for part in (at, last) if part), own]
+        fix = "look at its own error, then call groups = mf.reset(groups) on all ranks"
+        if self.kind in ("killed", "exited", "silent"):
+            fix = "look at its own output; start it again, and call mf.reset(groups) or"
+            fix += " trainer.reset() on all ranks; or start the job again"
+        if self.kind == "stalled":
+            fix = (
+                "look what it does there, pass a larger timeout_s= if it may take so long, and call"
+            )
+            fix += " groups = mf.reset(groups) on all ranks"
+        if said:
+            also = "; then call groups = mf.reset(groups) on all ranks" if ends else ""
+            fix = f"{said[-1]}{also}"
+        found = errors.PeerFailed(
+            errors.message(self.text, [line for line in where if line], fix),
+            self.rank,
+            self.kind,
+            step=self.step,
+            operation=self.operation or waits,
+            leaf=self.leaf,
+            remote_traceback=self.trace,
+        )
+        return errors.PeerFileError(found, path, leaf) if said else found
+
+
+def failure_of(error: BaseException, rank: int, **known: Any) -> Failure:
+    """Describe an error of this rank as a `Failure`."""
+    first = f"{type(error).__name__}: {error}".partition("\n")[0][:_MOST_TEXT]
+    kind = "interrupted" if isinstance(error, KeyboardInterrupt) else "raised"
+    trace = "".join(traceback.format_exception(error))[-_MOST_TRACE:]
+    because = None
+    if isinstance(error, errors.PeerFailed):
+        because = -1 if error.rank is None else error.rank
+    file_error = None
+    if isinstance(error, errors.FileError):
+        said = [line.strip().removeprefix("fix: ") for line in str(error).split("\n")[1:]]
+        file_error = [f"{error.path}", f"{error.leaf}", *said]
+    return Failure(rank, kind, first, trace=trace, because=because, file_error=file_error, **known)
+
+
+# What is asked and told of the other ranks.
+
+
+class Watch:
+    """What groups ask and tell of failures of ranks; this one knows of none.
+
+    Args:
+      state: of the groups.
+    """
+
+    epoch = 0  # of the membership in which their ranks have met
+
+    def __init__(self, state: "GroupState") -> None:
+        self.state = state
+
+    def begin(self) -> None:
+        """Begin to read what ranks say of failures, as all have met and know the key."""
+
+    def check(self, *stuck: Any, **how: Any) -> None:
+        """Raise if a rank has failed without which a wait cannot end."""
+
+    def explained(self, error: Exception, **how: Any) -> Exception:
+        """The error of a collective that failed: of the rank that caused it, if that is known."""
+        return self.state.finish(error)
+
+    def timeout_error(self, error: Exception, stuck: Sequence[Stuck] = ()) -> Exception:
+        """The error of a wait beyond `timeout_s`: of the rank that is behind, if one is known."""
+        return self.explained(error)
+
+    def announce(self, error: BaseException, *, final: bool, kind: str = "") -> None:
+        """Tell the other ranks of an error of this one."""
+
+    def retract(self) -> Exception | None:
+        """Withdraw what this rank has announced; the error if another one has given up by then."""
+
+    def stands(self) -> bool:
+        """Whether other ranks were told of an error that was not withdrawn; then it is final."""
+        return False
+
+    def close(self) -> None:
+        """End, as this rank closes the groups."""
+
+
+def _alone(
+    store: Any, rank: int, world_size: int, timeout_s: float, lost: Callable[..., Exception]
+) -> AbstractContextManager[tuple[Store, int | None]]:
+    return nullcontext((store, None))
+
+
+@dataclass
+class Hooks:
+    """What `mics_fn.faults` puts into groups; by default nothing."""
+
+    # A block in which ranks meet before any groups exist: gives the store to meet in, and the
+    # number of the start that this process comes back into. `lost` makes an error of the store.
+    enter: Callable[..., AbstractContextManager[tuple[Store, int | None]]] = _alone
+    # What ranks agreed on in this call of `make_groups`, in a process that comes back.
+    agreed_before: Callable[[Sequence[int], int, float], Any] = lambda ranks, rank, timeout_s: None
+    # Watch the ranks of groups that are about to be made; gives the store of their messages.
+    join: Callable[["GroupState", float], Store] = lambda state, timeout_s: _torch.default_store()
+    # Seconds without a sign of life after which a rank has failed, from the argument.
+    limit_s: Callable[[float | None, int], float] = lambda given, ranks: given or 60.0
+
+
+hooks = Hooks()  # of this process
 
 
 @dataclass(eq=False)
@@ -58,7 +330,6 @@ class GroupState:
     heartbeat_s: float = 60.0  # a rank that gives no sign for that long has failed
     timeout_s: float = 600.0  # and one that makes no call for that long while others wait for it
     rejoining: bool = False  # whether this process takes a lost rank's place, until `reset`
-    processes: Mapping[int, str] = field(default_factory=dict)  # by rank, if the ranks compared it
     failed: str | None = None  # why they are finished; see [Note: failed groups]
     owned: list[dist.ProcessGroup] = field(default_factory=list)  # in the order of creation
     # Calls that drop all other references to them.
@@ -66,25 +337,14 @@ class GroupState:
     active: list[Any] = field(default_factory=list)  # `Pending`s in flight, oldest first
     step: int | None = None  # the optimizer step under way, for errors
     call: Any = None  # the last call, as `Calls` describes it
-    _failed_s: float = 0.0  # seconds since a rank failed; counted only on an accelerator
     aborted: bool = False  # whether collectives in flight on an accelerator were ended
     unraised: BaseException | None = None  # why they failed, if no call of this rank raised it
     # What other ranks said of failures, by rank, first things first; the monitor sets it.
-    standing: Mapping[int | None, peers.Failure] = field(default_factory=dict)
-    announced: peers.Failure | None = None  # what this rank said of itself last
-    stands: bool = False  # whether it has not withdrawn that
+    standing: Mapping[int | None, Failure] = field(default_factory=dict)
     channel: Channel = field(default_factory=Channel)  # of this rank's partition group
-    # Of the monitor: tell a failure; make one final (False if it was withdrawn); withdraw that of
-    # this rank (False if another rank has given up because of it); look at once, which returns
-    # whether some rank gives no sign at present.
-    report: Callable[[peers.Failure], None] = lambda failure: None
-    make_final: Callable[[peers.Failure], bool] = lambda failure: True
-    retract: Callable[[], bool] = lambda: True
-    listen: Callable[[], bool] = bool
-    on_close: Callable[[], None] = lambda: None  # of the monitor
     recipe: Any = None  # makes groups like these; see `make`
     follows: Any = None  # gives what took the place of these groups in a `reset`
-    turns: peers.Turns = field(default_factory=peers.Turns)
+    turns: Turns = field(default_factory=Turns)
     ready: Any = None  # on an accelerator, the event behind the last collective
     # Called by the monitor at each tick, with its store and whether there is news in it.
     listeners: list[Callable[[Any, bool], None]] = field(default_factory=list)
@@ -95,11 +355,9 @@ class GroupState:
     endings: list[Callable[[], None]] = field(default_factory=list)  # what `close` waits for
 
     def __post_init__(self) -> None:
-        self.idle = peers.Idle(self.ranks, self.rank)
+        self.watch = Watch(self)
         # The exception that is handled as these groups begin, which is not the reason of their end.
         self.amid = id(sys.exception())
-        # Calls by communicator when this rank raised, of the last times; others may be behind.
-        self._raised_at: deque[Mapping[str, int]] = deque(maxlen=64)
 
     @property
     def job(self) -> JobMessages:
@@ -116,11 +374,6 @@ class GroupState:
         self.owned.append(group)
         OPEN.add(self)
 
-    def notify(self, store: Any, changed: bool) -> None:
-        """Let those listen who wait for news; called by the monitor at each tick."""
-        for listener in list(self.listeners):
-            listener(store, changed)
-
     def fail(self, error: BaseException, *, raised: bool = True) -> None:
         """Note why no collective on these groups can end any more; the first reason stays.
 
@@ -132,135 +385,11 @@ class GroupState:
             self.failed = f"{type(error).__name__}: {error}".partition("\n")[0]
             self.unraised = None if raised else error
 
-    def check(
-        self,
-        stuck: Sequence[Stuck] = (),
-        idle_s: float = _IDLE_S,
-        missing: Sequence[int] = (),
-        *,
-        made: bool = False,
-    ) -> None:
-        """Raise if a rank has failed without which a wait cannot end; see [Note: no torn step].
-
-        Args:
-          stuck: calls that have to be done.
-          idle_s: for how long there was no progress.
-          missing: ranks that are waited for, whatever they have called.
-          made: whether `stuck` waits for calls, and not until these are issued.
-
-        Raises:
-          PeerFailed: another rank failed.
-          DesyncError: ranks have told why they fail.
-        """
-        self.idle.waits(stuck, missing)
-        if not self.standing or idle_s < _IDLE_S:
-            return
-        for failure in list(self.standing.values()):
-            if failure.rank == self.rank and not failure.final:
-                continue  # the next call withdraws it
-            lacks = failure.lacks(stuck, missing, made=made) and not self._shares(failure)
-            if lacks or idle_s > self.heartbeat_s:
-                self._give_up(failure, stuck[0].text if stuck else "")
-
-    def _shares(self, failure: peers.Failure) -> bool:
-        """Return whether this rank raised the same error, so that the other one may continue."""
-        if failure.final or self.announced is None:
-            return False
-        both = {failure.kind, self.announced.kind} == {"interrupted"}
-        return both or any(peers.same_place(made, failure.made or {}) for made in self._raised_at)
-
-    def _give_up(self, failure: peers.Failure, waits: str) -> None:
-        """Raise the error of a failure, unless it was withdrawn meanwhile."""
-        if self.failed is None:
-            self.job.raise_reported()
-        if not failure.final and not self.make_final(failure):
-            return
-        raise self.finish(self.first(failure).error(waits))
-
-    def timeout_error(self, error: Exception, stuck: Sequence[Stuck] = ()) -> Exception:
-        """The error of a wait beyond `timeout_s`: of the rank that is behind, if one is known.
-
-        Args:
-          error: to raise if none is.
-          stuck: what this rank waits for; by default all that it has called.
-        """
-        store: Any = self.job.store
-        failure = None if store is None else self.idle.behind(store, self.key, stuck)
-        if failure is None:
-            self.fail(error)
-            return error
-        self.report(failure)
-        self.standing = {**self.standing, failure.rank: failure}
-        return self.finish(failure.error(stuck[0].text if stuck else ""))
-
-    def first(self, failure: peers.Failure) -> peers.Failure:
-        """Return the first of the failures that led to this one."""
-        seen = set[int | None]()
-        while failure.because is not None and failure.rank not in seen:
-            seen.add(failure.rank)
-            failure = self.standing.get(failure.because if failure.because >= 0 else None, failure)
-        return failure
-
-    def explained(self, error: Exception, *, wait: bool, call: Stuck | None = None) -> Exception:
-        """The error of a collective that failed: of the rank that caused it, if that is known.
-
-        Args:
-          error: to raise if it is not known.
-          wait: whether to wait for up to a second to learn of it; longer while some rank gives no
-            sign, of which `heartbeat_s` will tell.
-          call: what failed; some rank may have closed its groups without a part in it.
-        """
-        began = time.monotonic()
-        deadline = began + _LEARN_S * wait
-        try:
-            self.job.raise_reported()
-        except MicsError as reported:
-            return reported
-        while len(self.ranks) > 1 and not self.closed:
-            failure = next((each for each in self.standing.values() if each.final), None)
-            if failure is not None:
-                error = self.first(failure).error(str(error).partition("\n")[0])
-                break
-            closing = None if call is None else self.job.closed(call)
-            if closing is not None:
-                error = closing
-                break
-            silent, now = wait and self.listen(), time.monotonic()
-            if now > deadline and not (silent and now < began + self.heartbeat_s + _LEARN_S):
-                break
-            time.sleep(0.02)
-        return self.finish(error)
-
     def finish(self, error: Any) -> Any:
         """Report an error that ends these groups, and return it."""
         self.fail(error)
-        self.announce(error, final=True)
+        self.watch.announce(error, final=True)
         return error
-
-    def announce(self, error: BaseException, *, final: bool, kind: str = "") -> None:
-        """Tell the other ranks of an error of this one.
-
-        Args:
-          error: the error.
-          final: whether these groups are finished; else the next call on them withdraws it.
-          kind: of the failure; "" by the type of the error.
-        """
-        if self.announced is not None and self.announced.final:
-            return
-        counts = {"made": made(self.key), "issued": issued(self.key)}
-        operation, leaf = "", ""
-        if self.call is not None:
-            operation, leaf = call_text(self.call), str(self.call[2])
-        known = {"step": self.step, "operation": operation, "leaf": leaf, **counts}
-        failure = peers.failure_of(error, self.rank, final=final, **known)
-        did = "left its groups" if final else "failed"
-        text = f"rank {self.rank} {did}: {failure.text}"
-        if isinstance(error, SystemExit):
-            text = f"rank {self.rank} exited, and its groups were still open"
-        self.announced = replace(failure, text=text, kind=kind or failure.kind)
-        self.job.raised = self.stands = not final
-        self._raised_at.append(counts["made"])
-        self.report(self.announced)
 
     def abandon(self, error: BaseException | None) -> None:
         """Give up the process groups without the other ranks; see [Note: leaving by an error].
@@ -272,11 +401,11 @@ class GroupState:
         if self.forked:
             return self._let_go()
         if error is not None:  # first: what is aborted fails elsewhere
-            peers.quietly(partial(self.announce, error, final=True))
-        tasks = self.on_close, self.job.depart(LEFT)
+            quietly(partial(self.watch.announce, error, final=True))
+        tasks = self.watch.close, self.job.depart(LEFT)
         if self.on_device and not self.aborted:
             _device.drain(_PATIENCE_S)
-        threads = [*self._abort(), *map(_started, tasks)]
+        threads = [*self.abort(), *map(_started, tasks)]
         self._let_go()
         deadline = time.monotonic() + _PATIENCE_S
         for thread in threads:
@@ -294,8 +423,7 @@ class GroupState:
             error = None
         if self.closed:
             return
-        if self.stands and self.announced is not None and len(self.ranks) > 1:
-            self.make_final(self.announced)
+        if self.watch.stands():
             self.abandon(None)
         elif error is not None or self.failed is not None:
             self.abandon(error or GroupsError(self.failed or ""))
@@ -305,76 +433,34 @@ class GroupState:
             self._end("closed its groups", dist.destroy_process_group, _PATIENCE_S)
 
     def retire(self) -> None:
-        """Give up the process groups, as all ranks do; see [Note: retired groups] in `peers`."""
-        self._end("called reset", peers.discard, 0.0)
+        """Give up the process groups, as all ranks do; see [Note: retired groups]."""
+        self._end("called reset", discard, 0.0)
 
     def _end(self, how: str, end: Callable[[dist.ProcessGroup], None], patience_s: float) -> None:
         """Abort or destroy the process groups; a thread frees the rest."""
         tidy = self.job.depart(how)
         groups = [group for group in self.owned if _torch.is_alive(group)]
         self._let_go()
-        peers.quietly(self.on_close)
-        if end is peers.discard and self.on_device and not self.aborted:
+        quietly(self.watch.close)
+        if end is discard and self.on_device and not self.aborted:
             _device.drain(_GRACE_S)
             _device.lose_queued()
         for i in reversed(range(len(groups))):
             end(groups[i])
         self.failed = None
         # These refer to what is to be freed.
-        self.channel = Channel()
-        self.report, self.make_final, self.listen, self.on_close = quiet, bool, bool, quiet
-        self.retract = lambda: True
+        self.channel, self.watch = Channel(), Watch(self)
         if groups:
-            thread = threading.Thread(target=peers.free, args=(groups, tidy), daemon=True)
+            thread = threading.Thread(target=free, args=(groups, tidy), daemon=True)
             start(thread).join(patience_s)
 
-    def _abort(self) -> list[threading.Thread]:
+    def abort(self) -> list[threading.Thread]:
         """Abort each process group on a thread; see [Note: aborted collectives] in `_device`."""
         if self.on_device and not self.aborted:
             self.aborted = True
             _device.lose_queued()
         groups = [group for group in self.owned if _torch.is_alive(group)]
-        return [peers.abort(group) for group in groups]
-
-    def pass_time(self, passed_s: float) -> None:
-        """Count the time without a call; called by the monitor at each tick."""
-        calls = {calls.key: (calls.number, calls.issued) for calls in list(self.job.calls)}
-        self.idle.pass_time(calls, passed_s)
-
-    def overdue(self, store: Any) -> peers.Failure | None:
-        """The rank that is behind, if this one's device has waited for `timeout_s`.
-
-        If none is, the groups have failed: a host that waits for a device finds that out nowhere.
-        """
-        waits = self.on_device and self.idle.seconds > self.timeout_s and self.failed is None
-        if not waits or self.ready is None or self.ready.query():
-            return None
-        failure = self.idle.behind(store, self.key)
-        if failure is None:
-            text = f"the device of rank {self.rank} waits for a collective for {self.timeout_s:g} s"
-            self.fail(CollectiveError(text), raised=False)
-            self._abort()
-        return failure
-
-    def end_blocked_waits(self, passed_s: float) -> None:
-        """Abort the groups of an accelerator once a rank, or a collective, has failed.
-
-        A host that waits for a device is in C++, and hears nothing until collectives there end.
-        Those in flight have `_GRACE_S` to end by themselves.
-
-        Args:
-          passed_s: since this was called last.
-        """
-        final = self.failed is not None or any(each.final for each in self.standing.values())
-        if not self.on_device or self.aborted or not final:
-            self._failed_s = 0.0
-            return
-        self._failed_s += passed_s
-        if self._failed_s > _GRACE_S:
-            if self.failed is None:
-                failure = self.first(next(iter(self.standing.values())))
-                self.fail(failure.error("a result of its device"), raised=False)
-            self._abort()
+        return [abort_group(group) for group in groups]
 
     def _let_go(self) -> None:
         self.closed = True
@@ -388,15 +474,11 @@ class GroupState:
 OPEN: set[GroupState] = set()  # what owns process groups, until it is closed
 
 
-def quiet(*announced: Any) -> None:
-    """Do nothing, in the place of a function that reported to others."""
-
-
 def end_in_fork(error: Exception) -> None:
     """Let all open groups fail in a process that was forked from a rank."""
     for state in OPEN:
         state.fail(error)
-        state.forked, state.turns = True, peers.Turns()
+        state.forked, state.turns = True, Turns()
         state.active.clear()
     OPEN.clear()
 
@@ -409,7 +491,7 @@ def never_destruct() -> None:
 
 
 def _started(task: Callable[[], None]) -> threading.Thread:
-    return start(threading.Thread(target=peers.quietly, args=(task,), daemon=True))
+    return start(threading.Thread(target=quietly, args=(task,), daemon=True))
 
 
 # Errors of a program, of which the other ranks hear.
@@ -424,9 +506,9 @@ def reports_step(state: GroupState, step: int) -> Iterator[None]:
 
 
 def announce_all(error: BaseException, *, final: bool = False, kind: str = "") -> None:
-    """Report an error of this rank to the ranks of all open groups, as `GroupState.announce`."""
+    """Report an error of this rank to the ranks of all open groups, as `Watch.announce`."""
     for state in list(OPEN):
-        peers.quietly(partial(state.announce, error, final=final, kind=kind))
+        quietly(partial(state.watch.announce, error, final=final, kind=kind))
 
 
 @contextmanager
@@ -443,20 +525,15 @@ def withdraw_all(goes_on: GroupState | None = None) -> None:
     """Withdraw the report of `announce_all`, because this rank continues.
 
     Args:
-      goes_on: the life of the groups on which it makes its next call; None if there are none.
+      goes_on: the state of the groups on which it makes its next call; None if there are none.
 
     Raises:
       PeerFailed: another rank of these groups has given up because of it.
     """
     for state in list(OPEN):
-        announced = state.announced
-        if announced is None or announced.final or state.retract():
-            state.stands = False
-            continue
-        state.announced = replace(announced, final=True)
-        state.fail(announced.error(""))
-        if state is goes_on:
-            raise announced.error("")
+        error = state.watch.retract()
+        if error is not None and state is goes_on:
+            raise error
 
 
 # What a process that was forked from a rank may do, such as a worker of a loader.

@@ -16,16 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mics_fn import _device, _torch, checks, errors, spans
+from mics_fn import _device, checks, errors, spans
 from mics_fn.groups import distributed
 from mics_fn.groups.communicator import Maker
 from mics_fn.groups.environment import node_of
-from mics_fn.groups.group_state import GroupState, check_fork, withdraw_all
+from mics_fn.groups.group_state import GroupState, check_fork, hooks, withdraw_all
 from mics_fn.groups.groups import Groups, Hierarchy, Level, Route
-from mics_fn.groups.monitor import limit_by_default, listen, monitor
-from mics_fn.groups.peers import check_limits
-from mics_fn.groups.rendezvous import Meeting, meet_once, rejoining
-from mics_fn.groups.store_thread import bounded
+from mics_fn.groups.rendezvous import meet_once
 from mics_fn.groups.topology import FLAT, Plan, Topology, plan_groups
 from mics_fn.schedules import Channel
 
@@ -217,21 +214,20 @@ def make_groups(
     here = _location(rank, None if problem else node_size, known=bool(problem or topology))
     state = GroupState(universe, rank, whole=whole or len(universe) == world_size)
     state.on_device, state.timeout_s = _device.is_async(chosen), 600.0 if problem else timeout_s
-    state.heartbeat_s = 60.0 if problem else heartbeat_s or limit_by_default(len(universe))
+    state.heartbeat_s = 60.0 if problem else hooks.limit_s(heartbeat_s, len(universe))
     store, found, deadline = None, 1, time.monotonic() + state.timeout_s
     try:
-        before = _before(universe, rank, timeout_s) if problem is None else None
+        before = hooks.agreed_before(universe, rank, timeout_s) if problem is None else None
         if before is not None:
             (state.key, found), state.rejoining = before, True
         elif len(universe) > 1:
-            listen()
-            store = monitor.join(state, state.timeout_s)
+            store = hooks.join(state, state.timeout_s)
             spot = distributed.spot_of(chosen, alone=served_by != "gloo")
-            wait = {"timeout_s": state.timeout_s, "check": partial(state.check, ())}
+            wait = {"timeout_s": state.timeout_s, "check": partial(state.watch.check, ())}
             mine = [_facts(given, here), here, spot]
-            rejoining.take_over(store, universe, rank, "make_groups")
             key, found = meet_once(store, universe, rank, mine, judged, verb="make_groups", **wait)
-            monitor.name(state, key)
+            state.key = key
+            state.watch.begin()
         if problem is not None:  # raised only now, so that ranks with other arguments raise as well
             raise problem
         wired = topology or Topology.of(len(universe), found, nodes_per_rack)
@@ -239,23 +235,8 @@ def make_groups(
         maker = Maker(universe, rank, served_by, timeout_s, deadline, store, state=state)
         return _create(plan, maker, chosen, mean_over)
     except BaseException:
-        state.on_close()
+        state.watch.close()
         raise
-
-
-def _before(ranks: Sequence[int], rank: int, timeout_s: float) -> Meeting | None:
-    """Return the earlier agreement of these ranks, in a process that replaces a lost one."""
-    if not rejoining.rejoins:
-        return None
-    listen()
-    store = _torch.default_store()
-    ask = partial(rejoining.meeting, store, ranks, "make_groups")
-    try:
-        return bounded(ask, time.monotonic() + timeout_s)
-    except (RuntimeError, TimeoutError) as error:
-        first = errors.first_line(error, f"no answer within {timeout_s:g} s")
-        text = f"make_groups: rank {rank} cannot reach the store that the other ranks use"
-        raise errors.GroupsError(text, [first], "start the job again") from error
 
 
 def _shard_dim(mesh: DeviceMesh) -> int | None:
@@ -268,11 +249,21 @@ def _shard_dim(mesh: DeviceMesh) -> int | None:
     return mesh.size(1) if mesh.ndim == 2 else None
 
 
+def _check_limits(timeout_s: Any, heartbeat_s: Any) -> None:
+    """Raise PlanError unless these are seconds above 0."""
+    given = {"timeout_s": timeout_s} | ({} if heartbeat_s is None else {"heartbeat_s": heartbeat_s})
+    for name, limit in given.items():
+        if not isinstance(limit, int | float) or limit is True or not 0 < limit < 1e8:
+            text = f"{name}={limit!r} is not a time limit"
+            raise errors.PlanError(text, fix="pass seconds above 0")
+
+
 def _problem(given: Mapping[str, Any], num_ranks: int, world_size: int) -> errors.PlanError | None:
     """What is wrong with the arguments, in words that are equal for equal arguments."""
     mean_over, topology, node_size = given["mean_over"], given["topology"], given["node_size"]
     try:
-        check_limits(given["timeout_s"], given["heartbeat_s"], num_ranks)
+        _check_limits(given["timeout_s"], given["heartbeat_s"])
+        hooks.limit_s(given["heartbeat_s"], num_ranks)
         if mean_over is not None and (type(mean_over) is not int or mean_over < 1):
             fix = "pass the number of data-parallel ranks whose losses are averaged"
             raise errors.PlanError(f"mean_over={mean_over!r} is not a positive int", fix=fix)
@@ -376,6 +367,7 @@ def _channel(maker: Maker, ranks: tuple[int, ...]) -> Channel:
     state, job_size = maker.state, len(maker.ranks)
     channel = Channel(maker.store, state.key, ranks, maker.rank, maker.timeout_s, job_size)
     job, state.channel = channel.job, channel
-    job.check, job.timeout_error = state.check, state.timeout_error
-    job.fail, job.explain, job.withdraw = state.fail, state.explained, partial(withdraw_all, state)
+    job.check, job.timeout_error = state.watch.check, state.watch.timeout_error
+    job.fail, job.explain = state.fail, state.watch.explained
+    job.withdraw = partial(withdraw_all, state)
     return channel

@@ -4,30 +4,10 @@ Ranks that create different groups would hang without any error. So every rank w
 the store, the first rank judges them all and publishes one verdict, and all ranks read it: n
 small writes, n small reads by one rank, and n reads of one key. Ranks that were given others as
 `ranks=` meet under another key, where some do not come: that is an error after the time limit.
-
-[Note: rejoining] A rank that was killed is started again, with the same environment and the same
-script. The store of the job, which outlives it, says which process had its number before, and what
-the ranks have agreed on since. So `init_distributed` and `make_groups` ask nobody: they take from
-the store what the first process had agreed on with the others, and give groups that are connected
-to nobody. On these a comparison finds that all agree, as they did when the first process made it,
-and whatever would move data raises. `reset` is where this process and the others meet: there all
-get new groups, and the state that this rank lacks comes from a replica. The default group of torch
-is not made again, as groups are made from its store alone, and never move data over it.
-
-A launcher may also have ended all ranks and started all of them again, with the same store. Then
-nobody is there to come back to, and they meet as at any start. So a process looks whether some
-other rank still gives signs of life, for a few seconds at most; torchrun, which says so in the
-environment, always starts all.
-
-What the lost process had written for a meeting that came to no end is taken back. Each rank names
-its process in `reset`, so that nobody takes what a process wrote that is gone for words of the one
-that came after it.
 """
 
 import json
-import os
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -35,7 +15,6 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 from mics_fn import _torch, errors
-from mics_fn.groups.peers import Process, heartbeat_of
 from mics_fn.store import Store, later, poll
 
 _LINGER_S = 1.0  # how long a rank that fails keeps the store for others to read why
@@ -87,7 +66,7 @@ def meet(
       CollectiveError: some rank did not call this in time.
     """
     deadline = time.monotonic() + timeout_s if deadline is None else deadline
-    calls = f"{_prefix(ranks, verb)}/calls/{rank}"
+    calls = f"{prefix_of(ranks, verb)}/calls/{rank}"
     key = _enter(store, ranks, verb, rank)
     end = f"{key}/verdict"
     try:
@@ -117,7 +96,7 @@ def meet_once(
         return meet(store, ranks, rank, mine, judge, verb=verb, **how)
     except errors.MicsError:
         with suppress(RuntimeError, errors.MicsError):
-            key, size = f"{_prefix(ranks, verb)}/read", len(ranks)
+            key, size = f"{prefix_of(ranks, verb)}/read", len(ranks)
             wanted = -(-store.add(key, 1) // size) * size
             if rank == 0:
                 poll(lambda: store.add(key, 0) >= wanted, 1, time.monotonic() + _LINGER_S)
@@ -126,37 +105,20 @@ def meet_once(
 
 def past(store: Store, ranks: Sequence[int], verb: str, call: int) -> Meeting | None:
     """What the n-th meeting of these ranks agreed on; None if there was none, or if it failed."""
-    key = f"{_prefix(ranks, verb)}/{call}"
+    key = f"{prefix_of(ranks, verb)}/{call}"
     if not store.check([f"{key}/verdict"]):
         return None
     verdict = json.loads(store.get(f"{key}/verdict"))
     return None if "error" in verdict else Meeting(key, verdict["found"])
 
 
-def take_over(store: Store, ranks: Sequence[int], rank: int, verb: str) -> int:
-    """Go on counting meetings where another process with this rank was lost.
-
-    It may have entered one that came to no verdict. The others leave that one, and meet under the
-    same key again. Returns the number of the last one that came to a verdict, or 0.
-    """
-    prefix = _prefix(ranks, verb)
-    calls = f"{prefix}/calls/{rank}"
-    while call := store.add(calls, 0):
-        key = f"{prefix}/{call}"
-        if store.check([f"{key}/verdict"]):
-            break
-        store.delete_key(f"{key}/{rank}")
-        store.add(calls, -1)
-    return call
-
-
-def _prefix(ranks: Sequence[int], verb: str) -> str:
+def prefix_of(ranks: Sequence[int], verb: str) -> str:
     return f"mics_fn/{sha256(json.dumps([verb, *ranks]).encode()).hexdigest()[:16]}"
 
 
 def _enter(store: Store, ranks: Sequence[int], verb: str, rank: int) -> str:
     """The key of a new meeting: the n-th of these ranks, where n is this rank's count of calls."""
-    prefix = _prefix(ranks, verb)
+    prefix = prefix_of(ranks, verb)
     while True:
         key = f"{prefix}/{store.add(f'{prefix}/calls/{rank}', 1)}"
         # If the others gave up waiting for this rank in that meeting, their count is one ahead.
@@ -173,7 +135,7 @@ def _judged(
     deadline: float,
     check: Callable[[float], None],
 ) -> dict[str, Any] | None:
-    """The verdict on what all ranks wrote; None if some did not write, or one gave up."""
+    """The verdict on what all ranks wrote; None if some did not come, or one gave up on that."""
     found = {}
     for other in ranks:
         mine = f"{key}/{other}"
@@ -204,84 +166,9 @@ def _absence(
     return {"error": "CollectiveError", "text": text, "absent": missing}
 
 
-# A process that takes the place of a rank that was lost, while the other ranks still hold
-# theirs.
-
-_SIGN_S = 3.0  # in which a rank that lives writes signs of life, in a job of up to 256
-_LOOKED_AT = 64  # how many ranks are looked at, at least
-
-
-class Rejoining:
-    """Whether this process came back, and how much of the script it has done again."""
-
-    def __init__(self) -> None:
-        self.rejoins = False
-        self._calls = Counter[tuple[str, tuple[int, ...]]]()
-        self._taken = set[tuple[str, tuple[int, ...]]]()
-
-    def join(
-        self, store: Any, rank: int, world_size: int, others_live: Callable[[int], bool]
-    ) -> int | None:
-        """Write down which process this rank is now.
-
-        Args:
-          store: of the job.
-          rank: this rank.
-          world_size: number of ranks.
-          others_live: whether some other rank gives signs of life, after the n-th start of the job.
-
-        Returns:
-          the number of the start that this process comes back into; None if it is to start with the
-          others.
-        """
-        self.__init__()
-        key, mine = f"mics_fn/process/{rank}", Process.own().name
-        before = store.get(key).decode() if store.check([key]) else mine
-        store.set(key, mine)
-        if before == mine:
-            return None
-        start = take_over(store, range(world_size), rank, "init_distributed")
-        begun = past(store, range(world_size), "init_distributed", start) is not None
-        self.rejoins = begun and "TORCHELASTIC_RUN_ID" not in os.environ and others_live(start)
-        return start if self.rejoins else None
-
-    def meeting(self, store: Any, ranks: Sequence[int], verb: str) -> Meeting | None:
-        """What the ranks agreed on in this call before this process came; None if they did not."""
-        if not self.rejoins or len(ranks) == 1:
-            return None
-        call = (verb, tuple(ranks))
-        self._calls[call] += 1
-        return past(store, ranks, verb, self._calls[call])
-
-    def take_over(self, store: Any, ranks: Sequence[int], rank: int, verb: str) -> None:
-        """Before a meeting: take back what the lost process had begun, once for each kind."""
-        call = (verb, tuple(ranks))
-        if self.rejoins and call not in self._taken:
-            take_over(store, ranks, rank, verb)
-            self._taken.add(call)
-
-
 def part_of_start(store: Any, number: int) -> Any:
     """The part of a store for the n-th start with it; the keys of the first are those of torch."""
     return store if number == 1 else _torch.prefixed(store, f"start {number}")
-
-
-def some_rank_lives(store: Any, rank: int, world_size: int) -> bool:
-    """Return whether another rank writes heartbeats; some are polled for a few seconds.
-
-    Args:
-      store: under the keys of the monitor.
-      rank: this rank.
-      world_size: number of ranks.
-    """
-    others = range(0, world_size, max(1, world_size // _LOOKED_AT))
-    keys = [heartbeat_of(other) for other in others if other != rank]
-
-    def heartbeats() -> list[bytes]:
-        return [store.get(key) for key in keys if store.check([key])]
-
-    first, limit_s = heartbeats(), _SIGN_S * max(1.0, world_size / 256)
-    return poll(lambda: heartbeats() != first, 1, time.monotonic() + limit_s)
 
 
 def rejoin_error(what: str, rank: int) -> errors.PeerFailed:
@@ -289,6 +176,3 @@ def rejoin_error(what: str, rank: int) -> errors.PeerFailed:
     text = f"{what}: rank {rank} was lost, and this process has taken its place"
     fix = "call trainer.reset(), or groups = mf.reset(groups), on all ranks; go on at state.step"
     return errors.PeerFailed(errors.message(text, fix=fix), rank, "returned")
-
-
-rejoining = Rejoining()  # of this process

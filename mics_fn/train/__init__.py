@@ -72,7 +72,7 @@ same bits, as nobody else has the random numbers of a rank. A rank that is lost 
 built their `Trainer` ends the job. `groups` says what the launcher has to do, and [Note: replicas
 are checkpoints] in `resetting` how it is done.
 
-Preemption: `with mf.groups.StopRequest(groups) as stop:` around `trainer.fit(loader, steps,
+Preemption: `with mf.StopRequest(groups) as stop:` around `trainer.fit(loader, steps,
 stop=stop)` lets SIGTERM or SIGUSR1, on any rank, end the loop on all ranks after the same step.
 Then `stop.stopping` is true, and a `Trainer` with `checkpoint=` is saved: exit with 0. A loop by
 hand asks `stop.due()` after a step.

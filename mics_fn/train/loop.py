@@ -34,7 +34,8 @@ from torch.utils.data import DistributedSampler, Sampler, SequentialSampler
 from mics_fn import checks
 from mics_fn.collectives import same_call
 from mics_fn.errors import GroupsError, LeafError, MicsError, message
-from mics_fn.groups import Groups, StopRequest, reports_step
+from mics_fn.faults import StopRequest
+from mics_fn.groups import Groups, reports_step
 from mics_fn.shards import require_groups
 from mics_fn.train.metrics import StepMetrics
 from mics_fn.train.plain import Randoms, as_plain, from_plain

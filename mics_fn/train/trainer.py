@@ -10,7 +10,8 @@ from mics_fn import checks, spans
 from mics_fn._torch import keeps_grad_mode
 from mics_fn.deferred import bucket_sizes, defer
 from mics_fn.errors import GroupsError, message
-from mics_fn.groups import StopRequest, rejoin_error, reports_step
+from mics_fn.faults import StopRequest
+from mics_fn.groups import rejoin_error, reports_step
 from mics_fn.inspection import NOT_WATCHED
 from mics_fn.offload import Where
 from mics_fn.optim import Guard, Optimizer, TrainState, init_state, move

@@ -52,7 +52,7 @@ def aborted(late: Sequence[int]) -> dict[str, Any]:
         for batch in data:
             trainer.step(batch)
         groups.state.fail(CollectiveError("planted"))
-        groups.state._abort()
+        groups.state.abort()
         torch_cuda.answer_queries("always", seed=0)
         found["lost"] = any_lost(trainer.state)
         found["used"] = _error_of(lambda: mf.shards.map(torch.sqrt, trainer.state.params))

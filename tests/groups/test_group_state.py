@@ -17,9 +17,9 @@ from mics_fn import _torch
 from mics_fn.collectives import collect
 from mics_fn.collectives.levels import start_all_gather
 from mics_fn.errors import GroupsError, PeerFailed, first_line
+from mics_fn.faults.journal import _GRACE_S, Watcher, without_a_word
+from mics_fn.faults.monitor import monitor
 from mics_fn.groups import Groups, make_groups, reports_step, withdraw_all
-from mics_fn.groups.group_state import _GRACE_S
-from mics_fn.groups.peers import without_a_word
 from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.optim import init_state, sgd
 from mics_fn.shards import gather, shard
@@ -74,7 +74,7 @@ def abort(group):
 groups = mf.make_groups()
 _torch.abort, _torch.is_alive = abort, lambda group: True
 groups.state.own(object())
-groups.state._abort()
+groups.state.abort()
 _torch.is_alive = lambda group: False
 raise KeyError("mine")
 """
@@ -119,14 +119,14 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Groups, list[A
 
 def test_a_device_that_waits_for_a_lost_rank_is_freed_and_the_next_call_says_why(fakes: Any):
     groups, owned = fakes(False, False)
-    life = groups.state
+    life, watch = groups.state, Watcher(groups.state, monitor)
     life.on_device, life.standing = True, {3: without_a_word(3, "killed")}
     for _ in range(2):  # collectives may still end by themselves
-        life.end_blocked_waits(_GRACE_S / 2)
+        watch.pass_time(_GRACE_S / 2)
     assert (life.aborted, life.failed) == (False, None)
-    life.end_blocked_waits(_GRACE_S / 2)
+    watch.pass_time(_GRACE_S / 2)
     for _ in range(2):
-        life.end_blocked_waits(2 * _GRACE_S)
+        watch.pass_time(2 * _GRACE_S)
     assert life.aborted
     assert poll(lambda: all(group.ended for group in owned), 1, time.monotonic() + 5)
     assert [group.ended for group in owned] == ["aborted"] * 2
@@ -152,7 +152,7 @@ def test_a_device_that_waits_for_a_lost_rank_is_freed_and_the_next_call_says_why
 def test_an_error_destroys_nothing(fakes: Any, error: BaseException | None, end: str, how: str):
     groups, owned = fakes(False, False)
     told: list[Any] = []
-    groups.state.report = told.append
+    groups.state.watch.announce = lambda *error, **how: told.append(error)
     block = groups if how == "with" else closing(groups)  # which calls it in a `finally`
     with pytest.raises(type(error)) if error is not None else nullcontext(), block:
         if error is not None:

@@ -205,7 +205,7 @@ GroupsError: init_distributed: a rank does not have the device that was asked fo
 PlanError: init_distributed: timeout_s=-1, expected a finite number above 0 and below 1e+08
 >>> mf.reset(None)
 GroupsError: reset: got no groups, expected Groups
->>> mf.groups.StopRequest(groups, "TERM")
+>>> mf.StopRequest(groups, "TERM")
 PlanError: StopRequest: signals=['T', 'E', 'R', 'M'], expected a list of signals
 
 # Models

@@ -24,12 +24,12 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
-    "lines": 24_467,
-    "lines without lab": 21_176,
+    "lines": 24_553,
+    "lines without lab": 21_259,
     "lines of the longest file": 550,
-    "files": 142,
+    "files": 143,
     "percent of lines that import": 8.8,
-    "files in the longest chain of imports": 18,
+    "files in the longest chain of imports": 17,
     "class names of several classes": 0,
     "file names in several wings": 0,
     "names with words that another word replaces": 0,

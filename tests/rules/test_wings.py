@@ -30,7 +30,8 @@ FLOORS = [
     ["offload"],
     ["shards"],
     ["deferred", "optim", "init"],
-    ["inspection", "checkpoint"],
+    ["inspection", "faults"],
+    ["checkpoint"],
     ["train"],
     ["testing"],
     ["lab", "notebook"],
@@ -68,6 +69,7 @@ OUTSIDE = {
     "_device": ["torch", "torch.distributed"],
     "schedules": [],
     "groups": ["torch", "torch.distributed"],
+    "faults": ["torch.distributed"],
     "collectives": ["torch", "torch.distributed"],
     "inspection": ["torch"],
     "checkpoint": ["torch", "torch.distributed", "safetensors"],
@@ -174,6 +176,22 @@ def test_imports_run_down():
             if not ground and not user and floor_of(other) >= floor_of(file):
                 wrong.append(f"mics_fn/{file}.py:{line}: {module} {name}")
     refuse(wrong)
+
+
+# The core, and what research on schedules and memory adds to it.
+WITHOUT_FAULTS = ["groups", "collectives", "shards", "optim", "schedules"]
+WITHOUT_FAULTS += ["deferred", "offload", "inspection"]
+
+
+def test_what_is_done_about_faults_is_beside_the_core():
+    """It fills the hooks of groups as `mics_fn` is imported; nothing that it watches knows it."""
+    wrong = []
+    for file in [file for file in files() if wing_of(file) in [*GROUND, *WITHOUT_FAULTS]]:
+        for module, name, line in imports(file):
+            if module.startswith("mics_fn.faults") or name == "faults":
+                wrong.append(f"mics_fn/{file}.py:{line}: {module} {name}")
+    refuse(wrong)
+    assert all(wing in WINGS for wing in [*WITHOUT_FAULTS, "faults"])
 
 
 def test_another_wing_is_known_by_its_face():

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import mics_fn as mf
-from mics_fn.groups.monitor import launcher
+from mics_fn.faults.monitor import launcher
 
 WORLD, LIMIT_S, LONGEST_S = 2, 2.0, 50.0
 PR_SET_CHILD_SUBREAPER = 36

@@ -14,7 +14,7 @@ from torch import nn
 
 import mics_fn as mf
 
-StopRequest = mf.groups.StopRequest
+StopRequest = mf.StopRequest
 PAIR, FOUR, COPIES = Layout((2,), 2), Layout((4,), 4), Layout((2, 2), 2)
 
 

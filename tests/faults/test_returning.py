@@ -10,9 +10,10 @@ from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mics_fn.faults import rejoin
+from mics_fn.faults.heartbeat import Process
+from mics_fn.faults.rejoin import Rejoining
 from mics_fn.groups import rendezvous
-from mics_fn.groups.peers import Process
-from mics_fn.groups.rendezvous import Rejoining
 
 VERB = "reset"
 
@@ -22,7 +23,7 @@ def new_store() -> Any:
 
 
 def key_of(call: int, ranks: range) -> str:
-    return f"{rendezvous._prefix(ranks, VERB)}/{call}"
+    return f"{rendezvous.prefix_of(ranks, VERB)}/{call}"
 
 
 @examples(20, 60)
@@ -32,17 +33,17 @@ def test_counting_goes_on_at_the_last_verdict(ended: int, entered: int, wrote: b
     store, ranks = new_store(), range(3)
     for call in range(1, ended + 1):
         store.set(f"{key_of(call, ranks)}/verdict", '{"found": 1}')
-    store.add(f"{rendezvous._prefix(ranks, VERB)}/calls/1", ended + entered)
+    store.add(f"{rendezvous.prefix_of(ranks, VERB)}/calls/1", ended + entered)
     if wrote and entered:
         store.set(f"{key_of(ended + entered, ranks)}/1", "[]")
-    assert rendezvous.take_over(store, ranks, 1, VERB) == ended
+    assert rejoin.take_over(store, ranks, 1, VERB) == ended
     assert rendezvous._enter(store, ranks, VERB, 1) == key_of(ended + 1, ranks)
     if entered:
         assert not store.check([f"{key_of(ended + entered, ranks)}/1"])
 
 
 def started(store: Any) -> None:
-    prefix = rendezvous._prefix(range(4), "init_distributed")
+    prefix = rendezvous.prefix_of(range(4), "init_distributed")
     store.set(f"{prefix}/1/verdict", '{"found": null}')
     store.add(f"{prefix}/calls/1", 1)
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from mics_fn.errors import PeerFailed
-from mics_fn.groups import group_state as life_module
-from mics_fn.groups import monitor
-from mics_fn.groups.group_state import GroupState
-from mics_fn.groups.peers import PARKED, Failure, Journal, Peer, Peers, Process
+from mics_fn.faults import monitor
+from mics_fn.faults.heartbeat import PARKED, Peer, Peers, Process
+from mics_fn.faults.journal import Journal, Watcher
+from mics_fn.groups import Failure, GroupState, group_state
 from mics_fn.schedules import Stuck
 
 
@@ -196,7 +196,7 @@ def test_an_error_in_a_cell_is_told_and_the_next_cell_may_go_on(told, monkeypatc
     hooks: dict[str, Any] = {}
     shell = SimpleNamespace(events=SimpleNamespace(register=hooks.__setitem__))
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    assert [monitor.limit_by_default(n) for n in (8, 16_384)] == [10.0, 192.0]
+    assert [monitor.limit_s(None, n) for n in (8, 16_384)] == [10.0, 192.0]
     monitor.listen.__wrapped__()
     error = ValueError("mine")
     for each in (None, error):
@@ -204,34 +204,41 @@ def test_an_error_in_a_cell_is_told_and_the_next_cell_may_go_on(told, monkeypatc
     assert told == [(error, False)]
 
 
-def raised(life: GroupState, made: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mics_fn.groups.group_state.made", lambda key: made)
-    life.announce(ValueError("all ranks"), final=False)
+def watched(withdraws: bool = True) -> GroupState:
+    """Groups whose ranks let this one withdraw what it says, or do not."""
+    state = GroupState((0, 1), 0)
+    state.watch = Watcher(state, SimpleNamespace(bounded=lambda call, default: withdraws))
+    return state
+
+
+def raised(state: GroupState, made: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mics_fn.faults.journal.made", lambda key: made)
+    state.watch.announce(ValueError("all ranks"), final=False)
 
 
 def test_what_ended_some_groups_does_not_end_others(monkeypatch: pytest.MonkeyPatch):
-    lost, other = (GroupState((0, 1), 0, retract=lambda kept=kept: kept) for kept in (False, True))
-    monkeypatch.setattr(life_module, "OPEN", {lost, other})
+    lost, other = (watched(withdraws) for withdraws in (False, True))
+    monkeypatch.setattr(group_state, "OPEN", {lost, other})
     for life in (lost, other):
         raised(life, {}, monkeypatch)
-    life_module.withdraw_all(other)
+    group_state.withdraw_all(other)
     assert other.failed is None
     assert str(lost.failed).startswith("PeerFailed: rank 0 failed: ValueError: all ranks")
-    lost = GroupState((0, 1), 0, retract=lambda: False)
-    monkeypatch.setattr(life_module, "OPEN", {lost})
+    lost = watched(withdraws=False)
+    monkeypatch.setattr(group_state, "OPEN", {lost})
     raised(lost, {}, monkeypatch)
     with pytest.raises(PeerFailed, match="rank 0 failed"):
-        life_module.withdraw_all(lost)
+        group_state.withdraw_all(lost)
 
 
 def test_a_rank_that_is_late_after_an_error_of_all_is_not_given_up(monkeypatch: pytest.MonkeyPatch):
-    life = GroupState((0, 1), 0)
+    life = watched()
     for made in ({"a": 3}, {"a": 4}):  # the same error again, which the other has not met yet
         raised(life, made, monkeypatch)
     waits = [Stuck("a", 5, (0, 1), "a reduction")]
     late = Failure(1, "raised", "rank 1 failed", made={"a": 3}, issued={"a": 3}, final=False)
     life.standing = {1: late}
-    life.check(waits, 1.0)
+    life.watch.check(waits, 1.0)
     life.standing = {1: replace(late, made={"a": 2})}  # it raised where this rank did not
     with pytest.raises(PeerFailed, match="rank 1 failed"):
-        life.check(waits, 1.0)
+        life.watch.check(waits, 1.0)

@@ -24,8 +24,9 @@ import mics_fn as mf
 from mics_fn import _torch
 from mics_fn.collectives import pending
 from mics_fn.errors import MicsError
-from mics_fn.groups import distributed, monitor
-from mics_fn.groups.peers import Process
+from mics_fn.faults import monitor
+from mics_fn.faults.heartbeat import Process
+from mics_fn.groups import distributed
 from mics_fn.spans import LOG
 from tests.stress.fault_ranks import take_place
 

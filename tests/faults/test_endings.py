@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from mics_fn.groups import monitor
-from mics_fn.groups.group_state import GroupState
-from mics_fn.groups.peers import Journal, Peer, Process, heartbeat_of
+from mics_fn.faults import monitor
+from mics_fn.faults.heartbeat import Peer, Process, heartbeat_of
+from mics_fn.faults.journal import Watcher
+from mics_fn.groups import GroupState
 
 ENDINGS = Path(__file__).parents[1] / "support" / "endings.py"
 LIMIT_S = 2.0  # `heartbeat_s` there
@@ -74,7 +75,7 @@ def test_a_process_ends_once_the_launcher_is_gone(monkeypatch):
 def test_what_a_rank_wrote_last_says_whether_it_was_killed(last: str, accused: bool):
     watching: Any = monitor.Monitor()
     life, asked = GroupState(ranks=(0, 1), key="groups"), list[Any]()
-    watching._states[life], watching._ask = Journal(life.key), asked.append
+    watching._states[life], watching._ask = Watcher(life, watching), asked.append
     watching._peers[1] = Peer()
     watching._peers[1].observe("3 open host 7 1", Process("elsewhere", 3, "1"), 0.25)
 

@@ -10,7 +10,7 @@ killed is named before the others know more than that some connection was closed
 a rank killed, however silent it is. One that closes its groups writes that before it may end, so
 whoever sees that a process is gone reads what it wrote last before it accuses that rank. Who finds
 a failure writes it into the journal of each groups that the rank is in, see [Note: the journal] in
-`peers`, and all ranks read it at their next tick.
+`journal`, and all ranks read it at their next tick.
 
 Two threads do this. The store thread talks to the store, and may be stuck in it. The other one
 ticks, and finds out that the store thread is stuck: then the store, or the rank that holds it, has
@@ -35,12 +35,13 @@ from typing import Any
 import torch.distributed as dist
 
 from mics_fn import _torch
-from mics_fn.errors import GroupsError, PeerFailed
-from mics_fn.groups import peers
-from mics_fn.groups.environment import read_launch
-from mics_fn.groups.group_state import GroupState, announce_all, never_destruct
-from mics_fn.groups.store_thread import BoundedStore, StoreLost, StoreThread
+from mics_fn.errors import GroupsError, PeerFailed, PlanError
+from mics_fn.faults import heartbeat
+from mics_fn.faults.heartbeat import BoundedStore, Peer, Process, StoreThread, heartbeat_of
+from mics_fn.faults.journal import Failure, Journal, Watcher, of_store, said_to_all, without_a_word
+from mics_fn.groups import GroupState, announce_all, end_aborts, never_destruct, read_launch
 from mics_fn.schedules import CHANGES
+from mics_fn.store import StoreLost
 from mics_fn.threads import Bell, Job, Latch, start
 
 # The launcher of this process, and what becomes of a rank that has outlived it.
@@ -95,14 +96,14 @@ class Monitor:
     """What watches the other ranks, for all groups of this process; see [Note: signs of life]."""
 
     def __init__(self) -> None:
-        self._states: dict[GroupState, peers.Journal] = {}
+        self._states: dict[GroupState, Watcher] = {}
         self._store_thread: StoreThread | None = None
         self._store: Any = None  # that the store thread is connected to
-        self._peers = peers.Peers()
+        self._peers = heartbeat.Peers()
         self._number = self._rank = 0
         self._changes = ""
         self._host: tuple[int | None, str] = None, ""  # of the store: the rank, and the address
-        self._own = peers.Process("", 0, "")
+        self._own = Process("", 0, "")
         self._stop, self._wake = Latch(), Bell()
         self._request: Job | None = None  # the tick that the store thread is at
         self._waited_s = 0.0  # how long it has been at it
@@ -132,11 +133,8 @@ class Monitor:
         elif not self._states:
             self._begin(self._store_thread)
         self._rank, self._host = state.rank, _torch.store_host(store)
-        state.report, state.retract = partial(self._report, state), partial(self._retract, state)
-        state.make_final = partial(self._make_final, state)
-        state.listen, state.on_close = partial(self._listen, state), partial(self.close, state)
         state.standing = {} if waits else self._ended_of(dict.fromkeys(state.ranks, ""))
-        self._states[state] = peers.Journal("")
+        state.watch = self._states[state] = Watcher(state, self)
         failed = partial(self._store_failed, state)
         try:  # to connect may take long, as it looks for names of hosts
             self._store_thread.answer(self._store_thread.ask(self._write_heartbeat), timeout_s)
@@ -165,27 +163,27 @@ class Monitor:
         """Reconnect to a store, and repeat the messages that it may have lost."""
         store_thread.renew()
         self._begin(store_thread)
-        for state, journal in self._states.items():
-            if state.announced is not None and state.key:
-                store_thread.ask(partial(peers.said_to_all, journal, failure=state.announced))
+        for state, watch in self._states.items():
+            if watch.announced is not None and state.key:
+                store_thread.ask(partial(said_to_all, watch.journal, failure=watch.announced))
 
     def dead(self, ranks: Sequence[int]) -> list[int]:
         """Return the ranks whose processes have ended and were not replaced."""
         return self._peers.dead(ranks)
 
-    def name(self, state: GroupState, key: str, processes: Mapping[int, str] | None = None) -> None:
-        """Give groups the key that all ranks agreed on, and their processes if these are known."""
+    def name(self, state: GroupState, processes: Mapping[int, str] | None = None) -> None:
+        """Begin to read the journal of groups, once all ranks have met."""
         if processes is not None:  # they have met again, whatever was known of them before
             state.standing = self._ended_of(processes)
-        journal = self._states[state] = peers.Journal(key)
-        state.key, state.processes = key, dict(processes or {})
+        watch = self._states[state]
+        watch.journal, watch.processes = Journal(state.key), dict(processes or {})
         for failure in state.standing.values():
-            self._ask(partial(self._say_and_see, state, journal, failure))
+            self._ask(partial(watch.say, failure))
         self._wake.ring()
 
-    def _ended_of(self, processes: Mapping[int, str]) -> dict[int | None, peers.Failure]:
+    def _ended_of(self, processes: Mapping[int, str]) -> dict[int | None, Failure]:
         """The failures of those that have ended, of ranks which meet; see `Peers.anew`."""
-        return {rank: peers.without_a_word(rank, "killed") for rank in self._peers.anew(processes)}
+        return {rank: without_a_word(rank, "killed") for rank in self._peers.anew(processes)}
 
     def close(self, state: GroupState) -> None:
         """Stop watching for these groups, which this rank has closed."""
@@ -193,7 +191,7 @@ class Monitor:
             return
         self._stop.set()
         self._wake.ring()
-        self._bounded(partial(self._write_heartbeat, status=peers.PARKED), None, _PARTING_S)
+        self.bounded(partial(self._write_heartbeat, status=heartbeat.PARKED), None, _PARTING_S)
 
     def linger(self) -> None:
         """Keep the store open for a moment, if this rank hosts it, for others to read."""
@@ -207,42 +205,24 @@ class Monitor:
         if self._store_thread is not None and self._store_thread.lost is None:
             self._store_thread.end_now(_PATIENCE_S)
 
-    # What `GroupState` calls.
+    # What a `Watcher` calls.
 
-    def _report(self, state: GroupState, failure: peers.Failure) -> None:
-        journal = self._states.get(state)
-        if journal is not None and state.key:
-            self._said = time.monotonic()
-            self._bounded(partial(peers.said_to_all, journal, failure=failure), None)
+    def say(self, call: Callable[[Any], Any]) -> None:
+        """Let the store thread tell the other ranks of a failure, for a moment."""
+        self._said = time.monotonic()
+        self.bounded(call, None)
 
-    def _retract(self, state: GroupState) -> bool:
-        """Withdraw this rank's error report; return False if another rank has given up."""
-        journal = self._states.get(state)
-        if journal is None or not self._bounded(
-            partial(peers.withdrawn, journal, rank=state.rank), True
-        ):
-            return journal is None
-        state.standing = journal.standing
-        return True
-
-    def _make_final(self, state: GroupState, failure: peers.Failure) -> bool:
-        """Make a failure final; returns False if it was withdrawn before."""
-        journal = self._states.get(state)
-        if journal is None:
-            return True
-        return self._bounded(partial(journal.make_final, rank=failure.rank), True)
-
-    def _listen(self, state: GroupState) -> bool:
+    def listen(self, ranks: Sequence[int]) -> bool:
         """Have the next tick at once; whether some rank may be found silent, for `explained`."""
         self._reread = True
         self._wake.ring()
-        return bool(self._peers.silent(state.ranks, _DOUBT_S))
+        return bool(self._peers.silent(ranks, _DOUBT_S))
 
     def _ask(self, call: Callable[[Any], Any]) -> None:
         if self._store_thread is not None:
             self._store_thread.ask(call)
 
-    def _bounded(self, call: Any, default: Any, patience_s: float = _PATIENCE_S) -> Any:
+    def bounded(self, call: Any, default: Any, patience_s: float = _PATIENCE_S) -> Any:
         """What the store thread answers, or a default if it does not in time."""
         store_thread = self._store_thread
         if store_thread is None:
@@ -254,7 +234,7 @@ class Monitor:
 
     def _store_failed(self, state: GroupState, lost: StoreLost) -> PeerFailed:
         """The error of a call to the store that has no end."""
-        error = peers.of_store(*self._host, lost).error("its store")
+        error = of_store(*self._host, lost).error("its store")
         state.fail(error)
         return error
 
@@ -262,7 +242,7 @@ class Monitor:
 
     def _begin(self, store_thread: StoreThread) -> None:
         self._stop.set()  # of a thread that watched with a store that was lost
-        self._peers, self._own = peers.Peers(), peers.Process.own()
+        self._peers, self._own = heartbeat.Peers(), Process.own()
         self._stop, self._request, self._changes = Latch(), None, ""
         watch = partial(self._watch, self._stop, store_thread)
         start(threading.Thread(target=watch, name="mics_fn monitor", daemon=True))
@@ -278,7 +258,8 @@ class Monitor:
             self._iterate(store_thread, passed_s)
 
     def _interval_s(self) -> float:
-        return peers.interval_s(max((len(state.ranks) for state in list(self._states)), default=1))
+        ranks = max((len(state.ranks) for state in list(self._states)), default=1)
+        return heartbeat.interval_s(ranks)
 
     def _iterate(self, store_thread: StoreThread, passed_s: float) -> None:
         """Check all ranks once for failures."""
@@ -288,11 +269,10 @@ class Monitor:
             limit_s = min((state.heartbeat_s for state in list(self._states)), default=60.0)
             if store_thread.lost is None and store_thread.connected and self._waited_s > limit_s:
                 store_thread.lost = StoreLost(f"no answer for {limit_s:g} s", silent=True)
-        for state in list(self._states):
-            state.pass_time(passed_s)
-            state.end_blocked_waits(passed_s)
+        for watch in list(self._states.values()):
+            watch.pass_time(passed_s)
         if store_thread.lost is not None:
-            self._all_fail(peers.of_store(*self._host, store_thread.lost))
+            self._all_fail(of_store(*self._host, store_thread.lost))
         elif request is None or request.done.is_set():
             if request is not None and request.error is None:
                 self._judge(request.value, passed_s)
@@ -304,9 +284,9 @@ class Monitor:
 
     def _judge(self, heartbeats: dict[int, str], passed_s: float) -> None:
         """Find the ranks that are silent."""
-        for rank, heartbeat in heartbeats.items():
-            peer = self._peers.setdefault(rank, peers.Peer())
-            before = peer.observe(heartbeat, self._own, passed_s)
+        for rank, said in heartbeats.items():
+            peer = self._peers.setdefault(rank, Peer())
+            before = peer.observe(said, self._own, passed_s)
             if before:  # another process has taken its place
                 self._accuse(rank, "killed", before)
             limits = [state.heartbeat_s for state in list(self._states) if rank in state.ranks]
@@ -317,24 +297,18 @@ class Monitor:
 
     def _accuse(self, rank: int, kind: str, process: str = "") -> None:
         """Say that a rank has failed, in the journals of all groups that its process is in."""
-        failure, parked = peers.without_a_word(rank, kind), self._peers[rank].parked
+        failure, parked = without_a_word(rank, kind), self._peers[rank].parked
         process = process or self._peers[rank].name
-        for state, journal in list(self._states.items()):
-            now = state.processes.get(rank, process)  # it may have come back into these groups
+        for state, watch in list(self._states.items()):
+            now = watch.processes.get(rank, process)  # it may have come back into these groups
             if rank not in state.ranks or (parked and state.key) or now != process:
                 continue
             if state.key:
-                self._ask(partial(self._say_and_see, state, journal, failure))
+                self._ask(partial(watch.say, failure))
             else:  # groups that are still to be made
                 state.standing = {**state.standing, rank: failure}
 
-    def _say_and_see(
-        self, state: GroupState, journal: peers.Journal, what: peers.Failure, store: Any
-    ) -> None:
-        peers.said_to_all(journal, store, failure=what)
-        state.standing = journal.standing
-
-    def _all_fail(self, failure: peers.Failure) -> None:
+    def _all_fail(self, failure: Failure) -> None:
         for state in list(self._states):
             if failure.rank not in state.standing:
                 state.standing = {**state.standing, failure.rank: failure}
@@ -347,7 +321,7 @@ class Monitor:
         Those that left in order come last, as they may have done so because of the others.
         """
         for rank in ranks:
-            self._peers[rank].parts(store.get(peers.heartbeat_of(rank)).decode())
+            self._peers[rank].parts(store.get(heartbeat_of(rank)).decode())
         for rank in sorted(ranks, key=lambda rank: self._peers[rank].parked):
             self._accuse(rank, "killed")
 
@@ -355,39 +329,33 @@ class Monitor:
         self._number += 1
         own = self._own
         text = f"{self._number} {status} {own.host} {own.pid} {own.started}"
-        store.set(peers.heartbeat_of(self._rank), text)
+        store.set(heartbeat_of(self._rank), text)
 
     def _exchange(self, store: Any) -> dict[int, str]:
         """Write this rank's sign of life and read what others wrote; returns their signs."""
         self._write_heartbeat(store)
         others = dict[int, None]()
         for state in list(self._states):
-            others.update(dict.fromkeys(peers.followed(state.rank, state.ranks)))
-        known = [x for x in others if x in self._peers or store.check([peers.heartbeat_of(x)])]
+            others.update(dict.fromkeys(heartbeat.followed(state.rank, state.ranks)))
+        known = [x for x in others if x in self._peers or store.check([heartbeat_of(x)])]
         reread, self._reread = self._reread, False
         if not self._changes:
             store.add(CHANGES, 0)
-        before = [(state, state.processes) for state in list(self._states)]  # signs are read
-        changes, *heartbeats = store.multi_get([CHANGES, *map(peers.heartbeat_of, known)])
+        before = [
+            (state, watch.processes) for state, watch in list(self._states.items())
+        ]  # signs are read
+        changes, *heartbeats = store.multi_get([CHANGES, *map(heartbeat_of, known)])
         found = {rank: x.decode() for rank, x in zip(known, heartbeats, strict=True)}
         new = reread or changes.decode() != self._changes
-        for state, journal in list(self._states.items()):
-            if new and state.key:
-                journal.read(store)
-                state.standing = journal.standing
-            state.notify(store, new)
-            if state.key and not state.closed:
-                state.idle.exchange(store, state)
-                overdue = state.overdue(store)
-                if overdue is not None:
-                    self._say_and_see(state, journal, overdue, store)
+        for watch in list(self._states.values()):
+            watch.read(store, changed=new)
         self._changes = changes.decode()
         for state, rank in (
-            (state, rank) for state, met in before for rank in peers.replaced(met, found)
+            (state, rank) for state, met in before for rank in heartbeat.replaced(met, found)
         ):
             if state in self._states and rank not in state.standing:
-                failure = peers.without_a_word(rank, "killed")
-                self._say_and_see(state, self._states[state], failure, store)
+                failure = without_a_word(rank, "killed")
+                self._states[state].say(failure, store)
         return found
 
 
@@ -413,13 +381,29 @@ def _shell() -> Any:
     return None if shell is None else shell.get_ipython()
 
 
-def limit_by_default(ranks: int) -> float:
+def limit_s(given: float | None, ranks: int) -> float:
     """Seconds of silence after which one of so many ranks has failed.
 
-    10 for people at a prompt, else 60; more where signs of life are too rare for that.
+    By default 10 for people at a prompt, else 60; more where signs of life are too rare for that.
+
+    Raises:
+      PlanError: so few would take ranks for lost that are well.
     """
+    least = heartbeat.least_limit_s(ranks)
+    if given is not None:
+        if given < least:
+            text = f"heartbeat_s={given!r} would take ranks for lost that are well"
+            lines = [f"signs of life come every {heartbeat.interval_s(ranks):g} s"]
+            raise PlanError(text, lines, f"pass at least {least:g}")
+        return given
     usual = 10.0 if hasattr(sys, "ps1") or _shell() is not None else 60.0
-    return max(usual, peers.least_limit_s(ranks))
+    return max(usual, least)
+
+
+def watched(state: GroupState, timeout_s: float) -> BoundedStore:
+    """Watch the ranks of groups that are about to be made; returns the store of their messages."""
+    listen()
+    return monitor.join(state, timeout_s)
 
 
 @cache
@@ -458,4 +442,4 @@ def _at_exit() -> None:
         never_destruct()
     monitor.linger()
     monitor.end()
-    peers.end_aborts(patience_s=5.0)
+    end_aborts(patience_s=5.0)

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from mics_fn import checks
 from mics_fn.errors import CollectiveError, MicsError, name_ranks
-from mics_fn.groups.groups import Groups
+from mics_fn.groups import Groups
 from mics_fn.schedules import CHANGES
 from mics_fn.store import Store, later, poll
 
@@ -112,7 +112,7 @@ class StopRequest:
             lambda: store.check(list(keys.values())),
             len(keys),
             time.monotonic() + self._timeout_s,
-            lambda idle_s: state.check((), idle_s, state.ranks),
+            lambda idle_s: state.watch.check((), idle_s, state.ranks),
         ):
             missing = [rank for rank, key in keys.items() if not store.check([key])]
             what = f"StopRequest: {name_ranks(missing)} did not answer in {self._timeout_s:g} s"

@@ -1,0 +1,347 @@
+"""Signs of life: the thread that talks to the store, and what is known of other processes.
+
+[Note: the store thread] A call to the store ends in C++, where neither Ctrl-C nor a time limit ends
+it: if the rank that holds the store is stopped, it never ends. So each call is handed to a thread
+with a connection of its own. Whoever asks waits for the answer in Python, in short waits, and no
+longer than it may. The thread may be stuck for good; then nobody else is.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch.distributed as dist
+
+from mics_fn.errors import first_line
+from mics_fn.store import StoreLost
+from mics_fn.threads import Job, start
+
+_WAIT_S = 0.1  # between two looks of whoever waits for an answer
+_LOST = dist.DistNetworkError, dist.DistStoreError  # pyright: ignore[reportPrivateImportUsage]
+
+
+_GIVEN_UP = StoreLost("another connection has taken its place", silent=True)
+
+
+class StoreThread:
+    """A thread with a connection to a store of its own; see [Note: the store thread].
+
+    Args:
+      store: of torch.distributed, or what does the same.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._given = store
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin anew on another thread with another connection, once this one was lost."""
+        self._jobs = SimpleQueue[Job | None]()
+        self.connected = False
+        self.lost: StoreLost | None = None  # why it can do nothing any more
+        serve = partial(self._serve, self._jobs)
+        self._thread = threading.Thread(target=serve, name="mics_fn store", daemon=True)
+        start(self._thread)
+
+    def ask(self, call: Callable[[Any], Any]) -> Job:
+        """Hand in a call, which gets the thread's own connection, and do not wait."""
+        job = Job(partial(self._call, self._jobs, call))
+        if self.lost is None:
+            self._jobs.put(job)
+        else:
+            job.drop(self.lost)
+        return job
+
+    def answer(self, job: Job, patience_s: float) -> Any:
+        """Wait for the end of a call; raises its error.
+
+        Raises:
+          StoreLost: the store does not answer within these seconds.
+        """
+        deadline = time.monotonic() + patience_s
+        while not job.done.wait(_WAIT_S):
+            if self.lost is not None and not job.done.is_set():
+                raise self.lost
+            if time.monotonic() > deadline:
+                raise StoreLost(f"it did not answer within {patience_s:g} s", silent=True)
+        return job.result()
+
+    def end(self) -> None:
+        """Let the thread end once it has done all that it was asked."""
+        self._jobs.put(None)
+
+    def end_now(self, patience_s: float) -> None:
+        """`end`, and wait for that; nothing is asked afterwards."""
+        self.end()
+        self._thread.join(patience_s)
+        self.lost = self.lost or StoreLost("this process ends", silent=False)
+
+    def _serve(self, jobs: SimpleQueue[Job | None]) -> None:
+        own: list[Any] = []  # the connection, once there is one
+        while (job := jobs.get()) is not None:
+            given_up = self.lost or (jobs is not self._jobs and _GIVEN_UP)
+            if given_up:
+                job.drop(given_up)
+            else:
+                job.run(own)
+
+    def _call(self, jobs: SimpleQueue[Job | None], call: Callable[[Any], Any], own: list) -> Any:
+        try:
+            if not own:
+                own.append(_connected(self._given))
+                self.connected = True
+            return call(own[0])
+        except _LOST as error:
+            lost = StoreLost(first_line(error), silent=False)
+            if jobs is self._jobs:
+                self.lost = lost
+            raise lost from error
+
+
+def _connected(store: Any) -> Any:
+    """Another connection to the same store; the store itself if it cannot be cloned."""
+    try:
+        return store.clone()
+    except (AttributeError, NotImplementedError):
+        return store
+
+
+class BoundedStore:
+    """A `mics_fn.store.Store` whose calls one thread makes; see [Note: the store thread].
+
+    Args:
+      thread: makes them.
+      store: the store they go to, if it is not a plain store, to which the store thread connects by
+        itself.
+      patience_s: how long each call may take.
+      failed: makes an error of the store that is lost.
+    """
+
+    def __init__(
+        self, thread: StoreThread, store: Any, patience_s: float, failed: Callable[..., Exception]
+    ) -> None:
+        plain = isinstance(store, dist.Store)  # pyright: ignore[reportPrivateImportUsage]
+        self._thread, self._store = thread, None if plain else store
+        self._patience_s, self._failed = patience_s, failed
+
+    def set(self, key: str, value: str) -> Any:
+        """Write."""
+        return self._ask("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        """Read a key; `check` it first, because reading blocks until the key exists."""
+        return self._ask("get", key)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of these keys exist."""
+        return self._ask("check", keys)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number; an interrupted call has not done so."""
+        try:
+            return self._ask("add", key, amount)
+        except Exception:
+            raise
+        except BaseException:
+            self.later("add", key, -amount)
+            raise
+
+    def delete_key(self, key: str) -> bool:
+        """Delete."""
+        return self._ask("delete_key", key)
+
+    def list_keys(self) -> list[str]:
+        """All keys."""
+        return self._ask("list_keys")
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write if the value is as expected; returns the value after that."""
+        return self._ask("compare_set", key, expected, desired)
+
+    def later(self, name: str, *args: Any) -> Job:
+        """Queue a call without waiting for its result."""
+        return self._thread.ask(lambda own: getattr(self._store or own, name)(*args))
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        try:
+            return self._thread.answer(self.later(name, *args), self._patience_s)
+        except StoreLost as lost:
+            raise self._failed(lost) from None
+
+
+# Signs of life of another rank: what it wrote last, and its process if that is on this host.
+
+PARKED = "closed"  # what a rank writes none of whose groups are open
+_TICK_S = 0.25
+_RANKS_PER_TICK = 64  # one store serves all ranks, so that many more of them tick less often
+_LEAST_TICKS = 3  # without a sign of life, before a rank is taken for lost
+
+
+def interval_s(ranks: int) -> float:
+    """Seconds between two signs of life of a rank, in a job of so many."""
+    return _TICK_S * max(1.0, ranks / _RANKS_PER_TICK)
+
+
+def least_limit_s(ranks: int) -> float:
+    """The least `heartbeat_s` that is no alarm for a rank which is well, in a job of so many."""
+    return _LEAST_TICKS * interval_s(ranks)
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, as others on its host can find it."""
+
+    host: str  # one boot of a machine, and one space of process numbers in it
+    pid: int
+    started: str  # in clock ticks since the boot; another process of this number has another one
+
+    @classmethod
+    def own(cls) -> "Process":
+        """This process; its host is unknown where it cannot see what others run there."""
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            host = f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+            hides = not _stat(1)[0]  # as /proc may hide the processes of other users
+            return cls("" if hides else host, os.getpid(), _stat(os.getpid())[1])
+        except OSError:
+            return cls("", os.getpid(), "")
+
+    @property
+    def name(self) -> str:
+        """A text that no other process of the job has."""
+        return f"{self.host} {self.pid} {self.started}"
+
+    def has_ended(self) -> bool:
+        """Whether it has ended; only asked on its own host."""
+        return _stat(self.pid)[1] != self.started
+
+    def is_ready(self) -> bool:
+        """Whether it computes, or waits for a processor; only asked on its own host."""
+        return _stat(self.pid) == ("R", self.started)
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """The state of a process, and when it was started; "" if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return "", ""
+    return (fields[0], fields[19]) if fields[0] not in "ZX" else ("", "")
+
+
+def followed(rank: int, ranks: Sequence[int], most: int = 16) -> list[int]:
+    """The ranks that a rank follows: all of a few, else those next to it on both sides.
+
+    >>> followed(1, range(4)), followed(0, range(100), most=4)
+    ([0, 2, 3], [98, 99, 1, 2])
+    """
+    if rank not in ranks or len(ranks) <= most:
+        return [other for other in ranks if other != rank]
+    at, half = ranks.index(rank), most // 2
+    return [ranks[(at + i) % len(ranks)] for i in range(-half, half + 1) if i]
+
+
+def heartbeat_of(rank: int) -> str:
+    """The key under which a rank writes signs of life."""
+    return f"mics_fn/beat/{rank}"
+
+
+def name_in(heartbeat: str) -> str:
+    """The name of the process that wrote a sign of life."""
+    return heartbeat.split(" ", 2)[2]
+
+
+def replaced(processes: Mapping[int, str], heartbeats: Mapping[int, str]) -> list[int]:
+    """Return the ranks whose heartbeats come from another process than the one given.
+
+    >>> replaced({0: "host 7 1", 1: "host 8 1"}, {0: "3 open host 7 1", 1: "1 open host 9 2"})
+    [1]
+    """
+    both = [rank for rank in processes if heartbeats.get(rank)]
+    return [rank for rank in both if name_in(heartbeats[rank]) != processes[rank]]
+
+
+class Peer:
+    """What is known of another rank."""
+
+    def __init__(self) -> None:
+        self.heartbeat = ""  # what it wrote last
+        self.name = ""  # of the process that wrote it
+        self.process: Process | None = None  # if it is on this host
+        self.silent_s = 0.0
+        self.dead = False
+        self.parked = True  # whether none of its groups are open, as far as is known
+
+    def observe(self, heartbeat: str, own: Process, interval_s: float) -> str:
+        """Take note of what it wrote, read at least a tick after the last time.
+
+        Returns:
+          the name of its process before, if another one took its place.
+        """
+        if heartbeat == self.heartbeat or not heartbeat:
+            self.silent_s += interval_s
+            return ""
+        before, self.name = self.name, name_in(heartbeat)
+        _, status, host, pid, started = heartbeat.split(" ")
+        self.process = Process(host, int(pid), started) if host and host == own.host else None
+        self.heartbeat, self.silent_s = heartbeat, 0.0
+        self.parked, self.dead = status == PARKED, False
+        return before if before != self.name else ""
+
+    def parts(self, heartbeat: str) -> None:
+        """Take note of what it wrote last, once its process has ended."""
+        if name_in(heartbeat) == self.name:
+            self.parked = heartbeat.split(" ", 2)[1] == PARKED
+
+    def is_silent(self, limit_s: float) -> bool:
+        """Whether it has failed; one that waits for a processor is given twice the time."""
+        waits = self.process is not None and self.process.is_ready()
+        return self.silent_s > limit_s * (2 if waits else 1)
+
+
+class Peers(dict[int, Peer]):
+    """What is known of other ranks, by rank."""
+
+    def ended(self) -> list[int]:
+        """Mark the ranks whose processes on this host have ended as gone; return the new ones."""
+        ended = []
+        for rank, peer in list(self.items()):
+            if not peer.dead and peer.process is not None and peer.process.has_ended():
+                peer.dead = True
+                ended.append(rank)
+        return ended
+
+    def dead(self, ranks: Iterable[int]) -> list[int]:
+        """Those of these ranks that are gone, and had not closed their groups before."""
+        return [x for x in ranks if x in self and self[x].dead and not self[x].parked]
+
+    def anew(self, processes: Mapping[int, str]) -> list[int]:
+        """Measure signs of life anew, as these ranks meet: silence before it means nothing.
+
+        Args:
+          processes: of the ranks that meet, by rank; "" for the last one that was heard of.
+
+        Returns:
+          Those of them whose process was seen to end, with open groups.
+        """
+        dead = []
+        for rank, process in processes.items():
+            peer = self.get(rank, Peer())
+            ended = peer.process is not None and peer.process.has_ended() and not peer.parked
+            if ended and process in ("", peer.name):
+                dead.append(rank)
+            elif not ended:
+                peer.silent_s, peer.dead = 0.0, False
+        return dead
+
+    def silent(self, ranks: Iterable[int], limit_s: float) -> list[int]:
+        """Those of these ranks with open groups that gave no sign for so long."""
+        known = [rank for rank in ranks if rank in self and not self[rank].parked]
+        return [rank for rank in known if self[rank].silent_s > limit_s]

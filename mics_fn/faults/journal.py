@@ -1,0 +1,552 @@
+"""The `Journal` in which all ranks read of failures, and how one rank acts on it: `Watch`, `Idle`.
+
+[Note: the journal] The first failure wins, an exception that is caught may be withdrawn, and a rank
+that waits may have given up before that. All ranks must come to the same end, so what they say is
+one list in the store: each entry is appended by `compare_set` at the first free number, so a writer
+has read all that was written before it. What comes first counts: a withdrawal after some rank gave
+up is void, and so is giving up after a withdrawal.
+
+[Note: no torn step] A rank that raised in step k + 1 has finished step k, which a slower rank may
+still be in: it must finish it too. So a rank says how many collectives it had issued on each
+communicator, and others go on waiting for one that it did issue. A rank that gives up says the same
+of itself, so that those who wait for it give up as well.
+
+[Note: a rank that makes no call] A rank may give signs of life and make no call: its loader hangs,
+it is in a debugger, or its loop has ended before those of the others, who wait for it. Nothing says
+whether it will go on, so it has `timeout_s`, as any rank that is slow. Each rank that has made no
+call for `heartbeat_s`, or half of `timeout_s` if that is less, writes how many calls it has made,
+for which others it waits, and where its main thread is. A rank that waits follows those for whom it
+waits, and for whom these wait in turn, up to ranks that wait for nobody and lack such a call. Of
+these the one with the fewest calls is behind. The first of the others names it in a warning, and
+after `timeout_s` all do in their error.
+"""
+
+import faulthandler
+import json
+import os
+import re
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+from mics_fn import errors
+from mics_fn.errors import CollectiveError, MicsError
+from mics_fn.faults.heartbeat import interval_s
+from mics_fn.groups import Failure, GroupState, Watch, failure_of
+from mics_fn.schedules import CHANGES, Stuck, call_text, issued, made
+from mics_fn.spans import LOG
+from mics_fn.store import Store, StoreLost
+
+
+def without_a_word(rank: int, kind: str) -> Failure:
+    """The failure of a rank that could not say so itself."""
+    what = "gone: its process ended without a word"
+    if kind == "silent":
+        what = "silent: it is stopped, cut off, or something holds its interpreter"
+    return Failure(rank, kind, f"rank {rank} is {what}")
+
+
+def of_store(rank: int | None, address: str, lost: StoreLost) -> Failure:
+    """The failure of the rank that holds the store, or of the store if no rank does."""
+    who = "the store" if rank is None else f"rank {rank}, which holds the store,"
+    what = "gives no answer" if lost.silent else f"is gone: {lost}"
+    kind = "silent" if lost.silent else "killed"
+    return Failure(rank, kind, f"{who}{' at ' if address else ''}{address} {what}")
+
+
+class Journal:
+    """Log of failures that the ranks of some groups share; see [Note: the journal].
+
+    Only the store thread calls what takes a store.
+
+    Args:
+      key: prefix of its keys, which no other groups of the job use.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = f"{key}/failed"
+        self._read = 0  # entries read
+        self.standing: dict[int | None, Failure] = {}  # by rank, in the order of the entries
+
+    def read(self, store: Any) -> None:
+        """Read new entries."""
+        while store.check([self._at()]):
+            self._take(store.get(self._at()))
+
+    def say(self, store: Any, failure: Failure) -> bool:
+        """Append a failure, unless the same stands; returns whether it was appended."""
+        self.read(store)
+        while (known := self.standing.get(failure.rank)) is None or not known.final:
+            if known is not None and not failure.final:
+                return False
+            if self._append(store, {"fails": asdict(failure)}):
+                return True
+        return False
+
+    def withdraw(self, store: Any, rank: int) -> bool:
+        """Withdraw a rank's own failure; return False if another rank gave up because of it."""
+        self.read(store)
+        while (known := self.standing.get(rank)) is not None:
+            if known.final:
+                return False
+            self._append(store, {"withdraws": rank})
+        return True
+
+    def make_final(self, store: Any, rank: int | None) -> bool:
+        """Make a failure final; False if it was withdrawn before."""
+        self.read(store)
+        while (known := self.standing.get(rank)) is not None:
+            if known.final:
+                return True
+            self._append(store, {"settles": rank})
+        return False
+
+    def _at(self) -> str:
+        return f"{self._key}/{self._read}"
+
+    def _append(self, store: Any, entry: dict[str, Any]) -> bool:
+        mine = json.dumps(entry)
+        found = store.compare_set(self._at(), "", mine)
+        self._take(found)
+        return found.decode() == mine
+
+    def _take(self, found: bytes) -> None:
+        self._read += 1
+        # Whoever wrote it had read all that was written before, so it can be taken as it stands.
+        entry, standing = json.loads(found), dict(self.standing)
+        if "withdraws" in entry:
+            del standing[entry["withdraws"]]
+        elif "settles" in entry:
+            standing[entry["settles"]] = replace(standing[entry["settles"]], final=True)
+        else:
+            failure = Failure(**entry["fails"])
+            first = standing.get(failure.rank, failure)  # it may have said why before
+            standing[failure.rank] = replace(
+                first,
+                final=failure.final,
+                made=failure.made or first.made,
+                issued=failure.issued or first.issued,
+            )
+        self.standing = standing
+
+
+def said_to_all(journal: Journal, store: Any, failure: Failure) -> None:
+    """Append a failure, and have all ranks read it."""
+    if journal.say(store, failure):
+        store.add(CHANGES, 1)
+
+
+def withdrawn(journal: Journal, store: Any, rank: int) -> bool:
+    """`Journal.withdraw`, and have all ranks read it."""
+    try:
+        return journal.withdraw(store, rank)
+    finally:
+        store.add(CHANGES, 1)
+
+
+def same_place(mine: Mapping[str, int], theirs: Mapping[str, int]) -> bool:
+    """Whether two ranks have made equally many calls on each communicator that both are in."""
+    return all(theirs[key] == made for key, made in mine.items() if key in theirs)
+
+
+# `Idle`: for how long a rank has made no call, where it is, and which rank the others wait for.
+
+_WAITS_S = 1.5  # a wait that was noted longer ago has ended
+_FRAMES = 12  # of the main thread, the innermost first
+_OTHERS = (
+    os.path.dirname(os.__file__),
+    "site-packages",
+    os.path.dirname(os.path.dirname(__file__)),
+)
+
+Counts = Mapping[str, tuple[int, int]]  # by communicator, how many calls were made and issued
+
+
+class Idle:
+    """What one rank has done on some groups, and since when nothing; see the note of this page.
+
+    Args:
+      ranks: of the groups.
+      rank: this one.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        self._ranks, self._rank = ranks, rank
+        self.seconds = 0.0  # without a call, by the ticks of the monitor
+        self._counts: Counts = {}
+        self._waits: tuple[float, Sequence[Stuck], Sequence[int]] = (0.0, (), ())
+        self._warned_of, self._warned = "", False
+
+    def waits(self, stuck: Sequence[Stuck], missing: Sequence[int] = ()) -> None:
+        """Note what this rank waits for: calls, or ranks whatever they have called."""
+        if stuck or missing:
+            self._waits = time.monotonic(), stuck, missing
+
+    def pass_time(self, counts: Counts, passed_s: float) -> None:
+        """Count the time since the last call; called at each tick."""
+        same = counts == self._counts
+        self.seconds = self.seconds + passed_s if same else 0.0
+        self._counts, self._warned = counts, self._warned and same
+
+    def exchange(self, store: Any, state: Any) -> None:
+        """Write where this rank is if that is of interest, and warn of one that is behind."""
+        limit_s = min(state.heartbeat_s, state.timeout_s / 2)
+        text = self._text(state.step, state.call) if self.seconds > limit_s else ""
+        if text != self._warned_of:
+            self._warned_of = text
+            store.set(f"{state.key}/idle/{self._rank}", text)
+        if self._warned or self.seconds < limit_s + 4 * interval_s(len(self._ranks)):
+            return
+        self._warned = True
+        failure = self.behind(store, state.key)
+        if failure and self._rank == next(rank for rank in self._ranks if rank != failure.rank):
+            text = f"{failure.text}; others wait for it up to timeout_s={state.timeout_s:g}"
+            LOG.warning(errors.message(text, [failure.trace.replace("\n", " < ")]))
+
+    def _text(self, step: int | None, call: Any) -> str:
+        since, stuck, missing = self._waits
+        waits = [[each.group, each.number, each.ranks] for each in stuck]
+        waits = [*waits, ["", 0, missing]] if time.monotonic() - since < _WAITS_S else []
+        operation, leaf = ("", "") if call is None else (call_text(call), str(call[2]))
+        at, frames = main_thread()
+        said = {"counts": self._counts, "waits": waits, "step": step, "operation": operation}
+        return json.dumps(said | {"leaf": leaf, "at": at, "frames": frames})
+
+    def behind(self, store: Store, key: str, stuck: Iterable[Stuck] = ()) -> Failure | None:
+        """The failure of the rank that this one waits for in the end, if that makes no call.
+
+        Args:
+          store: of the job.
+          key: of the groups.
+          stuck: what this rank waits for; by default all that it has called.
+        """
+        done = self._counts.items()
+        waits: list[Any] = [[each.group, each.number, each.ranks] for each in stuck]
+        waits = waits or [[group, made, self._ranks] for group, (made, _) in done]
+        found, said = dict[int, Any](), dict[int, Any]({self._rank: {}})
+        while waits:
+            group, number, ranks = waits.pop()
+            for rank in ranks:
+                if rank not in said:
+                    said[rank] = _read(store, f"{key}/idle/{rank}")
+                    waits += said[rank].get("waits", ())
+                there = said[rank]
+                if there and not there["waits"] and _lacks(there["counts"], group, number):
+                    found[rank] = there
+        if not found:
+            return None
+        rank = min(found, key=lambda rank: sum(made for made, _ in found[rank]["counts"].values()))
+        counts = found[rank]["counts"].items()
+        text = f"rank {rank} is behind: it lives, but makes no call; it is {found[rank]['at']}"
+        return Failure(
+            rank,
+            "stalled",
+            text,
+            step=found[rank]["step"],
+            operation=found[rank]["operation"],
+            leaf=found[rank]["leaf"],
+            trace="\n".join(found[rank]["frames"]),
+            made={group: made for group, (made, _) in counts},
+            issued={group: issued for group, (_, issued) in counts},
+        )
+
+
+def _read(store: Store, key: str) -> dict[str, Any]:
+    """What a rank wrote; nothing while it makes calls."""
+    text = store.get(key).decode() if store.check([key]) else ""
+    return json.loads(text) if text else {}
+
+
+def _lacks(counts: Mapping[str, Sequence[int]], group: str, number: int) -> bool:
+    """Whether a rank has not issued a call that another one waits for; "" is for any."""
+    if not group:
+        return True
+    return group in counts and counts[group][1] < number
+
+
+def main_thread() -> tuple[str, list[str]]:
+    """Where the main thread of this process is: in words, and its frames, the innermost first.
+
+    The main thread runs meanwhile: only faulthandler walks its frames without letting it go on.
+    """
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    ident = threading.main_thread().ident or 0
+    own = re.search(rf"^\S.* 0x0*{ident:x}\b.*\n((?:  .*\n)*)", text, flags=re.MULTILINE)
+    stack = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', own[1] if own else "", re.MULTILINE)
+    stack = stack[:_FRAMES]
+    frames = [f"{os.path.basename(file)}:{line} in {name}" for file, line, name in stack]
+    users = [
+        text
+        for (file, _, _), text in zip(stack, frames, strict=True)
+        if not any(other in file for other in _OTHERS) and file[:1] != "<"
+    ]
+    inner = f"at {frames[0]}" if frames else "nowhere"
+    return inner if users[:1] in ([], frames[:1]) else f"{inner}, called at {users[0]}", frames
+
+
+# `Watcher`: what a rank does about failures, its own and those that it reads of.
+
+_IDLE_S = 0.25  # a wait that long without progress asks whether it can still end
+_GRACE_S = 5.0  # after which groups on a device are aborted if their rank has not heard why
+_LEARN_S = 1.0  # how long a collective that failed waits to learn which rank was the cause
+
+
+class Watcher(Watch):
+    """What one rank asks and tells of failures in some groups.
+
+    Args:
+      state: of the groups.
+      monitor: what reads and writes the journal.
+    """
+
+    def __init__(self, state: GroupState, monitor: Any) -> None:
+        super().__init__(state)
+        self._monitor = monitor
+        self.journal = Journal("")
+        self.processes: Mapping[int, str] = {}  # by rank, if the ranks compared it
+        self.idle = Idle(state.ranks, state.rank)
+        self.announced: Failure | None = None  # what this rank said of itself last
+        self._stands = False  # whether it has not withdrawn that
+        self._failed_s = 0.0  # seconds since a rank failed; counted only on an accelerator
+        # Calls by communicator when this rank raised, of the last times; others may be behind.
+        self._raised_at: deque[Mapping[str, int]] = deque(maxlen=64)
+
+    def begin(self) -> None:
+        """Begin to read the journal, as all ranks have met."""
+        self._monitor.name(self.state)
+
+    def check(
+        self,
+        stuck: Sequence[Stuck] = (),
+        idle_s: float = _IDLE_S,
+        missing: Sequence[int] = (),
+        *,
+        made: bool = False,
+    ) -> None:
+        """Raise if a rank has failed without which a wait cannot end; see [Note: no torn step].
+
+        Args:
+          stuck: calls that have to be done.
+          idle_s: for how long there was no progress.
+          missing: ranks that are waited for, whatever they have called.
+          made: whether `stuck` waits for calls, and not until these are issued.
+
+        Raises:
+          PeerFailed: another rank failed.
+          DesyncError: ranks have told why they fail.
+        """
+        self.idle.waits(stuck, missing)
+        state = self.state
+        if not state.standing or idle_s < _IDLE_S:
+            return
+        for failure in list(state.standing.values()):
+            if failure.rank == state.rank and not failure.final:
+                continue  # the next call withdraws it
+            lacks = failure.lacks(stuck, missing, made=made) and not self._shares(failure)
+            if lacks or idle_s > state.heartbeat_s:
+                self._give_up(failure, stuck[0].text if stuck else "")
+
+    def _shares(self, failure: Failure) -> bool:
+        """Return whether this rank raised the same error, so that the other one may continue."""
+        if failure.final or self.announced is None:
+            return False
+        both = {failure.kind, self.announced.kind} == {"interrupted"}
+        return both or any(same_place(made, failure.made or {}) for made in self._raised_at)
+
+    def _give_up(self, failure: Failure, waits: str) -> None:
+        """Raise the error of a failure, unless it was withdrawn meanwhile."""
+        if self.state.failed is None:
+            self.state.job.raise_reported()
+        if not failure.final and not self._make_final(failure):
+            return
+        raise self.state.finish(self.first(failure).error(waits))
+
+    def _make_final(self, failure: Failure) -> bool:
+        """Make a failure final; returns False if it was withdrawn before."""
+        return self._monitor.bounded(partial(self.journal.make_final, rank=failure.rank), True)
+
+    def timeout_error(self, error: Exception, stuck: Sequence[Stuck] = ()) -> Exception:
+        """The error of a wait beyond `timeout_s`: of the rank that is behind, if one is known.
+
+        Args:
+          error: to raise if none is.
+          stuck: what this rank waits for; by default all that it has called.
+        """
+        state = self.state
+        failure = self.idle.behind(state.job.store, state.key, stuck) if state.job.store else None
+        if failure is None:
+            state.fail(error)
+            return error
+        self._report(failure)
+        state.standing = {**state.standing, failure.rank: failure}
+        return self.state.finish(failure.error(stuck[0].text if stuck else ""))
+
+    def first(self, failure: Failure) -> Failure:
+        """Return the first of the failures that led to this one."""
+        seen, standing = set[int | None](), self.state.standing
+        while failure.because is not None and failure.rank not in seen:
+            seen.add(failure.rank)
+            failure = standing.get(failure.because if failure.because >= 0 else None, failure)
+        return failure
+
+    def explained(self, error: Exception, *, wait: bool, call: Stuck | None = None) -> Exception:
+        """The error of a collective that failed: of the rank that caused it, if that is known.
+
+        Args:
+          error: to raise if it is not known.
+          wait: whether to wait for up to a second to learn of it; longer while some rank gives no
+            sign, of which `heartbeat_s` will tell.
+          call: what failed; some rank may have closed its groups without a part in it.
+        """
+        state, began = self.state, time.monotonic()
+        deadline = began + _LEARN_S * wait
+        try:
+            state.job.raise_reported()
+        except MicsError as reported:
+            return reported
+        while not state.closed:
+            failure = next((each for each in state.standing.values() if each.final), None)
+            if failure is not None:
+                error = self.first(failure).error(str(error).partition("\n")[0])
+                break
+            closing = None if call is None else state.job.closed(call)
+            if closing is not None:
+                error = closing
+                break
+            silent, now = wait and self._monitor.listen(state.ranks), time.monotonic()
+            if now > deadline and not (silent and now < began + state.heartbeat_s + _LEARN_S):
+                break
+            time.sleep(0.02)
+        return self.state.finish(error)
+
+    def announce(self, error: BaseException, *, final: bool, kind: str = "") -> None:
+        """Tell the other ranks of an error of this one.
+
+        Args:
+          error: the error.
+          final: whether these groups are finished; else the next call on them withdraws it.
+          kind: of the failure; "" by the type of the error.
+        """
+        if self.announced is not None and self.announced.final:
+            return
+        state = self.state
+        counts = {"made": made(state.key), "issued": issued(state.key)}
+        operation, leaf = "", ""
+        if state.call is not None:
+            operation, leaf = call_text(state.call), str(state.call[2])
+        known = {"step": state.step, "operation": operation, "leaf": leaf, **counts}
+        failure = failure_of(error, state.rank, final=final, **known)
+        did = "left its groups" if final else "failed"
+        text = f"rank {state.rank} {did}: {failure.text}"
+        if isinstance(error, SystemExit):
+            text = f"rank {state.rank} exited, and its groups were still open"
+        self.announced = replace(failure, text=text, kind=kind or failure.kind)
+        state.job.raised = self._stands = not final
+        self._raised_at.append(counts["made"])
+        self._report(self.announced)
+
+    def _report(self, failure: Failure) -> None:
+        if self.state.key:
+            self._monitor.say(partial(said_to_all, self.journal, failure=failure))
+
+    def retract(self) -> errors.PeerFailed | None:
+        """Withdraw what this rank has announced; the error if another one has given up by then."""
+        announced = self.announced
+        if announced is None or announced.final:
+            self._stands = False
+            return None
+        call = partial(withdrawn, self.journal, rank=self.state.rank)
+        if self._monitor.bounded(call, True):
+            self._stands, self.state.standing = False, self.journal.standing
+            return None
+        self.announced = replace(announced, final=True)
+        error = announced.error("")
+        self.state.fail(error)
+        return error
+
+    def stands(self) -> bool:
+        """Whether other ranks were told of an error that was not withdrawn; then it is final."""
+        if self.announced is not None:
+            self._make_final(self.announced)
+        return self._stands and self.announced is not None
+
+    def close(self) -> None:
+        """End the watch, as this rank closes the groups."""
+        self._monitor.close(self.state)
+
+    # What the monitor calls at each tick.
+
+    def pass_time(self, passed_s: float) -> None:
+        """Count the time without a call, and end waits of a host for its device."""
+        calls = {calls.key: (calls.number, calls.issued) for calls in list(self.state.job.calls)}
+        self.idle.pass_time(calls, passed_s)
+        self._end_blocked_waits(passed_s)
+
+    def read(self, store: Any, *, changed: bool) -> None:
+        """Read what is new in the store, and write where this rank is if others may wait for it.
+
+        Args:
+          store: of the monitor.
+          changed: whether there is news.
+        """
+        state = self.state
+        if changed and state.key:
+            self.journal.read(store)
+            state.standing = self.journal.standing
+        for listener in list(state.listeners):
+            listener(store, changed)
+        if state.key and not state.closed:
+            self.idle.exchange(store, state)
+            overdue = self._overdue(store)
+            if overdue is not None:
+                self.say(overdue, store)
+
+    def say(self, failure: Failure, store: Any) -> None:
+        """Tell all ranks of a failure that this one has found."""
+        said_to_all(self.journal, store, failure=failure)
+        self.state.standing = self.journal.standing
+
+    def _overdue(self, store: Any) -> Failure | None:
+        """The rank that is behind, if this one's device has waited for `timeout_s`.
+
+        If none is, the groups have failed: a host that waits for a device finds that out nowhere.
+        """
+        state = self.state
+        waits = state.on_device and self.idle.seconds > state.timeout_s and state.failed is None
+        if not waits or state.ready is None or state.ready.query():
+            return None
+        failure = self.idle.behind(store, state.key)
+        if failure is None:
+            text = f"the device of rank {state.rank} waits for a collective for "
+            state.fail(CollectiveError(f"{text}{state.timeout_s:g} s"), raised=False)
+            state.abort()
+        return failure
+
+    def _end_blocked_waits(self, passed_s: float) -> None:
+        """Abort the groups of an accelerator once a rank, or a collective, has failed.
+
+        A host that waits for a device is in C++, and hears nothing until collectives there end.
+        Those in flight have `_GRACE_S` to end by themselves.
+
+        Args:
+          passed_s: since this was called last.
+        """
+        state = self.state
+        final = state.failed is not None or any(each.final for each in state.standing.values())
+        if not state.on_device or state.aborted or not final:
+            self._failed_s = 0.0
+            return
+        self._failed_s += passed_s
+        if self._failed_s > _GRACE_S:
+            if state.failed is None:
+                failure = self.first(next(iter(state.standing.values())))
+                state.fail(failure.error("a result of its device"), raised=False)
+            state.abort()

@@ -1,0 +1,347 @@
+"""`reset`: new groups in the place of those that have failed, among ranks of the same numbers.
+
+[Note: what is found again] Which ranks there are, and how they are wired, does not change by a
+failure, so `reset` detects nothing. Ranks meet once, under a key that is new. There they compare
+which groups they reset. What they have learned about the order of use is forgotten: a rank that was
+behind may have learned less, and to learn it takes one run. No name is used twice, so a rank that
+is already on the new groups never meets one that is still on the old ones. A rank that was lost
+meets the others here, too, once it was started again: see [Note: rejoining].
+
+[Note: rejoining] A rank that was killed is started again, with the same environment and the same
+script. The store of the job, which outlives it, says which process had its number before, and what
+the ranks have agreed on since. So `init_distributed` and `make_groups` ask nobody: they take from
+the store what the first process had agreed on with the others, and give groups that are connected
+to nobody. On these a comparison finds that all agree, as they did when the first process made it,
+and whatever would move data raises. `reset` is where this process and the others meet: there all
+get new groups, and the state that this rank lacks comes from a replica. The default group of torch
+is not made again, as groups are made from its store alone, and never move data over it.
+
+A launcher may also have ended all ranks and started all of them again, with the same store. Then
+nobody is there to come back to, and they meet as at any start. So a process looks whether some
+other rank still gives signs of life, for a few seconds at most; torchrun, which says so in the
+environment, always starts all.
+
+What the lost process had written for a meeting that came to no end is taken back. Each rank names
+its process in `reset`, so that nobody takes what a process wrote that is gone for words of the one
+that came after it.
+"""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from mics_fn import _torch, tree
+from mics_fn.errors import GroupsError, PeerFailed, disagreement, first_line, name_ranks
+from mics_fn.faults.heartbeat import BoundedStore, Process, StoreThread, heartbeat_of
+from mics_fn.faults.monitor import listen, monitor
+from mics_fn.groups import (
+    Groups,
+    GroupState,
+    Meeting,
+    check_fork,
+    hooks,
+    meet,
+    part_of_start,
+    past,
+    prefix_of,
+)
+from mics_fn.schedules import Channel
+from mics_fn.spans import LOG
+from mics_fn.store import Store, poll
+from mics_fn.threads import bounded
+
+_SAY_S = 2.0  # after so many seconds of waiting the first rank says for whom
+_ATTEMPTS = 5  # to make groups, as ranks may be lost while others make them
+
+
+# A process that takes the place of a rank that was lost, while the other ranks still hold
+# theirs.
+
+_SIGN_S = 3.0  # in which a rank that lives writes signs of life, in a job of up to 256
+_LOOKED_AT = 64  # how many ranks are looked at, at least
+
+
+class Rejoining:
+    """Whether this process came back, and how much of the script it has done again."""
+
+    def __init__(self) -> None:
+        self.rejoins = False
+        self._calls = Counter[tuple[str, tuple[int, ...]]]()
+        self._taken = set[tuple[str, tuple[int, ...]]]()
+
+    def join(
+        self, store: Any, rank: int, world_size: int, others_live: Callable[[int], bool]
+    ) -> int | None:
+        """Write down which process this rank is now.
+
+        Args:
+          store: of the job.
+          rank: this rank.
+          world_size: number of ranks.
+          others_live: whether some other rank gives signs of life, after the n-th start of the job.
+
+        Returns:
+          the number of the start that this process comes back into; None if it is to start with the
+          others.
+        """
+        self.__init__()
+        key, mine = f"mics_fn/process/{rank}", Process.own().name
+        before = store.get(key).decode() if store.check([key]) else mine
+        store.set(key, mine)
+        if before == mine:
+            return None
+        start = take_over(store, range(world_size), rank, "init_distributed")
+        begun = past(store, range(world_size), "init_distributed", start) is not None
+        self.rejoins = begun and "TORCHELASTIC_RUN_ID" not in os.environ and others_live(start)
+        return start if self.rejoins else None
+
+    def meeting(self, store: Any, ranks: Sequence[int], rank: int, verb: str) -> Meeting | None:
+        """What the ranks agreed on in this call before this process came; None if they did not."""
+        if not self.rejoins or len(ranks) == 1:
+            return None
+        call = (verb, tuple(ranks))
+        self._calls[call] += 1
+        found = past(store, ranks, verb, self._calls[call])
+        if found is None:
+            self.take_over(store, ranks, rank, verb)
+        return found
+
+    def take_over(self, store: Any, ranks: Sequence[int], rank: int, verb: str) -> None:
+        """Before a meeting: take back what the lost process had begun, once for each kind."""
+        call = (verb, tuple(ranks))
+        if self.rejoins and call not in self._taken:
+            take_over(store, ranks, rank, verb)
+            self._taken.add(call)
+
+
+def some_rank_lives(store: Any, rank: int, world_size: int) -> bool:
+    """Return whether another rank writes heartbeats; some are polled for a few seconds.
+
+    Args:
+      store: under the keys of the monitor.
+      rank: this rank.
+      world_size: number of ranks.
+    """
+    others = range(0, world_size, max(1, world_size // _LOOKED_AT))
+    keys = [heartbeat_of(other) for other in others if other != rank]
+
+    def heartbeats() -> list[bytes]:
+        return [store.get(key) for key in keys if store.check([key])]
+
+    first, limit_s = heartbeats(), _SIGN_S * max(1.0, world_size / 256)
+    return poll(lambda: heartbeats() != first, 1, time.monotonic() + limit_s)
+
+
+rejoining = Rejoining()  # of this process
+
+
+def take_over(store: Store, ranks: Sequence[int], rank: int, verb: str) -> int:
+    """Go on counting meetings where another process with this rank was lost.
+
+    It may have entered one that came to no verdict. The others leave that one, and meet under the
+    same key again. Returns the number of the last one that came to a verdict, or 0.
+    """
+    prefix = prefix_of(ranks, verb)
+    calls = f"{prefix}/calls/{rank}"
+    while call := store.add(calls, 0):
+        key = f"{prefix}/{call}"
+        if store.check([f"{key}/verdict"]):
+            break
+        store.delete_key(f"{key}/{rank}")
+        store.add(calls, -1)
+    return call
+
+
+# What the start of ranks, and of groups, asks; see `groups.Hooks`.
+
+
+@contextmanager
+def entering(
+    store: Any, rank: int, world_size: int, timeout_s: float, lost: Callable[..., Exception]
+) -> Iterator[tuple[Store, int | None]]:
+    """A block in which ranks meet before any groups exist.
+
+    Yields:
+      A store whose calls are bounded, and the number of the start that this process comes back
+      into, if it takes a lost rank's place.
+    """
+
+    def others_live(start: int) -> bool:
+        other = StoreThread(_torch.default_part(part_of_start(store, start)))
+        try:
+            return some_rank_lives(BoundedStore(other, None, timeout_s, lost), rank, world_size)
+        finally:
+            other.end()
+
+    store_thread = StoreThread(store)
+    served = BoundedStore(store_thread, store, timeout_s, lost)
+    try:
+        start = rejoining.join(served, rank, world_size, others_live)
+        if start is not None:
+            hooks.agreed_before = _agreed_before
+        yield served, start
+    finally:
+        store_thread.end()
+
+
+def _agreed_before(ranks: Sequence[int], rank: int, timeout_s: float) -> Meeting | None:
+    """Return the earlier agreement of these ranks, in a process that replaces a lost one."""
+    listen()
+    ask = partial(rejoining.meeting, _torch.default_store(), ranks, rank, "make_groups")
+    try:
+        return bounded(ask, time.monotonic() + timeout_s)
+    except (RuntimeError, TimeoutError) as error:
+        first = first_line(error, f"no answer within {timeout_s:g} s")
+        text = f"make_groups: rank {rank} cannot reach the store that the other ranks use"
+        raise GroupsError(text, [first], "start the job again") from error
+
+
+# New groups.
+
+
+def reset(groups: Any) -> Any:
+    """New groups among the same ranks, after an error has ended the old ones. All ranks call it.
+
+    Ranks whose processes are gone are waited for: each may be started again, with the same
+    environment and script, and call it, too. Until then its groups move no data.
+
+    Shards, states, policies, guards and samplers remain valid, and what holds the old groups, such
+    as a part of an optimizer, goes on with the new ones. `optim.same_step` compares the step
+    of a state between ranks, and `Trainer.reset` does all that a `Trainer` needs.
+
+    Args:
+      groups: `Groups`, with or without a placement, or a pytree of them. They may have failed, or
+        be closed. Where they are given to a verb afterwards, it uses the new ones.
+
+    Returns:
+      New groups in the same form. Use them in a `with` block, or close them.
+
+    Communication: a few small messages through the store of torch.distributed, and the connections
+      of the new groups. Nothing is detected again.
+
+    Memory: that of the old groups is freed, once all ranks have called this.
+
+    Raises:
+      GroupsError: `groups` are not `Groups`, or a rank cannot connect.
+      DesyncError: ranks reset other groups.
+      CollectiveError: some rank did not call it within `timeout_s` of the groups.
+      PeerFailed: the store of the job is lost; or ranks are lost again and again meanwhile.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> groups = reset(groups)
+      >>> groups
+      Groups(n=1 p=1 levels=none, rank 0, cpu)
+    """
+    old = tree.flatten(groups)[0]
+    wrong = [type(home).__name__ for home in old if not isinstance(home, Groups)]
+    if wrong or not old:
+        text = f"reset: got {wrong[0] if wrong else 'no groups'}, expected Groups"
+        raise GroupsError(text, fix="pass what make_groups or place gave")
+    return tree.map_leaves(replaced(old).__getitem__, groups)
+
+
+def replaced(homes: Iterable[Groups]) -> Mapping[Groups, Groups]:
+    """What takes the place of each of these groups; see `reset`.
+
+    Those that share process groups, such as placements of the same groups, share the new ones.
+    """
+    homes = list(dict.fromkeys(homes))
+    whose = {home.state: home for home in homes}
+    check_fork("reset")
+    for state, home in whose.items():
+        base = _rebuilt(state, home.hierarchy.channel)
+        state.follows = partial(_like, base)
+    return {home: home.state.follows(home) for home in homes}
+
+
+def _like(base: Groups, old: Groups) -> Groups:
+    """New groups in the placement of old ones."""
+    return base.derived(old.derive)
+
+
+def _rebuilt(state: GroupState, channel: Channel) -> Groups:
+    """Groups like those of a life, in the same place but without placements."""
+    monitor.check_store(state)
+    state.fail(GroupsError("reset was called"))
+    state.watch.stands()  # others need not ask whether this rank goes on
+    if channel.job.key == state.recipe.first:  # which one that comes back looks for
+        channel.job.kept = f"{channel.job.key}/verdict"
+    state.job.depart("called reset")
+    for learned in channel.learned:
+        learned.forget()
+    # One that comes back knows the first groups alone, and these may have been reset since.
+    key = "" if state.rejoining else channel.job.key
+    for attempt in reversed(range(_ATTEMPTS)):
+        try:
+            return _remade(state, key)
+        except (GroupsError, PeerFailed) as error:
+            if not attempt:
+                raise
+            monitor.check_store(state)
+            LOG.info("reset: tries again after %s", first_line(error))
+    raise GroupsError("reset: no attempt was left")
+
+
+def _remade(old: GroupState, mine: str) -> Groups:
+    """New groups, once all ranks have met, who compare the key of the old ones."""
+    recipe, like = old.recipe, old.recipe.maker
+    state, deadline = like.state.fresh(), time.monotonic() + like.timeout_s
+    store = None
+    try:
+        if len(like.ranks) > 1:
+            store = monitor.join(state, like.timeout_s, waits=True)
+            rejoining.take_over(store, like.ranks, like.rank, "reset")
+            state.key, processes = meet(
+                store,
+                like.ranks,
+                like.rank,
+                [monitor.process, mine],
+                _judged,
+                verb="reset",
+                timeout_s=like.timeout_s,
+                check=_Awaited(state),
+            )
+            by_rank = dict(zip(like.ranks, processes, strict=True))
+            if by_rank[like.rank] != monitor.process:
+                text = f"reset: the ranks met a process of rank {like.rank} that has ended since"
+                raise GroupsError(text, fix="call reset again on all ranks")
+            monitor.name(state, by_rank)
+        old.retire()
+        groups = recipe.create(replace(like, deadline=deadline, store=store, state=state))
+    except BaseException:
+        state.watch.close()
+        raise
+    groups.state.recipe = replace(groups.state.recipe, first=recipe.first)
+    return groups
+
+
+class _Awaited:
+    """Says once, on the first rank, which ranks are waited for that have ended."""
+
+    def __init__(self, state: GroupState) -> None:
+        self._state = state if state.ranks[0] == state.rank else None
+
+    def __call__(self, idle_s: float) -> None:
+        dead = monitor.dead(self._state.ranks) if self._state and idle_s > _SAY_S else []
+        if dead:
+            LOG.info("reset waits for %s to be started again", name_ranks(dead))
+            self._state = None
+
+
+def _judged(found: Mapping[int, Any]) -> list[str]:
+    """The process of each rank.
+
+    Raises:
+      DesyncError: they reset other groups.
+    """
+    keys = {rank: str(key) for rank, (_, key) in found.items() if key}
+    if len(set(keys.values())) > 1:
+        fix = "reset the same groups on all ranks, in the same order"
+        raise disagreement("reset: ranks reset different groups", keys, fix)
+    return [process for process, _ in found.values()]
