@@ -397,8 +397,9 @@ def transfer(source: Tensor, goal: Tensor) -> Iterator[None]:
     if not isinstance(file, FileTensor):
         # A copy between devices that also casts would cast on the host, which waits for it.
         here = read(source)
-        here = here.to(goal.dtype) if _device.is_async(here.device) else here
-        goal.copy_(here.to(goal.device, non_blocking=True), non_blocking=True)
+        casts = _device.is_async(here.device)
+        here = here.to(goal.dtype) if casts else here.to(goal.device, non_blocking=True)
+        goal.copy_(here, non_blocking=True)
         yield
         return
     staging = take(PORTION_BYTES, _CPU)
