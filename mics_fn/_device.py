@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from math import prod
 from typing import Any
 
 import torch
@@ -201,7 +200,7 @@ _LAZY_BYTES = 2**20  # below which memory that is used again costs less
 
 def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Make zeros; on the host they take memory page by page as they are written."""
-    nbytes = prod(shape) * dtype.itemsize
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
     if device.type != "cpu" or nbytes < _LAZY_BYTES:
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

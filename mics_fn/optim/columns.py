@@ -35,7 +35,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import groupby, pairwise, repeat
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -225,7 +224,7 @@ def in_place(targets: Sequence[WorkingTree]) -> set[int]:
             for r, whole in enumerate(each.wholes):
                 if not offload.is_placed(whole):
                     each.change(r, _separated, odd)
-    return set(map(itemgetter(0), dense)) - odd
+    return {storage for storage, _, _ in dense} - odd
 
 
 def readable(

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from mics_fn.shards import (
     Sharded,
     Tied,
     grad_stream,
+    is_donated,
     is_leaf,
     mark_reduced,
     reduction_groups,
@@ -48,6 +49,7 @@ from mics_fn.tree import Tree
 
 # Where the pieces of a tree of shards lie in the memory of their buckets.
 
+V = TypeVar("V")
 Place = tuple[Bucket, int] | None  # bucket and slot of a piece; None for a plain tensor
 
 
@@ -426,6 +428,37 @@ def replaced(value: Tree, before: Tree, after: Tree) -> Tree:
         *(value, before, after),
         is_leaf=is_node,
     )
+
+
+def as_before(new: V, old: Any) -> V:
+    """Move a state to the places of the one before, if their trees are alike.
+
+    Optimizers of one's own, and states that come from other ranks, make new shards in memory.
+    """
+    (found, spec), (before, same) = (tree.flatten(x, is_leaf) for x in (new, old))
+    if spec != same:
+        return new
+    own = [
+        i
+        for i, (x, old) in enumerate(zip(found, before, strict=True))
+        if isinstance(x, Sharded) and isinstance(old, Sharded) and not is_donated(old)
+    ]
+    made = [found[i].data for i in own]
+    placed = placed_like(made, [before[i].data for i in own])
+    if all(a is b for a, b in zip(placed, made, strict=True)):
+        return new
+    for i, data in zip(own, placed, strict=True):
+        found[i] = Sharded(data, found[i].bucket, found[i].slot)
+    return spec.unflatten(found)  # pyright: ignore[reportReturnType]
+
+
+def room_for(value: V) -> V:
+    """A state in memory that is to be overwritten: what is in files, or is codes, is not read."""
+
+    def room(x: Any) -> Any:
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if is_placed(x) else x
+
+    return tree.map_leaves(room, value)
 
 
 def is_node(value: Any) -> bool:

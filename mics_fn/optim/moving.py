@@ -13,9 +13,9 @@ from mics_fn.checks import check_matched
 from mics_fn.collectives import refuse_derivative
 from mics_fn.errors import FileError, LeafError, PlanError
 from mics_fn.groups import reports
-from mics_fn.offload import DEVICE, Where, is_coded, is_placed, place_tensor, placed_like, where_of
+from mics_fn.offload import DEVICE, Where, is_coded, is_placed, place_tensor, where_of
 from mics_fn.optim import columns, flat
-from mics_fn.shards import Bucket, Sharded, check_kept_place, is_donated, is_leaf
+from mics_fn.shards import Bucket, Sharded, check_kept_place, is_leaf
 
 V = TypeVar("V")
 
@@ -85,37 +85,6 @@ def moved_states(opt: Any, params: flat.Unpacked, mover: Mover) -> Any:
         return x if data is x.data else Sharded(data, x.bucket, x.slot)
 
     return tree.map_leaves(take, opt, is_leaf=flat.is_node)
-
-
-def as_before(new: V, old: Any) -> V:
-    """Move a state to the places of the one before, if their trees are alike.
-
-    Optimizers of one's own, and states that come from other ranks, make new shards in memory.
-    """
-    (found, spec), (before, same) = (tree.flatten(x, is_leaf) for x in (new, old))
-    if spec != same:
-        return new
-    own = [
-        i
-        for i, (x, old) in enumerate(zip(found, before, strict=True))
-        if isinstance(x, Sharded) and isinstance(old, Sharded) and not is_donated(old)
-    ]
-    made = [found[i].data for i in own]
-    placed = placed_like(made, [before[i].data for i in own])
-    if all(a is b for a, b in zip(placed, made, strict=True)):
-        return new
-    for i, data in zip(own, placed, strict=True):
-        found[i] = Sharded(data, found[i].bucket, found[i].slot)
-    return spec.unflatten(found)  # pyright: ignore[reportReturnType]
-
-
-def room_for(value: V) -> V:
-    """A state in memory that is to be overwritten: what is in files, or is codes, is not read."""
-
-    def room(x: Any) -> Any:
-        return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if is_placed(x) else x
-
-    return tree.map_leaves(room, value)
 
 
 def device_of(pieces: Sequence[Tensor], also: Sequence[Tensor] = ()) -> torch.device:
