@@ -2,14 +2,15 @@
 
 It is written against `torch.accelerator` and `torch.Stream`, so CUDA, ROCm, XPU and others that
 torch knows need nothing of their own. On the CPU work is done when a call returns, so nothing here
-is called but `is_async`, `backend` and `total_memory`.
+is called but `is_async`, `backend`, `lazy_zeros` and `total_memory`.
 """
 
+import mmap
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
@@ -192,6 +193,18 @@ def host_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
         with suppress(RuntimeError):  # the system may not lock so much memory
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     return torch.empty(nbytes, dtype=torch.uint8)
+
+
+_LAZY_BYTES = 2**20  # below which memory that is used again costs less
+
+
+def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Make zeros; on the host they take memory page by page as they are written."""
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    if device.type != "cpu" or nbytes < _LAZY_BYTES:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def total_memory(device: torch.device) -> int:

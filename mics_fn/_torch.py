@@ -414,6 +414,8 @@ foreach_zero: Callable[..., None] = torch._foreach_zero_  # pyright: ignore[repo
 foreach_add: Callable[..., None] = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 foreach_div: Callable[..., None] = torch._foreach_div_  # pyright: ignore[reportPrivateImportUsage]
 foreach_norm: Callable[..., Any] = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+fused_adam: Callable[..., None] = torch._fused_adam_  # pyright: ignore[reportPrivateImportUsage]
+fused_adamw: Callable[..., None] = torch._fused_adamw_  # pyright: ignore[reportPrivateImportUsage]
 
 
 # While such a mode is active it receives every op, including those that only create tensors.

@@ -100,6 +100,7 @@ from mics_fn.offload.placed import (
     empty,
     empty_at,
     in_file,
+    is_here,
     is_locked,
     is_placed,
     place_tensor,

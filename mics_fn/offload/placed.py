@@ -27,7 +27,7 @@ from torch import Tensor
 from mics_fn import _device, _torch, spans
 from mics_fn.collectives import needs_derivative, refuse_derivative
 from mics_fn.offload.places import DEVICE, Place
-from mics_fn.offload.scratch import Extent, Scratch, aligned, padded
+from mics_fn.offload.scratch import Extent, Scratch, aligned, give, padded, take
 from mics_fn.read_only import ReadOnly
 
 aten = torch.ops.aten
@@ -298,7 +298,7 @@ def read(value: Tensor) -> Tensor:
 # How tensors get to a place: one scratch file per folder, room in it, and copies there and back.
 
 PORTION_BYTES = 4 * 2**20  # of host memory through which a copy travels
-_KEPT: list[Tensor] = []  # buffers of one portion that nobody uses, since making one takes time
+_CPU = torch.device("cpu")
 _SCRATCHES = WeakValueDictionary[Any, Scratch]()
 
 
@@ -397,14 +397,12 @@ def transfer(source: Tensor, goal: Tensor) -> Iterator[None]:
     if not isinstance(file, FileTensor):
         # A copy between devices that also casts would cast on the host, which waits for it.
         here = read(source)
-        here = here.to(goal.dtype) if _device.is_async(here.device) else here
-        goal.copy_(here.to(goal.device, non_blocking=True), non_blocking=True)
+        casts = _device.is_async(here.device)
+        here = here.to(goal.dtype) if casts else here.to(goal.device, non_blocking=True)
+        goal.copy_(here, non_blocking=True)
         yield
         return
-    try:
-        staging = _KEPT.pop()
-    except IndexError:
-        staging = aligned(PORTION_BYTES)
+    staging = take(PORTION_BYTES, _CPU)
     step = PORTION_BYTES // file.dtype.itemsize
     for low in range(0, file.numel(), step):
         part: Any = file[low : low + step]
@@ -417,7 +415,7 @@ def transfer(source: Tensor, goal: Tensor) -> Iterator[None]:
             part.extent.read(part.start, memory, part.leaf)
             goal.narrow(0, low, len(found)).copy_(found)
         yield
-    _KEPT[:] = [staging]
+    give(staging, _CPU)
 
 
 def empty_at(

@@ -164,22 +164,22 @@ def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
     return starts, end
 
 
-# Host memory that one stream leaves to the next, since making and locking it takes time.
+# Host memory that one stream or copy leaves to the next: making and locking it takes time.
 
-_MEMORY: dict[str, Tensor] = {}  # by kind of device, since each locks memory for itself
+_MEMORY: dict[tuple[str, int], Tensor] = {}  # by kind of device, which locks it, and bytes
 _files = 0  # open scratch files
 
 
 def take(nbytes: int, device: torch.device) -> Tensor:
     """Memory that nobody uses; see `aligned`."""
-    memory = _MEMORY.pop(device.type, None)
-    return memory if memory is not None and len(memory) == nbytes else aligned(nbytes, device)
+    memory = _MEMORY.pop((device.type, padded(nbytes)), None)
+    return aligned(nbytes, device) if memory is None else memory
 
 
 def give(memory: Tensor, device: torch.device) -> None:
     """Leave memory to the next stream."""
     if _files:
-        _MEMORY[device.type] = memory
+        _MEMORY[device.type, len(memory)] = memory
 
 
 def count_files(more: int) -> None:

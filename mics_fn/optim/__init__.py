@@ -78,10 +78,12 @@ Rules:
   takes memory for them, and what is loaded goes on to the same bits.
 - Ctrl-C cannot tear a step: `opt_step(donate=True)` raises it once its result is assigned.
 
-Where to start reading: `transform` (60 lines of code), `state` for `opt_step`, and `lion` in
-`optimizers` for a whole optimizer and for torch's own classes; then `flat` and `columns` for
-memory, and for gradients and states that are not here, which `moving` moves; `norms` for clipping
-and studies, `guard` for loss scales and verdicts, and `comparing` for what ranks compare.
+Where to start reading: a step from top to bottom is `opt_step` in `state`, which checks gradients
+and covers what is written; `_on_columns` in `optimizers`, which gives columns to an optimizer such
+as `lion`; and `ColumnBlocks.run` in `columns`, which makes them of `flat` runs, part by part where
+states are placed. Then `transform` for parts of optimizers, and `moving` for states elsewhere;
+`norms` for clipping and studies, `guard` for loss scales and verdicts, and `comparing` for what
+ranks compare.
 
 An optimizer of your own is `from_update(init, update)`, with `shards.map` for what is elementwise
 and `leaf_norms` and `inner` for numbers of whole tensors: LAMB is fifteen lines of it. Rates, or

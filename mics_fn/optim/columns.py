@@ -25,7 +25,7 @@ they are written; padding between leaves becomes zero before, so that it sets no
 
 [Note: states come first] A step on gradients of which all have to be known first, as by a guard or
 for a norm, waits for hop 2 and for that norm before it writes anything. What it needs from files or
-from the host does not depend on either. So such a step is begun with `lazy_grads`: `PlacedColumns`
+from the host does not depend on either. So such a step is begun with `lazy_grads`: `ColumnBlocks`
 begins to bring the first parts of the states, as many as its memory holds, and only then asks for
 the gradients, which are made and judged meanwhile. If they are refused, an exception ends the step
 before its first write: what was brought is dropped, and the state is as it was.
@@ -34,7 +34,7 @@ before its first write: what was brought is dropped, and the state is as it was.
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import closing
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -50,12 +50,17 @@ from mics_fn.tree import Tree
 # `Column`: corresponding tensors of several trees, on which an optimizer works in one go.
 
 
+def _nothing() -> None:
+    pass
+
+
 class Column(NamedTuple):
     """Corresponding tensors of several trees, each a run of neighbouring pieces or a single one."""
 
     key: Hashable
     tensors: tuple[Tensor, ...]
     bucket: Bucket | None = None  # the run, as `FlatRun` has it
+    finish: Callable[[], None] = _nothing  # takes results that lie elsewhere where they belong
 
 
 def updating(found: Sequence[Column]) -> Any:
@@ -150,11 +155,10 @@ class WorkingTree:
             self.put(r, new)
 
     def drop(self, r: int) -> None:
-        """Free the gradients of a run of a stream, which were used."""
-        if self.stream is not None:
-            self.wholes[r] = None
-            for i in self.runs[r].members:
-                self.pieces[i] = self.pieces[i].new_empty(0)
+        """Free the gradients of a run, which were used."""
+        self.wholes[r] = None
+        for i in self.runs[r].members:
+            self.pieces[i] = self.pieces[i].new_empty(0)
 
     def device(self, r: int) -> torch.device:
         """The device of a run."""
@@ -198,14 +202,19 @@ def in_place(targets: Sequence[WorkingTree]) -> set[int]:
     Returns:
       The storages that are written.
     """
-    parts, dense, odd = list[Tensor](), list[tuple[int, int, int]](), set[int]()
+    parts, plain = list[Tensor](), list[Tensor]()
+    dense, odd = list[tuple[int, int, int]](), set[int]()
     for each in targets:
         for r in range(len(each.runs)):
             parts += each.parts(r)
-    finish_readers([x for x in parts if not offload.is_coded(x)])
     for x in parts:
-        if not offload.is_placed(x) and flat.is_dense(x):
-            dense.append((_torch.storage_id(x), int(x.storage_offset()), x.numel()))
+        if not offload.is_placed(x):
+            plain.append(x)
+            if flat.is_dense(x):
+                dense.append((_torch.storage_id(x), int(x.storage_offset()), x.numel()))
+        elif offload.in_file(x):
+            plain.append(x)
+    finish_readers(plain)
     dense.sort()
     for a, b in pairwise(dense):
         if a[0] == b[0] and b[1] < a[1] + a[2]:
@@ -231,10 +240,14 @@ def readable(
     """
     for each in reads:
         for r in runs:
-            if each.device(r) != home.device(r):
-                device = home.device(r)
+            device = home.device(r)
+            if each.device(r) != device:
                 each.change(r, lambda run, x, device=device: flat.copied(run, x.to(device)))
-            else:
+                continue
+            parts = each.parts(r)
+            dense = all(map(Tensor.is_contiguous, parts)) and not any(map(Tensor.is_neg, parts))
+            there = any(map(offload.is_placed, parts))
+            if there or not dense or not written.isdisjoint(map(_torch.storage_id, parts)):
                 each.change(r, _separated, written)
 
 
@@ -263,16 +276,9 @@ class Stretch(NamedTuple):
         return self.stop + self.more
 
 
-class ColumnPart(NamedTuple):
-    """A part of a column, as tensors to step on; `finish` takes the results where they belong."""
-
-    tensors: tuple[Tensor, ...]
-    finish: Callable[[], None]
-
-
 def parts_of(
     stretch: Stretch, low: int, high: int, cut: Callable[[int, int], Sequence[Tensor]], written: int
-) -> Iterator[ColumnPart]:
+) -> Iterator[Column]:
     """What lies of a column between two elements of its run.
 
     Args:
@@ -289,12 +295,12 @@ def parts_of(
     bounds = sorted({start, stop, min(inner, stop), max(until, start)})
     for a, b in pairwise(bounds):
         if (a, b) == (inner, until):
-            yield ColumnPart(tuple(cut(a, b)), lambda: None)  # results are where they belong
+            yield Column(None, tuple(cut(a, b)))
         else:
             yield _divided(stretch, a, cut(a, b), written)
 
 
-def _divided(stretch: Stretch, start: int, given: Sequence[Tensor], written: int) -> ColumnPart:
+def _divided(stretch: Stretch, start: int, given: Sequence[Tensor], written: int) -> Column:
     """A part of one line, in a tensor of the length of that line."""
     begin = start - (start - stretch.start) % LINE
     length, at, count = min(LINE, stretch.full - begin), start - begin, given[0].numel()
@@ -305,132 +311,108 @@ def _divided(stretch: Stretch, start: int, given: Sequence[Tensor], written: int
     def finish() -> None:
         _torch.foreach_copy(list(given[:written]), mine[:written])
 
-    return ColumnPart(tuple(whole), finish)
+    return Column(None, tuple(whole), None, finish)
 
 
-# Parts of tensors on their way between host memory and a device, beside the computation.
+# Parts of runs, which hold all of what is in memory and a window of what is placed.
 
 _AHEAD = 2  # parts that are on the device besides the one that is computed with
+_CODED = 2**17  # elements of a part that is decoded, a multiple of every block
+Tensors = dict[int, Any]  # by the number of the target
 
 
-def staged(
-    parts: Iterator[Any], device: torch.device, *, ahead: bool
-) -> Iterator[tuple[int, int, int, dict[int, Tensor]]]:
-    """Bring each part to a device, and take it back once the next one is asked for.
+class Part(NamedTuple):
+    """A range of elements of a run, with what was fetched of it.
 
     Args:
-      parts: a `Moving` each.
+      run: the number of the run.
+      low, high: its elements.
+      here: of targets that are placed what was fetched, which begins at the first element.
+      goals: where it is to be stored.
+    """
+
+    run: int
+    low: int
+    high: int
+    here: Tensors
+    goals: Tensors
+
+
+def staged(parts: Iterator[Part], device: torch.device, *, ahead: bool) -> Iterator[Part]:
+    """Fetch parts from the host to a device, and store each once the next one is asked for.
+
+    Args:
+      parts: with tensors on the host.
       device: where they are computed with.
       ahead: whether the next part may be asked for before one has gone back.
 
     Memory: on the device a few parts.
     """
     if not _device.is_async(device):
-        for part in parts:
-            yield part.run, part.low, part.high, part.sources
-    elif not ahead:
-        for part in parts:
-            here = {k: x.to(device, non_blocking=True) for k, x in part.sources.items()}
-            yield part.run, part.low, part.high, here
-            for k, x in here.items():
-                part.goals[k].copy_(x, non_blocking=True)
-            _device.synchronize(device)
+        yield from parts
+    elif ahead:
+        yield from _overlapped(
+            parts, device, _device.own_stream(device), _device.own_stream(device)
+        )
     else:
-        ways = _Ways(device)
-        try:
-            yield from ways.through(parts)
-        except BaseException:  # such as that of a step that is refused
-            ways.synchronize()
-            raise
+        for part in parts:
+            fetched = _on_device(part, device)
+            yield fetched
+            _store(fetched)
+            _device.synchronize(device)
 
 
-class _Ways:
-    """Streams of a device to it and from it."""
+def _overlapped(
+    parts: Iterator[Part], device: torch.device, up: torch.Stream, down: torch.Stream
+) -> Iterator[Part]:
+    """Yield each part on the device, while others are stored back and prefetched."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._up, self._down = _device.own_stream(device), _device.own_stream(device)
-
-    def synchronize(self) -> None:
-        """Wait until nothing is read from the host any more, which may be written to next."""
-        self._up.synchronize()
-        self._down.synchronize()
-
-    def through(self, parts: Iterator[Any]) -> Iterator[tuple[int, int, int, dict[int, Tensor]]]:
-        """Yield each part on the device, while others are stored back and prefetched."""
-        written_back: deque[tuple[Any, torch.Event]] = deque()
-        fetched = self._fetch(next(parts, None))
-        while fetched is not None:
-            part, here, event = fetched
-            fetched = self._fetch(next(parts, None))
-            _device.wait(self._device, event)
-            yield part.run, part.low, part.high, here
-            written_back.append((here, self._take_back(part, here)))
-            if len(written_back) > _AHEAD:
-                _, event = written_back.popleft()
-                self._up.wait_event(event)  # which uses its memory next
-        self._down.synchronize()  # from here on the host may read
-
-    def _fetch(self, part: Any) -> Any:
+    def prefetched() -> Any:
+        part = next(parts, None)
         if part is None:
             return None
-        with _device.keep_stream(self._device):
-            torch.accelerator.set_stream(self._up)
-            here = {k: x.to(self._device, non_blocking=True) for k, x in part.sources.items()}
-            return part, here, _device.record(self._device)
+        with _device.keep_stream(device):
+            torch.accelerator.set_stream(up)
+            return _on_device(part, device), _device.record(device)
 
-    def _take_back(self, part: Any, here: dict[int, Tensor]) -> torch.Event:
-        with _device.keep_stream(self._device):
-            _device.follow(self._down, self._device)
-            for k, x in here.items():
-                part.goals[k].copy_(x, non_blocking=True)
-            return _device.record(self._device)
-
-
-# Steps on states that are not there as values: in host memory, in files, or kept as codes.
-
-_CODED = 2**17  # elements of a part that is decoded, a multiple of every block
-Tensors = dict[int, Tensor]  # by the number of the target
-
-
-def placed_runs(targets: Sequence[WorkingTree]) -> list[list[int]]:
-    """Return for each run the targets that must be fetched to the computing device."""
-    found: list[list[int]] = []
-    for r in range(len(targets[0].runs)):
-        device, placed = targets[0].device(r), list[int]()
-        for k, each in enumerate(targets):
-            whole = each.wholes[r]
-            if whole is not None and (offload.is_placed(whole) or whole.device != device):
-                placed.append(k)
-        found.append(placed)
-    return found
+    written_back: deque[tuple[Part, torch.Event]] = deque()
+    try:
+        fetched = prefetched()
+        while fetched is not None:
+            part, event = fetched
+            fetched = prefetched()
+            _device.wait(device, event)
+            yield part
+            with _device.keep_stream(device):
+                _device.follow(down, device)
+                _store(part)
+                written_back.append((part, _device.record(device)))
+            if len(written_back) > _AHEAD:
+                _, event = written_back.popleft()
+                up.wait_event(event)  # which uses its memory next
+    except BaseException:  # such as that of a step that is refused
+        up.synchronize()  # what is on the host may be written to next
+        raise
+    finally:
+        down.synchronize()  # from here on the host may read
 
 
-class Moving(NamedTuple):
-    """A range of elements of some targets, fetched to a device and stored back.
-
-    Args:
-      run: the number of the run.
-      low, high: its elements.
-      sources: where they come from, on the host.
-      goals: where they go.
-    """
-
-    run: int
-    low: int
-    high: int
-    sources: Tensors
-    goals: Tensors
+def _on_device(part: Part, device: torch.device) -> Part:
+    here = {k: x.to(device, non_blocking=True) for k, x in part.here.items()}
+    return part._replace(here=here)
 
 
-class PlacedColumns:
-    """One step on trees of which some runs are placed in host memory, in files or as codes.
+def _store(part: Part) -> None:
+    for k, x in part.here.items():
+        part.goals[k].copy_(x, non_blocking=True)
+
+
+class ColumnBlocks:
+    """The columns of a step, in blocks of what is here at the same time.
 
     Args:
       targets: to be written, the parameters first; changed to what the step gives.
       reads: what is read: gradients, which may be a stream.
-      placed: as `placed_runs` gives it.
-      written: the storages that are written in place.
       keys, donate: as for `columns`.
     """
 
@@ -438,107 +420,140 @@ class PlacedColumns:
         self,
         targets: Sequence[WorkingTree],
         reads: Sequence[WorkingTree],
-        placed: list[list[int]],
-        written: set[int],
         keys: Sequence[Hashable] | None,
         donate: bool,
     ) -> None:
-        self.targets, self._reads, self._keys = targets, reads, keys
-        self._placed = placed
-        self._runs, self._donate, self._written = targets[0].runs, donate, written
-        self._old: list[list[Any]] = [list(each.wholes) for each in targets]
-        moved = [(self._old[k][r], r, k) for r, trees in enumerate(placed) for k in trees]
-        sizes = [x.extent.scratch.host_bytes for x, _, _ in moved if offload.in_file(x)]
-        self._host_bytes = min(sizes, default=offload.HOST_BYTES)
-        for old, r, k in moved:
-            if not donate or offload.is_locked(old):  # which a save reads
-                targets[k].wholes[r] = _like(old, targets[0].device(r))
+        self._targets, self._reads, self._keys, self._donate = targets, reads, keys, donate
+        self._runs = targets[0].runs
+        self._written = in_place(targets) if donate else set[int]()
+        self._old: list[Tensors] = []  # by run, of what is fetched to the device that computes
+        for r in range(len(self._runs)):
+            device, placed = targets[0].device(r), dict[int, Any]()
+            for k, each in enumerate(targets):
+                old: Any = each.wholes[r]
+                if old is not None and not offload.is_here(old, device):
+                    placed[k] = old
+                    if not donate or offload.is_locked(old):  # which a save reads
+                        each.wholes[r] = _like(old, device)
+                elif not donate:
+                    each.change(r, flat.copied)
+            self._old.append(placed)
+        self.any_placed = any(self._old)
 
-    def blocks(self) -> Generator[list[Column]]:
-        """Yield the columns part by part; results are stored before the next part."""
-        ready, there = _ready(self.targets[0], self._reads, self._written), set[int]()
-        every = [*self.targets, *self._reads]
-        with closing(self._fetched(_order(self._runs, self._reads))) as parts:
-            for r, low, high, here in parts:
-                while r not in there:
-                    there.update(next(ready))
-                run, coded = (
-                    self._runs[r],
-                    [k for k in self._placed[r] if offload.is_coded(self._old[k][r])],
-                )
-                here = {**here, **{k: offload.read(self._old[k][r][low:high]) for k in coded}}
-                at, line = (r, low, high), LINE if coded else 1
-                found = list(_parts_of_run(every, at, here, self._keys, len(self.targets), line))
-                if self._donate:
-                    note_write()
-                yield [Column(key, part.tensors, run.bucket) for key, part in found]
-                for _, part in found:
-                    part.finish()
-                bounds = [(max(low, a) - low, min(high, b) - low) for a, b in run.gaps]
-                empty = [here[k][a:b] for k in coded for a, b in bounds if a < b]
-                if empty:
-                    _torch.foreach_zero(empty)
-                for k in coded:
-                    self._new(k, r).write(low, here[k])
-                if high == run.numel:
+    def run(self) -> Generator[list[Column]]:
+        """Yield the columns of each block; results are stored before the next one."""
+        ready = _ready(self._targets[0], self._reads, self._written)
+        every, written = [*self._targets, *self._reads], len(self._targets)
+        for parts in self._fetched(ready) if self.any_placed else self._in_memory(ready):
+            found: list[Column] = []
+            for part in parts:
+                if part.here:
+                    line = LINE if self._coded(part.run) else 1
+                    found += _columns_of_part(every, part, self._keys, written, line)
+                else:
+                    found += _columns_of_run(every, part.run, self._keys)
+            if self._donate and found:
+                note_write()
+            yield found
+            for part in parts:
+                if part.here:
+                    self._finish(part, found)
+                if part.high == self._runs[part.run].numel:
                     for each in self._reads:
-                        each.drop(r)
-        self._decide()  # where this rank has no part of what is elsewhere
-        for each in self.targets:  # put what was written into their pieces
+                        if each.stream is not None:
+                            each.drop(part.run)
+
+    def _in_memory(self, ready: Iterator[list[int]]) -> Iterator[list[Part]]:
+        """Yield the runs whose gradients have arrived, each as one part."""
+        for runs in ready:
+            parts = list[Part]()
+            for r in runs:
+                parts.append(Part(r, 0, self._runs[r].numel, {}, {}))
+            yield parts
+
+    def _fetched(self, ready: Iterator[list[int]]) -> Iterator[list[Part]]:
+        """Yield the parts of all runs with what is placed, once their gradients have arrived."""
+        there = set[int]()
+        with closing(self._travelling()) as parts:
+            for part in parts:
+                while part.run not in there:
+                    there.update(next(ready))
+                old = self._old[part.run]
+                coded = {k: old[k][part.low : part.high] for k in self._coded(part.run)}
+                codes = {k: offload.read(x) for k, x in coded.items()}
+                yield [part._replace(here={**part.here, **codes})]
+        self._decide()  # where this rank has no part of what is placed
+        for each in self._targets:  # put what was written into their pieces
             for r, whole in enumerate(each.wholes):
                 if whole is not None:
                     each.put(r, whole)
+
+    def _finish(self, part: Part, found: Sequence[Column]) -> None:
+        """Take the results of a part where they belong; padding of codes becomes zero before."""
+        for column in found:
+            column.finish()
+        r, low, high, here, _ = part
+        bounds = [(max(low, a) - low, min(high, b) - low) for a, b in self._runs[r].gaps]
+        for k in self._coded(r):
+            empty = [here[k][a:b] for a, b in bounds if a < b]
+            if empty:
+                _torch.foreach_zero(empty)
+            self._new(k, r).write(low, here[k])
+
+    def _travelling(self) -> Generator[Part]:
+        """Yield the parts of all runs on their device, and store them; those of codes are there."""
+        order = _order(self._runs, self._reads)
+        files = [self._old[r][k] for r in order for k in self._in_files(r)]
+        host_bytes = min((x.extent.scratch.host_bytes for x in files), default=offload.HOST_BYTES)
+        parts = [(r, low, high) for r in order for low, high in self._cuts(r, host_bytes)]
+        blocks = (self._block(*at) for at in parts if self._in_files(at[0]))
+        windows: Any = offload.stream(blocks, host_bytes)  # begins to read
+        with closing(windows):
+            if files:
+                self._decide()
+            for device, near in groupby(parts, lambda at: self._targets[0].device(at[0])):
+                mine = (self._part(*at, windows) for at in near)
+                yield from staged(mine, device, ahead=not files)
+            for _ in windows:  # its end is when all is written
+                pass
 
     def _decide(self) -> None:
         for each in self._reads:
             if each.stream is not None:
                 each.stream.first()
 
-    def _fetched(self, order: Sequence[int]) -> Generator[tuple[int, int, int, Tensors]]:
-        """Yield the parts of all runs with fetched tensors, and store these back."""
-        files = [r for r in order if any(offload.in_file(self._old[k][r]) for k in self._placed[r])]
-        travelling: Any = offload.stream(self._in_files(files), self._host_bytes)  # begins to read
-        with closing(travelling) as fetched:
-            if files:
-                self._decide()
-            for device, near in groupby(order, lambda r: self.targets[0].device(r)):
-                moving = (x for r in near for x in self._movings(r, fetched, r in files))
-                yield from staged(moving, device, ahead=not files)
-            for _ in fetched:  # its end is when all is written
-                pass
+    def _coded(self, r: int) -> list[int]:
+        return [k for k, x in self._old[r].items() if offload.is_coded(x)]
 
-    def _movings(self, r: int, fetched: Iterator[Any], in_files: bool) -> Iterator[Moving]:
-        """The parts of one run, those in files in the memory through which these travel."""
-        placed = [k for k in self._placed[r] if not offload.is_coded(self._old[k][r])]
-        if not self._placed[r]:
-            yield Moving(r, 0, self._runs[r].numel, {}, {})
-            return
-        for low, high in self._cuts(r):
-            sources = {k: self._old[k][r].narrow(0, low, high - low) for k in placed}
-            goals = {k: self._new(k, r).narrow(0, low, high - low) for k in placed}
-            if in_files:
-                from_files = [k for k in placed if offload.in_file(sources[k])]
-                memory = dict(zip(from_files, next(fetched)[1], strict=True))
-                sources, goals = {**sources, **memory}, {**goals, **memory}
-            yield Moving(r, low, high, sources, goals)
-
-    def _in_files(self, runs: Iterable[int]) -> Iterator[offload.Block]:
-        for r in runs:
-            from_files = [k for k in self._placed[r] if offload.in_file(self._old[k][r])]
-            for low, high in self._cuts(r):
-                old = [self._old[k][r].narrow(0, low, high - low) for k in from_files]
-                new = [self._new(k, r).narrow(0, low, high - low) for k in from_files]
-                yield offload.Block(old, new, r)
+    def _in_files(self, r: int) -> list[int]:
+        return [k for k, x in self._old[r].items() if offload.in_file(x)]
 
     def _new(self, k: int, r: int) -> Any:
         """Where the new values go."""
-        return self.targets[k].wholes[r]
+        return self._targets[k].wholes[r]
 
-    def _cuts(self, r: int) -> list[tuple[int, int]]:
-        placed = [x for x in (self._old[k][r] for k in self._placed[r]) if not offload.is_coded(x)]
-        numel, sizes = self._runs[r].numel, [x.dtype.itemsize for x in placed]
+    def _part(self, r: int, low: int, high: int, windows: Iterator[Any]) -> Part:
+        """A part on the host: what is in files in the window through which it travels."""
+        placed = {k: x for k, x in self._old[r].items() if not offload.is_coded(x)}
+        here = {k: x.narrow(0, low, high - low) for k, x in placed.items()}
+        goals = {k: self._new(k, r).narrow(0, low, high - low) for k in placed}
+        files = self._in_files(r)
+        window = dict(zip(files, next(windows)[1], strict=True)) if files else {}
+        return Part(r, low, high, {**here, **window}, {**goals, **window})
+
+    def _block(self, r: int, low: int, high: int) -> offload.Block:
+        """What is in files of a part."""
+        old = [self._old[r][k].narrow(0, low, high - low) for k in self._in_files(r)]
+        new = [self._new(k, r).narrow(0, low, high - low) for k in self._in_files(r)]
+        return offload.Block(old, new, r)
+
+    def _cuts(self, r: int, host_bytes: int) -> list[tuple[int, int]]:
+        numel, placed = self._runs[r].numel, self._old[r]
+        sizes = [x.dtype.itemsize for x in placed.values() if not offload.is_coded(x)]
         if sizes:
-            return offload.cuts(numel, sizes, self._host_bytes)
+            return offload.cuts(numel, sizes, host_bytes)
+        if not placed:
+            return [(0, numel)]
         return [(low, min(numel, low + _CODED)) for low in range(0, numel, _CODED)]
 
 
@@ -552,27 +567,25 @@ def _spans(
         yield key, first, last.start + last.length - first.start
 
 
-def _parts_of_run(
+def _columns_of_part(
     every: Sequence[WorkingTree],
-    at: tuple[int, int, int],
-    here: Tensors,
+    part: Part,
     keys: Sequence[Hashable] | None,
     written: int,
     line: int,
-) -> Iterator[tuple[Hashable, ColumnPart]]:
-    """The columns of a run between two of its elements.
+) -> Iterator[Column]:
+    """The columns of a part of a run.
 
     Args:
       every: the targets and the reads.
-      at: the number of the run, and the elements.
-      here: of some targets the tensor that was brought, which begins at the first element.
+      part: with what was fetched of some targets.
       keys: as for `columns`.
       written: how many trees are written, from the first on.
       line: columns are stepped as if they went on to a multiple of so many elements.
     """
-    r, low, high = at
-    singly = any(each.wholes[r] is None for each in every)
-    for key, first, length in _spans(every[0].runs[r], keys, singly):
+    r, low, high, here, _ = part
+    run, singly = every[0].runs[r], any(each.wholes[r] is None for each in every)
+    for key, first, length in _spans(run, keys, singly):
         start = first.start
 
         def cut(a: int, b: int, index: int = first.index, start: int = start) -> list[Tensor]:
@@ -588,8 +601,8 @@ def _parts_of_run(
             return found
 
         stretch = Stretch(start, start + length, -length % line)
-        for part in parts_of(stretch, low, high, cut, written):
-            yield key, part
+        for column in parts_of(stretch, low, high, cut, written):
+            yield column._replace(key=key, bucket=run.bucket)
 
 
 def _like(old: Tensor, device: torch.device) -> Tensor:
@@ -725,19 +738,9 @@ def columns(
         if each.stream is None and each.pieces:
             for r in range(len(each.runs)):
                 each.join(r)
-    placed, written = placed_runs(done), set[int]()
-    if donate:
-        written = in_place(done)
-    else:
-        for r, trees in enumerate(placed):
-            for k, each in enumerate(done):
-                if k not in trees:
-                    each.change(r, flat.copied)
-    if any(placed):
-        blocks = PlacedColumns(done, others, placed, written, keys, donate).blocks()
-    else:
-        blocks = _blocks(done, others, written, keys, donate)
-    return Columns(closed_after(blocks) if streams or any(placed) else blocks, live, done)
+    blocks = ColumnBlocks(done, others, keys, donate)
+    found = blocks.run()
+    return Columns(closed_after(found) if streams or blocks.any_placed else found, live, done)
 
 
 def map_columns(fn: Callable[..., None], target: Tree, *rest: Tree, donate: bool = False) -> Tree:
@@ -771,7 +774,7 @@ def fresh(shards: Tree) -> Tree:
     """
     if _torch.inside_torch_func():
         return tree.map_leaves(torch.clone, shards)
-    return _changed(shards, flat.copied)
+    return changed(shards, flat.copied)
 
 
 def in_chunks(shards: Tree) -> Tree:
@@ -779,15 +782,22 @@ def in_chunks(shards: Tree) -> Tree:
 
     In groups of one rank a gradient is a view of what autograd gave, which may belong to others.
     """
-    return _changed(shards, lambda run, x: x if flat.is_in_chunk(run, x) else flat.copied(run, x))
+    return changed(shards, lambda run, x: x if flat.is_in_chunk(run, x) else flat.copied(run, x))
 
 
-def _changed(shards: Tree, fn: Callable[[flat.FlatRun, Tensor], Tensor]) -> Tree:
+def changed(shards: Tree, fn: Callable[[flat.FlatRun, Tensor], Tensor]) -> Tree:
+    """A tree of shards, or `FlatShards`, with `fn(run, x)` for each run or piece x.
+
+    It is the same object if all of it is as it was.
+    """
     (working,) = working_trees([shards])
+    before = list(working.pieces or working.wholes)
     for r in range(len(working.runs)):
         if working.pieces:
             working.join(r)
         working.change(r, fn)
+    if all(a is b for a, b in zip(before, working.pieces or working.wholes, strict=True)):
+        return shards
     return _closed(working.renewed())
 
 
@@ -829,33 +839,12 @@ def _columns_of_run(
     for each in every:
         wholes.append(each.wholes[r])
     if type(None) in map(type, wholes):
-        singles = zip(run.parts, *(each.single(r) for each in every), strict=True)
-        for part, *tensors in singles:
-            yield Column(keys[part.index] if keys else None, tuple(tensors), run.bucket)
+        rows = zip(*map(WorkingTree.single, every, repeat(r)), strict=True)
+        for part, tensors in zip(run.parts, rows, strict=True):
+            yield Column(keys[part.index] if keys else None, tensors, run.bucket)
     elif keys is None and run.numel:
         yield Column(None, tuple(wholes), run.bucket)
     elif keys is not None:
         for key, first, length in _spans(run, keys, singly=False):
             cut = tuple([x.narrow(0, first.start, length) for x in wholes])
             yield Column(key, cut, run.bucket)
-
-
-def _blocks(
-    targets: Sequence[WorkingTree],
-    reads: Sequence[WorkingTree],
-    written: set[int],
-    keys: Sequence[Hashable] | None,
-    donate: bool,
-) -> Generator[list[Column]]:
-    """The columns of all runs, or of those whose gradients have arrived."""
-    every = [*targets, *reads]
-    for ready in _ready(targets[0], reads, written):
-        found: list[Column] = []
-        for r in ready:
-            found += _columns_of_run(every, r, keys)
-        if donate and found:
-            note_write()
-        yield found
-        for r in ready:
-            for each in reads:
-                each.drop(r)

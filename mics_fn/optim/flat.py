@@ -25,12 +25,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from mics_fn import _torch, tree
+from mics_fn import _device, _torch, tree
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.offload import FileTensor, coded, in_file, is_coded, is_placed, placed_like
 from mics_fn.shards import (
@@ -40,6 +40,7 @@ from mics_fn.shards import (
     Sharded,
     Tied,
     grad_stream,
+    is_donated,
     is_leaf,
     mark_reduced,
     reduction_groups,
@@ -48,6 +49,7 @@ from mics_fn.tree import Tree
 
 # Where the pieces of a tree of shards lie in the memory of their buckets.
 
+V = TypeVar("V")
 Place = tuple[Bucket, int] | None  # bucket and slot of a piece; None for a plain tensor
 
 
@@ -124,13 +126,15 @@ def whole_run(run: FlatRun, pieces: Sequence[Tensor]) -> Tensor | None:
     first = mine[0].detach()
     if _torch.has_no_data(first) or tuple(map(Tensor.numel, mine)) != lengths:
         return None
+    # Addresses in one stretch within the first piece's storage are of that storage.
+    address, size, begin = first.data_ptr(), first.itemsize, int(first.storage_offset())
+    if mine[-1].data_ptr() != address + starts[-1] * size:  # as gradients in groups of one rank
+        return None
+    if list(map(Tensor.data_ptr, mine)) != [address + start * size for start in starts]:
+        return None
     if not all(map(Tensor.is_contiguous, mine)) or any(map(Tensor.is_neg, mine)):
         return None
     if not all_rows(mine) or len(set(map(_DTYPE, mine))) > 1:
-        return None
-    # Addresses in one stretch within the first piece's storage are of that storage.
-    address, size, begin = first.data_ptr(), first.itemsize, int(first.storage_offset())
-    if list(map(Tensor.data_ptr, mine)) != [address + start * size for start in starts]:
         return None
     if first.untyped_storage().nbytes() < (begin + run.numel) * size:
         return None
@@ -241,7 +245,7 @@ def is_in_chunk(run: FlatRun, x: Tensor) -> bool:
 
 # Where the moments of a new state are made: each goes to its place before the next is made.
 
-Taking = Callable[[Any, int, Tensor], Tensor]  # from a layout, the number of a run and its moment
+Taking = Callable[[Any, FlatRun, Tensor], Tensor]  # from a layout, a run and its moment
 
 _TAKING: ContextVar[Taking | None] = ContextVar("taking", default=None)
 
@@ -267,7 +271,8 @@ def made(layout: Any, r: int, moment: Tensor, name: str) -> Tensor:
     Raises:
       PlanError: `state=` of a precision asks for codes, and there are none for this moment.
     """
-    bucket, taking = layout.runs[r].bucket, _TAKING.get()
+    run, taking = layout.runs[r], _TAKING.get()
+    bucket = run.bucket
     if bucket is not None and bucket.state is not None:
         text = f"init_state: state={bucket.state} of a precision"
         if name not in (*_MEANS, *_SQUARES):
@@ -277,7 +282,7 @@ def made(layout: Any, r: int, moment: Tensor, name: str) -> Tensor:
             fix = "shard without state= where derivatives or vmap are wanted"
             raise PlanError(f"{text}: codes have no derivative", fix=fix)
         moment = coded(moment, bucket.state, name in _SQUARES, f"{bucket.names}, {name}")
-    return moment if taking is None else taking(layout, r, moment)
+    return moment if taking is None else taking(layout, run, moment)
 
 
 def check_coded(params: Tree, opt: Any) -> None:
@@ -423,6 +428,37 @@ def replaced(value: Tree, before: Tree, after: Tree) -> Tree:
         *(value, before, after),
         is_leaf=is_node,
     )
+
+
+def as_before(new: V, old: Any) -> V:
+    """Move a state to the places of the one before, if their trees are alike.
+
+    Optimizers of one's own, and states that come from other ranks, make new shards in memory.
+    """
+    (found, spec), (before, same) = (tree.flatten(x, is_leaf) for x in (new, old))
+    if spec != same:
+        return new
+    own = [
+        i
+        for i, (x, old) in enumerate(zip(found, before, strict=True))
+        if isinstance(x, Sharded) and isinstance(old, Sharded) and not is_donated(old)
+    ]
+    made = [found[i].data for i in own]
+    placed = placed_like(made, [before[i].data for i in own])
+    if all(a is b for a, b in zip(placed, made, strict=True)):
+        return new
+    for i, data in zip(own, placed, strict=True):
+        found[i] = Sharded(data, found[i].bucket, found[i].slot)
+    return spec.unflatten(found)  # pyright: ignore[reportReturnType]
+
+
+def room_for(value: V) -> V:
+    """A state in memory that is to be overwritten: what is in files, or is codes, is not read."""
+
+    def room(x: Any) -> Any:
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if is_placed(x) else x
+
+    return tree.map_leaves(room, value)
 
 
 def is_node(value: Any) -> bool:
@@ -608,7 +644,7 @@ def zeros(shards: Tree, name: str = "") -> FlatShards:
 def _zeros(run: FlatRun, pieces: Sequence[Tensor]) -> Tensor:
     like = pieces[run.members[0]]
     shape = like.shape if run.bucket is None else (*like.shape[:-1], run.numel)
-    return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    return _device.lazy_zeros(shape, like.dtype, like.device)
 
 
 def with_wholes(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,9 +13,9 @@ from mics_fn.checks import check_matched
 from mics_fn.collectives import refuse_derivative
 from mics_fn.errors import FileError, LeafError, PlanError
 from mics_fn.groups import reports
-from mics_fn.offload import DEVICE, Where, is_coded, is_placed, place_tensor, placed_like, where_of
-from mics_fn.optim import flat
-from mics_fn.shards import Sharded, check_kept_place, is_donated, is_leaf
+from mics_fn.offload import DEVICE, Where, is_coded, is_placed, place_tensor, where_of
+from mics_fn.optim import columns, flat
+from mics_fn.shards import Bucket, Sharded, check_kept_place, is_leaf
 
 V = TypeVar("V")
 
@@ -31,13 +32,11 @@ class Mover:
     def __init__(self, where: Where, field: str, device: torch.device) -> None:
         self._where, self._field, self._device = where, field, device
 
-    def place(self, path: str) -> Any:
-        """The place of a leaf."""
-        return getattr(self._where.at(path), self._field).seen_from(self._device)
-
-    def taken(self, x: Tensor, path: str) -> Tensor:
+    def taken(self, x: Tensor, path: str, bucket: Bucket | None = None) -> Tensor:
         """A tensor at the place of a leaf; the same one if it is there."""
-        place = self.place(path)
+        place = getattr(self._where.at(path), self._field).seen_from(self._device)
+        if bucket is not None:
+            check_kept_place("move", bucket, place)
         if not is_coded(x):
             leaf = tree.join(self._field, path)
             return place_tensor(x, place, self._device, self._where.host_bytes, leaf)
@@ -47,44 +46,18 @@ class Mover:
             raise PlanError(text, fix=fix)
         return x
 
-    def of_run(self, layout: flat.FlatLayout, r: int, moment: Tensor) -> Tensor:
-        """`taken` for the long tensor of a run."""
-        return self.taken(moment, _leader(layout, layout.runs[r]))
+    def of_run(self, layout: flat.FlatLayout, run: flat.FlatRun, x: Tensor) -> Tensor:
+        """`taken` for a run, with the rest of its chunk if it has one of its own."""
+        path = _leader(layout, run)
+        if not flat.is_in_chunk(run, x):
+            return self.taken(x, path, run.bucket)
+        chunk = x.detach().as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
+        new = self.taken(chunk, path, run.bucket)
+        return x if new is chunk else new.narrow(0, int(x.storage_offset()), x.numel())
 
-    def flat_shards(self, moment: flat.FlatShards) -> flat.FlatShards:
-        """Flat shards, run by run."""
-        layout, old = moment.layout, moment.wholes
-        new = [self.of_run(layout, r, x) for r, x in enumerate(old)]
-        same = all(a is b for a, b in zip(old, new, strict=True))
-        return moment if same else flat.with_wholes(layout, new)
-
-    def shards(self, found: flat.Unpacked) -> flat.Unpacked:
-        """A tree of shards, chunk by chunk."""
-        pieces, layout = list(found.pieces), found.layout()
-        for run in layout.runs:
-            whole, path = flat.whole_run(run, pieces), _leader(layout, run)
-            if run.bucket is not None:
-                check_kept_place("move", run.bucket, self.place(path))
-            if whole is None:
-                for i in run.members:
-                    pieces[i] = self.taken(pieces[i], path)
-                continue
-            new = self._chunk(run, whole, path)
-            if new is not whole:
-                for i, piece in zip(run.members, flat.split(run, new), strict=True):
-                    pieces[i] = piece
-        if all(a is b for a, b in zip(pieces, found.pieces, strict=True)):
-            return found
-        return found.with_pieces(pieces)
-
-    def _chunk(self, run: flat.FlatRun, whole: Tensor, path: str) -> Tensor:
-        """A run, with the rest of its chunk if it has one of its own, which stays one."""
-        if not flat.is_in_chunk(run, whole):
-            return self.taken(whole, path)
-        count = whole.untyped_storage().nbytes() // whole.itemsize
-        chunk = whole.detach().as_strided((count,), (1,), 0)
-        new = self.taken(chunk, path)
-        return whole if new is chunk else new.narrow(0, int(whole.storage_offset()), whole.numel())
+    def shards(self, value: V, layout: flat.FlatLayout) -> V:
+        """A tree of shards, or `FlatShards`, of a layout; the same one if it is there."""
+        return columns.changed(value, partial(self.of_run, layout))
 
 
 def _leader(layout: flat.FlatLayout, run: flat.FlatRun) -> str:
@@ -105,44 +78,13 @@ def moved_states(opt: Any, params: flat.Unpacked, mover: Mover) -> Any:
 
     def take(x: Any) -> Any:
         if isinstance(x, flat.FlatShards):
-            return mover.flat_shards(x)
+            return mover.shards(x, x.layout)
         if not isinstance(x, Sharded) or (x.bucket, x.slot) not in names:
             return x
         data = mover.taken(x.data, names[x.bucket, x.slot])
         return x if data is x.data else Sharded(data, x.bucket, x.slot)
 
     return tree.map_leaves(take, opt, is_leaf=flat.is_node)
-
-
-def as_before(new: V, old: Any) -> V:
-    """Move a state to the places of the one before, if their trees are alike.
-
-    Optimizers of one's own, and states that come from other ranks, make new shards in memory.
-    """
-    (found, spec), (before, same) = (tree.flatten(x, is_leaf) for x in (new, old))
-    if spec != same:
-        return new
-    own = [
-        i
-        for i, (x, old) in enumerate(zip(found, before, strict=True))
-        if isinstance(x, Sharded) and isinstance(old, Sharded) and not is_donated(old)
-    ]
-    made = [found[i].data for i in own]
-    placed = placed_like(made, [before[i].data for i in own])
-    if all(a is b for a, b in zip(placed, made, strict=True)):
-        return new
-    for i, data in zip(own, placed, strict=True):
-        found[i] = Sharded(data, found[i].bucket, found[i].slot)
-    return spec.unflatten(found)  # pyright: ignore[reportReturnType]
-
-
-def room_for(value: V) -> V:
-    """A state in memory that is to be overwritten: what is in files, or is codes, is not read."""
-
-    def room(x: Any) -> Any:
-        return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if is_placed(x) else x
-
-    return tree.map_leaves(room, value)
 
 
 def device_of(pieces: Sequence[Tensor], also: Sequence[Tensor] = ()) -> torch.device:
@@ -213,8 +155,7 @@ def move(value: V, where: Where | str | None, *, device: str | torch.device | No
       >>> get(move(state, ""), "opt.moments.exp_avg.w", groups)
       tensor([0.1000, 0.1000])
     """
-    is_state = all(hasattr(value, name) for name in ("params", "opt", "transform"))
-    if not is_state and not any(map(is_leaf, tree.flatten(value, is_leaf)[0])):
+    if not _is_state(value) and not any(map(is_leaf, tree.flatten(value, is_leaf)[0])):
         fix = "make one with init_state, or with shard"
         checks.refuse("move", "value", value, "a TrainState or a tree of shards", fix, LeafError)
     computes = None if device is None else _device.with_index(torch.device(device))
@@ -222,18 +163,20 @@ def move(value: V, where: Where | str | None, *, device: str | torch.device | No
         return _moved(value, where_of(where), computes)
 
 
+def _is_state(value: Any) -> bool:
+    return all(hasattr(value, name) for name in ("params", "opt", "transform"))
+
+
 def _moved(value: V, places: Where, device: torch.device | None) -> V:
     given = [x for x in tensors_of(value) if not x.is_leaf]
     refuse_derivative("move", given, "move outside, and differentiate by what came back")
-    if not all(hasattr(value, name) for name in ("params", "opt", "transform")):
-        found = flat.unpacked(value)
-        check_matched("move: where", places.patterns, tree.spec_paths(found.spec))
-        new = Mover(places, "params", device or device_of(found.pieces)).shards(found)
-        return value if new is found else new.shards  # pyright: ignore[reportReturnType]
     state: Any = value
-    params = flat.unpacked(state.params)
-    check_matched("move: where", places.patterns, tree.spec_paths(params.spec))
-    home = device or device_of(params.pieces, tensors_of(state.opt))
-    new = Mover(places, "params", home).shards(params)
-    opt = moved_states(state.opt, params, Mover(places, "states", home))
-    return replace(state, params=state.params if new is params else new.shards, opt=opt)
+    params, opt = (state.params, state.opt) if _is_state(value) else (value, ())
+    found = flat.unpacked(params)
+    check_matched("move: where", places.patterns, tree.spec_paths(found.spec))
+    home = device or device_of(found.pieces, tensors_of(opt))
+    params = Mover(places, "params", home).shards(params, found.layout())
+    if not _is_state(value):
+        return params
+    opt = moved_states(opt, found, Mover(places, "states", home))
+    return replace(state, params=params, opt=opt)

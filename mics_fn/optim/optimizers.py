@@ -1,9 +1,10 @@
 """Optimizers by name, and a learning rate that rises and falls.
 
-The arithmetic of `sgd`, `adam` and `adamw` is that of torch's functions, which step on lists of
-tensors in one call and have derivatives. `from_torch` makes an object of an elementwise class for
-each step, around the parameters and the state that the pytree carries, and drops it afterwards.
-Such an object imports `torch._dynamo`, a second and 80 MB of each process; the functions do not.
+The arithmetic of `sgd`, `adam` and `adamw` is that of torch's kernels, which step on lists of
+tensors in one call; where a derivative is asked for it is that of torch's functions. `from_torch`
+makes an object of an elementwise class for each step, around the parameters and the state that the
+pytree carries, and drops it afterwards. Such an object imports `torch._dynamo`, a second and 80 MB
+of each process; kernels and functions do not.
 
 [Note: masked steps] On an accelerator a step whose gradient may not be finite is launched before
 the host knows: torch's fused kernels read a number of the device, `found_inf`, and write nothing if
@@ -13,7 +14,7 @@ before the last of them was done, so that an abort leaves the state before the s
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -95,12 +96,12 @@ def _on_columns(
         work = columns(targets, [grads], keys, by=[rate], donate=donate)
         scalars, stepped = state.scalars, False
         for block in work.blocks:
-            by_key: dict[Hashable, tuple[list[Column], list[Any]]] = {}
+            by_key: dict[Any, list[Column]] = {}
             for column in block:
-                found, given = by_key.setdefault(column.key, ([], []))
-                found.append(column)
-                given.append(column.tensors)
-            for decays, (found, given) in by_key.items():
+                key = column.key, column.tensors[0].dtype  # kernels take tensors of one dtype
+                by_key.setdefault(key, []).append(column)
+            for (decays, _), found in by_key.items():
+                given = [column.tensors for column in found]
                 with updating(found):  # torch updates all of them in one call
                     scalars = take(_Now(given, state, rate, decays is not False, work.live))
                 stepped = True
@@ -265,34 +266,23 @@ def _adam(
 ) -> Transform:
     options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
     transform.check_rule(verb, lr, **options)
-    names = OptimizerNames(("exp_avg", "exp_avg_sq"), ("step",))
+    names, decoupled = OptimizerNames(("exp_avg", "exp_avg_sq"), ("step",)), verb == "adamw"
 
     def take(now: _Now) -> dict[str, Tensor]:
         params, means, squares, grads = map(list, zip(*now.columns, strict=True))
+        decay, count = weight_decay if now.decays else 0.0, len(params)
+        rule: Any = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": decay}
+        rule |= {"lr": now.rate, "amsgrad": False, "maximize": False}
         before = now.state.scalars["step"]
+        if not now.live:  # the kernel, without the host's time of torch's function around it
+            step, found_inf = before.to(params[0].device) + 1, transform.FOUND_INF.get()
+            update = _torch.fused_adamw if decoupled else _torch.fused_adam
+            update(params, grads, means, squares, [], [step] * count, found_inf=found_inf, **rule)
+            return {"step": step if found_inf is None else step - found_inf}
         # What torch computes from a count in float32 would have no more digits than that.
-        step = before.double() if now.live else before
-        steps = list(step.repeat(len(params)).unbind())
-        _torch_adam(
-            params,
-            grads,
-            means,
-            squares,
-            [],
-            steps,
-            fused=not now.live,
-            foreach=False,
-            differentiable=now.live,
-            found_inf=transform.FOUND_INF.get(),
-            decoupled_weight_decay=verb == "adamw",
-            amsgrad=False,
-            beta1=betas[0],
-            beta2=betas[1],
-            lr=now.rate,  # pyright: ignore[reportArgumentType]
-            weight_decay=weight_decay if now.decays else 0.0,
-            eps=eps,
-            maximize=False,
-        )
+        steps = list(before.double().repeat(count).unbind())
+        rule |= {"foreach": False, "differentiable": True, "decoupled_weight_decay": decoupled}
+        _torch_adam(params, grads, means, squares, [], steps, **rule)
         return {"step": steps[0].to(before.dtype)}
 
     options |= {"lr": lr, "decay_mask": decay_mask}
@@ -344,19 +334,8 @@ def lion(
 
 # Any elementwise class of torch, by an object that is made for each step.
 
-ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.ASGD,
-    torch.optim.Rprop,
-)
+_NAMES = "SGD Adam AdamW RMSprop Adagrad Adadelta Adamax NAdam RAdam ASGD Rprop"
+ELEMENTWISE = tuple(getattr(torch.optim, name) for name in _NAMES.split())
 # They need whole matrices, sums over all parameters, or sparse gradients.
 REFUSED = torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS, torch.optim.SparseAdam
 

@@ -153,7 +153,8 @@ def init_state(
     Communication: with `groups`, 32 bytes over the partition group and the replication group.
 
     Memory: the optimizer's state for this rank's shards, where `where` says; what is made elsewhere
-      takes memory here for one run of leaves at a time.
+      takes memory here for one run of leaves at a time. Zeros on the CPU take theirs when the
+      first step writes them.
 
     Raises:
       FileError: a file cannot be made, or the disk has not so much room; see `opt_step`.

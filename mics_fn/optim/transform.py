@@ -13,8 +13,7 @@ from mics_fn import _torch, checks, tree
 from mics_fn.checks import check_matched, matches
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.optim import columns
-from mics_fn.optim.flat import Unpacked, lazy_grads, unpacked
-from mics_fn.optim.moving import as_before
+from mics_fn.optim.flat import Unpacked, as_before, lazy_grads, unpacked
 from mics_fn.shards import Nothing, Sharded, is_leaf, names, needs_derivative
 from mics_fn.tree import Tree
 

@@ -371,11 +371,14 @@ def _cut(
         home, device = layout.homes[index[0]], layout.leaves[index[0]].device
         source = sources[home]
         with torch.no_grad():
+            # Each chunk gets its own storage, so that `whole_chunk` can recognise its pieces; and
+            # before the bucket in full, whose memory then serves the next bucket as well.
+            chunk = torch.empty(bucket.chunk, dtype=bucket.dtype, device=device)
             full = pack_full(bucket, [layout.leaves[i].detach() for i in index], device=device)
             if source is not None and not full.is_meta:
                 collectives.broadcast(home, full, source)
-            # Each chunk gets its own storage, so that `whole_chunk` can recognise its pieces.
-            chunk = full.view(bucket.parts, -1)[home.hierarchy.route.chunk].clone()
+            chunk.copy_(full.view(bucket.parts, -1)[home.hierarchy.route.chunk])
+            del full
         kind = Sharded if bucket.trainable else Fixed
         places, names = zip(*((layout.places[i], layout.paths[i]) for i in index), strict=True)
         given = (home, bucket, chunk, places, names, layout.host_bytes)

@@ -107,8 +107,8 @@ MISTAKES: dict[str, Mistake] = {
         "states on the host",
         Change(
             _COLUMNS,
-            "_device.follow(self._down, self._device)",
-            "torch.accelerator.set_stream(self._down)",
+            "_device.follow(down, device)",
+            "torch.accelerator.set_stream(down)",
         ),
     ),
     "a file is written before states have come back": _of(

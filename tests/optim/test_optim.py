@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 import mics_fn as mf
 from mics_fn import tree
+from mics_fn.lab.bench.turns import memory_bytes
 
 STEPS = 4
 ELEMENTWISE = {
@@ -401,3 +402,12 @@ print("torch._dynamo" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("False\n", 0), done.stderr
+
+
+def test_moments_take_memory_when_a_step_writes_them():
+    params = mf.shard({"w": torch.ones(2**24)}, mf.make_groups(1))
+    before = memory_bytes(torch.device("cpu")) or 0
+    state = mf.init_state(params, mf.optim.adamw(0.1, weight_decay=0.0))
+    assert (memory_bytes(torch.device("cpu")) or 0) - before < 2**24
+    state = mf.opt_step(state, params, donate=True)
+    assert state.params["w"].data.sub(0.9).abs().max() < 1e-6

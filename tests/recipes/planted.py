@@ -13,8 +13,8 @@ PLANTED = [
     (
         "AdamW decays as Adam",
         "optim/optimizers.py",
-        'decoupled_weight_decay=verb == "adamw"',
-        "decoupled_weight_decay=False",
+        "_torch.fused_adamw if decoupled else",
+        "_torch.fused_adam if decoupled else",
         _T,
     ),
     ("a record lacks its first use", "schedules/schedule.py", _USES, _LESS, _T),
