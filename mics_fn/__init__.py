@@ -164,6 +164,7 @@ from mics_fn import (
     testing,
     tree,
 )
+from mics_fn import faults as _faults  # noqa: F401  (it registers what finds faults)
 from mics_fn._version import __version__ as __version__
 from mics_fn.collectives import weighted
 from mics_fn.deferred import GradSum, bucket_sizes, defer, record

@@ -38,7 +38,7 @@ from torch import Tensor
 from mics_fn import _device, _torch, interrupts, spans
 from mics_fn.errors import CollectiveError, first_line, name_ranks
 from mics_fn.groups import Comm, GroupState
-from mics_fn.schedules import Stuck, call_text, made
+from mics_fn.store import Stuck, call_text
 from mics_fn.threads import Latch, start
 
 # `Collective`: one collective on one communicator, and the error if it fails.
@@ -124,7 +124,7 @@ class Pending:
       reads: memory that other ranks may still need; see [Note: memory that is still sent].
 
     Raises:
-      DesyncError: ranks are about to do different things; see `schedules.calls`.
+      DesyncError: ranks are about to do different things; see `faults.order`.
       GroupsError: the groups were closed or have failed, or another thread uses them.
 
     Example:
@@ -378,7 +378,7 @@ def _poll(pending: Pending, levels: int, kind: str = "") -> None:
             if now - stalled > patience:
                 stalled, polled = now, True
                 state.idle.waits(pending.stuck)
-                state.channel.poll_peers(pending.stuck, made())
+                state.channel.poll_peers(pending.stuck)
             interrupts.give_way(now - since)
             for each in state.active:
                 each.check_time(now - since)

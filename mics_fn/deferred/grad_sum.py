@@ -303,7 +303,7 @@ class GradSum:
         reduction = bound.reduction
         missing = reduction.missing()
         bound.passes.end(loss, missing, last=reduction.last)
-        bound.run.end_pass(reduction.last)
+        bound.run.end_pass()
         for index in missing:  # reduced as zeros
             reduction.add(index, [None] * len(bound.opened.uses[index].members))
         reduction.end_pass()

@@ -8,7 +8,7 @@ A chunk that lies elsewhere is brought first.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,8 +30,8 @@ from mics_fn.collectives import (
 from mics_fn.deferred.reduction import Reduction
 from mics_fn.deferred.tensor import GatheredBucket
 from mics_fn.errors import DonatedError, GroupsError, LeafError
-from mics_fn.groups import Arena, Buffers, GroupState
-from mics_fn.schedules import Channel, Learned, Offsets, OnDemand, Run, Schedule, offsets
+from mics_fn.groups import Arena, Buffers
+from mics_fn.schedules import Learned, Offsets, OnDemand, Run, Schedule, offsets
 
 # Parameters of buckets that this rank holds whole: plain tensors in the memory of the shards.
 
@@ -146,7 +146,7 @@ class LiveBuckets:
     Args:
       uses: the buckets.
       names: gives the names of a bucket's leaves, for error texts.
-      learned, policy, channel: as for `Run`.
+      learned, policy: as for `Run`.
       into: receives the gradients; None if they are the result of backward.
       hollow: whether tensors have no data, to record what is used.
       closes: whether nothing is left to be derived when the run ends; see [Note: copy on write] in
@@ -159,7 +159,6 @@ class LiveBuckets:
         names: Callable[[int], Sequence[str]],
         learned: Learned,
         policy: OnDemand,
-        channel: Channel,
         into: GradSink | None = None,
         *,
         hollow: bool = False,
@@ -171,12 +170,10 @@ class LiveBuckets:
         self._hollow = hollow
         # The run may outlive these buckets, so it must not refer to their buffers.
         self._name = partial(_title, names)
-        states: dict[GroupState, None] = {}
-        for index, use in enumerate(uses):
+        for index in range(len(uses)):
             self.buckets.append(GatheredBucket(index, names, stays=policy.at_once))
-            states[use.home.state] = None
-        push = partial(_push, states)
-        self.run = Run(learned, policy, sizes_of(uses), channel, self._name, push)
+        channels = [use.hierarchy.channel for use in uses]
+        self.run = Run(learned, policy, sizes_of(uses), channels, self._name)
         # The schedule that this run follows; another run may learn a new one before this run ends.
         self._schedule = learned.schedule if self.run.following else None
         self.reduction: Reduction | None = None  # of the backward pass under way
@@ -424,11 +421,6 @@ class LiveBuckets:
         for index in list(self._codes):
             if index not in self._pending:
                 self._codes.pop(index).release()
-
-
-def _push(states: Iterable[GroupState]) -> None:
-    for state in states:
-        push_all(state)
 
 
 def _title(names: Callable[[int], Sequence[str]], index: int) -> str:

@@ -35,7 +35,8 @@ import torch.distributed as dist
 from mics_fn import _device, _torch
 from mics_fn.errors import CollectiveError, GroupsError, MicsError
 from mics_fn.groups import peers
-from mics_fn.schedules import LEFT, Channel, JobMessages, Stuck, call_text, issued, made
+from mics_fn.schedules import Channel
+from mics_fn.store import LEFT, Stuck, call_text
 from mics_fn.threads import start
 
 _PATIENCE_S = 0.5  # how long a rank that leaves by an error waits for its groups to be aborted
@@ -102,9 +103,9 @@ class GroupState:
         self._raised_at: deque[Mapping[str, int]] = deque(maxlen=64)
 
     @property
-    def job(self) -> JobMessages:
-        """The messages between all ranks."""
-        return self.channel.job
+    def job(self) -> Any:
+        """The channel, on which all ranks of the groups report errors; see `faults.order`."""
+        return self.channel
 
     def fresh(self) -> "GroupState":
         """A new life of the same ranks."""
@@ -247,7 +248,9 @@ class GroupState:
         """
         if self.announced is not None and self.announced.final:
             return
-        counts = {"made": made(self.key), "issued": issued(self.key)}
+        calls = self.channel.calls
+        made = {each.key: each.number for each in calls}
+        counts = {"made": made, "issued": {each.key: each.issued for each in calls}}
         operation, leaf = "", ""
         if self.call is not None:
             operation, leaf = call_text(self.call), str(self.call[2])

@@ -40,7 +40,7 @@ from mics_fn.groups import peers
 from mics_fn.groups.environment import read_launch
 from mics_fn.groups.group_state import GroupState, announce_all, never_destruct
 from mics_fn.groups.store_thread import BoundedStore, StoreLost, StoreThread
-from mics_fn.schedules import CHANGES
+from mics_fn.store import CHANGES
 from mics_fn.threads import Bell, Job, Latch, start
 
 # The launcher of this process, and what becomes of a rank that has outlived it.

@@ -52,9 +52,8 @@ import torch.distributed as dist
 
 from mics_fn import _torch, errors
 from mics_fn.groups.store_thread import StoreLost
-from mics_fn.schedules import CHANGES, Stuck, call_text
 from mics_fn.spans import LOG
-from mics_fn.store import Store
+from mics_fn.store import CHANGES, Store, Stuck, call_text
 from mics_fn.threads import start
 
 # `Turns`: which thread uses the communicators of some groups.

@@ -20,7 +20,6 @@ from mics_fn.groups.group_state import GroupState, check_fork
 from mics_fn.groups.groups import Groups
 from mics_fn.groups.monitor import monitor
 from mics_fn.groups.rendezvous import meet, rejoining
-from mics_fn.schedules import Channel
 from mics_fn.spans import LOG
 
 _SAY_S = 2.0  # after so many seconds of waiting the first rank says for whom
@@ -95,19 +94,19 @@ def current(home: Any) -> Any:
     return home
 
 
-def _rebuilt(state: GroupState, channel: Channel) -> Groups:
+def _rebuilt(state: GroupState, channel: Any) -> Groups:
     """Groups like those of a life, in the same place but without placements."""
     monitor.check_store(state)
     state.fail(GroupsError("reset was called"))
     if state.announced is not None:
         state.make_final(state.announced)  # others need not ask whether this rank goes on
-    if channel.job.key == state.recipe.first:  # which one that comes back looks for
-        channel.job.kept = f"{channel.job.key}/verdict"
+    if channel.key == state.recipe.first:  # which one that comes back looks for
+        channel.kept = f"{channel.key}/verdict"
     state.job.depart("called reset")
     for learned in channel.learned:
         learned.forget()
     # One that comes back knows the first groups alone, and these may have been reset since.
-    key = "" if state.rejoining else channel.job.key
+    key = "" if state.rejoining else channel.key
     for attempt in reversed(range(_ATTEMPTS)):
         try:
             return _remade(state, key)

@@ -19,7 +19,7 @@ from mics_fn.groups import group_state as life_module
 from mics_fn.groups import monitor
 from mics_fn.groups.group_state import GroupState
 from mics_fn.groups.peers import PARKED, Failure, Journal, Peer, Peers, Process
-from mics_fn.schedules import Stuck
+from mics_fn.store import Stuck
 
 
 def said(rank: int, *, final: bool, because: int | None = None) -> Failure:

@@ -24,8 +24,8 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
-    "lines": 24_467,
-    "lines without lab": 21_176,
+    "lines": 24_369,
+    "lines without lab": 21_078,
     "lines of the longest file": 550,
     "files": 142,
     "percent of lines that import": 8.8,

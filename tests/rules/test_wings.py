@@ -26,6 +26,7 @@ PATHS = {
 FLOORS = [
     ["schedules"],
     ["groups"],
+    ["faults"],
     ["collectives"],
     ["offload"],
     ["shards"],
@@ -67,6 +68,7 @@ OUTSIDE = {
     "_torch": ["torch", "torch.distributed"],
     "_device": ["torch", "torch.distributed"],
     "schedules": [],
+    "faults": [],
     "groups": ["torch", "torch.distributed"],
     "collectives": ["torch", "torch.distributed"],
     "inspection": ["torch"],
