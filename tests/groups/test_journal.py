@@ -19,7 +19,7 @@ from mics_fn.groups import group_state as life_module
 from mics_fn.groups import monitor
 from mics_fn.groups.group_state import GroupState
 from mics_fn.groups.peers import PARKED, Failure, Journal, Peer, Peers, Process
-from mics_fn.store import Stuck
+from mics_fn.store import Calls, Stuck
 
 
 def said(rank: int, *, final: bool, because: int | None = None) -> Failure:
@@ -204,8 +204,10 @@ def test_an_error_in_a_cell_is_told_and_the_next_cell_may_go_on(told, monkeypatc
     assert told == [(error, False)]
 
 
-def raised(life: GroupState, made: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mics_fn.groups.group_state.made", lambda key: made)
+def raised(life: GroupState, made: dict[str, int]) -> None:
+    life.channel.calls = [Calls() for _ in made]
+    for calls, (key, number) in zip(life.channel.calls, made.items(), strict=True):
+        calls.key, calls.number = key, number
     life.announce(ValueError("all ranks"), final=False)
 
 
@@ -213,21 +215,21 @@ def test_what_ended_some_groups_does_not_end_others(monkeypatch: pytest.MonkeyPa
     lost, other = (GroupState((0, 1), 0, retract=lambda kept=kept: kept) for kept in (False, True))
     monkeypatch.setattr(life_module, "OPEN", {lost, other})
     for life in (lost, other):
-        raised(life, {}, monkeypatch)
+        raised(life, {})
     life_module.withdraw_all(other)
     assert other.failed is None
     assert str(lost.failed).startswith("PeerFailed: rank 0 failed: ValueError: all ranks")
     lost = GroupState((0, 1), 0, retract=lambda: False)
     monkeypatch.setattr(life_module, "OPEN", {lost})
-    raised(lost, {}, monkeypatch)
+    raised(lost, {})
     with pytest.raises(PeerFailed, match="rank 0 failed"):
         life_module.withdraw_all(lost)
 
 
-def test_a_rank_that_is_late_after_an_error_of_all_is_not_given_up(monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_that_is_late_after_an_error_of_all_is_not_given_up():
     life = GroupState((0, 1), 0)
     for made in ({"a": 3}, {"a": 4}):  # the same error again, which the other has not met yet
-        raised(life, made, monkeypatch)
+        raised(life, made)
     waits = [Stuck("a", 5, (0, 1), "a reduction")]
     late = Failure(1, "raised", "rank 1 failed", made={"a": 3}, issued={"a": 3}, final=False)
     life.standing = {1: late}
