@@ -1,9 +1,9 @@
-"""The key-value store that the ranks of a job share, and how to wait for an entry in it."""
+"""The key-value store that the ranks of a job share, and the calls that they count."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class Store(Protocol):
@@ -39,6 +39,11 @@ def later(store: Any, name: str, *args: Any) -> None:
             getattr(store, name)(*args)
 
 
+def value_of(store: Store, key: str) -> str:
+    """The text of a key; "" if there is none."""
+    return store.get(key).decode() if store.check([key]) else ""
+
+
 def poll(
     done: Callable[[], bool],
     num_waiting: int,
@@ -66,3 +71,47 @@ def poll(
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, longest_s)
     return True
+
+
+# What ranks count and say of their calls.
+
+CHANGES = "mics_fn/news"  # the key of a counter of all that ranks write for each other
+LEFT = "left its groups by an error"  # of a rank that the others have heard of
+Call = tuple[str, str, Hashable, int]  # the verb, what it does, to what, and the bytes
+
+
+def call_text(call: Call) -> str:
+    """A call in words, which other calls do not have.
+
+    >>> call_text(("gather", "gather", "bucket 0 (w)", 8)), call_text(("", "a run ends", "", 0))
+    ('gather: gather of bucket 0 (w), 8 bytes', 'a run ends')
+    """
+    verb, does, about, nbytes = call
+    what = f"{does} of {about}" if about else does
+    what = f"{what}, {nbytes} bytes" if nbytes else what
+    return f"{verb}: {what}" if verb else what
+
+
+class Stuck(NamedTuple):
+    """A call over one communicator that this rank made, and that is not done."""
+
+    group: str  # the key of the communicator's `Calls`, which is the same on all of its ranks
+    number: int  # of the call, counted from 1 on in its communicator
+    ranks: Sequence[int]
+    text: str
+
+    def lacks(self, rank: int, counts: Mapping[str, int]) -> bool:
+        """Whether a rank with so many calls on each communicator has not made its part of this."""
+        return rank in self.ranks and counts.get(self.group, 0) < self.number
+
+
+class Calls:
+    """The calls of one communicator, counted and not compared."""
+
+    key = ""  # the same on all of its ranks, and no other communicator has it
+    number = 0  # of calls so far
+    issued = 0  # those of them whose collective was issued
+
+    def add(self, call: Call, meanwhile: Callable[[], object]) -> None:
+        """Note a call that is about to be made; returns once it is safe to move data."""
+        self.number += 1

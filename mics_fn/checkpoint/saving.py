@@ -290,7 +290,7 @@ class PendingSave:
         self.step = agreed.options.step
         self._agreed, self._group_state = agreed, agreed.home.state
         self._write: Any = write
-        self._store = cast(Store, self._group_state.channel.job.store)
+        self._store = cast(Store, self._group_state.channel.store)
         self._group_state.saves += 1
         key = f"{self._group_state.key}/save/{agreed.home.ranks[0]}"  # all replicas have one state
         self._key = f"{key}/{self._group_state.saves}"

@@ -21,7 +21,7 @@ A started collective is a `Pending`, which issues level after level and is waite
 Every rank must call the same verbs in the same order. Trees, layouts, groups and schedules are
 compared when they are new (tens of bytes per leaf, once per tree), and an error names ranks and
 paths that differ. Ranks also compare all calls on each communicator before data moves: see [Note:
-the same calls] in `schedules.calls`. The order of fetches is watched as `schedules` describes.
+the same calls] in `faults.order`.
 There is one process per rank. A second thread that uses groups at the same time is refused: see
 [Note: one thread at a time] in `groups.group_state`.
 

@@ -24,8 +24,7 @@ from torch import Tensor
 from mics_fn.collectives.levels import collect
 from mics_fn.errors import DesyncError, MicsError, by_value, disagreement
 from mics_fn.groups import Failure, Groups, GroupState, Home, failure_of
-from mics_fn.schedules import CHANGES
-from mics_fn.store import later
+from mics_fn.store import CHANGES, later
 from mics_fn.tree import digest, flatten
 
 E = TypeVar("E", bound=Exception)
@@ -84,7 +83,7 @@ def report_outside(home: Home, error: E) -> E:
     """Report an error that all ranks of `home` raise to the other ranks of the groups."""
     channel = home.hierarchy.channel
     if channel.job_size > home.partition_size * home.num_replicas:
-        channel.job.refuse(str(error))
+        channel.refuse(str(error))
     return error
 
 
@@ -263,9 +262,9 @@ class Parts:
             return
         self.error = error
         for state, key in self._keys.items():
-            if state.job.store is not None:
-                later(state.job.store, "set", key, "")
-                later(state.job.store, "add", CHANGES, 1)
+            if state.channel.store is not None:
+                later(state.channel.store, "set", key, "")
+                later(state.channel.store, "add", CHANGES, 1)
 
     def end(self) -> None:
         """Stop listening."""

@@ -39,7 +39,7 @@ from torch import Tensor
 from mics_fn import _device, _torch, interrupts, spans
 from mics_fn.errors import CollectiveError, first_line, name_ranks
 from mics_fn.groups import Comm, GroupState
-from mics_fn.schedules import Stuck, call_text, made
+from mics_fn.store import Stuck, call_text
 from mics_fn.threads import Job, Latch, start
 
 Steps = Generator["Collective", None, Tensor]
@@ -62,7 +62,7 @@ class Pending:
       reads: memory that other ranks may still need; see [Note: memory that is still sent].
 
     Raises:
-      DesyncError: ranks are about to do different things; see `schedules.calls`.
+      DesyncError: ranks are about to do different things; see `faults.order`.
       GroupsError: the groups were closed or have failed, or another thread uses them.
 
     Example:
@@ -332,7 +332,7 @@ def _poll(pending: Pending, levels: int, kind: str = "") -> None:
             if now - stalled > patience:
                 stalled, polled = now, True
                 state.watch.check(pending.stuck, 0.0)  # others may ask where this rank waits
-                state.channel.poll_peers(pending.stuck, made())
+                state.channel.poll_peers(pending.stuck)
             interrupts.give_way(now - since)
             for each in state.active:
                 each.check_time(now - since)

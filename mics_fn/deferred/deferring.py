@@ -28,7 +28,7 @@ from mics_fn.deferred.reduction import Reduction
 from mics_fn.deferred.tensor import from_dynamo
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Hierarchy, announce_all, require_replicas
-from mics_fn.schedules import Channel, Learned, OnDemand, Run, Schedule, joined
+from mics_fn.schedules import Learned, OnDemand, Run, Schedule
 from mics_fn.shards import (
     BucketUse,
     Fixed,
@@ -88,7 +88,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # pyright: ignore
         live: LiveBuckets = ctx.live
-        live.run.end_pass(last=None)
+        live.run.end_pass()
         reduction, live.reduction = live.begin_pass(), None
         uses = [live.uses[i] for i in ctx.trained]
         dealt = dict(zip(ctx.trained, (list(g) for _, g in deal(uses, grads)), strict=True))
@@ -406,12 +406,11 @@ def defer(
     if into is not None:  # a hierarchy would leave out hop 2
         require_replicas("defer(into=)", opened.homes)
     opened.agree(schedule.describe() if isinstance(schedule, OnDemand) else str(schedule))
-    channel = joined([use.hierarchy.channel for use in opened.uses])
-    policy, learned = _memory_of(schedule, opened, channel)
+    policy, learned = _memory_of(schedule, opened)
     pending = into is None and needs_derivative(opened.pieces)
     closes = not pending and not _torch.inside_torch_func()
     add = None if into is None else into.add
-    live = LiveBuckets(opened.uses, opened.names, learned, policy, channel, add, closes=closes)
+    live = LiveBuckets(opened.uses, opened.names, learned, policy, add, closes=closes)
     if into is None:
         full = list(opened.data)
     else:
@@ -458,9 +457,7 @@ def bucket_sizes(
     return sizes_of(uses)
 
 
-def _memory_of(
-    schedule: Schedule | OnDemand, opened: Opened, channel: Channel
-) -> tuple[OnDemand, Learned]:
+def _memory_of(schedule: Schedule | OnDemand, opened: Opened) -> tuple[OnDemand, Learned]:
     """The policy for `schedule=`, and what it has learned about this tree.
 
     Raises:
@@ -470,8 +467,8 @@ def _memory_of(
     key = tuple((use.bucket, use.missing, use.route.outer_params, use.placed) for use in uses)
     if isinstance(schedule, OnDemand):
         return schedule, schedule.learned.setdefault(key, Learned())
-    given = schedule
-    if (given, key) not in channel.fixed:
+    given, fixed = schedule, uses[0].hierarchy.channel.fixed if uses else {}
+    if (given, key) not in fixed:
         sizes = sizes_of(uses)
         schedule.check(sizes)
         schedule = schedule.unmarked
@@ -479,8 +476,8 @@ def _memory_of(
         policy = OnDemand(schedule.peak_bytes(sizes), 0, lambda record, sizes: schedule)
         order = tuple(dict.fromkeys(schedule.reduces))
         whole = sorted(order) == [i for i, use in enumerate(uses) if use.bucket.trainable]
-        channel.fixed[given, key] = policy, Learned(schedule, order if whole else None)
-    return channel.fixed[given, key]
+        fixed[given, key] = policy, Learned(schedule, order if whole else None)
+    return fixed[given, key]
 
 
 # `record`: the order in which a loss uses buckets, found without data or in a real step.
@@ -549,9 +546,9 @@ def _without_data(
         empty = [_without_values(leaf, device) for leaf in leaves]
         layout = TreeLayout("record", places_of(empty), (home,) * len(empty))
         opened = Opened("record", None, "shards", empty, spec, layout, layout.uses)
-        policy, channel = OnDemand(None, 0), Channel()
+        policy = OnDemand(None, 0)
         nowhere = lambda index, grads: None  # noqa: E731
-        facts = opened.uses, opened.names, Learned(), policy, channel, nowhere
+        facts = opened.uses, opened.names, Learned(), policy, nowhere
         live = LiveBuckets(*facts, hollow=True)
         full = list(opened.data)
         put(full, opened.uses, fetch_all(live, full))

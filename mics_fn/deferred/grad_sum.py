@@ -197,7 +197,7 @@ class GradSum:
         if loss.requires_grad and not run.learned.missed.issuperset(missing):
             run.learned.missed.update(missing)
             strangers_of(loss)
-        run.end_pass(reduction.last)
+        run.end_pass()
         for index in missing:  # reduced as zeros
             reduction.add(index, [None] * len(bound.opened.uses[index].members))
         reduction.end_pass()

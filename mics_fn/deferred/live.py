@@ -8,7 +8,7 @@ A chunk that lies elsewhere is brought first.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -28,8 +28,8 @@ from mics_fn.collectives import (
 from mics_fn.deferred.reduction import Reduction
 from mics_fn.deferred.tensor import Deferred, GatheredBucket, Geometry
 from mics_fn.errors import DonatedError, GroupsError, LeafError
-from mics_fn.groups import Arena, Buffers, GroupState
-from mics_fn.schedules import Channel, Learned, Offsets, OnDemand, Run, Schedule, offsets
+from mics_fn.groups import Arena, Buffers
+from mics_fn.schedules import Learned, Offsets, OnDemand, Run, Schedule, offsets
 
 Names = Callable[[int], Sequence[str]]  # of the leaves of a bucket, for error texts
 
@@ -183,7 +183,7 @@ class LiveBuckets:
     Args:
       uses: the buckets.
       names: gives the names of a bucket's leaves, for error texts.
-      learned, policy, channel: as for `Run`.
+      learned, policy: as for `Run`.
       into: receives the gradients; None if they are the result of backward.
       hollow: whether tensors have no data, to record what is used.
       closes: whether nothing is left to be derived when the run ends; see [Note: copy on write] in
@@ -196,7 +196,6 @@ class LiveBuckets:
         names: Names,
         learned: Learned,
         policy: OnDemand,
-        channel: Channel,
         into: GradSink | None = None,
         *,
         hollow: bool = False,
@@ -209,8 +208,8 @@ class LiveBuckets:
         self._hollow, self._closes = hollow, closes and policy.at_once
         # The run may outlive these buckets, so it must not refer to their buffers.
         self._name = partial(_title, names)
-        push = partial(_push, dict.fromkeys(use.home.state for use in uses))
-        self.run = Run(learned, policy, sizes_of(uses), channel, self._name, push)
+        channels = [use.hierarchy.channel for use in uses]
+        self.run = Run(learned, policy, sizes_of(uses), channels, self._name)
         # The schedule that this run follows; another run may learn a new one before this run ends.
         self._schedule = learned.schedule if self.run.following else None
         self.reduction: Reduction | None = None  # of the backward pass under way
@@ -418,11 +417,6 @@ def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(n, 1)
     return tuple(reversed(strides))
-
-
-def _push(states: Iterable[GroupState]) -> None:
-    for state in states:
-        push_all(state)
 
 
 def _title(names: Names, index: int) -> str:

@@ -468,7 +468,6 @@ class Reduction:
                 return
             self._complete[index] = _STARTED  # lets go of the full gradients
             if complete is not _STARTED:
-                self._run.reduce(index)
                 self._start(index, *complete)
                 resident_in_full((id(self), index), ())
             self._next += 1

@@ -38,9 +38,8 @@ from mics_fn import errors
 from mics_fn.errors import CollectiveError, MicsError
 from mics_fn.faults.heartbeat import interval_s
 from mics_fn.groups import Failure, GroupState, Watch, failure_of
-from mics_fn.schedules import CHANGES, Stuck, call_text, issued, made
 from mics_fn.spans import LOG
-from mics_fn.store import Store, StoreLost
+from mics_fn.store import CHANGES, Store, StoreLost, Stuck, call_text
 
 
 def without_a_word(rank: int, kind: str) -> Failure:
@@ -438,7 +437,9 @@ class Watcher(Watch):
         if self.announced is not None and self.announced.final:
             return
         state = self.state
-        counts = {"made": made(state.key), "issued": issued(state.key)}
+        calls = state.channel.calls
+        made = {each.key: each.number for each in calls}
+        counts = {"made": made, "issued": {each.key: each.issued for each in calls}}
         operation, leaf = "", ""
         if state.call is not None:
             operation, leaf = call_text(state.call), str(state.call[2])

@@ -40,8 +40,7 @@ from mics_fn.faults import heartbeat
 from mics_fn.faults.heartbeat import BoundedStore, Peer, Process, StoreThread, heartbeat_of
 from mics_fn.faults.journal import Failure, Journal, Watcher, of_store, said_to_all, without_a_word
 from mics_fn.groups import GroupState, announce_all, end_aborts, never_destruct, read_launch
-from mics_fn.schedules import CHANGES
-from mics_fn.store import StoreLost
+from mics_fn.store import CHANGES, StoreLost
 from mics_fn.threads import Bell, Job, Latch, start
 
 # The launcher of this process, and what becomes of a rank that has outlived it.

@@ -50,7 +50,6 @@ from mics_fn.groups import (
     past,
     prefix_of,
 )
-from mics_fn.schedules import Channel
 from mics_fn.spans import LOG
 from mics_fn.store import Store, poll
 from mics_fn.threads import bounded
@@ -265,18 +264,18 @@ def _like(base: Groups, old: Groups) -> Groups:
     return base.derived(old.derive)
 
 
-def _rebuilt(state: GroupState, channel: Channel) -> Groups:
+def _rebuilt(state: GroupState, channel: Any) -> Groups:
     """Groups like those of a life, in the same place but without placements."""
     monitor.check_store(state)
     state.fail(GroupsError("reset was called"))
     state.watch.stands()  # others need not ask whether this rank goes on
-    if channel.job.key == state.recipe.first:  # which one that comes back looks for
-        channel.job.kept = f"{channel.job.key}/verdict"
+    if channel.key == state.recipe.first:  # which one that comes back looks for
+        channel.kept = f"{channel.key}/verdict"
     state.job.depart("called reset")
     for learned in channel.learned:
         learned.forget()
     # One that comes back knows the first groups alone, and these may have been reset since.
-    key = "" if state.rejoining else channel.job.key
+    key = "" if state.rejoining else channel.key
     for attempt in reversed(range(_ATTEMPTS)):
         try:
             return _remade(state, key)

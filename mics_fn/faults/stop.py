@@ -21,8 +21,7 @@ from typing import Any, cast
 from mics_fn import checks
 from mics_fn.errors import CollectiveError, MicsError, name_ranks
 from mics_fn.groups import Groups
-from mics_fn.schedules import CHANGES
-from mics_fn.store import Store, later, poll
+from mics_fn.store import CHANGES, Store, later, poll
 
 _SIGNALS = (signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
 

@@ -17,8 +17,8 @@ from mics_fn.errors import GroupsError, PeerFailed, first_line, name_ranks
 from mics_fn.groups.group_state import NO_FORK, GroupState
 from mics_fn.groups.rendezvous import rejoin_error
 from mics_fn.groups.topology import fold_ranks
-from mics_fn.schedules import Calls, Channel
-from mics_fn.store import later, poll
+from mics_fn.schedules import Channel
+from mics_fn.store import Calls, later, poll
 from mics_fn.threads import bounded
 
 _FIX = "look at these ranks' own errors, then call make_groups again on all"
@@ -250,7 +250,7 @@ class Maker:
             if not lazy:
                 group()
         place = members.index(self.rank)
-        calls = Calls(self.channel, name, members, self.timeout_s)
+        calls = self.channel.calls_of(name, members)
         shared = {"traffic": self.traffic, "state": self.state, "calls": calls}
         comm = Comm(name, members, place, group, self.timeout_s, **shared)
         self.state.forgets.append(comm.queue.clear)

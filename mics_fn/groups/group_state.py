@@ -50,8 +50,8 @@ import torch.distributed as dist
 
 from mics_fn import _device, _torch, errors
 from mics_fn.errors import GroupsError
-from mics_fn.schedules import LEFT, Channel, JobMessages, Stuck
-from mics_fn.store import Store
+from mics_fn.schedules import Channel
+from mics_fn.store import LEFT, Store, Stuck
 from mics_fn.threads import start
 
 _PATIENCE_S = 0.5  # how long a rank that leaves by an error waits for its groups to be aborted
@@ -360,9 +360,9 @@ class GroupState:
         self.amid = id(sys.exception())
 
     @property
-    def job(self) -> JobMessages:
-        """The messages between all ranks."""
-        return self.channel.job
+    def job(self) -> Any:
+        """The channel, on which all ranks of the groups report errors; see `faults.order`."""
+        return self.channel
 
     def fresh(self) -> "GroupState":
         """A new life of the same ranks."""

@@ -364,10 +364,11 @@ def _level(maker: Maker, name: str, positions: Sequence[int], *, lazy: bool = Fa
 
 def _channel(maker: Maker, ranks: tuple[int, ...]) -> Channel:
     """The channel of a partition group, which every wait for a collective consults."""
-    state, job_size = maker.state, len(maker.ranks)
-    channel = Channel(maker.store, state.key, ranks, maker.rank, maker.timeout_s, job_size)
-    job, state.channel = channel.job, channel
-    job.check, job.timeout_error = state.watch.check, state.watch.timeout_error
-    job.fail, job.explain = state.fail, state.watch.explained
-    job.withdraw = partial(withdraw_all, state)
+    state, make = maker.state, Channel if maker.store is None else Channel.of_several
+    facts = state.key, ranks, maker.rank, maker.timeout_s, len(maker.ranks)
+    channel: Any = make(maker.store, *facts)
+    state.channel = channel
+    channel.check, channel.timeout_error = state.watch.check, state.watch.timeout_error
+    channel.fail, channel.explain = state.fail, state.watch.explained
+    channel.withdraw = partial(withdraw_all, state)
     return channel

@@ -45,20 +45,13 @@ the next one follows what it did. If ranks of a partition group use buckets in d
 they would hang, so a `DesyncError` names ranks, buckets and leaves. See [Note: the same order of
 use] in `run.py` for how they find out.
 
-Ranks also compare all that they call on each communicator, whatever verb it comes from: see [Note:
-the same calls] in `calls.py`. A step that repeats sends no message.
-
 Start reading at `schedule.py` (the value, the plan, and where fetched buckets lie in one piece of
-memory), then `run.py` (policies; follow or record a schedule, and what that teaches the next one),
-`calls.py` (the order of calls, and the channel between ranks) and `messages.py` (errors of other
-ranks, ranks that wait for each other, and those that have closed their groups).
+memory), then `run.py` (policies; follow or record a schedule, and what that teaches the next one).
 To add a policy, write a function from a record and sizes to a schedule; the wing `deferred` moves
 the data, and asks a `Run` what to fetch and drop.
 """
 
-from mics_fn.schedules.calls import Calls, Channel, call_text, issued, joined, made
-from mics_fn.schedules.messages import CHANGES, LEFT, JobMessages, Stuck
-from mics_fn.schedules.run import Learned, OnDemand, Run, keep_all, on_demand
+from mics_fn.schedules.run import Channel, Learned, OnDemand, Run, keep_all, on_demand
 from mics_fn.schedules.schedule import Action, Offsets, Schedule, offsets, plan
 
 __all__ = ["Action", "Schedule", "plan"]

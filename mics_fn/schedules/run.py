@@ -6,23 +6,22 @@ schedule that was planned from this record, as long as the model does the same a
 not, the run continues like a first run from there, and its record replaces the old one.
 
 [Note: the same order of use] Each rank decides by itself what to fetch. Ranks that fetch different
-buckets would hang, or receive the wrong bytes, so what a run does is compared before it is done,
-like the calls of a communicator: each fetch, the end of a backward pass, and the end of the run.
-See [Note: the same calls] in `schedules.calls`; runs that repeat send nothing. A fetch is compared
-with the number of reductions that have started before it: a rank may wait for the memory of a
-reduction that another one starts after the fetch, while that one waits for the fetch. Ranks may
-differ in what they use while it is live, and in gradients after the last fetch. Under `keep_all`,
-which fetches everything before the first use, nothing is compared.
+buckets would hang, or receive the wrong bytes. A fetch is a gather, so it is compared before data
+moves, as any call is; see [Note: the same calls] in `faults.order`. Ranks may differ in what they
+use while it is live. They may differ in gradients too, unless one of them waits for the memory of a
+reduction that another one starts after the next fetch: then they wait for each other, and say so.
 """
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 from mics_fn import checks
-from mics_fn.schedules.calls import Channel
 from mics_fn.schedules.schedule import Action, Kind, Schedule, plan
+from mics_fn.store import Calls, Stuck, later
 
 # Policies: how a schedule is made from a record, and what is remembered between runs.
 
@@ -170,7 +169,94 @@ def keep_all() -> OnDemand:
     return OnDemand(None, 0, at_once=True)
 
 
-# `Run`.
+# `Channel`, and `Run`.
+
+_RUNS_KEPT = 4  # every run has collectives, so ranks are never that many runs apart
+
+
+@dataclass(eq=False)
+class Channel:
+    """What the runs of a partition group share through the store; without one, of a single rank.
+
+    It says nothing of faults. What does takes its place as `of_several`, and overrides what is done
+    before each call is issued (`calls_of`), where a wait has no progress (`poll_peers`) and where
+    an error concerns other ranks; see `mics_fn.faults`.
+
+    Args:
+      store: shared by all ranks.
+      key: prefix of its keys, which no other groups of this job use.
+      ranks: global ranks of the partition group.
+      rank: this rank.
+      timeout_s: bound in seconds of each wait.
+      job_size: number of ranks of the whole job.
+    """
+
+    of_several: ClassVar[Callable[..., Any]]  # what is made for several ranks
+
+    store: Any = None
+    key: str = ""
+    ranks: Sequence[int] = ()
+    rank: int = 0
+    timeout_s: float = 300.0
+    job_size: int = 1
+
+    def __post_init__(self) -> None:
+        self.runs = 0  # number of runs so far
+        self.fixed: dict[Any, Any] = {}  # policy and `Learned` of schedules given without a policy
+        self.learned = WeakSet[Any]()  # each a `Learned`, as long as a policy remembers it
+        self.calls: list[Calls] = []  # of each communicator that this rank is in
+        self._run_keys = deque[tuple[int, str]]()  # to delete, by the run that wrote them
+        # Raises if a rank of the groups has failed without which a wait cannot end.
+        self.check: Callable[..., None] = lambda *args, **kwargs: None
+
+    def begin_run(self) -> int:
+        """Begin a run and return its number; the n-th run is the same on all ranks."""
+        self.runs += 1
+        # Nobody reads the messages of old runs, but the store would keep them in memory.
+        while self._run_keys and self._run_keys[0][0] <= self.runs - _RUNS_KEPT:
+            later(self.store, "delete_key", self._run_keys.popleft()[1])
+        return self.runs
+
+    def first_of(self, event: str, text: str) -> str:
+        """The text of the rank that came to this event first, among all replicas."""
+        if self.store is None:
+            return text
+        return self.store.compare_set(self._key_of(event), "", text).decode()
+
+    def tally(self, event: str, amount: int) -> int:
+        """Add to a number that all replicas share, and return the sum; never waits."""
+        return amount if self.store is None else self.store.add(self._key_of(event), amount)
+
+    def _key_of(self, event: str) -> str:
+        key = f"{self.key}/all/{event}"
+        self._run_keys.append((self.runs, key))
+        return key
+
+    def calls_of(self, name: str, ranks: Sequence[int]) -> Calls:
+        """The calls of a communicator of these ranks."""
+        return Calls()
+
+    def poll_peers(self, stuck: Sequence[Stuck] = ()) -> None:
+        """Raise the error that explains a wait without progress."""
+
+    def glance(self) -> None:
+        """Call `poll_peers` now and then."""
+
+    def moved(self) -> None:
+        """Note that a wait has ended in which this rank polled."""
+
+    def raise_reported(self) -> None:
+        """Raise an error that another rank reported."""
+
+    def refuse(self, text: str) -> None:
+        """Make the other ranks raise an error that this rank and some others raise now."""
+
+    def depart(self, how: str) -> Callable[[], None]:
+        """Say that this rank makes no more calls; return what frees the rest."""
+        return lambda: None
+
+
+Channel.of_several = Channel
 
 
 class Run:
@@ -180,9 +266,8 @@ class Run:
       learned: what earlier runs found out; updated with what this run finds out.
       policy: makes schedules, and has the budget.
       sizes: bytes of each bucket.
-      channel: for messages to the other ranks.
+      channels: for messages to the other ranks, one per set of groups that the tree lives on.
       name: text of a bucket, for errors.
-      push: called while other ranks are waited for, so that what they wait for gets on.
     """
 
     def __init__(
@@ -190,20 +275,17 @@ class Run:
         learned: Learned,
         policy: OnDemand,
         sizes: Sequence[int],
-        channel: Channel,
+        channels: Iterable[Channel],
         name: Callable[[int], str],
-        push: Callable[[], object] = lambda: None,
     ) -> None:
         if learned.last is not None:
             learned.last.end()
         self.learned, self.policy, self.sizes = learned, policy, sizes
         # Uses and complete gradients as they happened.
         self._events: list[tuple[Kind, tuple[int, ...]]] = []
-        self._reduced: list[int] = []  # buckets whose reductions have started, over all passes
         self.live: dict[int, None] = {}  # least recently used first
         self.live_bytes = 0
         self.following = learned.schedule is not None
-        self._cause = ""  # why it does not follow its schedule any more
         self._ended = False
         self._actions = () if learned.schedule is None else learned.schedule.actions
         self._next = 0  # index of the next action to follow
@@ -211,9 +293,12 @@ class Run:
         # In which order buckets are reduced, on every rank, whichever is complete first.
         self.order = learned.order or tuple(reversed(range(len(sizes))))
         # Whether it may fetch something after its start, in which ranks have to agree.
-        self._compares = not policy.at_once or policy.lets_go
-        self._channel, self.name, self._push = channel, name, push
-        self.number = channel.begin_run(learned)
+        self._polls = not policy.at_once or policy.lets_go
+        self._channels, self.name = list(dict.fromkeys(channels)) or [Channel()], name
+        for channel in self._channels:
+            channel.learned.add(learned)
+        self._widest = max(self._channels, key=lambda channel: channel.job_size)
+        self.number = self._widest.begin_run()
         learned.last = self
 
     def start(self) -> Sequence[int]:
@@ -229,7 +314,7 @@ class Run:
         if self.following:
             found = self._until(ids)
             if found is not None:
-                return [self._agreed(*action) for action in found]
+                return [self._apply(*action) for action in found]
             self._diverge(f"a use is of {' and '.join(map(self.name, ids))}")
         for i in ids:
             if i in self.live:
@@ -259,41 +344,13 @@ class Run:
         """Record that a bucket's gradients are complete."""
         self._events.append(("reduce", (index,)))
 
-    def reduce(self, index: int) -> None:
-        """Note that a bucket's reduction starts next."""
-        self._reduced.append(index)
-
-    def end_pass(self, last: bool | None) -> None:
-        """Compare the end of a backward pass; buckets without gradients will be reduced as zeros.
-
-        Args:
-          last: whether it is the last pass of the run. False compares nothing: ranks may differ in
-            which of several passes uses a bucket, as long as they fetch the same.
-        """
+    def end_pass(self) -> None:
+        """Note the end of a backward pass; buckets without gradients will be reduced as zeros."""
         self.passes += 1
-        if last is not False:
-            self._compare("a backward pass ends")
-
-    def _compare(self, text: str) -> None:
-        """See [Note: the same order of use]."""
-        if self._compares:
-            self._channel.compare(text, self._push)
-        if self._cause and not self.learned.warned:
-            self.learned.warned = True
-            text = f"defer: the order of use changed: {self._cause}. Buckets are fetched on demand"
-            warnings.warn(f"{text} until it repeats; this warning is given once", stacklevel=2)
-
-    def _agreed(self, kind: Kind, index: int) -> tuple[Kind, int]:
-        """Do an action, of which all ranks know that the others do it too if it is a fetch."""
-        if kind == "fetch":
-            n = len(self._reduced)
-            last = f", the last of {self.name(self._reduced[-1])}" if n else ""
-            self._compare(f"fetch of {self.name(index)}; reductions before it: {n}{last}")
-        return self._apply(kind, index)
 
     def tally(self, event: str, amount: int) -> int:
         """Add to a number of this run that all ranks share, and return the sum; never waits."""
-        return self._channel.tally(f"{event}/{self.number}", amount)
+        return self._widest.tally(f"{event}/{self.number}", amount)
 
     def _until(self, ids: tuple[int, ...]) -> list[tuple[Kind, int]] | None:
         """The schedule's fetches and drops up to this use; None if its next use is another one."""
@@ -331,35 +388,35 @@ class Run:
                 if victim is None:
                     break
                 done.append(self._apply("drop", victim))
-            done.append(self._agreed("fetch", i))
+            done.append(self._apply("fetch", i))
         return done
 
     def _diverge(self, why: str) -> None:
-        """Stop following the schedule; says why the first time, once no rank differs."""
-        self.following, self._cause = False, why
+        """Stop following the schedule; warn why the first time."""
+        self.following = False
+        if not self.learned.warned:
+            self.learned.warned = True
+            text = f"defer: the order of use changed: {why}. Buckets are fetched on demand"
+            warnings.warn(f"{text} until it repeats; this warning is given once", stacklevel=2)
 
     def poll_peers(self) -> None:
         """Poll for messages of other ranks, at most once per second; not with `keep_all`.
 
         Whether a rank has failed is known here without a message.
         """
-        self._channel.check()
-        if self._compares:
-            self._channel.glance()
+        for channel in self._channels:
+            channel.check()
+            if self._polls:
+                channel.glance()
 
     def end(self) -> Schedule | None:
-        """End the run and learn from it; return what the next one follows, if this one has not.
-
-        Raises:
-          DesyncError: other ranks fetch something else where this one ends the run.
-        """
+        """End the run and learn from it; return what the next one follows, if this one has not."""
         if not self._ended:
             self._ended = True
             remaining = self._actions[self._next :] if self.following else ()
             if any(kind == "use" for kind, _ in remaining):
                 used = len(self.record.uses)
                 self._diverge(f"run {self.number} ends after {used} uses of buckets")
-            self._compare("a run ends")
             self._learn()
         return None if self.following else self.learned.schedule
 
@@ -382,7 +439,7 @@ class Run:
     def _first_order(self, event: str, order: Sequence[int]) -> tuple[int, ...]:
         """The order of first occurrences, as found by the rank that asks first among all ranks."""
         text = " ".join(map(str, dict.fromkeys(order)))
-        return tuple(map(int, self._channel.first_of(f"{event}/{self.number}", text).split()))
+        return tuple(map(int, self._widest.first_of(f"{event}/{self.number}", text).split()))
 
     @property
     def marked(self) -> Schedule:

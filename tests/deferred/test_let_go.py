@@ -153,7 +153,7 @@ def only_on_the_last(layout):
 
 def test_a_rank_that_alone_needs_a_bucket_later_is_named(ranks):
     for text, seconds in ranks(2).run(only_on_the_last, PAIR):
-        assert text.startswith("defer: ranks use parameters in different orders")
-        assert "rank 1: fetch of bucket 5" in text
+        assert text.startswith("ranks wait for each other in different collectives")
+        assert "rank 1: waits for all-gather over 'gather rank' (defer: fetch of bucket 5" in text
         assert "keep_all()" in text
         assert seconds < 15, "and not 30"

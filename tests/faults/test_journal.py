@@ -19,7 +19,7 @@ from mics_fn.faults import monitor
 from mics_fn.faults.heartbeat import PARKED, Peer, Peers, Process
 from mics_fn.faults.journal import Journal, Watcher
 from mics_fn.groups import Failure, GroupState, group_state
-from mics_fn.schedules import Stuck
+from mics_fn.store import Calls, Stuck
 
 
 def said(rank: int, *, final: bool, because: int | None = None) -> Failure:
@@ -211,8 +211,10 @@ def watched(withdraws: bool = True) -> GroupState:
     return state
 
 
-def raised(state: GroupState, made: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mics_fn.faults.journal.made", lambda key: made)
+def raised(state: GroupState, made: dict[str, int]) -> None:
+    state.channel.calls = [Calls() for _ in made]
+    for calls, (key, number) in zip(state.channel.calls, made.items(), strict=True):
+        calls.key, calls.number = key, number
     state.watch.announce(ValueError("all ranks"), final=False)
 
 
@@ -220,21 +222,21 @@ def test_what_ended_some_groups_does_not_end_others(monkeypatch: pytest.MonkeyPa
     lost, other = (watched(withdraws) for withdraws in (False, True))
     monkeypatch.setattr(group_state, "OPEN", {lost, other})
     for life in (lost, other):
-        raised(life, {}, monkeypatch)
+        raised(life, {})
     group_state.withdraw_all(other)
     assert other.failed is None
     assert str(lost.failed).startswith("PeerFailed: rank 0 failed: ValueError: all ranks")
     lost = watched(withdraws=False)
     monkeypatch.setattr(group_state, "OPEN", {lost})
-    raised(lost, {}, monkeypatch)
+    raised(lost, {})
     with pytest.raises(PeerFailed, match="rank 0 failed"):
         group_state.withdraw_all(lost)
 
 
-def test_a_rank_that_is_late_after_an_error_of_all_is_not_given_up(monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_that_is_late_after_an_error_of_all_is_not_given_up():
     life = watched()
     for made in ({"a": 3}, {"a": 4}):  # the same error again, which the other has not met yet
-        raised(life, made, monkeypatch)
+        raised(life, made)
     waits = [Stuck("a", 5, (0, 1), "a reduction")]
     late = Failure(1, "raised", "rank 1 failed", made={"a": 3}, issued={"a": 3}, final=False)
     life.standing = {1: late}

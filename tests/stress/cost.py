@@ -74,7 +74,7 @@ def measure_cost(config: CostConfig) -> dict[str, Any]:
 
 def count_messages(groups: mf.Groups) -> list[int]:
     """A list that gets a number for each call of the store: 1 by the main thread, else 0."""
-    found, kind = list[int](), type(groups.hierarchy.channel.job.store)
+    found, kind = list[int](), type(groups.hierarchy.channel.store)
 
     def counted(call: Any) -> Any:
         @wraps(call)

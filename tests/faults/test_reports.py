@@ -6,7 +6,10 @@ import pytest
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from mics_fn.errors import DesyncError
-from mics_fn.schedules import Channel, Stuck
+from mics_fn.faults import order
+from mics_fn.faults.order import JobChannel
+from mics_fn.schedules import Channel
+from mics_fn.store import Stuck
 
 N = 6
 
@@ -26,7 +29,7 @@ def job(partition=N):
     """A store and the channel of each rank."""
     store: Any = Counting()
     parts = [range(i, i + partition) for i in range(0, N, partition)]
-    return store, [Channel(store, "key", part, rank, 1.0, N) for part in parts for rank in part]
+    return store, [JobChannel(store, "key", part, rank, 1.0, N) for part in parts for rank in part]
 
 
 def found_by(channels):
@@ -49,7 +52,7 @@ def test_a_look_without_news_is_one_call_and_a_report_is_found_by_all(partition)
             store.calls = 0
             channel.poll_peers()
             assert store.calls == 1
-        channels[reporter].job.report("what happened")
+        channels[reporter].report("what happened")
         assert found_by(channels) == found_by(channels) == ["what happened"] * N
     Channel().poll_peers()
     Channel().glance()
@@ -58,27 +61,32 @@ def test_a_look_without_news_is_one_call_and_a_report_is_found_by_all(partition)
 def test_what_some_ranks_refuse_is_raised_by_the_others_until_these_go_on():
     _, channels = job(partition=2)
     for channel in channels[:2]:
-        channel.job.refuse("another tree")
+        channel.refuse("another tree")
     assert found_by(channels) == found_by(channels) == [None] * 2 + ["another tree"] * (N - 2)
     for channel in channels[:2]:
-        channel.job.go_on()
+        channel.go_on()
     assert found_by(channels) == [None] * N
     for channel in channels:
-        channel.job.refuse("each its own")
+        channel.refuse("each its own")
     assert found_by(channels) == [None] * N, "all of them have raised it"
 
 
-def test_a_note_of_a_wait_is_found_by_those_that_wait_for_it():
+def test_a_note_of_a_wait_is_found_by_those_that_wait_for_it(monkeypatch):
     store, channels = job(partition=2)
+
+    def poll(rank, stuck, **counts):
+        monkeypatch.setattr(order, "made", lambda: counts)
+        channels[rank].poll_peers([stuck])
+
     here, there = Stuck("a", 3, (0, 1), "a reduction"), Stuck("b", 5, (0, 1), "a gather")
     before = Stuck("c", 1, (0, 1), "another reduction")
-    channels[1].poll_peers([before], {"a": 2, "b": 4, "c": 1})
+    poll(1, before, a=2, b=4, c=1)
     for _ in range(3):
         store.calls = 0
-        channels[0].poll_peers([here], {"a": 3, "b": 4, "c": 1})
+        poll(0, here, a=3, b=4, c=1)
     assert store.calls == 1, "nobody has told anything since"
     with pytest.raises(DesyncError, match="rank 0: waits for a reduction(.|\n)*rank 1: waits for"):
-        channels[1].poll_peers([there], {"a": 2, "b": 5, "c": 1})
+        poll(1, there, a=2, b=5, c=1)
     text = str(found_by(channels[:1])[0])
     assert "rank 1: waits for a gather" in text
     assert found_by(channels) == [text] * N

@@ -1,6 +1,7 @@
 """The calls of a communicator: guessed alike, compared before data moves, silent in a pattern."""
 
 import json
+import random
 import threading
 import time
 from collections import Counter
@@ -14,8 +15,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from mics_fn.errors import CollectiveError, DesyncError
-from mics_fn.schedules import Calls, Channel
-from mics_fn.schedules.calls import CallPattern
+from mics_fn.faults.order import CallPattern, JobChannel, OrderedCalls
 from mics_fn.store import poll
 
 N = 3
@@ -49,8 +49,8 @@ class Rank(threading.Thread):
     def __init__(self, rank, store, programs, made, timeout_s=20.0):
         super().__init__(daemon=True)
         self.rank, self.programs, self.made = rank, programs, made
-        self.channel = Channel(store, "key", range(N), rank, timeout_s, N)
-        self.calls = Calls(self.channel, "all", range(N), timeout_s)
+        self.channel = JobChannel(store, "key", range(N), rank, timeout_s, N)
+        self.calls = OrderedCalls(self.channel, "all", range(N))
         self.error: Any = None
         self.ahead = 0  # calls that are made before the first of them is waited for
 
@@ -83,25 +83,58 @@ def run(programs, ahead=0, timeout_s=20.0, store=None):
     return made, [rank.error for rank in ranks], store
 
 
+def misses(sequence):
+    """At which entries of a sequence there was no guess, and at which it was wrong."""
+    pattern, unknown, wrong = CallPattern(), [], []
+    for i, entry in enumerate(sequence):
+        if pattern.guess is None:
+            unknown.append(i)
+        elif pattern.guess != entry:
+            wrong.append(i)
+        pattern.add(entry)
+    return unknown, wrong
+
+
 @examples(50, 200)
-@given(st.text("abc", max_size=30))
-def test_a_guess_is_what_followed_the_longest_match_of_the_past(text):
-    known = CallPattern()
-    for end, entry in enumerate(text):
-        known.add(entry)
-        past = text[: end + 1]
-        if end and guess == entry:  # noqa: F821
-            guess = known.guess
-            assert guess is not None, "it goes on where it was right"
-            continue
-        alike = [
-            next((n for n in range(i) if past[i - 1 - n] != past[end - n]), i)
-            for i in range(1, end + 1)
-        ]
-        best = max(alike, default=0)
-        places = [i for i, n in enumerate(alike, 1) if n == best]
-        guess = past[places[-1]] if best else None
-        assert known.guess == guess
+@given(st.text("abc", max_size=60), st.text("abcd", min_size=1, max_size=6))
+def test_what_repeats_is_guessed_whatever_was_before(before, step):
+    unknown, wrong = misses(before + step * 40)
+    assert max([0, *unknown, *wrong]) < len(before) + 20 * len(step)
+
+
+STEP = "ghhr"  # a long step may have equal parts: so many micro-steps, and then its end
+
+
+@pytest.mark.parametrize("micro_steps", [1, 40])
+@pytest.mark.parametrize(
+    "at",
+    [{*range(10, 200, 10)}, {10, 30, 70, 150}, {37, 41, 42, 120}],
+    ids=["each", "growing", "odd"],
+)
+def test_a_rare_event_costs_a_few_wrong_guesses_and_steps_after_it_none(micro_steps, at):
+    sequence, events = list[str](), list[int]()
+    for step in range(200):
+        sequence += [*STEP * micro_steps, "end"]
+        if step in at:
+            events.append(len(sequence))
+            sequence += ["eval", "g", "log"]
+    unknown, wrong = misses(sequence)
+    learned = 3 * len(STEP) * micro_steps
+    assert len([i for i in wrong if i > learned]) <= 6 * len(at)
+    assert len(unknown) <= 30
+    if len(at) == 19:
+        assert max(wrong) < events[4], "what comes at equal distances is guessed, too"
+
+
+def test_a_sequence_without_a_pattern_is_compared_without_a_wait():
+    draw = random.Random(0)
+    unknown, wrong = misses(draw.choices("abcdefgh", k=1000))
+    assert len(wrong) < 30
+
+
+def test_old_entries_are_forgotten_and_a_step_that_goes_on_is_guessed():
+    unknown, wrong = misses([*range(20)] * 2000)
+    assert (unknown, wrong) == ([*range(21)], [])
 
 
 @pytest.mark.parametrize(("step", "ahead"), [("abcde", 0), ("aab", 4), ("abacab", 0)])
@@ -176,8 +209,8 @@ def test_who_says_late_that_it_left_takes_no_place_of_a_later_call():
 def test_a_call_at_which_all_left_is_not_taken_for_news_after_many_others():
     """Where all leave together nobody says so: what was said last stays, of a call of long ago."""
     store: Any = HashStore()
-    channel = Channel(store, "key", (0, 1), 0, 1.0, 2)
-    calls = Calls(channel, "all", (0, 1), 1.0)
+    channel = JobChannel(store, "key", (0, 1), 0, 1.0, 2)
+    calls = OrderedCalls(channel, "all", (0, 1))
     store.set(f"{calls.key}/left", json.dumps([3, 1, "a run ends"]))
     for first, number in ((3, 30), (2000, 3000)):  # answered, and so long ago that all were there
         calls._acknowledged.extend(range(first, first + 20))
@@ -194,8 +227,8 @@ def test_ranks_may_differ_in_the_order_of_calls_on_different_communicators():
     last = threading.Barrier(2)
 
     def go(rank):
-        channel = Channel(store, "key", (0, 1), rank, 10.0, 2)
-        both = [Calls(channel, name, (0, 1), 10.0) for name in "xy"]
+        channel = JobChannel(store, "key", (0, 1), rank, 10.0, 2)
+        both = [OrderedCalls(channel, name, (0, 1)) for name in "xy"]
         for calls in both * 4:
             calls.add(("usual", "", "", 8), lambda: None)
         last.wait(10.0)

@@ -5,7 +5,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mics_fn.schedules.messages import Stuck, deadlocked, note_of
+from mics_fn.faults.order import deadlocked
+from mics_fn.store import Stuck
 
 PAIR = (0, 1)
 
@@ -47,9 +48,9 @@ def test_a_deadlock_is_found_exactly_where_there_is_one(programs, turns):
         me, other = ranks[i], ranks[1 - i]
         if me.blocked(other):
             stuck = me.stuck(other)
-            notes[i] = note_of(stuck, Counter(me.issued), "")
+            notes[i] = stuck, Counter(me.issued)
             note = notes[1 - i]
-            verdicts.append(note is not None and deadlocked(stuck, me.issued, note, 1 - i, i))
+            verdicts.append(note is not None and deadlocked(i, notes[i], 1 - i, note))
             return verdicts[-1]
         if me.at < len(me.program):
             me.step()
