@@ -25,7 +25,7 @@ PLANTED = [
     (
         "a rank that was interrupted in a meeting is one ahead in the next",
         "groups/rendezvous.py",
-        '        later(store, "add", calls, -1)\n',
+        '        later(store, "set", calls, f"{since} {number - 1}")\n',
         "",
         "groups/test_rendezvous.py -k interrupt",
     ),
@@ -60,7 +60,7 @@ PLANTED = [
     (
         "a rank that closed its groups and ended counts as killed",
         "faults/heartbeat.py",
-        '            self.parked = heartbeat.split(" ", 2)[1] == PARKED\n',
+        "            self.parked = status == PARKED\n",
         "            pass\n",
         "faults/test_endings.py -k wrote_last",
     ),
