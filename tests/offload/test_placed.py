@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import same_bits
 from children import in_child
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -142,6 +142,7 @@ def test_nothing_is_written_where_a_derivative_is_asked_for(tmp_path: Path, call
 
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 20_000)), max_size=12))
+@example([(True, 20_000), (True, 5), (False, 0), (True, 3_000), (True, 3_001)])
 def test_space_is_used_again(calls: list[tuple[bool, int]]):
     """Whatever is made and dropped in any order: the rest keeps its values, the file its size."""
     with tempfile.TemporaryDirectory() as folder:

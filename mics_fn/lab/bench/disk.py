@@ -167,8 +167,8 @@ def render_disk(figures: dict[str, Any], config: DiskConfig) -> str:
     """Render the table."""
     rows = [("", "seconds", "speed over plain", "over the bound")]
     for name, seconds in figures["seconds"].items():
-        ratios = (between(figures[key][name], ".2f") for key in ("ratios", "bounds"))
-        rows.append((name, between(seconds, ".2f"), *ratios))
+        over, bound = (between(figures[key][name], ".2f") for key in ("ratios", "bounds"))
+        rows.append((name, between(seconds, ".2f"), over, bound))
     how = "direct I/O," if figures["direct"] else "the cache of the system,"
     title = (
         f"{human_bytes(figures['nbytes'])} of moments read and written, by {how} "
