@@ -142,20 +142,20 @@ class BoundedStore:
 
     def set(self, key: str, value: str) -> Any:
         """Write."""
-        return self._ask("set", key, value)
+        return self._ask(self.later("set", key, value))
 
     def get(self, key: str) -> bytes:
         """Read a key; `check` it first, because reading blocks until the key exists."""
-        return self._ask("get", key)
+        return self._ask(self.later("get", key))
 
     def check(self, keys: list[str]) -> bool:
         """Whether all of these keys exist."""
-        return self._ask("check", keys)
+        return self._ask(self.later("check", keys))
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number; an interrupted call has not done so."""
         try:
-            return self._ask("add", key, amount)
+            return self._ask(self.later("add", key, amount))
         except Exception:
             raise
         except BaseException:
@@ -164,28 +164,25 @@ class BoundedStore:
 
     def delete_key(self, key: str) -> bool:
         """Delete."""
-        return self._ask("delete_key", key)
+        return self._ask(self.later("delete_key", key))
 
     def list_keys(self) -> list[str]:
         """All keys."""
-        return self._ask("list_keys")
+        return self._ask(self.later("list_keys"))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Write if the value is as expected; returns the value after that."""
-        return self._ask("compare_set", key, expected, desired)
+        return self._ask(self.later("compare_set", key, expected, desired))
 
     def claim(self, key: str, text: str) -> None:
         """Write an entry of this rank, unless a later process of it has written there."""
-        self._answer(self._thread.ask(lambda own: claim(self._store or own, key, self.since, text)))
+        self._ask(self._thread.ask(lambda own: claim(self._store or own, key, self.since, text)))
 
     def later(self, name: str, *args: Any) -> Job:
         """Queue a call without waiting for its result."""
         return self._thread.ask(lambda own: getattr(self._store or own, name)(*args))
 
-    def _ask(self, name: str, *args: Any) -> Any:
-        return self._answer(self.later(name, *args))
-
-    def _answer(self, job: Job) -> Any:
+    def _ask(self, job: Job) -> Any:
         try:
             return self._thread.answer(job, self._patience_s)
         except StoreLost as lost:

@@ -171,8 +171,7 @@ class Monitor:
 
     def begin(self, state: GroupState) -> None:
         """Begin to read the journal of groups, once all ranks have met."""
-        members = {rank: state.members.get(rank, 1) for rank in state.ranks}
-        state.standing = self._ended_of(members)
+        state.standing = self._ended_of(dict.fromkeys(state.ranks, 1) | {**state.members})
         for failure in state.standing.values():
             self._ask(partial(self._states[state].say, failure))
         self._wake.ring()

@@ -97,16 +97,11 @@ def meet(
         raise
     if "error" in verdict:
         raise _KINDS[verdict["error"]](verdict["text"])
-    meeting = _meeting(key, verdict)
+    meeting = Meeting(key, verdict["found"], verdict["epoch"], dict(verdict["members"]))
     if meeting.members.get(rank, 1) != since:
         text = f"{verb}: the ranks met a process of rank {rank} that has ended since"
         raise errors.GroupsError(text, fix=f"call {verb} again on all ranks")
     return meeting
-
-
-def _meeting(key: str, verdict: Mapping[str, Any]) -> Meeting:
-    members = {int(rank): since for rank, since in verdict["members"].items()}
-    return Meeting(key, verdict["found"], verdict["epoch"], members)
 
 
 def meet_once(
@@ -130,7 +125,7 @@ def past(store: Store, ranks: Sequence[int], verb: str, call: int) -> Meeting | 
     if not store.check([f"{key}/verdict"]):
         return None
     verdict = json.loads(store.get(f"{key}/verdict"))
-    return None if "error" in verdict else _meeting(key, verdict)
+    return None if "error" in verdict else Meeting(key, verdict["found"])
 
 
 def prefix_of(ranks: Sequence[int], verb: str) -> str:
@@ -197,7 +192,11 @@ def _judged(
         if since != "1":
             members[other] = int(since)
     try:
-        return {"found": judge(found), "members": members, "epoch": _begin_epoch(store, members)}
+        return {
+            "found": judge(found),
+            "members": [*members.items()],
+            "epoch": _begin_epoch(store, members),
+        }
     except _JUDGED as error:
         return {"error": type(error).__name__, "text": str(error)}
 

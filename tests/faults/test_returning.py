@@ -36,7 +36,7 @@ def key_of(call: int, ranks: range) -> str:
 @given(ended=st.integers(0, 4), begun=st.integers(0, 2), wrote=st.booleans())
 def test_counting_goes_on_at_the_last_verdict(ended: int, begun: int, wrote: bool):
     """Whatever a lost process had begun, the next meeting is the one that the others enter."""
-    ranks, said = range(3), '{"found": 1, "members": {}, "epoch": 1}'
+    ranks, said = range(3), '{"found": 1, "members": [], "epoch": 1}'
     with new_store() as store:
         for call in range(1, ended + 1):
             store.set(f"{key_of(call, ranks)}/verdict", said)
@@ -52,7 +52,7 @@ def test_counting_goes_on_at_the_last_verdict(ended: int, begun: int, wrote: boo
 
 def started(store: Any) -> None:
     prefix = rendezvous.prefix_of(range(4), "init_distributed")
-    store.set(f"{prefix}/1/verdict", '{"found": null, "members": {}, "epoch": 1}')
+    store.set(f"{prefix}/1/verdict", '{"found": null, "members": [], "epoch": 1}')
     store.set(f"{prefix}/calls/1", "1 1")
 
 

@@ -72,6 +72,13 @@ PLANTED = [
         "faults/test_peers.py -k makes_no_call",
     ),
     (
+        "a process that was replaced writes over its successor",
+        "store.py",
+        'if int(there.partition(" ")[0] or 0) > since:',
+        "if False:",
+        "faults/test_returning.py -k who_comes_back",
+    ),
+    (
         "the fourth rank of a node that sees two devices takes one that is not there",
         "groups/distributed.py",
         "launch.local_rank % machine.count()",
