@@ -81,8 +81,10 @@ def meet(
     calls, key = f"{prefix_of(ranks, verb)}/calls/{rank}", f"{prefix_of(ranks, verb)}/{number}"
     end = f"{key}/verdict"
     try:
-        _write(store, calls, str(number))
-        _write(store, f"{key}/{rank}", json.dumps(mine))
+        # As `store.claim`, if the store knows which process writes.
+        write = getattr(store, "claim", None) or (lambda key, text: store.set(key, f"1 {text}"))
+        write(calls, str(number))
+        write(f"{key}/{rank}", json.dumps(mine))
         if rank == ranks[0]:
             found = _judged(store, key, ranks, judge, deadline, check)
             if found is not None:
@@ -160,15 +162,6 @@ def _next(store: Any, ranks: Sequence[int], verb: str, rank: int) -> int:
             return number
 
 
-def _write(store: Any, key: str, text: str) -> None:
-    """Write an entry of this rank: as `store.claim`, if the store knows which process writes."""
-    write = getattr(store, "claim", None)
-    if write is None:
-        store.set(key, f"1 {text}")
-    else:
-        write(key, text)
-
-
 def _judged(
     store: Store,
     key: str,
@@ -192,19 +185,13 @@ def _judged(
         if since != "1":
             members[other] = int(since)
     try:
-        return {
-            "found": judge(found),
-            "members": [*members.items()],
-            "epoch": _begin_epoch(store, members),
-        }
+        judgement = judge(found)
+        epoch, least = store.add(EPOCH, 1), max(members.values(), default=1)
+        if epoch < least:
+            epoch = store.add(EPOCH, least - epoch)
+        return {"found": judgement, "members": [*members.items()], "epoch": epoch}
     except _JUDGED as error:
         return {"error": type(error).__name__, "text": str(error)}
-
-
-def _begin_epoch(store: Store, members: Mapping[int, int]) -> int:
-    """The number of a new epoch, which is later than all before it."""
-    epoch, least = store.add(EPOCH, 1), max(members.values(), default=1)
-    return epoch if epoch >= least else store.add(EPOCH, least - epoch)
 
 
 def _absence(

@@ -19,7 +19,7 @@ import mics_fn as mf
 from mics_fn import _torch
 from mics_fn.errors import MicsError
 from mics_fn.faults import monitor
-from mics_fn.groups import rendezvous
+from mics_fn.faults.heartbeat import BoundedStore
 from tests.stress.fault_ranks import take_place
 
 N, ODD, AT = 4, 1, 3  # ranks, the one that is replaced, and the step at which that begins
@@ -46,7 +46,7 @@ def freeze(folder: Path, where: str) -> None:
     """Let this process stop at one instant, in whichever thread comes there."""
     plants: dict[str, tuple[Any, str, Callable[..., bool]]] = {
         "before a sign of life": (monitor, "claim", lambda *given: given[1].endswith(f"/{ODD}")),
-        "in a meeting": (rendezvous, "_write", lambda *given: "/calls/" not in given[1]),
+        "in a meeting": (BoundedStore, "claim", lambda *given: "/calls/" not in given[1]),
         "in a reset": (_torch, "new_group", lambda *given: True),
     }
     place, name, fits = plants[where]

@@ -24,8 +24,8 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
-    "lines": 24_611,
-    "lines without lab": 21_317,
+    "lines": 24_603,
+    "lines without lab": 21_309,
     "lines of the longest file": 550,
     "files": 143,
     "percent of lines that import": 8.8,
