@@ -93,8 +93,9 @@ class PeerFailed(MicsError, RuntimeError):
       text: the whole text.
       rank: the global rank that failed; None if it is the store of the job, and no rank holds that.
       kind: "raised", "interrupted", "exited", "killed" (it is gone without a word), "silent",
-        "stalled" (it lives, and made no call for `timeout_s` while others waited for it); or
-        "returned", if this process takes the place of a lost rank, and is to call `reset` first.
+        "stalled" (it lives, and made no call for `timeout_s` while others waited for it);
+        "returned", if this process takes the place of a lost rank, and is to call `reset` first; or
+        "replaced", if another process has taken the place of this one, which is to end.
       step: the optimizer step that it was in, as `StepMetrics` counts, where that is known.
       operation: the call that it had begun last; of a rank that could not say so, the call that
         waits for it.

@@ -19,7 +19,8 @@ from typing import Any
 import torch.distributed as dist
 
 from mics_fn.errors import first_line
-from mics_fn.store import StoreLost
+from mics_fn.groups import EPOCH
+from mics_fn.store import Replaced, StoreLost, claim
 from mics_fn.threads import Job, start
 
 _WAIT_S = 0.1  # between two looks of whoever waits for an answer
@@ -38,6 +39,7 @@ class StoreThread:
 
     def __init__(self, store: Any) -> None:
         self._given = store
+        self.before: Callable[[Any], None] = lambda own: None  # called with it before each call
         self.renew()
 
     def renew(self) -> None:
@@ -96,9 +98,11 @@ class StoreThread:
             if not own:
                 own.append(_connected(self._given))
                 self.connected = True
+            self.before(own[0])
             return call(own[0])
-        except _LOST as error:
-            lost = StoreLost(first_line(error), silent=False)
+        except (*_LOST, Replaced) as error:
+            replaced = isinstance(error, Replaced)
+            lost = error if replaced else StoreLost(first_line(error), silent=False)
             if jobs is self._jobs:
                 self.lost = lost
             raise lost from error
@@ -121,31 +125,37 @@ class BoundedStore:
         itself.
       patience_s: how long each call may take.
       failed: makes an error of the store that is lost.
+      since: the epoch from which on this process is a member.
     """
 
     def __init__(
-        self, thread: StoreThread, store: Any, patience_s: float, failed: Callable[..., Exception]
+        self,
+        thread: StoreThread,
+        store: Any,
+        patience_s: float,
+        failed: Callable[..., Exception],
+        since: int = 1,
     ) -> None:
         plain = isinstance(store, dist.Store)  # pyright: ignore[reportPrivateImportUsage]
         self._thread, self._store = thread, None if plain else store
-        self._patience_s, self._failed = patience_s, failed
+        self._patience_s, self._failed, self.since = patience_s, failed, since
 
     def set(self, key: str, value: str) -> Any:
         """Write."""
-        return self._ask("set", key, value)
+        return self._ask(self.later("set", key, value))
 
     def get(self, key: str) -> bytes:
         """Read a key; `check` it first, because reading blocks until the key exists."""
-        return self._ask("get", key)
+        return self._ask(self.later("get", key))
 
     def check(self, keys: list[str]) -> bool:
         """Whether all of these keys exist."""
-        return self._ask("check", keys)
+        return self._ask(self.later("check", keys))
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number; an interrupted call has not done so."""
         try:
-            return self._ask("add", key, amount)
+            return self._ask(self.later("add", key, amount))
         except Exception:
             raise
         except BaseException:
@@ -154,23 +164,27 @@ class BoundedStore:
 
     def delete_key(self, key: str) -> bool:
         """Delete."""
-        return self._ask("delete_key", key)
+        return self._ask(self.later("delete_key", key))
 
     def list_keys(self) -> list[str]:
         """All keys."""
-        return self._ask("list_keys")
+        return self._ask(self.later("list_keys"))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Write if the value is as expected; returns the value after that."""
-        return self._ask("compare_set", key, expected, desired)
+        return self._ask(self.later("compare_set", key, expected, desired))
+
+    def claim(self, key: str, text: str) -> None:
+        """Write an entry of this rank, unless a later process of it has written there."""
+        self._ask(self._thread.ask(lambda own: claim(self._store or own, key, self.since, text)))
 
     def later(self, name: str, *args: Any) -> Job:
         """Queue a call without waiting for its result."""
         return self._thread.ask(lambda own: getattr(self._store or own, name)(*args))
 
-    def _ask(self, name: str, *args: Any) -> Any:
+    def _ask(self, job: Job) -> Any:
         try:
-            return self._thread.answer(self.later(name, *args), self._patience_s)
+            return self._thread.answer(job, self._patience_s)
         except StoreLost as lost:
             raise self._failed(lost) from None
 
@@ -254,18 +268,29 @@ def heartbeat_of(rank: int) -> str:
 
 
 def name_in(heartbeat: str) -> str:
-    """The name of the process that wrote a sign of life."""
-    return heartbeat.split(" ", 2)[2]
+    """The name of the process that wrote a sign of life; "" if there is none."""
+    return heartbeat.split(" ", 3)[3] if heartbeat else ""
 
 
-def replaced(processes: Mapping[int, str], heartbeats: Mapping[int, str]) -> list[int]:
-    """Return the ranks whose heartbeats come from another process than the one given.
+def register(store: Any, key: str, name: str) -> tuple[int, str]:
+    """Enter a process under the key of its rank, in the place of another one if there was one.
 
-    >>> replaced({0: "host 7 1", 1: "host 8 1"}, {0: "3 open host 7 1", 1: "1 open host 9 2"})
-    [1]
+    Args:
+      store: of the job.
+      key: of the rank's signs of life, or another one.
+      name: of the process.
+
+    Returns:
+      The epoch from which on it is a member, and the name of the process that it replaces, or "".
     """
-    both = [rank for rank in processes if heartbeats.get(rank)]
-    return [rank for rank in both if name_in(heartbeats[rank]) != processes[rank]]
+    while True:
+        before = store.get(key).decode() if store.check([key]) else ""
+        since, other = int(before.partition(" ")[0] or 1), name_in(before)
+        if other not in ("", name):
+            since = max(since, store.add(EPOCH, 0)) + 1
+        mine = f"{since} 0 {PARKED} {name}"
+        if store.compare_set(key, before, mine).decode() == mine:
+            return since, "" if other == name else other
 
 
 class Peer:
@@ -273,32 +298,27 @@ class Peer:
 
     def __init__(self) -> None:
         self.heartbeat = ""  # what it wrote last
-        self.name = ""  # of the process that wrote it
+        self.since = 0  # the epoch from which on its process is a member
         self.process: Process | None = None  # if it is on this host
         self.silent_s = 0.0
         self.dead = False
         self.parked = True  # whether none of its groups are open, as far as is known
 
-    def observe(self, heartbeat: str, own: Process, interval_s: float) -> str:
-        """Take note of what it wrote, read at least a tick after the last time.
-
-        Returns:
-          the name of its process before, if another one took its place.
-        """
+    def observe(self, heartbeat: str, own: Process, interval_s: float) -> None:
+        """Take note of what it wrote, read at least a tick after the last time."""
         if heartbeat == self.heartbeat or not heartbeat:
             self.silent_s += interval_s
-            return ""
-        before, self.name = self.name, name_in(heartbeat)
-        _, status, host, pid, started = heartbeat.split(" ")
+            return
+        since, _, status, host, pid, started = heartbeat.split(" ")
         self.process = Process(host, int(pid), started) if host and host == own.host else None
-        self.heartbeat, self.silent_s = heartbeat, 0.0
+        self.heartbeat, self.silent_s, self.since = heartbeat, 0.0, int(since)
         self.parked, self.dead = status == PARKED, False
-        return before if before != self.name else ""
 
     def parts(self, heartbeat: str) -> None:
         """Take note of what it wrote last, once its process has ended."""
-        if name_in(heartbeat) == self.name:
-            self.parked = heartbeat.split(" ", 2)[1] == PARKED
+        since, _, status, _ = heartbeat.split(" ", 3)
+        if int(since) == self.since:
+            self.parked = status == PARKED
 
     def is_silent(self, limit_s: float) -> bool:
         """Whether it has failed; one that waits for a processor is given twice the time."""
@@ -322,20 +342,21 @@ class Peers(dict[int, Peer]):
         """Those of these ranks that are gone, and had not closed their groups before."""
         return [x for x in ranks if x in self and self[x].dead and not self[x].parked]
 
-    def anew(self, processes: Mapping[int, str]) -> list[int]:
+    def anew(self, members: Mapping[int, int | None]) -> list[int]:
         """Measure signs of life anew, as these ranks meet: silence before it means nothing.
 
         Args:
-          processes: of the ranks that meet, by rank; "" for the last one that was heard of.
+          members: since which epoch the process of each rank is one; None for the last one that was
+            heard of.
 
         Returns:
           Those of them whose process was seen to end, with open groups.
         """
         dead = []
-        for rank, process in processes.items():
+        for rank, since in members.items():
             peer = self.get(rank, Peer())
             ended = peer.process is not None and peer.process.has_ended() and not peer.parked
-            if ended and process in ("", peer.name):
+            if ended and since in (None, peer.since):
                 dead.append(rank)
             elif not ended:
                 peer.silent_s, peer.dead = 0.0, False

@@ -37,9 +37,9 @@ from typing import Any
 from mics_fn import errors
 from mics_fn.errors import CollectiveError, MicsError
 from mics_fn.faults.heartbeat import interval_s
-from mics_fn.groups import Failure, GroupState, Watch, failure_of
+from mics_fn.groups import Failure, GroupState, Meeting, Watch, failure_of
 from mics_fn.spans import LOG
-from mics_fn.store import CHANGES, Store, StoreLost, Stuck, call_text
+from mics_fn.store import CHANGES, Replaced, Store, StoreLost, Stuck, call_text
 
 
 def without_a_word(rank: int, kind: str) -> Failure:
@@ -50,8 +50,15 @@ def without_a_word(rank: int, kind: str) -> Failure:
     return Failure(rank, kind, f"rank {rank} is {what}")
 
 
-def of_store(rank: int | None, address: str, lost: StoreLost) -> Failure:
-    """The failure of the rank that holds the store, or of the store if no rank does."""
+def of_store(own: int, rank: int | None, address: str, lost: StoreLost) -> Failure:
+    """The failure of the rank that holds the store, or of the store if no rank does.
+
+    If the process of this rank, `own`, was replaced, that is its failure.
+    """
+    if isinstance(lost, Replaced):
+        since, *_, pid, _ = lost.entry.split(" ")
+        text = f"rank {own}: this process was replaced by process {pid}, epoch {since}"
+        return Failure(own, "replaced", text)
     who = "the store" if rank is None else f"rank {rank}, which holds the store,"
     what = "gives no answer" if lost.silent else f"is gone: {lost}"
     kind = "silent" if lost.silent else "killed"
@@ -310,7 +317,6 @@ class Watcher(Watch):
         super().__init__(state)
         self._monitor = monitor
         self.journal = Journal("")
-        self.processes: Mapping[int, str] = {}  # by rank, if the ranks compared it
         self.idle = Idle(state.ranks, state.rank)
         self.announced: Failure | None = None  # what this rank said of itself last
         self._stands = False  # whether it has not withdrawn that
@@ -318,9 +324,11 @@ class Watcher(Watch):
         # Calls by communicator when this rank raised, of the last times; others may be behind.
         self._raised_at: deque[Mapping[str, int]] = deque(maxlen=64)
 
-    def begin(self) -> None:
-        """Begin to read the journal, as all ranks have met."""
-        self._monitor.name(self.state)
+    def begin(self, meeting: Meeting) -> None:
+        """Begin to read the journal, as all have met."""
+        self.journal = Journal(meeting.key)
+        super().begin(meeting)
+        self._monitor.begin(self.state)
 
     def check(
         self,

@@ -38,9 +38,9 @@ from mics_fn import _torch
 from mics_fn.errors import GroupsError, PeerFailed, PlanError
 from mics_fn.faults import heartbeat
 from mics_fn.faults.heartbeat import BoundedStore, Peer, Process, StoreThread, heartbeat_of
-from mics_fn.faults.journal import Failure, Journal, Watcher, of_store, said_to_all, without_a_word
+from mics_fn.faults.journal import Failure, Watcher, of_store, said_to_all, without_a_word
 from mics_fn.groups import GroupState, announce_all, end_aborts, never_destruct, read_launch
-from mics_fn.store import CHANGES, StoreLost
+from mics_fn.store import CHANGES, StoreLost, claim
 from mics_fn.threads import Bell, Job, Latch, start
 
 # The launcher of this process, and what becomes of a rank that has outlived it.
@@ -99,7 +99,9 @@ class Monitor:
         self._store_thread: StoreThread | None = None
         self._store: Any = None  # that the store thread is connected to
         self._peers = heartbeat.Peers()
-        self._number = self._rank = 0
+        self._count = self._rank = 0
+        self._since = 0  # the epoch from which on this process is a member; 0 before it has entered
+        self._last, self._last_s = "", 0.0  # the sign of life that it wrote last, and when
         self._changes = ""
         self._host: tuple[int | None, str] = None, ""  # of the store: the rank, and the address
         self._own = Process("", 0, "")
@@ -123,28 +125,24 @@ class Monitor:
         plain = isinstance(store, dist.Store)  # pyright: ignore[reportPrivateImportUsage]
         if plain and self._store is not None and store is not self._store:
             self._states.clear()  # groups of a torch.distributed that was shut down
-            self._store_thread = None
+            self._store_thread, self._since = None, 0
         if self._store_thread is not None and self._store_thread.lost is not None:
             self._reconnect(self._store_thread)
         elif self._store_thread is None:
             self._store_thread, self._store = StoreThread(store), store if plain else None
+            self._store_thread.before = self._confirm
             self._begin(self._store_thread)
         elif not self._states:
             self._begin(self._store_thread)
         self._rank, self._host = state.rank, _torch.store_host(store)
-        state.standing = {} if waits else self._ended_of(dict.fromkeys(state.ranks, ""))
+        state.standing = {} if waits else self._ended_of(dict.fromkeys(state.ranks))
         state.watch = self._states[state] = Watcher(state, self)
         failed = partial(self._store_failed, state)
         try:  # to connect may take long, as it looks for names of hosts
             self._store_thread.answer(self._store_thread.ask(self._write_heartbeat), timeout_s)
         except StoreLost as lost:
             raise failed(lost) from None
-        return BoundedStore(self._store_thread, store, timeout_s, failed)
-
-    @property
-    def process(self) -> str:
-        """The name of this process, as others know it; once some groups have joined."""
-        return self._own.name
+        return BoundedStore(self._store_thread, store, timeout_s, failed, self._since)
 
     def check_store(self, state: GroupState) -> None:
         """Raise PeerFailed if the store is gone, without which these ranks cannot meet.
@@ -170,19 +168,16 @@ class Monitor:
         """Return the ranks whose processes have ended and were not replaced."""
         return self._peers.dead(ranks)
 
-    def name(self, state: GroupState, processes: Mapping[int, str] | None = None) -> None:
+    def begin(self, state: GroupState) -> None:
         """Begin to read the journal of groups, once all ranks have met."""
-        if processes is not None:  # they have met again, whatever was known of them before
-            state.standing = self._ended_of(processes)
-        watch = self._states[state]
-        watch.journal, watch.processes = Journal(state.key), dict(processes or {})
+        state.standing = self._ended_of(dict.fromkeys(state.ranks, 1) | {**state.members})
         for failure in state.standing.values():
-            self._ask(partial(watch.say, failure))
+            self._ask(partial(self._states[state].say, failure))
         self._wake.ring()
 
-    def _ended_of(self, processes: Mapping[int, str]) -> dict[int | None, Failure]:
+    def _ended_of(self, members: Mapping[int, int | None]) -> dict[int | None, Failure]:
         """The failures of those that have ended, of ranks which meet; see `Peers.anew`."""
-        return {rank: without_a_word(rank, "killed") for rank in self._peers.anew(processes)}
+        return {rank: without_a_word(rank, "killed") for rank in self._peers.anew(members)}
 
     def close(self, state: GroupState) -> None:
         """Stop watching for these groups, which this rank has closed."""
@@ -233,7 +228,7 @@ class Monitor:
 
     def _store_failed(self, state: GroupState, lost: StoreLost) -> PeerFailed:
         """The error of a call to the store that has no end."""
-        error = of_store(*self._host, lost).error("its store")
+        error = of_store(self._rank, *self._host, lost).error("its store")
         state.fail(error)
         return error
 
@@ -271,7 +266,7 @@ class Monitor:
         for watch in list(self._states.values()):
             watch.pass_time(passed_s)
         if store_thread.lost is not None:
-            self._all_fail(of_store(*self._host, store_thread.lost))
+            self._all_fail(of_store(self._rank, *self._host, store_thread.lost))
         elif request is None or request.done.is_set():
             if request is not None and request.error is None:
                 self._judge(request.value, passed_s)
@@ -285,31 +280,37 @@ class Monitor:
         """Find the ranks that are silent."""
         for rank, said in heartbeats.items():
             peer = self._peers.setdefault(rank, Peer())
-            before = peer.observe(said, self._own, passed_s)
-            if before:  # another process has taken its place
-                self._accuse(rank, "killed", before)
+            peer.observe(said, self._own, passed_s)
+            self._find_replaced(rank, peer.since)
             limits = [state.heartbeat_s for state in list(self._states) if rank in state.ranks]
             excused = peer.parked or peer.dead or not limits
             if not excused and peer.is_silent(min(limits)):
                 peer.dead = True
                 self._accuse(rank, "silent")
 
-    def _accuse(self, rank: int, kind: str, process: str = "") -> None:
-        """Say that a rank has failed, in the journals of all groups that its process is in."""
-        failure, parked = without_a_word(rank, kind), self._peers[rank].parked
-        process = process or self._peers[rank].name
+    def _find_replaced(self, rank: int, since: int) -> None:
+        """Say of groups with an earlier process of a rank that this one is gone."""
         for state, watch in list(self._states.items()):
-            now = watch.processes.get(rank, process)  # it may have come back into these groups
-            if rank not in state.ranks or (parked and state.key) or now != process:
+            earlier = rank in state.ranks and state.members.get(rank, 1) < since
+            if state.key and earlier and rank not in state.standing:
+                self._ask(partial(watch.say, without_a_word(rank, "killed")))
+
+    def _accuse(self, rank: int, kind: str) -> None:
+        """Say that a rank has failed, in the journals of all groups that its process is in."""
+        failure, peer = without_a_word(rank, kind), self._peers[rank]
+        for state, watch in list(self._states.items()):
+            if rank not in state.ranks or (peer.parked and state.key):
                 continue
-            if state.key:
-                self._ask(partial(watch.say, failure))
-            else:  # groups that are still to be made
+            if not state.key:  # groups that are still to be made
                 state.standing = {**state.standing, rank: failure}
+            elif state.members.get(rank, 1) <= peer.since:  # else a later process is in these
+                self._ask(partial(watch.say, failure))
 
     def _all_fail(self, failure: Failure) -> None:
         for state in list(self._states):
-            if failure.rank not in state.standing:
+            if failure.kind == "replaced":  # whatever others have said
+                state.standing = {failure.rank: failure}
+            elif failure.rank not in state.standing:
                 state.standing = {**state.standing, failure.rank: failure}
 
     # On the store thread's thread.
@@ -325,10 +326,19 @@ class Monitor:
             self._accuse(rank, "killed")
 
     def _write_heartbeat(self, store: Any, status: str = "open") -> None:
-        self._number += 1
-        own = self._own
-        text = f"{self._number} {status} {own.host} {own.pid} {own.started}"
-        store.set(heartbeat_of(self._rank), text)
+        """Write a sign of life; raises `Replaced` if another process has this one's place."""
+        key, name = heartbeat_of(self._rank), self._own.name
+        if not self._since:
+            self._since, _ = heartbeat.register(store, key, name)
+        self._count += 1
+        text = f"{self._count} {status} {name}"
+        self._last = claim(store, key, self._since, text, self._last)
+        self._last_s = time.monotonic()
+
+    def _confirm(self, store: Any) -> None:
+        """Confirm that this process is its rank, before it writes after it may have been frozen."""
+        if self._last and time.monotonic() - self._last_s > 2 * self._interval_s():
+            self._write_heartbeat(store, self._last.split(" ")[2])
 
     def _exchange(self, store: Any) -> dict[int, str]:
         """Write this rank's sign of life and read what others wrote; returns their signs."""
@@ -340,21 +350,12 @@ class Monitor:
         reread, self._reread = self._reread, False
         if not self._changes:
             store.add(CHANGES, 0)
-        before = [
-            (state, watch.processes) for state, watch in list(self._states.items())
-        ]  # signs are read
         changes, *heartbeats = store.multi_get([CHANGES, *map(heartbeat_of, known)])
         found = {rank: x.decode() for rank, x in zip(known, heartbeats, strict=True)}
         new = reread or changes.decode() != self._changes
         for watch in list(self._states.values()):
             watch.read(store, changed=new)
         self._changes = changes.decode()
-        for state, rank in (
-            (state, rank) for state, met in before for rank in heartbeat.replaced(met, found)
-        ):
-            if state in self._states and rank not in state.standing:
-                failure = without_a_word(rank, "killed")
-                self._states[state].say(failure, store)
         return found
 
 

@@ -21,9 +21,10 @@ nobody is there to come back to, and they meet as at any start. So a process loo
 other rank still gives signs of life, for a few seconds at most; torchrun, which says so in the
 environment, always starts all.
 
-What the lost process had written for a meeting that came to no end is taken back. Each rank names
-its process in `reset`, so that nobody takes what a process wrote that is gone for words of the one
-that came after it.
+In the store it registers before anything else, so that a process of its rank which was only frozen
+finds out at its first word that it was replaced, and says no other. What the lost process had
+written for a meeting that came to no end is taken back; see [Note: the epoch of membership] in
+`groups.rendezvous`.
 """
 
 import os
@@ -37,18 +38,18 @@ from typing import Any
 
 from mics_fn import _torch, tree
 from mics_fn.errors import GroupsError, PeerFailed, disagreement, first_line, name_ranks
-from mics_fn.faults.heartbeat import BoundedStore, Process, StoreThread, heartbeat_of
+from mics_fn.faults.heartbeat import BoundedStore, Process, StoreThread, heartbeat_of, register
 from mics_fn.faults.monitor import listen, monitor
 from mics_fn.groups import (
     Groups,
     GroupState,
     Meeting,
     check_fork,
+    entered,
     hooks,
     meet,
     part_of_start,
     past,
-    prefix_of,
 )
 from mics_fn.spans import LOG
 from mics_fn.store import Store, poll
@@ -71,7 +72,6 @@ class Rejoining:
     def __init__(self) -> None:
         self.rejoins = False
         self._calls = Counter[tuple[str, tuple[int, ...]]]()
-        self._taken = set[tuple[str, tuple[int, ...]]]()
 
     def join(
         self, store: Any, rank: int, world_size: int, others_live: Callable[[int], bool]
@@ -89,33 +89,21 @@ class Rejoining:
           others.
         """
         self.__init__()
-        key, mine = f"mics_fn/process/{rank}", Process.own().name
-        before = store.get(key).decode() if store.check([key]) else mine
-        store.set(key, mine)
-        if before == mine:
+        store.since, before = register(store, f"mics_fn/process/{rank}", Process.own().name)
+        if not before:
             return None
-        start = take_over(store, range(world_size), rank, "init_distributed")
+        start = entered(store, range(world_size), "init_distributed", rank)
         begun = past(store, range(world_size), "init_distributed", start) is not None
         self.rejoins = begun and "TORCHELASTIC_RUN_ID" not in os.environ and others_live(start)
         return start if self.rejoins else None
 
-    def meeting(self, store: Any, ranks: Sequence[int], rank: int, verb: str) -> Meeting | None:
+    def meeting(self, store: Any, ranks: Sequence[int], verb: str) -> Meeting | None:
         """What the ranks agreed on in this call before this process came; None if they did not."""
         if not self.rejoins or len(ranks) == 1:
             return None
         call = (verb, tuple(ranks))
         self._calls[call] += 1
-        found = past(store, ranks, verb, self._calls[call])
-        if found is None:
-            self.take_over(store, ranks, rank, verb)
-        return found
-
-    def take_over(self, store: Any, ranks: Sequence[int], rank: int, verb: str) -> None:
-        """Before a meeting: take back what the lost process had begun, once for each kind."""
-        call = (verb, tuple(ranks))
-        if self.rejoins and call not in self._taken:
-            take_over(store, ranks, rank, verb)
-            self._taken.add(call)
+        return past(store, ranks, verb, self._calls[call])
 
 
 def some_rank_lives(store: Any, rank: int, world_size: int) -> bool:
@@ -137,23 +125,6 @@ def some_rank_lives(store: Any, rank: int, world_size: int) -> bool:
 
 
 rejoining = Rejoining()  # of this process
-
-
-def take_over(store: Store, ranks: Sequence[int], rank: int, verb: str) -> int:
-    """Go on counting meetings where another process with this rank was lost.
-
-    It may have entered one that came to no verdict. The others leave that one, and meet under the
-    same key again. Returns the number of the last one that came to a verdict, or 0.
-    """
-    prefix = prefix_of(ranks, verb)
-    calls = f"{prefix}/calls/{rank}"
-    while call := store.add(calls, 0):
-        key = f"{prefix}/{call}"
-        if store.check([f"{key}/verdict"]):
-            break
-        store.delete_key(f"{key}/{rank}")
-        store.add(calls, -1)
-    return call
 
 
 # What the start of ranks, and of groups, asks; see `groups.Hooks`.
@@ -191,7 +162,12 @@ def entering(
 def _agreed_before(ranks: Sequence[int], rank: int, timeout_s: float) -> Meeting | None:
     """Return the earlier agreement of these ranks, in a process that replaces a lost one."""
     listen()
-    ask = partial(rejoining.meeting, _torch.default_store(), ranks, rank, "make_groups")
+    store = _torch.default_store()
+
+    def ask() -> Meeting | None:
+        register(store, heartbeat_of(rank), Process.own().name)
+        return rejoining.meeting(store, ranks, "make_groups")
+
     try:
         return bounded(ask, time.monotonic() + timeout_s)
     except (RuntimeError, TimeoutError) as error:
@@ -295,22 +271,17 @@ def _remade(old: GroupState, mine: str) -> Groups:
     try:
         if len(like.ranks) > 1:
             store = monitor.join(state, like.timeout_s, waits=True)
-            rejoining.take_over(store, like.ranks, like.rank, "reset")
-            state.key, processes = meet(
+            meeting = meet(
                 store,
                 like.ranks,
                 like.rank,
-                [monitor.process, mine],
+                mine,
                 _judged,
                 verb="reset",
                 timeout_s=like.timeout_s,
                 check=_Awaited(state),
             )
-            by_rank = dict(zip(like.ranks, processes, strict=True))
-            if by_rank[like.rank] != monitor.process:
-                text = f"reset: the ranks met a process of rank {like.rank} that has ended since"
-                raise GroupsError(text, fix="call reset again on all ranks")
-            monitor.name(state, by_rank)
+            state.watch.begin(meeting)
         old.retire()
         groups = recipe.create(replace(like, deadline=deadline, store=store, state=state))
     except BaseException:
@@ -333,14 +304,13 @@ class _Awaited:
             self._state = None
 
 
-def _judged(found: Mapping[int, Any]) -> list[str]:
-    """The process of each rank.
+def _judged(found: Mapping[int, str]) -> None:
+    """Compare which groups the ranks reset.
 
     Raises:
       DesyncError: they reset other groups.
     """
-    keys = {rank: str(key) for rank, (_, key) in found.items() if key}
+    keys = {rank: key for rank, key in found.items() if key}
     if len(set(keys.values())) > 1:
         fix = "reset the same groups on all ranks, in the same order"
         raise disagreement("reset: ranks reset different groups", keys, fix)
-    return [process for process, _ in found.values()]

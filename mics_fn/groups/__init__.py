@@ -85,7 +85,15 @@ from mics_fn.groups.group_state import (
 )
 from mics_fn.groups.groups import Groups, Hierarchy, Home, Route, current, require_replicas
 from mics_fn.groups.make import make_groups
-from mics_fn.groups.rendezvous import Meeting, meet, part_of_start, past, prefix_of, rejoin_error
+from mics_fn.groups.rendezvous import (
+    EPOCH,
+    Meeting,
+    entered,
+    meet,
+    part_of_start,
+    past,
+    rejoin_error,
+)
 from mics_fn.groups.topology import Plan, Topology, fold_ranks, plan_groups, valid_partition_sizes
 
 __all__ = ["Topology", "plan_groups"]

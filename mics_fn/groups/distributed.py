@@ -239,7 +239,7 @@ def _agreed_store(
             _judge_devices({rank: mine})
             return part_of_start(store, start), True
         wait = {"verb": "init_distributed", "timeout_s": timeout_s, "deadline": deadline}
-        key, _ = meet_once(served, range(size), rank, mine, _judge_devices, **wait)
+        key, *_ = meet_once(served, range(size), rank, mine, _judge_devices, **wait)
     return part_of_start(store, int(key.rpartition("/")[2])), False
 
 

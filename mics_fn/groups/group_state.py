@@ -207,13 +207,15 @@ class Failure:
         """Return the PeerFailed of ranks that wait for this one; `ends`: of their groups, too."""
         at = "" if self.step is None else f"in step {self.step}"
         last = f"its last call: {self.operation}" if self.operation else ""
-        own = f"this rank waits for {waits}" if waits else ""
+        own = f"this rank waits for {waits}" if waits and self.kind != "replaced" else ""
         path, leaf, *said = self.file_error or ["", ""]
         where = [*said[:-1], ", ".join(part for part in (at, last) if part), own]
         fix = "look at its own error, then call groups = mf.reset(groups) on all ranks"
         if self.kind in ("killed", "exited", "silent"):
             fix = "look at its own output; start it again, and call mf.reset(groups) or"
             fix += " trainer.reset() on all ranks; or start the job again"
+        if self.kind == "replaced":
+            fix = "end this process; the job goes on with the one that took its place"
         if self.kind == "stalled":
             fix = (
                 "look what it does there, pass a larger timeout_s= if it may take so long, and call"
@@ -259,13 +261,13 @@ class Watch:
       state: of the groups.
     """
 
-    epoch = 0  # of the membership in which their ranks have met
-
     def __init__(self, state: "GroupState") -> None:
         self.state = state
 
-    def begin(self) -> None:
-        """Begin to read what ranks say of failures, as all have met and know the key."""
+    def begin(self, meeting: Any) -> None:
+        """Take the key and the members of a meeting, and begin to read what ranks say."""
+        state = self.state
+        state.epoch, state.members, state.key = meeting.epoch, meeting.members, meeting.key
 
     def check(self, *stuck: Any, **how: Any) -> None:
         """Raise if a rank has failed without which a wait cannot end."""
@@ -323,6 +325,8 @@ class GroupState:
     ranks: tuple[int, ...] = ()  # global ranks of the job
     rank: int = 0  # this rank, global
     key: str = ""  # prefix of the keys of these groups in the store
+    epoch: int = 0  # in which their ranks have met; see [Note: the epoch of membership]
+    members: Mapping[int, int] = field(default_factory=dict)  # rank -> since when its process is
     whole: bool = True  # False if ranks outside the job may hold parts of the same model
     on_device: bool = False  # whether collectives are done by an accelerator, not by the host
     closed: bool = False

@@ -219,15 +219,15 @@ def make_groups(
     try:
         before = hooks.agreed_before(universe, rank, timeout_s) if problem is None else None
         if before is not None:
-            (state.key, found), state.rejoining = before, True
+            state.key, found, state.rejoining = before.key, before.verdict, True
         elif len(universe) > 1:
             store = hooks.join(state, state.timeout_s)
             spot = distributed.spot_of(chosen, alone=served_by != "gloo")
             wait = {"timeout_s": state.timeout_s, "check": partial(state.watch.check, ())}
             mine = [_facts(given, here), here, spot]
-            key, found = meet_once(store, universe, rank, mine, judged, verb="make_groups", **wait)
-            state.key = key
-            state.watch.begin()
+            meeting = meet_once(store, universe, rank, mine, judged, verb="make_groups", **wait)
+            state.watch.begin(meeting)
+            found = meeting.verdict
         if problem is not None:  # raised only now, so that ranks with other arguments raise as well
             raise problem
         wired = topology or Topology.of(len(universe), found, nodes_per_rack)

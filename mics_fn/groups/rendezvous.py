@@ -4,11 +4,19 @@ Ranks that create different groups would hang without any error. So every rank w
 the store, the first rank judges them all and publishes one verdict, and all ranks read it: n
 small writes, n small reads by one rank, and n reads of one key. Ranks that were given others as
 `ranks=` meet under another key, where some do not come: that is an error after the time limit.
+
+[Note: the epoch of membership] Which process is which rank changes only in a meeting, and each
+meeting begins an epoch with a number of its own. A process that takes a rank's place registers
+first, and is a member since an epoch that is later than all before it. Whatever a rank writes under
+a key of its own, such as its signs of life and its part of a meeting, begins with this number, and
+is written by `compare_set` in the place of what is there: so a process never writes over what a
+later one of its rank has written, and finds out that it was replaced. What all ranks of some groups
+write lies under the key of their meeting, and so of one epoch.
 """
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
@@ -17,6 +25,7 @@ from typing import Any, NamedTuple
 from mics_fn import _torch, errors
 from mics_fn.store import Store, later, poll
 
+EPOCH = "mics_fn/epoch"  # the key of its number; see [Note: the epoch of membership]
 _LINGER_S = 1.0  # how long a rank that fails keeps the store for others to read why
 _JUDGED = errors.DesyncError, errors.GroupsError, errors.PlanError
 _KINDS = {kind.__name__: kind for kind in (*_JUDGED, errors.CollectiveError)}
@@ -29,6 +38,8 @@ class Meeting(NamedTuple):
 
     key: str  # not used by an earlier meeting
     verdict: Any  # of the judge
+    epoch: int = 0  # of the membership that it began; see [Note: the epoch of membership]
+    members: Mapping[int, int] = {}  # rank -> since when its process is one
 
 
 def meet(
@@ -66,11 +77,14 @@ def meet(
       CollectiveError: some rank did not call this in time.
     """
     deadline = time.monotonic() + timeout_s if deadline is None else deadline
-    calls = f"{prefix_of(ranks, verb)}/calls/{rank}"
-    key = _enter(store, ranks, verb, rank)
+    number, since = _next(store, ranks, verb, rank), getattr(store, "since", 1)
+    calls, key = f"{prefix_of(ranks, verb)}/calls/{rank}", f"{prefix_of(ranks, verb)}/{number}"
     end = f"{key}/verdict"
     try:
-        store.set(f"{key}/{rank}", json.dumps(mine))
+        # As `store.claim`, if the store knows which process writes.
+        write = getattr(store, "claim", None) or (lambda key, text: store.set(key, f"1 {text}"))
+        write(calls, str(number))
+        write(f"{key}/{rank}", json.dumps(mine))
         if rank == ranks[0]:
             found = _judged(store, key, ranks, judge, deadline, check)
             if found is not None:
@@ -81,11 +95,15 @@ def meet(
     except BaseException:
         # Undo this call, so that after an interrupt all ranks can call again.
         later(store, "delete_key", f"{key}/{rank}")
-        later(store, "add", calls, -1)
+        later(store, "set", calls, f"{since} {number - 1}")
         raise
     if "error" in verdict:
         raise _KINDS[verdict["error"]](verdict["text"])
-    return Meeting(key, verdict["found"])
+    meeting = Meeting(key, verdict["found"], verdict["epoch"], dict(verdict["members"]))
+    if meeting.members.get(rank, 1) != since:
+        text = f"{verb}: the ranks met a process of rank {rank} that has ended since"
+        raise errors.GroupsError(text, fix=f"call {verb} again on all ranks")
+    return meeting
 
 
 def meet_once(
@@ -116,15 +134,32 @@ def prefix_of(ranks: Sequence[int], verb: str) -> str:
     return f"mics_fn/{sha256(json.dumps([verb, *ranks]).encode()).hexdigest()[:16]}"
 
 
-def _enter(store: Store, ranks: Sequence[int], verb: str, rank: int) -> str:
-    """The key of a new meeting: the n-th of these ranks, where n is this rank's count of calls."""
+def entered(store: Any, ranks: Sequence[int], verb: str, rank: int) -> int:
+    """How many meetings of these ranks this one has entered.
+
+    Another process of this rank may have entered one that came to no verdict. The others leave that
+    one, and meet under the same key again. So the count goes on at the last verdict.
+    """
     prefix = prefix_of(ranks, verb)
+    calls = f"{prefix}/calls/{rank}"
+    since, number = map(int, store.get(calls).split()) if store.check([calls]) else (1, 0)
+    if since < getattr(store, "since", 1):
+        while number and not store.check([f"{prefix}/{number}/verdict"]):
+            store.delete_key(f"{prefix}/{number}/{rank}")
+            number -= 1
+    return number
+
+
+def _next(store: Any, ranks: Sequence[int], verb: str, rank: int) -> int:
+    """The number of a new meeting of these ranks, counted from 1 on."""
+    number = entered(store, ranks, verb, rank)
     while True:
-        key = f"{prefix}/{store.add(f'{prefix}/calls/{rank}', 1)}"
+        number += 1
+        end = f"{prefix_of(ranks, verb)}/{number}/verdict"
         # If the others gave up waiting for this rank in that meeting, their count is one ahead.
-        missed = store.check([f"{key}/verdict"]) and json.loads(store.get(f"{key}/verdict"))
+        missed = store.check([end]) and json.loads(store.get(end))
         if not missed or rank not in missed.get("absent", ()):
-            return key
+            return number
 
 
 def _judged(
@@ -136,7 +171,7 @@ def _judged(
     check: Callable[[float], None],
 ) -> dict[str, Any] | None:
     """The verdict on what all ranks wrote; None if some did not come, or one gave up on that."""
-    found = {}
+    found, members = {}, dict[int, int]()
     for other in ranks:
         mine = f"{key}/{other}"
 
@@ -145,9 +180,16 @@ def _judged(
 
         if not poll(decided, 1, deadline, check) or not store.check([mine]):
             return None
-        found[other] = json.loads(store.get(mine))
+        since, _, text = store.get(mine).decode().partition(" ")
+        found[other] = json.loads(text)
+        if since != "1":
+            members[other] = int(since)
     try:
-        return {"found": judge(found)}
+        judgement = judge(found)
+        epoch, least = store.add(EPOCH, 1), max(members.values(), default=1)
+        if epoch < least:
+            epoch = store.add(EPOCH, least - epoch)
+        return {"found": judgement, "members": [*members.items()], "epoch": epoch}
     except _JUDGED as error:
         return {"error": type(error).__name__, "text": str(error)}
 

@@ -69,7 +69,7 @@ def test_a_process_ends_once_the_launcher_is_gone(monkeypatch):
 
 @pytest.mark.parametrize(
     ("last", "accused"),
-    [("4 open host 7 1", True), ("4 closed host 7 1", False), ("1 closed host 9 1", True)],
+    [("1 4 open host 7 1", True), ("1 4 closed host 7 1", False), ("2 0 closed host 9 1", True)],
     ids=["open", "closed", "closed, by the process in its place"],
 )
 def test_what_a_rank_wrote_last_says_whether_it_was_killed(last: str, accused: bool):
@@ -77,7 +77,7 @@ def test_what_a_rank_wrote_last_says_whether_it_was_killed(last: str, accused: b
     life, asked = GroupState(ranks=(0, 1), key="groups"), list[Any]()
     watching._states[life], watching._ask = Watcher(life, watching), asked.append
     watching._peers[1] = Peer()
-    watching._peers[1].observe("3 open host 7 1", Process("elsewhere", 3, "1"), 0.25)
+    watching._peers[1].observe("1 3 open host 7 1", Process("elsewhere", 3, "1"), 0.25)
 
     class Written:
         def get(self, key: str) -> bytes:

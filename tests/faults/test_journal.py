@@ -116,8 +116,8 @@ def test_a_wait_is_in_vain_if_a_rank_has_not_issued_its_part():
     assert Failure(1, "killed", "").lacks([], (), made=False)
 
 
-def sign(number: int, state: str = "open", process: Process | None = None) -> str:
-    return f"{number} {state} {(process or Process.own()).name}"
+def sign(number: int, state: str = "open", process: Process | None = None, since: int = 1) -> str:
+    return f"{since} {number} {state} {(process or Process.own()).name}"
 
 
 @pytest.mark.parametrize(("host", "most_s"), [("another host", 2.0), ("", 1.0)])
@@ -140,7 +140,8 @@ def test_silence_before_a_meeting_is_forgotten_and_the_end_of_a_process_is_not()
         peers[2].observe(sign(1, process=ended), own, 0.25)
     assert peers[1].is_silent(1.5)
     peers[1].dead = True
-    assert peers.anew({1: "", 2: ""}) == [2]
+    assert peers.anew({1: None, 2: None}) == [2]
+    assert peers.anew({1: 1, 2: 2}) == [], "another process is a member now"
     assert not peers[1].is_silent(0.0)
     assert not peers[1].dead, "its next silence is found again"
 

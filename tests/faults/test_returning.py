@@ -1,6 +1,8 @@
 """What a process finds in the store that takes a lost rank's place, and what others know of it."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -10,16 +12,20 @@ from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mics_fn.faults import rejoin
-from mics_fn.faults.heartbeat import Process
+from mics_fn.faults.heartbeat import BoundedStore, Process, StoreThread
 from mics_fn.faults.rejoin import Rejoining
 from mics_fn.groups import rendezvous
+from mics_fn.store import Replaced, claim
 
 VERB = "reset"
 
 
-def new_store() -> Any:
-    return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+@contextmanager
+def new_store() -> Iterator[BoundedStore]:
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    thread = StoreThread(store)
+    yield BoundedStore(thread, store, 5.0, lambda lost: lost)
+    thread.end()
 
 
 def key_of(call: int, ranks: range) -> str:
@@ -27,25 +33,27 @@ def key_of(call: int, ranks: range) -> str:
 
 
 @examples(20, 60)
-@given(ended=st.integers(0, 4), entered=st.integers(0, 2), wrote=st.booleans())
-def test_counting_goes_on_at_the_last_verdict(ended: int, entered: int, wrote: bool):
+@given(ended=st.integers(0, 4), begun=st.integers(0, 2), wrote=st.booleans())
+def test_counting_goes_on_at_the_last_verdict(ended: int, begun: int, wrote: bool):
     """Whatever a lost process had begun, the next meeting is the one that the others enter."""
-    store, ranks = new_store(), range(3)
-    for call in range(1, ended + 1):
-        store.set(f"{key_of(call, ranks)}/verdict", '{"found": 1}')
-    store.add(f"{rendezvous.prefix_of(ranks, VERB)}/calls/1", ended + entered)
-    if wrote and entered:
-        store.set(f"{key_of(ended + entered, ranks)}/1", "[]")
-    assert rejoin.take_over(store, ranks, 1, VERB) == ended
-    assert rendezvous._enter(store, ranks, VERB, 1) == key_of(ended + 1, ranks)
-    if entered:
-        assert not store.check([f"{key_of(ended + entered, ranks)}/1"])
+    ranks, said = range(3), '{"found": 1, "members": [], "epoch": 1}'
+    with new_store() as store:
+        for call in range(1, ended + 1):
+            store.set(f"{key_of(call, ranks)}/verdict", said)
+        store.set(f"{rendezvous.prefix_of(ranks, VERB)}/calls/1", f"1 {ended + begun}")
+        if wrote and begun:
+            store.set(f"{key_of(ended + begun, ranks)}/1", "1 []")
+        store.since = 2
+        assert rendezvous.entered(store, ranks, VERB, 1) == ended
+        assert rendezvous._next(store, ranks, VERB, 1) == ended + 1
+        if begun:
+            assert not store.check([f"{key_of(ended + begun, ranks)}/1"])
 
 
 def started(store: Any) -> None:
     prefix = rendezvous.prefix_of(range(4), "init_distributed")
-    store.set(f"{prefix}/1/verdict", '{"found": null}')
-    store.add(f"{prefix}/calls/1", 1)
+    store.set(f"{prefix}/1/verdict", '{"found": null, "members": [], "epoch": 1}')
+    store.set(f"{prefix}/calls/1", "1 1")
 
 
 @pytest.mark.parametrize(
@@ -58,13 +66,16 @@ def started(store: Any) -> None:
     ],
 )
 def test_who_comes_back(begun: bool, lives: bool, env: dict[str, str], start: int | None):
-    store, here = new_store(), Rejoining()
-    assert here.join(store, 1, 4, lambda start: True) is None  # the first process
-    if begun:
-        started(store)
-    assert here.join(store, 1, 4, lambda start: True) is None  # the same one
-    another = mock.patch.object(Process, "own", return_value=Process("host", 1, "2"))
-    with another, mock.patch.dict(os.environ):
+    another, here = Process("host", 1, "2"), Rejoining()
+    with new_store() as store, mock.patch.dict(os.environ):
         os.environ.pop("TORCHELASTIC_RUN_ID", None)
+        assert here.join(store, 1, 4, lambda start: True) is None  # the first process
+        if begun:
+            started(store)
+        assert here.join(store, 1, 4, lambda start: True) is None  # the same one
         os.environ |= env
-        assert Rejoining().join(store, 1, 4, lambda start: lives and start == 1) == start
+        with mock.patch.object(Process, "own", return_value=another):
+            assert Rejoining().join(store, 1, 4, lambda start: lives and start == 1) == start
+        assert store.since == 2
+        with pytest.raises(Replaced):
+            claim(store, "mics_fn/process/1", 1, "of the first one, which thaws")

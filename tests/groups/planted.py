@@ -25,7 +25,7 @@ PLANTED = [
     (
         "a rank that was interrupted in a meeting is one ahead in the next",
         "groups/rendezvous.py",
-        '        later(store, "add", calls, -1)\n',
+        '        later(store, "set", calls, f"{since} {number - 1}")\n',
         "",
         "groups/test_rendezvous.py -k interrupt",
     ),
@@ -60,7 +60,7 @@ PLANTED = [
     (
         "a rank that closed its groups and ended counts as killed",
         "faults/heartbeat.py",
-        '            self.parked = heartbeat.split(" ", 2)[1] == PARKED\n',
+        "            self.parked = status == PARKED\n",
         "            pass\n",
         "faults/test_endings.py -k wrote_last",
     ),
@@ -70,6 +70,13 @@ PLANTED = [
         "return group in counts and counts[group][1] < number",
         "return False",
         "faults/test_peers.py -k makes_no_call",
+    ),
+    (
+        "a process that was replaced writes over its successor",
+        "store.py",
+        'if int(there.partition(" ")[0] or 0) > since:',
+        "if False:",
+        "faults/test_returning.py -k who_comes_back",
     ),
     (
         "the fourth rank of a node that sees two devices takes one that is not there",

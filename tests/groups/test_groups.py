@@ -15,9 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from mics_fn import _torch
 from mics_fn.errors import GroupsError, PeerFailed, PlanError
 from mics_fn.groups.communicator import Comm
+from mics_fn.groups.group_state import Hooks, Watch, hooks
 from mics_fn.groups.make import Groups, make_groups
 from mics_fn.groups.topology import Topology, plan_groups
 from mics_fn.lab.ranks.pool import RankPool
+from mics_fn.shards import gather, reduce_grads, shard
 
 Pools = Callable[[int], RankPool]
 
@@ -240,3 +242,22 @@ def test_waits_of_ranks_end_before_those_of_torch_which_name_nobody(ranks: Pools
     for seen in ranks(4).run(limits_of_torch):
         assert seen
         assert min(seen) > 30
+
+
+def without_faults() -> list[Any]:
+    """What verbs give where nothing has filled the hooks of groups."""
+    filled = vars(hooks).copy()
+    vars(hooks).update(vars(Hooks()))
+    try:
+        with make_groups(2, timeout_s=20) as groups:
+            shards = shard({"w": torch.arange(6.0)}, groups)
+            grads = reduce_grads({"w": torch.ones(6)}, groups, like=shards)
+            alone = type(groups.state.watch) is Watch
+            return [gather(shards, groups)["w"].tolist(), gather(grads, groups)["w"].sum(), alone]
+    finally:
+        vars(hooks).update(filled)
+
+
+def test_verbs_work_without_what_is_done_about_faults(ranks: Pools):
+    for values, total, alone in ranks(2).run(without_faults):
+        assert (values, float(total), alone) == ([*range(6)], 6.0, True)
