@@ -300,16 +300,6 @@ def keeps_grad_mode(fn: Function) -> Function:
     return kept  # pyright: ignore[reportReturnType]
 
 
-def slot(module: torch.nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """Where a module has a parameter or buffer: a dict, and the key in it.
-
-    `torch.func.functional_call` swaps values there, too, but finds each of them by name every time.
-    """
-    path, _, key = name.rpartition(".")
-    owner = module.get_submodule(path)
-    return (owner._parameters if key in owner._parameters else owner._buffers), key
-
-
 def is_tracing() -> bool:
     """Whether torch is tracing ops with proxies, as `make_fx` and `linearize` do."""
     key = torch._C._TorchDispatchModeKey.PROXY  # pyright: ignore[reportAttributeAccessIssue]

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.data import DataLoader
 
-from mics_fn import _torch, checks, spans
+from mics_fn import checks, spans
 from mics_fn.collectives import mean_over_ranks
 from mics_fn.deferred import check_loss
 from mics_fn.errors import LeafError
@@ -320,7 +321,7 @@ class ModuleProgram:
         self._values = params, self.buffers.copies({k: x.detach() for k, x in buffers.items()})
         self._loss = loss or _own_loss
         self._model: Any = Casting(self.skeleton, precision) if precision.casts else self.skeleton
-        self._slots = {name: _torch.slot(self.skeleton, name) for name in (*params, *buffers)}
+        self._inside = _Inside(self.skeleton)
 
     def __call__(
         self, params: Tree, buffers: Values, batch: Any, backward: Backward | None = None
@@ -370,17 +371,10 @@ class ModuleProgram:
 
     def _with_values(self, values: Values, work: Callable[[], Any]) -> tuple[Any, Values]:
         """What `work` gives while values are swapped in, and the values as it left them."""
-        slots = [self._slots[name] for name in values]
-        before = [tensors[key] for tensors, key in slots]
-        try:
-            for (tensors, key), value in zip(slots, values.values(), strict=True):
-                tensors[key] = value
-            found = work()
-            left = [tensors[key] for tensors, key in slots]
-            return found, dict(zip(values, left, strict=True))
-        finally:
-            for (tensors, key), value in zip(slots, before, strict=True):
-                tensors[key] = value
+        given = {f"model.{name}": value for name, value in values.items()}
+        # All names are given. strict=True would check that by walking the module at every call.
+        found = functional_call(self._inside, given, (work,), tie_weights=False)
+        return found, {name: given[f"model.{name}"] for name in values}
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -392,6 +386,17 @@ class ModuleProgram:
         finally:
             for module, mode in modes:
                 module.training = mode
+
+
+class _Inside(nn.Module):
+    """Module around a model, whose call runs any work, such as a loss and its backward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, work: Callable[[], Any]) -> Any:
+        return work()
 
 
 def program_of(

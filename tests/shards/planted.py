@@ -11,8 +11,8 @@ PLANTED = [
     (
         "padding sets the scale of a block that is gathered",
         "shards/linear.py",
-        "        chunk = pack.zero_padding(bucket, number, chunk)\n",
-        "",
+        "            return None\n        chunk = pack.zero_padding(bucket, number, chunk)\n",
+        "            return None\n",
         "shards/test_wires.py -k decode_the_same",
     ),
     (

@@ -15,11 +15,11 @@ from cases import same_bits
 from torch import Tensor, nn
 
 import mics_fn as mf
-from mics_fn import tree
+from mics_fn import _torch, tree
 from mics_fn.errors import GroupsError, LostStateError, MicsError, PeerFailed
 from mics_fn.groups import Topology
 from mics_fn.lab.ranks.pool import RankPool
-from mics_fn.optim import Guard, adamw, dynamic_scale, norm_spike, optimizers
+from mics_fn.optim import Guard, adamw, dynamic_scale, norm_spike
 from mics_fn.train import stepping
 
 Pools = Callable[[int], RankPool]
@@ -273,7 +273,7 @@ def test_a_step_inside_of_a_step_is_refused():
 def cut(where: str) -> Iterator[None]:
     """Rank 1 does not end a step, by an error that is none of this library's."""
     inside = where == "in the write"
-    module, name = (optimizers, "_torch_adam") if inside else (stepping, "opt_step")
+    module, name = (_torch, "fused_adamw") if inside else (stepping, "opt_step")
     whole = getattr(module, name)
 
     def raises(*args: Any, **options: Any) -> Any:
