@@ -5,15 +5,18 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 from covering import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
+import mics_fn as mf
 from mics_fn.errors import CollectiveError, DesyncError
 from mics_fn.faults.order import CallPattern, JobChannel, OrderedCalls
 from mics_fn.store import poll
@@ -245,3 +248,41 @@ def test_a_rank_that_never_answers_is_a_late_one():
     assert isinstance(errors[0], CollectiveError)
     assert "rank 0: x: , 8 bytes\n  asked: ranks 0-2" in str(errors[0])
     assert errors[1:] == [None, None]
+
+
+def written(events: Sequence[int]) -> list[int]:
+    """What this rank writes to the store of the job in each step, and in what follows it."""
+    torch.manual_seed(0)
+    groups, count = mf.make_groups(2, timeout_s=60.0), Counter[str]()
+    store = type(groups.state.channel.store)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+    loss = lambda model, x: model(x).square().mean()  # noqa: E731
+    trainer = mf.Trainer(model, mf.optim.adamw(1e-2), groups, loss=loss, bucket_bytes=200)
+    x, found = torch.randn(4, 8), list[int]()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("set", "compare_set", "add"):
+            whole = getattr(store, name)
+
+            def counted(self: Any, *given: Any, whole: Any = whole, name: str = name) -> Any:
+                writes = given[1:] != (0,)  # to add 0 is to read
+                if writes and threading.current_thread() is threading.main_thread():
+                    count[name] += 1
+                return whole(self, *given)
+
+            patch.setattr(store, name, counted)
+        for step in range(60):
+            trainer.step(x)
+            if step in events:
+                trainer.eval(x)
+            found.append(count.total())
+            count.clear()
+    return found
+
+
+def test_what_repeats_writes_nothing_and_a_rare_event_a_few_entries(ranks):
+    """Evaluations at growing intervals: each is written, and a few wrong guesses after it."""
+    events = [8, 20, 38]
+    for found in ranks(4).run(written, events):
+        later = found[5:]
+        assert sum(later) <= 20 * len(events), str(found)
+        assert later.count(0) >= len(later) - 4 * len(events), str(found)
