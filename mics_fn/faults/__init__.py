@@ -24,7 +24,7 @@ processes), then `journal.py` (what ranks say of failures, and what a rank does 
 `monitor.py` (the threads that do all this, and the end of a process) and `rejoin.py`.
 """
 
-from mics_fn.faults import order  # which takes the place of the plain `Channel`
+import mics_fn.faults.order  # noqa: F401  (it takes the place of the plain `Channel`)
 from mics_fn.faults.monitor import limit_s, watched
 from mics_fn.faults.rejoin import entering, replaced, reset
 from mics_fn.faults.stop import StopRequest

@@ -286,6 +286,7 @@ class Run:
         self.live: dict[int, None] = {}  # least recently used first
         self.live_bytes = 0
         self.following = learned.schedule is not None
+        self._cause = ""  # why it does not follow its schedule any more
         self._ended = False
         self._actions = () if learned.schedule is None else learned.schedule.actions
         self._next = 0  # index of the next action to follow
@@ -392,12 +393,8 @@ class Run:
         return done
 
     def _diverge(self, why: str) -> None:
-        """Stop following the schedule; warn why the first time."""
-        self.following = False
-        if not self.learned.warned:
-            self.learned.warned = True
-            text = f"defer: the order of use changed: {why}. Buckets are fetched on demand"
-            warnings.warn(f"{text} until it repeats; this warning is given once", stacklevel=2)
+        """Stop following the schedule; see `end` for the warning."""
+        self.following, self._cause = False, why
 
     def poll_peers(self) -> None:
         """Poll for messages of other ranks, at most once per second; not with `keep_all`.
@@ -410,13 +407,22 @@ class Run:
                 channel.glance()
 
     def end(self) -> Schedule | None:
-        """End the run and learn from it; return what the next one follows, if this one has not."""
+        """End the run and learn from it; return what the next one follows, if this one has not.
+
+        It warns of another order of use only here, as ranks that differ in it have raised by now.
+        """
         if not self._ended:
             self._ended = True
             remaining = self._actions[self._next :] if self.following else ()
             if any(kind == "use" for kind, _ in remaining):
                 used = len(self.record.uses)
                 self._diverge(f"run {self.number} ends after {used} uses of buckets")
+            if self._cause and not self.learned.warned:
+                self.learned.warned = True
+                text = (
+                    f"defer: the order of use changed: {self._cause}. Buckets are fetched on demand"
+                )
+                warnings.warn(f"{text} until it repeats; this warning is given once", stacklevel=2)
             self._learn()
         return None if self.following else self.learned.schedule
 
