@@ -194,17 +194,12 @@ class BoundedStore:
 PARKED = "closed"  # what a rank writes none of whose groups are open
 _TICK_S = 0.25
 _RANKS_PER_TICK = 64  # one store serves all ranks, so that many more of them tick less often
-_LEAST_TICKS = 3  # without a sign of life, before a rank is taken for lost
+LEAST_TICKS = 3  # without a sign of life, before a rank is taken for lost
 
 
 def interval_s(ranks: int) -> float:
     """Seconds between two signs of life of a rank, in a job of so many."""
     return _TICK_S * max(1.0, ranks / _RANKS_PER_TICK)
-
-
-def least_limit_s(ranks: int) -> float:
-    """The least `heartbeat_s` that is no alarm for a rank which is well, in a job of so many."""
-    return _LEAST_TICKS * interval_s(ranks)
 
 
 @dataclass(frozen=True)

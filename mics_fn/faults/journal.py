@@ -549,8 +549,9 @@ class Watcher(Watch):
           passed_s: since this was called last.
         """
         state = self.state
-        final = state.failed is not None or any(each.final for each in state.standing.values())
-        if not state.on_device or state.aborted or not final:
+        if not state.on_device or state.aborted:
+            return
+        if state.failed is None and not any(each.final for each in state.standing.values()):
             self._failed_s = 0.0
             return
         self._failed_s += passed_s

@@ -389,11 +389,12 @@ def limit_s(given: float | None, ranks: int) -> float:
     Raises:
       PlanError: so few would take ranks for lost that are well.
     """
-    least = heartbeat.least_limit_s(ranks)
+    interval_s = heartbeat.interval_s(ranks)
+    least = heartbeat.LEAST_TICKS * interval_s  # below it a rank that is well raises an alarm
     if given is not None:
         if given < least:
             text = f"heartbeat_s={given!r} would take ranks for lost that are well"
-            lines = [f"signs of life come every {heartbeat.interval_s(ranks):g} s"]
+            lines = [f"signs of life come every {interval_s:g} s"]
             raise PlanError(text, lines, f"pass at least {least:g}")
         return given
     usual = 10.0 if hasattr(sys, "ps1") or _shell() is not None else 60.0

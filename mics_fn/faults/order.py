@@ -71,14 +71,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 from weakref import WeakSet
 
-from mics_fn.errors import (
-    CollectiveError,
-    DesyncError,
-    GroupsError,
-    MicsError,
-    disagreement,
-    name_ranks,
-)
+from mics_fn import errors
 from mics_fn.schedules import Channel
 from mics_fn.store import CHANGES, LEFT, Call, Calls, Stuck, call_text, later, poll, value_of
 
@@ -239,9 +232,9 @@ class OrderedCalls(Calls):
         deadline = time.monotonic() + channel.timeout_s
         if not poll(all_know, len(self._ranks), deadline, check):
             what = f"call {number} over '{self._name}' has no answer in {channel.timeout_s:g} s"
-            lines = [f"rank {channel.rank}: {text}", f"asked: {name_ranks(self._ranks)}"]
+            lines = [f"rank {channel.rank}: {text}", f"asked: {errors.name_ranks(self._ranks)}"]
             fix = "look for a rank that stopped, or that makes fewer calls"
-            raise channel.timeout_error(CollectiveError(what, lines, fix), [stuck])
+            raise channel.timeout_error(errors.CollectiveError(what, lines, fix), [stuck])
 
     def _report(self, number: int, text: str) -> None:
         """Say at which call this rank left, unless what is said of another call comes first."""
@@ -279,7 +272,8 @@ class OrderedCalls(Calls):
 
     def _refuse(self, number: int, rank: int, written: str, mine: str) -> None:
         """Raise, on all ranks of the groups, that two ranks make different calls."""
-        what = f"call {number} over '{self._name}' of {name_ranks(self._ranks)}: ranks differ in it"
+        whose = f"'{self._name}' of {errors.name_ranks(self._ranks)}"
+        what = f"call {number} over {whose}: ranks differ in it"
         self._channel.raise_everywhere(what, {rank: written, self._channel.rank: mine})
 
     def _at(self, number: int) -> str:
@@ -385,14 +379,14 @@ class JobChannel(Channel):
         for key in (self._trouble, *([] if self.refusing else [self._refused])):
             text = value_of(self.store, key)
             if text:
-                error = DesyncError(text)
+                error = errors.DesyncError(text)
                 if key == self._trouble:
                     self.fail(error)
                 raise error
 
     def raise_everywhere(self, what: str, texts: Mapping[int, str]) -> NoReturn:
         """Raise, here and on the other ranks, that ranks did different things."""
-        error = disagreement(what, texts, _FIX)
+        error = errors.disagreement(what, texts, _FIX)
         self.report(str(error))
         self.raise_reported()
         raise error
@@ -465,7 +459,7 @@ class JobChannel(Channel):
         counts = {calls.key: calls.issued for calls in self.calls}
         self._ordered.clear()  # these refer to the channel, and it to them
         self.calls.clear()
-        with suppress(MicsError, RuntimeError):  # the store is gone, with all that is in it
+        with suppress(errors.MicsError, RuntimeError):  # the store is gone, with all that is in it
             self.store.set(f"{self._departures}/{self.rank}", json.dumps([how, counts]))
             if self.store.add(self._departures, 1) == self.job_size:
                 self._tidy = self._delete_all
@@ -489,12 +483,12 @@ class JobChannel(Channel):
         if error is not None:  # a rank that resets its groups does so because of another error
             raise self.explain(error, wait=_RESET in f"{error}")
 
-    def closed(self, call: Stuck) -> GroupsError | None:
+    def closed(self, call: Stuck) -> errors.GroupsError | None:
         """The error of a rank that closed its groups in order, if one did so without its part."""
         error = self._without(call)
         return None if error is None or _RESET in f"{error}" else error
 
-    def _without(self, call: Stuck) -> GroupsError | None:
+    def _without(self, call: Stuck) -> errors.GroupsError | None:
         for rank in call.ranks:
             key = f"{self._departures}/{rank}"
             if rank not in self._departed and (text := value_of(self.store, key)):
@@ -506,7 +500,7 @@ class JobChannel(Channel):
                 if how == _RESET:
                     fix = "call groups = mics_fn.reset(groups), or trainer.reset(), on all ranks"
                 what = f"a call that rank {rank} will not make, since it {how}"
-                return GroupsError(what, lines, fix)
+                return errors.GroupsError(what, lines, fix)
         return None
 
 

@@ -24,12 +24,12 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
-    "lines": 24_480,
-    "lines without lab": 21_186,
-    "lines of the longest file": 550,
-    "files": 143,
+    "lines": 24_230,
+    "lines without lab": 20_904,
+    "lines of the longest file": 540,
+    "files": 142,
     "percent of lines that import": 8.8,
-    "files in the longest chain of imports": 17,
+    "files in the longest chain of imports": 18,
     "class names of several classes": 0,
     "file names in several wings": 0,
     "names with words that another word replaces": 0,
@@ -48,12 +48,13 @@ REPLACED = {
 # Of one call on 4 ranks in 2 partition groups, after a first one. Functions are within 2 %: a rank
 # that waits for another runs a few more.
 FLOWS = {
-    "gather of one leaf": (17, 88),
-    "opt_step with both hops": (27, 204),
-    "Trainer.step": (44, 382),
+    "gather of one leaf": (17, 84),
+    "opt_step with both hops": (26, 200),
+    "Trainer.step": (42, 380),
     "checkpoint.save": (26, 200),
     "make_groups": (20, 125),
 }  # files, functions
+ALIKE = "gather of one leaf", "opt_step with both hops", "Trainer.step"  # on all ranks
 
 
 def code_lines(name: str) -> set[int]:
@@ -181,7 +182,9 @@ def flows_of_rank(folder: str) -> dict[str, tuple[int, int]]:
 def test_a_flow_runs_few_files_and_functions(ranks: Callable, tmp_path: Path):
     found = ranks(4).run(flows_of_rank, f"{tmp_path}")
     for name, budget in FLOWS.items():
-        numbers = tuple(max(each[name][k] for each in found) for k in range(2))
+        # Of the rank that waited least; in the others the first rank does more.
+        of_ranks = min if name in ALIKE else max
+        numbers = tuple(of_ranks(each[name][k] for each in found) for k in range(2))
         print(f"{name}: {numbers} of {budget}")
         assert numbers[0] <= budget[0], f"{name}: files"
         assert numbers[1] <= 1.02 * budget[1], f"{name}: functions"
