@@ -68,8 +68,9 @@ def _compare(found: Mapping[int, Mapping[str, str]]) -> None:
     """Raise DesyncError if a fact differs between ranks."""
     names, lines = [], []
     for name in next(iter(found.values())):
-        holders = errors.by_value({rank: facts[name] for rank, facts in found.items()})
-        if len(holders) > 1:
+        values = {rank: facts[name] for rank, facts in found.items()}
+        if len(set(values.values())) > 1:
+            holders = errors.by_value(values)
             texts = [f"{value} on {errors.name_ranks(ranks)}" for value, ranks in holders]
             names.append(name)
             lines.append(f"{name}: {'; '.join(texts)}")
