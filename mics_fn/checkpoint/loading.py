@@ -234,7 +234,7 @@ def load(
     home = snapshot.main_home("load", groups, snapshot.homes_by_bucket("load", like, groups))
     folder, refused = directory.Folder(path), dict[int, FileError]()
     # Several steps may be read into this memory one after the other, but it is given away once.
-    given = copy_of(like, into=lambda x: x) if donate else like
+    given = memory_like(like, into=lambda x: x) if donate else like
     with shards.Writing() as writing:
         if donate:
             writing.covers(like, "like", "checkpoint.load")
@@ -289,7 +289,7 @@ def _load(
         text = f"load: ranks see different files in {path}"
         raise FileError(message(text, fix="load from a folder that ranks share"), damaged=True)
     with together(home), torch.no_grad():
-        state = copy_of(like, into=None if writing is None else lambda x: x)
+        state = memory_like(like, into=None if writing is None else lambda x: x)
         if writing is not None:
             writing.mark_donated()
         extra = sources.fill(snapshot.contents_of("load", state, groups, replicas))
@@ -297,33 +297,33 @@ def _load(
     return Loaded(state, step, extra)
 
 
-def copy_of(state: Tree, into: Callable[[Tensor], Tensor] | None = None) -> Tree:
-    """A state in new memory, in which tensors share memory where they did before.
+def memory_like(state: Tree, into: Callable[[Tensor], Tensor] | None = None) -> Tree:
+    """A state whose tensors are to be read into, which share memory where they did before.
 
     Args:
       state: any pytree of shards and tensors.
-      into: gives the tensor that takes the place of another one; default a copy. In the place of
-        those in files come new ones, in these files; and of those that are codes, of their kind.
+      into: gives the tensor that takes the place of another one; default new memory of zeros, which
+        the system gives page by page when it is written. In the place of those in files come new
+        ones, in these files; and of those that are codes, of their kind.
     """
-    kept: dict[tuple[Any, ...], Tensor] = {}  # memory that was copied
+    kept: dict[tuple[Any, ...], Tensor] = {}  # new memory, by that in whose place it is
 
-    def copied(x: Tensor) -> Tensor:
+    def renewed(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
         key = storage.data_ptr(), storage.nbytes(), x.device
         if key not in kept:
-            whole = torch.empty(0, dtype=torch.uint8, device=x.device)
-            kept[key] = whole.set_(storage, 0, (storage.nbytes(),), (1,)).clone()
+            kept[key] = torch.zeros(storage.nbytes(), dtype=torch.uint8, device=x.device)
         view, memory = torch.empty(0, dtype=x.dtype, device=x.device), kept[key].untyped_storage()
         return view.set_(memory, x.storage_offset(), x.size(), x.stride())
 
     def new(x: Any) -> Tensor:
         if is_coded(x) and x.codes.row is not None:  # it is read into as bytes
-            row = x.codes.row if into is not None else copied(x.codes.row)
+            row = x.codes.row if into is not None else renewed(x.codes.row)
             return x.within(row)
         if is_placed(x):
             return x.unset()
         lazy = x.is_conj() or x.is_neg()  # memory that is read into holds the values themselves
-        return copied(x) if into is None or lazy else into(x)
+        return renewed(x) if into is None or lazy else into(x)
 
     def leaf_of(x: Any) -> Any:
         if isinstance(x, shards.Sharded | shards.Fixed):

@@ -1,6 +1,7 @@
 """A state comes back bit for bit, from any layout to any other."""
 
 import contextlib
+import copy
 import json
 import os
 import warnings
@@ -17,7 +18,7 @@ from torch import Tensor
 import mics_fn as mf
 from mics_fn import checkpoint, optim, tree
 from mics_fn.checkpoint.directory import manifest_in
-from mics_fn.checkpoint.loading import copy_of
+from mics_fn.checkpoint.loading import memory_like
 from mics_fn.checkpoint.manifest import SAVED
 from mics_fn.errors import FileError, LeafError, MicsError
 from mics_fn.lab.ranks.pool import RankPool
@@ -65,7 +66,7 @@ def loaded(
     layout: Layout, kind: str, dtype: torch.dtype, folder: str, donate: bool, scheme: str = ""
 ) -> Any:
     like, groups = state_on(layout, kind, dtype, 8, scheme)
-    kept, spec = copy_of(like), tree.flatten(like)[1]
+    kept, spec = copy.deepcopy(like), tree.flatten(like)[1]
     found = checkpoint.load(folder, like, groups, donate=donate)
     if not donate:
         pairs = zip(tree.flatten(kept)[0], tree.flatten(like)[0], strict=True)
@@ -208,7 +209,7 @@ def comes_back(where: str, state: Any, extra: Any, groups: mf.Groups) -> str:
         left = sorted(os.listdir(where)) if os.path.exists(where) else []
         return f"{error}" if left in ([], [".lock"]) else f"{left}"
     checkpoint.verify(where)
-    like = copy_of(state)
+    like = memory_like(state)
     for donate in (False, True):
         found = checkpoint.load(where, like, groups, donate=donate)
         pairs = zip(tree.flatten(found.state)[0], tree.flatten(state)[0], strict=True)
