@@ -22,11 +22,10 @@ reductions may come in any order among each other, as uneven gradients need it.
 
 [Note: one guess everywhere] A guess depends on nothing but the sequence. So ranks that have made
 the same calls guess the same next one, without a message, and each of them knows what the others
-guess. The guess is what followed the last time. Where it is wrong, the sequence goes on where it
-was left at the wrong guess before, if that is expected there, else at the latest place of what came
-after entries that are most alike. So something rare between equal steps, such as an evaluation, is
-a miss when it comes and at most another one where it came the last time, whatever the distance: the
-steps go on where they were left. A long step with many equal parts is guessed in full from its
+guess. The guess is what followed the last time. Where it is wrong, the sequence goes on at the
+latest place of the entry after those that are most alike to the last ones. So something rare
+between equal steps, such as an evaluation, is a few misses when it comes and one where it came the
+last time, whatever the distance. A long step with many equal parts is guessed in full from its
 third time on. Where most guesses were wrong there is none for a while, so a program without a
 pattern does not wait at each call.
 
@@ -103,7 +102,6 @@ class CallPattern:
     def __init__(self) -> None:
         self._past: list[Any] = []
         self._at = -1  # place of what is expected next; below 0 if nothing is
-        self._left = -1  # place of what was expected last where it did not come
         self._doubt = 0
         self.guess: Any = None  # the expected entry; None if there is none, or too much doubt
 
@@ -114,16 +112,13 @@ class CallPattern:
             self._doubt = max(0, self._doubt - 1)
         else:
             self._doubt = min(_MOST_DOUBT, self._doubt + _MISS * (at >= 0))
-            if self._left >= 0 and past[self._left] == entry:
-                at, self._left = self._left, -1
-            else:
-                at, self._left = self._most_alike(entry), at
+            at = self._most_alike(entry)
         past.append(entry)
         self._at = at + 1 if at >= 0 else -1
         if len(past) > _MOST:
             half = _MOST // 2
             del past[:half]
-            self._at, self._left = max(-1, self._at - half), max(-1, self._left - half)
+            self._at = max(-1, self._at - half)
         expects = self._at >= 0 and self._doubt <= _DOUBT
         self.guess = past[self._at] if expects else None
 

@@ -250,6 +250,25 @@ def test_a_rank_that_never_answers_is_a_late_one():
     assert errors[1:] == [None, None]
 
 
+def test_a_call_at_which_another_rank_left_is_compared_by_whoever_has_read_of_it():
+    """Rank 0 moves data once rank 1 has read that it left; rank 1 still expects the guess."""
+    store = HashStore()
+    channels = [JobChannel(store, "key", range(2), rank, 20.0, 2) for rank in range(2)]
+    first, second = (OrderedCalls(channel, "all", range(2)) for channel in channels)
+    for _ in range(4):
+        with ThreadPoolExecutor(2) as pool:
+            for calls in (first, second):
+                pool.submit(calls.add, ("a", "", "", 8), lambda: None)
+    assert first._pattern.guess == second._pattern.guess == ("a", "", "", 8)
+    with ThreadPoolExecutor(1) as pool:
+        moves = pool.submit(first.add, ("b", "", "", 16), lambda: None)
+        assert poll(lambda: store.check(["key/calls/all/0/left"]), 1, time.monotonic() + 10)
+        channels[1].poll_peers()
+        moves.result(10)
+    with pytest.raises(DesyncError, match="call 4 over 'all' of ranks 0, 1: ranks differ"):
+        second.add(("a", "", "", 8), lambda: None)
+
+
 def written(events: Sequence[int]) -> list[int]:
     """What this rank writes to the store of the job in each step, and in what follows it."""
     torch.manual_seed(0)
