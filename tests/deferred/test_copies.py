@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy
 import pytest
 import torch
+from cases import plain_values, same_bits
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,18 +17,9 @@ from mics_fn.errors import LeafError
 from mics_fn.optim import sgd
 
 
-def _shards(groups, **values):
-    values = values or {"w": torch.arange(6.0).view(2, 3), "b": torch.full((2,), float("nan"))}
+def _shards(groups):
+    values = {"w": torch.arange(6.0).view(2, 3), "b": torch.full((2,), float("nan"))}
     return shard(values, groups)
-
-
-def _plain(shards) -> list[Tensor]:
-    return [leaf.data.clone() for leaf in shards.values()]
-
-
-def _same(shards, before: list[Tensor]) -> bool:
-    pairs = zip(_plain(shards), before, strict=True)
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
 WRITES: dict[str, Callable[[Tensor], object]] = {
@@ -46,14 +38,14 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 def test_a_write_raises_at_the_end_and_reaches_no_shard(name: str) -> None:
     groups = make_groups(1)
     shards = _shards(groups)
-    before = _plain(shards)
+    before = plain_values(shards)
     with (
         torch.no_grad(),
         pytest.raises(LeafError, match=r"w was written to"),
         defer(shards, groups, keep_all()) as full,
     ):
         WRITES[name](full["w"])
-    assert _same(shards, before)
+    same_bits(shards, before)
 
 
 def test_a_write_in_a_step_raises_before_the_update() -> None:
@@ -66,10 +58,10 @@ def test_a_write_in_a_step_raises_before_the_update() -> None:
     trainer = Trainer(
         Clamps(3, 2), sgd(0.1), make_groups(1), loss=lambda m, x: m(x).square().mean()
     )
-    before = _plain(trainer.state.params)
+    before = plain_values(trainer.state.params)
     with pytest.raises(LeafError, match=r"weight was written to"):
         trainer.step(torch.ones(4, 3))
-    assert _same(trainer.state.params, before)
+    same_bits(trainer.state.params, before)
     assert trainer.state.step == 0
 
 

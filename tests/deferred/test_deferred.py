@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from cases import TREES, Layout, groups_of, plain_values, poison, random, same_bits
+from cases import Layout, groups_of, random
 from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,30 +32,6 @@ def deferred_weight(groups, value, **options):
 
 def nothing_sent(groups):
     return not any(name.startswith("gather") for name in groups.traffic.snapshot())
-
-
-# Law 1, deferred: what an op gets is what was sharded, bit for bit, with NaN in all padding.
-
-
-def round_trip(layout, name, dtype):
-    groups = groups_of(layout)
-    want = plain_values(TREES[name](dtype, 11))
-    for bucket_bytes, live in [(25 * 2**20, None), (40, 0), (40, 100)]:
-        policy = mf.on_demand(live_bytes=live)
-        shards = poison(mf.shard(TREES[name](dtype, 11), groups, bucket_bytes=bucket_bytes))
-        for route in (groups.hierarchy, groups.flat, groups):  # on demand, then twice ahead
-            full = mf.defer(shards, route, policy).params
-            leaves, spec = tree.flatten(full)
-            assert [tuple(x.shape) for x in leaves] == [x.shape for x in tree.flatten(want)[0]]
-            same_bits(spec.unflatten([x.detach().clone() for x in leaves]), want)
-
-
-@pytest.mark.parametrize("layout", [PAIR, Layout((2,), 1), Layout((2, 2), 4)], ids=str)
-@pytest.mark.parametrize("name", TREES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.covering
-def test_an_op_gets_what_was_sharded(ranks, layout, name, dtype):
-    ranks(layout.world_size).run(round_trip, layout, name, dtype)
 
 
 # What a deferred tensor is.

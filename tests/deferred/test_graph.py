@@ -16,10 +16,6 @@ ALONE, PAIR, COPIES = Layout((1,), 1), Layout((2,), 2), Layout((2,), 1)
 RATE = 0.5
 
 
-def rank_of() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 # Recomputation that runs a backward of its own.
 
 
@@ -106,7 +102,7 @@ def trains_nothing(layout: Layout, live_bytes: int | None) -> None:
             loss=lambda model, x, chosen=chosen: chosen[0](model, x), accumulate=2,
             live_bytes=live_bytes, bucket_bytes=16,
         )  # fmt: skip
-        x = random(rank_of(), 4, 3)
+        x = random(groups.rank, 4, 3)
         before = [trainer.params(), dict(trainer.state.buffers), trainer.state.step]
         many = layout.world_size
         who = f", on any of {many} ranks" if many > 1 else ""
@@ -136,7 +132,7 @@ def some_train(layout: Layout) -> dict:
         replicas="broadcast", accumulate=2,
         loss=lambda model, x: model(x).sum() if x.min() > 0 else x.sum(), live_bytes=None,
     )  # fmt: skip
-    x = torch.tensor([[0.0] * 3, [float(rank_of())] * 3])
+    x = torch.tensor([[0.0] * 3, [float(dist.get_rank())] * 3])
     for _ in range(2):
         trainer.step(x)
     return trainer.params()

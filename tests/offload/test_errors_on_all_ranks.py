@@ -158,11 +158,7 @@ def check_trained(folder: str, fault: str, overlap: bool, guarded: bool) -> list
 
 
 @pytest.mark.parametrize(
-    ("fault", "overlap", "guarded"),
-    [
-        ("cannot write", True, False),
-        ("cannot read", False, True),
-    ],
+    ("fault", "overlap", "guarded"), [("cannot write", True, False), ("cannot read", False, True)]
 )
 def test_a_trainer_goes_on_with_its_replicas(ranks, tmp_path, fault, overlap, guarded):
     told, raised = ranks(2).run(check_trained, f"{tmp_path}", fault, overlap, guarded)

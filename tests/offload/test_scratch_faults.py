@@ -1,8 +1,6 @@
 """Scratch files and what can happen to them: no wrong value, no file in the way, no thread left."""
 
-import errno
 import gc
-import os
 import signal
 import subprocess
 import threading
@@ -15,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from children import in_child
+from disks import broken
 from torch import Tensor
 
 from mics_fn import testing
 from mics_fn.errors import FileError
 from mics_fn.offload import Block, Scratch, empty, read, store, stream
-from mics_fn.offload import scratch as scratch_module
 
 MIB = 2**20
 
@@ -88,28 +86,14 @@ def test_a_full_disk(tmp_path: Path):
         del rest, scratch, new
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, name: str, after: int) -> None:
-    """From some call on, reads or writes fail as those of a broken disk do."""
-    real, calls = getattr(scratch_module, name), []
-
-    def fails(*args: Any) -> None:
-        calls.append(args)
-        if len(calls) > after:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        real(*args)
-
-    monkeypatch.setattr(scratch_module, name, fails)
-
-
 @pytest.mark.parametrize("after", [0, 5, 11])
-@pytest.mark.parametrize("name", ["read_all", "write_all"])
-def test_a_broken_disk(scratch: Scratch, monkeypatch: pytest.MonkeyPatch, name: str, after: int):
+@pytest.mark.parametrize("fault", ["cannot read", "cannot write"])
+def test_a_broken_disk(scratch: Scratch, fault: str, after: int):
     kept, before = kept_in(scratch), threading.active_count()
     new = [empty(scratch, x.shape, x.dtype, leaf=f"new{i}") for i, x in enumerate(kept)]
-    with monkeypatch.context() as patch:
-        failing(patch, name, after)
-        with pytest.raises(FileError, match=r"(?s)(w|new)\d+: \[Errno 5\].*fix: ") as caught:
-            step(kept, new)
+    expected = pytest.raises(FileError, match=r"(?s)(w|new)\d+: \[Errno 5\].*fix: ")
+    with broken(fault, after), expected as caught:
+        step(kept, new)
     assert caught.value.path == str(scratch.folder)
     assert threading.active_count() == before
     assert intact(kept)

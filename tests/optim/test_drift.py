@@ -31,15 +31,14 @@ def flip(piece: Tensor) -> None:
 
 def spoil(state: Any, what: str) -> None:
     """Change one bit of what a rank holds."""
-    match what:
-        case "params":
-            flip(state.params["first.weight"].data)
-        case "opt":
-            flip(by_leaf(state.opt.moments["exp_avg"])["first.weight"].data)
-        case "buffers":
-            flip(state.buffers["norm.running_var"])
-        case "fixed":
-            flip(state.params["fixed"].data)
+    held = {
+        "params": state.params["first.weight"].data,
+        "opt": by_leaf(state.opt.moments["exp_avg"])["first.weight"].data,
+        "buffers": state.buffers["norm.running_var"],
+        "fixed": state.params["fixed"].data,
+    }
+    if what in held:
+        flip(held[what])
 
 
 def batch_of(step: int, rank: int) -> Tensor:

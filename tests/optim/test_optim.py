@@ -344,14 +344,6 @@ def test_gradients_must_match():
             do()
 
 
-def test_clip_by_value():
-    groups = mf.make_groups(1)
-    optimizer = mf.optim.chain(mf.optim.clip_by_value(0.5), mf.optim.sgd(1.0))
-    state = mf.init_state(mf.shard({"w": torch.zeros(3)}, groups), optimizer)
-    grads = mf.reduce_grads({"w": torch.tensor([-3.0, 0.25, 9.0])}, groups)
-    assert mf.opt_step(state, grads).params["w"].data.tolist() == [0.5, -0.25, -0.5]
-
-
 # Anything shaped like optax or torchopt.
 
 

@@ -45,10 +45,6 @@ def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def rank_here() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def mean_grads(params: Any, step: int, n: int) -> Any:
     """The gradient of the loss over the samples of all ranks."""
     parts = zip(*(batch_of(step, rank) for rank in range(n)), strict=True)
@@ -87,7 +83,7 @@ def trainer_of(groups: Any, optimizer: Any, **options: Any) -> mf.Trainer:
 
 def run(trainer: mf.Trainer, steps: int = STEPS) -> Any:
     for step in range(steps):
-        trainer.step(batch_of(step, rank_here()))
+        trainer.step(batch_of(step, dist.get_rank()))
     return trainer.params()
 
 
@@ -128,7 +124,7 @@ def hybrid(layout: Layout) -> None:
         trainer = trainer_of(given, mf.optim.sgd(0.1), **how)
         run(trainer, STEPS - 1)
         groups.traffic.clear()
-        trainer.step(batch_of(STEPS - 1, rank_here()))
+        trainer.step(batch_of(STEPS - 1, dist.get_rank()))
         found = groups.traffic.snapshot()
         sent.append(sum(nbytes for what, (_, nbytes) in found.items() if "gather" in what))
         close(trainer.params(), sgd_twin(layout.world_size))
@@ -162,7 +158,7 @@ def every_second(layout: Layout) -> None:
     want = make_params()
     for step in range(STEPS):
         groups.traffic.clear()
-        trainer.step(batch_of(step, rank_here()))
+        trainer.step(batch_of(step, dist.get_rank()))
         if step % 2:
             two = [mean_grads(want, at, layout.world_size) for at in (step - 1, step)]
             want = {k: x - 0.1 * (two[0][k] + two[1][k]) for k, x in want.items()}
@@ -185,7 +181,7 @@ def int8(layout: Layout) -> None:
     want, rests = make_params(), [dict.fromkeys(make_params(), 0.0) for _ in range(n)]
     for step in range(STEPS):
         groups.traffic.clear()
-        trainer.step(batch_of(step, rank_here()))
+        trainer.step(batch_of(step, dist.get_rank()))
         grads = [torch.func.grad(loss_fn)(want, batch_of(step, rank)) for rank in range(n)]
         for name in want:
             exact = [grads[rank][name] + rests[rank][name] for rank in range(n)]
@@ -251,7 +247,7 @@ def overlapped(layout: Layout) -> None:
     groups, n = groups_of(layout), layout.world_size
     params = mf.shard(make_params(), groups, bucket_bytes=400)
     for count in (1, 3):
-        batches = [batch_of(step, rank_here()) for step in range(count)]
+        batches = [batch_of(step, dist.get_rank()) for step in range(count)]
         found = mf.unshard(recipes.overlapped_grads(loss_fn, params, batches, groups), groups)
         each = [mean_grads(make_params(), step, n) for step in range(count)]
         close(found, {k: sum(grads[k] for grads in each) / count for k in found})

@@ -207,7 +207,3 @@ def test_check_names_what_cannot_be_done(text: str, shown: str):
     with pytest.raises(PlanError) as caught:
         Schedule.parse(text).check([8, 8, 8], live_bytes=8)
     assert f"Schedule.check: {shown}" in str(caught.value)
-
-
-def test_check_allows_what_one_use_needs():
-    Schedule.parse("fetch 0; fetch 1; fetch 2; use 0+1+2").check([8, 8, 8], live_bytes=0)

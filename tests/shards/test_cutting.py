@@ -8,16 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import (
-    LAYOUTS,
-    TREES,
-    Layout,
-    groups_of,
-    placed_as,
-    random,
-    same_bits,
-    small_first,
-)
+from cases import LAYOUTS, TREES, Layout, groups_of, placed_as, random, same_bits, small_first
 from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.errors import FileError, LeafError, PeerFileError
+from mics_fn.errors import FileError, LeafError
 from mics_fn.offload import Where, in_file
 from mics_fn.offload.scratch import Extent
 from mics_fn.shards import is_leaf
@@ -24,7 +24,6 @@ from mics_fn.shards import is_leaf
 ALONE, PAIR, BOTH, FOUR = Layout((1,), 1), Layout((2,), 2), Layout((2, 2), 2), Layout((2, 2), 4)
 LAYOUTS = [ALONE, PAIR, BOTH, FOUR]
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
-PRECISION = "compute=f32, reduce=bf16"
 CODES = [
     "gather=int8[64]",
     "gather=int4[32]@node; *b*: gather=f32",
@@ -66,8 +65,10 @@ def computed(full: Any) -> Any:
 
 
 def gathered(shards: Any, groups: mf.Groups) -> list[Any]:
-    """What each verb gives that gathers."""
+    """What each verb gives that gathers, or looks at leaves."""
     found = [mf.gather(shards, groups), mf.shards.start_gather(shards, groups).wait()]
+    found.append([mf.get(shards, path, groups) for path in tree.paths(shards, "", is_leaf)])
+    found += [mf.unshard(copy.deepcopy(shards), groups), mf.summary(shards).here_bytes]
     with torch.no_grad():
         for schedule in (mf.on_demand(live_bytes=300), mf.keep_all()):
             for _ in range(2):  # the second run follows what the first one has learned
@@ -137,33 +138,6 @@ def test_the_same_bits_as_in_memory(ranks: Any, layout: Layout, trees: Any, code
     ranks(layout.world_size).run(verbs, layout, trees, codes)
 
 
-def looked_at(layout: Layout, scheme: str | None, precision: str | None) -> None:
-    """Prompts and copies; also in a placement, and in another dtype on the wire."""
-    with tempfile.TemporaryDirectory() as folder:
-        groups = groups_of(layout)
-        how: Any = {"precision": precision, "bucket_bytes": 100}
-        scratch = f"{folder}/scratch"
-        in_memory, stored = pair(groups, lambda: TREES["plain"](F32, 3), scratch, "all", **how)
-        if scheme is not None:
-            groups = mf.placement.place(groups, scheme)
-        for path in in_memory:
-            same_bits(mf.get(in_memory, path, groups), mf.get(stored, path, groups))
-        want = mf.unshard(in_memory, groups)
-        same_bits(mf.unshard(stored, groups), want)
-        assert mf.summary(stored).here_bytes == mf.summary(in_memory).here_bytes
-        same_bits(mf.unshard(copy.deepcopy(stored), groups), want)
-
-
-@pytest.mark.parametrize(
-    ("layout", "scheme", "precision"),
-    [(PAIR, "zero2", PRECISION), (ALONE, None, PRECISION), (FOUR, "hpz", PRECISION)],
-    ids=str,
-)
-@pytest.mark.short(f"2-p2-zero2-{PRECISION}")
-def test_what_looks_at_shards(ranks: Any, layout: Layout, scheme: Any, precision: Any) -> None:
-    ranks(layout.world_size).run(looked_at, layout, scheme, precision)
-
-
 def test_pieces_in_files_take_no_memory_and_files_end_with_them(tmp_path: Any) -> None:
     groups = mf.make_groups(1)
     shards = mf.shard({"w": torch.ones(1000, 1000)}, groups, where=f"params=disk:{tmp_path}")
@@ -199,23 +173,6 @@ def broken(how: str) -> None:
 @pytest.mark.parametrize("how", ["values", "codes"])
 def test_a_file_that_is_broken_is_an_error_on_all_ranks(ranks: Any, how: str) -> None:
     ranks(2).run(broken, how)
-
-
-def no_room() -> None:
-    """A rank that cannot make its file raises that, and the others hear of it."""
-    groups = mf.make_groups(2, timeout_s=20)
-    with tempfile.TemporaryDirectory() as folder:
-        if groups.position == 1:
-            folder = f"{folder}/file"
-            open(folder, "w").close()
-        kind = FileError if groups.position == 1 else PeerFileError
-        for verb in (mf.shard, mf.load_shards):
-            with pytest.raises(kind, match="cannot be made"):
-                verb({"w": torch.ones(40)}, groups, where=f"params=disk:{folder}")
-
-
-def test_a_file_that_cannot_be_made_is_an_error_on_all_ranks(ranks: Any) -> None:
-    ranks(2).run(no_room)
 
 
 def make_model() -> torch.nn.Module:

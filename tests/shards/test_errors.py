@@ -168,9 +168,7 @@ def test_a_shard_is_no_tensor_and_says_what_makes_one():
         lambda: model.load_state_dict(shards),
     ):  # fmt: skip
         expect(
-            (mf.errors.LeafError, AttributeError),
-            "fix: gather(shards, groups) gives tensors",
-            call,
+            (mf.errors.LeafError, AttributeError), "fix: gather(shards, groups) gives tensors", call
         )
     text = r"Sharded\(.*\) is not an instance"
     for fn in (
@@ -255,29 +253,18 @@ def test_verbs_without_groups_and_with_the_wrong_thing():
     e = mf.errors
     none = "groups is None\n  fix: make groups first: groups = mics_fn.make_groups(partition_size)"
     for error, text, call in (
-        (e.GroupsError, f"shard: {none}", lambda: mf.shard(full, None)),  # pyright: ignore
         (e.GroupsError, f"gather: {none}", lambda: mf.gather(shards, None)),  # pyright: ignore
         (e.GroupsError, f"reduce_grads: {none}", lambda: mf.reduce_grads(full, None)),
         (e.GroupsError, "reduce_grads: got a h", lambda: mf.reduce_grads(shards, groups.hierarchy)),
         (e.LeafError, "groups: not a prefix of the tree", lambda: mf.shard(full, {"v": groups})),
-        (e.LeafError, "groups.w: got int, which is no gr", lambda: mf.shard(full, {"w": 3})),
         (e.LeafError, ".a is Sharded, expected torch.Ten", lambda: mf.shard(partly, groups)),
         (e.LeafError, ".a is Sharded, expected torch.T", lambda: mf.reduce_grads(partly, groups)),
-        (
-            e.PlanError,
-            "replicas='maybe', expected 'check' or 'broadcast'",
-            lambda: mf.shard(full, groups, **{"replicas": "maybe"}),  # pyright: ignore
-        ),
         (
             e.PlanError,
             "source_rank=3 is not one of rank 0",
             lambda: mf.shard(full, groups, replicas="broadcast", source_rank=3),
         ),
-        (
-            e.PlanError,
-            "bucket_bytes=0, expected a number of bytes of at least 1",
-            lambda: mf.shard(full, groups, bucket_bytes=0),
-        ),
+        (e.PlanError, "bucket_bytes=0, expected", lambda: mf.shard(full, groups, bucket_bytes=0)),
     ):
         expect(error, text, call)
 

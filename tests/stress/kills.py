@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +57,6 @@ class KillsConfig:
     lanes: int = 2
 
 
-@dataclass
-class Seen:
-    """What the ranks of one job have said."""
-
-    words: dict[int, list[list[str]]] = field(default_factory=dict)
-
-    def numbers(self, word: str) -> list[int]:
-        """The steps of which ranks said something."""
-        return [int(x[1]) for each in self.words.values() for x in each if x[0] == word]
-
-
 class Chain:
     """Jobs in one folder, one after the other.
 
@@ -83,7 +72,7 @@ class Chain:
         self.found, self.texts = Counter[str](), list[str]()
         self.pipes: dict[int, int] = {}
         self.pids: dict[int, int] = {}
-        self.seen = Seen()
+        self.words: dict[int, list[list[str]]] = {}  # what the ranks of one job have said
 
     def run(self) -> tuple[Counter[str], list[str]]:
         """Kill all jobs but the last one."""
@@ -107,7 +96,7 @@ class Chain:
         try:
             self._start(job, port, board)
             if not self._reach(ranks):
-                self._note("stuck", f"trial {number}: {job}: {self.seen.words}")
+                self._note("stuck", f"trial {number}: {job}: {self.words}")
             elif number < self.count:
                 self._kill(job, board)
             else:
@@ -121,7 +110,7 @@ class Chain:
 
     def _start(self, job: Job, port: int, board: mmap.mmap) -> None:
         self.pids, self.pipes = {}, {}
-        self.seen = Seen({rank: [] for rank in range(job.ranks)})
+        self.words = {rank: [] for rank in range(job.ranks)}
         for rank in range(job.ranks):
             self.pipes[rank], theirs = os.pipe()
             os.set_blocking(self.pipes[rank], False)
@@ -133,7 +122,7 @@ class Chain:
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             self._hear(0.0)
-            if len(self.seen.numbers("begins")) >= ranks:
+            if len(self._numbers("begins")) >= ranks:
                 return True
             if self._ended():
                 return False
@@ -160,14 +149,18 @@ class Chain:
             self._hear(0.01)
         self.found["survivors"] += len(living)
         for rank in living:
-            words = self.seen.words[rank]
+            words = self.words[rank]
             if rank not in self._ended():
                 self._note("hang", f"{job}: rank {rank} of {living}, killed {victims}: {words}")
             elif words[-1][1] == "0":
                 self._note("untyped", f"{job}: rank {rank}: {words[-1]}")
 
+    def _numbers(self, word: str) -> list[int]:
+        """The steps of which ranks said something."""
+        return [int(x[1]) for each in self.words.values() for x in each if x[0] == word]
+
     def _ended(self) -> set[int]:
-        return {rank for rank, x in self.seen.words.items() if x and x[-1][0] == "ended"}
+        return {rank for rank, x in self.words.items() if x and x[-1][0] == "ended"}
 
     def _hear(self, seconds: float) -> None:
         """Read what ranks say, for so long."""
@@ -175,21 +168,21 @@ class Chain:
         while True:
             for rank, pipe in self.pipes.items():
                 lines = _read(pipe).decode(errors="replace").splitlines()
-                self.seen.words[rank] += [line.split(" ", 2) for line in lines]
+                self.words[rank] += [line.split(" ", 2) for line in lines]
             if (left := deadline - time.monotonic()) <= 0:
                 return
             time.sleep(min(left, 5e-3))
 
     def _judge(self, number: int, job: Job) -> None:
         """Compare what a job found and left with what it and those before it were told."""
-        text = f"trial {number}: {job}, at least {self.low}, at most {self.high}: {self.seen.words}"
+        text = f"trial {number}: {job}, at least {self.low}, at most {self.high}: {self.words}"
         least = 0 if job.rolls_back else self.low
-        for loaded in (x for each in self.seen.words.values() for x in each if x[0] == "loaded"):
+        for loaded in (x for each in self.words.values() for x in each if x[0] == "loaded"):
             if not least <= int(loaded[1]) <= self.high:
                 self._note("lost", text)
             if loaded[2] != "1":
                 self._note("wrong", text)
-        begun, told = self.seen.numbers("begins"), self.seen.numbers("committed")
+        begun, told = self._numbers("begins"), self._numbers("committed")
         if told:  # newer steps of a run that was rolled back are gone
             self.low, self.high = max(told), max(begun)
         elif begun:

@@ -4,6 +4,7 @@ import contextlib
 import mmap
 import struct
 import time
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -86,6 +87,7 @@ def batch_of(rank: int, step: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
+@dataclass
 class Rank:
     """One process of a rank.
 
@@ -100,22 +102,16 @@ class Rank:
     """
 
     agent = True  # whether the store outlives every rank, or is rank 0's
-
-    def __init__(
-        self,
-        trial: Loss,
-        rank: int,
-        port: int,
-        board: mmap.mmap,
-        conn: Connection,
-        stacks: str,
-        *,
-        again: bool = False,
-    ) -> None:
-        self.trial, self.rank, self.port, self.again = trial, rank, port, again
-        self.board, self.conn, self.stacks = board, conn, stacks
-        self.digests: dict[int, str] = {}
-        self.resets, self.seconds = 0, 0.0
+    trial: Loss
+    rank: int
+    port: int
+    board: mmap.mmap
+    conn: Connection
+    stacks: str
+    again: bool = False
+    digests: dict[int, str] = field(default_factory=dict)
+    resets: int = 0
+    seconds: float = 0.0
 
     def serve(self) -> None:
         """Train to the last step, and say what came of it."""
