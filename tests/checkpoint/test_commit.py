@@ -70,8 +70,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["pruning", pytest.param("rolled back", marks=pytest.mark.thorough)],
+    "kind", ["pruning", pytest.param("rolled back", marks=pytest.mark.thorough)]
 )
 def test_a_kill_at_any_operation_loses_nothing(tmp_path: Path, kind: str) -> None:
     groups = mf.make_groups(1)

@@ -40,9 +40,6 @@ from torch.distributed.fsdp import fully_shard
 
 import mics_fn as mf
 from mics_fn.checkpoint import load_dcp, save_dcp
-from mics_fn.lab.ranks.pool import RankPool
-
-Ranks = Callable[[int], RankPool]
 
 LAYOUTS = [Layout((2,), 1), Layout((2,), 2), Layout((2, 2), 2)]
 
@@ -107,9 +104,7 @@ def to_fsdp2(layout: Layout, path: Path, prefix: str) -> None:
 
 
 @pytest.mark.parametrize(("layout", "prefix"), [(LAYOUTS[0], ""), (LAYOUTS[2], "model.")], ids=str)
-def test_fsdp2_loads_what_is_written_here(
-    ranks: Ranks, tmp_path: Path, layout: Layout, prefix: str
-):
+def test_fsdp2_loads_what_is_written_here(ranks, tmp_path: Path, layout: Layout, prefix: str):
     path = tmp_path / "new" / "a"
     ranks(layout.world_size).run(to_fsdp2, layout, path, prefix)
     assert os.listdir(path.parent) == ["a"]
@@ -128,7 +123,7 @@ def save_values(layout: Layout, path: Path, **options: Any) -> None:
     ("layout", "max_file_bytes"), [(LAYOUTS[1], 1), (LAYOUTS[2], 10**9)], ids=str
 )
 def test_every_kind_of_leaf_is_written_once(
-    ranks: Ranks, tmp_path: Path, layout: Layout, max_file_bytes: int
+    ranks, tmp_path: Path, layout: Layout, max_file_bytes: int
 ):
     write = partial(save_values, max_file_bytes=max_file_bytes, prefix="a.b.c_")
     ranks(layout.world_size).run(write, layout, tmp_path / "a")
@@ -182,7 +177,7 @@ def resumed(layout: Layout, path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
-def test_an_optimizer_of_torch_goes_on(ranks: Ranks, tmp_path: Path, layout: Layout):
+def test_an_optimizer_of_torch_goes_on(ranks, tmp_path: Path, layout: Layout):
     ranks(layout.world_size).run(resumed, layout, tmp_path / "a")
 
 
@@ -204,7 +199,7 @@ def from_fsdp2(layout: Layout, path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
-def test_what_fsdp2_wrote_is_loaded(ranks: Ranks, tmp_path: Path, layout: Layout):
+def test_what_fsdp2_wrote_is_loaded(ranks, tmp_path: Path, layout: Layout):
     ranks(layout.world_size).run(from_fsdp2, layout, tmp_path / "a")
     with mf.make_groups(1) as groups:  # on another number of ranks
         model, shards = mf.init_model(Model, groups, seed=0, weights=dict(make(5).state_dict()))

@@ -25,9 +25,6 @@ from mics_fn import checkpoint
 from mics_fn.checkpoint import manifest
 from mics_fn.checkpoint.directory import Folder, divided
 from mics_fn.errors import FileError
-from mics_fn.lab.ranks.pool import RankPool
-
-Pools = Callable[[int], RankPool]
 
 
 def save_all(folder: Path, *steps: int, **how: Any) -> None:
@@ -331,7 +328,7 @@ def overtaken(layout: Layout, folder: str) -> list[str]:
     return [*found, str(checkpoint.steps(folder))]
 
 
-def test_all_ranks_hear_who_has_taken_the_folder(ranks: Pools, tmp_path: Path) -> None:
+def test_all_ranks_hear_who_has_taken_the_folder(ranks, tmp_path: Path) -> None:
     one, two = ranks(2).run(overtaken, Layout((2,), 2), str(tmp_path))
     assert one == two
     assert "has been taken over by another job\n  on rank 0\n  host " in one[0]

@@ -24,9 +24,7 @@ import mics_fn as mf
 from mics_fn import checkpoint, spans, tree
 from mics_fn.checkpoint.directory import Folder
 from mics_fn.errors import FileError
-from mics_fn.lab.ranks.pool import RankPool
 
-Pools = Callable[[int], RankPool]
 OPERATIONS = ("open", "write", "pwrite", "ftruncate", "fsync", "rename", "mkdir", "unlink", "rmdir")
 LAYOUT = Layout((2, 2), 2)
 # Errors come within a second on a quiet machine, and at the limit after 200.
@@ -126,11 +124,7 @@ class Failing:
 
 
 @pytest.mark.parametrize(
-    ("times", "apart"),
-    [
-        (1, False),
-        pytest.param(10**6, True, marks=pytest.mark.thorough),
-    ],
+    ("times", "apart"), [(1, False), pytest.param(10**6, True, marks=pytest.mark.thorough)]
 )
 def test_each_operation_may_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int, apart: bool
@@ -189,7 +183,7 @@ def steps_until_due(layout: Layout, folder: str) -> Any:
 
 
 @pytest.mark.thorough
-def test_all_ranks_hear_of_a_failed_save_after_the_same_step(ranks: Pools, tmp_path: Path) -> None:
+def test_all_ranks_hear_of_a_failed_save_after_the_same_step(ranks, tmp_path: Path) -> None:
     found = ranks(4).run(steps_until_due, LAYOUT, str(tmp_path))
     assert all(each == found[0] for each in found)
     step, first, second = found[0]

@@ -5,7 +5,6 @@ import copy
 import json
 import os
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,7 @@ from mics_fn.checkpoint.directory import manifest_in
 from mics_fn.checkpoint.loading import memory_like
 from mics_fn.checkpoint.manifest import SAVED
 from mics_fn.errors import FileError, LeafError, MicsError
-from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.optim.flat import by_leaf
-
-Pools = Callable[[int], RankPool]
 
 
 def state_on(layout: Layout, kind: str, dtype: torch.dtype, seed: int, scheme: str = "") -> Any:
@@ -83,9 +79,7 @@ TARGETS = [Layout((1,), 1), Layout((2,), 2), Layout((2, 2), 2), Layout((2, 2), 4
 
 @pytest.mark.parametrize("source", small_first(LAYOUTS), ids=str)
 @pytest.mark.short("2-p1", "2x2-p4")
-def test_any_layout_loads_what_any_other_saved(
-    ranks: Pools, tmp_path: Path, source: Layout
-) -> None:
+def test_any_layout_loads_what_any_other_saved(ranks, tmp_path: Path, source: Layout) -> None:
     for kind in TREES:
         folder = str(tmp_path / kind)
         dtype = DTYPES[len(kind) % 3]
@@ -101,7 +95,7 @@ def test_any_layout_loads_what_any_other_saved(
 
 
 @pytest.mark.parametrize("scheme", ["zero2", "hpz", "fixed_order"])
-def test_placements_do_not_matter(ranks: Pools, tmp_path: Path, scheme: str) -> None:
+def test_placements_do_not_matter(ranks, tmp_path: Path, scheme: str) -> None:
     everywhere, two = Layout((2, 2), 4), Layout((2,), 1)
     found = ranks(4).run(saved, everywhere, "mixed", torch.float32, str(tmp_path), scheme)
     got = ranks(2).run(loaded, two, "mixed", torch.float32, str(tmp_path), False)
@@ -120,7 +114,7 @@ def balanced(layout: Layout, folder: str) -> None:
 
 
 @pytest.mark.parametrize("layout", [Layout((2, 2), 2), Layout((2, 2), 1)])
-def test_each_byte_is_written_once_and_by_all(ranks: Pools, tmp_path: Path, layout: Layout) -> None:
+def test_each_byte_is_written_once_and_by_all(ranks, tmp_path: Path, layout: Layout) -> None:
     ranks(layout.world_size).run(balanced, layout, str(tmp_path))
     (step,) = tmp_path.glob("step-*")
     body = json.loads((step / "MANIFEST.json").read_text())
@@ -222,7 +216,7 @@ def comes_back(where: str, state: Any, extra: Any, groups: mf.Groups) -> str:
 
 
 @pytest.mark.thorough
-def test_every_dtype_comes_back_or_is_refused(ranks: Pools, tmp_path: Path) -> None:
+def test_every_dtype_comes_back_or_is_refused(ranks, tmp_path: Path) -> None:
     for ends in ranks(2).run(saves_dtypes, Layout((2,), 2), str(tmp_path)):
         assert {case.partition(" ")[0] for case in ends} == set(map(str, ALL_DTYPES))
         for case, end in ends.items():
@@ -251,7 +245,7 @@ def differs(layout: Layout, folder: str, save: bool) -> str:
     return ""
 
 
-def test_a_buffer_that_differs_is_named_alone(ranks: Pools, tmp_path: Path) -> None:
+def test_a_buffer_that_differs_is_named_alone(ranks, tmp_path: Path) -> None:
     assert ranks(2).run(differs, Layout((2,), 2), str(tmp_path), True) == ["", ""]
     for n in (1, 4):
         for text in ranks(n).run(differs, Layout((n,), 1), str(tmp_path), False):

@@ -21,9 +21,7 @@ import mics_fn as mf
 from mics_fn import checkpoint
 from mics_fn.checkpoint import snapshot
 from mics_fn.errors import DesyncError, FileError, LostStateError
-from mics_fn.lab.ranks.pool import RankPool
 
-Pools = Callable[[int], RankPool]
 TWO = Layout((2,), 2)
 
 
@@ -84,9 +82,7 @@ def fails_on_one_rank(layout: Layout, folder: str) -> list[Any]:
     return [*found, checkpoint.steps(folder)]
 
 
-def test_what_fails_on_one_rank_after_the_start_is_an_error_of_all(
-    ranks: Pools, tmp_path: Path
-) -> None:
+def test_what_fails_on_one_rank_after_the_start_is_an_error_of_all(ranks, tmp_path: Path) -> None:
     one, two = ranks(2).run(fails_on_one_rank, TWO, str(tmp_path))
     assert one[:2] == two[:2]
     assert "no memory" in one[0]
@@ -106,7 +102,7 @@ def torn(layout: Layout, folder: str) -> list[str]:
     return [*found, *map(str, checkpoint.steps(folder))]
 
 
-def test_a_torn_state_is_not_saved(ranks: Pools, tmp_path: Path) -> None:
+def test_a_torn_state_is_not_saved(ranks, tmp_path: Path) -> None:
     one, two = ranks(2).run(torn, TWO, str(tmp_path))
     assert one == two
     text = "save: ranks differ in their steps\n  rank 0: step=4\n  rank 1: step=5\n  fix: "
@@ -126,7 +122,7 @@ def swapped(layout: Layout, folder: str) -> str:
     return str(caught.value)
 
 
-def test_states_that_were_saved_before_are_compared_again(ranks: Pools, tmp_path: Path) -> None:
+def test_states_that_were_saved_before_are_compared_again(ranks, tmp_path: Path) -> None:
     one, two = ranks(2).run(swapped, TWO, str(tmp_path))
     assert one == two
     assert "first difference: w\n  rank 0: w (4,) float32 1\n  rank 1: w (6,) float32 1" in one
@@ -179,7 +175,7 @@ def read_while_saved(layout: Layout, folder: str, slow_rank: int, point: str) ->
 @pytest.mark.parametrize(("slow_rank", "point"), [(1, "save: write"), (0, "save: commit")])
 @pytest.mark.short("0-save: commit")
 def test_whoever_reads_waits_for_what_this_process_saves(
-    ranks: Pools, tmp_path: Path, slow_rank: int, point: str
+    ranks, tmp_path: Path, slow_rank: int, point: str
 ) -> None:
     for found in ranks(2).run(read_while_saved, TWO, str(tmp_path), slow_rank, point):
         assert found == dict.fromkeys(found, 1)
@@ -205,9 +201,7 @@ def read_after_failure(layout: Layout, folder: str) -> list[Any]:
     return found
 
 
-def test_a_save_that_failed_is_told_once_to_all_ranks_that_load(
-    ranks: Pools, tmp_path: Path
-) -> None:
+def test_a_save_that_failed_is_told_once_to_all_ranks_that_load(ranks, tmp_path: Path) -> None:
     one, two = ranks(2).run(read_after_failure, TWO, str(tmp_path))
     assert one == two
     assert one[:3] == [1, 1, 1], "these are called by one rank, which only logs it"
