@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cases import Layout, groups_of
 from mutating import BYTES, Watch
-from steps import load_at, save_at
+from steps import damage_values, load_at, save_at
 
 import mics_fn as mf
 from mics_fn import checkpoint
@@ -150,13 +150,6 @@ def test_a_flipped_bit_is_named_with_its_leaf(ranks, tmp_path: Path, part: str) 
                 path.write_bytes(plain)
                 assert raised.value.leaf == leaf_at(path, at)
                 path.write_bytes(data)
-
-
-def damage_values(file: Path) -> None:
-    """Flip a bit of a value in a file."""
-    data = bytearray(file.read_bytes())
-    data[-5] ^= 4
-    file.write_bytes(data)
 
 
 def go_back(layout: Layout, folder: str, donate: bool) -> tuple[int, str]:

@@ -44,17 +44,12 @@ def whole_of(state: Any, groups: Any) -> Any:
     return mf.unshard(plain.params, groups), moments, rest
 
 
-def copied(x: Any) -> Any:
-    return x.clone() if isinstance(x, Tensor) else x
-
-
 def saved(layout: Layout, kind: str, dtype: torch.dtype, folder: str, scheme: str = "") -> Any:
     state, groups = state_on(layout, kind, dtype, 3, scheme)
     state = replace(state, step=2)
-    before = [x.clone() for x in tree.flatten(state)[0] if isinstance(x, Tensor)]
+    before = copy.deepcopy(state)
     path = checkpoint.save(folder, state, groups, step=2, extra={"rank": groups.rank})
-    after = [x for x in tree.flatten(state)[0] if isinstance(x, Tensor)]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    same_bits(state, before)
     return path, whole_of(state, groups)
 
 
@@ -65,10 +60,9 @@ def loaded(
     kept, spec = copy.deepcopy(like), tree.flatten(like)[1]
     found = checkpoint.load(folder, like, groups, donate=donate)
     if not donate:
-        pairs = zip(tree.flatten(kept)[0], tree.flatten(like)[0], strict=True)
-        assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
+        same_bits(like, kept)
     assert tree.flatten(found.state)[1] == spec
-    whole = tree.map_leaves(copied, whole_of(found.state, groups))
+    whole = copy.deepcopy(whole_of(found.state, groups))
     grads = tree.map_leaves(torch.ones_like, found.state.params)
     assert mf.opt_step(found.state, grads, donate=True).step == 3  # memory is as steps need it
     return found.extra, whole

@@ -2,10 +2,8 @@
 
 import errno
 import os
-import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -15,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from cases import Layout, groups_of
-from steps import at
+from children import in_child
+from steps import at, trainer_in
 
 import mics_fn as mf
 from mics_fn import checkpoint
@@ -29,23 +28,18 @@ def state_at(step: int) -> dict[str, Any]:
     return {"w": torch.arange(500.0) + step, "step": step}
 
 
-@pytest.mark.parametrize(
-    ("call", "verb"),
-    [
-        ("listdir", lambda path: checkpoint.save(path, state_at(1), mf.make_groups(1), step=1)),
-        ("listdir", checkpoint.latest),
-        ("listdir", checkpoint.verify),
-    ],
-)
-def test_a_folder_that_cannot_be_looked_at_is_a_typed_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, verb: Any
-) -> None:
+def save_here(path: Path) -> None:
+    checkpoint.save(path, state_at(1), mf.make_groups(1), step=1)
+
+
+def test_a_folder_that_cannot_be_looked_at_is_a_typed_error(tmp_path: Path, monkeypatch) -> None:
     def gone(path: Any = ".") -> Any:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
 
-    monkeypatch.setattr(os, call, gone)
-    with pytest.raises(FileError, match="Stale file handle"):
-        verb(tmp_path)
+    monkeypatch.setattr(os, "listdir", gone)
+    for verb in (save_here, checkpoint.latest, checkpoint.verify):
+        with pytest.raises(FileError, match="Stale file handle"):
+            verb(tmp_path)
 
 
 def fails_on_one_rank(layout: Layout, folder: str) -> list[Any]:
@@ -133,13 +127,6 @@ def slow(point: str, seconds: float = 0.1) -> AbstractContextManager[None]:
     return at(point, lambda: time.sleep(seconds))
 
 
-def trainer_in(folder: str, groups: mf.Groups) -> mf.Trainer:
-    torch.manual_seed(0)
-    model, loss = torch.nn.Linear(2, 2), lambda model, x: model(x).mean()
-    saved = mf.Checkpoints(folder, every=1)
-    return mf.Trainer(model, mf.optim.adamw(0.01), groups, loss=loss, checkpoint=saved)
-
-
 READERS: dict[str, Callable[[str, mf.Groups], int | None]] = {
     "latest": lambda path, _: checkpoint.latest(path),
     "steps": lambda path, _: max(checkpoint.steps(path)),
@@ -224,22 +211,16 @@ def test_a_wait_to_read_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert not caplog.records
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # this process has threads
 def test_a_fork_does_not_wait_for_the_saves_of_its_parent(tmp_path: Path) -> None:
+    def child() -> None:
+        started = time.monotonic()
+        assert checkpoint.latest(tmp_path) is None
+        with pytest.raises(FileError, match="the process that this one was forked"):
+            pending.wait()
+        assert time.monotonic() - started < 0.5
+
     with slow("save: write", 1.0):
         pending = checkpoint.start_save(tmp_path, state_at(1), mf.make_groups(1), step=1)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads
-            child = os.fork()
-        if not child:
-            signal.alarm(20)
-            status = 1
-            try:
-                started = time.monotonic()
-                assert checkpoint.latest(tmp_path) is None
-                with pytest.raises(FileError, match="the process that this one was forked"):
-                    pending.wait()
-                status = 0 if time.monotonic() - started < 0.5 else 2
-            finally:
-                os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0
+        assert in_child(child, 20) == 0
         assert checkpoint.latest(tmp_path) == 1

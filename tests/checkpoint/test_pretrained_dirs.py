@@ -12,7 +12,8 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from cases import Layout, groups_of, same_bits
-from steps import every_kind
+from steps import every_kind, every_shard
+from test_commit import Recorder
 from zoo_transformers import DECODER, GPT2, T5, transformers
 
 import mics_fn as mf
@@ -97,8 +98,7 @@ def test_transformers_loads_it_bit_for_bit(
 
 def save_tree(layout: Layout, path: Path, **options: Any) -> None:
     groups = groups_of(layout)
-    values = mf.shard(every_kind(), groups, bucket_bytes=64, frozen=lambda path: "turned" in path)
-    save_pretrained(path, {**values, "buffer": torch.arange(8.0)[::2]}, groups, **options)
+    save_pretrained(path, every_shard(groups), groups, **options)
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
@@ -231,29 +231,19 @@ def test_ranks_that_differ_are_told(ranks, tmp_path: Path):
 
 
 def test_all_is_synced_before_it_has_its_name(tmp_path: Path, monkeypatch: Any):
-    events: list[tuple[str, str]] = []
-    fsync, rename = os.fsync, os.rename
-
-    def watched_sync(opened: int) -> None:
-        events.append(("sync", os.readlink(f"/proc/self/fd/{opened}")))
-        fsync(opened)
-
-    def watched_rename(path: Any, target: Any) -> None:
-        events.append(("rename", str(path)))
-        rename(path, target)
-
-    monkeypatch.setattr(os, "fsync", watched_sync)
-    monkeypatch.setattr(os, "rename", watched_rename)
-    with mf.make_groups(1) as groups:
+    recorder = Recorder()
+    with mf.make_groups(1) as groups, monkeypatch.context() as patch:
+        recorder.install(patch.setattr)
         shards = mf.shard(every_kind(), groups)
         save_pretrained(tmp_path / "a", shards, groups, config={}, max_file_bytes=100)
+    events = [each for each in recorder.did if each[0] in ("fsync", "rename")]
     at = next(i for i, (what, _) in enumerate(events) if what == "rename")
     folder = events[at][1]
-    synced = [path for what, path in events[:at] if what == "sync"]
+    synced = [path for what, path in events[:at] if what == "fsync"]
     assert synced[-1] == folder
     assert synced[-2] == f"{folder}/model.safetensors.index.json"
     assert {Path(path).name for path in synced[:-1]} == set(os.listdir(tmp_path / "a"))
-    assert events[at + 1 :] == [("sync", str(tmp_path))]
+    assert events[at + 1 :] == [("fsync", str(tmp_path))]
 
 
 def test_files_are_packed_up_to_their_limit():

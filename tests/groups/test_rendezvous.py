@@ -16,14 +16,13 @@ from mics_fn.errors import CollectiveError, DesyncError, MicsError, PlanError
 from mics_fn.groups.make import make_groups
 from mics_fn.groups.topology import Topology
 
-LAUNCHER = ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
-LAUNCHER += ("SLURM_TASKS_PER_NODE",)
+LAUNCHER = ("LOCAL_WORLD_SIZE", "TASKS_PER_NODE")  # how the names end that say what a node has
 
 
 @contextmanager
 def launched(env: dict[str, str], hosts: str = "") -> Iterator[None]:
     """The launcher's variables replaced, and this rank's host: one letter a rank."""
-    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    kept = {name: value for name, value in os.environ.items() if not name.endswith(LAUNCHER)}
     host = hosts[dist.get_rank()] if hosts else "here"
     with (
         mock.patch.dict(os.environ, kept | env, clear=True),

@@ -141,15 +141,10 @@ def behind(p: int, late: tuple[int, ...], heal: bool, apart: bool) -> str:
     sync = mf.replicas.local_sgd(3) if apart else None
     trainer, twin = twins(p, replica_sync=sync, check_replicas=1)
     step((trainer, twin), 0, 1)
-    before = trainer.state.opt, trainer.sync_state, trainer.guard
-    state = replace(
-        trainer.state,
-        params=tree.map_leaves(lambda x: x.clone(), trainer.state.params),
-        opt=tree.map_leaves(lambda x: x.clone() if isinstance(x, Tensor) else x, before[0]),
-    )
+    before = copy.deepcopy((trainer.state, trainer.sync_state)), trainer.guard
     step((trainer, twin), 2)
     if dist.get_rank() in late:
-        trainer.state, trainer.sync_state, trainer.guard = state, *before[1:]
+        (trainer.state, trainer.sync_state), trainer.guard = before
     try:
         trainer.reset(heal=heal)
     except LostStateError as error:
