@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 
 import mics_fn as mf
 from mics_fn import checkpoint, spans, tree
+
+# What changes a disk, or makes it durable; pathlib and shutil look these up in `os`.
+OPERATIONS = ("open", "write", "pwrite", "ftruncate", "fsync", "rename", "mkdir", "unlink", "rmdir")
 
 
 def state_at(step: int, groups: mf.Groups) -> dict[str, Any]:
@@ -41,6 +45,26 @@ def load_at(folder: Any, groups: mf.Groups, step: int | None = None, **how: Any)
     return found.step
 
 
+def check_step(folder: Any, step: int, groups: mf.Groups) -> None:
+    """The newest step is this one, and right to the bit."""
+    assert load_at(folder, groups) == checkpoint.verify(folder).step == step
+
+
+def damage_values(file: Path) -> None:
+    """Flip a bit of a value in a file."""
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 4
+    file.write_bytes(data)
+
+
+def trainer_in(folder: Any, groups: mf.Groups, width: int = 2) -> mf.Trainer:
+    """A trainer that saves each step."""
+    torch.manual_seed(0)
+    model, loss = torch.nn.Linear(2, width), lambda model, x: model(x).mean()
+    saved = mf.Checkpoints(folder, every=1, keep=2)
+    return mf.Trainer(model, mf.optim.adamw(0.01), groups, loss=loss, checkpoint=saved)
+
+
 def every_kind() -> dict[str, Tensor]:
     """A tensor of each kind that an export may meet; two of them are the same one."""
     shared = random(0, 5, 3)
@@ -55,6 +79,12 @@ def every_kind() -> dict[str, Tensor]:
         "mask": torch.tensor([True, False, True]),
         "turned": random(4, 3, 4).t(),
     }
+
+
+def every_shard(groups: mf.Groups) -> dict[str, Any]:
+    """These as shards, one of them frozen, and a tensor beside them."""
+    shards = mf.shard(every_kind(), groups, bucket_bytes=64, frozen=lambda path: "turned" in path)
+    return {**shards, "buffer": torch.arange(8.0)[::2]}
 
 
 @contextmanager

@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ from typing import Any
 import pytest
 from cases import Layout, groups_of
 from mutating import BYTES, Watch
-from steps import load_at, save_at
+from steps import damage_values, load_at, save_at
 
 import mics_fn as mf
 from mics_fn import checkpoint
 from mics_fn.errors import FileError
 from mics_fn.lab.ranks import pool
 
-Pools = Callable[[int], pool.RankPool]
 STEPS = (1, 2)
 LAYOUT = Layout((2, 2), 2)
 
@@ -125,7 +123,7 @@ def campaign(kept: Path, folder: Path, first: int, count: int) -> Counter[str]:
 @pytest.mark.parametrize(
     "count", [50, pytest.param(1000, marks=[pytest.mark.thorough, pytest.mark.limit(550)])]
 )
-def test_all_damage_is_an_error_that_names_a_file(ranks: Pools, tmp_path: Path, count: int) -> None:
+def test_all_damage_is_an_error_that_names_a_file(ranks, tmp_path: Path, count: int) -> None:
     ranks(4).run(save_steps, LAYOUT, str(tmp_path / "kept"))
     args = tmp_path / "kept", tmp_path / "work", count, count
     (tmp_path / "work").mkdir()
@@ -135,7 +133,7 @@ def test_all_damage_is_an_error_that_names_a_file(ranks: Pools, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("part", ["MANIFEST.json", "rank-00000.safetensors"])
-def test_a_flipped_bit_is_named_with_its_leaf(ranks: Pools, tmp_path: Path, part: str) -> None:
+def test_a_flipped_bit_is_named_with_its_leaf(ranks, tmp_path: Path, part: str) -> None:
     """One bit after the other of a file: the error names it, and the leaf."""
     ranks(4).run(save_steps, LAYOUT, str(tmp_path))
     groups, path = mf.make_groups(1), tmp_path / "step-00000002" / part
@@ -154,13 +152,6 @@ def test_a_flipped_bit_is_named_with_its_leaf(ranks: Pools, tmp_path: Path, part
                 path.write_bytes(data)
 
 
-def damage_values(file: Path) -> None:
-    """Flip a bit of a value in a file."""
-    data = bytearray(file.read_bytes())
-    data[-5] ^= 4
-    file.write_bytes(data)
-
-
 def go_back(layout: Layout, folder: str, donate: bool) -> tuple[int, str]:
     """Load with a way back; and what is raised without one."""
     groups = groups_of(layout)
@@ -172,7 +163,7 @@ def go_back(layout: Layout, folder: str, donate: bool) -> tuple[int, str]:
     return step, str(raised.value)
 
 
-def test_all_ranks_go_back_if_one_of_them_sees_damage(ranks: Pools, tmp_path: Path) -> None:
+def test_all_ranks_go_back_if_one_of_them_sees_damage(ranks, tmp_path: Path) -> None:
     for donate in (False, True):
         folder = tmp_path / str(donate)
         ranks(4).run(save_steps, LAYOUT, str(folder), (1, 2, 3))
@@ -205,7 +196,7 @@ def with_another_error(layout: Layout, folder: str) -> str:
     return "none"
 
 
-def test_an_error_of_the_program_is_no_reason_to_go_back(ranks: Pools, tmp_path: Path) -> None:
+def test_an_error_of_the_program_is_no_reason_to_go_back(ranks, tmp_path: Path) -> None:
     ranks(4).run(save_steps, LAYOUT, str(tmp_path))
     damage_values(tmp_path / "step-00000002" / "rank-00000.safetensors")
     texts = ranks(4).run(with_another_error, LAYOUT, str(tmp_path))

@@ -17,7 +17,7 @@ from cases import Layout, groups_of, random, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutating import BYTES, Watch
-from steps import every_kind
+from steps import every_kind, every_shard
 from torch import Tensor, nn
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -40,9 +40,6 @@ from torch.distributed.fsdp import fully_shard
 
 import mics_fn as mf
 from mics_fn.checkpoint import load_dcp, save_dcp
-from mics_fn.lab.ranks.pool import RankPool
-
-Ranks = Callable[[int], RankPool]
 
 LAYOUTS = [Layout((2,), 1), Layout((2,), 2), Layout((2, 2), 2)]
 
@@ -107,9 +104,7 @@ def to_fsdp2(layout: Layout, path: Path, prefix: str) -> None:
 
 
 @pytest.mark.parametrize(("layout", "prefix"), [(LAYOUTS[0], ""), (LAYOUTS[2], "model.")], ids=str)
-def test_fsdp2_loads_what_is_written_here(
-    ranks: Ranks, tmp_path: Path, layout: Layout, prefix: str
-):
+def test_fsdp2_loads_what_is_written_here(ranks, tmp_path: Path, layout: Layout, prefix: str):
     path = tmp_path / "new" / "a"
     ranks(layout.world_size).run(to_fsdp2, layout, path, prefix)
     assert os.listdir(path.parent) == ["a"]
@@ -120,15 +115,14 @@ def test_fsdp2_loads_what_is_written_here(
 
 def save_values(layout: Layout, path: Path, **options: Any) -> None:
     groups = groups_of(layout)
-    shards = mf.shard(every_kind(), groups, bucket_bytes=64, frozen=lambda path: "turned" in path)
-    save_dcp(path, {**shards, "buffer": torch.arange(8.0)[::2]}, groups, **options)
+    save_dcp(path, every_shard(groups), groups, **options)
 
 
 @pytest.mark.parametrize(
     ("layout", "max_file_bytes"), [(LAYOUTS[1], 1), (LAYOUTS[2], 10**9)], ids=str
 )
 def test_every_kind_of_leaf_is_written_once(
-    ranks: Ranks, tmp_path: Path, layout: Layout, max_file_bytes: int
+    ranks, tmp_path: Path, layout: Layout, max_file_bytes: int
 ):
     write = partial(save_values, max_file_bytes=max_file_bytes, prefix="a.b.c_")
     ranks(layout.world_size).run(write, layout, tmp_path / "a")
@@ -182,7 +176,7 @@ def resumed(layout: Layout, path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
-def test_an_optimizer_of_torch_goes_on(ranks: Ranks, tmp_path: Path, layout: Layout):
+def test_an_optimizer_of_torch_goes_on(ranks, tmp_path: Path, layout: Layout):
     ranks(layout.world_size).run(resumed, layout, tmp_path / "a")
 
 
@@ -204,7 +198,7 @@ def from_fsdp2(layout: Layout, path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
-def test_what_fsdp2_wrote_is_loaded(ranks: Ranks, tmp_path: Path, layout: Layout):
+def test_what_fsdp2_wrote_is_loaded(ranks, tmp_path: Path, layout: Layout):
     ranks(layout.world_size).run(from_fsdp2, layout, tmp_path / "a")
     with mf.make_groups(1) as groups:  # on another number of ranks
         model, shards = mf.init_model(Model, groups, seed=0, weights=dict(make(5).state_dict()))

@@ -18,16 +18,13 @@ from cases import Layout, groups_of
 from children import in_child
 from hypothesis import given
 from hypothesis import strategies as st
-from steps import at, load_at, save_at
+from steps import at, damage_values, load_at, save_at, trainer_in
 
 import mics_fn as mf
 from mics_fn import checkpoint
 from mics_fn.checkpoint import manifest
 from mics_fn.checkpoint.directory import Folder, divided
 from mics_fn.errors import FileError
-from mics_fn.lab.ranks.pool import RankPool
-
-Pools = Callable[[int], RankPool]
 
 
 def save_all(folder: Path, *steps: int, **how: Any) -> None:
@@ -40,13 +37,9 @@ def load_here(folder: Path, step: int | None = None, **how: Any) -> int:
     return load_at(folder, mf.make_groups(1), step, **how)
 
 
-def damage(folder: Path, step: int) -> Path:
-    """Flip a bit of a value of a step."""
+def damage(folder: Path, step: int) -> None:
     (file,) = folder.glob(f"step-{step:08d}*/rank-00000.safetensors")
-    data = bytearray(file.read_bytes())
-    data[-5] ^= 4
-    file.write_bytes(data)
-    return file
+    damage_values(file)
 
 
 @contextmanager
@@ -280,9 +273,6 @@ def take(folder: Path) -> None:
     Folder(folder).own()
 
 
-INSTANTS = ("write", "commit", "mkdir", "rename")
-
-
 @contextmanager
 def taken_at(instant: str, folder: Path) -> Iterator[None]:
     """Another job takes a folder at an instant of a save: at a point, or right before a call."""
@@ -304,7 +294,7 @@ def taken_at(instant: str, folder: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("instant", INSTANTS)
+@pytest.mark.parametrize("instant", ["write", "commit", "mkdir", "rename"])
 def test_a_save_that_another_job_overtakes_commits_nothing(
     tmp_path: Path, instant: str, background: bool
 ) -> None:
@@ -331,19 +321,15 @@ def overtaken(layout: Layout, folder: str) -> list[str]:
     return [*found, str(checkpoint.steps(folder))]
 
 
-def test_all_ranks_hear_who_has_taken_the_folder(ranks: Pools, tmp_path: Path) -> None:
+def test_all_ranks_hear_who_has_taken_the_folder(ranks, tmp_path: Path) -> None:
     one, two = ranks(2).run(overtaken, Layout((2,), 2), str(tmp_path))
     assert one == two
     assert "has been taken over by another job\n  on rank 0\n  host " in one[0]
     assert one[2] == "[1]"
 
 
-def trainer_in(folder: Path, width: int = 2) -> mf.Trainer:
-    torch.manual_seed(0)
-    model, loss = torch.nn.Linear(2, width), lambda model, x: model(x).mean()
-    saved = mf.Checkpoints(folder, every=1, keep=2)
-    groups = mf.make_groups(1)
-    return mf.Trainer(model, mf.optim.adamw(0.01), groups, loss=loss, checkpoint=saved)
+def trainer_here(folder: Path, width: int = 2) -> mf.Trainer:
+    return trainer_in(folder, mf.make_groups(1), width)
 
 
 def step_of(trainer: mf.Trainer) -> None:
@@ -353,23 +339,23 @@ def step_of(trainer: mf.Trainer) -> None:
 
 def test_of_two_runs_that_go_on_from_one_folder_the_newer_one_stays(tmp_path: Path) -> None:
     for _ in range(2):
-        step_of(trainer_in(tmp_path))
-    old = trainer_in(tmp_path)
+        step_of(trainer_here(tmp_path))
+    old = trainer_here(tmp_path)
     step_of(old)
-    new = trainer_in(tmp_path)
+    new = trainer_here(tmp_path)
     assert new.state.step == 3
     for _ in range(2):
         with pytest.raises(FileError, match="taken over by another job"):
             step_of(old)
     step_of(new)
-    assert trainer_in(tmp_path).state.step == 4
+    assert trainer_here(tmp_path).state.step == 4
 
 
 def test_a_run_that_cannot_go_on_takes_nothing(tmp_path: Path) -> None:
-    old = trainer_in(tmp_path)
+    old = trainer_here(tmp_path)
     step_of(old)
     with pytest.raises(FileError, match="does not fit"):
-        trainer_in(tmp_path, width=3)
+        trainer_here(tmp_path, width=3)
     other = Folder(tmp_path)
     with pytest.raises(FileError, match="step 1 would follow"):
         other.begin(1, "never")
@@ -378,7 +364,7 @@ def test_a_run_that_cannot_go_on_takes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_step_that_is_committed_while_a_run_begins_is_not_passed_over(tmp_path: Path) -> None:
-    old = trainer_in(tmp_path)
+    old = trainer_here(tmp_path)
     step_of(old)
     plain, left = Folder.own, [1]
 
@@ -390,7 +376,7 @@ def test_a_step_that_is_committed_while_a_run_begins_is_not_passed_over(tmp_path
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Folder, "own", own)
-        assert trainer_in(tmp_path).state.step == 2
+        assert trainer_here(tmp_path).state.step == 2
 
 
 def test_a_folder_without_epochs_is_taken_after_its_steps(tmp_path: Path) -> None:

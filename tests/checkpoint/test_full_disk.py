@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,14 @@ import pytest
 import torch
 from cases import Layout, groups_of
 from jobs import Ended, run_job
-from steps import at, load_at, save_at, state_at
+from steps import OPERATIONS, at, check_step, save_at, state_at
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import mics_fn as mf
 from mics_fn import checkpoint, spans, tree
 from mics_fn.checkpoint.directory import Folder
 from mics_fn.errors import FileError
-from mics_fn.lab.ranks.pool import RankPool
 
-Pools = Callable[[int], RankPool]
-OPERATIONS = ("open", "write", "pwrite", "ftruncate", "fsync", "rename", "mkdir", "unlink", "rmdir")
 LAYOUT = Layout((2, 2), 2)
 # Errors come within a second on a quiet machine, and at the limit after 200.
 TIMEOUT_S, SOON_S = 200.0, 20.0
@@ -36,11 +34,6 @@ TIMEOUT_S, SOON_S = 200.0, 20.0
 def made() -> mf.Groups:
     mf.init_distributed(device="cpu", timeout_s=TIMEOUT_S)
     return mf.make_groups(2, timeout_s=TIMEOUT_S, heartbeat_s=TIMEOUT_S / 2)
-
-
-def check_step(folder: Any, step: int, groups: mf.Groups) -> None:
-    """The newest step is this one, and right to the bit."""
-    assert load_at(folder, groups) == step == checkpoint.latest(folder)
 
 
 def left_in(folder: Any) -> int:
@@ -126,11 +119,7 @@ class Failing:
 
 
 @pytest.mark.parametrize(
-    ("times", "apart"),
-    [
-        (1, False),
-        pytest.param(10**6, True, marks=pytest.mark.thorough),
-    ],
+    ("times", "apart"), [(1, False), pytest.param(10**6, True, marks=pytest.mark.thorough)]
 )
 def test_each_operation_may_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int, apart: bool
@@ -189,7 +178,7 @@ def steps_until_due(layout: Layout, folder: str) -> Any:
 
 
 @pytest.mark.thorough
-def test_all_ranks_hear_of_a_failed_save_after_the_same_step(ranks: Pools, tmp_path: Path) -> None:
+def test_all_ranks_hear_of_a_failed_save_after_the_same_step(ranks, tmp_path: Path) -> None:
     found = ranks(4).run(steps_until_due, LAYOUT, str(tmp_path))
     assert all(each == found[0] for each in found)
     step, first, second = found[0]
@@ -230,10 +219,7 @@ def interrupted(rank: int, folder: str, who: list[int], where: str) -> Any:
         time.sleep(0.4)  # on the thread that commits, while the main one waits for it
 
     act = {"save: write": interrupt, "save: commit": later}[where]
-    if rank in who:
-        with at(where, act):
-            found = error_of(lambda: save_at(folder, 2, groups))
-    else:
+    with at(where, act) if rank in who else nullcontext():
         found = error_of(lambda: save_at(folder, 2, groups))
     save_at(folder, 3, groups)  # all ranks can, whatever each of them was told
     check_step(folder, 3, groups)

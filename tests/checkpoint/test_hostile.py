@@ -20,7 +20,7 @@ from mics_fn import checkpoint
 from mics_fn.errors import CheckpointNotFound, FileError
 from mics_fn.lab.ranks import pool
 
-PART, STEP = "rank-00000.safetensors", "step-00000001"
+PART, STEP, MANIFEST = "rank-00000.safetensors", "step-00000001", "MANIFEST.json"
 GROWTH = 100 * 2**20  # bytes that a process may grow by while it reads small files
 
 
@@ -76,12 +76,8 @@ def put(key: str, *path: Any) -> Callable[[Path], None]:
     return lambda folder: change_manifest(folder, change)
 
 
-def raw(text: bytes) -> Callable[[Path], None]:
-    return lambda folder: write(folder / STEP / "MANIFEST.json", sealed(text))
-
-
-def write(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
+def raw(text: bytes) -> Callable[[Path], Any]:
+    return lambda folder: (folder / STEP / MANIFEST).write_bytes(sealed(text))
 
 
 def in_text(old: bytes, new: bytes) -> Callable[[Path], None]:
@@ -94,10 +90,6 @@ def in_text(old: bytes, new: bytes) -> Callable[[Path], None]:
         path.write_bytes(sealed(text.replace(old, new, 1)))
 
     return change
-
-
-def in_part(change: Callable[[dict[str, Any]], Any], tail: bytes = b"") -> Callable[[Path], None]:
-    return lambda folder: change_part(folder, change, tail)
 
 
 def instead(name: str, make: Callable[[Path], Any]) -> Callable[[Path], None]:
@@ -129,7 +121,6 @@ def device(path: Path) -> None:
         pytest.skip("only root makes devices")
 
 
-MANIFEST = "MANIFEST.json"
 # What is done to a checkpoint, and what the error says.
 CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no JSON": (raw(b"{nope"), "is damaged"),
@@ -165,7 +156,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "checksum wrong": (put("files", 0, 4, 0, 5, 0), "are not those that were saved"),
     "huge shape": (put("tensors", "w.w", 1, [2**50]), "w.w has 6 elements"),
     "other dtype": (put("tensors", "w.w", 0, "float64"), "has other bytes"),
-    "more bytes": (in_part(lambda h: None, b"x" * 9), "has other bytes"),
+    "more bytes": (lambda folder: change_part(folder, lambda h: None, b"x" * 9), "has other bytes"),
     "the same bytes again": (lambda folder: change_manifest(folder, extra_slices), "other bytes"),
     "extra is no JSON": (extra("{nope"), "$extra"),
     "extra without its tensor": (extra('{"$tensor":["no","int8",3]}'), "$extra"),
@@ -224,13 +215,14 @@ def rewrite_at_random(folder: Path, first: int, count: int) -> int:
     for seed in range(first, first + count):
         rng = random.Random(seed)
         changed = change_manifest if rng.random() < 0.9 else change_part
-        verbs: list[Any] = [lambda: checkpoint.load(folder, state(groups), groups)]
-        verbs += [lambda: checkpoint.verify(folder)]
         try:
             changed(folder, lambda body: replace_in_json(rng, body))  # noqa: B023
         except (TypeError, ValueError, KeyError, IndexError, AttributeError):
             continue  # no JSON writer writes it, or it is not a manifest any more
-        for verb in verbs:
+        for verb in (
+            lambda: checkpoint.load(folder, state(groups), groups),
+            lambda: checkpoint.verify(folder),
+        ):
             error = watch.error_of(seed, verb, FileError, on=seed > first + 20)
             refused += error is not None and str(folder) in str(error)
         for path, data in kept.items():

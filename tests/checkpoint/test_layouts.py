@@ -5,7 +5,6 @@ import copy
 import json
 import os
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,7 @@ from mics_fn.checkpoint.directory import manifest_in
 from mics_fn.checkpoint.loading import memory_like
 from mics_fn.checkpoint.manifest import SAVED
 from mics_fn.errors import FileError, LeafError, MicsError
-from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.optim.flat import by_leaf
-
-Pools = Callable[[int], RankPool]
 
 
 def state_on(layout: Layout, kind: str, dtype: torch.dtype, seed: int, scheme: str = "") -> Any:
@@ -48,17 +44,12 @@ def whole_of(state: Any, groups: Any) -> Any:
     return mf.unshard(plain.params, groups), moments, rest
 
 
-def copied(x: Any) -> Any:
-    return x.clone() if isinstance(x, Tensor) else x
-
-
 def saved(layout: Layout, kind: str, dtype: torch.dtype, folder: str, scheme: str = "") -> Any:
     state, groups = state_on(layout, kind, dtype, 3, scheme)
     state = replace(state, step=2)
-    before = [x.clone() for x in tree.flatten(state)[0] if isinstance(x, Tensor)]
+    before = copy.deepcopy(state)
     path = checkpoint.save(folder, state, groups, step=2, extra={"rank": groups.rank})
-    after = [x for x in tree.flatten(state)[0] if isinstance(x, Tensor)]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    same_bits(state, before)
     return path, whole_of(state, groups)
 
 
@@ -69,10 +60,9 @@ def loaded(
     kept, spec = copy.deepcopy(like), tree.flatten(like)[1]
     found = checkpoint.load(folder, like, groups, donate=donate)
     if not donate:
-        pairs = zip(tree.flatten(kept)[0], tree.flatten(like)[0], strict=True)
-        assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
+        same_bits(like, kept)
     assert tree.flatten(found.state)[1] == spec
-    whole = tree.map_leaves(copied, whole_of(found.state, groups))
+    whole = copy.deepcopy(whole_of(found.state, groups))
     grads = tree.map_leaves(torch.ones_like, found.state.params)
     assert mf.opt_step(found.state, grads, donate=True).step == 3  # memory is as steps need it
     return found.extra, whole
@@ -83,9 +73,7 @@ TARGETS = [Layout((1,), 1), Layout((2,), 2), Layout((2, 2), 2), Layout((2, 2), 4
 
 @pytest.mark.parametrize("source", small_first(LAYOUTS), ids=str)
 @pytest.mark.short("2-p1", "2x2-p4")
-def test_any_layout_loads_what_any_other_saved(
-    ranks: Pools, tmp_path: Path, source: Layout
-) -> None:
+def test_any_layout_loads_what_any_other_saved(ranks, tmp_path: Path, source: Layout) -> None:
     for kind in TREES:
         folder = str(tmp_path / kind)
         dtype = DTYPES[len(kind) % 3]
@@ -101,7 +89,7 @@ def test_any_layout_loads_what_any_other_saved(
 
 
 @pytest.mark.parametrize("scheme", ["zero2", "hpz", "fixed_order"])
-def test_placements_do_not_matter(ranks: Pools, tmp_path: Path, scheme: str) -> None:
+def test_placements_do_not_matter(ranks, tmp_path: Path, scheme: str) -> None:
     everywhere, two = Layout((2, 2), 4), Layout((2,), 1)
     found = ranks(4).run(saved, everywhere, "mixed", torch.float32, str(tmp_path), scheme)
     got = ranks(2).run(loaded, two, "mixed", torch.float32, str(tmp_path), False)
@@ -120,7 +108,7 @@ def balanced(layout: Layout, folder: str) -> None:
 
 
 @pytest.mark.parametrize("layout", [Layout((2, 2), 2), Layout((2, 2), 1)])
-def test_each_byte_is_written_once_and_by_all(ranks: Pools, tmp_path: Path, layout: Layout) -> None:
+def test_each_byte_is_written_once_and_by_all(ranks, tmp_path: Path, layout: Layout) -> None:
     ranks(layout.world_size).run(balanced, layout, str(tmp_path))
     (step,) = tmp_path.glob("step-*")
     body = json.loads((step / "MANIFEST.json").read_text())
@@ -222,7 +210,7 @@ def comes_back(where: str, state: Any, extra: Any, groups: mf.Groups) -> str:
 
 
 @pytest.mark.thorough
-def test_every_dtype_comes_back_or_is_refused(ranks: Pools, tmp_path: Path) -> None:
+def test_every_dtype_comes_back_or_is_refused(ranks, tmp_path: Path) -> None:
     for ends in ranks(2).run(saves_dtypes, Layout((2,), 2), str(tmp_path)):
         assert {case.partition(" ")[0] for case in ends} == set(map(str, ALL_DTYPES))
         for case, end in ends.items():
@@ -251,7 +239,7 @@ def differs(layout: Layout, folder: str, save: bool) -> str:
     return ""
 
 
-def test_a_buffer_that_differs_is_named_alone(ranks: Pools, tmp_path: Path) -> None:
+def test_a_buffer_that_differs_is_named_alone(ranks, tmp_path: Path) -> None:
     assert ranks(2).run(differs, Layout((2,), 2), str(tmp_path), True) == ["", ""]
     for n in (1, 4):
         for text in ranks(n).run(differs, Layout((n,), 1), str(tmp_path), False):

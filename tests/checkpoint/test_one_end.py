@@ -2,10 +2,8 @@
 
 import errno
 import os
-import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -15,15 +13,14 @@ from typing import Any
 import pytest
 import torch
 from cases import Layout, groups_of
-from steps import at
+from children import in_child
+from steps import at, trainer_in
 
 import mics_fn as mf
 from mics_fn import checkpoint
 from mics_fn.checkpoint import snapshot
 from mics_fn.errors import DesyncError, FileError, LostStateError
-from mics_fn.lab.ranks.pool import RankPool
 
-Pools = Callable[[int], RankPool]
 TWO = Layout((2,), 2)
 
 
@@ -31,23 +28,18 @@ def state_at(step: int) -> dict[str, Any]:
     return {"w": torch.arange(500.0) + step, "step": step}
 
 
-@pytest.mark.parametrize(
-    ("call", "verb"),
-    [
-        ("listdir", lambda path: checkpoint.save(path, state_at(1), mf.make_groups(1), step=1)),
-        ("listdir", checkpoint.latest),
-        ("listdir", checkpoint.verify),
-    ],
-)
-def test_a_folder_that_cannot_be_looked_at_is_a_typed_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, verb: Any
-) -> None:
+def save_here(path: Path) -> None:
+    checkpoint.save(path, state_at(1), mf.make_groups(1), step=1)
+
+
+def test_a_folder_that_cannot_be_looked_at_is_a_typed_error(tmp_path: Path, monkeypatch) -> None:
     def gone(path: Any = ".") -> Any:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
 
-    monkeypatch.setattr(os, call, gone)
-    with pytest.raises(FileError, match="Stale file handle"):
-        verb(tmp_path)
+    monkeypatch.setattr(os, "listdir", gone)
+    for verb in (save_here, checkpoint.latest, checkpoint.verify):
+        with pytest.raises(FileError, match="Stale file handle"):
+            verb(tmp_path)
 
 
 def fails_on_one_rank(layout: Layout, folder: str) -> list[Any]:
@@ -84,9 +76,7 @@ def fails_on_one_rank(layout: Layout, folder: str) -> list[Any]:
     return [*found, checkpoint.steps(folder)]
 
 
-def test_what_fails_on_one_rank_after_the_start_is_an_error_of_all(
-    ranks: Pools, tmp_path: Path
-) -> None:
+def test_what_fails_on_one_rank_after_the_start_is_an_error_of_all(ranks, tmp_path: Path) -> None:
     one, two = ranks(2).run(fails_on_one_rank, TWO, str(tmp_path))
     assert one[:2] == two[:2]
     assert "no memory" in one[0]
@@ -106,7 +96,7 @@ def torn(layout: Layout, folder: str) -> list[str]:
     return [*found, *map(str, checkpoint.steps(folder))]
 
 
-def test_a_torn_state_is_not_saved(ranks: Pools, tmp_path: Path) -> None:
+def test_a_torn_state_is_not_saved(ranks, tmp_path: Path) -> None:
     one, two = ranks(2).run(torn, TWO, str(tmp_path))
     assert one == two
     text = "save: ranks differ in their steps\n  rank 0: step=4\n  rank 1: step=5\n  fix: "
@@ -126,7 +116,7 @@ def swapped(layout: Layout, folder: str) -> str:
     return str(caught.value)
 
 
-def test_states_that_were_saved_before_are_compared_again(ranks: Pools, tmp_path: Path) -> None:
+def test_states_that_were_saved_before_are_compared_again(ranks, tmp_path: Path) -> None:
     one, two = ranks(2).run(swapped, TWO, str(tmp_path))
     assert one == two
     assert "first difference: w\n  rank 0: w (4,) float32 1\n  rank 1: w (6,) float32 1" in one
@@ -135,13 +125,6 @@ def test_states_that_were_saved_before_are_compared_again(ranks: Pools, tmp_path
 def slow(point: str, seconds: float = 0.1) -> AbstractContextManager[None]:
     """A block in which each save takes so long at a point, and then goes on."""
     return at(point, lambda: time.sleep(seconds))
-
-
-def trainer_in(folder: str, groups: mf.Groups) -> mf.Trainer:
-    torch.manual_seed(0)
-    model, loss = torch.nn.Linear(2, 2), lambda model, x: model(x).mean()
-    saved = mf.Checkpoints(folder, every=1)
-    return mf.Trainer(model, mf.optim.adamw(0.01), groups, loss=loss, checkpoint=saved)
 
 
 READERS: dict[str, Callable[[str, mf.Groups], int | None]] = {
@@ -179,7 +162,7 @@ def read_while_saved(layout: Layout, folder: str, slow_rank: int, point: str) ->
 @pytest.mark.parametrize(("slow_rank", "point"), [(1, "save: write"), (0, "save: commit")])
 @pytest.mark.short("0-save: commit")
 def test_whoever_reads_waits_for_what_this_process_saves(
-    ranks: Pools, tmp_path: Path, slow_rank: int, point: str
+    ranks, tmp_path: Path, slow_rank: int, point: str
 ) -> None:
     for found in ranks(2).run(read_while_saved, TWO, str(tmp_path), slow_rank, point):
         assert found == dict.fromkeys(found, 1)
@@ -205,9 +188,7 @@ def read_after_failure(layout: Layout, folder: str) -> list[Any]:
     return found
 
 
-def test_a_save_that_failed_is_told_once_to_all_ranks_that_load(
-    ranks: Pools, tmp_path: Path
-) -> None:
+def test_a_save_that_failed_is_told_once_to_all_ranks_that_load(ranks, tmp_path: Path) -> None:
     one, two = ranks(2).run(read_after_failure, TWO, str(tmp_path))
     assert one == two
     assert one[:3] == [1, 1, 1], "these are called by one rank, which only logs it"
@@ -230,22 +211,16 @@ def test_a_wait_to_read_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert not caplog.records
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # this process has threads
 def test_a_fork_does_not_wait_for_the_saves_of_its_parent(tmp_path: Path) -> None:
+    def child() -> None:
+        started = time.monotonic()
+        assert checkpoint.latest(tmp_path) is None
+        with pytest.raises(FileError, match="the process that this one was forked"):
+            pending.wait()
+        assert time.monotonic() - started < 0.5
+
     with slow("save: write", 1.0):
         pending = checkpoint.start_save(tmp_path, state_at(1), mf.make_groups(1), step=1)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads
-            child = os.fork()
-        if not child:
-            signal.alarm(20)
-            status = 1
-            try:
-                started = time.monotonic()
-                assert checkpoint.latest(tmp_path) is None
-                with pytest.raises(FileError, match="the process that this one was forked"):
-                    pending.wait()
-                status = 0 if time.monotonic() - started < 0.5 else 2
-            finally:
-                os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0
+        assert in_child(child, 20) == 0
         assert checkpoint.latest(tmp_path) == 1

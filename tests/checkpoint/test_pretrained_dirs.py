@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,12 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from cases import Layout, groups_of, same_bits
-from steps import every_kind
+from steps import every_kind, every_shard
+from test_commit import Recorder
 from zoo_transformers import DECODER, GPT2, T5, transformers
 
 import mics_fn as mf
 from mics_fn.checkpoint import exported, save_pretrained
-from mics_fn.lab.ranks.pool import RankPool
-
-Ranks = Callable[[int], RankPool]
 
 LAYOUTS = [Layout((1,), 1), Layout((2,), 2), Layout((2,), 1), Layout((2, 2), 2)]
 MODELS = {
@@ -69,7 +66,7 @@ def names_in(folder: Path) -> list[str]:
     ids=str,
 )
 def test_transformers_loads_it_bit_for_bit(
-    ranks: Ranks, tmp_path: Path, layout: Layout, name: str, max_file_bytes: int
+    ranks, tmp_path: Path, layout: Layout, name: str, max_file_bytes: int
 ):
     path = tmp_path / "saved"
     save = partial(save_model, max_file_bytes=max_file_bytes)
@@ -101,8 +98,7 @@ def test_transformers_loads_it_bit_for_bit(
 
 def save_tree(layout: Layout, path: Path, **options: Any) -> None:
     groups = groups_of(layout)
-    values = mf.shard(every_kind(), groups, bucket_bytes=64, frozen=lambda path: "turned" in path)
-    save_pretrained(path, {**values, "buffer": torch.arange(8.0)[::2]}, groups, **options)
+    save_pretrained(path, every_shard(groups), groups, **options)
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
@@ -118,7 +114,7 @@ def read_all(folder: Path) -> dict[str, torch.Tensor]:
     ("layout", "max_file_bytes"), [(LAYOUTS[0], 1), (LAYOUTS[2], ONE_FILE), (LAYOUTS[3], 100)]
 )
 def test_every_kind_of_leaf_is_written_once(
-    ranks: Ranks, tmp_path: Path, layout: Layout, max_file_bytes: int
+    ranks, tmp_path: Path, layout: Layout, max_file_bytes: int
 ):
     save = partial(save_tree, max_file_bytes=max_file_bytes)
     ranks(layout.world_size).run(save, layout, tmp_path / "new" / "a")
@@ -127,7 +123,7 @@ def test_every_kind_of_leaf_is_written_once(
     same_bits(read_all(tmp_path / "new" / "a"), want)
 
 
-def test_names_can_be_changed_and_left_out(ranks: Ranks, tmp_path: Path):
+def test_names_can_be_changed_and_left_out(ranks, tmp_path: Path):
     def rename(name: str) -> str | None:
         return None if name in ("z", "buffer") else f"model.{name}"
 
@@ -152,7 +148,7 @@ def of_replicas(layout: Layout, path: Path) -> None:
     save_pretrained(path, shards, groups, max_file_bytes=1)
 
 
-def test_the_values_are_those_of_the_first_replica(ranks: Ranks, tmp_path: Path):
+def test_the_values_are_those_of_the_first_replica(ranks, tmp_path: Path):
     ranks(4).run(of_replicas, LAYOUTS[3], tmp_path / "a")
     same_bits(read_all(tmp_path / "a"), {"w": torch.zeros(10), "v": torch.zeros(3)})
 
@@ -168,7 +164,7 @@ def refused(layout: Layout, paths: dict[int, Path], **options: Any) -> str:
     return ""
 
 
-def test_what_is_there_is_not_overwritten(ranks: Ranks, tmp_path: Path):
+def test_what_is_there_is_not_overwritten(ranks, tmp_path: Path):
     full, file, empty = tmp_path / "full", tmp_path / "file", tmp_path / "empty"
     full.mkdir()
     empty.mkdir()
@@ -200,7 +196,7 @@ def on_full_disk(layout: Layout, path: Path, rank: int) -> str:
         safetensors.torch.save_file = plain
 
 
-def test_a_full_disk_is_the_same_error_on_all_ranks(ranks: Ranks, tmp_path: Path):
+def test_a_full_disk_is_the_same_error_on_all_ranks(ranks, tmp_path: Path):
     path = tmp_path / "a"
     (text,) = set(ranks(4).run(on_full_disk, LAYOUTS[3], path, 1))
     assert text.startswith(f"FileError save_pretrained: cannot write {path}\n  on rank 1\n")
@@ -221,7 +217,7 @@ def differing(layout: Layout, path: Path, what: str) -> str:
     return refused(layout, paths, **options)
 
 
-def test_ranks_that_differ_are_told(ranks: Ranks, tmp_path: Path):
+def test_ranks_that_differ_are_told(ranks, tmp_path: Path):
     for what, said in (
         ("path", "ranks differ in what they ask for"),
         ("names", "ranks disagree on the tree"),
@@ -235,29 +231,19 @@ def test_ranks_that_differ_are_told(ranks: Ranks, tmp_path: Path):
 
 
 def test_all_is_synced_before_it_has_its_name(tmp_path: Path, monkeypatch: Any):
-    events: list[tuple[str, str]] = []
-    fsync, rename = os.fsync, os.rename
-
-    def watched_sync(opened: int) -> None:
-        events.append(("sync", os.readlink(f"/proc/self/fd/{opened}")))
-        fsync(opened)
-
-    def watched_rename(path: Any, target: Any) -> None:
-        events.append(("rename", str(path)))
-        rename(path, target)
-
-    monkeypatch.setattr(os, "fsync", watched_sync)
-    monkeypatch.setattr(os, "rename", watched_rename)
-    with mf.make_groups(1) as groups:
+    recorder = Recorder()
+    with mf.make_groups(1) as groups, monkeypatch.context() as patch:
+        recorder.install(patch.setattr)
         shards = mf.shard(every_kind(), groups)
         save_pretrained(tmp_path / "a", shards, groups, config={}, max_file_bytes=100)
+    events = [each for each in recorder.did if each[0] in ("fsync", "rename")]
     at = next(i for i, (what, _) in enumerate(events) if what == "rename")
     folder = events[at][1]
-    synced = [path for what, path in events[:at] if what == "sync"]
+    synced = [path for what, path in events[:at] if what == "fsync"]
     assert synced[-1] == folder
     assert synced[-2] == f"{folder}/model.safetensors.index.json"
     assert {Path(path).name for path in synced[:-1]} == set(os.listdir(tmp_path / "a"))
-    assert events[at + 1 :] == [("sync", str(tmp_path))]
+    assert events[at + 1 :] == [("fsync", str(tmp_path))]
 
 
 def test_files_are_packed_up_to_their_limit():

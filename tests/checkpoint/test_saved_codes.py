@@ -63,9 +63,7 @@ def loaded(layout: Layout, folder: str, replicas: Any, donate: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("there", "replicas", "donate"),
-    [(ONE, "equal", True), (FOUR, "independent", False)],
-    ids=str,
+    ("there", "replicas", "donate"), [(ONE, "equal", True), (FOUR, "independent", False)], ids=str
 )
 def test_codes_come_back_on_any_ranks(ranks, tmp_path: Path, there, replicas, donate):
     """Replicas that are independent get their own ones."""

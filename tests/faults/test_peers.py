@@ -28,6 +28,7 @@ from mics_fn.faults import monitor
 from mics_fn.faults.heartbeat import Process
 from mics_fn.groups import distributed
 from mics_fn.spans import LOG
+from mics_fn.store import poll
 from tests.stress.fault_ranks import take_place
 
 N, STEPS, AT = 4, 6, 3  # ranks, steps, and the step in which one of them fails
@@ -89,10 +90,7 @@ class Ranks:
 
 def until(done: Callable[[], Any], limit_s: float = 12.0) -> bool:
     """Sleep until something is so; whether it is in time."""
-    deadline = time.monotonic() + limit_s
-    while not (found := done()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return bool(found)
+    return poll(done, 1, time.monotonic() + limit_s)
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from mics_fn import _torch
 from mics_fn.errors import MicsError
 from mics_fn.faults import monitor
 from mics_fn.faults.heartbeat import BoundedStore
+from mics_fn.store import poll
 from tests.stress.fault_ranks import take_place
 
 N, ODD, AT = 4, 1, 3  # ranks, the one that is replaced, and the step at which that begins
@@ -144,11 +145,8 @@ def job(tmp_path: Path) -> Iterator[tuple[Path, Callable[..., int]]]:
         os.waitpid(pid, 0)
 
 
-def until(done: Callable[[], Any], limit_s: float = 60.0) -> bool:
-    deadline = time.monotonic() + limit_s
-    while not (found := done()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return bool(found)
+def until(done: Callable[[], Any]) -> bool:
+    return poll(done, 1, time.monotonic() + 60.0)
 
 
 @pytest.mark.limit(200)

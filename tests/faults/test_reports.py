@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from test_order import Counting
 
 from mics_fn.errors import DesyncError
 from mics_fn.faults import order
@@ -12,17 +12,6 @@ from mics_fn.schedules import Channel
 from mics_fn.store import Stuck
 
 N = 6
-
-
-class Counting:
-    """A store that counts what it is asked."""
-
-    def __init__(self):
-        self.store, self.calls = HashStore(), 0
-
-    def __getattr__(self, name):
-        self.calls += 1
-        return getattr(self.store, name)
 
 
 def job(partition=N):
@@ -49,9 +38,9 @@ def test_a_look_without_news_is_one_call_and_a_report_is_found_by_all(partition)
     for reporter in range(N):
         store, channels = job(partition)
         for channel in channels * 2:
-            store.calls = 0
+            store.asked.clear()
             channel.poll_peers()
-            assert store.calls == 1
+            assert store.asked.total() == 1
         channels[reporter].report("what happened")
         assert found_by(channels) == found_by(channels) == ["what happened"] * N
     Channel().poll_peers()
@@ -82,9 +71,9 @@ def test_a_note_of_a_wait_is_found_by_those_that_wait_for_it(monkeypatch):
     before = Stuck("c", 1, (0, 1), "another reduction")
     poll(1, before, a=2, b=4, c=1)
     for _ in range(3):
-        store.calls = 0
+        store.asked.clear()
         poll(0, here, a=3, b=4, c=1)
-    assert store.calls == 1, "nobody has told anything since"
+    assert store.asked.total() == 1, "nobody has told anything since"
     with pytest.raises(DesyncError, match="rank 0: waits for a reduction(.|\n)*rank 1: waits for"):
         poll(1, there, a=2, b=5, c=1)
     text = str(found_by(channels[:1])[0])

@@ -13,9 +13,6 @@ import torch.distributed as dist
 import mics_fn as mf
 from mics_fn.errors import CollectiveError, DesyncError, GroupsError, MicsError, PeerFailed
 from mics_fn.groups import Groups, Topology
-from mics_fn.lab.ranks.pool import RankPool
-
-Pools = Callable[[int], RankPool]
 
 
 def works(groups: Groups) -> bool:
@@ -60,7 +57,7 @@ def fail_and_reset() -> tuple[list[str], float, bool]:
     return texts, seconds, good
 
 
-def test_failed_groups_say_why_and_what_to_call(ranks: Pools):
+def test_failed_groups_say_why_and_what_to_call(ranks):
     (texts, seconds, good), (_, _, also) = ranks(2).run(fail_and_reset)
     late = "Collective(Timeout)?Error: all-gather over 'partition' |PeerFailed: rank 1 is behind"
     for text in texts:
@@ -92,7 +89,7 @@ def reset_placed(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["hpz", "fsdp"])
-def test_placements_are_kept(ranks: Pools, scheme: str):
+def test_placements_are_kept(ranks, scheme: str):
     ranks(4).run(reset_placed, scheme)
 
 
@@ -123,7 +120,7 @@ def fork() -> list[str]:
     return told
 
 
-def test_a_fork_is_refused(ranks: Pools):
+def test_a_fork_is_refused(ranks):
     for rank, told in enumerate(ranks(2).run(fork)):
         used = f"'partition' of ranks 0, 1 is used in a fork of rank {rank}"
         forked = [f"{verb}: this process is a fork of a rank" for verb in ("make_groups", "reset")]
@@ -150,7 +147,7 @@ def learn() -> list[Any]:
     return [*found, learned.schedule == known]
 
 
-def test_schedules_are_learned_again(ranks: Pools):
+def test_schedules_are_learned_again(ranks):
     assert ranks(2).run(learn) == [[True, None, None, True]] * 2
 
 
@@ -162,7 +159,7 @@ def reset_others() -> str:
     return error
 
 
-def test_ranks_that_reset_different_groups_are_told(ranks: Pools):
+def test_ranks_that_reset_different_groups_are_told(ranks):
     for text in ranks(2).run(reset_others):
         assert text.startswith("reset: ranks reset different groups\n")
 

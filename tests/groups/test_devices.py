@@ -1,7 +1,7 @@
 """Which device each rank takes, with hardware that is made up: `Fake` in place of `machine`."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -24,9 +24,6 @@ from mics_fn.groups.distributed import (
 )
 from mics_fn.groups.environment import NCCL_SETTINGS, Launch, nccl_problems
 from mics_fn.groups.topology import Topology
-from mics_fn.lab.ranks.pool import RankPool
-
-Pools = Callable[[int], RankPool]
 
 
 class Fake(Machine):
@@ -155,7 +152,7 @@ def shared_in_groups(hostids: list[str]) -> str:
     return str(caught.value)
 
 
-def test_groups_refuse_ranks_on_one_device(ranks: Pools):
+def test_groups_refuse_ranks_on_one_device(ranks):
     """Also where the user starts torch.distributed."""
     for text in ranks(2).run(shared_in_groups, ["", ""]):
         assert text.startswith(f"make_groups: {SHARED[0]}\n{SHARED[1]}\n")
@@ -256,7 +253,7 @@ def connected(fails_on: int) -> Any:
     return seen, made
 
 
-def test_communicators_are_connected_in_one_order(ranks: Pools):
+def test_communicators_are_connected_in_one_order(ranks):
     purposes = ["gather node", "reduce node", "gather rank", "reduce rank"]
     hop_2 = [("replicas", 2), ("replicas, second", 2)]
     want = [*((purpose, 2) for purpose in purposes), ("reduce flat", 4), *hop_2]
@@ -264,6 +261,6 @@ def test_communicators_are_connected_in_one_order(ranks: Pools):
 
 
 @pytest.mark.thorough
-def test_a_rank_that_cannot_be_connected_says_to_whom(ranks: Pools):
+def test_a_rank_that_cannot_be_connected_says_to_whom(ranks):
     text = "make_groups: rank 2 cannot connect 'gather node' of ranks 0, 2"
     assert ranks(8).run(connected, 2)[2] == ([text, "  no route"], 0)

@@ -20,12 +20,9 @@ from mics_fn.errors import GroupsError, PeerFailed, first_line
 from mics_fn.faults.journal import _GRACE_S, Watcher, without_a_word
 from mics_fn.faults.monitor import monitor
 from mics_fn.groups import Groups, make_groups, reports_step, withdraw_all
-from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.optim import init_state, sgd
 from mics_fn.shards import gather, shard
 from mics_fn.store import poll
-
-Pools = Callable[[int], RankPool]
 
 
 def wait_or_raise() -> None:
@@ -47,7 +44,7 @@ def leave_by_an_error() -> tuple[str, float, int]:
     return text, time.monotonic() - started, _torch.num_process_groups()
 
 
-def test_a_rank_that_raises_ends_at_once_and_the_others_soon(ranks: Pools):
+def test_a_rank_that_raises_ends_at_once_and_the_others_soon(ranks):
     before = ranks(3).run(_torch.num_process_groups)
     first, *others = ranks(3).run(leave_by_an_error)
     assert first[0] == "'mine'"
@@ -212,7 +209,7 @@ _CLOSED = "a call that rank 1 will not make, since it closed its groups"
         ("in order, amid another error", _CLOSED),
     ],
 )
-def test_closing_does_not_hide_an_error(ranks: Pools, how: str, text: str):
+def test_closing_does_not_hide_an_error(ranks, how: str, text: str):
     found = ranks(2).run(fail_and_close, how)[0]
     assert found == (text, None if text == _CLOSED else 1)
 

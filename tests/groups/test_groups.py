@@ -1,7 +1,6 @@
 """Process groups on real gloo ranks: members, sources of sizes, agreement, and their end."""
 
 import time
-from collections.abc import Callable
 from math import prod
 from typing import Any
 from unittest import mock
@@ -18,10 +17,7 @@ from mics_fn.groups.communicator import Comm
 from mics_fn.groups.group_state import Hooks, Watch, hooks
 from mics_fn.groups.make import Groups, make_groups
 from mics_fn.groups.topology import Topology, plan_groups
-from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.shards import gather, reduce_grads, shard
-
-Pools = Callable[[int], RankPool]
 
 
 def comms_of(groups: Groups) -> list[Comm]:
@@ -82,7 +78,7 @@ LAYOUTS = [((1,), 1), ((1, 2), 2), ((2, 2), 1), ((2, 2), 4), ((2, 4), 4), ((2, 2
 
 
 @pytest.mark.parametrize(("sizes", "p"), LAYOUTS)
-def test_members_are_those_of_the_plan(ranks: Pools, sizes: tuple[int, ...], p: int):
+def test_members_are_those_of_the_plan(ranks, sizes: tuple[int, ...], p: int):
     plan, n = plan_groups(Topology(sizes), p), prod(sizes)
     for rank, seen in enumerate(
         ranks(n).run(look, {"partition_size": p, "topology": plan.topology})
@@ -139,7 +135,7 @@ def test_node_sizes_come_from_what_is_given_or_found(ranks, kwargs, env, hosts, 
     ids=str,
 )
 def test_a_mesh_or_ranks_in_an_order_of_their_own(
-    ranks: Pools, kwargs: Any, shape: Any, names: Any, part: Any, partition: Any, replicas: Any
+    ranks, kwargs: Any, shape: Any, names: Any, part: Any, partition: Any, replicas: Any
 ):
     """As rank 3 sees it; those of other dimensions, such as tensor parallelism, stay outside."""
     n, mesh = prod(shape or (4,)), shape and (shape, names, part)
@@ -163,7 +159,7 @@ def side_by_side() -> list[tuple[int, ...]]:
     return seen
 
 
-def test_groups_side_by_side(ranks: Pools):
+def test_groups_side_by_side(ranks):
     found = ranks(4).run(side_by_side)[3]
     assert found == [(2, 3), (0, 2, 1, 3), (1, 3), (2, 3), (0, 2, 1, 3)]
 
@@ -191,14 +187,14 @@ def one_makes(how: str) -> Any:
     return text, ended[-1], time.monotonic(), _torch.num_process_groups() - before
 
 
-def test_no_rank_goes_on_before_all_have_their_groups(ranks: Pools):
+def test_no_rank_goes_on_before_all_have_their_groups(ranks):
     found = ranks(4).run(one_makes, "late")
     assert [text for text, *_ in found] == [""] * 4
     assert min(gone for _, _, gone, _ in found) >= max(ended for _, ended, _, _ in found)
 
 
 @pytest.mark.parametrize("how", ["fails", "too late"])
-def test_a_rank_that_does_not_get_its_groups_fails_all(ranks: Pools, how: str):
+def test_a_rank_that_does_not_get_its_groups_fails_all(ranks, how: str):
     what = own = "rank 1 did not make all groups within 1 s"
     if how == "fails":
         what = "rank 1 could not make its groups"
@@ -238,7 +234,7 @@ def limits_of_torch() -> list[float]:
         return seen
 
 
-def test_waits_of_ranks_end_before_those_of_torch_which_name_nobody(ranks: Pools):
+def test_waits_of_ranks_end_before_those_of_torch_which_name_nobody(ranks):
     for seen in ranks(4).run(limits_of_torch):
         assert seen
         assert min(seen) > 30
@@ -258,6 +254,6 @@ def without_faults() -> list[Any]:
         vars(hooks).update(filled)
 
 
-def test_verbs_work_without_what_is_done_about_faults(ranks: Pools):
+def test_verbs_work_without_what_is_done_about_faults(ranks):
     for values, total, alone in ranks(2).run(without_faults):
         assert (values, float(total), alone) == ([*range(6)], 6.0, True)

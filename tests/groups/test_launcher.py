@@ -115,10 +115,7 @@ def test_ranks_of_another_launcher_never_train_alone(size: str):
             "LOCAL_RANK, MASTER_ADDR\n  fix: launch with torchrun, or set them all",
         ),
         (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a positive number"),
-        (
-            without(SLURM, "MASTER_ADDR"),
-            "Slurm runs 8 ranks, without MASTER_ADDR",
-        ),
+        (without(SLURM, "MASTER_ADDR"), "Slurm runs 8 ranks, without MASTER_ADDR"),
         (
             {"SLURM_PROCID": "3", "SLURM_LOCALID": "3"},
             "the environment has SLURM_PROCID, SLURM_LOCALID but not SLURM_NTASKS",
@@ -145,10 +142,7 @@ def test_tasks_per_node():
         ({"SLURM_NTASKS_PER_NODE": "3"}, [0, 0, 0, 1, 1, 1]),
         ({"SLURM_TASKS_PER_NODE": "3,1,2"}, [0, 0, 0, 1, 2, 2]),
         ({"SLURM_TASKS_PER_NODE": "3,1"}, [0, 0, 0, 1, None, None]),
-        (
-            {"SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_TASKS_PER_NODE": "6"},
-            [0, 0, 1, 1, 2, 2],
-        ),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_TASKS_PER_NODE": "6"}, [0, 0, 1, 1, 2, 2]),
         (DAEMON | OPEN_MPI, [None] * 6),  # their hosts tell, since it maps ranks in any way
         ({}, [None] * 6),
     ],

@@ -4,7 +4,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -15,17 +15,14 @@ import torch.distributed as dist
 from mics_fn.errors import CollectiveError, DesyncError, MicsError, PlanError
 from mics_fn.groups.make import make_groups
 from mics_fn.groups.topology import Topology
-from mics_fn.lab.ranks.pool import RankPool
 
-Pools = Callable[[int], RankPool]
-LAUNCHER = ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
-LAUNCHER += ("SLURM_TASKS_PER_NODE",)
+LAUNCHER = ("LOCAL_WORLD_SIZE", "TASKS_PER_NODE")  # how the names end that say what a node has
 
 
 @contextmanager
 def launched(env: dict[str, str], hosts: str = "") -> Iterator[None]:
     """The launcher's variables replaced, and this rank's host: one letter a rank."""
-    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    kept = {name: value for name, value in os.environ.items() if not name.endswith(LAUNCHER)}
     host = hosts[dist.get_rank()] if hosts else "here"
     with (
         mock.patch.dict(os.environ, kept | env, clear=True),
@@ -57,18 +54,8 @@ def same_error(results: list[Any], within_s: float = 5.0) -> tuple[type, str]:
 @pytest.mark.parametrize(
     ("kwargs", "env", "hosts", "text"),
     [
-        (
-            {},
-            {},
-            "aaab",
-            "of these ranks, by hostnames\n  3 on one node: ranks 0-2",
-        ),
-        (
-            {},
-            {"SLURM_TASKS_PER_NODE": "3,1"},
-            "",
-            "these ranks, by SLURM_TASKS_PER_NODE=3,1",
-        ),
+        ({}, {}, "aaab", "of these ranks, by hostnames\n  3 on one node: ranks 0-2"),
+        ({}, {"SLURM_TASKS_PER_NODE": "3,1"}, "", "these ranks, by SLURM_TASKS_PER_NODE=3,1"),
         ({}, {}, "abab", "not next to each other\n  one node, by hostnames: ranks 0, 2"),
         ({}, {"LOCAL_WORLD_SIZE": "2"}, "abab", "LOCAL_WORLD_SIZE=2 puts ranks 0, 1 on one node"),
         ({"topology": Topology((2, 4))}, {}, "", "topology node 2 x rank 4 has 8 ranks, the job "),
@@ -125,7 +112,7 @@ def test_ranks_that_disagree_hear_of_what(ranks, given, env, lines):
     assert said == [f"  {line}" for line in lines]
 
 
-def test_ranks_that_disagree_on_the_ranks(ranks: Pools):
+def test_ranks_that_disagree_on_the_ranks(ranks):
     """Each set lacks some, as two ranks wait elsewhere; then the counts of both are in step."""
     short: dict[str, Any] = {"timeout_s": 0.5}
     found = ranks(4).run(attempt, [short, short | {"ranks": [0, 1]}, short, short])
@@ -144,7 +131,7 @@ def come_late(missing: int) -> Any:
 
 
 @pytest.mark.parametrize("missing", [0, 3])
-def test_a_rank_that_does_not_come(ranks: Pools, missing: int):
+def test_a_rank_that_does_not_come(ranks, missing: int):
     results = ranks(4).run(come_late, missing)
     assert results.pop(missing) is None
     assert same_error(results, within_s=3.0) == (
@@ -171,6 +158,6 @@ def interrupted(at: int) -> float:
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_an_interrupt_while_waiting_stops_it_at_once(ranks: Pools, at: int):
+def test_an_interrupt_while_waiting_stops_it_at_once(ranks, at: int):
     assert ranks(2).run(interrupted, at)[at] < 1.5
     assert [result[0] for result in ranks(2).run(attempt, [{}] * 2)] == [None] * 2

@@ -13,12 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mics_fn.errors import PlanError
-from mics_fn.groups.topology import (
-    Plan,
-    Topology,
-    plan_groups,
-    valid_partition_sizes,
-)
+from mics_fn.groups.topology import Plan, Topology, plan_groups, valid_partition_sizes
 
 topologies = (
     st.lists(st.integers(1, 5), min_size=1, max_size=5)
@@ -136,14 +131,8 @@ def test_sixteen_thousand_ranks():
         (lambda: Topology.of(8, 2, 3), "nodes_per_rack=3 does not divide the 4 nodes"),
         (lambda: Topology.of(8, None, 2), "node_size=None is not an int of at least 1"),
         (lambda: Topology((2, 0)), "Topology: sizes[1]=0 is not an int of at least 1"),
-        (
-            lambda: Topology((2, 2), ("node", "node")),
-            "names ('node', 'node') do not name",
-        ),
-        (
-            lambda: Topology((2, 2), ("flat", "rank")),
-            "names ('flat', 'rank') do not name",
-        ),
+        (lambda: Topology((2, 2), ("node", "node")), "names ('node', 'node') do not name"),
+        (lambda: Topology((2, 2), ("flat", "rank")), "names ('flat', 'rank') do not name"),
         (lambda: plan_groups(8, 4).coords(8), "position 8 is outside the world of 8 ranks"),
     ],
 )

@@ -15,14 +15,12 @@ from torch.utils.data import DataLoader, Dataset
 
 import mics_fn as mf
 from mics_fn import optim, tree
-from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.optim import Guard, dynamic_scale, norm_spike
 from mics_fn.shards import Fixed, Sharded, is_leaf
 from mics_fn.train import StepMetrics
 from mics_fn.train.carried import carried, take_back
 from mics_fn.train.plain import guard_numbers
 
-Pools = Callable[[int], RankPool]
 STEPS, SIZE, PER_PASS = 14, 6, 5
 ONE = World((1,), 1)
 
@@ -235,7 +233,7 @@ ON_RANKS: dict[str, tuple[World, tuple]] = {
 
 @pytest.mark.parametrize("name", ON_RANKS)
 @pytest.mark.short("diloco")
-def test_on_ranks(ranks: Pools, name: str) -> None:
+def test_on_ranks(ranks, name: str) -> None:
     world, given = ON_RANKS[name]
     ranks(world.world_size).run(cut_in_two, world, *given)
 

@@ -4,7 +4,7 @@ import errno
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from mics_fn.spans import LOG
 from mics_fn.train.carried import carried, take_back
 from mics_fn.train.plain import guard_numbers
 
-Pools = Callable[[int], RankPool]
 FOUR, TWO = World((2, 2), 2), World((2,), 2)
 
 
@@ -66,7 +65,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.short("local_sgd")
-def test_a_run_goes_on_in_new_processes(ranks: Pools, tmp_path: Path, name: str) -> None:
+def test_a_run_goes_on_in_new_processes(ranks, tmp_path: Path, name: str) -> None:
     """All steps in one process, and 8 in one, and the others in new ones."""
     (world, case, scheme), pool = CASES[name], ranks(CASES[name][0].world_size)
     want = pool.run(trained, world, case, scheme, None, STEPS)
@@ -106,7 +105,7 @@ def params_on(world: World, folder: str, steps: int) -> tuple[int, Any]:
     return begun, trainer.params()
 
 
-def test_other_ranks_go_on(ranks: Pools, tmp_path: Path) -> None:
+def test_other_ranks_go_on(ranks, tmp_path: Path) -> None:
     saved = ranks(4).run(params_on, FOUR, str(tmp_path), 6)
     for world in (World((1,), 1), World((2, 2), 4)):
         for begun, params in ranks(world.world_size).run(params_on, world, str(tmp_path), 0):
@@ -146,7 +145,7 @@ def fails_once(world: World, folder: str) -> tuple[int, str, list[int]]:
     return at, str(caught.value), checkpoint.steps(folder)
 
 
-def test_a_save_that_fails_is_raised_after_the_same_step(ranks: Pools, tmp_path: Path) -> None:
+def test_a_save_that_fails_is_raised_after_the_same_step(ranks, tmp_path: Path) -> None:
     found = ranks(2).run(fails_once, TWO, str(tmp_path))
     assert len({repr(each) for each in found}) == 1
     assert 4 not in found[0][2]
@@ -213,9 +212,7 @@ def without_resuming(layout: World, folder: str) -> tuple[str, list[int]]:
     return str(raised.value), steps
 
 
-def test_a_run_that_did_not_go_on_from_a_folder_replaces_nothing(
-    ranks: Pools, tmp_path: Path
-) -> None:
+def test_a_run_that_did_not_go_on_from_a_folder_replaces_nothing(ranks, tmp_path: Path) -> None:
     found = ranks(2).run(without_resuming, TWO, str(tmp_path))
     assert found[0] == found[1]
     assert "fix: " in found[0][0]
@@ -270,9 +267,7 @@ def fails_before_a_reset(layout: World, folder: str) -> tuple[list[int], list[st
     return checkpoint.steps(folder), lines
 
 
-def test_a_step_that_was_not_saved_before_a_reset_is_made_up_for(
-    ranks: Pools, tmp_path: Path
-) -> None:
+def test_a_step_that_was_not_saved_before_a_reset_is_made_up_for(ranks, tmp_path: Path) -> None:
     for steps, lines in ranks(2).run(fails_before_a_reset, TWO, str(tmp_path)):
         assert steps == [5]
         assert [line.partition(":")[0] for line in lines] == ["step 4 was not saved"]
@@ -290,7 +285,7 @@ def with_an_odd_loader(layout: World, folder: str) -> str:
 
 
 def test_a_loader_that_cannot_be_saved_on_one_rank_is_an_error_of_all(
-    ranks: Pools, tmp_path: Path
+    ranks, tmp_path: Path
 ) -> None:
     other, own = ranks(2).run(with_an_odd_loader, TWO, str(tmp_path))
     assert other.startswith("FileError: ")
@@ -328,5 +323,5 @@ def with_a_fault(layout: World, at: int) -> bool:
 
 
 @pytest.mark.parametrize("at", [6, pytest.param(3, marks=pytest.mark.thorough)])
-def test_a_reset_of_all_ranks_goes_on_in_the_pass(ranks: Pools, at: int) -> None:
+def test_a_reset_of_all_ranks_goes_on_in_the_pass(ranks, at: int) -> None:
     assert ranks(2).run(with_a_fault, TWO, at) == [True, True]

@@ -41,11 +41,7 @@ def steps(layout, precision, count, options):
 
 @pytest.mark.parametrize(
     ("layout", "precision"),
-    [
-        (PAIRS, CODED),
-        (FOUR, "gather=fp8[64],hop1=int8[64]@node"),
-        (COPIES, "hop2=int4[64]"),
-    ],
+    [(PAIRS, CODED), (FOUR, "gather=fp8[64],hop1=int8[64]@node"), (COPIES, "hop2=int4[64]")],
     ids=str,
 )
 @pytest.mark.short(f"2x2-p2-{CODED}")

@@ -20,13 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 from torchdata import stateful_dataloader
 
 import mics_fn as mf
@@ -265,13 +259,9 @@ def take(batches, count):
 def loaders(size, batch_size, **options):
     """Each way in which a loader of torch holds a sampler."""
     data = Numbers(size)
-    for kind in ("sampler", "batch_sampler"):
-        sampler = DistributedSampler(data, num_replicas=2, rank=1, **options)
-        if kind == "sampler":
-            yield sampler, DataLoader(data, batch_size, sampler=sampler)
-        else:
-            batches = BatchSampler(sampler, batch_size, drop_last=False)
-            yield sampler, DataLoader(data, batch_sampler=batches)
+    one, two = (DistributedSampler(data, num_replicas=2, rank=1, **options) for _ in range(2))
+    yield one, DataLoader(data, batch_size, sampler=one)
+    yield two, DataLoader(data, batch_sampler=BatchSampler(two, batch_size, drop_last=False))
 
 
 @examples(10, 40)

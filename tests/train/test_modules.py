@@ -165,6 +165,5 @@ def test_parameters_that_would_lose_something_are_refused(take, text):
 def test_what_a_gather_gives_may_be_cut_again():
     groups = mf.make_groups(1)
     with torch.no_grad():
-        mf.shard(
-            mf.gather(mf.shard({"w": torch.ones(4, requires_grad=True)}, groups), groups), groups
-        )
+        shards = mf.shard({"w": torch.ones(4, requires_grad=True)}, groups)
+        mf.shard(mf.gather(shards, groups), groups)

@@ -4,6 +4,7 @@ import time
 import warnings
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -108,16 +109,15 @@ def with_versions(*torch_versions: str) -> tuple[str, str]:
     """The error and the warning if ranks have these versions."""
     groups, found = groups_of(PAIR), ""
     shards = mf.shard({"w": torch.ones(4)}, groups)
-    usual = comparing.versions
-    versions = {**usual(), "version of torch": torch_versions[dist.get_rank()]}
-    comparing.versions = lambda: versions  # pyright: ignore
-    try:
-        with warnings.catch_warnings(record=True, action="always") as seen:
+    versions = {**comparing.versions(), "version of torch": torch_versions[dist.get_rank()]}
+    with (
+        mock.patch.object(comparing, "versions", return_value=versions),
+        warnings.catch_warnings(record=True, action="always") as seen,
+    ):
+        try:
             mf.init_state(shards, optim.sgd(0.1), groups=groups)
-    except DesyncError as error:
-        found = str(error)
-    finally:
-        comparing.versions = usual
+        except DesyncError as error:
+            found = str(error)
     return found, " ".join(str(x.message) for x in seen)
 
 

@@ -116,10 +116,7 @@ def test_what_cannot_be_made_good_is_said_on_all_ranks(name: str) -> None:
 
 @pytest.mark.thorough
 def test_a_job_that_is_started_again_as_a_whole_starts_anew() -> None:
-    found, plain = (
-        run_loss(SHORT._replace(killed=(0, 1, 2, 3))),
-        run_loss(SHORT._replace(killed=())),
-    )
+    found, plain = (run_loss(SHORT._replace(killed=lost)) for lost in ((0, 1, 2, 3), ()))
     assert not found.silent
     for rank, heard in found.heard.items():
         assert (heard.error, heard.resets) == ("", 0)

@@ -13,6 +13,7 @@ from cases import Layout, forget_groups, groups_of
 from torch import nn
 
 import mics_fn as mf
+from mics_fn.store import poll
 
 StopRequest = mf.StopRequest
 PAIR, FOUR, COPIES = Layout((2,), 2), Layout((4,), 4), Layout((2, 2), 2)
@@ -115,9 +116,7 @@ def alone_in_it(layout: Layout) -> str:
         with StopRequest(groups, ()) as stop:
             stop._timeout_s = 0.5
             stop.ask()
-            deadline = time.monotonic() + 10
-            while stop._said is None and time.monotonic() < deadline:
-                time.sleep(0.01)
+            assert poll(lambda: stop._said is not None, 1, time.monotonic() + 10)
             with pytest.raises(mf.errors.CollectiveError) as caught:
                 stop.due()
     dist.barrier()

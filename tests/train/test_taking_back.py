@@ -20,12 +20,10 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 import mics_fn as mf
 from mics_fn import optim, tree
 from mics_fn.errors import LeafError, MicsError, PlanError
-from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.optim import Guard, dynamic_scale, norm_spike, static_scale
 from mics_fn.train.carried import carried, take_back
 from mics_fn.train.plain import as_plain, from_plain
 
-Pools = Callable[[int], RankPool]
 PAIR = Layout((2,), 2)
 
 
@@ -138,7 +136,7 @@ def one_bad_rank(what: str) -> str:
     return f"{caught.typename}: {caught.value}"
 
 
-def test_one_bad_rank_is_an_error_on_all(ranks: Pools) -> None:
+def test_one_bad_rank_is_an_error_on_all(ranks) -> None:
     other, own = ranks(2).run(one_bad_rank, "guard")
     assert other.startswith("DesyncError: take_back: it failed on other ranks")
     assert "rank 1: LeafError: take_back: this is not what was saved" in other

@@ -18,11 +18,9 @@ import mics_fn as mf
 from mics_fn import _torch, tree
 from mics_fn.errors import GroupsError, LostStateError, MicsError, PeerFailed
 from mics_fn.groups import Topology
-from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.optim import Guard, adamw, dynamic_scale, norm_spike
 from mics_fn.train import stepping
 
-Pools = Callable[[int], RankPool]
 SIZE = 16
 
 
@@ -132,7 +130,7 @@ def go_on(p: int, faults: int, options: str) -> tuple[list[str], float]:
     ],
 )
 @pytest.mark.short("4-4-2-usual")
-def test_the_next_step_is_right(ranks: Pools, n: int, p: int, faults: int, options: str) -> None:
+def test_the_next_step_is_right(ranks, n: int, p: int, faults: int, options: str) -> None:
     for texts, slowest in ranks(n).run(go_on, p, faults, options):
         assert all("of one rank alone" in text for text in texts)
         assert slowest < 10, "at once, and not at the limit of 20"
@@ -143,15 +141,10 @@ def behind(p: int, late: tuple[int, ...], heal: bool, apart: bool) -> str:
     sync = mf.replicas.local_sgd(3) if apart else None
     trainer, twin = twins(p, replica_sync=sync, check_replicas=1)
     step((trainer, twin), 0, 1)
-    before = trainer.state.opt, trainer.sync_state, trainer.guard
-    state = replace(
-        trainer.state,
-        params=tree.map_leaves(lambda x: x.clone(), trainer.state.params),
-        opt=tree.map_leaves(lambda x: x.clone() if isinstance(x, Tensor) else x, before[0]),
-    )
+    before = copy.deepcopy((trainer.state, trainer.sync_state)), trainer.guard
     step((trainer, twin), 2)
     if dist.get_rank() in late:
-        trainer.state, trainer.sync_state, trainer.guard = state, *before[1:]
+        (trainer.state, trainer.sync_state), trainer.guard = before
     try:
         trainer.reset(heal=heal)
     except LostStateError as error:
@@ -177,7 +170,7 @@ def behind(p: int, late: tuple[int, ...], heal: bool, apart: bool) -> str:
 )
 @pytest.mark.short("healed", "no replica-told")
 def test_a_rank_that_is_behind_takes_the_newer_state_or_all_are_told(
-    ranks: Pools, p: int, late: tuple[int, ...], heal: bool, apart: bool, end: str
+    ranks, p: int, late: tuple[int, ...], heal: bool, apart: bool, end: str
 ) -> None:
     assert all(end in text for text in ranks(4).run(behind, p, late, heal, apart))
 
@@ -206,7 +199,7 @@ def told_late(late: tuple[int, ...]) -> None:
     close(trainer, twin)
 
 
-def test_a_step_that_some_have_written_is_written_by_all(ranks: Pools) -> None:
+def test_a_step_that_some_have_written_is_written_by_all(ranks) -> None:
     ranks(4).run(told_late, (0, 2))
 
 
@@ -223,7 +216,7 @@ def refused_on_some() -> tuple[int, float]:
     return trainer.sync_state.step, trainer.guard.scale.value
 
 
-def test_a_guard_that_is_behind_takes_the_newer_numbers(ranks: Pools) -> None:
+def test_a_guard_that_is_behind_takes_the_newer_numbers(ranks) -> None:
     assert ranks(4).run(refused_on_some) == [(3, 4.0)] * 4
 
 
@@ -241,7 +234,7 @@ def by_path() -> bool:
     return all(groups.closed for groups in made_twice[0])
 
 
-def test_several_groups_by_path(ranks: Pools) -> None:
+def test_several_groups_by_path(ranks) -> None:
     assert all(ranks(4).run(by_path))
 
 
@@ -331,7 +324,7 @@ LOST = "no replica holds the state that a lost rank had"
     f"1-in the write-True-False-{LOST}",
 )
 def test_a_write_that_is_cut_is_made_good_by_a_replica_or_a_save_on_all_ranks(
-    ranks: Pools, tmp_path: Path, p: int, where: str, apart: bool, saves: bool, end: str
+    ranks, tmp_path: Path, p: int, where: str, apart: bool, saves: bool, end: str
 ) -> None:
     folder = f"{tmp_path}" if saves else ""
     for loaded, last in ranks(2).run(cut_and_reset, p, where, apart, folder):
@@ -390,7 +383,7 @@ def merge_again(policy: str, at: str, where: str) -> tuple[int, ...]:
     "diloco-behind-params=disk:F,states=disk:F-steps3",
 )
 def test_replicas_that_are_apart_meet_again(
-    ranks: Pools, tmp_path: Path, policy: str, at: str, where: str, steps: tuple[int, ...]
+    ranks, tmp_path: Path, policy: str, at: str, where: str, steps: tuple[int, ...]
 ) -> None:
     found = ranks(2).run(merge_again, policy, at, where.replace("F", f"{tmp_path}"))
     assert found == [steps] * 2
@@ -421,5 +414,5 @@ def follow() -> None:
     close(trainer, twin)
 
 
-def test_what_an_optimizer_knows_of_groups_follows_a_reset(ranks: Pools) -> None:
+def test_what_an_optimizer_knows_of_groups_follows_a_reset(ranks) -> None:
     ranks(2).run(follow)

@@ -181,8 +181,7 @@ def test_a_step_in_which_every_weight_is_0_is_refused(ranks):
 def unequal(layout, rows):
     groups = groups_of(layout)
     guard._warned.clear()
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as found:
         trainer = guarded(groups)
         samples = [trainer.step(torch.ones(rows[groups.rank], 3)).samples for _ in range(3)]
         guarded(groups, weight=len).step(torch.ones(rows[groups.rank], 3))

@@ -40,7 +40,7 @@ WAYS = pytest.mark.parametrize(
     ids=str,
 )
 MARKS: dict[str, pytest.MarkDecorator] = {
-    "func": pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # torch's own jvp
+    "func": pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own jvp
 }
 BUCKETS = 6
 RATE, MOMENTUM = 1 / 16, 0.9  # a power of two: to multiply and divide by it is exact
