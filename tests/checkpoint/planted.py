@@ -161,8 +161,8 @@ PLANTED = [
     (
         "a file is not waited for before its step has a name",
         _D,
-        "    path.chmod(path.parent.stat().st_mode & 0o666)\n    sync(path)\n",
-        "    path.chmod(path.parent.stat().st_mode & 0o666)\n",
+        "                rest = rest[os.write(number, rest) :]\n        os.fsync(number)\n",
+        "                rest = rest[os.write(number, rest) :]\n",
         "checkpoint/test_commit.py -k the_disk_has_each",
     ),
 ]
