@@ -428,10 +428,7 @@ def refused(layout: Layout, kind: str) -> tuple[str, bool]:
         ("seed", ["ranks 0, 2, 3: seed=11", "rank 1: seed=12"]),
         ("raises", ["rank 2: ValueError: no such config"]),
         ("tree", ["rank 3: params.bias (4,) float32"]),
-        (
-            "values",
-            ["first difference: params.weight", "rank 3: not as in the first replica"],
-        ),
+        ("values", ["first difference: params.weight", "rank 3: not as in the first replica"]),
     ],
 )
 def test_ranks_that_differ_all_hear_of_it(ranks, kind: str, lines: list[str]):

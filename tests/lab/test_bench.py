@@ -223,7 +223,6 @@ def test_memory_and_its_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     if before is not None:
         before = reset_peak(CPU) or 0
         torch.ones(8_000_000)
-        assert (peak_bytes(CPU) or 0) - before >= 30e6
         assert (peak_bytes(CPU) or 0) >= before + 30e6
     monkeypatch.setattr(turns_module, "STATUS", tmp_path / "status")
     assert memory_bytes(CPU) is None

@@ -2,15 +2,13 @@
 
 import argparse
 import importlib
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from test_packaging import run
 
 import mics_fn as mf
 from mics_fn import tree
@@ -197,19 +195,9 @@ def run_alone(n: int) -> dict[str, torch.Tensor]:
 def test_its_script_runs_under_torchrun(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launched = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
-    done = subprocess.run(
-        [*launcher, "--nproc-per-node", "2", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        cwd=tmp_path,
-        env={k: v for k, v in os.environ.items() if k not in launched}
-        | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(re.findall(r"rank (\d): loss \d\.\d+", done.stdout)) == ["0", "0", "1", "1"]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    said = run(*launcher, str(script), cwd=tmp_path, path=ROOT, OMP_NUM_THREADS="1")
+    assert sorted(re.findall(r"rank (\d): loss \d\.\d+", said)) == ["0", "0", "1", "1"]
 
 
 def test_its_torchrun_lines_parse():
