@@ -402,6 +402,15 @@ def test_donated_values_are_refused(ranks):
     ranks(4).run(donated)
 
 
+def test_a_tensor_of_an_optimizer_of_another_library_is_not_taken_for_a_whole_one():
+    groups = mf.make_groups(1)
+    heavy = mf.optim.from_update(lambda p: {"w": torch.zeros(5)}, lambda g, s, p: (g, s))
+    state = mf.init_state(mf.shard({"w": random(0, 5)}, groups), heavy)
+    for call in (mf.get, lambda x, at, home: mf.set(x, at, torch.zeros(5), home)):
+        with pytest.raises(mf.errors.LeafError, match="is a plain tensor of shape"):
+            call(state, "opt.w", groups)
+
+
 def several_groups():
     """A leaf is read over its own groups, and ranks of all groups learn of a difference."""
     two, four = groups_of(FOUR), groups_of(Layout((2, 2), 4))
