@@ -92,7 +92,7 @@ MISTAKES: dict[str, Mistake] = {
     "gradients are not waited for": _of(
         "two replicas, budget",
         Change(
-            "deferred/grad_sum.py", "bound.reduction.wait()\n        bound.passes", "bound.passes"
+            "deferred/grad_sum.py", "bound.reduction.wait()\n        bound.check", "bound.check"
         ),
     ),
     "a reduction writes what it reads": _of(

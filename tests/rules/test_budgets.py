@@ -24,8 +24,8 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
-    "lines": 24_229,
-    "lines without lab": 20_903,
+    "lines": 24_200,
+    "lines without lab": 20_900,
     "lines of the longest file": 540,
     "files": 142,
     "percent of lines that import": 8.8,

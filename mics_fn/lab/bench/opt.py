@@ -15,17 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mics_fn as mf
-from mics_fn.lab.bench.turns import (
-    BenchPeer,
-    BenchTurns,
-    between,
-    is_first,
-    ratio,
-    say,
-    spread,
-    start,
-    take_turns,
-)
+from mics_fn.lab.bench import turns
+from mics_fn.lab.bench.turns import BenchPeer, BenchTurns
 from mics_fn.lab.models import gpt
 from mics_fn.lab.report import table
 
@@ -56,31 +47,27 @@ def measure_opt(config: OptConfig) -> dict[str, Any]:
     Returns:
         On rank 0 the figures of each tree; {} on the others.
     """
-    device = start(config.device)
-    if not is_first():
+    device = turns.start(config.device)
+    if not turns.is_first():
         return {}
     rank = dist.get_rank() if dist.is_initialized() else 0
     found = []
     for name, shapes in trees(config).items():
-        say(f"{name}: opt_step and torch.optim.AdamW take turns ...")
+        turns.say(f"{name}: opt_step and torch.optim.AdamW take turns ...")
         with mf.make_groups(1, ranks=[rank], device=device) as groups:
             found.append(_compare(name, shapes, config, groups))
-    say("steps of the verbs ...")
+    turns.say("steps of the verbs ...")
     with mf.make_groups(1, ranks=[rank], device=device) as groups:
         sizes = (config.small_leaves // 2, config.small_leaves * 5 // 2)
         peers = [_verbs(leaves, groups) for leaves in sizes]
-        laps = take_turns(peers, config.turns, device=device)
+        laps = turns.take_turns(peers, config.turns, device=device)
         gc.freeze()
-        frozen = take_turns(peers, config.turns, device=device)
+        frozen = turns.take_turns(peers, config.turns, device=device)
         gc.unfreeze()
-    steps = [
-        {
-            "leaves": leaves,
-            "us_a_leaf": spread([x / leaves * 1e6 for x in lap.seconds]),
-            "us_a_leaf_frozen": spread([x / leaves * 1e6 for x in after.seconds]),
-        }
-        for leaves, lap, after in zip(sizes, laps, frozen, strict=True)
-    ]
+    steps: list[dict[str, Any]] = [{"leaves": leaves} for leaves in sizes]
+    for key, taken in (("us_a_leaf", laps), ("us_a_leaf_frozen", frozen)):
+        for step, lap in zip(steps, taken, strict=True):
+            step[key] = turns.spread([x / step["leaves"] * 1e6 for x in lap.seconds])
     return {"trees": found, "steps": steps}
 
 
@@ -103,7 +90,7 @@ def _compare(
     )
     ours, params = _ours(values, grads, groups)
     theirs, reference = _theirs(values, grads)
-    laps = take_turns([ours, theirs], config.turns, device=groups.device)
+    laps = turns.take_turns([ours, theirs], config.turns, device=groups.device)
     found = mf.unshard(params(), groups)
     numel = sum(p.numel() for p in reference.values())
     return {
@@ -117,8 +104,8 @@ def _compare(
             {
                 "name": lap.name,
                 "seconds_by_round": lap.seconds,
-                "ns_per_element": spread([x / numel * 1e9 for x in lap.seconds]),
-                "opt_step_ratio": ratio(laps[0].seconds, lap.seconds),
+                "ns_per_element": turns.spread([x / numel * 1e9 for x in lap.seconds]),
+                "opt_step_ratio": turns.ratio(laps[0].seconds, lap.seconds),
             }
             for lap in laps
         ],
@@ -177,13 +164,13 @@ def render_opt(figures: dict[str, Any], config: OptConfig) -> str:
         )
         rows = [("", "ns an element", "opt_step over it")]
         for i, peer in enumerate(part["peers"]):
-            over = between(peer["opt_step_ratio"], ".3f") if i else ""
-            rows.append((peer["name"], between(peer["ns_per_element"], ".2f"), over))
+            over = turns.between(peer["opt_step_ratio"], ".3f") if i else ""
+            rows.append((peer["name"], turns.between(peer["ns_per_element"], ".2f"), over))
         gap = part["largest_param_gap"]
         blocks.append(table(title, rows) + f"\n  largest difference of a parameter: {gap:.1e}")
     rows = [("", "microseconds a leaf", "after gc.freeze")]
     for step in figures["steps"]:
-        now, frozen = (between(step[key], ".1f") for key in ("us_a_leaf", "us_a_leaf_frozen"))
+        now, frozen = (turns.between(step[key], ".1f") for key in ("us_a_leaf", "us_a_leaf_frozen"))
         rows.append((f"{step['leaves']:,} leaves", now, frozen))
     title = f"gather, gradient, both hops and update of small leaves, {config.turns}"
     return "\n\n".join([*blocks, table(title, rows)])

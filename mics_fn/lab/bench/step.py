@@ -24,24 +24,9 @@ import torch
 import torch.distributed as dist
 
 import mics_fn as mf
+from mics_fn.lab.bench import turns
 from mics_fn.lab.bench.links import set_rate
 from mics_fn.lab.bench.stage import PEERS, Stage, StepConfig, build, labels, make_batches
-from mics_fn.lab.bench.turns import (
-    BenchPeer,
-    Laps,
-    between,
-    give_back_at_once,
-    is_first,
-    memory_bytes,
-    of_all_ranks,
-    peak_bytes,
-    ratio,
-    reset_peak,
-    say,
-    spread,
-    start,
-    take_turns,
-)
 from mics_fn.lab.models import gpt
 from mics_fn.lab.ranks.launch import launch
 from mics_fn.lab.report import bytes_or_dash, table
@@ -63,30 +48,30 @@ def measure_step(config: StepConfig) -> dict[str, Any]:
     Returns:
         On rank 0 the figures by peer; {} on the others.
     """
-    device = start(config.device)
+    device = turns.start(config.device)
     names = labels(config, dist.get_world_size())
-    say(f"world {dist.get_world_size()}: {', '.join(names)} take turns ...")
+    turns.say(f"world {dist.get_world_size()}: {', '.join(names)} take turns ...")
     with contextlib.ExitStack() as closing:
         batches = make_batches(config, device, config.turns.all_steps)
         stage = Stage(config, device, batches, closing)
         peers = [_watched(build(stage, name), config.overlap) for name in names]
         set_rate(config.rate)
-        laps = take_turns(peers, config.turns, device=device, fence=dist.barrier)
-    every = of_all_ranks(laps)
-    if not is_first():
+        laps = turns.take_turns(peers, config.turns, device=device, fence=dist.barrier)
+    every = turns.of_all_ranks(laps)
+    if not turns.is_first():
         return {}
-    merged = [_merge([Laps(*lap) for lap in found]) for found in zip(*every, strict=True)]
+    merged = [_merge([turns.Laps(*lap) for lap in found]) for found in zip(*every, strict=True)]
     return _compare(config, dict(zip(names, merged, strict=True)))
 
 
-def _merge(laps: Sequence[Laps]) -> Laps:
+def _merge(laps: Sequence[turns.Laps]) -> turns.Laps:
     """Merge the laps of one peer on all ranks: a step takes as long as its slowest rank."""
     _, seconds, results = (list(zip(*each, strict=True)) for each in zip(*laps, strict=True))
     means = [list(map(fmean, zip(*ranks, strict=True))) for ranks in results]
-    return Laps(laps[0].name, list(map(max, seconds)), means)
+    return turns.Laps(laps[0].name, list(map(max, seconds)), means)
 
 
-def _watched(peer: BenchPeer, overlap: bool) -> BenchPeer:
+def _watched(peer: turns.BenchPeer, overlap: bool) -> turns.BenchPeer:
     """Make its step return a list of the loss and, if asked, what `updates_of` its timeline is."""
 
     def step(number: int) -> list[Any]:
@@ -130,10 +115,10 @@ def _hidden(results: Sequence[list[float]], config: StepConfig) -> dict[str, Any
     rounds = [timed[i : i + steps] for i in range(0, len(timed), steps)]
     sums = [[fmean(step[i] for step in own) for i in (1, 2)] for own in rounds]
     found = zip(*[(a, b, 1 - b / a) for a, b in sums], strict=True)
-    return {x: spread(values) for x, values in zip(SHARES, found, strict=True)}
+    return {x: turns.spread(values) for x, values in zip(SHARES, found, strict=True)}
 
 
-def _compare(config: StepConfig, laps: dict[str, Laps]) -> dict[str, Any]:
+def _compare(config: StepConfig, laps: dict[str, turns.Laps]) -> dict[str, Any]:
     """Compute the figures of one comparison from the laps by peer."""
     parts = {label: label.partition("@") for label in laps}
     losses = {label: [result[0] for result in lap.results] for label, lap in laps.items()}
@@ -146,13 +131,13 @@ def _compare(config: StepConfig, laps: dict[str, Laps]) -> dict[str, Any]:
         # Peers are compared in one precision, and each peer with itself in the first one.
         others = {parts[x][0]: x for x in mine if x != label and parts[x][2] == precision}
         same = next(x for x in laps if parts[x][0] == name)
-        over_first = None if same == label else ratio(lap.seconds, laps[same].seconds)
+        over_first = None if same == label else turns.ratio(lap.seconds, laps[same].seconds)
         found = {
             "name": label,
             "title": lap.name,
             "seconds_by_round": lap.seconds,
-            "seconds": spread(lap.seconds),
-            "over_it": {x: ratio(laps[y].seconds, lap.seconds) for x, y in others.items()},
+            "seconds": turns.spread(lap.seconds),
+            "over_it": {x: turns.ratio(laps[y].seconds, lap.seconds) for x, y in others.items()},
             "over_first": over_first,
             "losses": losses[label],
             "largest_loss_gap": max(abs(a - b) / abs(b) for a, b in pairs),
@@ -169,9 +154,9 @@ def render_step(figures: dict[str, Any], config: StepConfig) -> str:
     rows = [[*head, *(f"over {text}" for text in several), *hidden, "gap"]]
     for peer in figures["peers"]:
         ratios = [peer["over_it"].get(x) for x in ours] + [peer["over_first"] for _ in several]
-        row = [f"{peer['name']}: {peer['title']}", between(peer["seconds"], ".4f")]
-        row += [between(found, ".3f") if found else "" for found in ratios]
-        row += [between(peer[x], ".2f" if x == "hidden" else ".4f") for x in hidden]
+        row = [f"{peer['name']}: {peer['title']}", turns.between(peer["seconds"], ".4f")]
+        row += [turns.between(found, ".3f") if found else "" for found in ratios]
+        row += [turns.between(peer[x], ".2f" if x == "hidden" else ".4f") for x in hidden]
         rows.append([*row, f"{peer['largest_loss_gap']:.1e}"])
     links = f", links {config.rate}" if config.rate else ""
     title = f"{_world(figures, config)}{links}: {config.turns}"
@@ -198,7 +183,7 @@ def run_rss(config: StepConfig, ranks: int) -> dict[str, Any]:
     """Measure one peer after the other, each on its own ranks."""
     peers = []
     for name in labels(config, ranks):
-        say(f"{name}: alone in new processes, twice ...")
+        turns.say(f"{name}: alone in new processes, twice ...")
         usual, tight = (launch(measure_rss, ranks, config, name, each) for each in (False, True))
         before = max(rank["before"] or 0 for rank in usual)
         found = {"name": name, "title": tight[0]["title"], "before": before}
@@ -208,15 +193,16 @@ def run_rss(config: StepConfig, ranks: int) -> dict[str, Any]:
 
 def measure_rss(config: StepConfig, name: str, tight: bool) -> dict[str, Any]:
     """Measure one peer as a rank of several; if `tight`, the allocator frees memory at once."""
-    turns, device = config.turns, start(config.device)
+    device = turns.start(config.device)
     if tight:
-        give_back_at_once()
+        turns.give_back_at_once()
     tiny = gpt.GPTConfig(256, config.model.context, dim=16, num_heads=2, num_blocks=1)
     _take_steps(replace(config, model=tiny), name, device, TINY_STEPS, 0)
     gc.collect()
-    before = reset_peak(device)
-    found = _take_steps(config, name, device, turns.warmup, turns.rounds * turns.steps)
-    return {"before": memory_bytes(device) if before is None else before, **found}
+    before = turns.reset_peak(device)
+    steps = config.turns.rounds * config.turns.steps
+    found = _take_steps(config, name, device, config.turns.warmup, steps)
+    return {"before": turns.memory_bytes(device) if before is None else before, **found}
 
 
 def _take_steps(
@@ -229,10 +215,10 @@ def _take_steps(
         for number in range(warmup):
             peer.step(number)
         dist.barrier()
-        known = reset_peak(device) is not None
+        known = turns.reset_peak(device) is not None
         for number in range(warmup, warmup + steps):
             peer.step(number)
-        return {"title": peer.name, "steps": peak_bytes(device) if known else None}
+        return {"title": peer.name, "steps": turns.peak_bytes(device) if known else None}
 
 
 def _grown(ranks: Sequence[dict]) -> int | None:
