@@ -5,6 +5,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import mics_fn as mf
 from mics_fn import tree
+from mics_fn.init import filling
 from mics_fn.init.files import DTYPES as CODED
 from mics_fn.init.files import File
 from mics_fn.init.reading import open_weights
@@ -74,7 +76,13 @@ def tensors_of(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     }
 
 
+def module_order(params: dict[str, Any]) -> Callable[[str], int]:
+    place = {name: i for i, name in enumerate(params)}
+    return lambda path: place[path]
+
+
 def data_of(shards: Any) -> list[Tensor]:
+    """The data of all leaves that have some, including frozen and replicated ones."""
     leaves = tree.flatten(shards, is_leaf)[0]
     return [leaf.data for leaf in leaves if isinstance(leaf, mf.shards.Sharded | mf.shards.Fixed)]
 
@@ -97,8 +105,7 @@ def loaded(layout: Layout, path: Path, dtype: torch.dtype) -> None:
     same_shards(mf.load_shards(path, groups, dtype=torch.float64), mf.shard(wide, groups))
     meta = {k: torch.empty_like(x, device="meta") for k, x in wide.items()}
     like = mf.load_shards(path, groups, like=meta)
-    place = {name: i for i, name in enumerate(meta)}
-    same_shards(like, mf.shard(wide, groups, order=lambda path: place[path]))
+    same_shards(like, mf.shard(wide, groups, order=module_order(meta)))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -173,11 +180,8 @@ def counted(layout: Layout, path: Path, bases: dict[str, int]) -> int:
         spans.append((leaf, offset, length))
         return plain(self, offset, length, leaf)
 
-    File.read = watched
-    try:
+    with mock.patch.object(File, "read", watched):
         shards = mf.load_shards(path, groups_of(layout), bucket_bytes=4096)
-    finally:
-        File.read = plain
     parts = mine(layout, shards)
     expected = [
         (name, bases[name] + 4 * start, 4 * (stop - start))
@@ -210,13 +214,8 @@ def test_exactly_a_ranks_bytes_of_a_file_are_read(ranks, tmp_path, layout, kind)
 
 def large_blocks(layout: Layout, path: Path, tensors: dict[str, Tensor]) -> None:
     """Load with blocks that are much smaller than a piece."""
-    from mics_fn.init import filling
-
-    before, filling.BLOCK_BYTES = filling.BLOCK_BYTES, 12
-    try:
+    with mock.patch.object(filling, "BLOCK_BYTES", 12):
         same_shards(mf.load_shards(path, groups_of(layout)), mf.shard(tensors, groups_of(layout)))
-    finally:
-        filling.BLOCK_BYTES = before
 
 
 def test_large_pieces_are_read_in_blocks(ranks, tmp_path):
@@ -242,8 +241,7 @@ def module_cases(layout: Layout, folder: Path) -> None:
     torch.manual_seed(3)
     model = Tied()
     params = dict(model.named_parameters(remove_duplicate=False))
-    place = {name: i for i, name in enumerate(params)}
-    want = mf.shard(params, groups, order=lambda path: place[path])
+    want = mf.shard(params, groups, order=module_order(params))
     with torch.device("meta"):
         skeleton = Tied()
     drawn, _ = mf.init_model(Tied, groups, seed=0)
@@ -262,7 +260,7 @@ def module_cases(layout: Layout, folder: Path) -> None:
     other = Tied().to(torch.bfloat16)
     other.load_state_dict(model.state_dict())
     params = dict(other.named_parameters(remove_duplicate=False))
-    same_shards(half, mf.shard(params, groups, order=lambda path: place[path]))
+    same_shards(half, mf.shard(params, groups, order=module_order(params)))
     assert isinstance(half["head.weight"], mf.shards.Tied | mf.shards.Sharded)
     assert isinstance(half["head.bias"], mf.shards.Fixed)
     with_weights, shards = mf.init_model(Tied, groups, seed=5, weights=folder / "full.pt")
@@ -313,13 +311,8 @@ def test_what_does_not_match_is_named(tmp_path):
             mf.init_model(lambda: nn.BatchNorm1d(2), groups, seed=0, weights=state)
 
 
-def refused(layout: Layout, folder: Path, kind: str) -> str:
-    groups, own = groups_of(layout), f"{kind}-{dist.get_rank()}.safetensors"
-    try:
-        mf.load_shards(folder / own, groups)
-    except (mf.errors.DesyncError, OSError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was refused"
+def load_own(layout: Layout, folder: Path, kind: str) -> None:
+    mf.load_shards(folder / f"{kind}-{dist.get_rank()}.safetensors", groups_of(layout))
 
 
 @pytest.mark.parametrize(
@@ -337,8 +330,8 @@ def test_files_that_differ_between_ranks_are_refused_on_all(ranks, tmp_path, kin
         x[0, 0] += kind == "value" and rank == 2
         if kind != "absent" or rank != 2:
             write_safetensors(tmp_path / f"{kind}-{rank}.safetensors", {"w": x})
-    found = ranks(4).run(refused, Layout((2, 2), 2), tmp_path, kind)
-    for rank, text in enumerate(found):
+    for rank, failure in enumerate(ranks(4).try_run(load_own, LAYOUTS[2], tmp_path, kind)):
+        text = f"{failure.type_name}: {failure.message}"
         if kind == "absent" and rank == 2:
             assert text.startswith("WeightsNotFound: load_shards: path=")
         else:

@@ -12,15 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Layout, groups_of, same_bits
+from test_files import data_of, module_order, same_shards
 from torch import Tensor, nn
 from torch.func import functional_call
 from zoo import CASES, Case
 
 import mics_fn as mf
-from mics_fn import tree
 from mics_fn.init.tape import index_in
 from mics_fn.lab.models import gpt
-from mics_fn.shards.leaf import is_leaf
 
 if importlib.util.find_spec("transformers"):
     from zoo_transformers import CASES as TRANSFORMERS
@@ -174,17 +173,6 @@ def made(model_fn: Callable[[], nn.Module]) -> nn.Module:
     return model_fn()
 
 
-def module_order(params: dict[str, Any]) -> Callable[[str], int]:
-    place = {name: i for i, name in enumerate(params)}
-    return lambda path: place[path]
-
-
-def data_of(shards: Any) -> list[Tensor]:
-    """The data of all leaves that have some, including frozen and replicated ones."""
-    leaves = tree.flatten(shards, is_leaf)[0]
-    return [leaf.data for leaf in leaves if isinstance(leaf, mf.shards.Sharded | mf.shards.Fixed)]
-
-
 def same_as_in_full(
     model_fn: Callable[[], nn.Module], groups: mf.Groups, **options: Any
 ) -> tuple[nn.Module, Any]:
@@ -198,8 +186,7 @@ def same_as_in_full(
     assert torch.equal(states[0], torch.get_rng_state()), "torch's generator"
     assert states[1:] == (random.random(), np.random.rand()), "other generators"
     assert list(shards) == list(params)
-    assert tree.flatten(shards)[1] == tree.flatten(want)[1]
-    same_bits(data_of(shards), data_of(want))
+    same_shards(shards, want)
     chunks = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in data_of(shards)}
     wanted = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in data_of(want)}
     assert sorted(chunks.values()) == sorted(wanted.values()), "chunks in memory of their own"
@@ -386,8 +373,7 @@ def test_parameters_that_share_memory_are_one_in_the_skeleton():
         assert first.weight is second.weight
         assert first.weight is third.weight
         again = mf.load_shards(mf.gather(shards, groups), groups, like=skeleton)
-        assert tree.flatten(again)[1] == tree.flatten(shards)[1]
-        same_bits(data_of(again), data_of(shards))
+        same_shards(again, shards)
 
 
 # Options, groups and mistakes.
@@ -408,8 +394,7 @@ def experts(layout: Layout) -> None:
     for home in (groups, {k: groups(k) for k in params}):
         want = mf.shard(params, home, order=module_order(params), **options)
         _, shards = mf.init_model(model_fn, home, seed=SEED, **options)
-        assert tree.flatten(shards)[1] == tree.flatten(want)[1]
-        same_bits(data_of(shards), data_of(want))
+        same_shards(shards, want)
         assert isinstance(shards["body.bias"], mf.shards.Fixed)
 
 
@@ -443,10 +428,7 @@ def refused(layout: Layout, kind: str) -> tuple[str, bool]:
         ("seed", ["ranks 0, 2, 3: seed=11", "rank 1: seed=12"]),
         ("raises", ["rank 2: ValueError: no such config"]),
         ("tree", ["rank 3: params.bias (4,) float32"]),
-        (
-            "values",
-            ["first difference: params.weight", "rank 3: not as in the first replica"],
-        ),
+        ("values", ["first difference: params.weight", "rank 3: not as in the first replica"]),
     ],
 )
 def test_ranks_that_differ_all_hear_of_it(ranks, kind: str, lines: list[str]):

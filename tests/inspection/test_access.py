@@ -5,16 +5,7 @@ from math import prod
 import pytest
 import torch
 import torch.distributed as dist
-from cases import (
-    TREES,
-    Layout,
-    everywhere,
-    groups_of,
-    plain_values,
-    poison,
-    random,
-    same_bits,
-)
+from cases import TREES, Layout, everywhere, groups_of, plain_values, poison, random, same_bits
 from torch import nn
 
 import mics_fn as mf
@@ -394,11 +385,9 @@ def test_groups_must_be_those_of_the_shards(ranks):
     ranks(4).run(wrong_groups)
 
 
-def bad_places():
+def donated():
     groups = groups_of(FOUR)
     shards = mf.shard({"w": random(0, 4)}, groups)
-    with pytest.raises(mf.errors.LeafError, match="cannot be used inside torch.func"):
-        torch.func.grad(lambda s: mf.get(s, "w", groups).sum())(shards)
     state = mf.init_state(shards, mf.optim.sgd(0.1))
     grads = mf.shard({"w": random(1, 4)}, groups)
     mf.opt_step(state, grads, donate=True)
@@ -409,8 +398,17 @@ def bad_places():
         mf.summary(state)
 
 
-def test_donated_values_and_torch_func_are_refused(ranks):
-    ranks(4).run(bad_places)
+def test_donated_values_are_refused(ranks):
+    ranks(4).run(donated)
+
+
+def test_a_tensor_of_an_optimizer_of_another_library_is_not_taken_for_a_whole_one():
+    groups = mf.make_groups(1)
+    heavy = mf.optim.from_update(lambda p: {"w": torch.zeros(5)}, lambda g, s, p: (g, s))
+    state = mf.init_state(mf.shard({"w": random(0, 5)}, groups), heavy)
+    for call in (mf.get, lambda x, at, home: mf.set(x, at, torch.zeros(5), home)):
+        with pytest.raises(mf.errors.LeafError, match="is a plain tensor of shape"):
+            call(state, "opt.w", groups)
 
 
 def several_groups():

@@ -41,6 +41,14 @@ def trainer_of(groups: mf.Groups, optimizer: Any = None, **options: Any) -> mf.T
     return mf.Trainer(model, optimizer or mf.optim.adamw(0.1), groups, **options)
 
 
+def stepped(groups: mf.Groups, **options: Any) -> mf.Trainer:
+    """A trainer after two steps, which have taught it the order of use."""
+    trainer = trainer_of(groups, **options)
+    for _ in range(2):
+        trainer.step(batch_of())
+    return trainer
+
+
 def batch_of(rows: int = 4) -> torch.Tensor:
     return random(dist.get_rank() if dist.is_initialized() else 0, rows, DIM)
 
@@ -71,9 +79,7 @@ def short(name: str) -> str:
 
 
 def traced(layout: Layout, options: Any = ()) -> dict[str, Any]:
-    trainer = trainer_of(groups_of(layout), **dict(options))
-    for _ in range(2):
-        trainer.step(batch_of())
+    trainer = stepped(groups_of(layout), **dict(options))
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         trainer.step(batch_of())
     policy: Any = trainer.schedule
@@ -183,10 +189,7 @@ def test_while_nobody_looks_nothing_is_entered_or_made(ranks):
 
 def timed(layout: Layout, options: Any) -> dict[str, Any]:
     groups = groups_of(layout)
-    trainer, twin = (trainer_of(groups, **options) for _ in range(2))
-    for _ in range(2):
-        trainer.step(batch_of())
-        twin.step(batch_of())
+    trainer, twin = (stepped(groups, **options) for _ in range(2))
     groups.traffic.clear()
     with mf.inspection.watch() as watched:
         trainer.step(batch_of())
@@ -350,9 +353,7 @@ def logging_as(level: str) -> Iterator[io.StringIO]:
 
 def logged(layout: Layout, level: str, folder: str) -> str:
     groups = groups_of(layout)
-    trainer = trainer_of(groups)
-    for _ in range(2):
-        trainer.step(batch_of())
+    trainer = stepped(groups)
     with logging_as(level) as written:
         trainer.step(batch_of())
         mf.checkpoint.save(folder, trainer.state, groups, step=3)

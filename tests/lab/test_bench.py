@@ -30,7 +30,6 @@ TINY = ["--dim", "16", "--heads", "2", "--blocks", "1", "--vocab", "256", "--con
 MODEL = GPT(GPTConfig(256, context=8, dim=16, num_heads=2, num_blocks=1))
 NUM_PARAMS = sum(p.numel() for p in MODEL.parameters())
 CPU = torch.device("cpu")
-JOB = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 # A cluster whose links never change, but which writes down who asked for what.
 LINKS = """
@@ -190,55 +189,22 @@ def test_saves(forked_bench: Callable, tmp_path: Path) -> None:
     assert all(name in printed for name in figures["ratios"])
 
 
-def of_a_job(*argv: str) -> tuple[int, str]:
+def said_in_a_job(*argv: str) -> tuple[int, str]:
     """What a rank of a job prints."""
     said = io.StringIO()
-    with mock.patch.dict(os.environ, JOB), contextlib.redirect_stdout(said):
-        return main(["bench", *argv]), said.getvalue()
+    job = mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+    with job, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        return main([*argv]), said.getvalue()
 
 
 def test_as_ranks_of_a_job_only_the_first_prints(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    argv = ["bytes", *TINY, "--steps", "1", "--partition-size", "2", "--json", str(file)]
-    (code, said), other = run_ranks(of_a_job, 2, *argv)
+    argv = ["bench", "bytes", *TINY, "--steps", "1", "--partition-size", "2", "--json", str(file)]
+    (code, said), other = run_ranks(said_in_a_job, 2, *argv)
     assert (code, other) == (0, (0, ""))
     assert "p = 2, levels rank 2" in said
     figures = json.loads(file.read_text())
     assert (figures["ranks"], figures["config"]["node_size"]) == (2, 2)
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["step", "--partition-size", "3"], "3"),
-        (["step", "--dim", "10", "--heads", "4"], "--dim 10 is not a multiple of --heads 4"),
-        (["bytes", "--ranks", "6", "--node-size", "4"], "4"),
-        (["opt", "--json", "no/such/folder/f.json"], "there is no folder no/such/folder"),
-        (["step", "--peers", "fsdp"], "there is no peer fsdp\n  fix: choose from keep zero3"),
-        (["step", "--peers", "plain"], "none of these is measured with 4 ranks"),
-        (["step", "--precision", "compute=bf17"], "'bf17' is not a torch.dtype"),
-        (["step", "--precision", "bf16; *norm*: f32"], "fsdp2 has one for all leaves"),
-        (["bytes", "--precision", "hop2=int9[64]"], "'int9[64]' is not a codec"),
-        (["step", "--overlap", "--peers", "keep", "fsdp2"], "--overlap: fsdp2 has no timeline"),
-        (["step", "--overlap", "--ranks", "2"], "--overlap: one replica has no hop 2"),
-        (["step", "--rates", "200mbits"], "200mbits: it is not a rate"),
-        (["step", "--rates", "1gbit"], "MICS_FN_LINKS=no_such_module: No module named"),
-        (["step", "--rates", "unshaped"], "MICS_FN_LINKS=json: module 'json' has no attribute"),
-        (["step", "--rss"], "--rss in a job"),
-        (["step", "--ranks", "2"], "--ranks 2 in a job of 4"),
-    ],
-)
-def test_bad_sizes_are_refused_before_a_rank_starts(
-    argv: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr("mics_fn.lab.bench.turns.launch", None)
-    monkeypatch.setenv("MICS_FN_LINKS", "json" if "unshaped" in argv else "no_such_module")
-    if "job" in said:
-        job = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
-        for name, value in (job | JOB).items():
-            monkeypatch.setenv(name, value)
-    assert main(["bench", *argv]) == 2
-    assert said in capsys.readouterr().err
 
 
 def test_peers_take_turns_and_each_begins() -> None:
@@ -257,7 +223,6 @@ def test_memory_and_its_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     if before is not None:
         before = reset_peak(CPU) or 0
         torch.ones(8_000_000)
-        assert (peak_bytes(CPU) or 0) - before >= 30e6
         assert (peak_bytes(CPU) or 0) >= before + 30e6
     monkeypatch.setattr(turns_module, "STATUS", tmp_path / "status")
     assert memory_bytes(CPU) is None

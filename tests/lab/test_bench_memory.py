@@ -8,6 +8,7 @@ import pytest
 import torch
 from placements import cut_of, make_place
 from storage_count import StorageCount
+from test_wire_bytes import buckets_for
 
 import mics_fn as mf
 from mics_fn.collectives import checksum
@@ -15,7 +16,6 @@ from mics_fn.lab import report
 from mics_fn.lab.bench.stage import Cut, memory_formula
 from mics_fn.lab.models import gpt
 from mics_fn.lab.models.text import load_text
-from mics_fn.shards.bucket import LeafSpec, plan_buckets
 
 F32, BF16 = torch.float32, torch.bfloat16
 NODE = 2
@@ -26,11 +26,10 @@ pytestmark = pytest.mark.limit(300)
 # The formulas.
 
 
-def buckets_of(precision: str, count: int = 8, numel: int = 100, parts: int = 4) -> list[Any]:
-    formats = mf.Precision.parse(precision).formats("", F32)
-    leaves = [LeafSpec(f"w{i}", (numel,), formats, parts) for i in range(count)]
-    size = formats.dtype.itemsize
-    return [bucket for bucket, _ in plan_buckets(leaves, bucket_bytes=size * numel)]
+def buckets_of(precision: str) -> list[Any]:
+    """Eight buckets of a leaf each, over four ranks."""
+    nbytes = 100 * mf.Precision.parse(precision).formats("", F32).dtype.itemsize
+    return buckets_for({f"w{i}": (100,) for i in range(8)}, 4, precision, bucket_bytes=nbytes)
 
 
 E = 8 * 112  # elements of all eight buckets, padded to four chunks of a multiple of 16 bytes

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from children import left_of
 
 from mics_fn.__main__ import main
 from mics_fn.errors import PlanError
@@ -105,36 +106,6 @@ def test_with_a_precision_the_demo_says_how_far_losses_are_from_float32(tmp_path
     assert "bound on that for these codes: 0.5%\n  within the bounds: ok" in said
 
 
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (["--precision", "hop2=int9"], "Codec.parse: 'int9' is not a codec"),
-        (["--precision", "*norm*: hop1=int8@rack"], "int8[256]@rack names a level that these"),
-        (["--ranks", "4", "--partition-size", "3"], "partition_size=3 does not divide the world"),
-        (["--dim", "30"], "--dim 30 is not a multiple of 4 heads"),
-        (["--steps", "1"], "a curve needs at least 2"),
-        (["--device", "cuda", "--ranks", "99"], "--device cuda with 99 ranks needs as many GPUs"),
-        (["--context", "400000"], "--context 400000: the shortest part of the text has "),
-        (["--out", "/dev/null"], "--out /dev/null: File exists\n  fix: pass --out with a folder"),
-        (["--ranks", "0"], "argument --ranks: 0 is less than 1"),
-        (["--steps", "1e9"], "argument --steps: '1e9' is not an integer"),
-        (["--lr", "nan"], "argument --lr: nan is not between 0 and 1"),
-    ],
-)
-def test_bad_flags_end_before_any_process_starts(
-    flags: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo, "launch", lambda *args: pytest.fail("a process was started"))
-    try:
-        code = main(["demo", *flags])
-    except SystemExit as error:  # of argparse
-        code = error.code
-    captured = capsys.readouterr()
-    assert (code, captured.out) == (2, "")
-    assert text in captured.err
-    assert "Traceback" not in captured.err
-
-
 def test_nothing_is_overwritten_without_a_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,15 +133,6 @@ def children(pid: int) -> list[int]:
         if int(fields[1]) == pid and fields[0] != "Z":
             found.append(int(path.parent.name))
     return found
-
-
-def gone_within(pids: list[int], limit_s: float) -> bool:
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def started_demo(out: Path, *, trains: bool) -> tuple[subprocess.Popen[str], dict[int, int]]:
@@ -227,5 +189,5 @@ def test_all_end_at_once_with_one_message(
     assert process.returncode == code
     assert says in errors
     assert "Traceback" not in errors
-    assert gone_within(list(ranks.values()), 5)
+    assert left_of(ranks.values()) == []
     assert how != "Ctrl-C" or not list(tmp_path.glob("mics_launch_*"))

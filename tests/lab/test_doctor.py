@@ -1,8 +1,6 @@
 """The doctor: every part on gloo, what it sees if something is wrong, and what it keeps private."""
 
-import contextlib
 import getpass
-import io
 import json
 import os
 import socket
@@ -16,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from test_bench import said_in_a_job
 
 import mics_fn as mf
 from mics_fn.__main__ import main
@@ -82,15 +81,8 @@ def test_a_part_finds_nothing_wrong_on_gloo(name: str, doctor):
 
 def of_a_job(node_size: int, *flags: str) -> tuple[int, str]:
     """What a rank of a job prints; nodes of so many ranks are pretended."""
-    said, wrong = io.StringIO(), io.StringIO()
-    launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": str(node_size)}
-    with (
-        mock.patch.dict(os.environ, launch),
-        contextlib.redirect_stdout(said),
-        contextlib.redirect_stderr(wrong),
-    ):
-        code = main(["doctor", "--device", "cpu", *flags])
-    return code, said.getvalue() + wrong.getvalue()
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(node_size)}):
+        return said_in_a_job("doctor", "--device", "cpu", *flags)
 
 
 def test_as_a_rank_of_a_job_it_checks_the_job(ranks):
@@ -181,26 +173,6 @@ def test_whatever_becomes_of_a_part_is_a_line_and_the_next_one_runs(
     assert "levels: left out, because it needs more ranks than --ranks allows" in text
     assert says in text
     assert "look at: ways\n" in text or verdict == "ok"
-
-
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (["--parts", "ways"], "--parts ways without --gpu"),
-        (["--out", "nowhere/report.json"], "there is no folder nowhere"),
-        (["--gpu", "--parts", "ways,none"], "none: choose from alone ways"),
-    ],
-)
-def test_bad_flags_start_no_process(
-    flags: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(command, "run_bounded", lambda *args, **options: pytest.fail("it ran"))
-    try:
-        code = main(["doctor", *flags])
-    except SystemExit as error:
-        code = error.code
-    assert code == 2
-    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -115,10 +115,7 @@ def test_the_cause_comes_first_and_those_that_waited_have_no_traceback(
     with pytest.raises(RankError) as caught:
         run_ranks(leave_the_others, 3, kind)
     text = str(caught.value)
-    assert text.splitlines()[:2] == [
-        "leave_the_others: 3 of 3 ranks failed",
-        f"  rank 1: {cause}",
-    ]
+    assert text.splitlines()[:2] == ["leave_the_others: 3 of 3 ranks failed", f"  rank 1: {cause}"]
     assert follows in text
     assert text.count("Traceback") <= 1
     assert "Traceback" in caught.value.errors[0].traceback  # which is still there to be asked for

@@ -141,19 +141,14 @@ def missing_sections(fn: Callable) -> list[str]:
     return list(dict.fromkeys(missing))
 
 
-def test_public_functions_say_what_they_take_and_give():
+def test_public_functions_and_methods_of_trainer_say_what_they_take_and_give():
     wrong = []
-    for name, fn in public_functions().items():
+    for name, fn in (public_functions() | trainer_methods()).items():
         missing = missing_sections(fn)
-        if ">>>" not in sections(fn).get("Example", ""):
+        if name in public_functions() and ">>>" not in sections(fn).get("Example", ""):
             missing.append("Example: >>>")
         wrong += [f"{name}: no {', '.join(missing)}"] if missing else []
     refuse(wrong)
-
-
-def test_methods_of_trainer_say_what_they_take_and_give():
-    missing = {name: missing_sections(fn) for name, fn in trainer_methods().items()}
-    refuse([f"{name}: no {', '.join(what)}" for name, what in missing.items() if what])
 
 
 def test_what_sends_says_so_and_nothing_else_does():
@@ -176,19 +171,11 @@ def is_nothing(text: str) -> bool:
 # Sizes and style
 
 
-def test_functions_are_short():
-    long = [
-        f"mics_fn/{name}.py:{fn.lineno}: {fn.name}, {n} lines"
-        for name in files()
-        for fn, n in functions(name)
-        if n > MAX_FUNCTION_LINES
-    ]
-    refuse(long)
-
-
-def test_functions_are_mostly_near_35_lines():
-    lengths = [n for name in files() for _, n in functions(name)]
-    assert sum(n > USUAL_FUNCTION_LINES for n in lengths) <= 0.02 * len(lengths)
+def test_functions_are_short_and_mostly_near_35_lines():
+    every = [(name, fn, n) for name in files() for fn, n in functions(name)]
+    assert sum(n > USUAL_FUNCTION_LINES for _, _, n in every) <= 0.02 * len(every)
+    long = [each for each in every if each[2] > MAX_FUNCTION_LINES]
+    refuse([f"mics_fn/{name}.py:{fn.lineno}: {fn.name}, {n} lines" for name, fn, n in long])
 
 
 def functions(name: str) -> Iterator[tuple[ast.FunctionDef, int]]:

@@ -71,8 +71,6 @@ PlanError: from_torch: Muon is not known to be elementwise, and a shard is a fla
 PlanError: from_torch: NoneType is not known to be elementwise, and a shard is a flat piece
 >>> optim.chain([optim.sgd(0.1)])
 PlanError: list is not an optimizer of init and update
->>> optim.chain(torch.optim.SGD)
-PlanError: SGD is not an optimizer of init and update
 >>> optim.clip_by_value(None)
 PlanError: clip_by_value: max_value=None, expected a number above 0
 >>> optim.clip_by_global_norm(nan, groups)
@@ -103,8 +101,6 @@ LeafError: init_state: params is None
 LeafError: init_state: params.w is Tensor, not a shard
 >>> mf.init_state(shards(), None)
 PlanError: NoneType is not an optimizer of init and update
->>> mf.init_state(shards(), torch.optim.SGD([x], 0.1))
-PlanError: SGD is not an optimizer of init and update
 >>> mf.init_state(shards(), optim.sgd)
 PlanError: sgd is not an optimizer of init and update
 >>> mf.opt_step(replace(state(), transform=optim.lion(0.1)), shards())
@@ -119,8 +115,6 @@ PlanError: same_replicas: on_drift='fix', expected 'raise' or 'heal'
 # Shards
 >>> mf.shard(None, groups)
 LeafError: shard: params is None
->>> mf.shard({"w": x}, None)
-GroupsError: shard: groups is None
 >>> mf.gather(shards, mf.Groups)
 GroupsError: gather: groups is the class Groups
 >>> mf.shard({"w": x}, 5)
@@ -129,14 +123,8 @@ LeafError: groups.w: got int, which is no groups
 PlanError: shard: frozen('w')='no', expected True or False
 >>> mf.shard({"w": x}, groups, bucket_bytes="1 MB of it")
 PlanError: shard: bucket_bytes='1 MB of it', expected a number of bytes of at least 1
->>> mf.shard({"w": x}, groups, replicas=None)
-PlanError: shard: replicas=None, expected 'check' or 'broadcast'
->>> mf.gather(None, groups)
-LeafError: gather: shards is None
 >>> mf.gather(state(), groups)
 LeafError: gather: shards.step is int, not a shard
->>> mf.unshard({"w": x}, groups)
-LeafError: unshard: shards.w is Tensor, not a shard
 >>> mf.scatter_grads({"w": x}, groups, like={"w": x})
 LeafError: scatter_grads: like.w is Tensor, not a shard
 >>> mf.opt_step(two, mf.scatter_grads({"b": x, "w": x + 1}, groups))
@@ -221,14 +209,10 @@ PlanError: Trainer: model is the class Linear, expected an instance
 GroupsError: Trainer: groups is of type Transform, expected groups
 >>> trainer(nn.Linear(2, 1), 0.1)
 PlanError: float is not an optimizer of init and update
->>> trainer(nn.Linear(2, 1), optim.sgd(0.1), 5)
-LeafError: groups.bias: got int, which is no groups
 >>> trainer(frozen)
 LeafError: Trainer: no parameter is trained: all are frozen, or there is none
 >>> trainer(shedule=None)
 TypeError: Trainer: there is no option shedule=
->>> trainer(nonsense=2)
-TypeError: Trainer: there is no option nonsense=
 >>> trainer(loss="mse")
 PlanError: Trainer: loss='mse', expected a function loss(model, batch)
 >>> trainer(accumulate=0)
@@ -322,9 +306,6 @@ PlanError: Trainer: loss=cross_entropy takes (input, target), expected loss(mode
 >>> trainer(loss=nn.MSELoss())
 PlanError: Trainer: loss=MSELoss takes (input, target), expected loss(model, batch)
   fix: call the model in it: lambda model, batch: cross_entropy(model(batch[0]), batch[1])
->>> trainer(loss=lambda out, y: (out - y).square().mean())
-PlanError: Trainer: loss=<lambda> takes (out, y), expected loss(model, batch)
-  fix: call the model in it: lambda model, batch: cross_entropy(model(batch[0]), batch[1])
 >>> trainer(loss=lambda model, x, y: nn.functional.mse_loss(model(x), y))
 PlanError: Trainer: loss cannot be called as loss(model, batch)
   it takes (model, x, y): missing a required argument: 'y'
@@ -343,12 +324,8 @@ LeafError: Trainer: the loss is NoneType, expected one number
 LeafError: Trainer: the loss has shape (4, 1), expected one number
 >>> trainer(loss=lambda model, x: {"loss": mse(model, x), "seen": 4}).step(x)
 LeafError: Trainer: the loss is dict, expected one number
->>> trainer(loss=lambda model, x: (mse(model, x), model(x))).step(x)
-LeafError: Trainer: the loss is tuple, expected one number
 >>> trainer(loss=lambda model, x: mse(model, x).item()).step(x)
 LeafError: Trainer: the loss is float, expected one number
->>> trainer(loss=lambda model, x: SimpleNamespace(loss=mse(model, x))).step(x)
-LeafError: Trainer: the loss is SimpleNamespace, expected one number
 >>> trainer(loss=lambda model, x: mse(model, x).backward()).step(x)
 LeafError: Trainer: the loss called backward(), which Trainer does once the loss is returned
   fix: return the loss, and leave out backward(), zero_grad() and the optimizer's step()
@@ -556,32 +533,31 @@ def pickled() -> list[float]:
 
 
 def test_ranks_with_other_budgets_are_told_of_budgets(ranks):
-    for text in ranks(2).run(other_budgets):
-        assert text == (
+    for found in ranks(2).try_run(other_budgets):
+        assert (found.type_name, found.message) == (
+            "DesyncError",
             "defer: ranks disagree on the schedule\n"
             "  rank 0: schedule on_demand(live_bytes=0, prefetch=4)\n"
             "  rank 1: schedule on_demand(live_bytes=1, prefetch=4)\n"
-            "  fix: pass the same live_bytes=, prefetch= or schedule on every rank"
+            "  fix: pass the same live_bytes=, prefetch= or schedule on every rank",
         )
 
 
-def other_budgets() -> str:
+def other_budgets() -> None:
     groups = mf.make_groups(2)
     shards = mf.shard({"w": torch.ones(2)}, groups)
-    with pytest.raises(mf.errors.DesyncError) as caught:
-        mf.defer(shards, groups, mf.on_demand(live_bytes=groups.rank))
-    return str(caught.value)
+    mf.defer(shards, groups, mf.on_demand(live_bytes=groups.rank))
 
 
 def test_a_rank_that_is_refused_keeps_no_other_waiting(ranks):
-    ours, theirs = ranks(2).run(refused_alone)
-    assert theirs == "PlanError: init_model: seed='0', expected an int of at least 0"
-    assert ours == "DesyncError: init_model: it failed on other ranks"
+    failures = ranks(2).try_run(refused_alone)
+    assert [f"{each.type_name}: {each.message}".partition("\n")[0] for each in failures] == [
+        "DesyncError: init_model: it failed on other ranks",
+        "PlanError: init_model: seed='0', expected an int of at least 0",
+    ]
 
 
-def refused_alone() -> str:
+def refused_alone() -> None:
     groups = mf.make_groups(2)
     seed: Any = "0" if groups.rank else 0
-    with pytest.raises(mf.MicsError) as caught:
-        mf.init_model(lambda: nn.Linear(2, 1), groups, seed=seed)
-    return f"{type(caught.value).__name__}: {caught.value}".partition("\n")[0]
+    mf.init_model(lambda: nn.Linear(2, 1), groups, seed=seed)

@@ -127,6 +127,10 @@ def changed(full: Any, change: Callable) -> Any:
     return {**full, **{k: tree.map_leaves(change, full[k]) for k in ("a", "tied", "zero")}}
 
 
+def sine(full: Any) -> Any:
+    return changed(full, torch.sin)
+
+
 def product(norms: Any) -> Any:
     return norms["a"] * norms["tied"][0].pow(2)
 
@@ -139,7 +143,7 @@ def by_norms(s: Any, at: Place) -> Any:
 
 def sines(s: Any, at: Place) -> Any:
     """Full values that are the same on all ranks of a partition group; the tied one once."""
-    found = changed(mf.gather(s, at.groups), torch.sin)
+    found = sine(mf.gather(s, at.groups))
     return {**found, "tied": [found["tied"][0], None]}
 
 
@@ -163,6 +167,11 @@ def of_loss(full: Callable, change: Callable = lambda p: p, over_models: bool = 
     )
 
 
+def of_shards(verb: Callable, change: Callable = lambda p: p) -> Program:
+    """The loss of shards that a verb gives, gathered."""
+    return of_loss(lambda s, at: mf.gather(verb(s, at), at.groups), change)
+
+
 def deferred(s: Any, at: Place) -> Any:
     return mf.defer(s, at.groups, at.schedule).params
 
@@ -175,7 +184,7 @@ PROGRAMS: dict[str, Program] = {
     "gather": of_loss(lambda s, at: mf.gather(s, at.groups)),
     "gather, a bucket idle": of_loss(lambda s, at: idling(mf.gather(s, at.groups)), idling),
     "unshard": of_loss(lambda s, at: mf.unshard(s, at.groups)),
-    "sync_replicas": of_loss(lambda s, at: mf.gather(mf.sync_replicas(s, at.groups), at.groups)),
+    "sync_replicas": of_shards(lambda s, at: mf.sync_replicas(s, at.groups)),
     "defer, on demand": of_loss(
         lambda s, at: mf.defer(s, at.groups, mf.on_demand(live_bytes=0)).params, over_models=False
     ),
@@ -221,33 +230,19 @@ PROGRAMS: dict[str, Program] = {
             * loss_of(p, at.rank)
         ),
     ),
-    "map": Program(
-        lambda s, at: loss_of(mf.gather(mf.shards.map(torch.sin, s), at.groups), at.rank),
-        lambda p, at: loss_of(changed(p, torch.sin), at.rank),
+    "map": of_shards(lambda s, at: mf.shards.map(torch.sin, s), sine),
+    "map with norms": of_shards(
+        by_norms,
+        lambda p: {**changed(p, lambda x: x * (1 + norm_of([x]))), "zero": p["zero"]},
     ),
-    "map with norms": Program(
-        lambda s, at: loss_of(mf.gather(by_norms(s, at), at.groups), at.rank),
-        lambda p, at: loss_of(
-            {**changed(p, lambda x: x * (1 + norm_of([x]))), "zero": p["zero"]}, at.rank
-        ),
+    "cut": of_shards(lambda s, at: mf.shards.cut(sines(s, at), at.groups, like=at.like), sine),
+    "clip_by_value": of_shards(
+        lambda s, at: clipped(mf.optim.clip_by_value(0.5), s),
+        lambda p: changed(p, lambda x: x.clamp(-0.5, 0.5)),
     ),
-    "cut": Program(
-        lambda s, at: loss_of(
-            mf.gather(mf.shards.cut(sines(s, at), at.groups, like=at.like), at.groups), at.rank
-        ),
-        lambda p, at: loss_of(changed(p, torch.sin), at.rank),
-    ),
-    "clip_by_value": Program(
-        lambda s, at: loss_of(
-            mf.gather(clipped(mf.optim.clip_by_value(0.5), s), at.groups), at.rank
-        ),
-        lambda p, at: loss_of(changed(p, lambda x: x.clamp(-0.5, 0.5)), at.rank),
-    ),
-    "clip_by_global_norm": Program(
-        lambda s, at: loss_of(
-            mf.gather(clipped(mf.optim.clip_by_global_norm(1.0, at.groups), s), at.groups), at.rank
-        ),
-        lambda p, at: loss_of(changed(p, lambda x: x * within_one(p)), at.rank),
+    "clip_by_global_norm": of_shards(
+        lambda s, at: clipped(mf.optim.clip_by_global_norm(1.0, at.groups), s),
+        lambda p: changed(p, lambda x: x * within_one(p)),
     ),
 }
 
@@ -605,28 +600,20 @@ def batches(groups: mf.Groups) -> dict[str, Callable[[], Any]]:
         "models": lambda: vmap(lambda s: mf.gather(s, groups)["w"])(stacked(3 + rank)),
         "unshard": lambda: mf.unshard(stacked(3 + rank), groups),
         "equal bytes": lambda: mf.unshard(stacked(2 + rank, 3 - rank), groups),
+        "replicas": lambda: mf.reduce_grads(stacked(3 + rank), groups),
     }
 
 
-def other_batches(layout: Layout) -> None:
-    for name in ("samples", "on demand", "models", "unshard", "equal bytes"):
+def other_batches(layout: Layout, *names: str) -> None:
+    for name in names:
         with pytest.raises(mf.errors.DesyncError, match=r"of a batch \("):
             batches(groups_of(layout))[name]()
         groups_of(layout).close()  # they have failed
 
 
 def test_batches_of_other_sizes_are_told(ranks):
-    ranks(2).run(other_batches, PAIR)
-    ranks(2).run(other_replicas, COPIES)
-
-
-def other_replicas(layout: Layout) -> None:
-    groups, rank = groups_of(layout), dist.get_rank()
-    shards = mf.shard({"w": torch.arange(1.0, 5)}, groups)
-    batched = tree.map_leaves(lambda x: x.expand(3 + rank, *x.shape), shards)
-    with pytest.raises(mf.errors.DesyncError, match=r"of a batch \("):
-        mf.reduce_grads(batched, groups)
-    groups.close()  # they have failed
+    ranks(2).run(other_batches, PAIR, "samples", "on demand", "models", "unshard", "equal bytes")
+    ranks(2).run(other_batches, COPIES, "replicas")
 
 
 def linearized(layout: Layout) -> None:

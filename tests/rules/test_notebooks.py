@@ -6,10 +6,7 @@ reader on the web sees what this test sees.
 
 import ast
 import inspect
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from typing import Any
 import nbformat
 import pytest
 from test_api import listed
+from test_packaging import run
 
 import mics_fn
 
@@ -59,18 +57,8 @@ nbformat.write(notebook, sys.argv[2])
 def executed(path: Path, folder: Path) -> Any:
     """The notebook with the outputs of a run in `folder`."""
     jupyter = ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")
-    env = {k: v for k, v in os.environ.items() if k != "MPLBACKEND"}
-    env |= {name: str(folder / name) for name in jupyter} | {"PYTHONPATH": str(FOLDER.parent)}
-    result = folder / "executed.ipynb"
-    done = subprocess.run(
-        [sys.executable, "-c", EXECUTE, str(path), str(result)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        cwd=folder,
-        env=env,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    own, result = {name: str(folder / name) for name in jupyter}, folder / "executed.ipynb"
+    run("-c", EXECUTE, str(path), str(result), cwd=folder, path=FOLDER.parent, **own)
     return nbformat.read(result, as_version=4)
 
 

@@ -40,9 +40,12 @@ with contextlib.suppress(SystemExit):
 """
 
 
-def run(*command: str, cwd: Path, path: Path | None = None) -> str:
+OF_TESTS = {"PYTHONPATH", "MPLBACKEND", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+
+
+def run(*command: str, cwd: Path, path: Path | None = None, **variables: str) -> str:
     """What a command of this Python prints, without the sources that this test runs from."""
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    env = {k: v for k, v in os.environ.items() if k not in OF_TESTS} | variables
     env |= {"PYTHONPATH": str(path)} if path else {}
     env["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
     done = subprocess.run(

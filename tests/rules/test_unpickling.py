@@ -66,32 +66,23 @@ def test_no_file_runs_what_it_reads():
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("rule", "source"),
     [
-        "import pickle",
-        "from pickle import loads",
-        "importlib.import_module('pickle')",
-        "torch.load(path)",
-        "torch.load(path, weights_only=False)",
-        "torch.load(path, weights_only=safe)",
-        "torch.jit.load(path, weights_only=True)",
-        "dist.all_gather_object(found, value)",
-        "from torch.distributed import broadcast_object_list",
+        (found_in, "import pickle"),
+        (found_in, "from pickle import loads"),
+        (found_in, "importlib.import_module('pickle')"),
+        (found_in, "torch.load(path)"),
+        (found_in, "torch.load(path, weights_only=False)"),
+        (found_in, "torch.load(path, weights_only=safe)"),
+        (found_in, "torch.jit.load(path, weights_only=True)"),
+        (found_in, "dist.all_gather_object(found, value)"),
+        (found_in, "from torch.distributed import broadcast_object_list"),
+        (stand_in, "import pickle\npickle.loads(data)"),
+        (stand_in, "import pickle\npickle._Unpickler(file).load()"),
+        (stand_in, "class A(pickle._Unpickler):\n def persistent_load(self, x): return x"),
+        (stand_in, "class A(pickle._Unpickler):\n def find_class(self, x): super().find_class(x)"),
     ],
 )
-def test_the_rule_sees(source):
-    assert list(found_in(source))
+def test_the_rules_see(rule, source):
+    assert list(rule(source))
     assert not list(found_in("torch.load(path, weights_only=True)"))
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import pickle\npickle.loads(data)",
-        "import pickle\npickle._Unpickler(file).load()",
-        "class A(pickle._Unpickler):\n    def persistent_load(self, x): return x",
-        "class A(pickle._Unpickler):\n    def find_class(self, *x): return super().find_class(*x)",
-    ],
-)
-def test_the_rule_sees_a_machine_that_finds_classes(source):
-    assert list(stand_in(source))

@@ -4,9 +4,7 @@ import faulthandler
 import importlib
 import os
 import signal
-import sys
 import threading
-import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,6 +21,7 @@ from mics_fn.errors import DesyncError
 from mics_fn.testing.injector import EXIT_CODE
 from mics_fn.train import StepMetrics
 from tests.stress.fault_ranks import batch_of, digest, trainer_for
+from tests.stress.fault_trials import fork
 
 LIMIT_S = 30.0
 
@@ -66,18 +65,14 @@ def ended(work: Callable[[], Any]) -> int:
     The code is that of a signal, negative, also where it only stopped the process.
     """
     importlib.import_module("torch._dynamo")  # which each of them would import
-    child = os.fork()
-    if child == 0:
-        code = 1
+
+    def coded() -> None:
         try:
             work()
-            code = 0
         except SystemExit as leaving:
-            code = int(leaving.code or 0)
-        except BaseException:
-            traceback.print_exc(file=sys.__stderr__)
-        finally:
-            os._exit(code)
+            os._exit(int(leaving.code or 0))
+
+    child = fork(coded)
     killer = threading.Timer(LIMIT_S, os.kill, (child, signal.SIGKILL))
     killer.start()
     _, status = os.waitpid(child, os.WUNTRACED)
@@ -90,12 +85,7 @@ def ended(work: Callable[[], Any]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("fault", "code"),
-    [
-        ("exit", EXIT_CODE),
-        ("kill", -signal.SIGKILL),
-        ("stop", -signal.SIGSTOP),
-    ],
+    ("fault", "code"), [("exit", EXIT_CODE), ("kill", -signal.SIGKILL), ("stop", -signal.SIGSTOP)]
 )
 def test_a_fault_that_ends_or_stops_the_process(fault: str, code: int):
     def work() -> None:
