@@ -117,6 +117,10 @@ PlanError: same_replicas: on_drift='fix', expected 'raise' or 'heal'
 LeafError: shard: params is None
 >>> mf.gather(shards, mf.Groups)
 GroupsError: gather: groups is the class Groups
+>>> mf.shard({"w": x}, None)
+GroupsError: shard: groups is None
+>>> mf.shard({"w": x}, groups, replicas=None)
+PlanError: shard: replicas=None, expected 'check' or 'broadcast'
 >>> mf.shard({"w": x}, 5)
 LeafError: groups.w: got int, which is no groups
 >>> mf.shard({"w": x}, groups, frozen=lambda path: "no")
