@@ -167,6 +167,9 @@ def write_part(path: Path, tensors: Mapping[manifest.Range, Tensor]) -> manifest
         end += x.numel() * x.itemsize
         facts = {"dtype": manifest.WORDS[dtype], "shape": [count]}
         header[f"{name}"] = facts | {"data_offsets": [places[-1], end]}
+    disk = os.statvfs(path.parent)
+    if end > (free := disk.f_bavail * disk.f_frsize):
+        raise OSError(f"{end} bytes are needed, {free} bytes are free")
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text

@@ -302,9 +302,9 @@ def memory_like(state: Tree, into: Callable[[Tensor], Tensor] | None = None) -> 
 
     Args:
       state: any pytree of shards and tensors.
-      into: gives the tensor that takes the place of another one; default new memory of zeros, which
-        the system gives page by page when it is written. In the place of those in files come new
-        ones, in these files; and of those that are codes, of their kind.
+      into: gives the tensor that takes the place of another one; default new memory of zeros. In
+        the place of those in files come new ones, in these files; and of those that are codes, of
+        their kind.
     """
     kept: dict[tuple[Any, ...], Tensor] = {}  # new memory, by that in whose place it is
 

@@ -96,21 +96,20 @@ class Journal:
 
     def withdraw(self, store: Any, rank: int) -> bool:
         """Withdraw a rank's own failure; return False if another rank gave up because of it."""
+        return self._change(store, rank, "withdraws")
+
+    def make_final(self, store: Any, rank: int | None) -> bool:
+        """Make a failure final; False if it was withdrawn before."""
+        return not self._change(store, rank, "settles")
+
+    def _change(self, store: Any, rank: int | None, how: str) -> bool:
+        """Say it of a failure as long as that stands and is not final; whether none stands then."""
         self.read(store)
         while (known := self.standing.get(rank)) is not None:
             if known.final:
                 return False
-            self._append(store, {"withdraws": rank})
+            self._append(store, {how: rank})
         return True
-
-    def make_final(self, store: Any, rank: int | None) -> bool:
-        """Make a failure final; False if it was withdrawn before."""
-        self.read(store)
-        while (known := self.standing.get(rank)) is not None:
-            if known.final:
-                return True
-            self._append(store, {"settles": rank})
-        return False
 
     def _at(self) -> str:
         return f"{self._key}/{self._read}"

@@ -1,14 +1,14 @@
 """A short stateful loop around the verbs; a hand-written step can do everything that it does."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from mics_fn import _torch, checks, spans
 from mics_fn.deferred import bucket_sizes, defer
-from mics_fn.errors import GroupsError
+from mics_fn.errors import GroupsError, message
 from mics_fn.faults import StopRequest
 from mics_fn.groups import rejoin_error, reports_step
 from mics_fn.inspection import NOT_WATCHED
@@ -25,6 +25,36 @@ from mics_fn.train.replicas import ReplicaSync, SyncState, policy_of
 from mics_fn.train.resetting import renew
 from mics_fn.train.stepping import finish_step, one_step
 from mics_fn.tree import Tree
+
+# What a `Trainer` gives to others: full parameters, and a state dict as plain torch has it.
+
+_SAVE = (
+    "Trainer(checkpoint=Checkpoints(folder, every=100)) saves, and goes on; for weights alone "
+    "full = trainer.state_dict() on all ranks, and torch.save(full, path) on one"
+)
+_LOAD = (
+    "Trainer(checkpoint=Checkpoints(folder)) goes on from the newest step; load weights into the "
+    "model before, or by init_model(weights=path)"
+)
+_STEP = "trainer.step(batch) is one step, with backward and optimizer; trainer.fit(loader, steps)"
+_EVAL = "trainer.eval(batch) is the loss of a batch in evaluation mode, over all ranks"
+_MODEL = "model.load_state_dict(trainer.state_dict()); your model is read once, and not changed"
+_RATE = "a rate is a function of the step: optim.adamw(optim.warmup_cosine(1e-3, 100, 1000))"
+_PARAMS = "trainer.params() are full tensors by name, trainer.state.params the shards"
+# What trainers of other libraries have, and what is there instead.
+_INSTEAD = {
+    **dict.fromkeys(("save", "save_checkpoint", "save_model", "save_state"), _SAVE),
+    **dict.fromkeys(("load", "load_checkpoint", "load_state_dict", "resume"), _LOAD),
+    **dict.fromkeys(("train", "train_step", "training_step", "backward", "zero_grad"), _STEP),
+    **dict.fromkeys(("evaluate", "validate", "test", "predict", "forward"), _EVAL),
+    **dict.fromkeys(("model", "module", "unwrap_model"), _MODEL),
+    **dict.fromkeys(("lr", "scheduler", "lr_scheduler", "param_groups"), _RATE),
+    **dict.fromkeys(("parameters", "named_parameters"), _PARAMS),
+    "optimizer": "trainer.state.opt is its state; the optimizer itself is a function of values",
+    "global_step": "trainer.state.step",
+    "log": "trainer.step returns StepMetrics, for any logger",
+    "to": "move the model before, to the device of groups",
+}
 
 
 class Trainer:
@@ -74,8 +104,7 @@ class Trainer:
         `stepping`.
       replicas, source_rank, frozen: as for `shard`. These and the next three cannot be given with
         shards.
-      bucket_bytes: as for `shard`; default a sixteenth of the parameters, a fourth where p is 1,
-        from 1 to 25 MiB.
+      bucket_bytes: as for `shard`; default a sixteenth of the parameters, from 1 to 25 MiB.
       order, bucket: as for `shard`; the default order is the module's own.
       checkpoint: saves this trainer after steps, and lets it go on; see `Checkpoints`.
 
@@ -173,6 +202,13 @@ class Trainer:
         self.last_step, self.checkpoint = NOT_WATCHED, checkpoint
         if checkpoint is not None and not self.member.lost:
             checkpoint.begin(self)
+
+    if not TYPE_CHECKING:  # for which there is no other attribute
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                message(f"Trainer has no attribute {name!r}", fix=_INSTEAD.get(name, ""))
+            )
 
     def __reduce__(self) -> tuple:
         text = "a Trainer belongs to this process: it cannot be in a pickle or a deep copy"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,10 +37,20 @@ def test_a_folder_that_cannot_be_looked_at_is_a_typed_error(tmp_path: Path, monk
     def gone(path: Any = ".") -> Any:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
 
-    monkeypatch.setattr(os, "listdir", gone)
-    for verb in (save_here, checkpoint.latest, checkpoint.verify):
-        with pytest.raises(FileError, match="Stale file handle"):
-            verb(tmp_path)
+    verbs = ("statvfs", save_here), ("listdir", save_here)
+    for name, verb in (*verbs, ("listdir", checkpoint.latest), ("listdir", checkpoint.verify)):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, gone)
+            with pytest.raises(FileError, match="Stale file handle"):
+                verb(tmp_path)
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path: Path, monkeypatch):
+    full = SimpleNamespace(f_bavail=1, f_frsize=512)
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    with pytest.raises(FileError, match="2000 bytes are needed, 512 bytes are free"):
+        save_here(tmp_path)
+    assert checkpoint.steps(tmp_path) == []
 
 
 def fails_on_one_rank(layout: Layout, folder: str) -> list[Any]:

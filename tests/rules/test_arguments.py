@@ -322,6 +322,11 @@ AttributeError: 'dict' object has no attribute 'inputs'
   Trainer called loss(model, batch) with the Linear and a dict, the whole batch
 >>> trainer(Giving(lambda out: out.nope), loss=mse).step(x)
 AttributeError: 'Tensor' object has no attribute 'nope'
+>>> trainer(loss=lambda out, y: (out - y).square().mean())
+PlanError: Trainer: loss=<lambda> takes (out, y), expected loss(model, batch)
+  fix: call the model in it: lambda model, batch: cross_entropy(model(batch[0]), batch[1])
+>>> trainer(loss=lambda model, x: (mse(model, x), model(x))).step(x)
+LeafError: Trainer: the loss is tuple, expected one number
 >>> trainer(loss=lambda model, x: None).step(x)
 LeafError: Trainer: the loss is NoneType, expected one number
 >>> trainer(loss=lambda model, x: model(x).square()).step(x)
@@ -341,6 +346,17 @@ LeafError: shard: params is generator, expected torch.Tensor
   fix: pass dict(model.named_parameters()), or list(model.parameters())
 >>> functional_call(nn.Linear(2, 1), of_linear(), (x,))
 TypeError: Sharded(...) is not an instance of torch.Tensor
+>>> trainer().save("run")
+AttributeError: Trainer has no attribute 'save'
+  fix: Trainer(checkpoint=Checkpoints(folder, every=100)) saves, and goes on; for weights alone full = trainer.state_dict() on all ranks, and torch.save(full, path) on one
+>>> trainer().train()
+AttributeError: Trainer has no attribute 'train'
+  fix: trainer.step(batch) is one step, with backward and optimizer; trainer.fit(loader, steps)
+>>> trainer().optimizer.zero_grad()
+AttributeError: Trainer has no attribute 'optimizer'
+  fix: trainer.state.opt is its state; the optimizer itself is a function of values
+>>> trainer().nope
+AttributeError: Trainer has no attribute 'nope'
 >>> pickle.dumps(trainer())
 GroupsError: a Trainer belongs to this process: it cannot be in a pickle or a deep copy
   fix: take trainer.state_dict(), or save it with Trainer(checkpoint=Checkpoints(folder))
@@ -478,7 +494,7 @@ def said_on_a_rank(calls: list[str]) -> list[str]:
 def test_the_errors_of_the_first_day_are_those_of_all_ranks(ranks):
     begin = TABLE.partition("# The first day\n")[2].partition("\n#")[0]
     table = [(call, text) for call, text in rows() if f">>> {call}\n" in begin]
-    assert len(table) > 20
+    assert len(table) > 25
     for found in ranks(2).run(said_on_a_rank, [call for call, _ in table]):
         for (call, text), got in zip(table, found, strict=True):
             assert fits(text, got), f"{call}\n{got}"
