@@ -24,11 +24,11 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
-    "lines": 24_200,
-    "lines without lab": 20_900,
+    "lines": 24_228,
+    "lines without lab": 20_929,
     "lines of the longest file": 540,
     "files": 142,
-    "percent of lines that import": 8.8,
+    "percent of lines that import": 8.75,
     "files in the longest chain of imports": 18,
     "class names of several classes": 0,
     "file names in several wings": 0,
@@ -48,9 +48,9 @@ REPLACED = {
 # Of one call on 4 ranks in 2 partition groups, after a first one. Functions are within 2 %: a rank
 # that waits for another runs a few more.
 FLOWS = {
-    "gather of one leaf": (17, 84),
-    "opt_step with both hops": (26, 200),
-    "Trainer.step": (42, 380),
+    "gather of one leaf": (17, 80),
+    "opt_step with both hops": (25, 195),
+    "Trainer.step": (41, 373),
     "checkpoint.save": (26, 200),
     "make_groups": (20, 125),
 }  # files, functions
