@@ -33,8 +33,8 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn import checks, shards, tree
-from mics_fn.checkpoint import directory, manifest, saving
-from mics_fn.collectives import agree, in_step
+from mics_fn.checkpoint import directory, manifest
+from mics_fn.collectives import Exchange, agree, together
 from mics_fn.errors import FileError, LeafError, PlanError, message
 from mics_fn.groups import Groups
 from mics_fn.init import read_shards
@@ -290,8 +290,8 @@ def export(
 
 
 @contextmanager
-def _together(verb: str, path: Path, home: Groups) -> Iterator[saving.Exchange]:
-    with saving.together(home) as exchange, directory.write_errors(f"{verb}: cannot write", path):
+def _together(verb: str, path: Path, home: Groups) -> Iterator[Exchange]:
+    with together(verb, home) as exchange, directory.write_errors(f"{verb}: cannot write", path):
         yield exchange
 
 
@@ -481,7 +481,7 @@ def save_dcp(
     """
     verb = "save_dcp"
     home = one_job(verb, groups)
-    with in_step(verb, home, f"path={str(path)!r}, {prefix!r}, {max_file_bytes}, {dtype}"):
+    with together(verb, home, f"path={str(path)!r}, {prefix!r}, {max_file_bytes}, {dtype}"):
         target = free_path(verb, path)
         opt = params.opt if isinstance(params, TrainState) else None
         values = params.params if isinstance(params, TrainState) else params
@@ -624,7 +624,7 @@ def save_pretrained(
       {'w': Sharded(shape=(2, 3), float32, here 6 of 6)}
     """
     home = one_job(_VERB, groups)
-    with in_step(_VERB, home, f"path={str(path)!r}, max_file_bytes={max_file_bytes}, {dtype}"):
+    with together(_VERB, home, f"path={str(path)!r}, max_file_bytes={max_file_bytes}, {dtype}"):
         from safetensors.torch import save_file
 
         _check_config(config)

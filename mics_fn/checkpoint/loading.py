@@ -13,7 +13,8 @@ from torch import Tensor
 
 from mics_fn import checks, shards, spans, tree
 from mics_fn.checkpoint import directory, manifest, snapshot
-from mics_fn.checkpoint.saving import folder_to_read, together
+from mics_fn.checkpoint.saving import folder_to_read
+from mics_fn.collectives import together
 from mics_fn.errors import FileError, human_bytes, message, name_ranks
 from mics_fn.groups import Groups
 from mics_fn.offload import is_coded, is_placed
@@ -239,7 +240,7 @@ def load(
         if donate:
             writing.covers(like, "like", "checkpoint.load")
         while True:
-            with together(home) as exchange:
+            with together("load", home) as exchange:
                 folder_to_read("load", path, raises=True)
                 if home.position == 0:
                     exchange.mine = _chosen(folder, step, refused)
@@ -279,7 +280,7 @@ def _load(
     writing: shards.Writing | None,
 ) -> Loaded:
     """Read one step; with `writing` into the memory of `like`, which it covers."""
-    with together(home) as exchange:
+    with together("load", home) as exchange:
         saved, digest = directory.manifest_in(path, step)
         target = snapshot.contents_of("load", like, groups, replicas)
         sources = Sources(path, saved, home)
@@ -288,7 +289,7 @@ def _load(
     if len(set(exchange.all.values())) > 1:
         text = f"load: ranks see different files in {path}"
         raise FileError(message(text, fix="load from a folder that ranks share"), damaged=True)
-    with together(home), torch.no_grad():
+    with together("load", home), torch.no_grad():
         state = memory_like(like, into=None if writing is None else lambda x: x)
         if writing is not None:
             writing.mark_donated()

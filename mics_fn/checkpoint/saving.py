@@ -12,9 +12,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mics_fn import checks, errors, spans, tree
 from mics_fn.checkpoint import directory, manifest, snapshot
-from mics_fn.collectives import agree, collect_bytes
+from mics_fn.collectives import Exchange, agree, decoded_error, encoded_error, together
 from mics_fn.faults import StopRequest
 from mics_fn.groups import Groups
 from mics_fn.shards import dtype_name, refuse_derivative
@@ -32,86 +32,6 @@ from mics_fn.spans import LOG
 from mics_fn.store import Store, later, poll
 from mics_fn.threads import Job, start
 from mics_fn.tree import Tree
-
-# Decisions that all ranks take together: if one of them fails, all raise the same error.
-
-# Bytes that a message is a multiple of: calls of one size repeat, and are foreseen by all ranks.
-_ROUND = 512
-
-
-@dataclass
-class Exchange:
-    """Values that ranks exchange at the end of a block: `mine`, and those of all by rank."""
-
-    mine: Any = None
-    all: dict[int, Any] = field(default_factory=dict)
-
-    def differing(self, key: str) -> dict[int, Any]:
-        """What each rank gave under a key of a dict, if that differs; else nothing."""
-        found = {rank: each[key] for rank, each in self.all.items()}
-        return found if len(set(found.values())) > 1 else {}
-
-
-@contextmanager
-def together(home: Groups) -> Iterator[Exchange]:
-    """A block of work that sends nothing; if it raises on some ranks, all raise that error.
-
-    Args:
-      home: groups whose ranks do it.
-
-    Yields:
-      `Exchange`, to which the block may give something that all ranks get.
-
-    Communication: two small all-gathers over the partition group and over the replication group.
-
-    Raises:
-      FileError: the first error of any rank, on all of them, with its type and text. Other
-        errors come first; they come as they are on their rank, and as a FileError on others.
-    """
-    exchange, error = Exchange(), None
-    try:
-        yield exchange
-    except Exception as found:
-        error = found
-    if home.world_size == 1:
-        if error is not None:
-            raise error
-        exchange.all = {home.rank: exchange.mine}
-        return
-    said = json.dumps({"error": encoded_error(error), "value": exchange.mine}).encode()
-    said = said.ljust(-(-len(said) // _ROUND) * _ROUND)
-    failed = dict[int, list[Any]]()
-    for rank, text in sorted(collect_bytes(home, said).items()):
-        answer = json.loads(text)
-        exchange.all[rank] = answer["value"]
-        if answer["error"]:
-            failed[rank] = answer["error"]
-    if failed:
-        if error is not None and not isinstance(error, errors.FileError):
-            raise error
-        raise decoded_error(failed) from error
-
-
-def encoded_error(error: BaseException | None) -> list[Any] | None:
-    """Encode an error for the other ranks."""
-    if error is None:
-        return None
-    kind = "" if isinstance(error, errors.MicsError) else f"{type(error).__name__}: "
-    path, leaf = getattr(error, "path", ""), getattr(error, "leaf", "")
-    damaged = getattr(error, "damaged", None)
-    return [type(error).__name__, f"{kind}{error}", f"{path}", f"{leaf}", damaged]
-
-
-def decoded_error(failed: Mapping[int, list[Any]]) -> errors.FileError:
-    """Decode the error that all ranks raise: the first one, with the ranks it occurred on."""
-    # Of two errors all ranks must raise one, or some would try an older step without the others.
-    name, text, path, leaf, damaged = failed[min(failed, key=lambda r: (bool(failed[r][4]), r))]
-    kind = errors.CheckpointNotFound if name == "CheckpointNotFound" else errors.FileError
-    alike = [rank for rank, each in failed.items() if each[0] == name]
-    head, *rest = text.split("\n")
-    lines = [head, f"  on {errors.name_ranks(alike)}", *rest]
-    return kind("\n".join(lines), path, leaf, damaged=damaged)
-
 
 # The start of a save: what all ranks compare before the first byte is written.
 
@@ -188,7 +108,7 @@ def agree_on(
     folder = folder_to_write(path)
     home = snapshot.main_home("save", groups, snapshot.homes_by_bucket("save", state, groups))
     try:
-        with together(home) as exchange:
+        with together("save", home) as exchange:
             options.check()
             if before := _UNDER_WAY.get(os.path.realpath(folder.path)):
                 before.conclude()
@@ -261,7 +181,7 @@ def _name_difference(home: Groups, contents: snapshot.Contents) -> None:
 
 def _different(home: Groups, sums: Mapping[str, int]) -> list[str]:
     """The names of what differs between ranks, by the checksums of each."""
-    with together(home) as exchange:
+    with together("save", home) as exchange:
         exchange.mine = sums
     return [name for name in sums if exchange.differing(name)]
 
@@ -700,7 +620,7 @@ def take_folder(
       LeafError: a tensor cannot be saved; on other ranks a FileError.
     """
     what = "Checkpoints: cannot write to"
-    with together(home) as exchange, directory.write_errors(what, folder.path):
+    with together("Checkpoints", home) as exchange, directory.write_errors(what, folder.path):
         for name, x in buffers.items():
             manifest.savable("Checkpoints", f"buffer {name!r}", x)
         folder.path.mkdir(parents=True, exist_ok=True)

@@ -79,20 +79,20 @@ knows of it. `agreement.py` is what ranks compare, and long work that all leave 
 
 To add a collective here, write a generator that yields one `Collective` per level with the bytes
 that it sends, list its communicators in the same order, and give both to a `Pending`. To compare
-something new between ranks, use `agree` for a tree and `same_call` for a call.
+something new between ranks, use `agree` for a tree and `together` for a call.
 """
 
 from mics_fn._torch import needs_derivative
 from mics_fn.checks import refuse_derivative
 from mics_fn.collectives.agreement import (
-    Parts,
+    Exchange,
     agree,
     collect_bytes,
     collect_values,
-    in_parts,
-    in_step,
+    decoded_error,
+    encoded_error,
     refuse_unequal,
-    same_call,
+    together,
 )
 from mics_fn.collectives.codes import SentCodes, mean_bytes
 from mics_fn.collectives.codes.codec import Codec

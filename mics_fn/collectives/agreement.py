@@ -4,30 +4,28 @@ Ranks that disagree on a shape or an order get wrong numbers or abort, with an e
 say why. So each new tree is compared once, by a digest. Only if digests differ do the ranks
 exchange their descriptions, to name the leaf and the ranks.
 
-[Note: parts] What ranks read, make and write by themselves may take minutes, and one of them may
-fail in the first second, as its disk is full. It then writes a key into the store, of which the
-monitors of the others hear at their next tick, and they leave their work before its next part. At
-the end of the block all ranks compare how it went, so they raise at the same place: the groups stay
-usable, and whatever the block has made goes with the error. Where parts send something, all ranks
-go on to the last part, as the others wait for it there, but they do nothing else any more.
+[Note: together] What ranks read, make and write by themselves may fail on one of them, as its disk
+is full. At the end of the block all ranks compare how it went, so they raise at the same place: the
+groups stay usable, and whatever the block has made goes with the error.
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from mics_fn.collectives.levels import collect
-from mics_fn.errors import DesyncError, MicsError, by_value, disagreement
-from mics_fn.groups import Failure, Groups, GroupState, Home, failure_of
-from mics_fn.store import CHANGES, later
+from mics_fn.errors import DesyncError, FileError, by_value, disagreement, name_ranks
+from mics_fn.groups import Groups, Hierarchy, Home
 from mics_fn.tree import digest, flatten
 
 E = TypeVar("E", bound=Exception)
+# Bytes that a message is a multiple of: calls of one size repeat, and are foreseen by all ranks.
+_ROUND = 512
 
 
 def agree(
@@ -132,223 +130,134 @@ def collect_bytes(groups: Home, data: bytes) -> dict[int, bytes]:
     device = groups.device
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)
     lengths = {rank: n for rank, (n,) in collect_values(groups, length).items()}
-    padded = torch.zeros(max(*lengths.values(), 1), dtype=torch.uint8, device=device)
+    whole = -(-max(lengths.values()) // _ROUND) * _ROUND
+    padded = torch.zeros(whole, dtype=torch.uint8, device=device)
     padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
     found = collect_values(groups, padded)
     return {rank: bytes(found[rank][:n]) for rank, n in lengths.items()}
 
 
+R = TypeVar("R")
+
+
+@dataclass(eq=False)
+class Exchange:
+    """What ranks exchange at the end of a block: `mine`, which JSON can hold, and that of each."""
+
+    mine: Any = None
+    fact: str = ""  # a description of the arguments, which must be equal on all ranks
+    all: dict[int, Any] = field(default_factory=dict)  # by global rank
+    error: Exception | None = None  # of this rank, until the end of the block
+
+    def differing(self, key: str) -> dict[int, Any]:
+        """What each rank gave under a key of a dict, if that differs; else nothing."""
+        found = {rank: each[key] for rank, each in self.all.items()}
+        return found if len(set(found.values())) > 1 else {}
+
+    def part(self, work: Callable[[], R]) -> R | None:
+        """Do a part that sends nothing, in a block that does: an error waits for its end.
+
+        Returns:
+          What it gives; None if it or one before it has failed.
+        """
+        try:
+            return work() if self.error is None else None
+        except Exception as error:
+            self.error = error
+            return None
+
+
 @contextmanager
-def in_step(what: str, groups: Any, fact: str) -> Iterator[None]:
-    """A block of work that sends nothing; if it raises on some ranks, all ranks raise.
+def together(verb: str, groups: Any, fact: str = "") -> Iterator[Exchange]:
+    """A block of work that each rank does by itself; if it raises on some ranks, all ranks raise.
 
     Args:
-      what: the verb, for errors.
-      groups: `Groups` or a tree of them. If it is a function from paths to groups, these are not
-        known yet, and nothing is compared.
-      fact: a description of the arguments, which must be equal on all ranks.
+      verb: the caller, for errors.
+      groups: `Groups`, a `Hierarchy` or a tree of them. If it is a function from paths to groups,
+        these are not known yet, and nothing is compared.
+      fact: as that of an `Exchange`; the block may set it.
+
+    Yields:
+      An `Exchange`; after the block it has what each rank gave.
 
     Raises:
-      DesyncError: the facts differ, or the block raised on other ranks. A rank on which the block
-        raised gets that error instead.
-
-    Communication: two small all-gathers over the partition group and over the replication group.
-    """
-    homes = list(dict.fromkeys(x for x in flatten(groups)[0] if isinstance(x, Groups)))
-    try:
-        yield
-    except Exception as error:
-        same_call(what, homes, fact, error)
-        raise
-    same_call(what, homes, fact)
-
-
-def same_call(verb: str, homes: Sequence[Home], text: str, error: Exception | None = None) -> None:
-    """Compare a call between ranks; returns if all make the same call and none has an error.
-
-    Args:
-      verb: the call, for errors.
-      homes: each `Groups` or `Hierarchy` whose ranks make the call.
-      text: what this rank is about to do.
-      error: why this rank cannot do it, if it cannot. Then this returns on this rank, and the
-        caller raises the error.
-
-    Raises:
-      DesyncError: calls differ, or other ranks have an error; on every rank without an error of
-        its own.
+      FileError: a file of some rank failed: on all ranks, with the same text, which names the rank.
+      DesyncError: the facts differ, or the block raised something else on other ranks. A rank on
+        which it raised gets that error instead.
 
     Communication: two all-gathers over each partition group, and over each replication group of
       `Groups`: 8 bytes, and as many as the longest text has.
     """
-    wrong = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
-    said = json.dumps([text, wrong]).encode()
-    found: dict[int, bytes] = {}
-    for home in homes:
-        found |= collect_bytes(home, said)
-    if error is not None or len(set(found.values())) < 2:
-        return
-    said_by = {rank: json.loads(answer) for rank, answer in sorted(found.items())}
-    failed = {rank: wrong for rank, (_, wrong) in said_by.items() if wrong}
-    calls = {rank: own for rank, (own, _) in said_by.items()}
-    fix = f"call {verb} with the same arguments on every rank"
-    differs = disagreement(f"{verb}: ranks differ in what they ask for", calls, fix)
-    if failed:
-        fix = "see what these ranks raise; nothing was changed on any rank"
-        differs = disagreement(f"{verb}: it failed on other ranks", failed, fix)
-    for home in homes:
-        report_outside(home, differs)
-    raise differs
-
-
-# Long work of all ranks that is done part by part; an error of one rank ends it on all of them.
-
-R = TypeVar("R")
-
-
-class Parts:
-    """What a block of work knows of the other ranks; made by `in_parts`.
-
-    Args:
-      homes: the groups whose ranks do it.
-      sends: whether parts send something, so that all ranks have to come to the last one.
-    """
-
-    def __init__(self, homes: Sequence[Groups] = (), *, sends: bool = False) -> None:
-        self._sends = sends
-        self.error: Exception | None = None  # of this rank
-        self.others_failed = False  # whether another rank has failed
-        self.skipped = False  # whether this rank has therefore left something out
-        self._keys: dict[GroupState, str] = {}  # in the store, written by a rank that fails
-        self._new = True
-        for state in dict.fromkeys(home.state for home in homes):
-            if len(state.ranks) > 1:
-                state.works += 1
-                self._keys[state] = f"{state.key}/parts/{state.works}"
-                state.listeners.append(self._listen)
-
-    def _listen(self, store: Any, changed: bool) -> None:
-        """Called by the monitor at each tick, with its own connection to the store."""
-        changed, self._new = changed or self._new, False
-        if changed and any(store.check([key]) for key in self._keys.values()):
-            self.others_failed = True
-
-    def part(self, work: Callable[[], R]) -> R | None:
-        """Do one part by itself, which sends nothing.
-
-        Returns:
-          What it gives; None if some rank has failed and all go on to the last part.
-        """
-        self.check_others()
-        if self.skipped or self.error is not None:
-            return None
-        try:
-            return work()
-        except Exception as error:
-            if not self._sends:
-                raise
-            self.fail(error)
-            return None
-
-    def check_others(self) -> None:
-        """Leave the block if another rank has failed; called where nothing is half done."""
-        if self.others_failed:
-            self.skipped = True
-            if not self._sends:
-                raise _Skipped
-
-    def fail(self, error: Exception) -> None:
-        """Record the error of this rank, and report it to the others."""
-        if self.error is not None:
-            return
-        self.error = error
-        for state, key in self._keys.items():
-            if state.channel.store is not None:
-                later(state.channel.store, "set", key, "")
-                later(state.channel.store, "add", CHANGES, 1)
-
-    def end(self) -> None:
-        """Stop listening."""
-        for state in self._keys:
-            state.listeners.remove(self._listen)
-
-
-class _Skipped(MicsError):
-    """Raised inside `in_parts` if another rank has failed."""
-
-
-@contextmanager
-def in_parts(what: str, groups: Sequence[Groups], *, sends: bool = False) -> Iterator[Parts]:
-    """A block of work that is done part by part; if it raises on some ranks, all ranks raise.
-
-    Args:
-      what: the verb, for errors.
-      groups: whose ranks do it.
-      sends: whether its parts send something. Then what each rank does by itself is wrapped in
-        `Parts.part`, which notes an error until the end of the block.
-
-    Yields:
-      A `Parts`. A block that sends nothing calls its `check_others` or `part` now and then.
-
-    Raises:
-      PeerFileError: a file of another rank failed; it names the same file and leaf. The groups
-        can be used afterwards.
-      DesyncError: the block raised something else on other ranks. A rank on which the block raised
-        gets that error instead.
-
-    Communication: two small all-gathers over the partition group and over the replication group; a
-      failure writes one key into the store.
-    """
-    homes = list(dict.fromkeys(groups))
-    parts = Parts(homes, sends=sends)
+    homes = list(dict.fromkeys(x for x in flatten(groups)[0] if isinstance(x, Groups | Hierarchy)))
+    exchange = Exchange(fact=fact)
     try:
-        yield parts
-    except _Skipped:
-        pass
-    except Exception as found:
-        parts.fail(found)
-    finally:
-        parts.end()
-    error, parts.error = parts.error, None
+        yield exchange
+    except Exception as error:
+        exchange.error = error
+    error, exchange.error = exchange.error, None
     try:
-        if error is None or all(home.state.failed is None for home in homes):
-            others = _compared(what, homes, error, skipped=parts.skipped)
-            error = error or others
+        if error is None or all(home.partition.state.failed is None for home in homes):
+            verdict = _verdict(verb, homes, exchange, error)
+            if verdict is not None and (error is None or isinstance(error, FileError)):
+                raise verdict from error
         if error is not None:
             raise error
     finally:
-        error = others = None  # else it would refer to itself, and keep what the block has made
+        error = verdict = None  # else they would keep what the block has made
 
 
-def _compared(
-    what: str, homes: Sequence[Groups], error: Exception | None, *, skipped: bool
+def _verdict(
+    verb: str, homes: Sequence[Home], exchange: Exchange, error: Exception | None
 ) -> Exception | None:
-    """Exchange errors between ranks; return the error that ranks without one raise."""
-    found, lost = dict[int, Any](), list[Groups]()
+    """Exchange facts, errors and values; return the error that ranks raise together, if any."""
+    said = json.dumps([exchange.fact, encoded_error(error), exchange.mine]).encode()
+    found: dict[int, bytes] = {}
     for home in homes:
-        if home.partition_size * home.num_replicas > 1:
-            said = None if error is None else asdict(failure_of(error, home.rank, final=False))
-            mine = json.dumps({"failed": said, "left": skipped}).encode()
-            answers = {rank: json.loads(x) for rank, x in collect_bytes(home, mine).items()}
-            found |= answers
-            lost += [home] if any(each["failed"] for each in answers.values()) else []
-    failed = {r: Failure(**each["failed"]) for r, each in sorted(found.items()) if each["failed"]}
-    if failed:
-        verdict = _verdict(what, found, failed)
-        for home in lost:
-            report_outside(home, verdict)
-        return verdict
-    if any(each["left"] for each in found.values()):
-        fix = "call the same verbs in the same order on every rank"
-        return DesyncError(f"{what}: a rank has left it, as one failed elsewhere", fix=fix)
-    return None
+        found |= collect_bytes(home, said)
+    answers = {rank: json.loads(text) for rank, text in sorted(found.items())}
+    exchange.all = {rank: value for rank, (_, _, value) in answers.items()}
+    facts = {rank: own for rank, (own, *_) in answers.items()}
+    failed = {rank: wrong for rank, (_, wrong, _) in answers.items() if wrong}
+    if len(answers) < 2 or (not failed and len(set(facts.values())) < 2):
+        return None
+    fix = f"call {verb} with the same arguments on every rank"
+    verdict: Exception = disagreement(f"{verb}: ranks differ in what they ask for", facts, fix)
+    if failed and failed[first_failure(failed)][2]:
+        verdict = decoded_error(failed)
+    elif failed:
+        texts = {rank: text.partition("\n")[0] for rank, (_, text, _) in failed.items()}
+        fix = "see what these ranks raise; nothing was changed on any rank"
+        verdict = disagreement(f"{verb}: it failed on other ranks", texts, fix)
+    for home in homes:
+        report_outside(home, verdict)
+    return verdict
 
 
-def _verdict(what: str, found: dict[int, Any], failed: dict[int, Failure]) -> Exception:
-    """The error of the ranks that have none of their own: of a file, if one has failed."""
-    for rank, failure in failed.items():
-        if failure.file_error is not None:
-            text = f"{what}: rank {rank} failed: {failure.text}"
-            return replace(failure, text=text).error("", ends=False)
-    fix = "pass the same arguments on every rank, and files that every rank can read"
-    texts = {rank: failed[rank].text if rank in failed else "" for rank in sorted(found)}
-    return disagreement(f"{what}: ranks differ", texts, fix)
+def encoded_error(error: BaseException | None) -> list[Any] | None:
+    """An error for the other ranks: its kind, its text, and what else a `FileError` has."""
+    if error is None:
+        return None
+    kind, file = type(error).__name__, None
+    if isinstance(error, FileError):
+        file = [f"{error.path}", f"{error.leaf}", error.damaged]
+    return [kind, f"{error}" if file else f"{kind}: {error}", file]
+
+
+def decoded_error(failed: Mapping[int, list[Any]]) -> FileError:
+    """The error that all ranks raise, by rank: the first one, with the ranks it occurred on."""
+    name, text, file = failed[first_failure(failed)]
+    path, leaf, damaged = file or ("", "", None)
+    kinds = [x for x in FileError.__subclasses__() if x.__name__ == name]
+    kind = next((x for x in kinds if issubclass(x, FileNotFoundError)), FileError)
+    alike = [rank for rank, each in failed.items() if each[0] == name]
+    head, *rest = text.split("\n")
+    lines = [head, f"  on {name_ranks(alike)}", *rest]
+    return kind("\n".join(lines), path, leaf, damaged=damaged)
+
+
+def first_failure(failed: Mapping[int, list[Any]]) -> int:
+    """The rank whose error counts: of damage only if no rank has another one.
+
+    Of two errors all ranks must raise one, or some would try an older step without the others.
+    """
+    return min(failed, key=lambda rank: (bool((failed[rank][2] or [False])[-1]), rank))

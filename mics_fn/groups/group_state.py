@@ -354,7 +354,6 @@ class GroupState:
     listeners: list[Callable[[Any, bool], None]] = field(default_factory=list)
     stops: int = 0  # number of `StopRequest`s so far
     saves: int = 0  # number of checkpoints that were begun on these groups
-    works: int = 0  # number of `Parts` so far
     layouts: dict[Any, Any] = field(default_factory=dict)  # of trees; see `shards.opened`
     endings: list[Callable[[], None]] = field(default_factory=list)  # what `close` waits for
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mics_fn import checks, shards, tree
 from mics_fn._torch import compiles_itself
-from mics_fn.collectives import Parts, in_parts, in_step, refuse_unequal
+from mics_fn.collectives import refuse_unequal, together
 from mics_fn.errors import LeafError, message, name_some
 from mics_fn.groups import Groups
 from mics_fn.init import reading
@@ -200,19 +200,18 @@ class Filling:
         shards.refuse_overlaps(verb, {f"params.{k}": value for k, value in params.items()}, trained)
         self._where = where_of(options.get("where"))
         self._sums: dict[Groups, tuple[list[str], Tensor]] = {}
-        self._parts = Parts()
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
         """The block in which all values are made or read.
 
-        Communication: as `in_parts`.
+        Communication: as `together`.
 
         Raises:
           FileError: a file cannot be made, read or written.
-          PeerFileError, DesyncError: the block raised on other ranks.
+          DesyncError: the block raised on other ranks.
         """
-        with in_parts(self.verb, self.groups) as self._parts:
+        with together(self.verb, self.groups):
             yield
             for home in self.groups:
                 self._add_up(home)
@@ -252,7 +251,6 @@ class Filling:
         for name, piece, data in parts:
             if piece.length:
                 self._copy(source(name), data, piece.origin)
-        self._parts.check_others()
         places = [self._where.at(name).params.seen_from(home.device) for name in names]
         placed = shards.place_chunk(home, bucket, flat, places, names, self._where.host_bytes)
         for name, data in zip(names, placed, strict=True):
@@ -262,7 +260,6 @@ class Filling:
         """Fill memory with the elements of a leaf from an index on."""
         step = max(1, BLOCK_BYTES // data.itemsize)
         for low in range(0, len(data), step):
-            self._parts.check_others()
             part = data[low : low + step]
             part.copy_(read(origin + low, origin + low + len(part)))
 
@@ -273,7 +270,6 @@ class Filling:
             return
         for name, leaf in self.shards.items():
             if self.homes[name] is home and isinstance(leaf, shards.Sharded | shards.Fixed):
-                self._parts.check_others()
                 found[f"params.{name}"] = shards.checksum_of(leaf.data.view(-1))
         if found:
             self._sums[home] = list(found), torch.stack([*found.values()]).to(home.device)
@@ -359,7 +355,7 @@ def read_shards(
     like, dtype = how["like"], how["dtype"]
     shards.require_groups(verb, groups)
     with ExitStack() as opened:
-        with in_step(verb, groups, ""):
+        with together(verb, groups):
             if dtype is not None:
                 shards.check_dtype(verb, "dtype", dtype)
             checks.flag(verb, "strict", how["strict"])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn import checks, tree
-from mics_fn.collectives import in_step
+from mics_fn.collectives import together
 from mics_fn.errors import PlanError
 from mics_fn.groups import Groups
 from mics_fn.init import reading
@@ -94,7 +94,7 @@ def init_model(
     homes = [home for home in tree.flatten(groups)[0] if isinstance(home, Groups)]
     device = homes[0].device if homes else torch.get_default_device()
     with ExitStack() as opened:
-        with in_step("init_model", groups, f"seed={seed}"):
+        with together("init_model", groups, f"seed={seed}"):
             checks.integer("init_model", "seed", seed, 0, fix="pass the same number on all ranks")
             checks.options("init_model", options, LayoutOptions.__annotations__)
             made = _Construction(model_fn, device, seed)

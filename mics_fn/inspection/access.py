@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, tree
-from mics_fn.collectives import checksum, same_call, start_all_gather
+from mics_fn.collectives import checksum, start_all_gather, together
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Groups, Hierarchy, require_replicas
 from mics_fn.offload import is_coded, placed_like
@@ -114,21 +114,16 @@ class Leaves(NamedTuple):
         """Return the result of `locate`, after a check that every rank got the same text.
 
         Args:
-          look: gives a tuple whose first item says in words what this rank is about to do.
+          locate: gives a tuple whose first item says in words what this rank is about to do.
 
-        Communication: as `same_call`.
+        Communication: as `together`.
 
         Raises:
           DesyncError: ranks are about to do different things, or `locate` raised on another one.
         """
-        failed, found = None, ("",)
-        try:
+        with together(self.verb, self.groups) as exchange:
             found = locate()
-        except Exception as error:  # of any type, so that the other ranks do not wait for this one
-            failed = error
-        same_call(self.verb, self.groups, found[0], failed)
-        if failed is not None:
-            raise failed
+            exchange.fact = found[0]
         return found
 
 

@@ -163,7 +163,6 @@ def agree_on(layout: Layout) -> None:
 
 K = TypeVar("K")
 T = TypeVar("T")
-_ALONE = collectives.Parts()  # of what no other rank takes part in
 
 
 @overload
@@ -271,8 +270,8 @@ def shard(
     if not kept and "params" not in options.where.moved:
         return _assemble(layout, sources)
     # A disk may be full on one rank alone, or what codes cannot hold may lie in its part.
-    with collectives.in_parts("shard", layout.homes, sends=replicas == "broadcast") as parts:
-        return _assemble(layout, sources, parts)
+    with collectives.together("shard", layout.homes) as exchange:
+        return _assemble(layout, sources, exchange)
 
 
 def layout_of(
@@ -290,9 +289,9 @@ def layout_of(
 
 
 def _assemble(
-    layout: Layout, sources: dict[Groups, int | None], parts: collectives.Parts = _ALONE
+    layout: Layout, sources: dict[Groups, int | None], exchange: collectives.Exchange | None = None
 ) -> Tree:
-    out = _cut(layout, sources, parts)
+    out = _cut(layout, sources, exchange)
     for i, leaf in enumerate(layout.leaves):
         if layout.owners[i] != i:
             out[i] = Tied(*layout.slots[layout.owners[i]])
@@ -356,11 +355,11 @@ def _source(home: Groups, source_rank: int | None) -> int:
 
 
 def _cut(
-    layout: Layout, sources: dict[Groups, int | None], parts: collectives.Parts
+    layout: Layout, sources: dict[Groups, int | None], exchange: collectives.Exchange | None
 ) -> dict[int, Any]:
     """This rank's chunk of each bucket, as leaves; one bucket at a time is in memory in full.
 
-    Where some rank has failed, and `parts` says so at the end, there are no leaves.
+    Where this rank has failed, which `exchange` says at the end, there are no leaves.
     """
     members: dict[Bucket, dict[int, int]] = {}
     for i, (bucket, slot) in layout.slots.items():
@@ -382,7 +381,8 @@ def _cut(
         kind = Sharded if bucket.trainable else Fixed
         places, names = zip(*((layout.places[i], layout.paths[i]) for i in index), strict=True)
         given = (home, bucket, chunk, places, names, layout.host_bytes)
-        placed = parts.part(partial(place_chunk, *given))
+        place = partial(place_chunk, *given)
+        placed = place() if exchange is None else exchange.part(place)
         pieces = zip(index, placed or [None] * len(index), strict=True)
         out.update({i: kind(piece, bucket, slot) for slot, (i, piece) in enumerate(pieces)})  # pyright: ignore
     return out

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import checkpoint, checks, errors, tree
-from mics_fn.collectives import collect_bytes, finish_readers, same_call
+from mics_fn.collectives import collect_bytes, finish_readers, together
 from mics_fn.interrupts import Commit
 from mics_fn.offload import in_file, is_coded, placed_like, read
 from mics_fn.optim import Guard, differing
@@ -124,18 +124,16 @@ def take_back(
       PlanError: the options of the trainer are not those of the saved run.
       DesyncError: ranks were given different steps, or another rank raises.
     """
-    taken, error = None, None
-    try:
-        taken = _checked(trainer, state, extra, other_options)
-    except errors.MicsError as wrong:
-        error = wrong
-    except Exception as wrong:  # whatever a file may hold; other ranks must hear of it
-        text, why = "take_back: this is not what was saved", f"{type(wrong).__name__}: {wrong}"
-        error = errors.LeafError(text, [why.partition("\n")[0]], "take what `carried` gave")
-    about = "" if taken is None else f"go on at call {taken.state['sync'].step}"
-    same_call("take_back", [trainer.member.home], about, error)
-    if error is not None or taken is None:
-        raise error or RuntimeError(about)
+    with together("take_back", trainer.member.home) as exchange:
+        try:
+            taken = _checked(trainer, state, extra, other_options)
+        except errors.MicsError:
+            raise
+        except Exception as wrong:  # whatever a file may hold
+            text, why = "take_back: this is not what was saved", f"{type(wrong).__name__}: {wrong}"
+            fix = "take what `carried` gave"
+            raise errors.LeafError(text, [why.partition("\n")[0]], fix) from None
+        exchange.fact = f"go on at call {taken.state['sync'].step}"
     own = reclaimed(_split(trainer)[0])
     with Commit() as commit, Writing() as writing:
         commit.write()

@@ -32,8 +32,8 @@ from torch.utils import deterministic as torch_deterministic
 from torch.utils.data import DistributedSampler, Sampler, SequentialSampler
 
 from mics_fn import checks
-from mics_fn.collectives import same_call
-from mics_fn.errors import GroupsError, LeafError, MicsError, message
+from mics_fn.collectives import together
+from mics_fn.errors import GroupsError, LeafError, message
 from mics_fn.faults import StopRequest
 from mics_fn.groups import Groups, reports_step
 from mics_fn.shards import require_groups
@@ -95,14 +95,11 @@ def sampler(
     checks.integer("sampler", "seed", seed, 0, fix="pass the same number on all ranks")
     groups.partition.check_open()
     ranks, size = groups.world_size, len(dataset)
-    error: MicsError | None = None
-    if size == 0 or (drop_last and size < ranks):
-        text = f"sampler: {size} samples for {ranks} ranks, drop_last={drop_last}"
-        error = LeafError(text, fix="give each rank at least one sample")
     about = f"{size} samples, shuffle={shuffle}, seed={seed}, drop_last={drop_last}"
-    same_call("sampler", [groups], about, error)
-    if error is not None:
-        raise error
+    with together("sampler", groups, about):
+        if size == 0 or (drop_last and size < ranks):
+            text = f"sampler: {size} samples for {ranks} ranks, drop_last={drop_last}"
+            raise LeafError(text, fix="give each rank at least one sample")
     return DistributedSampler(
         dataset,  # pyright: ignore[reportArgumentType]
         num_replicas=ranks,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mics_fn import checks, optim, shards, tree
-from mics_fn.collectives import same_call
+from mics_fn.collectives import together
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.tree import Tree
 
@@ -123,7 +123,8 @@ class ReplicaSync:
         opened = shards.open_shards(
             "ReplicaSync.init", params, groups, root="params"
         ).require_replicas()
-        same_call("ReplicaSync.init", list(dict.fromkeys(opened.homes)), self.name)
+        with together("ReplicaSync.init", list(opened.homes), self.name):
+            pass
         if self.independent:
             shards.check_equal(opened)
         return SyncState(0, self.begin(params))

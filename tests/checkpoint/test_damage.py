@@ -16,7 +16,7 @@ from steps import damage_values, load_at, save_at
 
 import mics_fn as mf
 from mics_fn import checkpoint
-from mics_fn.errors import FileError
+from mics_fn.errors import DesyncError, FileError
 from mics_fn.lab.ranks import pool
 
 STEPS = (1, 2)
@@ -189,7 +189,7 @@ def with_another_error(layout: Layout, folder: str) -> str:
         loading.Sources.fill = fill
     try:
         load_at(folder, groups, on_corrupt="previous")
-    except (FileError, MemoryError) as error:
+    except (DesyncError, MemoryError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
         loading.Sources.fill = plain
@@ -200,5 +200,5 @@ def test_an_error_of_the_program_is_no_reason_to_go_back(ranks, tmp_path: Path) 
     ranks(4).run(save_steps, LAYOUT, str(tmp_path))
     damage_values(tmp_path / "step-00000002" / "rank-00000.safetensors")
     texts = ranks(4).run(with_another_error, LAYOUT, str(tmp_path))
-    assert [text.partition(":")[0] for text in texts] == ["FileError"] * 3 + ["MemoryError"]
+    assert [text.partition(":")[0] for text in texts] == ["DesyncError"] * 3 + ["MemoryError"]
     assert all("no memory" in text for text in texts)

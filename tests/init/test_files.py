@@ -318,7 +318,7 @@ def load_own(layout: Layout, folder: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "lines"),
     [
-        ("absent", ["rank 2: WeightsNotFound"]),
+        ("absent", ["on rank 2"]),
         ("shape", ["rank 2: params.w (7, 5) float32"]),
         ("value", ["first difference: params.w", "rank 2: not as in the first replica"]),
     ],
@@ -330,10 +330,8 @@ def test_files_that_differ_between_ranks_are_refused_on_all(ranks, tmp_path, kin
         x[0, 0] += kind == "value" and rank == 2
         if kind != "absent" or rank != 2:
             write_safetensors(tmp_path / f"{kind}-{rank}.safetensors", {"w": x})
-    for rank, failure in enumerate(ranks(4).try_run(load_own, LAYOUTS[2], tmp_path, kind)):
+    for failure in ranks(4).try_run(load_own, LAYOUTS[2], tmp_path, kind):
         text = f"{failure.type_name}: {failure.message}"
-        if kind == "absent" and rank == 2:
-            assert text.startswith("WeightsNotFound: load_shards: path=")
-        else:
-            assert text.startswith("DesyncError: load_shards: ")
-            assert all(line in text for line in lines), text
+        error = "WeightsNotFound: load_shards: path=" if kind == "absent" else "DesyncError: load_"
+        assert text.startswith(error)
+        assert all(line in text for line in lines), text

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import mics_fn as mf
 from mics_fn import optim, tree
 from mics_fn.collectives import collect
-from mics_fn.errors import DonatedError, FileError, LostStateError, PeerFailed
+from mics_fn.errors import DonatedError, FileError, LostStateError, PeerFailed, PeerFileError
 from mics_fn.offload import in_file
 from mics_fn.optim.flat import by_leaf
 
@@ -78,7 +78,7 @@ def trial(verb: str, fault: str, folder: str) -> tuple[Any, ...]:
         assert not bad
         collect(groups.partition, torch.ones(1))
 
-    found = heard(call, fault, bad)
+    found = heard(call, fault, bad, others=PeerFileError)
     assert bad or "mf.reset(groups)" in str(found)
     held = "torn"
     try:

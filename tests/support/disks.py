@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from mics_fn.errors import FileError, MicsError, PeerFileError
+from mics_fn.errors import FileError, MicsError
 from mics_fn.offload import placed
 from mics_fn.offload import scratch as scratch_module
 
@@ -53,8 +53,10 @@ def broken(fault: str, after: int = 0) -> Iterator[None]:
         yield
 
 
-def heard(call: Callable[[], object], fault: str, bad: bool, after: int = 0) -> Any:
-    """The error of a call, soon, while the disk of a bad rank fails: on others it names rank 1."""
+def heard(
+    call: Callable[[], object], fault: str, bad: bool, after: int = 0, others: type = FileError
+) -> Any:
+    """The error of a call, soon, while the disk of a bad rank fails: it names rank 1."""
     started, found = time.monotonic(), list[Any]()
     try:
         with broken(fault if bad else "", after):
@@ -62,6 +64,9 @@ def heard(call: Callable[[], object], fault: str, bad: bool, after: int = 0) -> 
     except MicsError as error:
         found.append(error)
     assert time.monotonic() - started < LIMIT_S
-    assert [type(each) for each in found] == [FileError if bad else PeerFileError]
-    assert bad or (found[0].rank, found[0].kind) == (1, "raised")
+    assert [type(each) for each in found] == [FileError if bad else others]
+    if others is FileError:
+        assert "\n  on rank 1\n" in str(found[0])
+    else:
+        assert bad or (found[0].rank, found[0].kind) == (1, "raised")
     return found.pop()  # else its own traceback would keep it
