@@ -10,7 +10,7 @@ from torch import nn
 
 import mics_fn as mf
 from mics_fn.groups import LEAST_RING
-from mics_fn.lab.bench.stage import Cut, memory_formula
+from mics_fn.lab.report import Cut, memory_formula
 
 WIDTH = 192
 LARGE = 6 * WIDTH  # width of one layer

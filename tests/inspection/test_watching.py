@@ -21,7 +21,7 @@ import mics_fn as mf
 from mics_fn import _torch, spans
 from mics_fn.groups import LEAST_RING
 from mics_fn.inspection.watching import NOT_WATCHED, Event, Timeline
-from mics_fn.lab.bench.stage import memory_formula
+from mics_fn.lab.report import memory_formula
 from mics_fn.schedules.schedule import Schedule
 
 DIM, DEPTH = 16, 4

@@ -13,9 +13,8 @@ from test_wire_bytes import buckets_for
 import mics_fn as mf
 from mics_fn.collectives import checksum
 from mics_fn.lab import report
-from mics_fn.lab.bench.stage import Cut, memory_formula
-from mics_fn.lab.models import gpt
-from mics_fn.lab.models.text import load_text
+from mics_fn.lab.models import GPTConfig, load_text, loss_of, seeded
+from mics_fn.lab.report import Cut, memory_formula
 
 F32, BF16 = torch.float32, torch.bfloat16
 NODE = 2
@@ -69,7 +68,7 @@ def test_the_formula_of_memory_by_hand(precision, cut, live, micro_steps, want):
 
 CASES = [(name, "f32") for name in ("ddp", "mics", "zero2", "zero3")]
 CASES += [(name, BF16_TEXT) for name in ("hpz", "hybrid")]  # parameters over fewer than states
-SMALL = gpt.GPTConfig(256, 2, dim=64, num_heads=2, num_blocks=4)
+SMALL = GPTConfig(256, 2, dim=64, num_heads=2, num_blocks=4)
 BUCKETS, LIVE_BUCKETS = 16, 2
 TOLERANCE = 0.02  # of the formula, on top of one bucket
 
@@ -81,13 +80,13 @@ def held_bytes(name: str, precision: str) -> dict[str, Any]:
     checksum(torch.zeros(1))  # the first call in a process makes a table of 8 MiB
     itemsize = mf.Precision.parse(precision).formats("", F32).compute.itemsize
     with StorageCount() as count:
-        model = gpt.seeded(SMALL, groups.device)
+        model = seeded(SMALL, groups.device)
         sizes = [p.numel() for p in model.parameters()]
         trainer = mf.Trainer(
             model,
             mf.optim.adamw(3e-4),
             groups,
-            loss=gpt.loss,
+            loss=loss_of,
             live_bytes=LIVE_BUCKETS * max(sizes) * itemsize,
             precision=precision,
             bucket_bytes=4 * sum(sizes) // BUCKETS,

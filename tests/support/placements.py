@@ -4,7 +4,7 @@ from typing import Any
 
 import mics_fn as mf
 from mics_fn.groups import placement
-from mics_fn.lab.bench.stage import Cut
+from mics_fn.lab.report import Cut
 
 # Over how many ranks a placement cuts states, parameters and gradients: "n" are all ranks, "k"
 # those of a node, "1" is whole.

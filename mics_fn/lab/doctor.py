@@ -1,20 +1,25 @@
-"""The report of the doctor: what each part found, as JSON and as text that a user can send.
+"""`python -m mics_fn doctor`: is this machine fit, and are the numbers right on its GPUs?
 
-It is the smallest job there is, for the first minute on new nodes: one process per node is enough,
-and one per GPU is the real thing. It moves known values over all ranks, along the nodes and across
-them, and says which are wrong and how long it took.
+Each part of the report runs in processes of its own with a time limit, and is printed as soon as it
+is done. As one of several ranks that a launcher has started, it is the smallest job there is, for
+the first minute on new nodes: one process per node is enough, and one per GPU is the real thing. It
+moves known values over all ranks, along the nodes and across them, and says which are wrong and how
+long it took.
 """
 
+import argparse
 import getpass
 import json
 import os
 import platform
 import re
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import version
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,12 +31,24 @@ from torch.cuda import nccl
 import mics_fn as mf
 from mics_fn import _device
 from mics_fn._version import __version__
-from mics_fn.errors import human_bytes, rank_lines
-from mics_fn.groups import Topology, nccl_problems
-from mics_fn.lab.doctor.rank import Check, DoctorConfig, Rank
-from mics_fn.lab.ranks.launch import Ended
-from mics_fn.lab.report import table
+from mics_fn.errors import PlanError, human_bytes, rank_lines
+from mics_fn.groups import nccl_problems, read_launch
+from mics_fn.lab.bench.turns import BenchTurns
+from mics_fn.lab.doctor_parts import (
+    PARTS,
+    START_S,
+    Check,
+    DoctorConfig,
+    ReportPart,
+    loopback,
+    reach_checks,
+)
+from mics_fn.lab.models import GPTConfig
+from mics_fn.lab.ranks import LOOPBACK, Ended, run_bounded
+from mics_fn.lab.report import add_count, table
 
+LIMIT_S = 480
+LEAST_S = 5.0  # with less time a part is not begun
 OK, WRONG, FAILED, HANGS, LEFT_OUT = "ok", "WRONG", "FAILED", "HANGS", "left out"
 TRACE_LINES = 25
 # A path loses its folders, and an address its numbers.
@@ -68,6 +85,149 @@ class Finding(NamedTuple):
         return self.verdict in (OK, LEFT_OUT)
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
+    add = parser.add_argument
+    add("--gpu", action="store_true", help="check numbers, memory, errors and speed on the GPUs")
+    names = " ".join(PARTS)
+    add("--parts", type=_names, help=f"of {names} (default all), with commas between them")
+    add("--device", default="auto", help="of those parts; cpu runs them with gloo (default auto)")
+    add("--out", type=Path, metavar="FILE", help="a file for the report as JSON")
+    add_count(parser, "limit", LIMIT_S, "seconds that all parts may take together")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    found = tuple(text.split(","))
+    wrong = [name for name in found if name not in PARTS]
+    if wrong:
+        raise argparse.ArgumentTypeError(f"{wrong[0]}: choose from {' '.join(PARTS)}")
+    return found
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the report part by part, and return the exit code: 1 if something is wrong.
+
+    As one of several ranks that a launcher has started, check the job that they are.
+
+    Raises:
+        PlanError: with `--gpu`, there is no accelerator; or arguments do not fit together.
+    """
+    launched = read_launch(os.environ)
+    if launched is not None and launched.world_size > 1:
+        if args.gpu or args.parts or args.out:
+            text = "doctor: a launcher started this process as one of several ranks"
+            fix = "leave out --gpu, --parts and --out to check the job; or start it by itself"
+            raise PlanError(text, fix=fix)
+        return check_job(args.device)
+    if args.parts and not args.gpu:
+        text = f"--parts {','.join(args.parts)} without --gpu"
+        raise PlanError(text, fix="add --gpu, and --device cpu where there is no GPU")
+    if args.out is not None and not args.out.parent.is_dir():
+        raise PlanError(f"--out {args.out}: there is no folder {args.out.parent}")
+    began, gloo = time.monotonic(), config_for("cpu")
+    findings = [run_part("environment", ReportPart(environment, 1, 60), gloo, args.limit)]
+    facts = findings[0].facts
+    device = _device_of(args, facts) if facts else "not known"
+    devices = 0 if device == "cpu" else len(facts.get("devices", ()))
+
+    def show() -> None:
+        print(as_text(findings[-1]) + "\n", flush=True)
+        if args.out is not None:
+            report = as_json(findings, device, time.monotonic() - began)
+            args.out.write_text(json.dumps(report, indent=1))
+
+    show()
+    parts = {"loopback": ReportPart(loopback, 2, 60)}
+    if args.gpu and facts:
+        parts |= {name: PARTS[name] for name in args.parts or PARTS}
+    for name, part in parts.items():
+        if name == "speed":  # times say something where each rank has a device of its own
+            part = part._replace(ranks=max(1, min(devices, 4)))
+        job = gloo if name == "loopback" else config_for(device)
+        shared = job is not gloo and 0 < devices < part.ranks
+        remaining_s = began + args.limit - time.monotonic()
+        findings.append(run_part(name, part, job, remaining_s, shared))
+        show()
+    wrong = ", ".join(one.name for one in findings if not one.well)
+    verdict = f"look at: {wrong}" if wrong else "nothing is wrong"
+    print(f"{time.monotonic() - began:.0f} s in all; {verdict}")
+    return 1 if wrong else 0
+
+
+def _device_of(args: argparse.Namespace, facts: Mapping) -> str:
+    """Return the type of device to check."""
+    if not args.gpu or args.device == "cpu":
+        return "cpu"
+    found = facts.get("accelerator", "none")
+    if found == "none" or args.device not in ("auto", found):
+        wanted = "accelerator" if args.device == "auto" else args.device
+        raise PlanError(f"torch finds no {wanted} here; --device cpu runs all parts with gloo")
+    return found
+
+
+def config_for(device: str) -> DoctorConfig:
+    """Make the config of the ranks; small on the CPU, where each part only has to run."""
+    if device == "cpu":
+        small = GPTConfig(context=16, dim=32, num_blocks=2)
+        return DoctorConfig(model=small, turns=BenchTurns(rounds=3, steps=1, warmup=1))
+    model = GPTConfig(context=64, dim=256, num_blocks=6)
+    return DoctorConfig(device=device, model=model, turns=BenchTurns(rounds=7, steps=5, warmup=3))
+
+
+def _variables(shared: bool, rank: int) -> Mapping[str, str]:
+    """Return the environment variables of a rank.
+
+    NCCL refuses several ranks on one GPU of a host. So each of them says that it is another host,
+    and they talk through sockets.
+    """
+    found = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # equal runs then have equal bits
+    if shared:
+        found |= {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": LOOPBACK}
+        found["NCCL_HOSTID"] = f"rank{rank}"
+    return found
+
+
+def run_part(
+    name: str, part: ReportPart, job: DoctorConfig, remaining_s: float, shared: bool = False
+) -> Finding:
+    """Run one part and return its finding, whatever happens to its ranks.
+
+    Args:
+        name: of the part.
+        part: what its ranks run.
+        job: what they are told.
+        remaining_s: seconds that are left for all parts.
+        shared: whether several ranks share a GPU.
+    """
+    limit_s, began = min(part.limit_s, remaining_s), time.monotonic()
+    if limit_s < LEAST_S:
+        return Finding(name, LEFT_OUT, part.ranks, errors=["no time is left"])
+    with tempfile.TemporaryDirectory(prefix="mics_doctor_") as folder:
+        ended = run_bounded(
+            part.run,
+            part.ranks,
+            replace(job, folder=folder),
+            limit_s=limit_s,
+            grace_s=part.grace_s,
+            environment=partial(_variables, shared),
+        )
+        checks = checks_of(Path(folder), part.ranks)
+    seconds, errors = time.monotonic() - began, errors_of(ended)
+    verdict = OK
+    if part.judge:
+        checks += part.judge(ended)
+        errors = [error.partition("\n")[0] for error in errors]
+    elif errors:
+        verdict = HANGS if all(one.stopped or not one.failure for one in ended) else FAILED
+    if verdict == OK and not all(check.ok for check in checks):
+        verdict = WRONG
+    facts = ended[0].result if isinstance(ended[0].result, dict) else {}
+    return Finding(name, verdict, part.ranks, seconds, checks, errors, facts)
+
+
+# The report.
+
+
 def checks_of(folder: Path, ranks: int) -> list[Check]:
     """Read the checks of all ranks; of a check that several ranks made, the worst value."""
     worst: dict[str, Check] = {}
@@ -85,9 +245,10 @@ def errors_of(ended: Sequence[Ended]) -> list[str]:
     """List how ranks failed, each distinct text once, then their tracebacks."""
     found = {}
     for rank, one in enumerate(ended):
-        if not one.well:
-            tail = [*one.trace.splitlines(), *([] if one.error else one.output.splitlines())]
-            found[rank] = clean("\n".join([one.error or one.how, *tail[-TRACE_LINES:]]))
+        if one.failure is not None:
+            kind, text, trace = one.failure
+            lines = [f"{kind}: {text}", *trace.splitlines()[-TRACE_LINES:]]
+            found[rank] = clean("\n".join(lines))
     return rank_lines(found)
 
 
@@ -98,12 +259,12 @@ def clean(text: str) -> str:
     'File "nn.py", line 3: peer <address> closed'
     """
     text = _ADDRESS.sub("<address>", _PATH.sub("", text))
-    for name, stand_in in _names().items():
+    for name, stand_in in _own_names().items():
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", stand_in, text, flags=re.IGNORECASE)
     return re.sub(r"0x[0-9a-f]+", "0x..", text)
 
 
-def _names() -> dict[str, str]:
+def _own_names() -> dict[str, str]:
     """Return the names that identify this machine and its user, with their replacements."""
     found = {}
     host = socket.gethostname()
@@ -120,12 +281,11 @@ def as_json(findings: Sequence[Finding], device: str, seconds: float) -> dict[st
     return {
         "report": "mics_fn doctor",
         "device": device,
-        "seconds": round(seconds, 1),
+        "seconds": seconds,
         "well": all(one.well for one in findings),
         "parts": [
             {
                 **one._asdict(),
-                "seconds": round(one.seconds, 1),
                 "checks": [check._asdict() | {"ok": check.ok} for check in one.checks],
                 "facts": dict(one.facts),
             }
@@ -171,11 +331,8 @@ def _figure(value: float, unit: str) -> str:
     return f"{value:d}" if isinstance(value, int) else f"{value:.1e}"
 
 
-# `python -m mics_fn doctor` as a rank of a job: whether the ranks of all nodes reach each
-# other.
+# `python -m mics_fn doctor` as a rank of a job.
 
-SIZE = 1_000_000  # elements that are moved
-START_S = 60.0  # until all ranks must have started
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -208,51 +365,7 @@ def check_job(device: str) -> int:
     return 0 if finding.well else 1
 
 
-def reach_checks(device: torch.device) -> tuple[Topology, list[Check]]:
-    """Check that all ranks reach each other: along the nodes, and across them."""
-    with mf.make_groups(dist.get_world_size(), device=device, timeout_s=START_S) as groups:
-        checks = _gather(groups)
-    with mf.make_groups(device=device, timeout_s=START_S) as groups:  # one replica per node
-        return groups.plan.topology, checks + _means(groups)
-
-
-def _gather(groups: mf.Groups) -> list[Check]:
-    """Gather known values of every rank, across nodes first."""
-    want = torch.arange(SIZE, dtype=torch.float32, device=groups.device)
-    shards = mf.shard({"known": want}, groups)
-    mf.unshard(shards, groups)  # the first one also makes connections
-    _device.finish(groups.device)
-    began = time.monotonic()
-    full = mf.unshard(shards, groups)["known"]
-    _device.finish(groups.device)
-    seconds = time.monotonic() - began
-    return [
-        Check("elements that are wrong in a gather", int((full != want).sum()), 0),
-        Check(f"a gather of {SIZE * 4 // 10**6} MB over all ranks", seconds, unit="s"),
-    ]
-
-
-def _means(groups: mf.Groups) -> list[Check]:
-    """Reduce a gradient by both hops: each rank gives its number, and gets the mean of all."""
-    shards = mf.shard({"known": torch.zeros(SIZE, device=groups.device)}, groups)
-    mine = {"known": torch.full((SIZE,), float(groups.position), device=groups.device)}
-    wanted, seconds = (groups.world_size - 1) / 2, 0.0
-    for _ in range(2):  # the first one also makes connections
-        began = time.monotonic()
-        means = mf.reduce_grads(mf.scatter_grads(mine, groups, like=shards), groups)
-        _device.finish(groups.device)
-        seconds = time.monotonic() - began
-    wrong = int((mf.unshard(means, groups)["known"] != wanted).sum())
-    return [
-        Check("elements that are wrong after both hops", wrong, 0),
-        Check("both hops, with one replica per node", seconds, unit="s"),
-    ]
-
-
 # What this machine and its torch are, without names of hosts, users or folders.
-
-BACKENDS = ("gloo", "nccl", "xccl", "mpi", "ucc")
-UUID_DIGITS = 8  # enough to tell the devices of a machine apart
 
 
 def environment(job: DoctorConfig) -> dict[str, Any]:
@@ -265,14 +378,12 @@ def environment(job: DoctorConfig) -> dict[str, Any]:
         "mics_fn": lambda: __version__,
         "python": platform.python_version,
         "torch": lambda: torch.__version__,
-        "optree": lambda: version("optree"),
         "CUDA": lambda: torch.version.cuda or torch.version.hip or "none",
         "NCCL": lambda: ".".join(map(str, nccl.version())),
         "system": lambda: " ".join((platform.system(), platform.machine(), *platform.libc_ver())),
         "cores": lambda: f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
         "memory": lambda: human_bytes(_device.total_memory(torch.device("cpu"))),
         "settings of NCCL": _nccl_settings,
-        "backends": lambda: " ".join(b for b in BACKENDS if dist.is_backend_available(b)),
     }
     found: dict[str, Any] = {name: _or_why_not(fact) for name, fact in facts.items()}
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -298,15 +409,5 @@ def _or_why_not(fact: Callable[[], Any]) -> Any:
 
 
 def _device_text(device: torch.device) -> str:
-    properties = torch.get_device_module(device).get_device_properties(device)
-    uuid = str(getattr(properties, "uuid", "")).removeprefix("GPU-")[:UUID_DIGITS] or "unknown"
-    return f"{properties.name}, {human_bytes(_device.total_memory(device))}, UUID {uuid}"
-
-
-def loopback(job: DoctorConfig) -> None:
-    """Check that two ranks of gloo reach each other, as those of a job."""
-    began = time.monotonic()
-    me = Rank(job)
-    me.say("until ranks are connected", time.monotonic() - began, unit="s")
-    for check in reach_checks(me.device)[1]:
-        me.say(*check)
+    name = torch.get_device_module(device).get_device_properties(device).name
+    return f"{name}, {human_bytes(_device.total_memory(device))}"
