@@ -132,17 +132,13 @@ class Rank:
         what: str,
         groups: mf.Groups,
         max_norm: float | None = None,
-        merge_every: int = 1,
         **options: Any,
     ) -> None:
         """Train on the device, and compare with float64 on the first rank."""
         found = params_of(train(self.job, groups, **options))
         if self.number:
             return
-        every = list(range(self.size))
-        p = self.size if merge_every == 1 else groups.partition_size
-        replicas = [every[i : i + p] for i in range(0, self.size, p)]
-        expected = reference(self.job, replicas, merge_every=merge_every, max_norm=max_norm)
+        expected = reference(self.job, range(self.size), max_norm)
         gap = distance(self.job, found, expected, options.get("precision", ""), self.size)
         self.say(f"{what}: error of the update", *gap)
 
@@ -204,39 +200,24 @@ def params_of(trainer: mf.Trainer) -> dict[str, Tensor]:
 
 
 def reference(
-    job: DoctorConfig,
-    replicas: Sequence[Sequence[int]],
-    *,
-    merge_every: int = 1,
-    max_norm: float | None = None,
+    job: DoctorConfig, ranks: Sequence[int], max_norm: float | None = None
 ) -> dict[str, Tensor]:
-    """Train in plain torch in float64; return the parameters of the first replica.
+    """Train in plain torch in float64 on the samples of ranks; return the parameters.
 
     Args:
         job: what to train.
-        replicas: the ranks whose samples each replica trains on.
-        merge_every: replicas are averaged after so many steps; one replica never is.
+        ranks: whose samples.
         max_norm: to which the norm of a gradient is clipped.
     """
-    text, models = load_text(TEXT_BYTES), [job.make_model().double() for _ in replicas]
+    text, model = load_text(TEXT_BYTES), job.make_model().double()
+    sgd = torch.optim.SGD(model.parameters(), job.lr)
     for step in range(job.steps):
-        for model, ranks in zip(models, replicas, strict=True):
-            loss_of(model, job.step_batch(text, step, ranks)).backward()
-            if max_norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            torch.optim.SGD(model.parameters(), job.lr).step()
-            model.zero_grad()
-        if (step + 1) % merge_every == 0:
-            _merge(models)
-    return {name: p.detach() for name, p in models[0].named_parameters()}
-
-
-@torch.no_grad()
-def _merge(models: Sequence[nn.Module]) -> None:
-    for same in zip(*(model.parameters() for model in models), strict=True):
-        mean = torch.stack(same).mean(0)
-        for p in same:
-            p.copy_(mean)
+        sgd.zero_grad()
+        loss_of(model, job.step_batch(text, step, ranks)).backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        sgd.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
 
 
 def distance(
@@ -381,7 +362,7 @@ def _adamw(me: Rank, groups: mf.Groups) -> tuple[float, float]:
 
 
 def ways(job: DoctorConfig) -> None:
-    """Check one partition group: each fetch, each precision, a guard, independent replicas."""
+    """Check one partition group: each fetch, each precision, and a guard."""
     me, live = Rank(job), job.live_bytes
     guard = mf.optim.Guard(mf.optim.dynamic_scale(2.0**10), max_norm=1.0)
     with me.groups() as groups:
@@ -390,9 +371,6 @@ def ways(job: DoctorConfig) -> None:
         me.compare("one bucket", groups, live_bytes=0)
         me.compare("bf16", groups, live_bytes=live, precision=BF16)
         me.compare("f16, guard", groups, max_norm=1.0, precision=F16, guard=guard)
-    with me.groups(1) as groups:
-        me.compare("local_sgd", groups, merge_every=2, replica_sync=mf.replicas.local_sgd(2))
-    with me.groups() as groups:
         me.forbid_waits("two buckets", groups, live_bytes=live)
 
 

@@ -81,14 +81,6 @@ def gather_bytes(level_sizes: Sequence[int], full_bytes: float) -> list[float]:
     return sent
 
 
-def totals_bytes(p: int, r: int, *, fixed_order: bool = False) -> dict[str, tuple[float, str]]:
-    """Compute what a rank sends for the totals of a step, four float64 over both groups."""
-    if p * r == 1:
-        return {}
-    sent = sum(2 * (n - 1) * (8 * -(-4 // n) if fixed_order else 32 / n) // 1 for n in (p, r))
-    return {"step totals": (int(sent), "2 (n-1)/n 32, n = p, r")}
-
-
 def bytes_or_dash(nbytes: float | None) -> str:
     """Format bytes with a unit; "-" if they could not be measured."""
     return "-" if nbytes is None else human_bytes(nbytes)
@@ -137,7 +129,6 @@ def wire_bytes(
     *,
     accumulate: int = 1,
     fetches: Mapping[int, int] | None = None,
-    fixed_order: bool = False,
 ) -> dict[str, tuple[float, str]]:
     """Compute what each rank sends in a step through each communicator, and the formula.
 
@@ -151,8 +142,6 @@ def wire_bytes(
         num_replicas: r, the ranks in a replication group.
         accumulate: s, the micro-steps in a step.
         fetches: f, how often a step gathers each bucket, by its number; None means once.
-        fixed_order: whether hop 2 of values is an exchange and an all-gather, as it is with
-            `placement.fixed_order`.
 
     Returns:
         The bytes and the formula of each communicator, by its name. In a formula M are the bytes of
@@ -182,9 +171,12 @@ def wire_bytes(
         every = [(b, 1 if once else accumulate, scattered(b, route)[i]) for b in trained]
         found[f"reduce {level.name}"] = _total(every, words if once else f"s {words}")
     if num_replicas > 1:
-        every = [(b, 1, averaged(b, num_replicas, fixed_order=fixed_order)) for b in trained]
+        every = [(b, 1, averaged(b, num_replicas)) for b in trained]
         found["replicas"] = _total(every, "2 (r-1)/r M/p")
-    return found | totals_bytes(route.size, num_replicas, fixed_order=fixed_order)
+    if route.size * num_replicas > 1:  # four float64 over both groups
+        totals = sum(2 * (n - 1) * 32 // n for n in (route.size, num_replicas))
+        found["step totals"] = (totals, "2 (n-1)/n 32, n = p, r")
+    return found
 
 
 def gathered(bucket: Bucket, route: Route) -> list[Sent]:
@@ -217,18 +209,16 @@ def scattered(bucket: Bucket, route: Route) -> list[Sent]:
     return found
 
 
-def averaged(bucket: Bucket, num_replicas: int, *, fixed_order: bool = False) -> Sent:
+def averaged(bucket: Bucket, num_replicas: int) -> Sent:
     """Compute what a rank sends of a bucket in hop 2.
 
     Codes are sent in an exchange and an all-gather, in which each replica has equally many blocks;
-    values in an all-reduce, or with `fixed_order` also in these two.
+    values in an all-reduce.
     """
     wire, chunk, r = bucket.hop2_format, bucket.chunk, num_replicas
     if isinstance(wire, Codec):
         part = -(-chunk // (wire.block * r)) * wire.block
         return Sent(2 * (r - 1) * wire.nbytes(part), f"{wire}")
-    if fixed_order:
-        return Sent(2 * (r - 1) * -(-chunk // r) * wire.itemsize, _name(wire))
     return Sent(2 * (r - 1) * chunk * wire.itemsize // r, _name(wire))
 
 
