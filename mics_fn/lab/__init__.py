@@ -23,7 +23,7 @@ library works, to measure it, and to test it.
   writes it to a file that can be sent. As one of several ranks that `torchrun` or another launcher
   has started, on one node or on many, it checks instead that these ranks reach each other.
 - `verify.py` is `python -m mics_fn verify`: are the files of a checkpoint as they were saved?
-- `report.py` has the formulas for what a step sends and holds, prints tables, and has types of
+- `report.py` has the formulas for what a step sends, prints tables, and has types of
   flags.
 
 Words: a *peer* is one of the things that a comparison compares. Peers take *turns* in one run,

@@ -30,12 +30,11 @@ from torch import Tensor, nn
 import mics_fn as mf
 from mics_fn import _device, _torch, tree
 from mics_fn.deferred import bucket_sizes
-from mics_fn.groups import LEAST_RING, Topology
+from mics_fn.groups import Topology
 from mics_fn.lab.bench.step import StepConfig, measure_step
 from mics_fn.lab.bench.turns import BenchTurns
 from mics_fn.lab.models import GPT, TrainingTask, load_text, loss_of, num_params
 from mics_fn.lab.ranks import Ended
-from mics_fn.lab.report import Cut, buckets_of, memory_formula
 from mics_fn.shards import Precision
 
 TEXT_BYTES = 200_000
@@ -406,7 +405,7 @@ def delays(job: DoctorConfig) -> None:
 
 
 def pools(job: DoctorConfig) -> None:
-    """Compare the memory of pools with the plan and the formula while the device is behind."""
+    """Compare the memory of gathered buckets with the plan while the device is behind."""
     me, policy = Rank(job), mf.on_demand(live_bytes=job.live_bytes)
     with me.groups() as groups:
         mode = Delays(groups, "compute", me.number)
@@ -417,11 +416,7 @@ def pools(job: DoctorConfig) -> None:
         params = trainer.state.params
         plan = policy.schedule.peak_bytes(bucket_sizes(params, groups))
         me.say("gathered buckets", kept.fetched.waiting_bytes, plan, "bytes")
-        p, exchanged = groups.partition_size, not _device.is_async(me.device)
-        how = {"live_bytes": job.live_bytes, "micro_steps": job.accumulate, "exchanged": exchanged}
-        formula = memory_formula(buckets_of(params), Cut(p, p, p), [p], **how)
-        most = plan + max(formula["hops"], LEAST_RING) + formula["sums"]
-        me.say("all pools", kept.waiting_bytes, most, "bytes")
+        me.say("all pools", kept.waiting_bytes, unit="bytes")
 
 
 def ends(job: DoctorConfig) -> None:

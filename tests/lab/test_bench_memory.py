@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from costs import Cut, memory_formula
 from placements import cut_of, make_place
 from storage_count import StorageCount
 from test_wire_bytes import buckets_for
@@ -14,7 +15,6 @@ import mics_fn as mf
 from mics_fn.collectives import checksum
 from mics_fn.lab import report
 from mics_fn.lab.models import GPTConfig, load_text, loss_of, seeded
-from mics_fn.lab.report import Cut, memory_formula
 
 F32, BF16 = torch.float32, torch.bfloat16
 NODE = 2
