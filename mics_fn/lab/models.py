@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -148,48 +148,11 @@ HELD_OUT_EVERY = 10  # files
 Part = Literal["train", "held_out"]
 
 
-@dataclass(frozen=True)
-class Text:
+class Text(NamedTuple):
     """Bytes to train on, and bytes of other files for tests."""
 
     train: Tensor  # 1D uint8
-    held_out: Tensor  # 1D uint8
-
-    def batch(
-        self,
-        part: Part,
-        *,
-        step: int,
-        rank: int,
-        size: int,
-        context: int,
-        micro: int = 0,
-        seed: int = 0,
-    ) -> Batch:
-        """Draw sequences of the text, the same on every machine for equal arguments.
-
-        Args:
-            part: "train" or "held_out".
-            step, micro, rank: the place of this batch in the run.
-            size: number of sequences.
-            context: length of a sequence in tokens.
-            seed: the seed of the whole run.
-
-        Returns:
-            `(tokens_in, tokens_out)`, each int64 [size, context]; the second is one byte ahead.
-
-        Example:
-            >>> text = load_text(max_bytes=100_000)
-            >>> tokens_in, tokens_out = text.batch("train", step=0, rank=1, size=2, context=8)
-            >>> tokens_in.shape, bool((tokens_in[:, 1:] == tokens_out[:, :-1]).all())
-            (torch.Size([2, 8]), True)
-        """
-        data: Tensor = getattr(self, part)
-        # Python defines the sequence that a string seeds for every platform and version.
-        places = random.Random(f"{seed} {part} {step} {micro} {rank}")
-        starts = [places.randrange(len(data) - context) for _ in range(size)]
-        rows = torch.stack([data[at : at + context + 1] for at in starts]).to(torch.int64)
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    held_out: Tensor
 
 
 def load_text(max_bytes: int = 4_000_000) -> Text:
@@ -240,10 +203,29 @@ class TrainingTask:
     def batch(
         self, text: Text, step: int, micro: int, rank: int, part: Part = "train", size: int = 0
     ) -> Batch:
-        """Return the batch of one rank in one micro-step, of `sequences` samples or of `size`."""
-        place = {"step": step, "micro": micro, "rank": rank, "seed": self.seed}
-        size = size or self.sequences
-        return text.batch(part, **place, size=size, context=self.model.context)
+        """Draw the batch of one rank in one micro-step, the same on every machine.
+
+        Args:
+            text: from which sequences are drawn.
+            step, micro, rank: the place of this batch in the run.
+            part: "train" or "held_out".
+            size: number of sequences; 0 means `sequences`.
+
+        Returns:
+            `(tokens_in, tokens_out)`, each int64 [size, context]; the second is one byte ahead.
+
+        Example:
+            >>> task = TrainingTask(model=GPTConfig(context=8), sequences=2)
+            >>> tokens_in, tokens_out = task.batch(load_text(max_bytes=100_000), 0, 0, rank=1)
+            >>> tokens_in.shape, bool((tokens_in[:, 1:] == tokens_out[:, :-1]).all())
+            (torch.Size([2, 8]), True)
+        """
+        data, context = getattr(text, part), self.model.context
+        # Python defines the sequence that a string seeds for every platform and version.
+        places = random.Random(f"{self.seed} {part} {step} {micro} {rank}")
+        starts = [places.randrange(len(data) - context) for _ in range(size or self.sequences)]
+        rows = torch.stack([data[at : at + context + 1] for at in starts]).to(torch.int64)
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     def step_batch(self, text: Text, step: int, ranks: Iterable[int], device: Any = "cpu") -> Batch:
         """Return the batches of ranks in all micro-steps of a step as one."""

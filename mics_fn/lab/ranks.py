@@ -51,7 +51,6 @@ from mics_fn.groups import announce_all
 
 # What a call on ranks may raise, and how failures of many ranks become one text.
 
-MAX_LINES = 60  # of one rank's traceback; a recursion error has thousands
 FAILED = ("PeerFailed", "PeerFileError")  # errors that name another rank
 FOLLOWS = (*FAILED, "CollectiveError")  # errors of ranks that wait for another one
 
@@ -103,7 +102,7 @@ def describe(what: str, errors: dict[int, RankFailure]) -> str:
     for (type_name, text, trace), ranks in shared.items():
         first, *lines = f"{type_name}: {text}".splitlines()
         if not cause_is_known or type_name not in FOLLOWS:
-            lines += _shorten(trace.rstrip().splitlines())
+            lines += trace.rstrip().splitlines()
         blocks.append("\n    ".join([f"{name_ranks(sorted(ranks))}: {first}", *lines]))
     return message(what, blocks)
 
@@ -126,14 +125,6 @@ def _causes_first(errors: dict[int, RankFailure]) -> list[int]:
         return 2 if kind == "RankTimeout" else 1
 
     return sorted(errors, key=place)
-
-
-def _shorten(lines: list[str]) -> list[str]:
-    """Cut a long text to its first and last lines."""
-    if len(lines) <= MAX_LINES:
-        return lines
-    half = MAX_LINES // 2
-    return [*lines[:half], f"... {len(lines) - 2 * half} lines left out ...", *lines[-half:]]
 
 
 def exit_text(code: int | None) -> str:
@@ -421,11 +412,7 @@ def dumps_call(fn: Callable[..., Any], args: tuple) -> bytes:
 
 def _loads_call(payload: bytes) -> Call:
     sys.path[:], call = pickle.loads(payload)
-    try:
-        return pickle.loads(call)
-    except (ImportError, AttributeError) as err:
-        err.add_note("It is sent by name, and was defined after the fork: use run_ranks.")
-        raise
+    return pickle.loads(call)
 
 
 def call_name(fn: Callable[..., Any]) -> str:
@@ -599,10 +586,7 @@ class RankPool:
             self._procs[rank].join(1.0)
             how = exit_text(self._procs[rank].exitcode)
             return RankFailure("RankDied", f"process {how}", f"no traceback: {how}"), -1
-        try:
-            return pickle.loads(payload)
-        except Exception as err:
-            return RankFailure(type(err).__name__, str(err), "result: not readable"), -1
+        return pickle.loads(payload)
 
     def _healthy(self) -> bool:
         """Return whether the default group works: a failed collective breaks gloo's connections."""

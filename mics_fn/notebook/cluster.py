@@ -33,6 +33,7 @@ from mics_fn._torch import serve_store
 from mics_fn.groups import Topology, plan_groups
 from mics_fn.notebook import engine
 
+BUSY = "does not react to an interrupt, as it is inside C++ or stopped"
 RESTART = "cluster.restart() starts new ranks, without what cells defined"
 _POLL_S = 0.02
 
@@ -221,10 +222,8 @@ class Cell:
             if sent.ready():
                 sent.wait_for_output(max(0.0, deadline - time.monotonic()))
             if not sent.ready():
-                busy = Failed(
-                    "busy", "does not react to an interrupt, as it is inside C++ or stopped"
-                )
-                self.failures[rank] = Failed("gone", ended[rank]) if rank in ended else busy
+                ending = Failed("gone", ended[rank]) if rank in ended else None
+                self.failures[rank] = ending or Failed("busy", BUSY)
             elif sent.successful():
                 self.values[rank] = sent.get()
             else:
@@ -337,17 +336,16 @@ class Processes:
 
     def ended(self) -> dict[int, str]:
         """Return how ranks ended since the start, by rank; never wait."""
-        codes = {rank: process.exitcode for rank, process in enumerate(self.ranks)}
-        return {
-            rank: self._ending(f"rank{rank}", code)
-            for rank, code in codes.items()
-            if code is not None
-        }
+        found = {rank: self._ending(process) for rank, process in enumerate(self.ranks)}
+        return {rank: how for rank, how in found.items() if how}
 
-    def _ending(self, name: str, code: int) -> str:
-        """Describe how a process ended, and the last lines that it printed."""
+    def _ending(self, process: Any) -> str:
+        """Describe how a process ended, and the last lines that it printed; "" if it lives."""
+        code = process.exitcode
+        if code is None:
+            return ""
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        printed = Path(self._folder, f"{name}.txt").read_text(errors="replace")
+        printed = Path(self._folder, f"{process.name}.txt").read_text(errors="replace")
         return "\n".join([how, *printed.strip().splitlines()[-4:]])
 
     def check_start(self, deadline: float) -> None:
@@ -358,9 +356,8 @@ class Processes:
           CollectiveError: time is up.
         """
         for process in (self.controller, *self.ranks):
-            if process.exitcode is not None:
+            if how := self._ending(process):
                 text = f"notebook.start: {process.name} ended"
-                how = self._ending(process.name, process.exitcode)
                 raise errors.GroupsError(text, [how], "look at what it says, and start again")
         if time.monotonic() > deadline:
             raise errors.CollectiveError("notebook.start: it took too long", fix="pass timeout_s=")
@@ -378,9 +375,8 @@ class Processes:
 
 def ended_text(ended: Mapping[int, str]) -> str:
     """Describe which ranks have ended, and how, in one line."""
-    return "; ".join(
-        errors.rank_lines({rank: how.partition("\n")[0] for rank, how in ended.items()})
-    )
+    first = {rank: how.partition("\n")[0] for rank, how in ended.items()}
+    return "; ".join(errors.rank_lines(first))
 
 
 class Cluster:
@@ -527,9 +523,8 @@ class Cluster:
         if self.stopped:
             return f"Cluster({self.size} ranks, stopped)"
         ended = self._processes.ended()
-        lines = errors.rank_lines(
-            {rank: f"on {facts['device']}" for rank, facts in self._facts.items()}
-        )
+        devices = {rank: f"on {facts['device']}" for rank, facts in self._facts.items()}
+        lines = errors.rank_lines(devices)
         lines += sorted({f"groups: {facts['groups']}" for facts in self._facts.values()})
         if ended:
             lines.append(f"{ended_text(ended)}; restart() starts new ones")
@@ -728,8 +723,8 @@ def start(
       ...     cluster.pull("y", rank=0)
       41
     """
-    size = _ranks_here() if n is None else n
-    checks.number("notebook.start", "timeout_s", timeout_s, above=0)
+    gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    size = (gpus or RANKS_ON_CPU) if n is None else n
     if device != "auto":
         torch.device(device)  # ranks would find much later that there is none of this name
     for name, value in (("n", size), ("nodes", nodes)):
@@ -758,9 +753,3 @@ def stop_earlier() -> None:
     """Stop the cluster that was started before."""
     if current is not None:
         current.stop()
-
-
-def _ranks_here() -> int:
-    """Return one rank per accelerator, or a few on the CPU."""
-    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    return count or RANKS_ON_CPU

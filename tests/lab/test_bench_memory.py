@@ -14,7 +14,7 @@ from test_wire_bytes import buckets_for
 import mics_fn as mf
 from mics_fn.collectives import checksum
 from mics_fn.lab import report
-from mics_fn.lab.models import GPTConfig, load_text, loss_of, seeded
+from mics_fn.lab.models import GPTConfig, TrainingTask, load_text, loss_of, seeded
 
 F32, BF16 = torch.float32, torch.bfloat16
 NODE = 2
@@ -76,7 +76,7 @@ TOLERANCE = 0.02  # of the formula, on top of one bucket
 def held_bytes(name: str, precision: str) -> dict[str, Any]:
     """The bytes of tensors on this rank between and within steps, and the formula for them."""
     groups = make_place(name, 4, NODE, device="cpu")
-    batch = load_text(100_000).batch("train", step=0, rank=groups.rank, size=1, context=2)
+    batch = TrainingTask(model=SMALL).batch(load_text(100_000), 0, 0, groups.rank)
     checksum(torch.zeros(1))  # the first call in a process makes a table of 8 MiB
     itemsize = mf.Precision.parse(precision).formats("", F32).compute.itemsize
     with StorageCount() as count:

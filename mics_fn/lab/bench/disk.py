@@ -89,7 +89,8 @@ class _SaveBench:
         self.nbytes = nbytes(self.state)
         self.plain = torch.randint(0, 255, (self.nbytes,), dtype=torch.uint8)
         self.copy = torch.zeros_like(self.plain)
-        torch.save(list(self.plain.chunk(LEAVES)), folder / "torch.pt")
+        parts = [part.clone() for part in self.plain.chunk(LEAVES)]
+        torch.save(parts, folder / "torch.pt")
         self.matrix = torch.randn(512, 512)
 
     def round(self, number: int) -> dict[str, float]:
