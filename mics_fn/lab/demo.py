@@ -195,11 +195,12 @@ def folder_for(out: Path | None, overwrite: bool) -> Path:
         PlanError: it cannot be written to, or has results of an earlier run.
     """
     folder, number = out or Path("mics_fn_demo"), 1
-    while (results := _results(folder)) and not overwrite:
+    files = RESULTS, CURVE
+    while not overwrite and (found := [name for name in files if (folder / name).exists()]):
         if out is not None:
             fix = "pass another --out, or --overwrite to replace them"
             what = f"--out {folder}: it has the results of an earlier run"
-            raise PlanError(what, [", ".join(results)], fix)
+            raise PlanError(what, [", ".join(found)], fix)
         number += 1
         folder = Path(f"mics_fn_demo-{number}")
     try:
@@ -210,10 +211,6 @@ def folder_for(out: Path | None, overwrite: bool) -> Path:
         fix = "pass --out with a folder that you may write to"
         raise PlanError(f"--out {folder}: {err.strerror}", fix=fix) from err
     return folder
-
-
-def _results(folder: Path) -> list[str]:
-    return [name for name in (RESULTS, CURVE) if os.path.exists(folder / name)]
 
 
 def main(args: argparse.Namespace) -> int:

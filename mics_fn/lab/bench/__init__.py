@@ -48,7 +48,7 @@ rounds, with the least and the most; below 1 is in favour of this library. The m
   certainly under way. On each rank of such nodes: `python -m mics_fn bench step --overlap
   --partition-size 2 --dim 256 --rounds 3 --rates 200mbit:1`
 
-What the same commands print beside these: processor time of a step, DDP among the peers (`bench step
+What the same commands print beside these: the processor time of a step, also of DDP (`bench step
 --partition-size 1 --peers keep ddp`), the most memory until a peer is built (`made` of `--rss`),
 what optimizers cost a new process (`bench opt`), and loading beside `torch.load` (`bench
 checkpoint`).
