@@ -36,7 +36,7 @@ from mics_fn.groups import nccl_problems, read_launch
 from mics_fn.lab.bench.turns import BenchTurns
 from mics_fn.lab.doctor_parts import (
     PARTS,
-    START_S,
+    TIMEOUT_S,
     Check,
     DoctorConfig,
     ReportPart,
@@ -47,7 +47,6 @@ from mics_fn.lab.models import GPTConfig
 from mics_fn.lab.ranks import LOOPBACK, Ended, run_bounded
 from mics_fn.lab.report import add_count, table
 
-LIMIT_S = 480
 LEAST_S = 5.0  # with less time a part is not begun
 OK, WRONG, FAILED, HANGS, LEFT_OUT = "ok", "WRONG", "FAILED", "HANGS", "left out"
 TRACE_LINES = 25
@@ -93,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--parts", type=_names, help=f"of {names} (default all), with commas between them")
     add("--device", default="auto", help="of those parts; cpu runs them with gloo (default auto)")
     add("--out", type=Path, metavar="FILE", help="a file for the report as JSON")
-    add_count(parser, "limit", LIMIT_S, "seconds that all parts may take together")
+    add_count(parser, "limit", 480, "seconds that all parts may take together")
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -278,20 +277,12 @@ def _own_names() -> dict[str, str]:
 
 def as_json(findings: Sequence[Finding], device: str, seconds: float) -> dict[str, Any]:
     """Return the report as plain data."""
-    return {
-        "report": "mics_fn doctor",
-        "device": device,
-        "seconds": seconds,
-        "well": all(one.well for one in findings),
-        "parts": [
-            {
-                **one._asdict(),
-                "checks": [check._asdict() | {"ok": check.ok} for check in one.checks],
-                "facts": dict(one.facts),
-            }
-            for one in findings
-        ],
-    }
+    parts = []
+    for one in findings:
+        checks = [check._asdict() | {"ok": check.ok} for check in one.checks]
+        parts.append({**one._asdict(), "checks": checks, "facts": dict(one.facts)})
+    found = {"report": "mics_fn doctor", "device": device, "seconds": seconds, "parts": parts}
+    return found | {"well": all(one.well for one in findings)}
 
 
 def as_text(finding: Finding) -> str:
@@ -348,7 +339,7 @@ def check_job(device: str) -> int:
         MicsError: the ranks do not find each other in a minute, or one failed.
     """
     began = time.monotonic()
-    chosen = mf.init_distributed(device=device, timeout_s=START_S)
+    chosen = mf.init_distributed(device=device, timeout_s=TIMEOUT_S)
     checks = [Check("until ranks are connected", time.monotonic() - began, unit="s")]
     topology, found = reach_checks(chosen)
     checks += found

@@ -476,7 +476,6 @@ def speed(job: DoctorConfig) -> None:
 # Whether ranks reach each other.
 
 SIZE = 1_000_000  # elements that are moved
-START_S = 60.0  # until all ranks must have started
 
 
 def loopback(job: DoctorConfig) -> None:
@@ -490,9 +489,9 @@ def loopback(job: DoctorConfig) -> None:
 
 def reach_checks(device: torch.device) -> tuple[Topology, list[Check]]:
     """Check that all ranks reach each other: along the nodes, and across them."""
-    with mf.make_groups(dist.get_world_size(), device=device, timeout_s=START_S) as groups:
+    with mf.make_groups(dist.get_world_size(), device=device, timeout_s=TIMEOUT_S) as groups:
         checks = _gather(groups)
-    with mf.make_groups(device=device, timeout_s=START_S) as groups:  # one replica per node
+    with mf.make_groups(device=device, timeout_s=TIMEOUT_S) as groups:  # one replica per node
         return groups.plan.topology, checks + _means(groups)
 
 

@@ -645,10 +645,8 @@ def _values(name: str, results: list[Any]) -> list[Any]:
 def _refuse_unsafe_fork() -> None:
     """Refuse to fork what is unsafe; see [Note: What a fork may inherit]."""
     if torch.cuda.is_initialized():
-        raise GroupsError(
-            "ranks: CUDA is initialised in this process, and a forked rank cannot use it",
-            fix="fork the ranks before the first use of CUDA, or use lab.ranks.launch",
-        )
+        what = "ranks: CUDA is initialised in this process, and a forked rank cannot use it"
+        raise GroupsError(what, fix="fork them before the first use of CUDA, or use launch")
     if dist.is_initialized():
         what = "ranks: a process group is initialised here; a forked rank would have it dead"
         raise GroupsError(what, fix="call torch.distributed.destroy_process_group() first")

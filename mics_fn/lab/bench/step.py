@@ -123,11 +123,11 @@ def _trainer(
     groups = mf.make_groups(p, node_size=config.node_size, device=stage.device)
     groups = stage.closing.enter_context(placement.place(groups, place) if place else groups)
     guard = mf.optim.Guard(on_nonfinite="ignore") if overlap else None
-    options = {"overlap_step": overlap, "guard": guard}
-    trainer = make_trainer(config, groups, live, stage.precision, **options)
+    how = {"overlap_step": overlap, "guard": guard}
+    trainer = make_trainer(config, groups, live, stage.precision, **how)
     batches = [join(micros) for micros in stage.batches]
-    how = place or {None: "keep", 0: "least", 2: "two buckets"}[live]
-    name = f"Trainer p={p}, {how}{', overlapped' * overlap}"
+    kind = place or {None: "keep", 0: "least", 2: "two buckets"}[live]
+    name = f"Trainer p={p}, {kind}{', overlapped' * overlap}"
     return BenchPeer(name, lambda step: trainer.step(batches[step]).loss)
 
 
@@ -447,7 +447,6 @@ def _world(figures: dict[str, Any], config: StepConfig) -> str:
 
 # `bench step --rss`: the memory of a rank that runs one peer and nothing else.
 
-TINY_STEPS = 2
 GROWN = ("resident", "used", "made")
 _RSS_LEGEND = """\
 Each peer ran alone in new processes, twice; figures are those of the fullest rank. before: resident
@@ -474,7 +473,7 @@ def measure_rss(config: StepConfig, name: str, tight: bool) -> dict[str, Any]:
     if tight:
         turns.give_back_at_once()
     tiny = GPTConfig(256, config.model.context, dim=16, num_heads=2, num_blocks=1)
-    _take_steps(replace(config, model=tiny), name, device, TINY_STEPS, 0)
+    _take_steps(replace(config, model=tiny), name, device, 2, 0)
     gc.collect()
     steps = config.turns.rounds * config.turns.steps
     known, before = turns.reset_peak(device) is not None, turns.memory_bytes(device)

@@ -9,6 +9,7 @@ Memory on an accelerator is what torch allocated. On the CPU it is resident memo
 code and what the allocator keeps for later.
 """
 
+import contextlib
 import ctypes
 import itertools
 import json
@@ -64,19 +65,14 @@ def reset_peak(device: torch.device) -> int | None:
     return _status_bytes("VmRSS")
 
 
-def give_back_at_once(smallest: int = 65536) -> bool:
-    """Make the allocator return freed blocks of this size or more to the system at once.
+def give_back_at_once() -> None:
+    """Make the allocator return freed blocks of 64 KiB or more to the system at once, if it can.
 
     Glibc raises the size by itself, up to 32 MB, whenever a larger block is freed, and keeps
     smaller blocks. Resident memory is then more than the memory in use.
-
-    Returns:
-        Whether the allocator can do that.
     """
-    try:
-        return ctypes.CDLL(None).mallopt(-3, smallest) == 1  # M_MMAP_THRESHOLD
-    except (OSError, AttributeError):
-        return False
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD
 
 
 def _status_bytes(name: str) -> int | None:
