@@ -14,6 +14,7 @@ COMMANDS = {
     "verify": "compare every value of a checkpoint with its checksum",
     "doctor": "check this machine and its GPUs, and make a report to send",
 }
+FILES = {"bench": "bench.command"}  # the others have the names of their commands
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=summary, description=summary)
         # Only the command that runs is imported, because each has imports that others do not need.
         if argv[:1] == [name]:
-            module = importlib.import_module(f"mics_fn.lab.{name}.command")
+            module = importlib.import_module(f"mics_fn.lab.{FILES.get(name, name)}")
             module.add_arguments(command)
             command.set_defaults(run=module.main)
     args = parser.parse_args(argv)

@@ -17,7 +17,7 @@ import torch
 from covering import choose, mark_the_rest
 
 from mics_fn.collectives import pending
-from mics_fn.lab.ranks.pool import RankPool
+from mics_fn.lab.ranks import RankPool
 
 LIMIT_S = 120.0
 

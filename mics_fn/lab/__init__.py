@@ -3,25 +3,27 @@
 Nothing in the library imports this wing, and a user needs none of it. It is here to show that the
 library works, to measure it, and to test it.
 
-- `ranks/` starts processes. `launch` runs a function as n ranks of a job on this machine, as
-  `torchrun` would, also with a time limit, and says how each of them ended; `pool` keeps ranks
+- `ranks.py` starts processes. `launch` runs a function as n ranks of a job on this machine, as
+  `torchrun` would, also with a time limit, and says how each of them ended; `RankPool` keeps ranks
   alive for tests, runs functions on them, and names the rank, the traceback and the
   collective if one of them fails or hangs. All of them listen on loopback alone.
-- `models/` has a small GPT, written plainly, text that exists on every machine, and `TrainingTask`,
-  which has batches of it by rank, for all that trains.
-- `demo/` is `python -m mics_fn demo`: it trains the GPT sharded over ranks, trains it again in one
-  process of plain torch, and compares the two.
+- `models.py` has a small GPT, written plainly, text that exists on every machine, and
+  `TrainingTask`, which has batches of it by rank, for all that trains.
+- `demo.py` is `python -m mics_fn demo`: it trains the GPT sharded over ranks, trains it again in
+  one process of plain torch, and compares the two.
 - `bench/` is `python -m mics_fn bench WHAT`: `step` and `opt` compare times with torch and FSDP2,
   `bytes` traffic with formulas, `checkpoint` and `disk` with plain reading and writing.
-- `doctor/` is `python -m mics_fn doctor`: what this machine and its torch are, and whether two
-  ranks reach each other. With `--gpu` it checks, in eight minutes at most: numbers against float64
+- `doctor.py` is `python -m mics_fn doctor`: what this machine and its torch are, and whether two
+  ranks reach each other. With `--gpu` it checks, in eight minutes at most, what
+  `doctor_parts.py` has: numbers against float64
   on the CPU, that the host never waits, real NCCL ranks (several on one GPU where there are too
   few), equal bits under random delays on streams, memory against the plan, an error on one rank,
   and step times beside FSDP2. Each part has processes and a time limit of its own, so one that
   fails or hangs is a line of the report. That has no names of hosts, users or folders, and `--out`
   writes it to a file that can be sent. As one of several ranks that `torchrun` or another launcher
   has started, on one node or on many, it checks instead that these ranks reach each other.
-- `report.py` has the formulas for the traffic of values and codes, prints tables, and has types of
+- `verify.py` is `python -m mics_fn verify`: are the files of a checkpoint as they were saved?
+- `report.py` has the formulas for what a step sends, prints tables, and has types of
   flags.
 
 Words: a *peer* is one of the things that a comparison compares. Peers take *turns* in one run,
@@ -37,12 +39,12 @@ Example:
     node   100 B
     rank   600 B
 
-Start reading at `demo/training.py`, which has both ways to train side by side, or at
+Start reading at `demo.py`, which has both ways to train side by side, or at
 `bench/opt.py`, the shortest bench. To add a bench, write a file in `bench/` with a frozen dataclass
 for its config, a function that measures as one rank and returns figures as plain data, and a
 function that renders them as text; then add a line to `BENCHES` in `bench/command.py`, with a
 function that makes the config from the flags. To add a peer of `bench step`, write a function from
-`Stage` to `BenchPeer` and add it to `PEERS` in `bench/stage.py`. To add a part of the doctor, write
+`Stage` to `BenchPeer` and add it to `PEERS` in `bench/step.py`. To add a part of the doctor, write
 a function of a `Job` that calls `Rank.say` with what it finds, and add it to `PARTS` in
-`doctor/parts.py`.
+`doctor_parts.py`.
 """

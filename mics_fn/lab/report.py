@@ -1,7 +1,7 @@
-"""Formulas for the traffic of MiCS, what they need to know of a training state, and tables.
+"""Formulas for what a step sends, beside what is counted; tables, and types of flags.
 
-The formulas are written down from the definitions, beside what is counted, and share no code with
-the collectives but the bytes of a codec and the levels of a `Wire`.
+The formulas are written down from the definitions, and share no code with the collectives but the
+bytes of a codec and the levels of a `Wire`.
 """
 
 import argparse
@@ -46,17 +46,14 @@ def add_count(
         (3, 5)
     """
 
-    def number(given: str) -> int:
-        try:
-            value = int(given)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{given!r} is not an integer") from error
+    def integer(given: str) -> int:  # argparse shows this name
+        value = int(given)
         if value < smallest:
             raise argparse.ArgumentTypeError(f"{given} is less than {smallest}")
         return value
 
     shown = text if default is None else f"{text} (default {default})"
-    parser.add_argument(f"--{name}", type=number, default=default, help=shown, **options)
+    parser.add_argument(f"--{name}", type=integer, default=default, help=shown, **options)
 
 
 def gather_bytes(level_sizes: Sequence[int], full_bytes: float) -> list[float]:
@@ -81,55 +78,6 @@ def gather_bytes(level_sizes: Sequence[int], full_bytes: float) -> list[float]:
         sent.append((size - 1) * shard_bytes)
         shard_bytes *= size
     return sent
-
-
-def step_bytes(
-    level_names: Sequence[str],
-    level_sizes: Sequence[int],
-    num_replicas: int,
-    full_bytes: float,
-    accumulate: int,
-) -> dict[str, tuple[float, str]]:
-    """Compute what each rank sends in a step of a model of which only the size is known.
-
-    Parameters are gathered once, hop 1 runs in every micro-step, hop 2 once on 1/p of the bytes.
-
-    Args:
-        level_names, level_sizes: the levels of the partition group, outermost first.
-        num_replicas: r, the ranks in a replication group.
-        full_bytes: M, bytes of the full parameters, padding included.
-        accumulate: s, the micro-steps in a step.
-
-    Returns:
-        The bytes and the formula of each communicator, by its name.
-
-    Example:
-        >>> for name, (sent, why) in step_bytes(["rank"], [2], 2, 1000, 3).items():
-        ...     print(f"{name}: {sent:g} = {why}")
-        gather rank: 500 = (2-1) M/2
-        reduce rank: 1500 = s (2-1) M/2
-        replicas: 500 = 2 (r-1)/r M/p
-    """
-    p = prod(level_sizes)
-    found: dict[str, tuple[float, str]] = {}
-    gathers = gather_bytes(level_sizes, full_bytes)
-    for purpose, times, factor in (("gather", 1, ""), ("reduce", accumulate, "s ")):
-        parts = p  # when a level begins; each rank holds one of them
-        for name, size, sent in zip(level_names, level_sizes, gathers, strict=True):
-            found[f"{purpose} {name}"] = (times * sent, f"{factor}({size}-1) M/{parts}")
-            parts //= size
-    if num_replicas > 1:
-        sent = 2 * (num_replicas - 1) / num_replicas * full_bytes / p
-        found["replicas"] = (sent, "2 (r-1)/r M/p")
-    return found
-
-
-def totals_bytes(p: int, r: int, *, fixed_order: bool = False) -> dict[str, tuple[float, str]]:
-    """Compute what a rank sends for the totals of a step, four float64 over both groups."""
-    if p * r == 1:
-        return {}
-    sent = sum(2 * (n - 1) * (8 * -(-4 // n) if fixed_order else 32 / n) // 1 for n in (p, r))
-    return {"step totals": (int(sent), "2 (n-1)/n 32, n = p, r")}
 
 
 def bytes_or_dash(nbytes: float | None) -> str:
@@ -180,7 +128,6 @@ def wire_bytes(
     *,
     accumulate: int = 1,
     fetches: Mapping[int, int] | None = None,
-    fixed_order: bool = False,
 ) -> dict[str, tuple[float, str]]:
     """Compute what each rank sends in a step through each communicator, and the formula.
 
@@ -194,8 +141,6 @@ def wire_bytes(
         num_replicas: r, the ranks in a replication group.
         accumulate: s, the micro-steps in a step.
         fetches: f, how often a step gathers each bucket, by its number; None means once.
-        fixed_order: whether hop 2 of values is an exchange and an all-gather, as it is with
-            `placement.fixed_order`.
 
     Returns:
         The bytes and the formula of each communicator, by its name. In a formula M are the bytes of
@@ -225,9 +170,12 @@ def wire_bytes(
         every = [(b, 1 if once else accumulate, scattered(b, route)[i]) for b in trained]
         found[f"reduce {level.name}"] = _total(every, words if once else f"s {words}")
     if num_replicas > 1:
-        every = [(b, 1, averaged(b, num_replicas, fixed_order=fixed_order)) for b in trained]
+        every = [(b, 1, averaged(b, num_replicas)) for b in trained]
         found["replicas"] = _total(every, "2 (r-1)/r M/p")
-    return found | totals_bytes(route.size, num_replicas, fixed_order=fixed_order)
+    if route.size * num_replicas > 1:  # four float64 over both groups
+        totals = sum(2 * (n - 1) * 32 // n for n in (route.size, num_replicas))
+        found["step totals"] = (totals, "2 (n-1)/n 32, n = p, r")
+    return found
 
 
 def gathered(bucket: Bucket, route: Route) -> list[Sent]:
@@ -260,18 +208,16 @@ def scattered(bucket: Bucket, route: Route) -> list[Sent]:
     return found
 
 
-def averaged(bucket: Bucket, num_replicas: int, *, fixed_order: bool = False) -> Sent:
+def averaged(bucket: Bucket, num_replicas: int) -> Sent:
     """Compute what a rank sends of a bucket in hop 2.
 
     Codes are sent in an exchange and an all-gather, in which each replica has equally many blocks;
-    values in an all-reduce, or with `fixed_order` also in these two.
+    values in an all-reduce.
     """
     wire, chunk, r = bucket.hop2_format, bucket.chunk, num_replicas
     if isinstance(wire, Codec):
         part = -(-chunk // (wire.block * r)) * wire.block
         return Sent(2 * (r - 1) * wire.nbytes(part), f"{wire}")
-    if fixed_order:
-        return Sent(2 * (r - 1) * -(-chunk // r) * wire.itemsize, _name(wire))
     return Sent(2 * (r - 1) * chunk * wire.itemsize // r, _name(wire))
 
 

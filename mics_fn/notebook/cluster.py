@@ -1,30 +1,288 @@
-"""`Cluster`: the ranks of a notebook, and what a person asks of them."""
+"""`%%ranks` and `Cluster`: the ranks of a notebook, and what a person asks of them.
+
+[Note: no cell hangs] A cell ends when each of its ranks has ended it, or is gone. Ranks wait for
+each other in collectives, so one that fails must not leave the others waiting:
+
+- One that raises, is killed or has ended its cell is known to the others, see [Note: a cell is a
+  unit] in `engine`; what waits for it raises `PeerFailed`.
+- Where a rank failed, the others are interrupted after `_GRACE_S`: their cell cannot succeed, and
+  they may wait for it in a way that this library does not know, such as a collective of torch.
+- An interrupt of the kernel interrupts the ranks. Those that do not react to it, since they are
+  inside C++, are left behind after `_REACT_S`: the kernel is free, and `restart()` ends them.
+"""
 
 import atexit
 import contextlib
 import multiprocessing
 import os
+import re
 import shutil
 import signal
+import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from mics_fn import checks, errors
 from mics_fn._torch import serve_store
 from mics_fn.groups import Topology, plan_groups
-from mics_fn.notebook import engine, magic
-from mics_fn.notebook.cells import FOLLOWS, Cell, Outcome, Refused, folded, plain
+from mics_fn.notebook import engine
+
+BUSY = "does not react to an interrupt, as it is inside C++ or stopped"
+RESTART = "cluster.restart() starts new ranks, without what cells defined"
+_POLL_S = 0.02
+
+# What ranks printed and raised, as one text: equal parts once, others with the names of ranks.
+
+FOLLOWS = ("PeerFailed", "PeerFileError")  # errors of ranks that wait for another one
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+_CELL_FILE = re.compile(r"/ipykernel_\d+/")  # in the file name that warnings give to a cell
+_BAR = re.compile(r"\d+%\|.*\| *\d")
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Failed(NamedTuple):
+    """Error of a rank in a cell."""
+
+    kind: str  # the name of its type
+    text: str
+    trace: str = ""  # its traceback, as IPython shows it
+
+    @property
+    def line(self) -> str:
+        """Type of the error and the first line of its text."""
+        return f"{self.kind}: {self.text}".strip().partition("\n")[0].removesuffix(":")
+
+
+class Refused(errors.GroupsError):
+    """Error of a request that ranks cannot fulfil; IPython shows its text, with the fix."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"GroupsError: {self}"]
+
+
+def labelled(texts: Mapping[int, str]) -> str:
+    r"""Merge texts of ranks: each different one with its ranks.
+
+    >>> print(labelled({0: "3\n", 1: "4\n", 2: "3\n", 3: "4\n5\n"}), end="")
+    ranks 0, 2: 3
+    rank 1: 4
+    rank 3:
+      4
+      5
+    """
+    parts = []
+    for text, ranks in sorted(errors.by_value(texts), key=lambda found: found[1]):
+        lines = text.splitlines()
+        if len(lines) == 1:
+            parts.append(f"{errors.name_ranks(ranks)}: {lines[0]}\n")
+        elif lines:
+            parts.append(f"{errors.name_ranks(ranks)}:\n{textwrap.indent(text.rstrip(), '  ')}\n")
+    return "".join(parts)
+
+
+def comparable(text: str) -> str:
+    r"""Remove from a text what differs between equal ranks: bars, and numbers of processes.
+
+    >>> comparable("warning\n 50%|#####     | 1/2 [00:01<00:01]\n")
+    'warning\n'
+    >>> comparable("/tmp/ipykernel_12/34.py:1: UserWarning: no")
+    '/tmp/ipykernel_/34.py:1: UserWarning: no'
+    """
+    lines = (line for line in text.splitlines(keepends=True) if not _BAR.search(line))
+    return _CELL_FILE.sub("/ipykernel_/", "".join(lines))
+
+
+def more(shown: str, text: str) -> str:
+    r"""Return what to write after `shown` to get `text`, whose last line may differ.
+
+    >>> more("a\n", "a\nb"), more("a\n 50%", "a\n100%\nb")
+    ('b', '\r100%\nb')
+    """
+    if text.startswith(shown):
+        return text[len(shown) :]
+    return "\r" + text[shown.rfind("\n") + 1 :]
+
+
+def folded(failures: Mapping[int, Failed]) -> list[str]:
+    """Render one traceback for each error that ranks share, and one line for followers.
+
+    >>> lost = Failed("PeerFailed", "rank 2 failed")
+    >>> failed = Failed("ValueError", "no", "Traceback:\\nValueError: no")
+    >>> print(*folded({0: lost, 1: lost, 2: failed}), sep="\\n")
+    rank 2:
+    Traceback:
+    ValueError: no
+    ranks 0, 1: PeerFailed: rank 2 failed
+    """
+    same: dict[tuple[bool, str, str], list[int]] = {}
+    for rank, failed in sorted(failures.items()):
+        follows = failed.kind in FOLLOWS
+        text = failed.line if follows else _ADDRESS.sub("0x..", failed.text)
+        same.setdefault((follows, failed.kind, text), []).append(rank)
+    lines = list[str]()
+    for (follows, *_), ranks in sorted(same.items(), key=lambda found: found[0][0]):
+        failed = failures[ranks[0]]
+        if failed.trace and not (follows and lines):
+            lines += [f"{errors.name_ranks(ranks)}:", *failed.trace.splitlines()]
+        else:
+            lines.append(f"{errors.name_ranks(ranks)}: {failed.line}")
+    return lines
+
+
+# A running cell.
+
+_SHORT_S = 0.5  # a cell that is done by then is shown at once; else the first rank's text streams
+_ASIDE_S = 1.0  # after which ranks that have ended the cell say so to those that have not
+_GRACE_S = 5.0  # for ranks to hear of a failure of another one
+_REACT_S = 4.5  # for ranks to react to an interrupt
+_OUTPUT_S = 2.0  # for what was printed to come after the answer
+
+
+class Cell:
+    """Running cell, and its end by rank.
+
+    Args:
+      sent: ipyparallel's result of each rank.
+      others: ranks that take no part.
+      processes: of the cluster.
+      aside: lets a rank tell the others that it has ended the cell.
+    """
+
+    def __init__(
+        self,
+        sent: Mapping[int, Any],
+        others: Sequence[int],
+        processes: "Processes",
+        aside: Callable[[int], None],
+    ) -> None:
+        self.values: dict[int, Any] = {}  # of ranks that ended it well
+        self.failures: dict[int, Failed] = {}
+        self.interrupts = 0  # of the kernel
+        self._sent, self._others, self._processes, self._aside = sent, others, processes, aside
+        self._first = min(sent)
+        self._shown = {"stdout": "", "stderr": ""}  # what the first rank printed, so far
+        self._reported = set[int]()  # ranks that said that they have ended it
+        self._begun = dict[str, float]()  # when what `_seconds` is asked for began
+
+    def wait(self) -> None:
+        """Wait for all ranks, and show their output; bounded as [Note: no cell hangs] says."""
+        while self.interrupts < 2:
+            try:
+                self._wait()
+                break
+            except KeyboardInterrupt:
+                self.interrupts += 1
+                self._stop()
+        self._collect()
+        self._show()
+        self._display()
+
+    def _seconds(self, what: str) -> float:
+        """Return for how long something is so, from the first time that it is asked for."""
+        now = time.monotonic()
+        return now - self._begun.setdefault(what, now)
+
+    def _running(self) -> list[int]:
+        ended = self._processes.ended()
+        return [x for x, sent in self._sent.items() if not sent.ready() and x not in ended]
+
+    def _stop(self) -> None:
+        self._processes.signal(self._running(), signal.SIGINT)
+        self._seconds("stopped")
+
+    def _wait(self) -> None:
+        while running := self._running():
+            self._sent[running[0]].wait(_POLL_S)
+            if self._seconds("running") > _SHORT_S:
+                for name in self._shown:
+                    self._stream(name)
+            ended, done = self._processes.ended(), [x for x in self._sent if x not in running]
+            idle = {*self._others, *done} - {*ended} - self._reported
+            if idle and self._seconds("idle") > _ASIDE_S:
+                for rank in sorted(idle):
+                    self._aside(rank)
+                self._reported |= idle
+            failed = any(x in ended or not self._sent[x].successful() for x in done)
+            stopped = "stopped" in self._begun
+            if failed and self._seconds("failed") > _GRACE_S and not stopped:
+                self._stop()
+            if stopped and self._seconds("stopped") > _REACT_S:
+                return
+
+    def _collect(self) -> None:
+        """Receive the values and the errors of all ranks."""
+        ended, deadline = self._processes.ended(), time.monotonic() + _OUTPUT_S
+        for rank, sent in self._sent.items():
+            if sent.ready():
+                sent.wait_for_output(max(0.0, deadline - time.monotonic()))
+            if not sent.ready():
+                ending = Failed("gone", ended[rank]) if rank in ended else None
+                self.failures[rank] = ending or Failed("busy", BUSY)
+            elif sent.successful():
+                self.values[rank] = sent.get()
+            else:
+                error = sent.exception()
+                kind = getattr(error, "ename", type(error).__name__)
+                text = getattr(error, "evalue", str(error))
+                self.failures[rank] = Failed(kind, text, getattr(error, "traceback", ""))
+
+    def _text(self, name: str, rank: int) -> str:
+        return getattr(self._sent[rank].metadata, name) or ""
+
+    def _stream(self, name: str) -> None:
+        """Show the new output of the first rank."""
+        text, stream = self._text(name, self._first), getattr(sys, name)
+        stream.write(more(self._shown[name], text))
+        stream.flush()
+        self._shown[name] = text
+
+    def _show(self) -> None:
+        """Show the output of all ranks: once where equal; bars are those of the first rank."""
+        for name in self._shown:
+            texts = {rank: comparable(self._text(name, rank)) for rank in self._sent}
+            others = {r: text for r, text in texts.items() if text != texts[self._first]}
+            if others and not self._shown[name]:
+                getattr(sys, name).write(labelled(texts))
+            else:  # what was streamed stays
+                self._stream(name)
+                getattr(sys, name).write(labelled(others))
+
+    def _display(self) -> None:
+        """Show pictures of the first rank, and the value of the last expression of the cell."""
+        for content in self._sent[self._first].metadata.outputs:
+            show(content)
+        found = {rank: sent.metadata.execute_result for rank, sent in self._sent.items()}
+        texts = {r: c["data"].get("text/plain", "") if c else "" for r, c in found.items()}
+        if len(set(texts.values())) > 1:
+            sys.stdout.write(labelled(texts))
+        elif found[self._first]:
+            show(found[self._first])
+
+
+def show(content: Mapping[str, Any]) -> None:
+    """Show a picture or a value of a rank."""
+    if shell_here() is None:
+        print(content["data"].get("text/plain", ""))
+        return
+    from IPython.display import display
+
+    display(content["data"], metadata=content.get("metadata", {}), raw=True)
+
+
+def shell_here() -> Any:
+    """Return IPython's shell if this process has one."""
+    get = getattr(sys.modules.get("IPython"), "get_ipython", None)  # it may be half imported
+    return None if get is None else get()
+
 
 # The processes of a cluster as the kernel sees them.
 
-_POLL_S = 0.02
 # What the process that forks imports once; torch.func imports the last one.
 _IMPORTED = ("mics_fn.notebook.engine", "ipyparallel.controller.app", "ipyparallel.engine.app")
 _IMPORTED += ("torch._dynamo",)
@@ -78,17 +336,16 @@ class Processes:
 
     def ended(self) -> dict[int, str]:
         """Return how ranks ended since the start, by rank; never wait."""
-        codes = {rank: process.exitcode for rank, process in enumerate(self.ranks)}
-        return {
-            rank: self._ending(f"rank{rank}", code)
-            for rank, code in codes.items()
-            if code is not None
-        }
+        found = {rank: self._ending(process) for rank, process in enumerate(self.ranks)}
+        return {rank: how for rank, how in found.items() if how}
 
-    def _ending(self, name: str, code: int) -> str:
-        """Describe how a process ended, and the last lines that it printed."""
+    def _ending(self, process: Any) -> str:
+        """Describe how a process ended, and the last lines that it printed; "" if it lives."""
+        code = process.exitcode
+        if code is None:
+            return ""
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        printed = Path(self._folder, f"{name}.txt").read_text(errors="replace")
+        printed = Path(self._folder, f"{process.name}.txt").read_text(errors="replace")
         return "\n".join([how, *printed.strip().splitlines()[-4:]])
 
     def check_start(self, deadline: float) -> None:
@@ -99,9 +356,8 @@ class Processes:
           CollectiveError: time is up.
         """
         for process in (self.controller, *self.ranks):
-            if process.exitcode is not None:
+            if how := self._ending(process):
                 text = f"notebook.start: {process.name} ended"
-                how = self._ending(process.name, process.exitcode)
                 raise errors.GroupsError(text, [how], "look at what it says, and start again")
         if time.monotonic() > deadline:
             raise errors.CollectiveError("notebook.start: it took too long", fix="pass timeout_s=")
@@ -119,9 +375,8 @@ class Processes:
 
 def ended_text(ended: Mapping[int, str]) -> str:
     """Describe which ranks have ended, and how, in one line."""
-    return "; ".join(
-        errors.rank_lines({rank: how.partition("\n")[0] for rank, how in ended.items()})
-    )
+    first = {rank: how.partition("\n")[0] for rank, how in ended.items()}
+    return "; ".join(errors.rank_lines(first))
 
 
 class Cluster:
@@ -165,7 +420,7 @@ class Cluster:
           CellError: it failed on some ranks; each different error is shown once.
           GroupsError: some of these ranks are gone or busy.
         """
-        self._done(self._run(ranks, lambda view: view.execute(code, silent=False, block=False)))
+        self._run(ranks, lambda view: view.execute(code, silent=False, block=False))
 
     def run(self, fn: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> list:
         """Call a function on ranks, and return the results in the order of ranks.
@@ -261,25 +516,19 @@ class Cluster:
     def __enter__(self) -> "Cluster":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.stop()
 
     def __repr__(self) -> str:
         if self.stopped:
             return f"Cluster({self.size} ranks, stopped)"
         ended = self._processes.ended()
-        lines = errors.rank_lines(
-            {rank: f"on {facts['device']}" for rank, facts in self._facts.items()}
-        )
+        devices = {rank: f"on {facts['device']}" for rank, facts in self._facts.items()}
+        lines = errors.rank_lines(devices)
         lines += sorted({f"groups: {facts['groups']}" for facts in self._facts.values()})
         if ended:
             lines.append(f"{ended_text(ended)}; restart() starts new ones")
-        busy = [rank for rank, sent in self._busy.items() if not sent.ready()]
+        busy = self._still_busy()
         if busy:
             lines.append(f"{errors.name_ranks(busy)}: busy, and does not react to an interrupt")
         state = "" if ended or busy else ", all alive"
@@ -314,7 +563,6 @@ class Cluster:
             "LOCAL_RANK": rank,
             "LOCAL_WORLD_SIZE": self._node_size,
             "GROUP_RANK": rank // self._node_size,
-            "MICS_FN_RANKS_HERE": self.size,
             "MASTER_ADDR": engine.LOOPBACK,
             "MASTER_PORT": self._store.port,
             "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is not that of rank 0
@@ -325,70 +573,60 @@ class Cluster:
 
     def _apply(self, ranks: Sequence[int] | None, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Call a function of `engine` on ranks; return the results in the order of ranks."""
-        found = self._run(ranks, lambda view: view.apply_async(fn, *args))
-        self._done(found)
-        return [found.values[rank] for rank in sorted(found.values)]
+        return self._run(ranks, lambda view: view.apply_async(fn, *args))
 
-    def _run(self, ranks: Sequence[int] | None, send: Callable[[Any], Any]) -> Outcome:
-        self._check_open()
+    def _run(self, ranks: Sequence[int] | None, send: Callable[[Any], Any]) -> list[Any]:
+        """Send something to ranks, and wait for what comes of it, in their order."""
         chosen = self._chosen(ranks)
-        self._check_alive(chosen)
         sent = {rank: send(self._client[self._engines[rank]]) for rank in chosen}
         others = [rank for rank in range(self.size) if rank not in chosen]
-        stop = partial(self._processes.signal, number=signal.SIGINT)
-        cell = Cell(sent, others, self._processes.ended, self._aside, stop)
-        outcome = cell.wait()
-        self._busy |= {rank: sent[rank] for rank in outcome.busy}
-        return outcome
+        cell = Cell(sent, others, self._processes, self._aside)
+        cell.wait()
+        busy = [rank for rank, failed in cell.failures.items() if failed.kind == "busy"]
+        self._busy |= {rank: sent[rank] for rank in busy}
+        if not cell.failures:
+            return [cell.values[rank] for rank in chosen]
+        lines, kinds = folded(cell.failures), {x.kind for x in cell.failures.values()}
+        if not kinds.isdisjoint(("busy", "gone")):
+            lines.append(f"fix: {RESTART}")
+        elif not kinds.isdisjoint(FOLLOWS):
+            lines.append("fix: cluster.reset() makes new groups; states stay as they are")
+        plain = _COLOR.sub("", "\n".join(lines))
+        if cell.interrupts:
+            raise Interrupted(lines, plain)
+        texts = {rank: failed.line for rank, failed in cell.failures.items()}
+        raise errors.CellError(plain, texts, lines)
 
     def _aside(self, rank: int) -> None:
         if rank not in self._busy:
             self._client[self._engines[rank]].apply_async(engine.aside)
 
-    def _done(self, outcome: Outcome) -> None:
-        """Raise the error of a cell, if there is one."""
-        if not outcome.failures:
-            return
-        lines, fixes = folded(outcome.failures), []
-        kinds = {failed.kind for failed in outcome.failures.values()}
-        if "busy" in kinds or "gone" in kinds:
-            fixes.append("cluster.restart() starts new ranks, without what cells defined")
-        elif not kinds.isdisjoint(FOLLOWS):
-            fixes.append("cluster.reset() makes new groups; states stay as they are")
-        lines += [f"fix: {fix}" for fix in fixes]
-        texts = {rank: failed.line for rank, failed in outcome.failures.items()}
-        if outcome.interrupted:
-            raise Interrupted(lines, plain(lines))
-        raise errors.CellError(plain(lines), texts, lines)
-
     def _chosen(self, ranks: Sequence[int] | None) -> list[int]:
-        if ranks is None:
-            return list(range(self.size))
-        wrong = [rank for rank in ranks if type(rank) is not int or not 0 <= rank < self.size]
-        if wrong or not ranks:
+        """Return the ranks that are to run a cell, if they can."""
+        self._check_open()
+        every = range(self.size)
+        if ranks is not None and (not ranks or any(rank not in every for rank in ranks)):
             what = f"notebook: ranks={ranks!r} of a cluster of {self.size}"
             raise Refused(errors.message(what, fix=f"give a list of some of 0 to {self.size - 1}"))
-        return sorted(set(ranks))
+        chosen = sorted(set(every if ranks is None else ranks))
+        ended = {rank: how for rank, how in self._processes.ended().items() if rank in chosen}
+        if ended:
+            raise Refused(errors.message(f"notebook: {ended_text(ended)}", fix=RESTART))
+        busy = [rank for rank in self._still_busy() if rank in chosen]
+        if busy:
+            who = errors.name_ranks(busy)
+            what = f"notebook: {who} still at an earlier cell, inside C++ or stopped"
+            raise Refused(errors.message(what, fix="wait until that ends, or cluster.restart()"))
+        return chosen
+
+    def _still_busy(self) -> list[int]:
+        self._busy = {rank: sent for rank, sent in self._busy.items() if not sent.ready()}
+        return list(self._busy)
 
     def _check_open(self) -> None:
         if self.stopped:
             fix = "start another one: cluster = mf.notebook.start()"
             raise Refused(errors.message("notebook: this cluster was stopped", fix=fix))
-
-    def _check_alive(self, ranks: Sequence[int]) -> None:
-        """Raise GroupsError if ranks cannot run a cell."""
-        ended = {rank: how for rank, how in self._processes.ended().items() if rank in ranks}
-        if ended:
-            fix = "cluster.restart() starts new ranks, without what cells defined"
-            raise Refused(errors.message(f"notebook: {ended_text(ended)}", fix=fix))
-        self._busy = {rank: sent for rank, sent in self._busy.items() if not sent.ready()}
-        busy = [rank for rank in ranks if rank in self._busy]
-        if busy:
-            who = errors.name_ranks(busy)
-            what = f"notebook: {who} still at an earlier cell, inside C++ or stopped"
-            raise Refused(
-                errors.message(what, fix="wait until that ends, or call cluster.restart()")
-            )
 
 
 class Interrupted(KeyboardInterrupt):
@@ -400,6 +638,44 @@ class Interrupted(KeyboardInterrupt):
 
     def _render_traceback_(self) -> list[str]:
         return self._lines
+
+
+# `%%ranks`.
+
+current: Cluster | None = None  # the cluster that was started last
+
+
+def offer_magic() -> None:
+    """Register `%%ranks` in IPython, also before there is a cluster: a call then names `start`."""
+    shell = shell_here()
+    if shell is not None:
+        shell.register_magic_function(run_cell, "cell", "ranks")
+
+
+def run_cell(line: str, cell: str) -> None:
+    """Run this cell on all ranks; `%%ranks 0` and `%%ranks 0,2-3` run it on some."""
+    if current is None:
+        fix = "cluster = mf.notebook.start()"
+        raise Refused(errors.message("%%ranks: no cluster was started", fix=fix))
+    current.cell(cell, ranks_in(line, current.size))
+
+
+def ranks_in(line: str, size: int) -> list[int] | None:
+    """Parse the ranks of `size` in the first line of a cell; None if there are none.
+
+    >>> ranks_in("", 8), ranks_in("0", 8), ranks_in("0, 2-4", 8)
+    (None, [0], [0, 2, 3, 4])
+    """
+    ranks: list[int] = []
+    for part in re.split(r"[,\s]+", line.strip()):
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
+        if first <= last < size:
+            ranks += range(first, last + 1)
+        elif part:
+            what = f"%%ranks {line.strip()}: {part!r} is not a rank of a cluster of {size}"
+            raise Refused(errors.message(what, fix="write %%ranks, %%ranks 0 or %%ranks 0,2-3"))
+    return ranks or None
 
 
 # `start`: the ranks of a notebook.
@@ -447,8 +723,8 @@ def start(
       ...     cluster.pull("y", rank=0)
       41
     """
-    size = _ranks_here() if n is None else n
-    checks.number("notebook.start", "timeout_s", timeout_s, above=0)
+    gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    size = (gpus or RANKS_ON_CPU) if n is None else n
     if device != "auto":
         torch.device(device)  # ranks would find much later that there is none of this name
     for name, value in (("n", size), ("nodes", nodes)):
@@ -466,18 +742,14 @@ def start(
     except BaseException:
         cluster.stop()
         raise
-    magic.register(cluster)
+    global current
+    current = cluster
+    offer_magic()
     return cluster
 
 
 @atexit.register
 def stop_earlier() -> None:
     """Stop the cluster that was started before."""
-    if magic.current is not None:
-        magic.current.stop()
-
-
-def _ranks_here() -> int:
-    """Return one rank per accelerator, or a few on the CPU."""
-    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    return count or RANKS_ON_CPU
+    if current is not None:
+        current.stop()

@@ -101,7 +101,7 @@ def serve(folder: str, environment: Mapping[str, str], engine: int) -> None:
     os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"
     if "OMP_NUM_THREADS" not in os.environ:  # as torchrun does; the variable was read long ago
-        here = int(os.environ["MICS_FN_RANKS_HERE"])
+        here = int(os.environ["WORLD_SIZE"])
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
     if "numpy" in sys.modules:  # a fork has the random state of its parent
         sys.modules["numpy"].random.seed()

@@ -17,7 +17,7 @@ from steps import damage_values, load_at, save_at
 import mics_fn as mf
 from mics_fn import checkpoint
 from mics_fn.errors import DesyncError, FileError
-from mics_fn.lab.ranks import pool
+from mics_fn.lab.ranks import run_ranks
 
 STEPS = (1, 2)
 LAYOUT = Layout((2, 2), 2)
@@ -127,7 +127,7 @@ def test_all_damage_is_an_error_that_names_a_file(ranks, tmp_path: Path, count: 
     ranks(4).run(save_steps, LAYOUT, str(tmp_path / "kept"))
     args = tmp_path / "kept", tmp_path / "work", count, count
     (tmp_path / "work").mkdir()
-    (found,) = pool.run_ranks(campaign, 1, *args, timeout_s=500.0)
+    (found,) = run_ranks(campaign, 1, *args, timeout_s=500.0)
     assert sum(found.values()) > 0.8 * count
     assert len(found) >= len(set(HAPPENINGS)) - 1
 

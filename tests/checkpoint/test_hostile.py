@@ -18,7 +18,7 @@ from mutating import Watch, replace_in_json
 import mics_fn as mf
 from mics_fn import checkpoint
 from mics_fn.errors import CheckpointNotFound, FileError
-from mics_fn.lab.ranks import pool
+from mics_fn.lab.ranks import run_ranks
 
 PART, STEP, MANIFEST = "rank-00000.safetensors", "step-00000001", "MANIFEST.json"
 GROWTH = 100 * 2**20  # bytes that a process may grow by while it reads small files
@@ -203,7 +203,7 @@ def look_at_all(folder: Path, cases: list[str]) -> dict[str, str]:
 
 
 def test_what_is_hostile_is_refused_by_name(tmp_path: Path) -> None:
-    (wrong,) = pool.run_ranks(look_at_all, 1, tmp_path, list(CASES))
+    (wrong,) = run_ranks(look_at_all, 1, tmp_path, list(CASES))
     assert not wrong, "\n".join(f"{k}: {v}" for k, v in wrong.items())
 
 
@@ -234,7 +234,7 @@ def rewrite_at_random(folder: Path, first: int, count: int) -> int:
     "count", [80, pytest.param(1200, marks=[pytest.mark.thorough, pytest.mark.limit(500)])]
 )
 def test_any_value_at_any_place_is_refused_or_read(tmp_path: Path, count: int) -> None:
-    (refused,) = pool.run_ranks(rewrite_at_random, 1, tmp_path, count, count, timeout_s=450.0)
+    (refused,) = run_ranks(rewrite_at_random, 1, tmp_path, count, count, timeout_s=450.0)
     assert refused > count / 2
 
 

@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 import torch
 from cases import Layout, groups_of, placed_as
-from costs import buckets_of, counted
+from costs import Cut, buckets_of, counted, memory_formula
 from torch import nn
 
 import mics_fn as mf
 from mics_fn.groups import LEAST_RING
-from mics_fn.lab.bench.stage import Cut, memory_formula
 
 WIDTH = 192
 LARGE = 6 * WIDTH  # width of one layer

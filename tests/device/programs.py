@@ -295,9 +295,8 @@ def left_in_flight(groups: Any, watch: Watch) -> Numbers:
 
 def doctor(name: str, folder: str) -> list[str]:
     """A part of the doctor's report, which leaves its checks in a folder; the races in it."""
-    from mics_fn.lab.doctor import rank, training  # not needed by any other program
-    from mics_fn.lab.doctor.parts import PARTS
-    from mics_fn.lab.models.gpt import GPTConfig
+    from mics_fn.lab.doctor_parts import PARTS, DoctorConfig  # not needed by any other program
+    from mics_fn.lab.models import GPTConfig
 
     forbidden = [False]
 
@@ -321,6 +320,6 @@ def doctor(name: str, folder: str) -> list[str]:
 
     races: list[str] = []
     torch.cuda.set_sync_debug_mode, torch.cuda._sleep = set_sync_debug_mode, sleep
-    small = training.Training(model=GPTConfig(context=16, dim=32, num_blocks=2))
-    PARTS[name].run(rank.DoctorConfig("cuda", small, folder=folder))
+    small = GPTConfig(context=16, dim=32, num_blocks=2)
+    PARTS[name].run(DoctorConfig(device="cuda", model=small, folder=folder))
     return races + torch_cuda.races()

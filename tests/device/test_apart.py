@@ -7,8 +7,8 @@ import torch
 from simcuda import Issued
 from simcuda.server import Server
 
-from mics_fn.lab.doctor.parts import PARTS
-from mics_fn.lab.doctor.report import checks_of
+from mics_fn.lab.doctor import checks_of
+from mics_fn.lab.doctor_parts import PARTS
 
 pytestmark = [pytest.mark.thorough, pytest.mark.limit(300)]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from mics_fn import errors
-from mics_fn.lab.ranks.failures import RankError, RankFailure, RankTimeoutError
+from mics_fn.lab.ranks import RankError, RankFailure, RankTimeoutError
 
 LOST = errors.PeerFailed("rank 1 failed", 1, "raised", step=3, operation="save", leaf="w")
 FAILURES = {1: RankFailure("ValueError", "no", "Traceback:\n  f()\nValueError: no")}

@@ -13,7 +13,7 @@ from test_groups import heard
 from mics_fn.errors import GroupsError
 from mics_fn.groups.distributed import init_distributed
 from mics_fn.groups.make import make_groups
-from mics_fn.lab.ranks.pool import run_ranks
+from mics_fn.lab.ranks import run_ranks
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "PMI_SIZE"])

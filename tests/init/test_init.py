@@ -19,7 +19,7 @@ from zoo import CASES, Case
 
 import mics_fn as mf
 from mics_fn.init.tape import index_in
-from mics_fn.lab.models import gpt
+from mics_fn.lab.models import GPT, GPTConfig
 
 if importlib.util.find_spec("transformers"):
     from zoo_transformers import CASES as TRANSFORMERS
@@ -38,7 +38,7 @@ def zoo_model(name: str) -> nn.Module:
 
 
 def tied_gpt() -> nn.Module:
-    return gpt.GPT(gpt.GPTConfig(64, 16, 16, num_heads=2, num_blocks=2, tied=True))
+    return GPT(GPTConfig(64, 16, 16, num_heads=2, num_blocks=2, tied=True))
 
 
 class Reader(nn.Module):

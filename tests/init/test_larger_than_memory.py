@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 import mics_fn as mf
 from mics_fn.lab.bench.turns import give_back_at_once
-from mics_fn.lab.ranks.pool import RankPool
+from mics_fn.lab.ranks import RankPool
 from mics_fn.offload import where
 
 WIDTH, DEPTH = 1024, 12  # 4 MiB of frozen weights per block

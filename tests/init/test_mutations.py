@@ -17,7 +17,7 @@ from safetensors.torch import load as load_safetensors
 from test_files import write_indexed, write_safetensors, write_torch
 
 import mics_fn as mf
-from mics_fn.lab.ranks import pool
+from mics_fn.lab.ranks import run_ranks
 
 TENSORS = {
     "h.0.w": torch.arange(12.0).view(3, 4),
@@ -115,7 +115,7 @@ def campaign(kind: str, folder: Path, first: int, count: int) -> Counter[str]:
     [60, pytest.param(700, marks=[pytest.mark.thorough, pytest.mark.limit(500)])],
 )
 def test_mutated_files_are_refused_by_name_or_read_as_others_read_them(tmp_path, kind, count):
-    (found,) = pool.run_ranks(campaign, 1, kind, tmp_path, 0, count, timeout_s=450.0)
+    (found,) = run_ranks(campaign, 1, kind, tmp_path, 0, count, timeout_s=450.0)
     assert sum(found.values()) == count
     assert found["refused"] > count / 4
     assert found["read"] > 0

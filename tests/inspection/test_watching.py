@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Layout, groups_of, random
+from costs import memory_formula
 from placements import cut_of
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -21,7 +22,6 @@ import mics_fn as mf
 from mics_fn import _torch, spans
 from mics_fn.groups import LEAST_RING
 from mics_fn.inspection.watching import NOT_WATCHED, Event, Timeline
-from mics_fn.lab.bench.stage import memory_formula
 from mics_fn.schedules.schedule import Schedule
 
 DIM, DEPTH = 16, 4

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mics_fn.__main__ import main
-from mics_fn.lab.ranks.pool import run_ranks
+from mics_fn.lab.ranks import run_ranks
 
 Bench = Callable[..., tuple[dict[str, Any], str]]
 

@@ -5,9 +5,8 @@ import shlex
 import pytest
 
 from mics_fn.__main__ import main
+from mics_fn.lab import demo, doctor
 from mics_fn.lab.bench import turns
-from mics_fn.lab.demo import command as demo
-from mics_fn.lab.doctor import command as doctor
 
 JOB = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
 JOB |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -36,12 +35,13 @@ JOB |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
         ("demo --precision '*norm*: hop1=int8@rack'", "int8[256]@rack names a level that these"),
         ("demo --ranks 4 --partition-size 3", "partition_size=3 does not divide the world"),
         ("demo --dim 30", "--dim 30 is not a multiple of 4 heads"),
-        ("demo --steps 1", "a curve needs at least 2"),
+        ("demo --steps 1", "argument --steps: 1 is less than 2"),
         ("demo --device cuda --ranks 99", "--device cuda with 99 ranks needs as many GPUs"),
         ("demo --context 400000", "--context 400000: the shortest part of the text has "),
         ("demo --out /dev/null", "--out /dev/null: File exists\n  fix: pass --out with a folder"),
         ("demo --ranks 0", "argument --ranks: 0 is less than 1"),
-        ("demo --steps 1e9", "argument --steps: '1e9' is not an integer"),
+        ("demo --steps 1e9", "argument --steps: invalid integer value: '1e9'"),
+        ("demo --lr x", "argument --lr: invalid learning_rate value: 'x'"),
         ("demo --lr nan", "argument --lr: nan is not between 0 and 1"),
         ("doctor --parts ways", "--parts ways without --gpu"),
         ("doctor --out nowhere/report.json", "there is no folder nowhere"),

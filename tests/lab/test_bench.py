@@ -23,8 +23,8 @@ from mics_fn.lab.bench.turns import (
     spread,
     take_turns,
 )
-from mics_fn.lab.models.gpt import GPT, GPTConfig
-from mics_fn.lab.ranks.pool import run_ranks
+from mics_fn.lab.models import GPT, GPTConfig
+from mics_fn.lab.ranks import run_ranks
 
 TINY = ["--dim", "16", "--heads", "2", "--blocks", "1", "--vocab", "256", "--context", "8"]
 MODEL = GPT(GPTConfig(256, context=8, dim=16, num_heads=2, num_blocks=1))
@@ -61,11 +61,12 @@ def test_step(
     argv = ["step", "--ranks", f"{n}", "--rounds", "2", "--accumulate", "2"]
     argv += ["--rates", "1gbit:2"] if n == 4 else ["--steps", "2"]
     peers = ["keep", "zero3", "fsdp2", "fsdp2-keep", "fsdp2-full" if n == 4 else "plain"]
+    peers += ["ddp"]
     figures, printed = forked_bench(*argv, *TINY, "--peers", *peers)
     p, ours = min(n, 2), ["keep", "zero3"]
     titles = [f"Trainer p={p}, keep", f"Trainer p={p}, two buckets"]
     titles += [f"FSDP2 p={p}, default", f"FSDP2 p={p}, keep"]
-    titles += ["FSDP2 full p=4, default" if n == 4 else "plain torch loop"]
+    titles += ["FSDP2 full p=4, default" if n == 4 else "plain torch loop", "DDP"]
     found = {peer["name"]: peer for peer in figures["peers"]}
     assert [*found] == peers
     assert [peer["title"] for peer in found.values()] == titles
@@ -74,6 +75,7 @@ def test_step(
         seconds = peer["seconds_by_round"]
         assert len(seconds) == 2
         assert peer["seconds"] == spread(seconds)
+        assert peer["processor"]["least"] > 0
         over = {x: ratio(found[x]["seconds_by_round"], seconds) for x in ours}
         assert peer["over_it"] == {x: over[x] for x in ours if x != name}
         # The same batches from the same parameters: only the order of sums differs.
@@ -133,7 +135,7 @@ def test_memory_of_a_peer_alone(forked_bench: Callable) -> None:
     (peer,) = figures["peers"]
     assert peer["title"] == "Trainer p=2, two buckets"
     assert peer["before"] > 50e6  # torch is loaded
-    for grown in (peer["resident"], peer["used"]):
+    for grown in (peer["resident"], peer["used"], peer["made"]):
         assert grown is None or 0 <= grown < 100e6
     assert "resident" in printed
 
@@ -153,6 +155,7 @@ def test_opt(forked_bench: Callable) -> None:
         by_round = ratio(ours["seconds_by_round"], theirs["seconds_by_round"])
         assert theirs["opt_step_ratio"] == by_round
     assert [step["leaves"] for step in figures["steps"]] == [4, 22]
+    assert figures["making"]["seconds"] > 0
     assert all(min(step["us_a_leaf"].values()) > 0 for step in figures["steps"])
     assert "opt_step(donate=True)" in printed
     assert "22 leaves" in printed
@@ -184,7 +187,7 @@ def test_bytes_equal_the_formulas_at_every_partition_size(forked_bench: Callable
 def test_saves(forked_bench: Callable, tmp_path: Path) -> None:
     argv = ["checkpoint", "--mib", "3", "--rounds", "1", "--folder", str(tmp_path)]
     figures, printed = forked_bench(*argv)
-    assert len(figures["ratios"]) == 5
+    assert len(figures["ratios"]) == 6
     assert all(found["median"] > 0 for found in figures["ratios"].values())
     assert all(name in printed for name in figures["ratios"])
 

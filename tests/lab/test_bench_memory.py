@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from costs import Cut, memory_formula
 from placements import cut_of, make_place
 from storage_count import StorageCount
 from test_wire_bytes import buckets_for
@@ -13,9 +14,7 @@ from test_wire_bytes import buckets_for
 import mics_fn as mf
 from mics_fn.collectives import checksum
 from mics_fn.lab import report
-from mics_fn.lab.bench.stage import Cut, memory_formula
-from mics_fn.lab.models import gpt
-from mics_fn.lab.models.text import load_text
+from mics_fn.lab.models import GPTConfig, TrainingTask, load_text, loss_of, seeded
 
 F32, BF16 = torch.float32, torch.bfloat16
 NODE = 2
@@ -69,7 +68,7 @@ def test_the_formula_of_memory_by_hand(precision, cut, live, micro_steps, want):
 
 CASES = [(name, "f32") for name in ("ddp", "mics", "zero2", "zero3")]
 CASES += [(name, BF16_TEXT) for name in ("hpz", "hybrid")]  # parameters over fewer than states
-SMALL = gpt.GPTConfig(256, 2, dim=64, num_heads=2, num_blocks=4)
+SMALL = GPTConfig(256, 2, dim=64, num_heads=2, num_blocks=4)
 BUCKETS, LIVE_BUCKETS = 16, 2
 TOLERANCE = 0.02  # of the formula, on top of one bucket
 
@@ -77,17 +76,17 @@ TOLERANCE = 0.02  # of the formula, on top of one bucket
 def held_bytes(name: str, precision: str) -> dict[str, Any]:
     """The bytes of tensors on this rank between and within steps, and the formula for them."""
     groups = make_place(name, 4, NODE, device="cpu")
-    batch = load_text(100_000).batch("train", step=0, rank=groups.rank, size=1, context=2)
+    batch = TrainingTask(model=SMALL).batch(load_text(100_000), 0, 0, groups.rank)
     checksum(torch.zeros(1))  # the first call in a process makes a table of 8 MiB
     itemsize = mf.Precision.parse(precision).formats("", F32).compute.itemsize
     with StorageCount() as count:
-        model = gpt.seeded(SMALL, groups.device)
+        model = seeded(SMALL, groups.device)
         sizes = [p.numel() for p in model.parameters()]
         trainer = mf.Trainer(
             model,
             mf.optim.adamw(3e-4),
             groups,
-            loss=gpt.loss,
+            loss=loss_of,
             live_bytes=LIVE_BUCKETS * max(sizes) * itemsize,
             precision=precision,
             bucket_bytes=4 * sum(sizes) // BUCKETS,

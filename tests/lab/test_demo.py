@@ -17,8 +17,8 @@ from children import left_of
 
 from mics_fn.__main__ import main
 from mics_fn.errors import PlanError
-from mics_fn.lab.demo import command as demo
-from mics_fn.lab.ranks.pool import run_ranks
+from mics_fn.lab import demo
+from mics_fn.lab.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--sequences", "2", "--context", "16", "--dim", "16"]

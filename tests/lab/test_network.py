@@ -8,8 +8,7 @@ import torch.distributed as dist
 from sockets import HAS_LIST, listening
 
 import mics_fn as mf
-from mics_fn.lab.ranks import launch
-from mics_fn.lab.ranks.pool import run_ranks
+from mics_fn.lab.ranks import launch, run_ranks
 
 pytestmark = pytest.mark.skipif(not HAS_LIST, reason="needs /proc/net/tcp")
 
@@ -35,7 +34,7 @@ def check(found: list[list[str]]) -> None:
 def test_launched_ranks_and_their_launcher_listen_on_loopback(monkeypatch: pytest.MonkeyPatch):
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-    for own, parent in launch.launch(sockets_of_a_step, 2):
+    for own, parent in launch(sockets_of_a_step, 2):
         check([own, parent])
 
 

@@ -16,8 +16,7 @@ from children import left_of
 
 import mics_fn as mf
 from mics_fn.errors import GroupsError
-from mics_fn.lab.ranks.failures import RankError, RankTimeoutError
-from mics_fn.lab.ranks.pool import RankPool, run_ranks
+from mics_fn.lab.ranks import RankError, RankPool, RankTimeoutError, run_ranks
 
 
 def summed(value: torch.Tensor) -> torch.Tensor:
@@ -199,7 +198,7 @@ def test_close_leaves_no_process_and_no_file() -> None:
 @pytest.mark.thorough
 def test_ranks_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     code = (
-        "import os\nfrom mics_fn.lab.ranks.pool import RankPool\n"
+        "import os\nfrom mics_fn.lab.ranks import RankPool\n"
         "pool = RankPool(2)\nprint(*pool.run(os.getpid), flush=True)\nos.kill(os.getpid(), 9)"
     )
     env = os.environ | {"TMPDIR": str(tmp_path)}

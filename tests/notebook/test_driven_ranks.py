@@ -19,8 +19,7 @@ from jobs import free_port
 from sockets import HAS_LIST, listening
 
 import mics_fn as mf
-from mics_fn.notebook import cells, magic
-from mics_fn.notebook.magic import ranks_in
+from mics_fn.notebook import cluster as kernel
 
 ROOT = Path(__file__).parents[2]
 LONGEST_S = 10.0  # that any cell which cannot go on may take
@@ -164,7 +163,7 @@ def test_ranks_that_do_not_exist_are_refused(cluster):
             cluster.cell("1", ranks)
     for line in ("0 x", "-1", "1-0", "0-99999999999"):  # and none of them takes all ranks
         with pytest.raises(mf.errors.GroupsError, match=r"is not a rank of a cluster of 2"):
-            ranks_in(line, 2)
+            kernel.ranks_in(line, 2)
 
 
 def test_a_cell_does_not_end_its_rank_and_does_not_await(cluster):
@@ -180,9 +179,9 @@ def test_a_cell_does_not_end_its_rank_and_does_not_await(cluster):
 def test_a_cell_before_start_says_what_to_call(monkeypatch):
     known: list[tuple[Any, ...]] = []
     shell = SimpleNamespace(register_magic_function=lambda *given: known.append(given))
-    monkeypatch.setattr(magic, "shell_here", lambda: shell)
-    monkeypatch.setattr(magic, "current", None)
-    magic.offer()  # as the import of this library does
+    monkeypatch.setattr(kernel, "shell_here", lambda: shell)
+    monkeypatch.setattr(kernel, "current", None)
+    kernel.offer_magic()  # as the import of this library does
     [(run_cell, *names)] = known
     assert names == ["cell", "ranks"]
     with pytest.raises(mf.errors.GroupsError) as raised:
@@ -211,8 +210,8 @@ def test_a_rank_that_is_killed_is_named_and_restart_goes_on(cluster, capsys):
 
 @pytest.mark.thorough
 def test_a_rank_that_is_stuck_inside_torch_does_not_hold_the_notebook(cluster, monkeypatch):
-    monkeypatch.setattr(cells, "_GRACE_S", 0.5)
-    monkeypatch.setattr(cells, "_REACT_S", 0.5)
+    monkeypatch.setattr(kernel, "_GRACE_S", 0.5)
+    monkeypatch.setattr(kernel, "_REACT_S", 0.5)
     stuck = "if rank == 1:\n    raise ValueError\ntorch.distributed.all_reduce(torch.ones(3))"
     text = failing(cluster, stuck)
     assert "rank 0: busy: does not react to an interrupt" in text

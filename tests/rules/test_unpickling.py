@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "mics_fn"
 # These run what they read, or may. The lab sends calls to processes that it started itself, through
 # pipes and folders that only this user can write to.
 MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
-OWN = "lab/ranks/"
+OWN = "lab/ranks.py"
 # Reads pickles by a machine of Python's own, which here finds no class: see `stand_in`.
 READS = "init/torch_files.py"
 OBJECTS = {f"{verb}_object" for verb in ("all_gather", "gather", "scatter", "broadcast")}

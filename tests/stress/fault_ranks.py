@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.errors import MicsError
-from mics_fn.lab.ranks import launch
+from mics_fn.lab.ranks import ADDRESS
 from mics_fn.testing import inject
 
 STEPS = 4
@@ -216,7 +216,7 @@ def take_place(rank: int, ranks: int, port: int, *, apart: bool) -> None:
     numbers = {"RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
     numbers |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(number) for name, number in numbers.items()})
-    os.environ.update(MASTER_ADDR=launch.ADDRESS, GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(MASTER_ADDR=ADDRESS, GLOO_SOCKET_IFNAME="lo")
     # The store of torch looks up the name of each client, and serves nobody meanwhile.
     os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(apart)

@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
-from mics_fn.lab.ranks import launch
+from mics_fn import _torch
+from mics_fn.lab.ranks import ADDRESS
 from tests.stress.fault_ranks import MARK, STORE, Address, Rank, Told, Trial
 
 PR_SET_PDEATHSIG = 1
@@ -170,13 +171,13 @@ def free_port(number: int) -> int:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             with contextlib.suppress(OSError):
-                probe.bind((launch.ADDRESS, port))
+                probe.bind((ADDRESS, port))
                 return port
         port = 20_000 + (port + 1) % 12_000
 
 
 def host_store(port: int) -> None:
     """Serve a store at a port of this machine, for good."""
-    store = launch.serve_store(port)
+    store = _torch.serve_store(ADDRESS, port)
     while store:
         time.sleep(60)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mics_fn.lab.ranks.pool import run_ranks
+from mics_fn.lab.ranks import run_ranks
 from tests.stress.__main__ import main
 from tests.stress.cost import CostConfig, measure_cost, render_cost
 from tests.stress.faults import FaultsConfig, measure_faults, render_faults

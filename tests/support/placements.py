@@ -2,9 +2,10 @@
 
 from typing import Any
 
+from costs import Cut
+
 import mics_fn as mf
 from mics_fn.groups import placement
-from mics_fn.lab.bench.stage import Cut
 
 # Over how many ranks a placement cuts states, parameters and gradients: "n" are all ranks, "k"
 # those of a node, "1" is whole.

@@ -21,7 +21,7 @@ import mics_fn as mf
 from mics_fn import checkpoint, optim
 from mics_fn.checkpoint import directory, saving
 from mics_fn.errors import DesyncError, FileError, LeafError, MicsError
-from mics_fn.lab.ranks.pool import RankPool
+from mics_fn.lab.ranks import RankPool
 from mics_fn.spans import LOG
 from mics_fn.train.carried import carried, take_back
 from mics_fn.train.plain import guard_numbers

@@ -27,7 +27,7 @@ from torch.utils import _contextlib
 import mics_fn as mf
 from mics_fn import interrupts, tree
 from mics_fn.errors import LostStateError
-from mics_fn.lab.ranks.pool import run_ranks
+from mics_fn.lab.ranks import run_ranks
 from mics_fn.optim import by_leaf
 from mics_fn.shards import any_lost
 from mics_fn.train import Checkpoints, stepping

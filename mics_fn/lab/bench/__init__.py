@@ -48,6 +48,11 @@ rounds, with the least and the most; below 1 is in favour of this library. The m
   certainly under way. On each rank of such nodes: `python -m mics_fn bench step --overlap
   --partition-size 2 --dim 256 --rounds 3 --rates 200mbit:1`
 
+What the same commands print beside these: the processor time of a step, also of DDP (`bench step
+--partition-size 1 --peers keep ddp`), the most memory until a peer is built (`made` of `--rss`),
+what optimizers cost a new process (`bench opt`), and loading beside `torch.load` (`bench
+checkpoint`).
+
 Steps over emulated nodes with shaped links, 2 nodes of 2 ranks, in seconds (medians of 3 rounds,
 all peers of a line in one run). "On a budget" is `live_bytes` of two buckets; FSDP2 has a bucket
 per block, on a (replicate, shard) mesh, or over all ranks (full).

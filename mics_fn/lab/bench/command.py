@@ -3,22 +3,18 @@
 import argparse
 import json
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mics_fn.errors import PlanError
 from mics_fn.groups import Topology, plan_groups, read_launch
-from mics_fn.lab.bench.bytes import BytesConfig, measure_bytes, render_bytes
-from mics_fn.lab.bench.disk import DiskConfig, add_disk_flags, measure_disk, render_disk
-from mics_fn.lab.bench.links import LINKS, read_rate
-from mics_fn.lab.bench.opt import OptConfig, measure_opt, render_opt
-from mics_fn.lab.bench.saves import SavesConfig, add_save_flags, measure_saves, render_saves
-from mics_fn.lab.bench.stage import DEFAULT_PEERS, OVERLAP_PEERS, PEERS, StepConfig, check_peers
-from mics_fn.lab.bench.step import measure_step, render_rss, render_step, run_rss
+from mics_fn.lab.bench import disk, opt, step
+from mics_fn.lab.bench.step import DEFAULT_PEERS, LINKS, OVERLAP_PEERS, PEERS, StepConfig
 from mics_fn.lab.bench.turns import BenchTurns, num_ranks, on_ranks
-from mics_fn.lab.models.gpt import GPTConfig
+from mics_fn.lab.models import GPTConfig
 from mics_fn.lab.report import add_count
 from mics_fn.shards import Precision
 
@@ -130,10 +126,6 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _on_ranks(measure: Callable[[Any], dict]) -> Callable[[Any, int], dict]:
-    return lambda config, ranks: on_ranks(measure, ranks, config)
-
-
 def _of_gpt(args: argparse.Namespace, rounds: int) -> dict[str, Any]:
     """Return the fields of a config that trains a GPT."""
     if args.dim % args.heads:
@@ -143,34 +135,58 @@ def _of_gpt(args: argparse.Namespace, rounds: int) -> dict[str, Any]:
     return {"turns": turns, "device": args.device, "model": model}
 
 
-def _of_ranks(args: argparse.Namespace, rounds: int, ranks: int) -> dict[str, Any]:
+def _of_ranks(
+    args: argparse.Namespace, rounds: int, ranks: int, sizes: Sequence[int | None]
+) -> dict[str, Any]:
     """Return the fields of a config for several ranks; nodes default to those of the job, or 2."""
     job = read_launch(os.environ)
-    node_size = args.node_size or (job.node_size if job else 2 if ranks % 2 == 0 else ranks)
+    default = job.node_size if job else 2 if ranks % 2 == 0 else ranks
+    node_size: Any = args.node_size or default
+    partition_sizes = tuple(p or node_size for p in sizes)
+    topology = Topology.of(ranks, node_size)
+    for p in partition_sizes:
+        plan_groups(topology, p)
     fields = {"node_size": node_size, "accumulate": args.accumulate}
-    precisions = tuple({Precision.parse(text): text for text in args.precision}.values())
-    return _of_gpt(args, rounds) | fields | {"precisions": precisions}
+    fields["precisions"] = tuple({Precision.parse(text): text for text in args.precision}.values())
+    return {**_of_gpt(args, rounds), **fields, "partition_sizes": partition_sizes}
 
 
 def _step_config(args: argparse.Namespace, ranks: int) -> StepConfig:
-    rate, args.steps = read_rate(args.rates, args.steps)
-    fields = _of_ranks(args, args.rounds, ranks)
-    p = args.partition_size or fields["node_size"]
-    plan_groups(Topology.of(ranks, fields["node_size"]), p)
-    default = OVERLAP_PEERS if args.overlap else DEFAULT_PEERS
-    fields |= {"peers": tuple(dict.fromkeys(args.peers)) or default}
-    fields |= {"rate": rate, "overlap": args.overlap, "rss": args.rss}
-    config = StepConfig(partition_size=p, **fields)
-    check_peers(config, ranks)
+    rate, args.steps = _read_rate(args.rates, args.steps)
+    peers = tuple(dict.fromkeys(args.peers)) or (OVERLAP_PEERS if args.overlap else DEFAULT_PEERS)
+    how = {"peers": peers, "rate": rate, "overlap": args.overlap, "rss": args.rss}
+    config = StepConfig(**_of_ranks(args, args.rounds, ranks, [args.partition_size]), **how)
+    step.check_peers(config, ranks)
     return config
 
 
-def _bytes_config(args: argparse.Namespace, ranks: int) -> BytesConfig:
-    fields, sizes = _of_ranks(args, 1, ranks), tuple(args.partition_size or ())
-    topology = Topology.of(ranks, fields["node_size"])
-    for partition_size in sizes:
-        plan_groups(topology, partition_size)
-    return BytesConfig(partition_sizes=sizes, live_buckets=args.live_buckets, **fields)
+def _read_rate(text: str, steps: int) -> tuple[str, int]:
+    """Parse a rate of links and the steps of a turn, such as 200mbit, or 200mbit:2.
+
+    >>> _read_rate("", 5)
+    ('', 5)
+    """
+    if not text:
+        return "", steps
+    match = re.fullmatch(r"(unshaped|\d+(?:\.\d+)?[kmg]bit)(?::([1-9]\d*))?", text)
+    if match is None:
+        fix = "write 200mbit, 1gbit or unshaped, followed by :3 for turns of 3 steps"
+        raise PlanError(f"--rates {text}: it is not a rate", fix=fix)
+    step.link_setter(match[1])
+    return match[1], int(match[2] or steps)
+
+
+def _bytes_config(args: argparse.Namespace, ranks: int) -> StepConfig:
+    fields = _of_ranks(args, 1, ranks, args.partition_size or ())
+    return StepConfig(live_buckets=args.live_buckets, **fields)
+
+
+def _run_step(config: StepConfig, ranks: int) -> dict[str, Any]:
+    return step.run_rss(config, ranks) if config.rss else on_ranks(step.measure_step, ranks, config)
+
+
+def _render_step(figures: dict[str, Any], config: StepConfig) -> str:
+    return (step.render_rss if config.rss else step.render_step)(figures, config)
 
 
 BENCHES = {
@@ -178,37 +194,37 @@ BENCHES = {
         "whole steps: Trainer against a plain torch loop, and against FSDP2",
         _add_step_flags,
         _step_config,
-        lambda config, ranks: (run_rss if config.rss else _on_ranks(measure_step))(config, ranks),
-        lambda figures, config: (render_rss if config.rss else render_step)(figures, config),
+        _run_step,
+        _render_step,
     ),
     "opt": Bench(
         "optimizer steps: opt_step on flat shards against torch's fused AdamW",
         _add_opt_flags,
-        lambda args, ranks: OptConfig(small_leaves=args.small_leaves, **_of_gpt(args, args.rounds)),
-        _on_ranks(measure_opt),
-        render_opt,
+        lambda args, ranks: opt.OptConfig(args.small_leaves, **_of_gpt(args, args.rounds)),
+        lambda config, ranks: on_ranks(opt.measure_opt, ranks, config),
+        opt.render_opt,
     ),
     "bytes": Bench(
         "bytes of a step at each level: counted and by formula",
         _add_bytes_flags,
         _bytes_config,
-        _on_ranks(measure_bytes),
-        render_bytes,
+        lambda config, ranks: on_ranks(step.measure_bytes, ranks, config),
+        step.render_bytes,
     ),
     "checkpoint": Bench(
         "saving and loading, against plain writing and reading of the same bytes",
-        add_save_flags,
-        lambda args, ranks: SavesConfig(args.mib, args.rounds, folder=args.folder),
-        _on_ranks(measure_saves),
-        render_saves,
+        lambda parser: disk.add_file_flags(parser, 384, 5),
+        lambda args, ranks: disk.DiskConfig(args.mib, args.rounds, args.folder),
+        lambda config, ranks: on_ranks(disk.measure_saves, ranks, config),
+        disk.render_saves,
     ),
     "disk": Bench(
         "a step on states in a file, against plain reading and writing of the same bytes",
-        add_disk_flags,
-        lambda args, ranks: DiskConfig(
-            args.mib, args.host_mib, args.threads, args.rounds, args.folder
+        disk.add_disk_flags,
+        lambda args, ranks: disk.DiskConfig(
+            args.mib, args.rounds, args.folder, args.host_mib, args.threads
         ),
-        lambda config, ranks: measure_disk(config),
-        render_disk,
+        lambda config, ranks: disk.measure_disk(config),
+        disk.render_disk,
     ),
 }

@@ -1,12 +1,14 @@
 """`bench opt`: the optimizer's step on flat shards against torch's own on unsharded parameters.
 
-And what a step of the verbs costs for each leaf, in trees of few and of many small leaves. Python's
-search for garbage is a part of it, as it begins the more often the more objects are alive at once:
-its whole heap is searched, with all of torch in it, unless `gc.freeze` took that out.
+And what optimizers cost a new process, with what they import; and what a step of the verbs costs
+for each leaf, in trees of few and of many small leaves. Python's search for garbage is a part of
+that, as it begins the more often the more objects are alive at once: its whole heap is searched,
+with all of torch in it, unless `gc.freeze` took that out.
 """
 
 import gc
 import itertools
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mics_fn as mf
+from mics_fn.errors import human_bytes
 from mics_fn.lab.bench import turns
 from mics_fn.lab.bench.turns import BenchPeer, BenchTurns
-from mics_fn.lab.models import gpt
+from mics_fn.lab.models import GPT, GPTConfig
 from mics_fn.lab.report import table
 
 SMALL_SHAPES = ((64,), (16, 64), (256,), (8, 32))
@@ -28,17 +31,17 @@ class OptConfig:
     """Options of `bench opt`.
 
     Args:
-        turns: how long.
         small_leaves: leaves of the tree that has many small ones. Steps of the verbs are taken on
             trees with half as many, and with two and a half times as many.
+        turns: how long.
         device: "auto", "cpu" or "cuda".
         model: sizes of the GPT whose parameters are the other tree.
     """
 
+    small_leaves: int
     turns: BenchTurns = field(default_factory=BenchTurns)
-    small_leaves: int = 2000
     device: str = "auto"
-    model: gpt.GPTConfig = field(default_factory=gpt.GPTConfig)
+    model: GPTConfig = field(default_factory=GPTConfig)
 
 
 def measure_opt(config: OptConfig) -> dict[str, Any]:
@@ -47,7 +50,7 @@ def measure_opt(config: OptConfig) -> dict[str, Any]:
     Returns:
         On rank 0 the figures of each tree; {} on the others.
     """
-    device = turns.start(config.device)
+    making, device = _making(), turns.start(config.device)
     if not turns.is_first():
         return {}
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -64,17 +67,30 @@ def measure_opt(config: OptConfig) -> dict[str, Any]:
         gc.freeze()
         frozen = turns.take_turns(peers, config.turns, device=device)
         gc.unfreeze()
-    steps: list[dict[str, Any]] = [{"leaves": leaves} for leaves in sizes]
-    for key, taken in (("us_a_leaf", laps), ("us_a_leaf_frozen", frozen)):
-        for step, lap in zip(steps, taken, strict=True):
-            step[key] = turns.spread([x / step["leaves"] * 1e6 for x in lap.seconds])
-    return {"trees": found, "steps": steps}
+    steps = []
+    for leaves, now, after in zip(sizes, laps, frozen, strict=True):
+        us, us_frozen = ([x / leaves * 1e6 for x in lap.seconds] for lap in (now, after))
+        found_us = {"us_a_leaf": turns.spread(us), "us_a_leaf_frozen": turns.spread(us_frozen)}
+        steps.append({"leaves": leaves, **found_us})
+    return {"making": making, "trees": found, "steps": steps}
+
+
+def _making() -> dict[str, float]:
+    """Measure what the first optimizers cost this process."""
+    here, began = torch.device("cpu"), time.perf_counter()
+    before = turns.memory_bytes(here) or 0
+    mf.optim.adamw(1e-3)
+    mf.optim.sgd(1e-3)
+    return {
+        "seconds": time.perf_counter() - began,
+        "bytes": (turns.memory_bytes(here) or 0) - before,
+    }
 
 
 def trees(config: OptConfig) -> dict[str, dict[str, tuple[int, ...]]]:
     """Return the shapes to step on, by name of the tree and path."""
     with torch.device("meta"):
-        model = gpt.GPT(config.model)
+        model = GPT(config.model)
     few = {name: tuple(p.shape) for name, p in model.named_parameters()}
     shapes = itertools.islice(itertools.cycle(SMALL_SHAPES), config.small_leaves)
     return {"a GPT": few, "many small leaves": {f"w{i}": s for i, s in enumerate(shapes)}}
@@ -173,4 +189,6 @@ def render_opt(figures: dict[str, Any], config: OptConfig) -> str:
         now, frozen = (turns.between(step[key], ".1f") for key in ("us_a_leaf", "us_a_leaf_frozen"))
         rows.append((f"{step['leaves']:,} leaves", now, frozen))
     title = f"gather, gradient, both hops and update of small leaves, {config.turns}"
-    return "\n\n".join([*blocks, table(title, rows)])
+    seconds, nbytes = figures["making"]["seconds"], human_bytes(figures["making"]["bytes"])
+    made = f"adamw() and sgd() are made in {seconds * 1e3:.1f} ms and {nbytes} of a new process"
+    return "\n\n".join([*blocks, table(title, rows), made])

@@ -31,7 +31,7 @@ import mics_fn as mf
 from mics_fn import _device, _torch, tree
 from mics_fn.errors import PlanError
 from mics_fn.groups import read_launch
-from mics_fn.lab.ranks.launch import launch
+from mics_fn.lab.ranks import launch
 
 # How much memory this process has, and the most that it had since a moment.
 
@@ -57,33 +57,22 @@ def reset_peak(device: torch.device) -> int | None:
     if _device.is_async(device):
         torch.accelerator.reset_peak_memory_stats(device)
         return torch.accelerator.memory_allocated(device)
-    trim()
     try:
+        ctypes.CDLL(None).malloc_trim(0)  # what glibc keeps for later does not count
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
+    except (OSError, AttributeError):
         return None
     return _status_bytes("VmRSS")
 
 
-def trim() -> None:
-    """Return unused memory of the host's allocator to the system, where that is possible."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def give_back_at_once(smallest: int = 65536) -> bool:
-    """Make the allocator return freed blocks of this size or more to the system at once.
+def give_back_at_once() -> None:
+    """Make the allocator return freed blocks of 64 KiB or more to the system at once, if it can.
 
     Glibc raises the size by itself, up to 32 MB, whenever a larger block is freed, and keeps
     smaller blocks. Resident memory is then more than the memory in use.
-
-    Returns:
-        Whether the allocator can do that.
     """
-    try:
-        return ctypes.CDLL(None).mallopt(-3, smallest) == 1  # M_MMAP_THRESHOLD
-    except (OSError, AttributeError):
-        return False
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD
 
 
 def _status_bytes(name: str) -> int | None:
@@ -142,6 +131,7 @@ class Laps(NamedTuple):
 
     name: str
     seconds: list[float]  # per step, one for each turn
+    processor: list[float]  # the same of processor time, with that of all threads
     results: list[Any]  # one per step
 
 
@@ -186,25 +176,27 @@ def take_turns(
     Returns:
         The measurements of each peer.
     """
-    laps = [Laps(peer.name, [], []) for peer in peers]
+    laps = [Laps(peer.name, [], [], []) for peer in peers]
 
-    def turn(i: int, steps: int) -> float:
+    def turn(i: int, steps: int) -> tuple[float, float]:
         fence()
         _device.finish(device)
-        started = time.perf_counter()
+        started, used = time.perf_counter(), time.process_time()
         for _ in range(steps):
             laps[i].results.append(peers[i].step(len(laps[i].results)))
         _device.finish(device)
-        seconds = time.perf_counter() - started
+        found = (time.perf_counter() - started) / steps, (time.process_time() - used) / steps
         fence()
-        return seconds / steps
+        return found
 
     for i in range(len(peers)):
         turn(i, turns.warmup)
     for number in range(turns.rounds):
         for place in range(len(peers)):
             i = (number + place) % len(peers)
-            laps[i].seconds.append(turn(i, turns.steps))
+            seconds, processor = turn(i, turns.steps)
+            laps[i].seconds.append(seconds)
+            laps[i].processor.append(processor)
     return laps
 
 
@@ -254,19 +246,14 @@ def start(device: str) -> torch.device:
     return mf.init_distributed(device=device, timeout_s=3600.0)
 
 
-def world_size() -> int:
-    """Return the number of ranks; 1 without torch.distributed."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 def of_all_ranks(value: Any) -> list[Any]:
     """Gather the values of all ranks on every rank, by JSON: with lists for tuples."""
     text = json.dumps(value, default=float)  # such as the loss of a step
-    if world_size() == 1:
+    if not dist.is_initialized():
         return [json.loads(text)]
     store, call = _torch.prefixed(_torch.default_store(), "bench"), next(_calls)
     store.set(f"{call}/{dist.get_rank()}", text)
-    return [json.loads(store.get(f"{call}/{rank}")) for rank in range(world_size())]
+    return [json.loads(store.get(f"{call}/{rank}")) for rank in range(dist.get_world_size())]
 
 
 def is_first() -> bool:

@@ -96,13 +96,13 @@ def serve(conn: Connection) -> None:
 def _answer(conn: Connection, request: Request) -> None:
     sys.path.insert(0, request.root)
     try:
-        pool: Any = importlib.import_module("mics_fn.lab.ranks.pool")
+        ranks: Any = importlib.import_module("mics_fn.lab.ranks")
         lending: Any = importlib.import_module("mics_fn.deferred.reduction")
         lending.LEAST_RING = 0  # the ring of a small model is short, too
         modules = [importlib.import_module(name) for name in ("programs", "apart")]
         (function,) = (getattr(m, request.name) for m in modules if hasattr(m, request.name))
         call = (modules[0].on_device, request.n, function, *request.args)
-        reply = True, pool.run_ranks(*call, timeout_s=request.timeout_s, grace_s=3.0)
+        reply = True, ranks.run_ranks(*call, timeout_s=request.timeout_s, grace_s=3.0)
     except BaseException as error:
         reply = False, f"{type(error).__name__}: {error}"
     conn.send_bytes(pickle.dumps(reply))

@@ -28,16 +28,15 @@ def main(args: argparse.Namespace) -> int:
         CheckpointNotFound: there is no such step, or none at all.
         FileError: the step is not as it was saved.
     """
-    found = steps(args.folder) if args.all else []
+    found, damaged = steps(args.folder) if args.all else [], 0
     if not found:
         print(verify(args.folder, args.step), flush=True)
         return 0
-    damaged = []
     for step in found:
         try:
             print(verify(args.folder, step), flush=True)
         except FileError as error:
-            damaged.append(step)
+            damaged += 1
             print(f"step {step}: {error}", file=sys.stderr, flush=True)
-    print(f"{len(found) - len(damaged)} of {len(found)} steps are as they were saved")
+    print(f"{len(found) - damaged} of {len(found)} steps are as they were saved")
     return 1 if damaged else 0

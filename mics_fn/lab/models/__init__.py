@@ -1,1 +1,0 @@
-"""The model that the demo and the benches train, and its text."""

@@ -1,1 +1,0 @@
-"""Ranks on this machine: forked for tests and notebooks, or launched."""
