@@ -393,9 +393,7 @@ def compiles_itself(module: torch.nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
-def is_alive(group: dist.ProcessGroup) -> bool:
-    """Whether a group still exists: not destroyed, neither by itself nor with the default group."""
-    return group in c10d._world.pg_map
+LIVE_GROUPS = c10d._world.pg_map  # all process groups that were not destroyed
 
 
 # Each works on a list of tensors in one kernel; torch's own optimizers and FSDP2 use them too.

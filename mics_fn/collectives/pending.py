@@ -232,7 +232,7 @@ class Pending:
     # It fails: what other ranks and errors say of it.
 
     def _fail(self, error: BaseException) -> None:
-        """Give it up, and with it its groups: see [Note: failed groups] in `group_state`."""
+        """Give it up, and with it its groups: see [Note: failed groups] in `communicator`."""
         self.state = FAILED
         for comm in self._comms:
             if self in comm.queue:

@@ -24,8 +24,7 @@ import torch
 
 from mics_fn.errors import GroupsError, message
 from mics_fn.groups.buffers import Buffers, Ring
-from mics_fn.groups.communicator import Comm, Traffic
-from mics_fn.groups.group_state import GroupState
+from mics_fn.groups.communicator import Comm, GroupState, Traffic
 from mics_fn.groups.topology import Plan, Topology, chunk_of, fold_ranks
 from mics_fn.schedules import Channel
 

@@ -53,7 +53,7 @@ PLANTED = [
     ("a step in which an abort begins is taken", "optim/guard.py",
      "torch.maximum(found_inf, flag, out=found_inf)", "pass",
      "device/test_apart.py -k abort_begins"),
-    ("a step that was cut short looks whole", "groups/group_state.py",
+    ("a step that was cut short looks whole", "groups/communicator.py",
      "True\n            _device.lose_queued()", "True",
      "device/test_apart.py -k taken_from_a_replica"),
     ("all communicators share a stream", "groups/communicator.py",

@@ -11,7 +11,7 @@ from jobs import free_port
 from test_groups import heard
 
 from mics_fn.errors import GroupsError
-from mics_fn.groups.distributed import init_distributed
+from mics_fn.groups.launch import init_distributed
 from mics_fn.groups.make import make_groups
 from mics_fn.lab.ranks.pool import run_ranks
 
@@ -48,6 +48,6 @@ def start_over(env: dict[str, str]) -> Any:
 
 
 def test_a_job_of_slurm_from_its_start_to_its_end():
-    env = {"SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2", "SLURM_NNODES": "1"}
+    env = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NNODES": "1"}
     results = run_ranks(start_over, 2, env | {"MASTER_PORT": f"{free_port(0)}"})
     assert results == [(rank, (0, 1), "n=2 p=2 levels=rank:2", (0, 1)) for rank in range(2)]

@@ -11,7 +11,7 @@ import torch
 from test_packaging import run
 
 import mics_fn as mf
-from mics_fn.groups.environment import read_launch
+from mics_fn.groups.launch import read_launch
 from mics_fn.lab.report import step_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -212,7 +212,12 @@ def test_its_torchrun_lines_parse():
 
 
 def test_its_slurm_script_sets_what_a_job_of_several_nodes_needs():
-    env = {"SLURM_PROCID": "9", "SLURM_NTASKS": "32", "SLURM_LOCALID": "1", "SLURM_NNODES": "4"}
+    env = {
+        "SLURM_PROCID": "9",
+        "SLURM_STEP_NUM_TASKS": "32",
+        "SLURM_LOCALID": "1",
+        "SLURM_NNODES": "4",
+    }
     with pytest.raises(mf.errors.GroupsError) as error:
         read_launch(env)
     line = str(error.value).splitlines()[-1].partition("batch script: ")[2]
