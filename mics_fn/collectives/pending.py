@@ -36,11 +36,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mics_fn import _device, _torch, interrupts, spans
+from mics_fn import _device, _torch, spans
 from mics_fn.errors import CollectiveError, first_line, name_ranks
 from mics_fn.groups import Comm, GroupState
 from mics_fn.store import Stuck, call_text
-from mics_fn.threads import Job, Latch, start
+from mics_fn.threads import Job, Latch, give_way, start
 
 Steps = Generator["Collective", None, Tensor]
 What = tuple[str, str, Hashable]  # the verb or "", what it does, and to what: a bucket or ""
@@ -333,7 +333,7 @@ def _poll(pending: Pending, levels: int, kind: str = "") -> None:
                 stalled, polled = now, True
                 state.watch.check(pending.stuck, 0.0)  # others may ask where this rank waits
                 state.channel.poll_peers(pending.stuck)
-            interrupts.give_way(now - since)
+            give_way(now - since)
             for each in state.active:
                 each.check_time(now - since)
             # Sleep in proportion to the wait so far, so that polling costs little time and delay.

@@ -54,8 +54,7 @@ import torch.distributed as dist
 from mics_fn import _device, _torch, errors
 from mics_fn.errors import GroupsError, PeerFailed, first_line, name_ranks
 from mics_fn.groups.topology import fold_ranks
-from mics_fn.schedules import Channel
-from mics_fn.store import LEFT, Calls, Store, Stuck, later, poll
+from mics_fn.store import LEFT, Calls, Channel, Store, Stuck, later, poll
 from mics_fn.threads import bounded, start
 
 _PATIENCE_S = 0.5  # how long a rank that leaves by an error waits for its groups to be aborted

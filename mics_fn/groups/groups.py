@@ -26,7 +26,7 @@ from mics_fn.errors import GroupsError, message
 from mics_fn.groups.buffers import Buffers, Ring
 from mics_fn.groups.communicator import Comm, GroupState, Traffic
 from mics_fn.groups.topology import Plan, Topology, chunk_of, fold_ranks
-from mics_fn.schedules import Channel
+from mics_fn.store import Channel
 
 # `Hierarchy`: the levels that data crosses inside a partition group, and the memory it reuses.
 

@@ -21,7 +21,7 @@ from mics_fn.groups import launch
 from mics_fn.groups.communicator import GroupState, Maker, check_fork, hooks, withdraw_all
 from mics_fn.groups.groups import Groups, Hierarchy, Level, Route
 from mics_fn.groups.topology import FLAT, Plan, Topology, check_count, plan_groups
-from mics_fn.schedules import Channel
+from mics_fn.store import Channel
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from torch.autograd.graph import increment_version
 from mics_fn import _device, _torch, checks, shards, spans, tree
 from mics_fn.errors import FileError, LeafError, MicsError, PlanError
 from mics_fn.groups import Groups
-from mics_fn.interrupts import Commit
 from mics_fn.offload import Where
 from mics_fn.optim import comparing, flat, moving
 from mics_fn.optim.transform import FOUND_INF, Optimizer, Transform, as_transform
+from mics_fn.threads import Commit
 from mics_fn.tree import Tree
 
 # Whether gradients fit the parameters that a step is taken on.
@@ -251,7 +251,7 @@ def opt_step(state: TrainState[P], grads: Tree, *, donate: bool = False) -> Trai
             spans.passing("commit", state.step + 1, flat.unpacked(state.params).pieces)
         found = _stepped(state, ahead, home, donate)
         ending = commit.ending()
-    ending[0]  # see [Note: between two instructions] in `interrupts`
+    ending[0]  # see [Note: between two instructions] in `threads`
     return found
 
 

@@ -28,7 +28,6 @@ from mics_fn.collectives import collect_values
 from mics_fn.deferred import GradSum, defer
 from mics_fn.errors import MicsError, message
 from mics_fn.groups import Groups
-from mics_fn.interrupts import Commit
 from mics_fn.optim import (
     StepRefused,
     StepTotals,
@@ -41,6 +40,7 @@ from mics_fn.optim import (
     same_step,
 )
 from mics_fn.shards import Writing, grad_stream, is_leaf
+from mics_fn.threads import Commit
 from mics_fn.train import given
 from mics_fn.train.loop import learning
 from mics_fn.train.metrics import StepMetrics, Weights, counted
@@ -167,7 +167,7 @@ def write(trainer: Any, ready: given.Ready, stepped: TrainState | None = None) -
         kept = kept if verdict.accept else trainer.sync_state
         merges, member = sync.independent and sync.due(kept), trainer.member
         kept = replace(kept, step=kept.step + 1)
-        # Between these nothing can interrupt; see [Note: between two instructions] in `interrupts`.
+        # Between these nothing can interrupt; see [Note: between two instructions] in `threads`.
         trainer.ahead, trainer.sync_state, trainer.guard = state, kept, verdict.next
         member.merges, member.masked = merges, ready.masked
 
@@ -285,7 +285,7 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
     commit = Commit()
     weights = None if trainer.weight is None else Weights(trainer, parts)
     total.other_backward = _BACKWARD
-    total.before_last = commit.block  # see [Note: commit] in `interrupts`
+    total.before_last = commit.block  # see [Note: commit] in `threads`
     with commit, learning(trainer.deterministic), _alike(home, commit):
         with defer(state.params, groups, trainer.schedule, into=total) as full:
             losses, buffers = micro_steps(trainer, total, full, parts, weights)

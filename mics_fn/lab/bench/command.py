@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mics_fn.errors import PlanError
-from mics_fn.groups import Topology, plan_groups, read_launch
+from mics_fn.groups import Topology, plan_groups
 from mics_fn.lab.bench.bytes import BytesConfig, measure_bytes, render_bytes
 from mics_fn.lab.bench.disk import DiskConfig, add_disk_flags, measure_disk, render_disk
 from mics_fn.lab.bench.links import LINKS, read_rate
@@ -145,8 +145,8 @@ def _of_gpt(args: argparse.Namespace, rounds: int) -> dict[str, Any]:
 
 def _of_ranks(args: argparse.Namespace, rounds: int, ranks: int) -> dict[str, Any]:
     """Return the fields of a config for several ranks; nodes default to those of the job, or 2."""
-    job = read_launch(os.environ)
-    node_size = args.node_size or (job.node_size if job else 2 if ranks % 2 == 0 else ranks)
+    usual = 2 if ranks % 2 == 0 else ranks
+    node_size = args.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", usual))
     fields = {"node_size": node_size, "accumulate": args.accumulate}
     precisions = tuple({Precision.parse(text): text for text in args.precision}.values())
     return _of_gpt(args, rounds) | fields | {"precisions": precisions}
