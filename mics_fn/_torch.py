@@ -64,7 +64,7 @@ def unrecorded(on: bool) -> AbstractContextManager[None]:
     them while it holds the lock of its transfer, and `is_completed` waits for that lock with the
     interpreter in its hands: both would wait for ever.
     """
-    return _unrecorded() if on and profiling() else _NOTHING
+    return _unrecorded() if on and profiler._is_profiler_enabled else _NOTHING
 
 
 # Torch's default group and its store, by private names of torch: as a late process needs them.

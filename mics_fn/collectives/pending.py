@@ -103,7 +103,8 @@ class Pending:
         comms, queued = self._comms, False
         state = comms[0].state if comms else None
         if state is not None:
-            comms[0].check_open()
+            if state.failed is not None or state.closed:
+                comms[0].check_open()
             state.turns.enter()
             state.call = self._call
         try:
@@ -363,7 +364,9 @@ class Collective:
 
     def issue(self, *, async_op: bool) -> None:
         """Issue it; without `async_op` it is queued on the current stream as any other op."""
-        self.comm.traffic.add(self.comm.name, self.nbytes_sent)
+        name, traffic = self.comm.name, self.comm.traffic
+        traffic.calls[name] += 1
+        traffic.sent_bytes[name] += self.nbytes_sent
         group = self.comm.process_group()
         try:
             with _torch.unrecorded(async_op):

@@ -24,7 +24,7 @@ environment, always starts all.
 In the store it registers before anything else, so that a process of its rank which was only frozen
 finds out at its first word that it was replaced, and says no other. What the lost process had
 written for a meeting that came to no end is taken back; see [Note: the epoch of membership] in
-`groups.launch`.
+`groups.startup`.
 """
 
 import os

@@ -57,8 +57,8 @@ rank's place in each), `Pools` of memory that is reused, and a `Channel` for mes
 says over how many ranks of it parameters and gradients stay sharded; see `placement.py`.
 
 Start reading at `topology.py`, with [Note: chunk order]. `groups.py`, `communicator.py` and
-`buffers.py` are the values. `make.py` makes groups, with `launch.py` (launchers, devices, and how
-ranks meet before any group exists). To add a launcher, add a row of its names to `launch.py`, and
+`buffers.py` are the values. `make.py` makes groups, with `startup.py` (launchers, devices, and how
+ranks meet before any group exists). To add a launcher, add a row of its names to `startup.py`, and
 its cases to `tests/groups/test_launcher.py`. To add a placement, add a row to `PLACEMENTS` in
 `placement.py`, and its formula to `tests/deferred/test_placement.py`.
 """
@@ -82,7 +82,8 @@ from mics_fn.groups.communicator import (
     withdraw_all,
 )
 from mics_fn.groups.groups import Groups, Hierarchy, Home, Route, current, require_replicas
-from mics_fn.groups.launch import (
+from mics_fn.groups.make import make_groups
+from mics_fn.groups.startup import (
     EPOCH,
     Meeting,
     entered,
@@ -93,7 +94,6 @@ from mics_fn.groups.launch import (
     past,
     read_launch,
 )
-from mics_fn.groups.make import make_groups
 from mics_fn.groups.topology import Plan, Topology, fold_ranks, plan_groups, valid_partition_sizes
 
 __all__ = ["Topology", "plan_groups"]

@@ -54,7 +54,7 @@ import torch.distributed as dist
 from mics_fn import _device, _torch, errors
 from mics_fn.errors import GroupsError, PeerFailed, first_line, name_ranks
 from mics_fn.groups.topology import fold_ranks
-from mics_fn.store import LEFT, Calls, Channel, Store, Stuck, later, poll
+from mics_fn.store import LEFT, Calls, Channel, Store, Stuck, poll
 from mics_fn.threads import bounded, start
 
 _PATIENCE_S = 0.5  # how long a rank that leaves by an error waits for its groups to be aborted
@@ -64,10 +64,11 @@ _GRACE_S = 5.0  # what is in flight on a device has to end, once all ranks let g
 
 
 class Turns:
-    """See [Note: one thread at a time]. What uses communicators holds `use` meanwhile."""
+    """See [Note: one thread at a time]."""
 
     def __init__(self) -> None:
-        self.use, self._step = threading.RLock(), threading.RLock()
+        self._use, self._step = threading.RLock(), threading.RLock()
+        self.exit = self._use.release  # ends what `enter` began
         self._stepping = False  # in the thread that holds the second one
 
     def enter(self) -> None:
@@ -76,12 +77,8 @@ class Turns:
         Raises:
           GroupsError: another thread uses them.
         """
-        if not self.use.acquire(blocking=False):
-            raise refused()
-
-    def exit(self) -> None:
-        """End what `enter` began."""
-        self.use.release()
+        if not self._use.acquire(blocking=False):
+            raise _refused()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -91,7 +88,7 @@ class Turns:
           GroupsError: another thread is in one.
         """
         if not self._step.acquire(blocking=False):
-            raise refused()
+            raise _refused()
         try:
             yield
         finally:
@@ -117,7 +114,7 @@ class Turns:
                 self._stepping = False
 
 
-def refused() -> GroupsError:
+def _refused() -> GroupsError:
     name = threading.current_thread().name
     text = f"thread {name!r} uses groups that another thread is using"
     return GroupsError(text, fix="call the verbs of one set of groups in one thread")
@@ -139,8 +136,8 @@ _ABORTS = WeakSet[threading.Thread]()
 
 def abort_group(group: dist.ProcessGroup) -> threading.Thread:
     """Abort a process group on a thread, which is returned."""
-    task = partial(quietly, partial(_torch.abort, group))
-    _ABORTS.add(thread := start(threading.Thread(target=task, daemon=True)))
+    thread = _started(partial(_torch.abort, group))
+    _ABORTS.add(thread)
     return thread
 
 
@@ -471,15 +468,6 @@ class GroupState:
 OPEN: set[GroupState] = set()  # what owns process groups, until it is closed
 
 
-def end_in_fork(error: Exception) -> None:
-    """Let all open groups fail in a process that was forked from a rank."""
-    for state in OPEN:
-        state.fail(error)
-        state.forked, state.turns = True, Turns()
-        state.active.clear()
-    OPEN.clear()
-
-
 def never_destruct() -> None:
     """Keep torch from destructing open groups of gloo, which would wait for the other ranks."""
     for group in [group for state in OPEN for group in state.owned]:
@@ -551,7 +539,11 @@ def check_fork(what: str) -> None:
 
 
 def _after_fork() -> None:
-    end_in_fork(GroupsError("this process is a fork of a rank"))
+    for state in OPEN:
+        state.fail(GroupsError("this process is a fork of a rank"))
+        state.forked, state.turns = True, Turns()
+        state.active.clear()
+    OPEN.clear()
     if dist.is_available() and dist.is_initialized():
         _inherited[:] = [_torch.default_store()]
         for kept in (*_torch.groups_named(None), *_inherited):
@@ -571,7 +563,8 @@ class Traffic:
 
     Example:
       >>> traffic = Traffic()
-      >>> traffic.add("gather node", 4096)
+      >>> traffic.calls["gather node"] += 1
+      >>> traffic.sent_bytes["gather node"] += 4096
       >>> traffic.snapshot()
       {'gather node': (1, 4096)}
       >>> print(traffic)
@@ -579,13 +572,7 @@ class Traffic:
     """
 
     def __init__(self) -> None:
-        self.calls: Counter[str] = Counter()
-        self.sent_bytes: Counter[str] = Counter()
-
-    def add(self, what: str, nbytes: int) -> None:
-        """Record one call that sends `nbytes`."""
-        self.calls[what] += 1
-        self.sent_bytes[what] += nbytes
+        self.calls, self.sent_bytes = Counter[str](), Counter[str]()
 
     def clear(self) -> None:
         """Forget everything, for example between two measured steps."""
@@ -699,7 +686,8 @@ class Comm:
         Raises:
           GroupsError: its groups are closed, torch.distributed is shut down, or its size is 1.
         """
-        self.check_open()
+        if self.state.failed is not None or self.state.closed:
+            self.check_open()
         if self.state.rejoining:
             raise rejoin_error(f"'{self.name}' of {name_ranks(self.ranks)}", self.state.rank)
         if self.group is None:
@@ -742,35 +730,24 @@ class Maker:
         if len(self.ranks) == 1 or self.state.rejoining:
             yield
             return
-        store, n, key = self.store, len(self.ranks), self.state.key
-        made, failed = f"{key}/made", f"{key}/not made"
+        store, state, made = self.store, self.state, f"{self.state.key}/made"
         try:
             yield
-            store.set(f"{made}/{self.rank}", "made")
+            store.set(f"{made}/{self.rank}", "")
             store.add(made, 1)
 
             def all_made() -> bool:
-                return store.check([failed]) or store.add(made, 0) == n
+                return store.add(made, 0) == len(self.ranks)
 
-            if not poll(all_made, n, self.deadline, partial(self.state.watch.check, ())):
+            check = partial(state.watch.check, (), missing=self.ranks)
+            if not poll(all_made, len(self.ranks), self.deadline, check):
                 ranks = self.ranks[:1024]
                 missing = [rank for rank in ranks if not store.check([f"{made}/{rank}"])]
                 what = f"{name_ranks(missing)} did not make all groups within {self.timeout_s:g} s"
-                store.compare_set(failed, "", what if missing else "")
-            what = store.get(failed).decode() if store.check([failed]) else ""
-            if what:  # of a rank that failed because of another one, it may be
-                raise self.state.watch.explained(
-                    GroupsError(f"make_groups: {what}", fix=_FIX), wait=True
-                )
+                error = GroupsError(f"make_groups: {what}", fix=_FIX)
+                raise state.watch.explained(error, wait=True)
         except BaseException as error:
-            what = "could not make its groups"
-            if isinstance(error.__cause__, TimeoutError):
-                what = f"did not make all groups within {self.timeout_s:g} s"
-            text = f"rank {self.rank} {what}"
-            if isinstance(error, PeerFailed):
-                text = first_line(error)
-            later(store, "compare_set", failed, "", text)
-            self.state.abandon(error)
+            state.abandon(error)
             raise
 
     def comm(self, name: str, positions: Sequence[int], *, lazy: bool = False) -> Comm:
@@ -808,7 +785,8 @@ class Maker:
             if self.backend == "gloo":  # it connects the members, in C++
                 deadline = max(self.deadline, time.monotonic() + self.timeout_s * lazy)
                 try:
-                    group = bounded(make, deadline, partial(self.state.watch.check, ()))
+                    check = partial(self.state.watch.check, (), missing=members)
+                    group = bounded(make, deadline, check)
                 except BaseException:
                     _torch.drop_connection()
                     raise

@@ -1,7 +1,7 @@
 """`make_groups`: create the process groups of this rank.
 
 Which ranks form a group is arithmetic, in `topology.py`. Creating the groups is an effect, and it
-hangs if ranks differ, so they first compare their arguments, in `launch.py`.
+hangs if ranks differ, so they first compare their arguments, in `startup.py`.
 """
 
 import os
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from mics_fn import _device, checks, errors, spans
-from mics_fn.groups import launch
+from mics_fn.groups import startup
 from mics_fn.groups.communicator import GroupState, Maker, check_fork, hooks, withdraw_all
 from mics_fn.groups.groups import Groups, Hierarchy, Level, Route
 from mics_fn.groups.topology import FLAT, Plan, Topology, check_count, plan_groups
@@ -44,11 +44,12 @@ def judged(found: Mapping[int, Any]) -> int:
       GroupsError: several ranks use one device.
       PlanError: nodes hold unequal numbers of ranks, or ranks of a node are not next to each other.
     """
-    _compare({rank: facts for rank, (facts, _, _) in found.items()})
-    spots = {rank: launch.Spot(*spot) for rank, (*_, spot) in found.items()}
-    launch.check_distinct("make_groups", spots)
-    nodes = {rank: node for rank, (_, node, _) in found.items()}
-    return node_size_of(nodes, {rank: spot.host for rank, spot in spots.items()})
+    facts, nodes, spots = {}, {}, {}
+    for rank, (mine, node, spot) in found.items():
+        facts[rank], nodes[rank], spots[rank] = mine, node, startup.Spot(*spot)
+    _compare(facts)
+    startup.check_distinct("make_groups", spots)
+    return node_size_of(nodes)
 
 
 def _compare(found: Mapping[int, Mapping[str, str]]) -> None:
@@ -66,37 +67,29 @@ def _compare(found: Mapping[int, Mapping[str, str]]) -> None:
         raise errors.DesyncError(what, lines, fix)
 
 
-def node_size_of(nodes: Mapping[int, str], hosts: Mapping[int, str]) -> int:
+def node_size_of(nodes: Mapping[int, str]) -> int:
     """The number of these ranks on each node.
 
     Args:
       nodes: of each rank a name that is equal on ranks that share a node.
-      hosts: of each rank, the name of its host.
 
     Raises:
-      PlanError: nodes hold unequal numbers of ranks, ranks of a node are not next to each other, or
-        a node that the launcher speaks of has several hosts.
+      PlanError: nodes hold unequal numbers of ranks, or ranks of a node are not next to each other.
 
-    >>> node_size_of({0: "a", 1: "a", 2: "b", 3: "b"}, dict.fromkeys(range(4), ""))
+    >>> node_size_of({0: "a", 1: "a", 2: "b", 3: "b"})
     2
     """
-    held = dict(errors.by_value(nodes))
-    in_order = [rank for node in dict.fromkeys(nodes.values()) for rank in held[node]]
-    seen = {node: sorted({hosts[rank] for rank in ranks}) for node, ranks in held.items()}
-    several = any(len(found) > 1 for node, found in seen.items() if not node.startswith(GIVEN))
-    if in_order != [*nodes] or several or len(set(map(len, held.values()))) > 1:
+    of_node = dict(errors.by_value(nodes))
+    in_order = [rank for node in dict.fromkeys(nodes.values()) for rank in of_node[node]]
+    if in_order != [*nodes] or len(set(map(len, of_node.values()))) > 1:
         what = "make_groups: these ranks do not fill nodes of one size, one after the other"
-        lines = [
-            f"{node}: {errors.name_ranks(ranks)}, on {', '.join(seen[node])}"
-            for node, ranks in held.items()
-        ]
+        lines = [f"{node}: {errors.name_ranks(ranks)}" for node, ranks in of_node.items()]
         fix = "start equally many ranks on every node, node by node (Slurm: --distribution=block), "
         fix += "or pass node_size= or topology="
         raise errors.PlanError(what, lines[:8], fix)
-    return len(held[nodes[in_order[0]]])
+    return len(of_node[nodes[in_order[0]]])
 
 
-@checks.named_options("make_groups")
 def make_groups(
     partition_size: int | None = None,
     *,
@@ -176,15 +169,15 @@ def make_groups(
     """
     check_fork("make_groups")
     checks.number("make_groups", "timeout_s", timeout_s, above=0, below=1e8)
-    started = launch.require_distributed()
+    started = startup.require_distributed()
     if spans.observers:
         spans.passing("start: make_groups")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
-    universe = launch.universe_of(ranks, mesh, rank, world_size)
+    universe = startup.universe_of(ranks, mesh, rank, world_size)
     if mesh is not None and partition_size is None:
         partition_size = _shard_dim(mesh)
-    chosen, served_by = launch.device_and_backend(device, mesh, backend)
-    launch.own_failures(served_by, begun=started and "nccl" in dist.get_backend_config())
+    chosen, served_by = startup.device_and_backend(device, mesh, backend)
+    startup.own_failures(served_by, begun=started and "nccl" in dist.get_backend_config())
     state = GroupState(universe, rank, whole=whole or len(universe) == world_size)
     state.on_device, state.timeout_s = _device.is_async(chosen), timeout_s
     state.heartbeat_s = hooks.limit_s(heartbeat_s, len(universe))
@@ -202,10 +195,10 @@ def make_groups(
             state.key, found, state.rejoining = before.key, before.verdict, True
         elif len(universe) > 1:
             store = hooks.join(state, timeout_s)
-            spot = launch.spot_of(chosen, alone=served_by != "gloo")
+            spot = startup.spot_of(chosen, alone=served_by != "gloo")
             mine = [{name: str(value) for name, value in facts.items()}, node, spot]
             wait = {"timeout_s": timeout_s, "check": partial(state.watch.check, ())}
-            meeting = launch.meet(store, universe, rank, mine, judged, verb="make_groups", **wait)
+            meeting = startup.meet(store, universe, rank, mine, judged, verb="make_groups", **wait)
             state.watch.begin(meeting)
             found = meeting.verdict
         if mean_over is not None:
@@ -249,16 +242,13 @@ def _topology_of(
     return topology
 
 
-GIVEN = "node_size="  # how the name of a node begins that follows from an argument
-
-
 def _node_of(rank: int, node_size: int | None, topology: Topology | None) -> str:
     """The node of this rank: by the argument, by the launcher's variable, or by its host name."""
     if topology is not None:
-        return f"{GIVEN} of topology="
+        return "one of topology="
     if node_size is not None:
         check_count(node_size, "make_groups: node_size")
-        return f"{GIVEN}{node_size} {rank // node_size}"
+        return f"node_size={node_size} {rank // node_size}"
     size = os.environ.get("LOCAL_WORLD_SIZE")
     if size is not None:
         return f"LOCAL_WORLD_SIZE={size} {rank // int(size)}"

@@ -17,14 +17,14 @@ PLANTED = [
     ),
     (
         "a rank that gave up on a meeting is one behind in the next",
-        "groups/launch.py",
+        "groups/startup.py",
         'if not missed or rank not in missed.get("absent", ()):',
         "if True:",
         "groups/test_meetings.py -k does_not_come",
     ),
     (
         "a rank that was interrupted in a meeting is one ahead in the next",
-        "groups/launch.py",
+        "groups/startup.py",
         '        later(store, "set", calls, f"{since} {number - 1}")\n',
         "",
         "groups/test_meetings.py -k interrupt",
@@ -80,7 +80,7 @@ PLANTED = [
     ),
     (
         "the fourth rank of a node that sees two devices takes one that is not there",
-        "groups/launch.py",
+        "groups/startup.py",
         "launch.local_rank % machine.count()",
         "launch.local_rank",
         "groups/test_devices.py -k fourth_rank",

@@ -13,8 +13,8 @@ from jobs import free_port
 
 from mics_fn import _torch
 from mics_fn.errors import DesyncError, GroupsError, MicsError, PeerFailed
-from mics_fn.groups import launch, make_groups
-from mics_fn.groups.launch import (
+from mics_fn.groups import make_groups, startup
+from mics_fn.groups.startup import (
     NCCL_SETTINGS,
     Launch,
     Machine,
@@ -53,7 +53,7 @@ NONE = Fake("cpu")
 @contextmanager
 def machine(fake: Fake, **env: str) -> Iterator[Fake]:
     first = mock.patch.object(torch.accelerator, "current_device_index", return_value=0)
-    with first, mock.patch.object(launch, "machine", fake), mock.patch.dict(os.environ, env):
+    with first, mock.patch.object(startup, "machine", fake), mock.patch.dict(os.environ, env):
         yield fake
 
 

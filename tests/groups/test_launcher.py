@@ -5,7 +5,7 @@ import re
 import pytest
 
 from mics_fn.errors import GroupsError
-from mics_fn.groups.launch import Launch, launched_world_size, read_launch
+from mics_fn.groups.startup import Launch, launcher_of, read_launch
 
 TORCHRUN = {
     "RANK": "5",
@@ -79,8 +79,7 @@ OF_MPI = Launch("Open MPI", 5, 8, 1, "node0", 7)
 )
 def test_the_launcher_that_is_nearest_says_the_place_of_a_rank(env, launch):
     assert read_launch(env) == launch
-    if launch is None:
-        assert launched_world_size(env) == 1
+    assert launcher_of(env) == (launch and launch.source)
 
 
 @pytest.mark.parametrize("size", ["PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE"])
@@ -93,7 +92,6 @@ def test_ranks_of_another_launcher_never_train_alone(size: str):
             f"init_distributed: {size}=8, of a launcher that is not known\n  fix: let the script "
             "that it runs set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"
         )
-        assert launched_world_size(env) == 8
         assert read_launch(env | TORCHRUN) == OF_TORCHRUN
     assert read_launch({size: "1"}) is None
 

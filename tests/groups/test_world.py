@@ -11,18 +11,20 @@ from jobs import free_port
 from test_groups import heard
 
 from mics_fn.errors import GroupsError
-from mics_fn.groups.launch import init_distributed
 from mics_fn.groups.make import make_groups
+from mics_fn.groups.startup import init_distributed
 from mics_fn.lab.ranks.pool import run_ranks
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "PMI_SIZE"])
-def test_make_groups_before_init(monkeypatch: pytest.MonkeyPatch, name: str):
+@pytest.mark.parametrize(
+    ("name", "source"), [("WORLD_SIZE", "torchrun"), ("SLURM_STEP_NUM_TASKS", "Slurm")]
+)
+def test_make_groups_before_init(monkeypatch: pytest.MonkeyPatch, name: str, source: str):
     monkeypatch.setenv(name, "4")
     with pytest.raises(GroupsError) as caught:
         make_groups()
     assert str(caught.value) == (
-        "make_groups: 4 ranks were launched, but torch.distributed is not initialised\n"
+        f"make_groups: {source} started several ranks, without torch.distributed\n"
         "  fix: call mics_fn.init_distributed() or torch.distributed.init_process_group() first"
     )
 

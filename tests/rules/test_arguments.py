@@ -178,7 +178,7 @@ PlanError: make_groups: heartbeat_s=0.1 would take ranks for lost that are well
 >>> mf.make_groups(mean_over=1.5)
 PlanError: make_groups: mean_over=1.5 is not an int of at least 1
 >>> mf.make_groups(partition_sizes=1)
-TypeError: make_groups: there is no option partition_sizes=
+TypeError: make_groups() got an unexpected keyword argument 'partition_sizes'
 >>> mf.init_distributed(timeout_s=-1)
 PlanError: init_distributed: timeout_s=-1, expected a finite number above 0 and below 1e+08
 >>> mf.reset(None)
@@ -210,7 +210,7 @@ PlanError: float is not an optimizer of init and update
 >>> trainer(frozen)
 LeafError: Trainer: no parameter is trained: all are frozen, or there is none
 >>> trainer(shedule=None)
-TypeError: Trainer: there is no option shedule=
+TypeError: Trainer.__init__() got an unexpected keyword argument 'shedule'
 >>> trainer(loss="mse")
 PlanError: Trainer: loss='mse', expected a function loss(model, batch)
 >>> trainer(accumulate=0)

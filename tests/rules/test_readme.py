@@ -11,7 +11,7 @@ import torch
 from test_packaging import run
 
 import mics_fn as mf
-from mics_fn.groups.launch import read_launch
+from mics_fn.groups.startup import read_launch
 from mics_fn.lab.report import step_bytes
 
 ROOT = Path(__file__).parents[2]

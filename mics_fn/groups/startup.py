@@ -94,7 +94,7 @@ def read_launch(env: Mapping[str, str]) -> Launch | None:
       >>> read_launch(env | dict(MASTER_PORT="29500")).rank
       1
     """
-    source = _source_of(env)
+    source = launcher_of(env)
     if source is None:
         return None
     names = _LAUNCHERS[source]
@@ -108,8 +108,14 @@ def read_launch(env: Mapping[str, str]) -> Launch | None:
     return Launch(source, rank, size, local_rank, found["MASTER_ADDR"], port)
 
 
-def _source_of(env: Mapping[str, str]) -> str | None:
-    """Which launcher started this process as one of several ranks."""
+def launcher_of(env: Mapping[str, str]) -> str | None:
+    """Which launcher started this process, as one of several ranks or for a job of one.
+
+    This process may run alone in a Slurm allocation of many tasks, so only its own step counts.
+
+    >>> launcher_of({"WORLD_SIZE": "8"}), launcher_of({"SLURM_NTASKS": "8"})
+    ('torchrun', None)
+    """
     _, of_mpi, of_slurm = (size for _, size, _ in _LAUNCHERS.values())
     if "RANK" in env or env.get("WORLD_SIZE", "1") != "1":
         return "torchrun"
@@ -139,21 +145,6 @@ def _address_of(env: Mapping[str, str], source: str) -> dict[str, str]:
         if digits:
             return {**found, "MASTER_PORT": f"{20000 + int(digits) % 10000}"}
     return found
-
-
-def launched_world_size(env: Mapping[str, str]) -> int:
-    """How many ranks were started together with this process, according to the
-
-    This process may run alone in a Slurm allocation of many tasks, so only the size of its own step
-    counts.
-
-    >>> launched_world_size({"WORLD_SIZE": "8"}), launched_world_size({"SLURM_NTASKS": "8"})
-    (8, 1)
-    """
-    if "WORLD_SIZE" in env:
-        return int(env["WORLD_SIZE"])
-    sizes = (*(size for _, size, _ in _LAUNCHERS.values()), *_OTHER_SIZES)
-    return max(int(env.get(name, "1")) for name in sizes)
 
 
 # This library finds failures, ends what waits for a lost rank, and raises `PeerFailed`. So torch's
@@ -245,8 +236,10 @@ def device_of(device: str | torch.device) -> tuple[torch.device, str]:
     wanted = torch.device(device)
     if wanted.type == "meta":
         return wanted, f"device={str(device)!r}, which holds no data"
+    if not _device.is_async(wanted):
+        return wanted, ""
     count = machine.count() if machine.kind() == wanted.type else 0
-    if not _device.is_async(wanted) or (wanted.index or 0) < count:
+    if (wanted.index or 0) < count:
         return wanted, ""
     return wanted, f"{wanted} is asked for, and this process sees {count} devices of its kind"
 
@@ -471,9 +464,9 @@ def require_distributed() -> bool:
     """
     if dist.is_available() and dist.is_initialized():
         return True
-    size = launched_world_size(os.environ)
-    if size > 1:
-        what = f"make_groups: {size} ranks were launched, but torch.distributed is not initialised"
+    source = launcher_of(os.environ)
+    if source is not None and os.environ.get("WORLD_SIZE") != "1":
+        what = f"make_groups: {source} started several ranks, without torch.distributed"
         fix = "call mics_fn.init_distributed() or torch.distributed.init_process_group() first"
         raise GroupsError(what, fix=fix)
     return False
