@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mics_fn import _device, _torch, spans
+from mics_fn import _torch, spans
 from mics_fn.errors import CollectiveError, first_line, name_ranks
 from mics_fn.groups import Comm, GroupState
 from mics_fn.store import Stuck, call_text
@@ -85,7 +85,7 @@ class Pending:
         if spans.observers:
             spans.calling(call_text(self._call), keep[:1], comms)
         self._steps, self._comms, self._keep = steps, comms, list[Any](keep)
-        self._device, self._on_device = device, _device.is_async(device)
+        self._device, self._on_device = device, _torch.is_async(device)
         self.state = QUEUED
         self._collective: Any = None  # that is in flight
         self.level = 0  # number of collectives issued so far
@@ -132,12 +132,12 @@ class Pending:
         """See [Note: streams]."""
         if self._comms and self._comms[0].state.standing:  # no wait on the host would find out
             self._comms[0].state.watch.check(self.stuck)
-        with _device.keep_stream(self._device):
+        with _torch.keep_stream(self._device):
             if self._comms:
-                _device.follow(self._comms[0].stream(self._device), self._device)
+                _torch.follow(self._comms[0].stream(self._device), self._device)
             while not self.finished:
                 self._issue()
-            self.ready = _device.record(self._device)
+            self.ready = _torch.record(self._device)
             for comm in self._comms[:1]:
                 comm.state.ready = self.ready
 
@@ -177,7 +177,7 @@ class Pending:
         if spans.observers:
             spans.calling(f"{collective.op} ({call_text(self._call)})", self._keep[:1], [comm])
         if self._on_device:
-            _device.follow(comm.stream(self._device), self._device)
+            _torch.follow(comm.stream(self._device), self._device)
             self._keep.append(collective)  # with the tensors that only it refers to
         facts = {"nbytes": collective.nbytes_sent, "lasts": not self._on_device}
         self._flight = self._span(comm.name, **facts)
@@ -196,7 +196,7 @@ class Pending:
             self.wait_for(len(self._comms))
         if self.ready is not None:
             with self._waiting():
-                _device.wait(self._device, self.ready)
+                _torch.wait(self._device, self.ready)
         self._keep.clear()
         if self.state is FAILED:
             raise CollectiveError("this collective failed before; its result does not exist")
@@ -228,7 +228,7 @@ class Pending:
     def __del__(self) -> None:
         # Buffers must outlive the transfer even if nobody waits for the result.
         if getattr(self, "_keep", None) and self.ready is not None:
-            _device.wait(self._device, self.ready)
+            _torch.wait(self._device, self.ready)
 
     # It fails: what other ranks and errors say of it.
 
@@ -364,9 +364,7 @@ class Collective:
 
     def issue(self, *, async_op: bool) -> None:
         """Issue it; without `async_op` it is queued on the current stream as any other op."""
-        name, traffic = self.comm.name, self.comm.traffic
-        traffic.calls[name] += 1
-        traffic.sent_bytes[name] += self.nbytes_sent
+        self.comm.traffic.add(self.comm.name, self.nbytes_sent)
         group = self.comm.process_group()
         try:
             with _torch.unrecorded(async_op):

@@ -51,7 +51,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from mics_fn import _device, _torch, errors
+from mics_fn import _torch, errors
 from mics_fn.errors import GroupsError, PeerFailed, first_line, name_ranks
 from mics_fn.groups.topology import fold_ranks
 from mics_fn.store import LEFT, Calls, Channel, Store, Stuck, poll
@@ -261,8 +261,7 @@ class Watch:
 
     def begin(self, meeting: Any) -> None:
         """Take the key and the members of a meeting, and begin to read what ranks say."""
-        state = self.state
-        state.epoch, state.members, state.key = meeting.epoch, meeting.members, meeting.key
+        self.state.members, self.state.key = meeting.members, meeting.key
 
     def check(self, *stuck: Any, **how: Any) -> None:
         """Raise if a rank has failed without which a wait cannot end."""
@@ -320,7 +319,6 @@ class GroupState:
     ranks: tuple[int, ...] = ()  # global ranks of the job
     rank: int = 0  # this rank, global
     key: str = ""  # prefix of the keys of these groups in the store
-    epoch: int = 0  # in which their ranks have met; see [Note: the epoch of membership]
     members: Mapping[int, int] = field(default_factory=dict)  # rank -> since when its process is
     whole: bool = True  # False if ranks outside the job may hold parts of the same model
     on_device: bool = False  # whether collectives are done by an accelerator, not by the host
@@ -398,7 +396,7 @@ class GroupState:
             quietly(partial(self.watch.announce, error, final=True))
         tasks = self.watch.close, self.channel.depart(LEFT)
         if self.on_device and not self.aborted:
-            _device.drain(_PATIENCE_S)
+            _torch.drain(_PATIENCE_S)
         threads = [*self.abort(), *map(_started, tasks)]
         self._let_go()
         deadline = time.monotonic() + _PATIENCE_S
@@ -437,8 +435,8 @@ class GroupState:
         self._let_go()
         quietly(self.watch.close)
         if end is discard and self.on_device and not self.aborted:
-            _device.drain(_GRACE_S)
-            _device.lose_queued()
+            _torch.drain(_GRACE_S)
+            _torch.lose_queued()
         for i in reversed(range(len(groups))):
             end(groups[i])
         self.failed = None
@@ -449,10 +447,10 @@ class GroupState:
             start(thread).join(patience_s)
 
     def abort(self) -> list[threading.Thread]:
-        """Abort each process group on a thread; see [Note: aborted collectives] in `_device`."""
+        """Abort each process group on a thread; see [Note: aborted collectives] in `_torch`."""
         if self.on_device and not self.aborted:
             self.aborted = True
-            _device.lose_queued()
+            _torch.lose_queued()
         groups = [group for group in self.owned if group in _torch.LIVE_GROUPS]
         return [abort_group(group) for group in groups]
 
@@ -563,8 +561,7 @@ class Traffic:
 
     Example:
       >>> traffic = Traffic()
-      >>> traffic.calls["gather node"] += 1
-      >>> traffic.sent_bytes["gather node"] += 4096
+      >>> traffic.add("gather node", 4096)
       >>> traffic.snapshot()
       {'gather node': (1, 4096)}
       >>> print(traffic)
@@ -573,6 +570,11 @@ class Traffic:
 
     def __init__(self) -> None:
         self.calls, self.sent_bytes = Counter[str](), Counter[str]()
+
+    def add(self, what: str, nbytes: int) -> None:
+        """Record one call that sends `nbytes`."""
+        self.calls[what] += 1
+        self.sent_bytes[what] += nbytes
 
     def clear(self) -> None:
         """Forget everything, for example between two measured steps."""
@@ -677,7 +679,7 @@ class Comm:
     def stream(self, device: torch.device) -> torch.Stream:
         """The stream of all its collectives on an accelerator, in the order they are issued in."""
         if device not in self._streams:
-            self._streams[device] = _device.own_stream(device)
+            self._streams[device] = _torch.own_stream(device)
         return self._streams[device]
 
     def process_group(self) -> dist.ProcessGroup:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mics_fn import _device, checks, errors, spans
+from mics_fn import _torch, checks, errors, spans
 from mics_fn.groups import startup
 from mics_fn.groups.communicator import GroupState, Maker, check_fork, hooks, withdraw_all
 from mics_fn.groups.groups import Groups, Hierarchy, Level, Route
@@ -179,7 +179,7 @@ def make_groups(
     chosen, served_by = startup.device_and_backend(device, mesh, backend)
     startup.own_failures(served_by, begun=started and "nccl" in dist.get_backend_config())
     state = GroupState(universe, rank, whole=whole or len(universe) == world_size)
-    state.on_device, state.timeout_s = _device.is_async(chosen), timeout_s
+    state.on_device, state.timeout_s = _torch.is_async(chosen), timeout_s
     state.heartbeat_s = hooks.limit_s(heartbeat_s, len(universe))
     node = _node_of(rank, node_size, topology)
     facts = {"partition_size": partition_size, "node_size": node_size, "topology": topology}
@@ -280,7 +280,7 @@ def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | Non
     factor = 1.0 if mean_over is None else len(maker.ranks) / mean_over
     more = {"grad_factor": factor, "names": plan.topology.names}
     route = Route(levels, coords, chunk, **more)
-    if _device.is_async(device) and not state.rejoining:
+    if _torch.is_async(device) and not state.rejoining:
         flat_reduce = [] if one_level is levels else [partition]
         maker.warm_up([*route.comms, *flat_reduce, replicas, second], device)
     replicas = replace(replicas, second=replace(second, name="replicas"))  # in the ledger

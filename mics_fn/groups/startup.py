@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from mics_fn import _device, _torch, checks, errors, spans
+from mics_fn import _torch, checks, errors, spans
 from mics_fn.errors import GroupsError
 from mics_fn.groups.communicator import hooks
 from mics_fn.groups.topology import fold_ranks
@@ -235,8 +235,8 @@ def device_of(device: str | torch.device) -> tuple[torch.device, str]:
     """The device that an argument means, and why this process cannot use it."""
     wanted = torch.device(device)
     if wanted.type == "meta":
-        return wanted, f"device={str(device)!r}, which holds no data"
-    if not _device.is_async(wanted):
+        return torch.device("cpu"), f"device={str(device)!r}, which holds no data"
+    if not _torch.is_async(wanted):
         return wanted, ""
     count = machine.count() if machine.kind() == wanted.type else 0
     if (wanted.index or 0) < count:
@@ -267,7 +267,7 @@ def spot_of(device: torch.device, *, alone: bool) -> Spot:
       alone: whether the other ranks must use other devices, as every backend but gloo requires.
     """
     host, unit = socket.gethostname(), ""
-    if _device.is_async(device) and alone:
+    if _torch.is_async(device) and alone:
         # A number alone says nothing where each process sees other devices.
         masks = sorted(x for x in os.environ.items() if x[0].endswith(("VISIBLE_DEVICES", "_MASK")))
         unit = machine.uuid(device) or f"{device} of {host}, {masks}"
@@ -299,8 +299,8 @@ def init_distributed(
 
     It reads torchrun's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without those,
     Open MPI's OMPI_COMM_WORLD_RANK and the like, together with MASTER_ADDR and MASTER_PORT; without
-    those, Slurm's SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. Under any other launcher set the
-    five variables of torchrun. On several nodes Slurm needs this line before srun:
+    those, Slurm's SLURM_PROCID, SLURM_STEP_NUM_TASKS and SLURM_LOCALID. Under any other launcher
+    set the five variables of torchrun. On several nodes Slurm needs this line before srun:
     `export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)`. If
     torch.distributed is initialised already, or no launcher started this process, it only chooses
     the device. A process that takes the place of a rank that was lost does not wait for the others:
@@ -322,7 +322,7 @@ def init_distributed(
       GroupsError: some of the launcher's variables are missing, the store cannot be held, a rank
         does not have its device, or several have the same; the text names the ranks and the fix.
       DesyncError: some ranks would use the CPU and others would not.
-      PlanError: `timeout_s` is not a number above 0, or `cpu_groups` is not a bool.
+      PlanError: `timeout_s` is not a number above 0.
       CollectiveError: some rank did not call it in time.
 
     Example:
@@ -335,14 +335,14 @@ def init_distributed(
     launch = None if dist.is_initialized() else read_launch(os.environ)
     deadline = time.monotonic() + timeout_s
     chosen, problem = _choose(device, launch)
-    own = _device.backend(chosen)
+    own = _torch.backend(chosen)
     mine = [spot_of(chosen, alone=not problem), str(device), problem]
     store, start = None, None
     if launch is None:
         _judge_devices({0: mine})
     else:
         store, start = _agreed_store(launch, mine, timeout_s, deadline)
-    if _device.is_async(chosen):
+    if _torch.is_async(chosen):
         machine.use(chosen)
     if launch is None:
         return chosen
@@ -373,10 +373,10 @@ def _choose(device: str | torch.device, launch: Launch | None) -> tuple[torch.de
     if device == "auto" and dist.is_initialized():
         device = _served_kind(dist.get_backend_config())
     wanted, problem = device_of(machine.kind() if device == "auto" else device)
-    if problem or not _device.is_async(wanted) or wanted.index is not None:
+    if problem or not _torch.is_async(wanted) or wanted.index is not None:
         return wanted, problem
     near = launch and torch.device(wanted.type, launch.local_rank % machine.count())
-    return near or _device.with_index(wanted), ""
+    return near or _torch.with_index(wanted), ""
 
 
 def _agreed_store(
@@ -510,11 +510,11 @@ def device_and_backend(
             fix = "pass device='cpu', or use a torch and a driver for this device"
             raise GroupsError(f"make_groups: {problem}", fix=fix)
     if not dist.is_initialized():
-        return _device.with_index(torch.get_default_device() if device is None else device), ""
+        return _torch.with_index(torch.get_default_device() if device is None else device), ""
     config = backend or dist.get_backend_config()
     if device is None:
         device = _served_kind(config) if mesh is None else mesh.device_type
-    chosen = _device.with_index(torch.device(device))
+    chosen = _torch.with_index(torch.device(device))
     if backend is not None:
         return chosen, backend
     # A config such as "cpu:gloo,cuda:nccl" names one backend per device. Groups that are made for
@@ -542,7 +542,6 @@ class Meeting(NamedTuple):
 
     key: str  # not used by an earlier meeting
     verdict: Any  # of the judge
-    epoch: int = 0  # of the membership that it began; see [Note: the epoch of membership]
     members: Mapping[int, int] = {}  # rank -> since when its process is one
 
 
@@ -608,7 +607,7 @@ def meet(
             if rank == 0:  # which may hold the store
                 poll(lambda: store.add(read, 0) >= wanted, 1, time.monotonic() + _LINGER_S)
         raise _KINDS[verdict["error"]](verdict["text"])
-    meeting = Meeting(key, verdict["found"], verdict["epoch"], dict(verdict["members"]))
+    meeting = Meeting(key, verdict["found"], dict(verdict["members"]))
     if meeting.members.get(rank, 1) != since:
         text = f"{verb}: the ranks met a process of rank {rank} that has ended since"
         raise GroupsError(text, fix=f"call {verb} again on all ranks")
@@ -682,8 +681,8 @@ def _judged(
         judgement = judge(found)
         epoch, least = store.add(EPOCH, 1), max(members.values(), default=1)
         if epoch < least:
-            epoch = store.add(EPOCH, least - epoch)
-        return {"found": judgement, "members": [*members.items()], "epoch": epoch}
+            store.add(EPOCH, least - epoch)
+        return {"found": judgement, "members": [*members.items()]}
     except _JUDGED as error:
         return {"error": type(error).__name__, "text": str(error)}
 

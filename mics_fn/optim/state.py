@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from mics_fn import _device, _torch, checks, shards, spans, tree
+from mics_fn import _torch, checks, shards, spans, tree
 from mics_fn.errors import FileError, LeafError, MicsError, PlanError
 from mics_fn.groups import Groups
 from mics_fn.offload import Where
@@ -45,7 +45,7 @@ def _fits(want: flat.Unpacked, got: flat.Unpacked) -> bool:
     homes, own = flat.devices(want.pieces), flat.devices(got.pieces)
     if homes != own:
         for home, x in zip(homes, own, strict=False):
-            if home != x and not (home.type == "cpu" and _device.is_async(x)):
+            if home != x and not (home.type == "cpu" and _torch.is_async(x)):
                 return False
     if want.places != got.places or want.lengths != got.lengths:
         return False

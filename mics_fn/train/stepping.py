@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mics_fn import _device, spans, tree
+from mics_fn import _torch, spans, tree
 from mics_fn.collectives import collect_values
 from mics_fn.deferred import GradSum, defer
 from mics_fn.errors import MicsError, message
@@ -194,14 +194,14 @@ def can_be_masked(trainer: Any, grads: Any) -> bool:
     torch's fused kernels, the host waits. See [Note: masked steps] in `optim.optimizers`.
     """
     state, sync, device = trainer.ahead, trainer.replica_sync, trainer.member.home.device
-    if not _device.is_async(device) or not state.transform.masked:
+    if not _torch.is_async(device) or not state.transform.masked:
         return False
     if trainer.where.moved & {"params", "states"}:
         return False
     more = sync.independent or sync.reduce is not None or trainer.recoverable
     buckets = {getattr(x, "bucket", None) for x in tree.flatten(state.params, is_leaf)[0]}
     coded = any(x is not None and (x.state or x.codes) for x in buckets)
-    more = more or coded or isinstance(grads, GradSum) or _device.abort_flag(device) is None
+    more = more or coded or isinstance(grads, GradSum) or _torch.abort_flag(device) is None
     return not more
 
 
@@ -268,7 +268,7 @@ def micro_steps(
 def one_step(trainer: Any, batch: Any) -> StepMetrics:
     """Take a step on a batch, on all ranks together; see `Trainer.step`."""
     member = trainer.member
-    flag = _device.abort_flag(member.home.device) if _device.is_async(member.home.device) else None
+    flag = _torch.abort_flag(member.home.device) if _torch.is_async(member.home.device) else None
     member.home.partition.check_open()  # a state may be lost because they have failed
     merge(trainer)  # where that of the last step was cut short
     if not member.compared:  # a state may have been put in its place since

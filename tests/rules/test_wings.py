@@ -50,7 +50,7 @@ GROUND = [
 ]
 # The only files that reach private names of torch.
 TORCH_DOORS = ["_torch"]
-GROUND += [*TORCH_DOORS, "_device", "_version"]
+GROUND += [*TORCH_DOORS, "_version"]
 DOORS = ["__init__", "__main__"]  # what users see; nothing imports them
 
 # What a wing or a file imports from outside, Python's own library aside.
@@ -64,7 +64,6 @@ OUTSIDE = {
     "read_only": ["torch"],
     "tree": ["optree"],
     "_torch": ["torch", "torch.distributed"],
-    "_device": ["torch", "torch.distributed"],
     "schedules": [],
     "groups": ["torch", "torch.distributed"],
     "faults": ["torch.distributed"],

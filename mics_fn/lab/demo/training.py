@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import mics_fn as mf
-from mics_fn import _device
+from mics_fn import _torch
 from mics_fn.collectives import Codec
 from mics_fn.lab.bench.turns import nbytes
 from mics_fn.lab.models import gpt
@@ -186,7 +186,7 @@ def _batches(
         groups.traffic.clear()
         started = time.perf_counter()
         yield batch
-        _device.finish(device)
+        _torch.finish(device)
         record.seconds.append(time.perf_counter() - started)
         record.sent = {what: sent for what, (_, sent) in groups.traffic.snapshot().items()}
 

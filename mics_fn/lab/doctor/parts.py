@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 import mics_fn as mf
-from mics_fn import _device, _torch, tree
+from mics_fn import _torch, tree
 from mics_fn.deferred import bucket_sizes
 from mics_fn.groups import LEAST_RING
 from mics_fn.lab.bench.stage import Cut, StepConfig, memory_formula
@@ -147,7 +147,7 @@ def pools(job: DoctorConfig) -> None:
             [p],
             live_bytes=live,
             micro_steps=training.accumulate,
-            exchanged=not _device.is_async(me.device),
+            exchanged=not _torch.is_async(me.device),
         )
         most = plan + max(parts["hops"], LEAST_RING) + parts["sums"]
         me.say("all pools", kept.waiting_bytes, most, "bytes")

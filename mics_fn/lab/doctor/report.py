@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 import mics_fn as mf
-from mics_fn import _device
+from mics_fn import _torch
 from mics_fn._version import __version__
 from mics_fn.errors import human_bytes, rank_lines
 from mics_fn.groups import Topology, nccl_problems
@@ -221,10 +221,10 @@ def _gather(groups: mf.Groups) -> list[Check]:
     want = torch.arange(SIZE, dtype=torch.float32, device=groups.device)
     shards = mf.shard({"known": want}, groups)
     mf.unshard(shards, groups)  # the first one also makes connections
-    _device.finish(groups.device)
+    _torch.finish(groups.device)
     began = time.monotonic()
     full = mf.unshard(shards, groups)["known"]
-    _device.finish(groups.device)
+    _torch.finish(groups.device)
     seconds = time.monotonic() - began
     return [
         Check("elements that are wrong in a gather", int((full != want).sum()), 0),
@@ -240,7 +240,7 @@ def _means(groups: mf.Groups) -> list[Check]:
     for _ in range(2):  # the first one also makes connections
         began = time.monotonic()
         means = mf.reduce_grads(mf.scatter_grads(mine, groups, like=shards), groups)
-        _device.finish(groups.device)
+        _torch.finish(groups.device)
         seconds = time.monotonic() - began
     wrong = int((mf.unshard(means, groups)["known"] != wanted).sum())
     return [
@@ -270,7 +270,7 @@ def environment(job: DoctorConfig) -> dict[str, Any]:
         "NCCL": lambda: ".".join(map(str, nccl.version())),
         "system": lambda: " ".join((platform.system(), platform.machine(), *platform.libc_ver())),
         "cores": lambda: f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
-        "memory": lambda: human_bytes(_device.total_memory(torch.device("cpu"))),
+        "memory": lambda: human_bytes(_torch.total_memory(torch.device("cpu"))),
         "settings of NCCL": _nccl_settings,
         "backends": lambda: " ".join(b for b in BACKENDS if dist.is_backend_available(b)),
     }
@@ -300,7 +300,7 @@ def _or_why_not(fact: Callable[[], Any]) -> Any:
 def _device_text(device: torch.device) -> str:
     properties = torch.get_device_module(device).get_device_properties(device)
     uuid = str(getattr(properties, "uuid", "")).removeprefix("GPU-")[:UUID_DIGITS] or "unknown"
-    return f"{properties.name}, {human_bytes(_device.total_memory(device))}, UUID {uuid}"
+    return f"{properties.name}, {human_bytes(_torch.total_memory(device))}, UUID {uuid}"
 
 
 def loopback(job: DoctorConfig) -> None:
