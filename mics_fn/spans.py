@@ -22,7 +22,7 @@ rank: resets and saves from `info` on, each fetch, hop, drop, wait and update of
 
 [Note: points] The library says where it is: `start` and `build` of groups, of shards and of a
 `Trainer`; `step` where `Trainer.step` begins; each collective as it is started, in the words of
-`schedules.call_text` and with the names of its communicators; each of its levels as it is issued,
+`store.call_text` and with the names of its communicators; each of its levels as it is issued,
 such as "all-reduce (...) over 'replicas'"; `opt_step`; `commit`, from which on the memory of a
 state is written, once its gradients have come and are accepted; "offload: write" and "offload:
 read", with the names of leaves, where data of a scratch file are about to be moved; "save" where a

@@ -187,21 +187,18 @@ class Channel:
     job_size: int = 1
 
     def __post_init__(self) -> None:
-        self.runs = 0  # number of runs so far
+        self.runs = 0  # number of runs so far; the n-th one is the same on all ranks
         self.fixed: dict[Any, Any] = {}  # policy and `Learned` of schedules given without a policy
         self.learned = WeakSet[Any]()  # each a `Learned`, as long as a policy remembers it
         self.calls: list[Calls] = []  # of each communicator that this rank is in
-        self._run_keys = deque[tuple[int, str]]()  # to delete, by the run that wrote them
+        self.run_keys = deque[tuple[int, str]]()  # to delete, by the run that wrote them
         # Raises if a rank of the groups has failed without which a wait cannot end.
         self.check: Callable[..., None] = lambda *args, **kwargs: None
 
-    def begin_run(self) -> int:
-        """Begin a run and return its number; the n-th run is the same on all ranks."""
-        self.runs += 1
-        # Nobody reads the messages of old runs, but the store would keep them in memory.
-        while self._run_keys and self._run_keys[0][0] <= self.runs - _RUNS_KEPT:
-            later(self.store, "delete_key", self._run_keys.popleft()[1])
-        return self.runs
+    def delete_old(self) -> None:
+        """Delete messages of old runs: nobody reads them, but the store would keep them."""
+        while self.run_keys and self.run_keys[0][0] <= self.runs - _RUNS_KEPT:
+            later(self.store, "delete_key", self.run_keys.popleft()[1])
 
     def first_of(self, event: str, text: str) -> str:
         """The text of the rank that came to this event first, among all replicas."""
@@ -215,7 +212,7 @@ class Channel:
 
     def _key_of(self, event: str) -> str:
         key = f"{self.key}/all/{event}"
-        self._run_keys.append((self.runs, key))
+        self.run_keys.append((self.runs, key))
         return key
 
     def calls_of(self, name: str, ranks: Sequence[int]) -> Calls:

@@ -484,8 +484,11 @@ def _started(task: Callable[[], None]) -> threading.Thread:
 def reports_step(state: GroupState, step: int) -> Iterator[None]:
     """Context of the step with this number; its error is reported to the other ranks."""
     state.step = step
-    with reports(BaseException):
+    try:
         yield
+    except BaseException as error:
+        announce_all(error)
+        raise
 
 
 def announce_all(error: BaseException, *, final: bool = False, kind: str = "") -> None:

@@ -294,17 +294,17 @@ class Groups:
     agreed: set = field(default_factory=set)
     derive: Callable[[Any], Any] = _as_made
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """Number of ranks of the job."""
         return len(self.ranks)
 
-    @property
+    @cached_property
     def partition_size(self) -> int:
         """Number of ranks that share one replica."""
         return self.plan.partition_size
 
-    @property
+    @cached_property
     def num_replicas(self) -> int:
         """Number of complete replicas."""
         return len(self.ranks) // self.plan.partition_size
@@ -437,9 +437,10 @@ class Groups:
 
 def require_replicas(verb: str, homes: Iterable[Groups | Hierarchy]) -> None:
     """Raise GroupsError unless all of these know the other replicas, which hierarchies do not."""
-    if any(isinstance(home, Hierarchy) for home in homes):
-        fix = "pass groups, which know the other replicas"
-        raise GroupsError(f"{verb}: got a hierarchy, needs groups", fix=fix)
+    for home in homes:
+        if isinstance(home, Hierarchy):
+            fix = "pass groups, which know the other replicas"
+            raise GroupsError(f"{verb}: got a hierarchy, needs groups", fix=fix)
 
 
 Home = Groups | Hierarchy  # the groups of a leaf, as the verbs take them

@@ -207,7 +207,10 @@ class Run:
         for channel in self._channels:
             channel.learned.add(learned)
         self._widest = max(self._channels, key=lambda channel: channel.job_size)
-        self.number = self._widest.begin_run()
+        self._widest.runs += 1
+        self.number = self._widest.runs
+        if self._widest.run_keys:
+            self._widest.delete_old()
         learned.last = self
 
     def start(self) -> Sequence[int]:
