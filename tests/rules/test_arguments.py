@@ -166,7 +166,7 @@ LeafError: defer(into=): another backward went through it than that of its GradS
 >>> mf.groups.Topology((2, 2.5))
 PlanError: Topology: sizes[1]=2.5 is not an int of at least 1
 >>> mf.make_groups("1")
-PlanError: partition_size='1' is not an int of at least 1
+PlanError: partition_size='1' does not fit 1 ranks = node 1 x rank 1
 >>> mf.make_groups(device="cuda:99")
 GroupsError: make_groups: cuda:99 is asked for, and this process sees ... devices of its kind
 >>> mf.make_groups(device="meta")
