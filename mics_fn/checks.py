@@ -13,16 +13,15 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, wraps
+from functools import lru_cache
 from inspect import Parameter, signature
 from numbers import Real
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from mics_fn import _torch
 from mics_fn.errors import LeafError, MicsError, PlanError, message
 
-P = ParamSpec("P")
-R = TypeVar("R")
+V = TypeVar("V")
 
 _SHORT = 60  # characters of a value that an error shows
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), list, tuple)
@@ -229,27 +228,8 @@ def options(verb: str, names: Iterable[str], known: Iterable[str]) -> None:
             raise TypeError(message(f"{verb}: there is no option {name}=", fix=fix))
 
 
-def named_options(verb: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function name the option that was meant, where it is given one that it lacks."""
-
-    def around(fn: Callable[P, R]) -> Callable[P, R]:
-        known = frozenset(signature(fn).parameters) - {"self"}
-
-        @wraps(fn)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not known.issuperset(kwargs):
-                options(verb, kwargs, known)
-            return fn(*args, **kwargs)
-
-        return call
-
-    return around
-
-
 # Patterns that choose leaves by their paths, as the overrides of a `Precision` and a `Where`
 # have.
-
-V = TypeVar("V")
 
 
 def matches(pattern: str, path: str) -> bool:

@@ -20,7 +20,7 @@ was found, and how to mend it. All types derive from `MicsError`.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T", bound=Hashable)
 
@@ -33,6 +33,8 @@ class MicsError(Exception):
       lines: details, which are indented below it.
       fix: what to do about it.
 
+    Python unpickles an error by calling its class with the text alone, and then sets its fields.
+
     Example:
       >>> print(LeafError("shard: no leaf", ["params.w: got None"], fix="pass tensors"))
       shard: no leaf
@@ -42,21 +44,6 @@ class MicsError(Exception):
 
     def __init__(self, text: str = "", lines: Iterable[str] = (), fix: str = "") -> None:
         super().__init__(message(text, lines, fix))
-
-    # Python unpickles an error by calling its class with `args`, which is the text alone: the other
-    # arguments would be missing. So the fields travel, and no class is called.
-    def __reduce__(self) -> Any:
-        return _unpickled, (type(self), self.args, self.__dict__)
-
-
-def _unpickled(kind: type[BaseException], args: tuple, fields: dict[str, Any]) -> BaseException:
-    maker: Any = kind  # `kind.__new__` may be that of RuntimeError for what has OSError's layout
-    while maker.__module__ != "builtins":
-        maker = maker.__base__
-    error = maker.__new__(kind, *args)
-    error.args = args
-    error.__dict__.update(fields)
-    return error
 
 
 class PlanError(MicsError, ValueError):
@@ -181,10 +168,10 @@ class PeerFileError(FileError, PeerFailed):
       path, leaf: as for `FileError`.
     """
 
-    def __init__(self, peer: PeerFailed, path: str, leaf: str) -> None:
+    def __init__(self, peer: PeerFailed | str, path: str = "", leaf: str = "") -> None:
         super().__init__(str(peer), path, leaf)
-        self.rank, self.kind, self.step = peer.rank, peer.kind, peer.step
-        self.operation, self.remote_traceback = peer.operation, peer.remote_traceback
+        if isinstance(peer, PeerFailed):
+            vars(self).update(vars(peer), leaf=leaf)
 
 
 class CheckpointNotFound(FileError, FileNotFoundError):

@@ -22,7 +22,7 @@ rank: resets and saves from `info` on, each fetch, hop, drop, wait and update of
 
 [Note: points] The library says where it is: `start` and `build` of groups, of shards and of a
 `Trainer`; `step` where `Trainer.step` begins; each collective as it is started, in the words of
-`schedules.call_text` and with the names of its communicators; each of its levels as it is issued,
+`store.call_text` and with the names of its communicators; each of its levels as it is issued,
 such as "all-reduce (...) over 'replicas'"; `opt_step`; `commit`, from which on the memory of a
 state is written, once its gradients have come and are accepted; "offload: write" and "offload:
 read", with the names of leaves, where data of a scratch file are about to be moved; "save" where a
@@ -33,9 +33,7 @@ at an empty list.
 
 import logging
 import os
-import sys
 import time
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field
@@ -48,7 +46,6 @@ from mics_fn import _torch
 # The logger `mics_fn`: quiet, unless somebody configures it or `MICS_FN_LOG` does.
 
 VARIABLE = "MICS_FN_LOG"
-_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 LOG = logging.getLogger("mics_fn")
 LOG.addHandler(logging.NullHandler())  # else Python would write warnings of it to stderr
@@ -68,19 +65,13 @@ def set_up(environ: Mapping[str, str]) -> None:
 
     >>> set_up({})
     """
-    wanted = environ.get(VARIABLE, "")
-    if not wanted:
-        return
-    level = _LEVELS.get(wanted.lower())
-    if level is None:
-        text = f"{VARIABLE}={wanted!r} is none of {', '.join(_LEVELS)}; nothing is logged"
-        warnings.warn(text, stacklevel=3)
-        return
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OnRank("%(message)s"))
-    LOG.addHandler(handler)
-    LOG.setLevel(level)
-    LOG.propagate = False  # the root's handlers would write each line once more
+    level = environ.get(VARIABLE, "").upper()
+    if level:
+        LOG.setLevel(level)
+        handler = logging.StreamHandler()
+        handler.setFormatter(_OnRank("%(message)s"))
+        LOG.addHandler(handler)
+        LOG.propagate = False  # the root's handlers would write each line once more
 
 
 set_up(os.environ)

@@ -1,9 +1,12 @@
-"""The key-value store that the ranks of a job share, and the calls that they count."""
+"""The key-value store that the ranks of a job share, their calls, and the channel of groups."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
+from weakref import WeakSet
 
 
 class Store(Protocol):
@@ -152,3 +155,88 @@ class Calls:
     def add(self, call: Call, meanwhile: Callable[[], object]) -> None:
         """Note a call that is about to be made; returns once it is safe to move data."""
         self.number += 1
+
+
+_RUNS_KEPT = 4  # every run has collectives, so ranks are never that many runs apart
+
+
+@dataclass(eq=False)
+class Channel:
+    """What the runs of a partition group share through the store; without one, of a single rank.
+
+    It says nothing of faults. What does takes its place as `of_several`, and overrides what is done
+    before each call is issued (`calls_of`), where a wait has no progress (`poll_peers`) and where
+    an error concerns other ranks; see `mics_fn.faults`.
+
+    Args:
+      store: shared by all ranks.
+      key: prefix of its keys, which no other groups of this job use.
+      ranks: global ranks of the partition group.
+      rank: this rank.
+      timeout_s: bound in seconds of each wait.
+      job_size: number of ranks of the whole job.
+    """
+
+    of_several: ClassVar[Callable[..., Any]]  # what is made for several ranks
+
+    store: Any = None
+    key: str = ""
+    ranks: Sequence[int] = ()
+    rank: int = 0
+    timeout_s: float = 300.0
+    job_size: int = 1
+
+    def __post_init__(self) -> None:
+        self.runs = 0  # number of runs so far; the n-th one is the same on all ranks
+        self.fixed: dict[Any, Any] = {}  # policy and `Learned` of schedules given without a policy
+        self.learned = WeakSet[Any]()  # each a `Learned`, as long as a policy remembers it
+        self.calls: list[Calls] = []  # of each communicator that this rank is in
+        self.run_keys = deque[tuple[int, str]]()  # to delete, by the run that wrote them
+        # Raises if a rank of the groups has failed without which a wait cannot end.
+        self.check: Callable[..., None] = lambda *args, **kwargs: None
+
+    def delete_old(self) -> None:
+        """Delete messages of old runs: nobody reads them, but the store would keep them."""
+        while self.run_keys and self.run_keys[0][0] <= self.runs - _RUNS_KEPT:
+            later(self.store, "delete_key", self.run_keys.popleft()[1])
+
+    def first_of(self, event: str, text: str) -> str:
+        """The text of the rank that came to this event first, among all replicas."""
+        if self.store is None:
+            return text
+        return self.store.compare_set(self._key_of(event), "", text).decode()
+
+    def tally(self, event: str, amount: int) -> int:
+        """Add to a number that all replicas share, and return the sum; never waits."""
+        return amount if self.store is None else self.store.add(self._key_of(event), amount)
+
+    def _key_of(self, event: str) -> str:
+        key = f"{self.key}/all/{event}"
+        self.run_keys.append((self.runs, key))
+        return key
+
+    def calls_of(self, name: str, ranks: Sequence[int]) -> Calls:
+        """The calls of a communicator of these ranks."""
+        return Calls()
+
+    def poll_peers(self, stuck: Sequence[Stuck] = ()) -> None:
+        """Raise the error that explains a wait without progress."""
+
+    def glance(self) -> None:
+        """Call `poll_peers` now and then."""
+
+    def moved(self) -> None:
+        """Note that a wait has ended in which this rank polled."""
+
+    def raise_reported(self) -> None:
+        """Raise an error that another rank reported."""
+
+    def refuse(self, text: str) -> None:
+        """Make the other ranks raise an error that this rank and some others raise now."""
+
+    def depart(self, how: str) -> Callable[[], None]:
+        """Say that this rank makes no more calls; return what frees the rest."""
+        return lambda: None
+
+
+Channel.of_several = Channel

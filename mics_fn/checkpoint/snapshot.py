@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from mics_fn import _device, _torch, tree
+from mics_fn import _torch, tree
 from mics_fn.checkpoint import manifest
 from mics_fn.collectives import Codec, checksum
 from mics_fn.errors import LeafError, PlanError
@@ -241,7 +241,7 @@ def copied(tensors: Mapping[K, Tensor]) -> AbstractContextManager[dict[K, Tensor
     in_files: dict[K, Any] = {name: x for name, x in tensors.items() if in_file(x)}
     lock = ReadLock(in_files.values())
     near = {k: x for k, x in tensors.items() if k not in in_files}
-    devices = {x.device for x in near.values() if _device.is_async(x.device)}
+    devices = {x.device for x in near.values() if _torch.is_async(x.device)}
     places, end = dict[K, int](), 0
     for name, x in near.items():
         places[name] = end
@@ -250,7 +250,7 @@ def copied(tensors: Mapping[K, Tensor]) -> AbstractContextManager[dict[K, Tensor
     memory = FREE.pop(device.type, None)
     if memory is None or len(memory) < end:
         memory = None  # if it is too small, it goes before a larger one is made
-        memory = _device.host_buffer(end, device)
+        memory = _torch.host_buffer(end, device)
 
     copies = dict[K, Tensor]()
     for name, x in near.items():
@@ -260,7 +260,7 @@ def copied(tensors: Mapping[K, Tensor]) -> AbstractContextManager[dict[K, Tensor
         pinned = bool(devices) and memory.is_pinned()
         with torch.no_grad():
             _torch.foreach_copy(list(copies.values()), list(near.values()), non_blocking=pinned)
-    events = [_device.record(device) for device in devices]
+    events = [_torch.record(device) for device in devices]
     order = list(tensors)
 
     @contextmanager

@@ -23,7 +23,7 @@ compared when they are new (tens of bytes per leaf, once per tree), and an error
 paths that differ. Ranks also compare all calls on each communicator before data moves: see [Note:
 the same calls] in `faults.order`.
 There is one process per rank. A second thread that uses groups at the same time is refused: see
-[Note: one thread at a time] in `groups.group_state`.
+[Note: one thread at a time] in `groups.communicator`.
 
 | | gloo, on the CPU | NCCL, on CUDA |
 |---|---|---|

@@ -36,11 +36,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mics_fn import _device, _torch, interrupts, spans
+from mics_fn import _torch, spans
 from mics_fn.errors import CollectiveError, first_line, name_ranks
 from mics_fn.groups import Comm, GroupState
 from mics_fn.store import Stuck, call_text
-from mics_fn.threads import Job, Latch, start
+from mics_fn.threads import Job, Latch, give_way, start
 
 Steps = Generator["Collective", None, Tensor]
 What = tuple[str, str, Hashable]  # the verb or "", what it does, and to what: a bucket or ""
@@ -85,7 +85,7 @@ class Pending:
         if spans.observers:
             spans.calling(call_text(self._call), keep[:1], comms)
         self._steps, self._comms, self._keep = steps, comms, list[Any](keep)
-        self._device, self._on_device = device, _device.is_async(device)
+        self._device, self._on_device = device, _torch.is_async(device)
         self.state = QUEUED
         self._collective: Any = None  # that is in flight
         self.level = 0  # number of collectives issued so far
@@ -103,7 +103,8 @@ class Pending:
         comms, queued = self._comms, False
         state = comms[0].state if comms else None
         if state is not None:
-            comms[0].check_open()
+            if state.failed is not None or state.closed:
+                comms[0].check_open()
             state.turns.enter()
             state.call = self._call
         try:
@@ -131,12 +132,12 @@ class Pending:
         """See [Note: streams]."""
         if self._comms and self._comms[0].state.standing:  # no wait on the host would find out
             self._comms[0].state.watch.check(self.stuck)
-        with _device.keep_stream(self._device):
+        with _torch.keep_stream(self._device):
             if self._comms:
-                _device.follow(self._comms[0].stream(self._device), self._device)
+                _torch.follow(self._comms[0].stream(self._device), self._device)
             while not self.finished:
                 self._issue()
-            self.ready = _device.record(self._device)
+            self.ready = _torch.record(self._device)
             for comm in self._comms[:1]:
                 comm.state.ready = self.ready
 
@@ -176,7 +177,7 @@ class Pending:
         if spans.observers:
             spans.calling(f"{collective.op} ({call_text(self._call)})", self._keep[:1], [comm])
         if self._on_device:
-            _device.follow(comm.stream(self._device), self._device)
+            _torch.follow(comm.stream(self._device), self._device)
             self._keep.append(collective)  # with the tensors that only it refers to
         facts = {"nbytes": collective.nbytes_sent, "lasts": not self._on_device}
         self._flight = self._span(comm.name, **facts)
@@ -195,7 +196,7 @@ class Pending:
             self.wait_for(len(self._comms))
         if self.ready is not None:
             with self._waiting():
-                _device.wait(self._device, self.ready)
+                _torch.wait(self._device, self.ready)
         self._keep.clear()
         if self.state is FAILED:
             raise CollectiveError("this collective failed before; its result does not exist")
@@ -227,12 +228,12 @@ class Pending:
     def __del__(self) -> None:
         # Buffers must outlive the transfer even if nobody waits for the result.
         if getattr(self, "_keep", None) and self.ready is not None:
-            _device.wait(self._device, self.ready)
+            _torch.wait(self._device, self.ready)
 
     # It fails: what other ranks and errors say of it.
 
     def _fail(self, error: BaseException) -> None:
-        """Give it up, and with it its groups: see [Note: failed groups] in `group_state`."""
+        """Give it up, and with it its groups: see [Note: failed groups] in `communicator`."""
         self.state = FAILED
         for comm in self._comms:
             if self in comm.queue:
@@ -333,7 +334,7 @@ def _poll(pending: Pending, levels: int, kind: str = "") -> None:
                 stalled, polled = now, True
                 state.watch.check(pending.stuck, 0.0)  # others may ask where this rank waits
                 state.channel.poll_peers(pending.stuck)
-            interrupts.give_way(now - since)
+            give_way(now - since)
             for each in state.active:
                 each.check_time(now - since)
             # Sleep in proportion to the wait so far, so that polling costs little time and delay.

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mics_fn import _device, checks, shards
+from mics_fn import _torch, checks, shards
 from mics_fn.deferred.reduction import LetGo, Reduction, places_of
 from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.offload import Where, where_of
@@ -341,7 +341,7 @@ class _Bound:
             self.strangers = ()
         if self.reached or not (ranks := self._ranks()):
             return
-        _device.synchronize(self.opened.uses[0].home.device)  # only its stream waits for reductions
+        _torch.synchronize(self.opened.uses[0].home.device)  # only its stream waits for reductions
         n = len(ranks)
         if n == 1 or self.run.tally(f"no gradient/{min(ranks)}", 0) == n:
             who = f", on any of {n} ranks" if n > 1 else ""

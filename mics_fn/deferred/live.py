@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mics_fn import _device, _torch, shards, spans
+from mics_fn import _torch, shards, spans
 from mics_fn._torch import version
 from mics_fn.collectives import (
     Pending,
@@ -98,7 +98,7 @@ class LiveBucket(GatheredBucket):
         """
         chunk = self.chunk
         needed = self.use.route.size > 1 or self.placed is not None
-        if needed or _device.is_async(chunk.device) or _torch.has_no_data(chunk):
+        if needed or _torch.is_async(chunk.device) or _torch.has_no_data(chunk):
             return None
         self.whole = _torch.lazy_clone(chunk)
         if self.whole is None:
@@ -362,7 +362,7 @@ class LiveBuckets:
             self._give_outer()
             self._ended = True
             self._check_copies()
-            if self.buckets and _device.is_async(self.buckets[0].device):
+            if self.buckets and _torch.is_async(self.buckets[0].device):
                 # A host that waits for a collective looks meanwhile; here it never waits.
                 self.run.poll_peers()
 

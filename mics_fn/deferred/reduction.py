@@ -48,7 +48,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import _device, _torch, collectives, spans, tree
+from mics_fn import _torch, collectives, spans, tree
 from mics_fn.checks import check_matched
 from mics_fn.errors import LeafError
 from mics_fn.groups import LEAST_RING, Buffers, Comm, Lease, Route, lease_sizes
@@ -160,14 +160,14 @@ def mean_buffer(lease: Lease, levels: int) -> Tensor:
     NCCL reads one of the two and writes the other, alternately. From the first coded level on,
     codes lie in one of them, and values stay in the other.
     """
-    return (lease.first, lease.second)[levels % 2 if _device.is_async(lease.first.device) else 0]
+    return (lease.first, lease.second)[levels % 2 if _torch.is_async(lease.first.device) else 0]
 
 
 def free_lease(lease: Lease) -> None:
     """On an accelerator, let the next user of a lease wait for the current stream."""
     device = lease.first.device
-    if _device.is_async(device):
-        lease.until = partial(_device.wait, device, _device.record(device))
+    if _torch.is_async(device):
+        lease.until = partial(_torch.wait, device, _torch.record(device))
 
 
 def resident_in_full(key: Hashable, values: Sequence[Any]) -> None:
@@ -499,7 +499,7 @@ class Reduction:
         what = ("defer", self._does, bucket)
         pending = collectives.Pending(steps, [*comms, *later], keep=keep, device=device, what=what)
         self._pendings.setdefault(index, []).append(pending)
-        if not _device.is_async(device):
+        if not _torch.is_async(device):
             lease.until = partial(pending.wait_for, len(now.levels) + levels)
 
     def _later_comms(self, index: int, out: Tensor) -> tuple[list[Comm], int]:

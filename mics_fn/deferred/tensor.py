@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mics_fn import _device, _torch
+from mics_fn import _torch
 from mics_fn.errors import LeafError
 from mics_fn.read_only import COMPILED, ReadOnly
 from mics_fn.shards import dtype_name
@@ -66,7 +66,7 @@ class GatheredBucket:
         if self.full is None:
             raise RuntimeError("a bucket is not live where an op needs it")
         if self._ready is not None:
-            stream = _device.current_stream(self.full.device)
+            stream = _torch.current_stream(self.full.device)
             if stream not in self._readers:
                 stream.wait_event(self._ready)
                 self._readers.add(stream)
@@ -81,7 +81,7 @@ class GatheredBucket:
         """Drop the bucket and its views; the current stream waits for all that have read it."""
         if self.full is not None:
             for stream in self._readers:
-                _device.current_stream(self.full.device).wait_stream(stream)
+                _torch.current_stream(self.full.device).wait_stream(stream)
         self._readers.clear()
         self.full, self.views, self._ready = None, {}, None
         self.low, self.high = 1, 0

@@ -370,7 +370,7 @@ class Watcher(Watch):
     def _give_up(self, failure: Failure, waits: str) -> None:
         """Raise the error of a failure, unless it was withdrawn meanwhile."""
         if self.state.failed is None:
-            self.state.job.raise_reported()
+            self.state.channel.raise_reported()
         if not failure.final and not self._make_final(failure):
             return
         raise self.state.finish(self.first(failure).error(waits))
@@ -387,7 +387,9 @@ class Watcher(Watch):
           stuck: what this rank waits for; by default all that it has called.
         """
         state = self.state
-        failure = self.idle.behind(state.job.store, state.key, stuck) if state.job.store else None
+        failure = (
+            self.idle.behind(state.channel.store, state.key, stuck) if state.channel.store else None
+        )
         if failure is None:
             state.fail(error)
             return error
@@ -415,7 +417,7 @@ class Watcher(Watch):
         state, began = self.state, time.monotonic()
         deadline = began + _LEARN_S * wait
         try:
-            state.job.raise_reported()
+            state.channel.raise_reported()
         except MicsError as reported:
             return reported
         while not state.closed:
@@ -423,7 +425,7 @@ class Watcher(Watch):
             if failure is not None:
                 error = self.first(failure).error(str(error).partition("\n")[0])
                 break
-            closing = None if call is None else state.job.closed(call)
+            closing = None if call is None else state.channel.closed(call)
             if closing is not None:
                 error = closing
                 break
@@ -457,7 +459,7 @@ class Watcher(Watch):
         if isinstance(error, SystemExit):
             text = f"rank {state.rank} exited, and its groups were still open"
         self.announced = replace(failure, text=text, kind=kind or failure.kind)
-        state.job.raised = self._stands = not final
+        state.channel.raised = self._stands = not final
         self._raised_at.append(counts["made"])
         self._report(self.announced)
 
@@ -494,7 +496,9 @@ class Watcher(Watch):
 
     def pass_time(self, passed_s: float) -> None:
         """Count the time without a call, and end waits of a host for its device."""
-        calls = {calls.key: (calls.number, calls.issued) for calls in list(self.state.job.calls)}
+        calls = {
+            calls.key: (calls.number, calls.issued) for calls in list(self.state.channel.calls)
+        }
         self.idle.pass_time(calls, passed_s)
         self._end_blocked_waits(passed_s)
 

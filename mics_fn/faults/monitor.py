@@ -393,7 +393,7 @@ def limit_s(given: float | None, ranks: int) -> float:
     least = heartbeat.LEAST_TICKS * interval_s  # below it a rank that is well raises an alarm
     if given is not None:
         if given < least:
-            text = f"heartbeat_s={given!r} would take ranks for lost that are well"
+            text = f"make_groups: heartbeat_s={given!r} would take ranks for lost that are well"
             lines = [f"signs of life come every {interval_s:g} s"]
             raise PlanError(text, lines, f"pass at least {least:g}")
         return given

@@ -71,8 +71,18 @@ from typing import Any, NoReturn
 from weakref import WeakSet
 
 from mics_fn import errors
-from mics_fn.schedules import Channel
-from mics_fn.store import CHANGES, LEFT, Call, Calls, Stuck, call_text, later, poll, value_of
+from mics_fn.store import (
+    CHANGES,
+    LEFT,
+    Call,
+    Calls,
+    Channel,
+    Stuck,
+    call_text,
+    later,
+    poll,
+    value_of,
+)
 
 # `CallPattern`: what comes next in a sequence that repeats, found from the sequence alone.
 

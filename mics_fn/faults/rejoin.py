@@ -24,7 +24,7 @@ environment, always starts all.
 In the store it registers before anything else, so that a process of its rank which was only frozen
 finds out at its first word that it was replaced, and says no other. What the lost process had
 written for a meeting that came to no end is taken back; see [Note: the epoch of membership] in
-`groups.rendezvous`.
+`groups.startup`.
 """
 
 import os
@@ -247,7 +247,7 @@ def _rebuilt(state: GroupState, channel: Any) -> Groups:
     state.watch.stands()  # others need not ask whether this rank goes on
     if channel.key == state.recipe.first:  # which one that comes back looks for
         channel.kept = f"{channel.key}/verdict"
-    state.job.depart("called reset")
+    state.channel.depart("called reset")
     for learned in channel.learned:
         learned.forget()
     # One that comes back knows the first groups alone, and these may have been reset since.

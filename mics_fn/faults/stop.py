@@ -105,7 +105,7 @@ class StopRequest:
 
     def _agreed(self) -> int:
         """The last step; see [Note: the last step]."""
-        state, store = self._state, cast(Store, self._state.job.store)
+        state, store = self._state, cast(Store, self._state.channel.store)
         keys = {rank: f"{self._key}/{rank}" for rank in state.ranks}
         if not poll(
             lambda: store.check(list(keys.values())),
@@ -166,4 +166,4 @@ class StopRequest:
         self._state.listeners.remove(self._listen)
         if len(self._state.ranks) > 1 and error is None and not self._state.closed:
             with suppress(MicsError):  # a rank or the store is gone, and nobody will ask
-                self._depart(cast(Store, self._state.job.store))
+                self._depart(cast(Store, self._state.channel.store))

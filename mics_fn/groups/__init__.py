@@ -28,7 +28,7 @@ nodes each. The result is a frozen `Groups`, a value that every verb takes:
 
 A block that ends closes its groups, which on NCCL all ranks do together. One that an exception
 leaves abandons them instead: that waits for nobody, and ranks that wait for this one hear why; see
-[Note: leaving by an error] in `group_state`. What is done about failures, and which ranks may
+[Note: leaving by an error] in `communicator`. What is done about failures, and which ranks may
 come back after one, is on the page of the wing `faults`: a rank must not leave the block by an
 exception that is not a failure.
 
@@ -56,20 +56,17 @@ A `Hierarchy` is one partition group as the verbs inside it need it: a `Route` (
 rank's place in each), `Pools` of memory that is reused, and a `Channel` for messages. A *placement*
 says over how many ranks of it parameters and gradients stay sharded; see `placement.py`.
 
-Start reading at `topology.py`, with [Note: chunk order]. `groups.py`, `communicator.py`,
-`group_state.py` and `buffers.py` are the values. `make.py` makes groups, with `distributed.py`
-(device and backend), `environment.py` (launchers) and `rendezvous.py` (ranks meet before any group
-exists). To add a launcher, add a row of its names to `environment.py`, and its cases to
-`tests/groups/test_launcher.py`. To add a placement, add a row to `PLACEMENTS` in `placement.py`,
-and its formula to `tests/deferred/test_placement.py`.
+Start reading at `topology.py`, with [Note: chunk order]. `groups.py`, `communicator.py` and
+`buffers.py` are the values. `make.py` makes groups, with `startup.py` (launchers, devices, and how
+ranks meet before any group exists). To add a launcher, add a row of its names to `startup.py`, and
+its cases to `tests/groups/test_launcher.py`. To add a placement, add a row to `PLACEMENTS` in
+`placement.py`, and its formula to `tests/deferred/test_placement.py`.
 """
 
 from mics_fn.groups import placement
 from mics_fn.groups.buffers import LEAST_RING, Arena, Buffers, Lease, lease_sizes
-from mics_fn.groups.communicator import Comm
-from mics_fn.groups.distributed import init_distributed
-from mics_fn.groups.environment import nccl_problems, read_launch
-from mics_fn.groups.group_state import (
+from mics_fn.groups.communicator import (
+    Comm,
     Failure,
     GroupState,
     Watch,
@@ -79,20 +76,23 @@ from mics_fn.groups.group_state import (
     failure_of,
     hooks,
     never_destruct,
+    rejoin_error,
     reports,
     reports_step,
     withdraw_all,
 )
 from mics_fn.groups.groups import Groups, Hierarchy, Home, Route, current, require_replicas
 from mics_fn.groups.make import make_groups
-from mics_fn.groups.rendezvous import (
+from mics_fn.groups.startup import (
     EPOCH,
     Meeting,
     entered,
+    init_distributed,
     meet,
+    nccl_problems,
     part_of_start,
     past,
-    rejoin_error,
+    read_launch,
 )
 from mics_fn.groups.topology import Plan, Topology, fold_ranks, plan_groups, valid_partition_sizes
 

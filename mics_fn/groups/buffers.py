@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from mics_fn import _device, _torch
+from mics_fn import _torch
 
 _PATIENCE = 16  # a size that nobody took during `_PATIENCE * made` takes is let go
 _ALIGN_BYTES = 512  # where the parts of a ring begin
@@ -66,7 +66,7 @@ class Buffers:
         if not nbytes:
             return torch.empty(shape, dtype=dtype, device=device)
         self._takes += 1
-        where = str(_device.with_index(device))
+        where = str(_torch.with_index(device))
         at = bisect_left(self._sizes, (where, nbytes))
         size = self._sizes[at] if at < len(self._sizes) else ("", 0)
         if size[0] == where and (size[1] == nbytes or not exact):
@@ -75,8 +75,8 @@ class Buffers:
             self._make_room(where, None if exact else at - 1)
             self.made += 1
             raw = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            if _device.is_async(device):
-                self._streams[raw.data_ptr()] = _device.current_stream(device)
+            if _torch.is_async(device):
+                self._streams[raw.data_ptr()] = _torch.current_stream(device)
         return raw[:nbytes].view(dtype).view(shape)
 
     def _pop(self, at: int) -> Tensor:
@@ -86,7 +86,7 @@ class Buffers:
         if not self._free[size]:
             del self._sizes[at], self._free[size]
         if event is not None:
-            _device.wait(raw.device, event)
+            _torch.wait(raw.device, event)
         return raw
 
     def _make_room(self, where: str, too_small: int | None) -> None:
@@ -101,7 +101,7 @@ class Buffers:
 
     def provide(self, nbytes: int, device: torch.device) -> None:
         """Have one free buffer of this size in bytes, and let go of all others."""
-        size = (str(_device.with_index(device)), nbytes)
+        size = (str(_torch.with_index(device)), nbytes)
         for other in list(self._sizes):
             for _ in range(len(self._free[other]) - (other == size)):
                 self.let_go(self._pop(self._sizes.index(other)))
@@ -125,7 +125,7 @@ class Buffers:
             raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
             raw = raw.set_(tensor.untyped_storage())
         device = raw.device
-        event = _device.record(device) if _device.is_async(device) else None
+        event = _torch.record(device) if _torch.is_async(device) else None
         size = (str(device), raw.nbytes)
         if size not in self._free:
             self._free[size] = deque()
@@ -137,7 +137,7 @@ class Buffers:
 
 def _follow(stream: torch.Stream | None, device: torch.device) -> None:
     """Make the stream that allocated memory wait for the current one, before it is freed."""
-    if stream is not None and stream != (current := _device.current_stream(device)):
+    if stream is not None and stream != (current := _torch.current_stream(device)):
         stream.wait_stream(current)
 
 
@@ -203,14 +203,14 @@ class Arena:
     def _wait_for(self, parts: Iterable[_Part]) -> None:
         for _, _, event in parts:
             if event is not None:
-                _device.wait(self._device, event)
+                _torch.wait(self._device, event)
 
     def give(self, tensor: Tensor) -> None:
         """Give back a tensor that nobody uses any more; queued work may still use it."""
         raw, storage = self._raw, tensor.untyped_storage()
         if raw is None or storage.data_ptr() != raw.untyped_storage().data_ptr():
             return self._pool.give(tensor)
-        event = _device.record(self._device) if _device.is_async(self._device) else None
+        event = _torch.record(self._device) if _torch.is_async(self._device) else None
         start = int(tensor.storage_offset()) * tensor.itemsize
         insort(self._free, (start, start + tensor.nbytes, event), key=lambda part: part[0])
         self._lent -= 1
@@ -276,14 +276,14 @@ class Ring:
           count: the most parts that are lent at a time.
           device: of the memory.
         """
-        nbytes, device = sum(sizes), _device.with_index(device)
+        nbytes, device = sum(sizes), _torch.with_index(device)
         if self.nbytes < max(nbytes, capacity) or self._raw.device != device:
             while self._lent:
                 self._lent.popleft().until()
             _follow(self._stream, self._raw.device)
             self._raw = torch.empty(0, dtype=torch.uint8)  # freed before the next is made
-            if _device.is_async(device):
-                self._stream = _device.current_stream(device)
+            if _torch.is_async(device):
+                self._stream = _torch.current_stream(device)
             self.nbytes = max(nbytes, capacity)
             self._raw = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
             self._next, self.made = 0, self.made + 1

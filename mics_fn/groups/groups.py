@@ -24,10 +24,9 @@ import torch
 
 from mics_fn.errors import GroupsError, message
 from mics_fn.groups.buffers import Buffers, Ring
-from mics_fn.groups.communicator import Comm, Traffic
-from mics_fn.groups.group_state import GroupState
+from mics_fn.groups.communicator import Comm, GroupState, Traffic
 from mics_fn.groups.topology import Plan, Topology, chunk_of, fold_ranks
-from mics_fn.schedules import Channel
+from mics_fn.store import Channel
 
 # `Hierarchy`: the levels that data crosses inside a partition group, and the memory it reuses.
 
@@ -295,17 +294,17 @@ class Groups:
     agreed: set = field(default_factory=set)
     derive: Callable[[Any], Any] = _as_made
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """Number of ranks of the job."""
         return len(self.ranks)
 
-    @property
+    @cached_property
     def partition_size(self) -> int:
         """Number of ranks that share one replica."""
         return self.plan.partition_size
 
-    @property
+    @cached_property
     def num_replicas(self) -> int:
         """Number of complete replicas."""
         return len(self.ranks) // self.plan.partition_size
@@ -438,9 +437,10 @@ class Groups:
 
 def require_replicas(verb: str, homes: Iterable[Groups | Hierarchy]) -> None:
     """Raise GroupsError unless all of these know the other replicas, which hierarchies do not."""
-    if any(isinstance(home, Hierarchy) for home in homes):
-        fix = "pass groups, which know the other replicas"
-        raise GroupsError(f"{verb}: got a hierarchy, needs groups", fix=fix)
+    for home in homes:
+        if isinstance(home, Hierarchy):
+            fix = "pass groups, which know the other replicas"
+            raise GroupsError(f"{verb}: got a hierarchy, needs groups", fix=fix)
 
 
 Home = Groups | Hierarchy  # the groups of a leaf, as the verbs take them

@@ -1,7 +1,7 @@
 """`make_groups`: create the process groups of this rank.
 
 Which ranks form a group is arithmetic, in `topology.py`. Creating the groups is an effect, and it
-hangs if ranks differ, so they first compare their arguments, in `rendezvous.py`.
+hangs if ranks differ, so they first compare their arguments, in `startup.py`.
 """
 
 import os
@@ -10,21 +10,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mics_fn import _device, checks, errors, spans
-from mics_fn.groups import distributed
-from mics_fn.groups.communicator import Maker
-from mics_fn.groups.environment import node_of
-from mics_fn.groups.group_state import GroupState, check_fork, hooks, withdraw_all
+from mics_fn import _torch, checks, errors, spans
+from mics_fn.groups import startup
+from mics_fn.groups.communicator import GroupState, Maker, check_fork, hooks, withdraw_all
 from mics_fn.groups.groups import Groups, Hierarchy, Level, Route
-from mics_fn.groups.rendezvous import meet_once
-from mics_fn.groups.topology import FLAT, Plan, Topology, plan_groups
-from mics_fn.schedules import Channel
+from mics_fn.groups.topology import FLAT, Plan, Topology, check_count, plan_groups
+from mics_fn.store import Channel
 
 
 @dataclass(frozen=True)
@@ -39,87 +36,60 @@ class Recipe:
 # What ranks tell each other before they make groups, and what must be equal or distinct there.
 
 
-class Location(NamedTuple):
-    """The node that a rank runs on."""
-
-    node: str  # equal on ranks that share a node
-    source: str  # what `node` follows from, for errors
-    host: str  # empty if the user defines what a node is
-
-
 def judged(found: Mapping[int, Any]) -> int:
-    """Check the facts, the location and the device of each rank; return the size of a node.
+    """Check the facts, the node and the device of each rank; return the size of a node.
 
     Raises:
       DesyncError: facts differ; the text has the values and who has them.
       GroupsError: several ranks use one device.
       PlanError: nodes hold unequal numbers of ranks, or ranks of a node are not next to each other.
     """
-    facts, locations, spots = {}, {}, {}
-    for rank, (mine, location, spot) in found.items():
-        facts[rank], locations[rank] = mine, Location(*location)
-        spots[rank] = distributed.Spot(*spot)
+    facts, nodes, spots = {}, {}, {}
+    for rank, (mine, node, spot) in found.items():
+        facts[rank], nodes[rank], spots[rank] = mine, node, startup.Spot(*spot)
     _compare(facts)
-    distributed.check_distinct("make_groups", spots)
-    return node_size_of(locations)
+    startup.check_distinct("make_groups", spots)
+    return node_size_of(nodes)
 
 
 def _compare(found: Mapping[int, Mapping[str, str]]) -> None:
     """Raise DesyncError if a fact differs between ranks."""
     names, lines = [], []
     for name in next(iter(found.values())):
-        values = {rank: facts[name] for rank, facts in found.items()}
-        if len(set(values.values())) > 1:
-            holders = errors.by_value(values)
+        holders = errors.by_value({rank: facts[name] for rank, facts in found.items()})
+        if len(holders) > 1:
             texts = [f"{value} on {errors.name_ranks(ranks)}" for value, ranks in holders]
             names.append(name)
             lines.append(f"{name}: {'; '.join(texts)}")
     if names:
         what = f"make_groups: ranks disagree on {', '.join(names)}"
-        fix = f"pass the same {'=, '.join(names)}= on every rank"
-        found_by = "launch all ranks in the same way, or " if "node_size" in names else ""
-        raise errors.DesyncError(what, lines, found_by + fix)
+        fix = f"pass the same {'=, '.join(names)}= on every rank, launched in the same way"
+        raise errors.DesyncError(what, lines, fix)
 
 
-def node_size_of(locations: Mapping[int, Location]) -> int:
+def node_size_of(nodes: Mapping[int, str]) -> int:
     """The number of these ranks on each node.
+
+    Args:
+      nodes: of each rank a name that is equal on ranks that share a node.
 
     Raises:
       PlanError: nodes hold unequal numbers of ranks, or ranks of a node are not next to each other.
 
-    >>> node_size_of({rank: Location(str(rank // 2), "node_size=2", "") for rank in range(4)})
+    >>> node_size_of({0: "a", 1: "a", 2: "b", 3: "b"})
     2
     """
-    nodes: dict[str, list[int]] = {}
-    hosts: dict[str, set[str]] = {}
-    last = None
-    for rank, (node, source, host) in locations.items():
-        if node in nodes and node != last:
-            lines = [f"one node, by {source}: {errors.name_ranks([*nodes[node], rank])}"]
-            fix = "order ranks= by node, or pass node_size= or topology="
-            raise errors.PlanError(
-                "make_groups: ranks of one node are not next to each other", lines, fix
-            )
-        nodes.setdefault(node, []).append(rank)
-        hosts.setdefault(node, set()).add(host)
-        last = node
-    source = next(iter(locations.values())).source
-    for node, names in hosts.items():
-        if len(names) > 1:
-            what = f"make_groups: {source} puts {errors.name_ranks(nodes[node])} on one node"
-            fix = "start ranks node by node (Slurm: --distribution=block), or pass node_size="
-            raise errors.PlanError(what, [f"but they run on {', '.join(sorted(names))}"], fix)
-    if len(set(map(len, nodes.values()))) > 1:
-        what = f"make_groups: nodes hold different numbers of these ranks, by {source}"
-        lines = [
-            f"{len(ranks)} on one node: {errors.name_ranks(ranks)}" for ranks in nodes.values()
-        ]
-        fix = "use equally many ranks of every node, or pass node_size= or topology="
-        raise errors.PlanError(what, (lines if len(lines) <= 8 else [*lines[:8], "..."]), fix)
-    return len(nodes[last or ""])
+    of_node = dict(errors.by_value(nodes))
+    in_order = [rank for node in dict.fromkeys(nodes.values()) for rank in of_node[node]]
+    if in_order != [*nodes] or len(set(map(len, of_node.values()))) > 1:
+        what = "make_groups: these ranks do not fill nodes of one size, one after the other"
+        lines = [f"{node}: {errors.name_ranks(ranks)}" for node, ranks in of_node.items()]
+        fix = "start equally many ranks on every node, node by node (Slurm: --distribution=block), "
+        fix += "or pass node_size= or topology="
+        raise errors.PlanError(what, lines[:8], fix)
+    return len(of_node[nodes[in_order[0]]])
 
 
-@checks.named_options("make_groups")
 def make_groups(
     partition_size: int | None = None,
     *,
@@ -144,7 +114,7 @@ def make_groups(
       partition_size: number of ranks that share one replica. None takes the last dimension of a 2-D
         `mesh` (replicate, shard), else the number of the job's ranks on one node.
       node_size: number of ranks of the world on one node. None takes it from LOCAL_WORLD_SIZE
-        (torchrun) or Slurm's tasks per node, else it counts equal host names.
+        (torchrun), else it counts equal host names.
       nodes_per_rack: number of the job's nodes in one rack, if racks matter.
       topology: how the job's ranks are wired, instead of `node_size` and `nodes_per_rack`.
       mesh: a `DeviceMesh`, or its data-parallel part: `mesh["dp"]`, `mesh["replicate", "shard"]`.
@@ -198,40 +168,42 @@ def make_groups(
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119.
     """
     check_fork("make_groups")
-    started = distributed.require_distributed()
+    checks.number("make_groups", "timeout_s", timeout_s, above=0, below=1e8)
+    started = startup.require_distributed()
     if spans.observers:
         spans.passing("start: make_groups")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
-    universe = distributed.universe_of(ranks, mesh, rank, world_size)
+    universe = startup.universe_of(ranks, mesh, rank, world_size)
     if mesh is not None and partition_size is None:
         partition_size = _shard_dim(mesh)
-    chosen, served_by = distributed.device_and_backend(device, mesh, backend)
-    distributed.own_failures(served_by, begun=started and "nccl" in dist.get_backend_config())
-    given = {"partition_size": partition_size, "node_size": node_size, "topology": topology}
-    given |= {"nodes_per_rack": nodes_per_rack, "device": chosen.type, "backend": served_by}
-    given |= {"timeout_s": timeout_s, "heartbeat_s": heartbeat_s, "mean_over": mean_over}
-    given["whole"] = whole
-    problem = _problem(given, len(universe), world_size)
-    here = _location(rank, None if problem else node_size, known=bool(problem or topology))
+    chosen, served_by = startup.device_and_backend(device, mesh, backend)
+    startup.own_failures(served_by, begun=started and "nccl" in dist.get_backend_config())
     state = GroupState(universe, rank, whole=whole or len(universe) == world_size)
-    state.on_device, state.timeout_s = _device.is_async(chosen), 600.0 if problem else timeout_s
-    state.heartbeat_s = 60.0 if problem else hooks.limit_s(heartbeat_s, len(universe))
-    store, found, deadline = None, 1, time.monotonic() + state.timeout_s
+    state.on_device, state.timeout_s = _torch.is_async(chosen), timeout_s
+    state.heartbeat_s = hooks.limit_s(heartbeat_s, len(universe))
+    node = _node_of(rank, node_size, topology)
+    facts = {"partition_size": partition_size, "node_size": node_size, "topology": topology}
+    facts |= {"nodes_per_rack": nodes_per_rack, "device": chosen.type, "backend": served_by}
+    facts |= {"timeout_s": float(timeout_s), "heartbeat_s": heartbeat_s and float(heartbeat_s)}
+    facts |= {"mean_over": mean_over, "whole": whole}
+    if node_size is None and topology is None:
+        facts["node_size"] = f"found by {node.partition(' ')[0]}"
+    store, found, deadline = None, 1, time.monotonic() + timeout_s
     try:
-        before = hooks.agreed_before(universe, rank, timeout_s) if problem is None else None
+        before = hooks.agreed_before(universe, rank, timeout_s)
         if before is not None:
             state.key, found, state.rejoining = before.key, before.verdict, True
         elif len(universe) > 1:
-            store = hooks.join(state, state.timeout_s)
-            spot = distributed.spot_of(chosen, alone=served_by != "gloo")
-            wait = {"timeout_s": state.timeout_s, "check": partial(state.watch.check, ())}
-            mine = [_facts(given, here), here, spot]
-            meeting = meet_once(store, universe, rank, mine, judged, verb="make_groups", **wait)
+            store = hooks.join(state, timeout_s)
+            spot = startup.spot_of(chosen, alone=served_by != "gloo")
+            mine = [{name: str(value) for name, value in facts.items()}, node, spot]
+            wait = {"timeout_s": timeout_s, "check": partial(state.watch.check, ())}
+            meeting = startup.meet(store, universe, rank, mine, judged, verb="make_groups", **wait)
             state.watch.begin(meeting)
             found = meeting.verdict
-        if problem is not None:  # raised only now, so that ranks with other arguments raise as well
-            raise problem
-        wired = topology or Topology.of(len(universe), found, nodes_per_rack)
+        if mean_over is not None:
+            check_count(mean_over, "make_groups: mean_over")
+        wired = _topology_of(topology, len(universe), found, node_size, nodes_per_rack)
         plan = plan_groups(wired, wired.sizes[-1] if partition_size is None else partition_size)
         maker = Maker(universe, rank, served_by, timeout_s, deadline, store, state=state)
         return _create(plan, maker, chosen, mean_over)
@@ -250,61 +222,37 @@ def _shard_dim(mesh: DeviceMesh) -> int | None:
     return mesh.size(1) if mesh.ndim == 2 else None
 
 
-def _check_limits(timeout_s: Any, heartbeat_s: Any) -> None:
-    """Raise PlanError unless these are seconds above 0."""
-    given = {"timeout_s": timeout_s} | ({} if heartbeat_s is None else {"heartbeat_s": heartbeat_s})
-    for name, limit in given.items():
-        if not isinstance(limit, int | float) or limit is True or not 0 < limit < 1e8:
-            text = f"{name}={limit!r} is not a time limit"
-            raise errors.PlanError(text, fix="pass seconds above 0")
+def _topology_of(
+    topology: Topology | None,
+    num_ranks: int,
+    found: int,
+    node_size: int | None,
+    nodes_per_rack: int | None,
+) -> Topology:
+    """How the job's ranks are wired; all ranks were given the same."""
+    if topology is None:
+        return Topology.of(num_ranks, found, nodes_per_rack)
+    if node_size is not None or nodes_per_rack is not None:
+        fix = "pass topology= alone, or node_size= and nodes_per_rack="
+        raise errors.PlanError("make_groups: topology= and node sizes are both given", fix=fix)
+    if topology.world_size != num_ranks:
+        what = f"topology {topology} has {topology.world_size} ranks, the job has {num_ranks}"
+        fix = "give sizes whose product is the number of ranks"
+        raise errors.PlanError(f"make_groups: {what}", fix=fix)
+    return topology
 
 
-def _problem(given: Mapping[str, Any], num_ranks: int, world_size: int) -> errors.PlanError | None:
-    """What is wrong with the arguments, in words that are equal for equal arguments."""
-    mean_over, topology, node_size = given["mean_over"], given["topology"], given["node_size"]
-    try:
-        _check_limits(given["timeout_s"], given["heartbeat_s"])
-        hooks.limit_s(given["heartbeat_s"], num_ranks)
-        if mean_over is not None and (type(mean_over) is not int or mean_over < 1):
-            fix = "pass the number of data-parallel ranks whose losses are averaged"
-            raise errors.PlanError(f"mean_over={mean_over!r} is not a positive int", fix=fix)
-        if not isinstance(topology, Topology | None):
-            what, fix = checks.given("topology", topology), "pass Topology((2, 8)) or the like"
-            raise errors.PlanError(f"{what}, expected a Topology", fix=fix)
-        if topology is None:
-            if node_size is not None:
-                Topology.of(world_size, node_size)
-        elif node_size is not None or given["nodes_per_rack"] is not None:
-            fix = "pass topology= alone, or node_size= and nodes_per_rack="
-            raise errors.PlanError("topology= and node sizes are both given", fix=fix)
-        elif topology.world_size != num_ranks:
-            what = f"topology {topology} has {topology.world_size} ranks, the job has {num_ranks}"
-            raise errors.PlanError(what, fix="give sizes whose product is the number of ranks")
-    except errors.PlanError as error:
-        return errors.PlanError(f"make_groups: {error}")
-    return None
-
-
-def _location(rank: int, node_size: int | None, *, known: bool) -> Location:
-    """The node of this rank, by `node_size`, by the launcher's variables, or by its host name."""
-    if known:
-        return Location("", "topology=", "")
+def _node_of(rank: int, node_size: int | None, topology: Topology | None) -> str:
+    """The node of this rank: by the argument, by the launcher's variable, or by its host name."""
+    if topology is not None:
+        return "one of topology="
     if node_size is not None:
-        return Location(str(rank // node_size), f"node_size={node_size}", "")
-    host = socket.gethostname()
-    node, source = node_of(os.environ, rank) or (host, "hostnames")
-    return Location(str(node), source, host)
-
-
-def _facts(given: Mapping[str, Any], here: Location) -> dict[str, str]:
-    """What ranks must agree on, by the name of the argument."""
-    facts = {}
-    for name, value in given.items():
-        seconds = float(value) if isinstance(value, int) and name.endswith("_s") else value
-        facts[name] = str(seconds)
-    if here.host:
-        facts["node_size"] = f"found by {here.source}"
-    return facts
+        check_count(node_size, "make_groups: node_size")
+        return f"node_size={node_size} {rank // node_size}"
+    size = os.environ.get("LOCAL_WORLD_SIZE")
+    if size is not None:
+        return f"LOCAL_WORLD_SIZE={size} {rank // int(size)}"
+    return f"hostnames {socket.gethostname()}"
 
 
 def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | None) -> Groups:
@@ -332,7 +280,7 @@ def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | Non
     factor = 1.0 if mean_over is None else len(maker.ranks) / mean_over
     more = {"grad_factor": factor, "names": plan.topology.names}
     route = Route(levels, coords, chunk, **more)
-    if _device.is_async(device) and not state.rejoining:
+    if _torch.is_async(device) and not state.rejoining:
         flat_reduce = [] if one_level is levels else [partition]
         maker.warm_up([*route.comms, *flat_reduce, replicas, second], device)
     replicas = replace(replicas, second=replace(second, name="replicas"))  # in the ledger

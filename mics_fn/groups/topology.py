@@ -11,7 +11,7 @@ every level is a plain all-gather that writes in place. A reduce-scatter is the 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -35,14 +35,13 @@ def parts(total: int, size: int, what: str, whole: str) -> int:
     """How many groups of `size` there are in `total`; PlanError unless it divides."""
     check_count(size, what)
     if total % size:
-        raise misfits(f"{what}={size} does not divide {whole}", [], divisors(total))
+        raise misfits(f"{what}={size} does not divide {whole}", divisors(total))
     return total // size
 
 
-def misfits(what: str, lines: list[str], sizes: Sequence[int]) -> PlanError:
+def misfits(what: str, sizes: Sequence[int]) -> PlanError:
     """The error of a size that does not fit, with those that do."""
-    lines = [*lines, f"sizes that work: {', '.join(map(str, sizes))}"]
-    return PlanError(what, lines, f"pass one of these as {what.partition('=')[0]}=")
+    return PlanError(what, fix=f"pass one of the sizes that work: {', '.join(map(str, sizes))}")
 
 
 FLAT = "flat"  # the name of all levels as one, in communicators and in the ledger
@@ -141,10 +140,10 @@ class Plan:
     level_sizes: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if reason := _misfit(self.topology, self.partition_size):
-            lines = [f"world: {self.world_size} ranks = {self.topology}"]
-            sizes = valid_partition_sizes(self.topology)
-            raise misfits(f"partition_size={self.partition_size!r} {reason}", lines, sizes)
+        sizes = valid_partition_sizes(self.topology)
+        if type(self.partition_size) is not int or self.partition_size not in sizes:
+            what = f"partition_size={self.partition_size!r} does not fit {self.world_size} ranks"
+            raise misfits(f"{what} = {self.topology}", sizes)
         names, taken, remaining = [], [], self.partition_size
         wired = zip(reversed(self.topology.names), reversed(self.topology.sizes), strict=True)
         for name, size in wired:
@@ -265,6 +264,7 @@ def chunk_of(coords: Sequence[int], sizes: Sequence[int]) -> int:
     return chunk
 
 
+@lru_cache(maxsize=64)
 def valid_partition_sizes(topology: Topology) -> tuple[int, ...]:
     """All partition sizes that fit a topology, ascending.
 
@@ -295,23 +295,3 @@ def _listed(count: int, group: Callable[[int], Sequence[int]]) -> str:
 
 def _by_level(names: Sequence[str], sizes: Sequence[int]) -> str:
     return " x ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
-
-
-def _misfit(topology: Topology, p: object) -> str:
-    """Why partition groups of `p` ranks do not fit; empty if they do."""
-    world = topology.world_size
-    if type(p) is not int or p < 1:
-        return "is not an int of at least 1"
-    if world % p:
-        return f"does not divide the world of {world} ranks"
-    inside = 1  # number of ranks in a unit of the `outer` level: in a node, then in a rack, ...
-    for outer, size in zip(topology.names[-2::-1], topology.sizes[:0:-1], strict=True):
-        inside *= size
-        if inside % p == 0:
-            return ""
-        if p % inside:
-            first = inside // p * p  # the first group that crosses a border in its middle
-            group = fold_ranks(range(first, first + p))
-            why = f"ranks {group} would be one group, but a {outer} has {inside} ranks"
-            return f"crosses a {outer} in the middle: {why}"
-    return ""

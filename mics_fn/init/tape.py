@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mics_fn import _device, _torch, tree
+from mics_fn import _torch, tree
 from mics_fn.collectives import checksum
 from mics_fn.errors import LeafError, first_line
 from mics_fn.shards import MemoryPlace
@@ -308,7 +308,7 @@ def default_generator(device: torch.device) -> torch.Generator:
     Raises:
       LeafError: for such devices torch keeps no generator, or one whose state is not known here.
     """
-    found = _device.default_generator(device)
+    found = _torch.default_generator(device)
     if found is None or device.type not in ("cpu", "cuda"):
         raise LeafError(f"{device}: random numbers on this device cannot be replayed")
     return found
@@ -646,7 +646,7 @@ class Recorder(_torch.DispatchMode):
         """Where an op puts its results."""
         if named.get("device") is not None:
             device = torch.device(named["device"])
-            return _device.with_index(device)
+            return _torch.with_index(device)
         given = sorted(recorded_in(named), key=lambda x: x.ndim == 0)  # a number may lie on the CPU
         return self.device_of(given[0]) if given else torch.device("cpu")
 

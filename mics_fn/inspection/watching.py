@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mics_fn import _device, spans
+from mics_fn import _torch, spans
 from mics_fn.errors import MicsError, human_bytes, runs_of
 from mics_fn.spans import Span
 
@@ -248,7 +248,7 @@ class Watched:
         if isinstance(at, int | float):
             return at
         began, first = self._marks[device]
-        return began + _device.seconds_between(first, at)
+        return began + _torch.seconds_between(first, at)
 
 
 class _NotWatched(Watched):
@@ -292,12 +292,12 @@ class _Watcher:
 
     def _now(self, span: Span) -> float | torch.Event:
         device = span.device
-        if device is None or not _device.is_async(device) or span.parts:
+        if device is None or not _torch.is_async(device) or span.parts:
             return time.monotonic()
         for each in self._open:
             if device not in each._marks:
-                each._marks[device] = time.monotonic(), _device.mark(device)
-        return _device.mark(device)
+                each._marks[device] = time.monotonic(), _torch.mark(device)
+        return _torch.mark(device)
 
 
 @contextmanager

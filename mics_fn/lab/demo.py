@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import mics_fn as mf
-from mics_fn import _device
+from mics_fn import _torch
 from mics_fn.collectives import Codec, Wire, check_level
 from mics_fn.errors import PlanError, human_bytes
 from mics_fn.groups import Plan, Topology, plan_groups
@@ -306,7 +306,7 @@ def _batches(
         groups.traffic.clear()
         started = time.perf_counter()
         yield batch
-        _device.finish(groups.device)
+        _torch.finish(groups.device)
         found["seconds"].append(time.perf_counter() - started)
         found["sent"] = {what: sent for what, (_, sent) in groups.traffic.snapshot().items()}
 

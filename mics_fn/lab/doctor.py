@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 import mics_fn as mf
-from mics_fn import _device
+from mics_fn import _torch
 from mics_fn._version import __version__
 from mics_fn.errors import PlanError, human_bytes, rank_lines
 from mics_fn.groups import nccl_problems, read_launch
@@ -373,7 +373,7 @@ def environment(job: DoctorConfig) -> dict[str, Any]:
         "NCCL": lambda: ".".join(map(str, nccl.version())),
         "system": lambda: " ".join((platform.system(), platform.machine(), *platform.libc_ver())),
         "cores": lambda: f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
-        "memory": lambda: human_bytes(_device.total_memory(torch.device("cpu"))),
+        "memory": lambda: human_bytes(_torch.total_memory(torch.device("cpu"))),
         "settings of NCCL": _nccl_settings,
     }
     found: dict[str, Any] = {name: _or_why_not(fact) for name, fact in facts.items()}
@@ -401,4 +401,4 @@ def _or_why_not(fact: Callable[[], Any]) -> Any:
 
 def _device_text(device: torch.device) -> str:
     name = torch.get_device_module(device).get_device_properties(device).name
-    return f"{name}, {human_bytes(_device.total_memory(device))}"
+    return f"{name}, {human_bytes(_torch.total_memory(device))}"

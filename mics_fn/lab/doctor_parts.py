@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mics_fn as mf
-from mics_fn import _device, _torch, tree
+from mics_fn import _torch, tree
 from mics_fn.deferred import bucket_sizes
 from mics_fn.groups import Topology
 from mics_fn.lab.bench.step import StepConfig, measure_step
@@ -525,10 +525,10 @@ def _means(groups: mf.Groups) -> list[Check]:
 def _second_time(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
     """Do it twice, since the first time also makes connections; return what came and took then."""
     work()
-    _device.finish(device)
+    _torch.finish(device)
     began = time.monotonic()
     found = work()
-    _device.finish(device)
+    _torch.finish(device)
     return found, time.monotonic() - began
 
 

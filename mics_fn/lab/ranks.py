@@ -66,9 +66,9 @@ class RankFailure(NamedTuple):
 class RankError(MicsError, RuntimeError):
     """Some ranks failed. `errors` maps each of them to its `RankFailure`."""
 
-    def __init__(self, text: str, errors: dict[int, RankFailure]):
+    def __init__(self, text: str, errors: dict[int, RankFailure] | None = None):
         super().__init__(text)
-        self.errors = errors
+        self.errors = errors or {}
 
 
 class RankTimeoutError(RankError, TimeoutError):

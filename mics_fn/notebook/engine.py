@@ -27,7 +27,6 @@ import mics_fn
 from mics_fn import threads
 from mics_fn.errors import GroupsError, MicsError
 from mics_fn.groups import announce_all, withdraw_all
-from mics_fn.interrupts import resend
 
 LOOPBACK = "127.0.0.1"
 # Files of frames that a user has not written: what calls the functions of a notebook, and below.
@@ -149,7 +148,7 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
     inner = frame
     while inner is not None:
         if inner.f_code.co_filename == weakref.__file__ or inner.f_code.co_name == "__del__":
-            start_new_thread(resend, (number,))
+            start_new_thread(threads.resend, (number,))
             return
         inner = inner.f_back
     signal.default_int_handler(number, frame)

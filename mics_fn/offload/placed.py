@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from mics_fn import _device, _torch, spans
+from mics_fn import _torch, spans
 from mics_fn.collectives import needs_derivative, refuse_derivative
 from mics_fn.offload.places import DEVICE, Place
 from mics_fn.offload.scratch import Extent, Scratch, aligned, give, padded, take
@@ -397,7 +397,7 @@ def transfer(source: Tensor, goal: Tensor) -> Iterator[None]:
     if not isinstance(file, FileTensor):
         # A copy between devices that also casts would cast on the host, which waits for it.
         here = read(source)
-        casts = _device.is_async(here.device)
+        casts = _torch.is_async(here.device)
         here = here.to(goal.dtype) if casts else here.to(goal.device, non_blocking=True)
         goal.copy_(here, non_blocking=True)
         yield
@@ -436,7 +436,7 @@ def empty_at(
     if place == DEVICE:
         return torch.empty(shape, dtype=dtype, device=device)
     size = torch.Size(shape)
-    return _device.host_buffer(size.numel() * dtype.itemsize, device).view(dtype).view(size)
+    return _torch.host_buffer(size.numel() * dtype.itemsize, device).view(dtype).view(size)
 
 
 def place_tensor(x: Any, place: Place, device: torch.device, host_bytes: int, leaf: str) -> Tensor:
@@ -495,10 +495,10 @@ def _beside(x: Tensor, was: Any) -> Tensor:
     same = x.device == was.device
     if same and (x.is_pinned() or not was.is_pinned()):
         return x
-    if _device.is_async(was.device):
+    if _torch.is_async(was.device):
         return x.to(was.device)
     device = torch.accelerator.current_accelerator() if same else x.device
-    memory = _device.host_buffer(x.nbytes, device or x.device)
+    memory = _torch.host_buffer(x.nbytes, device or x.device)
     return memory.view(x.dtype).view(x.shape).copy_(x)
 
 

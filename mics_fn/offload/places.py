@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from mics_fn import _device, checks
+from mics_fn import _torch, checks
 from mics_fn.errors import PlanError
 
 HOST_BYTES = 64 * 2**20
@@ -59,7 +59,7 @@ class Place:
 
     def seen_from(self, device: torch.device) -> "Place":
         """The same place for tensors of a device; on the CPU the host is the device."""
-        here = self.kind == "host" and not _device.is_async(device)
+        here = self.kind == "host" and not _torch.is_async(device)
         return DEVICE if here else self
 
     def __str__(self) -> str:

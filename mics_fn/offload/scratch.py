@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mics_fn import _device, checks
+from mics_fn import _torch, checks
 from mics_fn.errors import FileError, PlanError, message
 from mics_fn.offload.places import HOST_BYTES, LEAST_HOST_BYTES
 
@@ -106,9 +106,9 @@ def aligned(nbytes: int, device: torch.device = _CPU) -> Tensor:
       nbytes: how much.
       device: the one that copies.
     """
-    memory = _device.host_buffer(padded(nbytes) + PAGE, device)
+    memory = _torch.host_buffer(padded(nbytes) + PAGE, device)
     memory = memory[-memory.data_ptr() % PAGE :][: padded(nbytes)]
-    if nbytes >= _HUGE_PAGE and not _device.is_async(device):
+    if nbytes >= _HUGE_PAGE and not _torch.is_async(device):
         _use_huge_pages(memory)
     return memory
 

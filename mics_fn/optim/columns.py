@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import _device, _torch, offload, spans, tree
+from mics_fn import _torch, offload, spans, tree
 from mics_fn.collectives import finish_readers
 from mics_fn.errors import LeafError, MicsError, PlanError
 from mics_fn.optim import flat
@@ -348,18 +348,16 @@ def staged(parts: Iterator[Part], device: torch.device, *, ahead: bool) -> Itera
 
     Memory: on the device a few parts.
     """
-    if not _device.is_async(device):
+    if not _torch.is_async(device):
         yield from parts
     elif ahead:
-        yield from _overlapped(
-            parts, device, _device.own_stream(device), _device.own_stream(device)
-        )
+        yield from _overlapped(parts, device, _torch.own_stream(device), _torch.own_stream(device))
     else:
         for part in parts:
             fetched = _on_device(part, device)
             yield fetched
             _store(fetched)
-            _device.synchronize(device)
+            _torch.synchronize(device)
 
 
 def _overlapped(
@@ -371,9 +369,9 @@ def _overlapped(
         part = next(parts, None)
         if part is None:
             return None
-        with _device.keep_stream(device):
+        with _torch.keep_stream(device):
             torch.accelerator.set_stream(up)
-            return _on_device(part, device), _device.record(device)
+            return _on_device(part, device), _torch.record(device)
 
     written_back: deque[tuple[Part, torch.Event]] = deque()
     try:
@@ -381,12 +379,12 @@ def _overlapped(
         while fetched is not None:
             part, event = fetched
             fetched = prefetched()
-            _device.wait(device, event)
+            _torch.wait(device, event)
             yield part
-            with _device.keep_stream(device):
-                _device.follow(down, device)
+            with _torch.keep_stream(device):
+                _torch.follow(down, device)
                 _store(part)
-                written_back.append((part, _device.record(device)))
+                written_back.append((part, _torch.record(device)))
             if len(written_back) > _AHEAD:
                 _, event = written_back.popleft()
                 up.wait_event(event)  # which uses its memory next
@@ -609,7 +607,7 @@ def _like(old: Tensor, device: torch.device) -> Tensor:
     """Room for a new value of a tensor, where the old one lies."""
     if offload.is_placed(old):
         return old.unset()  # pyright: ignore[reportAttributeAccessIssue]
-    return _device.host_buffer(old.nbytes, device).view(old.dtype).view(old.shape)
+    return _torch.host_buffer(old.nbytes, device).view(old.dtype).view(old.shape)
 
 
 def _order(runs: Sequence[flat.FlatRun], reads: Sequence[WorkingTree]) -> list[int]:

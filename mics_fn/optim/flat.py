@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from mics_fn import _device, _torch, tree
+from mics_fn import _torch, tree
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.offload import FileTensor, coded, in_file, is_coded, is_placed, placed_like
 from mics_fn.shards import (
@@ -644,7 +644,7 @@ def zeros(shards: Tree, name: str = "") -> FlatShards:
 def _zeros(run: FlatRun, pieces: Sequence[Tensor]) -> Tensor:
     like = pieces[run.members[0]]
     shape = like.shape if run.bucket is None else (*like.shape[:-1], run.numel)
-    return _device.lazy_zeros(shape, like.dtype, like.device)
+    return _torch.lazy_zeros(shape, like.dtype, like.device)
 
 
 def with_wholes(

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from mics_fn import _device, checks, tree
+from mics_fn import _torch, checks, tree
 from mics_fn.collectives import collect, collect_bytes, start_mean_over_ranks
 from mics_fn.errors import LeafError, NonFiniteError, PlanError, by_value, message, name_ranks
 from mics_fn.groups import Groups, Home, require_replicas
@@ -301,7 +301,7 @@ class StepTotals:
     ) -> None:
         self.home, self.own_loss, self._counts = home, loss, (samples, tokens)
         self._weighted, self._found = weighted, torch.empty(0)
-        self._copy: _device.HostCopy | None = None  # of what came back, on the host
+        self._copy: _torch.HostCopy | None = None  # of what came back, on the host
 
     def exchange(self, squares: Tensor | None = None) -> Tensor:
         """Send it, once; the host does not wait on an accelerator.
@@ -323,8 +323,8 @@ class StepTotals:
 
     def fetch(self) -> None:
         """Begin to copy the result to the host, which waits where that is read."""
-        if _device.is_async(self.home.device):
-            self._copy = _device.HostCopy(self._found)
+        if _torch.is_async(self.home.device):
+            self._copy = _torch.HostCopy(self._found)
 
     def mask(self, found_inf: Tensor) -> None:
         """Mask a step, too, if collectives were aborted before the last one was done; `fetch` both.
@@ -334,11 +334,11 @@ class StepTotals:
         """
         flag = self.flag.to(found_inf.device, non_blocking=True)
         torch.maximum(found_inf, flag, out=found_inf)
-        self._copy = _device.HostCopy(torch.cat([self._found, torch.stack([found_inf, flag])]))
+        self._copy = _torch.HostCopy(torch.cat([self._found, torch.stack([found_inf, flag])]))
 
     def outcome(self) -> tuple[bool, bool]:
         """Of a masked step, whether it was refused, and whether that was since it was aborted."""
-        *_, refused, aborted = cast(_device.HostCopy, self._copy).numbers
+        *_, refused, aborted = cast(_torch.HostCopy, self._copy).numbers
         return bool(refused), bool(aborted)
 
     def reaches(self, homes: Iterable[Any]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mics_fn import _device, checks, tree
+from mics_fn import _torch, checks, tree
 from mics_fn.checks import check_matched
 from mics_fn.collectives import refuse_derivative
 from mics_fn.errors import FileError, LeafError, PlanError
@@ -94,11 +94,11 @@ def device_of(pieces: Sequence[Tensor], also: Sequence[Tensor] = ()) -> torch.de
     """
     every = [*pieces, *also]
     for x in every:
-        if _device.is_async(x.device):
+        if _torch.is_async(x.device):
             return x.device
     if any(not is_placed(x) and x.numel() and x.is_pinned() for x in every):
         found = torch.accelerator.current_accelerator()
-        return _device.with_index(found) if found is not None else torch.device("cpu")
+        return _torch.with_index(found) if found is not None else torch.device("cpu")
     return torch.device("cpu")
 
 
@@ -158,7 +158,7 @@ def move(value: V, where: Where | str | None, *, device: str | torch.device | No
     if not _is_state(value) and not any(map(is_leaf, tree.flatten(value, is_leaf)[0])):
         fix = "make one with init_state, or with shard"
         checks.refuse("move", "value", value, "a TrainState or a tree of shards", fix, LeafError)
-    computes = None if device is None else _device.with_index(torch.device(device))
+    computes = None if device is None else _torch.with_index(torch.device(device))
     with reports(FileError):
         return _moved(value, where_of(where), computes)
 

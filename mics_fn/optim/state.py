@@ -7,13 +7,13 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from mics_fn import _device, _torch, checks, shards, spans, tree
+from mics_fn import _torch, checks, shards, spans, tree
 from mics_fn.errors import FileError, LeafError, MicsError, PlanError
 from mics_fn.groups import Groups
-from mics_fn.interrupts import Commit
 from mics_fn.offload import Where
 from mics_fn.optim import comparing, flat, moving
 from mics_fn.optim.transform import FOUND_INF, Optimizer, Transform, as_transform
+from mics_fn.threads import Commit
 from mics_fn.tree import Tree
 
 # Whether gradients fit the parameters that a step is taken on.
@@ -45,7 +45,7 @@ def _fits(want: flat.Unpacked, got: flat.Unpacked) -> bool:
     homes, own = flat.devices(want.pieces), flat.devices(got.pieces)
     if homes != own:
         for home, x in zip(homes, own, strict=False):
-            if home != x and not (home.type == "cpu" and _device.is_async(x)):
+            if home != x and not (home.type == "cpu" and _torch.is_async(x)):
                 return False
     if want.places != got.places or want.lengths != got.lengths:
         return False
@@ -251,7 +251,7 @@ def opt_step(state: TrainState[P], grads: Tree, *, donate: bool = False) -> Trai
             spans.passing("commit", state.step + 1, flat.unpacked(state.params).pieces)
         found = _stepped(state, ahead, home, donate)
         ending = commit.ending()
-    ending[0]  # see [Note: between two instructions] in `interrupts`
+    ending[0]  # see [Note: between two instructions] in `threads`
     return found
 
 

@@ -51,7 +51,7 @@ To add a policy, write a function from a record and sizes to a schedule; the win
 the data, and asks a `Run` what to fetch and drop.
 """
 
-from mics_fn.schedules.run import Channel, Learned, OnDemand, Run, keep_all, on_demand
+from mics_fn.schedules.run import Learned, OnDemand, Run, keep_all, on_demand
 from mics_fn.schedules.schedule import Action, Offsets, Schedule, offsets, plan
 
 __all__ = ["Action", "Schedule", "plan"]

@@ -13,15 +13,13 @@ reduction that another one starts after the next fetch: then they wait for each 
 """
 
 import warnings
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
-from weakref import WeakSet
+from typing import Any
 
 from mics_fn import checks
 from mics_fn.schedules.schedule import Action, Kind, Schedule, plan
-from mics_fn.store import Calls, Stuck, later
+from mics_fn.store import Channel
 
 # Policies: how a schedule is made from a record, and what is remembered between runs.
 
@@ -169,96 +167,6 @@ def keep_all() -> OnDemand:
     return OnDemand(None, 0, at_once=True)
 
 
-# `Channel`, and `Run`.
-
-_RUNS_KEPT = 4  # every run has collectives, so ranks are never that many runs apart
-
-
-@dataclass(eq=False)
-class Channel:
-    """What the runs of a partition group share through the store; without one, of a single rank.
-
-    It says nothing of faults. What does takes its place as `of_several`, and overrides what is done
-    before each call is issued (`calls_of`), where a wait has no progress (`poll_peers`) and where
-    an error concerns other ranks; see `mics_fn.faults`.
-
-    Args:
-      store: shared by all ranks.
-      key: prefix of its keys, which no other groups of this job use.
-      ranks: global ranks of the partition group.
-      rank: this rank.
-      timeout_s: bound in seconds of each wait.
-      job_size: number of ranks of the whole job.
-    """
-
-    of_several: ClassVar[Callable[..., Any]]  # what is made for several ranks
-
-    store: Any = None
-    key: str = ""
-    ranks: Sequence[int] = ()
-    rank: int = 0
-    timeout_s: float = 300.0
-    job_size: int = 1
-
-    def __post_init__(self) -> None:
-        self.runs = 0  # number of runs so far
-        self.fixed: dict[Any, Any] = {}  # policy and `Learned` of schedules given without a policy
-        self.learned = WeakSet[Any]()  # each a `Learned`, as long as a policy remembers it
-        self.calls: list[Calls] = []  # of each communicator that this rank is in
-        self._run_keys = deque[tuple[int, str]]()  # to delete, by the run that wrote them
-        # Raises if a rank of the groups has failed without which a wait cannot end.
-        self.check: Callable[..., None] = lambda *args, **kwargs: None
-
-    def begin_run(self) -> int:
-        """Begin a run and return its number; the n-th run is the same on all ranks."""
-        self.runs += 1
-        # Nobody reads the messages of old runs, but the store would keep them in memory.
-        while self._run_keys and self._run_keys[0][0] <= self.runs - _RUNS_KEPT:
-            later(self.store, "delete_key", self._run_keys.popleft()[1])
-        return self.runs
-
-    def first_of(self, event: str, text: str) -> str:
-        """The text of the rank that came to this event first, among all replicas."""
-        if self.store is None:
-            return text
-        return self.store.compare_set(self._key_of(event), "", text).decode()
-
-    def tally(self, event: str, amount: int) -> int:
-        """Add to a number that all replicas share, and return the sum; never waits."""
-        return amount if self.store is None else self.store.add(self._key_of(event), amount)
-
-    def _key_of(self, event: str) -> str:
-        key = f"{self.key}/all/{event}"
-        self._run_keys.append((self.runs, key))
-        return key
-
-    def calls_of(self, name: str, ranks: Sequence[int]) -> Calls:
-        """The calls of a communicator of these ranks."""
-        return Calls()
-
-    def poll_peers(self, stuck: Sequence[Stuck] = ()) -> None:
-        """Raise the error that explains a wait without progress."""
-
-    def glance(self) -> None:
-        """Call `poll_peers` now and then."""
-
-    def moved(self) -> None:
-        """Note that a wait has ended in which this rank polled."""
-
-    def raise_reported(self) -> None:
-        """Raise an error that another rank reported."""
-
-    def refuse(self, text: str) -> None:
-        """Make the other ranks raise an error that this rank and some others raise now."""
-
-    def depart(self, how: str) -> Callable[[], None]:
-        """Say that this rank makes no more calls; return what frees the rest."""
-        return lambda: None
-
-
-Channel.of_several = Channel
-
-
 class Run:
     """Follows a schedule or records one, and keeps account of live buckets; it moves no data.
 
@@ -299,7 +207,10 @@ class Run:
         for channel in self._channels:
             channel.learned.add(learned)
         self._widest = max(self._channels, key=lambda channel: channel.job_size)
-        self.number = self._widest.begin_run()
+        self._widest.runs += 1
+        self.number = self._widest.runs
+        if self._widest.run_keys:
+            self._widest.delete_old()
         learned.last = self
 
     def start(self) -> Sequence[int]:

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mics_fn import _device, _torch, tree
+from mics_fn import _torch, tree
 from mics_fn.collectives import SHORT_NAMES
 from mics_fn.errors import DonatedError, LeafError, LostStateError, message
 from mics_fn.offload import is_coded, read
@@ -364,7 +364,7 @@ class Writing:
 def lose_if_aborted(shards: Tree, to: str, device: torch.device, home: Any) -> None:
     """Let leaves be lost where collectives are aborted before a device has written them.
 
-    See [Note: aborted collectives] in `_device`.
+    See [Note: aborted collectives] in `_torch`.
 
     Args:
       shards: parameters, as a step has left them.
@@ -372,7 +372,7 @@ def lose_if_aborted(shards: Tree, to: str, device: torch.device, home: Any) -> N
       device: that has done so; nothing happens on the CPU.
       home: the groups whose collectives they depend on.
     """
-    if not _device.is_async(device):
+    if not _torch.is_async(device):
         return
     leaves, spec = tree.flatten(shards, is_leaf)
     refs = [weakref.ref(leaf) for leaf in leaves]
@@ -382,7 +382,7 @@ def lose_if_aborted(shards: Tree, to: str, device: torch.device, home: Any) -> N
         lost.covers_leaves([ref() for ref in refs], spec, "params", to)
         lost.mark_donated()
 
-    _device.Queued(device, lose)
+    _torch.Queued(device, lose)
     if home.partition.state.failed is not None:
         lose()
 

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mics_fn import _device, _torch, offload
+from mics_fn import _torch, offload
 from mics_fn.collectives import Codec, checksum
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Buffers
@@ -412,7 +412,7 @@ def note_nonfinite(bucket: Bucket, full: Tensor) -> None:
     """Look at this rank's own gradients of a bucket, packed, before others are added."""
     if not _watching or not full.numel() or _torch.has_no_data(full):
         return
-    if _device.is_async(full.device) or not _seems_finite(full):
+    if _torch.is_async(full.device) or not _seems_finite(full):
         found = _highest(split_full(bucket, full))
     else:
         found = torch.zeros(len(bucket.shapes), dtype=full.dtype)

@@ -175,7 +175,6 @@ def shard(
 ) -> list[Sharded]: ...
 @overload
 def shard(params: T, groups: GroupsTree, **options: Unpack[ShardOptions]) -> T: ...
-@checks.named_options("shard")
 def shard(
     params: Tree,
     groups: Any,

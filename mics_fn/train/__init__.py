@@ -42,7 +42,7 @@ level by level from the innermost, then micro-steps in order, then replicas. Two
 equal bits, which gloo and NCCL alone do not promise.
 
 Ctrl-C: a step is taken in full or not at all, on all ranks that reduce together, and
-`KeyboardInterrupt` is raised right after its last write; see [Note: commit] in `interrupts`. A
+`KeyboardInterrupt` is raised right after its last write; see [Note: commit] in `threads`. A
 merge of replicas behind it waits for others, so Ctrl-C waits for it, `timeout_s` at most.
 
 What cannot wait, such as memory that runs out while a step is written, leaves no state: from then

@@ -28,11 +28,11 @@ from torch import Tensor
 
 from mics_fn import checkpoint, checks, errors, tree
 from mics_fn.collectives import collect_bytes, finish_readers, together
-from mics_fn.interrupts import Commit
 from mics_fn.offload import in_file, is_coded, placed_like, read
 from mics_fn.optim import Guard, differing
 from mics_fn.shards import Fixed, Sharded, Writing, is_leaf, note_write, reclaimed
 from mics_fn.spans import LOG
+from mics_fn.threads import Commit
 from mics_fn.train.given import lasting_options
 from mics_fn.train.loop import Position
 from mics_fn.train.plain import Randoms, guard_numbers, with_numbers

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mics_fn import _device, _torch, checks, optim, spans, tree
+from mics_fn import _torch, checks, optim, spans, tree
 from mics_fn.collectives import collect_values
 from mics_fn.errors import GroupsError, LeafError, PlanError, message, name_some
 from mics_fn.groups import Groups, placement
@@ -63,8 +63,8 @@ def bucket_bytes_for(params: Tree, home: Groups) -> int:
 
 def _quarter_of_memory(home: Groups) -> int:
     """A quarter of the memory of the rank that has least; the same number on all ranks."""
-    found = _device.total_memory(home.device)
-    if not _device.is_async(home.device):  # the ranks of a machine share its memory
+    found = _torch.total_memory(home.device)
+    if not _torch.is_async(home.device):  # the ranks of a machine share its memory
         found //= home.plan.topology.sizes[-1]
     mine = torch.tensor(found // 4, dtype=torch.int64, device=home.device)
     return min(collect_values(home, mine).values())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mics_fn import _device
+from mics_fn import _torch
 from mics_fn.collectives import start_mean_over_ranks
 from mics_fn.errors import LeafError
 from mics_fn.optim import StepTotals
@@ -37,7 +37,7 @@ class Weights:
         self._mean = start_mean_over_ranks(home, self._values.mean())
         self._factors: Tensor | None = None
         void = self._values == 0
-        self.void = list(void) if _device.is_async(home.device) else void.tolist()
+        self.void = list(void) if _torch.is_async(home.device) else void.tolist()
 
     def factor(self, i: int, loss: Tensor) -> Tensor:
         """What the loss of a micro-step is multiplied by; NaN if all weights of all ranks are 0."""
@@ -80,7 +80,7 @@ def evaluated(trainer: Any, loss: Tensor, batch: Any) -> Tensor:
         loss = counted(loss, weight == 0) * weight
     totals = StepTotals(home, loss.double(), *count(batch), weighted=trainer.weight is not None)
     total = totals.exchange(weight.to(home.device))
-    if not _device.is_async(home.device):  # there only steps look, which need not wait for it
+    if not _torch.is_async(home.device):  # there only steps look, which need not wait for it
         totals.warn_of_unequal()
     return (totals.loss / total).to(dtype)
 

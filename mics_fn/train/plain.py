@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import _device
+from mics_fn import _torch
 from mics_fn.errors import LeafError
 from mics_fn.optim import Guard
 
@@ -137,7 +137,7 @@ class Randoms(NamedTuple):
 
 def _generator(device: torch.device) -> torch.Generator | None:
     """Return torch's generator of an accelerator; None on the CPU, or if it keeps none."""
-    return None if device.type == "cpu" else _device.default_generator(device)
+    return None if device.type == "cpu" else _torch.default_generator(device)
 
 
 # What changes in a guard from step to step, as numbers that ranks and later runs take over.

@@ -23,12 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mics_fn import _device, spans, tree
+from mics_fn import _torch, spans, tree
 from mics_fn.collectives import collect_values
 from mics_fn.deferred import GradSum, defer
 from mics_fn.errors import MicsError, message
 from mics_fn.groups import Groups
-from mics_fn.interrupts import Commit
 from mics_fn.optim import (
     StepRefused,
     StepTotals,
@@ -41,6 +40,7 @@ from mics_fn.optim import (
     same_step,
 )
 from mics_fn.shards import Writing, grad_stream, is_leaf
+from mics_fn.threads import Commit
 from mics_fn.train import given
 from mics_fn.train.loop import learning
 from mics_fn.train.metrics import StepMetrics, Weights, counted
@@ -167,7 +167,7 @@ def write(trainer: Any, ready: given.Ready, stepped: TrainState | None = None) -
         kept = kept if verdict.accept else trainer.sync_state
         merges, member = sync.independent and sync.due(kept), trainer.member
         kept = replace(kept, step=kept.step + 1)
-        # Between these nothing can interrupt; see [Note: between two instructions] in `interrupts`.
+        # Between these nothing can interrupt; see [Note: between two instructions] in `threads`.
         trainer.ahead, trainer.sync_state, trainer.guard = state, kept, verdict.next
         member.merges, member.masked = merges, ready.masked
 
@@ -194,14 +194,14 @@ def can_be_masked(trainer: Any, grads: Any) -> bool:
     torch's fused kernels, the host waits. See [Note: masked steps] in `optim.optimizers`.
     """
     state, sync, device = trainer.ahead, trainer.replica_sync, trainer.member.home.device
-    if not _device.is_async(device) or not state.transform.masked:
+    if not _torch.is_async(device) or not state.transform.masked:
         return False
     if trainer.where.moved & {"params", "states"}:
         return False
     more = sync.independent or sync.reduce is not None or trainer.recoverable
     buckets = {getattr(x, "bucket", None) for x in tree.flatten(state.params, is_leaf)[0]}
     coded = any(x is not None and (x.state or x.codes) for x in buckets)
-    more = more or coded or isinstance(grads, GradSum) or _device.abort_flag(device) is None
+    more = more or coded or isinstance(grads, GradSum) or _torch.abort_flag(device) is None
     return not more
 
 
@@ -268,7 +268,7 @@ def micro_steps(
 def one_step(trainer: Any, batch: Any) -> StepMetrics:
     """Take a step on a batch, on all ranks together; see `Trainer.step`."""
     member = trainer.member
-    flag = _device.abort_flag(member.home.device) if _device.is_async(member.home.device) else None
+    flag = _torch.abort_flag(member.home.device) if _torch.is_async(member.home.device) else None
     member.home.partition.check_open()  # a state may be lost because they have failed
     merge(trainer)  # where that of the last step was cut short
     if not member.compared:  # a state may have been put in its place since
@@ -285,7 +285,7 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
     commit = Commit()
     weights = None if trainer.weight is None else Weights(trainer, parts)
     total.other_backward = _BACKWARD
-    total.before_last = commit.block  # see [Note: commit] in `interrupts`
+    total.before_last = commit.block  # see [Note: commit] in `threads`
     with commit, learning(trainer.deterministic), _alike(home, commit):
         with defer(state.params, groups, trainer.schedule, into=total) as full:
             losses, buffers = micro_steps(trainer, total, full, parts, weights)

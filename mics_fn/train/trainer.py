@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from mics_fn import _torch, checks, spans
+from mics_fn import _torch, spans
 from mics_fn.deferred import bucket_sizes, defer
 from mics_fn.errors import GroupsError, message
 from mics_fn.faults import StopRequest
@@ -141,7 +141,6 @@ class Trainer:
     checkpoint: Any  # a `Checkpoints`, another object with its methods, or None
     on_drift: Literal["raise", "heal"]
 
-    @checks.named_options("Trainer")
     def __init__(
         self,
         model: nn.Module | Callable[[Tree, Any], Tensor],
@@ -366,7 +365,6 @@ class Trainer:
         """
         renew(self, heal=heal)
 
-    @checks.named_options("Trainer.fit")
     def fit(
         self,
         loader: Iterable[Any],

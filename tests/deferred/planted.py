@@ -53,12 +53,12 @@ PLANTED = [
     ("a step in which an abort begins is taken", "optim/guard.py",
      "torch.maximum(found_inf, flag, out=found_inf)", "pass",
      "device/test_apart.py -k abort_begins"),
-    ("a step that was cut short looks whole", "groups/group_state.py",
-     "True\n            _device.lose_queued()", "True",
+    ("a step that was cut short looks whole", "groups/communicator.py",
+     "True\n            _torch.lose_queued()", "True",
      "device/test_apart.py -k taken_from_a_replica"),
     ("all communicators share a stream", "groups/communicator.py",
-     "self._streams[device] = _device.own_stream(device)",
+     "self._streams[device] = _torch.own_stream(device)",
      "self._streams[device] = vars(self.state).setdefault(\n"
-     "                str(device), _device.own_stream(device)\n            )",
+     "                str(device), _torch.own_stream(device)\n            )",
      "device/test_apart.py -k delays_nothing_else"),
 ]  # fmt: skip

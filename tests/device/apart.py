@@ -11,7 +11,7 @@ from models import Net, batches, loss_of
 from simcuda import Issued, nccl, torch_cuda
 
 import mics_fn as mf
-from mics_fn import _device, optim
+from mics_fn import _torch, optim
 from mics_fn.errors import CollectiveError
 from mics_fn.shards import any_lost
 
@@ -74,7 +74,7 @@ def aborted_within() -> dict[str, Any]:
 
         def loss(model: Any, batch: Any) -> torch.Tensor:
             if aborts:
-                _device.lose_queued()
+                _torch.lose_queued()
             return loss_of(model, batch)
 
         trainer = mf.Trainer(Net().to(device), optim.adamw(1e-2), groups, loss=loss)

@@ -39,15 +39,15 @@ _LET_GO = Change(
     _PENDING, 'if getattr(self, "_keep", None) and self.ready is not None:', "if False:"
 )
 _SCATTER = "yield from collectives.scatter_steps(hops.now, full, out, spare, bucket.hop1)"
-_RECORD = "self.ready = _device.record(self._device)"
-_WAIT = "_device.wait(self._device, self.ready)\n        self._keep"
+_RECORD = "self.ready = _torch.record(self._device)"
+_WAIT = "_torch.wait(self._device, self.ready)\n        self._keep"
 
 
 def _unordered(comm: str) -> Change:
     """Queue on the stream of a communicator without a wait for the current one."""
     stream = f"{comm}.stream(self._device)"
     follow, switch = f"follow({stream}, self._device)", f"torch.accelerator.set_stream({stream})"
-    return Change(_PENDING, f"_device.{follow}", switch)
+    return Change(_PENDING, f"_torch.{follow}", switch)
 
 
 MISTAKES: dict[str, Mistake] = {
@@ -66,10 +66,10 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a drop does not wait for other streams": _of(
         "two compute streams, budget",
-        Change(_TENSOR, "_device.current_stream(self.full.device).wait_stream(stream)", "pass"),
+        Change(_TENSOR, "_torch.current_stream(self.full.device).wait_stream(stream)", "pass"),
     ),
     "a buffer is taken without a wait": _of(
-        "never waited for", Change(_BUFFERS, "_device.wait(raw.device, event)", "pass")
+        "never waited for", Change(_BUFFERS, "_torch.wait(raw.device, event)", "pass")
     ),
     "a lease is taken without a wait": _of(
         "two replicas, budget",
@@ -107,13 +107,13 @@ MISTAKES: dict[str, Mistake] = {
         "states on the host",
         Change(
             _COLUMNS,
-            "_device.follow(down, device)",
+            "_torch.follow(down, device)",
             "torch.accelerator.set_stream(down)",
         ),
     ),
     "a file is written before states have come back": _of(
         "states in files",
-        Change(_COLUMNS, "_device.synchronize(device)", "pass"),
+        Change(_COLUMNS, "_torch.synchronize(device)", "pass"),
         law="no_host_waits",
     ),
     "float16 values are not halved before they are added": _of(
@@ -127,7 +127,7 @@ MISTAKES: dict[str, Mistake] = {
             _PENDING,
             _RECORD,
             "kept = [t for t in self._keep if isinstance(t, Tensor)]\n"
-            "            [t.record_stream(_device.current_stream(t.device)) for t in kept]\n"
+            "            [t.record_stream(_torch.current_stream(t.device)) for t in kept]\n"
             f"            {_RECORD}",
         ),
         law="kept_by_references",

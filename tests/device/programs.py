@@ -18,7 +18,7 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 from watching import Watch
 
 import mics_fn as mf
-from mics_fn import _device, optim
+from mics_fn import _torch, optim
 
 Numbers = dict[str, Tensor]
 
@@ -26,7 +26,7 @@ Numbers = dict[str, Tensor]
 def on_device(function: Callable[..., Any], *args: Any) -> Any:
     """Call it on a rank with a device of its own."""
     torch.cuda.set_device(dist.get_rank())
-    _device.is_locked = lambda memory: True  # there is no pinned memory without CUDA
+    _torch.is_locked = lambda memory: True  # there is no pinned memory without CUDA
     return function(*args)
 
 

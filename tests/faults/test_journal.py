@@ -18,7 +18,7 @@ from mics_fn.errors import PeerFailed
 from mics_fn.faults import monitor
 from mics_fn.faults.heartbeat import PARKED, Peer, Peers, Process
 from mics_fn.faults.journal import Journal, Watcher
-from mics_fn.groups import Failure, GroupState, group_state
+from mics_fn.groups import Failure, GroupState, communicator
 from mics_fn.store import Calls, Stuck
 
 
@@ -221,17 +221,17 @@ def raised(state: GroupState, made: dict[str, int]) -> None:
 
 def test_what_ended_some_groups_does_not_end_others(monkeypatch: pytest.MonkeyPatch):
     lost, other = (watched(withdraws) for withdraws in (False, True))
-    monkeypatch.setattr(group_state, "OPEN", {lost, other})
+    monkeypatch.setattr(communicator, "OPEN", {lost, other})
     for life in (lost, other):
         raised(life, {})
-    group_state.withdraw_all(other)
+    communicator.withdraw_all(other)
     assert other.failed is None
     assert str(lost.failed).startswith("PeerFailed: rank 0 failed: ValueError: all ranks")
     lost = watched(withdraws=False)
-    monkeypatch.setattr(group_state, "OPEN", {lost})
+    monkeypatch.setattr(communicator, "OPEN", {lost})
     raised(lost, {})
     with pytest.raises(PeerFailed, match="rank 0 failed"):
-        group_state.withdraw_all(lost)
+        communicator.withdraw_all(lost)
 
 
 def test_a_rank_that_is_late_after_an_error_of_all_is_not_given_up():

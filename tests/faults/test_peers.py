@@ -26,7 +26,7 @@ from mics_fn.collectives import pending
 from mics_fn.errors import MicsError
 from mics_fn.faults import monitor
 from mics_fn.faults.heartbeat import Process
-from mics_fn.groups import distributed
+from mics_fn.groups import startup
 from mics_fn.spans import LOG
 from mics_fn.store import poll
 from tests.stress.fault_ranks import take_place
@@ -376,7 +376,7 @@ def killed_at(place: str) -> Any:
         return new_group(*args, **options)
 
     plants: dict[str, tuple[Any, str]] = {
-        "before it has met the others": (distributed, "meet_once"),
+        "before it has met the others": (startup, "meet"),
         "before it connects": (dist, "init_process_group"),
         "before the third group": (_torch, "new_group"),
     }

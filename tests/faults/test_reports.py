@@ -8,8 +8,7 @@ from test_order import Counting
 from mics_fn.errors import DesyncError
 from mics_fn.faults import order
 from mics_fn.faults.order import JobChannel
-from mics_fn.schedules import Channel
-from mics_fn.store import Stuck
+from mics_fn.store import Channel, Stuck
 
 N = 6
 

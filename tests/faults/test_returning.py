@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mics_fn.faults.heartbeat import BoundedStore, Process, StoreThread
 from mics_fn.faults.rejoin import Rejoining
-from mics_fn.groups import rendezvous
+from mics_fn.groups import startup
 from mics_fn.store import Replaced, claim
 
 VERB = "reset"
@@ -29,7 +29,7 @@ def new_store() -> Iterator[BoundedStore]:
 
 
 def key_of(call: int, ranks: range) -> str:
-    return f"{rendezvous.prefix_of(ranks, VERB)}/{call}"
+    return f"{startup.prefix_of(ranks, VERB)}/{call}"
 
 
 @examples(20, 60)
@@ -40,18 +40,18 @@ def test_counting_goes_on_at_the_last_verdict(ended: int, begun: int, wrote: boo
     with new_store() as store:
         for call in range(1, ended + 1):
             store.set(f"{key_of(call, ranks)}/verdict", said)
-        store.set(f"{rendezvous.prefix_of(ranks, VERB)}/calls/1", f"1 {ended + begun}")
+        store.set(f"{startup.prefix_of(ranks, VERB)}/calls/1", f"1 {ended + begun}")
         if wrote and begun:
             store.set(f"{key_of(ended + begun, ranks)}/1", "1 []")
         store.since = 2
-        assert rendezvous.entered(store, ranks, VERB, 1) == ended
-        assert rendezvous._next(store, ranks, VERB, 1) == ended + 1
+        assert startup.entered(store, ranks, VERB, 1) == ended
+        assert startup._next(store, ranks, VERB, 1) == ended + 1
         if begun:
             assert not store.check([f"{key_of(ended + begun, ranks)}/1"])
 
 
 def started(store: Any) -> None:
-    prefix = rendezvous.prefix_of(range(4), "init_distributed")
+    prefix = startup.prefix_of(range(4), "init_distributed")
     store.set(f"{prefix}/1/verdict", '{"found": null, "members": [], "epoch": 1}')
     store.set(f"{prefix}/calls/1", "1 1")
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from mics_fn import _device
+from mics_fn import _torch
 
 CPU = torch.device("cpu")
 
@@ -29,37 +29,37 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
         made.append(FakeEvent())
         return made[-1]
 
-    monkeypatch.setattr(_device, "record", record)
-    _device._QUEUED.clear()
-    _device._FLAGS.clear()
+    monkeypatch.setattr(_torch, "record", record)
+    _torch._QUEUED.clear()
+    _torch._FLAGS.clear()
     return made
 
 
 def test_what_was_not_over_before_an_abort_is_lost(events: list[FakeEvent]):
     lost: list[int] = []
-    queued = [_device.Queued(CPU, lambda i=i: lost.append(i)) for i in range(4)]
+    queued = [_torch.Queued(CPU, lambda i=i: lost.append(i)) for i in range(4)]
     events[0].has_ended = events[2].has_ended = True
-    _device.lose_queued()
+    _torch.lose_queued()
     assert lost == [1, 3]
     assert [each.wait() for each in queued] == [True, False, True, False]  # however they end
-    _device.lose_queued()
-    assert (lost, len(_device._QUEUED)) == ([1, 3], 0), "what is over is not kept"
+    _torch.lose_queued()
+    assert (lost, len(_torch._QUEUED)) == ([1, 3], 0), "what is over is not kept"
 
 
 def test_a_flag_says_whether_an_abort_began_since_it_was_asked_for(events, monkeypatch):
-    assert _device.abort_flag(CPU) is None  # a device reads such memory at the call
-    monkeypatch.setattr(_device, "is_locked", lambda memory: True)
-    before = _device.abort_flag(CPU)
-    assert before is _device.abort_flag(CPU)
+    assert _torch.abort_flag(CPU) is None  # a device reads such memory at the call
+    monkeypatch.setattr(_torch, "is_locked", lambda memory: True)
+    before = _torch.abort_flag(CPU)
+    assert before is _torch.abort_flag(CPU)
     assert before == 0
-    _device.lose_queued()
-    after = _device.abort_flag(CPU)
+    _torch.lose_queued()
+    after = _torch.abort_flag(CPU)
     assert (before, after) == (1, 0)
 
 
 def test_time_is_given_to_what_is_queued(events: list[FakeEvent]):
-    queued = _device.Queued(CPU)
-    _device.drain(0.01)
+    queued = _torch.Queued(CPU)
+    _torch.drain(0.01)
     assert not queued.has_ended()
     events[0].has_ended = True
-    _device.drain(60.0)  # at once
+    _torch.drain(60.0)  # at once

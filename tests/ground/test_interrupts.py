@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mics_fn import interrupts
-from mics_fn.interrupts import Commit, give_way
+from mics_fn import threads
+from mics_fn.threads import Commit, give_way
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def heard() -> Iterator[list[int]]:
 
 
 def handlers() -> list[Any]:
-    return [signal.getsignal(number) for number in interrupts._SIGNALS]
+    return [signal.getsignal(number) for number in threads._SIGNALS]
 
 
 def test_the_users_own_handlers_are_called_after_the_block_and_stay(heard: list[int]):

@@ -14,10 +14,10 @@ import pytest
 from children import in_child
 
 import mics_fn
-from mics_fn import interrupts, threads
+from mics_fn import threads
 from mics_fn.threads import Crew, Latch, beside, each
 
-TRACED = {threads.__file__, interrupts.__file__, threading.__file__}
+TRACED = {threads.__file__, threading.__file__}
 
 
 def settle(before: int, limit_s: float = 10.0) -> None:
@@ -99,7 +99,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_job():
 
         def twice() -> None:
             for count in range(2):  # the system makes one of two that come at once
-                while (holding := interrupts._blocking) is None or holding._count < count:
+                while (holding := threads._blocking) is None or holding._count < count:
                     time.sleep(0.01)
                 sent.append(count)
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

@@ -17,17 +17,17 @@ PLANTED = [
     ),
     (
         "a rank that gave up on a meeting is one behind in the next",
-        "groups/rendezvous.py",
+        "groups/startup.py",
         'if not missed or rank not in missed.get("absent", ()):',
         "if True:",
-        "groups/test_rendezvous.py -k does_not_come",
+        "groups/test_meetings.py -k does_not_come",
     ),
     (
         "a rank that was interrupted in a meeting is one ahead in the next",
-        "groups/rendezvous.py",
+        "groups/startup.py",
         '        later(store, "set", calls, f"{since} {number - 1}")\n',
         "",
-        "groups/test_rendezvous.py -k interrupt",
+        "groups/test_meetings.py -k interrupt",
     ),
     (
         "a rank goes on though another has given up on it",
@@ -38,9 +38,9 @@ PLANTED = [
     ),
     (
         "a wait for the last collective that a lost rank issued is in vain",
-        "groups/group_state.py",
-        "counts.get(each.group, 0) < each.number for",
-        "counts.get(each.group, 0) <= each.number for",
+        "store.py",
+        "counts.get(self.group, 0) < self.number",
+        "counts.get(self.group, 0) <= self.number",
         "faults/test_peers.py -k culprit_has_done",
     ),
     (
@@ -80,7 +80,7 @@ PLANTED = [
     ),
     (
         "the fourth rank of a node that sees two devices takes one that is not there",
-        "groups/distributed.py",
+        "groups/startup.py",
         "launch.local_rank % machine.count()",
         "launch.local_rank",
         "groups/test_devices.py -k fourth_rank",

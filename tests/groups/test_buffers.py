@@ -8,7 +8,7 @@ from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mics_fn import _device, schedules
+from mics_fn import _torch, schedules
 from mics_fn.groups.buffers import Arena, Buffers, Ring, lease_sizes
 
 CPU, F32 = torch.device("cpu"), torch.float32
@@ -27,11 +27,11 @@ class Event:
 def queued(monkeypatch):
     """The CPU as a device whose work is queued: the events that its stream has waited for."""
     waited: list[Event] = []
-    monkeypatch.setattr(_device, "is_async", lambda device: True)
-    monkeypatch.setattr(_device, "with_index", lambda device: device)
-    monkeypatch.setattr(_device, "current_stream", lambda device: "stream")
-    monkeypatch.setattr(_device, "record", lambda device: Event())
-    monkeypatch.setattr(_device, "wait", lambda device, event: waited.append(event))
+    monkeypatch.setattr(_torch, "is_async", lambda device: True)
+    monkeypatch.setattr(_torch, "with_index", lambda device: device)
+    monkeypatch.setattr(_torch, "current_stream", lambda device: "stream")
+    monkeypatch.setattr(_torch, "record", lambda device: Event())
+    monkeypatch.setattr(_torch, "wait", lambda device, event: waited.append(event))
     return waited
 
 
@@ -199,7 +199,7 @@ def test_a_write_beside_a_tensor_is_no_change_of_it():
 def test_who_takes_a_part_waits_for_all_that_lay_there(queued, monkeypatch):
     """And for nothing else; the next user of all of it waits for what nobody has waited for."""
     made: list[Event] = []
-    monkeypatch.setattr(_device, "record", lambda device: made.append(Event()) or made[-1])
+    monkeypatch.setattr(_torch, "record", lambda device: made.append(Event()) or made[-1])
     pool = Buffers()
     arena = Arena(pool, 64, CPU)
     parts = [arena.take(4, F32, at) for at in (0, 16, 32, 48)]

@@ -69,10 +69,10 @@ for _ in range(3):  # each sleeps for as many seconds as the exit code says, whe
 def abort(group):
     store.wait(["nothing"], datetime.timedelta(seconds=1.5))  # it waits in C++
 groups = mf.make_groups()
-_torch.abort, _torch.is_alive = abort, lambda group: True
-groups.state.own(object())
+_torch.abort, _torch.LIVE_GROUPS = abort, [mine := object()]
+groups.state.own(mine)
 groups.state.abort()
-_torch.is_alive = lambda group: False
+_torch.LIVE_GROUPS.clear()
 raise KeyError("mine")
 """
 
@@ -101,12 +101,13 @@ class FakeGroup:
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Groups, list[Any]]]:
     """Groups of one rank that own fake process groups."""
-    monkeypatch.setattr(_torch, "is_alive", lambda group: True)
+    monkeypatch.setattr(_torch, "LIVE_GROUPS", live := [])
     monkeypatch.setattr(_torch, "abort", lambda group: group.end("aborted"))
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: group.end("destroyed"))
 
     def make(*hangs: bool) -> tuple[Groups, list[Any]]:
         groups, owned = make_groups(), [FakeGroup(hang) for hang in hangs]
+        live[:] = owned
         for group in owned:
             groups.state.own(group)  # pyright: ignore[reportArgumentType]
         return groups, owned

@@ -5,13 +5,7 @@ import re
 import pytest
 
 from mics_fn.errors import GroupsError
-from mics_fn.groups.environment import (
-    Launch,
-    launched_world_size,
-    node_of,
-    read_launch,
-    tasks_per_node,
-)
+from mics_fn.groups.startup import Launch, launcher_of, read_launch
 
 TORCHRUN = {
     "RANK": "5",
@@ -23,9 +17,8 @@ TORCHRUN = {
 }
 SLURM = {
     "SLURM_PROCID": "5",
-    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "8",
     "SLURM_LOCALID": "1",
-    "SLURM_TASKS_PER_NODE": "4(x2)",
     "SLURM_NNODES": "2",
     "SLURM_JOB_ID": "123456",
     "MASTER_ADDR": "node0",
@@ -46,11 +39,11 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
 
 
 STEP = {"SLURM_STEP_NUM_TASKS": "8"}
-DAEMON = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-BATCH = SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "ENVIRONMENT": "BATCH"}
-OF_TORCHRUN = Launch("torchrun", 5, 8, 1, 4, "node0", 29400)
-OF_SLURM = Launch("Slurm", 5, 8, 1, 4, "node0", 23456)
-OF_MPI = Launch("Open MPI", 5, 8, 1, 4, "node0", 7)
+DAEMON = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+BATCH = without(SLURM, *STEP) | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+OF_TORCHRUN = Launch("torchrun", 5, 8, 1, "node0", 29400)
+OF_SLURM = Launch("Slurm", 5, 8, 1, "node0", 23456)
+OF_MPI = Launch("Open MPI", 5, 8, 1, "node0", 7)
 
 
 @pytest.mark.parametrize(
@@ -61,24 +54,23 @@ OF_MPI = Launch("Open MPI", 5, 8, 1, 4, "node0", 7)
         (OPEN_MPI | TORCHRUN, OF_TORCHRUN),
         (SLURM, OF_SLURM),
         (SLURM | {"MASTER_PORT": "7"}, OF_SLURM._replace(master_port=7)),
-        (SLURM | {"SLURM_TASKS_PER_NODE": "4,3,1"}, OF_SLURM._replace(node_size=None)),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "6"}, OF_SLURM._replace(world_size=6)),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, None),
         (  # on one node they meet there
             without(SLURM, "MASTER_ADDR") | {"SLURM_NNODES": "1"},
             OF_SLURM._replace(master_addr="127.0.0.1"),
         ),
-        (SLURM | STEP | {"PMI_RANK": "5", "PMI_SIZE": "8"}, OF_SLURM),
+        (SLURM | {"PMI_RANK": "5", "PMI_SIZE": "8"}, OF_SLURM),
         (BATCH, None),  # the script is the first task of a job of many, but no step of it
         (BATCH | STEP, OF_SLURM._replace(rank=0, local_rank=0)),  # srun in that script
-        (without(SLURM, "SLURM_PROCID", "SLURM_LOCALID"), None),  # a shell of salloc
+        (without(SLURM, "SLURM_PROCID", "SLURM_LOCALID", *STEP), None),  # a shell of salloc
         (OPEN_MPI, OF_MPI),
         (SLURM | DAEMON | OPEN_MPI, OF_MPI),  # srun started mpirun's daemon
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, None),
         (
             without(OPEN_MPI, "MASTER_ADDR", "MASTER_PORT")
             | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8", "PBS_JOBID": "123456.server"},
-            OF_MPI._replace(node_size=8, master_addr="127.0.0.1", master_port=23456),
+            OF_MPI._replace(master_addr="127.0.0.1", master_port=23456),
         ),
         ({}, None),
         ({"WORLD_SIZE": "1"}, None),
@@ -87,8 +79,7 @@ OF_MPI = Launch("Open MPI", 5, 8, 1, 4, "node0", 7)
 )
 def test_the_launcher_that_is_nearest_says_the_place_of_a_rank(env, launch):
     assert read_launch(env) == launch
-    if launch is None:
-        assert launched_world_size(env) == 1
+    assert launcher_of(env) == (launch and launch.source)
 
 
 @pytest.mark.parametrize("size", ["PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE"])
@@ -101,7 +92,6 @@ def test_ranks_of_another_launcher_never_train_alone(size: str):
             f"init_distributed: {size}=8, of a launcher that is not known\n  fix: let the script "
             "that it runs set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"
         )
-        assert launched_world_size(env) == 8
         assert read_launch(env | TORCHRUN) == OF_TORCHRUN
     assert read_launch({size: "1"}) is None
 
@@ -111,42 +101,17 @@ def test_ranks_of_another_launcher_never_train_alone(size: str):
     [
         (
             without(TORCHRUN, "LOCAL_RANK", "MASTER_ADDR"),
-            "init_distributed: the environment has RANK, WORLD_SIZE, MASTER_PORT but not "
-            "LOCAL_RANK, MASTER_ADDR\n  fix: launch with torchrun, or set them all",
+            "init_distributed: torchrun started this process, without LOCAL_RANK, MASTER_ADDR\n"
+            "  fix: launch with torchrun, or set them all",
         ),
-        (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a positive number"),
-        (without(SLURM, "MASTER_ADDR"), "Slurm runs 8 ranks, without MASTER_ADDR"),
-        (
-            {"SLURM_PROCID": "3", "SLURM_LOCALID": "3"},
-            "the environment has SLURM_PROCID, SLURM_LOCALID but not SLURM_NTASKS",
-        ),
+        (without(SLURM, "MASTER_ADDR"), "Slurm started this process, without MASTER_ADDR"),
+        (without(SLURM, *STEP), "Slurm started this process, without SLURM_STEP_NUM_TASKS"),
         (
             without(OPEN_MPI, "MASTER_ADDR", "MASTER_PORT"),
-            "init_distributed: Open MPI runs 8 ranks, without MASTER_ADDR and MASTER_PORT",
+            "init_distributed: Open MPI started this process, without MASTER_ADDR, MASTER_PORT",
         ),
     ],
 )
 def test_broken_environments(env: dict[str, str], text: str):
     with pytest.raises(GroupsError, match=re.escape(text)):
         read_launch(env)
-
-
-def test_tasks_per_node():
-    assert tasks_per_node("2(x3),1,4(x2)") == (2, 2, 2, 1, 4, 4)
-
-
-@pytest.mark.parametrize(
-    ("env", "nodes"),
-    [
-        ({"LOCAL_WORLD_SIZE": "2", "SLURM_NTASKS_PER_NODE": "3"}, [0, 0, 1, 1, 2, 2]),
-        ({"SLURM_NTASKS_PER_NODE": "3"}, [0, 0, 0, 1, 1, 1]),
-        ({"SLURM_TASKS_PER_NODE": "3,1,2"}, [0, 0, 0, 1, 2, 2]),
-        ({"SLURM_TASKS_PER_NODE": "3,1"}, [0, 0, 0, 1, None, None]),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_TASKS_PER_NODE": "6"}, [0, 0, 1, 1, 2, 2]),
-        (DAEMON | OPEN_MPI, [None] * 6),  # their hosts tell, since it maps ranks in any way
-        ({}, [None] * 6),
-    ],
-)
-def test_nodes_of_ranks(env: dict[str, str], nodes: list[int | None]):
-    found = [node_of(env, rank) for rank in range(6)]
-    assert [node and node[0] for node in found] == nodes

@@ -120,13 +120,12 @@ def test_sixteen_thousand_ranks():
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: plan_groups(Topology((3, 4)), 5), "5 does not divide the world of 12 ranks"),
-        (lambda: plan_groups(Topology((3, 4)), True), "True is not an int of at least 1"),
+        (lambda: plan_groups(Topology((3, 4)), 5), "5 does not fit 12 ranks = node 3 x rank 4"),
+        (lambda: plan_groups(Topology((3, 4)), True), "partition_size=True does not fit"),
         (
             lambda: plan_groups(Topology((2, 3, 4)), 8),
-            "partition_size=8 crosses a rack in the middle: ranks 8-15 would be one group, but a "
-            "rack has 12 ranks\n  world: 24 ranks = rack 2 x node 3 x rank 4\n"
-            "  sizes that work: 1, 2, 4, 12, 24\n  fix: pass one of these as partition_size=",
+            "partition_size=8 does not fit 24 ranks = rack 2 x node 3 x rank 4\n"
+            "  fix: pass one of the sizes that work: 1, 2, 4, 12, 24",
         ),
         (lambda: Topology.of(8, 2, 3), "nodes_per_rack=3 does not divide the 4 nodes"),
         (lambda: Topology.of(8, None, 2), "node_size=None is not an int of at least 1"),

@@ -11,18 +11,20 @@ from jobs import free_port
 from test_groups import heard
 
 from mics_fn.errors import GroupsError
-from mics_fn.groups.distributed import init_distributed
 from mics_fn.groups.make import make_groups
+from mics_fn.groups.startup import init_distributed
 from mics_fn.lab.ranks import run_ranks
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "PMI_SIZE"])
-def test_make_groups_before_init(monkeypatch: pytest.MonkeyPatch, name: str):
+@pytest.mark.parametrize(
+    ("name", "source"), [("WORLD_SIZE", "torchrun"), ("SLURM_STEP_NUM_TASKS", "Slurm")]
+)
+def test_make_groups_before_init(monkeypatch: pytest.MonkeyPatch, name: str, source: str):
     monkeypatch.setenv(name, "4")
     with pytest.raises(GroupsError) as caught:
         make_groups()
     assert str(caught.value) == (
-        "make_groups: 4 ranks were launched, but torch.distributed is not initialised\n"
+        f"make_groups: {source} started several ranks, without torch.distributed\n"
         "  fix: call mics_fn.init_distributed() or torch.distributed.init_process_group() first"
     )
 
@@ -48,6 +50,6 @@ def start_over(env: dict[str, str]) -> Any:
 
 
 def test_a_job_of_slurm_from_its_start_to_its_end():
-    env = {"SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2", "SLURM_NNODES": "1"}
+    env = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NNODES": "1"}
     results = run_ranks(start_over, 2, env | {"MASTER_PORT": f"{free_port(0)}"})
     assert results == [(rank, (0, 1), "n=2 p=2 levels=rank:2", (0, 1)) for rank in range(2)]

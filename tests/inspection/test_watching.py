@@ -378,5 +378,5 @@ def test_the_log_is_quiet_by_default_and_refuses_what_it_does_not_know():
     with logging_as("") as written:
         spans.LOG.warning("nobody hears this")
     assert written.getvalue() == ""
-    with pytest.warns(UserWarning, match="MICS_FN_LOG='loud' is none of debug, info, warning"):
+    with pytest.raises(ValueError, match="Unknown level: 'LOUD'"):
         spans.set_up({spans.VARIABLE: "loud"})

@@ -33,7 +33,7 @@ JOB |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
         ("bench step --ranks 2", "--ranks 2 in a job of 4"),
         ("demo --precision hop2=int9", "Codec.parse: 'int9' is not a codec"),
         ("demo --precision '*norm*: hop1=int8@rack'", "int8[256]@rack names a level that these"),
-        ("demo --ranks 4 --partition-size 3", "partition_size=3 does not divide the world"),
+        ("demo --ranks 4 --partition-size 3", "partition_size=3 does not fit 4 ranks"),
         ("demo --dim 30", "--dim 30 is not a multiple of 4 heads"),
         ("demo --steps 1", "argument --steps: 1 is less than 2"),
         ("demo --device cuda --ranks 99", "--device cuda with 99 ranks needs as many GPUs"),

@@ -166,25 +166,19 @@ LeafError: defer(into=): another backward went through it than that of its GradS
 >>> mf.groups.Topology((2, 2.5))
 PlanError: Topology: sizes[1]=2.5 is not an int of at least 1
 >>> mf.make_groups("1")
-PlanError: partition_size='1' is not an int of at least 1
->>> mf.make_groups(topology=8)
-PlanError: make_groups: topology=8, expected a Topology
+PlanError: partition_size='1' does not fit 1 ranks = node 1 x rank 1
 >>> mf.make_groups(device="cuda:99")
 GroupsError: make_groups: cuda:99 is asked for, and this process sees ... devices of its kind
 >>> mf.make_groups(device="meta")
 GroupsError: make_groups: device='meta', which holds no data
->>> mf.make_groups(device="cpuu")
-GroupsError: make_groups: device='cpuu', which torch does not know
 >>> mf.make_groups(timeout_s=nan)
-PlanError: make_groups: timeout_s=nan is not a time limit
+PlanError: make_groups: timeout_s=nan, expected a finite number above 0 and below 1e+08
 >>> mf.make_groups(heartbeat_s=0.1)
 PlanError: make_groups: heartbeat_s=0.1 would take ranks for lost that are well
 >>> mf.make_groups(mean_over=1.5)
-PlanError: make_groups: mean_over=1.5 is not a positive int
+PlanError: make_groups: mean_over=1.5 is not an int of at least 1
 >>> mf.make_groups(partition_sizes=1)
-TypeError: make_groups: there is no option partition_sizes=
->>> mf.init_distributed(device=None)
-GroupsError: init_distributed: a rank does not have the device that was asked for
+TypeError: make_groups() got an unexpected keyword argument 'partition_sizes'
 >>> mf.init_distributed(timeout_s=-1)
 PlanError: init_distributed: timeout_s=-1, expected a finite number above 0 and below 1e+08
 >>> mf.reset(None)
@@ -216,7 +210,7 @@ PlanError: float is not an optimizer of init and update
 >>> trainer(frozen)
 LeafError: Trainer: no parameter is trained: all are frozen, or there is none
 >>> trainer(shedule=None)
-TypeError: Trainer: there is no option shedule=
+TypeError: Trainer.__init__() got an unexpected keyword argument 'shedule'
 >>> trainer(loss="mse")
 PlanError: Trainer: loss='mse', expected a function loss(model, batch)
 >>> trainer(accumulate=0)

@@ -12,7 +12,7 @@ from test_packaging import run
 
 import mics_fn as mf
 from mics_fn.__main__ import FILES
-from mics_fn.groups.environment import read_launch
+from mics_fn.groups.startup import read_launch
 from mics_fn.lab.report import gather_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -213,7 +213,12 @@ def test_its_torchrun_lines_parse():
 
 
 def test_its_slurm_script_sets_what_a_job_of_several_nodes_needs():
-    env = {"SLURM_PROCID": "9", "SLURM_NTASKS": "32", "SLURM_LOCALID": "1", "SLURM_NNODES": "4"}
+    env = {
+        "SLURM_PROCID": "9",
+        "SLURM_STEP_NUM_TASKS": "32",
+        "SLURM_LOCALID": "1",
+        "SLURM_NNODES": "4",
+    }
     with pytest.raises(mf.errors.GroupsError) as error:
         read_launch(env)
     line = str(error.value).splitlines()[-1].partition("batch script: ")[2]

@@ -44,14 +44,13 @@ GROUND = [
     "checks",
     "tree",
     "store",
-    "interrupts",
     "threads",
     "spans",
     "read_only",
 ]
 # The only files that reach private names of torch.
 TORCH_DOORS = ["_torch"]
-GROUND += [*TORCH_DOORS, "_device", "_version"]
+GROUND += [*TORCH_DOORS, "_version"]
 DOORS = ["__init__", "__main__"]  # what users see; nothing imports them
 
 # What a wing or a file imports from outside, Python's own library aside.
@@ -60,13 +59,11 @@ OUTSIDE = {
     "_version": [],
     "checks": [],
     "store": [],
-    "interrupts": [],
     "threads": [],
     "spans": ["torch.distributed"],
     "read_only": ["torch"],
     "tree": ["optree"],
     "_torch": ["torch", "torch.distributed"],
-    "_device": ["torch", "torch.distributed"],
     "schedules": [],
     "groups": ["torch", "torch.distributed"],
     "faults": ["torch.distributed"],

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.groups import group_state
+from mics_fn.groups import communicator
 from mics_fn.optim.flat import by_leaf
 from mics_fn.shards.leaf import is_leaf
 
@@ -101,7 +101,7 @@ def forget_groups(layout: Layout) -> None:
 def close_groups() -> None:
     """Close all groups of this process."""
     _made.clear()
-    for state in list(group_state.OPEN):
+    for state in list(communicator.OPEN):
         state.close()
 
 

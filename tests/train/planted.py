@@ -62,7 +62,7 @@ PLANTED = [
     ),
     (
         "signals are not held while a step by hand is written",
-        "interrupts.py",
+        "threads.py",
         "                    set_handler(number, self._keep)",
         "                    pass",
         "train/test_interrupted.py -k by_hand",

@@ -25,7 +25,7 @@ from torch.autograd import grad_mode
 from torch.utils import _contextlib
 
 import mics_fn as mf
-from mics_fn import interrupts, tree
+from mics_fn import threads, tree
 from mics_fn.errors import LostStateError
 from mics_fn.lab.ranks import run_ranks
 from mics_fn.optim import by_leaf
@@ -151,8 +151,8 @@ def by_hand(trials: int) -> tuple[int, int]:
     """
     groups, x, step = mf.make_groups(1), torch.ones(1000), 0
     state = mf.init_state(mf.shard({"w": torch.zeros(1000)}, groups), mf.optim.sgd(1.0))
-    draw, again, held, done = random.Random(0), interrupts.resend, [], 0
-    interrupts.resend = lambda number: (held.append(number), again(number))
+    draw, again, held, done = random.Random(0), threads.resend, [], 0
+    threads.resend = lambda number: (held.append(number), again(number))
     end = time.monotonic() + 15
     try:
         with Sender() as sender:
@@ -170,12 +170,12 @@ def by_hand(trials: int) -> tuple[int, int]:
                 assert state.params["w"].data.unique().tolist() == [-float(state.step)]
     finally:
         torch.set_grad_enabled(True)  # torch's own contexts do not survive an interrupt
-        interrupts.resend = again
+        threads.resend = again
     return len(held), done
 
 
 def test_a_step_by_hand_ends_before_the_interrupt():
-    # Not where torch.compile ran before; see [Note: between two instructions] in `interrupts`.
+    # Not where torch.compile ran before; see [Note: between two instructions] in `threads`.
     ((held, done),) = run_ranks(by_hand, 1, 200)
     assert held > done / 10, "or few signals came where they could tear a step"
 
@@ -280,7 +280,7 @@ def codes_of(*functions: Any) -> list[Any]:
     return [getattr(fn, "__wrapped__", fn).__code__ for fn in functions]
 
 
-HOLDING = codes_of(*(x for x in vars(interrupts.Commit).values() if hasattr(x, "__code__")))
+HOLDING = codes_of(*(x for x in vars(threads.Commit).values() if hasattr(x, "__code__")))
 UPDATES = codes_of(stepping.update, stepping.merge)
 
 

@@ -86,7 +86,7 @@ def test_fit_returns_on_all_ranks(ranks):
 def left_behind(layout: Layout) -> list[int]:
     """One rank has done all of its steps when another one is asked in its last one."""
     groups, counts = groups_of(layout), []
-    store: Any = groups.state.job.store
+    store: Any = groups.state.channel.store
     for asks in (True, False):
         with StopRequest(groups, ()) as stop:
             key = stop._key

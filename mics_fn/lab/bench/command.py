@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mics_fn.errors import PlanError
-from mics_fn.groups import Topology, plan_groups, read_launch
+from mics_fn.groups import Topology, plan_groups
 from mics_fn.lab.bench import disk, opt, step
 from mics_fn.lab.bench.step import DEFAULT_PEERS, LINKS, OVERLAP_PEERS, PEERS, StepConfig
 from mics_fn.lab.bench.turns import BenchTurns, num_ranks, on_ranks
@@ -139,9 +139,8 @@ def _of_ranks(
     args: argparse.Namespace, rounds: int, ranks: int, sizes: Sequence[int | None]
 ) -> dict[str, Any]:
     """Return the fields of a config for several ranks; nodes default to those of the job, or 2."""
-    job = read_launch(os.environ)
-    default = job.node_size if job else 2 if ranks % 2 == 0 else ranks
-    node_size: Any = args.node_size or default
+    usual = 2 if ranks % 2 == 0 else ranks
+    node_size: Any = args.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", usual))
     partition_sizes = tuple(p or node_size for p in sizes)
     topology = Topology.of(ranks, node_size)
     for p in partition_sizes:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mics_fn as mf
-from mics_fn import _device, _torch, tree
+from mics_fn import _torch, tree
 from mics_fn.errors import PlanError
 from mics_fn.groups import read_launch
 from mics_fn.lab.ranks import launch
@@ -40,21 +40,21 @@ STATUS = Path("/proc/self/status")
 
 def memory_bytes(device: torch.device) -> int | None:
     """Return the bytes in use now; None if they cannot be read."""
-    if _device.is_async(device):
+    if _torch.is_async(device):
         return torch.accelerator.memory_allocated(device)
     return _status_bytes("VmRSS")
 
 
 def peak_bytes(device: torch.device) -> int | None:
     """Return the most bytes since `reset_peak`, or ever; None if they cannot be read."""
-    if _device.is_async(device):
+    if _torch.is_async(device):
         return torch.accelerator.max_memory_allocated(device)
     return _status_bytes("VmHWM")
 
 
 def reset_peak(device: torch.device) -> int | None:
     """Set the peak to the bytes in use now, and return them; None where that is not possible."""
-    if _device.is_async(device):
+    if _torch.is_async(device):
         torch.accelerator.reset_peak_memory_stats(device)
         return torch.accelerator.memory_allocated(device)
     try:
@@ -180,11 +180,11 @@ def take_turns(
 
     def turn(i: int, steps: int) -> tuple[float, float]:
         fence()
-        _device.finish(device)
+        _torch.finish(device)
         started, used = time.perf_counter(), time.process_time()
         for _ in range(steps):
             laps[i].results.append(peers[i].step(len(laps[i].results)))
-        _device.finish(device)
+        _torch.finish(device)
         found = (time.perf_counter() - started) / steps, (time.process_time() - used) / steps
         fence()
         return found

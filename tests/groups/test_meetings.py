@@ -16,13 +16,11 @@ from mics_fn.errors import CollectiveError, DesyncError, MicsError, PlanError
 from mics_fn.groups.make import make_groups
 from mics_fn.groups.topology import Topology
 
-LAUNCHER = ("LOCAL_WORLD_SIZE", "TASKS_PER_NODE")  # how the names end that say what a node has
-
 
 @contextmanager
 def launched(env: dict[str, str], hosts: str = "") -> Iterator[None]:
     """The launcher's variables replaced, and this rank's host: one letter a rank."""
-    kept = {name: value for name, value in os.environ.items() if not name.endswith(LAUNCHER)}
+    kept = {name: value for name, value in os.environ.items() if name != "LOCAL_WORLD_SIZE"}
     host = hosts[dist.get_rank()] if hosts else "here"
     with (
         mock.patch.dict(os.environ, kept | env, clear=True),
@@ -54,14 +52,18 @@ def same_error(results: list[Any], within_s: float = 5.0) -> tuple[type, str]:
 @pytest.mark.parametrize(
     ("kwargs", "env", "hosts", "text"),
     [
-        ({}, {}, "aaab", "of these ranks, by hostnames\n  3 on one node: ranks 0-2"),
-        ({}, {"SLURM_TASKS_PER_NODE": "3,1"}, "", "these ranks, by SLURM_TASKS_PER_NODE=3,1"),
-        ({}, {}, "abab", "not next to each other\n  one node, by hostnames: ranks 0, 2"),
-        ({}, {"LOCAL_WORLD_SIZE": "2"}, "abab", "LOCAL_WORLD_SIZE=2 puts ranks 0, 1 on one node"),
+        ({}, {}, "aaab", "of one size, one after the other\n  hostnames a: ranks 0-2\n"),
+        (
+            {"node_size": 3},
+            {},
+            "",
+            "node_size=3 0: ranks 0-2\n  node_size=3 1: rank 3\n",
+        ),
+        ({}, {}, "abab", "after the other\n  hostnames a: ranks 0, 2\n"),
         ({"topology": Topology((2, 4))}, {}, "", "topology node 2 x rank 4 has 8 ranks, the job "),
         ({"topology": Topology((2, 2)), "node_size": 2}, {}, "", "and node sizes are both given"),
-        ({"partition_size": 3}, {}, "", "partition_size=3 does not divide the world of 4 ranks"),
-        ({"timeout_s": 0}, {}, "", "make_groups: timeout_s=0 is not a time limit"),
+        ({"partition_size": 3}, {}, "", "partition_size=3 does not fit 4 ranks"),
+        ({"timeout_s": 0}, {}, "", "make_groups: timeout_s=0, expected a finite number above 0"),
         ({"ranks": [0, 0, 1, 2, 3]}, {}, "", "are not distinct ranks of a world of 4"),
         ({"ranks": [0, 1, 2, 4]}, {}, "", "are not distinct ranks of a world of 4"),
     ],

@@ -1,0 +1,706 @@
+"""Start a job: what its launcher says, which device each rank takes, and how ranks meet.
+
+[Note: nested launchers] Launchers start each other. For example, mpirun inside a Slurm job starts
+its daemons with srun, and the ranks then inherit Slurm's variables of the daemon. So the launcher
+that is nearest to the process has precedence: torchrun, then Open MPI, then Slurm. A process that
+was started as one of several must never train alone silently, so an incomplete set of variables is
+an error, and so are the ranks of another launcher: its script sets the variables of torchrun.
+
+[Note: meetings] Ranks that create different groups would hang without any error. So before any
+group exists, every rank writes its facts to the store, the first rank judges them all and publishes
+one verdict, and all ranks read it: n small writes, n small reads by one rank, and n reads of one
+key. Ranks that were given others as `ranks=` meet under another key, where some do not come: that
+is an error after the time limit.
+
+[Note: the epoch of membership] Which process is which rank changes only in a meeting, and each
+meeting begins an epoch with a number of its own. A process that takes a rank's place registers
+first, and is a member since an epoch that is later than all before it. Whatever a rank writes under
+a key of its own, such as its signs of life and its part of a meeting, begins with this number, and
+is written by `compare_set` in the place of what is there: so a process never writes over what a
+later one of its rank has written, and finds out that it was replaced. What all ranks of some groups
+write lies under the key of their meeting, and so of one epoch.
+"""
+
+import json
+import os
+import re
+import socket
+import time
+import warnings
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
+
+from mics_fn import _torch, checks, errors, spans
+from mics_fn.errors import GroupsError
+from mics_fn.groups.communicator import hooks
+from mics_fn.groups.topology import fold_ranks
+from mics_fn.store import Store, StoreLost, later, poll
+from mics_fn.threads import bounded
+
+# What a launcher wrote into the
+
+_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+# By launcher, nearest first: the variables of the number of a rank, of all ranks, and on the node.
+_LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    "Open MPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK")),
+    "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+}
+_FIXES = {
+    "torchrun": "launch with torchrun, or set them all",
+    "Open MPI": "export the host name of rank 0's node as MASTER_ADDR and a free port of it as "
+    "MASTER_PORT, to all ranks: mpirun -x MASTER_ADDR -x MASTER_PORT",
+    "Slurm": "put this line before srun in the batch script: "
+    'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+}
+_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE")
+# The number of ranks, of launchers whose other variables are not read: MPICH and what descends of
+# it, MVAPICH, jsrun.
+_OTHER_SIZES = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE")
+
+
+class Launch(NamedTuple):
+    """This process's place in a launch, and the address at which its ranks connect."""
+
+    source: str  # "torchrun", "Open MPI" or "Slurm"
+    rank: int
+    world_size: int
+    local_rank: int
+    master_addr: str
+    master_port: int
+
+
+def read_launch(env: Mapping[str, str]) -> Launch | None:
+    """The launch that an environment describes; None if no launcher started this process.
+
+    Args:
+      env: such as `os.environ`; see [Note: nested launchers].
+
+    Raises:
+      GroupsError: some of the variables are missing, or a launcher that is not known started this
+        process.
+
+    Example:
+      >>> env = dict(RANK="1", WORLD_SIZE="4", LOCAL_RANK="1", MASTER_ADDR="a")
+      >>> read_launch(env | dict(MASTER_PORT="29500")).rank
+      1
+    """
+    source = launcher_of(env)
+    if source is None:
+        return None
+    names = _LAUNCHERS[source]
+    found = {**_address_of(env, source), **env}
+    missing = [name for name in (*names, *_ADDRESS) if name not in found]
+    if missing:
+        what = f"init_distributed: {source} started this process, without {', '.join(missing)}"
+        raise GroupsError(what, fix=_FIXES[source])
+    rank, size, local_rank = (int(found[name]) for name in names)
+    port = int(found["MASTER_PORT"])
+    return Launch(source, rank, size, local_rank, found["MASTER_ADDR"], port)
+
+
+def launcher_of(env: Mapping[str, str]) -> str | None:
+    """Which launcher started this process, as one of several ranks or for a job of one.
+
+    This process may run alone in a Slurm allocation of many tasks, so only its own step counts.
+
+    >>> launcher_of({"WORLD_SIZE": "8"}), launcher_of({"SLURM_NTASKS": "8"})
+    ('torchrun', None)
+    """
+    _, of_mpi, of_slurm = (size for _, size, _ in _LAUNCHERS.values())
+    if "RANK" in env or env.get("WORLD_SIZE", "1") != "1":
+        return "torchrun"
+    if env.get(of_mpi, "1") != "1":
+        return "Open MPI"
+    # srun sets some of these, too, to the size of its step.
+    others = [name for name in _OTHER_SIZES if env.get(name, "1") not in ("1", env.get(of_slurm))]
+    if others:
+        text = f"init_distributed: {others[0]}={env[others[0]]}, of a launcher that is not known"
+        names = ", ".join((*_LAUNCHERS["torchrun"], *_ADDRESS))
+        raise GroupsError(text, fix=f"let the script that it runs set {names}")
+    # A batch script sees rank 0 of a job of many tasks, but what it calls without srun runs alone.
+    in_step = env[of_slurm] != "1" if of_slurm in env else env.get("SLURM_PROCID", "0") != "0"
+    return "Slurm" if in_step else None
+
+
+def _address_of(env: Mapping[str, str], source: str) -> dict[str, str]:
+    """The address of a job that says none: its only node, and a port that other jobs do not use."""
+    if source == "torchrun":
+        return {}
+    one_node = env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == env.get("OMPI_COMM_WORLD_SIZE")
+    if source == "Slurm":
+        one_node = env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "1")) == "1"
+    found = {"MASTER_ADDR": "127.0.0.1"} if one_node else {}
+    for name in _JOBS:
+        digits = re.sub(r"\D", "", env.get(name, ""))
+        if digits:
+            return {**found, "MASTER_PORT": f"{20000 + int(digits) % 10000}"}
+    return found
+
+
+# This library finds failures, ends what waits for a lost rank, and raises `PeerFailed`. So torch's
+# watchdog must do neither first: a process that it ends cannot go on with `reset`. By variable, its
+# value, and what another one does.
+NCCL_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "it ends or spoils what waits for a lost rank"),
+    "TORCH_NCCL_ENABLE_MONITORING": ("0", "it ends a process whose watchdog is held up"),
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": ("0", "it writes files, and delays the end of a rank"),
+    "TORCH_NCCL_BLOCKING_WAIT": ("0", "a wait in C++ hears neither Ctrl-C nor of failures"),
+    "NCCL_LAUNCH_ORDER_IMPLICIT": ("1", "kernels of two ranks may wait for each other"),
+}
+_READ_ONCE = ("TORCH_NCCL_ENABLE_MONITORING", "NCCL_LAUNCH_ORDER_IMPLICIT")  # with the first group
+_OF_TORCHRUN = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # what it sets if nobody does
+
+
+def nccl_problems(env: MutableMapping[str, str], *, begun: bool = False) -> dict[str, str]:
+    """Set missing variables of `NCCL_SETTINGS`; return problems by name.
+
+    torchrun sets error handling to 1 where its user did not, so there this counts as not set.
+
+    Args:
+      env: the environment, which is changed.
+      begun: whether a group with NCCL may have been made before.
+    """
+    problems = {}
+    for name, (value, why) in NCCL_SETTINGS.items():
+        given = env.get(name)
+        if given is None or ((name, given) == _OF_TORCHRUN and "TORCHELASTIC_RUN_ID" in env):
+            env[name] = value
+            if begun and name in _READ_ONCE:
+                problems[name] = f"it was set after torch.distributed was started: {why}"
+        elif given != value:
+            problems[name] = f"it is {given!r}, expected {value!r}: {why}"
+    return problems
+
+
+def own_failures(backend: str, *, begun: bool) -> None:
+    """Set what NCCL and torch's watchdog read, and warn of what forbids that; see NCCL_SETTINGS.
+
+    Gathers and reductions are in flight at once, on communicators of their own. If two ranks start
+    them in different orders, each can fill its GPU with a kernel that waits for the other. All
+    ranks call them in one order, which NCCL (2.26 or newer) keeps if it is told to; from CUDA 12.3
+    on they still overlap.
+
+    Args:
+      backend: of the groups.
+      begun: whether a group with NCCL may have been made before.
+    """
+    problems = nccl_problems(os.environ, begun=begun) if backend == "nccl" else {}
+    for name, problem in problems.items():
+        fix = f"export {name}={NCCL_SETTINGS[name][0]} before the start, or leave it unset"
+        warnings.warn(errors.message(name, [problem], fix), stacklevel=3)
+
+
+# Which accelerator a rank uses, and whether another rank uses the same one.
+
+
+class Machine:
+    """The accelerators that this process sees."""
+
+    def kind(self) -> str:
+        """Their type, such as "cuda"; "cpu" if there are none with a backend of their own."""
+        found = torch.accelerator.current_accelerator(check_available=True)
+        kind = "cpu" if found is None else found.type
+        return (
+            kind if dist.Backend.default_device_backend_map.get(kind, "gloo") != "gloo" else "cpu"
+        )
+
+    def count(self) -> int:
+        """How many of them this process sees."""
+        return torch.accelerator.device_count()
+
+    def use(self, device: torch.device) -> None:
+        """Make one of them the current one."""
+        torch.accelerator.set_device_index(device)
+
+    def uuid(self, device: torch.device) -> str:
+        """Return the UUID of an accelerator, if torch knows it."""
+        properties = torch.get_device_module(device).get_device_properties(device)
+        return str(getattr(properties, "uuid", ""))
+
+
+machine = Machine()  # all that this wing asks about hardware; tests put another one here
+
+
+def device_of(device: str | torch.device) -> tuple[torch.device, str]:
+    """The device that an argument means, and why this process cannot use it."""
+    wanted = torch.device(device)
+    if wanted.type == "meta":
+        return torch.device("cpu"), f"device={str(device)!r}, which holds no data"
+    if not _torch.is_async(wanted):
+        return wanted, ""
+    count = machine.count() if machine.kind() == wanted.type else 0
+    if (wanted.index or 0) < count:
+        return wanted, ""
+    return wanted, f"{wanted} is asked for, and this process sees {count} devices of its kind"
+
+
+def backends_of(config: str) -> dict[str, str]:
+    """The backend of each type of device, from "cpu:gloo,cuda:nccl" or from "nccl" alone."""
+    if ":" not in config:
+        return dict.fromkeys(dist.Backend.backend_capability.get(config, ()), config)
+    return dict(part.split(":", 1) for part in config.split(","))
+
+
+class Spot(NamedTuple):
+    """Description of a rank's device that is sent to the other ranks."""
+
+    device: str  # such as "cuda:0"
+    host: str
+    unit: str  # equal on ranks that share an accelerator; empty if that does no harm
+
+
+def spot_of(device: torch.device, *, alone: bool) -> Spot:
+    """Where this rank computes.
+
+    Args:
+      device: its device.
+      alone: whether the other ranks must use other devices, as every backend but gloo requires.
+    """
+    host, unit = socket.gethostname(), ""
+    if _torch.is_async(device) and alone:
+        # A number alone says nothing where each process sees other devices.
+        masks = sorted(x for x in os.environ.items() if x[0].endswith(("VISIBLE_DEVICES", "_MASK")))
+        unit = machine.uuid(device) or f"{device} of {host}, {masks}"
+        # NCCL accepts ranks that share a GPU if this tells them apart, as people do in tests.
+        unit = " ".join((unit, os.environ.get("NCCL_HOSTID", ""))).strip()
+    return Spot(str(device), host, unit)
+
+
+def check_distinct(verb: str, spots: Mapping[int, Spot]) -> None:
+    """Raise GroupsError if several ranks share an accelerator; NCCL would fail later, or hang."""
+    users: dict[str, list[int]] = {}
+    for rank, spot in spots.items():
+        users.setdefault(spot.unit or f"rank {rank}", []).append(rank)
+    shared = [(unit, ranks) for unit, ranks in users.items() if len(ranks) > 1]
+    if shared:
+        lines = []
+        for unit, ranks in shared[:8]:
+            first = spots[ranks[0]]
+            lines.append(f"{errors.name_ranks(ranks)} on {first.host}: {first.device}, {unit}")
+        fix = "start one rank per device, show each rank one of its own (srun --gpus-per-task=1), "
+        fix += "or pass device='cpu'; to share one in a test, set another NCCL_HOSTID on each rank"
+        raise GroupsError(f"{verb}: several ranks use one device", lines, fix)
+
+
+def init_distributed(
+    *, device: str | torch.device = "auto", cpu_groups: bool = False, timeout_s: float = 600.0
+) -> torch.device:
+    """Start torch.distributed from the launcher's environment, and choose this rank's device.
+
+    It reads torchrun's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without those,
+    Open MPI's OMPI_COMM_WORLD_RANK and the like, together with MASTER_ADDR and MASTER_PORT; without
+    those, Slurm's SLURM_PROCID, SLURM_STEP_NUM_TASKS and SLURM_LOCALID. Under any other launcher
+    set the five variables of torchrun. On several nodes Slurm needs this line before srun:
+    `export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)`. If
+    torch.distributed is initialised already, or no launcher started this process, it only chooses
+    the device. A process that takes the place of a rank that was lost does not wait for the others:
+    see `reset`.
+
+    Args:
+      device: "auto" takes an accelerator if this process sees one, else the CPU. Of several that it
+        sees, it takes the one with its number on the node; all ranks must get different ones.
+      cpu_groups: whether the default group also has gloo, for tensors on the CPU. Otherwise it has
+        only the backend of the device.
+      timeout_s: bound in seconds of the start, and of collectives on the default group.
+
+    Returns:
+      The device, which is also made the current one if it is an accelerator.
+
+    Communication: the start of torch.distributed, and a few small messages through its store.
+
+    Raises:
+      GroupsError: some of the launcher's variables are missing, the store cannot be held, a rank
+        does not have its device, or several have the same; the text names the ranks and the fix.
+      DesyncError: some ranks would use the CPU and others would not.
+      PlanError: `timeout_s` is not a number above 0.
+      CollectiveError: some rank did not call it in time.
+
+    Example:
+      >>> init_distributed(device="cpu")
+      device(type='cpu')
+    """
+    checks.number("init_distributed", "timeout_s", timeout_s, above=0, below=1e8)
+    if spans.observers:
+        spans.passing("start: init_distributed")
+    launch = None if dist.is_initialized() else read_launch(os.environ)
+    deadline = time.monotonic() + timeout_s
+    chosen, problem = _choose(device, launch)
+    own = _torch.backend(chosen)
+    mine = [spot_of(chosen, alone=not problem), str(device), problem]
+    store, start = None, None
+    if launch is None:
+        _judge_devices({0: mine})
+    else:
+        store, start = _agreed_store(launch, mine, timeout_s, deadline)
+    if _torch.is_async(chosen):
+        machine.use(chosen)
+    if launch is None:
+        return chosen
+    own_failures(own, begun=False)
+    backend = f"cpu:gloo,{chosen.type}:{own}" if cpu_groups and own != "gloo" else own
+    if start is not None:
+        _torch.start_alone(backend, store, launch.rank, launch.world_size, timeout_s)
+        return chosen
+    how = {"store": store, "rank": launch.rank, "world_size": launch.world_size}
+    connect = partial(dist.init_process_group, backend, timeout=timedelta(seconds=timeout_s), **how)
+    if own != "gloo":
+        connect()
+        return chosen
+    try:  # it connects the ranks, in C++
+        bounded(connect, deadline)
+    except (RuntimeError, TimeoutError) as error:
+        first = errors.first_line(error, f"they did not connect within {timeout_s:g} s")
+        what = f"init_distributed: rank {launch.rank} found the store, but gloo could not connect"
+        # A host's name often leads to its own loopback address.
+        fix = "look whether another rank has ended, and set GLOO_SOCKET_IFNAME, on each node, to"
+        fix += " the interface that the other nodes reach, such as eth0; `ip -br addr` lists them"
+        raise errors.CollectiveError(f"{what} it with the other ranks", [first], fix) from error
+    return chosen
+
+
+def _choose(device: str | torch.device, launch: Launch | None) -> tuple[torch.device, str]:
+    """Choose this rank's device; return the device and a problem, if any."""
+    if device == "auto" and dist.is_initialized():
+        device = _served_kind(dist.get_backend_config())
+    wanted, problem = device_of(machine.kind() if device == "auto" else device)
+    if problem or not _torch.is_async(wanted) or wanted.index is not None:
+        return wanted, problem
+    near = launch and torch.device(wanted.type, launch.local_rank % machine.count())
+    return near or _torch.with_index(wanted), ""
+
+
+def _agreed_store(
+    launch: Launch, mine: Any, timeout_s: float, deadline: float
+) -> tuple[Any, int | None]:
+    """The store of the launch, once all ranks found their devices fit for a start.
+
+    The second value is the number of the start that this process comes back into, if it does.
+    """
+    rank, size = launch.rank, launch.world_size
+    limit = timedelta(seconds=timeout_s)
+
+    def connect() -> Any:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # that of torchrun's agent
+            return next(rendezvous("env://", rank, size, timeout=limit))[0]
+        return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            launch.master_addr,
+            launch.master_port,
+            size,
+            is_master=rank == 0,
+            timeout=limit,
+            wait_for_workers=False,  # `meet` waits for them, and names those that are missing
+            multi_tenant=True,
+        )
+
+    def lost(error: Exception) -> errors.MicsError:
+        first = errors.first_line(error, f"no answer within {timeout_s:g} s")
+        where = f"{launch.master_addr}:{launch.master_port}"
+        what = f"init_distributed: rank {rank} cannot start with the store at {where}"
+        fix = "start rank 0, or torchrun, on the host of MASTER_ADDR and with a free MASTER_PORT"
+        timed_out = isinstance(error, TimeoutError | StoreLost) or "timed out" in first
+        return (errors.CollectiveError if timed_out else GroupsError)(what, [first], fix)
+
+    try:
+        store = _torch.prefixed(bounded(connect, deadline), "mics_fn")
+    except (RuntimeError, TimeoutError, OSError) as error:
+        raise lost(error) from error
+    with hooks.enter(store, rank, size, timeout_s, lost) as (served, start):
+        if start is not None:
+            _judge_devices({rank: mine})
+            return part_of_start(store, start), start
+        wait = {"verb": "init_distributed", "timeout_s": timeout_s, "deadline": deadline}
+        key, *_ = meet(served, range(size), rank, mine, _judge_devices, **wait)
+    return part_of_start(store, int(key.rpartition("/")[2])), None
+
+
+def _judge_devices(found: Mapping[int, Any]) -> None:
+    """Raise an error if the devices of all ranks do not fit together."""
+    spots = {rank: Spot(*spot) for rank, (spot, _, _) in found.items()}
+    wrong = {
+        rank: f"{problem}, on {spots[rank].host}"
+        for rank, (*_, problem) in found.items()
+        if problem
+    }
+    if wrong:
+        what = "init_distributed: a rank does not have the device that was asked for"
+        fix = "pass device='auto' or 'cpu', or use a torch and a driver for this device"
+        raise GroupsError(what, errors.rank_lines(wrong), fix)
+    kinds = {rank: spot.device.partition(":")[0] for rank, spot in spots.items()}
+    if len(set(kinds.values())) > 1:
+        texts = {
+            rank: f"{kind} on {spots[rank].host} (device={found[rank][1]})"
+            for rank, kind in kinds.items()
+        }
+        fix = "look why some ranks see no accelerator, or pass the same device= on all of them"
+        what = "init_distributed: ranks use different kinds of devices"
+        raise errors.disagreement(what, texts, fix)
+    check_distinct("init_distributed", spots)
+
+
+def _served_kind(config: str) -> str:
+    """The accelerator if a backend serves it that does not serve the CPU as well, else the CPU."""
+    kind, served = machine.kind(), backends_of(config)
+    return kind if served.get(kind) not in (None, served.get("cpu")) else "cpu"
+
+
+# Which ranks, device and backend groups have.
+
+
+def require_distributed() -> bool:
+    """Whether torch.distributed is initialised; a world of one rank does not need it.
+
+    Raises:
+      GroupsError: several ranks were launched, but it is not initialised.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return True
+    source = launcher_of(os.environ)
+    if source is not None and os.environ.get("WORLD_SIZE") != "1":
+        what = f"make_groups: {source} started several ranks, without torch.distributed"
+        fix = "call mics_fn.init_distributed() or torch.distributed.init_process_group() first"
+        raise GroupsError(what, fix=fix)
+    return False
+
+
+def universe_of(
+    ranks: Sequence[int] | None, mesh: DeviceMesh | None, rank: int, world_size: int
+) -> tuple[int, ...]:
+    """The global ranks of this rank's data-parallel job, by position.
+
+    Raises:
+      PlanError: they are not distinct ranks of the world, or this rank is not one of them.
+    """
+    if mesh is not None and ranks is not None:
+        raise errors.PlanError("make_groups: ranks= and mesh= are both given", fix="pass one")
+    if mesh is not None:
+        # The tensor of a sub-mesh holds only the ranks that share this rank's other coordinates.
+        ranks = mesh.mesh.flatten().tolist()
+    found = tuple(range(world_size) if ranks is None else ranks)
+    if len(set(found) & set(range(world_size))) < len(found):
+        what = f"make_groups: ranks={[*found]} are not distinct ranks of a world of {world_size}"
+        raise errors.PlanError(what, fix=f"give each of 0 to {world_size - 1} at most once")
+    if rank not in found:
+        what = f"make_groups: rank {rank} is not one of ranks={fold_ranks(found) or []}"
+        fix = "pass on each rank the ranks that it shares groups with, itself included"
+        raise errors.PlanError(what, fix=fix)
+    return found
+
+
+def device_and_backend(
+    device: str | torch.device | None, mesh: DeviceMesh | None, backend: str | None
+) -> tuple[torch.device, str]:
+    """The device of tensors that the groups communicate, and the backend that serves it.
+
+    Raises:
+      GroupsError: this process lacks the device, or the default group has no backend for it.
+    """
+    if device is not None:
+        device, problem = device_of(device)
+        if problem:
+            fix = "pass device='cpu', or use a torch and a driver for this device"
+            raise GroupsError(f"make_groups: {problem}", fix=fix)
+    if not dist.is_initialized():
+        return _torch.with_index(torch.get_default_device() if device is None else device), ""
+    config = backend or dist.get_backend_config()
+    if device is None:
+        device = _served_kind(config) if mesh is None else mesh.device_type
+    chosen = _torch.with_index(torch.device(device))
+    if backend is not None:
+        return chosen, backend
+    # A config such as "cpu:gloo,cuda:nccl" names one backend per device. Groups that are made for
+    # one of them keep torch from creating idle communicators for the others.
+    of_device = backends_of(config)
+    if chosen.type not in of_device:
+        what = f"make_groups: the default group serves {config}, not {chosen.type}"
+        fix = "pass device= or backend=, or start it with a backend for that device; for the CPU, "
+        raise GroupsError(what, fix=f"{fix}init_distributed(cpu_groups=True)")
+    return chosen, of_device[chosen.type]
+
+
+# Meetings of ranks, before any process group exists: see [Note: meetings].
+
+EPOCH = "mics_fn/epoch"  # the key of its number; see [Note: the epoch of membership]
+_LINGER_S = 1.0  # how long a rank that fails keeps the store for others to read why
+_JUDGED = errors.DesyncError, GroupsError, errors.PlanError
+_KINDS = {kind.__name__: kind for kind in (*_JUDGED, errors.CollectiveError)}
+
+Judge = Callable[[dict[int, Any]], Any]  # what each rank wrote -> what all get; raises a verdict
+
+
+class Meeting(NamedTuple):
+    """What the ranks agreed on."""
+
+    key: str  # not used by an earlier meeting
+    verdict: Any  # of the judge
+    members: Mapping[int, int] = {}  # rank -> since when its process is one
+
+
+def meet(
+    store: Store,
+    ranks: Sequence[int],
+    rank: int,
+    mine: Any,
+    judge: Judge,
+    *,
+    verb: str,
+    timeout_s: float,
+    deadline: float | None = None,
+    check: Callable[[float], None] = lambda idle_s: None,
+) -> Meeting:
+    """Judge the facts of `ranks`; each of them calls this the same number of times for a verb.
+
+    Args:
+      store: shared by all ranks.
+      ranks: global ranks that meet, in the order of their positions.
+      rank: this rank.
+      mine: the facts of this rank, in a form that JSON keeps.
+      judge: gets those of all ranks by rank; what it returns or raises comes to all of them.
+      verb: who calls, for errors.
+      timeout_s: bound in seconds of the wait for the others.
+      deadline: when it gives up, if other things take of that time; by `time.monotonic`.
+      check: as for `poll`.
+
+    Returns:
+      A key that is new and the same on all ranks, and what the judge returned.
+
+    Communication: O(n) small messages in all, through the store only.
+
+    Raises:
+      DesyncError, GroupsError, PlanError: what the judge raised, on every rank.
+      CollectiveError: some rank did not call this in time.
+    """
+    deadline = time.monotonic() + timeout_s if deadline is None else deadline
+    number, since = _next(store, ranks, verb, rank), getattr(store, "since", 1)
+    calls, key = f"{prefix_of(ranks, verb)}/calls/{rank}", f"{prefix_of(ranks, verb)}/{number}"
+    end = f"{key}/verdict"
+    try:
+        # As `store.claim`, if the store knows which process writes.
+        write = getattr(store, "claim", None) or (lambda key, text: store.set(key, f"1 {text}"))
+        write(calls, str(number))
+        write(f"{key}/{rank}", json.dumps(mine))
+        if rank == ranks[0]:
+            found = _judged(store, key, ranks, judge, deadline, check)
+            if found is not None:
+                store.compare_set(end, "", json.dumps(found))
+        if not poll(partial(store.check, [end]), len(ranks), deadline, check):
+            store.compare_set(end, "", json.dumps(_absence(store, key, ranks, verb, timeout_s)))
+        verdict = json.loads(store.get(end))
+    except BaseException:
+        # Undo this call, so that after an interrupt all ranks can call again.
+        later(store, "delete_key", f"{key}/{rank}")
+        later(store, "set", calls, f"{since} {number - 1}")
+        raise
+    if "error" in verdict:
+        with suppress(RuntimeError, errors.MicsError):
+            read = f"{prefix_of(ranks, verb)}/read"
+            wanted = -(-store.add(read, 1) // len(ranks)) * len(ranks)
+            if rank == 0:  # which may hold the store
+                poll(lambda: store.add(read, 0) >= wanted, 1, time.monotonic() + _LINGER_S)
+        raise _KINDS[verdict["error"]](verdict["text"])
+    meeting = Meeting(key, verdict["found"], dict(verdict["members"]))
+    if meeting.members.get(rank, 1) != since:
+        text = f"{verb}: the ranks met a process of rank {rank} that has ended since"
+        raise GroupsError(text, fix=f"call {verb} again on all ranks")
+    return meeting
+
+
+def past(store: Store, ranks: Sequence[int], verb: str, call: int) -> Meeting | None:
+    """What the n-th meeting of these ranks agreed on; None if there was none, or if it failed."""
+    key = f"{prefix_of(ranks, verb)}/{call}"
+    if not store.check([f"{key}/verdict"]):
+        return None
+    verdict = json.loads(store.get(f"{key}/verdict"))
+    return None if "error" in verdict else Meeting(key, verdict["found"])
+
+
+def prefix_of(ranks: Sequence[int], verb: str) -> str:
+    return f"mics_fn/{sha256(json.dumps([verb, *ranks]).encode()).hexdigest()[:16]}"
+
+
+def entered(store: Any, ranks: Sequence[int], verb: str, rank: int) -> int:
+    """How many meetings of these ranks this one has entered.
+
+    Another process of this rank may have entered one that came to no verdict. The others leave that
+    one, and meet under the same key again. So the count goes on at the last verdict.
+    """
+    prefix = prefix_of(ranks, verb)
+    calls = f"{prefix}/calls/{rank}"
+    since, number = map(int, store.get(calls).split()) if store.check([calls]) else (1, 0)
+    if since < getattr(store, "since", 1):
+        while number and not store.check([f"{prefix}/{number}/verdict"]):
+            store.delete_key(f"{prefix}/{number}/{rank}")
+            number -= 1
+    return number
+
+
+def _next(store: Any, ranks: Sequence[int], verb: str, rank: int) -> int:
+    """The number of a new meeting of these ranks, counted from 1 on."""
+    number = entered(store, ranks, verb, rank)
+    while True:
+        number += 1
+        end = f"{prefix_of(ranks, verb)}/{number}/verdict"
+        # If the others gave up waiting for this rank in that meeting, their count is one ahead.
+        missed = store.check([end]) and json.loads(store.get(end))
+        if not missed or rank not in missed.get("absent", ()):
+            return number
+
+
+def _judged(
+    store: Store,
+    key: str,
+    ranks: Sequence[int],
+    judge: Judge,
+    deadline: float,
+    check: Callable[[float], None],
+) -> dict[str, Any] | None:
+    """The verdict on what all ranks wrote; None if some did not come, or one gave up on that."""
+    found, members = {}, dict[int, int]()
+    for other in ranks:
+        mine = f"{key}/{other}"
+
+        def decided(mine: str = mine) -> bool:
+            return store.check([mine]) or store.check([f"{key}/verdict"])
+
+        if not poll(decided, 1, deadline, check) or not store.check([mine]):
+            return None
+        since, _, text = store.get(mine).decode().partition(" ")
+        found[other] = json.loads(text)
+        if since != "1":
+            members[other] = int(since)
+    try:
+        judgement = judge(found)
+        epoch, least = store.add(EPOCH, 1), max(members.values(), default=1)
+        if epoch < least:
+            store.add(EPOCH, least - epoch)
+        return {"found": judgement, "members": [*members.items()]}
+    except _JUDGED as error:
+        return {"error": type(error).__name__, "text": str(error)}
+
+
+def _absence(
+    store: Store, key: str, ranks: Sequence[int], verb: str, timeout_s: float
+) -> dict[str, Any]:
+    """The verdict if not all ranks came in time."""
+    missing = [rank for rank in ranks[:1024] if not store.check([f"{key}/{rank}"])]
+    who = f"{errors.name_ranks(missing)} did not call it"
+    if not missing:
+        who = f"rank {ranks[0]} did not answer"
+    fix = f"call {verb} on all of these ranks, equally often and in the same order"
+    lines = [f"expected: {errors.name_ranks(ranks)}"]
+    text = errors.message(f"{verb}: {who} within {timeout_s:g} s", lines, fix)
+    return {"error": "CollectiveError", "text": text, "absent": missing}
+
+
+def part_of_start(store: Any, number: int) -> Any:
+    """The part of a store for the n-th start with it; the keys of the first are those of torch."""
+    return store if number == 1 else _torch.prefixed(store, f"start {number}")
