@@ -138,32 +138,14 @@ def collect_bytes(groups: Home, data: bytes) -> dict[int, bytes]:
     return {rank: bytes(found[rank][:n]) for rank, n in lengths.items()}
 
 
-@contextmanager
-def in_step(what: str, groups: Any, fact: str) -> Iterator[None]:
-    """A block of work that sends nothing; if it raises on some ranks, all ranks raise.
-
-    Args:
-      what: the verb, for errors.
-      groups: `Groups` or a tree of them. If it is a function from paths to groups, these are not
-        known yet, and nothing is compared.
-      fact: a description of the arguments, which must be equal on all ranks.
-
-    Raises:
-      DesyncError: the facts differ, or the block raised on other ranks. A rank on which the block
-        raised gets that error instead.
-
-    Communication: two small all-gathers over the partition group and over the replication group.
-    """
-    homes = list(dict.fromkeys(x for x in flatten(groups)[0] if isinstance(x, Groups)))
-    try:
-        yield
-    except Exception as error:
-        same_call(what, homes, fact, error)
-        raise
-    same_call(what, homes, fact)
-
-
-def same_call(verb: str, homes: Sequence[Home], text: str, error: Exception | None = None) -> None:
+def same_call(
+    verb: str,
+    homes: Sequence[Home],
+    text: str,
+    error: Exception | None = None,
+    *,
+    skipped: bool = False,
+) -> None:
     """Compare a call between ranks; returns if all make the same call and none has an error.
 
     Args:
@@ -172,32 +154,47 @@ def same_call(verb: str, homes: Sequence[Home], text: str, error: Exception | No
       text: what this rank is about to do.
       error: why this rank cannot do it, if it cannot. Then this returns on this rank, and the
         caller raises the error.
+      skipped: whether this rank has left something out, because another one failed.
 
     Raises:
-      DesyncError: calls differ, or other ranks have an error; on every rank without an error of
-        its own.
+      PeerFileError: a file of another rank failed; it names the same file and leaf.
+      DesyncError: calls differ, or other ranks have another error; on every rank without an error
+        of its own.
 
     Communication: two all-gathers over each partition group, and over each replication group of
       `Groups`: 8 bytes, and as many as the longest text has.
     """
-    wrong = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
-    said = json.dumps([text, wrong]).encode()
-    found: dict[int, bytes] = {}
-    for home in homes:
-        found |= collect_bytes(home, said)
-    if error is not None or len(set(found.values())) < 2:
+    found: dict[int, Any] = {}
+    for home in [home for home in homes if len(home.stacked_ranks) > 1]:
+        rank = home.partition.state.rank
+        failed = None if error is None else asdict(failure_of(error, rank, final=False))
+        said = collect_bytes(home, json.dumps([text, failed, skipped]).encode())
+        found |= {rank: json.loads(answer) for rank, answer in sorted(said.items())}
+    calls = {rank: call for rank, (call, _, _) in found.items()}
+    failures = {rank: Failure(**failed) for rank, (_, failed, _) in found.items() if failed}
+    left = any(skipped for _, _, skipped in found.values())
+    if error is not None or not (failures or left or len(set(calls.values())) > 1):
         return
-    said_by = {rank: json.loads(answer) for rank, answer in sorted(found.items())}
-    failed = {rank: wrong for rank, (_, wrong) in said_by.items() if wrong}
-    calls = {rank: own for rank, (own, _) in said_by.items()}
-    fix = f"call {verb} with the same arguments on every rank"
-    differs = disagreement(f"{verb}: ranks differ in what they ask for", calls, fix)
-    if failed:
+    of_file = [failure for failure in failures.values() if failure.file_error is not None]
+    if of_file:
+        text = f"{verb}: rank {of_file[0].rank} failed: {of_file[0].text}"
+        differs = replace(of_file[0], text=text).error("", ends=False)
+    elif failures:
         fix = "see what these ranks raise; nothing was changed on any rank"
-        differs = disagreement(f"{verb}: it failed on other ranks", failed, fix)
+        texts = {rank: failure.text for rank, failure in failures.items()}
+        differs = disagreement(f"{verb}: it failed on other ranks", texts, fix)
+    elif left:
+        fix = "call the same verbs in the same order on every rank"
+        raise DesyncError(f"{verb}: a rank has left it, as one failed elsewhere", fix=fix)
+    else:
+        fix = f"call {verb} with the same arguments on every rank"
+        differs = disagreement(f"{verb}: ranks differ in what they ask for", calls, fix)
     for home in homes:
         report_outside(home, differs)
-    raise differs
+    try:
+        raise differs
+    finally:
+        del differs  # else it would refer to itself, and keep what a block has made
 
 
 # Long work of all ranks that is done part by part; an error of one rank ends it on all of them.
@@ -206,7 +203,7 @@ R = TypeVar("R")
 
 
 class Parts:
-    """What a block of work knows of the other ranks; made by `in_parts`.
+    """What a block of work knows of the other ranks; made by `in_step`.
 
     Args:
       homes: the groups whose ranks do it.
@@ -273,32 +270,31 @@ class Parts:
 
 
 class _Skipped(MicsError):
-    """Raised inside `in_parts` if another rank has failed."""
+    """Raised inside `in_step` if another rank has failed."""
 
 
 @contextmanager
-def in_parts(what: str, groups: Sequence[Groups], *, sends: bool = False) -> Iterator[Parts]:
-    """A block of work that is done part by part; if it raises on some ranks, all ranks raise.
+def in_step(what: str, groups: Any, fact: str = "", *, sends: bool = False) -> Iterator[Parts]:
+    """A block of work that may be done part by part; if it raises on some ranks, all ranks raise.
 
     Args:
       what: the verb, for errors.
-      groups: whose ranks do it.
+      groups: `Groups` or a tree of them. If it is a function from paths to groups, these are not
+        known yet, and nothing is compared.
+      fact: a description of the arguments, which must be equal on all ranks.
       sends: whether its parts send something. Then what each rank does by itself is wrapped in
         `Parts.part`, which notes an error until the end of the block.
 
     Yields:
-      A `Parts`. A block that sends nothing calls its `check_others` or `part` now and then.
+      A `Parts`. A long block that sends nothing calls its `check_others` or `part` now and then.
 
     Raises:
-      PeerFileError: a file of another rank failed; it names the same file and leaf. The groups
-        can be used afterwards.
-      DesyncError: the block raised something else on other ranks. A rank on which the block raised
-        gets that error instead.
+      PeerFileError, DesyncError: as `same_call`; the groups can be used afterwards. A rank on which
+        the block raised gets that error instead.
 
-    Communication: two small all-gathers over the partition group and over the replication group; a
-      failure writes one key into the store.
+    Communication: as `same_call`; a failure writes one key into the store.
     """
-    homes = list(dict.fromkeys(groups))
+    homes = list(dict.fromkeys(x for x in flatten(groups)[0] if isinstance(x, Groups)))
     parts = Parts(homes, sends=sends)
     try:
         yield parts
@@ -311,44 +307,8 @@ def in_parts(what: str, groups: Sequence[Groups], *, sends: bool = False) -> Ite
     error, parts.error = parts.error, None
     try:
         if error is None or all(home.state.failed is None for home in homes):
-            others = _compared(what, homes, error, skipped=parts.skipped)
-            error = error or others
+            same_call(what, homes, fact, error, skipped=parts.skipped)
         if error is not None:
             raise error
     finally:
-        error = others = None  # else it would refer to itself, and keep what the block has made
-
-
-def _compared(
-    what: str, homes: Sequence[Groups], error: Exception | None, *, skipped: bool
-) -> Exception | None:
-    """Exchange errors between ranks; return the error that ranks without one raise."""
-    found, lost = dict[int, Any](), list[Groups]()
-    for home in homes:
-        if home.partition_size * home.num_replicas > 1:
-            said = None if error is None else asdict(failure_of(error, home.rank, final=False))
-            mine = json.dumps({"failed": said, "left": skipped}).encode()
-            answers = {rank: json.loads(x) for rank, x in collect_bytes(home, mine).items()}
-            found |= answers
-            lost += [home] if any(each["failed"] for each in answers.values()) else []
-    failed = {r: Failure(**each["failed"]) for r, each in sorted(found.items()) if each["failed"]}
-    if failed:
-        verdict = _verdict(what, found, failed)
-        for home in lost:
-            report_outside(home, verdict)
-        return verdict
-    if any(each["left"] for each in found.values()):
-        fix = "call the same verbs in the same order on every rank"
-        return DesyncError(f"{what}: a rank has left it, as one failed elsewhere", fix=fix)
-    return None
-
-
-def _verdict(what: str, found: dict[int, Any], failed: dict[int, Failure]) -> Exception:
-    """The error of the ranks that have none of their own: of a file, if one has failed."""
-    for rank, failure in failed.items():
-        if failure.file_error is not None:
-            text = f"{what}: rank {rank} failed: {failure.text}"
-            return replace(failure, text=text).error("", ends=False)
-    fix = "pass the same arguments on every rank, and files that every rank can read"
-    texts = {rank: failed[rank].text if rank in failed else "" for rank in sorted(found)}
-    return disagreement(f"{what}: ranks differ", texts, fix)
+        error = None  # else it would refer to itself, and keep what the block has made

@@ -93,16 +93,13 @@ class Pending:
         self._device, self._on_device = device, _device.is_async(device)
         self.state = QUEUED
         self.level = 0  # number of collectives issued so far
-        self._collective: Any = None  # the last of them
-        self._work: Any = None  # of it, while it is in flight
+        self._collective: Any = None  # that is in flight
+        self._work: Any = None  # of it
         self._flight: Any = spans.UNSEEN
         self._numbers: list[int] = []  # of this call over each of `comms`
         self.ready: torch.Event | None = None  # on an accelerator: over once the result is there
         self.reads = reads if comms else None
-        if spans.seen():
-            with self._span(parts=bool(comms)):
-                self._start()
-        else:
+        with self._span(parts=bool(comms)) if spans.seen() else spans.UNSEEN:
             self._start()
         if reads is not None and comms:
             _READERS.add(self)
@@ -172,7 +169,8 @@ class Pending:
                         raise self._collective.failed(error, number, wait=True) from error
                     if self._flight is not spans.UNSEEN:
                         self._flight.stop()
-                    self._work, self.state = None, QUEUED
+                    self._collective = self._work = None
+                    self.state = QUEUED
                 moved = True
             return moved
         except BaseException as error:
@@ -187,7 +185,7 @@ class Pending:
         except StopIteration as stop:
             self._result, self.state = stop.value, DONE
             return
-        comm, self._collective, self._flight = collective.comm, collective, spans.UNSEEN
+        comm, self._flight = collective.comm, spans.UNSEEN
         if spans.observers:
             spans.calling(f"{collective.op} ({call_text(self._call)})", self._keep[:1], [comm])
         if self._on_device:
@@ -201,7 +199,7 @@ class Pending:
         comm.queue.popleft()
         self.level += 1
         if not self._on_device:
-            self._work, self.state = work, IN_FLIGHT
+            self._collective, self._work, self.state = collective, work, IN_FLIGHT
 
     # It is waited for: bounded, and open to Ctrl-C.
 
@@ -212,8 +210,6 @@ class Pending:
         if self.ready is not None:
             with self._waiting():
                 _device.wait(self._device, self.ready)
-        else:
-            self.reads = None
         self._keep.clear()
         if self.state is FAILED:
             raise CollectiveError("this collective failed before; its result does not exist")
@@ -229,15 +225,17 @@ class Pending:
           PeerFailed: a rank has failed without which this cannot end.
         """
         while not self.passed(levels):
-            if not spans.seen():
-                _await(self, levels)
-                continue
-            with self._waiting():  # a wait for hop 1 and then for hop 2 is two
-                _await(self, levels, self.kind)
+            with self._waiting():  # of those that are seen, each is for one level
+                _await(self, min(levels, self._passed + 1) if spans.seen() else levels)
 
     def passed(self, levels: int) -> bool:
         """Whether so many levels are done, without waiting."""
-        return self.level > levels or self.finished
+        return self.level > levels or self.state not in _UNDER_WAY
+
+    @property
+    def _passed(self) -> int:
+        """How many levels are done."""
+        return self.level - (self.state is IN_FLIGHT)
 
     @property
     def finished(self) -> bool:
@@ -263,10 +261,9 @@ class Pending:
     @property
     def stuck(self) -> list[Stuck]:
         """The calls that have to be done before this one is, for the other ranks."""
-        first = self.level - (self.state is IN_FLIGHT)  # what is in flight, and what is behind it
         op = self._collective.op if self.state is IN_FLIGHT else "a call"
         what = f"({call_text(self._call)})"
-        waited = list(zip(self._comms, self._numbers, strict=True))[first:]
+        waited = list(zip(self._comms, self._numbers, strict=True))[self._passed :]
         return [
             Stuck(comm.calls.key, number, comm.ranks, f"{op} over '{comm.name}' {what}")
             for comm, number in waited
@@ -291,18 +288,9 @@ class Pending:
         """A wait for what it does now."""
         if not spans.seen():
             return spans.UNSEEN
-        return spans.Span("wait", self._span(self._awaited), device=self._device)
-
-    @property
-    def kind(self) -> str:
-        """What it does now: "hop1" turns into "hop2" on the way."""
-        return spans.kind_of(self._call[1], self._awaited)
-
-    @property
-    def _awaited(self) -> str:
-        """The communicator of the level that is in flight, or else of the next one or the last."""
-        waited = self._comms[self.level - (self.state is IN_FLIGHT) :] or self._comms[-1:]
-        return waited[0].name if waited else ""
+        waited = self._comms[self._passed :] or self._comms[-1:]  # the next level, or the last one
+        level = waited[0].name if waited else ""
+        return spans.Span("wait", self._span(level), device=self._device)
 
 
 def push_all(state: GroupState) -> bool:
@@ -327,8 +315,8 @@ _ALONE, _BESIDE = timedelta(milliseconds=50), timedelta(milliseconds=2)
 _STALL_S, _STALL_S_PER_RANK = 0.25, 1e-4
 
 
-def _await(pending: Pending, levels: int, kind: str = "") -> None:
-    """Advance all collectives until one has passed so many levels, or does something else."""
+def _await(pending: Pending, levels: int) -> None:
+    """Advance all collectives until one has passed so many levels."""
     state = pending._comms[0].state
     pending._comms[0].check_open()
     state.turns.enter()
@@ -338,7 +326,7 @@ def _await(pending: Pending, levels: int, kind: str = "") -> None:
         while True:
             if push_all(state):
                 since = stalled = time.monotonic()
-            if pending.passed(levels) or (kind and pending.kind != kind):
+            if pending.passed(levels):
                 return
             if not state.active:
                 raise CollectiveError("this wait cannot end: the collective failed before")
@@ -407,21 +395,19 @@ class Collective:
 
     def timed_out(self) -> CollectiveError:
         """The error to raise if it does not finish in time."""
-        return CollectiveError(
-            f"{self.op} over '{self.comm.name}' did not finish in {self.comm.timeout_s:g} s",
-            [f"waiting: rank {dist.get_rank()} of {name_ranks(self.comm.ranks)}"],
-            fix="look for a rank that stopped, or that calls other verbs",
-        )
+        comm, fix = self.comm, "look for a rank that stopped, or that calls other verbs"
+        text = f"{self.op} over '{comm.name}' did not finish in {comm.timeout_s:g} s"
+        lines = [f"waiting: rank {comm.state.rank} of {name_ranks(comm.ranks)}"]
+        return CollectiveError(text, lines, fix if comm.size > 1 else "look at the disk")
 
     def failed(self, error: Exception, number: int, *, wait: bool) -> Exception:
         """What to raise; it may wait for a moment to learn which rank was the cause."""
         comm = self.comm
-        own = CollectiveError(
-            f"{self.op} over '{comm.name}' failed: {first_line(error)}",
-            [f"on rank {dist.get_rank()}; its group is {name_ranks(comm.ranks)}"],
-            fix="look at the other ranks' errors, then make new groups: these are broken",
-        )
-        call = Stuck(comm.calls.key, number, comm.ranks, f"{self.op} over '{comm.name}'")
+        text = f"{self.op} over '{comm.name}'"
+        lines = [f"on rank {comm.state.rank}; its group is {name_ranks(comm.ranks)}"]
+        fix = "look at the other ranks' errors, then make new groups: these are broken"
+        own = CollectiveError(f"{text} failed: {first_line(error)}", lines, fix)
+        call = Stuck(comm.calls.key, number, comm.ranks, text)
         return comm.state.watch.explained(own, wait=wait, call=call)
 
 
@@ -477,13 +463,9 @@ class Task(Collective):
         """Begin; without `async_op` the host does it now, and what it queues is on this stream."""
         self.comm.check_open()
         if async_op:
-            with suppress(RuntimeError):  # there may be no memory for a thread
-                start(
-                    threading.Thread(target=self._job.run, name=f"mics_fn {self.op}", daemon=True)
-                )
-                return self
-        self._job.run()
-        if not async_op:
+            start(threading.Thread(target=self._job.run, name=f"mics_fn {self.op}", daemon=True))
+        else:
+            self._job.run()
             self.wait()
         return self
 
@@ -501,12 +483,6 @@ class Task(Collective):
     def failed(self, error: Exception, number: int, *, wait: bool) -> NoReturn:
         """Raise its own error, of which no other rank is the cause."""
         raise error
-
-    def timed_out(self) -> CollectiveError:
-        """The error to raise if it does not finish in time."""
-        self._stop.set()
-        text = f"{self.op} did not finish in {self.comm.timeout_s:g} s"
-        return CollectiveError(text, fix="look at the disk of this machine")
 
     def __del__(self) -> None:
         self._stop.set()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mics_fn import checks, shards, tree
 from mics_fn._torch import compiles_itself
-from mics_fn.collectives import Parts, in_parts, in_step, refuse_unequal
+from mics_fn.collectives import Parts, in_step, refuse_unequal
 from mics_fn.errors import LeafError, message, name_some
 from mics_fn.groups import Groups
 from mics_fn.init import reading
@@ -206,13 +206,13 @@ class Filling:
     def under_way(self) -> Iterator[None]:
         """The block in which all values are made or read.
 
-        Communication: as `in_parts`.
+        Communication: as `in_step`.
 
         Raises:
           FileError: a file cannot be made, read or written.
           PeerFileError, DesyncError: the block raised on other ranks.
         """
-        with in_parts(self.verb, self.groups) as self._parts:
+        with in_step(self.verb, self.groups) as self._parts:
             yield
             for home in self.groups:
                 self._add_up(home)

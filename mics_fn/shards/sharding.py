@@ -271,7 +271,7 @@ def shard(
     if not kept and "params" not in options.where.moved:
         return _assemble(layout, sources)
     # A disk may be full on one rank alone, or what codes cannot hold may lie in its part.
-    with collectives.in_parts("shard", layout.homes, sends=replicas == "broadcast") as parts:
+    with collectives.in_step("shard", layout.homes, sends=replicas == "broadcast") as parts:
         return _assemble(layout, sources, parts)
 
 
