@@ -101,7 +101,7 @@ def gather_level(comm: Comm, out: Tensor, chunk: Tensor) -> Collective:
         call = partial(_torch.all_gather_single, out.view(-1), chunk)
     else:
         call = partial(_swap, out, chunk, comm.rank)
-    return Collective(comm, "all-gather", (comm.size - 1) * chunk.nbytes, call)
+    return Collective(comm, "all-gather", call, (comm.size - 1) * chunk.nbytes)
 
 
 def _swap(out: Tensor, chunk: Tensor, rank: int, **how: Any) -> Any:
@@ -312,7 +312,7 @@ def send_parts(
     """One level of a reduce-scatter as an exchange of parts, of equal sizes or of these."""
     nbytes = sent.nbytes if sizes else (comm.size - 1) * (sent.nbytes // comm.size)
     call = partial(dist.all_to_all_single, received, sent, sizes, sizes)
-    return Collective(comm, "reduce-scatter", nbytes, call)
+    return Collective(comm, "reduce-scatter", call, nbytes)
 
 
 def mean_by_reduce_scatter(comm: Comm, parts: Tensor, mean: Tensor) -> Iterator[Collective]:
@@ -322,7 +322,7 @@ def mean_by_reduce_scatter(comm: Comm, parts: Tensor, mean: Tensor) -> Iterator[
         parts.mul_(before)
     op = dist.ReduceOp.AVG if before == 1.0 else dist.ReduceOp.SUM
     call = partial(_torch.reduce_scatter_single, mean, parts.view(-1), op=op)
-    yield Collective(comm, "reduce-scatter", (comm.size - 1) * mean.nbytes, call)
+    yield Collective(comm, "reduce-scatter", call, (comm.size - 1) * mean.nbytes)
     if before != 1.0:
         mean.mul_(after)
 
@@ -489,7 +489,7 @@ def mean_by_all_reduce(
         sent = torch.empty_like(tensor, dtype=wire) if spare is None else spare
         torch.mul(tensor, before, out=sent)
     nbytes = 2 * (comm.size - 1) * sent.nbytes // comm.size
-    yield Collective(comm, "all-reduce", nbytes, partial(dist.all_reduce, sent.view(-1), op=op))
+    yield Collective(comm, "all-reduce", partial(dist.all_reduce, sent.view(-1), op=op), nbytes)
     if sent is not tensor:
         tensor.copy_(sent)
     if before != 1.0:
@@ -550,7 +550,7 @@ def start_collect(comms: Sequence[Comm], tensor: Tensor, what: str = "comparison
         here = flat if copies == 1 else flat.repeat(copies)
         for comm, out in zip(comms, outs, strict=True):
             call = partial(_torch.all_gather_single, out, here)
-            yield Collective(comm, "all-gather", (comm.size - 1) * here.nbytes, call)
+            yield Collective(comm, "all-gather", call, (comm.size - 1) * here.nbytes)
             here = out
         return here
 
@@ -565,7 +565,7 @@ def send_from(comm: Comm, tensor: Tensor, source_rank: int) -> None:
         nbytes = tensor.nbytes if comm.rank == 0 else 0
 
         def steps() -> Steps:
-            yield Collective(comm, "broadcast", nbytes, call)
+            yield Collective(comm, "broadcast", call, nbytes)
             return tensor
 
         what = ("", f"broadcast from rank {source_rank}", "")
@@ -688,7 +688,7 @@ def start(
         return work
 
     def steps() -> Steps:
-        yield Collective(comm, name, sent_bytes, call)
+        yield Collective(comm, name, call, sent_bytes)
         return tensors[-1]
 
     device, what = tensors[0].device, ("", name, "")

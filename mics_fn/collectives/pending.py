@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ from mics_fn import _device, _torch, interrupts, spans
 from mics_fn.errors import CollectiveError, first_line, name_ranks
 from mics_fn.groups import Comm, GroupState
 from mics_fn.store import Stuck, call_text
-from mics_fn.threads import Job, Latch, start
+from mics_fn.threads import Job, start
 
 Steps = Generator["Collective", None, Tensor]
 What = tuple[str, str, Hashable]  # the verb or "", what it does, and to what: a bucket or ""
@@ -251,7 +251,7 @@ class Pending:
 
     def _fail(self, error: BaseException) -> None:
         """Give it up, and with it its groups: see [Note: failed groups] in `group_state`."""
-        self.state = FAILED
+        self.state, self._collective, self._work = FAILED, None, None
         for comm in self._comms:
             if self in comm.queue:
                 comm.queue.remove(self)
@@ -369,14 +369,14 @@ class Collective:
     Args:
       comm: the communicator.
       op: its name, for error texts.
-      nbytes_sent: what this rank sends.
       call: issues it; takes `group` and `async_op` as torch.distributed does.
+      nbytes_sent: what this rank sends.
     """
 
     comm: Comm
     op: str
-    nbytes_sent: int
     call: Callable[..., Any]
+    nbytes_sent: int = 0
 
     def issue(self, number: int, *, async_op: bool) -> Any:
         """Issue it and return its work; without `async_op` it is queued as any other op."""
@@ -446,17 +446,12 @@ class Task(Collective):
     Args:
       comm: of this rank alone, whose queue and stream it uses.
       op: its name, for error texts.
-      work: given the memory to fill, does one part of the work after the other.
+      call: given the memory to fill, does one part of the work after the other.
     """
-
-    def __init__(self, comm: Comm, op: str, work: Work) -> None:
-        super().__init__(comm, op, 0, work)
-        self._stop = Latch()
 
     def to(self, memory: Tensor) -> "Task":
         """The same task, which fills this memory."""
-        # Without a reference to this task: its thread ends soon after nobody waits for it any more.
-        self._job = Job(partial(_fill, self.call, memory, self._stop))
+        self._job = Job(partial(_fill, self.call, memory, ref(self)))
         return self
 
     def issue(self, number: int, *, async_op: bool) -> Any:
@@ -484,16 +479,13 @@ class Task(Collective):
         """Raise its own error, of which no other rank is the cause."""
         raise error
 
-    def __del__(self) -> None:
-        self._stop.set()
 
-
-def _fill(work: Work, memory: Tensor, stop: Latch) -> None:
-    """Do part after part until all are done, or nobody waits for them."""
+def _fill(work: Work, memory: Tensor, task: ref[Task]) -> None:
+    """Do part after part until all are done, or nobody waits for the task any more."""
     # In inference mode what lies elsewhere could not be cut; leaving it records derivatives.
     with torch.inference_mode(mode=False), torch.no_grad():
         for _ in work(_writable(memory)):
-            if stop.is_set():
+            if task() is None:
                 return
 
 
