@@ -318,7 +318,7 @@ def load_own(layout: Layout, folder: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "lines"),
     [
-        ("absent", ["rank 2: WeightsNotFound"]),
+        ("absent", ["rank 2 failed: WeightsNotFound", "absent-2.safetensors"]),
         ("shape", ["rank 2: params.w (7, 5) float32"]),
         ("value", ["first difference: params.w", "rank 2: not as in the first replica"]),
     ],
