@@ -519,23 +519,9 @@ def set_order(ctx: Any, number: int) -> None:
 # Where a derivative may be asked for. A raw collective under torch.func raises nothing, and its
 # derivative is zeros: what has no rule for it must ask first.
 
-_RULES = threading.local()
-
-
-@contextmanager
-def inside_a_rule() -> Iterator[None]:
-    """Mark a block whose results get their derivative from the rule of a verb around it."""
-    before, _RULES.inside = getattr(_RULES, "inside", False), True
-    try:
-        yield
-    finally:
-        _RULES.inside = before
-
 
 def needs_derivative(values: Iterable[Any]) -> bool:
     """Return whether a result of these values could be differentiated; only tensors count."""
-    if getattr(_RULES, "inside", False):
-        return False
     if inside_torch_func() or inside_forward_ad():
         return True
     for value in values if torch.is_grad_enabled() else ():

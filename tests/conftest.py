@@ -16,7 +16,6 @@ import pytest
 import torch
 from covering import choose, mark_the_rest
 
-from mics_fn.collectives import pending
 from mics_fn.lab.ranks import RankPool
 
 LIMIT_S = 120.0
@@ -25,7 +24,6 @@ LIMIT_S = 120.0
 # With CUDA_VISIBLE_DEVICES=0, `pytest -n 0 -k cuda` runs what needs one.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 torch.set_num_threads(1)
-pending._SHORTEST_SLEEP_S = 5e-4  # each look takes time from those who are waited for
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
 one_device.install()
 

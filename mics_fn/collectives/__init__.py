@@ -33,16 +33,17 @@ There is one process per rank. A second thread that uses groups at the same time
 | hop 1 | an all-to-all and a local sum (2) | torch's reduce-scatter, on another side stream |
 | hops and backward | overlap (3) | the same |
 | buffers | reused from step to step | the same, ordered by events, without `record_stream` |
-| waiting | the host polls, bounded by `timeout_s` (4) | streams wait, the host does not (5) |
+| waiting | the host sleeps, bounded by `timeout_s` (4) | streams wait, the host does not (5) |
 
 (1) The next level starts when an op needs another bucket. (2) gloo's own reduce-scatter sends twice
 the bytes. (3) With a schedule, hop 1 of a bucket runs while backward goes on, and into a `GradSum`
-hop 2 of the last pass does so too. (4) So Ctrl-C works at once. (5) `timeout_s` is the limit of
-NCCL's watchdog. (6) gloo's own all-gather allocates twice the size of its result in each call, so
-only small ones are left to it. All this is tested on Linux with Python 3.11.
+hop 2 of the last pass does so too. (4) It looks up 20 times per second, so Ctrl-C works. (5)
+`timeout_s` is the limit of NCCL's watchdog. (6) gloo's own all-gather allocates twice the size of
+its result in each call, so only small ones are left to it. All this is tested on Linux with Python
+3.11.
 
 What travels need not be the values: a `Wire` is a `Codec` and the innermost level on which codes
-are sent. They have a quarter or an eighth of the bytes of float32. See the folder `codes`.
+are sent. They have a quarter or an eighth of the bytes of float32. See `codec.py`.
 `summary` shows which leaves send codes, and `groups.traffic` the bytes that they take: `python -m
 mics_fn bench bytes --precision "hop2=int8[256]"` prints them beside their formulas.
 
@@ -67,10 +68,10 @@ for codes in gathers and hop 1): `python -m mics_fn demo --precision "hop2=int4[
 
 Start reading at `levels.py`, the only file that calls what moves data: gathers, then hop 1, then
 hop 2, a page each. Each is started as a `Pending`, whose page is `pending.py`, with its notes: a
-collective in flight, and which memory must not be overwritten yet. `wire.py` has the arithmetic of
-means and says where codes travel; the folder `codes` makes and sends them, and nothing else here
-knows of it. `agreement.py` is what ranks compare, and long work that all leave if one fails.
-`own.py` runs collectives of a user's own on `Groups.communicators`:
+collective in flight, and which memory must not be overwritten yet. Collectives of a user's own on
+`Groups.communicators` are at the end of `levels.py`. `codec.py` makes codes and says where they
+travel, `sent_codes.py` sends them, and nothing else here knows of it. `agreement.py` is what ranks
+compare, and blocks of work that all leave if one fails.
 
   >>> for name, comm in groups.communicators.items():
   ...     print(name, comm.ranks, all_gather(comm, torch.ones(1)).shape)
@@ -94,9 +95,9 @@ from mics_fn.collectives.agreement import (
     refuse_unequal,
     together,
 )
-from mics_fn.collectives.codes import SentCodes, mean_bytes
-from mics_fn.collectives.codes.codec import Codec
+from mics_fn.collectives.codec import SHORT_NAMES, Codec, Wire, check_level, checksum
 from mics_fn.collectives.levels import (
+    all_gather,
     broadcast,
     collect,
     mean_comms,
@@ -107,15 +108,16 @@ from mics_fn.collectives.levels import (
     scatter_steps,
     send_from,
     spare_numel,
+    start,
     start_all_gather,
     start_collect,
     start_fetch,
     start_mean,
     start_mean_over_ranks,
     start_reduce_scatter,
+    weighted,
 )
-from mics_fn.collectives.own import all_gather, start, weighted
 from mics_fn.collectives.pending import Pending, Steps, Task, finish_readers, push_all
-from mics_fn.collectives.wire import SHORT_NAMES, Wire, check_level, checksum
+from mics_fn.collectives.sent_codes import SentCodes, mean_bytes
 
 __all__ = ["Codec", "all_gather", "start"]

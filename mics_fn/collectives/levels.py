@@ -3,10 +3,21 @@
 No other file calls what moves data. A gather crosses nodes first and then stays inside a node; a
 reduction takes the same levels in reverse. Every level of a gather writes in place: see [Note:
 chunk order] in `groups.topology`.
+
+Collectives of a user's own are as safe as those of this library. Waits for them are bounded, and
+Ctrl-C works there. A rank that fails is named. Ranks compare the name and the size of a call before
+it moves data. It has its place in the order of its communicator, and runs on its stream.
+
+[Note: weighted means] Both hops are means, so the gradient of a step is that of the mean of the
+losses over ranks and micro-steps. Where each loss is itself a mean, over a number of tokens that
+differs, that is a mean of means. With the sum of a micro-step over its tokens divided by the mean
+number of tokens, it is the sum over all tokens by their number. That divisor is known before the
+loss, so it is one small message beside the gathers, and everything behind it, from the dtype on the
+wire to the limit of a guard, sees a gradient of the usual size.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,10 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mics_fn import _torch
+from mics_fn import _torch, checks
+from mics_fn.checks import refuse_derivative
 from mics_fn.collectives.pending import Collective, Pending, Steps, Task, What
-from mics_fn.collectives.wire import SENDERS, Wire, mean_factors, mean_of, mean_of_two
+from mics_fn.errors import CollectiveError, GroupsError, LeafError
 from mics_fn.groups import Buffers, Comm, Groups, Route
+
+SENDERS: dict[type, Any] = {}  # what sends codes, by the class of a codec; see `sent_codes`
 
 
 def moves(tensor: Tensor) -> bool:
@@ -52,7 +66,7 @@ def start_all_gather(
     shape = (route.size, *chunk.shape)
     nothing = route.size == 1 or not chunk.numel()
     out = chunk.expand(shape) if nothing else chunk.new_empty(shape)
-    comms, steps = gather_comms(route, chunk), gather_steps(route, chunk, out)
+    comms, steps = route.gathers if moves(chunk) else (), gather_steps(route, chunk, out)
     how = {"keep": (chunk, out), "device": chunk.device, "what": what, "reads": chunk}
     return Pending(steps, comms, **how)
 
@@ -70,7 +84,7 @@ def gather_steps(route: Route, chunk: Tensor, out: Tensor) -> Steps:
             count = mine.shape[0]
             start -= coord * count
             run = out.narrow(0, start, level.gather.size * count)
-            yield all_gather(level.gather, run.view(level.gather.size, -1), mine.reshape(-1))
+            yield gather_level(level.gather, run.view(level.gather.size, -1), mine.reshape(-1))
             mine = run
     return out
 
@@ -78,7 +92,7 @@ def gather_steps(route: Route, chunk: Tensor, out: Tensor) -> Steps:
 SMALL_BYTES = 2**16  # of a result that gloo may allocate twice more
 
 
-def all_gather(comm: Comm, out: Tensor, chunk: Tensor) -> Collective:
+def gather_level(comm: Comm, out: Tensor, chunk: Tensor) -> Collective:
     """One level of a gather: the chunk of the rank at place j goes to row j of `out`.
 
     On gloo a large one is made of all-to-alls; see `_swap`. Errors call it an all-gather.
@@ -87,7 +101,7 @@ def all_gather(comm: Comm, out: Tensor, chunk: Tensor) -> Collective:
         call = partial(_torch.all_gather_single, out.view(-1), chunk)
     else:
         call = partial(_swap, out, chunk, comm.rank)
-    return Collective(comm, "all-gather", (comm.size - 1) * chunk.nbytes, call)
+    return Collective(comm, "all-gather", call, (comm.size - 1) * chunk.nbytes)
 
 
 def _swap(out: Tensor, chunk: Tensor, rank: int, **how: Any) -> Any:
@@ -116,9 +130,9 @@ class _Works:
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
 
-    def wait(self) -> None:
+    def wait(self, *timeout: Any) -> None:
         for work in self._works:
-            work.wait()
+            work.wait(*timeout)
 
 
 def start_fetch(
@@ -185,7 +199,7 @@ def start_reduce_scatter(
     buffers: Buffers,
     dtype: torch.dtype | None = None,
     what: What = ("", "hop 1", ""),
-    wire: Wire | None = None,
+    wire: Any = None,
 ) -> Pending:
     """Start to average over a partition group; each rank keeps its own chunk.
 
@@ -229,7 +243,7 @@ def scatter_comms(route: Route, full: Tensor) -> tuple[Comm, ...]:
 
 
 def scatter_steps(
-    route: Route, full: Tensor, out: Tensor, spare: Tensor, wire: Wire | None = None
+    route: Route, full: Tensor, out: Tensor, spare: Tensor, wire: Any = None
 ) -> Iterator[Collective]:
     """Average `full` (p, *chunk shape) over a partition group; this rank's chunk goes to `out`.
 
@@ -243,7 +257,7 @@ def scatter_steps(
     """
     comms, here, there = scatter_comms(route, full), full.view(-1), spare.view(-1)
     if comms and wire is not None and wire.levels(route):
-        yield from wire.sender.scatter_steps(wire, route, full, out, spare)
+        yield from SENDERS[type(wire.codec)].scatter_steps(wire, route, full, out, spare)
         return
     for comm in comms:
         parts, last = here.view(comm.size, -1), comm is comms[-1]
@@ -298,7 +312,7 @@ def send_parts(
     """One level of a reduce-scatter as an exchange of parts, of equal sizes or of these."""
     nbytes = sent.nbytes if sizes else (comm.size - 1) * (sent.nbytes // comm.size)
     call = partial(dist.all_to_all_single, received, sent, sizes, sizes)
-    return Collective(comm, "reduce-scatter", nbytes, call)
+    return Collective(comm, "reduce-scatter", call, nbytes)
 
 
 def mean_by_reduce_scatter(comm: Comm, parts: Tensor, mean: Tensor) -> Iterator[Collective]:
@@ -308,7 +322,7 @@ def mean_by_reduce_scatter(comm: Comm, parts: Tensor, mean: Tensor) -> Iterator[
         parts.mul_(before)
     op = dist.ReduceOp.AVG if before == 1.0 else dist.ReduceOp.SUM
     call = partial(_torch.reduce_scatter_single, mean, parts.view(-1), op=op)
-    yield Collective(comm, "reduce-scatter", (comm.size - 1) * mean.nbytes, call)
+    yield Collective(comm, "reduce-scatter", call, (comm.size - 1) * mean.nbytes)
     if before != 1.0:
         mean.mul_(after)
 
@@ -318,7 +332,7 @@ def spare_numel(
     numel: int,
     *,
     direct: bool,
-    wire: Wire | None = None,
+    wire: Any = None,
     itemsize: int = 1,
 ) -> int:
     """Elements of the second buffer that `scatter_steps` needs.
@@ -332,7 +346,7 @@ def spare_numel(
       itemsize: bytes of an element, with a wire.
     """
     if wire is not None and wire.levels(route):
-        return wire.sender.spare_numel(wire, route, numel, itemsize)
+        return SENDERS[type(wire.codec)].spare_numel(wire, route, numel, itemsize)
     most, here = 0, numel
     for comm in route.reductions:
         if exchanges(comm) and comm.size != 2:  # else one part arrives
@@ -349,6 +363,65 @@ def _direct(full: Tensor, out: Tensor) -> bool:
         return out.dtype == full.dtype
     first, second = sorted((full, out), key=Tensor.storage_offset)
     return first.storage_offset() + first.numel() <= second.storage_offset()
+
+
+# The arithmetic of means: how parts from several ranks are added and divided.
+
+_BLOCK = 2**16  # elements that are widened at a time, so that wide copies fit in the CPU's caches
+
+
+def mean_of(parts: Tensor, out: Tensor, in_order: bool = False) -> None:
+    """Write the mean of the rows of `parts` to `out`; 16-bit values are summed in float32.
+
+    Args:
+      parts: one row per rank.
+      out: one row, of any float dtype.
+      in_order: add the rows one after the other for every element.
+    """
+    wide = torch.promote_types(parts.dtype, torch.float32)
+    if in_order:  # in `sum(0)` the order of additions depends on an element's position
+        total = parts[0].to(wide, copy=True)
+        for row in parts[1:]:
+            total.add_(row)
+        out.copy_(total.div_(len(parts)))
+    elif parts.dtype.itemsize == 2 or out.dtype != parts.dtype:
+        out.copy_(parts.sum(0, dtype=wide).div_(len(parts)))
+    else:
+        torch.sum(parts, 0, out=out).div_(len(parts))
+
+
+def mean_of_two(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Write a + (b - a)/2 to `out`, which may share memory with either; as wide as `mean_of`."""
+    if out.dtype == a.dtype and a.dtype.itemsize != 2:
+        torch.lerp(a, b, 0.5, out=out)
+        return
+    wide = torch.promote_types(a.dtype, torch.float32)
+    # On the CPU wide copies are made block by block, so that they fit in its caches.
+    block = _BLOCK if a.device.type == "cpu" else max(1, a.numel())
+    for x, y, mean in zip(a.split(block), b.split(block), out.split(block), strict=True):
+        mean.copy_(torch.lerp(x.to(wide), y.to(wide), 0.5))
+
+
+def mean_factors(dtype: torch.dtype, count: int) -> tuple[float, float]:
+    """Factors that make a sum a mean: multiply values by `before`, and their sum by `after`.
+
+    In float16 neither factor is enough alone: the plain sum overflows early, and a value divided by
+    `count` may become 0. So `before` is the largest power of two that is at most 1/sqrt(count).
+    Sums then stay finite while values are below 65504 / (count * before), which lies between
+    65504 / sqrt(count) and twice that. An overflow beyond it is noticed, and a dynamic loss scale
+    adapts. A value that becomes 0 is not noticed, but no value of at least 2**-24 / before does.
+    Other dtypes have at least the range of float32, and their `before` is 1.
+
+    Args:
+      dtype: the dtype in which the values are added.
+      count: number of values.
+
+    Returns:
+      `(before, after)`; `before * after * count` is 1, exactly if `count` is a power of two.
+    """
+    # The smallest k with 4**k >= count.
+    k = ((count - 1).bit_length() + 1) // 2 if dtype == torch.float16 else 0
+    return 2.0**-k, 2.0**k / count
 
 
 # Means of whole tensors, such as hop 2.
@@ -416,7 +489,7 @@ def mean_by_all_reduce(
         sent = torch.empty_like(tensor, dtype=wire) if spare is None else spare
         torch.mul(tensor, before, out=sent)
     nbytes = 2 * (comm.size - 1) * sent.nbytes // comm.size
-    yield Collective(comm, "all-reduce", nbytes, partial(dist.all_reduce, sent.view(-1), op=op))
+    yield Collective(comm, "all-reduce", partial(dist.all_reduce, sent.view(-1), op=op), nbytes)
     if sent is not tensor:
         tensor.copy_(sent)
     if before != 1.0:
@@ -430,7 +503,7 @@ def mean_in_order(comm: Comm, tensor: Tensor, wire: torch.dtype) -> Iterator[Col
     parts.view(-1)[:numel].copy_(tensor.view(-1))
     received, mean = torch.empty_like(parts), parts.new_empty(parts.shape[1])
     yield from exchange(comm, parts, received.view(-1), mean)
-    yield all_gather(comm, received, mean)
+    yield gather_level(comm, received, mean)
     tensor.view(-1).copy_(received.view(-1)[:numel])
 
 
@@ -477,7 +550,7 @@ def start_collect(comms: Sequence[Comm], tensor: Tensor, what: str = "comparison
         here = flat if copies == 1 else flat.repeat(copies)
         for comm, out in zip(comms, outs, strict=True):
             call = partial(_torch.all_gather_single, out, here)
-            yield Collective(comm, "all-gather", (comm.size - 1) * here.nbytes, call)
+            yield Collective(comm, "all-gather", call, (comm.size - 1) * here.nbytes)
             here = out
         return here
 
@@ -492,7 +565,7 @@ def send_from(comm: Comm, tensor: Tensor, source_rank: int) -> None:
         nbytes = tensor.nbytes if comm.rank == 0 else 0
 
         def steps() -> Steps:
-            yield Collective(comm, "broadcast", nbytes, call)
+            yield Collective(comm, "broadcast", call, nbytes)
             return tensor
 
         what = ("", f"broadcast from rank {source_rank}", "")
@@ -508,3 +581,190 @@ def broadcast(groups: Groups, tensor: Tensor, source_rank: int) -> None:
     hops.append((groups.partition, groups.ranks[own[place]]))
     for comm, source in hops:
         send_from(comm, tensor, source)
+
+
+# What users call: collectives of their own, and weights of losses.
+
+_ISSUE = "pass functools.partial of a function of torch.distributed, with its tensors"
+_FIX = "call it in torch.no_grad() and outside of torch.func; gather and sync_replicas have one"
+
+
+def all_gather(comm: Comm, tensor: Tensor, *, name: str = "own all-gather") -> Tensor:
+    """The tensor of each rank of a communicator, stacked in its order.
+
+    Args:
+      comm: one of `Groups.communicators`; all of its ranks make the call.
+      tensor: of any dtype, with the same shape and dtype on all ranks.
+      name: for errors; ranks compare it.
+
+    Returns:
+      A new tensor (comm.size, *shape). With one rank it is a copy.
+
+    Communication: one all-gather: this rank sends its tensor to the size - 1 others.
+
+    Memory: the result.
+
+    Raises:
+      LeafError: `tensor` is not a tensor with data, or a derivative of the result is needed, which
+        does not exist.
+      GroupsError: the groups of `comm` are closed or have failed.
+      DesyncError: ranks make different calls, or give tensors of different sizes.
+      CollectiveError, PeerFailed: as every collective.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> collectives.all_gather(groups.communicators["replicas"], torch.ones(2))
+      tensor([[1., 1.]])
+    """
+    checks.instance("all_gather", "name", name, str, "a text")
+    _check("all_gather", comm, [tensor])
+    flat = tensor.detach().contiguous().view(-1)
+    if comm.size == 1 or not flat.numel():
+        return flat.expand(comm.size, -1).clone().view(comm.size, *tensor.shape)
+    raw = flat.view(torch.uint8)
+    out = raw.new_empty(comm.size, raw.numel())
+
+    def steps() -> Steps:
+        yield gather_level(comm, out, raw)
+        return out
+
+    what = "", name, str(tensor.dtype)
+    Pending(steps(), [comm], keep=(raw, out), device=raw.device, what=what).wait()
+    return out.view(-1).view(tensor.dtype).view(comm.size, *tensor.shape)
+
+
+def start(
+    comm: Comm,
+    issue: Callable[..., Any],
+    tensors: Sequence[Tensor],
+    *,
+    name: str,
+    sent_bytes: int,
+) -> Pending:
+    """Start a collective of one's own, and return at once; `wait()` gives the last of `tensors`.
+
+    Args:
+      comm: one of `Groups.communicators`, with several ranks, which all make the call.
+      issue: called as `issue(group=, async_op=)`, maybe later; it gives what functions of
+        torch.distributed give. `functools.partial(dist.all_reduce, x)` is one.
+      tensors: all that it reads or writes, which are kept until then. The first one has the same
+        size on all ranks, which compare it.
+      name: for errors; ranks compare it.
+      sent_bytes: what this rank sends, for the ledger `Groups.traffic`.
+
+    Returns:
+      A `Pending`. All ranks wait for theirs in the same order.
+
+    Communication: what `issue` sends.
+
+    Raises:
+      LeafError: `tensors` are not tensors with data, or a derivative of the result is needed, which
+        does not exist.
+      GroupsError: `comm` has one rank, or its groups are closed.
+      CollectiveError: `issue` gave nothing to wait for; `wait` raises it.
+      DesyncError, CollectiveError, PeerFailed: as every collective.
+
+    Example:
+      >>> import functools, torch.distributed as dist
+      >>> groups, x = make_groups(1), torch.ones(2)
+      >>> for comm in groups.communicators.values():
+      ...     if comm.size > 1:
+      ...         sum_of = functools.partial(dist.all_reduce, x)
+      ...         collectives.start(comm, sum_of, [x], name="sum", sent_bytes=x.nbytes).wait()
+    """
+    checks.function("start", "issue", issue, "that starts the collective", _ISSUE, optional=False)
+    checks.instance("start", "name", name, str, "a text")
+    checks.integer("start", "sent_bytes", sent_bytes, 0)
+    tensors = list(tensors)
+    _check("start", comm, tensors)
+    comm.process_group()  # raises where there is none
+
+    def call(**how: Any) -> Any:
+        work = issue(**how)
+        if how["async_op"] and not isinstance(work, dist.Work):
+            text = f"start: {name!r} gave {type(work).__name__}, and nothing to wait for"
+            fix = "return what a function of torch.distributed gives for async_op=True"
+            raise CollectiveError(text, fix=fix)
+        return work
+
+    def steps() -> Steps:
+        yield Collective(comm, name, call, sent_bytes)
+        return tensors[-1]
+
+    device, what = tensors[0].device, ("", name, "")
+    return Pending(steps(), [comm], keep=tensors, device=device, what=what)
+
+
+def _check(verb: str, comm: Comm, tensors: Sequence[Any]) -> None:
+    comm.check_open()
+    for i, x in enumerate(tensors):
+        if not isinstance(x, Tensor) or x.is_meta:
+            got = "on meta, without data" if isinstance(x, Tensor) else type(x).__name__
+            text = f"{verb}: tensor {i} is {got}"
+            raise LeafError(text, fix="pass tensors of the device of the groups")
+    refuse_derivative(verb, tensors, _FIX)
+
+
+# Weights of losses.
+
+
+def weighted(loss_sum: Tensor, count: Any, groups: Groups) -> Tensor:
+    """A loss for the verbs whose mean over ranks and micro-steps is exact for any counts.
+
+    See [Note: weighted means].
+
+    Args:
+      loss_sum: 0-dim tensor, the sum of this rank's losses over its tokens (or samples, or whatever
+        it counts) in one micro-step.
+      count: how many there are: a number, or a tensor on any device, for which the host does not
+        wait. With several micro-steps the counts of all of them, as a sequence or a 1D tensor, in
+        each call. A rank or a micro-step may have none, if its `loss_sum` is 0 then; if no rank has
+        any, the loss is NaN or infinite.
+      groups: those that the gradients are averaged over; `groups.without_replicas()` while replicas
+        step on their own.
+
+    Returns:
+      `loss_sum` by the mean count per rank and micro-step, at least in float32. It has derivatives
+      in every way that `loss_sum` has, also inside of torch.func; counts have none.
+
+    Communication: 8 bytes over the partition group and the replication group.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> shards = shard({"w": torch.ones(2)}, groups)
+      >>> def loss_fn(shards, tokens):
+      ...     return weighted((gather(shards, groups)["w"] * tokens).sum(), len(tokens), groups)
+      >>> torch.func.grad(loss_fn)(shards, torch.tensor([1.0, 5.0]))["w"].data
+      tensor([0.5000, 2.5000])
+    """
+    fix = "pass what make_groups gave; of a placement, the groups of all ranks"
+    if not isinstance(groups, Groups):
+        checks.refuse("weighted", "groups", groups, "Groups", fix, GroupsError)
+    counts = list(count) if isinstance(count, list | tuple) else [count]
+    parts = [torch.as_tensor(x, dtype=torch.float64, device=groups.device) for x in counts]
+    mean = _MeanOfCounts.apply(groups, torch.stack([x.detach().mean() for x in parts]).mean())
+    return loss_sum / mean.to(torch.promote_types(loss_sum.dtype, torch.float32))  # pyright: ignore
+
+
+class _MeanOfCounts(torch.autograd.Function):
+    """`mean_over_ranks` of what has no derivative, inside of torch.func too."""
+
+    @staticmethod
+    def forward(groups: Groups, count: Tensor) -> Tensor:  # pyright: ignore
+        return mean_over_ranks(groups, count.contiguous().clone())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple:  # pyright: ignore
+        return None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:  # pyright: ignore
+        return None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, groups: Groups, count: Tensor) -> tuple:  # pyright: ignore
+        return _MeanOfCounts.apply(groups, count), in_dims[1]

@@ -20,17 +20,22 @@ never used here. So a verb that writes into the memory of shards waits for such 
 ranks have started them by then, or will in their own order, so it waits no longer than a use would.
 In a steady step there are none, because the end of a run has waited for all of them.
 
-A `Pending` issues it like a collective, in the order of a queue of its own, and goes on when it is
-done. So a fetch that begins with a file waits as any other does: bounded, and open to Ctrl-C.
+[Note: waits] A host that waits sleeps on what is in flight before the level that it waits for, and
+wakes up as soon as that is done. It looks up from time to time all the same: for Ctrl-C, for what
+other ranks say of failures, and, where others are under way, for those that have come a level
+further. A `Task` is issued like a collective, in the order of a queue of its own. So a fetch that
+begins with a file waits as any other does.
 """
 
 import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NoReturn
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -40,7 +45,7 @@ from mics_fn import _torch, spans
 from mics_fn.errors import CollectiveError, first_line, name_ranks
 from mics_fn.groups import Comm, GroupState
 from mics_fn.store import Stuck, call_text
-from mics_fn.threads import Job, Latch, give_way, start
+from mics_fn.threads import Job, give_way, start
 
 Steps = Generator["Collective", None, Tensor]
 What = tuple[str, str, Hashable]  # the verb or "", what it does, and to what: a bucket or ""
@@ -87,14 +92,17 @@ class Pending:
         self._steps, self._comms, self._keep = steps, comms, list[Any](keep)
         self._device, self._on_device = device, _torch.is_async(device)
         self.state = QUEUED
-        self._collective: Any = None  # that is in flight
         self.level = 0  # number of collectives issued so far
+        self._collective: Any = None  # that is in flight
+        self._work: Any = None  # of it
+        self._flight: Any = spans.UNSEEN
         self._numbers: list[int] = []  # of this call over each of `comms`
         self.ready: torch.Event | None = None  # on an accelerator: over once the result is there
-        with self._span(parts=bool(comms)):
+        self.reads = reads if comms else None
+        with self._span(parts=bool(comms)) if spans.seen() else spans.UNSEEN:
             self._start()
         if reads is not None and comms:
-            _READERS[self] = _memory_of(reads), comms[0].state
+            _READERS.add(self)
 
     # It starts, with all that it can do at once.
 
@@ -135,7 +143,7 @@ class Pending:
         with _torch.keep_stream(self._device):
             if self._comms:
                 _torch.follow(self._comms[0].stream(self._device), self._device)
-            while not self.finished:
+            while self.state is QUEUED:
                 self._issue()
             self.ready = _torch.record(self._device)
             for comm in self._comms[:1]:
@@ -148,17 +156,22 @@ class Pending:
         comms, moved = self._comms, False
         try:
             while self.state in _UNDER_WAY:
-                if self.state is IN_FLIGHT:
-                    if not self._collective.done():
-                        break
-                    self._collective.finish()
-                    if self._flight is not spans.UNSEEN:
-                        self._flight.stop()
-                    self._collective, self.state = None, QUEUED
-                else:
+                if self.state is QUEUED:
                     if self.level < len(comms) and comms[self.level].queue[0] is not self:
                         break  # see [Note: order on a communicator]
                     self._issue()
+                elif not self._work.is_completed():
+                    break
+                else:
+                    try:
+                        self._work.wait()
+                    except RuntimeError as error:
+                        number = self._numbers[self.level - 1]
+                        raise self._collective.failed(error, number, wait=True) from error
+                    if self._flight is not spans.UNSEEN:
+                        self._flight.stop()
+                    self._collective = self._work = None
+                    self.state = QUEUED
                 moved = True
             return moved
         except BaseException as error:
@@ -173,20 +186,21 @@ class Pending:
         except StopIteration as stop:
             self._result, self.state = stop.value, DONE
             return
-        comm = collective.comm
+        comm, self._flight = collective.comm, spans.UNSEEN
         if spans.observers:
             spans.calling(f"{collective.op} ({call_text(self._call)})", self._keep[:1], [comm])
         if self._on_device:
             _torch.follow(comm.stream(self._device), self._device)
             self._keep.append(collective)  # with the tensors that only it refers to
-        facts = {"nbytes": collective.nbytes_sent, "lasts": not self._on_device}
-        self._flight = self._span(comm.name, **facts)
+        if spans.seen():
+            facts = {"nbytes": collective.nbytes_sent, "lasts": not self._on_device}
+            self._flight = self._span(comm.name, **facts)
         with self._flight:
-            collective.issue(async_op=not self._on_device)
+            work = collective.issue(self._numbers[self.level], async_op=not self._on_device)
         comm.queue.popleft()
         self.level += 1
         if not self._on_device:
-            self._collective, self.state = collective, IN_FLIGHT
+            self._collective, self._work, self.state = collective, work, IN_FLIGHT
 
     # It is waited for: bounded, and open to Ctrl-C.
 
@@ -212,13 +226,17 @@ class Pending:
           PeerFailed: a rank has failed without which this cannot end.
         """
         while not self.passed(levels):
-            kind = self.kind if spans.seen() else ""  # a wait for hop 1 and then for hop 2 is two
-            with self._waiting():
-                _poll(self, levels, kind)
+            with self._waiting():  # of those that are seen, each is for one level
+                _await(self, min(levels, self._passed + 1) if spans.seen() else levels)
 
     def passed(self, levels: int) -> bool:
         """Whether so many levels are done, without waiting."""
-        return self.level > levels or self.finished
+        return self.level > levels or self.state not in _UNDER_WAY
+
+    @property
+    def _passed(self) -> int:
+        """How many levels are done."""
+        return self.level - (self.state is IN_FLIGHT)
 
     @property
     def finished(self) -> bool:
@@ -234,7 +252,7 @@ class Pending:
 
     def _fail(self, error: BaseException) -> None:
         """Give it up, and with it its groups: see [Note: failed groups] in `communicator`."""
-        self.state = FAILED
+        self.state, self._collective, self._work = FAILED, None, None
         for comm in self._comms:
             if self in comm.queue:
                 comm.queue.remove(self)
@@ -244,10 +262,9 @@ class Pending:
     @property
     def stuck(self) -> list[Stuck]:
         """The calls that have to be done before this one is, for the other ranks."""
-        first = self.level - (self.state is IN_FLIGHT)  # what is in flight, and what is behind it
         op = self._collective.op if self.state is IN_FLIGHT else "a call"
         what = f"({call_text(self._call)})"
-        waited = list(zip(self._comms, self._numbers, strict=True))[first:]
+        waited = list(zip(self._comms, self._numbers, strict=True))[self._passed :]
         return [
             Stuck(comm.calls.key, number, comm.ranks, f"{op} over '{comm.name}' {what}")
             for comm, number in waited
@@ -265,8 +282,6 @@ class Pending:
 
     def _span(self, level: str = "", **facts: Any) -> Any:
         """All of it, or one of its levels."""
-        if not spans.seen():
-            return spans.UNSEEN
         kind, about = spans.kind_of(self._call[1], level), self._call[2]
         return spans.Span(kind, about, level=level, device=self._device, **facts)
 
@@ -274,18 +289,9 @@ class Pending:
         """A wait for what it does now."""
         if not spans.seen():
             return spans.UNSEEN
-        return spans.Span("wait", self._span(self._awaited), device=self._device)
-
-    @property
-    def kind(self) -> str:
-        """What it does now: "hop1" turns into "hop2" on the way."""
-        return spans.kind_of(self._call[1], self._awaited)
-
-    @property
-    def _awaited(self) -> str:
-        """The communicator of the level that is in flight, or else of the next one or the last."""
-        waited = self._comms[self.level - (self.state is IN_FLIGHT) :] or self._comms[-1:]
-        return waited[0].name if waited else ""
+        waited = self._comms[self._passed :] or self._comms[-1:]  # the next level, or the last one
+        level = waited[0].name if waited else ""
+        return spans.Span("wait", self._span(level), device=self._device)
 
 
 def push_all(state: GroupState) -> bool:
@@ -303,17 +309,15 @@ def push_all(state: GroupState) -> bool:
     return moved
 
 
-_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 5e-5, 5e-3
+# How long a wait sleeps if nothing wakes it up: alone, and while others may have to advance.
+_ALONE, _BESIDE = timedelta(milliseconds=50), timedelta(milliseconds=2)
 # A wait without progress reads what other ranks wrote each time the first has passed. One store
 # answers all ranks, so the more there are, the less often each of them asks.
 _STALL_S, _STALL_S_PER_RANK = 0.25, 1e-4
 
 
-def _poll(pending: Pending, levels: int, kind: str = "") -> None:
-    """Advance all collectives until one has passed so many levels, or does something else.
-
-    It sleeps in between, so that Ctrl-C works at once.
-    """
+def _await(pending: Pending, levels: int) -> None:
+    """Advance all collectives until one has passed so many levels."""
     state = pending._comms[0].state
     pending._comms[0].check_open()
     state.turns.enter()
@@ -323,7 +327,7 @@ def _poll(pending: Pending, levels: int, kind: str = "") -> None:
         while True:
             if push_all(state):
                 since = stalled = time.monotonic()
-            if pending.passed(levels) or (kind and pending.kind != kind):
+            if pending.passed(levels):
                 return
             if not state.active:
                 raise CollectiveError("this wait cannot end: the collective failed before")
@@ -337,94 +341,96 @@ def _poll(pending: Pending, levels: int, kind: str = "") -> None:
             give_way(now - since)
             for each in state.active:
                 each.check_time(now - since)
-            # Sleep in proportion to the wait so far, so that polling costs little time and delay.
-            time.sleep(min(_LONGEST_SLEEP_S, max(_SHORTEST_SLEEP_S, (now - since) / 25)))
+            _sleep(pending, _ALONE if len(state.active) == 1 else _BESIDE)
     finally:
         state.turns.exit()
         if polled:
             state.channel.moved()
 
 
+def _sleep(pending: Pending, most: timedelta) -> None:
+    """Sleep until what a collective waits for first is done, or so long; see [Note: waits]."""
+    first = pending
+    while first.state is QUEUED and (ahead := first._comms[first.level].queue[0]) is not first:
+        first = ahead
+    if first.state is not IN_FLIGHT:
+        time.sleep(_BESIDE.total_seconds())
+        return
+    with suppress(RuntimeError):  # of time that is up; another one is raised once it has ended
+        first._work.wait(most)
+
+
 # What a level is: one collective on one communicator, and the error if it fails.
 
 
+@dataclass(eq=False)
 class Collective:
     """One collective on one communicator: what a step of a `Pending` yields, to have it issued.
 
     Args:
       comm: the communicator.
       op: its name, for error texts.
-      nbytes_sent: what this rank sends.
       call: issues it; takes `group` and `async_op` as torch.distributed does.
+      nbytes_sent: what this rank sends.
     """
 
-    def __init__(self, comm: Comm, op: str, nbytes_sent: int, call: Callable[..., Any]) -> None:
-        self.comm, self.op = comm, op
-        self.nbytes_sent, self._call = nbytes_sent, call
+    comm: Comm
+    op: str
+    call: Callable[..., Any]
+    nbytes_sent: int = 0
 
-    def issue(self, *, async_op: bool) -> None:
-        """Issue it; without `async_op` it is queued on the current stream as any other op."""
-        self.comm.traffic.add(self.comm.name, self.nbytes_sent)
-        group = self.comm.process_group()
+    def issue(self, number: int, *, async_op: bool) -> Any:
+        """Issue it and return its work; without `async_op` it is queued as any other op."""
+        comm = self.comm
+        comm.traffic.add(comm.name, self.nbytes_sent)
+        group = comm.process_group()
         try:
             with _torch.unrecorded(async_op):
-                self.work = self._call(group=group, async_op=async_op)
+                work = self.call(group=group, async_op=async_op)
         except (RuntimeError, ValueError) as error:
             # NCCL says here, too, that an earlier collective lost its peer.
-            lost, number = isinstance(error, dist.DistBackendError), self.comm.calls.issued + 1
-            raise self._failed(error, number, wait=lost) from error
-        self.comm.calls.issued += 1
-
-    def done(self) -> bool:
-        """Whether it has finished (or failed), without waiting."""
-        return self.work.is_completed()
-
-    def finish(self) -> None:
-        """Let go of one that is done, or raise if it failed."""
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            raise self._failed(error, self.comm.calls.issued, wait=True) from error
+            lost = isinstance(error, dist.DistBackendError)
+            raise self.failed(error, number, wait=lost) from error
+        comm.calls.issued += 1
+        return work
 
     def timed_out(self) -> CollectiveError:
         """The error to raise if it does not finish in time."""
-        return CollectiveError(
-            f"{self.op} over '{self.comm.name}' did not finish in {self.comm.timeout_s:g} s",
-            [f"waiting: rank {dist.get_rank()} of {name_ranks(self.comm.ranks)}"],
-            fix="look for a rank that stopped, or that calls other verbs",
-        )
+        comm, fix = self.comm, "look for a rank that stopped, or that calls other verbs"
+        text = f"{self.op} over '{comm.name}' did not finish in {comm.timeout_s:g} s"
+        lines = [f"waiting: rank {comm.state.rank} of {name_ranks(comm.ranks)}"]
+        return CollectiveError(text, lines, fix if comm.size > 1 else "look at the disk")
 
-    def _failed(self, error: Exception, number: int, *, wait: bool) -> Exception:
+    def failed(self, error: Exception, number: int, *, wait: bool) -> Exception:
         """What to raise; it may wait for a moment to learn which rank was the cause."""
-        first = first_line(error)
-        own = CollectiveError(
-            f"{self.op} over '{self.comm.name}' failed: {first}",
-            [f"on rank {dist.get_rank()}; its group is {name_ranks(self.comm.ranks)}"],
-            fix="look at the other ranks' errors, then make new groups: these are broken",
-        )
         comm = self.comm
-        call = Stuck(comm.calls.key, number, comm.ranks, f"{self.op} over '{comm.name}'")
+        text = f"{self.op} over '{comm.name}'"
+        lines = [f"on rank {comm.state.rank}; its group is {name_ranks(comm.ranks)}"]
+        fix = "look at the other ranks' errors, then make new groups: these are broken"
+        own = CollectiveError(f"{text} failed: {first_line(error)}", lines, fix)
+        call = Stuck(comm.calls.key, number, comm.ranks, text)
         return comm.state.watch.explained(own, wait=wait, call=call)
 
 
-# Which memory gathers under way still read, so that nobody overwrites it.
+# Those that read memory which others write, so that nobody overwrites it.
 
-_READERS: WeakKeyDictionary[Pending, tuple[int, GroupState]] = WeakKeyDictionary()
+_READERS: WeakSet[Pending] = WeakSet()
 
 
 def finish_readers(written: Sequence[Tensor]) -> None:
     """Wait for gathers that still read memory; see [Note: memory that is still sent]."""
     storages: set[int] = set()
-    for pending, (storage, state) in list(_READERS.items()):
+    for pending in list(_READERS):
+        state = pending._comms[0].state
         has_ended = pending.finished and pending.ready is None
         if has_ended or state.closed or state.failed is not None:
             continue
         storages = storages or set(map(_memory_of, written))
-        if storage in storages:
+        if _memory_of(pending.reads) in storages:
             pending.wait()
 
 
-def _memory_of(tensor: Tensor) -> int:
+def _memory_of(tensor: Any) -> int:
     """What a tensor lies in: its storage, or its part of a file, which it names `extent`."""
     extent = getattr(tensor, "extent", None)
     return _torch.storage_id(tensor) if extent is None else id(extent)
@@ -441,56 +447,46 @@ class Task(Collective):
     Args:
       comm: of this rank alone, whose queue and stream it uses.
       op: its name, for error texts.
-      work: given the memory to fill, does one part of the work after the other.
+      call: given the memory to fill, does one part of the work after the other.
     """
-
-    def __init__(self, comm: Comm, op: str, work: Work) -> None:
-        super().__init__(comm, op, 0, work)
-        self._stop = Latch()
 
     def to(self, memory: Tensor) -> "Task":
         """The same task, which fills this memory."""
-        # Without a reference to this task: its thread ends soon after nobody waits for it any more.
-        self._job = Job(partial(_fill, self._call, memory, self._stop))
+        self._job = Job(partial(_fill, self.call, memory, ref(self)))
         return self
 
-    def issue(self, *, async_op: bool) -> None:
+    def issue(self, number: int, *, async_op: bool) -> Any:
         """Begin; without `async_op` the host does it now, and what it queues is on this stream."""
         self.comm.check_open()
         if async_op:
-            with suppress(RuntimeError):  # there may be no memory for a thread
-                start(
-                    threading.Thread(target=self._job.run, name=f"mics_fn {self.op}", daemon=True)
-                )
-                return
-        self._job.run()
-        if not async_op:
-            self.finish()
+            start(threading.Thread(target=self._job.run, name=f"mics_fn {self.op}", daemon=True))
+        else:
+            self._job.run()
+            self.wait()
+        return self
 
-    def done(self) -> bool:
+    def is_completed(self) -> bool:
         """Whether it has ended, without waiting."""
         return self._job.done.is_set()
 
-    def finish(self) -> None:
-        """Let go of one that is done, or raise what it has raised."""
-        self._job.result()
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Raise what it has raised, once it has ended; or wait for so long."""
+        if timeout is None:
+            self._job.result()
+        else:
+            self._job.done.wait(timeout.total_seconds())
 
-    def timed_out(self) -> CollectiveError:
-        """The error to raise if it does not finish in time."""
-        self._stop.set()
-        text = f"{self.op} did not finish in {self.comm.timeout_s:g} s"
-        return CollectiveError(text, fix="look at the disk of this machine")
-
-    def __del__(self) -> None:
-        self._stop.set()
+    def failed(self, error: Exception, number: int, *, wait: bool) -> NoReturn:
+        """Raise its own error, of which no other rank is the cause."""
+        raise error
 
 
-def _fill(work: Work, memory: Tensor, stop: Latch) -> None:
-    """Do part after part until all are done, or nobody waits for them."""
+def _fill(work: Work, memory: Tensor, task: ref[Task]) -> None:
+    """Do part after part until all are done, or nobody waits for the task any more."""
     # In inference mode what lies elsewhere could not be cut; leaving it records derivatives.
     with torch.inference_mode(mode=False), torch.no_grad():
         for _ in work(_writable(memory)):
-            if stop.is_set():
+            if task() is None:
                 return
 
 

@@ -12,7 +12,7 @@ import mics_fn as mf
 from mics_fn.errors import FileError
 from mics_fn.offload import Coded
 
-FORMS = ["param=int4[64]", "param=int8[256]", "param=fp8[2]"]
+FORMS = ["param=int4[64]", "param=int8[256]", "param=fp8[4]"]
 ONE, FOUR = Layout((1,), 1), Layout((2, 2), 2)
 
 

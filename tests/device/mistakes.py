@@ -134,7 +134,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "an update does not wait for gathers of what it writes": _of(
         "an update before the run has ended",
-        Change(_PENDING, "if storage in storages:", "if False:"),
+        Change(_PENDING, "if _memory_of(pending.reads) in storages:", "if False:"),
     ),
 }
 

@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 import mics_fn as mf
 from mics_fn import _torch
-from mics_fn.collectives import pending
 from mics_fn.errors import MicsError
 from mics_fn.faults import monitor
 from mics_fn.faults.heartbeat import Process
@@ -276,12 +275,12 @@ def torn() -> Any:
 
 def slow(seconds: float) -> None:
     """See no collective as done for some seconds."""
-    is_done, until = pending.Collective.done, time.monotonic() + seconds
+    is_done, until = dist.Work.is_completed, time.monotonic() + seconds
 
     def done(self: Any) -> bool:
         return time.monotonic() > until and is_done(self)
 
-    pending.Collective.done = done  # pyright: ignore[reportAttributeAccessIssue]
+    dist.Work.is_completed = done
 
 
 def test_a_step_that_the_culprit_has_done_is_done_by_all(fork: Any):

@@ -33,8 +33,8 @@ CODED = "gather=int8[32],hop1=int8[32]@node,hop2=int4[32]"
 STEPS = [
     ("f32", 1, None),
     ("gather=int8[256],hop1=int8[256],hop2=int8[256]", 2, 0),
-    ("gather=int8[64]@LEVEL,hop1=int4[32]@LEVEL,hop2=int4[2]", 3, None),
-    ("hop2=fp8[32]; *weight*: gather=int4[2],hop1=fp8[2]@LEVEL; *2*: hop2=f32,gather=f32", 2, 0),
+    ("gather=int8[64]@LEVEL,hop1=int4[32]@LEVEL,hop2=int4[4]", 3, None),
+    ("hop2=fp8[32]; *weight*: gather=int4[4],hop1=fp8[4]@LEVEL; *2*: hop2=f32,gather=f32", 2, 0),
     ("compute=bf16,reduce=bf16,hop2=f32; *0.*: gather=fp8[64],hop1=bf16", 1, 3000),
 ]
 

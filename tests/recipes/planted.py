@@ -2,7 +2,7 @@
 
 _T, _TRANSFORM = "recipes/test_recipes.py", "optim/transform.py"
 _KEEPS, _LOSES = "return hop2(grads, outer, groups)", "return hop2(grads, outer, groups)[0], outer"
-_SENT, _LOST = "levels.all_gather(comm, out, raw)", "levels.all_gather(comm, out.clone(), raw)"
+_SENT, _LOST = "gather_level(comm, out, raw)", "gather_level(comm, out.clone(), raw)"
 _MEAN, _MINE = 'apply("mean", uses, data)', "[data[i] for use in uses for i in use.members]"
 _OWNERS, _LAST = "mine = owners(params.paths)", "mine = [len(parts) - 1 for _ in params.paths]"
 _HELD, _FREE = "groups.hierarchy, **found", 'groups.hierarchy, **found | {"outer_params": 0}'
@@ -28,7 +28,7 @@ PLANTED = [
     ),
     ("one optimizer takes all leaves", _TRANSFORM, _OWNERS, _LAST, _T),
     ("hop 2 of one's own forgets its state", "train/replicas.py", _KEEPS, _LOSES, _T),
-    ("a gather gives memory that nobody wrote", "collectives/own.py", _SENT, _LOST, _T),
+    ("a gather gives memory that nobody wrote", "collectives/levels.py", _SENT, _LOST, _T),
     ("each replica keeps its own gradients", "shards/verbs.py", _MEAN, _MINE, _T),
     ("a placement keeps nothing", "groups/placement.py", _HELD, _FREE, _T),
     ("all leaves are mapped with the first", "shards/mapping.py", _OTHER, _FIRST, _T),

@@ -20,7 +20,7 @@ from mics_fn.init.filling import Filling
 from mics_fn.offload import Coded, as_codes
 from mics_fn.shards import Fixed, Sharded
 
-KINDS = ["int4[64]", "int8[32]", "fp8[2]"]
+KINDS = ["int4[64]", "int8[32]", "fp8[4]"]
 # The smallest ranks first; in the last the ranks of a group meet over two levels.
 LAYOUTS = [Layout((1,), 1), Layout((2,), 2), Layout((2, 2), 2), Layout((2, 2), 4)]
 
@@ -298,7 +298,7 @@ def refused() -> None:
     shards = coded(groups, "int4[64]")
     full = mf.unshard(shards, groups)
     plain = {k: Fixed(x.data + 0, *_of(x)) if is_base(k) else x for k, x in shards.items()}
-    big = coded(groups, "int4[2]")["base.big"].data
+    big = coded(groups, "int4[4]")["base.big"].data
     other = {**shards, "base.big": Fixed(big, *_of(shards["base.big"]))}
     elsewhere: Any = {"where": "params=disk:/tmp"}
 
@@ -315,7 +315,7 @@ def refused() -> None:
         (["device, not on disk"], lambda: coded(groups, "int4[64]", **elsewhere)),
         (["LeafError", "gather: leaf", "expected codes, int4"], lambda: mf.gather(plain, groups)),
         (
-            ["of int4[2]", "expected codes, int4[64]"],
+            ["of int4[4]", "expected codes, int4[64]"],
             lambda: mf.defer(other, groups, mf.keep_all()),
         ),
         (["base.one", NOT_FINITE], lambda: mf.set(shards, "base.one", float("nan"), groups)),

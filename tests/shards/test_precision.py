@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import mics_fn as mf
-from mics_fn.collectives.wire import mean_factors
+from mics_fn.collectives.levels import mean_factors
 from mics_fn.shards.precision import Precision, precision_of
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

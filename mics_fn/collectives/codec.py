@@ -1,9 +1,10 @@
-"""Codecs: float values as 8 or 4 bits each, with a scale for every block of them.
+"""Codes in the place of values: float values as 8 or 4 bits each, with a scale for every block.
 
-A row of n values becomes one row of bytes: the codes of all blocks in order, a zero byte if their
-number is odd, and then a bfloat16 scale for each block. If n is not a multiple of the length of a
-block, the last block is shorter. `int4` puts elements 2i and 2i + 1 into the low and the high half
-of byte i, each plus 8; the high half of an odd last byte is 0.
+`sent_codes` sends them. Checksums, which ranks compare in the place of values, are here too.
+
+A row of n values becomes one row of bytes: the codes of all blocks in order, and then a bfloat16
+scale for each block. If n is not a multiple of the length of a block, zeros fill up the last one.
+`int4` puts elements 2i and 2i + 1 into the low and the high half of byte i, each plus 8.
 
 There is one expression for each direction, and one for a mean of parts. On the CPU it takes a band
 of 2**17 elements after the other, so that its temporaries stay in caches and memory is read and
@@ -26,15 +27,15 @@ subnormal numbers to zero.
 it exactly. So the bits of a decoded value, and of a mean, do not depend on how a device fuses or
 orders multiplications; only additions round, and theirs is the order of the parts.
 
-[Note: what is compiled] Compiled functions take whole blocks, (rows, blocks, elements), of which
-the last size is a constant: rows are filled up and cut before and after. With sizes that depend on
-each other inside one kernel, Inductor of torch 2.11 fails for some codes.
+[Note: what is compiled] Compiled functions take whole blocks, (blocks, elements), of which the last
+size is a constant. With sizes that depend on each other inside one kernel, Inductor of torch 2.11
+fails for some codes.
 """
 
 import importlib.util
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -46,6 +47,13 @@ from torch.nn import functional
 from mics_fn import _torch, checks
 from mics_fn.checks import refuse_derivative
 from mics_fn.errors import LeafError, PlanError, first_line, message
+
+SHORT_NAMES = {
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float64: "f64",
+}
 
 
 class CodeFormat(NamedTuple):
@@ -67,26 +75,12 @@ KINDS = {
     "int4": CodeFormat(4, 7.0, 64),
     "fp8": CodeFormat(8, 448.0, 256),
 }
-
-
-class Rows(NamedTuple):
-    """Codes as matrices, a row for each row of values: views of the same bytes.
-
-    Args:
-      elements: the codes, as bytes.
-      padding: a byte after an odd number of them, otherwise none.
-      scales: bfloat16, one per block.
-    """
-
-    elements: Tensor
-    padding: Tensor
-    scales: Tensor
-
-
 _FORM = re.compile(r"\s*(\w+)\s*(?:\[\s*([1-9][0-9]{0,8})\s*\])?\s*")
-_BLOCKS = [2**n for n in range(1, 17)]  # lengths, so that of several the longest suits all
-_FIX = "write it as in 'int8[256]', with a power of two from 2 to 65536"
+_BLOCKS = [2**n for n in range(2, 17)]  # lengths, so that of several the longest suits all
+_FIX = "write it as in 'int8[256]', with a power of two from 4 to 65536"
 _DETACH = "pass detached values, outside of torch.func: rounding to codes has no derivative"
+
+Blocks = tuple[Tensor, ...]  # of a row: its values, or its codes and their scales; a block per row
 
 
 @dataclass(frozen=True)
@@ -108,15 +102,15 @@ class Codec:
 
     Args:
       name: "int8", "int4" or "fp8".
-      block: elements that share a scale, a power of two from 2 to 65536; 0 means 256, for int4 64.
+      block: elements that share a scale, a power of two from 4 to 65536; 0 means 256, for int4 64.
 
     Raises:
       PlanError: there is no such codec.
 
     Example:
       >>> codec = collectives.Codec.parse("int8")
-      >>> str(codec), codec.nbytes(1000)
-      ('int8[256]', 1008)
+      >>> str(codec), codec.nbytes(1024)
+      ('int8[256]', 1032)
       >>> codec.decode(codec.encode(torch.tensor([0.0, 1.0, -127.0])), 3, torch.float32)
       tensor([   0.,    1., -127.])
     """
@@ -127,7 +121,7 @@ class Codec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "block", self.block or KINDS[self.name].block)
         if self.block not in _BLOCKS:
-            checks.refuse("Codec", "block", self.block, "a power of two from 2 to 65536", _FIX)
+            checks.refuse("Codec", "block", self.block, "a power of two from 4 to 65536", _FIX)
 
     @classmethod
     def parse(cls, text: str) -> "Codec":
@@ -145,14 +139,16 @@ class Codec:
     def __str__(self) -> str:
         return f"{self.name}[{self.block}]"
 
-    def nbytes(self, n: int) -> int:
-        """Bytes of the codes and scales of a row of n values; an even number.
+    # Rows of bytes.
 
-        The codes take n bytes (int4: half of that), rounded up to an even number, and the scales 2
-        bytes for each block, the shorter last one included.
-        """
-        codes = self._code_bytes(n)
-        return codes + codes % 2 + 2 * -(-n // self.block)
+    def nbytes(self, n: int) -> int:
+        """Bytes of the codes and scales of a row of n values, filled up to whole blocks."""
+        return -(-n // self.block) * (self._code_bytes + 2)
+
+    @property
+    def _code_bytes(self) -> int:
+        """Bytes of the codes of a block."""
+        return self.block * KINDS[self.name].bits // 8
 
     def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Values as bytes.
@@ -164,19 +160,19 @@ class Codec:
         Returns:
           `out`, or new uint8 (*batch, nbytes(n)). They are a function of the values alone.
 
-        Memory: about 1 MiB beside the result on the CPU.
+        Memory: about 1 MiB beside the result on the CPU; a copy of a row that ends amid a block.
 
         Raises:
           LeafError: a derivative is asked for.
         """
         refuse_derivative(f"{self}.encode", [x], _DETACH)
-        n = x.shape[-1]
-        shape = (*x.shape[:-1], self.nbytes(n))
         if out is None:
+            shape = (*x.shape[:-1], self.nbytes(x.shape[-1]))
             out = torch.empty(shape, dtype=torch.uint8, device=x.device)
         if x.numel():
-            rows = out.detach().view(-1, out.shape[-1])
-            encode_rows(self, x.reshape(-1, n), self._split(rows, n))
+            rows = x.detach().reshape(-1, x.shape[-1]), out.detach().view(-1, out.shape[-1])
+            for values, codes in zip(*rows, strict=True):
+                self.encode_row(values, codes)
         return out
 
     def decode(
@@ -193,7 +189,7 @@ class Codec:
         Returns:
           `out`, or new values (*batch, n).
 
-        Memory: about 1 MiB beside the result on the CPU.
+        Memory: about 1 MiB beside the result on the CPU; a copy of a row that ends amid a block.
 
         Raises:
           LeafError: these are no codes of `n` values, or a derivative is asked for.
@@ -224,128 +220,86 @@ class Codec:
           LeafError: a part is not of that kind, or a derivative is asked for.
         """
         refuse_derivative(f"{self}.decode", [out, *parts], _DETACH)
+        n = out.shape[-1]
+        for part in parts:
+            is_codes = part.dtype == torch.uint8 and part.shape[-1] == self.nbytes(n)
+            if not (is_codes or part.dtype.is_floating_point):
+                text = f"{self}.decode: {part.dtype} {tuple(part.shape)} are no codes of {n} values"
+                raise LeafError(text, fix="pass what encode of this codec gave, and its n")
         if out.numel():
-            rows = out.detach().view(-1, out.shape[-1])
-            mean_rows(self, [self._part(part, out) for part in parts], rows)
+            rows = [part.detach().reshape(-1, part.shape[-1]) for part in parts]
+            for values, *given in zip(out.detach().view(-1, n), *rows, strict=True):
+                self.decode_row([self.blocks_of(part, n) for part in given], values)
         return out
+
+    def encode_row(self, values: Tensor, codes: Tensor) -> None:
+        """Write the codes of some values to a row."""
+        (blocks,) = self.blocks_of(values, len(values))
+        self.encode_blocks(blocks, *self.blocks(codes, len(values)))
+
+    def decode_row(self, parts: Sequence[Blocks], out: Tensor) -> None:
+        """Write the mean of some parts, which may go on behind `out`, to that, which is 1D."""
+        missing = -len(out) % self.block
+        whole = functional.pad(out, (0, missing)) if missing else out
+        self.decode_mean_blocks(parts, whole.view(-1, self.block))
+        if missing:
+            out.copy_(whole[: len(out)])
+
+    # Whole blocks.
 
     def blocks(self, codes: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """Views of one row of `n` values in whole blocks: the codes of each, and its scale.
 
         Args:
           codes: uint8 (nbytes(n),), at an even place.
-          n: values of the row, a multiple of the length of a block.
+          n: values of the row.
 
         Returns:
           uint8 (blocks, bytes of a block), and bfloat16 (blocks, 1).
         """
-        end, count = self._code_bytes(n), n // self.block
-        elements, scales = codes[:end], codes[end + end % 2 :].view(torch.bfloat16)
-        return elements.view(count, self._code_bytes(self.block)), scales.view(count, 1)
+        count = -(-n // self.block)
+        elements, scales = codes.split([count * self._code_bytes, 2 * count])
+        scales = scales.view(torch.bfloat16).view(count, 1)
+        return elements.view(count, self._code_bytes), scales
+
+    def blocks_of(self, part: Tensor, n: int) -> Blocks:
+        """Blocks of a row of `n` values, or of the codes of so many."""
+        if not part.dtype.is_floating_point:
+            return self.blocks(part, n)
+        missing = -n % self.block
+        whole = functional.pad(part, (0, missing)) if missing else part
+        return (whole.view(-1, self.block),)
 
     def encode_blocks(self, values: Tensor, elements: Tensor, scales: Tensor) -> None:
         """Write the codes of values (blocks, length) to what `blocks` gave of as many."""
-        rows = Rows(elements.view(1, -1), elements.view(1, -1)[:, :0], scales.view(1, -1))
-        encode_rows(self, values.view(1, -1), rows)
+        encode = _fast(encoded, values.device)
+        for band in _bands(values):
+            elements[band], scales[band] = encode(self.name, _of_constant_length(values[band]))
+        scales.masked_fill_(scales.isnan(), float("nan"))  # of which there is one
 
     def decode_blocks(self, elements: Tensor, scales: Tensor, out: Tensor) -> None:
         """Write the values of such codes to `out` (blocks, length), of any float dtype."""
-        rows = Rows(elements.view(1, -1), elements.view(1, -1)[:, :0], scales.view(1, -1))
-        mean_rows(self, [rows], out.view(1, -1))
+        self.decode_mean_blocks([(elements, scales)], out)
 
-    def _code_bytes(self, n: int) -> int:
-        """Bytes of n codes, without padding."""
-        return -(-n * KINDS[self.name].bits // 8)
-
-    def _split(self, rows: Tensor, n: int) -> Rows:
-        """Views of the codes of rows, and of their scales; a byte between them becomes 0."""
-        end = self._code_bytes(n)
-        return Rows(
-            rows[:, :end],
-            rows[:, end : end + end % 2],
-            rows[:, end + end % 2 :].view(torch.bfloat16),
-        )
-
-    def _part(self, part: Tensor, out: Tensor) -> Rows | Tensor:
-        """A part of a mean, as matrices."""
-        n = out.shape[-1]
-        if part.dtype.is_floating_point:
-            return part.detach().reshape(-1, n)
-        if part.dtype != torch.uint8 or part.shape[-1] != self.nbytes(n):
-            lines = [f"got {part.dtype} {tuple(part.shape)}"]
-            lines += [f"expected torch.uint8 (..., {self.nbytes(n)}) for {n} values"]
-            fix = "pass what encode of the same codec gave, and the n of that"
-            raise LeafError(f"{self}.decode: these are not such codes", lines, fix)
-        return self._split(part.detach().reshape(-1, part.shape[-1]), n)
+    def decode_mean_blocks(self, parts: Sequence[Blocks], out: Tensor) -> None:
+        """Write the mean of parts, which are added in order, to `out` (blocks, length)."""
+        average = _fast(mean, out.device)
+        for band in _bands(out):
+            given = [tuple(map(_of_constant_length, _cut(part, band))) for part in parts]
+            out[band] = average(self.name, given, out.dtype)
 
 
-# The arithmetic, on matrices of values and of codes.
+# The arithmetic, on blocks of values and of codes.
 
 BAND = 2**17  # elements; their float32 take 512 KiB
 FLOOR = 2.0**-126  # See [Note: the least scale].
 
 
-def encode_rows(codec: Codec, values: Tensor, codes: Rows) -> None:
-    """Write the codes of a matrix of any float dtype; see `Codec.encode`."""
-    encode = _fast(encoded, values.device)
-    for band in _bands(values, codec.block):
-        into, scales = band.codes(codec, codes)
-        elements, found = encode(codec.name, band.whole(codec, values))
-        into.copy_(elements.flatten(1)[:, : into.shape[1]])
-        if codec.name == "int4" and (band.stop - band.start) % 2:
-            into[:, -1].bitwise_and_(15)  # half a byte of padding
-        scales.copy_(found)
-    codes.scales.masked_fill_(codes.scales.isnan(), float("nan"))  # of which there is one
-    codes.padding.zero_()
-
-
-def mean_rows(codec: Codec, parts: Sequence[Rows | Tensor], out: Tensor) -> None:
-    """Write the mean of parts, codes or values, added in order; see `Codec.decode_mean`."""
-    average = _fast(mean, out.device)
-    for band in _bands(out, codec.block):
-        into = band.values(out)
-        given = [band.whole(codec, part) for part in parts]
-        into.copy_(average(codec.name, given, out.dtype).flatten(1)[:, : into.shape[1]])
-
-
-class _Band(NamedTuple):
-    """Some rows of a matrix of values, and some of their blocks."""
-
-    top: int
-    bottom: int
-    start: int  # the element of a row at which the first block begins
-    stop: int
-
-    def values(self, x: Tensor) -> Tensor:
-        return x[self.top : self.bottom, self.start : self.stop]
-
-    def codes(self, codec: Codec, rows: Rows) -> tuple[Tensor, Tensor]:
-        """The codes of the band, and their scales."""
-        block, bits, own = codec.block, KINDS[codec.name].bits, slice(self.top, self.bottom)
-        elements = rows.elements[own, self.start * bits // 8 : -(-self.stop * bits // 8)]
-        return elements, rows.scales[own, self.start // block : -(-self.stop // block)]
-
-    def whole(self, codec: Codec, part: Rows | Tensor) -> Any:
-        """The values of the band as whole blocks, or the codes of these and their scales."""
-        n = self.stop - self.start
-        length = min(codec.block, n + n % 2)  # a single block needs no more than it has
-        if isinstance(part, Tensor):
-            return _blocks(self.values(part), length)
-        elements, scales = self.codes(codec, part)
-        return _blocks(elements, length * KINDS[codec.name].bits // 8), scales
-
-
-def _bands(values: Tensor, block: int) -> Iterator[_Band]:
-    """Bands that cover a matrix of values: all of it in one but on the CPU."""
-    rows, n = values.shape
-    if not _in_bands(values):
-        yield _Band(0, rows, 0, n)
-        return
-    width = min(n, max(1, BAND // block) * block)
-    height = max(1, BAND // width)
-    for top in range(0, rows, height):
-        for start in range(0, n, width):
-            yield _Band(top, min(top + height, rows), start, min(start + width, n))
+def _bands(blocks: Tensor) -> list[slice]:
+    """Ranges of blocks that are done at a time: all of them but on the CPU."""
+    count, length = blocks.shape
+    step = max(1, BAND // length) if _in_bands(blocks) else max(1, count)
+    return [slice(i, min(i + step, count)) for i in range(0, count, step)]
 
 
 def _in_bands(x: Tensor) -> bool:
@@ -353,14 +307,13 @@ def _in_bands(x: Tensor) -> bool:
     return x.is_cpu
 
 
-def _blocks(x: Tensor, length: int) -> Tensor:
-    """A matrix as (rows, blocks, elements), with zeros after its end; see [Note: what is compiled].
+def _cut(part: Blocks, band: slice) -> list[Tensor]:
+    return [x[band] for x in part]
 
-    The compiler takes the length as a constant.
-    """
-    more = -x.shape[1] % length
-    blocks = (functional.pad(x, (0, more)) if more else x).unflatten(1, (-1, length))
-    return blocks if x.is_cpu else _torch.with_constant_size(blocks, 2)
+
+def _of_constant_length(blocks: Tensor) -> Tensor:
+    """Blocks, whose length a compiler takes for a constant."""
+    return blocks if blocks.is_cpu else _torch.with_constant_size(blocks, 1)
 
 
 # A compiler refuses to write to views of bytes as another dtype, so these return their results.
@@ -376,7 +329,7 @@ def encoded(name: str, blocks: Tensor) -> tuple[Tensor, Tensor]:
     if not _in_bands(blocks) or not bool(finite.all()):
         quotient = torch.where(finite, quotient, 0.0)
         scale = torch.where(finite, scale, float("nan"))
-    scales = scale.squeeze(-1).to(torch.bfloat16)
+    scales = scale.to(torch.bfloat16)
     if name == "fp8":
         return quotient.to(torch.float8_e4m3fn).view(torch.uint8), scales
     coded = quotient.round_().to(torch.int8)
@@ -396,18 +349,15 @@ def _to_bfloat16(scale: Tensor) -> Tensor:
 
 def _pairs(codes: Tensor) -> Tensor:
     """Codes of 4 bits, a byte each, as two in a byte."""
-    if _in_bands(codes):  # on a view of both at once
-        both = codes.view(torch.int16)
-        return (both >> 4).bitwise_or_(both).to(torch.uint8)
-    pairs = codes.unflatten(2, (-1, 2))
+    pairs = codes.unflatten(-1, (-1, 2))
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
-def mean(name: str, parts: Sequence[Tensor | tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
+def mean(name: str, parts: Sequence[Blocks], dtype: torch.dtype) -> Tensor:
     """The mean of parts, blocks of values or codes with their scales, added in order."""
     total: Any = None
     for part in parts:
-        value = part if isinstance(part, Tensor) else _values(name, *part)
+        value = part[0] if len(part) == 1 else _values(name, *part)
         value = value.to(torch.promote_types(dtype, torch.float32))
         total = value if total is None else total + value
     return _narrowed(total / len(parts) if len(parts) > 1 else total, dtype)
@@ -415,30 +365,20 @@ def mean(name: str, parts: Sequence[Tensor | tuple[Tensor, Tensor]], dtype: torc
 
 def _values(name: str, elements: Tensor, scales: Tensor) -> Tensor:
     """The decoded values of blocks, as float32."""
-    scale = scales.to(torch.float32).unsqueeze(-1)
+    scale = scales.to(torch.float32)
     if name == "int8":
         read = elements.view(torch.int8).to(torch.float32)
-    elif _in_bands(elements):
-        read, unit = _read_on_cpu(name, elements)
-        scale = scale * unit
-    elif name == "fp8":
-        read = elements.view(torch.float8_e4m3fn).to(torch.float32)
-    else:
-        read = torch.stack([elements & 15, elements >> 4], -1).flatten(2).to(torch.float32) - 8
-    return read.mul_(scale)
-
-
-def _read_on_cpu(name: str, elements: Tensor) -> tuple[Tensor, float]:
-    """Codes divided by a unit, and that unit, from views of two bytes."""
-    if name == "fp8":
+    elif name == "fp8" and _in_bands(elements):
         # The bits of e4m3, moved to their places in a float16, are the same number times 2**-8.
         # torch's own conversion takes ten times as long.
         bits = elements.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)
         bits.bitwise_and_(-0x4080)  # the sign, and the seven bits
-        return bits.view(torch.float16).to(torch.float32), 2.0**8
-    pairs = elements.to(torch.int16)
-    pairs = (pairs << 4).bitwise_or_(pairs).bitwise_and_(0x0F0F)
-    return pairs.view(torch.int8).sub_(8).to(torch.float32), 1.0
+        read, scale = bits.view(torch.float16).to(torch.float32), scale * 2.0**8
+    elif name == "fp8":
+        read = elements.view(torch.float8_e4m3fn).to(torch.float32)
+    else:
+        read = torch.stack([elements & 15, elements >> 4], -1).flatten(-2).to(torch.float32) - 8
+    return read.mul_(scale)
 
 
 def _narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
@@ -480,3 +420,74 @@ def _fast(whole: Callable[..., Any], device: torch.device) -> Callable[..., Any]
             return whole(*args)
 
     return fast
+
+
+# Where codes travel.
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What travels in the place of values, and on which levels.
+
+    A gather sends codes of parameters, and hop 1 codes of gradients, on the named level of a route
+    and on those outside of it, which are slower. All other levels send the values.
+
+    Args:
+      codec: makes bytes of values, and values of bytes.
+      level: the innermost level on which they travel; "" means all.
+
+    Example:
+      >>> str(Wire(collectives.Codec.parse("int8[256]"), "node"))
+      'int8[256]@node'
+    """
+
+    codec: Any
+    level: str = ""
+
+    @property
+    def block(self) -> int:
+        """Elements that share a scale."""
+        return self.codec.block
+
+    def __str__(self) -> str:
+        return f"{self.codec}@{self.level}" if self.level else f"{self.codec}"
+
+    def levels(self, route: Any) -> int:
+        """How many levels of a `Route` it is used on, counted from the outermost."""
+        return route.levels_to(self.level)
+
+
+def check_level(wire: Wire, names: tuple[str, ...]) -> None:
+    """Raise PlanError if a wire names a level that is not one of these."""
+    if wire.level and wire.level not in names:
+        fix = f"name one of {', '.join(names) or 'none'}, or leave out @{wire.level}"
+        raise PlanError(f"precision: {wire} names a level that these groups do not have", fix=fix)
+
+
+# What ranks compare in the place of a tensor.
+
+_HASHED = 2**20  # elements at once
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """64 bits that depend on every bit of a tensor and its position; without a host sync on CUDA.
+
+    >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
+    >>> bool(checksum(a) == checksum(a.clone())), bool(checksum(a) == checksum(b))
+    (True, False)
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = flat.view(kinds[flat.dtype.itemsize])
+    total = torch.tensor(flat.numel(), dtype=torch.int64, device=flat.device)
+    for block in bits.split(_HASHED):
+        # Odd weights are invertible modulo 2**64, so a single changed value changes the sum.
+        weights = _weights(flat.device)[: len(block)]
+        total = total * 6364136223846793005 + (block.long() * weights).sum()
+    return total
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    return torch.arange(_HASHED, dtype=torch.int64, device=device) * 2862933555777941756 + 1

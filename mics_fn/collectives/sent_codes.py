@@ -1,26 +1,24 @@
-"""Codes in the place of values: how levels send them; `codec` makes them.
+"""How codes are sent in the place of values; `codec` makes them.
 
-They are sent between ranks and never added. In a gather every rank decodes the same codes, those of
-its own chunk too, so that all have the same bits. In a mean each rank decodes what is received and
-adds its own part as it is: a part is rounded once, on its way to another rank. In hop 2 the mean of
-each part is coded again and gathered, and all replicas decode the same codes. What is coded begins
-and ends on blocks, because leaves and chunks of such a bucket do.
+Codes are sent between ranks and never added. In a gather every rank decodes the same codes, those
+of its own chunk too, so that all have the same bits. In a mean each rank decodes what is received
+and adds its own part as it is: a part is rounded once, on its way to another rank. In hop 2 the
+mean of each part is coded again and gathered, and all replicas decode the same codes. What is coded
+begins and ends on blocks, because leaves and chunks of such a bucket do.
 
-`wire.SENDERS` has the functions that levels call for a `Codec`. A gather is given `SentCodes` where
-it would be given a chunk.
+`levels.SENDERS` has what levels call for a `Codec`. A gather is given `SentCodes` where it would be
+given a chunk.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from mics_fn import _torch
 from mics_fn.collectives import levels
-from mics_fn.collectives.codes.codec import Codec
+from mics_fn.collectives.codec import Codec, Wire
 from mics_fn.collectives.pending import Pending, Steps, Task, What
-from mics_fn.collectives.wire import SENDERS, Sender, Wire
 from mics_fn.groups import Buffers, Comm, Route
 
 # Hop 1, and the first half of hop 2: codes of each part go to its rank, which adds what they mean.
@@ -39,7 +37,7 @@ def exchange_codes(
     Args:
       comm: the communicator.
       codec: encodes parts.
-      part: gives a part, which is 1D, by the place of its rank.
+      part: gives a part, which is 1D and of whole blocks, by the place of its rank.
       memory: 1D, uint8, of `exchange_bytes`; overwritten.
       mean: 1D, of the size of a part. It may lie in that of this rank, or where any part did that
         goes to another rank.
@@ -48,116 +46,108 @@ def exchange_codes(
     numel, nbytes = mean.numel(), codec.nbytes(mean.numel())
     sent, received = memory[: exchange_bytes(codec, numel, comm.size)].view(2, -1, nbytes)
     for row, place in zip(sent, others, strict=True):
-        encode_to(codec, part(place), row)
+        codec.encode_row(part(place), row)
     sizes = [nbytes] * comm.size
     sizes[comm.rank] = 0
     yield levels.send_parts(comm, received.view(-1), sent.view(-1), sizes)
     parts = list(received)
     parts.insert(comm.rank, part(comm.rank))  # as it is, and added in the order of ranks
-    with _torch.inside_a_rule():
-        codec.decode_mean(parts, mean)
+    codec.decode_row([codec.blocks_of(each, numel) for each in parts], mean)
     return mean
 
 
-def spare_numel(wire: Wire, route: Route, numel: int, itemsize: int) -> int:
-    """Elements of the second buffer that `scatter_steps` needs; see `levels.spare_numel`."""
-    coded, plain = route.split(wire.levels(route))
-    most, here = levels.spare_numel(plain, numel, direct=False), numel // plain.size
-    for comm in coded.reductions:
-        here //= comm.size
-        most = max(most, -(-exchange_bytes(wire.codec, here, comm.size) // itemsize))
-    return most
+# What levels call; arguments as those of `levels`, codes first.
 
 
-def scatter_steps(wire: Wire, route: Route, full: Tensor, out: Tensor, spare: Tensor) -> Steps:
-    """Average over a partition group as `levels.scatter_steps`, with codes on the outer levels."""
-    coded, plain = route.split(wire.levels(route))
-    here, there = full.view(-1), spare.view(-1)
-    if plain.size > 1:
-        # An exchange leaves the mean where part 0 was; torch's op writes to the other buffer.
-        if len(plain.levels) % 2 and not levels.exchanges(plain.reductions[0]):
-            here, there = there, here
-        here = here[: full.numel() // plain.size]
-        yield from levels.scatter_steps(plain, full.view(plain.size, -1), here, spare)
-    for comm in coded.reductions:
-        parts = here.view(comm.size, -1)
-        here = parts[(comm.rank + 1) % comm.size]
-        if comm is coded.reductions[-1]:
-            here = out.view(-1)
-        memory, needs = there.view(torch.uint8), exchange_bytes(wire.codec, here.numel(), comm.size)
-        if memory.numel() < needs:  # the levels before have needed less
-            memory = memory.new_empty(needs)
-        yield from exchange_codes(comm, wire.codec, parts.__getitem__, memory, here)
-    return out
+class _CodecSender:
+    """How hops send the codes of a `Codec`."""
+
+    @staticmethod
+    def spare_numel(wire: Wire, route: Route, numel: int, itemsize: int) -> int:
+        """Elements of the second buffer that `scatter_steps` needs; see `levels.spare_numel`."""
+        coded, plain = route.split(wire.levels(route))
+        most, here = levels.spare_numel(plain, numel, direct=False), numel // plain.size
+        for comm in coded.reductions:
+            here //= comm.size
+            most = max(most, -(-exchange_bytes(wire.codec, here, comm.size) // itemsize))
+        return most
+
+    @staticmethod
+    def scatter_steps(wire: Wire, route: Route, full: Tensor, out: Tensor, spare: Tensor) -> Steps:
+        """Average over a partition group as `levels.scatter_steps`, with codes on outer levels."""
+        coded, plain = route.split(wire.levels(route))
+        here, there = full.view(-1), spare.view(-1)
+        if plain.size > 1:
+            # An exchange leaves the mean where part 0 was; torch's op writes to the other buffer.
+            if len(plain.levels) % 2 and not levels.exchanges(plain.reductions[0]):
+                here, there = there, here
+            here = here[: full.numel() // plain.size]
+            yield from levels.scatter_steps(plain, full.view(plain.size, -1), here, spare)
+        for comm in coded.reductions:
+            parts = here.view(comm.size, -1)
+            here = parts[(comm.rank + 1) % comm.size]
+            if comm is coded.reductions[-1]:
+                here = out.view(-1)
+            memory = there.view(torch.uint8)
+            needs = exchange_bytes(wire.codec, here.numel(), comm.size)
+            if memory.numel() < needs:  # the levels before have needed less
+                memory = memory.new_empty(needs)
+            yield from exchange_codes(comm, wire.codec, parts.__getitem__, memory, here)
+        return out
+
+    # Hop 2: the means of parts are coded, too, and gathered.
+
+    @staticmethod
+    def mean_comms(comm: Comm) -> list[Comm]:
+        """The communicators of `mean_steps`; the next mean begins while this one is gathered."""
+        return [comm, comm.second or comm]
+
+    @staticmethod
+    def mean_steps(codec: Codec, comm: Comm, tensor: Tensor, memory: Tensor | None = None) -> Steps:
+        """Average a contiguous tensor over some ranks, in place, in two collectives of codes.
+
+        Args:
+          codec: encodes parts, and then their means.
+          comm: the communicator.
+          tensor: contiguous.
+          memory: 1D, uint8, of `mean_bytes`; None allocates it.
+        """
+        first, second = _CodecSender.mean_comms(comm)
+        flat, size = tensor.view(-1), comm.size
+        if memory is None:
+            nbytes = mean_bytes(codec, flat.numel(), size)
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=tensor.device)
+        numel = _mean_numel(codec, flat.numel(), size)
+        end = numel * torch.float32.itemsize
+        mean, memory = memory[:end].view(torch.float32), memory[end:]
+
+        def part(place: int) -> Tensor:
+            values = flat[place * numel : (place + 1) * numel]
+            missing = numel - len(values)
+            return functional.pad(values, (0, missing)) if missing else values
+
+        yield from exchange_codes(first, codec, part, memory, mean)
+        codes = memory[: size * codec.nbytes(numel)].view(size, -1)
+        codec.encode_row(mean, codes[comm.rank])
+        yield levels.gather_level(second, codes, codes[comm.rank])
+        for place, row in enumerate(codes):
+            values = flat[place * numel : (place + 1) * numel]
+            codec.decode_row([codec.blocks(row, numel)], values)
+        return tensor
 
 
-# Hop 2: the means of parts are coded, too, and gathered.
+levels.SENDERS[Codec] = _CodecSender
 
 
-def mean_comms(comm: Comm) -> list[Comm]:
-    """The communicators of `mean_steps`: the next codes are exchanged while these are gathered."""
-    return [comm, comm.second or comm]
-
-
-def mean_numel(codec: Codec, numel: int, size: int) -> int:
+def _mean_numel(codec: Codec, numel: int, size: int) -> int:
     """Elements of each part in `mean_steps`: whole blocks, the same number for each rank."""
     return -(-numel // (codec.block * size)) * codec.block
 
 
 def mean_bytes(codec: Codec, numel: int, size: int) -> int:
     """Bytes of memory that `mean_steps` needs."""
-    part = mean_numel(codec, numel, size)
+    part = _mean_numel(codec, numel, size)
     return part * torch.float32.itemsize + exchange_bytes(codec, part, size)
-
-
-def mean_steps(codec: Codec, comm: Comm, tensor: Tensor, memory: Tensor | None = None) -> Steps:
-    """Average a contiguous tensor over some ranks, in place, in two collectives of codes.
-
-    Args:
-      codec: encodes parts, and then their means.
-      comm: the communicator.
-      tensor: contiguous.
-      memory: 1D, uint8, of `mean_bytes`; None allocates it.
-    """
-    first, second = mean_comms(comm)
-    flat, size = tensor.view(-1), comm.size
-    if memory is None:
-        nbytes = mean_bytes(codec, flat.numel(), size)
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=tensor.device)
-    numel = mean_numel(codec, flat.numel(), size)
-    end = numel * torch.float32.itemsize
-    mean, memory = memory[:end].view(torch.float32), memory[end:]
-
-    def part(place: int) -> Tensor:
-        values = flat[place * numel : (place + 1) * numel]
-        missing = numel - values.numel()
-        return torch.cat([values, values.new_zeros(missing)]) if missing else values
-
-    yield from exchange_codes(first, codec, part, memory, mean)
-    codes = memory[: size * codec.nbytes(numel)].view(size, -1)
-    encode_to(codec, mean, codes[comm.rank])
-    yield levels.all_gather(second, codes, codes[comm.rank])
-    for place, row in enumerate(codes):
-        decode_to(codec, row, numel, flat[place * numel : (place + 1) * numel])
-    return tensor
-
-
-SENDERS[Codec] = Sender(spare_numel, scatter_steps, mean_comms, mean_steps)
-
-
-def encode_to(codec: Codec, values: Tensor, out: Tensor) -> None:
-    """Write the codes of values to `out`, inside of a verb that has a derivative."""
-    with _torch.inside_a_rule():
-        codec.encode(values, out=out)
-
-
-def decode_to(codec: Codec, codes: Tensor, numel: int, out: Tensor) -> None:
-    """Write the first of `numel` values that codes stand for to `out`; see `encode_to`."""
-    with _torch.inside_a_rule():
-        if out.numel() == numel:
-            codec.decode(codes, numel, out.dtype, out=out)
-        elif out.numel():
-            out.copy_(codec.decode(codes, numel, out.dtype)[: out.numel()])
 
 
 # Gathers of codes, which each rank encodes once and may send several times.
@@ -241,15 +231,16 @@ class SentCodes:
           before that the chunk that `fetch` copies, until it is encoded.
         """
         coded, plain = route.split(self._count)
-        mine, later = self._mine, coded
-        gathers = list[tuple[Route, Tensor, Tensor]]()
+        mine, gathers = self._mine, list[tuple[Route, Tensor, Tensor]]()
+        count = coded.size
         if self._kept is not None:
-            outer, later = coded.split(route.outer_params)
+            outer, coded = coded.split(route.outer_params)
             gathers += [] if self._sent else [(outer, mine, self._kept)]
             mine = self._kept
-        every = self._room(coded.size) if later.size > 1 else mine
-        if later.size > 1:
-            gathers.append((later, mine, every))
+        every = mine
+        if coded.size > 1:
+            every = self._room(count)
+            gathers.append((coded, mine, every))
         values = [(plain, out)]
         if outer_out is not None:  # the levels that send values, up to `outer_params` and behind
             before, behind = plain.split(route.outer_params - self._count)
@@ -269,7 +260,7 @@ class SentCodes:
             if values_here is not None:
                 if fetch is not None:
                     yield fetch.to(values_here)
-                encode_to(self._codec, values_here, self._mine)
+                self._codec.encode_row(values_here, self._mine)
                 if fetch is not None:
                     self._pool.give(values_here)
             for each, source, target in gathers:
@@ -293,4 +284,4 @@ class SentCodes:
         """Decode the codes of some chunks into one run of values."""
         rows = every.view(-1, self._codec.nbytes(self._numel))
         for row, values in zip(rows, out.view(len(rows), -1), strict=True):
-            decode_to(self._codec, row, self._numel, values)
+            self._codec.decode_row([self._codec.blocks(row, self._numel)], values)
