@@ -240,7 +240,8 @@ def _total(home: Home, here: Tensor, live: bool) -> Tensor:
     p, n = home.partition.size, here.numel()
     if p == 1:
         return here
-    bucket = Bucket(0, torch.float64, p, ((p * n,),), (0,), p * n)
+    shape: Any = {"shapes": ((p * n,),), "offsets": (0,), "numel": p * n}
+    bucket = Bucket(torch.float64, index=0, parts=p, **shape)
     (every,) = linear_map("gather", [BucketUse(bucket, home, (0,), "norm")], here)
     return every.view(p, n).sum(0)
 
@@ -334,7 +335,7 @@ def _for_parts(factor: Tensor, homes: Sequence[Home]) -> Tensor:
     if sizes == {1} or not sizes:
         return factor
     (p,) = sizes
-    bucket = Bucket(0, torch.float64, p, ((1,),), (0,), 1)
+    bucket = Bucket(torch.float64, index=0, parts=p, shapes=((1,),), offsets=(0,), numel=1)
     (own,) = linear_map("part", [BucketUse(bucket, homes[0], (0,))], factor.view(1))
     return own[0]
 

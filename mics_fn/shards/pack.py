@@ -43,7 +43,7 @@ from mics_fn import _device, _torch, offload
 from mics_fn.collectives import Codec, checksum
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Buffers
-from mics_fn.shards.bucket import Bucket, gaps, pieces
+from mics_fn.shards.bucket import Bucket, pieces
 
 # Frozen leaves that are kept as codes: `param=int4[64]` of a `Precision`.
 
@@ -131,33 +131,21 @@ def kept_row(bucket: Bucket, chunk: int, data: Sequence[Any]) -> Tensor | None:
     """
     if bucket.codes is None or not bucket.chunk:
         return None
-    given = [_torch.unwrapped(x) if isinstance(x, Tensor) else x for x in data]
-    if not all(x is None or has_codes(x) for x in given):
+    given: list[Any] = [_torch.unwrapped(x) if isinstance(x, Tensor) else x for x in data]
+    some = [x for x in given if x is not None]
+    if not all(map(has_codes, some)):
         return None  # on meta
-    nbytes, first = bucket.codes.nbytes(bucket.chunk), None
-    for piece, value in zip(pieces(bucket, chunk), given, strict=True):
-        if value is None:
-            continue
-        x: Any = value
-        first = x.codes.row if first is None else first
-        row, moved = x.codes.row, piece.length and x.start != piece.start
-        if moved or row.data_ptr() != first.data_ptr() or len(row) != nbytes:
-            return _packed(bucket, chunk, given)
-    return first
-
-
-def _packed(bucket: Bucket, chunk: int, data: Sequence[Any]) -> Tensor:
-    """A new row with the codes of pieces that lie in several."""
-    some: offload.Coded = next(x for x in data if x is not None)
-    made = some.codes.unset(bucket.chunk)
-    for piece, x in zip(pieces(bucket, chunk), data, strict=True):
-        if x is not None and piece.length:
-            like = torch.empty(piece.length, device="meta")
-            into = offload.Coded(made, piece.start, like).part_codes()
-            for to, part in zip(into, x.part_codes(), strict=True):
-                to.copy_(part)
-    row: Any = made.row
-    return row
+    row, pairs = some[0].codes.row, list(zip(pieces(bucket, chunk), given, strict=True))
+    own = [(piece, x) for piece, x in pairs if x is not None and piece.length]
+    together = all(x.codes.row is row and x.start == piece.start for piece, x in own)
+    if together and len(row) == bucket.codes.nbytes(bucket.chunk):
+        return row
+    made = some[0].codes.unset(bucket.chunk)
+    for piece, x in own:
+        into = offload.Coded(made, piece.start, torch.empty(piece.length, device="meta"))
+        for to, part in zip(into.part_codes(), x.part_codes(), strict=True):
+            to.copy_(part)
+    return made.row
 
 
 # Pieces that lie elsewhere than on the device that computes: in host memory, or in a file.
@@ -269,9 +257,9 @@ def split_chunk(bucket: Bucket, chunk: int, flat: Tensor) -> list[Tensor]:
 
 def split_full(bucket: Bucket, flat: Tensor) -> list[Tensor]:
     """The full leaves, by slot, as views of `flat` (*batch, bucket.numel)."""
-    batch = flat.shape[:-1]
-    leaves = flat.split_with_sizes(_full_sizes(bucket), -1)[::2]
-    return [leaf.view((*batch, *s)) for leaf, s in zip(leaves, bucket.shapes, strict=True)]
+    batch, leaves = flat.shape[:-1], flat.split_with_sizes(_full_sizes(bucket), -1)[::2]
+    shapes = [(*batch, *shape) for shape in bucket.shapes] if batch else bucket.shapes
+    return list(map(Tensor.view, leaves, shapes))
 
 
 def whole_chunk(bucket: Bucket, chunk: int, data: Sequence[Tensor | None]) -> Tensor | None:
@@ -368,8 +356,7 @@ def pack_full(
     shape, dtype = (*batch, bucket.numel), dtype or bucket.dtype
     flat = (buffers or Buffers()).take(shape, dtype, device) if out is None else out
     empty = _copy(split_full(bucket, flat), leaves)
-    for start, length in gaps(bucket):
-        empty.append(flat.narrow(-1, start, length))
+    empty += [x for x in flat.split_with_sizes(_full_sizes(bucket), -1)[1::2] if x.numel()]
     if empty:
         _torch.foreach_zero(empty)
     return flat

@@ -5,20 +5,28 @@ to, integers are replicated as they are, and frozen leaves have no gradients and
 that says something else about these has no effect.
 """
 
-from collections.abc import Callable
+import copy
+import dataclasses
+import enum
+import numbers
+import os
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypedDict
+from functools import cached_property, partial
+from operator import is_, setitem
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
-from mics_fn import checks
+from mics_fn import _torch, checks, tree
 from mics_fn.collectives import SHORT_NAMES, Codec, Wire
 from mics_fn.errors import PlanError
-from mics_fn.offload import AT_REST, Where, where_of
-from mics_fn.shards.bucket import BUCKET_BYTES, Formats
-from mics_fn.shards.contents import map_contents
+from mics_fn.offload import AT_REST
+from mics_fn.shards.bucket import Formats
 from mics_fn.tree import Tree
 
 # The fields of a `Precision`, and what each of them may be.
@@ -30,8 +38,8 @@ NAMES = {
     **{"fp16": torch.float16, "half": torch.float16},
 }
 FIELDS = ("param", "compute", "reduce", "output", "accumulate", "gather", "hop1", "hop2", "state")
-CODED = ("param", "gather", "hop1", "hop2", "state")  # a dtype or a codec
-LEVELED = ("gather", "hop1")  # a codec may name a level
+_CODED = ("param", "gather", "hop1", "hop2")  # a dtype or a codec
+_LEVELED = ("gather", "hop1")  # a codec may name a level
 # Lines of a column, and parts of files, have whole blocks of these lengths.
 _STATE_BLOCKS = [2**n for n in range(6, 13)]
 CODED_NUMEL = 4096  # elements of a tensor from which on its moments are coded
@@ -48,32 +56,27 @@ def read_field(name: str, given: Any) -> torch.dtype | Codec | Wire:
     Raises:
       PlanError: it is not what this field may be, nor a text of that.
     """
-    value, level = given, ""
-    if isinstance(given, str) and name in CODED:
-        text, at, level = given.partition("@")
-        text = text.removeprefix("torch.")
-        value = NAMES[text] if text in NAMES else Codec.parse(text)
-        leveled = name in LEVELED and isinstance(value, Codec) and level.isidentifier()
-        if at and not (leveled and level.isascii()):
+    value: Any = given
+    level = ""
+    if isinstance(given, str):
+        text, at, level = given.removeprefix("torch.").partition("@")
+        value = NAMES.get(text, given)
+        if value is given and name in (*_CODED, "state"):
+            value = Codec.parse(text)
+        leveled = name in _LEVELED and isinstance(value, Codec) and level.isidentifier()
+        if at and not leveled:
             fix = "codecs of gather and hop1 may name a level behind @, as in int8[256]@node"
             raise PlanError(f"Precision: {name}={given}: it has no such level", fix=fix)
-    if name in LEVELED and isinstance(value, Codec):
-        return Wire(value, level)
-    if name in LEVELED and isinstance(value, Wire):
-        return value
+    if isinstance(value, Codec) and name in _CODED:
+        return Wire(value, level) if name in _LEVELED else value
     if name == "state" and value != torch.float32:
-        return _checked_state(value)
-    if not (name in CODED and isinstance(value, Codec)):
+        if isinstance(value, Codec) and value.name in AT_REST and value.block in _STATE_BLOCKS:
+            return value
+        fix = "use int8 or fp8, as in state=int8[256], with a block of 64 to 4096 elements; or f32"
+        raise PlanError(f"Precision: state={text_of(value)} is not a way to keep moments", fix=fix)
+    if not (isinstance(value, Wire) and name in _LEVELED):
         check_dtype("Precision", name, value)
     return value
-
-
-def _checked_state(value: Any) -> Codec:
-    """A codec that moments can be kept as."""
-    if isinstance(value, Codec) and value.name in AT_REST and value.block in _STATE_BLOCKS:
-        return value
-    fix = "use int8 or fp8, as in state=int8[256], with a block of 64 to 4096 elements; or f32"
-    raise PlanError(f"Precision: state={text_of(value)} is not a way to keep moments", fix=fix)
 
 
 def check_dtype(verb: str, name: str, dtype: Any) -> None:
@@ -214,24 +217,24 @@ class Precision:
             return Formats(own, own, own, own)
         here = self.at(path) if self.overrides else self
         if isinstance(here.param, Codec):  # the dtype of what codes stand for, and no gradients
-            wide = torch.float32
-            return Formats(wide, here.compute or own, wide, wide, codes=here.param)
+            return Formats(torch.float32, here.compute or own, codes=here.param)
         param: Any = here.param or own
-        compute, reduce = here.compute or param, here.reduce or param
-        hop1, hop2 = here.hop1, here.hop2
+        gather, hop1, hop2, reduce = here.gather, here.hop1, here.hop2, here.reduce or param
+        compute = here.compute or param
         if isinstance(hop1, torch.dtype):  # what gradients are packed in
             reduce, hop1, hop2 = hop1, None, hop2 or reduce
-        wide = torch.float64 if reduce == torch.float64 else torch.float32
-        return Formats(
-            dtype=param,
-            compute=compute,
-            reduce=reduce,
-            accumulate=here.accumulate or wide,
-            gather=_gather_wire(path, here.gather, compute),
-            hop1=hop1,  # pyright: ignore[reportArgumentType]
-            hop2=None if hop2 == reduce else hop2,  # pyright: ignore[reportArgumentType]
-            state=_state_codec(path, here.state, param, numel) if trained else None,
-        )
+        if isinstance(gather, torch.dtype) and gather != compute:
+            text = f"Precision: gather={text_of(gather)} for {path}, which is computed in {compute}"
+            raise PlanError(text, fix="set compute to it, or send codes, as in gather=int8[256]")
+        is_coded = trained and isinstance(here.state, Codec) and numel >= CODED_NUMEL
+        if is_coded and param != torch.float32:
+            text = f"Precision: state={here.state} for {path}, whose shards are {param}"
+            fix = "give it param=f32, or write state=f32 for it behind a pattern"
+            raise PlanError(text, fix=fix)
+        sent: Any = {"hop1": hop1, "hop2": None if hop2 == reduce else hop2}
+        sent["gather"] = None if gather == compute else gather
+        sent["state"] = here.state if is_coded else None
+        return Formats(param, compute, reduce, here.accumulate, **sent)  # pyright: ignore
 
     @property
     def patterns(self) -> list[str]:
@@ -262,26 +265,6 @@ def precision_of(value: Precision | str | None) -> Precision:
     return Precision.parse(value or "") if value is None or isinstance(value, str) else value
 
 
-def _gather_wire(path: str, gather: Any, compute: torch.dtype) -> Wire | None:
-    """What a gather sends in the place of values; a dtype can only be that of computation."""
-    if gather is None or gather == compute:
-        return None
-    if isinstance(gather, torch.dtype):
-        text = f"Precision: gather={text_of(gather)} for {path}, which is computed in {compute}"
-        raise PlanError(text, fix="set compute to it, or send codes, as in gather=int8[256]")
-    return gather
-
-
-def _state_codec(path: str, state: Any, param: torch.dtype, numel: int) -> Codec | None:
-    """The codes that moments of a leaf of so many elements are kept as, if any."""
-    if not isinstance(state, Codec) or numel < CODED_NUMEL:
-        return None
-    if param != torch.float32:
-        text = f"Precision: state={state} for {path}, whose shards are {param}"
-        raise PlanError(text, fix="give it param=f32, or write state=f32 for it behind a pattern")
-    return state
-
-
 def _checked(override: Any) -> tuple[str, Precision]:
     """An override, after a check that it has a text form and an effect."""
     pattern, precision = checks.checked_override(override, Precision)
@@ -295,15 +278,15 @@ def _checked(override: Any) -> tuple[str, Precision]:
 
 
 def _read(clause: str, fields: str) -> dict[str, Any]:
-    """The fields that a clause of a text sets, with their dtypes."""
+    """The fields that a clause of a text sets, as texts."""
     found: dict[str, Any] = {}
     for part in filter(None, map(str.strip, fields.split(","))):
         name, equals, value = map(str.strip, part.rpartition("="))
-        name, value = name if equals else "compute", value.removeprefix("torch.")
+        name = name if equals else "compute"
         if name in found or name not in FIELDS:
             fix = f"give each of {', '.join(FIELDS)} once at most"
             raise PlanError(f"Precision.parse: {part!r} in {clause!r}", fix=fix)
-        found[name] = NAMES.get(value, value)
+        found[name] = value
     return found
 
 
@@ -317,42 +300,99 @@ def _cast(values: Tree, dtype: torch.dtype | None) -> Tree:
     return map_contents(cast, values)
 
 
-# The options of `shard`: as other verbs hand them on, and as they were checked.
+# Batches, and the arguments and results of models. Trees of parameters are the pytrees of
+# `mics_fn.tree`; these also come in other mappings, in dataclasses, and in nodes that a library has
+# registered with torch alone.
+
+# Kinds of values that hold no tensor and mean the same for any part of a batch.
+PLAIN = (type(None), numbers.Number, str, bytes, enum.Enum, os.PathLike, range, slice, type)
+PLAIN += (torch.dtype, torch.device, torch.layout, torch.Size, torch.Generator)
+PLAIN += (FunctionType, BuiltinFunctionType, MethodType)
+_CLOSED = (Tensor, *PLAIN, nn.Module, PackedSequence)
+_OPEN = (list, tuple, dict, OrderedDict, defaultdict)  # optree would sort keys of the last three
 
 
-class LayoutOptions(TypedDict, total=False):
-    """Options of `shard` that say how leaves become buckets; other verbs take them, too."""
+def map_contents(
+    fn: Callable[[Any, str], Any],
+    value: Any,
+    path: str = "",
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Any:
+    """Apply `fn` to everything that a value holds, together with its path.
 
-    frozen: Callable[[str], bool] | None
-    precision: Precision | str | None
-    bucket_bytes: float | str
-    order: Callable[[str], object] | None
-    bucket: Callable[[str], object] | None
-    where: Where | str | None
+    Args:
+      fn: called with each tensor and each object that cannot be opened.
+      value: anything.
+      path: the beginning of every path.
+      is_leaf: says which containers are not to be opened.
+
+    Returns:
+      The value with the results in it, or the same object if `fn` changed nothing.
+
+    Example:
+      >>> map_contents(lambda x, path: path, {"b": [0, 1], "a": 2}, "batch")
+      {'b': ['batch.b.0', 'batch.b.1'], 'a': 'batch.a'}
+    """
+    opened = None if is_leaf is not None and is_leaf(value) else _open_up(value)
+    if opened is None:
+        return fn(value, path)
+    values, names, rebuild = opened
+    pairs = zip(values, names, strict=True)
+    new = [map_contents(fn, x, tree.join(path, f"{name}"), is_leaf) for x, name in pairs]
+    return value if all(map(is_, new, values)) else rebuild(new)
 
 
-class ShardOptions(LayoutOptions, total=False):
-    """All options of `shard`."""
+def leaves_of(value: Any) -> list[Any]:
+    """Everything that `map_contents` would call its function with, in order."""
+    opened = _open_up(value)
+    return [value] if opened is None else [x for each in opened[0] for x in leaves_of(each)]
 
-    replicas: Literal["check", "broadcast"]
-    source_rank: int | None
+
+def _open_up(value: Any) -> tuple[list[Any], Iterable[object], Callable[[list[Any]], Any]] | None:
+    """The values in a container, their names in paths, and what rebuilds it; else None."""
+    if isinstance(value, _CLOSED):
+        return None
+    node = None if type(value) in _OPEN else _registered(value)
+    if node is not None:
+        return node
+    put: Any = setitem
+    if isinstance(value, list | tuple):
+        names, values = range(len(value)), list(value)
+    elif isinstance(value, Mapping):
+        names, values = list(value), [value[key] for key in value]
+    elif dataclasses.is_dataclass(value):
+        names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+        values, put = [getattr(value, name) for name in names], object.__setattr__
+    else:
+        return None
+    if isinstance(value, tuple):
+        return values, names, type(value)
+    if put is setitem and not hasattr(value, "__setitem__"):
+        kind: Any = type(value)
+        return values, names, lambda new: kind(dict(zip(names, new, strict=True)))
+    return values, names, partial(_put, value, put, names)
 
 
-class Chosen(NamedTuple):
-    """The options of `shard` that say how leaves become buckets."""
+def _put(value: Any, put: Callable, names: Iterable[Any], new: list[Any]) -> Any:
+    """A copy of a container with other values."""
+    made = copy.copy(value)
+    for name, each in zip(names, new, strict=True):
+        put(made, name, each)
+    return made
 
-    frozen: Callable[[str], bool] | None = None
-    precision: Precision = Precision()
-    bucket_bytes: int = BUCKET_BYTES
-    order: Callable[[str], object] | None = None
-    bucket: Callable[[str], object] | None = None
-    where: Where = Where()
 
-    @classmethod
-    def checked(
-        cls, verb: str, precision: Any = None, bucket_bytes: Any = BUCKET_BYTES, **others: Any
-    ) -> "Chosen":
-        """The options as they were given, if each of them is what it should be."""
-        others["where"] = where_of(others.get("where"))
-        nbytes = checks.nbytes(verb, "bucket_bytes", bucket_bytes, 1)
-        return cls(precision=precision_of(precision), bucket_bytes=nbytes, **others)
+def _registered(value: Any) -> Any:
+    """What `_open_up` gives of a node of optree or of torch's own pytree; else None."""
+
+    def below(x: Any) -> bool:
+        return x is not value
+
+    leaves, spec = tree.flatten(value, below)
+    if len(leaves) != 1 or leaves[0] is not value:
+        return leaves, tree.spec_paths(spec), spec.unflatten
+    leaves, spec = _torch.flatten(value, below)
+    if len(leaves) != 1 or leaves[0] is not value:
+        by_key = isinstance(value, Mapping) and len(value) == len(leaves)
+        names = list(value) if by_key else range(len(leaves))
+        return leaves, names, lambda new: _torch.unflatten(new, spec)
+    return None

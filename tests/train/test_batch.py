@@ -19,8 +19,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree as torch_pytree
 
 import mics_fn as mf
-from mics_fn.shards.contents import leaves_of
-from mics_fn.shards.precision import Precision
+from mics_fn.shards.precision import Precision, leaves_of
 from mics_fn.train.program import count, cut, to_device
 
 Pair = namedtuple("Pair", "left right")
