@@ -24,6 +24,7 @@ from mics_fn.shards import (
     GradStream,
     Opened,
     Sharded,
+    as_part,
     deal,
     grad_stream,
     homes_of,
@@ -335,9 +336,7 @@ def _for_parts(factor: Tensor, homes: Sequence[Home]) -> Tensor:
     if sizes == {1} or not sizes:
         return factor
     (p,) = sizes
-    bucket = Bucket(torch.float64, index=0, parts=p, shapes=((1,),), offsets=(0,), numel=1)
-    (own,) = linear_map("part", [BucketUse(bucket, homes[0], (0,))], factor.view(1))
-    return own[0]
+    return as_part(factor, p)
 
 
 def clip_by_value(max_value: float) -> transform.Transform:

@@ -124,7 +124,7 @@ from mics_fn.shards.leaf import (
     refuse_tracing,
     same_tensor,
 )
-from mics_fn.shards.linear import deal, in_front, linear_map, put, with_zeros
+from mics_fn.shards.linear import as_part, deal, in_front, linear_map, put, with_zeros
 from mics_fn.shards.opened import (
     BucketUse,
     GroupsTree,
@@ -145,19 +145,16 @@ from mics_fn.shards.pack import (
     copied_to,
     dense,
     fetched_to,
-    forget_nonfinite,
     has_codes,
     kept_row,
-    kind_of,
     must_fetch,
-    nonfinite_of,
-    note_nonfinite,
+    observe,
     pack_chunk,
     pack_full,
     split_chunk,
     split_full,
     standing_for,
-    watch_nonfinite,
+    watchers,
     whole_chunk,
     zero_padding,
 )

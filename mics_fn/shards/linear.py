@@ -153,7 +153,7 @@ def _scatter(use: BucketUse, leaves: Sequence[Tensor | None], like: dict) -> Fin
     bucket, buffers = use.bucket, use.hierarchy.pools.reducing
     given = {"dtype": bucket.reduce, "buffers": buffers, **like}
     full = pack.pack_full(bucket, use.by_slot(leaves), **given)
-    pack.note_nonfinite(bucket, full)
+    pack.observe(bucket, full)
     parts = full.unflatten(-1, (bucket.parts, -1)).movedim(-2, 0).contiguous()
     what, wire = _what(use, "hop 1", like), bucket.hop1 if parts.ndim == 2 else None
     pending = collectives.start_reduce_scatter(use.route, parts, buffers, bucket.dtype, what, wire)
@@ -180,7 +180,7 @@ def _mean(
     else:
         collectives.finish_readers([chunk])
     if bucket.parts == 1:  # there was no hop 1
-        pack.note_nonfinite(bucket, chunk)
+        pack.observe(bucket, chunk)
     wire = bucket.hop2_format
     if isinstance(wire, collectives.Codec):
         if chunk.ndim == 1:
@@ -326,7 +326,8 @@ def linear_map(
 
 def as_part(value: Any, parts: int) -> Any:
     """A full value as a factor for pieces: its derivative is the sum over all parts."""
-    if parts == 1 or not isinstance(value, Tensor) or not collectives.needs_derivative([value]):
+    live = isinstance(value, Tensor) and value.is_floating_point()
+    if parts == 1 or not live or not collectives.needs_derivative([value]):
         return value
     bucket = Bucket(value.dtype, index=0, parts=parts, shapes=((1,),), offsets=(0,), numel=parts)
     use = BucketUse(bucket, Hierarchy.of_one(value.device), (0,))  # nothing is sent

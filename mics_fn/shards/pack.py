@@ -21,25 +21,17 @@ again by later fetches. The leaves of one bucket may lie in different places: th
 by itself, and where all lie in one place their chunk is brought as one tensor.
 
 On the CPU host memory is the memory that computes, and nothing is elsewhere but what is in files.
-
-[Note: before hop 1] After hop 1 nobody can tell whose part of a mean was NaN. So each rank looks at
-its own gradients where they are packed to be sent, and remembers by bucket what it saw until a
-`Guard` has judged them. On the CPU it adds up what was just written, as fast as memory is read, and
-only if the sum is not finite it looks leaf by leaf. An accelerator computes the largest absolute
-value of each leaf, for which the host does not wait. All this begins with the first guard of the
-process that refuses steps.
 """
 
-import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mics_fn import _device, _torch, offload
+from mics_fn import _torch, offload
 from mics_fn.collectives import Codec, checksum
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Buffers
@@ -383,60 +375,12 @@ def _copy(views: Sequence[Tensor], values: Sequence[Tensor | None]) -> list[Tens
     return empty
 
 
-# On which ranks a gradient that is not finite arose, as each of them saw it before hop 1.
-
-_watching: set[bool] = set()
-# Since the last verdict: the largest absolute value by slot, NaN if there is one.
-_seen: dict[Bucket, Tensor] = {}
+# Called with a bucket and this rank's own gradients of it, packed, before others are added; with
+# None where a new sum of its gradients begins.
+watchers: list[Callable[[Bucket, Tensor | None], None]] = []
 
 
-def watch_nonfinite() -> None:
-    """Look at gradients from now on."""
-    _watching.add(True)
-
-
-def note_nonfinite(bucket: Bucket, full: Tensor) -> None:
-    """Look at this rank's own gradients of a bucket, packed, before others are added."""
-    if not _watching or not full.numel() or _torch.has_no_data(full):
-        return
-    if _device.is_async(full.device) or not _seems_finite(full):
-        found = _highest(split_full(bucket, full))
-    else:
-        found = torch.zeros(len(bucket.shapes), dtype=full.dtype)
-    before = _seen.get(bucket)
-    if before is not None and before.device == found.device:
-        found = torch.maximum(before, found)
-    _seen[bucket] = found
-
-
-def nonfinite_of(bucket: Bucket) -> list[str]:
-    """What was seen of a bucket's leaves, if it was checked. The host waits for a device."""
-    return [_origin_kind(value) for value in _seen[bucket].tolist()] if bucket in _seen else []
-
-
-def forget_nonfinite(buckets: Iterable[Bucket]) -> None:
-    """Forget what was seen in buckets whose gradients were checked."""
-    for bucket in buckets:
-        _seen.pop(bucket, None)
-
-
-def kind_of(values: Tensor) -> str:
-    """NaN, infinite or finite: the first of these that a value is."""
-    return _origin_kind(_highest([values]).item())
-
-
-def _seems_finite(full: Tensor) -> bool:
-    # A sum in float16 may overflow although no element does.
-    ends = full.aminmax() if full.dtype == torch.float16 else (full.sum(),)
-    return all(math.isfinite(x.item()) for x in ends)
-
-
-def _highest(leaves: list[Tensor]) -> Tensor:
-    """The largest absolute value of each leaf; 0 of an empty one."""
-    zero = leaves[0].new_zeros(())
-    norms = iter(_torch.foreach_norm([x for x in leaves if x.numel()], math.inf))
-    return torch.stack([next(norms) if x.numel() else zero for x in leaves])
-
-
-def _origin_kind(highest: float) -> str:
-    return "NaN" if math.isnan(highest) else "infinite" if math.isinf(highest) else "finite"
+def observe(bucket: Bucket, packed: Tensor | None) -> None:
+    """Let watchers see this rank's own gradients of a bucket."""
+    for watch in watchers:
+        watch(bucket, packed)

@@ -358,14 +358,16 @@ def shard(
         # Ranks may have compared two trees before, and come with one of them each.
         home.agreed.difference_update([seen for seen in home.agreed if seen[0] == "shard"])
     agree_on(layout)
+    sources: dict[Groups, int] = {}
     if replicas == "check":
         values = [None if layout.owners[i] != i else x for i, x in enumerate(layout.leaves)]
         fix = "use the same seed or checkpoint on every rank, or pass replicas='broadcast'"
         compare_values("shard", layout.homes, layout.paths, values, fix, whole=True)
-    sources = {
-        home: _source(home, source_rank) if replicas == "broadcast" else None
-        for home in dict.fromkeys(layout.homes)
-    }
+    for home in dict.fromkeys(layout.homes) if replicas == "broadcast" else ():
+        sources[home] = home.ranks[0] if source_rank is None else source_rank
+        if sources[home] not in home.ranks:
+            text = f"shard: source_rank={source_rank} is not one of {name_ranks(home.ranks)}"
+            raise PlanError(text, fix="name a global rank of the groups")
     slots = layout.slots.items()
     if not any(bucket.codes or layout.places[i] != DEVICE for i, (bucket, _) in slots):
         return _assemble(layout, sources)
@@ -384,35 +386,26 @@ def layout_of(
     layout = layout_for(verb, root, values, groups, **options)
     agree_on(layout)
     meta = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in layout.leaves]
-    return _assemble(layout._replace(leaves=meta), dict.fromkeys(layout.homes))
+    return _assemble(layout._replace(leaves=meta), {})
 
 
 def _assemble(
-    layout: Layout, sources: dict[Groups, int | None], parts: collectives.Parts = _ALONE
+    layout: Layout, sources: Mapping[Groups, int], parts: collectives.Parts = _ALONE
 ) -> Tree:
     out = _cut(layout, sources, parts)
-    for i, leaf in enumerate(layout.leaves):
+    for i, (leaf, home) in enumerate(zip(layout.leaves, layout.homes, strict=True)):
         if layout.owners[i] != i:
             out[i] = Tied(*layout.slots[layout.owners[i]])
         elif i not in layout.slots:
-            out[i] = Fixed(_replicated(leaf, layout.homes[i], sources[layout.homes[i]]))
+            value = leaf.detach().clone(memory_format=torch.contiguous_format)
+            if home in sources and not value.is_meta and value.numel():
+                collectives.broadcast(home, value, sources[home])
+            out[i] = Fixed(value)
     shards = layout.spec.unflatten([out[i] for i in range(len(layout.leaves))])
     return tree.replace_none(shards, Nothing(), is_leaf)
 
 
-def _source(home: Groups, source_rank: int | None) -> int:
-    """The rank of these groups whose values are sent to the others."""
-    if source_rank is None:
-        return home.ranks[0]
-    if source_rank not in home.ranks:
-        text = f"shard: source_rank={source_rank} is not one of {name_ranks(home.ranks)}"
-        raise PlanError(text, fix="name a global rank of the groups")
-    return source_rank
-
-
-def _cut(
-    layout: Layout, sources: dict[Groups, int | None], parts: collectives.Parts
-) -> dict[int, Any]:
+def _cut(layout: Layout, sources: Mapping[Groups, int], parts: collectives.Parts) -> dict[int, Any]:
     """This rank's chunk of each bucket, as leaves; one bucket at a time is in memory in full.
 
     Where some rank has failed, and `parts` says so at the end, there are no leaves.
@@ -424,14 +417,13 @@ def _cut(
     for bucket, by_slot in members.items():
         index = [by_slot[slot] for slot in range(len(by_slot))]
         home, device = layout.homes[index[0]], layout.leaves[index[0]].device
-        source = sources[home]
         with torch.no_grad():
             # Each chunk gets its own storage, so that `whole_chunk` can recognise its pieces; and
             # before the bucket in full, whose memory then serves the next bucket as well.
             chunk = torch.empty(bucket.chunk, dtype=bucket.dtype, device=device)
             full = pack_full(bucket, [layout.leaves[i].detach() for i in index], device=device)
-            if source is not None and not full.is_meta:
-                collectives.broadcast(home, full, source)
+            if home in sources and not full.is_meta:
+                collectives.broadcast(home, full, sources[home])
             chunk.copy_(full.view(bucket.parts, -1)[home.hierarchy.route.chunk])
             del full
         kind = Sharded if bucket.trainable else Fixed
@@ -441,10 +433,3 @@ def _cut(
         pieces = zip(index, placed or [None] * len(index), strict=True)
         out.update({i: kind(piece, bucket, slot) for slot, (i, piece) in enumerate(pieces)})  # pyright: ignore
     return out
-
-
-def _replicated(leaf: Tensor, home: Groups, source: int | None) -> Tensor:
-    value = leaf.detach().clone(memory_format=torch.contiguous_format)
-    if source is not None and not value.is_meta and value.numel():
-        collectives.broadcast(home, value, source)
-    return value
