@@ -82,7 +82,7 @@ are of this wing, if they are not of `collectives` or `optim`:
 
 Where to start reading: the notes of `bucket`, `leaf` and `linear`, in this order. Then `sharding`
 (shard), `opened` (what every verb does first) and `verbs` (the other verbs). `pack` is about
-buffers and where pieces lie, and `precision` about dtypes, of batches too.
+buffers and where pieces lie, and `precision` about dtypes.
 
 To add a verb, begin it with `open_shards`, which checks the tree and its groups and gives the
 leaves by bucket, and end it with `build` or `rebuild`. If it moves data, add its map and the
@@ -158,14 +158,7 @@ from mics_fn.shards.pack import (
     whole_chunk,
     zero_padding,
 )
-from mics_fn.shards.precision import (
-    PLAIN,
-    Precision,
-    check_dtype,
-    leaves_of,
-    map_contents,
-    precision_of,
-)
+from mics_fn.shards.precision import Precision, check_dtype, precision_of
 from mics_fn.shards.sharding import (
     LayoutOptions,
     check_tensor,

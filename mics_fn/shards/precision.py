@@ -5,29 +5,16 @@ to, integers are replicated as they are, and frozen leaves have no gradients and
 that says something else about these has no effect.
 """
 
-import copy
-import dataclasses
-import enum
-import numbers
-import os
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
-from operator import is_, setitem
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
-from mics_fn import _torch, checks, tree
+from mics_fn import checks
 from mics_fn.collectives import SHORT_NAMES, Codec, Wire
 from mics_fn.errors import PlanError
 from mics_fn.offload import AT_REST
 from mics_fn.shards.bucket import Formats
-from mics_fn.tree import Tree
 
 # The fields of a `Precision`, and what each of them may be.
 
@@ -241,23 +228,10 @@ class Precision:
         """The patterns of its overrides."""
         return [pattern for pattern, _ in self.overrides]
 
-    @cached_property
-    def casts(self) -> bool:
-        """Whether inputs or outputs of a model are cast."""
-        return (self._inputs or self.output) is not None
-
-    @cached_property
-    def _inputs(self) -> torch.dtype | None:
-        """The dtype of a model's inputs."""
+    @property
+    def inputs(self) -> torch.dtype | None:
+        """The dtype that inputs of a model are cast to; None leaves them as they are."""
         return self.compute or (None if isinstance(self.param, Codec) else self.param)  # pyright: ignore
-
-    def cast_inputs(self, values: Tree) -> Tree:
-        """The pytree with float tensors in `compute`; the same object if nothing changes."""
-        return _cast(values, self._inputs)
-
-    def cast_output(self, values: Tree) -> Tree:
-        """The pytree with float tensors in `output`; the same object if nothing changes."""
-        return _cast(values, self.output)
 
 
 def precision_of(value: Precision | str | None) -> Precision:
@@ -288,111 +262,3 @@ def _read(clause: str, fields: str) -> dict[str, Any]:
             raise PlanError(f"Precision.parse: {part!r} in {clause!r}", fix=fix)
         found[name] = value
     return found
-
-
-def _cast(values: Tree, dtype: torch.dtype | None) -> Tree:
-    if dtype is None:
-        return values
-
-    def cast(x: Any, _path: str) -> Any:
-        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    return map_contents(cast, values)
-
-
-# Batches, and the arguments and results of models. Trees of parameters are the pytrees of
-# `mics_fn.tree`; these also come in other mappings, in dataclasses, and in nodes that a library has
-# registered with torch alone.
-
-# Kinds of values that hold no tensor and mean the same for any part of a batch.
-PLAIN = (type(None), numbers.Number, str, bytes, enum.Enum, os.PathLike, range, slice, type)
-PLAIN += (torch.dtype, torch.device, torch.layout, torch.Size, torch.Generator)
-PLAIN += (FunctionType, BuiltinFunctionType, MethodType)
-_CLOSED = (Tensor, *PLAIN, nn.Module, PackedSequence)
-_OPEN = (list, tuple, dict, OrderedDict, defaultdict)  # optree would sort keys of the last three
-
-
-def map_contents(
-    fn: Callable[[Any, str], Any],
-    value: Any,
-    path: str = "",
-    is_leaf: Callable[[Any], bool] | None = None,
-) -> Any:
-    """Apply `fn` to everything that a value holds, together with its path.
-
-    Args:
-      fn: called with each tensor and each object that cannot be opened.
-      value: anything.
-      path: the beginning of every path.
-      is_leaf: says which containers are not to be opened.
-
-    Returns:
-      The value with the results in it, or the same object if `fn` changed nothing.
-
-    Example:
-      >>> map_contents(lambda x, path: path, {"b": [0, 1], "a": 2}, "batch")
-      {'b': ['batch.b.0', 'batch.b.1'], 'a': 'batch.a'}
-    """
-    opened = None if is_leaf is not None and is_leaf(value) else _open_up(value)
-    if opened is None:
-        return fn(value, path)
-    values, names, rebuild = opened
-    pairs = zip(values, names, strict=True)
-    new = [map_contents(fn, x, tree.join(path, f"{name}"), is_leaf) for x, name in pairs]
-    return value if all(map(is_, new, values)) else rebuild(new)
-
-
-def leaves_of(value: Any) -> list[Any]:
-    """Everything that `map_contents` would call its function with, in order."""
-    opened = _open_up(value)
-    return [value] if opened is None else [x for each in opened[0] for x in leaves_of(each)]
-
-
-def _open_up(value: Any) -> tuple[list[Any], Iterable[object], Callable[[list[Any]], Any]] | None:
-    """The values in a container, their names in paths, and what rebuilds it; else None."""
-    if isinstance(value, _CLOSED):
-        return None
-    node = None if type(value) in _OPEN else _registered(value)
-    if node is not None:
-        return node
-    put: Any = setitem
-    if isinstance(value, list | tuple):
-        names, values = range(len(value)), list(value)
-    elif isinstance(value, Mapping):
-        names, values = list(value), [value[key] for key in value]
-    elif dataclasses.is_dataclass(value):
-        names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
-        values, put = [getattr(value, name) for name in names], object.__setattr__
-    else:
-        return None
-    if isinstance(value, tuple):
-        return values, names, type(value)
-    if put is setitem and not hasattr(value, "__setitem__"):
-        kind: Any = type(value)
-        return values, names, lambda new: kind(dict(zip(names, new, strict=True)))
-    return values, names, partial(_put, value, put, names)
-
-
-def _put(value: Any, put: Callable, names: Iterable[Any], new: list[Any]) -> Any:
-    """A copy of a container with other values."""
-    made = copy.copy(value)
-    for name, each in zip(names, new, strict=True):
-        put(made, name, each)
-    return made
-
-
-def _registered(value: Any) -> Any:
-    """What `_open_up` gives of a node of optree or of torch's own pytree; else None."""
-
-    def below(x: Any) -> bool:
-        return x is not value
-
-    leaves, spec = tree.flatten(value, below)
-    if len(leaves) != 1 or leaves[0] is not value:
-        return leaves, tree.spec_paths(spec), spec.unflatten
-    leaves, spec = _torch.flatten(value, below)
-    if len(leaves) != 1 or leaves[0] is not value:
-        by_key = isinstance(value, Mapping) and len(value) == len(leaves)
-        names = list(value) if by_key else range(len(leaves))
-        return leaves, names, lambda new: _torch.unflatten(new, spec)
-    return None
