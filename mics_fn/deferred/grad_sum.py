@@ -155,7 +155,8 @@ class GradSum:
         kinds = self.micro_steps, self.dtype, let_go, places, self._where.host_bytes
         reduction = Reduction(opened.uses, run, *kinds)
         reduction.before_last = self.before_last
-        shards.forget_nonfinite(use.bucket for use in opened.uses)  # of a step that was not judged
+        for use in opened.uses:  # what was seen may be of a step that was not judged
+            shards.observe(use.bucket, None)
         self._bound = _Bound(opened, run, variables, reduction)
         return full
 

@@ -54,7 +54,7 @@ from mics_fn.errors import LeafError
 from mics_fn.groups import LEAST_RING, Buffers, Comm, Lease, Route, lease_sizes
 from mics_fn.offload import DEVICE, FileTensor, Place, Where, empty_at, in_file, transfer
 from mics_fn.schedules import Run
-from mics_fn.shards import BucketUse, Opened, dense, note_nonfinite, pack_full, split_chunk
+from mics_fn.shards import BucketUse, Opened, dense, observe, pack_full, split_chunk
 
 # How a bucket is reduced in a pass: facts of its layout, found once.
 
@@ -489,7 +489,7 @@ class Reduction:
             full = elements(lease.first, bucket.numel, bucket.reduce if sent else hops.dtype)
         with spans.span("pack", bucket, device=full.device):
             pack_full(bucket, use.by_slot(values), device=full.device, out=full)
-            note_nonfinite(bucket, full)
+            observe(bucket, full)
         comms = collectives.scatter_comms(now, full := full.view(now.size, -1))
         if out is None:
             coded = bucket.hop1.levels(now) if bucket.hop1 else 0

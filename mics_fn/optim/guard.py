@@ -6,8 +6,14 @@ the loss also unscales the gradient, and a scale that has grown meanwhile cannot
 
 [Note: where it arose] This is looked for only once the norm is known not to be finite, which all
 ranks know alike. They agree on the first leaf, in the order of the tree, whose reduced gradient is
-not finite. Then each says what its own gradient of that leaf was before hop 1 mixed them; see
-[Note: before hop 1] in `shards.pack`.
+not finite. Then each says what its own gradient of that leaf was before hop 1 mixed them.
+
+[Note: before hop 1] After hop 1 nobody can tell whose part of a mean was NaN. So each rank looks at
+its own gradients where they are packed to be sent (`shards.observe`), and remembers by bucket what
+it saw until a `Guard` has judged them. On the CPU it adds up what was just written, as fast as
+memory is read, and only if the sum is not finite it looks leaf by leaf. An accelerator computes the
+largest absolute value of each leaf, for which the host does not wait. All this begins with the
+first guard of the process that refuses steps.
 
 [Note: one message] At the end of a step each rank knows its loss, how many samples and tokens it
 had, and the squares of its part of the gradient. Four float64 numbers go over the partition group
@@ -35,15 +41,14 @@ from mics_fn.groups import Groups, Home, require_replicas
 from mics_fn.optim import norms
 from mics_fn.optim.flat import by_leaf, unpacked
 from mics_fn.shards import (
+    Bucket,
     Sharded,
-    forget_nonfinite,
     grad_stream,
     homes_of,
     is_leaf,
-    kind_of,
-    nonfinite_of,
     refuse_derivative,
-    watch_nonfinite,
+    split_full,
+    watchers,
 )
 from mics_fn.shards import donate as mark_donated
 from mics_fn.tree import Tree
@@ -211,6 +216,47 @@ class NonFinite(NamedTuple):
     text: str
 
 
+# Since the last verdict, by bucket: the largest absolute value by slot, NaN if there is one.
+_seen: dict[Bucket, Tensor] = {}
+
+
+def note_nonfinite(bucket: Bucket, full: Tensor | None) -> None:
+    """Look at this rank's own gradients of a bucket, packed, before others are added."""
+    if full is None:
+        _seen.pop(bucket, None)
+    elif full.numel() and not _torch.has_no_data(full):
+        if _torch.is_async(full.device) or not _seems_finite(full):
+            found = _magnitudes(split_full(bucket, full))
+        else:
+            found = torch.zeros(len(bucket.shapes), dtype=full.dtype)
+        before = _seen.get(bucket)
+        if before is not None and before.device == found.device:
+            found = torch.maximum(before, found)
+        _seen[bucket] = found
+
+
+def kind_of(values: Tensor) -> str:
+    """NaN, infinite or finite: the first of these that a value is."""
+    return _kind(_magnitudes([values]).item())
+
+
+def _seems_finite(full: Tensor) -> bool:
+    # A sum in float16 may overflow although no element does.
+    ends = full.aminmax() if full.dtype == torch.float16 else (full.sum(),)
+    return all(math.isfinite(x.item()) for x in ends)
+
+
+def _magnitudes(leaves: list[Tensor]) -> Tensor:
+    """The largest absolute value of each leaf; 0 of an empty one."""
+    zero = leaves[0].new_zeros(())
+    norms = iter(_torch.foreach_norm([x for x in leaves if x.numel()], math.inf))
+    return torch.stack([next(norms) if x.numel() else zero for x in leaves])
+
+
+def _kind(highest: float) -> str:
+    return "NaN" if math.isnan(highest) else "infinite" if math.isinf(highest) else "finite"
+
+
 def find_nonfinite(grads: Tree, groups: Any, loss: torch.Tensor | None = None) -> NonFinite:
     """Where a gradient is not finite, the same on all ranks.
 
@@ -227,8 +273,8 @@ def find_nonfinite(grads: Tree, groups: Any, loss: torch.Tensor | None = None) -
     at = _first(leaves, list(dict.fromkeys(homes)))
     kind = ""  # of this rank's own gradient, before it was reduced
     if at < len(leaves):
-        kinds = nonfinite_of(leaves[at].bucket)
-        kind = kinds[leaves[at].slot] if kinds else ""
+        seen = _seen.get(leaves[at].bucket)
+        kind = "" if seen is None else _kind(seen[leaves[at].slot].item())
         if len(homes[at].ranks) == 1:  # it reduced nothing
             kind = kind_of(leaves[at].data)
     losses, kinds = _said(homes, ["" if loss is None else kind_of(loss), kind])
@@ -548,8 +594,8 @@ class Guard:
         if self.on_nonfinite == "ignore" and self.scale.kind == "dynamic":
             fix = "pass 'skip' or 'raise', or static_scale"
             raise PlanError("Guard: on_nonfinite='ignore' with a dynamic scale", fix=fix)
-        if self.decides and (self.chosen or self.in_row):
-            watch_nonfinite()
+        if self.decides and (self.chosen or self.in_row) and note_nonfinite not in watchers:
+            watchers.append(note_nonfinite)
 
     @property
     def decides(self) -> bool:
@@ -643,7 +689,8 @@ class Guard:
             home.partition.check_open()  # else these may be no values of any rank
         finite = math.isfinite(most) and (totals is None or totals.finite)
         where = None if finite else find_nonfinite(grads, groups, totals and totals.own_loss)
-        forget_nonfinite(dict.fromkeys(found.buckets))
+        for bucket in found.buckets:
+            _seen.pop(bucket, None)
         refused, spike, after = self._after(most, finite)
         if where and after.in_row >= _IN_ROW.get(self.on_nonfinite, math.inf):
             raise _error(where, after.in_row)

@@ -24,6 +24,7 @@ from mics_fn.shards import (
     GradStream,
     Opened,
     Sharded,
+    as_part,
     deal,
     grad_stream,
     homes_of,
@@ -240,7 +241,8 @@ def _total(home: Home, here: Tensor, live: bool) -> Tensor:
     p, n = home.partition.size, here.numel()
     if p == 1:
         return here
-    bucket = Bucket(0, torch.float64, p, ((p * n,),), (0,), p * n)
+    shape: Any = {"shapes": ((p * n,),), "offsets": (0,), "numel": p * n}
+    bucket = Bucket(torch.float64, index=0, parts=p, **shape)
     (every,) = linear_map("gather", [BucketUse(bucket, home, (0,), "norm")], here)
     return every.view(p, n).sum(0)
 
@@ -334,9 +336,7 @@ def _for_parts(factor: Tensor, homes: Sequence[Home]) -> Tensor:
     if sizes == {1} or not sizes:
         return factor
     (p,) = sizes
-    bucket = Bucket(0, torch.float64, p, ((1,),), (0,), 1)
-    (own,) = linear_map("part", [BucketUse(bucket, homes[0], (0,))], factor.view(1))
-    return own[0]
+    return as_part(factor, p)
 
 
 def clip_by_value(max_value: float) -> transform.Transform:

@@ -81,21 +81,20 @@ are of this wing, if they are not of `collectives` or `optim`:
 5. `optim.opt_step` updates this rank's chunks, which are shards of the next step.
 
 Where to start reading: the notes of `bucket`, `leaf` and `linear`, in this order. Then `sharding`
-(shard), `opened` (what every verb does first), `verbs` (the other verbs) and `mapping`. `pack` is
-about buffers and where pieces lie, `precision` about dtypes, and `contents` about batches.
+(shard), `opened` (what every verb does first) and `verbs` (the other verbs). `pack` is about
+buffers and where pieces lie, and `precision` about dtypes.
 
 To add a verb, begin it with `open_shards`, which checks the tree and its groups and gives the
 leaves by bucket, and end it with `build` or `rebuild`. If it moves data, add its map and the
 transpose of that to the tables in `linear`. `tests/rules/test_derivatives.py` asks of every public
 verb for its derivative, or for the reason why it has none. To add a property of the layout, give
-`Bucket` a field, and name it in `agree_on` in `sharding`, so that ranks compare it.
+`Formats` or `Bucket` a field: ranks compare all of them.
 
 `start_gather` and `start_scatter_grads` return a `PendingTree`, whose `wait()` gives the tree.
 """
 
 from mics_fn.collectives import needs_derivative, refuse_derivative
 from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, pieces, with_parts
-from mics_fn.shards.contents import PLAIN, leaves_of, map_contents
 from mics_fn.shards.leaf import (
     Fixed,
     GradStream,
@@ -106,7 +105,6 @@ from mics_fn.shards.leaf import (
     Tied,
     Writing,
     any_lost,
-    check_tensor,
     closed_after,
     donate,
     dtype_name,
@@ -123,12 +121,10 @@ from mics_fn.shards.leaf import (
     places_of,
     reclaimed,
     reduction_groups,
-    refuse_overlaps,
     refuse_tracing,
     same_tensor,
 )
-from mics_fn.shards.linear import deal, in_front, linear_map, put, with_zeros
-from mics_fn.shards.mapping import map
+from mics_fn.shards.linear import as_part, deal, in_front, linear_map, put, with_zeros
 from mics_fn.shards.opened import (
     BucketUse,
     GroupsTree,
@@ -149,28 +145,33 @@ from mics_fn.shards.pack import (
     copied_to,
     dense,
     fetched_to,
-    forget_nonfinite,
     has_codes,
     kept_row,
-    kind_of,
     must_fetch,
-    nonfinite_of,
-    note_nonfinite,
+    observe,
     pack_chunk,
     pack_full,
     split_chunk,
     split_full,
     standing_for,
-    watch_nonfinite,
+    watchers,
     whole_chunk,
     zero_padding,
 )
-from mics_fn.shards.precision import LayoutOptions, Precision, check_dtype, precision_of
-from mics_fn.shards.sharding import layout_of, place_chunk, shard
+from mics_fn.shards.precision import Precision, check_dtype, precision_of
+from mics_fn.shards.sharding import (
+    LayoutOptions,
+    check_tensor,
+    layout_of,
+    place_chunk,
+    refuse_overlaps,
+    shard,
+)
 from mics_fn.shards.verbs import (
     PendingTree,
     cut,
     gather,
+    map,
     reduce_grads,
     scatter_grads,
     start_gather,

@@ -13,9 +13,10 @@ which is a power of two. The buffer ends at `parts` times such a multiple. So a 
 takes 8 in float32, and 256 with `hop2=int8[256]`: long blocks suit large leaves.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -28,72 +29,27 @@ BUCKET_BYTES = 25 * 2**20
 ALIGN_BYTES = 16  # for vector loads and NCCL; the size of most leaves is a multiple of it anyway
 
 
-class Formats(NamedTuple):
-    """The dtypes and codes that a leaf is kept, computed and sent in; fields as in `Bucket`."""
-
-    dtype: torch.dtype
-    compute: torch.dtype = None  # pyright: ignore[reportAssignmentType]
-    reduce: torch.dtype = None  # pyright: ignore[reportAssignmentType]
-    accumulate: torch.dtype = None  # pyright: ignore[reportAssignmentType]
-    gather: Wire | None = None
-    hop1: Wire | None = None
-    hop2: Codec | torch.dtype | None = None
-    state: Codec | None = None
-    codes: Codec | None = None
-
-    @property
-    def align(self) -> int:
-        """Elements that leaves are aligned to, of which all others are divisors.
-
-        In a block of codes the largest element sets the scale, so no block has parts of two leaves.
-        """
-        least = min(x.itemsize for x in (self.dtype, self.compute, self.reduce) if x is not None)
-        coded = (self.gather, self.hop1, self.hop2, self.state, self.codes)
-        blocks = [x.block for x in coded if isinstance(x, Wire | Codec)]
-        return max(1, ALIGN_BYTES // least, *blocks)
-
-    def __str__(self) -> str:
-        """The dtype, and what differs from it."""
-        named = zip(self._fields[1:], self[1:], strict=True)
-        found = [f"{n}={SHORT_NAMES.get(x, x)}" for n, x in named if x not in (None, self.dtype)]  # pyright: ignore
-        return ", ".join([SHORT_NAMES.get(self.dtype, f"{self.dtype}"), *found])
-
-
 @dataclass(frozen=True)
-class Bucket:
-    """Leaves that travel in one collective.
+class Formats:
+    """The dtypes and codes that a leaf is kept, computed and sent in.
 
     Args:
-      index: its number among the buckets of its tree.
-      dtype: of the shards of all its leaves.
-      parts: number of chunks, which is the size p of the partition group.
-      shapes: the leaves' full shapes, in the order in which they lie in the buffer.
-      offsets: where each leaf begins, in elements.
-      numel: length of the buffer in elements, padding included; a multiple of `parts`.
-      trainable: whether its leaves get gradients.
-      compute: dtype of the full leaves, in which a gather sends them; default `dtype`.
+      dtype: of the shards.
+      compute: dtype of the full leaf, in which a gather sends it; default `dtype`.
       reduce: dtype in which gradients travel; default `dtype`.
       accumulate: dtype of their sum over micro-steps; default `reduce`, but at least float32.
-      names: some of the leaves' paths and a digest of all, so that trees of one layout differ.
       gather: what travels in gathers; None means values in `compute`.
       hop1: what travels in hop 1; None means values in `reduce`.
       hop2: what travels in hop 2, or in which dtype; None means values in `reduce`.
-      state: the codes that moments of its leaves are kept as; None means values in `dtype`.
-      codes: the codes that its leaves are kept as, which gathers send; None means values. Such
-        leaves are frozen, and float32 is their dtype: it holds what codes stand for.
+      state: the codes that moments are kept as; None means values in `dtype`.
+      codes: the codes that a leaf is kept as, which gathers send; None means values. Such leaves
+        are frozen, and float32 is their dtype: it holds what codes stand for.
     """
 
-    index: int
     dtype: torch.dtype
-    parts: int
-    shapes: tuple[tuple[int, ...], ...]
-    offsets: tuple[int, ...]
-    numel: int
-    trainable: bool = True
     compute: torch.dtype = None  # pyright: ignore[reportAssignmentType]
     reduce: torch.dtype = None  # pyright: ignore[reportAssignmentType]
     accumulate: torch.dtype = None  # pyright: ignore[reportAssignmentType]
-    names: str = ""
     gather: Wire | None = None
     hop1: Wire | None = None
     hop2: Codec | torch.dtype | None = None
@@ -107,6 +63,80 @@ class Bucket:
         least = torch.promote_types(self.reduce, torch.float32)
         put(self, "accumulate", self.accumulate or least)
 
+    @property
+    def align(self) -> int:
+        """Elements that leaves are aligned to, of which all others are divisors.
+
+        In a block of codes the largest element sets the scale, so no block has parts of two leaves.
+        """
+        least = min(self.dtype.itemsize, self.compute.itemsize, self.reduce.itemsize)
+        coded = (self.gather, self.hop1, self.hop2, self.state, self.codes)
+        blocks = [x.block for x in coded if isinstance(x, Wire | Codec)]
+        return max(1, ALIGN_BYTES // least, *blocks)
+
+    @property
+    def formats(self) -> "Formats":
+        """These alone, also of a bucket."""
+        return Formats(*(getattr(self, field.name) for field in fields(Formats)))
+
+    def __str__(self) -> str:
+        """The dtype, and what differs from it."""
+        found = {field.name: getattr(self, field.name) for field in fields(Formats)}
+        own = found.pop("dtype")
+        return ", ".join([_text(own), *_texts({n: x for n, x in found.items() if x != own})])
+
+
+def _text(value: Any) -> str:
+    return SHORT_NAMES.get(value, f"{value}")
+
+
+def _texts(found: Mapping[str, Any]) -> list[str]:
+    return [f"{name}={_text(value)}" for name, value in found.items() if value is not None]
+
+
+_BUCKETS: weakref.WeakValueDictionary[tuple, "Bucket"] = weakref.WeakValueDictionary()
+
+
+class _Unique(type):
+    """Makes equal buckets one object, so that comparing them is comparing identities."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__call__(*args, **kwargs)
+        return _BUCKETS.setdefault(tuple(made.facts().values()), made)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Bucket(Formats, metaclass=_Unique):
+    """Leaves that travel in one collective, all of the same formats.
+
+    Args:
+      index: its number among the buckets of its tree.
+      parts: number of chunks, which is the size p of the partition group.
+      shapes: the leaves' full shapes, in the order in which they lie in the buffer.
+      offsets: where each leaf begins, in elements.
+      numel: length of the buffer in elements, padding included; a multiple of `parts`.
+      trainable: whether its leaves get gradients.
+      names: some of the leaves' paths and a digest of all, so that trees of one layout differ.
+    """
+
+    index: int
+    parts: int
+    shapes: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]
+    numel: int
+    trainable: bool = True
+    names: str = ""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__  # pyright: ignore[reportAssignmentType]
+
+    def facts(self) -> dict[str, Any]:
+        """Its fields."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def __reduce__(self) -> tuple:
+        return partial(Bucket, **self.facts()), ()
+
     @cached_property
     def chunk(self) -> int:
         """Elements of each rank's chunk, padding included."""
@@ -117,22 +147,17 @@ class Bucket:
         """Bytes of the gathered buffer, padding included."""
         return self.numel * self.compute.itemsize
 
-    @property
-    def formats(self) -> Formats:
-        """The formats of its leaves."""
-        return Formats(*(getattr(self, name) for name in Formats._fields))
-
     @cached_property
     def exact(self) -> "Bucket":
         """This bucket with `compute` and `reduce` set to its own dtype, so that nothing rounds."""
         sent = {"gather": None, "hop1": None, "hop2": None}
-        return one_of(replace(self, compute=self.dtype, reduce=self.dtype, **sent))
+        return replace(self, compute=self.dtype, reduce=self.dtype, **sent)
 
     @cached_property
     def uncoded(self) -> "Bucket":
         """This bucket, which sends values in the place of codes, in the dtypes that it has."""
         hop2 = None if isinstance(self.hop2, Codec) else self.hop2
-        return one_of(replace(self, gather=None, hop1=None, hop2=hop2))
+        return replace(self, gather=None, hop1=None, hop2=hop2)
 
     @cached_property
     def hop2_format(self) -> torch.dtype | Codec:
@@ -147,18 +172,16 @@ class Bucket:
     @cached_property
     def wires(self) -> str:
         """What travels where that is not a value in `compute` or `reduce`, as text."""
-        named = {"gather": self.gather, "hop1": self.hop1, "hop2": self.hop2}
-        found = {name: wire for name, wire in named.items() if wire is not None}
-        return ", ".join(f"{name}={SHORT_NAMES.get(w, w)}" for name, w in found.items())  # pyright: ignore
+        return ", ".join(_texts({"gather": self.gather, "hop1": self.hop1, "hop2": self.hop2}))
 
     @cached_property
-    def _text(self) -> str:
-        layout = short_digest([str(fact) for fact in self._facts])
+    def _title(self) -> str:
+        layout = short_digest(map(str, self.facts().values()))
         return f"bucket {self.index} ({self.names}; layout {layout})"
 
     def __str__(self) -> str:
         """What ranks compare before they move it."""
-        return self._text
+        return self._title
 
     @cached_property
     def title(self) -> str:
@@ -173,40 +196,10 @@ class Bucket:
         """Elements of each leaf."""
         return tuple(prod(shape) for shape in self.shapes)
 
-    @cached_property
-    def _facts(self) -> tuple:
-        return tuple([getattr(self, field.name) for field in fields(self)])
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self._facts)
-
-    def __reduce__(self) -> tuple:  # without its hash, which another process computes otherwise
-        return _bucket_of, self._facts
-
-    # A bucket is part of every leaf's structure: its hash is computed once, and equality tries
-    # identity first.
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Bucket) and self._facts == other._facts)
-
-
-def short_digest(texts: Sequence[str]) -> str:
+def short_digest(texts: Iterable[str]) -> str:
     """Eight hex digits of a digest of these texts."""
     return digest(texts).hex()[:8]
-
-
-@lru_cache(maxsize=4096)
-def one_of(bucket: Bucket) -> Bucket:
-    """The first bucket equal to this one, so that comparing them is comparing identities."""
-    return bucket
-
-
-def _bucket_of(*facts: Any) -> Bucket:
-    return one_of(Bucket(*facts))
 
 
 # Ranges of elements: the part of a bucket that a chunk holds of each leaf, and padding.
@@ -224,7 +217,8 @@ class Piece(NamedTuple):
 def pieces(bucket: Bucket, chunk: int) -> tuple[Piece, ...]:
     """What chunk number `chunk` holds of each leaf of the bucket; length 0 if it holds nothing.
 
-    >>> bucket = Bucket(0, torch.float32, 2, ((6,),), (0,), 8)
+    >>> how = {"shapes": ((6,),), "offsets": (0,), "numel": 8}
+    >>> bucket = Bucket(torch.float32, index=0, parts=2, **how)
     >>> pieces(bucket, 0), pieces(bucket, 1)
     ((Piece(start=0, length=4, origin=0),), (Piece(start=0, length=2, origin=4),))
     """
@@ -237,14 +231,6 @@ def pieces(bucket: Bucket, chunk: int) -> tuple[Piece, ...]:
         else:
             found.append(Piece(0, 0, 0))
     return tuple(found)
-
-
-@lru_cache(maxsize=4096)
-def gaps(bucket: Bucket) -> tuple[tuple[int, int], ...]:
-    """The ranges of padding in the full buffer, as (start, length) in elements."""
-    ends = [0, *(o + n for o, n in zip(bucket.offsets, bucket.numels, strict=True))]
-    starts = [*bucket.offsets, bucket.numel]
-    return tuple((end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)
 
 
 # Which leaves share a bucket, and where in it each of them lies.
@@ -317,7 +303,7 @@ def _bucket_from(index: int, leaves: Sequence[LeafSpec]) -> Bucket:
         offsets.append(end)
         end += -(-prod(leaf.shape) // align) * align
     whole = first.parts * align
-    bucket = Bucket(
+    return Bucket(
         index=index,
         parts=first.parts,
         shapes=tuple(leaf.shape for leaf in leaves),
@@ -325,9 +311,8 @@ def _bucket_from(index: int, leaves: Sequence[LeafSpec]) -> Bucket:
         numel=-(-end // whole) * whole,
         trainable=first.trainable,
         names=_named([leaf.path for leaf in leaves]),
-        **first.formats._asdict(),
+        **vars(first.formats),
     )
-    return one_of(bucket)
 
 
 def _named(paths: Sequence[str]) -> str:
@@ -348,5 +333,5 @@ def with_parts(bucket: Bucket, parts: int) -> Bucket:
     >>> bucket.numel, with_parts(bucket, 4).numel
     (8, 16)
     """
-    whole, end = parts * bucket.formats.align, bucket.offsets[-1] + bucket.numels[-1]
-    return one_of(replace(bucket, parts=parts, numel=-(-end // whole) * whole))
+    whole, end = parts * bucket.align, bucket.offsets[-1] + bucket.numels[-1]
+    return replace(bucket, parts=parts, numel=-(-end // whole) * whole)

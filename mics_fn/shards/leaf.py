@@ -13,86 +13,60 @@ chunk again. A piece that does not lie in a chunk of its own is copied by itself
 """
 
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from inspect import currentframe
+from operator import attrgetter
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mics_fn import _torch, tree
-from mics_fn.collectives import SHORT_NAMES
 from mics_fn.errors import DonatedError, LeafError, LostStateError, message
 from mics_fn.offload import is_coded, read
 from mics_fn.shards.bucket import Bucket
 from mics_fn.tree import Tree
 
-# Shards in a pickle, and their deep copies: each chunk once, however many leaves are views of
-# it.
+# Shards in a pickle, and their deep copies: each chunk once, however many leaves are views of it.
 
-
-class ChunkMemory:
-    """A chunk as one tensor, which all leaves in it refer to.
-
-    Args:
-      flat: all of it.
-    """
-
-    def __init__(self, flat: Tensor) -> None:
-        self.flat = flat
-
-
-_MEMORIES: weakref.WeakValueDictionary[tuple, ChunkMemory] = weakref.WeakValueDictionary()
-
-
-def _memory_of(part: Tensor, whole: Callable[[], Tensor]) -> ChunkMemory:
-    """The memory that a tensor is a part of; made of the whole of it at the first call."""
-    key = _torch.storage_id(part), part.dtype
-    found = _MEMORIES.get(key)
-    return _MEMORIES.setdefault(key, ChunkMemory(whole())) if found is None else found
+_CHUNKS: weakref.WeakValueDictionary[tuple, Tensor] = weakref.WeakValueDictionary()
 
 
 def parts_of(leaf: Any) -> tuple[Any, ...]:
-    """The arguments of `from_parts` for a leaf with a bucket.
+    """The arguments of `from_parts` for a leaf with data.
 
     Raises:
       LeafError: its piece was computed under autograd or inside torch.func, which cannot be kept.
     """
-    x: Tensor = leaf.data
+    x, whole, place = leaf.data, leaf.data, None
     if _torch.is_wrapped(x) or x.grad_fn is not None:
         text = f"{leaf!r} is computed from a tensor that requires a gradient, and cannot be copied"
         raise LeafError(text, fix="detach it first, or copy what it was computed from")
     if is_coded(x):
-        kept: Any = x
-        if kept.codes.row is None:
-            return type(leaf), ChunkMemory(x), None, False, leaf.bucket, leaf.slot
-        memory = _memory_of(kept.codes.row, kept.whole)
-        return type(leaf), memory, (kept.start, x.shape, x.stride()), False, leaf.bucket, leaf.slot
-    x = read(x)  # a copy is in memory, wherever this leaf lives
-    place: Any = (x.storage_offset(), x.shape, x.stride())
-    if leaf.bucket is None or _torch.has_no_data(x):
-        memory = ChunkMemory(x.detach())
-    elif x.untyped_storage().nbytes() == leaf.bucket.chunk * x.itemsize:
-        memory = _memory_of(x, lambda: x.detach().as_strided((leaf.bucket.chunk,), (1,), 0))
-    else:
-        x = x.detach().clone()
-        memory, place = ChunkMemory(x), (0, x.shape, x.stride())
-    return type(leaf), memory, place, leaf.data.requires_grad, leaf.bucket, leaf.slot
+        if x.codes.row is not None:
+            whole = _CHUNKS.setdefault((_torch.storage_id(x.codes.row), x.dtype), x.whole())
+            place = x.shape, x.stride(), x.start
+    elif leaf.bucket is not None and not _torch.has_no_data(x):
+        x = read(x)  # a copy is in memory, wherever this leaf lives
+        if x.untyped_storage().nbytes() == leaf.bucket.chunk * x.itemsize:
+            chunk = x.detach().as_strided((leaf.bucket.chunk,), (1,), 0)
+            whole = _CHUNKS.setdefault((_torch.storage_id(x), x.dtype), chunk)
+            place = x.shape, x.stride(), x.storage_offset()
+        else:
+            whole, place = x.detach().clone(), (x.shape, x.stride(), 0)
+    return type(leaf), whole, place, leaf.data.requires_grad, leaf.bucket, leaf.slot
 
 
 def from_parts(
-    kind: Any, memory: ChunkMemory, place: tuple | None, variable: bool, bucket: Any, slot: int
+    kind: Any, whole: Tensor, place: tuple | None, variable: bool, bucket: Any, slot: int
 ) -> Any:
     """The leaf of these parts."""
-    if place is None:
-        return kind(memory.flat, bucket, slot)
-    start, shape, stride = place
-    data = memory.flat.as_strided(shape, stride, start)
-    return kind(data.requires_grad_(variable), bucket, slot)
+    data = whole if place is None else whole.as_strided(*place).requires_grad_(variable)
+    return kind(data, bucket, slot)
 
 
 V = TypeVar("V")  # a tree
@@ -101,14 +75,14 @@ V = TypeVar("V")  # a tree
 LOCAL_BASIS = "jacfwd, hessian, and jacrev of shards take a basis of each rank's own pieces"
 SHARED_BASIS = "use jacrev of full values, or vmap over directions that ranks share, cut by shard"
 _GATHER = "gather(shards, groups) gives tensors, and shards.map(fn, shards) works on pieces"
-# Floats are trained or frozen, and the others are replicated.
-_WHOLE = (f"{prefix}int{bits}" for prefix in ("", "u") for bits in (8, 16, 32, 64))
-_DTYPES = {*SHORT_NAMES, torch.bool, *(getattr(torch, name) for name in _WHOLE)}
 
 
-class NotATensor:
-    """What torch is given in the place of a tensor, and says so."""
+class _Leaf:
+    """A leaf of a tree of shards; torch says so where it is given one in the place of a tensor."""
 
+    bucket: Any
+    slot: int
+    data: Any
     _donated: ClassVar[Any] = None  # who took its data, and its number there
     _reduction_groups: ClassVar[Any] = None  # see `mark_reduced`
 
@@ -120,27 +94,20 @@ class NotATensor:
         text = f"torch: {name} is given a {cls.__name__} leaf, a piece of a tensor"
         raise LeafError(text, fix=_GATHER)
 
-
-class InBucket(NotATensor):
-    """A leaf whose full tensor has the shape and the dtype that its bucket says."""
-
-    bucket: Any
-    slot: int
-
     @property
     def shape(self) -> tuple[int, ...]:
         """The full tensor's shape."""
-        return self.bucket.shapes[self.slot]
+        return tuple(self.data.shape) if self.bucket is None else self.bucket.shapes[self.slot]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the bucket."""
-        return self.bucket.dtype
+        """The tensor's dtype."""
+        return self.data.dtype if self.bucket is None else self.bucket.dtype
 
 
 @tree.node
 @dataclass(frozen=True, eq=False, repr=False)
-class Sharded(InBucket):
+class Sharded(_Leaf):
     """One leaf of a tree of shards: this rank's piece of a tensor.
 
     Args:
@@ -193,7 +160,7 @@ class Sharded(InBucket):
 
 @tree.atom
 @dataclass(frozen=True, eq=False, repr=False)
-class Fixed(NotATensor):
+class Fixed(_Leaf):
     """A leaf that is not trained: a frozen parameter (sharded) or a non-float one (replicated).
 
     Args:
@@ -207,24 +174,13 @@ class Fixed(NotATensor):
     slot: int = 0
 
     def _structure(self) -> tuple:
-        whole = (tuple(self.data.shape), self.data.dtype) if self.bucket is None else ()
-        return (self.bucket, self.slot, *whole)
+        return self.bucket, self.slot, self.shape, self.dtype
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Fixed) and self._structure() == other._structure()
 
     def __hash__(self) -> int:
         return hash(self._structure())
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The full tensor's shape."""
-        return tuple(self.data.shape) if self.bucket is None else self.bucket.shapes[self.slot]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The tensor's dtype."""
-        return self.data.dtype
 
     def __reduce__(self) -> tuple:
         return from_parts, parts_of(self)
@@ -236,7 +192,7 @@ class Fixed(NotATensor):
 
 @tree.atom
 @dataclass(frozen=True)
-class Tied(InBucket):
+class Tied(_Leaf):
     """A leaf that is the same tensor as an earlier one of its tree.
 
     Args:
@@ -254,7 +210,7 @@ class Tied(InBucket):
 
 @tree.atom
 @dataclass(frozen=True)
-class Nothing(NotATensor):
+class Nothing(_Leaf):
     """Replaces None, which is a leaf of a tree to torch and makes `torch.func` raise."""
 
     bucket: ClassVar[None] = None
@@ -483,26 +439,27 @@ def _first_trained(leaves: Iterable[Any]) -> Any:
     return next((leaf for leaf in leaves if isinstance(leaf, Sharded)), None)
 
 
-# Where a leaf lies: its bucket, if it lies in one, its slot, and whether it is tied.
-LeafPlace = tuple[Bucket | None, int, bool]
+# Where a leaf lies: its kind, and its bucket, if it lies in one, with its slot.
+LeafPlace = tuple[type, tuple[Bucket | None, int]]
+_PLACE = attrgetter("bucket", "slot")
 
 
 def places_of(leaves: Sequence[Leaf]) -> tuple[LeafPlace, ...]:
     """Where each leaf lies, whatever its data are."""
-    return tuple([(x.bucket, x.slot, isinstance(x, Tied)) for x in leaves])
+    return tuple(zip(map(type, leaves), map(_PLACE, leaves), strict=True))
 
 
 def owner_index(places: Sequence[LeafPlace]) -> list[int]:
     """For each leaf the index of the leaf that holds its data: its own, unless it is `Tied`."""
-    at: dict[tuple[Any, int], int] = {}
+    at: dict[Any, int] = {}
     found = []
-    for i, (bucket, slot, is_tied) in enumerate(places):
-        if is_tied and (bucket, slot) not in at:
-            text = f"{Tied(bucket, slot)!r} is tied to a leaf that is not in this tree"  # pyright: ignore
+    for i, (kind, place) in enumerate(places):
+        if kind is not Tied:
+            at[place] = i
+        elif place not in at:
+            text = f"{Tied(*place)!r} is tied to a leaf that is not in this tree"  # pyright: ignore
             raise LeafError(text, fix="keep tied leaves in one tree")
-        if not is_tied:
-            at[bucket, slot] = i
-        found.append(at[bucket, slot])
+        found.append(at[place])
     return found
 
 
@@ -512,21 +469,6 @@ def names(shards: Tree) -> list[str]:
     return [path for path, leaf in pairs if not isinstance(leaf, Fixed | Tied | Nothing)]
 
 
-def refuse_computed(verb: str, paths: Sequence[str], tensors: Sequence[Tensor]) -> None:
-    """Raise LeafError for a tensor whose connection to the graph of autograd would be lost.
-
-    A leaf of autograd, such as an `nn.Parameter`, has no such connection: its values are read, and
-    it gets no gradient.
-    """
-    for path, x in zip(paths, tensors, strict=True):
-        computed = x.requires_grad and not x.is_leaf and torch.is_grad_enabled()
-        if x.is_floating_point() and (computed or _torch.is_wrapped(x)):
-            text = f"{verb}: {path} is computed from a tensor that requires a gradient, which would"
-            text += " not get it"
-            fix = f"{verb} outside, and differentiate through gather; or pass its detach()"
-            raise LeafError(text, fix=fix)
-
-
 def refuse_tracing() -> None:
     """Raise LeafError if torch is recording ops in order to repeat them later."""
     if _torch.is_tracing():
@@ -534,44 +476,6 @@ def refuse_tracing() -> None:
         text += " what ranks send"
         fix = "use jvp or vjp; or gather outside, and give full tensors to what is recorded"
         raise LeafError(text, fix=fix)
-
-
-def _as_tensors(value: Any) -> str:
-    """How what is no tensor is given in a tree of tensors."""
-    if isinstance(value, nn.Module):
-        return "pass dict(model.named_parameters()); a Trainer takes the module itself"
-    if isinstance(value, Iterator):
-        return "pass dict(model.named_parameters()), or list(model.parameters())"
-    return "convert it with torch.as_tensor, or leave it out of the tree"
-
-
-def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None:
-    """Raise LeafError unless a leaf is a tensor that can be sharded on this device."""
-    if not isinstance(leaf, Tensor):
-        text = f"{verb}: {where} is {type(leaf).__name__}, expected torch.Tensor"
-        raise LeafError(text, fix=_as_tensors(leaf))
-    if leaf.layout != torch.strided or leaf.is_nested or leaf.dtype not in _DTYPES:
-        kind = f"{leaf.layout}, {leaf.dtype}".replace("torch.", "")
-        fix = f"pass a dense tensor of {', '.join(SHORT_NAMES.values())}, bool or whole numbers"
-        raise LeafError(f"{verb}: {where} is {kind}", fix=fix)
-    if type(leaf) not in (Tensor, nn.Parameter) and _torch.is_dtensor(leaf):
-        fix = (
-            "of a tensor parallel model pass its to_local(), with groups of the data-parallel part "
-            "of the mesh: make_groups(mesh=mesh['dp']); else its full_tensor()"
-        )
-        raise LeafError(f"{verb}: {where} is a DTensor", fix=fix)
-    if _torch.is_wrapper(leaf):
-        text = f"{verb}: {where} is {type(leaf).__name__}, which keeps its values in other tensors"
-        fix = "pass a plain tensor, as its clone() or dequantize() may be, or leave it out"
-        raise LeafError(text, fix=fix)
-    hooks = _torch.hooks_of(leaf) if leaf.is_leaf else ()
-    if hooks:
-        text = f"{verb}: {where} has hooks ({', '.join(hooks)}), which nothing would call"
-        fix = "remove them; to change gradients, chain a Transform before the optimizer"
-        raise LeafError(text, fix=fix)
-    if not leaf.is_meta and leaf.device != device:
-        fix = f"move it with .to('{device}'), or make groups with device='{leaf.device}'"
-        raise LeafError(f"{verb}: {where} is on {leaf.device}, its groups are on {device}", fix=fix)
 
 
 # Gradients of which some buckets can be used while others are still being reduced.
@@ -655,15 +559,24 @@ class MemoryPlace(NamedTuple):
         return cls(_torch.storage_id(x), x.dtype, tuple(x.shape), x.stride(), where)
 
     @property
-    def stop(self) -> int:
-        """The end of its elements, counted from the start of the storage."""
-        last = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
-        return self.offset + last + 1
-
-    @property
     def span(self) -> tuple[int, int]:
         """Where its bytes begin and end, counted from the start of the storage."""
-        return self.offset * self.dtype.itemsize, self.stop * self.dtype.itemsize
+        last = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        width = self.dtype.itemsize
+        return self.offset * width, (self.offset + last + 1) * width
+
+    def shares(self, other: "MemoryPlace") -> bool:
+        """Whether places whose spans overlap share bytes; columns of a matrix do not."""
+        start, stop = min(self.span[0], other.span[0]), max(self.span[1], other.span[1])
+        used, views = torch.zeros(stop - start, dtype=torch.bool), list[Tensor]()
+        for size, steps, place in ((x.size, x.stride, x) for x in (self, other)):
+            width = place.dtype.itemsize
+            each_once = [n if step else 1 for n, step in zip(size, steps, strict=True)]
+            steps_of_bytes = (*(width * step for step in steps), 1)
+            at = place.span[0] - start
+            views.append(used.as_strided((*each_once, width), steps_of_bytes, at))
+        views[0].fill_(True)
+        return self == other or bool(views[1].any())
 
 
 def same_tensor(x: object, y: object) -> bool:
@@ -685,13 +598,6 @@ def owners_of(leaves: Sequence[Tensor]) -> list[int]:
     return owners
 
 
-def each_once(x: Tensor) -> Tensor:
-    """A view of a tensor that has each element once, without those that `expand` repeats."""
-    for dim, stride in enumerate(x.stride()):
-        x = x.narrow(dim, 0, 1) if stride == 0 and x.shape[dim] > 1 else x
-    return x
-
-
 def overlaps(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Groups of tensors, by their numbers, that are connected by shared memory.
 
@@ -700,60 +606,17 @@ def overlaps(tensors: Sequence[Tensor]) -> list[list[int]]:
       >>> overlaps([x[:, 0], torch.ones(2), x[:, 1], x[2:], x[0, :1]])
       [[0, 2, 3, 4]]
     """
-    groups = {i: [i] for i in range(len(tensors))}
-    for i, j in _overlapping(tensors):
-        if groups[i] is not groups[j]:
-            groups[i] += groups[j]
-            groups.update(dict.fromkeys(groups[j], groups[i]))
-    every = {id(group): sorted(group) for group in groups.values() if len(group) > 1}
-    return sorted(every.values())
-
-
-def refuse_overlaps(verb: str, leaves: Mapping[str, Tensor], trained: Collection[str]) -> None:
-    """Raise LeafError if trained leaves share memory with others without being the same tensor.
-
-    An update of one would have to change the other, which is lost because shards have memory of
-    their own.
-
-    Args:
-      verb: named in the error.
-      leaves: the tensors, by path.
-      trained: the paths of those that are trained.
-    """
-    paths = list(leaves)
-    for i, j in _overlapping(list(leaves.values())):
-        first, second = paths[min(i, j)], paths[max(i, j)]
-        x, y = leaves[first], leaves[second]
-        if {first, second} & set(trained) and not same_tensor(x, y):
-            text = f"{verb}: {first} and {second} overlap in memory, and are not the same tensor"
-            shapes = f"shapes {tuple(x.shape)} and {tuple(y.shape)}"
-            fix = "clone one of them, or keep one tensor and take views of it in forward"
-            raise LeafError(text, [shapes], fix)
-
-
-def _overlapping(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-    """Pairs of tensors, by their numbers, that share bytes."""
     with_memory = [i for i, x in enumerate(tensors) if x.numel() and x.layout is torch.strided]
     places = {i: MemoryPlace.of(tensors[i]) for i in with_memory}
+    groups = {i: [i] for i in places}
     near: list[int] = []  # those before that reach to where this one begins
     for i in sorted(places, key=lambda i: (places[i].storage, places[i].span)):
-        place = places[i]
-        near = [j for j in near if places[j].storage == place.storage]
-        near = [j for j in near if places[j].span[1] > place.span[0]]
+        near = [j for j in near if places[j].storage == places[i].storage]
+        near = [j for j in near if places[j].span[1] > places[i].span[0]]
         for j in near:
-            if _share(places[j], place):
-                yield j, i
+            if groups[j] is not groups[i] and places[j].shares(places[i]):
+                groups[j] += groups[i]
+                groups.update(dict.fromkeys(groups[i], groups[j]))
         near.append(i)
-
-
-def _share(first: MemoryPlace, second: MemoryPlace) -> bool:
-    """Whether places whose ranges overlap share bytes; columns of a matrix do not."""
-    if first == second:
-        return True
-    start, stop = min(first.span[0], second.span[0]), max(first.span[1], second.span[1])
-    used = torch.zeros(stop - start, dtype=torch.int8)
-    for place in (first, second):
-        width = place.dtype.itemsize
-        stride = (*(width * step for step in place.stride), 1)
-        each_once(used.as_strided((*place.size, width), stride, place.span[0] - start)).add_(1)
-    return bool((used > 1).any())
+    every = {id(group): sorted(group) for group in groups.values() if len(group) > 1}
+    return sorted(every.values())

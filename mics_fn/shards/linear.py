@@ -32,8 +32,9 @@ from torch import Tensor
 
 from mics_fn import _torch, collectives
 from mics_fn.errors import LeafError, rank_lines
-from mics_fn.groups import Buffers, Comm
+from mics_fn.groups import Buffers, Comm, Hierarchy
 from mics_fn.shards import pack
+from mics_fn.shards.bucket import Bucket
 from mics_fn.shards.leaf import LOCAL_BASIS, SHARED_BASIS, refuse_tracing
 from mics_fn.shards.opened import BucketUse
 
@@ -143,7 +144,7 @@ def _start_coded(
 
 def _what(use: BucketUse, hop: str, like: dict) -> tuple:
     """What ranks compare before they move data: of a batch its shape, too."""
-    batch = tuple(like.get("batch", ()))
+    batch = tuple(like["batch"])
     return (f"{use.verb} of a batch {batch}" if batch else use.verb, hop, use.bucket)
 
 
@@ -152,7 +153,7 @@ def _scatter(use: BucketUse, leaves: Sequence[Tensor | None], like: dict) -> Fin
     bucket, buffers = use.bucket, use.hierarchy.pools.reducing
     given = {"dtype": bucket.reduce, "buffers": buffers, **like}
     full = pack.pack_full(bucket, use.by_slot(leaves), **given)
-    pack.note_nonfinite(bucket, full)
+    pack.observe(bucket, full)
     parts = full.unflatten(-1, (bucket.parts, -1)).movedim(-2, 0).contiguous()
     what, wire = _what(use, "hop 1", like), bucket.hop1 if parts.ndim == 2 else None
     pending = collectives.start_reduce_scatter(use.route, parts, buffers, bucket.dtype, what, wire)
@@ -179,14 +180,14 @@ def _mean(
     else:
         collectives.finish_readers([chunk])
     if bucket.parts == 1:  # there was no hop 1
-        pack.note_nonfinite(bucket, chunk)
+        pack.observe(bucket, chunk)
     wire = bucket.hop2_format
     if isinstance(wire, collectives.Codec):
         if chunk.ndim == 1:
             chunk = pack.zero_padding(bucket, number, chunk)
         else:
             wire = bucket.uncoded.hop2_format
-    pending = collectives.start_mean(use.replicas, chunk, wire, _what(use, "hop 2", like))
+    pending = collectives.start_mean(use.home.replicas, chunk, wire, _what(use, "hop 2", like))
     return lambda: _pieces(use, pending.wait())
 
 
@@ -205,30 +206,31 @@ def deal(uses: Sequence[BucketUse], data: Sequence[Any]) -> list[tuple[BucketUse
 
 
 def _like(uses: Sequence[BucketUse], data: Sequence[Tensor | None], *, full: bool) -> dict:
-    """Batch shape and device of the given values, for the zeros that replace missing ones."""
+    """Batch shape and device of the given values, as of the zeros that replace missing ones."""
     for use, values in deal(uses, data):
         for slot, value in enumerate(use.by_slot(values)):
             if value is not None:
                 own = len(use.bucket.shapes[slot]) if full else 1
                 device = use.hierarchy.device if use.placed else value.device
                 return {"batch": value.shape[: value.ndim - own], "device": device}
-    return {"device": uses[0].hierarchy.device} if uses else {}
+    return {"batch": (), "device": uses[0].hierarchy.device} if uses else {}
 
 
-def _own(use: BucketUse, values: Sequence[Any], like: dict, factor: int = 1) -> Finish:
-    """The values themselves, or multiplied by a factor; nothing is sent."""
-    return lambda: [x.view_as(x) if factor == 1 else x * factor for x in values]
+def _own(use: BucketUse, values: Sequence[Any], like: dict) -> Finish:
+    """The values themselves; nothing is sent."""
+    return lambda: [x.view_as(x) for x in values]
 
 
 def _times_parts(use: BucketUse, values: Sequence[Any], like: dict) -> Finish:
-    return _own(use, values, like, use.bucket.parts)
+    return lambda: [x * use.bucket.parts for x in values]
 
 
-_LOCAL = {"own": _own, "part": _own, "times parts": _times_parts}
 _MAPS: dict[str, Callable[..., Finish]] = {
-    **{"gather": _gather, "scatter": _scatter, "mean": _mean, **_LOCAL},
+    **{"gather": _gather, "scatter": _scatter, "mean": _mean},
+    **{"own": _own, "part": _own, "times parts": _times_parts},
     "mean in place": partial(_mean, in_place=True),
 }
+_SENT = ("gather", "scatter", "mean")
 # See [Note: adjoint]. "own" gives parts as they are, so that `refuse_local_basis` sees them. "part"
 # takes a full value as this rank's part of a value: of x = (1, 2, 3, 4) on 2 ranks the
 # parts are (1, 2) and (3, 4). Cotangents of full values are averaged later, so its transpose
@@ -246,7 +248,7 @@ class _Linear(torch.autograd.Function):
     def forward(  # pyright: ignore
         name: str, levels: int | None, uses: Sequence[BucketUse], *data: Tensor | None
     ) -> tuple[Tensor, ...]:
-        if name in ("gather", "scatter", "mean"):
+        if name in _SENT:
             refuse_tracing()
         if levels and name in ("gather", "own"):  # of which tangents are in parts
             refuse_local_basis(levels, deal(uses, data))
@@ -258,25 +260,20 @@ class _Linear(torch.autograd.Function):
         # In trees with thousands of leaves Python's search for garbage takes a third of the time,
         # and counts objects: nothing is kept for a leaf but its device, which is none.
         ctx.devices = [None if value is None else value.device for value in inputs[3:]]
-        if ctx.name in _LOCAL:
-            ctx.like = [(value.shape, value.dtype, value.device) for value in inputs[3:]]
-        # A missing cotangent is packed as zeros, without making a tensor of zeros for it.
-        ctx.set_materialize_grads(False)
+        # What is sent is packed with zeros for missing (co)tangents, without tensors of zeros.
+        ctx.set_materialize_grads(ctx.name not in _SENT)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:  # pyright: ignore
         # The transpose of a gather is hop 1 of gradients. Further ones have no codes.
         uses = ctx.uses if ctx.name == "gather" else [use.uncoded for use in ctx.uses]
-        found = _Linear.apply(_TRANSPOSED[ctx.name], 0, uses, *_filled(ctx, cotangents))
-        return (
-            *(None, None, None),
-            *(None if d is None else g.to(d) for g, d in zip(found, ctx.devices, strict=True)),
-        )
+        found = _Linear.apply(_TRANSPOSED[ctx.name], 0, uses, *cotangents)
+        pairs = zip(found, ctx.devices, strict=True)
+        return (None, None, None, *(None if to is None else g.to(to) for g, to in pairs))
 
     @staticmethod
     def jvp(ctx: Any, _name: None, _levels: None, _uses: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
-        uses = [use.uncoded for use in ctx.uses]
-        return _Linear.apply(ctx.name, 0, uses, *_filled(ctx, tangents))
+        return _Linear.apply(ctx.name, 0, [use.uncoded for use in ctx.uses], *tangents)
 
     @staticmethod
     def vmap(  # pyright: ignore
@@ -285,11 +282,6 @@ class _Linear(torch.autograd.Function):
         levels = None if levels is None else levels + 1
         found = _Linear.apply(name, levels, uses, *in_front(info, in_dims[3:], data))
         return found, (0,) * len(found)
-
-
-def _filled(ctx: Any, values: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """(Co)tangents as a map takes them: what is sent is packed with zeros for those missing."""
-    return with_zeros(values, ctx.like) if ctx.name in _LOCAL else values
 
 
 def with_zeros(values: Sequence[Tensor | None], like: Sequence[Any]) -> list[Tensor]:
@@ -332,9 +324,22 @@ def linear_map(
     return list(_Linear.apply(name, 0 if derived else None, uses, *data))
 
 
+def as_part(value: Any, parts: int) -> Any:
+    """A full value as a factor for pieces: its derivative is the sum over all parts."""
+    live = isinstance(value, Tensor) and value.is_floating_point()
+    if parts == 1 or not live or not collectives.needs_derivative([value]):
+        return value
+    bucket = Bucket(value.dtype, index=0, parts=parts, shapes=((1,),), offsets=(0,), numel=parts)
+    use = BucketUse(bucket, Hierarchy.of_one(value.device), (0,))  # nothing is sent
+    (own,) = linear_map("part", [use], value.reshape(1))
+    return own.reshape(value.shape)
+
+
 def apply(name: str, uses: Sequence[BucketUse], values: Sequence[Any]) -> list[Tensor]:
     """Apply a map to a tree's values, one per leaf; gives one result per member of each use."""
-    data = (values[i] for use in uses for i in use.members)
+    data: list[Any] = []
+    for use in uses:
+        data.extend(map(values.__getitem__, use.members))
     return list(_Linear.apply(name, None, uses, *data)) if uses else []
 
 

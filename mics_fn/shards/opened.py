@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,12 +12,13 @@ from torch import Tensor
 from mics_fn import _torch, checks, tree
 from mics_fn.collectives import Wire, agree, checksum, refuse_unequal
 from mics_fn.errors import GroupsError, LeafError, PlanError
-from mics_fn.groups import Comm, Hierarchy, Home, Route, current, require_replicas
+from mics_fn.groups import Hierarchy, Home, Route, current, require_replicas
 from mics_fn.shards.bucket import Bucket
 from mics_fn.shards.leaf import (
     Leaf,
     LeafPlace,
     Sharded,
+    Tied,
     is_leaf,
     mark_reduced,
     owner_index,
@@ -25,15 +27,15 @@ from mics_fn.shards.leaf import (
 from mics_fn.shards.pack import any_to_fetch, check_kept
 from mics_fn.tree import Tree
 
-# What verbs are given: a tree of shards, and groups for each of its leaves.
-
 # The groups of a tree: the same for all leaves, a function from the path of a leaf, or a tree.
 GroupsTree = Home | Callable[[str], Any] | dict[Any, Any] | list[Any] | tuple[Any, ...]
+_OWN_GROUPS = "pass the groups that the tree was sharded with"
 
 
 def check_leaves(verb: str, shards: Tree, leaves: Sequence[Any], root: str) -> None:
     """Raise LeafError unless there is a tree, all leaves of which are shards."""
-    refuse_none(verb, shards, root)
+    if shards is None:
+        raise _no_tree(verb, root)
     for i, leaf in enumerate(leaves):
         if not is_leaf(leaf):
             path = tree.paths(shards, root, is_leaf)[i]
@@ -41,6 +43,10 @@ def check_leaves(verb: str, shards: Tree, leaves: Sequence[Any], root: str) -> N
             if hasattr(shards, "params") and hasattr(shards, "opt"):
                 fix = "of a TrainState pass its params"
             raise LeafError(f"{verb}: {path} is {type(leaf).__name__}, not a shard", fix=fix)
+
+
+def _no_tree(verb: str, root: str) -> LeafError:
+    return LeafError(f"{verb}: {root} is None", fix="pass a tree of tensors or shards")
 
 
 def require_groups(verb: str, groups: Any) -> None:
@@ -51,44 +57,34 @@ def require_groups(verb: str, groups: Any) -> None:
         raise GroupsError(f"{verb}: {what}", fix=fix)
 
 
-def require_tree(verb: str, tree: Tree, groups: Any, root: str) -> None:
-    """Raise unless a verb is called with a tree and with groups.
+def homes_of(
+    verb: str, groups: Any, like: Tree, root: str = "tree", kind: Any = Home, *, count: int = -1
+) -> list[Any]:
+    """The groups of each leaf of a tree, which are open.
 
     Args:
       verb: its name, for errors.
-      tree: what should be a tree.
-      groups: what should be groups.
+      groups: as of a verb.
+      like: the tree.
       root: the name of the argument that is the tree.
+      kind: what groups have to be.
+      count: how many leaves the tree has, if that is known.
 
     Raises:
-      GroupsError: there are no groups.
-      LeafError: there is no tree.
+      GroupsError: there are no groups, or they are closed.
+      LeafError: there is no tree, or groups are not a prefix of it.
       LeafError: it is called inside `torch.func.functionalize`, whose tensors cannot be sent.
     """
-    require_groups(verb, groups)
     if _torch.inside_functionalize():
         text = f"{verb}: it is called inside torch.func.functionalize, whose tensors have no memory"
         raise LeafError(text, fix=f"{verb} outside, and functionalize what works on full tensors")
-    refuse_none(verb, tree, root)
-
-
-def refuse_none(verb: str, tree: Tree, root: str) -> None:
-    """Raise LeafError if a verb is called with None, which is a tree without leaves, for a tree."""
-    if tree is None:
-        raise LeafError(f"{verb}: {root} is None", fix="pass a tree of tensors or shards")
-
-
-def homes_of(verb: str, groups: Any, like: Tree) -> list[Any]:
-    """The groups (or hierarchy) of each leaf of a tree of shards; raises if any are closed."""
-    require_tree(verb, like, groups, "tree")
-    return spread_homes(groups, like, len(tree.flatten(like, is_leaf)[0]))
-
-
-def spread_homes(groups: Any, like: Tree, count: int, kind: Any = Home) -> list[Any]:
-    """`homes_of` for a tree of so many leaves and groups that `require_tree` has seen."""
+    if like is None:
+        require_groups(verb, groups)
+        raise _no_tree(verb, root)
     if isinstance(groups, kind):
-        found = [groups] * count
+        found = [groups] * (len(tree.flatten(like, is_leaf)[0]) if count < 0 else count)
     else:
+        require_groups(verb, groups)
         how: Any = {"is_leaf": is_leaf, "is_value": lambda value: isinstance(value, kind)}
         found = tree.spread(groups, like, what="groups", **how)
     now, homes = dict[Any, Any](), []
@@ -99,9 +95,6 @@ def spread_homes(groups: Any, like: Tree, count: int, kind: Any = Home) -> list[
             now[home].partition.check_open()
         homes.append(now[home])
     return homes
-
-
-_OWN_GROUPS = "pass the groups that the tree was sharded with"
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,11 +116,6 @@ class BucketUse:
         return self.home.hierarchy.route
 
     @cached_property
-    def replicas(self) -> Comm:
-        """The communicator of hop 2; of a hierarchy, which knows no other replicas, this rank's."""
-        return self.home.replicas
-
-    @cached_property
     def crosses_ranks(self) -> bool:
         """Whether a gather or its adjoint does more than take views of this rank's chunk."""
         return self.bucket.parts > 1 or self.route.grad_factor != 1.0
@@ -135,7 +123,7 @@ class BucketUse:
     @cached_property
     def alone(self) -> bool:
         """Whether there are no other ranks, so that this rank's gradient is the mean already."""
-        return self.route.size == 1 and self.replicas.size == 1
+        return self.route.size == 1 and self.home.replicas.size == 1
 
     @property
     def uncoded(self) -> "BucketUse":
@@ -184,14 +172,14 @@ class TreeLayout:
     agreed: set[str] = field(default_factory=set)  # schedules that ranks have compared with it
 
     @cached_property
+    def kept(self) -> list[int]:
+        """The buckets whose leaves are kept as codes."""
+        return [k for k, use in enumerate(self.uses) if use.bucket.codes is not None]
+
+    @cached_property
     def owner(self) -> list[int]:
         """For each leaf the index of the leaf that holds its data: its own, unless it is `Tied`."""
         return owner_index(self.places)
-
-    @cached_property
-    def coded(self) -> bool:
-        """Whether some leaves are kept as codes."""
-        return any(use.bucket.codes is not None for use in self.uses)
 
     @cached_property
     def uses(self) -> list[BucketUse]:
@@ -200,8 +188,8 @@ class TreeLayout:
         A tree that contains two trees of the same layout gives two uses of each bucket.
         """
         found: dict[Bucket, list[dict[int, int]]] = {}
-        for i, (bucket, slot, is_tied) in enumerate(self.places):
-            if is_tied or bucket is None:
+        for i, (kind, (bucket, slot)) in enumerate(self.places):
+            if kind is Tied or bucket is None:
                 continue
             slots = found.setdefault(bucket, [])
             if not slots or slot in slots[-1]:
@@ -217,8 +205,6 @@ class TreeLayout:
 
     def uses_of(self, leaves: Sequence[Any]) -> list[BucketUse]:
         """`uses`, which say of these leaves whether they lie elsewhere."""
-        if not any_to_fetch(leaves, self.homes[0] if self.homes else None):
-            return self.uses
         found = []
         for use in self.uses:
             placed = any_to_fetch([leaves[i] for i in use.members], use.home)
@@ -246,7 +232,7 @@ class Opened:
     @cached_property
     def data(self) -> list[Any]:
         """The data of each leaf; None if it is tied."""
-        return [leaf.data for leaf in self.leaves]
+        return list(map(_DATA, self.leaves))
 
     @property
     def pieces(self) -> list[Tensor]:
@@ -269,7 +255,7 @@ class Opened:
 
     def build(self, full: Sequence[Any]) -> Tree:
         """The tree with one value per leaf; tied leaves get that of their owner."""
-        return self.spec.unflatten([full[i] for i in self.layout.owner])
+        return self.spec.unflatten(map(full.__getitem__, self.layout.owner))
 
     def tensors(self, index: int) -> list[Tensor]:
         """The pieces of a bucket, by index in `uses`."""
@@ -340,19 +326,21 @@ def open_shards(verb: str, shards: Tree, groups: Any, *, root: str = "shards") -
       PlanError: the groups are not those that the tree was sharded with.
       GroupsError: there are no groups, or they were closed.
     """
-    require_tree(verb, shards, groups, root)
     leaves, spec = tree.flatten(shards, is_leaf)
-    homes = spread_homes(groups, shards, len(leaves))
-    check_leaves(verb, shards, leaves, root)
+    homes = homes_of(verb, groups, shards, root, count=len(leaves))
+    if not all(map(is_leaf, leaves)):
+        check_leaves(verb, shards, leaves, root)
     layout = layout_on(verb, leaves, homes)
-    opened = Opened(verb, shards, root, leaves, spec, layout, layout.uses_of(leaves))
-    if layout.coded:
-        for index, use in enumerate(opened.uses):
-            if use.bucket.codes is not None:
-                check_kept(verb, use.bucket, use.by_slot(opened.tensors(index)))
+    uses = layout.uses
+    if any_to_fetch(leaves, homes[0] if homes else None):
+        uses = layout.uses_of(leaves)
+    opened = Opened(verb, shards, root, leaves, spec, layout, uses)
+    for index in layout.kept:
+        check_kept(verb, uses[index].bucket, uses[index].by_slot(opened.tensors(index)))
     return opened
 
 
+_DATA = attrgetter("data")
 _MOST_LAYOUTS = 64  # of trees that a process keeps at a time
 
 
@@ -362,17 +350,16 @@ def layout_on(verb: str, leaves: Sequence[Leaf], homes: Sequence[Home]) -> TreeL
     Raises:
       PlanError: the groups are not those that the leaves were sharded with.
     """
-    places, on = places_of(leaves), tuple(homes)
-    known = on[0].state.layouts if on else {}
-    found = known.get((verb, places, on))
-    if found is None:
-        found = TreeLayout(verb, places, on)
+    found = TreeLayout(verb, places_of(leaves), tuple(homes))
+    known = homes[0].state.layouts if homes else {}
+    key = verb, found.places, found.homes
+    if key not in known:
         for use in found.uses:
             _check_home(verb, use, homes)
         if len(known) == _MOST_LAYOUTS:
             known.clear()
-        known[verb, places, on] = found
-    return found
+        known[key] = found
+    return known[key]
 
 
 def values_up_to(spec: Any, shards: Tree, given: Tree, what: str) -> list[Any]:
@@ -419,23 +406,41 @@ def _facts(use: BucketUse) -> list[tuple[str, str]]:
     return [(f"bucket {use.bucket.index}", layout), *shapes, title]
 
 
-def check_equal(opened: Opened) -> None:
-    """Raise DesyncError on every rank unless replicas hold the same bits.
+def compare_values(
+    verb: str,
+    homes: Sequence[Any],
+    paths: Sequence[str],
+    values: Sequence[Tensor | None],
+    fix: str,
+    *,
+    whole: bool = False,
+) -> None:
+    """Raise DesyncError on every rank unless ranks hold the same bits.
 
-    Nothing later would make them equal, since every step adds the same update to each.
+    Nothing later would make replicas equal, since every step adds the same update to each.
+
+    Args:
+      verb: named in the error.
+      homes: the groups of each leaf.
+      paths: the path of each leaf.
+      values: the tensor of each leaf; None for what is not compared.
+      fix: of the error.
+      whole: whether all ranks hold the same, and not only those with the same chunk.
 
     Communication: 8 bytes per leaf, over the partition group and over the replication group.
     """
-    leaves, homes = opened.leaves, opened.homes
     for home in dict.fromkeys(homes):
-        pieces = {
-            i: leaf.data
-            for i, leaf in enumerate(leaves)
-            if homes[i] is home and isinstance(leaf, Sharded)
-        }
-        mine = list(pieces)
-        if home.num_replicas == 1 or not mine or pieces[mine[0]].is_meta:
-            continue
-        sums = torch.stack([checksum(piece) for piece in pieces.values()])
-        fix = "start with what shard gave, or with sync_replicas(params, groups)"
-        refuse_unequal(opened.verb, home, [opened.path(i) for i in mine], sums, fix)
+        pairs = zip(homes, values, strict=True)
+        mine = {i: x for i, (on, x) in enumerate(pairs) if on is home and x is not None}
+        mine = {i: x for i, x in mine.items() if not x.is_meta}
+        if mine and (home.world_size if whole else home.num_replicas) > 1:
+            sums = torch.stack([checksum(x) for x in mine.values()]).to(home.device)
+            refuse_unequal(verb, home, [paths[i] for i in mine], sums, fix, whole=whole)
+
+
+def check_equal(opened: Opened) -> None:
+    """`compare_values` of the pieces of a tree."""
+    pieces = [leaf.data if isinstance(leaf, Sharded) else None for leaf in opened.leaves]
+    paths = tree.paths(opened.given, opened.root, is_leaf)
+    fix = "start with what shard gave, or with sync_replicas(params, groups)"
+    compare_values(opened.verb, opened.homes, paths, pieces, fix)

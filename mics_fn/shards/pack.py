@@ -21,18 +21,10 @@ again by later fetches. The leaves of one bucket may lie in different places: th
 by itself, and where all lie in one place their chunk is brought as one tensor.
 
 On the CPU host memory is the memory that computes, and nothing is elsewhere but what is in files.
-
-[Note: before hop 1] After hop 1 nobody can tell whose part of a mean was NaN. So each rank looks at
-its own gradients where they are packed to be sent, and remembers by bucket what it saw until a
-`Guard` has judged them. On the CPU it adds up what was just written, as fast as memory is read, and
-only if the sum is not finite it looks leaf by leaf. An accelerator computes the largest absolute
-value of each leaf, for which the host does not wait. All this begins with the first guard of the
-process that refuses steps.
 """
 
-import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -43,7 +35,7 @@ from mics_fn import _torch, offload
 from mics_fn.collectives import Codec, checksum
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Buffers
-from mics_fn.shards.bucket import Bucket, gaps, pieces
+from mics_fn.shards.bucket import Bucket, pieces
 
 # Frozen leaves that are kept as codes: `param=int4[64]` of a `Precision`.
 
@@ -131,33 +123,21 @@ def kept_row(bucket: Bucket, chunk: int, data: Sequence[Any]) -> Tensor | None:
     """
     if bucket.codes is None or not bucket.chunk:
         return None
-    given = [_torch.unwrapped(x) if isinstance(x, Tensor) else x for x in data]
-    if not all(x is None or has_codes(x) for x in given):
+    given: list[Any] = [_torch.unwrapped(x) if isinstance(x, Tensor) else x for x in data]
+    some = [x for x in given if x is not None]
+    if not all(map(has_codes, some)):
         return None  # on meta
-    nbytes, first = bucket.codes.nbytes(bucket.chunk), None
-    for piece, value in zip(pieces(bucket, chunk), given, strict=True):
-        if value is None:
-            continue
-        x: Any = value
-        first = x.codes.row if first is None else first
-        row, moved = x.codes.row, piece.length and x.start != piece.start
-        if moved or row.data_ptr() != first.data_ptr() or len(row) != nbytes:
-            return _packed(bucket, chunk, given)
-    return first
-
-
-def _packed(bucket: Bucket, chunk: int, data: Sequence[Any]) -> Tensor:
-    """A new row with the codes of pieces that lie in several."""
-    some: offload.Coded = next(x for x in data if x is not None)
-    made = some.codes.unset(bucket.chunk)
-    for piece, x in zip(pieces(bucket, chunk), data, strict=True):
-        if x is not None and piece.length:
-            like = torch.empty(piece.length, device="meta")
-            into = offload.Coded(made, piece.start, like).part_codes()
-            for to, part in zip(into, x.part_codes(), strict=True):
-                to.copy_(part)
-    row: Any = made.row
-    return row
+    row, pairs = some[0].codes.row, list(zip(pieces(bucket, chunk), given, strict=True))
+    own = [(piece, x) for piece, x in pairs if x is not None and piece.length]
+    together = all(x.codes.row is row and x.start == piece.start for piece, x in own)
+    if together and len(row) == bucket.codes.nbytes(bucket.chunk):
+        return row
+    made = some[0].codes.unset(bucket.chunk)
+    for piece, x in own:
+        into = offload.Coded(made, piece.start, torch.empty(piece.length, device="meta"))
+        for to, part in zip(into.part_codes(), x.part_codes(), strict=True):
+            to.copy_(part)
+    return made.row
 
 
 # Pieces that lie elsewhere than on the device that computes: in host memory, or in a file.
@@ -269,9 +249,9 @@ def split_chunk(bucket: Bucket, chunk: int, flat: Tensor) -> list[Tensor]:
 
 def split_full(bucket: Bucket, flat: Tensor) -> list[Tensor]:
     """The full leaves, by slot, as views of `flat` (*batch, bucket.numel)."""
-    batch = flat.shape[:-1]
-    leaves = flat.split_with_sizes(_full_sizes(bucket), -1)[::2]
-    return [leaf.view((*batch, *s)) for leaf, s in zip(leaves, bucket.shapes, strict=True)]
+    batch, leaves = flat.shape[:-1], flat.split_with_sizes(_full_sizes(bucket), -1)[::2]
+    shapes = [(*batch, *shape) for shape in bucket.shapes] if batch else bucket.shapes
+    return list(map(Tensor.view, leaves, shapes))
 
 
 def whole_chunk(bucket: Bucket, chunk: int, data: Sequence[Tensor | None]) -> Tensor | None:
@@ -368,8 +348,7 @@ def pack_full(
     shape, dtype = (*batch, bucket.numel), dtype or bucket.dtype
     flat = (buffers or Buffers()).take(shape, dtype, device) if out is None else out
     empty = _copy(split_full(bucket, flat), leaves)
-    for start, length in gaps(bucket):
-        empty.append(flat.narrow(-1, start, length))
+    empty += [x for x in flat.split_with_sizes(_full_sizes(bucket), -1)[1::2] if x.numel()]
     if empty:
         _torch.foreach_zero(empty)
     return flat
@@ -396,60 +375,12 @@ def _copy(views: Sequence[Tensor], values: Sequence[Tensor | None]) -> list[Tens
     return empty
 
 
-# On which ranks a gradient that is not finite arose, as each of them saw it before hop 1.
-
-_watching: set[bool] = set()
-# Since the last verdict: the largest absolute value by slot, NaN if there is one.
-_seen: dict[Bucket, Tensor] = {}
+# Called with a bucket and this rank's own gradients of it, packed, before others are added; with
+# None where a new sum of its gradients begins.
+watchers: list[Callable[[Bucket, Tensor | None], None]] = []
 
 
-def watch_nonfinite() -> None:
-    """Look at gradients from now on."""
-    _watching.add(True)
-
-
-def note_nonfinite(bucket: Bucket, full: Tensor) -> None:
-    """Look at this rank's own gradients of a bucket, packed, before others are added."""
-    if not _watching or not full.numel() or _torch.has_no_data(full):
-        return
-    if _torch.is_async(full.device) or not _seems_finite(full):
-        found = _highest(split_full(bucket, full))
-    else:
-        found = torch.zeros(len(bucket.shapes), dtype=full.dtype)
-    before = _seen.get(bucket)
-    if before is not None and before.device == found.device:
-        found = torch.maximum(before, found)
-    _seen[bucket] = found
-
-
-def nonfinite_of(bucket: Bucket) -> list[str]:
-    """What was seen of a bucket's leaves, if it was checked. The host waits for a device."""
-    return [_origin_kind(value) for value in _seen[bucket].tolist()] if bucket in _seen else []
-
-
-def forget_nonfinite(buckets: Iterable[Bucket]) -> None:
-    """Forget what was seen in buckets whose gradients were checked."""
-    for bucket in buckets:
-        _seen.pop(bucket, None)
-
-
-def kind_of(values: Tensor) -> str:
-    """NaN, infinite or finite: the first of these that a value is."""
-    return _origin_kind(_highest([values]).item())
-
-
-def _seems_finite(full: Tensor) -> bool:
-    # A sum in float16 may overflow although no element does.
-    ends = full.aminmax() if full.dtype == torch.float16 else (full.sum(),)
-    return all(math.isfinite(x.item()) for x in ends)
-
-
-def _highest(leaves: list[Tensor]) -> Tensor:
-    """The largest absolute value of each leaf; 0 of an empty one."""
-    zero = leaves[0].new_zeros(())
-    norms = iter(_torch.foreach_norm([x for x in leaves if x.numel()], math.inf))
-    return torch.stack([next(norms) if x.numel() else zero for x in leaves])
-
-
-def _origin_kind(highest: float) -> str:
-    return "NaN" if math.isnan(highest) else "infinite" if math.isinf(highest) else "finite"
+def observe(bucket: Bucket, packed: Tensor | None) -> None:
+    """Let watchers see this rank's own gradients of a bucket."""
+    for watch in watchers:
+        watch(bucket, packed)

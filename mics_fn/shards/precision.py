@@ -5,21 +5,16 @@ to, integers are replicated as they are, and frozen leaves have no gradients and
 that says something else about these has no effect.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from mics_fn import checks
 from mics_fn.collectives import SHORT_NAMES, Codec, Wire
 from mics_fn.errors import PlanError
-from mics_fn.offload import AT_REST, Where, where_of
-from mics_fn.shards.bucket import BUCKET_BYTES, Formats
-from mics_fn.shards.contents import map_contents
-from mics_fn.tree import Tree
+from mics_fn.offload import AT_REST
+from mics_fn.shards.bucket import Formats
 
 # The fields of a `Precision`, and what each of them may be.
 
@@ -30,8 +25,8 @@ NAMES = {
     **{"fp16": torch.float16, "half": torch.float16},
 }
 FIELDS = ("param", "compute", "reduce", "output", "accumulate", "gather", "hop1", "hop2", "state")
-CODED = ("param", "gather", "hop1", "hop2", "state")  # a dtype or a codec
-LEVELED = ("gather", "hop1")  # a codec may name a level
+_CODED = ("param", "gather", "hop1", "hop2")  # a dtype or a codec
+_LEVELED = ("gather", "hop1")  # a codec may name a level
 # Lines of a column, and parts of files, have whole blocks of these lengths.
 _STATE_BLOCKS = [2**n for n in range(6, 13)]
 CODED_NUMEL = 4096  # elements of a tensor from which on its moments are coded
@@ -48,32 +43,27 @@ def read_field(name: str, given: Any) -> torch.dtype | Codec | Wire:
     Raises:
       PlanError: it is not what this field may be, nor a text of that.
     """
-    value, level = given, ""
-    if isinstance(given, str) and name in CODED:
-        text, at, level = given.partition("@")
-        text = text.removeprefix("torch.")
-        value = NAMES[text] if text in NAMES else Codec.parse(text)
-        leveled = name in LEVELED and isinstance(value, Codec) and level.isidentifier()
-        if at and not (leveled and level.isascii()):
+    value: Any = given
+    level = ""
+    if isinstance(given, str):
+        text, at, level = given.removeprefix("torch.").partition("@")
+        value = NAMES.get(text, given)
+        if value is given and name in (*_CODED, "state"):
+            value = Codec.parse(text)
+        leveled = name in _LEVELED and isinstance(value, Codec) and level.isidentifier()
+        if at and not leveled:
             fix = "codecs of gather and hop1 may name a level behind @, as in int8[256]@node"
             raise PlanError(f"Precision: {name}={given}: it has no such level", fix=fix)
-    if name in LEVELED and isinstance(value, Codec):
-        return Wire(value, level)
-    if name in LEVELED and isinstance(value, Wire):
-        return value
+    if isinstance(value, Codec) and name in _CODED:
+        return Wire(value, level) if name in _LEVELED else value
     if name == "state" and value != torch.float32:
-        return _checked_state(value)
-    if not (name in CODED and isinstance(value, Codec)):
+        if isinstance(value, Codec) and value.name in AT_REST and value.block in _STATE_BLOCKS:
+            return value
+        fix = "use int8 or fp8, as in state=int8[256], with a block of 64 to 4096 elements; or f32"
+        raise PlanError(f"Precision: state={text_of(value)} is not a way to keep moments", fix=fix)
+    if not (isinstance(value, Wire) and name in _LEVELED):
         check_dtype("Precision", name, value)
     return value
-
-
-def _checked_state(value: Any) -> Codec:
-    """A codec that moments can be kept as."""
-    if isinstance(value, Codec) and value.name in AT_REST and value.block in _STATE_BLOCKS:
-        return value
-    fix = "use int8 or fp8, as in state=int8[256], with a block of 64 to 4096 elements; or f32"
-    raise PlanError(f"Precision: state={text_of(value)} is not a way to keep moments", fix=fix)
 
 
 def check_dtype(verb: str, name: str, dtype: Any) -> None:
@@ -214,72 +204,39 @@ class Precision:
             return Formats(own, own, own, own)
         here = self.at(path) if self.overrides else self
         if isinstance(here.param, Codec):  # the dtype of what codes stand for, and no gradients
-            wide = torch.float32
-            return Formats(wide, here.compute or own, wide, wide, codes=here.param)
+            return Formats(torch.float32, here.compute or own, codes=here.param)
         param: Any = here.param or own
-        compute, reduce = here.compute or param, here.reduce or param
-        hop1, hop2 = here.hop1, here.hop2
+        gather, hop1, hop2, reduce = here.gather, here.hop1, here.hop2, here.reduce or param
+        compute = here.compute or param
         if isinstance(hop1, torch.dtype):  # what gradients are packed in
             reduce, hop1, hop2 = hop1, None, hop2 or reduce
-        wide = torch.float64 if reduce == torch.float64 else torch.float32
-        return Formats(
-            dtype=param,
-            compute=compute,
-            reduce=reduce,
-            accumulate=here.accumulate or wide,
-            gather=_gather_wire(path, here.gather, compute),
-            hop1=hop1,  # pyright: ignore[reportArgumentType]
-            hop2=None if hop2 == reduce else hop2,  # pyright: ignore[reportArgumentType]
-            state=_state_codec(path, here.state, param, numel) if trained else None,
-        )
+        if isinstance(gather, torch.dtype) and gather != compute:
+            text = f"Precision: gather={text_of(gather)} for {path}, which is computed in {compute}"
+            raise PlanError(text, fix="set compute to it, or send codes, as in gather=int8[256]")
+        is_coded = trained and isinstance(here.state, Codec) and numel >= CODED_NUMEL
+        if is_coded and param != torch.float32:
+            text = f"Precision: state={here.state} for {path}, whose shards are {param}"
+            fix = "give it param=f32, or write state=f32 for it behind a pattern"
+            raise PlanError(text, fix=fix)
+        sent: Any = {"hop1": hop1, "hop2": None if hop2 == reduce else hop2}
+        sent["gather"] = None if gather == compute else gather
+        sent["state"] = here.state if is_coded else None
+        return Formats(param, compute, reduce, here.accumulate, **sent)  # pyright: ignore
 
     @property
     def patterns(self) -> list[str]:
         """The patterns of its overrides."""
         return [pattern for pattern, _ in self.overrides]
 
-    @cached_property
-    def casts(self) -> bool:
-        """Whether inputs or outputs of a model are cast."""
-        return (self._inputs or self.output) is not None
-
-    @cached_property
-    def _inputs(self) -> torch.dtype | None:
-        """The dtype of a model's inputs."""
+    @property
+    def inputs(self) -> torch.dtype | None:
+        """The dtype that inputs of a model are cast to; None leaves them as they are."""
         return self.compute or (None if isinstance(self.param, Codec) else self.param)  # pyright: ignore
-
-    def cast_inputs(self, values: Tree) -> Tree:
-        """The pytree with float tensors in `compute`; the same object if nothing changes."""
-        return _cast(values, self._inputs)
-
-    def cast_output(self, values: Tree) -> Tree:
-        """The pytree with float tensors in `output`; the same object if nothing changes."""
-        return _cast(values, self.output)
 
 
 def precision_of(value: Precision | str | None) -> Precision:
     """The `Precision` that an argument means: one, its text, or None for the default."""
     return Precision.parse(value or "") if value is None or isinstance(value, str) else value
-
-
-def _gather_wire(path: str, gather: Any, compute: torch.dtype) -> Wire | None:
-    """What a gather sends in the place of values; a dtype can only be that of computation."""
-    if gather is None or gather == compute:
-        return None
-    if isinstance(gather, torch.dtype):
-        text = f"Precision: gather={text_of(gather)} for {path}, which is computed in {compute}"
-        raise PlanError(text, fix="set compute to it, or send codes, as in gather=int8[256]")
-    return gather
-
-
-def _state_codec(path: str, state: Any, param: torch.dtype, numel: int) -> Codec | None:
-    """The codes that moments of a leaf of so many elements are kept as, if any."""
-    if not isinstance(state, Codec) or numel < CODED_NUMEL:
-        return None
-    if param != torch.float32:
-        text = f"Precision: state={state} for {path}, whose shards are {param}"
-        raise PlanError(text, fix="give it param=f32, or write state=f32 for it behind a pattern")
-    return state
 
 
 def _checked(override: Any) -> tuple[str, Precision]:
@@ -295,64 +252,13 @@ def _checked(override: Any) -> tuple[str, Precision]:
 
 
 def _read(clause: str, fields: str) -> dict[str, Any]:
-    """The fields that a clause of a text sets, with their dtypes."""
+    """The fields that a clause of a text sets, as texts."""
     found: dict[str, Any] = {}
     for part in filter(None, map(str.strip, fields.split(","))):
         name, equals, value = map(str.strip, part.rpartition("="))
-        name, value = name if equals else "compute", value.removeprefix("torch.")
+        name = name if equals else "compute"
         if name in found or name not in FIELDS:
             fix = f"give each of {', '.join(FIELDS)} once at most"
             raise PlanError(f"Precision.parse: {part!r} in {clause!r}", fix=fix)
-        found[name] = NAMES.get(value, value)
+        found[name] = value
     return found
-
-
-def _cast(values: Tree, dtype: torch.dtype | None) -> Tree:
-    if dtype is None:
-        return values
-
-    def cast(x: Any, _path: str) -> Any:
-        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    return map_contents(cast, values)
-
-
-# The options of `shard`: as other verbs hand them on, and as they were checked.
-
-
-class LayoutOptions(TypedDict, total=False):
-    """Options of `shard` that say how leaves become buckets; other verbs take them, too."""
-
-    frozen: Callable[[str], bool] | None
-    precision: Precision | str | None
-    bucket_bytes: float | str
-    order: Callable[[str], object] | None
-    bucket: Callable[[str], object] | None
-    where: Where | str | None
-
-
-class ShardOptions(LayoutOptions, total=False):
-    """All options of `shard`."""
-
-    replicas: Literal["check", "broadcast"]
-    source_rank: int | None
-
-
-class Chosen(NamedTuple):
-    """The options of `shard` that say how leaves become buckets."""
-
-    frozen: Callable[[str], bool] | None = None
-    precision: Precision = Precision()
-    bucket_bytes: int = BUCKET_BYTES
-    order: Callable[[str], object] | None = None
-    bucket: Callable[[str], object] | None = None
-    where: Where = Where()
-
-    @classmethod
-    def checked(
-        cls, verb: str, precision: Any = None, bucket_bytes: Any = BUCKET_BYTES, **others: Any
-    ) -> "Chosen":
-        """The options as they were given, if each of them is what it should be."""
-        others["where"] = where_of(others.get("where"))
-        nbytes = checks.nbytes(verb, "bucket_bytes", bucket_bytes, 1)
-        return cls(precision=precision_of(precision), bucket_bytes=nbytes, **others)

@@ -1,33 +1,131 @@
 """`shard`: a pytree of tensors becomes a tree of shards. See [Note: kinds of leaves] in `leaf`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from mics_fn import _torch, checks, collectives, spans, tree
-from mics_fn.errors import PlanError, name_ranks
+from mics_fn.collectives import SHORT_NAMES
+from mics_fn.errors import LeafError, PlanError, name_ranks
 from mics_fn.groups import Groups, Home
-from mics_fn.offload import DEVICE, Place, Where, place_tensor
+from mics_fn.offload import DEVICE, Place, Where, place_tensor, where_of
 from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, Formats, LeafSpec, plan_buckets
 from mics_fn.shards.leaf import (
     Fixed,
+    MemoryPlace,
     Nothing,
     Sharded,
     Tied,
-    check_tensor,
     dtype_name,
     is_leaf,
+    overlaps,
     owners_of,
-    refuse_computed,
-    refuse_overlaps,
 )
-from mics_fn.shards.opened import GroupsTree, require_tree, spread_homes
+from mics_fn.shards.opened import compare_values, homes_of
 from mics_fn.shards.pack import check_kept_place, coded_pieces, pack_full, split_chunk
-from mics_fn.shards.precision import Chosen, LayoutOptions, Precision, ShardOptions
+from mics_fn.shards.precision import Precision, precision_of
 from mics_fn.tree import Tree
+
+# What may become shards.
+
+# Floats are trained or frozen, and the others are replicated.
+_WHOLE = (f"{prefix}int{bits}" for prefix in ("", "u") for bits in (8, 16, 32, 64))
+_DTYPES = {*SHORT_NAMES, torch.bool, *(getattr(torch, name) for name in _WHOLE)}
+
+
+def refuse_computed(verb: str, paths: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """Raise LeafError for a tensor whose connection to the graph of autograd would be lost.
+
+    A leaf of autograd, such as an `nn.Parameter`, has no such connection: its values are read, and
+    it gets no gradient.
+    """
+    for path, x in zip(paths, tensors, strict=True):
+        computed = x.requires_grad and not x.is_leaf and torch.is_grad_enabled()
+        if x.is_floating_point() and (computed or _torch.is_wrapped(x)):
+            text = f"{verb}: {path} is computed from a tensor that requires a gradient, which would"
+            text += " not get it"
+            fix = f"{verb} outside, and differentiate through gather; or pass its detach()"
+            raise LeafError(text, fix=fix)
+
+
+def _as_tensors(value: Any) -> str:
+    """How what is no tensor is given in a tree of tensors."""
+    if isinstance(value, nn.Module):
+        return "pass dict(model.named_parameters()); a Trainer takes the module itself"
+    if isinstance(value, Iterator):
+        return "pass dict(model.named_parameters()), or list(model.parameters())"
+    return "convert it with torch.as_tensor, or leave it out of the tree"
+
+
+def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None:
+    """Raise LeafError unless a leaf is a tensor that can be sharded on this device."""
+    if not isinstance(leaf, Tensor):
+        text = f"{verb}: {where} is {type(leaf).__name__}, expected torch.Tensor"
+        raise LeafError(text, fix=_as_tensors(leaf))
+    if leaf.layout != torch.strided or leaf.is_nested or leaf.dtype not in _DTYPES:
+        kind = f"{leaf.layout}, {leaf.dtype}".replace("torch.", "")
+        fix = f"pass a dense tensor of {', '.join(SHORT_NAMES.values())}, bool or whole numbers"
+        raise LeafError(f"{verb}: {where} is {kind}", fix=fix)
+    if type(leaf) not in (Tensor, nn.Parameter) and _torch.is_dtensor(leaf):
+        fix = (
+            "of a tensor parallel model pass its to_local(), with groups of the data-parallel part "
+            "of the mesh: make_groups(mesh=mesh['dp']); else its full_tensor()"
+        )
+        raise LeafError(f"{verb}: {where} is a DTensor", fix=fix)
+    if _torch.is_wrapper(leaf):
+        text = f"{verb}: {where} is {type(leaf).__name__}, which keeps its values in other tensors"
+        fix = "pass a plain tensor, as its clone() or dequantize() may be, or leave it out"
+        raise LeafError(text, fix=fix)
+    hooks = _torch.hooks_of(leaf) if leaf.is_leaf else ()
+    if hooks:
+        text = f"{verb}: {where} has hooks ({', '.join(hooks)}), which nothing would call"
+        fix = "remove them; to change gradients, chain a Transform before the optimizer"
+        raise LeafError(text, fix=fix)
+    if not leaf.is_meta and leaf.device != device:
+        fix = f"move it with .to('{device}'), or make groups with device='{leaf.device}'"
+        raise LeafError(f"{verb}: {where} is on {leaf.device}, its groups are on {device}", fix=fix)
+
+
+def refuse_overlaps(verb: str, leaves: Mapping[str, Tensor], trained: Collection[str]) -> None:
+    """Raise LeafError if trained leaves share memory with others without being the same tensor.
+
+    An update of one would have to change the other, which is lost because shards have memory of
+    their own.
+
+    Args:
+      verb: named in the error.
+      leaves: the tensors, by path.
+      trained: the paths of those that are trained.
+    """
+    first: dict[MemoryPlace, str] = {}
+    for path, leaf in leaves.items():
+        first.setdefault(MemoryPlace.of(leaf), path)
+    paths = list(first.values())
+    for group in overlaps([leaves[path] for path in paths]):
+        found = [paths[i] for i in group]
+        if set(found) & set(trained):
+            text = f"{verb}: {' and '.join(found)} overlap in memory, and are not the same tensor"
+            shapes = [f"shapes {' and '.join(f'{tuple(leaves[x].shape)}' for x in found)}"]
+            fix = "clone one of them, or keep one tensor and take views of it in forward"
+            raise LeafError(text, shapes, fix)
+
+
+# The options of `shard`, which other verbs hand on.
+
+
+class LayoutOptions(TypedDict, total=False):
+    """Options of `shard` that say how leaves become buckets; other verbs take them, too."""
+
+    frozen: Callable[[str], bool] | None
+    precision: Precision | str | None
+    bucket_bytes: float | str
+    order: Callable[[str], object] | None
+    bucket: Callable[[str], object] | None
+    where: Where | str | None
+
 
 # Where the chunks of new shards go: `where=` of the verbs that make some.
 
@@ -88,26 +186,51 @@ class Layout(NamedTuple):
     host_bytes: int  # through which data of files travel
 
 
-def specs_of(
+def layout_for(
     verb: str,
     root: str,
-    leaves: Sequence[Tensor],
-    bare: Sequence[str],
-    homes: Sequence[Groups],
-    owners: Sequence[int],
-    options: Chosen,
-) -> dict[int, LeafSpec]:
-    """What decides the bucket of each float leaf that owns its data, by its number."""
-    found: dict[int, LeafSpec] = {}
-    numbers = {home: number for number, home in enumerate(dict.fromkeys(homes))}
-    for i, (leaf, path) in enumerate(zip(leaves, bare, strict=True)):
+    params: Tree,
+    groups: Any,
+    *,
+    frozen: Callable[[str], bool] | None = None,
+    precision: Precision | str | None = None,
+    bucket_bytes: float | str = BUCKET_BYTES,
+    order: Callable[[str], object] | None = None,
+    bucket: Callable[[str], object] | None = None,
+    where: Where | str | None = None,
+) -> Layout:
+    """Check the tensors of a tree and the options of `shard`, and decide where each will lie."""
+    chosen, where = precision_of(precision), where_of(where)
+    nbytes = checks.nbytes(verb, "bucket_bytes", bucket_bytes, 1)
+    homes = homes_of(verb, groups, params, root, Groups)
+    leaves, spec = tree.flatten(params, is_leaf)
+    tree.refuse_equal_paths(verb, tree.replace_none(params, Nothing(), is_leaf), root, is_leaf)
+    bare = tree.paths(params, "", is_leaf)
+    paths = [tree.join(root, path) for path in bare]
+    checks.check_matched(f"{verb}: precision", chosen.patterns, bare)
+    checks.check_matched(f"{verb}: where", where.patterns, bare)
+    for leaf, path, home in zip(leaves, paths, homes, strict=True):
+        check_tensor(verb, path, leaf, home.device)
+    owners, numbers = owners_of(leaves), {home: k for k, home in enumerate(dict.fromkeys(homes))}
+    specs: dict[int, LeafSpec] = {}
+    for i, (leaf, path, home) in enumerate(zip(leaves, bare, homes, strict=True)):
+        if home is not homes[owners[i]]:
+            text = f"{verb}: {paths[i]} is tied to {paths[owners[i]]}, but on other groups"
+            lines = [f"{homes[owners[i]].describe()} against {home.describe()}"]
+            raise PlanError(text, lines, "give tied leaves the same groups, or clone one of them")
         if leaf.is_floating_point() and owners[i] == i:
-            trained = not _is_frozen(verb, leaf, path, options.frozen)
-            formats = options.precision.formats(path, leaf.dtype, leaf.numel(), trained)
-            _check_formats(verb, tree.join(root, path), formats, homes[i], trained)
-            group, parts = (numbers[homes[i]], leaf.is_meta), homes[i].partition_size
-            found[i] = LeafSpec(path, tuple(leaf.shape), formats, parts, trained, group)
-    return found
+            trained = not _is_frozen(verb, leaf, path, frozen)
+            formats = chosen.formats(path, leaf.dtype, leaf.numel(), trained)
+            _check_formats(verb, paths[i], formats, home, trained)
+            facts = formats, home.partition_size, trained, (numbers[home], leaf.is_meta)
+            specs[i] = LeafSpec(path, tuple(leaf.shape), *facts)
+    slots = plan_buckets(list(specs.values()), bucket_bytes=nbytes, order=order, bucket=bucket)
+    pairs = zip(bare, homes, strict=True)
+    places = [where.at(path).params.seen_from(home.device) for path, home in pairs]
+    by_leaf = dict(zip(specs, slots, strict=True))
+    for i, (made, _) in by_leaf.items():
+        check_kept_place(verb, made, places[i])
+    return Layout(verb, spec, leaves, paths, homes, owners, by_leaf, places, where.host_bytes)
 
 
 def _check_formats(verb: str, path: str, formats: Formats, home: Groups, trained: bool) -> None:
@@ -126,19 +249,6 @@ def _is_frozen(verb: str, leaf: Tensor, path: str, frozen: Callable[[str], bool]
     return answer or (isinstance(leaf, nn.Parameter) and not leaf.requires_grad)
 
 
-def check_ties(
-    verb: str, owners: Sequence[int], paths: Sequence[str], homes: Sequence[Groups]
-) -> None:
-    """Raise PlanError if tied leaves are to live on different groups."""
-    for i, owner in enumerate(owners):
-        if homes[i] is not homes[owner]:
-            raise PlanError(
-                f"{verb}: {paths[i]} is tied to {paths[owner]}, but on other groups",
-                [f"{homes[owner].describe()} against {homes[i].describe()}"],
-                fix="give tied leaves the same groups, or clone one of them",
-            )
-
-
 def agree_on(layout: Layout) -> None:
     """Compare paths, shapes, dtypes, groups and layout between ranks."""
     for home in dict.fromkeys(layout.homes):
@@ -152,7 +262,7 @@ def agree_on(layout: Layout) -> None:
                 elif i in layout.slots:
                     bucket, slot = layout.slots[i]
                     text += "" if bucket.trainable else " frozen"
-                    if f"{bucket.formats}" != collectives.SHORT_NAMES[leaf.dtype]:
+                    if f"{bucket.formats}" != SHORT_NAMES[leaf.dtype]:
                         text += f" as {bucket.formats}"
                     text += f" at {bucket.offsets[slot]} of bucket {bucket.index}"
                     if layout.places[i] != DEVICE:
@@ -161,20 +271,6 @@ def agree_on(layout: Layout) -> None:
         collectives.agree(home, layout.verb, facts)
 
 
-K = TypeVar("K")
-T = TypeVar("T")
-
-
-@overload
-def shard(
-    params: Mapping[K, Tensor], groups: GroupsTree, **options: Unpack[ShardOptions]
-) -> dict[K, Sharded]: ...
-@overload
-def shard(
-    params: list[Tensor], groups: GroupsTree, **options: Unpack[ShardOptions]
-) -> list[Sharded]: ...
-@overload
-def shard(params: T, groups: GroupsTree, **options: Unpack[ShardOptions]) -> T: ...
 def shard(
     params: Tree,
     groups: Any,
@@ -241,7 +337,6 @@ def shard(
 
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.2.
     """
-    require_tree("shard", params, groups, "params")
     if spans.observers:
         spans.passing("build: shard")
     checks.choice("shard", "replicas", replicas, "check", "broadcast")
@@ -249,9 +344,9 @@ def shard(
     if source_rank is not None and replicas == "check":
         fix = "pass replicas='broadcast' to take its values"
         raise PlanError(f"shard: source_rank={source_rank} has no effect", fix=fix)
-    keys: Any = {"frozen": frozen, "order": order, "bucket": bucket, "where": where}
-    options = Chosen.checked("shard", precision, bucket_bytes, **keys)
-    layout = _layout_of("shard", "params", params, groups, options)
+    how: Any = {"precision": precision, "bucket_bytes": bucket_bytes, "where": where}
+    how |= {"frozen": frozen, "order": order, "bucket": bucket}
+    layout = layout_for("shard", "params", params, groups, **how)
     refuse_computed("shard", layout.paths, layout.leaves)
     trained = [layout.paths[i] for i, (bucket, _) in layout.slots.items() if bucket.trainable]
     refuse_overlaps("shard", dict(zip(layout.paths, layout.leaves, strict=True)), trained)
@@ -259,14 +354,18 @@ def shard(
         # Ranks may have compared two trees before, and come with one of them each.
         home.agreed.difference_update([seen for seen in home.agreed if seen[0] == "shard"])
     agree_on(layout)
+    sources: dict[Groups, int] = {}
     if replicas == "check":
-        _check_values(layout)
-    sources = {
-        home: _source(home, source_rank) if replicas == "broadcast" else None
-        for home in dict.fromkeys(layout.homes)
-    }
-    kept = any(bucket.codes for bucket, _ in layout.slots.values())
-    if not kept and "params" not in options.where.moved:
+        values = [None if layout.owners[i] != i else x for i, x in enumerate(layout.leaves)]
+        fix = "use the same seed or checkpoint on every rank, or pass replicas='broadcast'"
+        compare_values("shard", layout.homes, layout.paths, values, fix, whole=True)
+    for home in dict.fromkeys(layout.homes) if replicas == "broadcast" else ():
+        sources[home] = home.ranks[0] if source_rank is None else source_rank
+        if sources[home] not in home.ranks:
+            text = f"shard: source_rank={source_rank} is not one of {name_ranks(home.ranks)}"
+            raise PlanError(text, fix="name a global rank of the groups")
+    slots = layout.slots.items()
+    if not any(bucket.codes or layout.places[i] != DEVICE for i, (bucket, _) in slots):
         return _assemble(layout, sources)
     # A disk may be full on one rank alone, or what codes cannot hold may lie in its part.
     with collectives.together("shard", layout.homes) as exchange:
@@ -280,81 +379,30 @@ def layout_of(
 
     Communication: a digest of the tree, to compare it between ranks.
     """
-    require_tree(verb, values, groups, root)
-    layout = _layout_of(verb, root, values, groups, Chosen.checked(verb, **options))
+    layout = layout_for(verb, root, values, groups, **options)
     agree_on(layout)
     meta = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in layout.leaves]
-    return _assemble(layout._replace(leaves=meta), dict.fromkeys(layout.homes))
+    return _assemble(layout._replace(leaves=meta), {})
 
 
 def _assemble(
-    layout: Layout, sources: dict[Groups, int | None], exchange: collectives.Exchange | None = None
+    layout: Layout, sources: Mapping[Groups, int], exchange: collectives.Exchange | None = None
 ) -> Tree:
     out = _cut(layout, sources, exchange)
-    for i, leaf in enumerate(layout.leaves):
+    for i, (leaf, home) in enumerate(zip(layout.leaves, layout.homes, strict=True)):
         if layout.owners[i] != i:
             out[i] = Tied(*layout.slots[layout.owners[i]])
         elif i not in layout.slots:
-            out[i] = Fixed(_replicated(leaf, layout.homes[i], sources[layout.homes[i]]))
+            value = leaf.detach().clone(memory_format=torch.contiguous_format)
+            if home in sources and not value.is_meta and value.numel():
+                collectives.broadcast(home, value, sources[home])
+            out[i] = Fixed(value)
     shards = layout.spec.unflatten([out[i] for i in range(len(layout.leaves))])
     return tree.replace_none(shards, Nothing(), is_leaf)
 
 
-def _layout_of(verb: str, root: str, params: Tree, groups: Any, options: Chosen) -> Layout:
-    """Check the tensors of a tree, and decide where each of them will lie."""
-    leaves, spec = tree.flatten(params, is_leaf)
-    tree.refuse_equal_paths(verb, tree.replace_none(params, Nothing(), is_leaf), root, is_leaf)
-    bare = tree.paths(params, "", is_leaf)
-    paths = [tree.join(root, path) for path in bare]
-    homes = spread_homes(groups, params, len(leaves), Groups)
-    checks.check_matched(f"{verb}: precision", options.precision.patterns, bare)
-    checks.check_matched(f"{verb}: where", options.where.patterns, bare)
-    for leaf, path, home in zip(leaves, paths, homes, strict=True):
-        check_tensor(verb, path, leaf, home.device)
-    owners = owners_of(leaves)
-    check_ties(verb, owners, paths, homes)
-    specs = specs_of(verb, root, leaves, bare, homes, owners, options)
-    how = {"bucket_bytes": options.bucket_bytes, "order": options.order, "bucket": options.bucket}
-    slots = plan_buckets(list(specs.values()), **how)
-    by_leaf = dict(zip(specs, slots, strict=True))
-    where = options.where
-    places = [
-        where.at(path).params.seen_from(home.device) for path, home in zip(bare, homes, strict=True)
-    ]
-    for i, (bucket, _) in by_leaf.items():
-        check_kept_place(verb, bucket, places[i])
-    return Layout(verb, spec, leaves, paths, homes, owners, by_leaf, places, where.host_bytes)
-
-
-def _check_values(layout: Layout) -> None:
-    """Raise DesyncError unless ranks hold the same values."""
-    fix = "use the same seed or checkpoint on every rank, or pass replicas='broadcast'"
-    for home in dict.fromkeys(layout.homes):
-        mine = [
-            i
-            for i, leaf in enumerate(layout.leaves)
-            if layout.homes[i] is home and layout.owners[i] == i and not leaf.is_meta
-        ]
-        if home.world_size > 1 and mine:
-            sums = torch.stack([collectives.checksum(layout.leaves[i]) for i in mine]).to(
-                home.device
-            )
-            paths = [layout.paths[i] for i in mine]
-            collectives.refuse_unequal(layout.verb, home, paths, sums, fix, whole=True)
-
-
-def _source(home: Groups, source_rank: int | None) -> int:
-    """The rank of these groups whose values are sent to the others."""
-    if source_rank is None:
-        return home.ranks[0]
-    if source_rank not in home.ranks:
-        text = f"shard: source_rank={source_rank} is not one of {name_ranks(home.ranks)}"
-        raise PlanError(text, fix="name a global rank of the groups")
-    return source_rank
-
-
 def _cut(
-    layout: Layout, sources: dict[Groups, int | None], exchange: collectives.Exchange | None
+    layout: Layout, sources: Mapping[Groups, int], exchange: collectives.Exchange | None
 ) -> dict[int, Any]:
     """This rank's chunk of each bucket, as leaves; one bucket at a time is in memory in full.
 
@@ -367,14 +415,13 @@ def _cut(
     for bucket, by_slot in members.items():
         index = [by_slot[slot] for slot in range(len(by_slot))]
         home, device = layout.homes[index[0]], layout.leaves[index[0]].device
-        source = sources[home]
         with torch.no_grad():
             # Each chunk gets its own storage, so that `whole_chunk` can recognise its pieces; and
             # before the bucket in full, whose memory then serves the next bucket as well.
             chunk = torch.empty(bucket.chunk, dtype=bucket.dtype, device=device)
             full = pack_full(bucket, [layout.leaves[i].detach() for i in index], device=device)
-            if source is not None and not full.is_meta:
-                collectives.broadcast(home, full, source)
+            if home in sources and not full.is_meta:
+                collectives.broadcast(home, full, sources[home])
             chunk.copy_(full.view(bucket.parts, -1)[home.hierarchy.route.chunk])
             del full
         kind = Sharded if bucket.trainable else Fixed
@@ -385,10 +432,3 @@ def _cut(
         pieces = zip(index, placed or [None] * len(index), strict=True)
         out.update({i: kind(piece, bucket, slot) for slot, (i, piece) in enumerate(pieces)})  # pyright: ignore
     return out
-
-
-def _replicated(leaf: Tensor, home: Groups, source: int | None) -> Tensor:
-    value = leaf.detach().clone(memory_format=torch.contiguous_format)
-    if source is not None and not value.is_meta and value.numel():
-        collectives.broadcast(home, value, source)
-    return value

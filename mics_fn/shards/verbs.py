@@ -5,11 +5,10 @@ cut multiplies a rank's part of the gradient by the number of parts, as its mean
 the gradient; see [Note: adjoint] in `linear`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from mics_fn.shards import pack
 from mics_fn.shards.bucket import pieces
 from mics_fn.shards.leaf import (
     Fixed,
-    Leaf,
     Nothing,
     Sharded,
     Tied,
@@ -32,16 +30,15 @@ from mics_fn.shards.leaf import (
     is_leaf,
     mark_reduced,
     note_write,
+    reduction_groups,
     same_tensor,
 )
-from mics_fn.shards.linear import Finish, apply, deal, put, run, start
+from mics_fn.shards.linear import Finish, apply, as_part, deal, linear_map, put, run, start
 from mics_fn.shards.opened import (
     BucketUse,
-    GroupsTree,
     Opened,
     check_leaves,
     open_shards,
-    require_tree,
     values_up_to,
 )
 from mics_fn.shards.sharding import layout_of
@@ -49,16 +46,7 @@ from mics_fn.tree import Tree
 
 # `gather` and `unshard`: shards become full tensors. For the gradient see [Note: adjoint].
 
-K = TypeVar("K")
-T = TypeVar("T")
 
-
-@overload
-def gather(shards: Mapping[K, Leaf], hierarchy: GroupsTree) -> dict[K, Tensor]: ...
-@overload
-def gather(shards: list[Sharded], hierarchy: GroupsTree) -> list[Tensor]: ...
-@overload
-def gather(shards: T, hierarchy: GroupsTree) -> T: ...
 def gather(shards: Tree, hierarchy: Any) -> Tree:
     """Rebuild full tensors from shards now. It is differentiable, and its VJP is hop 1.
 
@@ -176,8 +164,10 @@ def start_gather(shards: Tree, hierarchy: Any) -> PendingTree:
       [tensor([1., 1.])]
     """
     opened = open_shards("start_gather", shards, hierarchy).agree()
-    full = list(opened.data)
-    sent = _view_local(opened.uses, full)
+    full, sent = list(opened.data), [use for use in opened.uses if use.crosses_ranks]
+    for use in opened.uses:
+        if not use.crosses_ranks:
+            _view_local(use, full)
 
     def build(found: list[Tensor]) -> Tree:
         put(full, sent, found)
@@ -186,39 +176,32 @@ def start_gather(shards: Tree, hierarchy: Any) -> PendingTree:
     return _start("gather", "gather", sent, opened.data, build)
 
 
-def _view_local(uses: Sequence[BucketUse], data: list[Any]) -> list[BucketUse]:
-    """View as full tensors what one rank holds the whole of; return the other buckets."""
-    sent = []
-    for use in uses:
-        if use.crosses_ranks:
-            sent.append(use)
-            continue
-        for i, shape in zip(use.index, use.bucket.shapes, strict=True):
-            if i is not None:
-                piece = data[i]
-                if use.placed:
-                    piece = pack.fetched_to(piece, use.hierarchy.device, use.bucket.compute)
-                data[i] = piece.to(use.bucket.compute).reshape((*piece.shape[:-1], *shape))
-    return sent
-
-
 def _gathered(data: Sequence[Any], uses: Sequence[BucketUse]) -> list[Any]:
     """One full tensor per leaf of the tree, from the data of each leaf."""
-    full = list(data)
-    sent = _view_local(uses, full)
-    for trained in (True, False):
-        own = [use for use in sent if use.bucket.trainable is trained]
-        with nullcontext() if trained else torch.no_grad():  # frozen leaves get no gradient
-            put(full, own, apply("gather", own, data))
+    full, trained, frozen = list(data), list[BucketUse](), list[BucketUse]()
+    for use in uses:
+        if not use.crosses_ranks:
+            _view_local(use, full)
+        elif use.bucket.trainable:
+            trained.append(use)
+        else:
+            frozen.append(use)
+    put(full, trained, apply("gather", trained, data))
+    with torch.no_grad():  # frozen leaves get no gradient
+        put(full, frozen, apply("gather", frozen, data))
     return full
 
 
-@overload
-def unshard(shards: Mapping[K, Leaf], hierarchy: GroupsTree) -> dict[K, Tensor]: ...
-@overload
-def unshard(shards: list[Sharded], hierarchy: GroupsTree) -> list[Tensor]: ...
-@overload
-def unshard(shards: T, hierarchy: GroupsTree) -> T: ...
+def _view_local(use: BucketUse, data: list[Any]) -> None:
+    """View as full tensors what one rank holds the whole of."""
+    compute = use.bucket.compute
+    for i, shape in zip(use.members, use.by_member(use.bucket.shapes), strict=True):
+        piece = data[i]
+        if use.placed:
+            piece = pack.fetched_to(piece, use.hierarchy.device, compute)
+        data[i] = piece.to(compute).reshape((*piece.shape[:-1], *shape))
+
+
 def unshard(shards: Tree, hierarchy: Any) -> Tree:
     """Gather into tensors that own their memory, one bucket at a time, for export.
 
@@ -357,35 +340,31 @@ class _Owed(NamedTuple):
     """Gradients by what they need: hop 1, or nothing before hop 2."""
 
     spec: Any
-    out: list[Any]  # the leaves that are done; None if they need hop 1
-    sent: list[BucketUse]  # the buckets that need it
+    out: list[Any]  # shards that are done, and those of parameters in the place of others
+    sent: list[BucketUse]  # the buckets that need hop 1
     full: list[Tensor | None]
 
 
 def _owed(verb: str, grads: Tree, groups: Any, like: Tree | None) -> _Owed:
     """Match gradients with the layout of their parameters, and finish those of local buckets."""
-    require_tree(verb, grads, groups, "grads")
     if like is not None:
         check_leaves(verb, like, tree.flatten(like, is_leaf)[0], "like")
     else:
         like = layout_of(verb, "grads", tree.map_leaves(pack.dense, grads, is_leaf=is_leaf), groups)
     opened = open_shards(verb, like, groups, root="grads")
-    given, slots = values_up_to(opened.spec, opened.given, grads, f"{verb}: grads"), opened.leaves
-    full, sent = _full_grads(opened, given), []
-    out: list[Any] = list(slots)
-    for use in opened.trained:
+    given = values_up_to(opened.spec, opened.given, grads, f"{verb}: grads")
+    full, sent, out = _full_grads(opened, given), list[BucketUse](), list[Any](opened.leaves)
+    for use in (each for each in opened.uses if each.bucket.trainable):
         done = [i for i in use.members if isinstance(given[i], Sharded)]
         if done and len(done) < len(use.members):
             text = f"{verb}: {opened.path(done[0])} is reduced already, others of its bucket"
             text += " are not"
             raise LeafError(text, fix="reduce a bucket's gradients together")
-        for i in done:
-            out[i] = given[i]
         if not done and use.crosses_ranks:
             sent.append(use)
-        elif not done:
-            for i in use.members:
-                out[i] = _local(full[i], slots[i], use.home.device)  # pyright: ignore
+            continue
+        for i in use.members:
+            out[i] = given[i] if done else _local(full[i], out[i], use.home.device)
     return _Owed(opened.spec, out, sent, full)
 
 
@@ -393,9 +372,8 @@ def _shards_of(owed: _Owed, found: Sequence[Tensor]) -> Tree:
     """The tree of shards, with the results of hop 1."""
     out = list(owed.out)
     for use, values in deal(owed.sent, found):
-        for slot, (i, piece) in enumerate(zip(use.index, use.by_slot(values), strict=True)):
-            if i is not None:
-                out[i] = Sharded(piece, use.bucket, slot)
+        for i, piece in zip(use.members, values, strict=True):
+            out[i] = Sharded(piece, use.bucket, out[i].slot)
     return owed.spec.unflatten(out)
 
 
@@ -432,7 +410,7 @@ def _misfit(leaf: Any, value: Any, *, batched: bool = False) -> str:
         if shape == leaf.shape and value.dtype in allowed:
             return ""
         got = f"{dtype_name(value.dtype)} of shape {tuple(value.shape)}"
-    dtypes = " or ".join(map(dtype_name, dict.fromkeys(allowed)))
+    dtypes = " or ".join([dtype_name(dtype) for dtype in dict.fromkeys(allowed)])
     return f"is {got}, expected {dtypes} of shape {leaf.shape}"
 
 
@@ -485,7 +463,9 @@ def _mean_over_replicas(
     checks.flag(verb, "exact", exact)
     opened = open_shards(verb, grads, groups, root="grads")
     require_replicas(verb, opened.layout.homes)
-    sent = {i: x for i, x in enumerate(opened.uses) if x.bucket.trainable and x.replicas.size > 1}
+    sent = {
+        i: x for i, x in enumerate(opened.uses) if x.bucket.trainable and x.home.replicas.size > 1
+    }
     if not sent:
         if opened.leaves:
             mark_reduced(opened.leaves, opened.layout.homes[0])
@@ -548,66 +528,145 @@ def cut(full: Tree, groups: Any, *, like: Tree) -> Tree:
             out[i] = Fixed(values[i].detach().clone())
     for use in opened.uses:
         parts = _parts(use, [values[i] for i in use.members])
-        kind = Sharded if use.bucket.trainable else Fixed
-        for slot, i in enumerate(use.index):
-            if i is not None:
-                out[i] = kind(parts[i], use.bucket, slot)
+        for i, piece in zip(use.members, parts, strict=True):
+            out[i] = type(out[i])(piece, use.bucket, out[i].slot)
     return opened.spec.unflatten(out)
 
 
-def _parts(use: BucketUse, values: Sequence[Tensor]) -> dict[int, Tensor]:
-    """This rank's part of each member, by the number of the leaf in the tree."""
-    bucket, found = use.bucket, {}
+def _parts(use: BucketUse, values: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's part of each member."""
+    bucket, number, found = use.bucket, use.route.chunk, []
     live = needs_derivative(values) and bucket.trainable
-    spans = pieces(bucket, use.route.chunk)
-    slots = [slot for slot, i in enumerate(use.index) if i is not None]
-    for i, slot, value in zip(use.members, slots, values, strict=True):
-        flat = (value if live else value.detach()).reshape(bucket.numels[slot])
-        found[i] = flat.narrow(0, spans[slot].origin, spans[slot].length).to(bucket.dtype)
-    if live:
-        found = {i: x.clone() for i, x in found.items()}  # a gather in a group of one gives views
-        return dict(zip(use.members, apply("part", [use], found), strict=True))  # pyright: ignore
-    device = next((value.device for value in values), use.home.device)
-    chunk = torch.zeros(bucket.chunk, dtype=bucket.dtype, device=device)
-    views = use.by_member(pack.split_chunk(bucket, use.route.chunk, chunk))
-    for view, i in zip(views, use.members, strict=True):
-        view.copy_(found[i])
+    for piece, value in zip(use.by_member(pieces(bucket, number)), values, strict=True):
+        flat = (value if live else value.detach()).reshape(-1)
+        found.append(flat.narrow(0, piece.origin, piece.length).to(bucket.dtype))
+    if live:  # copies, since a gather in a group of one gives views
+        return linear_map("part", [use], *[x.clone() for x in found])
+    chunk = found[0].new_zeros(bucket.chunk)
+    views = use.by_member(pack.split_chunk(bucket, number, chunk))
+    for view, value in zip(views, found, strict=True):
+        view.copy_(value)
     if bucket.codes is not None and chunk.numel() and not chunk.is_meta:
-        names = [""] * len(bucket.shapes)  # `_check_value` has found all values to be finite
-        views = use.by_member(pack.coded_pieces(bucket, use.route.chunk, chunk, names))
-    return dict(zip(use.members, views, strict=True))
+        names = [""] * len(bucket.shapes)  # `_checked` has found all values to be finite
+        return use.by_member(pack.coded_pieces(bucket, number, chunk, names))
+    return views
 
 
 def _checked(opened: Opened, full: Tree) -> list[Any]:
     """One full value per leaf of the tree; None for those that are tied or `Nothing`."""
     given = values_up_to(opened.spec, opened.given, full, "cut: full")
     paths = tree.paths(opened.given, "full", is_leaf)
-    for i, leaf in enumerate(opened.leaves):
+    for path, leaf, x, home, owner in zip(
+        paths, opened.leaves, given, opened.homes, opened.layout.owner, strict=True
+    ):
         if isinstance(leaf, Tied):
-            _check_tied(paths, given, i, opened.layout.owner[i])
+            if not (x is None or _are_equal(x, given[owner])):
+                text = f"cut: {path} is tied to {paths[owner]}, and has a value of its own"
+                raise LeafError(text, fix="pass the same tensor for both, or None for this one")
         elif not isinstance(leaf, Nothing):
-            _check_value(paths[i], leaf, given[i], opened.homes[i].hierarchy.device)
+            wrong = _misfit(leaf, x)
+            if not wrong and not x.is_meta and x.device != home.device:
+                wrong = f"is on {x.device}, expected {home.device}"
+            if wrong:
+                fix = "pass the full tensor, on the device of the groups"
+                raise LeafError(f"cut: {path} {wrong}", fix=fix)
+            if leaf.bucket is not None and leaf.bucket.codes is not None and not x.is_meta:
+                pack.check_finite(f"cut: {path}", leaf.bucket.codes, x)
     return given
 
 
-def _check_tied(paths: Sequence[str], given: Sequence[Any], i: int, owner: int) -> None:
-    """Raise LeafError if a tied leaf has a value of its own."""
-    x, first = given[i], given[owner]
-    if x is None or x is first or same_tensor(x, first):
-        return
-    both = isinstance(x, Tensor) and isinstance(first, Tensor)
-    if not both or _torch.is_wrapped(x) or _torch.is_wrapped(first) or not torch.equal(x, first):
-        text = f"cut: {paths[i]} is tied to {paths[owner]}, and has a value of its own"
-        raise LeafError(text, fix="pass the same tensor for both, or None for this one")
+def _are_equal(x: Any, y: Any) -> bool:
+    if x is y or same_tensor(x, y):
+        return True
+    plain = all(isinstance(each, Tensor) and not _torch.is_wrapped(each) for each in (x, y))
+    return plain and torch.equal(x, y)
 
 
-def _check_value(path: str, leaf: Any, value: Any, device: torch.device) -> None:
-    """Raise LeafError unless a tensor can be cut into this leaf."""
-    wrong = _misfit(leaf, value)
-    if not wrong and not value.is_meta and value.device != device:
-        wrong = f"is on {value.device}, expected {device}"
-    if wrong:
-        fix = "pass the full tensor, on the device of the groups"
-        raise LeafError(f"cut: {path} {wrong}", fix=fix)
-    if leaf.bucket is not None and leaf.bucket.codes is not None and not value.is_meta:
-        pack.check_finite(f"cut: {path}", leaf.bucket.codes, value)
+# `map`: an elementwise function of this rank's pieces.
+
+
+def map(fn: Callable[..., Tensor], shards: Tree, *rest: Tree) -> Tree:
+    """Apply an elementwise function to every trained leaf of a tree of shards.
+
+    Each rank calls it with its own pieces, so it must not mix elements: `x / x.norm()` would divide
+    by the norm of a piece. `optim.leaf_norms` gives norms of whole leaves, to be passed as `rest`.
+    So pass every number that is differentiated: its derivative is the sum over all pieces, of which
+    a rank that only closes over it would see its own.
+
+    Args:
+      fn: `fn(piece, *others)` gives a tensor like `piece`: 1D, maybe empty, of the same dtype.
+      shards: tree of shards. Frozen, replicated and tied leaves stay as they are.
+      rest: trees of the same structure; in place of a shard they may have a number or a tensor of
+        one element, which `fn` gets as it is. A single number serves all leaves.
+
+    Returns:
+      The tree with what `fn` gave, in memory of its own if `fn` made new tensors. It is
+      differentiated as `fn` is. What lay in files or on the host does so again, except where a
+      derivative is asked for, which would end at a file.
+
+    Raises:
+      LeafError: a leaf of `shards` is not a shard, or `fn` gave something else than a tensor like
+        the piece.
+      LeafError: `shards` is None, or a tree of `rest` has another structure, or leaves
+        that are cut in another way.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> params = shard({"b": torch.ones(2), "w": torch.ones(2)}, groups)
+      >>> shards.map(lambda x, y, c: x + c * y, params, params, {"b": 1.0, "w": 2.0})["w"].data
+      tensor([3., 3.])
+    """
+    leaves, spec = tree.flatten(shards, is_leaf)
+    check_leaves("map", shards, leaves, "shards")
+    others = [_matched(shards, leaves, spec, other, f"rest[{i}]") for i, other in enumerate(rest)]
+    trained = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Sharded)]
+    own, made = [leaves[i].data for i in trained], list[Tensor]()
+    for i, piece in zip(trained, own, strict=True):
+        found: Any = fn(piece, *(other[i] for other in others))
+        same = isinstance(found, Tensor) and found.shape == piece.shape
+        if not same or (found.dtype, found.device) != (piece.dtype, piece.device):
+            path = tree.paths(shards, "shards", is_leaf)[i]
+            text = f"map: the function gave {_kind(found)} for {path}"
+            fix = "let it give one element for each, and cast it back with .to(piece.dtype)"
+            raise LeafError(text, [f"expected {_kind(piece)}"], fix)
+        made.append(found)
+    out: list[Any] = list(leaves)
+    for i, data in zip(trained, placed_like(made, own), strict=True):
+        out[i] = Sharded(data, leaves[i].bucket, leaves[i].slot)
+    mark_reduced(out, reduction_groups(leaves))
+    return spec.unflatten(out)
+
+
+def _matched(shards: Tree, leaves: Sequence[Any], spec: Any, other: Tree, root: str) -> list[Any]:
+    """One value per leaf of the tree: a piece, a number, or a tensor of one element."""
+    given = [other] * len(leaves)
+    if not _is_number(other):
+        given = values_up_to(spec, shards, other, f"map: {root}")
+    known: dict[Any, Any] = {}  # numbers, one for all leaves with as many parts
+    for i, (leaf, value) in enumerate(zip(leaves, given, strict=True)):
+        if not isinstance(leaf, Sharded):
+            continue
+        if isinstance(value, Sharded) and (value.bucket, value.slot) == (leaf.bucket, leaf.slot):
+            given[i] = value.data
+        elif _is_number(value):
+            key = id(value), leaf.bucket.parts
+            if key not in known:
+                known[key] = as_part(value, leaf.bucket.parts)
+            given[i] = known[key]
+        else:
+            what = f"{value}, which is cut in another way"
+            what = what if isinstance(value, Sharded) else _kind(value)
+            fix = "pass shards that were sharded together, or one number per leaf"
+            raise LeafError(f"map: {tree.paths(shards, root, is_leaf)[i]} is {what}", fix=fix)
+    return given
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    where = "" if value.device.type == "cpu" else f" on {value.device}"
+    return f"a tensor of {tuple(value.shape)}, {dtype_name(value.dtype)}{where}"

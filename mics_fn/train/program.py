@@ -8,26 +8,141 @@ copied tensor by tensor. If a module assigns a new tensor to a name, that name n
 memory, as in any module.
 """
 
+import copy
+import dataclasses
+import enum
+import numbers
+import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
-from types import MethodType
+from functools import partial, wraps
+from operator import is_, setitem
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
-from mics_fn import checks, spans
+from mics_fn import _torch, checks, spans, tree
 from mics_fn.collectives import mean_over_ranks
 from mics_fn.deferred import check_loss
 from mics_fn.errors import LeafError
 from mics_fn.groups import Groups
 from mics_fn.init import on_meta_copy, refuse_lazy
-from mics_fn.shards import PLAIN, MemoryPlace, Precision, leaves_of, map_contents, overlaps
+from mics_fn.shards import MemoryPlace, Precision, overlaps
 from mics_fn.tree import Tree
+
+# Contents of batches, and of the arguments and results of models. Trees of parameters are the
+# pytrees of `mics_fn.tree`; these also come in other mappings, in dataclasses, and in nodes that a
+# library has registered with torch alone.
+
+# Kinds of values that hold no tensor and mean the same for any part of a batch.
+PLAIN = (type(None), numbers.Number, str, bytes, enum.Enum, os.PathLike, range, slice, type)
+PLAIN += (torch.dtype, torch.device, torch.layout, torch.Size, torch.Generator)
+PLAIN += (FunctionType, BuiltinFunctionType, MethodType)
+_CLOSED = (Tensor, *PLAIN, nn.Module, PackedSequence)
+_OPEN = (list, tuple, dict, OrderedDict, defaultdict)  # optree would sort keys of the last three
+
+
+def map_contents(
+    fn: Callable[[Any, str], Any],
+    value: Any,
+    path: str = "",
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Any:
+    """Apply `fn` to everything that a value holds, together with its path.
+
+    Args:
+      fn: called with each tensor and each object that cannot be opened.
+      value: anything.
+      path: the beginning of every path.
+      is_leaf: says which containers are not to be opened.
+
+    Returns:
+      The value with the results in it, or the same object if `fn` changed nothing.
+
+    Example:
+      >>> map_contents(lambda x, path: path, {"b": [0, 1], "a": 2}, "batch")
+      {'b': ['batch.b.0', 'batch.b.1'], 'a': 'batch.a'}
+    """
+    opened = None if is_leaf is not None and is_leaf(value) else _open_up(value)
+    if opened is None:
+        return fn(value, path)
+    values, names, rebuild = opened
+    pairs = zip(values, names, strict=True)
+    new = [map_contents(fn, x, tree.join(path, f"{name}"), is_leaf) for x, name in pairs]
+    return value if all(map(is_, new, values)) else rebuild(new)
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """Everything that `map_contents` would call its function with, in order."""
+    opened = _open_up(value)
+    return [value] if opened is None else [x for each in opened[0] for x in leaves_of(each)]
+
+
+def _open_up(value: Any) -> tuple[list[Any], Iterable[object], Callable[[list[Any]], Any]] | None:
+    """The values in a container, their names in paths, and what rebuilds it; else None."""
+    if isinstance(value, _CLOSED):
+        return None
+    node = None if type(value) in _OPEN else _registered(value)
+    if node is not None:
+        return node
+    put: Any = setitem
+    if isinstance(value, list | tuple):
+        names, values = range(len(value)), list(value)
+    elif isinstance(value, Mapping):
+        names, values = list(value), [value[key] for key in value]
+    elif dataclasses.is_dataclass(value):
+        names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+        values, put = [getattr(value, name) for name in names], object.__setattr__
+    else:
+        return None
+    if isinstance(value, tuple):
+        return values, names, type(value)
+    if put is setitem and not hasattr(value, "__setitem__"):
+        kind: Any = type(value)
+        return values, names, lambda new: kind(dict(zip(names, new, strict=True)))
+    return values, names, partial(_put, value, put, names)
+
+
+def _put(value: Any, put: Callable, names: Iterable[Any], new: list[Any]) -> Any:
+    """A copy of a container with other values."""
+    made = copy.copy(value)
+    for name, each in zip(names, new, strict=True):
+        put(made, name, each)
+    return made
+
+
+def _registered(value: Any) -> Any:
+    """What `_open_up` gives of a node of optree or of torch's own pytree; else None."""
+
+    def below(x: Any) -> bool:
+        return x is not value
+
+    leaves, spec = tree.flatten(value, below)
+    if len(leaves) != 1 or leaves[0] is not value:
+        return leaves, tree.spec_paths(spec), spec.unflatten
+    leaves, spec = _torch.flatten(value, below)
+    if len(leaves) != 1 or leaves[0] is not value:
+        by_key = isinstance(value, Mapping) and len(value) == len(leaves)
+        names = list(value) if by_key else range(len(leaves))
+        return leaves, names, lambda new: _torch.unflatten(new, spec)
+    return None
+
+
+def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
+    """A value with its float tensors in a dtype; the same object if nothing changes."""
+
+    def one(x: Any, _path: str) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return value if dtype is None else map_contents(one, value)
+
 
 # Batches: moved to the device, cut into micro-batches, counted.
 
@@ -249,8 +364,8 @@ class Casting:
     def _cast(self, call: Callable) -> Callable:
         @wraps(call, updated=())  # a module's attributes are not those of its call
         def cast(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self._precision.cast_inputs((args, kwargs))
-            return self._precision.cast_output(call(*args, **kwargs))
+            args, kwargs = cast_floats((args, kwargs), self._precision.inputs)
+            return cast_floats(call(*args, **kwargs), self._precision.output)
 
         return cast
 
@@ -283,8 +398,8 @@ class FunctionProgram:
         self, params: Tree, buffers: Values, batch: Any, backward: Backward | None = None
     ) -> Result:
         """The loss of a batch, after `backward` was called with it."""
-        loss = self.loss_fn(params, self.precision.cast_inputs(batch))
-        return Result(_finished(self.precision.cast_output(loss), backward), buffers)
+        loss = self.loss_fn(params, cast_floats(batch, self.precision.inputs))
+        return Result(_finished(cast_floats(loss, self.precision.output), backward), buffers)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -320,7 +435,8 @@ class ModuleProgram:
         self.skeleton = on_meta_copy(model, [*params.values(), *buffers.values()])
         self._values = params, self.buffers.copies({k: x.detach() for k, x in buffers.items()})
         self._loss = loss or _own_loss
-        self._model: Any = Casting(self.skeleton, precision) if precision.casts else self.skeleton
+        casts = precision.inputs is not None or precision.output is not None
+        self._model: Any = Casting(self.skeleton, precision) if casts else self.skeleton
         self._inside = _Inside(self.skeleton)
 
     def __call__(

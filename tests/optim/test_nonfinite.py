@@ -128,7 +128,7 @@ def spoiled_between() -> list[str | None]:
     grads = mf.reduce_grads({"w": torch.ones(5)}, groups)
     between = tree.map_leaves(lambda x: x / 0, grads)
     first = SKIP.judge(between, groups).nonfinite
-    pack._watching.clear()  # as before the first guard
+    pack.watchers.clear()  # as before the first guard
     grads = mf.reduce_grads({"w": torch.full((5,), math.nan)}, groups)
     return [first, SKIP.judge(grads, groups).nonfinite]
 

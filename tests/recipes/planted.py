@@ -31,5 +31,5 @@ PLANTED = [
     ("a gather gives memory that nobody wrote", "collectives/levels.py", _SENT, _LOST, _T),
     ("each replica keeps its own gradients", "shards/verbs.py", _MEAN, _MINE, _T),
     ("a placement keeps nothing", "groups/placement.py", _HELD, _FREE, _T),
-    ("all leaves are mapped with the first", "shards/mapping.py", _OTHER, _FIRST, _T),
+    ("all leaves are mapped with the first", "shards/verbs.py", _OTHER, _FIRST, _T),
 ]

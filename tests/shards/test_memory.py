@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.shards.leaf import overlaps
+from mics_fn.shards import overlaps
 
 ALONE, PAIR, COPIES = Layout((1,), 1), Layout((2,), 2), Layout((2,), 1)
 F64 = torch.float64

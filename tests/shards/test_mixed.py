@@ -1,6 +1,7 @@
 """Precision policies on real ranks: which bits travel, and how far results are from exact ones."""
 
 from collections import Counter
+from dataclasses import astuple
 from functools import partial
 from itertools import product
 
@@ -130,7 +131,7 @@ def round_trip(layout, policies):
                 if path in said:
                     b, want = leaf.bucket, said[path]
                     found = (leaf.dtype, b.compute, b.reduce, b.accumulate)
-                    assert found == want[:4], (policy, path)
+                    assert found == astuple(want)[:4], (policy, path)
             want = as_said(policy, params, "dtype", "compute")
             for full in ways(groups, shards):
                 same_bits(full, want)
@@ -176,7 +177,9 @@ def bound_of_mean(said, parts, layout, sizes):
     bound = mean_bound(parts, narrow, said.reduce)
     bound = bound + mean_bound(parts, layout.world_size + len(parts) + 4, wide)
     bound = bound + mean_bound(parts, 1, said.dtype)
-    tiny = 2.0**-24 if F16 in said else 0.0  # below the least normal float16 errors are absolute
+    tiny = (
+        2.0**-24 if F16 in astuple(said) else 0.0
+    )  # below the least normal float16 errors are absolute
     return bound + (narrow + 2) * tiny
 
 

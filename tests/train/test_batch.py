@@ -19,9 +19,8 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree as torch_pytree
 
 import mics_fn as mf
-from mics_fn.shards.contents import leaves_of
 from mics_fn.shards.precision import Precision
-from mics_fn.train.program import count, cut, to_device
+from mics_fn.train.program import cast_floats, count, cut, leaves_of, to_device
 
 Pair = namedtuple("Pair", "left right")
 
@@ -130,9 +129,9 @@ def test_any_container_is_cut_moved_and_cast(shape, parts):
     (kept,) = held(batch)
     assert kept is x, "the caller's batch was changed"
     assert to_device(batch, torch.device("cpu")) is batch
-    assert Precision(output=torch.float32).cast_output(batch) is batch
+    assert cast_floats(batch, Precision(output=torch.float32).output) is batch
     moved = to_device(batch, torch.device("meta"))
-    cast = Precision(compute=torch.bfloat16).cast_inputs(batch)
+    cast = cast_floats(batch, Precision(compute=torch.bfloat16).inputs)
     assert type(moved) is type(cast) is type(batch)
     assert held(moved)[0].is_meta
     assert held(cast)[0].dtype == torch.bfloat16
