@@ -33,7 +33,7 @@ from mics_fn import _torch, checks, errors, tree
 from mics_fn._version import __version__
 from mics_fn.collectives import Pending, collect_bytes, collect_values, send_from, start_collect
 from mics_fn.groups import Groups
-from mics_fn.offload import read
+from mics_fn.offload import is_placed, read
 from mics_fn.optim import columns, flat
 from mics_fn.shards import Sharded, any_lost, checksum_of, homes_of, names, open_shards, reclaimed
 
@@ -182,7 +182,7 @@ def from_replica(
     """
     before = state
     if takes:
-        state = flat.room_for(state) if in_place else _in_new_memory(state)
+        state = _room_for(state) if in_place else _in_new_memory(state)
     leaves, spec = tree.flatten(state)
     plain = [i for i, x in enumerate(leaves) if isinstance(x, int | float)]
     numbers = torch.tensor([leaves[i] for i in plain], dtype=torch.float64, device=home.device)
@@ -206,9 +206,18 @@ def from_replica(
     return flat.as_before(spec.unflatten(leaves), before)
 
 
+def _room_for(state: Any) -> Any:
+    """A state in memory that is to be overwritten: what is in files, or is codes, is not read."""
+
+    def room(x: Any) -> Any:
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if is_placed(x) else x
+
+    return tree.map_leaves(room, state)
+
+
 def _in_new_memory(state: Any) -> Any:
     """Copy a state to write another one into, without what is in files or is codes."""
-    state = flat.room_for(state)
+    state = _room_for(state)
     copied = lambda x: x.clone() if isinstance(x, Tensor) else x  # noqa: E731
     opt, buffers = tree.map_leaves(copied, (state.opt, state.buffers))
     return replace(state, params=columns.fresh(state.params), opt=opt, buffers=buffers)

@@ -26,7 +26,7 @@ from mics_fn import _torch, checks
 from mics_fn.errors import PlanError
 from mics_fn.offload import read
 from mics_fn.optim import flat, transform
-from mics_fn.optim.columns import Column, columns, updating
+from mics_fn.optim.columns import Column, Columns, updating
 from mics_fn.optim.flat import FlatShards, Unpacked
 from mics_fn.optim.transform import Mask, Rate, Transform
 from mics_fn.tree import Tree
@@ -93,7 +93,7 @@ def _on_columns(
         keys = None if mask is None else transform.decay_keys(verb, mask, params)
         rate = transform.rate_at(verb, lr, state.count) if callable(lr) else lr
         targets = [params, *state.moments.values()]
-        work = columns(targets, [grads], keys, by=[rate], donate=donate)
+        work = Columns(targets, [grads], keys, by=[rate], donate=donate)
         scalars, stepped = state.scalars, False
         for block in work.blocks:
             by_key: dict[Any, list[Column]] = {}

@@ -129,9 +129,9 @@ def _difference(updates: Unpacked, params: Unpacked) -> str:
     """Where updates do not fit the parameters, in words; "" if they do."""
     if updates.spec != params.spec:
         return tree.first_mismatch(params.shards, updates.shards, "updates", is_leaf)
-    if updates.lengths == params.lengths:
+    if updates.sizes[0] == params.sizes[0]:
         return ""
-    rows = zip(params.paths, params.lengths, updates.lengths, strict=True)
+    rows = zip(params.paths, params.sizes[0], updates.sizes[0], strict=True)
     path, want, got = next(row for row in rows if row[1] != row[2])
     return f"{tree.join('updates', path)}: expected a piece of {want} elements, got {got}"
 
