@@ -14,7 +14,8 @@ before the last of them was done, so that an abort leaves the state before the s
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -22,23 +23,19 @@ from torch import Tensor
 from torch.optim.adam import adam as _torch_adam
 from torch.optim.sgd import sgd as _torch_sgd
 
-from mics_fn import _torch, checks
+from mics_fn import _torch, checks, tree
 from mics_fn.errors import PlanError
 from mics_fn.offload import read
 from mics_fn.optim import flat, transform
-from mics_fn.optim.columns import Column, Columns, updating
+from mics_fn.optim.columns import Column, Columns, map_columns, updating
 from mics_fn.optim.flat import FlatShards, Unpacked
 from mics_fn.optim.transform import Mask, Rate, Transform
+from mics_fn.shards import needs_derivative
 from mics_fn.tree import Tree
 
+_TENSORS = attrgetter("tensors")
+
 # What optimizers keep, and how they step on columns.
-
-
-class OptimizerNames(NamedTuple):
-    """The names of what an optimizer keeps."""
-
-    moments: tuple[str, ...]
-    scalars: tuple[str, ...] = ()
 
 
 class OptimizerState(NamedTuple):
@@ -57,65 +54,100 @@ class OptimizerState(NamedTuple):
 
 
 class _Now(NamedTuple):
-    """What a step on columns is given.
+    """What a rule is given besides columns.
 
     Args:
-      columns: of each the parameter, its moments and the gradient.
-      state: before the step.
+      scalars: those of the state before the step.
+      first: whether it is the first step.
       rate: the learning rate; None for the default of a class.
       decays: whether these columns decay.
       live: whether a derivative is asked for.
     """
 
-    columns: list[tuple[Tensor, ...]]
-    state: OptimizerState
-    rate: float | Tensor | None
+    scalars: dict[str, Tensor]
+    first: bool
+    rate: Any
     decays: bool
     live: bool
 
 
-def _on_columns(
+# A rule writes to columns and gives the new scalars. It takes the parameters, each of the moments
+# and the gradients as lists of tensors, and then `_Now`.
+Rule = Callable[..., dict[str, Tensor]]
+
+
+def _by_rule(
     verb: str,
-    names: OptimizerNames,
-    take: Callable[[_Now], dict[str, Tensor]],
-    init: Callable[[Tree], OptimizerState],
+    rule: Rule,
     options: dict[str, Any],
+    moments: tuple[str, ...],
+    scalars: tuple[str, ...] = (),
+    init: Callable[[Tree], OptimizerState] | None = None,
 ) -> Transform:
-    """Make a `Transform` from `take`, which writes to columns and gives the new scalars."""
+    """Make a `Transform` of a rule; by default what it keeps begins with zeros.
+
+    Args:
+      verb: its name.
+      rule: what it does to columns.
+      options: by name, with `lr` and `decay_mask`.
+      moments, scalars: the names of what it keeps.
+      init: as for `Transform`.
+    """
     lr, mask = options["lr"], options["decay_mask"]
+
+    def zeros(params: Tree) -> OptimizerState:
+        pieces = flat.unpacked(params).pieces
+        here = bool(pieces) and not pieces[0].is_meta and not _torch.inside_torch_func()
+        zero = torch.zeros((), device=pieces[0].device if here else "cpu")
+        kept = {name: flat.zeros(params, name) for name in moments}
+        return OptimizerState(0, kept, dict.fromkeys(scalars, zero))
 
     def step(
         grads: Unpacked, state: OptimizerState, params: Unpacked, donate: bool
     ) -> tuple[Unpacked, OptimizerState]:
         own = isinstance(state, OptimizerState)
-        if not own or {*state.moments, *state.scalars} != {*names.moments, *names.scalars}:
+        if not own or {*state.moments, *state.scalars} != {*moments, *scalars}:
             raise transform.of_another(verb, state)
-        keys = None if mask is None else transform.decay_keys(verb, mask, params)
-        rate = transform.rate_at(verb, lr, state.count) if callable(lr) else lr
+        keys, rate = None, lr
+        if mask is not None:
+            keys = [
+                checks.answer(verb, f"decay_mask({path!r})", mask(path)) for path in params.paths
+            ]
+        if callable(lr):
+            rate, fix = lr(state.count), "let the function of the step give a rate for every step"
+            transform.check_rate(verb, f"lr({state.count})", rate, fix)
         targets = [params, *state.moments.values()]
-        work = Columns(targets, [grads], keys, by=[rate], donate=donate)
-        scalars, stepped = state.scalars, False
+        work, after = Columns(targets, [grads], keys, by=[rate], donate=donate), None
         for block in work.blocks:
             by_key: dict[Any, list[Column]] = {}
             for column in block:
                 key = column.key, column.tensors[0].dtype  # kernels take tensors of one dtype
                 by_key.setdefault(key, []).append(column)
             for (decays, _), found in by_key.items():
-                given = [column.tensors for column in found]
+                given = map(list, zip(*map(_TENSORS, found), strict=True))
                 with updating(found):  # torch updates all of them in one call
-                    scalars = take(_Now(given, state, rate, decays is not False, work.live))
-                stepped = True
-        if not stepped:
+                    now = _Now(
+                        state.scalars, state.count == 0, rate, decays is not False, work.live
+                    )
+                    after = rule(*given, now)
+        if after is None:
             # A rank that holds no element has to count steps nevertheless.
             device = params.pieces[0].device if params.pieces else torch.device("cpu")
-            nothing = (torch.zeros(1, device=device),) * (2 + len(names.moments))
-            scalars = take(_Now([nothing], state, rate, True, work.live))
+            nothing = [[torch.zeros(1, device=device)]] * (2 + len(moments))
+            after = rule(*nothing, _Now(state.scalars, state.count == 0, rate, True, work.live))
         params, *kept = work.targets()
-        moments = dict(zip(state.moments, kept, strict=True))
-        return params, OptimizerState(state.count + 1, moments, scalars)
+        return params, OptimizerState(
+            state.count + 1, dict(zip(state.moments, kept, strict=True)), after
+        )
+
+    def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+        found, state = step(flat.unpacked(grads), state, flat.unpacked(params), False)
+        new = found.shards
+        own = not needs_derivative(tree.flatten((new, params))[0])
+        return map_columns(lambda n, p: n.sub_(p), new, params, donate=own), state
 
     masked = verb in ("sgd", "adam", "adamw")  # by torch's fused kernels
-    return transform.from_step(init, step, {"optimizer": verb, **options}, masked=masked)
+    return Transform(init or zeros, update, step, {"optimizer": verb, **options}, masked)
 
 
 def _fused_skips(params: Iterable[Tensor]) -> bool:
@@ -124,19 +156,6 @@ def _fused_skips(params: Iterable[Tensor]) -> bool:
 
 
 # Optimizers by functions on columns: fused kernels of torch, or ops that have derivatives.
-
-
-def _zeros(names: OptimizerNames) -> Callable[[Tree], OptimizerState]:
-    """Make the `init` of an optimizer whose state begins with zeros."""
-
-    def init(params: Tree) -> OptimizerState:
-        moments = {name: flat.zeros(params, name) for name in names.moments}
-        pieces = flat.unpacked(params).pieces
-        here = bool(pieces) and not pieces[0].is_meta and not _torch.inside_torch_func()
-        zero = torch.zeros((), device=pieces[0].device if here else "cpu")
-        return OptimizerState(0, moments, dict.fromkeys(names.scalars, zero))
-
-    return init
 
 
 def sgd(
@@ -167,12 +186,12 @@ def sgd(
     Example:
       >>> optimizer = sgd(0.1, momentum=0.9, nesterov=True)
     """
-    transform.check_rule("sgd", lr, momentum=momentum, weight_decay=weight_decay)
+    options = {"momentum": momentum, "weight_decay": weight_decay}
+    transform.check_rule("sgd", lr, **options)
     checks.choice("sgd", "nesterov", nesterov, True, False)
-    names = OptimizerNames(("momentum_buffer",) if momentum else ())
 
-    def take(now: _Now) -> dict[str, Tensor]:
-        params, *buffers, grads = map(list, zip(*now.columns, strict=True))
+    def rule(params: list, *given: Any) -> dict[str, Tensor]:
+        *buffers, grads, now = given
         _torch_sgd(
             params,
             grads,
@@ -182,16 +201,15 @@ def sgd(
             found_inf=transform.FOUND_INF.get(),
             weight_decay=weight_decay if now.decays else 0.0,
             momentum=momentum,
-            lr=now.rate,  # pyright: ignore[reportArgumentType]
+            lr=now.rate,
             dampening=0.0,
             nesterov=nesterov,
             maximize=False,
         )
         return {}
 
-    options = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
-    options |= {"lr": lr, "decay_mask": decay_mask}
-    return _on_columns("sgd", names, take, _zeros(names), options)
+    options |= {"nesterov": nesterov, "lr": lr, "decay_mask": decay_mask}
+    return _by_rule("sgd", rule, options, ("momentum_buffer",) if momentum else ())
 
 
 def adam(
@@ -266,27 +284,25 @@ def _adam(
 ) -> Transform:
     options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
     transform.check_rule(verb, lr, **options)
-    names, decoupled = OptimizerNames(("exp_avg", "exp_avg_sq"), ("step",)), verb == "adamw"
+    decoupled = verb == "adamw"
 
-    def take(now: _Now) -> dict[str, Tensor]:
-        params, means, squares, grads = map(list, zip(*now.columns, strict=True))
-        decay, count = weight_decay if now.decays else 0.0, len(params)
-        rule: Any = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": decay}
-        rule |= {"lr": now.rate, "amsgrad": False, "maximize": False}
-        before = now.state.scalars["step"]
+    def rule(params: list, means: list, squares: list, grads: list, now: _Now) -> dict[str, Tensor]:
+        decay, count, before = weight_decay if now.decays else 0.0, len(params), now.scalars["step"]
+        own: Any = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": decay}
+        own |= {"lr": now.rate, "amsgrad": False, "maximize": False}
         if not now.live:  # the kernel, without the host's time of torch's function around it
             step, found_inf = before.to(params[0].device) + 1, transform.FOUND_INF.get()
             update = _torch.fused_adamw if decoupled else _torch.fused_adam
-            update(params, grads, means, squares, [], [step] * count, found_inf=found_inf, **rule)
+            update(params, grads, means, squares, [], [step] * count, found_inf=found_inf, **own)
             return {"step": step if found_inf is None else step - found_inf}
         # What torch computes from a count in float32 would have no more digits than that.
         steps = list(before.double().repeat(count).unbind())
-        rule |= {"foreach": False, "differentiable": True, "decoupled_weight_decay": decoupled}
-        _torch_adam(params, grads, means, squares, [], steps, **rule)
+        own |= {"foreach": False, "differentiable": True, "decoupled_weight_decay": decoupled}
+        _torch_adam(params, grads, means, squares, [], steps, **own)
         return {"step": steps[0].to(before.dtype)}
 
     options |= {"lr": lr, "decay_mask": decay_mask}
-    return _on_columns(verb, names, take, _zeros(names), options)
+    return _by_rule(verb, rule, options, ("exp_avg", "exp_avg_sq"), ("step",))
 
 
 def lion(
@@ -316,20 +332,18 @@ def lion(
     Example:
       >>> optimizer = lion(1e-4, weight_decay=0.1)
     """
-    transform.check_rule("lion", lr, betas=betas, weight_decay=weight_decay)
+    options: dict[str, Any] = {"betas": betas, "weight_decay": weight_decay}
+    transform.check_rule("lion", lr, **options)
 
-    def take(now: _Now) -> dict[str, Tensor]:
-        rate: Any = now.rate
-        for p, m, g in now.columns:
+    def rule(params: list, means: list, grads: list, now: _Now) -> dict[str, Tensor]:
+        for p, m, g in zip(params, means, grads, strict=True):
             if now.decays:
-                p.mul_(1 - rate * weight_decay)
-            p.sub_(torch.lerp(m, g, 1 - betas[0]).sign_().mul_(rate))
+                p.mul_(1 - now.rate * weight_decay)
+            p.sub_(torch.lerp(m, g, 1 - betas[0]).sign_().mul_(now.rate))
             m.lerp_(g, 1 - betas[1])
         return {}
 
-    names = OptimizerNames(("exp_avg",))
-    options = {"betas": betas, "weight_decay": weight_decay, "lr": lr, "decay_mask": decay_mask}
-    return _on_columns("lion", names, take, _zeros(names), options)
+    return _by_rule("lion", rule, options | {"lr": lr, "decay_mask": decay_mask}, ("exp_avg",))
 
 
 # Any elementwise class of torch, by an object that is made for each step.
@@ -383,34 +397,38 @@ def from_torch(
         text = f"from_torch: {name} is not known to be elementwise, and a shard is a flat piece"
         raise PlanError(text, fix=fix)
     with _torch.without_torch_func():
-        names = _names_of(cls, options if lr is None else {**options, "lr": 1e-2})
+        moments, scalars = _names_of(cls, options if lr is None else {**options, "lr": 1e-2})
+
+    def check(live: bool) -> None:
+        if live:
+            name = f"from_torch({cls.__name__})"
+            text = f"opt_step: {name} has no derivative, and here one is asked for"
+            fix = "use sgd, adam, adamw or lion, or call it under torch.no_grad()"
+            raise PlanError(text, fix=fix)
 
     def init(params: Tree) -> OptimizerState:
-        if _torch.inside_torch_func():
-            raise _no_derivative(cls)
-        rate = transform.rate_at("from_torch", lr, 0) if callable(lr) else lr
+        check(_torch.inside_torch_func())
+        rate = lr(0) if callable(lr) else lr
         given = options if lr is None else {**options, "lr": rate}
         with torch.no_grad():
-            return _begin(cls, given, names, params)
+            return _begin(cls, given, moments, scalars, params)
 
-    def take(now: _Now) -> dict[str, Tensor]:
-        if now.live:
-            raise _no_derivative(cls)
-        given = options if now.rate is None else {**options, "lr": now.rate}
-        given = given if now.decays else {**given, "weight_decay": 0.0}
-        return _step_object(cls, given, names, now)
+    def rule(*given: Any) -> dict[str, Tensor]:
+        *columns, now = given
+        check(now.live)
+        own = options if now.rate is None else {**options, "lr": now.rate}
+        own = own if now.decays else {**own, "weight_decay": 0.0}
+        return _step_object(cls, own, moments, columns, now)
 
-    facts = {**options, "lr": lr, "decay_mask": decay_mask}
-    return _on_columns(f"{cls.__module__}.{cls.__qualname__}", names, take, init, facts)
-
-
-def _no_derivative(cls: Any) -> PlanError:
-    text = f"opt_step: from_torch({cls.__name__}) has no derivative, and here one is asked for"
-    return PlanError(text, fix="use sgd, adam, adamw or lion, or call it under torch.no_grad()")
+    facts, verb = (
+        {**options, "lr": lr, "decay_mask": decay_mask},
+        f"{cls.__module__}.{cls.__qualname__}",
+    )
+    return _by_rule(verb, rule, facts, moments, scalars, init)
 
 
-def _names_of(cls: Any, options: dict[str, Any]) -> OptimizerNames:
-    """Name what a class keeps, by a step on two elements, which checks its arguments too."""
+def _names_of(cls: Any, options: dict[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The moments and scalars of a class, by a step on two elements, which checks its arguments."""
     param = torch.nn.Parameter(torch.zeros(2))
     param.grad = torch.ones(2)
     optimizer = cls([param], **options)
@@ -424,19 +442,23 @@ def _names_of(cls: Any, options: dict[str, Any]) -> OptimizerNames:
             fix = "let _init_group make it, as a tensor of 0 dims or of the parameter's shape"
             raise PlanError(text, fix=fix)
     moments = tuple(name for name, value in kept.items() if value.ndim)
-    return OptimizerNames(moments, tuple(name for name in kept if name not in moments))
+    return moments, tuple(name for name in kept if name not in moments)
 
 
 def _begin(
-    cls: Any, options: dict[str, Any], names: OptimizerNames, params: Tree
+    cls: Any,
+    options: dict[str, Any],
+    names: tuple[str, ...],
+    scalars: tuple[str, ...],
+    params: Tree,
 ) -> OptimizerState:
     """Make the state before the first step, each moment run by run."""
     found = flat.unpacked(params)
     layout = found.layout()
     hollow = not found.pieces or found.pieces[0].is_meta
     home = torch.device("cpu") if hollow else found.pieces[0].device
-    scalars = _begun(cls, options, torch.zeros(1, device=home))
-    wholes: dict[str, list[Tensor]] = {name: [] for name in names.moments}
+    single = _begun(cls, options, torch.zeros(1, device=home))
+    wholes: dict[str, list[Tensor]] = {name: [] for name in names}
     for r, run in enumerate(layout.runs):
         x = flat.whole_run(run, found.pieces)
         x = flat.joined(run, [found.pieces[i] for i in run.members]) if x is None else read(x)
@@ -446,7 +468,7 @@ def _begin(
             begins = torch.zeros_like(x) if begins is None else begins
             mine.append(flat.made(layout, r, begins, name))
     moments = {name: flat.with_wholes(layout, mine) for name, mine in wholes.items()}
-    return OptimizerState(0, moments, {name: scalars[name] for name in names.scalars})
+    return OptimizerState(0, moments, {name: single[name] for name in scalars})
 
 
 def _begun(cls: Any, options: dict[str, Any], value: Tensor) -> dict[str, Any]:
@@ -462,28 +484,27 @@ def _begun_in(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]
 
 
 def _step_object(
-    cls: Any, options: dict[str, Any], names: OptimizerNames, now: _Now
+    cls: Any, options: dict[str, Any], names: tuple[str, ...], columns: Sequence[list], now: _Now
 ) -> dict[str, Tensor]:
     """Step in place on columns by an object of a class; gives the new scalars."""
-    params = [_with_grad(piece, grad) for piece, *_, grad in now.columns]
+    pieces, *moments, grads = columns
+    params = list(map(_with_grad, pieces, grads))
     if issubclass(cls, torch.optim.SGD):
         # It begins with the first gradient, which zeros and no dampening give, too.
-        options = {**options, "dampening": 0.0} if now.state.count == 0 else options
+        options = {**options, "dampening": 0.0} if now.first else options
         options = {**options, "fused": False} if _fused_skips(params) else options
     optimizer = cls(params, **options)
     # One copy of each scalar for every column, made together.
-    scalars = [x.repeat(len(params)).unbind() for x in now.state.scalars.values()]
-    kept = [column[1:-1] for column in now.columns]
-    for param, targets, *own in zip(params, kept, *scalars, strict=True):
-        given = zip((*names.moments, *now.state.scalars), (*targets, *own), strict=True)
-        optimizer.state[param] = dict(given)
+    scalars = [x.repeat(len(params)).unbind() for x in now.scalars.values()]
+    for param, *kept in zip(params, *moments, *scalars, strict=True):
+        optimizer.state[param] = dict(zip((*names, *now.scalars), kept, strict=True))
     optimizer.step()
-    for param, targets in zip(params, kept, strict=True):
-        for name, target in zip(names.moments, targets, strict=True):
+    for name, targets in zip(names, moments, strict=True):
+        for param, target in zip(params, targets, strict=True):
             found = optimizer.state[param][name]
             if found is not target:
                 target.copy_(found)
-    return {name: optimizer.state[params[0]][name] for name in names.scalars}
+    return {name: optimizer.state[params[0]][name] for name in now.scalars}
 
 
 def _with_grad(piece: Tensor, grad: Tensor) -> Tensor:

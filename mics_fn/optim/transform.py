@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from mics_fn.checks import check_matched, matches
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.optim import columns
 from mics_fn.optim.flat import Unpacked, as_before, lazy_grads, unpacked
-from mics_fn.shards import Nothing, Sharded, is_leaf, names, needs_derivative
+from mics_fn.shards import Nothing, Sharded, is_leaf, names
 from mics_fn.tree import Tree
 
 # A learning rate, or a function from the step, counted from 0, to one. A tensor may be
@@ -22,6 +22,7 @@ from mics_fn.tree import Tree
 Rate = float | Tensor | Callable[[int], float | Tensor]
 Facts = Mapping[str, Any]  # see `Transform`
 Mask = Callable[[str], bool]  # from the path of a leaf to whether it is selected
+Optimizer = Any  # what can be made a `Transform`: an object with `init` and `update`
 
 
 FOUND_INF: ContextVar[Tensor | None] = ContextVar("found_inf", default=None)  # of `masked_by`
@@ -41,20 +42,6 @@ def masked_by(number: Tensor | None) -> Iterator[None]:
         FOUND_INF.reset(token)
 
 
-class Optimizer(Protocol):
-    """What can be made a `Transform`: an object with `init` and `update`, as optax defines them."""
-
-    @property
-    def init(self) -> Callable[..., Any]:
-        """`init(params) -> state`."""
-        ...
-
-    @property
-    def update(self) -> Callable[..., Any]:
-        """`update(grads, state, params) -> (updates, state)`."""
-        ...
-
-
 class Transform(NamedTuple):
     """An optimizer, or a part of one, as pure functions.
 
@@ -66,7 +53,7 @@ class Transform(NamedTuple):
         with `donate` it may write into the memory of `state` and `params`. Gradients and parameters
         are `Unpacked`, as every part of a step needs them.
       facts: its options by name, for ranks to compare. Without it they compare nothing, and say so.
-      masked: whether steps can be those of [Note: masked steps] in `optimizers`.
+      masked: whether steps can be those of [Note: masked steps].
     """
 
     init: Callable[[Tree], Any]
@@ -136,35 +123,6 @@ def _difference(updates: Unpacked, params: Unpacked) -> str:
     return f"{tree.join('updates', path)}: expected a piece of {want} elements, got {got}"
 
 
-def from_step(
-    init: Callable[[Tree], Any],
-    step: Callable[[Unpacked, Any, Unpacked, bool], tuple[Unpacked, Any]],
-    facts: Facts | None = None,
-    *,
-    masked: bool = False,
-) -> Transform:
-    """A `Transform` whose updates are the new parameters minus the old ones."""
-
-    def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
-        found, state = step(unpacked(grads), state, unpacked(params), False)
-        new = found.shards
-        own = not needs_derivative(tree.flatten((new, params))[0])
-        return columns.map_columns(lambda n, p: n.sub_(p), new, params, donate=own), state
-
-    return Transform(init, update, step, facts, masked)
-
-
-def rate_at(verb: str, lr: Callable[..., Any], step: int) -> float | Tensor:
-    """The learning rate of a step, by a function of the step.
-
-    Raises:
-      PlanError: the function gives no rate for it; nothing was written.
-    """
-    rate = lr(step)
-    check_rate(verb, f"lr({step})", rate, "let the function of the step give a rate for every step")
-    return rate
-
-
 def check_rate(verb: str, name: str, lr: Any, fix: str) -> None:
     """Raise PlanError unless a rate is a number of at least 0, or a tensor with such a number.
 
@@ -210,15 +168,6 @@ def check_rule(verb: str, lr: Rate, **numbers: Any) -> None:
             continue
         for i, beta in zip(range(2), value, strict=True):
             checks.number(verb, f"betas[{i}]", beta, least=0, below=1)
-
-
-def decay_keys(verb: str, mask: Mask, params: Unpacked) -> list[bool]:
-    """Whether each piece decays, in the order of the tree.
-
-    Raises:
-      PlanError: the mask gives something else than a bool.
-    """
-    return [checks.answer(verb, f"decay_mask({path!r})", mask(path)) for path in params.paths]
 
 
 def as_transform(optimizer: Any) -> Transform:
