@@ -158,7 +158,7 @@ class WorkingTree:
             return given.with_pieces(pieces)
         if pieces:  # of a step leaf by leaf
             self.wholes = [flat.joined(run, [pieces[i] for i in run.members]) for run in self.runs]
-        return flat.with_wholes(given.layout, self.wholes, given.cuts)
+        return flat.with_wholes(given.layout, self.wholes, given)
 
 
 def working_trees(trees: Sequence[Tree]) -> list[WorkingTree]:
@@ -172,7 +172,7 @@ def working_trees(trees: Sequence[Tree]) -> list[WorkingTree]:
                 raise LeafError("opt_step: the state is of another tree", fix=fix)
         else:
             given = flat.unpacked(shards)
-            runs = found[0].runs if found else given.runs
+            runs = found[0].runs if found else flat.runs_of(*given.geometry[:3])
             if found and len(found[0].pieces or given.pieces) != len(given.pieces):
                 raise LeafError("opt_step: trees of different numbers of leaves")
         found.append(WorkingTree(given, runs))
@@ -191,10 +191,12 @@ def in_place(targets: Sequence[WorkingTree]) -> set[int]:
         for r in range(len(each.runs)):
             parts += each.parts(r)
     for x in parts:
-        if not offload.is_coded(x):
+        if not offload.is_placed(x):
             plain.append(x)
-            if not offload.in_file(x) and x.is_contiguous() and not x.is_neg():
+            if x.is_contiguous() and not x.is_neg():
                 dense.append((_torch.storage_id(x), int(x.storage_offset()), x.numel()))
+        elif offload.in_file(x):
+            plain.append(x)
     finish_readers(plain)
     dense.sort()
     for a, b in pairwise(dense):
@@ -330,7 +332,7 @@ def staged(parts: Iterator[Part], device: torch.device, *, ahead: bool) -> Itera
         yield from parts
         return
     up, down = _device.own_stream(device), _device.own_stream(device)
-    fetched, stored = deque[tuple[Part, torch.Event]](), deque[tuple[Part, torch.Event]]()
+    fetched, written = deque[tuple[Part, torch.Event]](), deque[tuple[Part, torch.Event]]()
     try:
         while True:
             while len(fetched) <= ahead and (part := next(parts, None)) is not None:
@@ -347,11 +349,11 @@ def staged(parts: Iterator[Part], device: torch.device, *, ahead: bool) -> Itera
                 _device.follow(down, device)
                 for k, x in part.here.items():
                     part.goals[k].copy_(x, non_blocking=True)
-                stored.append((part, _device.record(device)))
+                written.append((part, _device.record(device)))
             if not ahead:
                 down.synchronize()
-            if len(stored) > _AHEAD:
-                _, event = stored.popleft()
+            if len(written) > _AHEAD:
+                _, event = written.popleft()
                 up.wait_event(event)  # which uses its memory next
     except BaseException:  # such as that of a step that is refused
         up.synchronize()  # what is on the host may be written to next
@@ -410,7 +412,8 @@ class Columns:
         self._runs, self._placed = every[0].runs, list[dict[int, Any]]()
         if self.live:
             _refuse_live(tensors, donate)
-        if self.live or (not flat.all_rows(tensors) and any(map(_is_batched, every))):
+        rows = set(map(Tensor.dim, tensors)) <= {1}
+        if self.live or (not rows and any(map(_is_batched, every))):
             self.blocks: Iterable[list[Column]] = [self._by_leaf(by)]
             return
         for each in every:
@@ -453,7 +456,8 @@ class Columns:
             if self._donate and found:
                 note_write()
             yield found
-            self._drop(runs)
+            if self._stream is not None:
+                self._drop(runs)
 
     def _ready(self) -> Iterator[list[int]]:
         """Yield the runs whose gradients are here, as they arrive, with these in their own memory.
@@ -479,9 +483,7 @@ class Columns:
             yield ready
 
     def _drop(self, runs: Iterable[int]) -> None:
-        """Free the gradients of runs, which were used, if they are a stream."""
-        if self._stream is None:
-            return
+        """Free the gradients of runs, which were used."""
         for r in runs:
             self._stream.wholes[r] = None
             for i in self._runs[r].members:
@@ -538,7 +540,7 @@ class Columns:
                     note_write()
                 yield found
                 self._finish(part, found)
-                if high == self._runs[r].numel:
+                if self._stream is not None and high == self._runs[r].numel:
                     self._drop([r])
         self._decide()  # where this rank has no part of what is placed
         for each in self._every[: self._written]:  # put what was written into their pieces
@@ -698,7 +700,7 @@ def needs_fetch(params: Tree, opt: Any) -> bool:
     """Return whether a step fetches states from a file or another device, on this rank."""
     working = [x for x in tree.flatten(opt)[0] if isinstance(x, Tensor)]
     working += flat.unpacked(params).pieces
-    return offload.FileTensor in map(type, working) or len(set(flat.devices(working))) > 1
+    return offload.FileTensor in map(type, working) or len(set(map(flat.DEVICE, working))) > 1
 
 
 def map_columns(fn: Callable[..., None], target: Tree, *rest: Tree, donate: bool = False) -> Tree:

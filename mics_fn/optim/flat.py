@@ -102,7 +102,7 @@ def whole_run(run: FlatRun, pieces: Sequence[Tensor]) -> Tensor | None:
     """
     if not run.index:
         return None
-    starts, lengths, mine = run.starts, run.lengths, [pieces[i] for i in run.index]
+    starts, lengths, mine = run.starts, run.lengths, list(map(pieces.__getitem__, run.index))
     if FileTensor in map(type, mine):
         return _in_one_file(run, mine)
     first = mine[0].detach()
@@ -116,7 +116,7 @@ def whole_run(run: FlatRun, pieces: Sequence[Tensor]) -> Tensor | None:
         return None
     if not all(map(Tensor.is_contiguous, mine)) or any(map(Tensor.is_neg, mine)):
         return None
-    if not all_rows(mine) or len(set(map(_DTYPE, mine))) > 1:
+    if not set(map(Tensor.dim, mine)) <= {1} or len(set(map(_DTYPE, mine))) > 1:
         return None
     if first.untyped_storage().nbytes() < (begin + run.numel) * size:
         return None
@@ -188,16 +188,7 @@ def _run(
     return FlatRun(own, members, *here, tuple(sizes), end, complete)
 
 
-# The next three loop over leaves inside the interpreter: a step has nothing else to do for each.
-
-
-def all_rows(tensors: Sequence[Tensor]) -> bool:
-    """Whether all tensors have one dimension."""
-    return set(map(Tensor.dim, tensors)) <= {1}
-
-
-def devices(tensors: Sequence[Tensor]) -> list[torch.device]:
-    return list(map(_DEVICE, tensors))
+# The next loops over leaves inside the interpreter: a step has nothing else to do for each.
 
 
 def any_requires_grad(tensors: Sequence[Tensor]) -> bool:
@@ -360,22 +351,18 @@ class FlatShards:
     def __getitem__(self, key: Any) -> Any:
         return self.by_leaf()[key]
 
-    @cached_property
-    def cuts(self) -> dict[int, tuple[Tensor, list[Tensor]]]:
-        """What `cut` has found, by run; a step that writes in place hands it on."""
-        return {}
-
     def __getstate__(self) -> dict[str, Any]:
         return {"runs": self.runs, "layout": self.layout}  # each view would be saved as a whole
 
     def cut(self, r: int, whole: Tensor) -> list[Tensor]:
         """The pieces of a run that are not empty, as views of its long tensor."""
-        known = self.cuts.get(r)
+        cuts = vars(self).setdefault("cuts", {})  # by run; a step that writes in place hands it on
+        known = cuts.get(r)
         if known is not None and known[0] is whole:
             return known[1]
         pieces = [x for x in split(self.layout.runs[r], whole) if x.numel()]
         if whole is self.wholes[r]:  # these would keep the memory of a copy
-            self.cuts[r] = whole, pieces
+            cuts[r] = whole, pieces
         return pieces
 
     @property
@@ -389,7 +376,7 @@ class FlatShards:
 
 _HELD = (Sharded, Tensor)
 _DATA, _BUCKET, _SLOT = attrgetter("data"), attrgetter("bucket"), attrgetter("slot")
-_DTYPE, _DEVICE, _REQUIRES = attrgetter("dtype"), attrgetter("device"), attrgetter("requires_grad")
+_DTYPE, DEVICE, _REQUIRES = attrgetter("dtype"), attrgetter("device"), attrgetter("requires_grad")
 
 
 def by_leaf(value: Tree) -> Tree:
@@ -460,26 +447,19 @@ class Unpacked:
     stream: GradStream | None = None
 
     @cached_property
-    def places(self) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        """The buckets of the pieces, None for plain tensors, and their slots."""
+    def geometry(self) -> tuple[Any, Any, Any, Any]:
+        """Buckets of the pieces, None for plain tensors; slots, lengths, and shapes if batched."""
+        leaves, pieces, shapes = self.leaves, self.pieces, None
+        if set(map(Tensor.dim, pieces)) <= {1}:
+            lengths = tuple(map(Tensor.numel, pieces))
+        else:
+            shapes = [x.shape for x in pieces]
+            lengths = tuple([shape[-1] if shape else 1 for shape in shapes])
         if self.only_shards:
-            return tuple(map(_BUCKET, self.leaves)), tuple(map(_SLOT, self.leaves))
-        kept = [leaf for leaf in self.leaves if isinstance(leaf, _HELD)]
-        buckets = [getattr(x, "bucket", None) for x in kept]
-        return tuple(buckets), tuple([getattr(x, "slot", 0) for x in kept])
-
-    @cached_property
-    def sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Elements of each piece (*batch, length), without the batch and with it."""
-        numels = tuple(map(Tensor.numel, self.pieces))
-        if all_rows(self.pieces):
-            return numels, numels
-        return tuple([x.shape[-1] if x.ndim else 1 for x in self.pieces]), numels
-
-    @property
-    def runs(self) -> tuple[FlatRun, ...]:
-        """The runs of the tree on this rank."""
-        return runs_of(*self.places, self.sizes[0])
+            return tuple(map(_BUCKET, leaves)), tuple(map(_SLOT, leaves)), lengths, shapes
+        kept = [leaf for leaf in leaves if isinstance(leaf, _HELD)]
+        buckets = tuple([getattr(x, "bucket", None) for x in kept])
+        return buckets, tuple([getattr(x, "slot", 0) for x in kept]), lengths, shapes
 
     @property
     def paths(self) -> list[str]:
@@ -496,12 +476,12 @@ class Unpacked:
             else:  # a frozen leaf itself would keep its tensor alive
                 kept = leaf if isinstance(leaf, Tied) else Nothing()
                 places.append(None if isinstance(leaf, Tensor) else kept)
-        return FlatLayout(self.spec, tuple(places), self.runs)
+        return FlatLayout(self.spec, tuple(places), runs_of(*self.geometry[:3]))
 
     def with_pieces(self, pieces: Sequence[Tensor]) -> "Unpacked":
         """The same tree with other pieces, in new nodes, as the old ones may be given away."""
         if self.only_shards:
-            leaves = list(map(Sharded, pieces, *self.places))  # pyright: ignore
+            leaves = list(map(Sharded, pieces, *self.geometry[:2]))  # pyright: ignore
         else:
             given, leaves = iter(pieces), []
             for leaf in self.leaves:
@@ -621,22 +601,20 @@ def zeros(shards: Tree, name: str = "") -> FlatShards:
 
 
 def with_wholes(
-    layout: FlatLayout,
-    wholes: Sequence[Tensor],
-    cuts: dict[int, tuple[Tensor, list[Tensor]]] | None = None,
+    layout: FlatLayout, wholes: Sequence[Tensor], before: FlatShards | None = None
 ) -> FlatShards:
     """Flat shards of a layout from their long tensors.
 
     Args:
       layout: of the tree.
       wholes: the long tensors.
-      cuts: `FlatShards.cuts` of those that they replace.
+      before: those that they replace, of which they keep what `cut` has found.
     """
     runs = list[Any]()
     for run, x in zip(layout.runs, wholes, strict=True):
         runs.append(Sharded(x, run.bucket, 0) if run.bucket else x)
-    made = FlatShards(runs, layout)
-    for r, cut in (cuts or {}).items():
+    made, cuts = FlatShards(runs, layout), {} if before is None else vars(before).get("cuts", {})
+    for r, cut in cuts.items():
         if cut[0] is wholes[r]:  # those of other memory would keep it
-            made.cuts[r] = cut
+            vars(made).setdefault("cuts", {})[r] = cut
     return made

@@ -74,7 +74,7 @@ def _leader(layout: flat.FlatLayout, run: flat.FlatRun) -> str:
 
 def moved_states(opt: Any, params: flat.Unpacked, mover: Mover) -> Any:
     """The state of an optimizer with its moments at their places."""
-    names = dict(zip(zip(*params.places, strict=True), params.paths, strict=True))
+    names = dict(zip(zip(*params.geometry[:2], strict=True), params.paths, strict=True))
 
     def take(x: Any) -> Any:
         if isinstance(x, flat.FlatShards):

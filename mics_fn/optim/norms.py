@@ -33,6 +33,7 @@ from mics_fn.shards import (
     open_shards,
     require_groups,
 )
+from mics_fn.shards import donate as mark_donated
 from mics_fn.tree import Tree
 
 # Limits on gradients: a factor and a clamp, in one pass.
@@ -81,7 +82,10 @@ def clipped(
         if max_value is not None:
             grad.clamp_min_(-max_value).clamp_max_(max_value)  # clamp_ has no rule for vmap
 
-    return columns.map_columns(limit, columns.in_chunks(grads) if donate else grads, donate=donate)
+    out = columns.map_columns(limit, columns.in_chunks(grads) if donate else grads, donate=donate)
+    if donate:
+        mark_donated(grads, "grads", "Guard.judge", keep=out)
+    return out
 
 
 def _clipped_stream(

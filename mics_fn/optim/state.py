@@ -42,12 +42,11 @@ def check_grads(want: flat.Unpacked, got: flat.Unpacked) -> bool:
 
 def _fits(want: flat.Unpacked, got: flat.Unpacked) -> bool:
     """Whether gradients fit; those of parameters on the host may be on a device."""
-    homes, own = flat.devices(want.pieces), flat.devices(got.pieces)
-    if homes != own:
-        for home, x in zip(homes, own, strict=False):
-            if home != x and not (home.type == "cpu" and _device.is_async(x)):
-                return False
-    return want.places == got.places and want.sizes == got.sizes
+    fits = want.geometry == got.geometry
+    devices = zip(map(flat.DEVICE, want.pieces), map(flat.DEVICE, got.pieces), strict=False)
+    for home, own in set(devices):
+        fits = fits and (home == own or (home.type == "cpu" and _device.is_async(own)))
+    return fits
 
 
 def _mismatch(path: str, param: Any, grad: Any) -> LeafError:

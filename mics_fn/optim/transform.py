@@ -116,9 +116,11 @@ def _difference(updates: Unpacked, params: Unpacked) -> str:
     """Where updates do not fit the parameters, in words; "" if they do."""
     if updates.spec != params.spec:
         return tree.first_mismatch(params.shards, updates.shards, "updates", is_leaf)
-    if updates.sizes[0] == params.sizes[0]:
+    _, _, lengths, _ = params.geometry
+    _, _, others, _ = updates.geometry
+    if lengths == others:
         return ""
-    rows = zip(params.paths, params.sizes[0], updates.sizes[0], strict=True)
+    rows = zip(params.paths, lengths, others, strict=True)
     path, want, got = next(row for row in rows if row[1] != row[2])
     return f"{tree.join('updates', path)}: expected a piece of {want} elements, got {got}"
 

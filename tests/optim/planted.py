@@ -37,7 +37,7 @@ PLANTED = [
      "inner = stretch.start - (stretch.start - start) // LINE * LINE", "inner = start",
      "optim/test_moving.py -k parts_of_a_column"),
     ("a step without donate writes to the files of the old state", _C,
-     "if not donate or offload.is_locked(old):", "if offload.is_locked(old):",
+     "if not self._donate or offload.is_locked(old):", "if offload.is_locked(old):",
      "offload/test_errors_on_all_ranks.py -k same_error"),
     ("moments of replicas are not compared", _D,
      "opt = flat.by_leaf(state.opt) if moments else ()", "opt = ()",
