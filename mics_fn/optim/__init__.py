@@ -58,7 +58,7 @@ Rules:
 
 - Ranks compare what nothing later would show: at which step they are, on new groups (`same_step`);
   all options that change numbers, by `facts` of a `Transform` (`Trainer`, `init_state(groups=)`);
-  and the bits of replicas (`same_replicas`, or every 100 steps of a `Trainer`).
+  and the bits of replicas (`same_replicas`, or every 100 steps of a `Trainer`). `faults` does that.
 - Moments may lie in host memory or in files (`init_state(where=)`, `move`). A step brings them part
   by part to where the parameter is, and its bits are those of a step in memory. `opt_step` takes a
   `GradSum`, too, of which each bucket is stepped once its hop 2 is done. So does `Guard.judge`, and
@@ -82,8 +82,7 @@ Where to start reading: a step from top to bottom is `opt_step` in `state`, whic
 and covers what is written; `_on_columns` in `optimizers`, which gives columns to an optimizer such
 as `lion`; and `ColumnBlocks.run` in `columns`, which makes them of `flat` runs, part by part where
 states are placed. Then `transform` for parts of optimizers, and `moving` for states elsewhere;
-`norms` for clipping and studies, `guard` for loss scales and verdicts, and `comparing` for what
-ranks compare.
+`norms` for clipping and studies, and `guard` for loss scales and verdicts.
 
 An optimizer of your own is `from_update(init, update)`, with `shards.map` for what is elementwise
 and `leaf_norms` and `inner` for numbers of whole tensors: LAMB is fifteen lines of it. Rates, or
@@ -99,18 +98,7 @@ type `LossScale`: `no_scale`, `static_scale`, `dynamic_scale`; `adjust` gives th
 """
 
 from mics_fn.optim.columns import StepRefused, fresh, map_columns
-from mics_fn.optim.comparing import (
-    Comparison,
-    differing,
-    from_replica,
-    optimizer_facts,
-    same_options,
-    same_replicas,
-    same_step,
-    texts_of,
-    versions,
-)
-from mics_fn.optim.flat import by_leaf, lazy_grads, replaced
+from mics_fn.optim.flat import as_before, by_leaf, lazy_grads, replaced
 from mics_fn.optim.guard import (
     Guard,
     LossScale,
@@ -153,8 +141,6 @@ __all__ = [
     "leaf_norms",
     "lion",
     "norm_spike",
-    "same_replicas",
-    "same_step",
     "sgd",
     "static_scale",
     "warmup_cosine",

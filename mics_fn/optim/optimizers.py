@@ -117,28 +117,16 @@ def _by_rule(
             rate, fix = lr(state.count), "let the function of the step give a rate for every step"
             transform.check_rate(verb, f"lr({state.count})", rate, fix)
         targets = [params, *state.moments.values()]
-        work, after = Columns(targets, [grads], keys, by=[rate], donate=donate), None
-        for block in work.blocks:
-            by_key: dict[Any, list[Column]] = {}
-            for column in block:
-                key = column.key, column.tensors[0].dtype  # kernels take tensors of one dtype
-                by_key.setdefault(key, []).append(column)
-            for (decays, _), found in by_key.items():
-                given = map(list, zip(*map(_TENSORS, found), strict=True))
-                with updating(found):  # torch updates all of them in one call
-                    now = _Now(
-                        state.scalars, state.count == 0, rate, decays is not False, work.live
-                    )
-                    after = rule(*given, now)
+        work = Columns(targets, [grads], keys, by=[rate], donate=donate)
+        now = _Now(state.scalars, state.count == 0, rate, True, work.live)
+        after = _step_columns(rule, work, now)
         if after is None:
             # A rank that holds no element has to count steps nevertheless.
             device = params.pieces[0].device if params.pieces else torch.device("cpu")
-            nothing = [[torch.zeros(1, device=device)]] * (2 + len(moments))
-            after = rule(*nothing, _Now(state.scalars, state.count == 0, rate, True, work.live))
+            after = rule(*[[torch.zeros(1, device=device)]] * (2 + len(moments)), now)
         params, *kept = work.targets()
-        return params, OptimizerState(
-            state.count + 1, dict(zip(state.moments, kept, strict=True)), after
-        )
+        kept = dict(zip(state.moments, kept, strict=True))
+        return params, OptimizerState(state.count + 1, kept, after)
 
     def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
         found, state = step(flat.unpacked(grads), state, flat.unpacked(params), False)
@@ -148,6 +136,21 @@ def _by_rule(
 
     masked = verb in ("sgd", "adam", "adamw")  # by torch's fused kernels
     return Transform(init or zeros, update, step, {"optimizer": verb, **options}, masked)
+
+
+def _step_columns(rule: Rule, work: Columns, now: _Now) -> dict[str, Tensor] | None:
+    """Apply a rule to all columns; gives the new scalars, or None if there are no columns."""
+    after = None
+    for block in work.blocks:
+        by_key: dict[Any, list[Column]] = {}
+        for column in block:
+            key = column.key, column.tensors[0].dtype  # kernels take tensors of one dtype
+            by_key.setdefault(key, []).append(column)
+        for (decays, _), found in by_key.items():
+            given = map(list, zip(*map(_TENSORS, found), strict=True))
+            with updating(found):  # torch updates all of them in one call
+                after = rule(*given, now._replace(decays=decays is not False))
+    return after
 
 
 def _fused_skips(params: Iterable[Tensor]) -> bool:

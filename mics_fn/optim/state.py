@@ -9,10 +9,10 @@ from torch.autograd.graph import increment_version
 
 from mics_fn import _device, _torch, checks, shards, spans, tree
 from mics_fn.errors import FileError, LeafError, MicsError, PlanError
-from mics_fn.groups import Groups
+from mics_fn.groups import Groups, hooks
 from mics_fn.interrupts import Commit
 from mics_fn.offload import Where
-from mics_fn.optim import comparing, flat, moving
+from mics_fn.optim import flat, moving
 from mics_fn.optim.transform import FOUND_INF, Optimizer, Transform, as_transform
 from mics_fn.tree import Tree
 
@@ -168,9 +168,7 @@ def init_state(
     shards.check_leaves("init_state", params, tree.flatten(params, shards.is_leaf)[0], "params")
     if groups is not None:
         homes = shards.homes_of("init_state", groups, params)
-        several = any(home.partition_size * home.num_replicas > 1 for home in homes)
-        facts = comparing.optimizer_facts("init_state", transform, shards.names(params), several)
-        comparing.same_options("init_state", facts, homes)
+        hooks.compare("init_state", TrainState(0, params, (), {}, transform), homes)
     opt = moving.init_placed(transform.init, params, where)
     flat.check_coded(params, opt)
     return TrainState(0, params, opt, dict(buffers or {}), transform)
@@ -204,7 +202,7 @@ def opt_step(state: TrainState[P], grads: Tree, *, donate: bool = False) -> Trai
 
     Communication: only that of transforms that were given groups, such as clipping by norm. The
       first time that gradients come from these groups, 8 bytes to compare the step and 32 for the
-      options of the optimizer; see [Note: one step] in `optim.comparing`. With `donate` it waits
+      options of the optimizer; see [Note: one step] in `faults.comparing`. With `donate` it waits
       for gathers of these shards under way.
 
     Memory: a second copy of the state; none with `donate`.
@@ -231,8 +229,8 @@ def opt_step(state: TrainState[P], grads: Tree, *, donate: bool = False) -> Trai
     checks.flag("opt_step", "donate", donate)
     ahead = flat.unpacked(grads)
     home = shards.reduction_groups(ahead.leaves) if ahead.stream is None else ahead.stream.home
-    if isinstance(home, Groups) and not home.agreed >= comparing.AGREED:
-        comparing.compare_once(state, home)
+    if isinstance(home, Groups) and "opt_step" not in home.agreed:
+        hooks.compare("opt_step", state, [home])
     if spans.observers:
         spans.passing("opt_step", state.step + 1, flat.unpacked(state.params).pieces)
     if not donate:

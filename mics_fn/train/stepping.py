@@ -27,6 +27,7 @@ from mics_fn import _device, spans, tree
 from mics_fn.collectives import collect_values
 from mics_fn.deferred import GradSum, defer
 from mics_fn.errors import MicsError, message
+from mics_fn.faults import same_step
 from mics_fn.groups import Groups
 from mics_fn.interrupts import Commit
 from mics_fn.optim import (
@@ -38,7 +39,6 @@ from mics_fn.optim import (
     masked_by,
     opt_step,
     record_memory,
-    same_step,
 )
 from mics_fn.shards import Writing, grad_stream, is_leaf
 from mics_fn.train import given
