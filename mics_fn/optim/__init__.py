@@ -81,16 +81,15 @@ Rules:
 Where to start reading: a step from top to bottom is `opt_step` in `state`, which checks gradients
 and covers what is written; `_by_rule` in `optimizers`, which gives columns to a rule such as that
 of `lion`; and `Columns` in `columns`, which makes them of `flat` runs, part by part where states
-are placed. Then `transform` for parts of optimizers, `norms` for clipping and studies, and `guard`
-for loss scales and verdicts.
+are placed. Then `norms` for clipping and studies, and `guard` for loss scales and verdicts.
 
 An optimizer of your own is `from_update(init, update)`, with `shards.map` for what is elementwise
 and `leaf_norms` and `inner` for numbers of whole tensors: LAMB is fifteen lines of it. Rates, or
 optimizers, by path are `by_path({"*embed*": adamw(1e-4)}, default=adamw(1e-3))`.
 
 To add an optimizer: if torch has the class, `from_torch(cls, lr=..., **options)` is enough.
-Otherwise write a rule that writes to columns in place, as that of `lion` does. Objects with `init` and
-`update` of other libraries can be used as they are. Add it to the twins in `tests/optim`, which
+Otherwise write a rule that writes to columns in place, as that of `lion` does. Objects with `init`
+and `update` of other libraries can be used as they are. Add it to the twins in `tests/optim`, which
 hold it to a slow program written out by hand.
 
 A `Rate` is a number, a tensor, or a function of the step. The scales of a `Guard` are values of
@@ -110,18 +109,23 @@ from mics_fn.optim.guard import (
     static_scale,
 )
 from mics_fn.optim.norms import clip_by_global_norm, clip_by_value, global_norm, inner, leaf_norms
-from mics_fn.optim.optimizers import adam, adamw, from_torch, lion, sgd, warmup_cosine
-from mics_fn.optim.state import TrainState, init_state, move, opt_step, record_memory
-from mics_fn.optim.transform import (
+from mics_fn.optim.optimizers import (
     Optimizer,
     Rate,
     Transform,
+    adam,
+    adamw,
     as_transform,
     by_path,
     chain,
+    from_torch,
     from_update,
+    lion,
     masked_by,
+    sgd,
+    warmup_cosine,
 )
+from mics_fn.optim.state import TrainState, init_state, move, opt_step, record_memory
 
 __all__ = [
     "Guard",

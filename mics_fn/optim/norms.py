@@ -17,7 +17,8 @@ from mics_fn import _torch, checks, tree
 from mics_fn.collectives import collect
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Comm, Home, fold_ranks
-from mics_fn.optim import columns, flat, transform
+from mics_fn.optim import columns, flat
+from mics_fn.optim.optimizers import Transform, from_update
 from mics_fn.shards import (
     Bucket,
     BucketUse,
@@ -292,7 +293,7 @@ def check_limit(verb: str, name: str, value: float) -> None:
     checks.number(verb, name, value, above=0, finite=False)
 
 
-def clip_by_global_norm(max_norm: float, groups: Any) -> transform.Transform:
+def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
     """Scale gradients so that their global norm is at most `max_norm`, as `clip_grad_norm_` does.
 
     Args:
@@ -329,7 +330,7 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> transform.Transform:
         return clipped(grads, factor), state
 
     facts = {"optimizer": "clip_by_global_norm", "max_norm": max_norm}
-    return transform.from_update(lambda params: (), update, facts)
+    return from_update(lambda params: (), update, facts)
 
 
 def _for_parts(factor: Tensor, homes: Sequence[Home]) -> Tensor:
@@ -343,7 +344,7 @@ def _for_parts(factor: Tensor, homes: Sequence[Home]) -> Tensor:
     return own[0]
 
 
-def clip_by_value(max_value: float) -> transform.Transform:
+def clip_by_value(max_value: float) -> Transform:
     """Clamp every gradient element to [-max_value, max_value].
 
     Args:
@@ -366,7 +367,7 @@ def clip_by_value(max_value: float) -> transform.Transform:
         return clipped(grads, max_value=max_value), state
 
     facts = {"optimizer": "clip_by_value", "max_value": max_value}
-    return transform.from_update(lambda params: (), update, facts)
+    return from_update(lambda params: (), update, facts)
 
 
 def leaf_norms(shards: Tree, groups: Any) -> Tree:

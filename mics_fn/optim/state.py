@@ -18,7 +18,7 @@ from mics_fn.groups import Groups, hooks, reports
 from mics_fn.interrupts import Commit
 from mics_fn.offload import DEVICE, Where, is_coded, is_placed, place_tensor, where_of
 from mics_fn.optim import columns, flat
-from mics_fn.optim.transform import FOUND_INF, Optimizer, Transform, as_transform
+from mics_fn.optim.optimizers import FOUND_INF, Optimizer, Transform, as_transform
 from mics_fn.tree import Tree
 
 # Whether gradients fit the parameters that a step is taken on.
