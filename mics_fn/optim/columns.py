@@ -244,16 +244,11 @@ LINE = 64  # elements
 
 
 class Stretch(NamedTuple):
-    """Where a column lies in its run, in elements; it is stepped as if it went on by `more`."""
+    """Where a column lies in its run, in elements; it is stepped as if it went on to `end`."""
 
     start: int
     stop: int
-    more: int = 0
-
-    @property
-    def full(self) -> int:
-        """The end that it is stepped with."""
-        return self.stop + self.more
+    end: int
 
 
 def parts_of(
@@ -271,7 +266,7 @@ def parts_of(
     if start >= stop:
         return
     inner = stretch.start - (stretch.start - start) // LINE * LINE  # rounded up to whole lines
-    until = stop if stop == stretch.full else stop - (stop - stretch.start) % LINE
+    until = stop if stop == stretch.end else stop - (stop - stretch.start) % LINE
     bounds = sorted({start, stop, min(inner, stop), max(until, start)})
     for a, b in pairwise(bounds):
         if (a, b) == (inner, until):
@@ -283,7 +278,7 @@ def parts_of(
 def _divided(stretch: Stretch, start: int, given: Sequence[Tensor], written: int) -> Column:
     """A part of one line, in a tensor of the length of that line."""
     begin = start - (start - stretch.start) % LINE
-    length, at, count = min(LINE, stretch.full - begin), start - begin, given[0].numel()
+    length, at, count = min(LINE, stretch.end - begin), start - begin, given[0].numel()
     whole = [x.new_zeros(length) for x in given]
     mine = [x.narrow(0, at, count) for x in whole]
     _torch.foreach_copy(mine, list(given))
@@ -637,7 +632,7 @@ class Columns:
                         found.append(each.pieces[index].detach().narrow(0, a - first, b - a))
                 return found
 
-            stretch = Stretch(first, stop, (first - stop) % line)
+            stretch = Stretch(first, stop, stop + (first - stop) % line)
             for column in parts_of(stretch, low, high, cut, self._written):
                 yield column._replace(key=key, bucket=run.bucket)
 

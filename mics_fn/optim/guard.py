@@ -197,27 +197,19 @@ def dynamic_scale(
 # Which leaf of a gradient is not finite, and on which ranks that arose.
 
 
-class NonFinite(NamedTuple):
-    """A gradient that is not finite.
-
-    Args:
-      leaf: its path; "" if only the norm is not finite.
-      ranks: on which it arose; none if it was finite on all of them, or if that is not known.
-      text: all of this in words.
-    """
-
-    leaf: str
-    ranks: tuple[int, ...]
-    text: str
-
-
-def find_nonfinite(grads: Tree, groups: Any, loss: torch.Tensor | None = None) -> NonFinite:
-    """Where a gradient is not finite, the same on all ranks.
+def find_nonfinite(
+    grads: Tree, groups: Any, loss: Tensor | None = None
+) -> tuple[str, tuple[int, ...], str]:
+    """Find where a gradient is not finite, the same on all ranks.
 
     Args:
       grads: tree of shards, or a stream, both hops done, whose norm is not finite on some rank.
       groups: as for `shard`.
       loss: this rank's, if that is known.
+
+    Returns:
+      The path of the first such leaf, "" if only the norm is not finite; the ranks on which it
+      arose, none if it was finite on all of them, or if that is not known; and this in words.
 
     Communication: over each partition group and each replication group 8 bytes, then two words of
       each rank.
@@ -237,17 +229,17 @@ def find_nonfinite(grads: Tree, groups: Any, loss: torch.Tensor | None = None) -
         text = "every gradient is finite, but their norm exceeds float32"
         if at_loss:
             text = f"the loss is {at_loss}; every gradient is finite"
-        return NonFinite("", ranks, text)
+        return "", ranks, text
     path = tree.paths(grads, "grads", is_leaf)[at]
     where, odd = _odd(kinds)
     if where:
-        return NonFinite(path, odd, f"{path} is {where}")
+        return path, odd, f"{path} is {where}"
     if all(kinds.values()):
-        return NonFinite(path, (), f"{path} is finite on each rank, but not after the reduction")
+        return path, (), f"{path} is finite on each rank, but not after the reduction"
     if at_loss:
-        return NonFinite(path, ranks, f"{path} is not finite; the loss is {at_loss}")
+        return path, ranks, f"{path} is not finite; the loss is {at_loss}"
     why = "nobody looked at gradients before they were reduced; from the next step on a guard does"
-    return NonFinite(path, (), f"{path} is not finite; it is not known on which rank, since {why}")
+    return path, (), f"{path} is not finite; it is not known on which rank, since {why}"
 
 
 def _said(homes: Iterable[Any], here: list[str]) -> list[dict[int, str]]:
@@ -620,9 +612,9 @@ class Guard:
         forget_nonfinite(dict.fromkeys(found.buckets))
         refused, spike, after = self._after(most, finite)
         if where and after.in_row >= _IN_ROW.get(self.on_nonfinite, math.inf):
-            raise _error(where, after.in_row)
+            raise _error(*where, after.in_row)
         out = grads if refused else norms.clipped(grads, times / self.scale.value, **limits)
-        return Verdict(out, norm, finite, spike, not refused, after, where and where.text)
+        return Verdict(out, norm, finite, spike, not refused, after, where and where[2])
 
     def _after(self, norm: float, finite: bool) -> tuple[bool, bool, "Guard"]:
         """Decide whether a step is refused, whether its norm is a spike, and the next guard."""
@@ -688,13 +680,13 @@ class Guard:
         return problem is None, whole
 
 
-def _error(where: NonFinite, in_row: int) -> NonFiniteError:
+def _error(leaf: str, ranks: tuple[int, ...], text: str, in_row: int) -> NonFiniteError:
     times = "" if in_row == 1 else f" in {in_row} steps in a row"
     what = f"Guard.judge: loss or gradient is not finite{times}, and the step was not taken"
     fix = (
         "look at the batch, the loss and the rate there; on_nonfinite='skip' leaves such steps out"
     )
-    return NonFiniteError(message(what, [where.text], fix), where.leaf, where.ranks)
+    return NonFiniteError(message(what, [text], fix), leaf, ranks)
 
 
 def _highest(norm: Tensor, homes: Iterable[Home]) -> Tensor:
