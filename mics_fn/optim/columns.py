@@ -347,6 +347,7 @@ def staged(parts: Iterator[Part], device: torch.device, *, ahead: bool) -> Itera
                 written.append((part, _device.record(device)))
             if not ahead:
                 down.synchronize()
+                written.clear()
             if len(written) > _AHEAD:
                 _, event = written.popleft()
                 up.wait_event(event)  # which uses its memory next
@@ -360,6 +361,9 @@ def staged(parts: Iterator[Part], device: torch.device, *, ahead: bool) -> Itera
 class Columns:
     """Corresponding pieces of several trees, joined to as few long tensors as their memory allows.
 
+    Iterating gives the columns in blocks, of which those of one block are here together: write them
+    before the next block is asked for. The tensors of a column are those of the targets and then of
+    the reads. Columns cover every element once, and apart from that only padding between pieces.
     Where `needs_derivative` holds, or pieces have batch dimensions, columns are single pieces, and
     the copies are differentiable.
 
@@ -372,12 +376,6 @@ class Columns:
       by: what else results depend on and may be differentiated by, such as a learning rate.
       donate: write to the targets themselves; to copies only where pieces are not dense, or overlap
         with other pieces of any target.
-
-    Attributes:
-      live: whether derivatives may be asked of what is written.
-      blocks: the columns, of which those of one block are here together: write them before the next
-        block is asked for. The tensors of a column are those of the targets and then of the reads.
-        Columns cover every element once, and apart from that only padding between pieces.
 
     Memory: a copy of the targets, none with `donate`.
 
@@ -401,7 +399,8 @@ class Columns:
         for each in every:
             tensors += each.pieces or each.wholes
             self._stream = each if each.stream is not None else self._stream
-        self.live = needs_derivative(by)
+        self._single: list[Column] | None = None  # where columns are single pieces
+        self.live = needs_derivative(by)  # whether derivatives may be asked of what is written
         self.live = self.live or (torch.is_grad_enabled() and flat.any_requires_grad(tensors))
         self._every, self._written, self._keys, self._donate = every, n, keys, donate
         self._runs, self._placed = every[0].runs, list[dict[int, Any]]()
@@ -409,7 +408,7 @@ class Columns:
             _refuse_live(tensors, donate)
         rows = set(map(Tensor.dim, tensors)) <= {1}
         if self.live or (not rows and any(map(_is_batched, every))):
-            self.blocks: Iterable[list[Column]] = [self._by_leaf(by)]
+            self._single = self._by_leaf(by)
             return
         for each in every:
             if each.stream is None and each.pieces:
@@ -418,9 +417,13 @@ class Columns:
         self._own = in_place(every[:n]) if donate else set[int]()  # storages that are written
         for r in range(len(self._runs)):
             self._placed.append(self._begin(r))
+
+    def __iter__(self) -> Iterator[list[Column]]:
+        if self._single is not None:
+            return iter([self._single])
         travels = any(self._placed)
         found = self._fetched() if travels else self._in_memory()
-        self.blocks = closed_after(found) if travels or self._stream is not None else found
+        return closed_after(found) if travels or self._stream is not None else found
 
     def targets(self) -> list[Any]:
         """The targets in new nodes, once the columns are written: `Unpacked`, and `FlatShards`."""
@@ -714,7 +717,7 @@ def map_columns(fn: Callable[..., None], target: Tree, *rest: Tree, donate: bool
     Memory: as `Columns`.
     """
     work = Columns([target], rest, donate=donate)
-    for block in work.blocks:
+    for block in work:
         for column in block:
             with updating([column]):
                 fn(*column.tensors)

@@ -513,7 +513,7 @@ def _by_rule(
 def _step_columns(rule: Rule, work: Columns, now: _Now) -> dict[str, Tensor] | None:
     """Apply a rule to all columns; gives the new scalars, or None if there are no columns."""
     after = None
-    for block in work.blocks:
+    for block in work:
         by_key: dict[Any, list[Column]] = {}
         for column in block:
             key = column.key, column.tensors[0].dtype  # kernels take tensors of one dtype
