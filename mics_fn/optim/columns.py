@@ -355,7 +355,8 @@ def staged(parts: Iterator[Part], device: torch.device, *, ahead: bool) -> Itera
         up.synchronize()  # what is on the host may be written to next
         raise
     finally:
-        down.synchronize()  # from here on the host may read
+        if ahead:
+            down.synchronize()  # from here on the host may read
 
 
 class Columns:
