@@ -80,8 +80,8 @@ Steps:
   `opt_step` - state and gradients to the next state - what a transform in it sends, 40 bytes once
   `move` - the same state elsewhere: on the device, in host memory, in files
   `optim` - the namespace of what is done with gradients
-  `optim.same_step` - a state whose ranks are at one step, if need be from a replica - 8 bytes
-  `optim.same_replicas` - a state whose replicas hold the same bits - 8 bytes per leaf
+  `same_step` - a state whose ranks are at one step, if need be from a replica - 8 bytes
+  `same_replicas` - a state whose replicas hold the same bits - 8 bytes per leaf
   `optim.Transform` - an optimizer as pure functions
   `optim.sgd` - stochastic gradient descent
   `optim.adam` - Adam with an L2 penalty
@@ -168,7 +168,7 @@ from mics_fn._version import __version__ as __version__
 from mics_fn.collectives import weighted
 from mics_fn.deferred import GradSum, bucket_sizes, defer, record
 from mics_fn.errors import MicsError
-from mics_fn.faults import StopRequest, reset
+from mics_fn.faults import StopRequest, reset, same_replicas, same_step
 from mics_fn.groups import Groups, init_distributed, make_groups, placement
 from mics_fn.init import init_model, load_shards
 from mics_fn.inspection import get, summary
@@ -193,6 +193,7 @@ __all__ += ["TrainState", "Trainer", "bucket_sizes", "checkpoint", "collectives"
 __all__ += ["gather", "get", "groups", "init_distributed", "init_model", "init_state", "inspection"]
 __all__ += ["keep_all", "load_shards", "make_groups", "move", "notebook", "offload", "on_demand"]
 __all__ += ["opt_step", "optim", "placement", "record", "reduce_grads", "replicas", "reset"]
+__all__ += ["same_replicas", "same_step"]
 __all__ += ["sampler", "scatter_grads", "schedules", "shard", "shards", "summary", "sync_replicas"]
 __all__ += ["testing", "tree", "unshard", "weighted", "where"]
 

@@ -163,7 +163,7 @@ def _compare(exchange: Exchange) -> None:
     for what in (_WHAT, _STEPS, _NUMBERS):
         texts, text = exchange.differing(what), f"save: ranks differ in {what}"
         if texts and what == _STEPS:
-            fix = "optim.same_step(state, groups, heal=True) takes the newer state from a replica"
+            fix = "same_step(state, groups, heal=True) takes the newer state from a replica"
             raise errors.LostStateError(text, errors.rank_lines(texts), fix)
         if texts:
             fix = "save the same step of the same state on all ranks"

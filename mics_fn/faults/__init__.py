@@ -21,13 +21,27 @@ and not again: it is of no use after a rank was lost, and nothing here moves dat
 
 Start reading at `heartbeat.py` (the thread that talks to the store, and what is known of other
 processes), then `journal.py` (what ranks say of failures, and what a rank does about them),
-`monitor.py` (the threads that do all this, and the end of a process) and `rejoin.py`.
+`monitor.py` (the threads that do all this, and the end of a process) and `rejoin.py`;
+`comparing.py` is what ranks compare of states, and how one is mended.
 """
 
 import mics_fn.faults.order  # noqa: F401  (it takes the place of the plain `Channel`)
+from mics_fn.faults.comparing import (
+    Comparison,
+    compare_states,
+    differing,
+    from_replica,
+    optimizer_facts,
+    same_options,
+    same_replicas,
+    same_step,
+    texts_of,
+    versions,
+)
 from mics_fn.faults.monitor import limit_s, watched
 from mics_fn.faults.rejoin import entering, replaced, reset
 from mics_fn.faults.stop import StopRequest
 from mics_fn.groups import hooks
 
 hooks.enter, hooks.join, hooks.limit_s = entering, watched, limit_s
+hooks.compare = compare_states

@@ -186,7 +186,7 @@ def reset(groups: Any) -> Any:
     environment and script, and call it, too. Until then its groups move no data.
 
     Shards, states, policies, guards and samplers remain valid, and what holds the old groups, such
-    as a part of an optimizer, goes on with the new ones. `optim.same_step` compares the step
+    as a part of an optimizer, goes on with the new ones. `same_step` compares the step
     of a state between ranks, and `Trainer.reset` does all that a `Trainer` needs.
 
     Args:

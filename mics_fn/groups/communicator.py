@@ -307,6 +307,8 @@ class Hooks:
     join: Callable[["GroupState", float], Store] = lambda state, timeout_s: _torch.default_store()
     # Seconds without a sign of life after which a rank has failed, from the argument.
     limit_s: Callable[[float | None, int], float] = lambda given, ranks: given or 60.0
+    # Compare states between ranks, for a call: at which step they are, and with which options.
+    compare: Callable[[str, Any, Sequence[Any]], None] = lambda verb, state, homes: None
 
 
 hooks = Hooks()  # of this process

@@ -58,7 +58,7 @@ Rules:
 
 - Ranks compare what nothing later would show: at which step they are, on new groups (`same_step`);
   all options that change numbers, by `facts` of a `Transform` (`Trainer`, `init_state(groups=)`);
-  and the bits of replicas (`same_replicas`, or every 100 steps of a `Trainer`).
+  and the bits of replicas (`same_replicas`, or every 100 steps of a `Trainer`). `faults` does that.
 - Moments may lie in host memory or in files (`init_state(where=)`, `move`). A step brings them part
   by part to where the parameter is, and its bits are those of a step in memory. `opt_step` takes a
   `GradSum`, too, of which each bucket is stepped once its hop 2 is done. So does `Guard.judge`, and
@@ -79,19 +79,17 @@ Rules:
 - Ctrl-C cannot tear a step: `opt_step(donate=True)` raises it once its result is assigned.
 
 Where to start reading: a step from top to bottom is `opt_step` in `state`, which checks gradients
-and covers what is written; `_on_columns` in `optimizers`, which gives columns to an optimizer such
-as `lion`; and `ColumnBlocks.run` in `columns`, which makes them of `flat` runs, part by part where
-states are placed. Then `transform` for parts of optimizers, and `moving` for states elsewhere;
-`norms` for clipping and studies, `guard` for loss scales and verdicts, and `comparing` for what
-ranks compare.
+and covers what is written; `_by_rule` in `optimizers`, which gives columns to a rule such as that
+of `lion`; and `Columns` in `columns`, which makes them of `flat` runs, part by part where states
+are placed. Then `norms` for clipping and studies, and `guard` for loss scales and verdicts.
 
 An optimizer of your own is `from_update(init, update)`, with `shards.map` for what is elementwise
 and `leaf_norms` and `inner` for numbers of whole tensors: LAMB is fifteen lines of it. Rates, or
 optimizers, by path are `by_path({"*embed*": adamw(1e-4)}, default=adamw(1e-3))`.
 
 To add an optimizer: if torch has the class, `from_torch(cls, lr=..., **options)` is enough.
-Otherwise write a function that writes to columns in place, as `lion` does. Objects with `init` and
-`update` of other libraries can be used as they are. Add it to the twins in `tests/optim`, which
+Otherwise write a rule that writes to columns in place, as that of `lion` does. Objects with `init`
+and `update` of other libraries can be used as they are. Add it to the twins in `tests/optim`, which
 hold it to a slow program written out by hand.
 
 A `Rate` is a number, a tensor, or a function of the step. The scales of a `Guard` are values of
@@ -99,18 +97,7 @@ type `LossScale`: `no_scale`, `static_scale`, `dynamic_scale`; `adjust` gives th
 """
 
 from mics_fn.optim.columns import StepRefused, fresh, map_columns
-from mics_fn.optim.comparing import (
-    Comparison,
-    differing,
-    from_replica,
-    optimizer_facts,
-    same_options,
-    same_replicas,
-    same_step,
-    texts_of,
-    versions,
-)
-from mics_fn.optim.flat import by_leaf, lazy_grads, replaced
+from mics_fn.optim.flat import as_before, by_leaf, lazy_grads, replaced
 from mics_fn.optim.guard import (
     Guard,
     LossScale,
@@ -121,20 +108,24 @@ from mics_fn.optim.guard import (
     norm_spike,
     static_scale,
 )
-from mics_fn.optim.moving import move
 from mics_fn.optim.norms import clip_by_global_norm, clip_by_value, global_norm, inner, leaf_norms
-from mics_fn.optim.optimizers import adam, adamw, from_torch, lion, sgd, warmup_cosine
-from mics_fn.optim.state import TrainState, init_state, opt_step, record_memory
-from mics_fn.optim.transform import (
+from mics_fn.optim.optimizers import (
     Optimizer,
     Rate,
     Transform,
+    adam,
+    adamw,
     as_transform,
     by_path,
     chain,
+    from_torch,
     from_update,
+    lion,
     masked_by,
+    sgd,
+    warmup_cosine,
 )
+from mics_fn.optim.state import TrainState, init_state, move, opt_step, record_memory
 
 __all__ = [
     "Guard",
@@ -153,8 +144,6 @@ __all__ = [
     "leaf_norms",
     "lion",
     "norm_spike",
-    "same_replicas",
-    "same_step",
     "sgd",
     "static_scale",
     "warmup_cosine",

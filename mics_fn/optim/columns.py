@@ -35,6 +35,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import groupby, pairwise, repeat
+from operator import add, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ from mics_fn import _torch, offload, spans, tree
 from mics_fn.collectives import finish_readers
 from mics_fn.errors import LeafError, MicsError, PlanError
 from mics_fn.optim import flat
-from mics_fn.shards import Bucket, GradStream, closed_after, needs_derivative, note_write
+from mics_fn.shards import Bucket, closed_after, needs_derivative, note_write
 from mics_fn.tree import Tree
 
 # `Column`: corresponding tensors of several trees, on which an optimizer works in one go.
@@ -86,23 +87,15 @@ class WorkingTree:
         self, given: flat.Unpacked | flat.FlatShards, runs: tuple[flat.FlatRun, ...]
     ) -> None:
         self.given, self.runs = given, runs
-        self.wholes: list[Tensor | None] = [None] * len(runs)  # by run
-        self.stream: GradStream | None = None  # of gradients that are not all complete
+        self.stream: Any = None  # of gradients that are not all complete
+        self.wholes: list[Any] = [None] * len(runs)  # by run
         self.pieces: list[Tensor] = []  # all of the tree; none where it is kept as runs
         if isinstance(given, flat.FlatShards):
-            self.wholes = list(given.wholes)
+            self.wholes = given.wholes
         elif given.stream is None:
             self.pieces = list(given.pieces)
         else:  # they are freed as they are used, which another list would prevent
             self.stream, self.pieces = given.stream, given.pieces
-
-    @property
-    def batched(self) -> bool:
-        """Whether it is kept as runs with batch dimensions, whose pieces are not rows of memory."""
-        return isinstance(self.given, flat.FlatShards) and any(
-            run.bucket is not None and whole is not None and whole.ndim > 1
-            for run, whole in zip(self.runs, self.wholes, strict=True)
-        )
 
     def join(self, r: int) -> None:
         """Take a run as one tensor if it is contiguous in memory, or if it is in a file.
@@ -110,14 +103,11 @@ class WorkingTree:
         Kernels round the last elements of a tensor in another way, so leaf by leaf bits differ.
         """
         run, pieces = self.runs[r], self.pieces
-        whole = flat.whole_run(run, pieces)
-        if whole is None and run.parts:
-            mine = [pieces[i] for i in run.members]
-            if offload.FileTensor in map(type, mine):
-                device = next(x.device for x in mine if offload.in_file(x))
-                self.put(r, flat.joined(run, [offload.read(x.detach()).to(device) for x in mine]))
-                return
-        self.wholes[r] = whole
+        self.wholes[r] = whole = flat.whole_run(run, pieces)
+        mine = [pieces[i] for i in run.members] if whole is None else []
+        if offload.FileTensor in map(type, mine):
+            device = next(x.device for x in mine if offload.in_file(x))
+            self.put(r, flat.joined(run, [offload.read(x.detach()).to(device) for x in mine]))
 
     def put(self, r: int, whole: Tensor) -> None:
         """Replace a run by a long tensor."""
@@ -132,7 +122,7 @@ class WorkingTree:
         whole = self.wholes[r]
         if whole is not None:
             return [whole] if whole.numel() else []
-        return [self.pieces[x.index] for x in self.runs[r].parts]
+        return [self.pieces[i] for i in self.runs[r].index]
 
     def single(self, r: int) -> list[Tensor]:
         """The pieces of a run that are not empty."""
@@ -140,7 +130,7 @@ class WorkingTree:
         if isinstance(self.given, flat.FlatShards) and whole is not None:
             found = self.given.cut(r, whole)
         else:
-            found = [self.pieces[x.index] for x in self.runs[r].parts]
+            found = [self.pieces[i] for i in self.runs[r].index]
         return [x.detach() for x in found] if flat.any_requires_grad(found) else found
 
     def change(self, r: int, fn: Callable[..., Tensor], *more: Any) -> None:
@@ -154,12 +144,6 @@ class WorkingTree:
         if new is not whole:
             self.put(r, new)
 
-    def drop(self, r: int) -> None:
-        """Free the gradients of a run, which were used."""
-        self.wholes[r] = None
-        for i in self.runs[r].members:
-            self.pieces[i] = self.pieces[i].new_empty(0)
-
     def device(self, r: int) -> torch.device:
         """The device of a run."""
         whole = self.wholes[r]
@@ -172,10 +156,9 @@ class WorkingTree:
             if offload.FileTensor in map(type, given.pieces):  # to ask each of them takes long
                 pieces = offload.placed_like(pieces, given.pieces)
             return given.with_pieces(pieces)
-        wholes: list[Any] = self.wholes
         if pieces:  # of a step leaf by leaf
-            wholes = [flat.joined(run, [pieces[i] for i in run.members]) for run in self.runs]
-        return flat.with_wholes(given.layout, wholes, given.cuts)
+            self.wholes = [flat.joined(run, [pieces[i] for i in run.members]) for run in self.runs]
+        return flat.with_wholes(given.layout, self.wholes, given)
 
 
 def working_trees(trees: Sequence[Tree]) -> list[WorkingTree]:
@@ -189,7 +172,7 @@ def working_trees(trees: Sequence[Tree]) -> list[WorkingTree]:
                 raise LeafError("opt_step: the state is of another tree", fix=fix)
         else:
             given = flat.unpacked(shards)
-            runs = found[0].runs if found else flat.runs_of(*given.places, given.lengths)
+            runs = found[0].runs if found else flat.runs_of(*given.geometry[:3])
             if found and len(found[0].pieces or given.pieces) != len(given.pieces):
                 raise LeafError("opt_step: trees of different numbers of leaves")
         found.append(WorkingTree(given, runs))
@@ -210,7 +193,7 @@ def in_place(targets: Sequence[WorkingTree]) -> set[int]:
     for x in parts:
         if not offload.is_placed(x):
             plain.append(x)
-            if flat.is_dense(x):
+            if x.is_contiguous() and not x.is_neg():
                 dense.append((_torch.storage_id(x), int(x.storage_offset()), x.numel()))
         elif offload.in_file(x):
             plain.append(x)
@@ -224,31 +207,28 @@ def in_place(targets: Sequence[WorkingTree]) -> set[int]:
             for r, whole in enumerate(each.wholes):
                 if not offload.is_placed(whole):
                     each.change(r, _separated, odd)
-    return {storage for storage, _, _ in dense} - odd
+    return set(map(itemgetter(0), dense)) - odd
 
 
-def readable(
-    reads: Sequence[WorkingTree], home: WorkingTree, written: set[int], runs: Iterable[int]
-) -> None:
-    """Copy parts of trees to be read that are in files, not dense, or going to be written to.
+def readable(each: WorkingTree, home: WorkingTree, written: set[int], runs: Iterable[int]) -> None:
+    """Copy parts of a tree to be read that are in files, not dense, or going to be written to.
 
     Args:
-      reads: the trees.
+      each: the tree.
       home: the parameters, on whose device each run is computed.
       written: the storages that are written.
       runs: the numbers of the runs.
     """
-    for each in reads:
-        for r in runs:
-            device = home.device(r)
-            if each.device(r) != device:
-                each.change(r, lambda run, x, device=device: flat.copied(run, x.to(device)))
-                continue
-            parts = each.parts(r)
-            dense = all(map(Tensor.is_contiguous, parts)) and not any(map(Tensor.is_neg, parts))
-            there = any(map(offload.is_placed, parts))
-            if there or not dense or not written.isdisjoint(map(_torch.storage_id, parts)):
-                each.change(r, _separated, written)
+    for r in runs:
+        device = home.device(r)
+        if each.device(r) != device:
+            each.change(r, lambda run, x, device=device: flat.copied(run, x.to(device)))
+            continue
+        parts = each.parts(r)
+        dense = all(map(Tensor.is_contiguous, parts)) and not any(map(Tensor.is_neg, parts))
+        there = any(map(offload.is_placed, parts))
+        if there or not dense or not written.isdisjoint(map(_torch.storage_id, parts)):
+            each.change(r, _separated, written)
 
 
 def _separated(run: flat.FlatRun, x: Tensor, taken: set[int]) -> Tensor:
@@ -264,16 +244,11 @@ LINE = 64  # elements
 
 
 class Stretch(NamedTuple):
-    """Where a column lies in its run, in elements; it is stepped as if it went on by `more`."""
+    """Where a column lies in its run, in elements; it is stepped as if it went on to `end`."""
 
     start: int
     stop: int
-    more: int = 0
-
-    @property
-    def full(self) -> int:
-        """The end that it is stepped with."""
-        return self.stop + self.more
+    end: int
 
 
 def parts_of(
@@ -291,7 +266,7 @@ def parts_of(
     if start >= stop:
         return
     inner = stretch.start - (stretch.start - start) // LINE * LINE  # rounded up to whole lines
-    until = stop if stop == stretch.full else stop - (stop - stretch.start) % LINE
+    until = stop if stop == stretch.end else stop - (stop - stretch.start) % LINE
     bounds = sorted({start, stop, min(inner, stop), max(until, start)})
     for a, b in pairwise(bounds):
         if (a, b) == (inner, until):
@@ -303,7 +278,7 @@ def parts_of(
 def _divided(stretch: Stretch, start: int, given: Sequence[Tensor], written: int) -> Column:
     """A part of one line, in a tensor of the length of that line."""
     begin = start - (start - stretch.start) % LINE
-    length, at, count = min(LINE, stretch.full - begin), start - begin, given[0].numel()
+    length, at, count = min(LINE, stretch.end - begin), start - begin, given[0].numel()
     whole = [x.new_zeros(length) for x in given]
     mine = [x.narrow(0, at, count) for x in whole]
     _torch.foreach_copy(mine, list(given))
@@ -350,349 +325,48 @@ def staged(parts: Iterator[Part], device: torch.device, *, ahead: bool) -> Itera
     """
     if not _torch.is_async(device):
         yield from parts
-    elif ahead:
-        yield from _overlapped(parts, device, _torch.own_stream(device), _torch.own_stream(device))
-    else:
-        for part in parts:
-            fetched = _on_device(part, device)
-            yield fetched
-            _store(fetched)
-            _torch.synchronize(device)
-
-
-def _overlapped(
-    parts: Iterator[Part], device: torch.device, up: torch.Stream, down: torch.Stream
-) -> Iterator[Part]:
-    """Yield each part on the device, while others are stored back and prefetched."""
-
-    def prefetched() -> Any:
-        part = next(parts, None)
-        if part is None:
-            return None
-        with _torch.keep_stream(device):
-            torch.accelerator.set_stream(up)
-            return _on_device(part, device), _torch.record(device)
-
-    written_back: deque[tuple[Part, torch.Event]] = deque()
+        return
+    up, down = _torch.own_stream(device), _torch.own_stream(device)
+    fetched, written = deque[tuple[Part, torch.Event]](), deque[tuple[Part, torch.Event]]()
     try:
-        fetched = prefetched()
-        while fetched is not None:
-            part, event = fetched
-            fetched = prefetched()
+        while True:
+            while len(fetched) <= ahead and (part := next(parts, None)) is not None:
+                with _torch.keep_stream(device):
+                    torch.accelerator.set_stream(up)
+                    here = {k: x.to(device, non_blocking=True) for k, x in part.here.items()}
+                    fetched.append((part._replace(here=here), _torch.record(device)))
+            if not fetched:
+                break
+            part, event = fetched.popleft()
             _torch.wait(device, event)
             yield part
             with _torch.keep_stream(device):
                 _torch.follow(down, device)
-                _store(part)
-                written_back.append((part, _torch.record(device)))
-            if len(written_back) > _AHEAD:
-                _, event = written_back.popleft()
+                for k, x in part.here.items():
+                    part.goals[k].copy_(x, non_blocking=True)
+                written.append((part, _torch.record(device)))
+            if not ahead:
+                down.synchronize()
+                written.clear()
+            if len(written) > _AHEAD:
+                _, event = written.popleft()
                 up.wait_event(event)  # which uses its memory next
     except BaseException:  # such as that of a step that is refused
         up.synchronize()  # what is on the host may be written to next
         raise
     finally:
-        down.synchronize()  # from here on the host may read
+        if ahead:
+            down.synchronize()  # from here on the host may read
 
 
-def _on_device(part: Part, device: torch.device) -> Part:
-    here = {k: x.to(device, non_blocking=True) for k, x in part.here.items()}
-    return part._replace(here=here)
-
-
-def _store(part: Part) -> None:
-    for k, x in part.here.items():
-        part.goals[k].copy_(x, non_blocking=True)
-
-
-class ColumnBlocks:
-    """The columns of a step, in blocks of what is here at the same time.
-
-    Args:
-      targets: to be written, the parameters first; changed to what the step gives.
-      reads: what is read: gradients, which may be a stream.
-      keys, donate: as for `columns`.
-    """
-
-    def __init__(
-        self,
-        targets: Sequence[WorkingTree],
-        reads: Sequence[WorkingTree],
-        keys: Sequence[Hashable] | None,
-        donate: bool,
-    ) -> None:
-        self._targets, self._reads, self._keys, self._donate = targets, reads, keys, donate
-        self._runs = targets[0].runs
-        self._written = in_place(targets) if donate else set[int]()
-        self._old: list[Tensors] = []  # by run, of what is fetched to the device that computes
-        for r in range(len(self._runs)):
-            device, placed = targets[0].device(r), dict[int, Any]()
-            for k, each in enumerate(targets):
-                old: Any = each.wholes[r]
-                if old is not None and not offload.is_here(old, device):
-                    placed[k] = old
-                    if not donate or offload.is_locked(old):  # which a save reads
-                        each.wholes[r] = _like(old, device)
-                elif not donate:
-                    each.change(r, flat.copied)
-            self._old.append(placed)
-        self.any_placed = any(self._old)
-
-    def run(self) -> Generator[list[Column]]:
-        """Yield the columns of each block; results are stored before the next one."""
-        ready = _ready(self._targets[0], self._reads, self._written)
-        every, written = [*self._targets, *self._reads], len(self._targets)
-        for parts in self._fetched(ready) if self.any_placed else self._in_memory(ready):
-            found: list[Column] = []
-            for part in parts:
-                if part.here:
-                    line = LINE if self._coded(part.run) else 1
-                    found += _columns_of_part(every, part, self._keys, written, line)
-                else:
-                    found += _columns_of_run(every, part.run, self._keys)
-            if self._donate and found:
-                note_write()
-            yield found
-            for part in parts:
-                if part.here:
-                    self._finish(part, found)
-                if part.high == self._runs[part.run].numel:
-                    for each in self._reads:
-                        if each.stream is not None:
-                            each.drop(part.run)
-
-    def _in_memory(self, ready: Iterator[list[int]]) -> Iterator[list[Part]]:
-        """Yield the runs whose gradients have arrived, each as one part."""
-        for runs in ready:
-            parts = list[Part]()
-            for r in runs:
-                parts.append(Part(r, 0, self._runs[r].numel, {}, {}))
-            yield parts
-
-    def _fetched(self, ready: Iterator[list[int]]) -> Iterator[list[Part]]:
-        """Yield the parts of all runs with what is placed, once their gradients have arrived."""
-        there = set[int]()
-        with closing(self._travelling()) as parts:
-            for part in parts:
-                while part.run not in there:
-                    there.update(next(ready))
-                old = self._old[part.run]
-                coded = {k: old[k][part.low : part.high] for k in self._coded(part.run)}
-                codes = {k: offload.read(x) for k, x in coded.items()}
-                yield [part._replace(here={**part.here, **codes})]
-        self._decide()  # where this rank has no part of what is placed
-        for each in self._targets:  # put what was written into their pieces
-            for r, whole in enumerate(each.wholes):
-                if whole is not None:
-                    each.put(r, whole)
-
-    def _finish(self, part: Part, found: Sequence[Column]) -> None:
-        """Take the results of a part where they belong; padding of codes becomes zero before."""
-        for column in found:
-            column.finish()
-        r, low, high, here, _ = part
-        bounds = [(max(low, a) - low, min(high, b) - low) for a, b in self._runs[r].gaps]
-        for k in self._coded(r):
-            empty = [here[k][a:b] for a, b in bounds if a < b]
-            if empty:
-                _torch.foreach_zero(empty)
-            self._new(k, r).write(low, here[k])
-
-    def _travelling(self) -> Generator[Part]:
-        """Yield the parts of all runs on their device, and store them; those of codes are there."""
-        order = _order(self._runs, self._reads)
-        files = [self._old[r][k] for r in order for k in self._in_files(r)]
-        host_bytes = min((x.extent.scratch.host_bytes for x in files), default=offload.HOST_BYTES)
-        parts = [(r, low, high) for r in order for low, high in self._cuts(r, host_bytes)]
-        blocks = (self._block(*at) for at in parts if self._in_files(at[0]))
-        windows: Any = offload.stream(blocks, host_bytes)  # begins to read
-        with closing(windows):
-            if files:
-                self._decide()
-            for device, near in groupby(parts, lambda at: self._targets[0].device(at[0])):
-                mine = (self._part(*at, windows) for at in near)
-                yield from staged(mine, device, ahead=not files)
-            for _ in windows:  # its end is when all is written
-                pass
-
-    def _decide(self) -> None:
-        for each in self._reads:
-            if each.stream is not None:
-                each.stream.first()
-
-    def _coded(self, r: int) -> list[int]:
-        return [k for k, x in self._old[r].items() if offload.is_coded(x)]
-
-    def _in_files(self, r: int) -> list[int]:
-        return [k for k, x in self._old[r].items() if offload.in_file(x)]
-
-    def _new(self, k: int, r: int) -> Any:
-        """Where the new values go."""
-        return self._targets[k].wholes[r]
-
-    def _part(self, r: int, low: int, high: int, windows: Iterator[Any]) -> Part:
-        """A part on the host: what is in files in the window through which it travels."""
-        placed = {k: x for k, x in self._old[r].items() if not offload.is_coded(x)}
-        here = {k: x.narrow(0, low, high - low) for k, x in placed.items()}
-        goals = {k: self._new(k, r).narrow(0, low, high - low) for k in placed}
-        files = self._in_files(r)
-        window = dict(zip(files, next(windows)[1], strict=True)) if files else {}
-        return Part(r, low, high, {**here, **window}, {**goals, **window})
-
-    def _block(self, r: int, low: int, high: int) -> offload.Block:
-        """What is in files of a part."""
-        old = [self._old[r][k].narrow(0, low, high - low) for k in self._in_files(r)]
-        new = [self._new(k, r).narrow(0, low, high - low) for k in self._in_files(r)]
-        return offload.Block(old, new, r)
-
-    def _cuts(self, r: int, host_bytes: int) -> list[tuple[int, int]]:
-        numel, placed = self._runs[r].numel, self._old[r]
-        sizes = [x.dtype.itemsize for x in placed.values() if not offload.is_coded(x)]
-        if sizes:
-            return offload.cuts(numel, sizes, host_bytes)
-        if not placed:
-            return [(0, numel)]
-        return [(low, min(numel, low + _CODED)) for low in range(0, numel, _CODED)]
-
-
-def _spans(
-    run: flat.FlatRun, keys: Sequence[Hashable] | None, singly: bool
-) -> Iterator[tuple[Hashable, flat.FlatPart, int]]:
-    """The columns of a run: keys, first pieces and lengths; each piece by itself if `singly`."""
-    near = groupby(run.parts, lambda x: (keys[x.index] if keys else None, singly and x.index))
-    for (key, _), mine in near:
-        first, *_, last = [*mine] * 2
-        yield key, first, last.start + last.length - first.start
-
-
-def _columns_of_part(
-    every: Sequence[WorkingTree],
-    part: Part,
-    keys: Sequence[Hashable] | None,
-    written: int,
-    line: int,
-) -> Iterator[Column]:
-    """The columns of a part of a run.
-
-    Args:
-      every: the targets and the reads.
-      part: with what was fetched of some targets.
-      keys: as for `columns`.
-      written: how many trees are written, from the first on.
-      line: columns are stepped as if they went on to a multiple of so many elements.
-    """
-    r, low, high, here, _ = part
-    run, singly = every[0].runs[r], any(each.wholes[r] is None for each in every)
-    for key, first, length in _spans(run, keys, singly):
-        start = first.start
-
-        def cut(a: int, b: int, index: int = first.index, start: int = start) -> list[Tensor]:
-            found = []
-            for k, each in enumerate(every):
-                whole = each.wholes[r]
-                if k in here:
-                    found.append(here[k].narrow(0, a - low, b - a))
-                elif whole is not None:
-                    found.append(whole.narrow(0, a, b - a))
-                else:
-                    found.append(each.pieces[index].detach().narrow(0, a - start, b - a))
-            return found
-
-        stretch = Stretch(start, start + length, -length % line)
-        for column in parts_of(stretch, low, high, cut, written):
-            yield column._replace(key=key, bucket=run.bucket)
-
-
-def _like(old: Tensor, device: torch.device) -> Tensor:
-    """Room for a new value of a tensor, where the old one lies."""
-    if offload.is_placed(old):
-        return old.unset()  # pyright: ignore[reportAttributeAccessIssue]
-    return _torch.host_buffer(old.nbytes, device).view(old.dtype).view(old.shape)
-
-
-def _order(runs: Sequence[flat.FlatRun], reads: Sequence[WorkingTree]) -> list[int]:
-    """The runs in the order in which their gradients complete."""
-    place: dict[int, int] = {}
-    for each in reads:
-        if each.stream is not None:
-            place = {i: k for k, bucket in enumerate(each.stream.order) for i in bucket}
-    return sorted(range(len(runs)), key=lambda r: max(place.get(i, 0) for i in runs[r].members))
-
-
-def _ready(
-    home: WorkingTree, reads: Sequence[WorkingTree], written: set[int]
-) -> Iterator[list[int]]:
-    """Yield the runs whose gradients are here, as they arrive, with these in memory of their own.
-
-    What arrives from other ranks has such. A gradient that arises here may lie in the memory of any
-    parameter; but those are here at once, and copied before anything is written.
-    """
-    remaining, there = list(range(len(home.runs))), set[int]()
-    fetched = None
-    for each in reads:
-        if each.stream is not None:
-            each.stream.first()
-            fetched = each
-    if fetched is None:
-        readable(reads, home, written, remaining)
-        yield remaining
-        return
-    for numbers in fetched.given.completed():  # pyright: ignore[reportAttributeAccessIssue]
-        there.update(numbers)
-        ready = [r for r in remaining if there.issuperset(home.runs[r].members)]
-        remaining = [r for r in remaining if r not in ready]
-        for r in ready:
-            fetched.join(r)
-        readable(reads, home, written, ready)
-        yield ready
-
-
-# Gradients that are made, judged or limited once a step has asked for its states.
-
-
-class StepRefused(MicsError):
-    """A step is not taken, since its gradients were refused; nothing was written."""
-
-
-def needs_fetch(params: Tree, opt: Any) -> bool:
-    """Return whether a step fetches states from a file or another device, on this rank."""
-    working = [x for x in tree.flatten(opt)[0] if isinstance(x, Tensor)]
-    working += flat.unpacked(params).pieces
-    return offload.FileTensor in map(type, working) or len(set(flat.devices(working))) > 1
-
-
-class Columns(NamedTuple):
-    """Several trees as columns.
-
-    Args:
-      blocks: the columns, of which those of one block are here together: write them before the next
-        block is asked for. The tensors of a column are those of the targets and then of the reads.
-        Columns cover every element once, and apart from that only padding between pieces.
-      live: whether derivatives may be asked of what is written.
-      done: the targets, once the columns are written.
-    """
-
-    blocks: Iterable[list[Column]]
-    live: bool
-    done: list[WorkingTree]
-
-    def targets(self) -> list[Any]:
-        """The targets in new nodes: `Unpacked` trees, and `FlatShards`."""
-        found = []
-        for each in self.done:
-            found.append(each.renewed())
-        return found
-
-
-def columns(
-    targets: Sequence[Tree],
-    reads: Sequence[Tree] = (),
-    keys: Sequence[Hashable] | None = None,
-    *,
-    by: Sequence[Any] = (),
-    donate: bool = False,
-) -> Columns:
+class Columns:
     """Corresponding pieces of several trees, joined to as few long tensors as their memory allows.
+
+    Iterating gives the columns in blocks, of which those of one block are here together: write them
+    before the next block is asked for. The tensors of a column are those of the targets and then of
+    the reads. Columns cover every element once, and apart from that only padding between pieces.
+    Where `needs_derivative` holds, or pieces have batch dimensions, columns are single pieces, and
+    the copies are differentiable.
 
     Args:
       targets: trees of shards, `Unpacked` or not, or `FlatShards`; columns are to be written to,
@@ -704,41 +378,328 @@ def columns(
       donate: write to the targets themselves; to copies only where pieces are not dense, or overlap
         with other pieces of any target.
 
-    Returns:
-      `Columns`. Where `needs_derivative` holds, or pieces have batch dimensions, they are single
-      pieces, and the copies are differentiable.
-
     Memory: a copy of the targets, none with `donate`.
 
     Raises:
       PlanError: `donate` where a derivative is asked for.
       LeafError: the trees do not have the same leaves.
     """
-    working, n = working_trees([*targets, *reads]), len(targets)
-    tensors: list[Any] = []
-    for each in working:
-        tensors += each.pieces or each.wholes
-    live = needs_derivative(by) or (torch.is_grad_enabled() and flat.any_requires_grad(tensors))
-    if live and any(map(offload.is_coded, tensors)):
+
+    def __init__(
+        self,
+        targets: Sequence[Tree],
+        reads: Sequence[Tree] = (),
+        keys: Sequence[Hashable] | None = None,
+        *,
+        by: Sequence[Any] = (),
+        donate: bool = False,
+    ) -> None:
+        every, n = working_trees([*targets, *reads]), len(targets)
+        tensors = list[Any]()
+        self._stream: Any = None  # the gradients, if they are not all complete
+        for each in every:
+            tensors += each.pieces or each.wholes
+            self._stream = each if each.stream is not None else self._stream
+        self._single: list[Column] | None = None  # where columns are single pieces
+        self.live = needs_derivative(by)  # whether derivatives may be asked of what is written
+        self.live = self.live or (torch.is_grad_enabled() and flat.any_requires_grad(tensors))
+        self._every, self._written, self._keys, self._donate = every, n, keys, donate
+        self._runs, self._placed = every[0].runs, list[dict[int, Any]]()
+        if self.live:
+            _refuse_live(tensors, donate)
+        rows = set(map(Tensor.dim, tensors)) <= {1}
+        if self.live or (not rows and any(map(_is_batched, every))):
+            self._single = self._by_leaf(by)
+            return
+        for each in every:
+            if each.stream is None and each.pieces:
+                for r in range(len(each.runs)):
+                    each.join(r)
+        self._own = in_place(every[:n]) if donate else set[int]()  # storages that are written
+        for r in range(len(self._runs)):
+            self._placed.append(self._begin(r))
+
+    def __iter__(self) -> Iterator[list[Column]]:
+        if self._single is not None:
+            return iter([self._single])
+        travels = any(self._placed)
+        found = self._fetched() if travels else self._in_memory()
+        return closed_after(found) if travels or self._stream is not None else found
+
+    def targets(self) -> list[Any]:
+        """The targets in new nodes, once the columns are written: `Unpacked`, and `FlatShards`."""
+        found = []
+        for each in self._every[: self._written]:
+            found.append(each.renewed())
+        return found
+
+    def _begin(self, r: int) -> dict[int, Any]:
+        """What is fetched of the targets of a run, by their number; the others become copies."""
+        placed, device = dict[int, Any](), self._every[0].device(r)
+        for k, each in enumerate(self._every[: self._written]):
+            old = each.wholes[r]
+            if old is not None and not offload.is_here(old, device):
+                placed[k] = old
+                if not self._donate or offload.is_locked(old):  # which a save reads
+                    each.wholes[r] = _like(old, device)
+            elif not self._donate:
+                each.change(r, flat.copied)
+        return placed
+
+    def _in_memory(self) -> Generator[list[Column]]:
+        """Yield the columns of the runs whose gradients have arrived."""
+        for runs in self._ready():
+            found = list[Column]()
+            for r in runs:
+                found += self._of_run(r)
+            if self._donate and found:
+                note_write()
+            yield found
+            if self._stream is not None:
+                self._drop(runs)
+
+    def _ready(self) -> Iterator[list[int]]:
+        """Yield the runs whose gradients are here, as they arrive, with these in their own memory.
+
+        What arrives from other ranks has such. A gradient that arises here may lie in the memory of
+        any parameter; but those are here at once, and copied before anything is written.
+        """
+        remaining, there, stream = list(range(len(self._runs))), set[int](), self._stream
+        home, *_ = self._every
+        if stream is None:
+            for each in self._every[self._written :]:
+                readable(each, home, self._own, remaining)
+            yield remaining
+            return
+        self._decide()
+        for numbers in stream.given.completed():
+            there.update(numbers)
+            ready = [r for r in remaining if there.issuperset(self._runs[r].members)]
+            remaining = [r for r in remaining if r not in ready]
+            for r in ready:
+                stream.join(r)
+            readable(stream, home, self._own, ready)
+            yield ready
+
+    def _drop(self, runs: Iterable[int]) -> None:
+        """Free the gradients of runs, which were used."""
+        for r in runs:
+            self._stream.wholes[r] = None
+            for i in self._runs[r].members:
+                self._stream.pieces[i] = self._stream.pieces[i].new_empty(0)
+
+    def _of_run(self, r: int) -> Iterator[Column]:
+        """The columns of a run in memory."""
+        run, wholes, keys = self._runs[r], list[Any](), self._keys
+        for each in self._every:
+            wholes.append(each.wholes[r])
+        if type(None) in map(type, wholes):
+            rows = zip(*map(WorkingTree.single, self._every, repeat(r)), strict=True)
+            for i, tensors in zip(run.index, rows, strict=True):
+                yield Column(keys[i] if keys else None, tensors, run.bucket)
+        elif keys is None and run.numel:
+            yield Column(None, tuple(wholes), run.bucket)
+        elif keys is not None:
+            for key, _, start, stop in _spans(run, keys, singly=False):
+                cut = tuple([x.narrow(0, start, stop - start) for x in wholes])
+                yield Column(key, cut, run.bucket)
+
+    def _by_leaf(self, by: Sequence[Any]) -> list[Column]:
+        """Columns of single pieces, wherever their memory is."""
+        given, n = list[Sequence[Tensor]](), self._written
+        for each in self._every:
+            own: Any = each.given
+            own = own if each.stream is None else own.whole()
+            given.append(flat.unpacked(flat.by_leaf(own)).pieces)
+        others, found = [value for value in by if isinstance(value, Tensor)], list[Column]()
+        for i, row in enumerate(zip(*given, strict=True)):
+            made = [_livecopied(x, [*row, *others]) for x in row[:n]]
+            found.append(Column(self._keys[i] if self._keys else None, (*made, *row[n:])))
+        for k, each in enumerate(self._every[:n]):
+            each.pieces = [column.tensors[k] for column in found]
+        return found
+
+    # States that are placed travel in parts, of which a few are on the device at the same time.
+
+    def _fetched(self) -> Generator[list[Column]]:
+        """Yield the columns of one part after the other; results are stored before the next."""
+        there, ready = set[int](), self._ready()
+        with closing(self._travelling()) as parts:
+            for part in parts:
+                r, low, high, here, _ = part
+                while r not in there:
+                    there.update(next(ready))
+                coded = {
+                    k: self._placed[r][k][low:high] for k in self._of_kind(r, offload.is_coded)
+                }
+                here = {**here, **{k: offload.read(x) for k, x in coded.items()}}
+                part = part._replace(here=here)
+                found = list(self._of_part(part, LINE if coded else 1) if here else self._of_run(r))
+                if self._donate and found:
+                    note_write()
+                yield found
+                self._finish(part, found)
+                if self._stream is not None and high == self._runs[r].numel:
+                    self._drop([r])
+        self._decide()  # where this rank has no part of what is placed
+        for each in self._every[: self._written]:  # put what was written into their pieces
+            for r, whole in enumerate(each.wholes):
+                if whole is not None:
+                    each.put(r, whole)
+
+    def _finish(self, part: Part, found: Sequence[Column]) -> None:
+        """Take the results of a part where they belong; padding of codes becomes zero before."""
+        for column in found:
+            column.finish()
+        r, low, high, here, _ = part
+        run = self._runs[r]
+        gaps = list(zip(map(add, run.starts, run.lengths), run.starts[1:], strict=False))
+        bounds = [(max(low, a) - low, min(high, b) - low) for a, b in gaps]
+        for k in self._of_kind(r, offload.is_coded):
+            empty = [here[k][a:b] for a, b in bounds if a < b]
+            if empty:
+                _torch.foreach_zero(empty)
+            self._every[k].wholes[r].write(low, here[k])
+
+    def _travelling(self) -> Generator[Part]:
+        """Yield the parts of all runs on their device, and store them; those of codes are there."""
+        order = list(range(len(self._runs)))
+        if self._stream is not None:  # in the order in which gradients complete
+            place = {i: k for k, mine in enumerate(self._stream.stream.order) for i in mine}
+            order.sort(key=lambda r: max(place.get(i, 0) for i in self._runs[r].members))
+        files = [self._placed[r][k] for r in order for k in self._of_kind(r, offload.in_file)]
+        host_bytes = min((x.extent.scratch.host_bytes for x in files), default=offload.HOST_BYTES)
+        parts = [(r, low, high) for r in order for low, high in self._cuts(r, host_bytes)]
+        blocks = (self._block(*at) for at in parts if self._of_kind(at[0], offload.in_file))
+        windows: Any = offload.stream(blocks, host_bytes)  # begins to read
+        with closing(windows):
+            if files:
+                self._decide()
+            for device, near in groupby(parts, lambda at: self._every[0].device(at[0])):
+                mine = (self._part(*at, windows) for at in near)
+                yield from staged(mine, device, ahead=not files)
+            for _ in windows:  # its end is when all is written
+                pass
+
+    def _decide(self) -> None:
+        """Wait for what has to be known before any gradient of a stream can be taken."""
+        if self._stream is not None:
+            self._stream.stream.first()
+
+    def _of_kind(self, r: int, is_kind: Callable[[Any], bool]) -> list[int]:
+        """The targets of a run that are placed in one way."""
+        return [k for k, x in self._placed[r].items() if is_kind(x)]
+
+    def _part(self, r: int, low: int, high: int, windows: Iterator[Any]) -> Part:
+        """A part on the host: what is in files in the window through which it travels."""
+        placed = {k: x for k, x in self._placed[r].items() if not offload.is_coded(x)}
+        here = {k: x.narrow(0, low, high - low) for k, x in placed.items()}
+        goals = {k: self._every[k].wholes[r].narrow(0, low, high - low) for k in placed}
+        files = self._of_kind(r, offload.in_file)
+        window = dict(zip(files, next(windows)[1], strict=True)) if files else {}
+        return Part(r, low, high, {**here, **window}, {**goals, **window})
+
+    def _block(self, r: int, low: int, high: int) -> offload.Block:
+        """What is in files of a part."""
+        files, length = self._of_kind(r, offload.in_file), high - low
+        old = [self._placed[r][k].narrow(0, low, length) for k in files]
+        new = [self._every[k].wholes[r].narrow(0, low, length) for k in files]
+        return offload.Block(old, new, r)
+
+    def _cuts(self, r: int, host_bytes: int) -> list[tuple[int, int]]:
+        """Where a run is cut into parts."""
+        numel, placed = self._runs[r].numel, self._placed[r]
+        sizes = [x.dtype.itemsize for x in placed.values() if not offload.is_coded(x)]
+        if sizes:
+            return offload.cuts(numel, sizes, host_bytes)
+        if not placed:
+            return [(0, numel)]
+        return [(low, min(numel, low + _CODED)) for low in range(0, numel, _CODED)]
+
+    def _of_part(self, part: Part, line: int) -> Iterator[Column]:
+        """The columns of a part of a run, as if they went on to a multiple of a line."""
+        r, low, high, here, _ = part
+        run, singly = self._runs[r], False
+        for each in self._every:
+            singly = singly or each.wholes[r] is None
+        for key, index, first, stop in _spans(run, self._keys, singly):
+
+            def cut(a: int, b: int, index: int = index, first: int = first) -> list[Tensor]:
+                found = []
+                for k, each in enumerate(self._every):
+                    whole = each.wholes[r]
+                    if k in here:
+                        found.append(here[k].narrow(0, a - low, b - a))
+                    elif whole is not None:
+                        found.append(whole.narrow(0, a, b - a))
+                    else:
+                        found.append(each.pieces[index].detach().narrow(0, a - first, b - a))
+                return found
+
+            stretch = Stretch(first, stop, stop + (first - stop) % line)
+            for column in parts_of(stretch, low, high, cut, self._written):
+                yield column._replace(key=key, bucket=run.bucket)
+
+
+def _is_batched(each: WorkingTree) -> bool:
+    """Whether a tree is kept as runs with batch dimensions, whose pieces are not rows of memory."""
+    flat_shards = isinstance(each.given, flat.FlatShards)
+    pairs = zip(each.runs, each.wholes if flat_shards else (), strict=False)
+    return any(run.bucket is not None and whole.ndim > 1 for run, whole in pairs)
+
+
+def _refuse_live(tensors: Sequence[Tensor], donate: bool) -> None:
+    """Raise PlanError for a step with a derivative that has none."""
+    if any(map(offload.is_coded, tensors)):
         text = "opt_step: a derivative is asked for, and moments are kept as codes"
         raise PlanError(text, fix="shard without state=, or call it under torch.no_grad()")
-    if live and donate:
+    if donate:
         text = "opt_step: donate=True where a derivative is asked for"
         raise PlanError(text, fix="pass donate=False, or call it under torch.no_grad()")
-    done, others, streams = working[:n], working[n:], False
-    for each in others:
-        streams = streams or each.stream is not None
-    if live or (not flat.all_rows(tensors) and any(each.batched for each in working)):
-        if streams:
-            return columns(targets, [others[0].given.whole()], keys, by=by, donate=donate)  # pyright: ignore
-        return Columns([_by_leaf(working, n, keys, by)], live, done)
-    for each in working:
-        if each.stream is None and each.pieces:
-            for r in range(len(each.runs)):
-                each.join(r)
-    blocks = ColumnBlocks(done, others, keys, donate)
-    found = blocks.run()
-    return Columns(closed_after(found) if streams or blocks.any_placed else found, live, done)
+
+
+def _spans(
+    run: flat.FlatRun, keys: Sequence[Hashable] | None, singly: bool
+) -> Iterator[tuple[Hashable, int, int, int]]:
+    """Yield keys, first pieces, starts and ends of the columns of a run, or of its pieces."""
+    places = zip(run.index, run.starts, map(add, run.starts, run.lengths), strict=True)
+    for (key, _), mine in groupby(
+        places, lambda x: (keys[x[0]] if keys else None, singly and x[0])
+    ):
+        first, *_, last = [*mine] * 2
+        yield key, first[0], first[1], last[2]
+
+
+def _like(old: Tensor, device: torch.device) -> Tensor:
+    """Room for a new value of a tensor, where the old one lies."""
+    if offload.is_placed(old):
+        return old.unset()  # pyright: ignore[reportAttributeAccessIssue]
+    return _torch.host_buffer(old.nbytes, device).view(old.dtype).view(old.shape)
+
+
+def _livecopied(piece: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """A copy to write to in place; batched under vmap where any of the others is."""
+    copy = piece.clone()
+    if not _torch.inside_torch_func():
+        return copy
+    for other in others:
+        never = torch.zeros_like(other, dtype=torch.bool)
+        copy = torch.where(never, other.to(copy.dtype), copy)
+    return copy
+
+
+# Trees as columns, and gradients that are judged once a step has asked for its states.
+
+
+class StepRefused(MicsError):
+    """A step is not taken, since its gradients were refused; nothing was written."""
+
+
+def needs_fetch(params: Tree, opt: Any) -> bool:
+    """Return whether a step fetches states from a file or another device, on this rank."""
+    working = [x for x in tree.flatten(opt)[0] if isinstance(x, Tensor)]
+    working += flat.unpacked(params).pieces
+    return offload.FileTensor in map(type, working) or len(set(map(flat.DEVICE, working))) > 1
 
 
 def map_columns(fn: Callable[..., None], target: Tree, *rest: Tree, donate: bool = False) -> Tree:
@@ -754,10 +715,10 @@ def map_columns(fn: Callable[..., None], target: Tree, *rest: Tree, donate: bool
     Returns:
       The tree with the results.
 
-    Memory: as `columns`.
+    Memory: as `Columns`.
     """
-    work = columns([target], rest, donate=donate)
-    for block in work.blocks:
+    work = Columns([target], rest, donate=donate)
+    for block in work:
         for column in block:
             with updating([column]):
                 fn(*column.tensors)
@@ -801,48 +762,3 @@ def changed(shards: Tree, fn: Callable[[flat.FlatRun, Tensor], Tensor]) -> Tree:
 
 def _closed(value: flat.Unpacked | flat.FlatShards) -> Tree:
     return value.shards if isinstance(value, flat.Unpacked) else value
-
-
-def _by_leaf(
-    working: Sequence[WorkingTree], n: int, keys: Sequence[Hashable] | None, by: Sequence[Any]
-) -> list[Column]:
-    """Columns of single pieces, wherever their memory is; the first `n` are targets."""
-    given = [x.pieces or flat.unpacked(flat.by_leaf(x.given)).pieces for x in working]
-    others = [value for value in by if isinstance(value, Tensor)]
-    rows = list(zip(*given, strict=True))
-    made = [[_livecopied(x, [*row, *others]) for x in row[:n]] for row in rows]
-    for k, each in enumerate(working[:n]):
-        each.pieces = [new[k] for new in made]
-    return [
-        Column(keys[i] if keys else None, (*new, *row[n:]))
-        for i, (new, row) in enumerate(zip(made, rows, strict=True))
-    ]
-
-
-def _livecopied(piece: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """A copy to write to in place; batched under vmap where any of the others is."""
-    copy = piece.clone()
-    if not _torch.inside_torch_func():
-        return copy
-    for other in others:
-        never = torch.zeros_like(other, dtype=torch.bool)
-        copy = torch.where(never, other.to(copy.dtype), copy)
-    return copy
-
-
-def _columns_of_run(
-    every: Sequence[WorkingTree], r: int, keys: Sequence[Hashable] | None
-) -> Iterator[Column]:
-    run, wholes = every[0].runs[r], list[Any]()
-    for each in every:
-        wholes.append(each.wholes[r])
-    if type(None) in map(type, wholes):
-        rows = zip(*map(WorkingTree.single, every, repeat(r)), strict=True)
-        for part, tensors in zip(run.parts, rows, strict=True):
-            yield Column(keys[part.index] if keys else None, tensors, run.bucket)
-    elif keys is None and run.numel:
-        yield Column(None, tuple(wholes), run.bucket)
-    elif keys is not None:
-        for key, first, length in _spans(run, keys, singly=False):
-            cut = tuple([x.narrow(0, first.start, length) for x in wholes])
-            yield Column(key, cut, run.bucket)

@@ -23,9 +23,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,14 +52,6 @@ V = TypeVar("V")
 Place = tuple[Bucket, int] | None  # bucket and slot of a piece; None for a plain tensor
 
 
-class FlatPart(NamedTuple):
-    """A piece that is not empty: its leaf's number, and where it lies in the run, in elements."""
-
-    index: int
-    start: int
-    length: int
-
-
 @dataclass(frozen=True)
 class FlatRun:
     """Leaves of one bucket, in its order, between which nothing but padding lies.
@@ -68,7 +59,8 @@ class FlatRun:
     Args:
       bucket: the run as the only leaf of a bucket; None for a plain tensor.
       members: the leaves' numbers among the pieces of the tree.
-      laid: those that have elements on this rank.
+      index: the numbers of those that have elements on this rank.
+      starts, lengths: where these lie in the run, in elements.
       sizes: (gap, piece, gap, piece, ...): how to split the run on this rank, a piece per member.
       numel: elements on this rank, gaps included.
       complete: whether the tree holds every element of the bucket.
@@ -76,21 +68,12 @@ class FlatRun:
 
     bucket: Bucket | None
     members: tuple[int, ...]
-    parts: tuple[FlatPart, ...]
+    index: tuple[int, ...]
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
     sizes: tuple[int, ...]
     numel: int
     complete: bool
-
-    @cached_property
-    def columns(self) -> tuple[tuple[int, ...], ...]:
-        """`parts` by column: the leaves' numbers, their starts and their lengths."""
-        return tuple(zip(*self.parts, strict=True))
-
-    @cached_property
-    def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Where padding lies between pieces: starts and ends."""
-        ends = [(x.start + x.length, y.start) for x, y in pairwise(self.parts)]
-        return tuple((a, b) for a, b in ends if a < b)
 
 
 def split(run: FlatRun, whole: Tensor) -> list[Tensor]:
@@ -117,10 +100,9 @@ def whole_run(run: FlatRun, pieces: Sequence[Tensor]) -> Tensor | None:
       run: which pieces, and how they lie in their bucket.
       pieces: all of the tree.
     """
-    if not run.parts:
+    if not run.index:
         return None
-    index, starts, lengths = run.columns
-    mine = [pieces[i] for i in index]
+    starts, lengths, mine = run.starts, run.lengths, list(map(pieces.__getitem__, run.index))
     if FileTensor in map(type, mine):
         return _in_one_file(run, mine)
     first = mine[0].detach()
@@ -134,7 +116,7 @@ def whole_run(run: FlatRun, pieces: Sequence[Tensor]) -> Tensor | None:
         return None
     if not all(map(Tensor.is_contiguous, mine)) or any(map(Tensor.is_neg, mine)):
         return None
-    if not all_rows(mine) or len(set(map(_DTYPE, mine))) > 1:
+    if not set(map(Tensor.dim, mine)) <= {1} or len(set(map(_DTYPE, mine))) > 1:
         return None
     if first.untyped_storage().nbytes() < (begin + run.numel) * size:
         return None
@@ -143,14 +125,14 @@ def whole_run(run: FlatRun, pieces: Sequence[Tensor]) -> Tensor | None:
 
 def _in_one_file(run: FlatRun, pieces: Sequence[Any]) -> Tensor | None:
     """The same of pieces that are not empty and lie in files."""
-    first, (_, starts, lengths) = pieces[0], run.columns
+    first = pieces[0]
     if not all(map(in_file, pieces)) or any(x.extent is not first.extent for x in pieces):
         return None
     extent, size = first.extent, first.dtype.itemsize
     if any((x.dtype, x.ndim) != (first.dtype, 1) for x in pieces):
         return None
     here = [(x.start - first.start, x.numel()) for x in pieces]
-    if here != [(start * size, n) for start, n in zip(starts, lengths, strict=True)]:
+    if here != [(start * size, n) for start, n in zip(run.starts, run.lengths, strict=True)]:
         return None
     like = torch.empty(run.numel, dtype=first.dtype, device="meta")
     return FileTensor(extent, first.start, like, first.device, first.leaf)
@@ -171,8 +153,8 @@ def runs_of(
     for (bucket, _), by_slot in by_bucket.items():
         if bucket is None:
             i, n = by_slot[0], lengths[by_slot[0]]
-            parts = (FlatPart(i, 0, n),) if n else ()
-            found.append(FlatRun(None, (i,), parts, (0, n), n, complete=False))
+            here = ((i,), (0,), (n,)) if n else ((), (), ())
+            found.append(FlatRun(None, (i,), *here, (0, n), n, complete=False))
             continue
         near: list[int] = []
         for slot in sorted(by_slot):
@@ -188,12 +170,13 @@ def _run(
     bucket: Bucket, slots: Sequence[int], by_slot: dict[int, int], lengths: Sequence[int]
 ) -> FlatRun:
     numels, offsets = bucket.numels, bucket.offsets
-    parts, sizes, end, before = [], [], 0, None
+    index, starts, sizes, end, before = [], [], [], 0, None
     for slot in slots:
         i, gap = by_slot[slot], 0
         if lengths[i]:
             gap = 0 if before is None else offsets[slot] - offsets[before] - numels[before]
-            parts.append(FlatPart(i, end + gap, lengths[i]))
+            index.append(i)
+            starts.append(end + gap)
             end, before = end + gap + lengths[i], slot
         sizes += [gap, lengths[i]]
     full = [slot for slot in slots if numels[slot]] or slots[:1]
@@ -201,19 +184,11 @@ def _run(
     own = replace(bucket, shapes=((stop - start,),), offsets=(start,))
     members = tuple(by_slot[slot] for slot in slots)
     complete = sum(numels[slot] for slot in slots) == sum(numels)
-    return FlatRun(own, members, tuple(parts), tuple(sizes), end, complete)
+    here = tuple(index), tuple(starts), tuple([lengths[i] for i in index])
+    return FlatRun(own, members, *here, tuple(sizes), end, complete)
 
 
-# The next three loop over leaves inside the interpreter: a step has nothing else to do for each.
-
-
-def all_rows(tensors: Sequence[Tensor]) -> bool:
-    """Whether all tensors have one dimension."""
-    return set(map(Tensor.dim, tensors)) <= {1}
-
-
-def devices(tensors: Sequence[Tensor]) -> list[torch.device]:
-    return list(map(_DEVICE, tensors))
+# The next loops over leaves inside the interpreter: a step has nothing else to do for each.
 
 
 def any_requires_grad(tensors: Sequence[Tensor]) -> bool:
@@ -376,22 +351,18 @@ class FlatShards:
     def __getitem__(self, key: Any) -> Any:
         return self.by_leaf()[key]
 
-    @cached_property
-    def cuts(self) -> dict[int, tuple[Tensor, list[Tensor]]]:
-        """What `cut` has found, by run; a step that writes in place hands it on."""
-        return {}
-
     def __getstate__(self) -> dict[str, Any]:
         return {"runs": self.runs, "layout": self.layout}  # each view would be saved as a whole
 
     def cut(self, r: int, whole: Tensor) -> list[Tensor]:
         """The pieces of a run that are not empty, as views of its long tensor."""
-        known = self.cuts.get(r)
+        cuts = vars(self).setdefault("cuts", {})  # by run; a step that writes in place hands it on
+        known = cuts.get(r)
         if known is not None and known[0] is whole:
             return known[1]
         pieces = [x for x in split(self.layout.runs[r], whole) if x.numel()]
         if whole is self.wholes[r]:  # these would keep the memory of a copy
-            self.cuts[r] = whole, pieces
+            cuts[r] = whole, pieces
         return pieces
 
     @property
@@ -405,7 +376,7 @@ class FlatShards:
 
 _HELD = (Sharded, Tensor)
 _DATA, _BUCKET, _SLOT = attrgetter("data"), attrgetter("bucket"), attrgetter("slot")
-_DTYPE, _DEVICE, _REQUIRES = attrgetter("dtype"), attrgetter("device"), attrgetter("requires_grad")
+_DTYPE, DEVICE, _REQUIRES = attrgetter("dtype"), attrgetter("device"), attrgetter("requires_grad")
 
 
 def by_leaf(value: Tree) -> Tree:
@@ -452,15 +423,6 @@ def as_before(new: V, old: Any) -> V:
     return spec.unflatten(found)  # pyright: ignore[reportReturnType]
 
 
-def room_for(value: V) -> V:
-    """A state in memory that is to be overwritten: what is in files, or is codes, is not read."""
-
-    def room(x: Any) -> Any:
-        return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if is_placed(x) else x
-
-    return tree.map_leaves(room, value)
-
-
 def is_node(value: Any) -> bool:
     """Whether a value is a leaf of a tree of shards, or `FlatShards`."""
     return is_leaf(value) or isinstance(value, FlatShards)
@@ -485,25 +447,19 @@ class Unpacked:
     stream: GradStream | None = None
 
     @cached_property
-    def in_rows(self) -> bool:
-        """Whether all pieces have one dimension."""
-        return all_rows(self.pieces)
-
-    @cached_property
-    def places(self) -> tuple[tuple[Bucket | None, ...], tuple[int, ...]]:
-        """The buckets of the pieces, None for plain tensors, and their slots."""
+    def geometry(self) -> tuple[Any, Any, Any, Any]:
+        """Buckets of the pieces, None for plain tensors; slots, lengths, and shapes if batched."""
+        leaves, pieces, shapes = self.leaves, self.pieces, None
+        if set(map(Tensor.dim, pieces)) <= {1}:
+            lengths = tuple(map(Tensor.numel, pieces))
+        else:
+            shapes = [x.shape for x in pieces]
+            lengths = tuple([shape[-1] if shape else 1 for shape in shapes])
         if self.only_shards:
-            return tuple(map(_BUCKET, self.leaves)), tuple(map(_SLOT, self.leaves))
-        kept = [leaf for leaf in self.leaves if isinstance(leaf, _HELD)]
-        buckets = [x.bucket if isinstance(x, Sharded) else None for x in kept]
-        return tuple(buckets), tuple([x.slot if isinstance(x, Sharded) else 0 for x in kept])
-
-    @cached_property
-    def lengths(self) -> tuple[int, ...]:
-        """Elements of each piece (*batch, length), without the batch."""
-        if self.in_rows:
-            return tuple(map(Tensor.numel, self.pieces))
-        return tuple([x.shape[-1] if x.ndim else 1 for x in self.pieces])
+            return tuple(map(_BUCKET, leaves)), tuple(map(_SLOT, leaves)), lengths, shapes
+        kept = [leaf for leaf in leaves if isinstance(leaf, _HELD)]
+        buckets = tuple([getattr(x, "bucket", None) for x in kept])
+        return buckets, tuple([getattr(x, "slot", 0) for x in kept]), lengths, shapes
 
     @property
     def paths(self) -> list[str]:
@@ -520,12 +476,12 @@ class Unpacked:
             else:  # a frozen leaf itself would keep its tensor alive
                 kept = leaf if isinstance(leaf, Tied) else Nothing()
                 places.append(None if isinstance(leaf, Tensor) else kept)
-        return FlatLayout(self.spec, tuple(places), runs_of(*self.places, self.lengths))
+        return FlatLayout(self.spec, tuple(places), runs_of(*self.geometry[:3]))
 
     def with_pieces(self, pieces: Sequence[Tensor]) -> "Unpacked":
         """The same tree with other pieces, in new nodes, as the old ones may be given away."""
         if self.only_shards:
-            leaves = list(map(Sharded, pieces, *self.places))  # pyright: ignore
+            leaves = list(map(Sharded, pieces, *self.geometry[:2]))  # pyright: ignore
         else:
             given, leaves = iter(pieces), []
             for leaf in self.leaves:
@@ -636,34 +592,29 @@ def zeros(shards: Tree, name: str = "") -> FlatShards:
     Memory: the trained shards' once more.
     """
     found = unpacked(shards)
-    layout = found.layout()
-    wholes = [made(layout, r, _zeros(run, found.pieces), name) for r, run in enumerate(layout.runs)]
+    layout, wholes = found.layout(), list[Tensor]()
+    for r, run in enumerate(layout.runs):
+        like = found.pieces[run.members[0]]
+        shape = like.shape if run.bucket is None else (*like.shape[:-1], run.numel)
+        wholes.append(made(layout, r, _torch.lazy_zeros(shape, like.dtype, like.device), name))
     return with_wholes(layout, wholes)
 
 
-def _zeros(run: FlatRun, pieces: Sequence[Tensor]) -> Tensor:
-    like = pieces[run.members[0]]
-    shape = like.shape if run.bucket is None else (*like.shape[:-1], run.numel)
-    return _torch.lazy_zeros(shape, like.dtype, like.device)
-
-
 def with_wholes(
-    layout: FlatLayout,
-    wholes: Sequence[Tensor],
-    cuts: dict[int, tuple[Tensor, list[Tensor]]] | None = None,
+    layout: FlatLayout, wholes: Sequence[Tensor], before: FlatShards | None = None
 ) -> FlatShards:
     """Flat shards of a layout from their long tensors.
 
     Args:
       layout: of the tree.
       wholes: the long tensors.
-      cuts: `FlatShards.cuts` of those that they replace.
+      before: those that they replace, of which they keep what `cut` has found.
     """
     runs = list[Any]()
     for run, x in zip(layout.runs, wholes, strict=True):
         runs.append(Sharded(x, run.bucket, 0) if run.bucket else x)
-    made = FlatShards(runs, layout)
-    for r, cut in (cuts or {}).items():
+    made, cuts = FlatShards(runs, layout), {} if before is None else vars(before).get("cuts", {})
+    for r, cut in cuts.items():
         if cut[0] is wholes[r]:  # those of other memory would keep it
-            made.cuts[r] = cut
+            vars(made).setdefault("cuts", {})[r] = cut
     return made

@@ -28,6 +28,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from statistics import median
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
@@ -50,7 +51,6 @@ from mics_fn.shards import (
     split_full,
     watchers,
 )
-from mics_fn.shards import donate as mark_donated
 from mics_fn.tree import Tree
 
 # The scale of a loss, as a value, so that small float16 gradients do not become 0.
@@ -202,20 +202,6 @@ def dynamic_scale(
 # Which leaf of a gradient is not finite, and on which ranks that arose.
 
 
-class NonFinite(NamedTuple):
-    """A gradient that is not finite.
-
-    Args:
-      leaf: its path; "" if only the norm is not finite.
-      ranks: on which it arose; none if it was finite on all of them, or if that is not known.
-      text: all of this in words.
-    """
-
-    leaf: str
-    ranks: tuple[int, ...]
-    text: str
-
-
 # Since the last verdict, by bucket: the largest absolute value by slot, NaN if there is one.
 _seen: dict[Bucket, Tensor] = {}
 
@@ -257,13 +243,19 @@ def _kind(highest: float) -> str:
     return "NaN" if math.isnan(highest) else "infinite" if math.isinf(highest) else "finite"
 
 
-def find_nonfinite(grads: Tree, groups: Any, loss: torch.Tensor | None = None) -> NonFinite:
-    """Where a gradient is not finite, the same on all ranks.
+def find_nonfinite(
+    grads: Tree, groups: Any, loss: Tensor | None = None
+) -> tuple[str, tuple[int, ...], str]:
+    """Find where a gradient is not finite, the same on all ranks.
 
     Args:
       grads: tree of shards, or a stream, both hops done, whose norm is not finite on some rank.
       groups: as for `shard`.
       loss: this rank's, if that is known.
+
+    Returns:
+      The path of the first such leaf, "" if only the norm is not finite; the ranks on which it
+      arose, none if it was finite on all of them, or if that is not known; and this in words.
 
     Communication: over each partition group and each replication group 8 bytes, then two words of
       each rank.
@@ -283,17 +275,17 @@ def find_nonfinite(grads: Tree, groups: Any, loss: torch.Tensor | None = None) -
         text = "every gradient is finite, but their norm exceeds float32"
         if at_loss:
             text = f"the loss is {at_loss}; every gradient is finite"
-        return NonFinite("", ranks, text)
+        return "", ranks, text
     path = tree.paths(grads, "grads", is_leaf)[at]
     where, odd = _odd(kinds)
     if where:
-        return NonFinite(path, odd, f"{path} is {where}")
+        return path, odd, f"{path} is {where}"
     if all(kinds.values()):
-        return NonFinite(path, (), f"{path} is finite on each rank, but not after the reduction")
+        return path, (), f"{path} is finite on each rank, but not after the reduction"
     if at_loss:
-        return NonFinite(path, ranks, f"{path} is not finite; the loss is {at_loss}")
+        return path, ranks, f"{path} is not finite; the loss is {at_loss}"
     why = "nobody looked at gradients before they were reduced; from the next step on a guard does"
-    return NonFinite(path, (), f"{path} is not finite; it is not known on which rank, since {why}")
+    return path, (), f"{path} is not finite; it is not known on which rank, since {why}"
 
 
 def _said(homes: Iterable[Any], here: list[str]) -> list[dict[int, str]]:
@@ -346,7 +338,8 @@ class StepTotals:
         self, home: Groups, loss: Tensor, samples: int, tokens: int, *, weighted: bool = False
     ) -> None:
         self.home, self.own_loss, self._counts = home, loss, (samples, tokens)
-        self._weighted, self._found = weighted, torch.empty(0)
+        self._ranks, self._weighted = home.world_size, weighted
+        self._found = self.loss = torch.empty(0)  # what came back, and in it the mean of losses
         self._copy: _torch.HostCopy | None = None  # of what came back, on the host
 
     def exchange(self, squares: Tensor | None = None) -> Tensor:
@@ -365,79 +358,52 @@ class StepTotals:
         sent = torch.stack(numbers)
         alone = self.home.world_size == 1
         self._found = sent if alone else start_mean_over_ranks(self.home, sent, TOTALS).wait()
+        self.loss = self._found[0]
         return self._found[1]
 
-    def fetch(self) -> None:
-        """Begin to copy the result to the host, which waits where that is read."""
-        if _torch.is_async(self.home.device):
-            self._copy = _torch.HostCopy(self._found)
-
-    def mask(self, found_inf: Tensor) -> None:
-        """Mask a step, too, if collectives were aborted before the last one was done; `fetch` both.
+    def fetch(self, found_inf: Tensor | None = None) -> None:
+        """Begin to copy the result to the host, which waits where that is read.
 
         Args:
-          found_inf: as `Verdict` has it; it is written to, behind the last collective.
+          found_inf: of a masked step, as `Verdict` has it. It is written to, behind the last
+            collective: the step is masked, too, if collectives were aborted before that was done.
         """
-        flag = self.flag.to(found_inf.device, non_blocking=True)
-        torch.maximum(found_inf, flag, out=found_inf)
-        self._copy = _torch.HostCopy(torch.cat([self._found, torch.stack([found_inf, flag])]))
+        if found_inf is not None:
+            flag = self.flag.to(found_inf.device, non_blocking=True)
+            torch.maximum(found_inf, flag, out=found_inf)
+            self._copy = _torch.HostCopy(torch.cat([self._found, torch.stack([found_inf, flag])]))
+        elif _torch.is_async(self.home.device):
+            self._copy = _torch.HostCopy(self._found)
 
     def outcome(self) -> tuple[bool, bool]:
         """Of a masked step, whether it was refused, and whether that was since it was aborted."""
         *_, refused, aborted = cast(_torch.HostCopy, self._copy).numbers
         return bool(refused), bool(aborted)
 
-    def reaches(self, homes: Iterable[Any]) -> bool:
-        """Whether all of these groups have the ranks that it is sent to."""
-        ranks = set(self.home.ranks)
-        return all(set(home.ranks) == ranks for home in homes)
-
-    @property
-    def loss(self) -> Tensor:
-        """The mean of the losses of all ranks, on the device."""
-        return self._found[0]
-
     @cached_property
-    def _read(self) -> list[float]:
-        """What came back; the host waits for that, and for nothing that was queued later."""
-        if self._copy is None:
-            return self._found.tolist()
-        found = self._copy.numbers
-        if self._copy.queued.lost:
+    def of_all(self) -> tuple[bool, int, int]:
+        """Whether all losses are finite, and how many samples and tokens all ranks had.
+
+        The host waits for that, and for nothing that was queued later.
+        """
+        found, n = self._found.tolist() if self._copy is None else self._copy.numbers, self._ranks
+        if self._copy is not None and self._copy.queued.lost:
             self.home.partition.check_open()  # which raises
-        return found
-
-    @property
-    def finite(self) -> bool:
-        """Whether the losses of all ranks are finite."""
-        return math.isfinite(self._read[0])
-
-    @property
-    def samples(self) -> int:
-        """Those of all ranks."""
-        return round(self._read[2] * self.home.world_size)
-
-    @property
-    def tokens(self) -> int:
-        """Those of all ranks."""
-        return round(self._read[3] * self.home.world_size)
-
-    def marked(self, norm: Tensor) -> Tensor:
-        """A norm, or infinity if the loss of this rank is not finite."""
-        return torch.where(self.own_loss.isfinite(), norm, math.inf)
+        return math.isfinite(found[0]), round(found[2] * n), round(found[3] * n)
 
     def warn_of_unequal(self) -> None:
         """Warn once if ranks had unlike numbers of samples, whose mean of means is another one."""
-        own, n = self._counts[0], self.home.world_size
-        if self._weighted or own * n == self.samples or "samples" in _warned:
+        own, n, (_, samples, _) = self._counts[0], self._ranks, self.of_all
+        if self._weighted or own * n == samples or "samples" in _warned:
             return
         _warned.add("samples")
         text = f"Trainer: rank {self.home.rank} has {own} samples in this step, and the {n} ranks"
         lines = ["each rank counts the same, so this is not the mean over samples; said once"]
         fix = "give all ranks equally many, or pass weight=, such as the number of samples"
-        warnings.warn(message(f"{text} have {self.samples} together", lines, fix), stacklevel=6)
+        warnings.warn(message(f"{text} have {samples} together", lines, fix), stacklevel=6)
 
 
+_RANKS = attrgetter("ranks")
 # How many steps in a row may not be finite until that is an error, by `on_nonfinite`.
 _IN_ROW = {"raise": 1, None: 3}
 
@@ -597,12 +563,12 @@ class Guard:
         if self.decides and (self.chosen or self.in_row) and note_nonfinite not in watchers:
             watchers.append(note_nonfinite)
 
-    @property
+    @cached_property
     def decides(self) -> bool:
         """Whether it may refuse a step."""
         return self.chosen or self.on_nonfinite is None
 
-    @property
+    @cached_property
     def chosen(self) -> bool:
         """Whether it may refuse a step because somebody asked for it, and not by default."""
         refuses = self.on_nonfinite in ("skip", "raise")
@@ -666,39 +632,41 @@ class Guard:
     ) -> Verdict:
         exact, whole = self._knows_norm(found)
         decides = self.chosen or (self.decides and whole)
-        factor, norm, found_inf = 1.0, None, None
-        highest = torch.zeros(())
+        factor, norm, highest = 1.0, None, torch.zeros(())
         if decides or self.max_norm is not None:
             here, highest = self._norms(found, totals, decides)
             norm = here if exact else None
-            if self.max_norm is not None:
-                factor = norms.clip_factor(here, self.max_norm)
+            factor = 1.0 if self.max_norm is None else norms.clip_factor(here, self.max_norm)
         elif totals is not None:
             totals.exchange()
-        waits = wait or self.chosen or self.in_row or totals is None
-        if decides and not waits and totals is not None:
+        limits = {"max_value": self.max_value, "donate": donate}
+        if decides and totals is not None and not (wait or self.chosen or self.in_row):
             found_inf = (highest + totals.loss).isfinite().logical_not().float()
-        elif totals is not None:
-            totals.fetch()
-        if not decides or found_inf is not None:
-            out = self._clipped(grads, factor, donate)
+            out = norms.clipped(grads, factor, **limits)
             return Verdict(out, norm, None, False, True, self, None, found_inf)
+        if totals is not None:
+            totals.fetch()
+        if not decides:
+            out = norms.clipped(grads, factor, **limits)
+            return Verdict(out, norm, None, False, True, self)
         # The host waits once for both numbers.
         times, most = torch.stack([torch.ones_like(highest) * factor, highest]).tolist()
         for home in found.homes:
             home.partition.check_open()  # else these may be no values of any rank
-        finite = math.isfinite(most) and (totals is None or totals.finite)
+        finite = math.isfinite(most) and (totals is None or totals.of_all[0])
         where = None if finite else find_nonfinite(grads, groups, totals and totals.own_loss)
         for bucket in found.buckets:
             _seen.pop(bucket, None)
         refused, spike, after = self._after(most, finite)
         if where and after.in_row >= _IN_ROW.get(self.on_nonfinite, math.inf):
-            raise _error(where, after.in_row)
-        out = grads if refused else self._clipped(grads, times / self.scale.value, donate)
-        return Verdict(out, norm, finite, spike, not refused, after, where and where.text)
+            raise _error(*where, after.in_row)
+        out = grads if refused else norms.clipped(grads, times / self.scale.value, **limits)
+        return Verdict(out, norm, finite, spike, not refused, after, where and where[2])
 
     def _after(self, norm: float, finite: bool) -> tuple[bool, bool, "Guard"]:
         """Decide whether a step is refused, whether its norm is a spike, and the next guard."""
+        if finite and self.spike is None and self.scale.kind == "none" and not self.in_row:
+            return False, False, self
         spike, watch = (False, None) if self.spike is None else self.spike.observe(norm)
         skips = not finite and self.on_nonfinite != "ignore"
         refused = skips or (spike and watch is not None and watch.action == "skip")
@@ -712,24 +680,23 @@ class Guard:
         self, found: norms.Measured, totals: StepTotals | None, decides: bool
     ) -> tuple[Tensor, Tensor]:
         """Compute the unscaled norm of this rank, and the highest of any rank if that is needed."""
-        if totals is not None and totals.reaches(found.homes):
+        ranks = set(map(frozenset, map(_RANKS, found.homes)))
+        if totals is not None and ranks <= {frozenset(totals.home.ranks)}:
             # Of each of its groups there are p parts, and the message gives a mean over all ranks.
-            by_home = norms.squares_here(found).items()
-            parts = [squares * home.partition_size for home, squares in by_home]
+            parts = list[Tensor]()
+            for home, squares in norms.squares_here(found).items():
+                parts.append(squares * home.partition_size)
             norm = totals.exchange(torch.stack(parts).sum() if parts else None).sqrt()
             norm = norm / self.scale.value
             return norm, norm
-        norm = norms.norm_here(found) / self.scale.value
-        highest = norm if totals is None else totals.marked(norm)
+        norm = highest = norms.norm_here(found) / self.scale.value
+        if totals is not None:
+            highest = torch.where(totals.own_loss.isfinite(), norm, math.inf)
         if decides:
             highest = _highest(highest, found.homes)
         if totals is not None:
             totals.exchange()
         return norm, highest
-
-    def after_refusal(self) -> "Guard":
-        """This guard after a step that was masked; see `Verdict.found_inf`."""
-        return replace(self, in_row=self.in_row + 1, skipped=self.skipped + 1)
 
     def check_groups(self, like: Tree, groups: Any) -> None:
         """Refuse groups on which this guard cannot know what it needs.
@@ -759,20 +726,14 @@ class Guard:
             raise problem
         return problem is None, whole
 
-    def _clipped(self, grads: Any, factor: Tensor | float, donate: bool) -> Any:
-        out = norms.clipped(grads, factor, self.max_value, donate=donate)
-        if donate and out is not grads and grad_stream(grads) is None:
-            mark_donated(grads, "grads", "Guard.judge", keep=out)
-        return out
 
-
-def _error(where: NonFinite, in_row: int) -> NonFiniteError:
+def _error(leaf: str, ranks: tuple[int, ...], text: str, in_row: int) -> NonFiniteError:
     times = "" if in_row == 1 else f" in {in_row} steps in a row"
     what = f"Guard.judge: loss or gradient is not finite{times}, and the step was not taken"
     fix = (
         "look at the batch, the loss and the rate there; on_nonfinite='skip' leaves such steps out"
     )
-    return NonFiniteError(message(what, [where.text], fix), where.leaf, where.ranks)
+    return NonFiniteError(message(what, [text], fix), leaf, ranks)
 
 
 def _highest(norm: Tensor, homes: Iterable[Home]) -> Tensor:

@@ -17,7 +17,8 @@ from mics_fn import _torch, checks, tree
 from mics_fn.collectives import collect
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Comm, Home, fold_ranks
-from mics_fn.optim import columns, flat, transform
+from mics_fn.optim import columns, flat
+from mics_fn.optim.optimizers import Transform, from_update
 from mics_fn.shards import (
     Bucket,
     BucketUse,
@@ -34,6 +35,7 @@ from mics_fn.shards import (
     open_shards,
     require_groups,
 )
+from mics_fn.shards import donate as mark_donated
 from mics_fn.tree import Tree
 
 # Limits on gradients: a factor and a clamp, in one pass.
@@ -82,7 +84,10 @@ def clipped(
         if max_value is not None:
             grad.clamp_min_(-max_value).clamp_max_(max_value)  # clamp_ has no rule for vmap
 
-    return columns.map_columns(limit, columns.in_chunks(grads) if donate else grads, donate=donate)
+    out = columns.map_columns(limit, columns.in_chunks(grads) if donate else grads, donate=donate)
+    if donate:
+        mark_donated(grads, "grads", "Guard.judge", keep=out)
+    return out
 
 
 def _clipped_stream(
@@ -290,7 +295,7 @@ def check_limit(verb: str, name: str, value: float) -> None:
     checks.number(verb, name, value, above=0, finite=False)
 
 
-def clip_by_global_norm(max_norm: float, groups: Any) -> transform.Transform:
+def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
     """Scale gradients so that their global norm is at most `max_norm`, as `clip_grad_norm_` does.
 
     Args:
@@ -327,7 +332,7 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> transform.Transform:
         return clipped(grads, factor), state
 
     facts = {"optimizer": "clip_by_global_norm", "max_norm": max_norm}
-    return transform.from_update(lambda params: (), update, facts)
+    return from_update(lambda params: (), update, facts)
 
 
 def _for_parts(factor: Tensor, homes: Sequence[Home]) -> Tensor:
@@ -339,7 +344,7 @@ def _for_parts(factor: Tensor, homes: Sequence[Home]) -> Tensor:
     return as_part(factor, p)
 
 
-def clip_by_value(max_value: float) -> transform.Transform:
+def clip_by_value(max_value: float) -> Transform:
     """Clamp every gradient element to [-max_value, max_value].
 
     Args:
@@ -362,7 +367,7 @@ def clip_by_value(max_value: float) -> transform.Transform:
         return clipped(grads, max_value=max_value), state
 
     facts = {"optimizer": "clip_by_value", "max_value": max_value}
-    return transform.from_update(lambda params: (), update, facts)
+    return from_update(lambda params: (), update, facts)
 
 
 def leaf_norms(shards: Tree, groups: Any) -> Tree:

@@ -1,4 +1,4 @@
-"""Optimizers by name, and a learning rate that rises and falls.
+"""Optimizers, and parts of optimizers, as pure functions over trees of shards.
 
 The arithmetic of `sgd`, `adam` and `adamw` is that of torch's kernels, which step on lists of
 tensors in one call; where a derivative is asked for it is that of torch's functions. `from_torch`
@@ -13,8 +13,12 @@ takes back what only the host has, the counts of steps. It is 1 as well if colle
 before the last of them was done, so that an abort leaves the state before the step, whole.
 """
 
+import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -22,23 +26,388 @@ from torch import Tensor
 from torch.optim.adam import adam as _torch_adam
 from torch.optim.sgd import sgd as _torch_sgd
 
-from mics_fn import _torch, checks
-from mics_fn.errors import PlanError
+from mics_fn import _torch, checks, tree
+from mics_fn.checks import check_matched, matches
+from mics_fn.errors import LeafError, PlanError
 from mics_fn.offload import read
-from mics_fn.optim import flat, transform
-from mics_fn.optim.columns import Column, columns, updating
-from mics_fn.optim.flat import FlatShards, Unpacked
-from mics_fn.optim.transform import Mask, Rate, Transform
+from mics_fn.optim import flat
+from mics_fn.optim.columns import Column, Columns, map_columns, needs_fetch, updating
+from mics_fn.optim.flat import FlatShards, Unpacked, as_before, lazy_grads, unpacked
+from mics_fn.shards import Nothing, Sharded, is_leaf, names, needs_derivative
 from mics_fn.tree import Tree
 
+_TENSORS = attrgetter("tensors")
+
+# A learning rate, or a function from the step, counted from 0, to one. A tensor may be
+# differentiated by.
+Rate = float | Tensor | Callable[[int], float | Tensor]
+Facts = Mapping[str, Any]  # see `Transform`
+Mask = Callable[[str], bool]  # from the path of a leaf to whether it is selected
+Optimizer = Any  # what can be made a `Transform`: an object with `init` and `update`
+
+
+FOUND_INF: ContextVar[Tensor | None] = ContextVar("found_inf", default=None)  # of `masked_by`
+
+
+@contextmanager
+def masked_by(number: Tensor | None) -> Iterator[None]:
+    """A block whose fused steps write nothing if a number of the device is 1.
+
+    Args:
+      number: 0-dim float32 tensor, 0 or 1; None masks nothing.
+    """
+    token = FOUND_INF.set(number)
+    try:
+        yield
+    finally:
+        FOUND_INF.reset(token)
+
+
+class Transform(NamedTuple):
+    """An optimizer, or a part of one, as pure functions.
+
+    Args:
+      init: `init(params) -> state`.
+      update: `update(grads, state, params) -> (updates, state)`; updates are to be added to the
+        parameters.
+      step: `step(grads, state, params, donate) -> (params, state)`, which adds the updates itself;
+        with `donate` it may write into the memory of `state` and `params`. Gradients and parameters
+        are `Unpacked`, as every part of a step needs them.
+      facts: its options by name, for ranks to compare. Without it they compare nothing, and say so.
+      masked: whether steps can be those of [Note: masked steps].
+    """
+
+    init: Callable[[Tree], Any]
+    update: Callable[[Tree, Any, Tree], tuple[Tree, Any]]
+    step: Callable[[Unpacked, Any, Unpacked, bool], tuple[Unpacked, Any]]
+    facts: Facts | None = None
+    masked: bool = False
+
+
+def from_update(
+    init: Callable[[Tree], Any],
+    update: Callable[..., tuple[Tree, Any]],
+    facts: Facts | None = None,
+) -> Transform:
+    """An elementwise optimizer of one's own: a `Transform` from its `init` and `update`.
+
+    Its step adds the updates to the parameters. `shards.map` writes both in terms of pieces.
+
+    Args:
+      init: `init(params) -> state`, a pytree: trees of shards, tensors, numbers.
+      update: `update(grads, state, params) -> (updates, state)`. It must not write to what it is
+        given. Shards are pieces, so it has to work element by element; `optim.leaf_norms` and
+        `optim.inner` give numbers of whole tensors.
+      facts: its options by name, for ranks to compare. Without it they compare nothing, and say so.
+
+    Returns:
+      A `Transform`. It is differentiated as `update` is.
+
+    Memory: what `update` makes, and the state.
+
+    Raises:
+      LeafError: in a step, the updates do not fit the parameters.
+
+    Example:
+      >>> def update(grads, mean, params):
+      ...     mean = shards.map(lambda m, g: 0.9 * m + g, mean, grads)
+      ...     return shards.map(lambda m: -0.1 * m, mean), mean
+      >>> optimizer = from_update(lambda params: shards.map(torch.zeros_like, params), update)
+      >>> groups = make_groups(1)
+      >>> state = init_state(shard({"w": torch.ones(2)}, groups), optimizer)
+      >>> opt_step(state, reduce_grads({"w": torch.ones(2)}, groups)).params["w"].data
+      tensor([0.9000, 0.9000])
+    """
+
+    def step(grads: Unpacked, state: Any, params: Unpacked, donate: bool) -> tuple[Unpacked, Any]:
+        updates, after = update(grads.whole().shards, state, params.shards)
+        updates = unpacked(updates)
+        where = _difference(updates, params)
+        if where:
+            fix = "return (updates, state) with updates as shards.map makes them from the gradients"
+            what = "from_update: the updates that update gave do not fit the parameters"
+            raise LeafError(what, [where], fix)
+        found = map_columns(lambda p, u: p.add_(u), params, updates, donate=donate)
+        return unpacked(found), as_before(after, state)
+
+    return Transform(init, update, step, facts)
+
+
+def _difference(updates: Unpacked, params: Unpacked) -> str:
+    """Where updates do not fit the parameters, in words; "" if they do."""
+    if updates.spec != params.spec:
+        return tree.first_mismatch(params.shards, updates.shards, "updates", is_leaf)
+    _, _, lengths, _ = params.geometry
+    _, _, others, _ = updates.geometry
+    if lengths == others:
+        return ""
+    rows = zip(params.paths, lengths, others, strict=True)
+    path, want, got = next(row for row in rows if row[1] != row[2])
+    return f"{tree.join('updates', path)}: expected a piece of {want} elements, got {got}"
+
+
+def check_rate(verb: str, name: str, lr: Any, fix: str) -> None:
+    """Raise PlanError unless a rate is a number of at least 0, or a tensor with such a number.
+
+    The number in a tensor on an accelerator is not looked at, because the host would wait for it.
+    """
+    if not isinstance(lr, Tensor):
+        checks.number(verb, name, lr, least=0, fix=fix)
+        return
+    if lr.ndim or lr.is_complex() or lr.is_meta or lr.dtype == torch.bool:
+        what = f"a tensor of shape {tuple(lr.shape)} and {lr.dtype} on {lr.device}"
+        text = f"{verb}: {name} is {what}, expected a number"
+        raise PlanError(text, fix="pass a number, or torch.tensor(number)")
+    # The number is looked at where nothing is waited for or cut off by that.
+    plain = type(lr) in (Tensor, torch.nn.Parameter) and not _torch.is_wrapped(lr)
+    if plain and lr.is_cpu and not _torch.is_tracing():
+        checks.number(verb, name, lr.item(), least=0, fix=fix)
+
+
+def of_another(kind: str, state: Any) -> PlanError:
+    """The error for a state that is not that of this optimizer."""
+    text = f"opt_step: the state of the optimizer is of type {type(state).__name__}, "
+    fix = "make it with init_state(params, optimizer), or load it with the optimizer of the save"
+    return PlanError(f"{text}and not that of {kind}", fix=fix)
+
+
+def check_rule(verb: str, lr: Rate, **numbers: Any) -> None:
+    """Refuse options of an optimizer that have no meaning.
+
+    Args:
+      verb: the optimizer, for errors.
+      lr: its learning rate, or a function of the step.
+      numbers: of at least 0, by name; and `betas`, a pair of numbers from 0 to below 1.
+
+    Raises:
+      PlanError: an option is not what it should be.
+    """
+    if not callable(lr) or isinstance(lr, type):
+        fix = "pass a number such as 1e-3, a 0-dim tensor, or a function of the step"
+        check_rate(verb, "lr", lr, fix)
+    for name, value in numbers.items():
+        if name != "betas":
+            checks.number(verb, name, value, least=0)
+            continue
+        for i, beta in zip(range(2), value, strict=True):
+            checks.number(verb, f"betas[{i}]", beta, least=0, below=1)
+
+
+def as_transform(optimizer: Any) -> Transform:
+    """A `Transform` from an optimizer of this or of another library.
+
+    Args:
+      optimizer: a `Transform`, or an object with `init` and `update` as optax and torchopt define
+        them. Such an object gets this rank's pieces as a dict from path to 1D tensor.
+
+    Raises:
+      PlanError: it has no `init` and `update`.
+    """
+    if isinstance(optimizer, Transform):
+        return optimizer
+    for name in ("init", "update"):
+        if not callable(getattr(optimizer, name, None)):
+            what = getattr(optimizer, "__name__", type(optimizer).__name__)
+            fix = "pass a Transform: adamw(1e-3), from_torch(torch.optim.SGD, lr=0.1), chain(a, b)"
+            raise PlanError(f"{what} is not an optimizer of init and update", fix=fix)
+    takes = inspect.signature(optimizer.update).parameters
+    options = {"inplace": False} if "inplace" in takes else {}
+    by_name = "params" in takes and takes["params"].kind is inspect.Parameter.KEYWORD_ONLY
+
+    def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+        plain = _plain(params)
+        given, named = ((), {"params": plain}) if by_name else ((plain,), {})
+        updates, state = optimizer.update(_plain(grads), state, *given, **named, **options)
+        return tree.flatten(grads)[1].unflatten([updates[path] for path in names(grads)]), state
+
+    return from_update(lambda params: optimizer.init(_plain(params)), update)
+
+
+def _facts(parts: Mapping[str, Transform]) -> Facts | None:
+    """Join the facts of parts under their names; None if one has none."""
+    every = {name: part.facts for name, part in parts.items()}
+    return None if None in every.values() else every
+
+
+def _plain(shards: Tree) -> dict[str, Tensor]:
+    return dict(zip(names(shards), tree.flatten(shards)[0], strict=True))
+
+
+# `chain`: transforms in sequence, as clipping before an optimizer.
+
+
+def chain(*transforms: Optimizer) -> Transform:
+    """Transforms in sequence: each gets the updates of the one before it as gradients.
+
+    Args:
+      transforms: at least one; the last one takes the step.
+
+    Returns:
+      One `Transform`, whose state is the tuple of their states.
+
+    Raises:
+      PlanError: no transform was given, or one has no `init` and `update`.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> optimizer = chain(optim.clip_by_global_norm(1.0, groups), optim.adamw(1e-3))
+    """
+    parts = [as_transform(part) for part in transforms]
+    if not parts:
+        raise PlanError("chain: needs at least one transform")
+
+    def init(params: Tree) -> tuple:
+        return tuple(part.init(params) for part in parts)
+
+    def check(states: Any) -> None:
+        if type(states) is not tuple or len(states) != len(parts):
+            raise of_another(f"a chain of {len(parts)}", states)
+
+    def before_last(grads: Tree, states: tuple, params: Tree) -> tuple[Tree, list]:
+        new = []
+        for part, state in zip(parts[:-1], states[:-1], strict=True):
+            grads, state = part.update(grads, state, params)
+            new.append(state)
+        return grads, new
+
+    def update(grads: Tree, states: tuple, params: Tree) -> tuple[Tree, tuple]:
+        check(states)
+        grads, new = before_last(grads, states, params)
+        grads, last = parts[-1].update(grads, states[-1], params)
+        return grads, (*new, last)
+
+    def step(
+        grads: Unpacked, states: tuple, params: Unpacked, donate: bool
+    ) -> tuple[Unpacked, tuple]:
+        check(states)
+        new: list[Any] = []
+
+        def made() -> Tree:
+            given, found = before_last(grads.whole().shards, states, params.shards)
+            new.extend(as_before(found, list(states[:-1])))
+            return given
+
+        # See [Note: states come first] in `columns`. What the others have in files comes through
+        # the same memory, and so before.
+        lazy = needs_fetch(params, states[-1]) and not needs_fetch([], states[:-1])
+        given = unpacked(lazy_grads(grads.shards, made) if lazy else made())
+        after, last = parts[-1].step(given, states[-1], params, donate)
+        return after, (*new, last)
+
+    return Transform(init, update, step, _facts({f"chain[{i}]": x for i, x in enumerate(parts)}))
+
+
+# `by_path`: other transforms for some leaves, by patterns of their paths.
+
+
+def by_path(transforms: Mapping[str, Any], *, default: Any = None) -> Transform:
+    """Other transforms for some leaves: other learning rates, other optimizers, none at all.
+
+    Each transform sees a tree of the leaves that are its own, and keeps a state for these alone; a
+    norm in it is the norm of these.
+
+    Args:
+      transforms: by pattern; the leaves are those whose whole path, such as `h.0.weight`, it
+        matches, as in a `Precision`: `*` stands for any characters and `?` for one, and if several
+        patterns match, the last one counts.
+      default: for all other leaves.
+
+    Returns:
+      A `Transform`, whose state is the tuple of their states, in the order of the patterns and with
+      that of `default` last.
+
+    Raises:
+      PlanError: a transform has no `init` and `update`; or, when a state is made, a pattern has no
+        leaf, or a leaf has neither a pattern nor a default.
+
+    Example:
+      >>> optimizer = by_path({"*embed*": optim.sgd(0.1)}, default=optim.sgd(0.5))
+      >>> groups = make_groups(1)
+      >>> params = shard({"embed": torch.ones(2), "w": torch.ones(2)}, groups)
+      >>> state = init_state(params, optimizer)
+      >>> state = opt_step(state, reduce_grads({k: torch.ones(2) for k in params}, groups))
+      >>> state.params["embed"].data, state.params["w"].data
+      (tensor([0.9000, 0.9000]), tensor([0.5000, 0.5000]))
+    """
+    patterns = list(transforms)
+    parts = [as_transform(each) for each in transforms.values()]
+    if default is not None:
+        parts.append(as_transform(default))
+
+    def owners(paths: Sequence[str]) -> list[int]:
+        return _owners(paths, patterns, with_default=default is not None)
+
+    def init(params: Tree) -> tuple:
+        found = unpacked(params)
+        shares = _shares(found, owners(found.paths), len(parts))
+        return tuple(part.init(share.shards) for part, share in zip(parts, shares, strict=True))
+
+    def spread(call: Callable[..., Any], grads: Unpacked, states: tuple, params: Unpacked) -> Any:
+        """The tree and the states that each part gives for its own leaves."""
+        mine = owners(params.paths)
+        shares = _shares(params, mine, len(parts))
+        given = _shares(grads, mine, len(parts))
+        pairs = [
+            call(part, gradient, state, share)
+            for part, gradient, state, share in zip(parts, given, states, shares, strict=True)
+        ]
+        found = [iter(unpacked(each).pieces) for each, _ in pairs]
+        tree = params.with_pieces([next(found[owner]) for owner in mine])
+        return tree, tuple(state for _, state in pairs)
+
+    def update(grads: Tree, states: tuple, params: Tree) -> tuple[Tree, tuple]:
+        call = lambda part, g, s, p: part.update(g.shards, s, p.shards)  # noqa: E731
+        found, after = spread(call, unpacked(grads), states, unpacked(params))
+        return found.shards, after
+
+    def step(
+        grads: Unpacked, states: tuple, params: Unpacked, donate: bool
+    ) -> tuple[Unpacked, tuple]:
+        call = lambda part, g, s, p: part.step(g, s, p, donate)  # noqa: E731
+        return spread(call, grads, states, params)
+
+    titles = [*(f"by_path[{pattern!r}]" for pattern in patterns), "by_path default"]
+    return Transform(init, update, step, _facts(dict(zip(titles, parts, strict=False))))
+
+
+def _owners(paths: Sequence[str], patterns: Sequence[str], with_default: bool) -> list[int]:
+    """For each leaf the number of its transform; that of the default comes last."""
+    found = []
+    for path in paths:
+        mine = [i for i, pattern in enumerate(patterns) if matches(pattern, path)]
+        if not mine and not with_default:
+            lines = [f"patterns: {', '.join(map(repr, patterns))}"]
+            text = f"by_path: {path} matches no pattern, and there is no default"
+            raise PlanError(text, lines, "pass default=, or a pattern that matches it")
+        found.append(mine[-1] if mine else len(patterns))
+    for i, pattern in enumerate(patterns):
+        if i not in found:
+            check_matched("by_path", [pattern], paths, leaf="trained leaf")
+            text = f"by_path: {pattern!r} has only leaves that a later pattern matches, too"
+            raise PlanError(text, fix="write the pattern of more leaves first")
+    return found
+
+
+def _shares(found: Unpacked, owners: Sequence[int], count: int) -> list[Unpacked]:
+    """The tree of each part: its own leaves, and `Nothing` in the place of all others.
+
+    A tied leaf has no data, and frozen ones are nobody's, so no part needs them.
+    """
+    number = iter(owners)
+    by_leaf = [
+        next(number) if isinstance(leaf, Sharded | Tensor) else None for leaf in found.leaves
+    ]
+    shares = []
+    for part in range(count):
+        leaves = [
+            leaf if owner == part else Nothing()
+            for leaf, owner in zip(found.leaves, by_leaf, strict=True)
+        ]
+        shares.append(found.part(leaves, [i for i, owner in enumerate(owners) if owner == part]))
+    return shares
+
+
 # What optimizers keep, and how they step on columns.
-
-
-class OptimizerNames(NamedTuple):
-    """The names of what an optimizer keeps."""
-
-    moments: tuple[str, ...]
-    scalars: tuple[str, ...] = ()
 
 
 class OptimizerState(NamedTuple):
@@ -57,65 +426,103 @@ class OptimizerState(NamedTuple):
 
 
 class _Now(NamedTuple):
-    """What a step on columns is given.
+    """What a rule is given besides columns.
 
     Args:
-      columns: of each the parameter, its moments and the gradient.
-      state: before the step.
+      scalars: those of the state before the step.
+      first: whether it is the first step.
       rate: the learning rate; None for the default of a class.
       decays: whether these columns decay.
       live: whether a derivative is asked for.
     """
 
-    columns: list[tuple[Tensor, ...]]
-    state: OptimizerState
-    rate: float | Tensor | None
+    scalars: dict[str, Tensor]
+    first: bool
+    rate: Any
     decays: bool
     live: bool
 
 
-def _on_columns(
+# A rule writes to columns and gives the new scalars. It takes the parameters, each of the moments
+# and the gradients as lists of tensors, and then `_Now`.
+Rule = Callable[..., dict[str, Tensor]]
+
+
+def _by_rule(
     verb: str,
-    names: OptimizerNames,
-    take: Callable[[_Now], dict[str, Tensor]],
-    init: Callable[[Tree], OptimizerState],
+    rule: Rule,
     options: dict[str, Any],
+    moments: tuple[str, ...],
+    scalars: tuple[str, ...] = (),
+    init: Callable[[Tree], OptimizerState] | None = None,
 ) -> Transform:
-    """Make a `Transform` from `take`, which writes to columns and gives the new scalars."""
+    """Make a `Transform` of a rule; by default what it keeps begins with zeros.
+
+    Args:
+      verb: its name.
+      rule: what it does to columns.
+      options: by name, with `lr` and `decay_mask`.
+      moments, scalars: the names of what it keeps.
+      init: as for `Transform`.
+    """
     lr, mask = options["lr"], options["decay_mask"]
+
+    def zeros(params: Tree) -> OptimizerState:
+        pieces = unpacked(params).pieces
+        here = bool(pieces) and not pieces[0].is_meta and not _torch.inside_torch_func()
+        zero = torch.zeros((), device=pieces[0].device if here else "cpu")
+        kept = {name: flat.zeros(params, name) for name in moments}
+        return OptimizerState(0, kept, dict.fromkeys(scalars, zero))
 
     def step(
         grads: Unpacked, state: OptimizerState, params: Unpacked, donate: bool
     ) -> tuple[Unpacked, OptimizerState]:
         own = isinstance(state, OptimizerState)
-        if not own or {*state.moments, *state.scalars} != {*names.moments, *names.scalars}:
-            raise transform.of_another(verb, state)
-        keys = None if mask is None else transform.decay_keys(verb, mask, params)
-        rate = transform.rate_at(verb, lr, state.count) if callable(lr) else lr
+        if not own or {*state.moments, *state.scalars} != {*moments, *scalars}:
+            raise of_another(verb, state)
+        keys, rate = None, lr
+        if mask is not None:
+            keys = [
+                checks.answer(verb, f"decay_mask({path!r})", mask(path)) for path in params.paths
+            ]
+        if callable(lr):
+            rate, fix = lr(state.count), "let the function of the step give a rate for every step"
+            check_rate(verb, f"lr({state.count})", rate, fix)
         targets = [params, *state.moments.values()]
-        work = columns(targets, [grads], keys, by=[rate], donate=donate)
-        scalars, stepped = state.scalars, False
-        for block in work.blocks:
-            by_key: dict[Any, list[Column]] = {}
-            for column in block:
-                key = column.key, column.tensors[0].dtype  # kernels take tensors of one dtype
-                by_key.setdefault(key, []).append(column)
-            for (decays, _), found in by_key.items():
-                given = [column.tensors for column in found]
-                with updating(found):  # torch updates all of them in one call
-                    scalars = take(_Now(given, state, rate, decays is not False, work.live))
-                stepped = True
-        if not stepped:
+        work = Columns(targets, [grads], keys, by=[rate], donate=donate)
+        now = _Now(state.scalars, state.count == 0, rate, True, work.live)
+        after = _step_columns(rule, work, now)
+        if after is None:
             # A rank that holds no element has to count steps nevertheless.
             device = params.pieces[0].device if params.pieces else torch.device("cpu")
-            nothing = (torch.zeros(1, device=device),) * (2 + len(names.moments))
-            scalars = take(_Now([nothing], state, rate, True, work.live))
+            after = rule(*[[torch.zeros(1, device=device)]] * (2 + len(moments)), now)
         params, *kept = work.targets()
-        moments = dict(zip(state.moments, kept, strict=True))
-        return params, OptimizerState(state.count + 1, moments, scalars)
+        kept = dict(zip(state.moments, kept, strict=True))
+        return params, OptimizerState(state.count + 1, kept, after)
+
+    def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+        found, state = step(unpacked(grads), state, unpacked(params), False)
+        new = found.shards
+        own = not needs_derivative(tree.flatten((new, params))[0])
+        return map_columns(lambda n, p: n.sub_(p), new, params, donate=own), state
 
     masked = verb in ("sgd", "adam", "adamw")  # by torch's fused kernels
-    return transform.from_step(init, step, {"optimizer": verb, **options}, masked=masked)
+    return Transform(init or zeros, update, step, {"optimizer": verb, **options}, masked)
+
+
+def _step_columns(rule: Rule, work: Columns, now: _Now) -> dict[str, Tensor] | None:
+    """Apply a rule to all columns; gives the new scalars, or None if there are no columns."""
+    after = None
+    for block in work:
+        by_key: dict[Any, list[Column]] = {}
+        for column in block:
+            key = column.key, column.tensors[0].dtype  # kernels take tensors of one dtype
+            by_key.setdefault(key, []).append(column)
+        for (decays, _), found in by_key.items():
+            given = map(list, zip(*map(_TENSORS, found), strict=True))
+            with updating(found):  # torch updates all of them in one call
+                after = rule(*given, now._replace(decays=decays is not False))
+    return after
 
 
 def _fused_skips(params: Iterable[Tensor]) -> bool:
@@ -124,19 +531,6 @@ def _fused_skips(params: Iterable[Tensor]) -> bool:
 
 
 # Optimizers by functions on columns: fused kernels of torch, or ops that have derivatives.
-
-
-def _zeros(names: OptimizerNames) -> Callable[[Tree], OptimizerState]:
-    """Make the `init` of an optimizer whose state begins with zeros."""
-
-    def init(params: Tree) -> OptimizerState:
-        moments = {name: flat.zeros(params, name) for name in names.moments}
-        pieces = flat.unpacked(params).pieces
-        here = bool(pieces) and not pieces[0].is_meta and not _torch.inside_torch_func()
-        zero = torch.zeros((), device=pieces[0].device if here else "cpu")
-        return OptimizerState(0, moments, dict.fromkeys(names.scalars, zero))
-
-    return init
 
 
 def sgd(
@@ -167,31 +561,30 @@ def sgd(
     Example:
       >>> optimizer = sgd(0.1, momentum=0.9, nesterov=True)
     """
-    transform.check_rule("sgd", lr, momentum=momentum, weight_decay=weight_decay)
+    options = {"momentum": momentum, "weight_decay": weight_decay}
+    check_rule("sgd", lr, **options)
     checks.choice("sgd", "nesterov", nesterov, True, False)
-    names = OptimizerNames(("momentum_buffer",) if momentum else ())
 
-    def take(now: _Now) -> dict[str, Tensor]:
-        params, *buffers, grads = map(list, zip(*now.columns, strict=True))
+    def rule(params: list, *given: Any) -> dict[str, Tensor]:
+        *buffers, grads, now = given
         _torch_sgd(
             params,
             grads,
             buffers[0] if buffers else [None] * len(params),  # zeros at first
             fused=not now.live and not _fused_skips(params),
             foreach=False,
-            found_inf=transform.FOUND_INF.get(),
+            found_inf=FOUND_INF.get(),
             weight_decay=weight_decay if now.decays else 0.0,
             momentum=momentum,
-            lr=now.rate,  # pyright: ignore[reportArgumentType]
+            lr=now.rate,
             dampening=0.0,
             nesterov=nesterov,
             maximize=False,
         )
         return {}
 
-    options = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
-    options |= {"lr": lr, "decay_mask": decay_mask}
-    return _on_columns("sgd", names, take, _zeros(names), options)
+    options |= {"nesterov": nesterov, "lr": lr, "decay_mask": decay_mask}
+    return _by_rule("sgd", rule, options, ("momentum_buffer",) if momentum else ())
 
 
 def adam(
@@ -265,28 +658,26 @@ def _adam(
     decay_mask: Mask | None,
 ) -> Transform:
     options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
-    transform.check_rule(verb, lr, **options)
-    names, decoupled = OptimizerNames(("exp_avg", "exp_avg_sq"), ("step",)), verb == "adamw"
+    check_rule(verb, lr, **options)
+    decoupled = verb == "adamw"
 
-    def take(now: _Now) -> dict[str, Tensor]:
-        params, means, squares, grads = map(list, zip(*now.columns, strict=True))
-        decay, count = weight_decay if now.decays else 0.0, len(params)
-        rule: Any = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": decay}
-        rule |= {"lr": now.rate, "amsgrad": False, "maximize": False}
-        before = now.state.scalars["step"]
+    def rule(params: list, means: list, squares: list, grads: list, now: _Now) -> dict[str, Tensor]:
+        decay, count, before = weight_decay if now.decays else 0.0, len(params), now.scalars["step"]
+        own: Any = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": decay}
+        own |= {"lr": now.rate, "amsgrad": False, "maximize": False}
         if not now.live:  # the kernel, without the host's time of torch's function around it
-            step, found_inf = before.to(params[0].device) + 1, transform.FOUND_INF.get()
+            step, found_inf = before.to(params[0].device) + 1, FOUND_INF.get()
             update = _torch.fused_adamw if decoupled else _torch.fused_adam
-            update(params, grads, means, squares, [], [step] * count, found_inf=found_inf, **rule)
+            update(params, grads, means, squares, [], [step] * count, found_inf=found_inf, **own)
             return {"step": step if found_inf is None else step - found_inf}
         # What torch computes from a count in float32 would have no more digits than that.
         steps = list(before.double().repeat(count).unbind())
-        rule |= {"foreach": False, "differentiable": True, "decoupled_weight_decay": decoupled}
-        _torch_adam(params, grads, means, squares, [], steps, **rule)
+        own |= {"foreach": False, "differentiable": True, "decoupled_weight_decay": decoupled}
+        _torch_adam(params, grads, means, squares, [], steps, **own)
         return {"step": steps[0].to(before.dtype)}
 
     options |= {"lr": lr, "decay_mask": decay_mask}
-    return _on_columns(verb, names, take, _zeros(names), options)
+    return _by_rule(verb, rule, options, ("exp_avg", "exp_avg_sq"), ("step",))
 
 
 def lion(
@@ -316,20 +707,18 @@ def lion(
     Example:
       >>> optimizer = lion(1e-4, weight_decay=0.1)
     """
-    transform.check_rule("lion", lr, betas=betas, weight_decay=weight_decay)
+    options: dict[str, Any] = {"betas": betas, "weight_decay": weight_decay}
+    check_rule("lion", lr, **options)
 
-    def take(now: _Now) -> dict[str, Tensor]:
-        rate: Any = now.rate
-        for p, m, g in now.columns:
+    def rule(params: list, means: list, grads: list, now: _Now) -> dict[str, Tensor]:
+        for p, m, g in zip(params, means, grads, strict=True):
             if now.decays:
-                p.mul_(1 - rate * weight_decay)
-            p.sub_(torch.lerp(m, g, 1 - betas[0]).sign_().mul_(rate))
+                p.mul_(1 - now.rate * weight_decay)
+            p.sub_(torch.lerp(m, g, 1 - betas[0]).sign_().mul_(now.rate))
             m.lerp_(g, 1 - betas[1])
         return {}
 
-    names = OptimizerNames(("exp_avg",))
-    options = {"betas": betas, "weight_decay": weight_decay, "lr": lr, "decay_mask": decay_mask}
-    return _on_columns("lion", names, take, _zeros(names), options)
+    return _by_rule("lion", rule, options | {"lr": lr, "decay_mask": decay_mask}, ("exp_avg",))
 
 
 # Any elementwise class of torch, by an object that is made for each step.
@@ -373,7 +762,7 @@ def from_torch(
       >>> optimizer = from_torch(torch.optim.RMSprop, lr=1e-2, momentum=0.9)
     """
     if lr is not None:
-        transform.check_rule("from_torch", lr)
+        check_rule("from_torch", lr)
     checks.flag("from_torch", "elementwise", elementwise)
     if cls in REFUSED or not (cls in ELEMENTWISE or elementwise):
         name = getattr(cls, "__name__", type(cls).__name__)
@@ -383,34 +772,38 @@ def from_torch(
         text = f"from_torch: {name} is not known to be elementwise, and a shard is a flat piece"
         raise PlanError(text, fix=fix)
     with _torch.without_torch_func():
-        names = _names_of(cls, options if lr is None else {**options, "lr": 1e-2})
+        moments, scalars = _names_of(cls, options if lr is None else {**options, "lr": 1e-2})
+
+    def check(live: bool) -> None:
+        if live:
+            name = f"from_torch({cls.__name__})"
+            text = f"opt_step: {name} has no derivative, and here one is asked for"
+            fix = "use sgd, adam, adamw or lion, or call it under torch.no_grad()"
+            raise PlanError(text, fix=fix)
 
     def init(params: Tree) -> OptimizerState:
-        if _torch.inside_torch_func():
-            raise _no_derivative(cls)
-        rate = transform.rate_at("from_torch", lr, 0) if callable(lr) else lr
+        check(_torch.inside_torch_func())
+        rate = lr(0) if callable(lr) else lr
         given = options if lr is None else {**options, "lr": rate}
         with torch.no_grad():
-            return _begin(cls, given, names, params)
+            return _begin(cls, given, moments, scalars, params)
 
-    def take(now: _Now) -> dict[str, Tensor]:
-        if now.live:
-            raise _no_derivative(cls)
-        given = options if now.rate is None else {**options, "lr": now.rate}
-        given = given if now.decays else {**given, "weight_decay": 0.0}
-        return _step_object(cls, given, names, now)
+    def rule(*given: Any) -> dict[str, Tensor]:
+        *columns, now = given
+        check(now.live)
+        own = options if now.rate is None else {**options, "lr": now.rate}
+        own = own if now.decays else {**own, "weight_decay": 0.0}
+        return _step_object(cls, own, moments, columns, now)
 
-    facts = {**options, "lr": lr, "decay_mask": decay_mask}
-    return _on_columns(f"{cls.__module__}.{cls.__qualname__}", names, take, init, facts)
-
-
-def _no_derivative(cls: Any) -> PlanError:
-    text = f"opt_step: from_torch({cls.__name__}) has no derivative, and here one is asked for"
-    return PlanError(text, fix="use sgd, adam, adamw or lion, or call it under torch.no_grad()")
+    facts, verb = (
+        {**options, "lr": lr, "decay_mask": decay_mask},
+        f"{cls.__module__}.{cls.__qualname__}",
+    )
+    return _by_rule(verb, rule, facts, moments, scalars, init)
 
 
-def _names_of(cls: Any, options: dict[str, Any]) -> OptimizerNames:
-    """Name what a class keeps, by a step on two elements, which checks its arguments too."""
+def _names_of(cls: Any, options: dict[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The moments and scalars of a class, by a step on two elements, which checks its arguments."""
     param = torch.nn.Parameter(torch.zeros(2))
     param.grad = torch.ones(2)
     optimizer = cls([param], **options)
@@ -424,19 +817,23 @@ def _names_of(cls: Any, options: dict[str, Any]) -> OptimizerNames:
             fix = "let _init_group make it, as a tensor of 0 dims or of the parameter's shape"
             raise PlanError(text, fix=fix)
     moments = tuple(name for name, value in kept.items() if value.ndim)
-    return OptimizerNames(moments, tuple(name for name in kept if name not in moments))
+    return moments, tuple(name for name in kept if name not in moments)
 
 
 def _begin(
-    cls: Any, options: dict[str, Any], names: OptimizerNames, params: Tree
+    cls: Any,
+    options: dict[str, Any],
+    names: tuple[str, ...],
+    scalars: tuple[str, ...],
+    params: Tree,
 ) -> OptimizerState:
     """Make the state before the first step, each moment run by run."""
-    found = flat.unpacked(params)
+    found = unpacked(params)
     layout = found.layout()
     hollow = not found.pieces or found.pieces[0].is_meta
     home = torch.device("cpu") if hollow else found.pieces[0].device
-    scalars = _begun(cls, options, torch.zeros(1, device=home))
-    wholes: dict[str, list[Tensor]] = {name: [] for name in names.moments}
+    single = _begun(cls, options, torch.zeros(1, device=home))
+    wholes: dict[str, list[Tensor]] = {name: [] for name in names}
     for r, run in enumerate(layout.runs):
         x = flat.whole_run(run, found.pieces)
         x = flat.joined(run, [found.pieces[i] for i in run.members]) if x is None else read(x)
@@ -446,7 +843,7 @@ def _begin(
             begins = torch.zeros_like(x) if begins is None else begins
             mine.append(flat.made(layout, r, begins, name))
     moments = {name: flat.with_wholes(layout, mine) for name, mine in wholes.items()}
-    return OptimizerState(0, moments, {name: scalars[name] for name in names.scalars})
+    return OptimizerState(0, moments, {name: single[name] for name in scalars})
 
 
 def _begun(cls: Any, options: dict[str, Any], value: Tensor) -> dict[str, Any]:
@@ -462,28 +859,27 @@ def _begun_in(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]
 
 
 def _step_object(
-    cls: Any, options: dict[str, Any], names: OptimizerNames, now: _Now
+    cls: Any, options: dict[str, Any], names: tuple[str, ...], columns: Sequence[list], now: _Now
 ) -> dict[str, Tensor]:
     """Step in place on columns by an object of a class; gives the new scalars."""
-    params = [_with_grad(piece, grad) for piece, *_, grad in now.columns]
+    pieces, *moments, grads = columns
+    params = list(map(_with_grad, pieces, grads))
     if issubclass(cls, torch.optim.SGD):
         # It begins with the first gradient, which zeros and no dampening give, too.
-        options = {**options, "dampening": 0.0} if now.state.count == 0 else options
+        options = {**options, "dampening": 0.0} if now.first else options
         options = {**options, "fused": False} if _fused_skips(params) else options
     optimizer = cls(params, **options)
     # One copy of each scalar for every column, made together.
-    scalars = [x.repeat(len(params)).unbind() for x in now.state.scalars.values()]
-    kept = [column[1:-1] for column in now.columns]
-    for param, targets, *own in zip(params, kept, *scalars, strict=True):
-        given = zip((*names.moments, *now.state.scalars), (*targets, *own), strict=True)
-        optimizer.state[param] = dict(given)
+    scalars = [x.repeat(len(params)).unbind() for x in now.scalars.values()]
+    for param, *kept in zip(params, *moments, *scalars, strict=True):
+        optimizer.state[param] = dict(zip((*names, *now.scalars), kept, strict=True))
     optimizer.step()
-    for param, targets in zip(params, kept, strict=True):
-        for name, target in zip(names.moments, targets, strict=True):
+    for name, targets in zip(names, moments, strict=True):
+        for param, target in zip(params, targets, strict=True):
             found = optimizer.state[param][name]
             if found is not target:
                 target.copy_(found)
-    return {name: optimizer.state[params[0]][name] for name in names.scalars}
+    return {name: optimizer.state[params[0]][name] for name in now.scalars}
 
 
 def _with_grad(piece: Tensor, grad: Tensor) -> Tensor:

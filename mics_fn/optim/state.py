@@ -1,18 +1,23 @@
 """What training carries from step to step, and the step of an optimizer."""
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from mics_fn import _torch, checks, shards, spans, tree
+from mics_fn.checks import check_matched
+from mics_fn.collectives import refuse_derivative
 from mics_fn.errors import FileError, LeafError, MicsError, PlanError
-from mics_fn.groups import Groups
-from mics_fn.offload import Where
-from mics_fn.optim import comparing, flat, moving
-from mics_fn.optim.transform import FOUND_INF, Optimizer, Transform, as_transform
+from mics_fn.groups import Groups, hooks, reports
+from mics_fn.offload import DEVICE, Where, is_coded, is_placed, place_tensor, where_of
+from mics_fn.optim import columns, flat
+from mics_fn.optim.optimizers import FOUND_INF, Optimizer, Transform, as_transform
 from mics_fn.threads import Commit
 from mics_fn.tree import Tree
 
@@ -42,16 +47,11 @@ def check_grads(want: flat.Unpacked, got: flat.Unpacked) -> bool:
 
 def _fits(want: flat.Unpacked, got: flat.Unpacked) -> bool:
     """Whether gradients fit; those of parameters on the host may be on a device."""
-    homes, own = flat.devices(want.pieces), flat.devices(got.pieces)
-    if homes != own:
-        for home, x in zip(homes, own, strict=False):
-            if home != x and not (home.type == "cpu" and _torch.is_async(x)):
-                return False
-    if want.places != got.places or want.lengths != got.lengths:
-        return False
-    # Shapes of tensors take long to read.
-    rows = want.in_rows and got.in_rows
-    return rows or [x.shape for x in want.pieces] == [x.shape for x in got.pieces]
+    fits = want.geometry == got.geometry
+    devices = zip(map(flat.DEVICE, want.pieces), map(flat.DEVICE, got.pieces), strict=False)
+    for home, own in set(devices):
+        fits = fits and (home == own or (home.type == "cpu" and _torch.is_async(own)))
+    return fits
 
 
 def _mismatch(path: str, param: Any, grad: Any) -> LeafError:
@@ -72,6 +72,7 @@ def _described(leaf: Any) -> str:
 
 
 P = TypeVar("P")  # a tree of shards
+V = TypeVar("V")
 
 
 @tree.node
@@ -129,6 +130,160 @@ def _no_optimizer(*_: Any) -> Any:
 _NO_OPTIMIZER = Transform(_no_optimizer, _no_optimizer, _no_optimizer)
 
 
+# Where parameters and moments lie: on the device, in host memory or in files.
+
+
+class _Mover:
+    """Takes tensors to their places.
+
+    Args:
+      where: the places.
+      field: "params" or "states".
+      device: the one that computes.
+    """
+
+    def __init__(self, where: Where, field: str, device: torch.device) -> None:
+        self._where, self._field, self._device = where, field, device
+
+    def taken(self, x: Tensor, path: str, bucket: shards.Bucket | None = None) -> Tensor:
+        """A tensor at the place of a leaf; the same one if it is there."""
+        place = getattr(self._where.at(path), self._field).seen_from(self._device)
+        if bucket is not None:
+            shards.check_kept_place("move", bucket, place)
+        if not is_coded(x):
+            leaf = tree.join(self._field, path)
+            return place_tensor(x, place, self._device, self._where.host_bytes, leaf)
+        if place != DEVICE:
+            text = f"move: {path} is to go to {place.kind}, and is kept as codes"
+            fix = "give states= a pattern that leaves it out; or shard without state="
+            raise PlanError(text, fix=fix)
+        return x
+
+    def of_run(self, layout: flat.FlatLayout, run: flat.FlatRun, x: Tensor) -> Tensor:
+        """`taken` for a run, with the rest of its chunk if it has one of its own."""
+        path = _leader(layout, run)
+        if not flat.is_in_chunk(run, x):
+            return self.taken(x, path, run.bucket)
+        chunk = x.detach().as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
+        new = self.taken(chunk, path, run.bucket)
+        return x if new is chunk else new.narrow(0, int(x.storage_offset()), x.numel())
+
+
+def _leader(layout: flat.FlatLayout, run: flat.FlatRun) -> str:
+    """The path of the largest leaf of a run, which says where all of it lies."""
+    tensors = [i for i, x in enumerate(layout.leaves) if x is None or isinstance(x, tuple)]
+    paths = tree.spec_paths(layout.spec)
+
+    def size(i: int) -> int:
+        place: Any = layout.leaves[tensors[i]]
+        return 0 if place is None else place[0].numels[place[1]]
+
+    return paths[tensors[max(run.members, key=size)]]
+
+
+def _moved_states(opt: Any, params: flat.Unpacked, mover: _Mover) -> Any:
+    """The state of an optimizer with its moments at their places."""
+    names = dict(zip(zip(*params.geometry[:2], strict=True), params.paths, strict=True))
+
+    def take(x: Any) -> Any:
+        if isinstance(x, flat.FlatShards):
+            return columns.changed(x, partial(mover.of_run, x.layout))
+        if not isinstance(x, shards.Sharded) or (x.bucket, x.slot) not in names:
+            return x
+        data = mover.taken(x.data, names[x.bucket, x.slot])
+        return x if data is x.data else shards.Sharded(data, x.bucket, x.slot)
+
+    return tree.map_leaves(take, opt, is_leaf=flat.is_node)
+
+
+def _device_of(pieces: Sequence[Tensor], also: Sequence[Tensor] = ()) -> torch.device:
+    """Return the device that computes with a state, if its tensors show it.
+
+    Locked host memory is that of something which a device has moved there.
+    """
+    every = [*pieces, *also]
+    for x in every:
+        if _torch.is_async(x.device):
+            return x.device
+    if any(not is_placed(x) and x.numel() and x.is_pinned() for x in every):
+        found = torch.accelerator.current_accelerator()
+        return _torch.with_index(found) if found is not None else torch.device("cpu")
+    return torch.device("cpu")
+
+
+def _init_placed(init: Callable[[Any], Any], params: Any, where: Where | str | None) -> Any:
+    """What `init(params)` gives, its moments made at their places one after the other."""
+    places, found = where_of(where), flat.unpacked(params)
+    check_matched("init_state: where", places.patterns, tree.spec_paths(found.spec))
+    if "states" not in places.moved:
+        return init(params)
+    mover = _Mover(places, "states", _device_of(found.pieces))
+    with reports(FileError):
+        with flat.making(mover.of_run):
+            opt = init(params)
+        return _moved_states(opt, found, mover)  # those of optimizers of one's own
+
+
+def move(value: V, where: Where | str | None, *, device: str | torch.device | None = None) -> V:
+    """The same state elsewhere: on the device, in host memory, or in files.
+
+    Leaves of one run of a bucket lie together, where the largest of them should; `bucket=` of
+    `shard` keeps leaves separate. Buffers, counts and frozen leaves stay where they are.
+
+    Args:
+      value: a `TrainState`, whose parameters go to `params` and whose moments go to `states`; or a
+        tree of shards, which goes to `params`.
+      where: as `where` gives it, or its text; "" is the device.
+      device: the one that computes; by default that on which some tensor is.
+
+    Returns:
+      A value of the same structure and the same bits. `opt_step` leaves moments where they are.
+      Tensors that are in their places are shared with `value`.
+
+    Memory: what is moved, at its new place. Files are scratch: they end with the process, and no
+      checkpoint is made of them.
+
+    Raises:
+      FileError: a file cannot be made, or the disk has not so much room; see `opt_step`.
+      PlanError: `where` has no such form, has a pattern that matches no leaf, or takes moments that
+        are codes from the device.
+      LeafError: `value` is neither a state nor a tree of shards.
+      LeafError: a derivative is asked for.
+
+    Example:
+      >>> import tempfile
+      >>> groups = make_groups(1)
+      >>> state = init_state(shard({"w": torch.ones(2)}, groups), optim.adamw(0.1))
+      >>> state = move(state, f"states=disk:{tempfile.mkdtemp()}")
+      >>> state = opt_step(state, reduce_grads({"w": torch.ones(2)}, groups), donate=True)
+      >>> get(move(state, ""), "opt.moments.exp_avg.w", groups)
+      tensor([0.1000, 0.1000])
+    """
+    state: Any = value
+    params, opt = (state.params, state.opt) if isinstance(value, TrainState) else (value, ())
+    leaves = tree.flatten(params, shards.is_leaf)[0]
+    if params is value and not any(map(shards.is_leaf, leaves)):
+        fix = "make one with init_state, or with shard"
+        checks.refuse("move", "value", value, "a TrainState or a tree of shards", fix, LeafError)
+    given, found = [x for x in tree.flatten(opt)[0] if isinstance(x, Tensor)], flat.unpacked(params)
+    given += found.pieces
+    why = "move outside, and differentiate by what came back"
+    refuse_derivative("move", [x for x in given if not x.is_leaf], why)
+    places = where_of(where)
+    check_matched("move: where", places.patterns, tree.spec_paths(found.spec))
+    home = _device_of(given) if device is None else _torch.with_index(torch.device(device))
+    with reports(FileError):
+        mover = _Mover(places, "params", home)
+        params = columns.changed(params, partial(mover.of_run, found.layout()))
+        if not isinstance(value, TrainState):
+            return params
+        opt = _moved_states(opt, found, _Mover(places, "states", home))
+        return replace(state, params=params, opt=opt)
+
+
+# The state before the first step, and a step.
+
+
 def init_state(
     params: P,
     optimizer: Optimizer,
@@ -173,10 +328,8 @@ def init_state(
     shards.check_leaves("init_state", params, tree.flatten(params, shards.is_leaf)[0], "params")
     if groups is not None:
         homes = shards.homes_of("init_state", groups, params)
-        several = any(home.partition_size * home.num_replicas > 1 for home in homes)
-        facts = comparing.optimizer_facts("init_state", transform, shards.names(params), several)
-        comparing.same_options("init_state", facts, homes)
-    opt = moving.init_placed(transform.init, params, where)
+        hooks.compare("init_state", TrainState(0, params, (), {}, transform), homes)
+    opt = _init_placed(transform.init, params, where)
     flat.check_coded(params, opt)
     return TrainState(0, params, opt, dict(buffers or {}), transform)
 
@@ -209,7 +362,7 @@ def opt_step(state: TrainState[P], grads: Tree, *, donate: bool = False) -> Trai
 
     Communication: only that of transforms that were given groups, such as clipping by norm. The
       first time that gradients come from these groups, 8 bytes to compare the step and 32 for the
-      options of the optimizer; see [Note: one step] in `optim.comparing`. With `donate` it waits
+      options of the optimizer; see [Note: one step] in `faults.comparing`. With `donate` it waits
       for gathers of these shards under way.
 
     Memory: a second copy of the state; none with `donate`.
@@ -236,8 +389,8 @@ def opt_step(state: TrainState[P], grads: Tree, *, donate: bool = False) -> Trai
     checks.flag("opt_step", "donate", donate)
     ahead = flat.unpacked(grads)
     home = shards.reduction_groups(ahead.leaves) if ahead.stream is None else ahead.stream.home
-    if isinstance(home, Groups) and not home.agreed >= comparing.AGREED:
-        comparing.compare_once(state, home)
+    if isinstance(home, Groups) and "opt_step" not in home.agreed:
+        hooks.compare("opt_step", state, [home])
     if spans.observers:
         spans.passing("opt_step", state.step + 1, flat.unpacked(state.params).pieces)
     if not donate:

@@ -28,8 +28,9 @@ from torch import Tensor
 
 from mics_fn import checkpoint, checks, errors, tree
 from mics_fn.collectives import collect_bytes, finish_readers, together
+from mics_fn.faults import differing
 from mics_fn.offload import in_file, is_coded, placed_like, read
-from mics_fn.optim import Guard, differing
+from mics_fn.optim import Guard
 from mics_fn.shards import Fixed, Sharded, Writing, is_leaf, note_write, reclaimed
 from mics_fn.spans import LOG
 from mics_fn.threads import Commit

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mics_fn import _torch, checks, optim, spans, tree
+from mics_fn import _torch, checks, faults, optim, spans, tree
 from mics_fn.collectives import collect_values
 from mics_fn.errors import GroupsError, LeafError, PlanError, message, name_some
 from mics_fn.groups import Groups, placement
@@ -96,7 +96,7 @@ def compare_options(trainer: Any, params: Tree, groups: Any, guard: optim.Guard)
         "placement": "; ".join(home.describe() for home in homes),
         "guard numbers": f"{guard_numbers(guard)}",
     }
-    optim.same_options("Trainer", facts, homes)
+    faults.same_options("Trainer", facts, homes)
 
 
 def lasting_options(trainer: Any) -> dict[str, str]:
@@ -105,7 +105,7 @@ def lasting_options(trainer: Any) -> dict[str, str]:
     Where ranks are and what they hold at a time may differ: that changes only how sums are rounded.
     """
     paths = names(trainer.state.params)
-    return {**_facts(trainer, trainer.guard, paths, several=False), **optim.versions()}
+    return {**_facts(trainer, trainer.guard, paths, several=False), **faults.versions()}
 
 
 def _facts(trainer: Any, guard: optim.Guard, paths: Sequence[str], several: bool) -> dict[str, str]:
@@ -125,12 +125,12 @@ def _facts(trainer: Any, guard: optim.Guard, paths: Sequence[str], several: bool
     for f in fields(scale):
         if f.name not in changes:
             facts[f"guard scale {f.name}"] = f"{getattr(scale, f.name)}"
-    outer = {} if sync.facts is None else optim.texts_of(sync.facts, paths)
+    outer = {} if sync.facts is None else faults.texts_of(sync.facts, paths)
     facts |= {f"outer {name}": text for name, text in outer.items()}
-    return {**facts, **optim.optimizer_facts("Trainer", transform, paths, several)}
+    return {**facts, **faults.optimizer_facts("Trainer", transform, paths, several)}
 
 
-def start_comparison(trainer: Any, buffers: Sequence[str]) -> optim.Comparison | None:
+def start_comparison(trainer: Any, buffers: Sequence[str]) -> faults.Comparison | None:
     """Start to compare replicas if it is due before this step; None if it is not.
 
     Replicas that are independent are equal after a merge alone, and only in their parameters.
@@ -149,7 +149,7 @@ def start_comparison(trainer: Any, buffers: Sequence[str]) -> optim.Comparison |
     if not every or not step or step % every:
         return None
     names, whole = ([], False) if sync.independent else (buffers, True)
-    return optim.Comparison("Trainer", trainer.state, trainer.groups, names, moments=whole)
+    return faults.Comparison("Trainer", trainer.state, trainer.groups, names, moments=whole)
 
 
 _COUNT = "return of how many things the loss of this batch is the mean, such as its valid tokens"

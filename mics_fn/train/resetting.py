@@ -32,9 +32,8 @@ from typing import Any
 
 from mics_fn import checks, errors, tree
 from mics_fn.collectives import collect_bytes
-from mics_fn.faults import replaced
+from mics_fn.faults import Comparison, from_replica, replaced, same_step
 from mics_fn.groups import Groups, reports
-from mics_fn.optim import Comparison, from_replica, same_step
 from mics_fn.schedules import OnDemand
 from mics_fn.shards import any_lost, reclaimed
 from mics_fn.spans import LOG

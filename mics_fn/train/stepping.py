@@ -27,6 +27,7 @@ from mics_fn import _torch, spans, tree
 from mics_fn.collectives import collect_values
 from mics_fn.deferred import GradSum, defer
 from mics_fn.errors import MicsError, message
+from mics_fn.faults import same_step
 from mics_fn.groups import Groups
 from mics_fn.optim import (
     StepRefused,
@@ -37,7 +38,6 @@ from mics_fn.optim import (
     masked_by,
     opt_step,
     record_memory,
-    same_step,
 )
 from mics_fn.shards import Writing, grad_stream, is_leaf
 from mics_fn.threads import Commit
@@ -134,7 +134,7 @@ def _judged(
         buffers = trainer.program.buffers.average(buffers, over)
     masked, found_inf = None, verdict.found_inf
     if found_inf is not None:
-        totals.mask(found_inf)
+        totals.fetch(found_inf)
         counts = [x for x in tree.flatten(old.opt)[0] if not isinstance(x, Tensor)]
         masked = given.Masked(totals, counts, trainer.sync_state)
         for name, new in buffers.items():
@@ -223,7 +223,8 @@ def finish_step(trainer: Any) -> None:
         before = iter(masked.before)
         leaves = [x if isinstance(x, torch.Tensor) else next(before) for x in leaves]
         state = replace(state, step=state.step - 1, opt=spec.unflatten(leaves))
-        guard = guard if aborted else guard.after_refusal()
+        more = 0 if aborted else 1
+        guard = replace(guard, in_row=guard.in_row + more, skipped=guard.skipped + more)
     trainer.ahead, trainer.guard, trainer.member.masked = state, guard, None
 
 
@@ -329,12 +330,13 @@ def metrics_of(
 
     def rest() -> dict[str, Any]:
         refused, aborted = (False, False) if masked is None else totals.outcome()
+        _, samples, tokens = totals.of_all
         why = "a loss or a gradient is not finite" if refused else verdict.nonfinite
         why = "collectives were aborted" if aborted else why
         return {
             "step": step - refused,
-            "samples": totals.samples,
-            "tokens": totals.tokens,
+            "samples": samples,
+            "tokens": tokens,
             "accepted": verdict.accept and not refused,
             "nonfinite": why,
             "skipped": skipped + refused,

@@ -86,7 +86,7 @@ class Trainer:
       deterministic: make equal runs give equal bits. In a step torch then uses deterministic
         algorithms, and reductions add up in the order of ranks; see the page of this wing.
       check_replicas: every so many steps replicas are compared bit by bit; 0 for never.
-      on_drift: raise DesyncError if they differ, or "heal" as `optim.same_replicas` does.
+      on_drift: raise DesyncError if they differ, or "heal" as `same_replicas` does.
       recoverable: write each step only once all ranks can, so that those that are left when one is
         killed are at one step; see [Note: steps written together] in `resetting`.
       live_bytes: budget for gathered parameters, as for `on_demand`. "auto" is a quarter of the

@@ -113,7 +113,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a file is written before states have come back": _of(
         "states in files",
-        Change(_COLUMNS, "_torch.synchronize(device)", "pass"),
+        Change(_COLUMNS, "if not ahead:\n                down.synchronize()", "if not ahead:"),
         law="no_host_waits",
     ),
     "float16 values are not halved before they are added": _of(

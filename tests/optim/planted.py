@@ -1,6 +1,6 @@
 """Mistakes in steps, guards and replicas; `planting.py` checks that tests catch them."""
 
-_C, _D, _G, _N = "optim/columns.py", "optim/comparing.py", "optim/guard.py", "optim/norms.py"
+_C, _D, _G, _N = "optim/columns.py", "faults/comparing.py", "optim/guard.py", "optim/norms.py"
 
 PLANTED = [
     ("a step in place does not see that tensors overlap", _C,
@@ -37,10 +37,10 @@ PLANTED = [
      "inner = stretch.start - (stretch.start - start) // LINE * LINE", "inner = start",
      "optim/test_moving.py -k parts_of_a_column"),
     ("a step without donate writes to the files of the old state", _C,
-     "if not donate or offload.is_locked(old):", "if offload.is_locked(old):",
+     "if not self._donate or offload.is_locked(old):", "if offload.is_locked(old):",
      "offload/test_errors_on_all_ranks.py -k same_error"),
     ("moments of replicas are not compared", _D,
-     "opt = flat.by_leaf(state.opt) if moments else ()", "opt = ()",
+     "opt = by_leaf(state.opt) if moments else ()", "opt = ()",
      "optim/test_drift.py -k flipped_bit"),
     ("a refused norm is remembered by the watch", _G, 'if spike and self.action == "skip":',
      'if spike and self.action == "never":', "optim/test_guard.py -k plain_one"),

@@ -66,7 +66,7 @@ def trained(layout: Layout, what: str, every: int, **how: Any) -> tuple[int, Any
         except mf.errors.DesyncError as error:
             assert trainer.state is before, "the step was not taken"
             return step - 2, str(error)
-    mf.optim.same_replicas(trainer.state, trainer.groups)
+    mf.same_replicas(trainer.state, trainer.groups)
     return -1, trainer.params()
 
 
@@ -141,7 +141,7 @@ def with_experts(what: str) -> str:
     params: Any = {"dense": torch.ones(5, 3), "experts": [torch.ones(4), torch.ones(7, 2)]}
     state = mf.init_state(mf.shard(params, place), mf.optim.adamw(1e-2))
     state = mf.opt_step(state, mf.shard(params, place))
-    assert mf.optim.same_replicas(state, place) is state
+    assert mf.same_replicas(state, place) is state
     moments = by_leaf(state.opt.moments["exp_avg"])
     pieces = {
         "params.dense": state.params["dense"].data,
@@ -150,7 +150,7 @@ def with_experts(what: str) -> str:
     if dist.get_rank() == 2:
         flip(pieces[what])
     with pytest.raises(mf.errors.DesyncError) as caught:
-        mf.optim.same_replicas(state, place, on_drift="heal")
+        mf.same_replicas(state, place, on_drift="heal")
     return str(caught.value)
 
 

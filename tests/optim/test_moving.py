@@ -101,7 +101,7 @@ def test_parts_of_a_column_have_the_bits_of_the_whole(start, length, cuts, seed)
 
     want = [x.clone() for x in every]
     step(*(x[start:] for x in want))
-    got, stretch = [x.clone() for x in every], Stretch(start, start + length)
+    got, stretch = [x.clone() for x in every], Stretch(start, start + length, start + length)
     bounds = sorted({0, start + length, *(min(cut, start + length) for cut in cuts)})
     for low, high in zip(bounds, bounds[1:], strict=False):
         for part in parts_of(stretch, low, high, lambda a, b: [x[a:b] for x in got], 3):

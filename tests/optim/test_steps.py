@@ -72,7 +72,7 @@ def torn(layout: Layout, donate: bool, behind: list[int]) -> tuple[str, str]:
             stepped(mine, groups, donate)
         same_bits(tensors(mine), kept)
         try:
-            mine = mf.optim.same_step(mine, groups, heal=True)
+            mine = mf.same_step(mine, groups, heal=True)
         except mf.errors.LostStateError as error:
             return str(caught.value), str(error)
         assert mine.step == 3
@@ -89,7 +89,7 @@ def test_a_step_on_new_groups_names_the_ranks_that_are_behind(ranks, layout, don
     found = ranks(n).run(torn, layout, donate, [1])
     others = {2: "rank 0", 4: "ranks 0, 2, 3"}[n]
     lines = [f"  {others}: step 3", "  rank 1: step 2"]
-    fix = "optim.same_step(state, groups, heal=True) takes the newer state from a replica"
+    fix = "same_step(state, groups, heal=True) takes the newer state from a replica"
     lost = "no replica has all of the newest state: go back to one that all ranks have saved"
     text = "\n".join(
         ["opt_step: ranks are at different steps", *lines, f"  fix: {lost if p == n else fix}"]

@@ -1,6 +1,6 @@
 """Mistakes in what recipes are made of; `tests/support/planting.py` checks that tests fail."""
 
-_T, _TRANSFORM = "recipes/test_recipes.py", "optim/transform.py"
+_T, _TRANSFORM = "recipes/test_recipes.py", "optim/optimizers.py"
 _KEEPS, _LOSES = "return hop2(grads, outer, groups)", "return hop2(grads, outer, groups)[0], outer"
 _SENT, _LOST = "gather_level(comm, out, raw)", "gather_level(comm, out.clone(), raw)"
 _MEAN, _MINE = 'apply("mean", uses, data)', "[data[i] for use in uses for i in use.members]"

@@ -107,9 +107,9 @@ PlanError: sgd is not an optimizer of init and update
 PlanError: opt_step: the state of the optimizer is of type OptimizerState, and not that of lion
 >>> mf.opt_step(replace(state(), transform=optim.chain(optim.clip_by_value(1.0), optim.sgd(0.1))), shards())
 PlanError: opt_step: the state of the optimizer is of type OptimizerState, and not that of a chain of 2
->>> optim.same_step(state(), groups, heal="no")
+>>> mf.same_step(state(), groups, heal="no")
 PlanError: same_step: heal='no', expected True or False
->>> optim.same_replicas(state(), groups, on_drift="fix")
+>>> mf.same_replicas(state(), groups, on_drift="fix")
 PlanError: same_replicas: on_drift='fix', expected 'raise' or 'heal'
 
 # Shards

@@ -125,8 +125,8 @@ OF_STATES: dict[str, Callable[[Any, mf.Groups], Any]] = {
     "Guard.judge, donated": lambda x, groups: stepped_with_a_guard(x, groups, donate=True),
     "set, a parameter": lambda x, groups: mf.set(x, "params.a", 2.0, groups),
     "set, a moment": lambda x, groups: mf.set(x, "opt.moments.exp_avg.a", 2.0, groups),
-    "optim.same_step": optim.same_step,
-    "optim.same_replicas": optim.same_replicas,
+    "same_step": mf.same_step,
+    "same_replicas": mf.same_replicas,
     "checkpoint.load": loaded,
 }
 # Public functions of shards or states that give none, or whose places are an argument.

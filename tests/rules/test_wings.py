@@ -66,7 +66,7 @@ OUTSIDE = {
     "_torch": ["torch", "torch.distributed"],
     "schedules": [],
     "groups": ["torch", "torch.distributed"],
-    "faults": ["torch.distributed"],
+    "faults": ["torch", "torch.distributed"],
     "collectives": ["torch", "torch.distributed"],
     "inspection": ["torch"],
     "checkpoint": ["torch", "torch.distributed", "safetensors"],

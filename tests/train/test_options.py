@@ -14,7 +14,7 @@ from torch import nn
 
 import mics_fn as mf
 from mics_fn.errors import DesyncError
-from mics_fn.optim import comparing
+from mics_fn.faults import comparing
 
 PAIR, FOUR = Layout((2,), 2), Layout((2, 2), 2)
 optim = mf.optim

@@ -363,7 +363,7 @@ def merge_again(policy: str, at: str, where: str) -> tuple[int, ...]:
     steps = [trainer.state.step, trainer.sync_state.step]
     while trainer.sync_state.step % 2:
         trainer.step(batch(2))
-    mf.optim.same_replicas(replace(trainer.state, opt=(), buffers={}), trainer.groups)
+    mf.same_replicas(replace(trainer.state, opt=(), buffers={}), trainer.groups)
     trainer.step(batch(3))
     trainer.groups.close()
     return *steps, trainer.state.step

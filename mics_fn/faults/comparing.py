@@ -33,16 +33,25 @@ from mics_fn import _torch, checks, errors, tree
 from mics_fn._version import __version__
 from mics_fn.collectives import Pending, collect_bytes, collect_values, send_from, start_collect
 from mics_fn.groups import Groups
-from mics_fn.offload import read
-from mics_fn.optim import columns, flat
-from mics_fn.shards import Sharded, any_lost, checksum_of, homes_of, names, open_shards, reclaimed
+from mics_fn.offload import is_placed, read
+from mics_fn.optim import as_before, by_leaf, fresh
+from mics_fn.shards import (
+    Sharded,
+    any_lost,
+    checksum_of,
+    homes_of,
+    is_leaf,
+    names,
+    open_shards,
+    reclaimed,
+)
 
 # Options that change numbers: compared between ranks before the first step, by name.
 
 Facts = Mapping[str, str]
 _STEPS = (0, 1, 10, 1_000)
 _VERSION = "version of "
-OPTIONS = "options"  # in `Groups.agreed`: those of an optimizer were compared
+_OPTIONS = "options"  # in `Groups.agreed`: those of an optimizer were compared
 
 
 def same_options(verb: str, facts: Facts, homes: Iterable[Any]) -> None:
@@ -67,7 +76,7 @@ def same_options(verb: str, facts: Facts, homes: Iterable[Any]) -> None:
         if len(set(map(bytes, collect_values(home, digest).values()))) > 1:
             found = collect_bytes(home, json.dumps(mine).encode())
             _differ(verb, {rank: json.loads(text) for rank, text in found.items()})
-        home.agreed.add(OPTIONS)
+        home.agreed.add(_OPTIONS)
 
 
 def _differ(verb: str, said: Mapping[int, Facts]) -> None:
@@ -182,7 +191,7 @@ def from_replica(
     """
     before = state
     if takes:
-        state = flat.room_for(state) if in_place else _in_new_memory(state)
+        state = _room_for(state) if in_place else _in_new_memory(state)
     leaves, spec = tree.flatten(state)
     plain = [i for i, x in enumerate(leaves) if isinstance(x, int | float)]
     numbers = torch.tensor([leaves[i] for i in plain], dtype=torch.float64, device=home.device)
@@ -203,15 +212,24 @@ def from_replica(
         return before
     for i, number in zip(plain, numbers.tolist(), strict=True):
         leaves[i] = type(leaves[i])(number)
-    return flat.as_before(spec.unflatten(leaves), before)
+    return as_before(spec.unflatten(leaves), before)
+
+
+def _room_for(state: Any) -> Any:
+    """A state in memory that is to be overwritten: what is in files, or is codes, is not read."""
+
+    def room(x: Any) -> Any:
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if is_placed(x) else x
+
+    return tree.map_leaves(room, state)
 
 
 def _in_new_memory(state: Any) -> Any:
     """Copy a state to write another one into, without what is in files or is codes."""
-    state = flat.room_for(state)
+    state = _room_for(state)
     copied = lambda x: x.clone() if isinstance(x, Tensor) else x  # noqa: E731
     opt, buffers = tree.map_leaves(copied, (state.opt, state.buffers))
-    return replace(state, params=columns.fresh(state.params), opt=opt, buffers=buffers)
+    return replace(state, params=fresh(state.params), opt=opt, buffers=buffers)
 
 
 def _check_equal(sent: list[Tensor], home: Groups) -> None:
@@ -235,7 +253,6 @@ def _replicas(home: Groups) -> list[Sequence[int]]:
 # At which step ranks are: compared on new groups, and mended from a replica.
 
 _SEEN = "steps"  # in `Groups.agreed`: their ranks were at one step
-AGREED = {_SEEN, OPTIONS}  # on groups on which nothing is left to compare
 _NO_STEP = -1  # of a rank without a state
 
 
@@ -265,7 +282,7 @@ def same_step(state: Any, groups: Any, *, heal: bool = False) -> Any:
     Example:
       >>> groups = make_groups(1)
       >>> state = init_state(shard({"w": torch.ones(2)}, groups), optim.sgd(0.1))
-      >>> optim.same_step(state, groups) is state
+      >>> same_step(state, groups) is state
       True
     """
     checks.flag("same_step", "heal", heal)
@@ -283,12 +300,13 @@ def same_step(state: Any, groups: Any, *, heal: bool = False) -> Any:
     return given
 
 
-def compare_once(state: Any, home: Any) -> None:
-    """Compare step and optimizer between the ranks of groups, unless that was done on them before.
+def compare_states(verb: str, state: Any, homes: Iterable[Any]) -> None:
+    """Compare the optimizers of ranks, and at which step they are; in `opt_step` once.
 
     Args:
+      verb: "init_state", which begins at step 0, or "opt_step".
       state: a `TrainState`.
-      home: the groups.
+      homes: the groups of its leaves.
 
     Communication: 8 bytes for the step, and 32 for the options.
 
@@ -296,16 +314,20 @@ def compare_once(state: Any, home: Any) -> None:
       LostStateError: on all ranks, if they are at different steps.
       DesyncError: on all ranks, if they have other options; see `same_options`.
     """
-    if not isinstance(home, Groups) or home.world_size == 1 or home.agreed >= AGREED:
-        return
+    homes, begins = list(dict.fromkeys(homes)), verb == "init_state"
+    several = [x for x in homes if isinstance(x, Groups) and x.world_size > 1]
     with _torch.without_torch_func():
-        if _SEEN not in home.agreed:
-            steps = _steps(state.step, home)
-            if len(set(steps.values())) > 1:
-                raise _torn("opt_step", steps, home)
-        if OPTIONS not in home.agreed:
-            facts = optimizer_facts("opt_step", state.transform, names(state.params), several=False)
-            same_options("opt_step", facts, [home])
+        for home in several:
+            if not begins and _SEEN not in home.agreed:
+                steps = _steps(state.step, home)
+                if len(set(steps.values())) > 1:
+                    raise _torn(verb, steps, home)
+        if begins or any(_OPTIONS not in home.agreed for home in several):
+            warns = begins and any(home.partition_size * home.num_replicas > 1 for home in homes)
+            facts = optimizer_facts(verb, state.transform, names(state.params), warns)
+            same_options(verb, facts, several)
+    for home in homes:
+        home.agreed.add(verb)
 
 
 def _steps(step: int, home: Groups) -> dict[int, int]:
@@ -320,7 +342,7 @@ def _steps(step: int, home: Groups) -> dict[int, int]:
 def _torn(verb: str, steps: dict[int, int], home: Groups) -> errors.LostStateError:
     said = {rank: f"step {step}" if step >= 0 else "lost" for rank, step in steps.items()}
     lines = errors.rank_lines(said)
-    fix = "optim.same_step(state, groups, heal=True) takes the newer state from a replica"
+    fix = "same_step(state, groups, heal=True) takes the newer state from a replica"
     if _lost(steps, home):
         fix = "no replica has all of the newest state: go back to one that all ranks have saved"
     return errors.LostStateError(f"{verb}: ranks are at different steps", lines, fix)
@@ -371,7 +393,7 @@ def same_replicas(state: Any, groups: Any, *, on_drift: Action = "raise") -> Any
     Example:
       >>> groups = make_groups(1)
       >>> state = init_state(shard({"w": torch.ones(2)}, groups), optim.sgd(0.1))
-      >>> optim.same_replicas(state, groups) is state
+      >>> same_replicas(state, groups) is state
       True
     """
     checks.choice("same_replicas", "on_drift", on_drift, "raise", "heal")
@@ -458,16 +480,16 @@ def _compared(
 ) -> Iterator[_Compared]:
     """Yield the step and the leaves of a state, which are equal on all replicas."""
     yield _Compared("state.step", torch.tensor(state.step), None, True)
-    params = tree.flatten(state.params, flat.is_node)[0]
+    params = tree.flatten(state.params, is_leaf)[0]
     homes = {id(x): home for x, home in zip(params, owners, strict=True)}
     homes |= {
         x.bucket: homes[id(x)] for x in params if isinstance(x, Sharded)
     }  # moments are of the same buckets
-    opt = flat.by_leaf(state.opt) if moments else ()
+    opt = by_leaf(state.opt) if moments else ()
     kept = {name: state.buffers[name] for name in buffers}
     for root, part in (("params", state.params), ("opt", opt), ("buffers", kept)):
-        leaves = tree.flatten(part, flat.is_node)[0]
-        for path, x in zip(tree.paths(part, f"state.{root}", flat.is_node), leaves, strict=True):
+        leaves = tree.flatten(part, is_leaf)[0]
+        for path, x in zip(tree.paths(part, f"state.{root}", is_leaf), leaves, strict=True):
             data = getattr(x, "data", x)
             if isinstance(data, Tensor):
                 home = homes.get(id(x)) or homes.get(getattr(x, "bucket", 0))
