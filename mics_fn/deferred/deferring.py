@@ -6,14 +6,13 @@ deferred parameters. In backward each `_Fetch` runs as soon as the gradients of 
 complete, because its sequence number is the highest in the graph. It starts hop 1, and passes on
 pieces that have no values yet. `_Join` runs after all of them: it reduces the buckets that got no
 gradient, waits, and passes the pieces on. So nothing downstream ever sees a gradient without
-values. `_Start` and `_Wait` are these two halves as differentiable maps, so that second derivatives
-are those of the reduce-scatter; see [Note: adjoint] in `shards.linear`.
+values. These two halves are differentiable maps, so that second derivatives are those of the
+reduce-scatter; see [Note: adjoint] in `shards.linear`.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import Any
 from weakref import WeakMethod
@@ -41,7 +40,6 @@ from mics_fn.shards import (
     deal,
     fetched_to,
     grouped,
-    in_front,
     is_leaf,
     linear_map,
     must_fetch,
@@ -94,9 +92,10 @@ class _Join(torch.autograd.Function):
         dealt = dict(zip(ctx.trained, (list(g) for _, g in deal(uses, grads)), strict=True))
         for i in reduction.missing():
             if all(grad is None for grad in dealt[i]):
-                dealt[i] = list(_Start.apply(reduction, i, *dealt[i]))
+                dealt[i] = _started(reduction, i, dealt[i])
         reduction.end_pass()
-        found = _Wait.apply(reduction, *(g for i in ctx.trained for g in dealt[i]))
+        pieces = [g for i in ctx.trained for g in dealt[i]]
+        found = linear_map("own", uses, *pieces, by=reduction.waited)
         # A gradient lies where its piece does.
         return (None, None, *(g.to(to) for g, (_, _, to) in zip(found, ctx.like, strict=True)))
 
@@ -104,16 +103,11 @@ class _Join(torch.autograd.Function):
     def jvp(ctx: Any, _cache: None, _trained: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
         uses = [ctx.live.uses[i] for i in ctx.trained]
         homes = [use.home for use in uses for _ in use.members]
-        seen = with_zeros(_seen_together(uses, tangents), ctx.like)
-        return tuple(_here(t, home.device) for t, home in zip(seen, homes, strict=True))
+        # All are seen together: see [Note: rows of ranks] in `shards.linear`.
+        seen = linear_map("own", uses, *with_zeros(tangents, ctx.like), derived=True)
+        return tuple(fetched_to(t, home.device) for t, home in zip(seen, homes, strict=True))
 
     vmap = staticmethod(_refuse_batch)
-
-
-def _here(tangent: Tensor, device: torch.device) -> Tensor:
-    """A tangent as an output of its own, on the device."""
-    moved = fetched_to(tangent, device)
-    return tangent.view_as(tangent) if moved is tangent else moved
 
 
 def _standing_for(use: BucketUse, piece: Tensor) -> Tensor:
@@ -124,6 +118,20 @@ def _standing_for(use: BucketUse, piece: Tensor) -> Tensor:
     if _torch.inside_forward_ad():  # a tangent needs the same layout, and memory
         return torch.empty(piece.shape, **how)
     return torch.empty((), **how).expand(piece.shape)
+
+
+def _started(reduction: Reduction, index: int, grads: Sequence[Tensor | None]) -> list[Tensor]:
+    """Start hop 1 of one bucket: full gradients become pieces that have no values yet."""
+    use = reduction.uses[index]
+    shapes = use.by_member(use.bucket.shapes)
+
+    def start(grads: Sequence[Tensor | None]) -> list[Tensor]:
+        if all(g is None or g.ndim == len(s) for g, s in zip(grads, shapes, strict=True)):
+            return reduction.started(index, grads)
+        reduction.skip(index)  # a batch under vmap, which fits in no memory that is kept
+        return linear_map("scatter", [use], *grads)
+
+    return linear_map("scatter", [use], *grads, by=start)
 
 
 class _Fetch(torch.autograd.Function):
@@ -146,7 +154,7 @@ class _Fetch(torch.autograd.Function):
         if live.into is not None:
             live.into(ctx.index, grads)
             return (None,) * (2 + len(grads))
-        return (None, None, *_Start.apply(live.begin_pass(), ctx.index, *grads))
+        return (None, None, *_started(live.begin_pass(), ctx.index, grads))
 
     @staticmethod
     def jvp(ctx: Any, _cache: None, _index: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
@@ -156,96 +164,6 @@ class _Fetch(torch.autograd.Function):
         return tuple(tangent.clone() for tangent in found)
 
     vmap = staticmethod(_refuse_batch)
-
-
-class _Start(torch.autograd.Function):
-    """Starts hop 1 of one bucket: full gradients become pieces that have no values yet."""
-
-    @staticmethod
-    def forward(reduction: Reduction, index: int, *grads: Tensor | None) -> tuple[Tensor, ...]:  # pyright: ignore
-        return tuple(reduction.started(index, grads))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        ctx.use = inputs[0].uses[inputs[1]]
-        ctx.given = [value is not None for value in inputs[2:]]
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:  # pyright: ignore
-        found = linear_map("gather", [ctx.use.uncoded], *cotangents)
-        kept = (g if given else None for g, given in zip(found, ctx.given, strict=True))
-        return (None, None, *kept)
-
-    @staticmethod
-    def jvp(ctx: Any, _reduction: None, _index: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
-        return tuple(linear_map("scatter", [ctx.use.uncoded], *tangents))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple, reduction: Reduction, index: int, *grads: Any) -> tuple:  # pyright: ignore
-        reduction.skip(index)
-        found = linear_map("scatter", [reduction.uses[index]], *in_front(info, in_dims[2:], grads))
-        return tuple(found), (0,) * len(found)
-
-
-class _Wait(torch.autograd.Function):
-    """The identity on pieces, which waits for all reductions of the pass."""
-
-    @staticmethod
-    def forward(reduction: Reduction, *pieces: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
-        reduction.wait()
-        return tuple(piece.view_as(piece) for piece in pieces)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        ctx.uses = [use for use in inputs[0].uses if use.bucket.trainable]
-        ctx.like = [(x.shape, x.dtype, x.device) for x in inputs[1:]]
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:  # pyright: ignore
-        return (None, *_seen_together(ctx.uses, cotangents))
-
-    @staticmethod
-    def jvp(ctx: Any, _reduction: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
-        return tuple(t.view_as(t) for t in with_zeros(tangents, ctx.like))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple, reduction: Reduction, *pieces: Any) -> tuple:  # pyright: ignore
-        return _Wait.apply(reduction, *pieces), in_dims[1:]
-
-
-def _seen_together(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """(Co)tangents in parts, unchanged, after `check_rows` has seen all of them together.
-
-    See [Note: rows of ranks] in `shards.linear`.
-    """
-    if all(use.route.size == 1 for use in uses):
-        return list(data)
-    given = [
-        replace(use, index=tuple(use.by_slot([None if v is None else 0 for v in values])))
-        for use, values in deal(uses, data)
-    ]
-    found = iter(linear_map("own", given, *(v for v in data if v is not None), derived=True))
-    return [None if v is None else next(found) for v in data]
-
-
-class _Quick(torch.autograd.Function):
-    """Run another node without torch.func's binding of arguments, which takes most of the time."""
-
-    @staticmethod
-    def forward(ctx: Any, node: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        ctx.node = node
-        node.setup_context(ctx, inputs, None)
-        return node.forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # pyright: ignore
-        return (None, *ctx.node.backward(ctx, *grads))
-
-    @staticmethod
-    def jvp(ctx: Any, _node: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
-        return ctx.node.jvp(ctx, *tangents)
 
 
 def fetch_all(live: LiveBuckets, data: Sequence[Any]) -> list[Any]:
@@ -262,9 +180,7 @@ def fetch_all(live: LiveBuckets, data: Sequence[Any]) -> list[Any]:
       LeafError: torch is recording ops in order to repeat them later.
     """
     refuse_tracing()
-    join, fetch = _Join.apply, _Fetch.apply
-    if not _torch.inside_torch_func():
-        join, fetch = partial(_Quick.apply, _Join), partial(_Quick.apply, _Fetch)
+    join, fetch = _torch.quick_apply(_Join), _torch.quick_apply(_Fetch)
     pieces: list[Sequence[Any]] = []
     joined: list[int] = []
     with _torch.without_torch_func(), torch.no_grad():  # else chunks would have no memory to send

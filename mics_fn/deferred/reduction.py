@@ -54,7 +54,14 @@ from mics_fn.errors import LeafError
 from mics_fn.groups import LEAST_RING, Buffers, Comm, Lease, Route, lease_sizes
 from mics_fn.offload import DEVICE, FileTensor, Place, Where, empty_at, in_file, transfer
 from mics_fn.schedules import Run
-from mics_fn.shards import BucketUse, Opened, dense, note_nonfinite, pack_full, split_chunk
+from mics_fn.shards import (
+    BucketUse,
+    Opened,
+    dense,
+    note_nonfinite,
+    pack_full,
+    split_chunk,
+)
 
 # How a bucket is reduced in a pass: facts of its layout, found once.
 
@@ -317,6 +324,11 @@ class Reduction:
         self.passes += 1
         if self.passes < self._micro_steps:
             self._begin_pass()
+
+    def waited(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Return pieces that `started` gave once they have values."""
+        self.wait()
+        return [piece.view_as(piece) for piece in pieces]
 
     def wait(self) -> None:
         """Wait for all that was started; on an accelerator its stream waits, and not the host."""

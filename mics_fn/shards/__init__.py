@@ -127,7 +127,7 @@ from mics_fn.shards.leaf import (
     refuse_tracing,
     same_tensor,
 )
-from mics_fn.shards.linear import deal, in_front, linear_map, put, with_zeros
+from mics_fn.shards.linear import deal, linear_map, put, with_zeros
 from mics_fn.shards.mapping import map
 from mics_fn.shards.opened import (
     BucketUse,
