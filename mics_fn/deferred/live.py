@@ -4,6 +4,10 @@
 Its leaves are copies that torch makes only when something writes to one. So a write does
 not reach the shards, and nothing else would ever see it: it is an error at the end of the run.
 
+[Note: several streams] A model may compute on several streams of an accelerator, and a bucket is
+fetched for the first op that needs it. So each stream that reads a bucket waits for its gather, and
+whoever drops the bucket, after which another one may use its memory, waits for all of them.
+
 A chunk that lies elsewhere is brought first.
 """
 
@@ -25,8 +29,7 @@ from mics_fn.collectives import (
     push_all,
     start_fetch,
 )
-from mics_fn.deferred.reduction import Reduction
-from mics_fn.deferred.tensor import Deferred, GatheredBucket, Geometry
+from mics_fn.deferred.tensor import Deferred, Geometry
 from mics_fn.errors import DonatedError, GroupsError, LeafError
 from mics_fn.groups import Arena, Buffers
 from mics_fn.schedules import Learned, Offsets, OnDemand, Run, Schedule, offsets
@@ -41,27 +44,75 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-class LiveBucket(GatheredBucket):
+class LiveBucket:
     """One bucket of a run: this rank's chunk of it, its gather, and the memory that it lies in.
 
     Args:
-      index, names, stays: as for `GatheredBucket`.
+      index: its number.
+      names: gives the names of a bucket's leaves, for error texts.
       use: the bucket, and its groups.
+      stays: whether it stays live once it is, so that further uses are not reported.
     """
 
     def __init__(self, index: int, names: Names, use: shards.BucketUse, *, stays: bool) -> None:
-        super().__init__(index, names, stays=stays)
-        self.use = use
+        self.ids, self.use, self.stays, self._names = (index,), use, stays, names
+        self.full: Tensor | None = None  # 1D, whole bucket; None where it is not live
+        self.views: dict[Geometry, Tensor] = {}
+        self.low, self.high = 1, 0  # addresses of `full`
+        # See [Note: several streams]; no event where work is done when a call returns.
+        self._ready: torch.Event | None = None
+        self._readers: set[torch.Stream] = set()
         self.chunk: Any = None  # until `load`
         self.version = 0
         self.placed: Sequence[Tensor | None] | None = None  # pieces that lie elsewhere, by slot
-        self.outer_numel = self.numel = 0  # of the buffers that a fetch writes
+        self.outer_numel, self.numel = _fetched_numels(use)  # of the buffers that a fetch writes
         self.pending: Pending | None = None
         self.buffer: Tensor | None = None
         self.outer: Tensor | None = None  # see [Note: placements] in `groups.groups`
         self.codes: SentCodes | None = None  # of this rank's chunk, sent again by later fetches
         self.whole: Any = None  # see [Note: copy on write]
         self.leaves: list[Tensor] = []
+
+    def fill(self, full: Tensor, ready: torch.Event | None) -> None:
+        """Make the bucket live; views of its previous buffer are dropped.
+
+        Args:
+          full: the whole bucket.
+          ready: what a stream waits for before it reads it.
+        """
+        self.full, self.views, self._ready = full, {}, ready
+        if not _torch.has_no_data(full):
+            self.low = full.data_ptr()
+            self.high = self.low + full.nbytes
+
+    def names(self) -> Sequence[str]:
+        """Names of its leaves, for error texts."""
+        return self._names(self.ids[0])
+
+    def read(self, where: Geometry) -> Tensor:
+        """A view of the bucket, for an op on the current stream; see [Note: several streams]."""
+        if self.full is None:
+            raise RuntimeError("a bucket is not live where an op needs it")
+        if self._ready is not None:
+            stream = _device.current_stream(self.full.device)
+            if stream not in self._readers:
+                stream.wait_event(self._ready)
+                self._readers.add(stream)
+        view = self.views.get(where)
+        if view is None:
+            size, stride, offset = where  # in the bucket, which lies somewhere in its memory
+            offset += int(self.full.storage_offset())
+            view = self.views[where] = self.full.as_strided(size, stride, offset)
+        return view
+
+    def clear(self) -> None:
+        """Drop the bucket and its views; the current stream waits for all that have read it."""
+        if self.full is not None:
+            for stream in self._readers:
+                _device.current_stream(self.full.device).wait_stream(stream)
+        self._readers.clear()
+        self.full, self.views, self._ready = None, {}, None
+        self.low, self.high = 1, 0
 
     @property
     def device(self) -> torch.device:
@@ -81,14 +132,6 @@ class LiveBucket(GatheredBucket):
             chunk = chunk.to(use.home.device if use.placed else device, bucket.compute)
             self.placed = None
         self.chunk, self.version = chunk, version(chunk)
-        outer, inner = use.route.split(use.route.outer_params)
-        wire = use.gather_wire
-        as_codes = wire is not None and wire.levels(use.route) > use.route.outer_params
-        if outer.size > 1 and not as_codes:
-            self.outer_numel = bucket.numel // inner.size
-        cast = chunk.dtype != bucket.compute or self.placed is not None
-        if inner.size > 1 or (not self.outer_numel and cast):
-            self.numel = bucket.numel
 
     def plain(self) -> list[Tensor] | None:
         """The leaves as plain tensors, one per member, if ops can use the chunk itself.
@@ -113,6 +156,8 @@ class LiveBucket(GatheredBucket):
     def check_copies(self) -> None:
         """Raise LeafError if a plain leaf was written to, or was given other memory."""
         whole, leaves, self.whole, self.leaves = self.whole, self.leaves, None, []
+        if whole is None:
+            return
         storage = _torch.storage_id(whole)
         moved = [_torch.storage_id(leaf) != storage for leaf in leaves]
         if _torch.is_lazy_clone(whole) and not any(moved):
@@ -161,14 +206,15 @@ class LiveBucket(GatheredBucket):
             nbytes = sum(x.nbytes for x in parts if x is not None)
             spans.resident("gathered", (key, self.ids[0]), nbytes)
 
-    def give_outer(self) -> None:
+    def give_outer(self, key: int) -> None:
         """Give back what lasts for a run, unless a transfer still uses it."""
-        if self.pending is None:
+        if self.pending is None and (self.outer is not None or self.codes is not None):
             if self.outer is not None:
                 self.use.hierarchy.pools.outer.give(self.outer)
             if self.codes is not None:
                 self.codes.release()
             self.outer = self.codes = None
+            self.watch(key, live=False)
 
 
 # All buckets of a run.
@@ -185,7 +231,6 @@ class LiveBuckets:
       names: gives the names of a bucket's leaves, for error texts.
       learned, policy: as for `Run`.
       into: receives the gradients; None if they are the result of backward.
-      hollow: whether tensors have no data, to record what is used.
       closes: whether nothing is left to be derived when the run ends; see [Note: copy on write] in
         `deferred.live`.
     """
@@ -198,21 +243,21 @@ class LiveBuckets:
         policy: OnDemand,
         into: GradSink | None = None,
         *,
-        hollow: bool = False,
         closes: bool = False,
     ) -> None:
         self.uses, self.into = uses, into
         self.ids: tuple[int, ...] = ()
         stays = policy.at_once
         self.buckets = [LiveBucket(i, names, use, stays=stays) for i, use in enumerate(uses)]
-        self._hollow, self._closes = hollow, closes and policy.at_once
+        self._closes = closes and policy.at_once
         # The run may outlive these buckets, so it must not refer to their buffers.
         self._name = partial(_title, names)
         channels = [use.hierarchy.channel for use in uses]
         self.run = Run(learned, policy, sizes_of(uses), channels, self._name)
         # The schedule that this run follows; another run may learn a new one before this run ends.
         self._schedule = learned.schedule if self.run.following else None
-        self.reduction: Reduction | None = None  # of the backward pass under way
+        self.reduction: Any = None  # of the backward pass under way, if gradients are its result
+        self.derived = False  # whether such a pass has ended
         self._arenas: dict[Buffers, Arena] = {}  # in which buffers lie, by their pool
         self._starts: tuple[int, ...] = ()  # of the fetches that the schedule has; see `Offsets`
         self._fetches = 0  # so far in this run
@@ -236,14 +281,8 @@ class LiveBuckets:
             for index in self.run.start():
                 self._fetch(index)
 
-    def begin_pass(self) -> Reduction:
-        """The reduction of this backward pass, if gradients are its result."""
-        if self.reduction is None:
-            self.reduction = Reduction(self.uses, self.run)
-        return self.reduction
-
     def touch(self, ids: tuple[int, ...]) -> None:
-        """Make these buckets live at the same time; see `tensor.Source`."""
+        """Make these buckets live at the same time, for an op that needs them."""
         if self._closed:
             text = "a deferred parameter is used after its run ended"
             raise GroupsError(text, fix="call defer again")
@@ -274,7 +313,7 @@ class LiveBuckets:
         """Start to gather a bucket along its route: this rank sends its chunk, or codes of it."""
         each = self.buckets[index]
         use = each.use
-        if self._hollow:
+        if _torch.has_no_data(each.chunk):  # the chunk of a record, or of a model on meta
             each.fill(each.chunk.new_empty(use.bucket.numel, dtype=use.bucket.compute), None)
             return
         fetch, chunk = None, each.outer
@@ -302,8 +341,6 @@ class LiveBuckets:
         """Memory for a bucket, at its place in the plan."""
         numel, dtype, device = each.numel, each.use.bucket.compute, each.device
         pool = each.use.hierarchy.pools.fetched
-        if _torch.has_no_data(each.chunk):
-            return each.chunk.new_empty(numel, dtype=dtype)
         if self._schedule is None:
             return pool.take((numel,), dtype, device)
         arena = self._arenas.get(pool)
@@ -317,11 +354,8 @@ class LiveBuckets:
         numel, dtype = each.outer_numel, each.use.bucket.compute
         if not numel or each.outer is not None:
             return
-        if _torch.has_no_data(each.chunk):
-            each.outer = each.chunk.new_empty(numel, dtype=dtype)
-        else:
-            pool = each.use.hierarchy.pools.outer
-            each.outer = pool.take((numel,), dtype, each.device, exact=True)
+        pool = each.use.hierarchy.pools.outer
+        each.outer = pool.take((numel,), dtype, each.device, exact=True)
 
     def _drop(self, index: int) -> None:
         each = self.buckets[index]
@@ -359,9 +393,11 @@ class LiveBuckets:
             schedule = self.run.end()
             if schedule is not None:
                 self._provide(schedule)
-            self._give_outer()
+            for each in self.buckets:
+                each.give_outer(id(self))
             self._ended = True
-            self._check_copies()
+            for each in self.buckets:
+                each.check_copies()
             if self.buckets and _device.is_async(self.buckets[0].device):
                 # A host that waits for a collective looks meanwhile; here it never waits.
                 self.run.poll_peers()
@@ -373,7 +409,7 @@ class LiveBuckets:
             each.whole = None
             if each.buffer is not None and each.pending is None:
                 self._drop(index)
-        self._give_outer()
+            each.give_outer(id(self))
 
     def _provide(self, schedule: Schedule) -> None:
         """Have the memory that the next run needs, and no more; later steps allocate none."""
@@ -387,21 +423,11 @@ class LiveBuckets:
     def __del__(self) -> None:
         if not getattr(self, "_ended", True):  # else `__init__` has failed, or all is given back
             try:
-                self._check_copies()
+                for each in self.buckets:
+                    each.check_copies()
             except LeafError as error:
                 warnings.warn(str(error), stacklevel=2)
             self.abandon()  # no tensor of the tree is left
-
-    def _check_copies(self) -> None:
-        for each in self.buckets:
-            if each.whole is not None:
-                each.check_copies()
-
-    def _give_outer(self) -> None:
-        for each in self.buckets:
-            if each.outer is not None or each.codes is not None:
-                each.give_outer()
-                each.watch(id(self), live=False)
 
 
 @lru_cache(maxsize=4096)
@@ -425,13 +451,21 @@ def _title(names: Names, index: int) -> str:
     return f"bucket {index} ({', '.join(found[:2])}{', ...' if len(found) > 2 else ''})"
 
 
+def _fetched_numels(use: Any) -> tuple[int, int]:
+    """Elements of the buffers of a fetch: what the outer levels keep, and the whole bucket."""
+    bucket, outer, inner, outer_numel = use.bucket, 1, use.bucket.parts, 0
+    coded = False
+    if use.home:
+        outer, inner = (levels.size for levels in use.route.split(use.route.outer_params))
+        wire = use.gather_wire
+        coded = wire is not None and wire.levels(use.route) > use.route.outer_params
+    if outer > 1 and not coded:
+        outer_numel = bucket.numel // inner
+    made = use.placed or bucket.codes is not None or bucket.compute != bucket.dtype
+    whole = inner > 1 or (not outer_numel and made)
+    return outer_numel, bucket.numel if whole else 0
+
+
 def sizes_of(uses: Sequence[Any]) -> list[int]:
     """Bytes that each bucket takes while it is live; 0 if it is a view of memory that is kept."""
-    found = []
-    for use in uses:
-        bucket = use.bucket
-        inner = use.route.split(use.route.outer_params)[1].size if use.home else bucket.parts
-        made = use.placed or bucket.codes is not None or bucket.compute != bucket.dtype
-        cast = inner == bucket.parts and made
-        found.append(bucket.nbytes if inner > 1 or cast else 0)
-    return found
+    return [_fetched_numels(use)[1] * use.bucket.compute.itemsize for use in uses]

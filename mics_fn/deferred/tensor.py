@@ -7,96 +7,20 @@ needs it makes the bucket live again. This happens below autograd, in `__torch_d
 needs no hooks and works under `torch.func`. A view of a deferred tensor is computed from metadata
 alone and is deferred itself. So is a cast, which is repeated at each use instead of being kept. Any
 other op gets plain tensors, which are views of the bucket, and returns plain tensors.
-
-[Note: several streams] A model may compute on several streams of an accelerator, and a bucket is
-fetched for the first op that needs it. So each stream that reads a bucket waits for its gather, and
-whoever drops the bucket, after which another one may use its memory, waits for all of them.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mics_fn import _device, _torch
+from mics_fn import _torch
 from mics_fn.errors import LeafError
 from mics_fn.read_only import COMPILED, ReadOnly
 from mics_fn.shards import dtype_name
 
-# A bucket as deferred tensors see it, and the interface of what makes it live.
-
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, offset; in elements
-
-
-class GatheredBucket:
-    """One bucket as deferred tensors see it: live or not."""
-
-    __slots__ = ("_names", "_readers", "_ready", "full", "high", "ids", "low", "stays", "views")
-
-    def __init__(self, index: int, names: Callable[[int], Sequence[str]], *, stays: bool) -> None:
-        self.ids = (index,)
-        self._names = names
-        self.full: Tensor | None = None  # 1D, whole bucket; None where it is not live
-        self.views: dict[Geometry, Tensor] = {}
-        self.low, self.high = 1, 0  # addresses of `full`
-        self.stays = stays  # once live it stays live, so that further uses are not reported
-        # See [Note: several streams]; no event where work is done when a call returns.
-        self._ready: torch.Event | None = None
-        self._readers: set[torch.Stream] = set()
-
-    def fill(self, full: Tensor, ready: torch.Event | None) -> None:
-        """Make the bucket live; views of its previous buffer are dropped.
-
-        Args:
-          full: the whole bucket.
-          ready: what a stream waits for before it reads it.
-        """
-        self.full, self.views, self._ready = full, {}, ready
-        if not _torch.has_no_data(full):
-            self.low = full.data_ptr()
-            self.high = self.low + full.nbytes
-
-    def names(self) -> Sequence[str]:
-        """Names of its leaves, for error texts."""
-        return self._names(self.ids[0])
-
-    def read(self, where: Geometry) -> Tensor:
-        """A view of the bucket, for an op on the current stream; see [Note: several streams]."""
-        if self.full is None:
-            raise RuntimeError("a bucket is not live where an op needs it")
-        if self._ready is not None:
-            stream = _device.current_stream(self.full.device)
-            if stream not in self._readers:
-                stream.wait_event(self._ready)
-                self._readers.add(stream)
-        view = self.views.get(where)
-        if view is None:
-            size, stride, offset = where  # in the bucket, which lies somewhere in its memory
-            offset += int(self.full.storage_offset())
-            view = self.views[where] = self.full.as_strided(size, stride, offset)
-        return view
-
-    def clear(self) -> None:
-        """Drop the bucket and its views; the current stream waits for all that have read it."""
-        if self.full is not None:
-            for stream in self._readers:
-                _device.current_stream(self.full.device).wait_stream(stream)
-        self._readers.clear()
-        self.full, self.views, self._ready = None, {}, None
-        self.low, self.high = 1, 0
-
-
-class Source(Protocol):
-    """What makes buckets live."""
-
-    ids: tuple[int, ...]  # the buckets that the previous op needed
-
-    def touch(self, ids: tuple[int, ...]) -> None:
-        """Make these buckets live at the same time."""
-        ...
-
-
 aten = torch.ops.aten
 
 
@@ -107,8 +31,8 @@ class Deferred(ReadOnly):
     """
 
     how_to_compile = "use gather around compiled code, or clone() parameters before it"
-    _source: Source
-    _bucket: GatheredBucket
+    _source: Any  # the `LiveBuckets` that it is in
+    _bucket: Any  # its `LiveBucket`
     _leaf: tuple[int, int]  # where its leaf begins in the bucket, and how many elements it has
     _where: Geometry  # in the bucket
     _cast: torch.dtype | None  # None unless it is a cast
@@ -116,8 +40,8 @@ class Deferred(ReadOnly):
     @staticmethod
     def __new__(
         cls: type,
-        source: Source,
-        bucket: GatheredBucket,
+        source: Any,
+        bucket: Any,
         geometry: Geometry,
         leaf: tuple[int, int],
         like: "_Like",
@@ -228,7 +152,7 @@ def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
     return _own(func(*args, **kwargs), {d._bucket for d in found})
 
 
-def _own(out: Any, buckets: Iterable[GatheredBucket]) -> Any:
+def _own(out: Any, buckets: Iterable[Any]) -> Any:
     """The result of an op in memory of its own, since some ops return their input."""
     kind = type(out)
     if kind is Tensor:

@@ -290,7 +290,6 @@ class Run:
         self._ended = False
         self._actions = () if learned.schedule is None else learned.schedule.actions
         self._next = 0  # index of the next action to follow
-        self.passes = 0  # number of backward passes so far
         # In which order buckets are reduced, on every rank, whichever is complete first.
         self.order = learned.order or tuple(reversed(range(len(sizes))))
         # Whether it may fetch something after its start, in which ranks have to agree.
@@ -337,17 +336,9 @@ class Run:
         self._apply("drop", index)
         return True
 
-    def begin_backward(self) -> None:
-        """Note that a backward pass begins here."""
-        self._events.append(("backward", ()))
-
-    def complete(self, index: int) -> None:
-        """Record that a bucket's gradients are complete."""
-        self._events.append(("reduce", (index,)))
-
-    def end_pass(self) -> None:
-        """Note the end of a backward pass; buckets without gradients will be reduced as zeros."""
-        self.passes += 1
+    def note(self, kind: Kind, *ids: int) -> None:
+        """Note that a backward pass begins here, or that a bucket's gradients are complete."""
+        self._events.append((kind, ids))
 
     def tally(self, event: str, amount: int) -> int:
         """Add to a number of this run that all ranks share, and return the sum; never waits."""
