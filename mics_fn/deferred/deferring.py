@@ -34,7 +34,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
-from mics_fn import _device, _torch, checks, tree
+from mics_fn import _device, _torch, checks, shards, tree
 from mics_fn.deferred.live import LiveBuckets, sizes_of
 from mics_fn.deferred.reduction import LetGo, Reduction, places_of_sums
 from mics_fn.deferred.tensor import from_dynamo
@@ -42,34 +42,7 @@ from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.groups import Hierarchy, announce_all, require_replicas
 from mics_fn.offload import Where, where_of
 from mics_fn.schedules import Learned, OnDemand, Run, Schedule
-from mics_fn.shards import (
-    BucketUse,
-    Fixed,
-    GradStream,
-    Leaf,
-    Opened,
-    Sharded,
-    Tied,
-    TreeLayout,
-    check_dtype,
-    check_leaves,
-    deal,
-    fetched_to,
-    forget_nonfinite,
-    grouped,
-    is_leaf,
-    linear_map,
-    must_fetch,
-    needs_derivative,
-    open_shards,
-    pieces,
-    places_of,
-    put,
-    refuse_derivative,
-    refuse_tracing,
-    with_parts,
-    with_zeros,
-)
+from mics_fn.shards import check_leaves, grouped, is_leaf, needs_derivative, open_shards, with_parts
 from mics_fn.tree import Tree
 
 # Losses: one number, which depends on parameters that were given.
@@ -165,7 +138,7 @@ class GradSum:
     ) -> None:
         checks.integer("GradSum", "micro_steps", micro_steps)
         if dtype is not None:
-            check_dtype("GradSum", "dtype", dtype)
+            shards.check_dtype("GradSum", "dtype", dtype)
         self._where = where_of(where)
         if self._where.moved and "grads" not in self._where.moved:
             text = f"GradSum: where='{self._where}' has no effect: it does not say where grads lie"
@@ -185,25 +158,25 @@ class GradSum:
         # Of the loss of the first pass under this policy; nobody trains them.
         self._strangers: Sequence[Tensor] = ()
 
-    def expect(self, opened: Opened, run: Run, let_go: LetGo) -> list[Any]:
+    def expect(self, opened: shards.Opened, run: Run, let_go: LetGo) -> list[Any]:
         """Called by `defer`: prepare for the gradients of this tree, from this run.
 
         Returns:
           The data of each leaf, pieces as leaves of autograd.
         """
-        refuse_derivative("defer(into=)", (), "leave into= out inside torch.func")
+        shards.refuse_derivative("defer(into=)", (), "leave into= out inside torch.func")
         if self._opened is not None:
             text = "defer: into= is in use by another run"
             raise LeafError(text, fix="make a new GradSum for each step")
         full = list(opened.data)
         for i, leaf in enumerate(opened.leaves):
-            if isinstance(leaf, Sharded):
+            if isinstance(leaf, shards.Sharded):
                 full[i] = leaf.data.detach().requires_grad_()
                 self._variables.append(full[i])
         places = places_of_sums(self._where, opened) if "grads" in self._where.moved else None
         how = self.micro_steps, self.dtype, let_go, places, self._where.host_bytes
         self._reduction = Reduction(opened.uses, run, *how, before_last=self.before_last)
-        forget_nonfinite(use.bucket for use in opened.uses)  # of a step that was not judged
+        shards.forget_nonfinite(use.bucket for use in opened.uses)  # of a step that was not judged
         self._opened = opened
         return full
 
@@ -221,7 +194,7 @@ class GradSum:
           LeafError: all passes are done, or no `defer(into=)` has named this value.
           LeafError: the loss is not one number; or a block is recomputed by a backward of its own.
         """
-        refuse_derivative("GradSum.backward", (), "call it outside of torch.func")
+        shards.refuse_derivative("GradSum.backward", (), "call it outside of torch.func")
         reduction = self._reduction
         if reduction is None or reduction.passes == self.micro_steps:
             fix = "defer(..., into=) first, and give micro_steps= as many passes as there are"
@@ -301,9 +274,11 @@ class GradSum:
         """`grads` with its pieces where they lie, valid until `release`: for tables of memory."""
         reduction = self._complete("in_place")
         reduction.wait()
-        return self._opened.rebuild({i: reduction.in_place(i) for i in reduction.order})
+        return self._opened.rebuild(
+            {i: reduction.pieces(i, in_place=True) for i in reduction.order}
+        )
 
-    def __grad_stream__(self) -> GradStream:
+    def __grad_stream__(self) -> shards.GradStream:
         """Return the gradients for `opt_step`, which takes each bucket once its hop 2 is done.
 
         Raises:
@@ -313,7 +288,7 @@ class GradSum:
         if not self._reached:  # the step is refused unless other ranks have a gradient
             reduction.wait()
         self._check()
-        trained = (i for i, leaf in enumerate(opened.leaves) if isinstance(leaf, Sharded))
+        trained = (i for i, leaf in enumerate(opened.leaves) if isinstance(leaf, shards.Sharded))
         number = {i: k for k, i in enumerate(trained)}
         order = reduction.order
 
@@ -321,7 +296,7 @@ class GradSum:
             reduction.wait_for(order[place])
             return reduction.pieces(order[place])
 
-        return GradStream(
+        return shards.GradStream(
             like=opened.rebuild({}),
             home=opened.homes[0],
             order=[[number[i] for i in opened.uses[index].members] for index in order],
@@ -401,7 +376,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(live: LiveBuckets, trained: Sequence[int], *pieces: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
-        found, dealt = [], deal([live.uses[i] for i in trained], pieces)
+        found, dealt = [], shards.deal([live.uses[i] for i in trained], pieces)
         for index, (use, values) in zip(trained, dealt, strict=True):
             live.buckets[index].load(values)  # here they are plain tensors, even inside torch.func
             found += [_standing_for(use, piece) for piece in values]
@@ -419,13 +394,13 @@ class _Join(torch.autograd.Function):
         live.derived = True
         reduction, live.reduction = _pass_of(live), None
         uses = [live.uses[i] for i in ctx.trained]
-        dealt = dict(zip(ctx.trained, (list(g) for _, g in deal(uses, grads)), strict=True))
+        dealt = dict(zip(ctx.trained, (list(g) for _, g in shards.deal(uses, grads)), strict=True))
         for i in reduction.missing():
             if all(grad is None for grad in dealt[i]):
                 dealt[i] = _started(reduction, i, dealt[i])
         reduction.end_pass()
         pieces = [g for i in ctx.trained for g in dealt[i]]
-        found = linear_map("own", uses, *pieces, by=reduction.waited)
+        found = shards.linear_map("own", uses, *pieces, by=reduction.waited)
         # A gradient lies where its piece does.
         return (None, None, *(g.to(to) for g, (_, _, to) in zip(found, ctx.like, strict=True)))
 
@@ -434,15 +409,15 @@ class _Join(torch.autograd.Function):
         uses = [ctx.live.uses[i] for i in ctx.trained]
         homes = [use.home for use in uses for _ in use.members]
         # All are seen together: see [Note: rows of ranks] in `shards.linear`.
-        seen = linear_map("own", uses, *with_zeros(tangents, ctx.like), derived=True)
-        return tuple(fetched_to(t, home.device) for t, home in zip(seen, homes, strict=True))
+        seen = shards.linear_map("own", uses, *shards.with_zeros(tangents, ctx.like), derived=True)
+        return tuple(shards.fetched_to(t, home.device) for t, home in zip(seen, homes, strict=True))
 
     vmap = staticmethod(_refuse_batch)
 
 
-def _standing_for(use: BucketUse, piece: Tensor) -> Tensor:
+def _standing_for(use: shards.BucketUse, piece: Tensor) -> Tensor:
     """Return a placeholder behind `_Join`, of which only the shape is read."""
-    if not must_fetch(piece, use.home.device):
+    if not shards.must_fetch(piece, use.home.device):
         return piece.view_as(piece)
     how: Any = {"dtype": piece.dtype, "device": use.home.device}
     if _torch.inside_forward_ad():  # a tangent needs the same layout, and memory
@@ -466,9 +441,9 @@ def _started(reduction: Reduction, index: int, grads: Sequence[Tensor | None]) -
         if all(g is None or g.ndim == len(s) for g, s in zip(grads, shapes, strict=True)):
             return reduction.started(index, grads)
         reduction.skip(index)  # a batch under vmap, which fits in no memory that is kept
-        return linear_map("scatter", [use], *grads)
+        return shards.linear_map("scatter", [use], *grads)
 
-    return linear_map("scatter", [use], *grads, by=start)
+    return shards.linear_map("scatter", [use], *grads, by=start)
 
 
 class _Fetch(torch.autograd.Function):
@@ -497,48 +472,41 @@ class _Fetch(torch.autograd.Function):
     def jvp(ctx: Any, _cache: None, _index: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
         # Tangents are rare and used once, so they are gathered now. Views of a dual tensor need
         # both of its parts in the same layout, so each tangent gets memory of its own.
-        found = linear_map("gather", [ctx.live.uses[ctx.index].uncoded], *tangents)
+        found = shards.linear_map("gather", [ctx.live.uses[ctx.index].uncoded], *tangents)
         return tuple(tangent.clone() for tangent in found)
 
     vmap = staticmethod(_refuse_batch)
 
 
-def fetch_all(live: LiveBuckets, data: Sequence[Any]) -> list[Any]:
-    """Deferred parameters for all buckets, differentiable if a bucket is trained.
+def fetch_all(live: LiveBuckets, data: list[Any]) -> None:
+    """Make deferred parameters of all buckets, differentiable if a bucket is trained.
 
     Args:
       live: a new one, whose chunks are loaded here.
-      data: the data of each leaf of the tree.
-
-    Returns:
-      One deferred tensor per member of each bucket, in the order of buckets.
+      data: the data of each leaf of the tree; that of members of buckets is replaced.
 
     Raises:
       LeafError: torch is recording ops in order to repeat them later.
     """
-    refuse_tracing()
-    join, fetch = _torch.quick_apply(_Join), _torch.quick_apply(_Fetch)
-    pieces: list[Sequence[Any]] = []
-    joined: list[int] = []
+    shards.refuse_tracing()
+    pieces = [[data[i] for i in use.members] for use in live.uses]
+    joined: list[int] = []  # `into` takes gradients, and then there are none to join
     with _torch.without_torch_func(), torch.no_grad():  # else chunks would have no memory to send
         for index, use in enumerate(live.uses):
-            pieces.append([data[i] for i in use.members])
             if use.bucket.trainable and live.into is None:
                 joined.append(index)
-            else:  # `into` takes the gradients, so there are none to join
+            else:
                 live.buckets[index].load(pieces[index])
     if joined:
-        flat = join(live, joined, *(x for index in joined for x in pieces[index]))
-        dealt = deal([live.uses[i] for i in joined], flat)
-        for index, (_, values) in zip(joined, dealt, strict=True):
-            pieces[index] = values
-    found = []
+        given = (x for index in joined for x in pieces[index])
+        dealt = iter(_torch.quick_apply(_Join)(live, joined, *given))
+        for index in joined:
+            pieces[index] = [next(dealt) for _ in pieces[index]]
+    fetch, found = _torch.quick_apply(_Fetch), []
     for index, use in enumerate(live.uses):
-        if use.bucket.trainable:
-            found += fetch(live, index, *pieces[index])
-        else:
-            found += live.parameters(index)
-    return found
+        trained = use.bucket.trainable
+        found += fetch(live, index, *pieces[index]) if trained else live.parameters(index)
+    shards.put(data, live.uses, found)
 
 
 class DeferredParams:
@@ -595,7 +563,7 @@ class DeferredParams:
             if refused is not None:
                 raise refused from error
         elif not self._pending or self._live.derived:
-            self.close()
+            self._live.close()
 
 
 def defer(
@@ -668,7 +636,7 @@ def defer(
         full = list(opened.data)
     else:
         full = into.expect(opened, live.run, WeakMethod(live.let_go))
-    put(full, opened.uses, fetch_all(live, full))
+    fetch_all(live, full)
     live.start()
     return DeferredParams(opened.build(full), live, pending)
 
@@ -710,7 +678,7 @@ def bucket_sizes(
     return sizes_of(uses)
 
 
-def _memory_of(schedule: Schedule | OnDemand, opened: Opened) -> tuple[OnDemand, Learned]:
+def _memory_of(schedule: Schedule | OnDemand, opened: shards.Opened) -> tuple[OnDemand, Learned]:
     """The policy for `schedule=`, and what it has learned about this tree.
 
     Raises:
@@ -753,7 +721,7 @@ def record(
         is recorded in their fake mode.
       groups: None records without data. With groups a real step is run on the actual values, which
         a model needs whose control flow depends on them.
-      mark_backward: put the mark `backward` where the backward pass begins.
+      mark_backward: shards.put the mark `backward` where the backward pass begins.
 
     Returns:
       Uses and reductions in order; `schedules.plan` makes a schedule for `defer` from it.
@@ -787,7 +755,7 @@ def record(
 
 
 def _without_data(
-    loss_fn: Callable[[Tree, Any], Tensor], leaves: Sequence[Leaf], spec: Any, batch: Any
+    loss_fn: Callable[[Tree, Any], Tensor], leaves: Sequence[shards.Leaf], spec: Any, batch: Any
 ) -> Run:
     """The run of a loss and its backward on tensors without data."""
     mode = next((m for x in tree.flatten(batch)[0] if (m := _torch.fake_mode_of(x))), None)
@@ -797,13 +765,13 @@ def _without_data(
         if mode is None:
             batch = tree.map_leaves(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
         empty = [_without_values(leaf, device) for leaf in leaves]
-        layout = TreeLayout("record", places_of(empty), (home,) * len(empty))
-        opened = Opened("record", None, "shards", empty, spec, layout, layout.uses)
+        layout = shards.TreeLayout("record", shards.places_of(empty), (home,) * len(empty))
+        opened = shards.Opened("record", None, "shards", empty, spec, layout, layout.uses)
         policy = OnDemand(None, 0)
         nowhere = lambda index, grads: None  # noqa: E731
         live = LiveBuckets(opened.uses, opened.names, Learned(), policy, nowhere)
         full = list(opened.data)
-        put(full, opened.uses, fetch_all(live, full))
+        fetch_all(live, full)
         loss = loss_fn(opened.build(full), batch)
         check_loss("record", loss)
         if loss.requires_grad:
@@ -813,12 +781,12 @@ def _without_data(
     return live.run
 
 
-def _without_values(leaf: Leaf, device: torch.device) -> Leaf:
+def _without_values(leaf: shards.Leaf, device: torch.device) -> shards.Leaf:
     """A leaf without values, of the size that it has on the rank with the first chunk."""
-    if isinstance(leaf, Tied) or leaf.data is None:
+    if isinstance(leaf, shards.Tied) or leaf.data is None:
         return leaf
     if leaf.bucket is None:
-        return Fixed(torch.empty(leaf.data.shape, dtype=leaf.dtype, device=device))
-    length = pieces(leaf.bucket, 0)[leaf.slot].length
+        return shards.Fixed(torch.empty(leaf.data.shape, dtype=leaf.dtype, device=device))
+    length = shards.pieces(leaf.bucket, 0)[leaf.slot].length
     data = torch.empty(length, dtype=leaf.dtype, device=device)
-    return replace(leaf, data=data.requires_grad_(isinstance(leaf, Sharded)))
+    return replace(leaf, data=data.requires_grad_(isinstance(leaf, shards.Sharded)))

@@ -55,7 +55,7 @@ class LiveBucket:
     """
 
     def __init__(self, index: int, names: Names, use: shards.BucketUse, *, stays: bool) -> None:
-        self.ids, self.use, self.stays, self._names = (index,), use, stays, names
+        self.ids, self.use, self.stays, self.names = (index,), use, stays, partial(names, index)
         self.full: Tensor | None = None  # 1D, whole bucket; None where it is not live
         self.views: dict[Geometry, Tensor] = {}
         self.low, self.high = 1, 0  # addresses of `full`
@@ -65,6 +65,7 @@ class LiveBucket:
         self.chunk: Any = None  # until `load`
         self.version = 0
         self.placed: Sequence[Tensor | None] | None = None  # pieces that lie elsewhere, by slot
+        self.device = use.home.device  # of its tensors
         self.outer_numel, self.numel = _fetched_numels(use)  # of the buffers that a fetch writes
         self.pending: Pending | None = None
         self.buffer: Tensor | None = None
@@ -84,10 +85,6 @@ class LiveBucket:
         if not _torch.has_no_data(full):
             self.low = full.data_ptr()
             self.high = self.low + full.nbytes
-
-    def names(self) -> Sequence[str]:
-        """Names of its leaves, for error texts."""
-        return self._names(self.ids[0])
 
     def read(self, where: Geometry) -> Tensor:
         """A view of the bucket, for an op on the current stream; see [Note: several streams]."""
@@ -114,11 +111,6 @@ class LiveBucket:
         self.full, self.views, self._ready = None, {}, None
         self.low, self.high = 1, 0
 
-    @property
-    def device(self) -> torch.device:
-        """The device of its tensors."""
-        return self.chunk.device if self.placed is None else self.use.home.device
-
     def load(self, pieces: Sequence[Tensor]) -> None:
         """Take its pieces, one per member; copied unless they form a chunk."""
         use, device = self.use, pieces[0].device
@@ -131,6 +123,8 @@ class LiveBucket:
         if not chunk.numel():  # it is never fetched, which would cast it
             chunk = chunk.to(use.home.device if use.placed else device, bucket.compute)
             self.placed = None
+        if self.placed is None:
+            self.device = chunk.device
         self.chunk, self.version = chunk, version(chunk)
 
     def plain(self) -> list[Tensor] | None:
@@ -141,9 +135,8 @@ class LiveBucket:
         """
         chunk = self.chunk
         needed = self.use.route.size > 1 or self.placed is not None
-        if needed or _device.is_async(chunk.device) or _torch.has_no_data(chunk):
-            return None
-        self.whole = _torch.lazy_clone(chunk)
+        if not (needed or _device.is_async(chunk.device) or _torch.has_no_data(chunk)):
+            self.whole = _torch.lazy_clone(chunk)
         if self.whole is None:
             return None
         # Through `.data`, autograd does not take them for views of one another.
@@ -156,8 +149,6 @@ class LiveBucket:
     def check_copies(self) -> None:
         """Raise LeafError if a plain leaf was written to, or was given other memory."""
         whole, leaves, self.whole, self.leaves = self.whole, self.leaves, None, []
-        if whole is None:
-            return
         storage = _torch.storage_id(whole)
         moved = [_torch.storage_id(leaf) != storage for leaf in leaves]
         if _torch.is_lazy_clone(whole) and not any(moved):
@@ -170,34 +161,29 @@ class LiveBucket:
                 fix = "change parameters between steps, in the shards; or write to a clone()"
                 raise LeafError(text, [f"shape {tuple(leaf.shape)}"], fix)
 
-    def sent(self) -> Tensor | SentCodes:
-        """What this rank sends: its chunk, or codes of it.
+    def sent(self) -> tuple[Tensor | SentCodes, Task | None]:
+        """What this rank sends, and what fetches that if it lies in host memory or in a file.
 
-        These are codes that it keeps, or makes now, or makes once the first fetch has brought
-        values; once in a run.
+        It is its chunk, or codes: those that it keeps, or makes now, or makes once the first fetch
+        has brought values; once in a run.
         """
-        use, wire, chunk = self.use, self.use.gather_wire, self.chunk
+        use, wire, chunk, row, task = self.use, self.use.gather_wire, self.chunk, None, None
+        if self.placed is not None:
+            facts: Any = {"bucket": use.bucket, "chunk": use.route.chunk, "data": self.placed}
+            copied = partial(shards.copied_to, **facts, zeros=wire is not None)
+            op = f"the copy of {_title(*self.ids, self.names())} from elsewhere"
+            task = Task(use.hierarchy.fetch_queue, op, copied)
         if wire is None or not moves(chunk):
-            return chunk
+            return chunk, task
         if self.codes is None:
-            route, row = use.route, None
             if self.placed is None:
-                chunk = shards.zero_padding(use.bucket, route.chunk, chunk)
+                chunk = shards.zero_padding(use.bucket, use.route.chunk, chunk)
             else:
-                row = shards.kept_row(use.bucket, route.chunk, self.placed)
+                row = shards.kept_row(use.bucket, use.route.chunk, self.placed)
             how = {"chunk": chunk, "row": row, "device": self.device}
-            self.codes = SentCodes(wire, route, use.hierarchy.pools.codes, use.bucket.chunk, **how)
-        return self.codes
-
-    def task(self) -> Task | None:
-        """Return the task that fetches the chunk's pieces from host memory or files, if any."""
-        if self.placed is None:
-            return None
-        use = self.use
-        facts: Any = {"bucket": use.bucket, "chunk": use.route.chunk, "data": self.placed}
-        facts["zeros"] = use.gather_wire is not None
-        op = f"the copy of {_title(self._names, self.ids[0])} from elsewhere"
-        return Task(use.hierarchy.fetch_queue, op, partial(shards.copied_to, **facts))
+            pool, numel = use.hierarchy.pools.codes, use.bucket.chunk
+            self.codes = SentCodes(wire, use.route, pool, numel, **how)
+        return self.codes, task
 
     def watch(self, key: int, *, live: bool) -> None:
         """Tell watchers what it takes: with the memory of the bucket, or without."""
@@ -205,16 +191,6 @@ class LiveBucket:
             parts = (self.outer, self.buffer if live else None)
             nbytes = sum(x.nbytes for x in parts if x is not None)
             spans.resident("gathered", (key, self.ids[0]), nbytes)
-
-    def give_outer(self, key: int) -> None:
-        """Give back what lasts for a run, unless a transfer still uses it."""
-        if self.pending is None and (self.outer is not None or self.codes is not None):
-            if self.outer is not None:
-                self.use.hierarchy.pools.outer.give(self.outer)
-            if self.codes is not None:
-                self.codes.release()
-            self.outer = self.codes = None
-            self.watch(key, live=False)
 
 
 # All buckets of a run.
@@ -250,10 +226,10 @@ class LiveBuckets:
         stays = policy.at_once
         self.buckets = [LiveBucket(i, names, use, stays=stays) for i, use in enumerate(uses)]
         self._closes = closes and policy.at_once
+        sizes = [each.numel * each.use.bucket.compute.itemsize for each in self.buckets]
+        channels = dict.fromkeys(use.hierarchy.channel for use in uses)
         # The run may outlive these buckets, so it must not refer to their buffers.
-        self._name = partial(_title, names)
-        channels = [use.hierarchy.channel for use in uses]
-        self.run = Run(learned, policy, sizes_of(uses), channels, self._name)
+        self.run = Run(learned, policy, sizes, channels, lambda i: _title(i, names(i)))
         # The schedule that this run follows; another run may learn a new one before this run ends.
         self._schedule = learned.schedule if self.run.following else None
         self.reduction: Any = None  # of the backward pass under way, if gradients are its result
@@ -261,7 +237,7 @@ class LiveBuckets:
         self._arenas: dict[Buffers, Arena] = {}  # in which buffers lie, by their pool
         self._starts: tuple[int, ...] = ()  # of the fetches that the schedule has; see `Offsets`
         self._fetches = 0  # so far in this run
-        self._closed = self._ended = False
+        self._closed = False
 
     def parameters(self, index: int) -> Sequence[Tensor]:
         """The leaves of a bucket, one per member, deferred if they need a fetch."""
@@ -289,7 +265,7 @@ class LiveBuckets:
         needed = [self.buckets[i] for i in ids]
         for each in needed:
             if version(each.chunk) != each.version:
-                text = f"{self._name(each.ids[0])} was changed after its run began"
+                text = f"{self.run.name(each.ids[0])} was changed after its run began"
                 raise DonatedError(text, fix="call defer again after an update")
         with _torch.without_torch_func():
             for kind, index in self.run.use(ids):
@@ -297,11 +273,8 @@ class LiveBuckets:
                     self._fetch(index)
                 else:
                     self._drop(index)
-            using = spans.UNSEEN
-            if spans.seen():
-                buckets = [each.use.bucket for each in needed]
-                using = spans.Span("use", buckets, device=needed[0].device)
-            with using:
+            buckets = [each.use.bucket for each in needed]
+            with spans.span("use", buckets, device=needed[0].device):
                 for each in needed:
                     pending, each.pending = each.pending, None
                     if pending is not None:
@@ -312,14 +285,14 @@ class LiveBuckets:
     def _fetch(self, index: int) -> None:
         """Start to gather a bucket along its route: this rank sends its chunk, or codes of it."""
         each = self.buckets[index]
-        use = each.use
-        if _torch.has_no_data(each.chunk):  # the chunk of a record, or of a model on meta
-            each.fill(each.chunk.new_empty(use.bucket.numel, dtype=use.bucket.compute), None)
+        use, dtype = each.use, each.use.bucket.compute
+        if _torch.has_no_data(each.chunk):  # in a record, or of a model on meta
+            each.fill(each.chunk.new_empty(use.bucket.numel, dtype=dtype), None)
             return
-        fetch, chunk = None, each.outer
-        if chunk is None:
-            chunk, fetch = each.sent(), each.task()
-        self._take_outer(each)
+        chunk, fetch = each.sent() if each.outer is None else (each.outer, None)
+        if each.outer_numel and each.outer is None:  # kept for the run
+            pool = use.hierarchy.pools.outer
+            each.outer = pool.take((each.outer_numel,), dtype, each.device, exact=True)
         if each.numel:
             each.buffer = self._take(each)
         self._fetches += 1
@@ -331,8 +304,7 @@ class LiveBuckets:
         """Where the fetches of a schedule lie; found once per schedule."""
         numbers: dict[Buffers, int] = {}
         pools = [numbers.setdefault(use.hierarchy.pools.fetched, len(numbers)) for use in self.uses]
-        sizes = [each.numel * each.use.bucket.compute.itemsize for each in self.buckets]
-        learned, key = self.run.learned, (schedule, sizes, pools)
+        learned, key = self.run.learned, (schedule, self.run.sizes, pools)
         if learned.offsets[0] != key:
             learned.offsets = key, offsets(*key)
         return learned.offsets[1]
@@ -348,14 +320,6 @@ class LiveBuckets:
             self._starts, needs = self._offsets(self._schedule)
             arena = self._arenas[pool] = Arena(pool, needs[each.ids[0]], device)
         return arena.take(numel, dtype, self._starts[self._fetches] if self.run.following else None)
-
-    def _take_outer(self, each: LiveBucket) -> None:
-        """Take the memory that the outer levels of a placement keep for the run, if it lacks it."""
-        numel, dtype = each.outer_numel, each.use.bucket.compute
-        if not numel or each.outer is not None:
-            return
-        pool = each.use.hierarchy.pools.outer
-        each.outer = pool.take((numel,), dtype, each.device, exact=True)
 
     def _drop(self, index: int) -> None:
         each = self.buckets[index]
@@ -391,13 +355,13 @@ class LiveBuckets:
                 self._drop(index)
             self._closed, self.ids = True, ()
             schedule = self.run.end()
-            if schedule is not None:
-                self._provide(schedule)
-            for each in self.buckets:
-                each.give_outer(id(self))
-            self._ended = True
-            for each in self.buckets:
-                each.check_copies()
+            if schedule is not None:  # the next run has the memory that it needs, and no more
+                needs = self._offsets(schedule).nbytes
+                pools = {use.hierarchy.pools.fetched: i for i, use in enumerate(self.uses)}
+                for pool, index in pools.items():
+                    pool.provide(needs[index], self.buckets[index].device)
+            self._give_back()
+            self._check_copies()
             if self.buckets and _device.is_async(self.buckets[0].device):
                 # A host that waits for a collective looks meanwhile; here it never waits.
                 self.run.poll_peers()
@@ -405,29 +369,36 @@ class LiveBuckets:
     def abandon(self) -> None:
         """Give back the memory that no transfer writes to, and send nothing to other ranks."""
         self._closed, self.ids = True, ()
-        for index, each in enumerate(self.buckets):
+        for each in self.buckets:
             each.whole = None
-            if each.buffer is not None and each.pending is None:
-                self._drop(index)
-            each.give_outer(id(self))
-
-    def _provide(self, schedule: Schedule) -> None:
-        """Have the memory that the next run needs, and no more; later steps allocate none."""
-        for index in schedule.fetches:
-            self._take_outer(self.buckets[index])
-        needs = self._offsets(schedule).nbytes
-        pools = {use.hierarchy.pools.fetched: i for i, use in enumerate(self.uses)}
-        for pool, index in pools.items():
-            pool.provide(needs[index], self.buckets[index].device)
+        self._give_back()
 
     def __del__(self) -> None:
-        if not getattr(self, "_ended", True):  # else `__init__` has failed, or all is given back
+        if hasattr(self, "_closed"):  # else `__init__` has failed
             try:
-                for each in self.buckets:
-                    each.check_copies()
+                self._check_copies()
             except LeafError as error:
                 warnings.warn(str(error), stacklevel=2)
             self.abandon()  # no tensor of the tree is left
+
+    def _check_copies(self) -> None:
+        for each in self.buckets:
+            if each.whole is not None:
+                each.check_copies()
+
+    def _give_back(self) -> None:
+        """Give back what buckets have, unless a transfer still uses it."""
+        for index, each in enumerate(self.buckets):
+            if each.pending is not None:
+                continue
+            if each.buffer is not None:
+                self._drop(index)
+            if each.outer is not None:
+                each.use.hierarchy.pools.outer.give(each.outer)
+            if each.codes is not None:
+                each.codes.release()
+            each.outer = each.codes = None
+            each.watch(id(self), live=False)
 
 
 @lru_cache(maxsize=4096)
@@ -445,10 +416,9 @@ def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _title(names: Names, index: int) -> str:
+def _title(index: int, names: Sequence[str]) -> str:
     """A bucket by its number and some of its leaves."""
-    found = names(index)
-    return f"bucket {index} ({', '.join(found[:2])}{', ...' if len(found) > 2 else ''})"
+    return f"bucket {index} ({', '.join(names[:2])}{', ...' if len(names) > 2 else ''})"
 
 
 def _fetched_numels(use: Any) -> tuple[int, int]:
@@ -456,7 +426,8 @@ def _fetched_numels(use: Any) -> tuple[int, int]:
     bucket, outer, inner, outer_numel = use.bucket, 1, use.bucket.parts, 0
     coded = False
     if use.home:
-        outer, inner = (levels.size for levels in use.route.split(use.route.outer_params))
+        levels = use.route.split(use.route.outer_params)
+        outer, inner = levels[0].size, levels[1].size
         wire = use.gather_wire
         coded = wire is not None and wire.levels(use.route) > use.route.outer_params
     if outer > 1 and not coded:

@@ -5,7 +5,7 @@ for example if only some of them use a parameter. Buckets are reduced in one ord
 everywhere: a bucket that is complete early waits for those before it, and one that never becomes
 complete is reduced as zeros at the end. So no rank can wait for a reduction that another one does
 not do. Where these reductions come between fetches is a part of the run, which compares it: see
-[Note: the same order of use] in `schedules.run`.
+[Note: the same order of use] in `schedules.schedule`.
 
 [Note: gradients in flight] A bucket's gradients are packed into a part of a ring of memory, with
 room for what arrives from other ranks. They stay there until hop 1 is done, late levels included,
@@ -248,12 +248,12 @@ class Reduction:
         self._given: list[tuple[Buffers, Tensor, str]] = []
         self._buckets: dict[int, _Reducing] = {}
         self._begin_pass()
-        self.placed = {
-            index: _PlacedBucket(uses[index], self._buckets[index].hops, *where, host_bytes)
-            for index, where in self._places.items()
-        }
-        for pools in {id(p): p for p in (uses[i].hierarchy.pools for i in self.placed)}.values():
-            pools.sums.pop("free", None)  # what this step does not take is let go
+        self.placed = dict[int, _PlacedBucket]()
+        for index, where in self._places.items():
+            hops = self._buckets[index].hops
+            self.placed[index] = _PlacedBucket(uses[index], hops, *where, host_bytes)
+        for index in self.placed:  # what this step has not taken is let go
+            uses[index].hierarchy.pools.sums.pop("free", None)
 
     def _begin_pass(self) -> None:
         """Find how each bucket is reduced in this pass, and what its ring has to hold."""
@@ -349,29 +349,22 @@ class Reduction:
         """Whether no wait is left for a bucket; on an accelerator, for the host."""
         return all(pending.finished for pending in self._buckets[index].pendings)
 
-    def pieces(self, index: int) -> list[Tensor]:
+    def pieces(self, index: int, *, in_place: bool = False) -> list[Tensor]:
         """A bucket's mean gradients, one per member, in the dtype of the shards.
 
-        Of a bucket that lies elsewhere in new memory on the device, at each call.
+        Of a bucket that lies elsewhere in new memory on the device, at each call, or `in_place`.
         """
         use, dtype, each = self.uses[index], self.uses[index].bucket.dtype, self._buckets[index]
         if each.hops.alone:
             return [total.to(dtype) for total in each.total]
         if index in self.placed:
-            chunk = self.placed[index].fetched(use.bucket.chunk, dtype)
+            placed = self.placed[index]
+            chunk = (placed.in_place if in_place else placed.fetched)(use.bucket.chunk, dtype)
         else:
             chunk = each.total[0].to(dtype)
         found = use.by_member(split_chunk(use.bucket, use.route.chunk, chunk))
         # Gradients that autograd gave are apart, and kernels round ends of long tensors otherwise.
-        return [x.clone() for x in found] if use.alone else found
-
-    def in_place(self, index: int) -> list[Tensor]:
-        """`pieces` where they lie."""
-        if index not in self.placed:
-            return self.pieces(index)
-        use = self.uses[index]
-        chunk = self.placed[index].in_place(use.bucket.chunk, use.bucket.dtype)
-        return use.by_member(split_chunk(use.bucket, use.route.chunk, chunk))
+        return [x.clone() for x in found] if use.alone and not in_place else found
 
     def release(self) -> None:
         """Give the memory of the gradients back, for the next step."""
@@ -521,7 +514,7 @@ class Reduction:
         yield from collectives.scatter_steps(hops.now, full, out, spare, bucket.hop1)
         if placed is not None and not hops.first:
             before = elements(lease.more[0], out.numel(), hops.dtype)
-            yield placed.read(before)
+            yield placed.task("from", before, hops.dtype)
             each.total = [before]
         (total,) = self._sum(index, hops, [out])
         if hops.outer.size > 1:
@@ -536,7 +529,7 @@ class Reduction:
             yield from collectives.mean_steps(use.home.replicas, total, wire, room)
         if placed is not None:
             each.total = []  # it is elsewhere
-            yield placed.write(total, bucket.dtype if hops.mean else hops.dtype)
+            yield placed.task("to", total, bucket.dtype if hops.mean else hops.dtype)
         if hops.copies or placed is not None:
             free_lease(lease)
         return total
@@ -599,21 +592,15 @@ class _PlacedBucket:
             return FileTensor(room.extent, 0, like, room.device, room.leaf)
         return elements(room, numel, dtype)
 
-    def write(self, total: Tensor, dtype: torch.dtype) -> collectives.Task:
-        """Return the task that stores a sum, in a dtype."""
-        goal = self.in_place(total.numel(), dtype)
-        return self._task("to", lambda memory: transfer(memory, goal), total)
+    def task(self, way: str, memory: Tensor, dtype: torch.dtype) -> collectives.Task:
+        """Return the task that stores a sum in a dtype ("to"), or fetches it ("from")."""
+        there = self.in_place(memory.numel(), dtype)
 
-    def read(self, memory: Tensor) -> collectives.Task:
-        """Return the task that fetches the sum into memory of its dtype."""
-        source = self.in_place(len(memory), memory.dtype)
-        return self._task("from", partial(transfer, source), memory)
+        def move(here: Tensor) -> Iterator[None]:
+            return transfer(here, there) if way == "to" else transfer(there, here)
 
-    def _task(
-        self, way: str, parts: Callable[[Tensor], Iterator[None]], memory: Tensor
-    ) -> collectives.Task:
         op = f"the copy of the sum of {self._leaf} {way} {self._place}"
-        return collectives.Task(self.comm, op, parts).to(memory)
+        return collectives.Task(self.comm, op, move).to(memory)
 
     def fetched(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Fetch the sum at the end of the step, into new memory on the device."""
