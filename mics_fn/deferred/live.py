@@ -342,8 +342,9 @@ class LiveBuckets:
           Its memory, which the caller gives back; None if it stays.
         """
         each = self.buckets[index]
-        if each.buffer is None or not self.run.let_go(index):
+        if each.buffer is None or index not in self.run.live:
             return None
+        self.run.apply("drop", index)
         room, each.buffer, self.ids = each.buffer, None, ()
         self._drop(index)
         return room
@@ -404,16 +405,11 @@ class LiveBuckets:
 @lru_cache(maxsize=4096)
 def _leaves(bucket: shards.Bucket) -> list[tuple[Geometry, tuple[int, int]]]:
     """The geometry of each leaf of a bucket, and where in the bucket it lies."""
-    places = zip(bucket.shapes, bucket.offsets, bucket.numels, strict=True)
-    return [((shape, _dense_strides(shape), 0), (offset, numel)) for shape, offset, numel in places]
-
-
-def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(strides))
+    found = []
+    for shape, offset, numel in zip(bucket.shapes, bucket.offsets, bucket.numels, strict=True):
+        stride = torch.empty(shape, device="meta").stride()
+        found.append(((shape, stride, 0), (offset, numel)))
+    return found
 
 
 def _title(index: int, names: Sequence[str]) -> str:

@@ -49,30 +49,16 @@ _EXPECTED = (
 _LINE_CHARS = 92  # of `str`, so that an indented text fits in 100
 
 
-class _Fields(NamedTuple):
-    kind: Kind
-    buckets: tuple[int, ...]
-
-
-class Action(_Fields):
+class Action(NamedTuple):
     """One step of a schedule; its `str` is its text, such as "fetch 3" or "use 1+2".
 
     Args:
       kind: "fetch", "use", "drop", "reduce" or "backward".
       buckets: a single one; of a use one or more, ascending; of backward none.
-
-    Raises:
-      PlanError: there is no such kind, or it cannot have these buckets.
     """
 
-    __slots__ = ()
-
-    def __new__(cls, kind: Kind, buckets: tuple[int, ...]) -> "Action":
-        if not _fit(kind, buckets):
-            what = f"Action: {checks.given('kind', kind)}, {checks.given('buckets', buckets)}"
-            fix = "write it as in Action('use', (1, 2)) or Action('fetch', (0,))"
-            raise PlanError(what, [_EXPECTED], fix)
-        return super().__new__(cls, kind, buckets)
+    kind: Kind
+    buckets: tuple[int, ...]
 
     def __str__(self) -> str:
         return f"{self.kind} {'+'.join(map(str, self.buckets))}".rstrip()
@@ -83,7 +69,7 @@ class Schedule:
     """Actions in order, compared and hashed by value. `str` gives its text, and `parse` reads it.
 
     Raises:
-      PlanError: these are not actions.
+      PlanError: these are not actions, there is no such kind, or it cannot have these buckets.
 
     Example:
       >>> Schedule.parse("fetch 0; fetch 1; use 0+1  # a comment")
@@ -456,7 +442,7 @@ class Learned:
     warned: bool = False  # whether the warning of a changed order of use was given
     examined: bool = False  # whether a loss was searched for parameters that nobody trains
     missed: set[int] = field(default_factory=set)  # buckets that got no gradient in some pass
-    reused: set[int] = field(default_factory=set)  # buckets used after `Run.let_go` of them
+    reused: set[int] = field(default_factory=set)  # buckets used after they were let go
 
     def forget(self) -> None:
         """Forget all that ranks must have in common: on new groups some may have seen less."""
@@ -721,7 +707,7 @@ class Run:
         """Return the buckets to fetch before anything is used."""
         order = (self.learned.firsts or range(len(self.sizes))) if self.policy.at_once else ()
         for index in order:
-            self._apply("fetch", index)
+            self.apply("fetch", index)
         return order
 
     def use(self, ids: tuple[int, ...]) -> list[tuple[Kind, int]]:
@@ -730,7 +716,7 @@ class Run:
         if self.following:
             found = self._until(ids)
             if found is not None:
-                return [self._apply(*action) for action in found]
+                return [self.apply(*action) for action in found]
             self.following = False
             self._cause = f"a use is of {' and '.join(map(self.name, ids))}"
         for i in ids:
@@ -740,18 +726,12 @@ class Run:
         return self._on_demand(ids)
 
     def lets_go(self, index: int) -> bool:
-        """Return whether `let_go` will drop a live bucket, by policy and because no use follows."""
-        return self.policy.lets_go and self.sizes[index] > 0 and index not in self.learned.reused
+        """Whether a bucket is dropped in the last pass once it has its gradients.
 
-    def let_go(self, index: int) -> bool:
-        """Drop a bucket that nothing should need again in this run; returns whether it is dropped.
-
-        Ranks need not agree on it. If it is needed all the same, they fetch it again on demand.
+        So it is by policy, if nothing should need it again in this run. Ranks need not agree on it.
+        If it is needed all the same, they fetch it again on demand.
         """
-        if index not in self.live or not self.lets_go(index):
-            return False
-        self._apply("drop", index)
-        return True
+        return self.policy.lets_go and self.sizes[index] > 0 and index not in self.learned.reused
 
     def note(self, kind: Kind, *ids: int) -> None:
         """Note that a backward pass begins here, or that a bucket's gradients are complete."""
@@ -775,7 +755,8 @@ class Run:
                 found.append((kind, buckets[0]))
         return None
 
-    def _apply(self, kind: Kind, index: int) -> tuple[Kind, int]:
+    def apply(self, kind: Kind, index: int) -> tuple[Kind, int]:
+        """Note that a bucket is fetched or dropped."""
         if kind == "fetch":
             self.live[index] = None
             self.live_bytes += self.sizes[index]
@@ -790,14 +771,14 @@ class Run:
         for i in ids:
             if i in self.live:
                 continue
-            if self.policy.at_once:  # `let_go` has dropped it
+            if self.policy.at_once:  # it was let go
                 self.learned.reused.add(i)
             while budget is not None and self.live_bytes + self.sizes[i] > budget:
                 victim = next((b for b in self.live if b not in ids), None)
                 if victim is None:
                     break
-                done.append(self._apply("drop", victim))
-            done.append(self._apply("fetch", i))
+                done.append(self.apply("drop", victim))
+            done.append(self.apply("fetch", i))
         return done
 
     def poll_peers(self) -> None:
