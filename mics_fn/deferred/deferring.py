@@ -489,10 +489,11 @@ def fetch_all(live: LiveBuckets, data: list[Any]) -> None:
       LeafError: torch is recording ops in order to repeat them later.
     """
     shards.refuse_tracing()
-    pieces = [[data[i] for i in use.members] for use in live.uses]
+    pieces: list[list[Any]] = []
     joined: list[int] = []  # `into` takes gradients, and then there are none to join
     with _torch.without_torch_func(), torch.no_grad():  # else chunks would have no memory to send
         for index, use in enumerate(live.uses):
+            pieces.append([data[i] for i in use.members])
             if use.bucket.trainable and live.into is None:
                 joined.append(index)
             else:

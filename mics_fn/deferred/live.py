@@ -223,11 +223,12 @@ class LiveBuckets:
     ) -> None:
         self.uses, self.into = uses, into
         self.ids: tuple[int, ...] = ()
-        stays = policy.at_once
-        self.buckets = [LiveBucket(i, names, use, stays=stays) for i, use in enumerate(uses)]
+        self.buckets, sizes, channels = list[LiveBucket](), list[int](), list[Any]()
+        for index, use in enumerate(uses):
+            self.buckets.append(LiveBucket(index, names, use, stays=policy.at_once))
+            sizes.append(self.buckets[index].numel * use.bucket.compute.itemsize)
+            channels.append(use.hierarchy.channel)
         self._closes = closes and policy.at_once
-        sizes = [each.numel * each.use.bucket.compute.itemsize for each in self.buckets]
-        channels = dict.fromkeys(use.hierarchy.channel for use in uses)
         # The run may outlive these buckets, so it must not refer to their buffers.
         self.run = Run(learned, policy, sizes, channels, lambda i: _title(i, names(i)))
         # The schedule that this run follows; another run may learn a new one before this run ends.
@@ -354,41 +355,34 @@ class LiveBuckets:
         if not self._closed:
             for index in self.run.live:
                 self._drop(index)
-            self._closed, self.ids = True, ()
+            self._closed = True
             schedule = self.run.end()
             if schedule is not None:  # the next run has the memory that it needs, and no more
                 needs = self._offsets(schedule).nbytes
                 pools = {use.hierarchy.pools.fetched: i for i, use in enumerate(self.uses)}
                 for pool, index in pools.items():
                     pool.provide(needs[index], self.buckets[index].device)
-            self._give_back()
-            self._check_copies()
+            self._leave()
             if self.buckets and _device.is_async(self.buckets[0].device):
                 # A host that waits for a collective looks meanwhile; here it never waits.
                 self.run.poll_peers()
 
     def abandon(self) -> None:
         """Give back the memory that no transfer writes to, and send nothing to other ranks."""
-        self._closed, self.ids = True, ()
         for each in self.buckets:
             each.whole = None
-        self._give_back()
+        self._leave()
 
     def __del__(self) -> None:
         if hasattr(self, "_closed"):  # else `__init__` has failed
             try:
-                self._check_copies()
+                self._leave()  # no tensor of the tree is left
             except LeafError as error:
                 warnings.warn(str(error), stacklevel=2)
-            self.abandon()  # no tensor of the tree is left
 
-    def _check_copies(self) -> None:
-        for each in self.buckets:
-            if each.whole is not None:
-                each.check_copies()
-
-    def _give_back(self) -> None:
-        """Give back what buckets have, unless a transfer still uses it."""
+    def _leave(self) -> None:
+        """Give back what buckets have, unless a transfer still uses it, and check copies."""
+        self._closed, self.ids = True, ()
         for index, each in enumerate(self.buckets):
             if each.pending is not None:
                 continue
@@ -400,6 +394,9 @@ class LiveBuckets:
                 each.codes.release()
             each.outer = each.codes = None
             each.watch(id(self), live=False)
+        for each in self.buckets:
+            if each.whole is not None:
+                each.check_copies()
 
 
 @lru_cache(maxsize=4096)

@@ -267,10 +267,8 @@ class Reduction:
             use, placed = self.uses[index], index in self._places
             pass_kind = count, self._sum_dtype, first, self.last, placed
             # Placements of the same groups share their pools, and differ in their routes.
-            key, kept = (
-                (use.bucket, use.route, use.home.replicas.size, *pass_kind),
-                use.hierarchy.pools,
-            )
+            key = (use.bucket, use.route, use.home.replicas.size, *pass_kind)
+            kept = use.hierarchy.pools
             if (hops := kept.sums.get(key)) is None:
                 hops = kept.sums[key] = Hops.of(use, *pass_kind)
             each = self._buckets.setdefault(index, _Reducing(hops))
