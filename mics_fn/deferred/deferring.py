@@ -92,6 +92,8 @@ def _depends_on(strangers: Sequence[Tensor]) -> str:
     return f"depends on Parameters that it was not given, of shape {shapes}{more}"
 
 
+# `GradSum`: the gradients of a step.
+
 _OTHER = message(
     "defer(into=): another backward went through it than that of its GradSum",
     fix="call total.backward(loss), not loss.backward()",
@@ -632,7 +634,7 @@ def defer(
     pending = into is None and needs_derivative(opened.pieces)
     closes = not pending and not _torch.inside_torch_func()
     add = None if into is None else into.add
-    live = LiveBuckets(opened.uses, opened.names, learned, policy, add, closes=closes)
+    live = LiveBuckets(opened, learned, policy, add, closes=closes)
     if into is None:
         full = list(opened.data)
     else:
@@ -770,7 +772,7 @@ def _without_data(
         opened = shards.Opened("record", None, "shards", empty, spec, layout, layout.uses)
         policy = OnDemand(None, 0)
         nowhere = lambda index, grads: None  # noqa: E731
-        live = LiveBuckets(opened.uses, opened.names, Learned(), policy, nowhere)
+        live = LiveBuckets(opened, Learned(), policy, nowhere)
         full = list(opened.data)
         fetch_all(live, full)
         loss = loss_fn(opened.build(full), batch)

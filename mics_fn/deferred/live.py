@@ -21,14 +21,7 @@ from torch import Tensor
 
 from mics_fn import _device, _torch, shards, spans
 from mics_fn._torch import version
-from mics_fn.collectives import (
-    Pending,
-    SentCodes,
-    Task,
-    moves,
-    push_all,
-    start_fetch,
-)
+from mics_fn.collectives import Pending, SentCodes, Task, moves, push_all, start_fetch
 from mics_fn.deferred.tensor import Deferred, Geometry
 from mics_fn.errors import DonatedError, GroupsError, LeafError
 from mics_fn.groups import Arena, Buffers
@@ -203,8 +196,7 @@ class LiveBuckets:
     """Fetch and drop buckets in the order of a schedule.
 
     Args:
-      uses: the buckets.
-      names: gives the names of a bucket's leaves, for error texts.
+      opened: the tree.
       learned, policy: as for `Run`.
       into: receives the gradients; None if they are the result of backward.
       closes: whether nothing is left to be derived when the run ends; see [Note: copy on write] in
@@ -213,18 +205,17 @@ class LiveBuckets:
 
     def __init__(
         self,
-        uses: Sequence[shards.BucketUse],
-        names: Names,
+        opened: shards.Opened,
         learned: Learned,
         policy: OnDemand,
         into: GradSink | None = None,
         *,
         closes: bool = False,
     ) -> None:
-        self.uses, self.into = uses, into
+        self.uses, self.into, names = opened.uses, into, opened.names
         self.ids: tuple[int, ...] = ()
         self.buckets, sizes, channels = list[LiveBucket](), list[int](), list[Any]()
-        for index, use in enumerate(uses):
+        for index, use in enumerate(self.uses):
             self.buckets.append(LiveBucket(index, names, use, stays=policy.at_once))
             sizes.append(self.buckets[index].numel * use.bucket.compute.itemsize)
             channels.append(use.hierarchy.channel)

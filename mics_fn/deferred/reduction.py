@@ -55,14 +55,7 @@ from mics_fn.errors import LeafError
 from mics_fn.groups import LEAST_RING, Buffers, Comm, Lease, Route, lease_sizes
 from mics_fn.offload import DEVICE, FileTensor, Place, Where, empty_at, in_file, transfer
 from mics_fn.schedules import Run
-from mics_fn.shards import (
-    BucketUse,
-    Opened,
-    dense,
-    note_nonfinite,
-    pack_full,
-    split_chunk,
-)
+from mics_fn.shards import BucketUse, Opened, dense, note_nonfinite, pack_full, split_chunk
 
 # How a bucket is reduced in a pass: facts of its layout, found once.
 

@@ -393,19 +393,21 @@ def _least(
 ) -> dict[int, int]:
     """Where these fetches begin, in the best of the orders that a search tries.
 
-    After each try, what ends highest chooses earlier.
+    After each try, what ends highest chooses earlier; the first order goes by size.
     """
     order, random = sorted(own, key=lambda i: -sizes[i]), Random(0)
     best, least = dict[int, int](), 0
     for _ in range(max(1, _WORK // max(1, len(own)))):
         starts = _in_order(order, sizes, beside)
-        most, highest = max(((starts[i] + sizes[i], i) for i in own), default=(0, 0))
+        ends = {i: starts[i] + sizes[i] for i in order}
+        most = max(ends.values(), default=0)
         if not best or most < least:
             best, least = starts, most
         if least <= peak:
             break
-        order.remove(highest)
-        order.insert(random.randrange(len(order) // 2 + 1), highest)
+        highest = max(order, key=ends.__getitem__)
+        place = order.index(highest)
+        order.insert(random.randrange(place + 1), order.pop(place))
     return best
 
 
