@@ -306,6 +306,14 @@ def keeps_grad_mode(fn: Function) -> Function:
     return kept  # pyright: ignore[reportReturnType]
 
 
+def quick_apply(node: Any) -> Callable[..., Any]:
+    """`node.apply` of an autograd function, without the binding of its arguments if that is idle.
+
+    It is for the transforms of `torch.func`, and takes four times as long as all the rest.
+    """
+    return node.apply if inside_torch_func() else super(torch.autograd.Function, node).apply  # pyright: ignore
+
+
 # The mode that traces ops with proxies around the caller, as `make_fx` and `linearize` do, if any.
 is_tracing: Callable[[], Any] = functools.partial(
     torch._C._get_dispatch_mode,  # pyright: ignore[reportAttributeAccessIssue]

@@ -52,10 +52,9 @@ Limits:
 - An op on a deferred weight costs 20 us of host time, or 53 us if each op changes the bucket.
 
 Where to start reading: `deferring`, then [Note: deferred parameters] in `tensor` and [Note: join
-and fetch] in `deferring`. `live` fetches and drops, `reduction` does both hops, and `grad_sum`
+and fetch] in `deferring`. `live` fetches and drops, `reduction` does both hops, and a `GradSum`
 runs backward. To treat an op specially, add a handler to `_HANDLERS` in `tensor`; to change
 when buckets are fetched, write a policy in the wing `schedules`, and leave this one alone.
 """
 
-from mics_fn.deferred.deferring import bucket_sizes, defer, record
-from mics_fn.deferred.grad_sum import GradSum, check_loss
+from mics_fn.deferred.deferring import GradSum, bucket_sizes, check_loss, defer, record

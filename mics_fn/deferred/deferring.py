@@ -1,4 +1,4 @@
-"""`defer`: full parameters that are fetched at the ops that use them, under a schedule.
+"""`defer` and `GradSum`: parameters that are fetched where they are used, and their gradients.
 
 [Note: join and fetch] The pieces of all buckets pass through one `_Join` node (unless a `GradSum`
 takes the gradients), and then through one `_Fetch` node for each bucket, whose outputs are the
@@ -6,55 +6,361 @@ deferred parameters. In backward each `_Fetch` runs as soon as the gradients of 
 complete, because its sequence number is the highest in the graph. It starts hop 1, and passes on
 pieces that have no values yet. `_Join` runs after all of them: it reduces the buckets that got no
 gradient, waits, and passes the pieces on. So nothing downstream ever sees a gradient without
-values. `_Start` and `_Wait` are these two halves as differentiable maps, so that second derivatives
-are those of the reduce-scatter; see [Note: adjoint] in `shards.linear`.
+values. These two halves are differentiable maps, so that second derivatives are those of the
+reduce-scatter; see [Note: adjoint] in `shards.linear`.
+
+[Note: a backward in backward] Reentrant checkpointing recomputes a block in backward and runs a
+backward of its own through it. Then the gradients of a bucket come in several parts, of which none
+is known to be the last; and autograd leaves out such a block where the graph has no other way from
+it to the parameters. So it is refused: by a walk through the graph of the first pass, and of those
+in which a bucket gets no gradient for the first time. Where a bucket does get a second part, that
+is an error, too.
+
+[Note: no gradient] The loss of a rank may use no parameter at all, for example if all its labels
+are masked: its gradients are zeros. But if that is so on every rank, the step would train nothing.
+Each such rank adds one to a count in the store before it ends the last pass. A rank's reductions
+are done only after all other ranks have ended that pass, so it can read the final count then
+without waiting for anyone.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import Any
 from weakref import WeakMethod
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mics_fn import _torch, checks, tree
-from mics_fn.deferred.grad_sum import GradSum, check_loss, strangers_of
+from mics_fn import _torch, checks, shards, tree
 from mics_fn.deferred.live import LiveBuckets, sizes_of
-from mics_fn.deferred.reduction import Reduction
+from mics_fn.deferred.reduction import LetGo, Reduction, places_of_sums
 from mics_fn.deferred.tensor import from_dynamo
-from mics_fn.errors import LeafError, PlanError
+from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.groups import Hierarchy, announce_all, require_replicas
+from mics_fn.offload import Where, where_of
 from mics_fn.schedules import Learned, OnDemand, Run, Schedule
-from mics_fn.shards import (
-    BucketUse,
-    Fixed,
-    Leaf,
-    Opened,
-    Sharded,
-    Tied,
-    TreeLayout,
-    check_leaves,
-    deal,
-    fetched_to,
-    grouped,
-    in_front,
-    is_leaf,
-    linear_map,
-    must_fetch,
-    needs_derivative,
-    open_shards,
-    pieces,
-    places_of,
-    put,
-    refuse_tracing,
-    with_parts,
-    with_zeros,
-)
+from mics_fn.shards import check_leaves, grouped, is_leaf, needs_derivative, open_shards, with_parts
 from mics_fn.tree import Tree
+
+# Losses: one number, which depends on parameters that were given.
+
+
+def check_loss(verb: str, loss: Any) -> None:
+    """Raise LeafError unless a loss is one number, as a tensor."""
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return
+    got = f"is {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        got = f"has shape {tuple(loss.shape)}"
+    fix = "return a tensor: the mean() over samples, without item(), or the .loss of an output"
+    raise LeafError(f"{verb}: the loss {got}, expected one number", fix=fix)
+
+
+def strangers_of(loss: Tensor) -> list[nn.Parameter]:
+    """Find Parameters of modules in the graph of a loss, which were not gathered.
+
+    The walk takes a microsecond per node.
+
+    Raises:
+      LeafError: a block is recomputed by a backward of its own; see [Note: a backward in backward].
+    """
+    todo: list[Any] = [loss.grad_fn] if loss.grad_fn is not None else []
+    seen, found = {None, *todo}, list[nn.Parameter]()
+    while todo:
+        node = todo.pop()
+        # It is called `CheckpointFunction` in torch, DeepSpeed, Megatron and fairscale.
+        if "Checkpoint" in node.name():
+            text = "backward: a block is checkpointed with use_reentrant=True"
+            raise LeafError(text, [f"its graph has a {node.name()}"], "use use_reentrant=False")
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, nn.Parameter):
+            found.append(variable)
+        for following, _ in node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                todo.append(following)
+    return found
+
+
+def _depends_on(strangers: Sequence[Tensor]) -> str:
+    """Describe what a loss depends on besides the parameters that it was given."""
+    shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
+    more = ", ..." if len(strangers) > 3 else ""
+    return f"depends on Parameters that it was not given, of shape {shapes}{more}"
+
+
+# `GradSum`: the gradients of a step.
+
+_OTHER = message(
+    "defer(into=): another backward went through it than that of its GradSum",
+    fix="call total.backward(loss), not loss.backward()",
+)
+
+
+class GradSum:
+    """The gradients of a step: hop 1 of every pass, their mean over passes, then hop 2.
+
+    Hop 1 of a bucket starts when its gradients are complete, and overlaps the rest of backward. In
+    the last pass hop 2 of the bucket follows at once. Nothing waits before `grads` does.
+
+    Args:
+      micro_steps: the number of backward passes in the step.
+      dtype: dtype of the sum over passes; default the bucket's `accumulate`, at least float32.
+      where: where the sum lies until it is stepped with, as `grads` of a `Where` says; see `where`.
+        The gradients of a bucket lie together, where those of its largest leaf should.
+
+    Memory: this rank's shards of the gradients, where `where` says, and a few buckets in full.
+
+    Raises:
+      PlanError: `micro_steps` is not a positive int, `dtype` is not a float dtype, or `where` is
+        not a place, or says nothing about `grads`.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> shards = shard({"w": torch.ones(2)}, groups)
+      >>> total = GradSum(micro_steps=2)
+      >>> with defer(shards, groups, on_demand(), into=total) as full:
+      ...     for x in (1.0, 3.0):
+      ...         total.backward((full["w"] * x).sum())
+      >>> total.grads()["w"].data
+      tensor([2., 2.])
+
+    References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.4.
+    """
+
+    def __init__(
+        self,
+        micro_steps: int = 1,
+        *,
+        dtype: torch.dtype | None = None,
+        where: Where | str | None = None,
+    ) -> None:
+        checks.integer("GradSum", "micro_steps", micro_steps)
+        if dtype is not None:
+            shards.check_dtype("GradSum", "dtype", dtype)
+        self._where = where_of(where)
+        if self._where.moved and "grads" not in self._where.moved:
+            text = f"GradSum: where='{self._where}' has no effect: it does not say where grads lie"
+            raise PlanError(text, fix="write grads=, as in where='grads=host'")
+        self.micro_steps, self.dtype = micro_steps, dtype
+        self.before_last: Callable[[], None] = lambda: None  # see `Reduction`
+        # Whether a pass counts nothing, so that its gradients are zeros whatever they are.
+        self.void: bool | Tensor = False
+        self.other_backward = _OTHER  # the error of a backward that is not that of this object
+        self._opened: Any = None  # the tree, from `expect` on
+        self._reduction: Any = None
+        self._variables: list[Tensor] = []  # its pieces, as leaves of autograd
+        self._running = False  # whether `backward` is running
+        self._released = False  # whether its memory was given back
+        self._reached = False  # whether a gradient arose on this rank
+        self._cause = ""  # why none did
+        # Of the loss of the first pass under this policy; nobody trains them.
+        self._strangers: Sequence[Tensor] = ()
+
+    def expect(self, opened: shards.Opened, run: Run, let_go: LetGo) -> list[Any]:
+        """Called by `defer`: prepare for the gradients of this tree, from this run.
+
+        Returns:
+          The data of each leaf, pieces as leaves of autograd.
+        """
+        shards.refuse_derivative("defer(into=)", (), "leave into= out inside torch.func")
+        if self._opened is not None:
+            text = "defer: into= is in use by another run"
+            raise LeafError(text, fix="make a new GradSum for each step")
+        full = list(opened.data)
+        for i, leaf in enumerate(opened.leaves):
+            if isinstance(leaf, shards.Sharded):
+                full[i] = leaf.data.detach().requires_grad_()
+                self._variables.append(full[i])
+        places = places_of_sums(self._where, opened) if "grads" in self._where.moved else None
+        how = self.micro_steps, self.dtype, let_go, places, self._where.host_bytes
+        self._reduction = Reduction(opened.uses, run, *how, before_last=self.before_last)
+        for use in opened.uses:  # what was seen may be of a step that was not judged
+            shards.observe(use.bucket, None)
+        self._opened = opened
+        return full
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        """Run one backward pass and add its gradients to the sum.
+
+        Args:
+          loss: one number, of this rank's samples of the micro-step.
+          retain_graph: keep what autograd saved, for another backward through the same loss.
+
+        Communication: hop 1 of every bucket, those without a gradient as zeros; in the last pass
+          hop 2 as well.
+
+        Raises:
+          LeafError: all passes are done, or no `defer(into=)` has named this value.
+          LeafError: the loss is not one number; or a block is recomputed by a backward of its own.
+        """
+        shards.refuse_derivative("GradSum.backward", (), "call it outside of torch.func")
+        reduction = self._reduction
+        if reduction is None or reduction.passes == self.micro_steps:
+            fix = "defer(..., into=) first, and give micro_steps= as many passes as there are"
+            raise LeafError(f"GradSum.backward: {self._done()}", fix=fix)
+        check_loss("GradSum.backward", loss)
+        run, variables = reduction.run, self._variables
+        if loss.requires_grad and variables:
+            run.note("backward")
+            if not run.learned.examined:
+                run.learned.examined, self._strangers = True, strangers_of(loss)
+            self._running = True
+            try:
+                torch.autograd.grad(loss, variables, allow_unused=True, retain_graph=retain_graph)
+            finally:
+                self._running = False
+        if not self._reached:
+            self._note_unreached(loss)
+        missing = reduction.missing()
+        if loss.requires_grad and not run.learned.missed.issuperset(missing):
+            run.learned.missed.update(missing)
+            strangers_of(loss)
+        for index in missing:  # reduced as zeros
+            reduction.add(index, [None] * len(reduction.uses[index].members))
+        reduction.end_pass()
+
+    def _done(self) -> str:
+        done = 0 if self._reduction is None else self._reduction.passes
+        return f"{done} of {self.micro_steps} passes are done"
+
+    def add(self, index: int, grads: Sequence[Tensor | None]) -> None:
+        """Called in backward with a bucket's full gradients, one per member."""
+        reached = any(grad is not None for grad in grads)
+        if not self._running:
+            if reached:
+                raise LeafError(self.other_backward)
+            return
+        if self.void is not False:
+            grads = [None if grad is None else self._emptied(grad) for grad in grads]
+        self._reached = self._reached or reached
+        self._reduction.add(index, grads)
+
+    def _emptied(self, grad: Tensor) -> Tensor:
+        if isinstance(self.void, Tensor):
+            return grad.masked_fill(self.void, 0)
+        return torch.zeros_like(grad)
+
+    def wait(self) -> None:
+        """Wait for all reductions that were started; on CUDA the current stream waits for them."""
+        if self._reduction is not None:
+            self._reduction.wait()
+
+    def grads(self) -> Tree:
+        """The gradient of the loss averaged over passes and ranks, as a tree of shards.
+
+        Returns:
+          A tree for `opt_step`, valid until `release`. All of it is on the device: what lies
+          elsewhere is brought. `opt_step` and `Guard.judge` take this value itself, too, and then
+          bring one bucket at a time.
+
+        Communication: it waits for the reductions that `backward` started.
+
+        Raises:
+          LeafError: fewer than `micro_steps` passes are done, or it was released.
+          LeafError: no parameter got a gradient in any pass on any rank.
+        """
+        reduction = self._complete("grads")
+        reduction.wait()
+        self._check()
+        return self._opened.rebuild({i: reduction.pieces(i) for i in reduction.order})
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether some of the sum lies elsewhere than on the device."""
+        return self._reduction is not None and bool(self._reduction.placed)
+
+    def in_place(self) -> Tree:
+        """`grads` with its pieces where they lie, valid until `release`: for tables of memory."""
+        reduction = self._complete("in_place")
+        reduction.wait()
+        return self._opened.rebuild(
+            {i: reduction.pieces(i, in_place=True) for i in reduction.order}
+        )
+
+    def __grad_stream__(self) -> shards.GradStream:
+        """Return the gradients for `opt_step`, which takes each bucket once its hop 2 is done.
+
+        Raises:
+          LeafError: as `grads`.
+        """
+        reduction, opened = self._complete("grads"), self._opened
+        if not self._reached:  # the step is refused unless other ranks have a gradient
+            reduction.wait()
+        self._check()
+        trained = (i for i, leaf in enumerate(opened.leaves) if isinstance(leaf, shards.Sharded))
+        number = {i: k for k, i in enumerate(trained)}
+        order = reduction.order
+
+        def take(place: int) -> list[Tensor]:
+            reduction.wait_for(order[place])
+            return reduction.pieces(order[place])
+
+        return shards.GradStream(
+            like=opened.rebuild({}),
+            home=opened.homes[0],
+            order=[[number[i] for i in opened.uses[index].members] for index in order],
+            here=lambda k: order[k] not in reduction.placed and reduction.done(order[k]),
+            take=take,
+        )
+
+    def _complete(self, verb: str) -> Reduction:
+        """The gradients of the run, once all of its passes are done."""
+        reduction = self._reduction
+        if reduction is None or reduction.passes != self.micro_steps:
+            fix = "call backward for each micro-step first"
+            raise LeafError(f"GradSum.{verb}: {self._done()}", fix=fix)
+        if self._released:
+            raise LeafError(f"GradSum.{verb}: its memory was given back", fix="call release() last")
+        return reduction
+
+    def release(self) -> None:
+        """Give the memory of the gradients back, for the next step; they must not be read then."""
+        if self._reduction is not None:
+            self._reduction.release()
+            self._released = True
+
+    def _note_unreached(self, loss: Tensor) -> None:
+        """Note why a pass gave no gradient here; in the last one, count it for all ranks."""
+        if not loss.requires_grad:
+            self._cause = "it requires no gradient: it was detached, or made under torch.no_grad()"
+        elif strangers := strangers_of(loss):
+            self._cause = f"it {_depends_on(strangers)}: it closes over another module"
+        else:
+            self._cause = "it requires a gradient, but depends on none of these parameters"
+        if self._reduction.last and len(ranks := self._ranks()) > 1:
+            self._reduction.run.tally(f"no gradient/{min(ranks)}", 1)
+
+    def _check(self) -> None:
+        """Check, after all reductions, that this step trains something.
+
+        Raises:
+          LeafError: on all ranks, if no parameter got a gradient on any of them.
+        """
+        if self._reached and self._strangers:
+            text = f"backward: the loss {_depends_on(self._strangers)}"
+            lines = ["they get no gradient here; this is said once"]
+            fix = "use the model that the loss function is given, or detach what is not trained"
+            warnings.warn(message(text, lines, fix), stacklevel=3)
+            self._strangers = ()
+        if self._reached or not (ranks := self._ranks()):
+            return
+        _torch.synchronize(self._opened.uses[0].home.device)  # only its stream waits so far
+        n = len(ranks)
+        if n == 1 or self._reduction.run.tally(f"no gradient/{min(ranks)}", 0) == n:
+            who = f", on any of {n} ranks" if n > 1 else ""
+            text = f"backward: the loss gave no parameter a gradient{who}"
+            fix = "compute it from the model, or the parameters, that the loss function is given"
+            raise LeafError(text, [self._cause], fix)
+
+    def _ranks(self) -> Sequence[int]:
+        """Return the ranks that reduce together; none where nothing is trained."""
+        uses = [use for use in self._opened.uses if use.bucket.trainable and use.bucket.numel]
+        return max((use.home.ranks for use in uses), key=len, default=())
+
 
 # The autograd side of deferred parameters: made in forward, their gradients reduced in
 # backward.
@@ -73,7 +379,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(live: LiveBuckets, trained: Sequence[int], *pieces: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
-        found, dealt = [], deal([live.uses[i] for i in trained], pieces)
+        found, dealt = [], shards.deal([live.uses[i] for i in trained], pieces)
         for index, (use, values) in zip(trained, dealt, strict=True):
             live.buckets[index].load(values)  # here they are plain tensors, even inside torch.func
             found += [_standing_for(use, piece) for piece in values]
@@ -88,15 +394,16 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # pyright: ignore
         live: LiveBuckets = ctx.live
-        live.run.end_pass()
-        reduction, live.reduction = live.begin_pass(), None
+        live.derived = True
+        reduction, live.reduction = _pass_of(live), None
         uses = [live.uses[i] for i in ctx.trained]
-        dealt = dict(zip(ctx.trained, (list(g) for _, g in deal(uses, grads)), strict=True))
+        dealt = dict(zip(ctx.trained, (list(g) for _, g in shards.deal(uses, grads)), strict=True))
         for i in reduction.missing():
             if all(grad is None for grad in dealt[i]):
-                dealt[i] = list(_Start.apply(reduction, i, *dealt[i]))
+                dealt[i] = _started(reduction, i, dealt[i])
         reduction.end_pass()
-        found = _Wait.apply(reduction, *(g for i in ctx.trained for g in dealt[i]))
+        pieces = [g for i in ctx.trained for g in dealt[i]]
+        found = shards.linear_map("own", uses, *pieces, by=reduction.waited)
         # A gradient lies where its piece does.
         return (None, None, *(g.to(to) for g, (_, _, to) in zip(found, ctx.like, strict=True)))
 
@@ -104,26 +411,42 @@ class _Join(torch.autograd.Function):
     def jvp(ctx: Any, _cache: None, _trained: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
         uses = [ctx.live.uses[i] for i in ctx.trained]
         homes = [use.home for use in uses for _ in use.members]
-        seen = with_zeros(_seen_together(uses, tangents), ctx.like)
-        return tuple(_here(t, home.device) for t, home in zip(seen, homes, strict=True))
+        # All are seen together: see [Note: rows of ranks] in `shards.linear`.
+        seen = shards.linear_map("own", uses, *shards.with_zeros(tangents, ctx.like), derived=True)
+        return tuple(shards.fetched_to(t, home.device) for t, home in zip(seen, homes, strict=True))
 
     vmap = staticmethod(_refuse_batch)
 
 
-def _here(tangent: Tensor, device: torch.device) -> Tensor:
-    """A tangent as an output of its own, on the device."""
-    moved = fetched_to(tangent, device)
-    return tangent.view_as(tangent) if moved is tangent else moved
-
-
-def _standing_for(use: BucketUse, piece: Tensor) -> Tensor:
+def _standing_for(use: shards.BucketUse, piece: Tensor) -> Tensor:
     """Return a placeholder behind `_Join`, of which only the shape is read."""
-    if not must_fetch(piece, use.home.device):
+    if not shards.must_fetch(piece, use.home.device):
         return piece.view_as(piece)
     how: Any = {"dtype": piece.dtype, "device": use.home.device}
     if _torch.inside_forward_ad():  # a tangent needs the same layout, and memory
         return torch.empty(piece.shape, **how)
     return torch.empty((), **how).expand(piece.shape)
+
+
+def _pass_of(live: LiveBuckets) -> Reduction:
+    """The reduction of the backward pass under way, of which gradients are the result."""
+    if live.reduction is None:
+        live.reduction = Reduction(live.uses, live.run)
+    return live.reduction
+
+
+def _started(reduction: Reduction, index: int, grads: Sequence[Tensor | None]) -> list[Tensor]:
+    """Start hop 1 of one bucket: full gradients become pieces that have no values yet."""
+    use = reduction.uses[index]
+    shapes = use.by_member(use.bucket.shapes)
+
+    def start(grads: Sequence[Tensor | None]) -> list[Tensor]:
+        if all(g is None or g.ndim == len(s) for g, s in zip(grads, shapes, strict=True)):
+            return reduction.started(index, grads)
+        reduction.skip(index)  # a batch under vmap, which fits in no memory that is kept
+        return shards.linear_map("scatter", [use], *grads)
+
+    return shards.linear_map("scatter", [use], *grads, by=start)
 
 
 class _Fetch(torch.autograd.Function):
@@ -142,150 +465,52 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # pyright: ignore
         live: LiveBuckets = ctx.live
-        live.run.complete(ctx.index)
+        live.run.note("reduce", ctx.index)
         if live.into is not None:
             live.into(ctx.index, grads)
             return (None,) * (2 + len(grads))
-        return (None, None, *_Start.apply(live.begin_pass(), ctx.index, *grads))
+        return (None, None, *_started(_pass_of(live), ctx.index, grads))
 
     @staticmethod
     def jvp(ctx: Any, _cache: None, _index: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
         # Tangents are rare and used once, so they are gathered now. Views of a dual tensor need
         # both of its parts in the same layout, so each tangent gets memory of its own.
-        found = linear_map("gather", [ctx.live.uses[ctx.index].uncoded], *tangents)
+        found = shards.linear_map("gather", [ctx.live.uses[ctx.index].uncoded], *tangents)
         return tuple(tangent.clone() for tangent in found)
 
     vmap = staticmethod(_refuse_batch)
 
 
-class _Start(torch.autograd.Function):
-    """Starts hop 1 of one bucket: full gradients become pieces that have no values yet."""
-
-    @staticmethod
-    def forward(reduction: Reduction, index: int, *grads: Tensor | None) -> tuple[Tensor, ...]:  # pyright: ignore
-        return tuple(reduction.started(index, grads))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        ctx.use = inputs[0].uses[inputs[1]]
-        ctx.given = [value is not None for value in inputs[2:]]
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:  # pyright: ignore
-        found = linear_map("gather", [ctx.use.uncoded], *cotangents)
-        kept = (g if given else None for g, given in zip(found, ctx.given, strict=True))
-        return (None, None, *kept)
-
-    @staticmethod
-    def jvp(ctx: Any, _reduction: None, _index: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
-        return tuple(linear_map("scatter", [ctx.use.uncoded], *tangents))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple, reduction: Reduction, index: int, *grads: Any) -> tuple:  # pyright: ignore
-        reduction.skip(index)
-        found = linear_map("scatter", [reduction.uses[index]], *in_front(info, in_dims[2:], grads))
-        return tuple(found), (0,) * len(found)
-
-
-class _Wait(torch.autograd.Function):
-    """The identity on pieces, which waits for all reductions of the pass."""
-
-    @staticmethod
-    def forward(reduction: Reduction, *pieces: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
-        reduction.wait()
-        return tuple(piece.view_as(piece) for piece in pieces)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        ctx.uses = [use for use in inputs[0].uses if use.bucket.trainable]
-        ctx.like = [(x.shape, x.dtype, x.device) for x in inputs[1:]]
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:  # pyright: ignore
-        return (None, *_seen_together(ctx.uses, cotangents))
-
-    @staticmethod
-    def jvp(ctx: Any, _reduction: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
-        return tuple(t.view_as(t) for t in with_zeros(tangents, ctx.like))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple, reduction: Reduction, *pieces: Any) -> tuple:  # pyright: ignore
-        return _Wait.apply(reduction, *pieces), in_dims[1:]
-
-
-def _seen_together(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """(Co)tangents in parts, unchanged, after `check_rows` has seen all of them together.
-
-    See [Note: rows of ranks] in `shards.linear`.
-    """
-    if all(use.route.size == 1 for use in uses):
-        return list(data)
-    given = [
-        replace(use, index=tuple(use.by_slot([None if v is None else 0 for v in values])))
-        for use, values in deal(uses, data)
-    ]
-    found = iter(linear_map("own", given, *(v for v in data if v is not None), derived=True))
-    return [None if v is None else next(found) for v in data]
-
-
-class _Quick(torch.autograd.Function):
-    """Run another node without torch.func's binding of arguments, which takes most of the time."""
-
-    @staticmethod
-    def forward(ctx: Any, node: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        ctx.node = node
-        node.setup_context(ctx, inputs, None)
-        return node.forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # pyright: ignore
-        return (None, *ctx.node.backward(ctx, *grads))
-
-    @staticmethod
-    def jvp(ctx: Any, _node: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
-        return ctx.node.jvp(ctx, *tangents)
-
-
-def fetch_all(live: LiveBuckets, data: Sequence[Any]) -> list[Any]:
-    """Deferred parameters for all buckets, differentiable if a bucket is trained.
+def fetch_all(live: LiveBuckets, data: list[Any]) -> None:
+    """Make deferred parameters of all buckets, differentiable if a bucket is trained.
 
     Args:
       live: a new one, whose chunks are loaded here.
-      data: the data of each leaf of the tree.
-
-    Returns:
-      One deferred tensor per member of each bucket, in the order of buckets.
+      data: the data of each leaf of the tree; that of members of buckets is replaced.
 
     Raises:
       LeafError: torch is recording ops in order to repeat them later.
     """
-    refuse_tracing()
-    join, fetch = _Join.apply, _Fetch.apply
-    if not _torch.inside_torch_func():
-        join, fetch = partial(_Quick.apply, _Join), partial(_Quick.apply, _Fetch)
-    pieces: list[Sequence[Any]] = []
-    joined: list[int] = []
+    shards.refuse_tracing()
+    pieces: list[list[Any]] = []
+    joined: list[int] = []  # `into` takes gradients, and then there are none to join
     with _torch.without_torch_func(), torch.no_grad():  # else chunks would have no memory to send
         for index, use in enumerate(live.uses):
             pieces.append([data[i] for i in use.members])
             if use.bucket.trainable and live.into is None:
                 joined.append(index)
-            else:  # `into` takes the gradients, so there are none to join
+            else:
                 live.buckets[index].load(pieces[index])
     if joined:
-        flat = join(live, joined, *(x for index in joined for x in pieces[index]))
-        dealt = deal([live.uses[i] for i in joined], flat)
-        for index, (_, values) in zip(joined, dealt, strict=True):
-            pieces[index] = values
-    found = []
+        given = (x for index in joined for x in pieces[index])
+        dealt = iter(_torch.quick_apply(_Join)(live, joined, *given))
+        for index in joined:
+            pieces[index] = [next(dealt) for _ in pieces[index]]
+    fetch, found = _torch.quick_apply(_Fetch), []
     for index, use in enumerate(live.uses):
-        if use.bucket.trainable:
-            found += fetch(live, index, *pieces[index])
-        else:
-            found += live.parameters(index)
-    return found
+        trained = use.bucket.trainable
+        found += fetch(live, index, *pieces[index]) if trained else live.parameters(index)
+    shards.put(data, live.uses, found)
 
 
 class DeferredParams:
@@ -341,8 +566,8 @@ class DeferredParams:
             announce_all(refused or error)
             if refused is not None:
                 raise refused from error
-        elif not self._pending or self._live.run.passes:
-            self.close()
+        elif not self._pending or self._live.derived:
+            self._live.close()
 
 
 def defer(
@@ -410,12 +635,12 @@ def defer(
     pending = into is None and needs_derivative(opened.pieces)
     closes = not pending and not _torch.inside_torch_func()
     add = None if into is None else into.add
-    live = LiveBuckets(opened.uses, opened.names, learned, policy, add, closes=closes)
+    live = LiveBuckets(opened, learned, policy, add, closes=closes)
     if into is None:
         full = list(opened.data)
     else:
         full = into.expect(opened, live.run, WeakMethod(live.let_go))
-    put(full, opened.uses, fetch_all(live, full))
+    fetch_all(live, full)
     live.start()
     return DeferredParams(opened.build(full), live, pending)
 
@@ -457,7 +682,7 @@ def bucket_sizes(
     return sizes_of(uses)
 
 
-def _memory_of(schedule: Schedule | OnDemand, opened: Opened) -> tuple[OnDemand, Learned]:
+def _memory_of(schedule: Schedule | OnDemand, opened: shards.Opened) -> tuple[OnDemand, Learned]:
     """The policy for `schedule=`, and what it has learned about this tree.
 
     Raises:
@@ -500,7 +725,7 @@ def record(
         is recorded in their fake mode.
       groups: None records without data. With groups a real step is run on the actual values, which
         a model needs whose control flow depends on them.
-      mark_backward: put the mark `backward` where the backward pass begins.
+      mark_backward: shards.put the mark `backward` where the backward pass begins.
 
     Returns:
       Uses and reductions in order; `schedules.plan` makes a schedule for `defer` from it.
@@ -534,7 +759,7 @@ def record(
 
 
 def _without_data(
-    loss_fn: Callable[[Tree, Any], Tensor], leaves: Sequence[Leaf], spec: Any, batch: Any
+    loss_fn: Callable[[Tree, Any], Tensor], leaves: Sequence[shards.Leaf], spec: Any, batch: Any
 ) -> Run:
     """The run of a loss and its backward on tensors without data."""
     mode = next((m for x in tree.flatten(batch)[0] if (m := _torch.fake_mode_of(x))), None)
@@ -544,29 +769,28 @@ def _without_data(
         if mode is None:
             batch = tree.map_leaves(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
         empty = [_without_values(leaf, device) for leaf in leaves]
-        layout = TreeLayout("record", places_of(empty), (home,) * len(empty))
-        opened = Opened("record", None, "shards", empty, spec, layout, layout.uses)
+        layout = shards.TreeLayout("record", shards.places_of(empty), (home,) * len(empty))
+        opened = shards.Opened("record", None, "shards", empty, spec, layout, layout.uses)
         policy = OnDemand(None, 0)
         nowhere = lambda index, grads: None  # noqa: E731
-        facts = opened.uses, opened.names, Learned(), policy, nowhere
-        live = LiveBuckets(*facts, hollow=True)
+        live = LiveBuckets(opened, Learned(), policy, nowhere)
         full = list(opened.data)
-        put(full, opened.uses, fetch_all(live, full))
+        fetch_all(live, full)
         loss = loss_fn(opened.build(full), batch)
         check_loss("record", loss)
         if loss.requires_grad:
-            live.run.begin_backward()
+            live.run.note("backward")
             strangers_of(loss)  # which raises where a block runs a backward of its own
             torch.autograd.grad(loss, opened.pieces, allow_unused=True)
     return live.run
 
 
-def _without_values(leaf: Leaf, device: torch.device) -> Leaf:
+def _without_values(leaf: shards.Leaf, device: torch.device) -> shards.Leaf:
     """A leaf without values, of the size that it has on the rank with the first chunk."""
-    if isinstance(leaf, Tied) or leaf.data is None:
+    if isinstance(leaf, shards.Tied) or leaf.data is None:
         return leaf
     if leaf.bucket is None:
-        return Fixed(torch.empty(leaf.data.shape, dtype=leaf.dtype, device=device))
-    length = pieces(leaf.bucket, 0)[leaf.slot].length
+        return shards.Fixed(torch.empty(leaf.data.shape, dtype=leaf.dtype, device=device))
+    length = shards.pieces(leaf.bucket, 0)[leaf.slot].length
     data = torch.empty(length, dtype=leaf.dtype, device=device)
-    return replace(leaf, data=data.requires_grad_(isinstance(leaf, Sharded)))
+    return replace(leaf, data=data.requires_grad_(isinstance(leaf, shards.Sharded)))

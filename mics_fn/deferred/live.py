@@ -4,6 +4,10 @@
 Its leaves are copies that torch makes only when something writes to one. So a write does
 not reach the shards, and nothing else would ever see it: it is an error at the end of the run.
 
+[Note: several streams] A model may compute on several streams of an accelerator, and a bucket is
+fetched for the first op that needs it. So each stream that reads a bucket waits for its gather, and
+whoever drops the bucket, after which another one may use its memory, waits for all of them.
+
 A chunk that lies elsewhere is brought first.
 """
 
@@ -17,16 +21,8 @@ from torch import Tensor
 
 from mics_fn import _torch, shards, spans
 from mics_fn._torch import version
-from mics_fn.collectives import (
-    Pending,
-    SentCodes,
-    Task,
-    moves,
-    push_all,
-    start_fetch,
-)
-from mics_fn.deferred.reduction import Reduction
-from mics_fn.deferred.tensor import Deferred, GatheredBucket, Geometry
+from mics_fn.collectives import Pending, SentCodes, Task, moves, push_all, start_fetch
+from mics_fn.deferred.tensor import Deferred, Geometry
 from mics_fn.errors import DonatedError, GroupsError, LeafError
 from mics_fn.groups import Arena, Buffers
 from mics_fn.schedules import Learned, Offsets, OnDemand, Run, Schedule, offsets
@@ -41,21 +37,29 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-class LiveBucket(GatheredBucket):
+class LiveBucket:
     """One bucket of a run: this rank's chunk of it, its gather, and the memory that it lies in.
 
     Args:
-      index, names, stays: as for `GatheredBucket`.
+      index: its number.
+      names: gives the names of a bucket's leaves, for error texts.
       use: the bucket, and its groups.
+      stays: whether it stays live once it is, so that further uses are not reported.
     """
 
     def __init__(self, index: int, names: Names, use: shards.BucketUse, *, stays: bool) -> None:
-        super().__init__(index, names, stays=stays)
-        self.use = use
+        self.ids, self.use, self.stays, self.names = (index,), use, stays, partial(names, index)
+        self.full: Tensor | None = None  # 1D, whole bucket; None where it is not live
+        self.views: dict[Geometry, Tensor] = {}
+        self.low, self.high = 1, 0  # addresses of `full`
+        # See [Note: several streams]; no event where work is done when a call returns.
+        self._ready: torch.Event | None = None
+        self._readers: set[torch.Stream] = set()
         self.chunk: Any = None  # until `load`
         self.version = 0
         self.placed: Sequence[Tensor | None] | None = None  # pieces that lie elsewhere, by slot
-        self.outer_numel = self.numel = 0  # of the buffers that a fetch writes
+        self.device = use.home.device  # of its tensors
+        self.outer_numel, self.numel = _fetched_numels(use)  # of the buffers that a fetch writes
         self.pending: Pending | None = None
         self.buffer: Tensor | None = None
         self.outer: Tensor | None = None  # see [Note: placements] in `groups.groups`
@@ -63,10 +67,42 @@ class LiveBucket(GatheredBucket):
         self.whole: Any = None  # see [Note: copy on write]
         self.leaves: list[Tensor] = []
 
-    @property
-    def device(self) -> torch.device:
-        """The device of its tensors."""
-        return self.chunk.device if self.placed is None else self.use.home.device
+    def fill(self, full: Tensor, ready: torch.Event | None) -> None:
+        """Make the bucket live; views of its previous buffer are dropped.
+
+        Args:
+          full: the whole bucket.
+          ready: what a stream waits for before it reads it.
+        """
+        self.full, self.views, self._ready = full, {}, ready
+        if not _torch.has_no_data(full):
+            self.low = full.data_ptr()
+            self.high = self.low + full.nbytes
+
+    def read(self, where: Geometry) -> Tensor:
+        """A view of the bucket, for an op on the current stream; see [Note: several streams]."""
+        if self.full is None:
+            raise RuntimeError("a bucket is not live where an op needs it")
+        if self._ready is not None:
+            stream = _torch.current_stream(self.full.device)
+            if stream not in self._readers:
+                stream.wait_event(self._ready)
+                self._readers.add(stream)
+        view = self.views.get(where)
+        if view is None:
+            size, stride, offset = where  # in the bucket, which lies somewhere in its memory
+            offset += int(self.full.storage_offset())
+            view = self.views[where] = self.full.as_strided(size, stride, offset)
+        return view
+
+    def clear(self) -> None:
+        """Drop the bucket and its views; the current stream waits for all that have read it."""
+        if self.full is not None:
+            for stream in self._readers:
+                _torch.current_stream(self.full.device).wait_stream(stream)
+        self._readers.clear()
+        self.full, self.views, self._ready = None, {}, None
+        self.low, self.high = 1, 0
 
     def load(self, pieces: Sequence[Tensor]) -> None:
         """Take its pieces, one per member; copied unless they form a chunk."""
@@ -80,15 +116,9 @@ class LiveBucket(GatheredBucket):
         if not chunk.numel():  # it is never fetched, which would cast it
             chunk = chunk.to(use.home.device if use.placed else device, bucket.compute)
             self.placed = None
+        if self.placed is None:
+            self.device = chunk.device
         self.chunk, self.version = chunk, version(chunk)
-        outer, inner = use.route.split(use.route.outer_params)
-        wire = use.gather_wire
-        as_codes = wire is not None and wire.levels(use.route) > use.route.outer_params
-        if outer.size > 1 and not as_codes:
-            self.outer_numel = bucket.numel // inner.size
-        cast = chunk.dtype != bucket.compute or self.placed is not None
-        if inner.size > 1 or (not self.outer_numel and cast):
-            self.numel = bucket.numel
 
     def plain(self) -> list[Tensor] | None:
         """The leaves as plain tensors, one per member, if ops can use the chunk itself.
@@ -98,9 +128,8 @@ class LiveBucket(GatheredBucket):
         """
         chunk = self.chunk
         needed = self.use.route.size > 1 or self.placed is not None
-        if needed or _torch.is_async(chunk.device) or _torch.has_no_data(chunk):
-            return None
-        self.whole = _torch.lazy_clone(chunk)
+        if not (needed or _torch.is_async(chunk.device) or _torch.has_no_data(chunk)):
+            self.whole = _torch.lazy_clone(chunk)
         if self.whole is None:
             return None
         # Through `.data`, autograd does not take them for views of one another.
@@ -125,34 +154,29 @@ class LiveBucket(GatheredBucket):
                 fix = "change parameters between steps, in the shards; or write to a clone()"
                 raise LeafError(text, [f"shape {tuple(leaf.shape)}"], fix)
 
-    def sent(self) -> Tensor | SentCodes:
-        """What this rank sends: its chunk, or codes of it.
+    def sent(self) -> tuple[Tensor | SentCodes, Task | None]:
+        """What this rank sends, and what fetches that if it lies in host memory or in a file.
 
-        These are codes that it keeps, or makes now, or makes once the first fetch has brought
-        values; once in a run.
+        It is its chunk, or codes: those that it keeps, or makes now, or makes once the first fetch
+        has brought values; once in a run.
         """
-        use, wire, chunk = self.use, self.use.gather_wire, self.chunk
+        use, wire, chunk, row, task = self.use, self.use.gather_wire, self.chunk, None, None
+        if self.placed is not None:
+            facts: Any = {"bucket": use.bucket, "chunk": use.route.chunk, "data": self.placed}
+            copied = partial(shards.copied_to, **facts, zeros=wire is not None)
+            op = f"the copy of {_title(*self.ids, self.names())} from elsewhere"
+            task = Task(use.hierarchy.fetch_queue, op, copied)
         if wire is None or not moves(chunk):
-            return chunk
+            return chunk, task
         if self.codes is None:
-            route, row = use.route, None
             if self.placed is None:
-                chunk = shards.zero_padding(use.bucket, route.chunk, chunk)
+                chunk = shards.zero_padding(use.bucket, use.route.chunk, chunk)
             else:
-                row = shards.kept_row(use.bucket, route.chunk, self.placed)
+                row = shards.kept_row(use.bucket, use.route.chunk, self.placed)
             how = {"chunk": chunk, "row": row, "device": self.device}
-            self.codes = SentCodes(wire, route, use.hierarchy.pools.codes, use.bucket.chunk, **how)
-        return self.codes
-
-    def task(self) -> Task | None:
-        """Return the task that fetches the chunk's pieces from host memory or files, if any."""
-        if self.placed is None:
-            return None
-        use = self.use
-        facts: Any = {"bucket": use.bucket, "chunk": use.route.chunk, "data": self.placed}
-        facts["zeros"] = use.gather_wire is not None
-        op = f"the copy of {_title(self._names, self.ids[0])} from elsewhere"
-        return Task(use.hierarchy.fetch_queue, op, partial(shards.copied_to, **facts))
+            pool, numel = use.hierarchy.pools.codes, use.bucket.chunk
+            self.codes = SentCodes(wire, use.route, pool, numel, **how)
+        return self.codes, task
 
     def watch(self, key: int, *, live: bool) -> None:
         """Tell watchers what it takes: with the memory of the bucket, or without."""
@@ -160,15 +184,6 @@ class LiveBucket(GatheredBucket):
             parts = (self.outer, self.buffer if live else None)
             nbytes = sum(x.nbytes for x in parts if x is not None)
             spans.resident("gathered", (key, self.ids[0]), nbytes)
-
-    def give_outer(self) -> None:
-        """Give back what lasts for a run, unless a transfer still uses it."""
-        if self.pending is None:
-            if self.outer is not None:
-                self.use.hierarchy.pools.outer.give(self.outer)
-            if self.codes is not None:
-                self.codes.release()
-            self.outer = self.codes = None
 
 
 # All buckets of a run.
@@ -181,42 +196,40 @@ class LiveBuckets:
     """Fetch and drop buckets in the order of a schedule.
 
     Args:
-      uses: the buckets.
-      names: gives the names of a bucket's leaves, for error texts.
+      opened: the tree.
       learned, policy: as for `Run`.
       into: receives the gradients; None if they are the result of backward.
-      hollow: whether tensors have no data, to record what is used.
       closes: whether nothing is left to be derived when the run ends; see [Note: copy on write] in
         `deferred.live`.
     """
 
     def __init__(
         self,
-        uses: Sequence[shards.BucketUse],
-        names: Names,
+        opened: shards.Opened,
         learned: Learned,
         policy: OnDemand,
         into: GradSink | None = None,
         *,
-        hollow: bool = False,
         closes: bool = False,
     ) -> None:
-        self.uses, self.into = uses, into
+        self.uses, self.into, names = opened.uses, into, opened.names
         self.ids: tuple[int, ...] = ()
-        stays = policy.at_once
-        self.buckets = [LiveBucket(i, names, use, stays=stays) for i, use in enumerate(uses)]
-        self._hollow, self._closes = hollow, closes and policy.at_once
+        self.buckets, sizes, channels = list[LiveBucket](), list[int](), list[Any]()
+        for index, use in enumerate(self.uses):
+            self.buckets.append(LiveBucket(index, names, use, stays=policy.at_once))
+            sizes.append(self.buckets[index].numel * use.bucket.compute.itemsize)
+            channels.append(use.hierarchy.channel)
+        self._closes = closes and policy.at_once
         # The run may outlive these buckets, so it must not refer to their buffers.
-        self._name = partial(_title, names)
-        channels = [use.hierarchy.channel for use in uses]
-        self.run = Run(learned, policy, sizes_of(uses), channels, self._name)
+        self.run = Run(learned, policy, sizes, channels, lambda i: _title(i, names(i)))
         # The schedule that this run follows; another run may learn a new one before this run ends.
         self._schedule = learned.schedule if self.run.following else None
-        self.reduction: Reduction | None = None  # of the backward pass under way
+        self.reduction: Any = None  # of the backward pass under way, if gradients are its result
+        self.derived = False  # whether such a pass has ended
         self._arenas: dict[Buffers, Arena] = {}  # in which buffers lie, by their pool
         self._starts: tuple[int, ...] = ()  # of the fetches that the schedule has; see `Offsets`
         self._fetches = 0  # so far in this run
-        self._closed = self._ended = False
+        self._closed = False
 
     def parameters(self, index: int) -> Sequence[Tensor]:
         """The leaves of a bucket, one per member, deferred if they need a fetch."""
@@ -236,21 +249,15 @@ class LiveBuckets:
             for index in self.run.start():
                 self._fetch(index)
 
-    def begin_pass(self) -> Reduction:
-        """The reduction of this backward pass, if gradients are its result."""
-        if self.reduction is None:
-            self.reduction = Reduction(self.uses, self.run)
-        return self.reduction
-
     def touch(self, ids: tuple[int, ...]) -> None:
-        """Make these buckets live at the same time; see `tensor.Source`."""
+        """Make these buckets live at the same time, for an op that needs them."""
         if self._closed:
             text = "a deferred parameter is used after its run ended"
             raise GroupsError(text, fix="call defer again")
         needed = [self.buckets[i] for i in ids]
         for each in needed:
             if version(each.chunk) != each.version:
-                text = f"{self._name(each.ids[0])} was changed after its run began"
+                text = f"{self.run.name(each.ids[0])} was changed after its run began"
                 raise DonatedError(text, fix="call defer again after an update")
         with _torch.without_torch_func():
             for kind, index in self.run.use(ids):
@@ -258,11 +265,8 @@ class LiveBuckets:
                     self._fetch(index)
                 else:
                     self._drop(index)
-            using = spans.UNSEEN
-            if spans.seen():
-                buckets = [each.use.bucket for each in needed]
-                using = spans.Span("use", buckets, device=needed[0].device)
-            with using:
+            buckets = [each.use.bucket for each in needed]
+            with spans.span("use", buckets, device=needed[0].device):
                 for each in needed:
                     pending, each.pending = each.pending, None
                     if pending is not None:
@@ -273,14 +277,14 @@ class LiveBuckets:
     def _fetch(self, index: int) -> None:
         """Start to gather a bucket along its route: this rank sends its chunk, or codes of it."""
         each = self.buckets[index]
-        use = each.use
-        if self._hollow:
-            each.fill(each.chunk.new_empty(use.bucket.numel, dtype=use.bucket.compute), None)
+        use, dtype = each.use, each.use.bucket.compute
+        if _torch.has_no_data(each.chunk):  # in a record, or of a model on meta
+            each.fill(each.chunk.new_empty(use.bucket.numel, dtype=dtype), None)
             return
-        fetch, chunk = None, each.outer
-        if chunk is None:
-            chunk, fetch = each.sent(), each.task()
-        self._take_outer(each)
+        chunk, fetch = each.sent() if each.outer is None else (each.outer, None)
+        if each.outer_numel and each.outer is None:  # kept for the run
+            pool = use.hierarchy.pools.outer
+            each.outer = pool.take((each.outer_numel,), dtype, each.device, exact=True)
         if each.numel:
             each.buffer = self._take(each)
         self._fetches += 1
@@ -292,8 +296,7 @@ class LiveBuckets:
         """Where the fetches of a schedule lie; found once per schedule."""
         numbers: dict[Buffers, int] = {}
         pools = [numbers.setdefault(use.hierarchy.pools.fetched, len(numbers)) for use in self.uses]
-        sizes = [each.numel * each.use.bucket.compute.itemsize for each in self.buckets]
-        learned, key = self.run.learned, (schedule, sizes, pools)
+        learned, key = self.run.learned, (schedule, self.run.sizes, pools)
         if learned.offsets[0] != key:
             learned.offsets = key, offsets(*key)
         return learned.offsets[1]
@@ -302,8 +305,6 @@ class LiveBuckets:
         """Memory for a bucket, at its place in the plan."""
         numel, dtype, device = each.numel, each.use.bucket.compute, each.device
         pool = each.use.hierarchy.pools.fetched
-        if _torch.has_no_data(each.chunk):
-            return each.chunk.new_empty(numel, dtype=dtype)
         if self._schedule is None:
             return pool.take((numel,), dtype, device)
         arena = self._arenas.get(pool)
@@ -311,17 +312,6 @@ class LiveBuckets:
             self._starts, needs = self._offsets(self._schedule)
             arena = self._arenas[pool] = Arena(pool, needs[each.ids[0]], device)
         return arena.take(numel, dtype, self._starts[self._fetches] if self.run.following else None)
-
-    def _take_outer(self, each: LiveBucket) -> None:
-        """Take the memory that the outer levels of a placement keep for the run, if it lacks it."""
-        numel, dtype = each.outer_numel, each.use.bucket.compute
-        if not numel or each.outer is not None:
-            return
-        if _torch.has_no_data(each.chunk):
-            each.outer = each.chunk.new_empty(numel, dtype=dtype)
-        else:
-            pool = each.use.hierarchy.pools.outer
-            each.outer = pool.take((numel,), dtype, each.device, exact=True)
 
     def _drop(self, index: int) -> None:
         each = self.buckets[index]
@@ -344,8 +334,9 @@ class LiveBuckets:
           Its memory, which the caller gives back; None if it stays.
         """
         each = self.buckets[index]
-        if each.buffer is None or not self.run.let_go(index):
+        if each.buffer is None or index not in self.run.live:
             return None
+        self.run.apply("drop", index)
         room, each.buffer, self.ids = each.buffer, None, ()
         self._drop(index)
         return room
@@ -355,83 +346,81 @@ class LiveBuckets:
         if not self._closed:
             for index in self.run.live:
                 self._drop(index)
-            self._closed, self.ids = True, ()
+            self._closed = True
             schedule = self.run.end()
-            if schedule is not None:
-                self._provide(schedule)
-            self._give_outer()
-            self._ended = True
-            self._check_copies()
+            if schedule is not None:  # the next run has the memory that it needs, and no more
+                needs = self._offsets(schedule).nbytes
+                pools = {use.hierarchy.pools.fetched: i for i, use in enumerate(self.uses)}
+                for pool, index in pools.items():
+                    pool.provide(needs[index], self.buckets[index].device)
+            self._leave()
             if self.buckets and _torch.is_async(self.buckets[0].device):
                 # A host that waits for a collective looks meanwhile; here it never waits.
                 self.run.poll_peers()
 
     def abandon(self) -> None:
         """Give back the memory that no transfer writes to, and send nothing to other ranks."""
-        self._closed, self.ids = True, ()
-        for index, each in enumerate(self.buckets):
+        for each in self.buckets:
             each.whole = None
-            if each.buffer is not None and each.pending is None:
-                self._drop(index)
-        self._give_outer()
-
-    def _provide(self, schedule: Schedule) -> None:
-        """Have the memory that the next run needs, and no more; later steps allocate none."""
-        for index in schedule.fetches:
-            self._take_outer(self.buckets[index])
-        needs = self._offsets(schedule).nbytes
-        pools = {use.hierarchy.pools.fetched: i for i, use in enumerate(self.uses)}
-        for pool, index in pools.items():
-            pool.provide(needs[index], self.buckets[index].device)
+        self._leave()
 
     def __del__(self) -> None:
-        if not getattr(self, "_ended", True):  # else `__init__` has failed, or all is given back
+        if hasattr(self, "_closed"):  # else `__init__` has failed
             try:
-                self._check_copies()
+                self._leave()  # no tensor of the tree is left
             except LeafError as error:
                 warnings.warn(str(error), stacklevel=2)
-            self.abandon()  # no tensor of the tree is left
 
-    def _check_copies(self) -> None:
+    def _leave(self) -> None:
+        """Give back what buckets have, unless a transfer still uses it, and check copies."""
+        self._closed, self.ids = True, ()
+        for index, each in enumerate(self.buckets):
+            if each.pending is not None:
+                continue
+            if each.buffer is not None:
+                self._drop(index)
+            if each.outer is not None:
+                each.use.hierarchy.pools.outer.give(each.outer)
+            if each.codes is not None:
+                each.codes.release()
+            each.outer = each.codes = None
+            each.watch(id(self), live=False)
         for each in self.buckets:
             if each.whole is not None:
                 each.check_copies()
-
-    def _give_outer(self) -> None:
-        for each in self.buckets:
-            if each.outer is not None or each.codes is not None:
-                each.give_outer()
-                each.watch(id(self), live=False)
 
 
 @lru_cache(maxsize=4096)
 def _leaves(bucket: shards.Bucket) -> list[tuple[Geometry, tuple[int, int]]]:
     """The geometry of each leaf of a bucket, and where in the bucket it lies."""
-    places = zip(bucket.shapes, bucket.offsets, bucket.numels, strict=True)
-    return [((shape, _dense_strides(shape), 0), (offset, numel)) for shape, offset, numel in places]
+    found = []
+    for shape, offset, numel in zip(bucket.shapes, bucket.offsets, bucket.numels, strict=True):
+        stride = torch.empty(shape, device="meta").stride()
+        found.append(((shape, stride, 0), (offset, numel)))
+    return found
 
 
-def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(strides))
-
-
-def _title(names: Names, index: int) -> str:
+def _title(index: int, names: Sequence[str]) -> str:
     """A bucket by its number and some of its leaves."""
-    found = names(index)
-    return f"bucket {index} ({', '.join(found[:2])}{', ...' if len(found) > 2 else ''})"
+    return f"bucket {index} ({', '.join(names[:2])}{', ...' if len(names) > 2 else ''})"
+
+
+def _fetched_numels(use: Any) -> tuple[int, int]:
+    """Elements of the buffers of a fetch: what the outer levels keep, and the whole bucket."""
+    bucket, outer, inner, outer_numel = use.bucket, 1, use.bucket.parts, 0
+    coded = False
+    if use.home:
+        levels = use.route.split(use.route.outer_params)
+        outer, inner = levels[0].size, levels[1].size
+        wire = use.gather_wire
+        coded = wire is not None and wire.levels(use.route) > use.route.outer_params
+    if outer > 1 and not coded:
+        outer_numel = bucket.numel // inner
+    made = use.placed or bucket.codes is not None or bucket.compute != bucket.dtype
+    whole = inner > 1 or (not outer_numel and made)
+    return outer_numel, bucket.numel if whole else 0
 
 
 def sizes_of(uses: Sequence[Any]) -> list[int]:
     """Bytes that each bucket takes while it is live; 0 if it is a view of memory that is kept."""
-    found = []
-    for use in uses:
-        bucket = use.bucket
-        inner = use.route.split(use.route.outer_params)[1].size if use.home else bucket.parts
-        made = use.placed or bucket.codes is not None or bucket.compute != bucket.dtype
-        cast = inner == bucket.parts and made
-        found.append(bucket.nbytes if inner > 1 or cast else 0)
-    return found
+    return [_fetched_numels(use)[1] * use.bucket.compute.itemsize for use in uses]

@@ -5,7 +5,7 @@ for example if only some of them use a parameter. Buckets are reduced in one ord
 everywhere: a bucket that is complete early waits for those before it, and one that never becomes
 complete is reduced as zeros at the end. So no rank can wait for a reduction that another one does
 not do. Where these reductions come between fetches is a part of the run, which compares it: see
-[Note: the same order of use] in `schedules.run`.
+[Note: the same order of use] in `schedules.schedule`.
 
 [Note: gradients in flight] A bucket's gradients are packed into a part of a ring of memory, with
 room for what arrives from other ranks. They stay there until hop 1 is done, late levels included,
@@ -41,6 +41,7 @@ as locking memory and making files take time. What that step does not take is le
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median_low
 from typing import Any, NamedTuple
@@ -78,19 +79,25 @@ class Hops(NamedTuple):
 
     @classmethod
     def of(
-        cls, use: BucketUse, passes: int, dtype: torch.dtype | None, *, number: int, placed: bool
+        cls,
+        use: BucketUse,
+        passes: int,
+        dtype: torch.dtype | None,
+        first: bool,
+        last: bool,
+        placed: bool,
     ) -> "Hops":
-        """Find how a bucket is reduced in pass `number` of a step.
+        """Find how a bucket is reduced in a pass of a step.
 
         Args:
           use: the bucket.
           passes: of the step; 0 for one that ends with hop 1.
           dtype: of the sum, if that is given.
-          number: of the pass, from 0 on.
+          first, last: which pass it is.
           placed: whether the sum lies elsewhere than on the device.
         """
         bucket, route, others = use.bucket, use.route, use.home.replicas.size > 1
-        reduce, wire, last = bucket.reduce, bucket.hop2_format, number >= passes - 1
+        reduce, wire = bucket.reduce, bucket.hop2_format
         outer, now = route.split(route.outer_grads if passes else 0)
         if not passes:
             dtype = bucket.dtype
@@ -101,7 +108,7 @@ class Hops(NamedTuple):
         sent = [x.itemsize for x in (reduce, wire) if isinstance(x, torch.dtype)]
         rounds = others and isinstance(bucket.hop2, torch.dtype)  # a copy lies there
         found = cls(
-            first=not number,
+            first=first,
             alone=use.alone and not placed,
             now=now,
             outer=outer if last else Route(),
@@ -178,9 +185,21 @@ def resident_in_full(key: Hashable, values: Sequence[Any]) -> None:
 
 # The gradients of a step on their way to shards.
 
-_Complete = tuple[Sequence[Tensor | None], Tensor | None]  # full gradients, memory for the mean
-_STARTED: _Complete = ([], None)
 LetGo = Callable[[], Callable[[int], Tensor | None] | None]  # what a weak reference gives
+
+
+@dataclass(eq=False)
+class _Reducing:
+    """One bucket of a `Reduction`: what it has, and where."""
+
+    hops: Hops  # of the present pass
+    added: bool = False  # whether it has its gradients of this pass
+    grads: list[Tensor | None] | None = None  # these in full, until they are packed
+    out: Tensor | None = None  # memory for the mean of this pass; None if that is in a ring
+    total: list[Tensor] = field(default_factory=list)  # [chunk], or pieces without other ranks
+    pendings: list[collectives.Pending] = field(default_factory=list)  # of every pass
+    lease: Lease | None = None  # of the latest pass
+    own: Tensor | None = None  # bytes to pack it in, where its parameters were
 
 
 class Reduction:
@@ -195,6 +214,7 @@ class Reduction:
       places: of buckets whose sums lie elsewhere than on the device, each with a leaf that stands
         for it in errors; see [Note: sums elsewhere].
       host_bytes: of the `Where` that the places come from.
+      before_last: called before this rank sends its part of the step's last reduction.
 
     Raises:
       FileError: a file cannot be made, or the disk has not so much room.
@@ -209,108 +229,89 @@ class Reduction:
         let_go: LetGo = lambda: None,
         places: Mapping[int, tuple[Place, str]] | None = None,
         host_bytes: int = 0,
+        before_last: Callable[[], None] = lambda: None,
     ) -> None:
-        self.uses, self._run = uses, run
+        self.uses, self.run = uses, run
         self._micro_steps, self._sum_dtype, self._let_go = micro_steps, dtype, let_go
-        self.order: list[int] = []
-        self._last_shared: int | None = None
-        for index in run.order:
-            if uses[index].bucket.trainable:
-                self.order.append(index)
-                self._last_shared = self._last_shared if uses[index].alone else index
+        self._before_last, self._places = before_last, places or {}
+        self.order = [index for index in run.order if uses[index].bucket.trainable]
+        self._last_shared = next((i for i in reversed(self.order) if not uses[i].alone), None)
         self.passes = 0  # that have ended
-        self.totals: dict[int, list[Tensor]] = {}  # [chunk], or pieces without other ranks
-        self._pendings: dict[int, list[collectives.Pending]] = {}  # by bucket, of every pass
-        self._leases: dict[int, Lease] = {}  # of each bucket in the latest pass
-        self._own: dict[int, Tensor] = {}  # bytes to pack a bucket in, where its parameters were
         # What is given back at the end, with the kind that watchers are told.
         self._given: list[tuple[Buffers, Tensor, str]] = []
-        # Called before this rank sends its part of the step's last reduction.
-        self.before_last: Callable[[], None] = lambda: None
-        self._places, self.placed = places or {}, dict[int, _PlacedBucket]()
-        self._hops: dict[int, Hops] = {}
+        self._buckets: dict[int, _Reducing] = {}
         self._begin_pass()
-        if places:
-            self._place(places, host_bytes)
+        self.placed = dict[int, _PlacedBucket]()
+        for index, where in self._places.items():
+            hops = self._buckets[index].hops
+            self.placed[index] = _PlacedBucket(uses[index], hops, *where, host_bytes)
+        for index in self.placed:  # what this step has not taken is let go
+            uses[index].hierarchy.pools.sums.pop("free", None)
 
     def _begin_pass(self) -> None:
-        self._complete: dict[int, _Complete] = {}
-        self._rooms: dict[int, tuple[int, int]] = {}  # by ring: its bytes, and the most parts
-        self._next = 0  # index in the order
-        count, number = self._micro_steps, self.passes
-        self.last = number >= count - 1
+        """Find how each bucket is reduced in this pass, and what its ring has to hold."""
+        count, first, self._next = self._micro_steps, self.passes == 0, 0  # place in the order
+        self.last = self.passes >= count - 1
         # What ranks compare before they reduce a bucket; those that have more passes differ here.
-        self._does = f"reduction in pass {number + 1} of {count}" if count else "hop 1"
+        self._does = f"reduction in pass {self.passes + 1} of {count}" if count else "hop 1"
+        needs: dict[int, list[int]] = {}  # by ring, the bytes of its buckets
+        parts: dict[int, int] = {}  # the most of them at a time
         for index in self.order:
             use, placed = self.uses[index], index in self._places
-            pass_kind = count, self._sum_dtype, number == 0, self.last, placed
+            pass_kind = count, self._sum_dtype, first, self.last, placed
             # Placements of the same groups share their pools, and differ in their routes.
             key = (use.bucket, use.route, use.home.replicas.size, *pass_kind)
-            kept = use.hierarchy.pools.sums
-            if key not in kept:
-                kept[key] = Hops.of(use, count, self._sum_dtype, number=number, placed=placed)
-            self._hops[index] = kept[key]
+            kept = use.hierarchy.pools
+            if (hops := kept.sums.get(key)) is None:
+                hops = kept.sums[key] = Hops.of(use, *pass_kind)
+            each = self._buckets.setdefault(index, _Reducing(hops))
+            each.hops, each.added, each.out = hops, False, None
+            if not hops.alone:
+                needs.setdefault(id(kept.hops), []).append(sum(hops.sizes[self._gets_room(index)]))
+                parts[id(kept.hops)] = max(parts.get(id(kept.hops), 0), 1 + hops.in_flight)
+        # Of each ring its bytes, and the most parts; see [Note: gradients in flight].
+        self._rooms, least = dict[int, tuple[int, int]](), self.run.policy.live_bytes == 0
+        for ring, sizes in needs.items():
+            few = 0 if least else parts[ring] * median_low(sizes)
+            self._rooms[ring] = max(*sizes, few, LEAST_RING), parts[ring]
 
-    def _place(self, places: Mapping[int, tuple[Place, str]], host_bytes: int) -> None:
-        """Take memory elsewhere for sums: what the last step has left, and more if that lacks."""
-        left: dict[int, dict[Any, list[Any]]] = {}  # by pools; what is not taken is let go
-        for index, (place, leaf) in places.items():
-            use, hops = self.uses[index], self._hops[index]
-            pools, name = use.hierarchy.pools, tree.join("grads", leaf)
-            if id(pools) not in left:
-                left[id(pools)] = pools.sums.pop("free", {})
-            size = max(hops.dtype.itemsize, use.bucket.dtype.itemsize)
-            nbytes = use.bucket.numel // hops.now.size * size
-            if rooms := left[id(pools)].get((place, nbytes)):
-                room = rooms.pop()
-            else:
-                how: Any = {"device": use.home.device, "host_bytes": host_bytes, "leaf": name}
-                room = empty_at(place, (nbytes,), torch.uint8, **how)
-            self.placed[index] = _PlacedBucket(use, place, name, room)
-
-    def add(self, index: int, grads: Sequence[Tensor | None]) -> Tensor | None:
+    def add(self, index: int, grads: Sequence[Tensor | None]) -> None:
         """Add a bucket's full gradients, one per member, and start hop 1 in the agreed order.
-
-        Returns:
-          Memory that has the mean after `wait`; None if it is in a ring, or not packed.
 
         Raises:
           LeafError: the bucket has got its gradients already.
         """
-        if index in self._complete:
+        each = self._buckets[index]
+        if each.added:
             text = "backward: a bucket got gradients in two parts in one pass"
             fix = "use torch.utils.checkpoint, instead of a backward that runs in backward"
             raise LeafError(text, [f"bucket {index}"], fix)
-        values, out = [None if grad is None else dense(grad) for grad in grads], None
-        if self._hops[index].alone:
+        each.added, values = True, [None if grad is None else dense(grad) for grad in grads]
+        if each.hops.alone:
             self._add_alone(index, values)
-            self._complete[index] = _STARTED
         else:
-            if self._gets_room(index):
-                self._take_room(index)
             resident_in_full((id(self), index), values)
-            out = self._target(index, values)
-            self._complete[index] = values, out
+            each.grads, each.out = values, self._target(index, values)
         self._issue()
-        return out
 
     def started(self, index: int, grads: Sequence[Tensor | None]) -> list[Tensor]:
         """Add a bucket's gradients; return its pieces, which have values only after `wait`."""
-        use, out = self.uses[index], self.add(index, grads)
-        if out is None:
-            return self.totals[index]
+        self.add(index, grads)
+        use, each = self.uses[index], self._buckets[index]
+        if each.out is None:
+            return each.total
         # Through `.data`, autograd does not see that values are written later as a change.
-        pieces = [piece.data for piece in split_chunk(use.bucket, use.route.chunk, out)]
+        pieces = [piece.data for piece in split_chunk(use.bucket, use.route.chunk, each.out)]
         return use.by_member(pieces)
 
     def skip(self, index: int) -> None:
         """Mark a bucket as reduced elsewhere (under vmap), so that those behind it can start."""
-        self._complete[index] = _STARTED
+        self._buckets[index].added = True
         self._issue()
 
     def missing(self) -> list[int]:
         """Buckets that have got no gradient in this pass, in the order of reductions."""
-        return [index for index in self.order if index not in self._complete]
+        return [index for index in self.order if not self._buckets[index].added]
 
     def end_pass(self) -> None:
         """Prepare for the next pass, once no bucket is missing."""
@@ -318,86 +319,80 @@ class Reduction:
         if self.passes < self._micro_steps:
             self._begin_pass()
 
+    def waited(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Return pieces that `started` gave once they have values."""
+        self.wait()
+        return [piece.view_as(piece) for piece in pieces]
+
     def wait(self) -> None:
         """Wait for all that was started; on an accelerator its stream waits, and not the host."""
-        for index in list(self._pendings):
+        for index in self.order:
             self.wait_for(index)
 
     def wait_for(self, index: int) -> None:
         """Wait for one bucket."""
-        for pending in self._pendings.get(index, ()):
+        pendings = self._buckets[index].pendings
+        for pending in pendings:
             pending.wait()
-        self._pendings[index] = []
+        pendings.clear()
 
     def done(self, index: int) -> bool:
         """Whether no wait is left for a bucket; on an accelerator, for the host."""
-        return all(pending.finished for pending in self._pendings.get(index, ()))
+        return all(pending.finished for pending in self._buckets[index].pendings)
 
-    def pieces(self, index: int) -> list[Tensor]:
+    def pieces(self, index: int, *, in_place: bool = False) -> list[Tensor]:
         """A bucket's mean gradients, one per member, in the dtype of the shards.
 
-        Of a bucket that lies elsewhere in new memory on the device, at each call.
+        Of a bucket that lies elsewhere in new memory on the device, at each call, or `in_place`.
         """
-        use, dtype = self.uses[index], self.uses[index].bucket.dtype
-        if self._hops[index].alone:
-            return [total.to(dtype) for total in self.totals[index]]
+        use, dtype, each = self.uses[index], self.uses[index].bucket.dtype, self._buckets[index]
+        if each.hops.alone:
+            return [total.to(dtype) for total in each.total]
         if index in self.placed:
-            chunk = self.placed[index].fetched(use.bucket.chunk, dtype)
+            placed = self.placed[index]
+            chunk = (placed.in_place if in_place else placed.fetched)(use.bucket.chunk, dtype)
         else:
-            chunk = self.totals[index][0].to(dtype)
+            chunk = each.total[0].to(dtype)
         found = use.by_member(split_chunk(use.bucket, use.route.chunk, chunk))
         # Gradients that autograd gave are apart, and kernels round ends of long tensors otherwise.
-        return [x.clone() for x in found] if use.alone else found
-
-    def in_place(self, index: int) -> list[Tensor]:
-        """`pieces` where they lie."""
-        if index not in self.placed:
-            return self.pieces(index)
-        use = self.uses[index]
-        chunk = self.placed[index].in_place(use.bucket.chunk, use.bucket.dtype)
-        return use.by_member(split_chunk(use.bucket, use.route.chunk, chunk))
+        return [x.clone() for x in found] if use.alone and not in_place else found
 
     def release(self) -> None:
         """Give the memory of the gradients back, for the next step."""
         for number, (buffers, tensor, kind) in enumerate(self._given, 1):
             buffers.give(tensor)
             spans.resident(kind, (id(self), number), 0)
-        for index in self.totals:
+        for index, each in self._buckets.items():
+            each.total = []
             spans.resident("gradient shards", (id(self), -1 - index), 0)
         for placed in self.placed.values():
             placed.release()
-        self._given, self.totals, self.placed = [], {}, {}
+        self._given, self.placed = [], {}
 
     # The memory of a bucket.
 
     def _gets_room(self, index: int) -> bool:
         """Whether a bucket is packed where its parameters were, unless these stay after all."""
-        return self._hops[index].fits and self._run.lets_go(index)
-
-    def _take_room(self, index: int) -> None:
-        """See [Note: in the memory of parameters]."""
-        let_go = self._let_go()
-        room = None if let_go is None else let_go(index)
-        if room is not None:
-            self._own[index] = room.view(torch.uint8)
-            self._give_back(self.uses[index].hierarchy.pools.fetched, room, "gathered")
-
-    def _give_back(self, pool: Buffers, tensor: Tensor, kind: str) -> None:
-        """Have memory in which gradients lie given back at the end of the step."""
-        self._given.append((pool, tensor, kind))
-        spans.resident(kind, (id(self), len(self._given)), tensor.nbytes)
+        return self._buckets[index].hops.fits and self.run.lets_go(index)
 
     def _target(self, index: int, values: Sequence[Tensor | None]) -> Tensor | None:
-        """Memory for the mean of the first pass; None where the ring has it."""
-        use, hops, own = self.uses[index], self._hops[index], self._own.get(index)
+        """Memory for the mean of the first pass; None where the ring has it.
+
+        Here a bucket gets the memory of its parameters; see [Note: in the memory of parameters].
+        """
+        use, each = self.uses[index], self._buckets[index]
+        hops, let_go = each.hops, self._let_go()
+        if let_go is not None and self._gets_room(index) and (room := let_go(index)) is not None:
+            each.own = room.view(torch.uint8)
+            self._give_back(use.hierarchy.pools.fetched, room, "gathered")
         if self.passes or index in self.placed:
             return None
         numel = use.bucket.numel // hops.now.size
         if not self._micro_steps:  # autograd hands it out
             device = next((v.device for v in values if v is not None), use.home.device)
             return torch.empty(numel, dtype=hops.dtype, device=device)
-        if own is not None and hops.stays:
-            return elements(own, numel, hops.dtype)
+        if each.own is not None and hops.stays:
+            return elements(each.own, numel, hops.dtype)
         return self._take(use, numel, hops.dtype)
 
     def _take(self, use: BucketUse, numel: int, dtype: torch.dtype) -> Tensor:
@@ -410,37 +405,16 @@ class Reduction:
         self._give_back(pool, taken, "gradient shards")
         return taken
 
-    def _lend(self, index: int, device: torch.device) -> Lease:
-        """Memory for a bucket's reduction; waits for those that still use it."""
-        ring, own = self.uses[index].hierarchy.pools.hops, self._own.get(index)
-        if not self._rooms:
-            self._rooms = self._ring_sizes()
-        sizes = self._hops[index].sizes[own is not None]
-        lease = ring.lend(sizes, *self._rooms[id(ring)], device)
-        spans.resident("gradients in reductions", id(ring), ring.nbytes)
-        lease.first = lease.first if own is None else own
-        return lease
-
-    def _ring_sizes(self) -> dict[int, tuple[int, int]]:
-        """Bytes of each ring, and the most parts at a time; see [Note: gradients in flight]."""
-        needs: dict[int, list[int]] = {}
-        counts: dict[int, int] = {}
-        for index in self.order:
-            hops, ring = self._hops[index], id(self.uses[index].hierarchy.pools.hops)
-            if not hops.alone:
-                needs.setdefault(ring, []).append(sum(hops.sizes[self._gets_room(index)]))
-                counts[ring] = max(counts.get(ring, 0), 1 + hops.in_flight)
-        found, least = {}, self._run.policy.live_bytes == 0
-        for ring, count in counts.items():
-            few = 0 if least else count * median_low(needs[ring])
-            found[ring] = max(*needs[ring], few, LEAST_RING), count
-        return found
+    def _give_back(self, pool: Buffers, tensor: Tensor, kind: str) -> None:
+        """Have memory in which gradients lie given back at the end of the step."""
+        self._given.append((pool, tensor, kind))
+        spans.resident(kind, (id(self), len(self._given)), tensor.nbytes)
 
     # The reduction of a bucket.
 
     def _add_alone(self, index: int, values: Sequence[Tensor | None]) -> None:
         """Add gradients that are their own mean, as there are no other ranks; not packed."""
-        use, hops = self.uses[index], self._hops[index]
+        use, hops = self.uses[index], self._buckets[index].hops
         # torch may give one tensor as two gradients, so what is written needs memory of its own.
         copy = not self.passes and (self._micro_steps > 1 or hops.divisor != 1)
         numels, device = use.by_member(use.bucket.numels), use.home.device
@@ -453,40 +427,46 @@ class Reduction:
 
     def _sum(self, index: int, hops: Hops, values: list[Tensor]) -> list[Tensor]:
         """Add to a bucket's total; in the last pass it becomes the mean over passes."""
-        total = self.totals.setdefault(index, values)
-        if total is not values:
-            _torch.foreach_add(total, values)
+        each = self._buckets[index]
+        if each.total:
+            _torch.foreach_add(each.total, values)
+        else:
+            each.total = values
         if values and hops.divisor != 1:
-            _torch.foreach_div(total, hops.divisor)
-        return total
+            _torch.foreach_div(each.total, hops.divisor)
+        return each.total
 
     def _issue(self) -> None:
         """Start the next reductions in the order, up to the first bucket that is not complete."""
-        while self._next < len(self.order):
+        while self._next < len(self.order) and self._buckets[self.order[self._next]].added:
             index = self.order[self._next]
-            if (complete := self._complete.get(index)) is None:
-                return
-            self._complete[index] = _STARTED  # lets go of the full gradients
-            if complete is not _STARTED:
-                self._start(index, *complete)
+            values, self._buckets[index].grads = self._buckets[index].grads, None
+            if values is not None:
+                self._start(index, values)
                 resident_in_full((id(self), index), ())
             self._next += 1
 
-    def _start(self, index: int, values: Sequence[Tensor | None], out: Tensor | None) -> None:
+    def _start(self, index: int, values: list[Tensor | None]) -> None:
         if self.last and index == self._last_shared:
-            self.before_last()
-        use, hops = self.uses[index], self._hops[index]
-        bucket, now, sent = use.bucket, hops.now, hops.now.size > 1
+            self._before_last()
+        use, each = self.uses[index], self._buckets[index]
+        hops, out, bucket, now = each.hops, each.out, use.bucket, each.hops.now
         collectives.push_all(use.home.state)
-        if index in self._leases:
-            self._leases[index].until()  # else a later pass could be added to the sum first
+        if each.lease is not None:
+            each.lease.until()  # else a later pass could be added to the sum first
         device = use.home.device if out is None else out.device
-        lease = self._leases[index] = self._lend(index, device)
+        ring = use.hierarchy.pools.hops
+        sizes = hops.sizes[each.own is not None]
+        lease = each.lease = ring.lend(sizes, *self._rooms[id(ring)], device)
+        spans.resident("gradients in reductions", id(ring), ring.nbytes)
+        if each.own is not None:
+            lease.first = each.own
         if lease.more and not self.passes:
             out = elements(lease.more[0], bucket.numel // now.size, hops.dtype)
         full = out  # if nothing is scattered they are packed where the mean goes
-        if sent or full is None:  # gradients that are not sent need no rounding
-            full = elements(lease.first, bucket.numel, bucket.reduce if sent else hops.dtype)
+        if now.size > 1 or full is None:  # gradients that are not sent need no rounding
+            dtype = bucket.reduce if now.size > 1 else hops.dtype
+            full = elements(lease.first, bucket.numel, dtype)
         with spans.span("pack", bucket, device=full.device):
             pack_full(bucket, use.by_slot(values), device=full.device, out=full)
             observe(bucket, full)
@@ -495,16 +475,16 @@ class Reduction:
             coded = bucket.hop1.levels(now) if bucket.hop1 else 0
             out = elements(mean_buffer(lease, len(comms) - coded), full.shape[1], full.dtype)
         later, levels = self._later_comms(index, out)
-        steps, keep = self._steps(index, hops, full, out, lease), (full, out, lease.second)
-        what = ("defer", self._does, bucket)
-        pending = collectives.Pending(steps, [*comms, *later], keep=keep, device=device, what=what)
-        self._pendings.setdefault(index, []).append(pending)
+        how = {"keep": (full, out, lease.second), "device": device}
+        steps, what = self._steps(index, hops, full, out, lease), ("defer", self._does, bucket)
+        pending = collectives.Pending(steps, [*comms, *later], **how, what=what)
+        each.pendings.append(pending)
         if not _torch.is_async(device):
             lease.until = partial(pending.wait_for, len(now.levels) + levels)
 
     def _later_comms(self, index: int, out: Tensor) -> tuple[list[Comm], int]:
         """Communicators of what follows hop 1, and after how many of them the lease is free."""
-        use, hops, comms, levels = self.uses[index], self._hops[index], list[Comm](), 0
+        use, hops, comms, levels = self.uses[index], self._buckets[index].hops, list[Comm](), 0
         if hops.mean:
             hop_2 = collectives.mean_comms(use.home.replicas, out, use.bucket.hop2_format)
             comms = [*collectives.scatter_comms(hops.outer, out), *hop_2]
@@ -519,18 +499,18 @@ class Reduction:
         self, index: int, hops: Hops, full: Tensor, out: Tensor, lease: Lease
     ) -> collectives.Steps:
         """Run hop 1 and sum over passes; in the last pass also the outer levels and hop 2."""
-        use, placed = self.uses[index], self.placed.get(index)
+        use, placed, each = self.uses[index], self.placed.get(index), self._buckets[index]
         bucket, wire = use.bucket, use.bucket.hop2_format
         spare = lease.second.view(bucket.reduce)
         yield from collectives.scatter_steps(hops.now, full, out, spare, bucket.hop1)
         if placed is not None and not hops.first:
             before = elements(lease.more[0], out.numel(), hops.dtype)
-            yield placed.read(before)
-            self.totals[index] = [before]
+            yield placed.task("from", before, hops.dtype)
+            each.total = [before]
         (total,) = self._sum(index, hops, [out])
         if hops.outer.size > 1:
             total = yield from self._outer_steps(use, hops.outer, total, lease)
-            self.totals[index] = [total]
+            each.total = [total]
         if not hops.copies and placed is None:
             free_lease(lease)
         if hops.mean:
@@ -539,8 +519,8 @@ class Reduction:
                 room = elements(lease.first, total.numel(), wire)
             yield from collectives.mean_steps(use.home.replicas, total, wire, room)
         if placed is not None:
-            self.totals[index] = []  # known, and elsewhere
-            yield placed.write(total, bucket.dtype if hops.mean else hops.dtype)
+            each.total = []  # it is elsewhere
+            yield placed.task("to", total, bucket.dtype if hops.mean else hops.dtype)
         if hops.copies or placed is not None:
             free_lease(lease)
         return total
@@ -570,16 +550,25 @@ class _PlacedBucket:
     """Memory at a place for the sum of one bucket, and the copies there and back.
 
     Args:
-      use: the bucket.
+      use, hops: the bucket, and how it is reduced in the first pass.
       place: where.
       leaf: of the bucket, for errors.
-      room: the memory, in bytes.
+      host_bytes: of the `Where` that the place comes from.
     """
 
-    def __init__(self, use: BucketUse, place: Place, leaf: str, room: Any) -> None:
-        self._place, self._leaf, self._device = place, leaf, use.home.device
+    def __init__(
+        self, use: BucketUse, hops: Hops, place: Place, leaf: str, host_bytes: int
+    ) -> None:
+        self._place, self._leaf, self._device = place, tree.join("grads", leaf), use.home.device
         self.comm, self._pools = use.hierarchy.sum_queue, use.hierarchy.pools
-        self._room: Any = room
+        size = max(hops.dtype.itemsize, use.bucket.dtype.itemsize)
+        nbytes = use.bucket.numel // hops.now.size * size
+        self._room: Any
+        if rooms := self._pools.sums.get("free", {}).get((place, nbytes)):  # of the last step
+            self._room = rooms.pop()
+        else:
+            how: Any = {"device": self._device, "host_bytes": host_bytes, "leaf": self._leaf}
+            self._room = empty_at(place, (nbytes,), torch.uint8, **how)
 
     def release(self) -> None:
         """Leave the memory to the next step."""
@@ -594,21 +583,15 @@ class _PlacedBucket:
             return FileTensor(room.extent, 0, like, room.device, room.leaf)
         return elements(room, numel, dtype)
 
-    def write(self, total: Tensor, dtype: torch.dtype) -> collectives.Task:
-        """Return the task that stores a sum, in a dtype."""
-        goal = self.in_place(total.numel(), dtype)
-        return self._task("to", lambda memory: transfer(memory, goal), total)
+    def task(self, way: str, memory: Tensor, dtype: torch.dtype) -> collectives.Task:
+        """Return the task that stores a sum in a dtype ("to"), or fetches it ("from")."""
+        there = self.in_place(memory.numel(), dtype)
 
-    def read(self, memory: Tensor) -> collectives.Task:
-        """Return the task that fetches the sum into memory of its dtype."""
-        source = self.in_place(len(memory), memory.dtype)
-        return self._task("from", partial(transfer, source), memory)
+        def move(here: Tensor) -> Iterator[None]:
+            return transfer(here, there) if way == "to" else transfer(there, here)
 
-    def _task(
-        self, way: str, parts: Callable[[Tensor], Iterator[None]], memory: Tensor
-    ) -> collectives.Task:
         op = f"the copy of the sum of {self._leaf} {way} {self._place}"
-        return collectives.Task(self.comm, op, parts).to(memory)
+        return collectives.Task(self.comm, op, move).to(memory)
 
     def fetched(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Fetch the sum at the end of the step, into new memory on the device."""
@@ -618,7 +601,7 @@ class _PlacedBucket:
         return memory
 
 
-def places_of(where: Where, opened: Opened) -> dict[int, tuple[Place, str]]:
+def places_of_sums(where: Where, opened: Opened) -> dict[int, tuple[Place, str]]:
     """Return the buckets with gradients in host memory or files, with places and paths.
 
     A bucket's gradients lie together, where those of its largest leaf should.

@@ -7,14 +7,10 @@ needs it makes the bucket live again. This happens below autograd, in `__torch_d
 needs no hooks and works under `torch.func`. A view of a deferred tensor is computed from metadata
 alone and is deferred itself. So is a cast, which is repeated at each use instead of being kept. Any
 other op gets plain tensors, which are views of the bucket, and returns plain tensors.
-
-[Note: several streams] A model may compute on several streams of an accelerator, and a bucket is
-fetched for the first op that needs it. So each stream that reads a bucket waits for its gather, and
-whoever drops the bucket, after which another one may use its memory, waits for all of them.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,78 +20,7 @@ from mics_fn.errors import LeafError
 from mics_fn.read_only import COMPILED, ReadOnly
 from mics_fn.shards import dtype_name
 
-# A bucket as deferred tensors see it, and the interface of what makes it live.
-
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, offset; in elements
-
-
-class GatheredBucket:
-    """One bucket as deferred tensors see it: live or not."""
-
-    __slots__ = ("_names", "_readers", "_ready", "full", "high", "ids", "low", "stays", "views")
-
-    def __init__(self, index: int, names: Callable[[int], Sequence[str]], *, stays: bool) -> None:
-        self.ids = (index,)
-        self._names = names
-        self.full: Tensor | None = None  # 1D, whole bucket; None where it is not live
-        self.views: dict[Geometry, Tensor] = {}
-        self.low, self.high = 1, 0  # addresses of `full`
-        self.stays = stays  # once live it stays live, so that further uses are not reported
-        # See [Note: several streams]; no event where work is done when a call returns.
-        self._ready: torch.Event | None = None
-        self._readers: set[torch.Stream] = set()
-
-    def fill(self, full: Tensor, ready: torch.Event | None) -> None:
-        """Make the bucket live; views of its previous buffer are dropped.
-
-        Args:
-          full: the whole bucket.
-          ready: what a stream waits for before it reads it.
-        """
-        self.full, self.views, self._ready = full, {}, ready
-        if not _torch.has_no_data(full):
-            self.low = full.data_ptr()
-            self.high = self.low + full.nbytes
-
-    def names(self) -> Sequence[str]:
-        """Names of its leaves, for error texts."""
-        return self._names(self.ids[0])
-
-    def read(self, where: Geometry) -> Tensor:
-        """A view of the bucket, for an op on the current stream; see [Note: several streams]."""
-        if self.full is None:
-            raise RuntimeError("a bucket is not live where an op needs it")
-        if self._ready is not None:
-            stream = _torch.current_stream(self.full.device)
-            if stream not in self._readers:
-                stream.wait_event(self._ready)
-                self._readers.add(stream)
-        view = self.views.get(where)
-        if view is None:
-            size, stride, offset = where  # in the bucket, which lies somewhere in its memory
-            offset += int(self.full.storage_offset())
-            view = self.views[where] = self.full.as_strided(size, stride, offset)
-        return view
-
-    def clear(self) -> None:
-        """Drop the bucket and its views; the current stream waits for all that have read it."""
-        if self.full is not None:
-            for stream in self._readers:
-                _torch.current_stream(self.full.device).wait_stream(stream)
-        self._readers.clear()
-        self.full, self.views, self._ready = None, {}, None
-        self.low, self.high = 1, 0
-
-
-class Source(Protocol):
-    """What makes buckets live."""
-
-    ids: tuple[int, ...]  # the buckets that the previous op needed
-
-    def touch(self, ids: tuple[int, ...]) -> None:
-        """Make these buckets live at the same time."""
-        ...
-
 
 aten = torch.ops.aten
 
@@ -107,8 +32,8 @@ class Deferred(ReadOnly):
     """
 
     how_to_compile = "use gather around compiled code, or clone() parameters before it"
-    _source: Source
-    _bucket: GatheredBucket
+    _source: Any  # the `LiveBuckets` that it is in
+    _bucket: Any  # its `LiveBucket`
     _leaf: tuple[int, int]  # where its leaf begins in the bucket, and how many elements it has
     _where: Geometry  # in the bucket
     _cast: torch.dtype | None  # None unless it is a cast
@@ -116,8 +41,8 @@ class Deferred(ReadOnly):
     @staticmethod
     def __new__(
         cls: type,
-        source: Source,
-        bucket: GatheredBucket,
+        source: Any,
+        bucket: Any,
         geometry: Geometry,
         leaf: tuple[int, int],
         like: "_Like",
@@ -161,25 +86,19 @@ def from_dynamo(error: BaseException) -> LeafError | None:
     return LeafError(COMPILED, fix=Deferred.how_to_compile)
 
 
-def _plain(deferred: Deferred) -> Tensor:
-    """Return the value of a deferred tensor, of a bucket that is live."""
-    view = deferred._bucket.read(deferred._where)
-    return view if deferred._cast is None else view.to(deferred._cast)
-
-
-def _fetch(found: Sequence[Deferred]) -> None:
+def _fetch(found: Sequence[Deferred]) -> set[Any]:
     """Make all buckets of an op live together, so that fetching one does not drop another."""
-    first = found[0]
-    source, ids = first._source, first._bucket.ids
-    if len(found) > 1 and any(d._bucket is not first._bucket for d in found):
-        sources = {id(d._source): d._source for d in found}
-        for key, source in sources.items():
-            numbers = sorted({d._bucket.ids[0] for d in found if id(d._source) == key})
-            ids = tuple(numbers)
-            if source.ids != ids:
-                source.touch(ids)
-    elif source.ids != ids and not (first._bucket.stays and first._bucket.full is not None):
-        source.touch(ids)
+    buckets = {each._bucket for each in found}
+    if len(buckets) == 1:  # the most frequent case
+        (bucket,), source = buckets, found[0]._source
+        if source.ids != bucket.ids and not (bucket.stays and bucket.full is not None):
+            source.touch(bucket.ids)
+        return buckets
+    for source in {each._source for each in found}:
+        ids = tuple(sorted({each._bucket.ids[0] for each in found if each._source is source}))
+        if source.ids != ids:
+            source.touch(ids)
+    return buckets
 
 
 def _search(values: Iterable[Any], found: list[Deferred]) -> list[Deferred]:
@@ -194,10 +113,11 @@ def _search(values: Iterable[Any], found: list[Deferred]) -> list[Deferred]:
 
 
 def _replace(value: Any) -> Any:
-    """An argument of an op with plain tensors in place of deferred ones."""
+    """An argument of an op with plain tensors, of buckets that are live, for deferred ones."""
     kind = type(value)
     if kind is Deferred:
-        return _plain(value)
+        view = value._bucket.read(value._where)
+        return view if value._cast is None else view.to(value._cast)
     if kind is list or kind is tuple:
         return kind([_replace(each) for each in value])
     return value
@@ -205,30 +125,16 @@ def _replace(value: Any) -> Any:
 
 def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run an op on plain tensors."""
-    bucket = source = None
-    for value in args:
-        kind = type(value)
-        if kind is Deferred:
-            if bucket is None:
-                bucket, source = value._bucket, value._source
-            elif value._bucket is not bucket:
-                break
-        elif kind is list and value and type(value[0]) is not int:
-            break
-    else:
-        if bucket is not None and source is not None and not kwargs:  # the most frequent case
-            if source.ids != bucket.ids and not (bucket.stays and bucket.full is not None):
-                source.touch(bucket.ids)
-            plain = [_plain(value) if type(value) is Deferred else value for value in args]
-            return _own(func(*plain), (bucket,))
-    found = _search((*args, *kwargs.values()), [])
-    _fetch(found)
-    args = tuple([_replace(value) for value in args])
-    kwargs = {name: _replace(value) for name, value in kwargs.items()}
-    return _own(func(*args, **kwargs), {d._bucket for d in found})
+    found = _search(args, [])
+    if kwargs:
+        _search(kwargs.values(), found)
+    buckets = _fetch(found)
+    if kwargs:
+        kwargs = {name: _replace(value) for name, value in kwargs.items()}
+    return _own(func(*_replace(args), **kwargs), buckets)
 
 
-def _own(out: Any, buckets: Iterable[GatheredBucket]) -> Any:
+def _own(out: Any, buckets: Iterable[Any]) -> Any:
     """The result of an op in memory of its own, since some ops return their input."""
     kind = type(out)
     if kind is Tensor:
@@ -243,15 +149,9 @@ def _own(out: Any, buckets: Iterable[GatheredBucket]) -> Any:
     return out
 
 
-class _Views(NamedTuple):
-    """The results of a view op on a tensor, as metadata."""
-
-    several: bool  # whether it gives a list
-    same_dtype: bool
-    geometries: list[Geometry]
-
-
-_VIEWS: dict[Hashable, _Views] = {}
+# The results of view ops on tensors, as metadata, and whether an op gives a list; None if it gives
+# another dtype.
+_VIEWS: dict[Hashable, tuple[list[Geometry], bool] | None] = {}
 _MOST_VIEWS = 20_000  # slices at ever new offsets would make it grow without bound
 
 
@@ -264,25 +164,24 @@ def _view(func: Any, args: tuple, kwargs: dict) -> Any:
     offset, dtype = at - deferred._leaf[0], deferred.dtype
     rest = tuple([tuple(a) if type(a) is list else a for a in args[1:]])
     key = (func, size, stride, offset, dtype, rest, tuple(kwargs.items()) if kwargs else ())
-    found = _VIEWS.get(key)
-    if found is None:
+    if key not in _VIEWS:
         if len(_VIEWS) >= _MOST_VIEWS:
             _VIEWS.clear()
         extent = offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True) if n)
         base = torch.empty(extent, dtype=dtype, device="meta").as_strided(size, stride, offset)
-        found = _VIEWS[key] = _views(func(base, *args[1:], **kwargs), dtype)
-    if not found.same_dtype:
+        _VIEWS[key] = _geometries(func(base, *args[1:], **kwargs), dtype)
+    if (found := _VIEWS[key]) is None:
         return _compute(func, args, kwargs)
-    made = [_like(deferred, geometry) for geometry in found.geometries]
-    return made if found.several else made[0]
+    made = [_like(deferred, geometry) for geometry in found[0]]
+    return made if found[1] else made[0]
 
 
-def _views(out: Any, dtype: torch.dtype) -> _Views:
+def _geometries(out: Any, dtype: torch.dtype) -> tuple[list[Geometry], bool] | None:
     several = isinstance(out, list | tuple)
     metas = list(out) if several else [out]
-    geometries = [(tuple(m.shape), m.stride(), int(m.storage_offset())) for m in metas]
-    same = all(m.dtype == dtype and not m.is_neg() and not m.is_conj() for m in metas)
-    return _Views(several, same, geometries)
+    if any(m.dtype != dtype or m.is_neg() or m.is_conj() for m in metas):
+        return None
+    return [(tuple(m.shape), m.stride(), int(m.storage_offset())) for m in metas], several
 
 
 def _as_strided(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -303,15 +202,6 @@ def _set(func: Any, args: tuple, kwargs: dict) -> Any:
     if source:
         raise source[0].refusal("set_ takes the memory of", "use copy_")
     return _refuse(func, args, kwargs)
-
-
-def _transpose(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Fast path of `_view` for `t()`: every linear layer transposes its weight in both passes."""
-    deferred: Deferred = args[0]
-    size, stride, at = deferred._where
-    if len(size) != 2:
-        return _view(func, args, kwargs)
-    return _like(deferred, (size[::-1], stride[::-1], at - deferred._leaf[0]))
 
 
 def _like(deferred: Deferred, geometry: Geometry, cast: torch.dtype | None = None) -> Deferred:
@@ -350,7 +240,6 @@ _HANDLERS: dict[Any, Callable[[Any, tuple, dict], Any]] = {
     aten.set_.source_Tensor: _set,
     aten.set_.source_Tensor_storage_offset: _set,
     aten._to_copy.default: _to_copy,
-    aten.t.default: _transpose,
     # Called for the two parts of a dual tensor before anything is fetched. A deferred one counts as
     # having memory of its own.
     aten._has_same_storage_numel.default: lambda func, args, kwargs: True,

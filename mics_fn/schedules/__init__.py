@@ -43,15 +43,25 @@ find a gradient for a bucket that is reduced before a later fetch.
 If the order of use changes, a warning says so once: this run continues by fetching on demand, and
 the next one follows what it did. If ranks of a partition group use buckets in different orders,
 they would hang, so a `DesyncError` names ranks, buckets and leaves. See [Note: the same order of
-use] in `run.py` for how they find out.
+use] in `schedule.py` for how they find out.
 
-Start reading at `schedule.py` (the value, the plan, and where fetched buckets lie in one piece of
-memory), then `run.py` (policies; follow or record a schedule, and what that teaches the next one).
+Start reading at `schedule.py`: the value, the plan, and where fetched buckets lie in one piece of
+memory; then policies, and runs, which follow or record a schedule and teach the next one.
 To add a policy, write a function from a record and sizes to a schedule; the wing `deferred` moves
 the data, and asks a `Run` what to fetch and drop.
 """
 
-from mics_fn.schedules.run import Learned, OnDemand, Run, keep_all, on_demand
-from mics_fn.schedules.schedule import Action, Offsets, Schedule, offsets, plan
+from mics_fn.schedules.schedule import (
+    Action,
+    Learned,
+    Offsets,
+    OnDemand,
+    Run,
+    Schedule,
+    keep_all,
+    offsets,
+    on_demand,
+    plan,
+)
 
 __all__ = ["Action", "Schedule", "plan"]

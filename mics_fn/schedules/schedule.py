@@ -1,4 +1,4 @@
-"""`Schedule`: the order in which one step fetches, uses, drops and reduces its buckets, as a value.
+"""`Schedule`: the order in which one step uses its buckets; and policies and runs that follow it.
 
 A bucket is a number here, and its size a number of bytes. An `Action` is a kind and the buckets
 that it concerns: `fetch` gathers a bucket (an all-gather), `use` is an op that needs its buckets
@@ -8,18 +8,32 @@ live, `drop` frees a bucket, and `reduce` averages its gradients into shards (a 
 over all micro-steps. In its text form, actions are separated by ";" or a new line:
     fetch 0; fetch 1; use 0; use 0+1; drop 1; reduce 1; drop 0; reduce 0  # a comment
 The record of a run is a schedule that has uses and reductions only; `plan` adds the rest.
+
+[Note: recording] The first run knows nothing. It fetches a bucket at its first use, drops the least
+recently used one if the budget requires it, and records the order of use. The next run follows the
+schedule that was planned from this record, as long as the model does the same again. If it does
+not, the run continues like a first run from there, and its record replaces the old one.
+
+[Note: the same order of use] Each rank decides by itself what to fetch. Ranks that fetch different
+buckets would hang, or receive the wrong bytes. A fetch is a gather, so it is compared before data
+moves, as any call is; see [Note: the same calls] in `faults.order`. Ranks may differ in what they
+use while it is live. They may differ in gradients too, unless one of them waits for the memory of a
+reduction that another one starts after the next fetch: then they wait for each other, and say so.
 """
 
 import re
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from random import Random
 from typing import Any, Literal, NamedTuple, cast
 
 from mics_fn import checks
 from mics_fn.errors import PlanError
+from mics_fn.store import Channel
 
 Kind = Literal["fetch", "use", "drop", "reduce", "backward"]
 Uses = Sequence[tuple[int, ...]]  # the buckets of each use
@@ -33,30 +47,16 @@ _EXPECTED = (
 _LINE_CHARS = 92  # of `str`, so that an indented text fits in 100
 
 
-class _Fields(NamedTuple):
-    kind: Kind
-    buckets: tuple[int, ...]
-
-
-class Action(_Fields):
+class Action(NamedTuple):
     """One step of a schedule; its `str` is its text, such as "fetch 3" or "use 1+2".
 
     Args:
       kind: "fetch", "use", "drop", "reduce" or "backward".
       buckets: a single one; of a use one or more, ascending; of backward none.
-
-    Raises:
-      PlanError: there is no such kind, or it cannot have these buckets.
     """
 
-    __slots__ = ()
-
-    def __new__(cls, kind: Kind, buckets: tuple[int, ...]) -> "Action":
-        if not _fit(kind, buckets):
-            what = f"Action: {checks.given('kind', kind)}, {checks.given('buckets', buckets)}"
-            fix = "write it as in Action('use', (1, 2)) or Action('fetch', (0,))"
-            raise PlanError(what, [_EXPECTED], fix)
-        return super().__new__(cls, kind, buckets)
+    kind: Kind
+    buckets: tuple[int, ...]
 
     def __str__(self) -> str:
         return f"{self.kind} {'+'.join(map(str, self.buckets))}".rstrip()
@@ -67,7 +67,7 @@ class Schedule:
     """Actions in order, compared and hashed by value. `str` gives its text, and `parse` reads it.
 
     Raises:
-      PlanError: these are not actions.
+      PlanError: these are not actions, there is no such kind, or it cannot have these buckets.
 
     Example:
       >>> Schedule.parse("fetch 0; fetch 1; use 0+1  # a comment")
@@ -331,9 +331,7 @@ def _fetch_ahead(uses: Uses, sizes: Sequence[int], limit: int, prefetch: int) ->
 
 # `offsets`: where each fetch of a schedule lies in one piece of memory, so that few bytes do.
 
-# How many orders of choice a search tries, and how many fetches it places in all of these: at worst
-# half a second, once for each schedule.
-_TRIES, _WORK, _STARTS = 600, 30_000, 6
+_WORK = 30_000  # how many fetches a search places, at worst in half a second for each schedule
 
 
 class Offsets(NamedTuple):
@@ -391,33 +389,23 @@ def offsets(schedule: Schedule, sizes: Sequence[int], pools: Sequence[Hashable])
 def _least(
     own: Sequence[int], sizes: Sequence[int], beside: Sequence[Sequence[int]], peak: int
 ) -> dict[int, int]:
-    """Where these fetches begin, in the best of the orders that a local search tries."""
+    """Where these fetches begin, in the best of the orders that a search tries.
 
-    def tried(order: Sequence[int]) -> tuple[dict[int, int], list[int]]:
+    After each try, what ends highest chooses earlier; the first order goes by size.
+    """
+    order, random = sorted(own, key=lambda i: -sizes[i]), Random(0)
+    best, least = dict[int, int](), 0
+    for _ in range(max(1, _WORK // max(1, len(own)))):
         starts = _in_order(order, sizes, beside)
-        return starts, [max(0, starts[i] + sizes[i] - peak) for i in order]
-
-    best, least, random = dict[int, int](), 0, Random(0)
-    tries = max(1, min(_TRIES, _WORK // max(1, len(own))))
-    for start in range(_STARTS):
-        order = sorted(own, key=lambda i: -sizes[i])
-        if start:
-            random.shuffle(order)
-        starts, over = tried(order)
-        for _ in range(tries):
-            if not best or max(over, default=0) < least:
-                best, least = starts, max(over, default=0)
-            if not least:
-                return best
-            other = list(order)
-            if random.random() < 0.5:  # what ends too high chooses earlier
-                place = random.choice([at for at, high in enumerate(over) if high])
-                other.insert(random.randrange(place + 1), other.pop(place))
-            else:
-                other.insert(random.randrange(len(own)), other.pop(random.randrange(len(own))))
-            moved, above = tried(other)
-            if sum(above) <= sum(over):
-                order, starts, over = other, moved, above
+        ends = {i: starts[i] + sizes[i] for i in order}
+        most = max(ends.values(), default=0)
+        if not best or most < least:
+            best, least = starts, most
+        if least <= peak:
+            break
+        highest = max(order, key=ends.__getitem__)
+        place = order.index(highest)
+        order.insert(random.randrange(place + 1), order.pop(place))
     return best
 
 
@@ -435,3 +423,337 @@ def _in_order(
             at = max(at, stop)
         starts[i] = at
     return starts
+
+
+# Policies: how a schedule is made from a record, and what is remembered between runs.
+
+Planner = Callable[[Schedule, Sequence[int]], Schedule]
+
+
+@dataclass(eq=False)
+class Learned:
+    """What earlier runs of one tree under one policy found out."""
+
+    schedule: Schedule | None = None  # what the next run follows
+    order: tuple[int, ...] | None = None  # of reductions; the same on all ranks of the job
+    firsts: tuple[int, ...] | None = None  # order of first uses; the same on all ranks of the job
+    offsets: tuple[Any, Any] = (None, None)  # what they were found for, and the `Offsets`
+    last: Any = None  # the last `Run`, which has perhaps not settled yet
+    warned: bool = False  # whether the warning of a changed order of use was given
+    examined: bool = False  # whether a loss was searched for parameters that nobody trains
+    missed: set[int] = field(default_factory=set)  # buckets that got no gradient in some pass
+    reused: set[int] = field(default_factory=set)  # buckets used after they were let go
+
+    def forget(self) -> None:
+        """Forget all that ranks must have in common: on new groups some may have seen less."""
+        self.schedule = self.order = self.firsts = self.last = None
+        self.missed, self.reused = set(), set()
+
+
+@dataclass(eq=False)
+class OnDemand:
+    """A policy, and what it remembers of each tree; made by `on_demand` and `keep_all`.
+
+    Keep one policy for each program: training and evaluation use parameters in different orders.
+
+    Args:
+      live_bytes: budget for buckets that stay live; None for no limit.
+      prefetch: how many buckets may be fetched ahead of their use.
+      planner: makes a schedule from a record and the sizes of buckets; None for `schedules.plan`.
+      at_once: whether a run fetches everything when it begins.
+      lets_go: whether the last pass drops a bucket once its gradients are complete.
+      learned: what runs have found out, by tree.
+
+    Example:
+      >>> policy = OnDemand(live_bytes=8, prefetch=1)
+      >>> print(policy.plan(Schedule.parse("use 0; use 1; use 0"), sizes=[8, 8]))
+      fetch 0; fetch 1; use 0; use 1; drop 1; use 0; drop 0
+      >>> policy.describe()
+      'on_demand(live_bytes=8, prefetch=1)'
+    """
+
+    live_bytes: int | None
+    prefetch: int
+    planner: Planner | None = None
+    at_once: bool = False
+    lets_go: bool = False
+    learned: dict[Hashable, Learned] = field(default_factory=dict, repr=False)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """What the next run of the tree that was seen last will follow; None if not known yet."""
+        found = [each.schedule for each in self.learned.values() if each.schedule is not None]
+        return found[-1] if found else None
+
+    def plan(self, record: Schedule, sizes: Sequence[int]) -> Schedule:
+        """A schedule for a record."""
+        if self.planner is not None:
+            planned = self.planner(record, sizes)
+            planned.check(sizes)
+            return planned.unmarked
+        return plan(record.unmarked, sizes, live_bytes=self.live_bytes, prefetch=self.prefetch)
+
+    def describe(self) -> str:
+        """The facts that must be the same on every rank."""
+        if self.at_once:
+            return "keep_all()"
+        # Functions cannot be compared between ranks; the fetches that they plan are.
+        own = "" if self.planner is None else ", plan=a function"
+        return f"on_demand(live_bytes={self.live_bytes}, prefetch={self.prefetch}{own})"
+
+
+def on_demand(
+    *, live_bytes: float | str | None = None, prefetch: int = 4, plan: Planner | None = None
+) -> OnDemand:
+    """A policy that fetches buckets when an op needs them, and ahead once their order is known.
+
+    The first run fetches a bucket at its first use and records the order of use; later runs follow
+    the plan that was made from it. `Trainer` uses this policy if it has a budget.
+
+    Args:
+      live_bytes: how many bytes of gathered buckets stay live. With None all stay, and each bucket
+        is fetched once per run, as in ZeRO-2; with 0 one bucket is live at a time, as in ZeRO-3.
+        What a single op needs is always allowed, and one more bucket that is fetched ahead. A text
+        such as "512MiB" or "1GB" is a number of bytes, too.
+      prefetch: how many buckets may be fetched ahead of their use, once the order is known.
+      plan: makes a schedule from a record and the sizes of buckets in bytes, instead of
+        `mics_fn.schedules.plan`. A record has the marks of backward passes that a `GradSum` runs.
+
+    Returns:
+      An `OnDemand`, for `defer` and `Trainer`. It remembers what it learned.
+
+    Communication: in a run without a schedule and in the first that follows one, a few messages of
+      about a hundred bytes to the store of torch.distributed before each fetch.
+
+    Raises:
+      PlanError: `live_bytes` is negative or not a number.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> policy = on_demand(live_bytes=0)
+      >>> shards = shard({"w": torch.ones(2), "b": torch.ones(3)}, groups, bucket_bytes=8)
+      >>> def loss_fn(shards):
+      ...     with defer(shards, groups, policy) as full:
+      ...         return full["w"].sum() * full["b"].sum()
+      >>> for _ in range(2):
+      ...     grads = torch.func.grad(loss_fn)(shards)
+      >>> print(policy.schedule)
+      fetch 1; fetch 0; use 1; drop 1; use 0; drop 0; reduce 0; reduce 1
+
+    References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 4; Belady, IBM Systems
+      Journal, 1966.
+    """
+    budget = None if live_bytes is None else checks.nbytes("on_demand", "live_bytes", live_bytes)
+    return OnDemand(budget, prefetch, plan)
+
+
+def keep_all() -> OnDemand:
+    """A policy that starts to fetch all buckets at once and keeps them until the end of the run.
+
+    Buckets arrive in the order in which the first run used them, while the model computes with
+    those that are there. Because no fetch depends on what the model does, ranks may use different
+    parameters.
+
+    Returns:
+      An `OnDemand`, for `defer` and `Trainer`.
+
+    Communication: each run gathers each bucket once.
+
+    Memory: each run holds the full parameters.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> shards = shard([torch.ones(2)], groups)
+      >>> with defer(shards, groups, keep_all()) as full:
+      ...     full[0] + 1
+      tensor([2., 2.])
+    """
+    return OnDemand(None, 0, at_once=True)
+
+
+# `Channel`, and `Run`.
+
+
+class Run:
+    """Follows a schedule or records one, and keeps account of live buckets; it moves no data.
+
+    Args:
+      learned: what earlier runs found out; updated with what this run finds out.
+      policy: makes schedules, and has the budget.
+      sizes: bytes of each bucket.
+      channels: for messages to the other ranks, one per set of groups that the tree lives on.
+      name: text of a bucket, for errors.
+    """
+
+    def __init__(
+        self,
+        learned: Learned,
+        policy: OnDemand,
+        sizes: Sequence[int],
+        channels: Iterable[Channel],
+        name: Callable[[int], str],
+    ) -> None:
+        if learned.last is not None:
+            learned.last.end()
+        self.learned, self.policy, self.sizes = learned, policy, sizes
+        # Uses and complete gradients as they happened.
+        self._events: list[tuple[Kind, tuple[int, ...]]] = []
+        self.live: dict[int, None] = {}  # least recently used first
+        self.live_bytes = 0
+        self.following = learned.schedule is not None
+        self._cause = ""  # why it does not follow its schedule any more; see `end` for the warning
+        self._ended = False
+        self._actions = () if learned.schedule is None else learned.schedule.actions
+        self._next = 0  # index of the next action to follow
+        # In which order buckets are reduced, on every rank, whichever is complete first.
+        self.order = learned.order or tuple(reversed(range(len(sizes))))
+        # Whether it may fetch something after its start, in which ranks have to agree.
+        self._polls = not policy.at_once or policy.lets_go
+        self._channels, self.name = list(dict.fromkeys(channels)) or [Channel()], name
+        for channel in self._channels:
+            channel.learned.add(learned)
+        self._widest = max(self._channels, key=attrgetter("job_size"))
+        self._widest.runs += 1
+        self.number = self._widest.runs
+        if self._widest.run_keys:
+            self._widest.delete_old()
+        learned.last = self
+
+    def start(self) -> Sequence[int]:
+        """Return the buckets to fetch before anything is used."""
+        order = (self.learned.firsts or range(len(self.sizes))) if self.policy.at_once else ()
+        for index in order:
+            self.apply("fetch", index)
+        return order
+
+    def use(self, ids: tuple[int, ...]) -> list[tuple[Kind, int]]:
+        """Return what to fetch and drop before an op that needs these buckets."""
+        self._events.append(("use", ids))
+        if self.following:
+            found = self._until(ids)
+            if found is not None:
+                return [self.apply(*action) for action in found]
+            self.following = False
+            self._cause = f"a use is of {' and '.join(map(self.name, ids))}"
+        for i in ids:
+            if i in self.live:
+                del self.live[i]
+                self.live[i] = None
+        return self._on_demand(ids)
+
+    def lets_go(self, index: int) -> bool:
+        """Whether a bucket is dropped in the last pass once it has its gradients.
+
+        So it is by policy, if nothing should need it again in this run. Ranks need not agree on it.
+        If it is needed all the same, they fetch it again on demand.
+        """
+        return self.policy.lets_go and self.sizes[index] > 0 and index not in self.learned.reused
+
+    def note(self, kind: Kind, *ids: int) -> None:
+        """Note that a backward pass begins here, or that a bucket's gradients are complete."""
+        self._events.append((kind, ids))
+
+    def tally(self, event: str, amount: int) -> int:
+        """Add to a number of this run that all ranks share, and return the sum; never waits."""
+        return self._widest.tally(f"{event}/{self.number}", amount)
+
+    def _until(self, ids: tuple[int, ...]) -> list[tuple[Kind, int]] | None:
+        """The schedule's fetches and drops up to this use; None if its next use is another one."""
+        found = []
+        for place in range(self._next, len(self._actions)):
+            kind, buckets = self._actions[place]
+            if kind == "use":
+                if buckets != ids:
+                    return None
+                self._next = place + 1
+                return found
+            if kind in ("fetch", "drop"):
+                found.append((kind, buckets[0]))
+        return None
+
+    def apply(self, kind: Kind, index: int) -> tuple[Kind, int]:
+        """Note that a bucket is fetched or dropped."""
+        if kind == "fetch":
+            self.live[index] = None
+            self.live_bytes += self.sizes[index]
+        else:
+            del self.live[index]
+            self.live_bytes -= self.sizes[index]
+        return kind, index
+
+    def _on_demand(self, ids: tuple[int, ...]) -> list[tuple[Kind, int]]:
+        """Fetch missing buckets, after drops of the least recently used ones if room is needed."""
+        done, budget = [], self.policy.live_bytes
+        for i in ids:
+            if i in self.live:
+                continue
+            if self.policy.at_once:  # it was let go
+                self.learned.reused.add(i)
+            while budget is not None and self.live_bytes + self.sizes[i] > budget:
+                victim = next((b for b in self.live if b not in ids), None)
+                if victim is None:
+                    break
+                done.append(self.apply("drop", victim))
+            done.append(self.apply("fetch", i))
+        return done
+
+    def poll_peers(self) -> None:
+        """Poll for messages of other ranks, at most once per second; not with `keep_all`.
+
+        Whether a rank has failed is known here without a message.
+        """
+        for channel in self._channels:
+            channel.check()
+            if self._polls:
+                channel.glance()
+
+    def end(self) -> Schedule | None:
+        """End the run and learn from it; return what the next one follows, if this one has not.
+
+        It warns of another order of use only here, as ranks that differ in it have raised by now.
+        """
+        if not self._ended:
+            self._ended = True
+            if self.following and Schedule(self._actions[self._next :]).uses:
+                used = len(self.record.uses)
+                self.following = False
+                self._cause = f"run {self.number} ends after {used} uses of buckets"
+            if self._cause and not self.learned.warned:
+                self.learned.warned = True
+                text = (
+                    f"defer: the order of use changed: {self._cause}. Buckets are fetched on demand"
+                )
+                warnings.warn(f"{text} until it repeats; this warning is given once", stacklevel=2)
+            self._learn()
+        return None if self.following else self.learned.schedule
+
+    def _learn(self) -> None:
+        learned = self.learned
+        if self.following or (self.policy.at_once and learned.order is not None):
+            return
+        record = self.marked
+        if not record.uses:
+            return
+        if not self.policy.at_once:
+            learned.schedule = self.policy.plan(record, self.sizes)
+        if learned.order is None:
+            # Replicas reduce together in hop 2, so all ranks of the job keep the order of one rank.
+            rest = reversed(range(len(self.sizes)))
+            learned.order = self._first_order("order", [*record.reduces, *rest])
+            used = [i for ids in record.uses for i in ids]
+            learned.firsts = self._first_order("firsts", [*used, *range(len(self.sizes))])
+
+    def _first_order(self, event: str, order: Sequence[int]) -> tuple[int, ...]:
+        """The order of first occurrences, as found by the rank that asks first among all ranks."""
+        text = " ".join(map(str, dict.fromkeys(order)))
+        return tuple(map(int, self._widest.first_of(f"{event}/{self.number}", text).split()))
+
+    @property
+    def marked(self) -> Schedule:
+        """What happened, as a schedule without fetches, marked where backward passes began."""
+        return Schedule(tuple(Action(*event) for event in self._events))
+
+    @property
+    def record(self) -> Schedule:
+        """`marked` without the marks."""
+        return self.marked.unmarked

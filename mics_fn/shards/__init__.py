@@ -124,7 +124,7 @@ from mics_fn.shards.leaf import (
     refuse_tracing,
     same_tensor,
 )
-from mics_fn.shards.linear import as_part, deal, in_front, linear_map, put, with_zeros
+from mics_fn.shards.linear import as_part, deal, linear_map, put, with_zeros
 from mics_fn.shards.opened import (
     BucketUse,
     GroupsTree,

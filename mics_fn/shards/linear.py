@@ -102,6 +102,7 @@ def _own_rows(values: Sequence[Tensor], dim: int) -> Tensor:
 
 # Waits for what was started of one bucket, and gives one value per member.
 Finish = Callable[[], list[Tensor]]
+Runner = Callable[[Sequence[Any]], list[Tensor]]  # of one value per member of each use
 
 
 def _gather(use: BucketUse, values: Sequence[Tensor | None], like: dict) -> Finish:
@@ -246,20 +247,20 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore
-        name: str, levels: int | None, uses: Sequence[BucketUse], *data: Tensor | None
+        name: str, levels: int | None, uses: Sequence[BucketUse], by: Runner | None, *data: Any
     ) -> tuple[Tensor, ...]:
         if name in _SENT:
             refuse_tracing()
         if levels and name in ("gather", "own"):  # of which tangents are in parts
             refuse_local_basis(levels, deal(uses, data))
-        return tuple(run(name, uses, data))
+        return tuple(run(name, uses, data) if by is None else by(data))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.name, _, ctx.uses = inputs[:3]
         # In trees with thousands of leaves Python's search for garbage takes a third of the time,
         # and counts objects: nothing is kept for a leaf but its device, which is none.
-        ctx.devices = [None if value is None else value.device for value in inputs[3:]]
+        ctx.devices = [None if value is None else value.device for value in inputs[4:]]
         # What is sent is packed with zeros for missing (co)tangents, without tensors of zeros.
         ctx.set_materialize_grads(ctx.name not in _SENT)
 
@@ -267,20 +268,21 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:  # pyright: ignore
         # The transpose of a gather is hop 1 of gradients. Further ones have no codes.
         uses = ctx.uses if ctx.name == "gather" else [use.uncoded for use in ctx.uses]
-        found = _Linear.apply(_TRANSPOSED[ctx.name], 0, uses, *cotangents)
+        found = _Linear.apply(_TRANSPOSED[ctx.name], 0, uses, None, *cotangents)
         pairs = zip(found, ctx.devices, strict=True)
-        return (None, None, None, *(None if to is None else g.to(to) for g, to in pairs))
+        return (None, None, None, None, *(None if to is None else g.to(to) for g, to in pairs))
 
     @staticmethod
-    def jvp(ctx: Any, _name: None, _levels: None, _uses: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
-        return _Linear.apply(ctx.name, 0, [use.uncoded for use in ctx.uses], *tangents)
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        uses = [use.uncoded for use in ctx.uses]
+        return _Linear.apply(ctx.name, 0, uses, None, *tangents[4:])
 
     @staticmethod
     def vmap(  # pyright: ignore
-        info: Any, in_dims: tuple, name: str, levels: int | None, uses: Any, *data: Tensor | None
+        info: Any, in_dims: tuple, name: str, levels: int | None, uses: Any, by: Any, *data: Any
     ) -> tuple:
         levels = None if levels is None else levels + 1
-        found = _Linear.apply(name, levels, uses, *in_front(info, in_dims[3:], data))
+        found = _Linear.apply(name, levels, uses, by, *in_front(info, in_dims[4:], data))
         return found, (0,) * len(found)
 
 
@@ -318,10 +320,21 @@ def run(name: str, uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Tenso
 
 
 def linear_map(
-    name: str, uses: Sequence[BucketUse], *data: Tensor | None, derived: bool = False
+    name: str,
+    uses: Sequence[BucketUse],
+    *data: Tensor | None,
+    derived: bool = False,
+    by: Runner | None = None,
 ) -> list[Tensor]:
-    """Apply a map to one value per member of each use; `derived` if they are (co)tangents."""
-    return list(_Linear.apply(name, 0 if derived else None, uses, *data))
+    """Apply a map to one value per member of each use.
+
+    Args:
+      name, uses: the map, and the buckets.
+      data: one value per member of each use.
+      derived: whether they are (co)tangents.
+      by: does on plain tensors what the map does; its derivatives are those of the map.
+    """
+    return list(_Linear.apply(name, 0 if derived else None, uses, by, *data))
 
 
 def as_part(value: Any, parts: int) -> Any:
@@ -340,7 +353,7 @@ def apply(name: str, uses: Sequence[BucketUse], values: Sequence[Any]) -> list[T
     data: list[Any] = []
     for use in uses:
         data.extend(map(values.__getitem__, use.members))
-    return list(_Linear.apply(name, None, uses, *data)) if uses else []
+    return list(_Linear.apply(name, None, uses, None, *data)) if uses else []
 
 
 def put(out: list[Any], uses: Sequence[BucketUse], found: Sequence[Any]) -> None:

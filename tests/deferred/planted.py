@@ -1,6 +1,7 @@
 """Mistakes in deferred parameters and sums; `planting.py` checks that tests catch them."""
 
 _L, _R, _T = "deferred/live.py", "deferred/reduction.py", "deferred/tensor.py"
+_D = "deferred/deferring.py"
 
 PLANTED = [
     ("the sum over micro-steps is not divided by their number", _R,
@@ -12,14 +13,14 @@ PLANTED = [
     ("gradients take the memory of parameters in the first of several passes", _R,
      "fits=last and passes > 0 and", "fits=passes > 0 and",
      "deferred/test_let_go.py -k same_bits"),
-    ("the ring of reductions is twice as large", _R, "= max(*needs[ring], few, LEAST_RING), count",
-     "= 2 * max(*needs[ring], few, LEAST_RING), count", "deferred/test_hops.py"),
-    ("the ring holds one bucket whatever the budget is", _R, "few = 0 if least else count *",
-     "few = 0 if not count else 0 *", "deferred/test_hops.py"),
+    ("the ring of reductions is twice as large", _R, "= max(*sizes, few, LEAST_RING), parts[ring]",
+     "= 2 * max(*sizes, few, LEAST_RING), parts[ring]", "deferred/test_hops.py"),
+    ("the ring holds one bucket whatever the budget is", _R, "few = 0 if least else parts",
+     "few = 0 if sizes else parts", "deferred/test_hops.py"),
     ("a sum in files forgets the passes before", _R, "if placed is not None and not hops.first:",
      "if placed is not None and hops.mean:", "deferred/test_placed_sums.py -k sums_in_files"),
-    ("a bucket without a gradient on one rank is left out there", "deferred/grad_sum.py",
-     "reduction.add(index, [None] * len(bound.opened.uses[index].members))",
+    ("a bucket without a gradient on one rank is left out there", _D,
+     "reduction.add(index, [None] * len(reduction.uses[index].members))",
      "reduction.skip(index)",
      "deferred/test_uneven.py"),
     ("a bucket is read though its shards were written to", _L,
@@ -43,9 +44,9 @@ PLANTED = [
      "deferred/test_deferred.py -k what_people_do"),
     ("a parameter is used after its run ended", _L, "if self._closed:\n            text",
      "if not self.buckets:\n            text", "deferred/test_ends.py"),
-    ("a step is refused though one rank has a gradient", "deferred/grad_sum.py",
-     "if n == 1 or self.run.tally(f\"no gradient/{min(ranks)}\", 0) == n:",
-     "if n == 1 or self.run.tally(f\"no gradient/{min(ranks)}\", 0) > 0:",
+    ("a step is refused though one rank has a gradient", _D,
+     "if n == 1 or self._reduction.run.tally(f\"no gradient/{min(ranks)}\", 0) == n:",
+     "if n == 1 or self._reduction.run.tally(f\"no gradient/{min(ranks)}\", 0) > 0:",
      "deferred/test_graph.py -k one_rank"),
     # On a simulated device that is behind the host.
     ("a rank that fails waits for the others to destroy its groups", "groups/groups.py",

@@ -91,9 +91,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "gradients are not waited for": _of(
         "two replicas, budget",
-        Change(
-            "deferred/grad_sum.py", "bound.reduction.wait()\n        bound.check", "bound.check"
-        ),
+        Change("deferred/deferring.py", "reduction.wait()\n        self._check", "self._check"),
     ),
     "a reduction writes what it reads": _of(
         "two levels, budget", Change(_SUM, "[levels % 2 if", "[1 - levels % 2 if")

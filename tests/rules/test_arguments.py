@@ -139,8 +139,8 @@ LeafError: opt_step: grads.b does not match its parameter
 PlanError: on_demand: live_bytes=1.5, expected a number of bytes of at least 0
 >>> schedules.plan(record, [8], live_bytes="x")
 PlanError: plan: live_bytes='x', expected a number of bytes of at least 0
->>> schedules.Action("fech", (0,))
-PlanError: Action: kind='fech', buckets=(0,)
+>>> schedules.Schedule([schedules.Action("fech", (0,))])
+PlanError: Schedule: actions[0] is Action(kind='fech', buckets=(0,))
 >>> schedules.Schedule([("use", (0,))])
 PlanError: Schedule: actions[0] is ('use', (0,))
 >>> mf.defer(shards(), groups, None)

@@ -9,7 +9,7 @@ def test_a_rank_without_others_follows_whatever_it_reduces():
         run = Run(learned, on_demand(live_bytes=0, prefetch=0), [8] * 2, [], str)
         for step in program:  # a use of a bucket, or a reduction
             if step is None:
-                run.complete(0)
+                run.note("reduce", 0)
             else:
                 run.use((step,))
         run.end()
