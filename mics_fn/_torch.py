@@ -24,6 +24,7 @@ import torch.utils._pytree as torch_pytree
 from torch.autograd import forward_ad, profiler
 from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import stateless
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Ranges of torch's profilers, by private names of torch.
@@ -537,3 +538,11 @@ def needs_derivative(values: Iterable[Any]) -> bool:
         if isinstance(value, torch.Tensor) and value.requires_grad:
             return True
     return False
+
+
+def swapped(module: torch.nn.Module, values: dict[str, torch.Tensor]) -> AbstractContextManager:
+    """A block in which a module has these values by name; what it assigns is in the dict then.
+
+    As in `torch.func.functional_call`, whose `strict=True` would walk the module at every call.
+    """
+    return stateless._reparametrize_module(module, values)

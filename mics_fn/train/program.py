@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.data import DataLoader
 
-from mics_fn import checks, spans
+from mics_fn import _torch, checks, spans
 from mics_fn.collectives import mean_over_ranks
 from mics_fn.deferred import check_loss
 from mics_fn.errors import LeafError
@@ -260,11 +259,7 @@ _NAMED = "name the arguments of forward in the batch, or pass loss=: it is given
 Backward = Callable[[Tensor], None]
 
 
-class Result(NamedTuple):
-    """What a call of a program gives."""
-
-    loss: Tensor  # 0-dim, detached
-    buffers: Values  # those after the call
+Result = tuple[Tensor, Values]  # of a call: the loss, 0-dim and detached; the buffers after it
 
 
 class FunctionProgram:
@@ -284,7 +279,7 @@ class FunctionProgram:
     ) -> Result:
         """The loss of a batch, after `backward` was called with it."""
         loss = self.loss_fn(params, self.precision.cast_inputs(batch))
-        return Result(_finished(self.precision.cast_output(loss), backward), buffers)
+        return _finished(self.precision.cast_output(loss), backward), buffers
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -321,7 +316,6 @@ class ModuleProgram:
         self._values = params, self.buffers.copies({k: x.detach() for k, x in buffers.items()})
         self._loss = loss or _own_loss
         self._model: Any = Casting(self.skeleton, precision) if precision.casts else self.skeleton
-        self._inside = _Inside(self.skeleton)
 
     def __call__(
         self, params: Tree, buffers: Values, batch: Any, backward: Backward | None = None
@@ -331,19 +325,18 @@ class ModuleProgram:
         A model that recomputes activations in backward would else do so on meta.
         """
 
-        def work() -> Tensor:
+        values = {**params, **buffers}
+        with _torch.swapped(self.skeleton, values):
             try:
                 loss = self._loss(self._model, batch)
             except (AttributeError, TypeError) as error:
                 _say_how_called(error, self.skeleton, batch)
                 raise
-            return _finished(loss, backward)
-
-        loss, values = self._with_values({**params, **buffers}, work)
+            loss = _finished(loss, backward)
         # If a module replaces a buffer instead of writing to it, the new one is in the dict.
         if backward is not None and self.buffers.shared:
             self.buffers.replaced([k for k, x in buffers.items() if values[k] is not x])
-        return Result(loss, {name: values[name].detach() for name in buffers})
+        return loss, {name: values[name].detach() for name in buffers} if buffers else {}
 
     def take(self) -> tuple[Values, Values]:
         """Parameters and buffers by name, once: nothing here refers to them afterwards."""
@@ -361,20 +354,14 @@ class ModuleProgram:
           LeafError: something in it has no value, since the skeleton alone has it.
         """
         values = {**params(), **self.buffers.copies(buffers)}
-        found, _ = self._with_values(values, self.skeleton.state_dict)
+        with _torch.swapped(self.skeleton, values):
+            found = self.skeleton.state_dict()
         for name, value in found.items():
             if isinstance(value, Tensor) and value.is_meta:
                 text = f"Trainer.state_dict: the model saves {name!r}, which is neither a parameter"
                 fix = "register it as a buffer, or take trainer.params() and state.buffers"
                 raise LeafError(f"{text} nor a buffer", fix=fix)
         return found
-
-    def _with_values(self, values: Values, work: Callable[[], Any]) -> tuple[Any, Values]:
-        """What `work` gives while values are swapped in, and the values as it left them."""
-        given = {f"model.{name}": value for name, value in values.items()}
-        # All names are given. strict=True would check that by walking the module at every call.
-        found = functional_call(self._inside, given, (work,), tie_weights=False)
-        return found, {name: given[f"model.{name}"] for name in values}
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -386,17 +373,6 @@ class ModuleProgram:
         finally:
             for module, mode in modes:
                 module.training = mode
-
-
-class _Inside(nn.Module):
-    """Module around a model, whose call runs any work, such as a loss and its backward."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, work: Callable[[], Any]) -> Any:
-        return work()
 
 
 def program_of(
