@@ -491,11 +491,12 @@ class Checkpoints:
 
         What was under way on the old ones has ended with them. If that failed, the next step is
         saved in its place. Ranks may have heard different things of the end of a save, and one that
-        came back has heard nothing, so they tell each other.
+        came back has heard nothing, nor of the epoch in which the job has its folder: so they tell
+        each other.
         """
-        said = json.dumps([self._end(), self._ours]).encode()
+        said = json.dumps([self._end(), self._ours, self._writer.epoch]).encode()
         found = [json.loads(text) for text in collect_bytes(trainer.member.home, said).values()]
-        self._retries, self._ours = (any(each) for each in zip(*found, strict=True))
+        self._retries, self._ours, self._writer.epoch = map(max, zip(*found, strict=True))
         self._saved = trainer.state.step
 
     def after(self, trainer: Any) -> None:
