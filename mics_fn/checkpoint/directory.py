@@ -17,7 +17,8 @@ epochs are writing into, and only then looks which steps there are. Whoever save
 folder first, and looks then whether the epoch is still its own. So of two that do this at the same
 time either the owner finds the folder, and the rename that would commit it fails, as what it
 renames has gone; or the other one finds that it was replaced, and raises. Nothing can change
-between the look and the commit, and nobody waits for a lock.
+between the look and the commit, and nobody waits for a lock. All ranks of a job know its epoch, so
+a process that takes the place of the first one goes on in it, and takes nothing back.
 
 That needs a file system that makes a file exclusively, renames a folder as one operation, and lets
 whoever lists a folder see what others did before. Local ones do; NFS does from version 3 on, as its

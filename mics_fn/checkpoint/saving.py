@@ -107,6 +107,10 @@ def agree_on(
     spans.passing("save", options.step)
     folder = folder_to_write(path)
     home = snapshot.main_home("save", groups, snapshot.homes_by_bucket("save", state, groups))
+    if home.state.members and not home.state.saves:  # another process may be the first rank since
+        with together("save", home) as exchange:
+            exchange.mine = folder.epoch
+        folder.epoch = max(exchange.all.values())
     try:
         with together("save", home) as exchange:
             options.check()
@@ -632,5 +636,5 @@ def take_folder(
             if home.position == 0:
                 folder.own()
         exchange.mine = folder.epoch, max(folder.committed(), default=None)
-    folder.epoch, newest = exchange.all[home.ranks[0]]
-    return newest
+    folder.epoch = max(epoch for epoch, _ in exchange.all.values())  # the first rank may be new
+    return exchange.all[home.ranks[0]][1]

@@ -6,7 +6,7 @@ and this page sets them: without it all verbs work, and a rank that is lost is f
 While groups are open, a thread watches the other ranks; see [Note: signs of life] in `monitor`. One
 that raises, exits, is killed or gives no sign of life is named by a `PeerFailed` on all others; see
 [Note: no torn step] in `journal` for when they raise it. A signal before preemption ends all
-ranks after the same step: `StopRequest` in `stop.py`.
+ranks after the same step: `StopRequest` in `monitor.py`.
 
 After a fault, `reset` gives all ranks new groups. A rank whose process is gone may be started again
 for it, on its own or as a spare, with the same environment and the same script, as long as the
@@ -38,9 +38,8 @@ from mics_fn.faults.comparing import (
     texts_of,
     versions,
 )
-from mics_fn.faults.monitor import limit_s, watched
+from mics_fn.faults.monitor import StopRequest, limit_s, watched
 from mics_fn.faults.rejoin import entering, replaced, reset
-from mics_fn.faults.stop import StopRequest
 from mics_fn.groups import hooks
 
 hooks.enter, hooks.join, hooks.limit_s = entering, watched, limit_s

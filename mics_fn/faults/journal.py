@@ -85,18 +85,25 @@ class Journal:
             self._take(store.get(self._at()))
 
     def say(self, store: Any, failure: Failure) -> bool:
-        """Append a failure, unless the same stands; returns whether it was appended."""
+        """Append a failure, unless the same stands; returns whether it was appended.
+
+        All ranks read what it appends at their next tick.
+        """
         self.read(store)
         while (known := self.standing.get(failure.rank)) is None or not known.final:
             if known is not None and not failure.final:
                 return False
             if self._append(store, {"fails": asdict(failure)}):
+                store.add(CHANGES, 1)
                 return True
         return False
 
     def withdraw(self, store: Any, rank: int) -> bool:
         """Withdraw a rank's own failure; return False if another rank gave up because of it."""
-        return self._change(store, rank, "withdraws")
+        try:
+            return self._change(store, rank, "withdraws")
+        finally:
+            store.add(CHANGES, 1)
 
     def make_final(self, store: Any, rank: int | None) -> bool:
         """Make a failure final; False if it was withdrawn before."""
@@ -138,25 +145,6 @@ class Journal:
                 issued=failure.issued or first.issued,
             )
         self.standing = standing
-
-
-def said_to_all(journal: Journal, store: Any, failure: Failure) -> None:
-    """Append a failure, and have all ranks read it."""
-    if journal.say(store, failure):
-        store.add(CHANGES, 1)
-
-
-def withdrawn(journal: Journal, store: Any, rank: int) -> bool:
-    """`Journal.withdraw`, and have all ranks read it."""
-    try:
-        return journal.withdraw(store, rank)
-    finally:
-        store.add(CHANGES, 1)
-
-
-def same_place(mine: Mapping[str, int], theirs: Mapping[str, int]) -> bool:
-    """Whether two ranks have made equally many calls on each communicator that both are in."""
-    return all(theirs[key] == made for key, made in mine.items() if key in theirs)
 
 
 # `Idle`: for how long a rank has made no call, where it is, and which rank the others wait for.
@@ -361,11 +349,18 @@ class Watcher(Watch):
                 self._give_up(failure, stuck[0].text if stuck else "")
 
     def _shares(self, failure: Failure) -> bool:
-        """Return whether this rank raised the same error, so that the other one may continue."""
+        """Return whether this rank raised the same error, so that the other one may continue.
+
+        Both have made equally many calls on each communicator that both are in.
+        """
         if failure.final or self.announced is None:
             return False
         both = {failure.kind, self.announced.kind} == {"interrupted"}
-        return both or any(same_place(made, failure.made or {}) for made in self._raised_at)
+        theirs = failure.made or {}
+        return both or any(
+            all(theirs[key] == count for key, count in made.items() if key in theirs)
+            for made in self._raised_at
+        )
 
     def _give_up(self, failure: Failure, waits: str) -> None:
         """Raise the error of a failure, unless it was withdrawn meanwhile."""
@@ -465,7 +460,7 @@ class Watcher(Watch):
 
     def _report(self, failure: Failure) -> None:
         if self.state.key:
-            self._monitor.say(partial(said_to_all, self.journal, failure=failure))
+            self._monitor.say(partial(self.journal.say, failure=failure))
 
     def retract(self) -> errors.PeerFailed | None:
         """Withdraw what this rank has announced; the error if another one has given up by then."""
@@ -473,8 +468,7 @@ class Watcher(Watch):
         if announced is None or announced.final:
             self._stands = False
             return None
-        call = partial(withdrawn, self.journal, rank=self.state.rank)
-        if self._monitor.bounded(call, True):
+        if self._monitor.bounded(partial(self.journal.withdraw, rank=self.state.rank), True):
             self._stands, self.state.standing = False, self.journal.standing
             return None
         self.announced = replace(announced, final=True)
@@ -523,7 +517,7 @@ class Watcher(Watch):
 
     def say(self, failure: Failure, store: Any) -> None:
         """Tell all ranks of a failure that this one has found."""
-        said_to_all(self.journal, store, failure=failure)
+        self.journal.say(store, failure)
         self.state.standing = self.journal.standing
 
     def _overdue(self, store: Any) -> Failure | None:

@@ -1,16 +1,17 @@
-"""`Monitor`: the threads that tell other ranks that this one lives, and find out which ones do not.
+"""`Monitor`: the threads that tell other ranks that this one lives, and find out which do not.
 
 [Note: signs of life] Each rank counts in the store, a few times per second, and reads the counts of
-a few other ranks. A count that stands still for `heartbeat_s` is a rank that is silent: stopped, or
-cut off, or gone with its host. It is measured anew from each meeting on. How long it stands still
-is added up from the reader's own ticks, each of which adds no more than its length, so a process
-that was stopped itself, or whose interpreter was held, accuses nobody. With its count a rank writes
-which process it is. Those on its host see at their next tick that it is gone, so a rank that is
-killed is named before the others know more than that some connection was closed. Nobody else calls
-a rank killed, however silent it is. One that closes its groups writes that before it may end, so
-whoever sees that a process is gone reads what it wrote last before it accuses that rank. Who finds
-a failure writes it into the journal of each groups that the rank is in, see [Note: the journal] in
-`journal`, and all ranks read it at their next tick.
+a few other ranks; in a large job one rank of a host does so for all of them, see [Note: one writer
+per host] in `heartbeat`. A count that stands still for `heartbeat_s` is a rank that is silent:
+stopped, or cut off, or gone with its host. It is measured anew from each meeting on. How long it
+stands still is added up from the reader's own ticks, each of which adds no more than its length, so
+a process that was stopped itself, or whose interpreter was held, accuses nobody. With its count a
+rank writes which process it is. Those on its host see at their next tick that it is gone, so a rank
+that is killed is named before the others know more than that some connection was closed. Nobody
+else calls a rank killed, however silent it is. One that closes its groups writes that before it may
+end, so whoever sees that a process is gone reads what it wrote last before it accuses that rank.
+Who finds a failure writes it into the journal of each groups that the rank is in, see [Note: the
+journal] in `journal`, and all ranks read it at their next tick.
 
 Two threads do this. The store thread talks to the store, and may be stuck in it. The other one
 ticks, and finds out that the store thread is stuck: then the store, or the rank that holds it, has
@@ -21,26 +22,36 @@ nobody to stop them or to start them again. So each rank notices at a tick of it
 parent is another process, tells the other ranks, and ends at once, whatever it computes or waits
 for. Only what a launcher has started is ended so: a shell or a kernel may go and leave a program
 alone.
+
+[Note: the last step] A signal reaches ranks at different instants, or only one of them, and none
+may stop while others go on. So the rank that is asked writes that into the store. The monitor of
+each rank answers with the number of the step that this rank has begun, whatever its main thread
+does meanwhile, and the last step is the highest of these numbers. A rank that comes to the end of a
+step after its monitor has answered reads the answers of all, and waits for those that are missing:
+they do not depend on how far the others are, so this wait ends. Until some rank is asked, the end
+of a step is a comparison in this process, without a message.
 """
 
 import atexit
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, cast
 
 import torch.distributed as dist
 
-from mics_fn import _torch
-from mics_fn.errors import GroupsError, PeerFailed, PlanError
+from mics_fn import _torch, checks, errors
 from mics_fn.faults import heartbeat
-from mics_fn.faults.heartbeat import BoundedStore, Peer, Process, StoreThread, heartbeat_of
-from mics_fn.faults.journal import Failure, Watcher, of_store, said_to_all, without_a_word
-from mics_fn.groups import GroupState, announce_all, end_aborts, never_destruct, read_launch
-from mics_fn.store import CHANGES, StoreLost, claim
+from mics_fn.faults.heartbeat import BoundedStore, HostPage, StoreThread, count_of, heartbeat_of
+from mics_fn.faults.journal import Failure, Watcher, of_store, without_a_word
+from mics_fn.groups import Groups, GroupState, announce_all, end_aborts, never_destruct, read_launch
+from mics_fn.store import CHANGES, Store, StoreLost, claim, later, poll
 from mics_fn.threads import Bell, Job, Latch, start
 
 # The launcher of this process, and what becomes of a rank that has outlived it.
@@ -60,7 +71,7 @@ def was_launched(env: Mapping[str, str]) -> bool:
         return True
     try:
         launch = read_launch(env)
-    except GroupsError:
+    except errors.GroupsError:
         return False
     return launch is not None and launch.source != "torchrun"
 
@@ -76,7 +87,7 @@ class Launcher:
         if self._pid is None or not states or os.getppid() == self._pid:
             return
         text = f"the launcher of rank {states[0].rank} (process {self._pid}) is gone"
-        error = GroupsError(text, fix="start the job again")
+        error = errors.GroupsError(text, fix="start the job again")
         announce_all(error, final=True, kind="exited")
         monitor.linger()
         sys.stderr.write(f"{error}\n")
@@ -88,6 +99,7 @@ launcher = Launcher()
 
 _PATIENCE_S = 0.5  # how long a rank that fails waits for the store
 _PARTING_S = 3.0  # the same of a rank that closes its groups; else it would look killed at its end
+_OWN_TURN = 16  # at every such tick a rank talks to the store, whoever writes for its host
 _DOUBT_S = 0.6  # after a connection was closed, ranks that are silent for this long may be gone
 
 
@@ -104,12 +116,14 @@ class Monitor:
         self._last, self._last_s = "", 0.0  # the sign of life that it wrote last, and when
         self._changes = ""
         self._host: tuple[int | None, str] = None, ""  # of the store: the rank, and the address
-        self._own = Process("", 0, "")
+        self._own = heartbeat.Process("", 0, "")
         self._stop, self._wake = Latch(), Bell()
         self._request: Job | None = None  # the tick that the store thread is at
         self._waited_s = 0.0  # how long it has been at it
         self._said = 0.0  # when this rank last said that it failed
         self._reread = False  # whether the journals are to be read, whatever the news
+        self._page: Any = None  # of this host, in a large job
+        self._turn = 0
 
     # What groups call.
 
@@ -125,7 +139,7 @@ class Monitor:
         plain = isinstance(store, dist.Store)  # pyright: ignore[reportPrivateImportUsage]
         if plain and self._store is not None and store is not self._store:
             self._states.clear()  # groups of a torch.distributed that was shut down
-            self._store_thread, self._since = None, 0
+            self._store_thread, self._page, self._since = None, None, 0
         if self._store_thread is not None and self._store_thread.lost is not None:
             self._reconnect(self._store_thread)
         elif self._store_thread is None:
@@ -162,7 +176,7 @@ class Monitor:
         self._begin(store_thread)
         for state, watch in self._states.items():
             if watch.announced is not None and state.key:
-                store_thread.ask(partial(said_to_all, watch.journal, failure=watch.announced))
+                store_thread.ask(partial(watch.journal.say, failure=watch.announced))
 
     def dead(self, ranks: Sequence[int]) -> list[int]:
         """Return the ranks whose processes have ended and were not replaced."""
@@ -198,6 +212,8 @@ class Monitor:
         self._wake.ring()
         if self._store_thread is not None and self._store_thread.lost is None:
             self._store_thread.end_now(_PATIENCE_S)
+        if self._page is not None:
+            self._page.remove()
 
     # What a `Watcher` calls.
 
@@ -226,7 +242,7 @@ class Monitor:
         except Exception:
             return default
 
-    def _store_failed(self, state: GroupState, lost: StoreLost) -> PeerFailed:
+    def _store_failed(self, state: GroupState, lost: StoreLost) -> errors.PeerFailed:
         """The error of a call to the store that has no end."""
         error = of_store(self._rank, *self._host, lost).error("its store")
         state.fail(error)
@@ -236,7 +252,7 @@ class Monitor:
 
     def _begin(self, store_thread: StoreThread) -> None:
         self._stop.set()  # of a thread that watched with a store that was lost
-        self._peers, self._own = heartbeat.Peers(), Process.own()
+        self._peers, self._own = heartbeat.Peers(), heartbeat.Process.own()
         self._stop, self._request, self._changes = Latch(), None, ""
         watch = partial(self._watch, self._stop, store_thread)
         start(threading.Thread(target=watch, name="mics_fn monitor", daemon=True))
@@ -251,9 +267,11 @@ class Monitor:
                 break
             self._iterate(store_thread, passed_s)
 
+    def _num_ranks(self) -> int:
+        return max((len(state.ranks) for state in list(self._states)), default=1)
+
     def _interval_s(self) -> float:
-        ranks = max((len(state.ranks) for state in list(self._states)), default=1)
-        return heartbeat.interval_s(ranks)
+        return heartbeat.interval_s(self._num_ranks())
 
     def _iterate(self, store_thread: StoreThread, passed_s: float) -> None:
         """Check all ranks once for failures."""
@@ -279,7 +297,7 @@ class Monitor:
     def _judge(self, heartbeats: dict[int, str], passed_s: float) -> None:
         """Find the ranks that are silent."""
         for rank, said in heartbeats.items():
-            peer = self._peers.setdefault(rank, Peer())
+            peer = self._peers.setdefault(rank, heartbeat.Peer())
             peer.observe(said, self._own, passed_s)
             self._find_replaced(rank, peer.since)
             limits = [state.heartbeat_s for state in list(self._states) if rank in state.ranks]
@@ -342,21 +360,50 @@ class Monitor:
 
     def _exchange(self, store: Any) -> dict[int, str]:
         """Write this rank's sign of life and read what others wrote; returns their signs."""
-        self._write_heartbeat(store)
-        others = dict[int, None]()
-        for state in list(self._states):
-            others.update(dict.fromkeys(heartbeat.followed(state.rank, state.ranks)))
-        known = [x for x in others if x in self._peers or store.check([heartbeat_of(x)])]
+        found, counts = dict[int, str](), self._counts_of_host(store)
+        self._turn += 1
+        if counts and min(counts) < self._rank and self._turn % _OWN_TURN:
+            self._last_s, changes = time.monotonic(), self._page.changes
+        else:
+            changes, found = self._exchange_for(store, counts)
         reread, self._reread = self._reread, False
-        if not self._changes:
-            store.add(CHANGES, 0)
-        changes, *heartbeats = store.multi_get([CHANGES, *map(heartbeat_of, known)])
-        found = {rank: x.decode() for rank, x in zip(known, heartbeats, strict=True)}
-        new = reread or changes.decode() != self._changes
+        new = reread or changes != self._changes
         for watch in list(self._states.values()):
             watch.read(store, changed=new)
-        self._changes = changes.decode()
+        self._changes = changes
         return found
+
+    def _counts_of_host(self, store: Any) -> dict[int, int]:
+        """The counts of the ranks of this host that live; none in a small job."""
+        if self._page is None and self._num_ranks() > heartbeat.WRITERS_PER_TICK:
+            self._page = HostPage(store, self._rank)
+        return {} if self._page is None else self._page.count()
+
+    def _exchange_for(self, store: Any, counts: Mapping[int, int]) -> tuple[str, dict[int, str]]:
+        """Write signs of life, of others on this host too; returns the news and others' signs."""
+        self._write_heartbeat(store)
+        others = dict.fromkeys(counts)
+        for state in list(self._states):
+            others.update(dict.fromkeys(heartbeat.followed(state.rank, state.ranks)))
+        known = [rank for rank in others if rank != self._rank]
+        counted, new = [], any(rank not in self._peers for rank in known)
+        if counts:
+            keys, counted, new = map(count_of, counts), known, True
+            store.multi_set([*keys], [f"{count}" for count in counts.values()])
+        if new and not store.check([*map(heartbeat_of, known), *map(count_of, counted)]):
+            known = [rank for rank in known if store.check([heartbeat_of(rank)])]
+            counted = [rank for rank in known if counts and store.check([count_of(rank)])]
+        if not self._changes:
+            store.add(CHANGES, 0)
+        keys = [CHANGES, *map(heartbeat_of, known), *map(count_of, counted)]
+        changes, *said = store.multi_get(keys)
+        found = {rank: x.decode() for rank, x in zip(known, said, strict=False)}
+        for rank, count in zip(counted, said[len(known) :], strict=True):
+            since, own, rest = found[rank].split(" ", 2)
+            found[rank] = f"{since} {own}+{count.decode()} {rest}"  # it lives if one of them moves
+        if counts:
+            self._page.changes = changes.decode()
+        return changes.decode(), found
 
 
 monitor = Monitor()  # of this process
@@ -389,19 +436,18 @@ def limit_s(given: float | None, ranks: int) -> float:
     Raises:
       PlanError: so few would take ranks for lost that are well.
     """
-    interval_s = heartbeat.interval_s(ranks)
-    least = heartbeat.LEAST_TICKS * interval_s  # below it a rank that is well raises an alarm
+    interval_s, least = heartbeat.interval_s(ranks), heartbeat.least_s(ranks)
     if given is not None:
         if given < least:
             text = f"make_groups: heartbeat_s={given!r} would take ranks for lost that are well"
             lines = [f"signs of life come every {interval_s:g} s"]
-            raise PlanError(text, lines, f"pass at least {least:g}")
+            raise errors.PlanError(text, lines, f"pass at least {least:g}")
         return given
     usual = 10.0 if hasattr(sys, "ps1") or _shell() is not None else 60.0
     return max(usual, least)
 
 
-def watched(state: GroupState, timeout_s: float) -> BoundedStore:
+def watched(state: GroupState, timeout_s: float) -> Store:
     """Watch the ranks of groups that are about to be made; returns the store of their messages."""
     listen()
     return monitor.join(state, timeout_s)
@@ -444,3 +490,152 @@ def _at_exit() -> None:
     monitor.linger()
     monitor.end()
     end_aborts(patience_s=5.0)
+
+
+# `StopRequest`: a wish to stop, as before preemption, agreed on at the end of a step.
+
+_SIGNALS = (signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
+
+_NEVER_HANDLED = {getattr(signal, name, None) for name in ("SIGKILL", "SIGSTOP")}
+
+
+class StopRequest:
+    """A block in which signals do not end this process, but all ranks after the same step.
+
+    Args:
+      groups: their ranks stop together.
+      signals: those that ask to stop; SIGTERM and SIGUSR1 by default. Outside of the main thread
+        pass none. After the block, their previous handlers are back.
+
+    Communication: none in a step, until some rank is asked to stop. Then each rank writes a few
+      bytes to the store, and reads those of the others.
+
+    Raises:
+      PlanError: one of `signals` is not a signal that a process can handle.
+
+    Example:
+      >>> with make_groups(1) as groups, StopRequest(groups) as stop:
+      ...     for step in range(1, 100):
+      ...         if step == 3:
+      ...             signal.raise_signal(signal.SIGTERM)
+      ...         if stop.due():
+      ...             break
+      >>> step, stop.stopping
+      (3, True)
+    """
+
+    def __init__(self, groups: Groups, signals: Iterable[int] = _SIGNALS) -> None:
+        fix = "pass signals that a process can handle, such as [signal.SIGTERM]"
+        signals = tuple(signals)
+        for number in signals:
+            known = isinstance(number, int) and not isinstance(number, bool)
+            if not known or number not in signal.valid_signals() or number in _NEVER_HANDLED:
+                checks.refuse("StopRequest", "signals", [*signals], "a list of signals", fix)
+        self.stopping = False  # whether all ranks stop after the step that has ended
+        self._state, self._signals = groups.state, tuple(signals)
+        self._timeout_s = groups.timeout_s
+        self._state.stops += 1
+        self._key = f"{self._state.key}/stop/{self._state.stops}"
+        self._before: dict[int, Any] = {}
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._step = 1  # that this rank has begun
+        self._wanted = False  # whether this rank was asked
+        self._said: int | None = None  # what the monitor has answered
+        self._new = True  # whether the monitor has not looked yet
+        self._last: int | None = None
+
+    def ask(self) -> None:
+        """Ask all ranks to stop, as a signal does; returns at once."""
+        self._wanted = True
+
+    def due(self) -> bool:
+        """Whether to stop now; every rank calls it at the end of each step.
+
+        Returns:
+          True on all ranks after the same step, and from then on; `stopping` says the same.
+
+        Communication: none until some rank is asked to stop; then once, through the store.
+
+        Raises:
+          PeerFailed: another rank failed meanwhile.
+          CollectiveError: some rank does not answer.
+        """
+        if self.stopping:
+            return True
+        with self._lock:
+            alone = len(self._state.ranks) == 1
+            if self._said is None and not (alone and self._wanted):
+                self._step += 1
+                return False
+        if self._last is None:
+            self._last = self._step if alone else self._agreed()
+        self.stopping = self._step >= self._last
+        self._step += 1
+        return self.stopping
+
+    def _agreed(self) -> int:
+        """The last step; see [Note: the last step]."""
+        state, store = self._state, cast(Store, self._state.channel.store)
+        keys = {rank: f"{self._key}/{rank}" for rank in state.ranks}
+        if not poll(
+            lambda: store.check(list(keys.values())),
+            len(keys),
+            time.monotonic() + self._timeout_s,
+            lambda idle_s: state.watch.check((), idle_s, state.ranks),
+        ):
+            missing = [rank for rank, key in keys.items() if not store.check([key])]
+            who = errors.name_ranks(missing)
+            what = f"StopRequest: {who} did not answer in {self._timeout_s:g} s"
+            fix = "look for a rank that stopped, or that is not in a StopRequest of its own"
+            raise errors.CollectiveError(what, fix=fix)
+        return max(int(store.get(key)) for key in keys.values())
+
+    def _listen(self, store: Any, changed: bool) -> None:
+        """Called by the monitor at each tick, with its own connection to the store."""
+        if self._said is not None:
+            return
+        asked, changed, self._new = f"{self._key}/asked", changed or self._new, False
+        if self._wanted:
+            store.set(asked, "")
+            store.add(CHANGES, 1)
+        elif not (changed and store.check([asked])):
+            return
+        with self._lock:
+            self._said = self._step
+        store.set(f"{self._key}/{self._state.rank}", str(self._said))
+
+    def _depart(self, store: Store) -> None:
+        """Write the answers that others may ask for later; the last rank deletes the keys."""
+        with self._lock:
+            said, self._said = self._said, self._said or self._step
+        if said is None:
+            store.set(f"{self._key}/{self._state.rank}", str(self._said))
+        if store.add(f"{self._key}/left", 1) == len(self._state.ranks):
+            for name in ("asked", "left", *self._state.ranks):
+                later(store, "delete_key", f"{self._key}/{name}")
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a forked child, such as a worker of a loader
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self._wanted = True
+
+    def __enter__(self) -> "StopRequest":
+        self._state.listeners.append(self._listen)
+        for number in self._signals:
+            self._before[number] = signal.signal(number, self._signalled)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+        self._state.listeners.remove(self._listen)
+        if len(self._state.ranks) > 1 and error is None and not self._state.closed:
+            with suppress(errors.MicsError):  # a rank or the store is gone, and nobody will ask
+                self._depart(cast(Store, self._state.channel.store))

@@ -45,7 +45,9 @@ B has not made one of the calls that A waits for, and A not one of those that B 
 neither can ever proceed, and both can raise long before the timeout. An outdated note does no harm:
 for A to have proceeded since it wrote its note, B would have had to make its call first, and B,
 which reads the note, knows that it has not. A rank that waits for some time writes a note of what
-it waits for, and reads those of a few ranks that take part in it.
+it waits for, and reads those of a few ranks that take part in it. A communicator's key begins with
+that of the meeting of its ranks, and so with an epoch: a note that an earlier process of a rank has
+left knows no communicator of the meetings since, and says nothing of them.
 
 [Note: raised by all] An error that some ranks find is raised by all of them, since the others would
 wait for these sooner or later. A rank that cannot go on writes its error as the trouble of the
@@ -443,7 +445,8 @@ class JobChannel(Channel):
                 said = json.loads(value_of(self.store, f"mics_fn/stuck/{other}") or '[[], {}, ""]')
                 self._notes[other] = ([Stuck(*each) for each in said[0]], said[1]), said[2]
             theirs, why = self._notes[other]
-            if deadlocked(self.rank, (stuck, counts), other, theirs):
+            known = [each for each in stuck if each.group in theirs[1]]
+            if deadlocked(self.rank, (known, counts), other, theirs):
                 what = "ranks wait for each other in different collectives"
                 self.raise_everywhere(what, {other: why, self.rank: text})
 

@@ -38,6 +38,7 @@ from typing import Any
 
 from mics_fn import _torch, tree
 from mics_fn.errors import GroupsError, PeerFailed, disagreement, first_line, name_ranks
+from mics_fn.faults import heartbeat
 from mics_fn.faults.heartbeat import BoundedStore, Process, StoreThread, heartbeat_of, register
 from mics_fn.faults.monitor import listen, monitor
 from mics_fn.groups import (
@@ -115,7 +116,8 @@ def some_rank_lives(store: Any, rank: int, world_size: int) -> bool:
       world_size: number of ranks.
     """
     others = range(0, world_size, max(1, world_size // _LOOKED_AT))
-    keys = [heartbeat_of(other) for other in others if other != rank]
+    known = [other for other in others if other != rank]
+    keys = [key(other) for key in (heartbeat_of, heartbeat.count_of) for other in known]
 
     def heartbeats() -> list[bytes]:
         return [store.get(key) for key in keys if store.check([key])]
@@ -279,7 +281,7 @@ def _remade(old: GroupState, mine: str) -> Groups:
                 _judged,
                 verb="reset",
                 timeout_s=like.timeout_s,
-                check=_Awaited(state),
+                check=_say_awaited(state),
             )
             state.watch.begin(meeting)
         old.retire()
@@ -291,17 +293,17 @@ def _remade(old: GroupState, mine: str) -> Groups:
     return groups
 
 
-class _Awaited:
-    """Says once, on the first rank, which ranks are waited for that have ended."""
+def _say_awaited(state: GroupState) -> Callable[[float], None]:
+    """What says once, on the first rank, which ranks are waited for that have ended."""
+    left = [state] if state.ranks[0] == state.rank else []
 
-    def __init__(self, state: GroupState) -> None:
-        self._state = state if state.ranks[0] == state.rank else None
-
-    def __call__(self, idle_s: float) -> None:
-        dead = monitor.dead(self._state.ranks) if self._state and idle_s > _SAY_S else []
+    def say(idle_s: float) -> None:
+        dead = monitor.dead(state.ranks) if left and idle_s > _SAY_S else []
         if dead:
             LOG.info("reset waits for %s to be started again", name_ranks(dead))
-            self._state = None
+            left.clear()
+
+    return say
 
 
 def _judged(found: Mapping[int, str]) -> None:

@@ -70,7 +70,7 @@ go back to the newest step that was saved; without one they raise LostStateError
 good. Independent replicas hold nothing for each other. A model with dropout goes on, but not to the
 same bits, as nobody else has the random numbers of a rank. A rank that is lost before all have
 built their `Trainer` ends the job. `groups` says what the launcher has to do, and [Note: replicas
-are checkpoints] in `resetting` how it is done.
+are checkpoints] in `resuming` how it is done.
 
 Preemption: `with mf.StopRequest(groups) as stop:` around `trainer.fit(loader, steps,
 stop=stop)` lets SIGTERM or SIGUSR1, on any rank, end the loop on all ranks after the same step.
@@ -94,10 +94,10 @@ the inputs that it gets, since only calls of the model are cast. A refused step 
 the guard. On NCCL the host does not wait for collectives, so it notices a rank that left a schedule
 only when a run ends.
 
-Start reading at `Trainer.step` in `trainer`, then `program`, `given` (arguments and their checks),
-`stepping` and `metrics`. `resetting` is about what follows a fault, `replicas` about merges, `loop`
-about samples and going through them, `plain` about the form of what is saved, and `carried` about
-saving and going on.
+Start reading at `Trainer.step` in `trainer`, which has the arguments and their checks too, then
+`program` and `stepping`. `loop` is about samples and going through them, `replicas` about merges,
+and `resuming` about going on: after a fault, or from what was saved.
+
 To add a way of merging, write a function in `replicas` that returns a `ReplicaSync` with a `begin`
 and a `merge`. To add an option of the step, build it as a value of a lower wing first, so that
 loops written by hand have it too.
@@ -106,7 +106,7 @@ A step returns its `StepMetrics`.
 """
 
 from mics_fn.train import replicas
-from mics_fn.train.carried import Checkpoints
 from mics_fn.train.loop import sampler
-from mics_fn.train.metrics import StepMetrics
+from mics_fn.train.resuming import Checkpoints
+from mics_fn.train.stepping import StepMetrics
 from mics_fn.train.trainer import Trainer

@@ -19,27 +19,27 @@ before if the order follows from the number of the pass. An iterator, such as a 
 give a batch again, so it goes on behind that batch.
 """
 
+import copy
+import random
 import sys
 import time
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch.utils import deterministic as torch_deterministic
 from torch.utils.data import DistributedSampler, Sampler, SequentialSampler
 
-from mics_fn import checks
+from mics_fn import _torch, checks
 from mics_fn.collectives import together
 from mics_fn.errors import GroupsError, LeafError, message
 from mics_fn.faults import StopRequest
 from mics_fn.groups import Groups, reports_step
 from mics_fn.shards import require_groups
-from mics_fn.train.metrics import StepMetrics
-from mics_fn.train.plain import Randoms, as_plain, from_plain
 from mics_fn.train.program import count
+from mics_fn.train.stepping import StepMetrics
 
 # Which samples a rank takes.
 
@@ -110,6 +110,71 @@ def sampler(
     )
 
 
+# The states of the generators that a step or a loader may draw from.
+
+_TWISTER = "MT19937"  # the generator that numpy begins with
+States = Mapping[str, Any]
+
+
+def random_states(device: torch.device, own: Sequence[torch.Generator] = ()) -> States:
+    """Return the states at this moment, in the form in which they are saved: about 15 kB.
+
+    Args:
+      device: of this rank; its generator is asked unless it is the CPU.
+      own: the generators of a loader.
+    """
+    (version, words, gauss), twister = random.getstate(), None
+    if (numpy := sys.modules.get("numpy")) is not None:
+        _, key, *rest = numpy.random.get_state()
+        twister = [torch.tensor([*map(int, key)]), *rest]
+    accelerator = _generator(device)
+    return {
+        "cpu": torch.get_rng_state(),
+        "device": None if accelerator is None else accelerator.get_state(),
+        "kind": device.type,
+        "own": [each.get_state() for each in own],
+        "python": [version, torch.tensor(words), gauss],
+        "numpy": twister,
+    }
+
+
+def put_back(
+    states: States, device: torch.device, own: Sequence[Any] = (), *, trial: bool = False
+) -> None:
+    """Set the generators of this process to such states; that of another type of device stays.
+
+    Args:
+      states: what `random_states` gave.
+      device, own: as there.
+      trial: set new generators instead, which raise if these are no such states, whatever a file
+        may make them raise.
+    """
+    numpy: Any = sys.modules.get("numpy")
+    accelerator, twister = _generator(device), numpy and numpy.random
+    cpu, python = torch.default_generator, random
+    if trial:
+        accelerator = accelerator and torch.Generator(device)
+        cpu, python = torch.Generator(), random.Random()
+        twister = numpy and twister.RandomState()
+        own = [torch.Generator() for _ in states["own"]]
+    cpu.set_state(states["cpu"])
+    if accelerator is not None and states["device"] is not None and states["kind"] == device.type:
+        accelerator.set_state(states["device"])
+    version, words, gauss = states["python"]
+    python.setstate((version, tuple(words.tolist()), gauss))
+    if states["numpy"] is not None:
+        key, *rest = states["numpy"]
+        if twister is not None:
+            twister.set_state((_TWISTER, key.tolist(), *rest))
+    for each, state in zip(own, states["own"], strict=False):
+        each.set_state(state)
+
+
+def _generator(device: torch.device) -> torch.Generator | None:
+    """Return torch's generator of an accelerator; None on the CPU, or if it keeps none."""
+    return None if device.type == "cpu" else _torch.default_generator(device)
+
+
 # How far a pass over a loader has come, as a value; and a loader that goes on from there.
 
 _MUST_AGREE = ("samples", "shuffle", "seed")  # facts of a loader, also for other numbers of ranks
@@ -131,23 +196,22 @@ class Position:
     epoch: int
     facts: Mapping[str, str]
     samples: int = 0
-    start: Randoms | None = None
-    now: Randoms | None = None
+    start: States | None = None
+    now: States | None = None
     loader: Any = None
 
     @classmethod
     def from_plain(
-        cls, saved: Mapping[str, Any], now: Randoms | None, device: torch.device
+        cls, saved: Mapping[str, Any], now: States | None, device: torch.device
     ) -> "Position":
         """Return the position that `DataPasses.kept` gave; `now` is None on another rank."""
-        from_plain(saved["loader"])  # what cannot be read is found before anything changes
         if type(saved["epoch"]) is not int or type(saved["samples"]) is not int:
             raise TypeError("extra.data is not the position in a pass")
         facts = saved["epoch"], dict(saved["facts"]), saved["samples"]
         if now is None or saved["start"] is None:
             return cls(*facts)
-        start = Randoms.from_plain(saved["start"], device)
-        return cls(*facts, start, now, saved["loader"])
+        put_back(saved["start"], device, trial=True)
+        return cls(*facts, saved["start"], now, saved["loader"])
 
     def fits(self, loader: Any, *, strict: bool) -> bool:
         """Return whether a loader has this order, or raise if it must have.
@@ -174,11 +238,11 @@ class Position:
           LeafError: the loader has fewer samples than were used.
         """
         own = generators_of(loader)
-        now = self.now or Randoms.now(device, own)
+        now = self.now or random_states(device, own)
         if self.start is not None:
-            self.start.put_back(device, own)
+            put_back(self.start, device, own)
         if self.loader is not None and has_state(loader) and facts_of(loader) == self.facts:
-            loader.load_state_dict(from_plain(self.loader))
+            loader.load_state_dict(self.loader)
             batches = iter(loader)
         else:
             batches, used = iter(loader), 0
@@ -190,7 +254,7 @@ class Position:
                     raise LeafError(f"{text} that steps had used", fix=fix)
                 used += ranks * max(1, count(batch)[0])
         if self.start is not None and self.samples:  # else the pass has yet to draw its order
-            now.put_back(device, own)
+            put_back(now, device, own)
         return batches
 
 
@@ -282,7 +346,7 @@ class DataPasses:
                     shuffler.set_epoch(epoch)
                 empty = at is None  # a pass that is gone on with may have nothing left
                 if at is None:
-                    start = Randoms.now(device, generators_of(loader))
+                    start = random_states(device, generators_of(loader))
                     at, rest = Position(epoch, facts_of(loader), 0, start), iter(loader)
                 else:
                     rest = at.behind(loader, device, ranks)
@@ -308,28 +372,21 @@ class DataPasses:
         return next((at for before, at in self._given if before >= calls), self._at)
 
     def kept(self, calls: int) -> dict[str, Any] | None:
-        """Return the position as it is saved; None before any pass.
-
-        Raises:
-          LeafError: the state of the loader holds something that cannot be saved.
-        """
+        """Return the position as it is saved; None before any pass."""
         at, state = self._resume or self.at(calls), None
         if at is None:
             return None
         if self._resume is not None:
             state = at.loader
         elif has_state(self._loader) and all(before < calls for before, _ in self._given):
-            state = self._loader.state_dict()
-            state = as_plain(state, f"the state_dict() of {type(self._loader).__name__}")
-        start = None if at.start is None else at.start.plain()
+            state = copy.deepcopy(self._loader.state_dict())
         facts = {"epoch": at.epoch, "facts": dict(at.facts), "samples": at.samples}
-        return {**facts, "start": start, "loader": state}
+        return {**facts, "start": at.start, "loader": state}
 
-    def randoms(self, device: torch.device) -> Randoms:
+    def randoms(self, device: torch.device) -> States:
         """Return the random states of this moment, those of the loader among them."""
-        if self._resume is not None and self._resume.now is not None:
-            return self._resume.now
-        return Randoms.now(device, generators_of(self._loader))
+        kept = None if self._resume is None else self._resume.now
+        return kept or random_states(device, generators_of(self._loader))
 
     def resume(self, at: Position | None, *, strict: bool) -> None:
         """Let the next run begin at a position; None begins a new pass."""
@@ -363,31 +420,6 @@ def _no_batch(loader: Any) -> LeafError:
     return LeafError(text, fix=fix)
 
 
-@contextmanager
-def learning(deterministic: bool) -> Iterator[None]:
-    """Enter grad mode, and on request torch's deterministic mode; an interrupt restores both.
-
-    Inside of torch's own contexts it may be raised when the mode is set and nobody is to reset it.
-    """
-    before, mode = torch.is_grad_enabled(), torch.get_deterministic_debug_mode()
-    tuned, settings = torch.backends.cudnn.benchmark, cast(Any, torch_deterministic)
-    filled = settings.fill_uninitialized_memory
-    try:
-        torch.set_grad_enabled(True)
-        if deterministic:
-            torch.use_deterministic_algorithms(True)
-            torch.backends.cudnn.benchmark = False
-            # That mode would also write to all new memory, to reveal code that reads it too early.
-            settings.fill_uninitialized_memory = False
-        yield
-    finally:
-        torch.set_grad_enabled(before)
-        if deterministic:
-            torch.set_deterministic_debug_mode(mode)
-            torch.backends.cudnn.benchmark = tuned
-            settings.fill_uninitialized_memory = filled
-
-
 def check_fit(loader: Any, steps: Any, log_every: Any, progress: Any, stop: Any) -> None:
     """Raise PlanError unless the arguments of `Trainer.fit` are what they should be."""
     verb, fix = "Trainer.fit", "the order is fit(loader, steps); a loader gives a batch per step"
@@ -401,59 +433,54 @@ def check_fit(loader: Any, steps: Any, log_every: Any, progress: Any, stop: Any)
     checks.instance(verb, "stop", stop, StopRequest | None, "a StopRequest", fix)
 
 
-class ProgressBar:
-    """A progress bar, if one is wanted; lines if tqdm is not installed."""
+def bar_of(steps: int) -> Any:
+    """A progress bar; None if tqdm is not installed, and lines are shown."""
+    with suppress(ImportError):
+        from tqdm import tqdm
 
-    def __init__(self, steps: int, log_every: int, *, shown: bool) -> None:
-        self._steps, self._log_every, self._started = steps, log_every, time.perf_counter()
-        self._bar: Any = None
-        self._shown = shown
-        if shown:
-            try:
-                from tqdm import tqdm
-            except ImportError:
-                return
-            self._bar = tqdm(total=steps, unit="step")
+        return tqdm(total=steps, unit="step")
 
-    def update(self, metrics: list[Any]) -> None:
-        """Count one more step. The loss is read only every `log_every` steps."""
-        if not self._shown:
-            return
-        if self._bar is not None:
-            self._bar.update()
-        done = len(metrics)
-        if done % self._log_every == 0 or done == self._steps:
-            seconds = time.perf_counter() - self._started
-            tokens, samples = sum(m.tokens for m in metrics), sum(m.samples for m in metrics)
-            rate, unit = (tokens, "tokens") if tokens else (samples, "samples")
-            text = f"loss {metrics[-1].loss.item():.3f}, {rate / seconds:,.0f} {unit}/s"
-            if self._bar is not None:
-                self._bar.set_postfix_str(text)
-            else:
-                print(f"step {done}/{self._steps}: {text}", file=sys.stderr, flush=True)
 
-    def close(self) -> None:
-        """End the bar, which stays on the screen."""
-        if self._bar is not None:
-            self._bar.close()
+def show_progress(
+    bar: Any, found: list[StepMetrics], steps: int, log_every: int, began: float
+) -> None:
+    """Show one more step of a run; the loss is read only every `log_every` steps."""
+    if bar is not None:
+        bar.update()
+    done = len(found)
+    if done % log_every and done != steps:
+        return
+    seconds, tokens = time.perf_counter() - began, sum(m.tokens for m in found)
+    amount, unit = (tokens or sum(m.samples for m in found)), "tokens" if tokens else "samples"
+    text = f"loss {found[-1].loss.item():.3f}, {amount / seconds:,.0f} {unit}/s"
+    if bar is not None:
+        bar.set_postfix_str(text)
+    else:
+        print(f"step {done}/{steps}: {text}", file=sys.stderr, flush=True)
 
 
 def train_for(
-    trainer: Any, loader: Iterable[Any], steps: int, bar: ProgressBar, stop: StopRequest | None
+    trainer: Any, loader: Iterable[Any], steps: int, log_every: int, stop: StopRequest | None
 ) -> list[StepMetrics]:
-    """Take steps until there are so many, or all ranks stop after the same one."""
-    metrics: list[StepMetrics] = []
+    """Take steps until there are so many, or all ranks stop after the same one; see `Trainer.fit`.
+
+    Args:
+      log_every: 0 shows nothing.
+    """
+    metrics, bar = list[StepMetrics](), bar_of(steps) if log_every else None
+    began = time.perf_counter()
     home, passes = trainer.member.home, trainer.passes
     try:
         with (
-            reports_step(home.state, trainer.state.step + 1),  # of the loader, or of the bar
+            reports_step(home.state, trainer.state.step + 1),  # of the loader, or of what is shown
             closing(passes.batches(loader, home.device, home.world_size)) as batches,
         ):
             for _ in range(steps):
                 batch = next(batches)
                 passes.give(home.world_size * count(batch)[0], trainer.sync_state.step)
                 metrics.append(trainer.step(batch))
-                bar.update(metrics)
+                if log_every:
+                    show_progress(bar, metrics, steps, log_every, began)
                 if stop is not None and stop.due():
                     if trainer.checkpoint is not None:
                         trainer.checkpoint.save(trainer)
@@ -462,7 +489,8 @@ def train_for(
         passes.interrupted = True
         raise
     finally:
-        bar.close()
+        if bar is not None:
+            bar.close()
     if trainer.checkpoint is not None:
         trainer.checkpoint.close()
     return metrics

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from operator import is_, setitem
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -375,11 +375,7 @@ _NAMED = "name the arguments of forward in the batch, or pass loss=: it is given
 Backward = Callable[[Tensor], None]
 
 
-class Result(NamedTuple):
-    """What a call of a program gives."""
-
-    loss: Tensor  # 0-dim, detached
-    buffers: Values  # those after the call
+Result = tuple[Tensor, Values]  # of a call: the loss, 0-dim and detached; the buffers after it
 
 
 class FunctionProgram:
@@ -399,7 +395,7 @@ class FunctionProgram:
     ) -> Result:
         """The loss of a batch, after `backward` was called with it."""
         loss = self.loss_fn(params, cast_floats(batch, self.precision.inputs))
-        return Result(_finished(cast_floats(loss, self.precision.output), backward), buffers)
+        return _finished(cast_floats(loss, self.precision.output), backward), buffers
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -459,7 +455,7 @@ class ModuleProgram:
         # If a module replaces a buffer instead of writing to it, the new one is in the dict.
         if backward is not None and self.buffers.shared:
             self.buffers.replaced([k for k, x in buffers.items() if values[k] is not x])
-        return Result(loss, {name: values[name].detach() for name in buffers})
+        return loss, {name: values[name].detach() for name in buffers} if buffers else {}
 
     def take(self) -> tuple[Values, Values]:
         """Parameters and buffers by name, once: nothing here refers to them afterwards."""
@@ -486,7 +482,7 @@ class ModuleProgram:
         return found
 
     def _with_values(self, values: Values, work: Callable[[], Any]) -> tuple[Any, Values]:
-        """What `work` gives while values are swapped in, and the values as it left them."""
+        """The result of `work` while the skeleton has these values, and its values afterwards."""
         given = {f"model.{name}": value for name, value in values.items()}
         # All names are given. strict=True would check that by walking the module at every call.
         found = functional_call(self._inside, given, (work,), tie_weights=False)
@@ -505,13 +501,14 @@ class ModuleProgram:
 
 
 class _Inside(nn.Module):
-    """Module around a model, whose call runs any work, such as a loss and its backward."""
+    """Runs a function while `functional_call` has swapped values into a model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, work: Callable[[], Any]) -> Any:
+        """Run it."""
         return work()
 
 

@@ -13,20 +13,23 @@ Where a guard has to see all, states elsewhere come meanwhile; see [Note: states
 them it takes from a replica, too.
 """
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from numbers import Real
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.utils import deterministic as torch_deterministic
 
-from mics_fn import _torch, spans, tree
-from mics_fn.collectives import collect_values
+from mics_fn import _torch, faults, spans, tree
+from mics_fn.collectives import collect_values, start_mean_over_ranks
 from mics_fn.deferred import GradSum, defer
-from mics_fn.errors import MicsError, message
+from mics_fn.errors import LeafError, MicsError, message
 from mics_fn.faults import same_step
 from mics_fn.groups import Groups
 from mics_fn.optim import (
@@ -41,11 +44,108 @@ from mics_fn.optim import (
 )
 from mics_fn.shards import Writing, grad_stream, is_leaf
 from mics_fn.threads import Commit
-from mics_fn.train import given
-from mics_fn.train.loop import learning
-from mics_fn.train.metrics import StepMetrics, Weights, counted
 from mics_fn.train.program import Values, count, cut, to_device
+from mics_fn.train.replicas import SyncState
 from mics_fn.tree import Tree
+
+# What a step reports.
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What a step reports. On an accelerator, to read a number that is no tensor may wait for it.
+
+    Args:
+      step: the number of optimizer steps after it.
+      loss: 0-dim tensor on the device: the mean over micro-steps and ranks, by weight if there are
+        weights.
+      samples: samples on all ranks together.
+      tokens: elements of the batch's first integer tensor with two or more dims, on all ranks
+        together; 0 if there is none.
+      seconds: host time of the call.
+      grad_norm: 0-dim float64 tensor, the norm of the gradient before clipping; None if the guard
+        does not need it, or cannot know it.
+      scale: the factor that the loss was multiplied by.
+      accepted: whether the step was taken; if not, only the guard has changed.
+      spike: whether the norm was a spike.
+      nonfinite: as in the guard's `Verdict`: which leaf was not finite, and where that arose. Of
+        the first of such steps in a row an accelerator knows neither.
+      skipped: how many steps its guard has refused so far.
+    """
+
+    step: int
+    loss: Tensor
+    samples: int
+    tokens: int
+    seconds: float
+    grad_norm: Tensor | None
+    scale: float
+    accepted: bool
+    spike: bool
+    nonfinite: str | None
+    skipped: int
+
+    @classmethod
+    def known_later(cls, rest: Callable[[], Mapping[str, Any]], **known: Any) -> "StepMetrics":
+        """Metrics of which some values are asked for when the first of them is read."""
+        found = object.__new__(cls)
+        vars(found).update(known, rest=rest)
+        return found
+
+    if not TYPE_CHECKING:  # for which there is no other attribute
+
+        def __getattr__(self, name: str) -> Any:  # of what is not known yet
+            rest = vars(self).pop("rest", None)
+            if rest is None:
+                raise AttributeError(f"StepMetrics has no attribute {name!r}")
+            vars(self).update(rest())
+            return getattr(self, name)
+
+    def __reduce__(self) -> Any:
+        return StepMetrics, tuple([getattr(self, each.name) for each in fields(self)])
+
+
+# This rank as a member of its job, which may go on with other processes after a fault.
+
+
+class Masked(NamedTuple):
+    """A step that a device may not have taken; see [Note: masked steps] in `optim.optimizers`."""
+
+    totals: StepTotals  # they say whether it was
+    before: list[Any]  # the leaves of the optimizer's state before it that are no tensors
+    sync: SyncState  # before it
+
+
+class Ready(NamedTuple):
+    """All that a rank needs to write a step without any other rank."""
+
+    verdict: Verdict
+    buffers: Values  # those after the step
+    sync: SyncState  # if it is taken
+    masked: Masked | None = None  # if the host does not know yet whether it is
+
+
+@dataclass(eq=False)
+class Member:
+    """What a `Trainer` knows of its job, besides what it trains; steps and `reset` change it.
+
+    Args:
+      home: the first of its groups, whose ranks share buffers and metrics.
+      compared: whether all ranks are known to be at one step; replicas that are independent need
+        not be.
+      lost: whether this rank is to take its state from others.
+      ready: what is left to do of a step that all ranks can write; None if nothing is.
+      merges: whether the last step is written, and the merge of replicas after it is left to do.
+      masked: the last step, as long as the host has not looked whether it was taken.
+    """
+
+    home: Groups
+    compared: bool
+    lost: bool
+    ready: Ready | None = None
+    merges: bool = False
+    masked: Masked | None = None
+
 
 # The end of a step of a `Trainer`: gradients are judged, and the step is written or refused.
 
@@ -89,11 +189,9 @@ def update(
     return ready.verdict
 
 
-def _write_as_fetched(
-    trainer: Any, total: GradSum, judge: Callable[[], given.Ready]
-) -> given.Ready:
+def _write_as_fetched(trainer: Any, total: GradSum, judge: Callable[[], Ready]) -> Ready:
     """Judge and write a step on states elsewhere, which are fetched meanwhile."""
-    found: list[given.Ready] = []
+    found: list[Ready] = []
 
     def judged() -> Any:
         found.append(judge())
@@ -112,7 +210,7 @@ def _write_as_fetched(
 
 def _judged(
     trainer: Any, total: GradSum, buffers: Values, commit: Commit, totals: StepTotals, early: bool
-) -> given.Ready:
+) -> Ready:
     """Check a step before it is written, and defer signals from then on.
 
     Gradients elsewhere stay there until they are stepped; with `early` all are still reduced.
@@ -123,25 +221,27 @@ def _judged(
         grad_stream(total)  # which raises where a step has no gradient
     elif not early:
         grads = total.grads()
-    finish_step(trainer)  # the guard counts steps in a row
-    old = trainer.ahead
-    grads, kept = sync.reduced(grads, trainer.sync_state, trainer.groups)
+    if trainer.member.masked is not None:  # the guard counts steps in a row
+        finish_step(trainer)
+    old, kept = trainer.ahead, trainer.sync_state
+    if sync.reduce is not None:
+        grads, kept = sync.reduced(grads, kept, trainer.groups)
     sent = None if early else totals  # else that message would wait for every hop 2
-    how = {"totals": sent, "wait": not can_be_masked(trainer, grads)}
-    verdict = trainer.guard.judge(grads, trainer.groups, donate=True, **how)
-    if verdict.accept:
+    waits = not (_torch.is_async(home.device) and can_be_masked(trainer, grads))
+    verdict = trainer.guard.judge(grads, trainer.groups, donate=True, totals=sent, wait=waits)
+    if verdict.accept and trainer.program.buffers.averaged:
         over = home if sync.due(trainer.sync_state) else sync.groups(home)
         buffers = trainer.program.buffers.average(buffers, over)
     masked, found_inf = None, verdict.found_inf
     if found_inf is not None:
         totals.fetch(found_inf)
         counts = [x for x in tree.flatten(old.opt)[0] if not isinstance(x, Tensor)]
-        masked = given.Masked(totals, counts, trainer.sync_state)
+        masked = Masked(totals, counts, trainer.sync_state)
         for name, new in buffers.items():
             if new.shape == old.buffers[name].shape:
                 new.copy_(torch.where(found_inf > 0, old.buffers[name], new))
-    ready = given.Ready(verdict, buffers, kept, masked)
-    if trainer.recoverable:  # see [Note: steps written together] in `resetting`
+    ready = Ready(verdict, buffers, kept, masked)
+    if trainer.recoverable:  # see [Note: steps written together] in `resuming`
         trainer.member.ready = ready
         collect_values(home, torch.zeros(1, dtype=torch.int64, device=home.device))
     commit.write()  # no collective is left, but those of a merge
@@ -149,7 +249,7 @@ def _judged(
 
 
 @torch.no_grad()
-def write(trainer: Any, ready: given.Ready, stepped: TrainState | None = None) -> None:
+def write(trainer: Any, ready: Ready, stepped: TrainState | None = None) -> None:
     """Write a step, for which no other rank is needed.
 
     Args:
@@ -174,12 +274,10 @@ def write(trainer: Any, ready: given.Ready, stepped: TrainState | None = None) -
 
 @torch.no_grad()
 def merge(trainer: Any) -> None:
-    """Merge replicas, if that is left to do of the last step; the state is whole until it is done.
+    """Merge replicas, which is left to do of the last step; the state is whole until it is done.
 
     Communication: that of `ReplicaSync.after`.
     """
-    if not trainer.member.merges:
-        return
     state, kept, member = trainer.ahead, trainer.sync_state, trainer.member
     with Writing():
         found = trainer.replica_sync.merged(state.params, kept, trainer.groups, donate=True)
@@ -188,15 +286,13 @@ def merge(trainer: Any) -> None:
 
 
 def can_be_masked(trainer: Any, grads: Any) -> bool:
-    """Whether a step can be launched before the host knows if it is to be taken.
+    """Whether a step on an accelerator can be launched before the host knows if it is taken.
 
     Where more than parameters, moments and buffers changes with a step, or a step writes without
     torch's fused kernels, the host waits. See [Note: masked steps] in `optim.optimizers`.
     """
     state, sync, device = trainer.ahead, trainer.replica_sync, trainer.member.home.device
-    if not _torch.is_async(device) or not state.transform.masked:
-        return False
-    if trainer.where.moved & {"params", "states"}:
+    if not state.transform.masked or trainer.where.moved & {"params", "states"}:
         return False
     more = sync.independent or sync.reduce is not None or trainer.recoverable
     buckets = {getattr(x, "bucket", None) for x in tree.flatten(state.params, is_leaf)[0]}
@@ -206,13 +302,11 @@ def can_be_masked(trainer: Any, grads: Any) -> bool:
 
 
 def finish_step(trainer: Any) -> None:
-    """Look whether the last step was taken, if it was masked, and take its counts back if not.
+    """Look whether the last step, which was masked, was taken, and take its counts back if not.
 
     The host waits for it. If a rank is lost, that ends when collectives are aborted.
     """
     masked, state, guard = trainer.member.masked, trainer.ahead, trainer.guard
-    if masked is None:
-        return
     refused, aborted = masked.totals.outcome()
     if aborted:  # the step is to be made again, with the same batch
         trainer.sync_state = masked.sync
@@ -226,6 +320,76 @@ def finish_step(trainer: Any) -> None:
         more = 0 if aborted else 1
         guard = replace(guard, in_row=guard.in_row + more, skipped=guard.skipped + more)
     trainer.ahead, trainer.guard, trainer.member.masked = state, guard, None
+
+
+# Weights of losses: of how many things each is the mean.
+
+
+class Weights:
+    """The weights of the micro-batches of a step; see [Note: weighted means] in `levels`.
+
+    Args:
+      trainer: the `Trainer`, which has a weight.
+      parts: this rank's micro-batches.
+
+    Communication: 8 bytes over the partition group and over the replication group, under way while
+      the first micro-step computes.
+    """
+
+    def __init__(self, trainer: Any, parts: Sequence[Any]) -> None:
+        home = trainer.member.home
+        home = home.replica if trainer.replica_sync.independent else home
+        found = [weight_of(trainer.weight, part, home.device) for part in parts]
+        self._values = torch.stack(found)
+        self._mean = start_mean_over_ranks(home, self._values.mean())
+        self._factors: Tensor | None = None
+        void = self._values == 0
+        self.void = list(void) if _torch.is_async(home.device) else void.tolist()
+
+    def factor(self, i: int, loss: Tensor) -> Tensor:
+        """What the loss of a micro-step is multiplied by; NaN if all weights of all ranks are 0."""
+        if self._factors is None:
+            self._factors = self._values / self._mean.wait()
+        return self._factors[i].to(torch.promote_types(loss.dtype, torch.float32))
+
+
+def weight_of(weight: Callable[[Any], Any], batch: Any, device: torch.device) -> Tensor:
+    """The weight of a batch, 0-dim and float64 on the device; the host does not wait for it.
+
+    Raises:
+      LeafError: it is not one number of at least 0.
+    """
+    found = weight(batch)
+    one = isinstance(found, Tensor) and found.numel() == 1 and not found.is_complex()
+    plain = isinstance(found, Real) and 0 <= float(found) < math.inf
+    if not one and not plain:
+        got = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else found
+        text, fix = f"Trainer: weight gave {got!r:.80}", "return one number of at least 0"
+        raise LeafError(text, fix=fix)
+    if isinstance(found, Tensor):
+        return found.detach().reshape(()).to(device, torch.float64, non_blocking=True)
+    return torch.full((), float(found), dtype=torch.float64, device=device)
+
+
+def counted(loss: Tensor, void: bool | Tensor) -> Tensor:
+    """A loss, or 0 where it counts nothing."""
+    return torch.where(torch.as_tensor(void, device=loss.device), 0.0, loss)
+
+
+def evaluated(trainer: Any, loss: Tensor, batch: Any) -> Tensor:
+    """The mean of losses of batches over ranks, by weight if there are weights.
+
+    Communication: that of a `StepTotals`.
+    """
+    home, dtype, weight = trainer.member.home, loss.dtype, torch.ones((), dtype=torch.float64)
+    if trainer.weight is not None:
+        weight = weight_of(trainer.weight, batch, home.device)
+        loss = counted(loss, weight == 0) * weight
+    totals = StepTotals(home, loss.double(), *count(batch), weighted=trainer.weight is not None)
+    total = totals.exchange(weight.to(home.device))
+    if not _torch.is_async(home.device):  # there only steps look, which need not wait for it
+        totals.warn_of_unequal()
+    return (totals.loss / total).to(dtype)
 
 
 _BACKWARD = message(
@@ -249,8 +413,8 @@ def micro_steps(
     Returns:
       The losses of this rank, and the buffers, before their mean over ranks.
     """
-    program, losses = trainer.program, list[Tensor]()
-    buffers = program.buffers.copies(trainer.ahead.buffers)
+    program, losses, buffers = trainer.program, list[Tensor](), trainer.ahead.buffers
+    buffers = program.buffers.copies(buffers) if buffers else {}
     for i, part in enumerate(parts):
 
         def backward(loss: Tensor, i: int = i) -> None:
@@ -271,23 +435,26 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
     member = trainer.member
     flag = _torch.abort_flag(member.home.device) if _torch.is_async(member.home.device) else None
     member.home.partition.check_open()  # a state may be lost because they have failed
-    merge(trainer)  # where that of the last step was cut short
+    if member.merges:  # as that of the last step was cut short
+        merge(trainer)
     if not member.compared:  # a state may have been put in its place since
         same_step(trainer.ahead, trainer.groups)
         member.compared = True
     started, guard, member.ready = time.perf_counter(), trainer.guard, None
-    home, groups = member.home, trainer.replica_sync.groups(trainer.groups)
+    home, groups, sync = member.home, trainer.groups, trainer.replica_sync
+    if sync.independent or sync.reduce is not None:
+        groups = sync.groups(groups)
     batch = to_device(batch, home.device)
     parts = cut(batch, trainer.accumulate)
     state, counts = trainer.ahead, count(batch)
-    drift = given.start_comparison(trainer, trainer.program.buffers.averaged)
+    drift = start_comparison(trainer, trainer.program.buffers.averaged)
     where = trainer.where if "grads" in trainer.where.moved else None
     total = GradSum(len(parts), dtype=trainer.grad_dtype, where=where)
     commit = Commit()
     weights = None if trainer.weight is None else Weights(trainer, parts)
     total.other_backward = _BACKWARD
     total.before_last = commit.block  # see [Note: commit] in `threads`
-    with commit, learning(trainer.deterministic), _alike(home, commit):
+    with commit, _in_step(trainer, commit):
         with defer(state.params, groups, trainer.schedule, into=total) as full:
             losses, buffers = micro_steps(trainer, total, full, parts, weights)
         del full  # else the update would copy shards that parameters share
@@ -299,26 +466,65 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
         totals = StepTotals(home, loss, *counts, weighted=weights is not None)
         totals.flag = flag
         verdict = update(trainer, total, buffers, commit, totals)
-        merge(trainer)
+        if member.merges:
+            merge(trainer)
         total.release()
     known = {"loss": totals.loss.to(losses.dtype), "scale": guard.scale.value}
     known |= {"seconds": time.perf_counter() - started}
     return metrics_of(trainer, totals, verdict, known)
 
 
-@contextmanager
-def _alike(home: Groups, commit: Commit) -> Iterator[None]:
-    """Context of a step; an error after its last message ends the groups.
+def start_comparison(trainer: Any, buffers: Sequence[str]) -> faults.Comparison | None:
+    """Start to compare replicas if it is due before this step; None if it is not.
 
-    So these groups are finished then, and `reset` compares; an error of this library is raised
-    before that, or on all ranks.
+    Replicas that are independent are equal after a merge alone, and only in their parameters.
+
+    Args:
+      trainer: the `Trainer`, with its state.
+      buffers: the names of those that are averaged over ranks.
+
+    Communication: that of `same_replicas`.
     """
+    if spans.observers:
+        spans.passing("step", trainer.state.step + 1)
+    sync, step, every = trainer.replica_sync, trainer.sync_state.step, trainer.check_replicas
+    if sync.independent:
+        every = -(-every // sync.every) * sync.every
+    if not every or not step or step % every:
+        return None
+    names, whole = ([], False) if sync.independent else (buffers, True)
+    return faults.Comparison("Trainer", trainer.state, trainer.groups, names, moments=whole)
+
+
+@contextmanager
+def _in_step(trainer: Any, commit: Commit) -> Iterator[None]:
+    """Enter grad mode, and on request torch's deterministic mode; an interrupt restores both.
+
+    Inside of torch's own contexts it may be raised when the mode is set and nobody is to reset it.
+    An error after the last message of the step ends the groups, so that `reset` compares; one of
+    this library is raised before that, or on all ranks.
+    """
+    before, mode = torch.is_grad_enabled(), torch.get_deterministic_debug_mode()
+    tuned, settings = torch.backends.cudnn.benchmark, cast(Any, torch_deterministic)
+    filled, home = settings.fill_uninitialized_memory, trainer.member.home
     try:
+        torch.set_grad_enabled(True)
+        if trainer.deterministic:
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False
+            # That mode would also write to all new memory, to reveal code that reads it too early.
+            settings.fill_uninitialized_memory = False
         yield
     except BaseException as error:
         if commit.began and home.world_size > 1 and not isinstance(error, MicsError):
             home.state.finish(error)
         raise
+    finally:
+        torch.set_grad_enabled(before)
+        if trainer.deterministic:
+            torch.set_deterministic_debug_mode(mode)
+            torch.backends.cudnn.benchmark = tuned
+            settings.fill_uninitialized_memory = filled
 
 
 def metrics_of(

@@ -1,29 +1,28 @@
 """A short stateful loop around the verbs; a hand-written step can do everything that it does."""
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from mics_fn import _torch, spans
+from mics_fn import _torch, checks, optim, shards, spans, tree
+from mics_fn.collectives import collect_values
 from mics_fn.deferred import bucket_sizes, defer
-from mics_fn.errors import GroupsError, message
+from mics_fn.errors import GroupsError, LeafError, PlanError, message, name_some
 from mics_fn.faults import StopRequest
-from mics_fn.groups import rejoin_error, reports_step
+from mics_fn.groups import Groups, rejoin_error, reports_step
+from mics_fn.init import warn_of_compile
 from mics_fn.inspection import NOT_WATCHED
-from mics_fn.offload import Where
+from mics_fn.offload import Where, where_of
 from mics_fn.optim import Guard, Optimizer, TrainState, init_state, move
-from mics_fn.schedules import OnDemand, Schedule
-from mics_fn.shards import GroupsTree, Precision, precision_of, refuse_derivative, unshard
-from mics_fn.train import given
-from mics_fn.train.carried import Checkpoints
-from mics_fn.train.loop import DataPasses, ProgressBar, check_fit, train_for
-from mics_fn.train.metrics import StepMetrics, evaluated
+from mics_fn.schedules import OnDemand, Schedule, keep_all, on_demand
+from mics_fn.train.loop import DataPasses, check_fit, train_for
 from mics_fn.train.program import program_of, to_device
 from mics_fn.train.replicas import ReplicaSync, SyncState, policy_of
-from mics_fn.train.resetting import renew
-from mics_fn.train.stepping import finish_step, one_step
+from mics_fn.train.resuming import Checkpoints, compare_options, homes_for, renew
+from mics_fn.train.stepping import Member, StepMetrics, evaluated, finish_step, one_step
 from mics_fn.tree import Tree
 
 # What a `Trainer` gives to others: full parameters, and a state dict as plain torch has it.
@@ -57,6 +56,290 @@ _INSTEAD = {
 }
 
 
+# Defaults of `Trainer`: the size of buckets, and the schedules for its memory budget.
+
+
+def schedules_for(
+    live_bytes: float | str | None, prefetch: int, full_bytes: int, home: Groups
+) -> tuple[OnDemand, OnDemand]:
+    """A policy for training, and one for evaluation, which uses parameters in another order."""
+    if isinstance(live_bytes, str) and live_bytes == "auto":
+        live_bytes = _quarter_of_memory(home)
+    budget = None if live_bytes is None else checks.nbytes("Trainer", "live_bytes", live_bytes)
+    if budget is None or budget >= full_bytes:
+        return OnDemand(None, 0, at_once=True, lets_go=True), keep_all()
+    training, evaluation = (on_demand(live_bytes=budget, prefetch=prefetch) for _ in range(2))
+    return training, evaluation
+
+
+def bucket_bytes_for(params: Tree, home: Groups) -> int:
+    """A size that gives a model several buckets to overlap, each large enough for the network.
+
+    Without gathers fewer do, and the host has less to do.
+    """
+    if home.world_size == 1:
+        return shards.BUCKET_BYTES
+    leaves = {id(x): x for x in tree.flatten(params)[0] if isinstance(x, Tensor)}
+    nbytes = sum(x.nbytes for x in leaves.values() if x.is_floating_point())
+    return min(shards.BUCKET_BYTES, max(2**20, nbytes // (4 if home.partition_size == 1 else 16)))
+
+
+def _quarter_of_memory(home: Groups) -> int:
+    """A quarter of the memory of the rank that has least; the same number on all ranks."""
+    found = _torch.total_memory(home.device)
+    if not _torch.is_async(home.device):  # the ranks of a machine share its memory
+        found //= home.plan.topology.sizes[-1]
+    mine = torch.tensor(found // 4, dtype=torch.int64, device=home.device)
+    return min(collect_values(home, mine).values())
+
+
+_COUNT = "return of how many things the loss of this batch is the mean, such as its valid tokens"
+_FUNCTION = "write loss_fn(params, batch), with full tensors as params, and return one number"
+_LOSS = "call the model in it: lambda model, batch: cross_entropy(model(batch[0]), batch[1])"
+# Names of arguments of losses of torch, and of such as people write.
+_OUTPUTS = {"input", "inputs", "out", "output", "outputs", "logits", "pred", "preds", "prediction"}
+_OUTPUTS |= {"predictions", "y_hat", "yhat", "y_pred"}
+_TARGETS = {"target", "targets", "label", "labels", "y", "y_true", "ground_truth"}
+_SAME = "pass the shards that init_model or load_shards made for this model"
+
+
+def check_model(
+    model: Any, loss: Any, optimizer: Any, groups: Any, guard: Any, deterministic: Any
+) -> None:
+    """Raise unless a `Trainer` is given a model, an optimizer and groups, in this order.
+
+    Of some options the kind is checked here, before anybody asks whether they are true.
+
+    Raises:
+      PlanError: the model, the loss or an option is something else.
+      PlanError: the optimizer is none.
+      GroupsError: there are no groups.
+    """
+    fix = "the order is Trainer(model, optimizer, groups, loss=...)"
+    if isinstance(model, type):
+        name = model.__name__
+        checks.refuse("Trainer", "model", model, "an instance", f"pass {name}(...), not {name}")
+    if not isinstance(model, nn.Module):
+        expected = "an nn.Module or a function loss_fn(params, batch)"
+        if not callable(model):
+            checks.refuse("Trainer", "model", model, expected, fix)
+        checks.call("Trainer", model, "model(params, batch)", _FUNCTION)
+    checks.function("Trainer", "loss", loss, "loss(model, batch)", _LOSS)
+    if loss is not None:
+        _check_loss(loss)
+    if groups is None or isinstance(groups, nn.Module | optim.Transform):
+        checks.refuse("Trainer", "groups", groups, "groups", fix, GroupsError)
+    optim.as_transform(optimizer)
+    verb, fix = "Trainer", "make one: optim.Guard(...)"
+    checks.instance(verb, "guard", guard, optim.Guard | None, "a Guard", fix)
+    checks.flag(verb, "deterministic", deterministic)
+
+
+def _check_loss(loss: Any) -> None:
+    """Raise PlanError for a loss of other arguments, such as `loss(output, target)` of torch."""
+    call = loss.forward if isinstance(loss, nn.Module) else loss
+    checks.call("Trainer", call, "loss(model, batch)", _LOSS)
+    names = list(checks.parameters(call))[:2]
+    if len(names) == 2 and names[0] in _OUTPUTS and names[1] in _TARGETS:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        text = f"Trainer: loss={name} takes ({', '.join(names)}), expected loss(model, batch)"
+        raise PlanError(text, fix=_LOSS)
+
+
+def check_options(trainer: Any, prefetch: Any, schedule: Any, checkpoint: Any) -> None:
+    """Raise PlanError unless the options of a `Trainer` are what they should be.
+
+    Args:
+      trainer: with its first attributes, named as the options.
+      prefetch, schedule, checkpoint: as they were given. Options of `shard` are checked there.
+    """
+    verb = "Trainer"
+    checks.function(verb, "weight", trainer.weight, "weight(batch)", _COUNT)
+    checks.call(verb, trainer.weight, "weight(batch)", _COUNT)
+    checks.integer(verb, "accumulate", trainer.accumulate)
+    fix = "0 never compares replicas"
+    checks.integer(verb, "check_replicas", trainer.check_replicas, 0, fix=fix)
+    checks.choice(verb, "on_drift", trainer.on_drift, "raise", "heal")
+    checks.flag(verb, "recoverable", trainer.recoverable)
+    checks.flag(verb, "overlap_step", trainer.overlap_step)
+    if trainer.overlap_step and trainer.recoverable:
+        text = "Trainer: overlap_step=True with recoverable=True, which keeps states whole"
+        raise PlanError(text, fix="leave one of them out")
+    if trainer.overlap_step and trainer.guard == optim.Guard():
+        text = "Trainer: overlap_step=True has no effect with a guard that may refuse a step"
+        why = "to refuse one that is not finite, all gradients have to be known before any is used"
+        fix = "pass guard=optim.Guard(on_nonfinite='ignore'), or leave overlap_step= out"
+        warnings.warn(message(text, [why], fix), stacklevel=4)
+    trainer.where = where_of(trainer.where)
+    checks.integer(verb, "prefetch", prefetch, 0, fix="0 fetches nothing ahead")
+    if trainer.grad_dtype is not None:
+        shards.check_dtype(verb, "grad_dtype", trainer.grad_dtype)
+    fix, kinds = "pass a Schedule, on_demand(...) or keep_all()", Schedule | OnDemand | None
+    checks.instance(verb, "schedule", schedule, kinds, "a Schedule or a policy", fix)
+    saves = checkpoint is None or hasattr(checkpoint, "begin")
+    if not saves or isinstance(checkpoint, type):
+        checks.refuse(verb, "checkpoint", checkpoint, "a Checkpoints", "pass Checkpoints(folder)")
+
+
+def check_compiled(model: Any, loss: Any, full_bytes: int) -> None:
+    """Warn of modules whose `compile()` is dropped, and refuse what `torch.compile` wraps.
+
+    Compiled code takes only plain tensors, which parameters are where each rank holds all of them.
+
+    Args:
+      model, loss: as they were given.
+      full_bytes: bytes of the parameters that are gathered.
+
+    Raises:
+      PlanError: such code would be given parameters that are gathered while it runs, or those of
+        the model as it was given.
+    """
+    made, bound = {"model": model}, []
+    if isinstance(model, nn.Module):
+        warn_of_compile("Trainer", model, stacklevel=5)
+        named = {f"model.{name}".rstrip("."): module for name, module in model.named_modules()}
+        made |= {name: module.forward for name, module in named.items()}
+        own = [name for name, module in named.items() if "forward" in vars(module)]
+        bound = [name for name in own if not hasattr(named[name], "_orig_mod")]
+    compiled = [name for name, call in {**made, "loss": loss}.items() if _torch.is_compiled(call)]
+    bound = [name for name in bound if name in compiled]
+    if bound or (compiled and full_bytes):
+        why = "it would go on with the parameters of the modules as they were given"
+        if not bound:
+            why = "it would be given parameters that are gathered while it runs"
+        text = f"Trainer: torch.compile wraps {name_some(bound or compiled)}"
+        fix = "use its _orig_mod, or the function itself; or partition_size=1; see Limits in README"
+        raise PlanError(text, [why], fix)
+
+
+def as_shards(
+    own: Mapping[str, Tensor] | None,
+    given: Tree,
+    groups: Any,
+    home: Groups,
+    precision: shards.Precision | None,
+    options: dict[str, Any],
+) -> Tree:
+    """The shards to train.
+
+    Args:
+      own: the module's parameters by name; None for a function.
+      given: the argument `params`: shards or full tensors; None takes the module's own.
+      groups: as for `shard`.
+      home: the first of these groups.
+      precision: the argument `precision`; None if it was not given.
+      options: options of `shard`; of those that are None, defaults are taken here.
+
+    Communication: as for `shard`; none if shards are given.
+
+    Raises:
+      LeafError: names, shapes or ties of the parameters differ from those of the model.
+      LeafError: a parameter has no value, or another dtype or device than the model or its groups;
+        or none is trained.
+      PlanError: shards were made for other groups or another precision, or an option has no effect.
+    """
+    params = own if given is None else given
+    options = {name: value for name, value in options.items() if value is not None}
+    leaves, _ = tree.flatten(params, shards.is_leaf)
+    if own is not None and given is not None:
+        _check_names(own, given)
+    if any(map(shards.is_leaf, leaves)):
+        _check_shards(params, groups, precision, options)
+        found = params
+    else:
+        for path, leaf in zip(tree.paths(params, "params", shards.is_leaf), leaves, strict=True):
+            if isinstance(leaf, Tensor) and leaf.is_meta:
+                fix = "pass params=: the shards that init_model gave with this model, or tensors"
+                raise LeafError(f"Trainer: {path} is on meta, without a value", fix=fix)
+        if own is not None:
+            options.setdefault("order", tree.own_order(own))
+        options.setdefault("bucket_bytes", bucket_bytes_for(params, home))
+        found = shards.shard(params, groups, precision=precision, **options)
+    if not any(isinstance(leaf, shards.Sharded) for leaf in tree.flatten(found, shards.is_leaf)[0]):
+        text = "Trainer: no parameter is trained: all are frozen, or there is none"
+        raise LeafError(text, fix="leave requires_grad=True on some, and out of frozen=")
+    return found
+
+
+def check_buffers(buffers: Mapping[str, Tensor], home: Groups) -> None:
+    """Raise LeafError unless all buffers have values and are on the device of the groups."""
+    for name, value in buffers.items():
+        if value.device != home.device:
+            where = "on meta, without a value" if value.is_meta else f"on {value.device}"
+            text = f"Trainer: buffer {name!r} is {where}; the groups are on {home.device}"
+            fix = "make the model with init_model, or move it to the device of its groups first"
+            raise LeafError(text, fix=fix)
+
+
+def _check_names(own: Mapping[str, Tensor], given: Tree) -> None:
+    """Raise unless parameters have the names, shapes, kinds of dtypes and ties of the model's."""
+    text = "Trainer: params= are not those of the model"
+    if not isinstance(given, Mapping) or sorted(own) != sorted(map(str, given)):
+        found = tree.first_mismatch(dict.fromkeys(own, 0), given, "params", shards.is_leaf)
+        raise LeafError(text, [found], _SAME)
+    want, got = _described(own), _described(given)
+    odd = [name for name in own if want[name] != got[name]]
+    lines = [f"params.{name}: expected {want[name]}, got {got[name]}" for name in odd[:1]]
+    if lines:
+        raise LeafError(text, lines, _SAME)
+
+
+def _described(values: Mapping[str, Any]) -> dict[str, str]:
+    """The shape of each leaf, whether it has floats, and the first leaf that is the same tensor."""
+    found, first = dict[str, str](), dict[Any, str]()
+    plain = [name for name in sorted(values) if isinstance(values[name], Tensor)]
+    owners = shards.owners_of([values[name] for name in plain])
+    keys: dict[str, Any] = dict(zip(plain, owners, strict=True))
+    for name, x in sorted(values.items()):
+        if not isinstance(x, Tensor):
+            keys[name] = x.bucket, getattr(x, "slot", name)
+        if x.dtype.is_floating_point:
+            owner = first.setdefault(keys[name], name)
+            tied = f"tied to {owner!r}" if owner != name else "not tied"
+            found[name] = f"floats of {tuple(x.shape)}, {tied}"
+        else:
+            found[name] = f"{shards.dtype_name(x.dtype)} of {tuple(x.shape)}"
+    return found
+
+
+def _check_shards(
+    params: Tree,
+    groups: Any,
+    precision: shards.Precision | None,
+    options: dict[str, Any],
+) -> None:
+    """Raise unless shards are on their groups' device, have this precision, and need no options."""
+    if options:
+        text = f"Trainer: {', '.join(f'{name}=' for name in options)}: params= are shards already"
+        fix = "give them to what made the shards: shard, init_model or load_shards"
+        raise PlanError(text, fix=fix)
+    tree.refuse_equal_paths("Trainer", params, "params", shards.is_leaf)
+    opened, bare = (
+        shards.open_shards("Trainer", params, groups),
+        tree.paths(params, "", shards.is_leaf),
+    )
+    patterns = precision.patterns if precision is not None else []
+    checks.check_matched("Trainer: precision", patterns, bare)
+    for leaf, home, path in zip(opened.leaves, opened.homes, bare, strict=True):
+        data, name = getattr(leaf, "data", None), tree.join("params", path)
+        if isinstance(data, Tensor) and data.device != home.device:
+            text = f"Trainer: {name} is on {data.device}, its groups are on {home.device}"
+            raise LeafError(text, fix="make shards on the device of their groups")
+        if precision is not None and leaf.bucket is not None:
+            _check_precision(leaf, precision, name, path)
+
+
+def _check_precision(leaf: Any, precision: shards.Precision, name: str, path: str) -> None:
+    """Raise PlanError unless a leaf has the formats of a precision."""
+    bucket, numel = leaf.bucket, leaf.bucket.numels[getattr(leaf, "slot", 0)]
+    own = bucket.dtype if bucket.codes is None else bucket.compute  # of what became codes
+    want = precision.formats(path, own, numel, bucket.trainable)
+    if want != bucket.formats:
+        lines = [f"expected {want}", f"got {bucket.formats}"]
+        text = f"Trainer: {name} was not made with this precision="
+        raise PlanError(text, lines, fix="make the shards with the same precision")
+
+
 class Trainer:
     """Train a model with sharded states, one call per step.
 
@@ -88,7 +371,7 @@ class Trainer:
       check_replicas: every so many steps replicas are compared bit by bit; 0 for never.
       on_drift: raise DesyncError if they differ, or "heal" as `same_replicas` does.
       recoverable: write each step only once all ranks can, so that those that are left when one is
-        killed are at one step; see [Note: steps written together] in `resetting`.
+        killed are at one step; see [Note: steps written together] in `resuming`.
       live_bytes: budget for gathered parameters, as for `on_demand`. "auto" is a quarter of the
         memory of the smallest device, or of a rank's share of the CPU's memory. With None, or if
         all parameters fit, it is as with `keep_all`, until the last backward pass: there gradients
@@ -145,13 +428,13 @@ class Trainer:
         self,
         model: nn.Module | Callable[[Tree, Any], Tensor],
         optimizer: Optimizer,
-        groups: GroupsTree,
+        groups: shards.GroupsTree,
         *,
         loss: Callable[[nn.Module, Any], Tensor] | None = None,
         weight: Callable[[Any], Tensor | float] | None = None,
         params: Tree = None,
         accumulate: int = 1,
-        precision: Precision | str | None = None,
+        precision: shards.Precision | str | None = None,
         guard: Guard | None = None,
         replica_sync: ReplicaSync | None = None,
         hop2: Callable[[Tree, Any], Tree] | None = None,
@@ -173,30 +456,30 @@ class Trainer:
         bucket: Callable[[str], object] | None = None,
         checkpoint: Checkpoints | None = None,
     ) -> None:
-        given.check_model(model, loss, optimizer, groups, guard, deterministic)
+        check_model(model, loss, optimizer, groups, guard, deterministic)
         self.accumulate, self.deterministic, self.weight = accumulate, deterministic, weight
         self.recoverable, self.check_replicas, self.on_drift = recoverable, check_replicas, on_drift
         self.where, self.overlap_step = where, overlap_step
-        self.precision, self.guard = precision_of(precision), guard or Guard()
+        self.precision, self.guard = shards.precision_of(precision), guard or Guard()
         self.replica_sync, self.grad_dtype = policy_of(replica_sync, hop2), grad_dtype
-        given.check_options(self, prefetch, schedule, checkpoint)
+        check_options(self, prefetch, schedule, checkpoint)
         self.program, self.passes = program_of(model, loss, self.precision), DataPasses()
         own, buffers = self.program.take()
-        groups, home = given.homes_for(groups, own if params is None else params, deterministic)
+        groups, home = homes_for(groups, own if params is None else params, deterministic)
         self.groups, independent = cast(Any, groups), self.replica_sync.independent
-        self.member = given.Member(home, compared=independent, lost=home.state.rejoining)
-        given.check_buffers(buffers, home)
+        self.member = Member(home, compared=independent, lost=home.state.rejoining)
+        check_buffers(buffers, home)
         options: dict[str, Any] = {"replicas": replicas, "source_rank": source_rank, "order": order}
         options |= {"frozen": frozen, "bucket_bytes": bucket_bytes, "bucket": bucket}
         wanted = None if precision is None else self.precision
-        params = given.as_shards(own, params, groups, home, wanted, options)
+        params = as_shards(own, params, groups, home, wanted, options)
         full_bytes = sum(bucket_sizes(params, groups))
-        given.check_compiled(model, loss, full_bytes)
-        chosen, self.eval_schedule = given.schedules_for(live_bytes, prefetch, full_bytes, home)
+        check_compiled(model, loss, full_bytes)
+        chosen, self.eval_schedule = schedules_for(live_bytes, prefetch, full_bytes, home)
         self.schedule = schedule or chosen
         params = move(params, self.where, device=home.device)
         self.state = init_state(params, optimizer, buffers=buffers, where=self.where)
-        given.compare_options(self, params, groups, self.guard)
+        compare_options(self, params, groups, self.guard)
         self.sync_state = self.replica_sync.init(params, self.groups)
         self.last_step, self.checkpoint = NOT_WATCHED, checkpoint
         if checkpoint is not None and not self.member.lost:
@@ -220,7 +503,8 @@ class Trainer:
 
         On an accelerator, to read it waits for the verdict on the last step.
         """
-        finish_step(self)
+        if self.member.masked is not None:
+            finish_step(self)
         return self.ahead
 
     @state.setter
@@ -255,7 +539,7 @@ class Trainer:
           GroupsError: the groups are closed, have failed, or another thread or step uses them.
           NonFiniteError: the guard raises it; the step was not taken.
         """
-        refuse_derivative("Trainer.step", (), "call it outside of torch.func")
+        shards.refuse_derivative("Trainer.step", (), "call it outside of torch.func")
         member, home = self.member, self.member.home
         if member.lost:  # the batch is that of the first step, and the others have come further
             raise rejoin_error("Trainer.step", home.rank)
@@ -282,7 +566,7 @@ class Trainer:
         Raises:
           LeafError: it is called inside torch.func, where the result has no derivative.
         """
-        refuse_derivative("Trainer.eval", (), "call it outside of torch.func")
+        shards.refuse_derivative("Trainer.eval", (), "call it outside of torch.func")
         home = self.member.home
         with reports_step(home.state, self.ahead.step), home.state.turns.alone(), torch.no_grad():
             batch = to_device(batch, home.device)
@@ -290,7 +574,7 @@ class Trainer:
             # The run ends before the mean over ranks: ranks whose ways differ are told there.
             deferred = defer(self.ahead.params, self.groups, self.eval_schedule)
             with self.program.evaluating(), deferred as full:
-                loss = self.program(full, before, batch).loss
+                loss, _ = self.program(full, before, batch)
             return evaluated(self, loss.clone(), batch)
 
     def params(self) -> Tree:
@@ -304,7 +588,7 @@ class Trainer:
 
         Memory: the full parameters, on the device.
         """
-        return unshard(self.state.params, self.groups)
+        return shards.unshard(self.state.params, self.groups)
 
     def state_dict(self) -> dict[str, Tensor]:
         """What `model.load_state_dict` takes: full parameters and buffers, as in plain torch.
@@ -396,5 +680,5 @@ class Trainer:
           PlanError, LeafError: an argument is of no use, or the loader is empty.
         """
         check_fit(loader, steps, log_every, progress, stop)
-        bar = ProgressBar(steps, log_every, shown=progress and self.member.home.position == 0)
-        return train_for(self, loader, steps, bar, stop)
+        shown = log_every if progress and self.member.home.position == 0 else 0
+        return train_for(self, loader, steps, shown, stop)

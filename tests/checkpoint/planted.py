@@ -165,4 +165,11 @@ PLANTED = [
         "                rest = rest[os.write(number, rest) :]\n",
         "checkpoint/test_commit.py -k the_disk_has_each",
     ),
+    (
+        "a process that takes the place of the first rank takes the folder back",
+        "checkpoint/saving.py",
+        "        folder.epoch = max(exchange.all.values())\n",
+        "        pass\n",
+        "checkpoint/test_two_jobs.py",
+    ),
 ]

@@ -69,7 +69,7 @@ def racing(store: Any, *meanwhile: Any) -> Any:
             first.pop()()
         return store.compare_set(*args)
 
-    return SimpleNamespace(check=store.check, get=store.get, compare_set=compare_set)
+    return SimpleNamespace(check=store.check, get=store.get, add=store.add, compare_set=compare_set)
 
 
 @pytest.mark.parametrize("first", ["goes on", "gives up"])

@@ -78,3 +78,13 @@ def test_a_note_of_a_wait_is_found_by_those_that_wait_for_it(monkeypatch):
     text = str(found_by(channels[:1])[0])
     assert "rank 1: waits for a gather" in text
     assert found_by(channels) == [text] * N
+
+
+def test_a_note_that_an_earlier_process_left_says_nothing_of_later_groups(monkeypatch):
+    _, channels = job(partition=2)
+    for rank, counts, stuck in ((1, {"old": 1}, "old"), (0, {"new": 3}, "new")):
+        monkeypatch.setattr(order, "made", lambda counts=counts: counts)
+        channels[rank].poll_peers([Stuck(stuck, 3, (0, 1), "a reduction")])
+    monkeypatch.setattr(order, "made", lambda: {"new": 2})
+    channels[1].poll_peers([Stuck("new", 2, (0, 1), "a gather")])
+    assert found_by(channels) == [None] * N

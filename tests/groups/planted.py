@@ -85,4 +85,18 @@ PLANTED = [
         "launch.local_rank",
         "groups/test_devices.py -k fourth_rank",
     ),
+    (
+        "a note that an earlier process left counts for later groups",
+        "faults/order.py",
+        " if each.group in theirs[1]]",
+        "]",
+        "faults/test_reports.py -k earlier_process",
+    ),
+    (
+        "nobody takes the place of a rank that wrote for its host",
+        "faults/heartbeat.py",
+        "deque(maxlen=3)",
+        "deque()",
+        "faults/test_shared_writer.py -k counts_no_more",
+    ),
 ]

@@ -22,7 +22,7 @@ from mics_fn import offload, optim, tree
 from mics_fn.collectives import collect_bytes
 from mics_fn.offload import Scratch, in_file, placed_like, store
 from mics_fn.optim.flat import by_leaf
-from mics_fn.train.carried import carried, take_back
+from mics_fn.train.resuming import carried, take_back
 
 SHAPES = {"a": (301, 23), "b": (7,), "c": (64, 33), "none": (0, 3), "still": (5, 2)}
 PARAMS = "params=disk:{0}; *b*: params=device"

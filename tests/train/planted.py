@@ -1,7 +1,7 @@
 """Mistakes of a run that is merged, cut, saved or reset; `planting.py` checks that tests fail."""
 
 _L = "train/loop.py"
-_C = "train/carried.py"
+_C = "train/resuming.py"
 
 PLANTED = [
     (
@@ -28,7 +28,7 @@ PLANTED = [
     (
         "what the guard has counted is not taken back",
         _C,
-        'state["sync"], taken.guard',
+        'state["sync"], guard',
         'state["sync"], trainer.guard',
         "train/test_carried.py -k alone",
     ),
@@ -48,7 +48,7 @@ PLANTED = [
     ),
     (
         "a step that some ranks have written is not written by the others",
-        "train/resetting.py",
+        _C,
         "write(trainer, member.ready)",
         "pass",
         "train/test_trainer_reset.py -k written_by_all",
@@ -69,7 +69,7 @@ PLANTED = [
     ),
     (
         "no step compares what was put in the place of a lost state",
-        "train/resetting.py",
+        _C,
         "member.compared = False",
         "member.compared = True",
         "train/test_trainer_reset.py -k told",

@@ -1,6 +1,5 @@
 """A run that is cut in two and goes on from saved values has the bits of one that is not."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,11 +14,11 @@ from torch.utils.data import DataLoader, Dataset
 
 import mics_fn as mf
 from mics_fn import optim, tree
+from mics_fn.checkpoint.manifest import decoded, encoded
 from mics_fn.optim import Guard, dynamic_scale, norm_spike
 from mics_fn.shards import Fixed, Sharded, is_leaf
 from mics_fn.train import StepMetrics
-from mics_fn.train.carried import carried, take_back
-from mics_fn.train.plain import guard_numbers
+from mics_fn.train.resuming import carried, guard_numbers, take_back
 
 STEPS, SIZE, PER_PASS = 14, 6, 5
 ONE = World((1,), 1)
@@ -122,23 +121,17 @@ def made(groups: Any, optimizer: str, options: str, seed: int, **more: Any) -> m
     return mf.Trainer(model, optimizers(optimizer, groups), groups, **more)
 
 
-def saved(trainer: mf.Trainer) -> tuple[list[Any], str, list[Tensor]]:
+def saved(trainer: mf.Trainer) -> tuple[list[Any], str, dict[str, Tensor]]:
     """What `carried` gives, as copies: leaves, JSON, and the tensors that are named in it."""
     state, extra = carried(trainer)
     leaves, _ = tree.flatten(state, is_leaf)
-    tensors: list[Tensor] = []
-
-    def name(value: Any) -> Any:
-        assert isinstance(value, Tensor)
-        tensors.append(value.clone())
-        return {"tensor": len(tensors) - 1}
-
-    text = json.dumps(extra, default=name)
+    text, tensors = encoded(extra)
     values = [getattr(x, "data", None) if is_leaf(x) else x for x in leaves]
-    return [x.clone() if isinstance(x, Tensor) else x for x in values], text, tensors
+    kept = {name: x.clone() for name, x in tensors.items()}
+    return [x.clone() if isinstance(x, Tensor) else x for x in values], text, kept
 
 
-def loaded(trainer: mf.Trainer, found: tuple[list[Any], str, list[Tensor]]) -> tuple[Any, Any]:
+def loaded(trainer: mf.Trainer, found: tuple[list[Any], str, dict[str, Tensor]]) -> tuple[Any, Any]:
     """What `saved` gave, for another trainer."""
     values, text, tensors = found
     like, spec = tree.flatten(carried(trainer)[0], is_leaf)
@@ -148,10 +141,7 @@ def loaded(trainer: mf.Trainer, found: tuple[list[Any], str, list[Tensor]]) -> t
         for leaf, value in zip(held, values, strict=True)
     ]
 
-    def put(value: dict[str, Any]) -> Any:
-        return tensors[value["tensor"]] if list(value) == ["tensor"] else value
-
-    return spec.unflatten(leaves), json.loads(text, object_hook=put)
+    return spec.unflatten(leaves), decoded(text, tensors)
 
 
 def fit(trainer: mf.Trainer, loader: Any, steps: int) -> list[StepMetrics]:

@@ -23,8 +23,7 @@ from mics_fn.checkpoint import directory, saving
 from mics_fn.errors import DesyncError, FileError, LeafError, MicsError
 from mics_fn.lab.ranks import RankPool
 from mics_fn.spans import LOG
-from mics_fn.train.carried import carried, take_back
-from mics_fn.train.plain import guard_numbers
+from mics_fn.train.resuming import carried, guard_numbers, take_back
 
 FOUR, TWO = World((2, 2), 2), World((2,), 2)
 
@@ -291,7 +290,7 @@ def test_a_loader_that_cannot_be_saved_on_one_rank_is_an_error_of_all(
     assert other.startswith("DesyncError: ")
     assert "rank 1: LeafError: " in other
     assert own.startswith("LeafError: ")
-    assert "state_dict() of StatefulDataLoader" in own
+    assert "$extra.data.loader.at is object" in own
 
 
 def with_a_fault(layout: World, at: int) -> bool:

@@ -25,7 +25,6 @@ from torchdata import stateful_dataloader
 
 import mics_fn as mf
 from mics_fn.train.loop import DataPasses, Position
-from mics_fn.train.plain import Randoms
 
 CPU, FOUR = torch.device("cpu"), Layout((2, 2), 2)
 
@@ -107,10 +106,9 @@ def train(batches: Any, run: Run, steps: int, ranks: int = 1) -> list[Any]:
 def gone_on(run: Run, *, strict: bool = True, exact: bool = True) -> Run:
     """Another process, which goes on from what this one has kept."""
     kept: Any = run.kept(run.calls)
-    data, now = copy.deepcopy((kept, run.randoms(CPU).plain()))
+    data, now = copy.deepcopy((kept, run.randoms(CPU)))
     other = Run()
-    now = Randoms.from_plain(now, CPU) if exact else None
-    other.resume(Position.from_plain(data, now, CPU), strict=strict)
+    other.resume(Position.from_plain(data, now if exact else None, CPU), strict=strict)
     return other
 
 

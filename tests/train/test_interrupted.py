@@ -31,7 +31,7 @@ from mics_fn.lab.ranks import run_ranks
 from mics_fn.optim import by_leaf
 from mics_fn.shards import any_lost
 from mics_fn.train import Checkpoints, stepping
-from mics_fn.train.carried import carried, take_back
+from mics_fn.train.resuming import carried, take_back
 
 KINDS: dict[str, Callable[[str], dict[str, Any]]] = {
     "plain": lambda folder: {"optimizer": mf.optim.adamw(1e-2)},

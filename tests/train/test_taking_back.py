@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 import mics_fn as mf
 from mics_fn import optim, tree
+from mics_fn.checkpoint.manifest import decoded, encoded
 from mics_fn.errors import LeafError, MicsError, PlanError
 from mics_fn.optim import Guard, dynamic_scale, norm_spike, static_scale
-from mics_fn.train.carried import carried, take_back
-from mics_fn.train.plain import as_plain, from_plain
+from mics_fn.train.resuming import carried, take_back
 
 PAIR = Layout((2,), 2)
 
@@ -58,14 +58,13 @@ def unchanged(trainer: mf.Trainer, act: Callable[[], None], kind: type, *texts: 
 
 
 BAD: dict[str, tuple[list[Any], Any, str]] = {
-    "no scale": (["guard", "scale"], None, "this is not what was saved"),
+    "no scale": (["guard"], None, "this is not what was saved"),
     "buffers of others": (["buffers"], {}, "extra.buffers.last is missing"),
     "a long buffer": (["buffers", "last"], torch.ones(2), "got a tensor of (2,)"),
     "random states": (["random", "cpu"], torch.ones(3), "this is not what was saved"),
     "numpy's": (["random", "numpy", 1], "x", "this is not what was saved"),
     "a position": (["data"], {"epoch": 1}, "this is not what was saved"),
     "no number": (["data", "samples"], "8", "extra.data is not the position in a pass"),
-    "state of a loader": (["data", "loader"], {"dict": 1}, "this is not what was saved"),
 }
 
 
@@ -219,17 +218,17 @@ def test_another_number_of_ranks_goes_on_behind_the_same_samples(
 def test_plain_values_come_back() -> None:
     inner = [None, True, -(2**70), 1e-300, "\ud800", (), [], {}, ("dict",), {"tuple": [1, (2,)]}]
     value = {"dict": inner, "": tuple(inner), "tuple": {"dict": {"tuple": inner}}}
-    assert repr(from_plain(as_plain(value, "x"))) == repr(value)
+    assert repr(decoded(*encoded(value))) == repr(value)
 
 
 @pytest.mark.parametrize(
     ("state", "text"),
     [
-        ({"a": [0, {1, 2}]}, "the state.a.1 is set, which cannot be saved"),
-        ({"a": {3: 4}}, "a key of the state.a is int"),
+        ({"a": [0, {1, 2}]}, "save: $extra.data.loader.a.1 is set"),
+        ({"a": {3: 4}}, "save: $extra.data.loader.a is dict"),
     ],
 )
 def test_a_state_that_cannot_be_saved(state: Any, text: str) -> None:
     with pytest.raises(LeafError) as caught:
-        as_plain(state, "the state")
+        encoded({"data": {"loader": state}})
     assert text in str(caught.value)
