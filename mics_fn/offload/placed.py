@@ -27,7 +27,7 @@ from torch import Tensor
 from mics_fn import _device, _torch, spans
 from mics_fn.collectives import needs_derivative, refuse_derivative
 from mics_fn.offload.places import DEVICE, Place
-from mics_fn.offload.scratch import Extent, Scratch, aligned, give, padded, take
+from mics_fn.offload.scratch import Extent, Scratch, aligned, padded
 from mics_fn.read_only import ReadOnly
 
 aten = torch.ops.aten
@@ -402,7 +402,8 @@ def transfer(source: Tensor, goal: Tensor) -> Iterator[None]:
         goal.copy_(here, non_blocking=True)
         yield
         return
-    staging = take(PORTION_BYTES, _CPU)
+    scratch = file.extent.scratch
+    staging = scratch.take(PORTION_BYTES, _CPU)
     step = PORTION_BYTES // file.dtype.itemsize
     for low in range(0, file.numel(), step):
         part: Any = file[low : low + step]
@@ -415,7 +416,7 @@ def transfer(source: Tensor, goal: Tensor) -> Iterator[None]:
             part.extent.read(part.start, memory, part.leaf)
             goal.narrow(0, low, len(found)).copy_(found)
         yield
-    give(staging, _CPU)
+    scratch.give(staging)
 
 
 def empty_at(

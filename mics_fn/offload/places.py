@@ -10,9 +10,8 @@ import torch
 
 from mics_fn import _device, checks
 from mics_fn.errors import PlanError
+from mics_fn.offload.scratch import HOST_BYTES, LEAST_HOST_BYTES
 
-HOST_BYTES = 64 * 2**20
-LEAST_HOST_BYTES = 2**20
 KINDS = ("device", "host", "disk")
 _FIELDS = ("params", "states", "grads")
 _OVERRIDE = re.compile(r"([^=]*):\s*(\w+\s*=.*)", re.DOTALL)  # a pattern and its fields
