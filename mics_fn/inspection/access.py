@@ -367,9 +367,9 @@ def _fitting(where: str, leaf: Any, value: Any) -> Any:
 
 def _check_moment(where: str, data: Any, values: Tensor) -> None:
     """Raise LeafError if the codes of a moment cannot hold these values without NaN."""
-    good = values.isfinite() & (values >= (0 if data.codes.root else -torch.inf))
+    good = values.isfinite() & (values >= (0 if data.codes.codec.root else -torch.inf))
     if not bool(good.all()):
-        what = "finite numbers of at least 0" if data.codes.root else "finite numbers"
+        what = "finite numbers of at least 0" if data.codes.codec.root else "finite numbers"
         text = f"{where} has a value that state={data.codes.codec} cannot hold"
         raise LeafError(text, fix=f"pass {what}")
 

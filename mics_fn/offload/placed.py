@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from mics_fn import _device, _torch, spans
+from mics_fn import _device, _torch, spans, tree
 from mics_fn.collectives import needs_derivative, refuse_derivative
 from mics_fn.offload.places import DEVICE, Place
 from mics_fn.offload.scratch import Extent, Scratch, aligned, padded
@@ -36,51 +36,26 @@ aten = torch.ops.aten
 class Placed(ReadOnly):
     """A dense tensor whose values lie in a file or as codes; see [Note: placed tensors]."""
 
-    leaf: str
-
-    @property
-    def memory(self) -> list[Tensor]:
-        """The tensors in memory that it consists of."""
-        return []
-
-    def plain(self) -> Tensor:
-        """Fetch its values into new memory, on its device."""
-        raise NotImplementedError
+    leaf: str  # its path, for error texts
+    size_bytes: Any  # what it takes where it lies
+    plain: Any  # fetches its values into new memory, on its device
+    part: Any  # selects the elements from a `start` on, with the shape of a tensor `like`
+    unset: Any  # allocates a tensor of its kind beside it, whose values `fill` sets
+    # Sets the elements of what `unset` gave from `low` on to `values`, each once before it is read.
+    fill: Any
 
     def copied(self) -> Tensor:
         """Copy it into new memory: its values, or its codes if it has such."""
         return self.plain()
 
-    def part(self, start: int, like: Tensor) -> "Placed":
-        """Select the elements from `start` on, with the shape of `like`."""
-        raise NotImplementedError
-
-    def unset(self) -> "Placed":
-        """Allocate a tensor of its kind beside it, whose values `fill` sets."""
-        raise NotImplementedError
-
-    def fill(self, low: int, values: Tensor) -> None:
-        """Set elements of what `unset` gave, each once before the first read.
-
-        Args:
-          low: the first element, of the flattened tensor.
-          values: on the host.
-        """
-        raise NotImplementedError
-
-    @property
-    def size_bytes(self) -> int:
-        """The bytes that it takes where it lies."""
-        raise NotImplementedError
-
     @classmethod
     def __torch_dispatch__(  # pyright: ignore
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        handle = _HANDLERS.get(func)
-        if handle is None:
-            handle = _HANDLERS[func] = _view if _torch.op_views(func) else _compute
-        return handle(func, args, kwargs or {})
+        if func in _ANSWERS:
+            return _ANSWERS[func](*args)
+        views = func in _VIEWS or _torch.op_views(func)
+        return (_view if views else _compute)(func, args, kwargs or {})
 
 
 def is_placed(value: Any) -> bool:
@@ -109,34 +84,14 @@ def like_of(value: Tensor) -> Tensor:
     return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
-def _replace(value: Any) -> Any:
-    """Replace placed tensors in an argument of an op by plain ones."""
-    if isinstance(value, Placed):
-        return value.plain()
-    kind = type(value)
-    if kind is list or kind is tuple:
-        return kind([_replace(each) for each in value])
-    return value
-
-
-def _placed_in(value: Any) -> Placed | None:
-    """Return the first placed tensor in an argument of an op."""
-    if isinstance(value, Placed):
-        return value
-    if isinstance(value, list | tuple):
-        return next((found for each in value if (found := _placed_in(each)) is not None), None)
-    return None
-
-
 def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run an op on plain tensors, unless it writes to a placed one."""
     given = _torch.op_arguments(func, args, kwargs)
-    for name in _torch.op_writes(func):
-        written = _placed_in(given.get(name))
-        if written is not None:
-            raise written.refusal(f"{func}: writes to")
-    plain = {name: _replace(value) for name, value in kwargs.items()}
-    return func(*(_replace(value) for value in args), **plain)
+    for x in tree.flatten([given.get(name) for name in _torch.op_writes(func)])[0]:
+        if isinstance(x, Placed):
+            raise x.refusal(f"{func}: writes to")
+    args, kwargs = tree.map_leaves(read, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 @torch.inference_mode(mode=False)  # in which nothing is a view of tensors from outside
@@ -154,12 +109,11 @@ def _view(func: Any, args: tuple, kwargs: dict) -> Any:
     return parts if several else parts[0]
 
 
-_HANDLERS: dict[Any, Callable[[Any, tuple, dict], Any]] = {
-    aten._unsafe_view.default: _view,
-    aten._reshape_alias.default: _view,
-    # Called for the two parts of a dual tensor; a placed one counts as having its own memory.
-    aten._has_same_storage_numel.default: lambda func, args, kwargs: True,
-    aten.is_same_size.default: lambda func, args, kwargs: args[0].shape == args[1].shape,
+_VIEWS = (aten._unsafe_view.default, aten._reshape_alias.default)  # whose schemas do not say so
+# Called for the two parts of a dual tensor; a placed one counts as having its own memory.
+_ANSWERS: dict[Any, Callable[..., bool]] = {
+    aten._has_same_storage_numel.default: lambda *_: True,
+    aten.is_same_size.default: lambda a, b: a.shape == b.shape,
 }
 
 
@@ -505,11 +459,11 @@ def _beside(x: Tensor, was: Any) -> Tensor:
 
 def _beside_in_file(extent: Extent, new: Sequence[Tensor], old: Sequence[Any]) -> list[Any]:
     """Write tensors to a new part of a file, in the places that others have in theirs."""
-    pairs = sorted(zip(new, old, strict=True), key=lambda pair: pair[1].start)
-    ends = [was.start + was.size_bytes for _, was in pairs]
-    overlap = any(end > after[1].start for end, after in zip(ends, pairs[1:], strict=False))
-    if overlap or any((x.dtype, x.shape) != (was.dtype, was.shape) for x, was in pairs):
-        return [store(x, extent.scratch, was.leaf) for x, was in zip(new, old, strict=True)]
+    pairs = list(zip(new, old, strict=True))
+    starts = [was.start for was in old if was.numel()]
+    alike = all((x.dtype, x.shape) == (was.dtype, was.shape) for x, was in pairs)
+    if not alike or len({*starts}) < len(starts):
+        return [store(x, extent.scratch, was.leaf) for x, was in pairs]
     whole = aligned(extent.nbytes).zero_()
     for x, was in pairs:
         part = whole[was.start : was.start + was.size_bytes]

@@ -68,8 +68,6 @@ def parts_of(leaf: Any) -> tuple[Any, ...]:
         raise LeafError(text, fix="detach it first, or copy what it was computed from")
     if is_coded(x):
         kept: Any = x
-        if kept.codes.row is None:
-            return type(leaf), ChunkMemory(x), None, False, leaf.bucket, leaf.slot
         memory = _memory_of(kept.codes.row, kept.whole)
         return type(leaf), memory, (kept.start, x.shape, x.stride()), False, leaf.bucket, leaf.slot
     x = read(x)  # a copy is in memory, wherever this leaf lives
