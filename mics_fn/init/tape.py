@@ -360,10 +360,15 @@ class Recorded(Tensor):
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
         # The same as torch does, whose own code asks a tensor of another class for its address.
-        if id(self) in memo:
-            return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError("only tensors that no op computed can be copied by deepcopy")
+        if not self.recorder.active:
+            made = self.recorder.value(self, keep=True)
+            if isinstance(self, nn.Parameter):
+                made = nn.Parameter(made)
+            memo[id(self)] = made.requires_grad_(self.requires_grad)
+            vars(made).update(marks_of(self))
+            return made
         copied = self.detach()
         if isinstance(self, nn.Parameter):
             copied = copied.clone()
@@ -379,6 +384,14 @@ class Recorded(Tensor):
             setattr(copied, name, value)
         memo[id(self)] = copied
         return copied
+
+
+OWN = {"recorder", "_is_param"}  # attributes of a recorded tensor that its user did not set
+
+
+def marks_of(x: Tensor) -> dict[str, Any]:
+    """The attributes that users set on a tensor, such as `no_decay`."""
+    return {k: v for k, v in vars(x).items() if k not in OWN and not isinstance(v, Recorded)}
 
 
 def without_data(what: str) -> LeafError:
@@ -427,6 +440,7 @@ class Recorder(_torch.DispatchMode):
         self._sums: list[tuple[Tensor, Tensor]] = []  # with checksums, if others can write to them
         self._first: dict[int, tuple[torch.Generator, Tensor]] = {}  # states before the first op
         self._last: list[tuple[torch.Generator, int | Tensor]] = []  # after the last op
+        self._replayed: Memory = {}
         self._paused = False
 
     @classmethod
@@ -550,16 +564,20 @@ class Recorder(_torch.DispatchMode):
         with self._pause():
             return question(value)
 
-    def value(self, x: Recorded) -> Tensor:
-        """The value that a tensor would hold now, from a replay."""
+    def value(self, x: Tensor, *, keep: bool = False) -> Tensor:
+        """The value that a tensor would hold now, from a replay.
+
+        Args:
+          x: the tensor.
+          keep: whether the storages that were replayed before stay in memory.
+        """
         view = self.view_of(x)
         with self._pause():
-            return view.on(self.tape.content(view.storage))
-
-    def content(self, storage: int) -> Any:
-        """A storage of torch with what a storage of the tape would hold now."""
-        with self._pause():
-            return self.tape.content(storage)
+            if self.active or view.storage not in self._replayed:
+                if not keep:
+                    self._replayed.clear()
+                self._replayed[view.storage] = self.tape.content(view.storage)
+            return view.on(self._replayed[view.storage])
 
     def finish(self) -> None:
         """End the tape, and set all generators to their state before the first op.
