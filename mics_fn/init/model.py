@@ -31,7 +31,7 @@ from mics_fn.errors import FileError, LeafError, PlanError, message, name_some
 from mics_fn.groups import Groups
 from mics_fn.init import files, torch_files
 from mics_fn.init.files import Entry, File, Weights
-from mics_fn.init.tape import META, Recorded, Recorder, marks_of
+from mics_fn.init.tape import META, Recorded, Recorder, marks_of, tensors_in
 from mics_fn.offload import where_of
 
 # Weights that are read: which files a path stands for, and which parameter takes which tensor.
@@ -258,11 +258,11 @@ def on_meta_copy(model: nn.Module, values: Sequence[Tensor]) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for name, module in model.named_modules():
-        for key, x in vars(module).items():
-            if isinstance(x, Tensor) and not isinstance(x, Computed) and not x.is_leaf:
-                # torch cannot copy it, either.
-                stand_in = memo[id(x)] = torch.empty(0, device=META).as_subclass(Computed)
-                stand_in.where = f"model.{name}.{key}".replace("..", ".")
+        for key, value in vars(module).items():
+            for x in tensors_in(value):
+                if not isinstance(x, Computed) and not x.is_leaf:  # torch cannot copy it, either
+                    stand_in = memo[id(x)] = torch.empty(0, device=META).as_subclass(Computed)
+                    stand_in.where = f"model.{name}.{key}".replace("..", ".")
     for x, owner in zip(values, shards.owners_of(values), strict=True):
         first = values[owner]
         memo[id(x)] = memo.setdefault(id(first), meta_like(first))
@@ -319,23 +319,30 @@ class Filling:
         trained = [f"params.{k}" for k, leaf in leaves.items() if isinstance(leaf, shards.Sharded)]
         shards.refuse_overlaps(verb, {f"params.{k}": value for k, value in params.items()}, trained)
         self._where = where_of(options.get("where"))
-        self._sums: dict[Groups, tuple[list[str], Tensor]] = {}
         self._parts = Parts()
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
         """The block in which all values are made or read.
 
-        Communication: as `in_parts`.
+        Afterwards shards are compared with those of the ranks that keep the same part: each rank
+        made or read its values alone, so they differ if its machine computes otherwise.
+
+        Communication: as `in_parts`; 8 bytes per leaf.
 
         Raises:
           FileError: a file cannot be made, read or written.
-          PeerFileError, DesyncError: the block raised on other ranks.
+          PeerFileError, DesyncError: the block raised on other ranks, or shards differ, with the
+            first leaf that does.
         """
         with in_parts(self.verb, self.groups) as self._parts:
             yield
-            for home in self.groups:
-                self._add_up(home)
+            sums = [self._add_up(home) for home in self.groups if home.num_replicas > 1]
+        fix = "let all ranks make or read the same values, on machines that compute alike"
+        for home, found in sums:
+            if found:
+                values = torch.stack([*found.values()]).to(home.device)
+                refuse_unequal(self.verb, home, list(found), values, fix)
 
     def fill(self, source: Callable[[str], Read]) -> None:
         """Give this rank's part of each leaf its values, one bucket after the other.
@@ -386,31 +393,14 @@ class Filling:
             part = data[low : low + step]
             part.copy_(read(origin + low, origin + low + len(part)))
 
-    def _add_up(self, home: Groups) -> None:
-        """Take the checksums that `check_copies` compares, which reads what lies in files."""
+    def _add_up(self, home: Groups) -> tuple[Groups, dict[str, Tensor]]:
+        """Take the checksums that ranks compare, which reads what lies in files."""
         found: dict[str, Tensor] = {}
-        if home.num_replicas == 1:
-            return
         for name, leaf in self.shards.items():
             if self.homes[name] is home and isinstance(leaf, shards.Sharded | shards.Fixed):
                 self._parts.check_others()
                 found[f"params.{name}"] = shards.checksum_of(leaf.data.view(-1))
-        if found:
-            self._sums[home] = list(found), torch.stack([*found.values()]).to(home.device)
-
-    def check_copies(self) -> None:
-        """Compare this rank's shards with those of the ranks that keep the same part.
-
-        Each rank made or read its values alone, so they differ if its machine computes otherwise.
-
-        Communication: 8 bytes per leaf.
-
-        Raises:
-          DesyncError: on every rank, with the first leaf that differs and the ranks that differ.
-        """
-        fix = "let all ranks make or read the same values, on machines that compute alike"
-        for home, (paths, sums) in self._sums.items():
-            refuse_unequal(self.verb, home, paths, sums, fix)
+        return home, found
 
 
 def load_shards(
@@ -495,7 +485,6 @@ def read_shards(
         filling = Filling(verb, params, groups, options)
         with filling.under_way():
             filling.fill(lambda name: sources[name].read)
-    filling.check_copies()
     return filling.shards
 
 
@@ -605,7 +594,6 @@ def init_model(
         with filling.under_way():
             filling.fill(lambda name: sources[name].read if name in sources else made.read(name))
             skeleton = made.skeleton(sources)
-    filling.check_copies()
     warn_of_compile("init_model", made.model, stacklevel=3)
     return skeleton, filling.shards
 

@@ -29,7 +29,7 @@ each draw is kept, 5 KB on CPU.
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -217,9 +217,8 @@ class Tape:
     def _run(self, op: Op, memory: Memory) -> None:
         own = {view.storage for view in op.made if view is not None}
         shown = {storage: self._bind(storage, memory) for storage in {*op.storages} - own}
-        named = tree.map_leaves(
-            lambda x: x.on(shown[x.storage]) if isinstance(x, View) else x, op.named
-        )
+        put = lambda x: x.on(shown[x.storage]) if isinstance(x, View) else x  # noqa: E731
+        named = tree.map_leaves(put, op.named)
         try:
             outs = tree.flatten(op.func(**named))[0]
         except torch.OutOfMemoryError:
@@ -227,9 +226,6 @@ class Tape:
         except Exception as error:
             first = first_line(error)
             raise NotRecorded(f"{op.func}, repeated: {type(error).__name__}: {first}") from error
-        if len(outs) != len(op.made):
-            text = f"{op.func} gave {len(outs)} values, and {len(op.made)} when recorded"
-            raise NotRecorded(text)
         for view, out in zip(op.made, outs, strict=True):
             if view is None or view.storage in memory:
                 continue
@@ -252,15 +248,12 @@ class Tape:
 
 def _check(op: Op, view: View, out: Tensor, nbytes: int) -> None:
     """Refuse an output that is not as recorded, because later ops would read it wrongly."""
-    strides = zip(view.shape, view.stride, out.stride(), strict=False)
-    if (
-        (tuple(out.shape), out.storage_offset(), out.dtype) != (view.shape, view.offset, view.dtype)
-        or any(size > 1 and a != b for size, a, b in strides if out.numel())
-        or out.untyped_storage().nbytes() < nbytes
-    ):
-        got = f"shape {tuple(out.shape)}, strides {out.stride()}, {out.dtype}"
-        want = f"shape {view.shape}, strides {view.stride}, {view.dtype}"
-        raise NotRecorded(f"{op.func} gave {got}; its rule for tensors without data says {want}")
+    got = View.of(out, view.storage)
+    strides = zip(view.shape, view.stride, got.stride, strict=False)
+    other = any(size > 1 and a != b for size, a, b in strides if out.numel())
+    small = out.untyped_storage().nbytes() < nbytes
+    if other or small or replace(got, stride=view.stride) != view:
+        raise NotRecorded(f"{op.func} gave {got}; its rule for tensors without data says {view}")
 
 
 # Where in a generator's stream a recorded op begins, although no op draws while recording.

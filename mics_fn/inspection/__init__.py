@@ -24,8 +24,8 @@ Example:
   tensor([7., 7., 7.])
 
 Where a `Precision` has codes, or dtypes of their own, for what travels, the table has one more
-column, "sent": behind an @ stands the innermost level that carries them. It says "(not used)" where
-the given groups have no link that does, as for `hop2` with a single replica.
+column, "sent": behind an @ stands the innermost level that carries them. With a single replica no
+`hop2` is sent.
 
 **What a step does.** `watch` writes down what happens on this rank, and a `Trainer` keeps what was
 seen of its last step:

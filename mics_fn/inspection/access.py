@@ -172,17 +172,12 @@ def leaves_of(verb: str, shards: Tree, groups: Any, *, local: bool = False) -> L
 
 def _homes_of_state(values: Sequence[Any], params: Sequence[Any], given: Sequence[Any]) -> list:
     """Return the groups of each leaf of a state: those of the parameters in its bucket."""
-    homes: dict[Any, Any] = {}
-    for leaf, home in zip(params, given, strict=False):
-        if is_leaf(leaf) and leaf.bucket is not None:
-            homes[leaf.bucket] = homes[leaf.bucket.index] = home
-    found = []
-    for value in values:
-        bucket = value.bucket if is_leaf(value) else None
-        # By its number, if the optimizer's copy of a bucket has another dtype.
-        near = homes.get(bucket.index) if bucket is not None else None
-        found.append(homes.get(bucket, near or next(iter(given), None)))
-    return found
+    # By its number, as the optimizer's copy of a bucket may have another dtype.
+    numbers = [leaf.bucket.index if getattr(leaf, "bucket", None) else None for leaf in params]
+    homes = dict(zip(numbers, given, strict=False))
+    homes[None] = next(iter(given), None)
+    own = [getattr(value, "bucket", None) for value in values]
+    return [homes.get(bucket and bucket.index, homes[None]) for bucket in own]
 
 
 # This file defines `set`, so its code cannot use the builtin of that name.

@@ -10,7 +10,6 @@ from torch import Tensor
 from mics_fn import checks
 from mics_fn.deferred import GradSum
 from mics_fn.errors import LeafError, human_bytes
-from mics_fn.groups import Groups
 from mics_fn.inspection.access import Leaves, leaves_of
 from mics_fn.offload import Coded, in_file
 from mics_fn.shards import Bucket, Fixed, Nothing, Sharded, Tied, dtype_name, grouped, is_leaf
@@ -36,8 +35,7 @@ class SummaryRow(NamedTuple):
       place: where this rank's part lies: "device", "host" or "disk". On the CPU the host is the
         device; and only where groups are given do the two differ.
       sent: what travels of it in gathers, hop 1 and hop 2, as a `Precision` writes it, where that
-        is not a value in `compute` or `reduce`. Behind what no link of the given groups carries
-        stands "(not used)". Of a `TrainState` only parameters travel.
+        is not a value in `compute` or `reduce`. Of a `TrainState` only parameters travel.
     """
 
     path: str
@@ -96,10 +94,10 @@ class Summary:
         # Widths take every row into account, so that two tables of one value line up.
         aligned = [_aligned(column) for column in columns]
         lines = ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
-        hidden = 0 if self.shown is None else len(self.rows) - self.shown
-        if self.shown is not None and hidden > 0:
-            top, bottom = 1 + self.shown - self.shown // 2, self.shown // 2
-            lines[top : len(lines) - bottom] = [f"... {hidden} more ..."]
+        hidden = len(self.rows) - (self.shown or len(self.rows))
+        if hidden > 0:
+            top = 1 + len(self.rows) - hidden - (len(self.rows) - hidden) // 2
+            lines[top : top + hidden] = [f"... {hidden} more ..."]
         return "\n".join([*lines, self._total()])
 
     __repr__ = __str__
@@ -178,7 +176,7 @@ def _row(found: Leaves, at: int) -> SummaryRow | None:
         here_bytes=here,
         full_bytes=full,
         place=_place(data, home),
-        sent="" if bucket is None or found.in_optimizer(at) else _sent(bucket, home),
+        sent="" if bucket is None or found.in_optimizer(at) else _sent(bucket),
     )
 
 
@@ -196,18 +194,10 @@ def _place(data: Tensor | None, home: Any) -> str:
     return "host" if on_other_device and data.is_cpu else "device"  # pyright: ignore
 
 
-def _sent(bucket: Bucket, home: Any) -> str:
-    """Return the wire of a bucket, and whether a link of the groups uses that wire."""
-    found = []
-    for text in filter(None, bucket.wires.split(", ")):
-        name = text.partition("=")[0]
-        if name == "hop2":  # a partition group by itself does not know its replicas
-            used = not isinstance(home, Groups) or home.num_replicas > 1
-        else:
-            used = home is None or getattr(bucket, name).levels(home.hierarchy.route) > 0
-        if name == "gather" or bucket.trainable:
-            found.append(text if used else f"{text} (not used)")
-    return ", ".join(found)
+def _sent(bucket: Bucket) -> str:
+    """Return the wires of a bucket; without gradients only that of gathers."""
+    found = filter(None, bucket.wires.split(", "))
+    return ", ".join(x for x in found if bucket.trainable or x.startswith("gather="))
 
 
 def _padding(found: Leaves) -> int:

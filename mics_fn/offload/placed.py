@@ -4,7 +4,7 @@
 that holds its values as they are. An op on it takes its values into new memory and computes with
 those, below autograd, as ops on deferred parameters do. A view that is one stretch of the same
 elements is placed itself. An op that would write raises. What lies in host memory is a tensor of
-torch, which an op on the device cannot read without a copy; so `is_here` asks for both.
+torch, which an op on the device cannot read without a copy.
 
 A tensor in a file changes by `stream`, `transfer` and `fill` alone, which write blocks of the file.
 
@@ -289,11 +289,6 @@ def is_placed(value: Any) -> bool:
       False
     """
     return isinstance(value, Placed)
-
-
-def is_here(x: Tensor, device: torch.device) -> bool:
-    """Whether ops on a device can use a tensor as it is."""
-    return x.device == device and not isinstance(x, Placed)
 
 
 def like_of(value: Tensor) -> Tensor:
@@ -619,12 +614,12 @@ def place_tensor(x: Any, place: Place, device: torch.device, host_bytes: int, le
       place, device, host_bytes, leaf: as for `empty_at`.
     """
     if place == DEVICE:
-        return x if is_here(x, device) else read(x).to(device)
+        return read(x).to(device)
     if place.kind == "disk":
         if in_file(x) and x.extent.scratch.folder == Path(place.folder):
             return x
         return store(x, scratch_in(place.folder, host_bytes), leaf)
-    if is_here(x, torch.device("cpu")):
+    if x.is_cpu and not isinstance(x, Placed):
         return x
     return empty_at(place, x.shape, x.dtype, device, host_bytes, leaf).copy_(x)
 
@@ -649,7 +644,9 @@ def placed_like(new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
     out, by_extent = list(new), dict[Extent, list[int]]()
     for i, (x, was) in enumerate(zip(new, old, strict=True)):
         if not isinstance(was, FileTensor):
-            out[i] = _beside(x, was)
+            other = isinstance(x, Placed) or isinstance(was, Placed) or x.device != was.device
+            if other or (was.is_pinned() and not x.is_pinned()):
+                out[i] = _beside(x, was)
         elif not (isinstance(x, FileTensor) and x.extent.scratch is was.extent.scratch):
             by_extent.setdefault(was.extent, []).append(i)
     for extent, members in by_extent.items():
@@ -664,12 +661,9 @@ def _beside(x: Tensor, was: Any) -> Tensor:
     if isinstance(was, Placed):
         return x if isinstance(x, Placed) else was.coded(x)  # pyright: ignore
     x = read(x)
-    same = x.device == was.device
-    if same and (x.is_pinned() or not was.is_pinned()):
-        return x
-    if _device.is_async(was.device):
+    if not was.is_pinned():
         return x.to(was.device)
-    device = torch.accelerator.current_accelerator() if same else x.device
+    device = torch.accelerator.current_accelerator() if x.is_cpu else x.device
     memory = _device.host_buffer(x.nbytes, device or x.device)
     return memory.view(x.dtype).view(x.shape).copy_(x)
 

@@ -363,13 +363,10 @@ class Block(NamedTuple):
     writes: Sequence[Tensor | None] = ()
     key: Any = None
 
-    def pairs(self) -> list[tuple[Any, Any]]:
-        """What each of its tensors is read from and written to."""
-        return list(zip(self.reads, self.writes or [None] * len(self.reads), strict=True))
-
     def likes(self) -> list[Any]:
         """A tensor in a file of the shape and dtype of each."""
-        return [into if source is None else source for source, into in self.pairs()]
+        pairs = zip(self.reads, self.writes or self.reads, strict=True)
+        return [into if source is None else source for source, into in pairs]
 
     def memory(self, window: Tensor) -> list[Tensor]:
         """The part of a window that each of its tensors has, in whole pages."""

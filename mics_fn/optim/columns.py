@@ -208,7 +208,7 @@ def in_place(targets: Sequence[WorkingTree]) -> set[int]:
         for r in range(len(each.runs)):
             parts += each.parts(r)
     for x in parts:
-        if not offload.is_placed(x):
+        if not isinstance(x, offload.Placed):
             plain.append(x)
             if flat.is_dense(x):
                 dense.append((_torch.storage_id(x), int(x.storage_offset()), x.numel()))
@@ -431,7 +431,7 @@ class ColumnBlocks:
             device, placed = targets[0].device(r), dict[int, Any]()
             for k, each in enumerate(targets):
                 old: Any = each.wholes[r]
-                if old is not None and not offload.is_here(old, device):
+                if isinstance(old, offload.Placed) or (old is not None and old.device != device):
                     placed[k] = old
                     if not donate or offload.is_locked(old):  # which a save reads
                         each.wholes[r] = _like(old, device)

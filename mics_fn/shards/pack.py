@@ -167,7 +167,8 @@ def must_fetch(data: Tensor, device: torch.device) -> bool:
     """Return whether a tensor must be fetched to a device before ops can use it."""
     if _torch.has_no_data(data):
         return False
-    return data.device != device or (data.numel() > 0 and offload.is_placed(_torch.unwrapped(data)))
+    placed = data.numel() > 0 and isinstance(_torch.unwrapped(data), offload.Placed)
+    return data.device != device or placed
 
 
 def any_to_fetch(leaves: Sequence[Any], home: Any) -> bool:

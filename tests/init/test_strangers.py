@@ -217,7 +217,6 @@ def kept() -> dict[str, Any]:
         "turned": x.t(),
         "columns": x[:, 1:5:2],
         "parameter": torch.nn.Parameter(torch.ones(2, 2)),
-        "with_state": with_state,
         "parameter_with_state": torch.nn.Parameter(with_state),
         "scalar": torch.tensor(3.0),
         "empty": torch.ones(0, 5),

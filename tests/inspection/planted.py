@@ -70,8 +70,8 @@ PLANTED = [
     (
         "the peak of memory is what is there at the end",
         _W,
-        "most[kind] = max(most[kind], now[kind])",
-        "most[kind] = now[kind]",
+        "max(self._peaks[kind], self._sums[kind])",
+        "self._sums[kind]",
         "inspection/test_watching.py -k formula",
     ),
     (
