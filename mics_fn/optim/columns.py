@@ -246,7 +246,7 @@ def readable(
                 continue
             parts = each.parts(r)
             dense = all(map(Tensor.is_contiguous, parts)) and not any(map(Tensor.is_neg, parts))
-            there = any(map(offload.is_placed, parts))
+            there = not {offload.FileTensor, offload.Coded}.isdisjoint(map(type, parts))
             if there or not dense or not written.isdisjoint(map(_torch.storage_id, parts)):
                 each.change(r, _separated, written)
 

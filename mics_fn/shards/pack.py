@@ -200,7 +200,7 @@ def fetched_to(data: Tensor, device: torch.device, dtype: torch.dtype | None = N
         return own.decoded(dtype or data.dtype)
     if not must_fetch(data, device):
         return data
-    if offload.is_placed(_torch.unwrapped(data)):
+    if isinstance(_torch.unwrapped(data), offload.Placed):
         data = data.clone()  # an op on it reads it
     return data if data.device == device else data.to(device, non_blocking=True)
 
@@ -285,7 +285,7 @@ def whole_chunk(bucket: Bucket, chunk: int, data: Sequence[Tensor | None]) -> Te
     for piece, tensor in zip(pieces(bucket, chunk), data, strict=True):
         if not piece.length or tensor is None:
             continue
-        if offload.is_placed(tensor):
+        if isinstance(tensor, offload.Placed):
             return None
         if tensor.ndim != 1 or tensor.storage_offset() != piece.start or tensor.stride(0) != 1:
             return None
