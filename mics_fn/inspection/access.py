@@ -351,22 +351,16 @@ def _fitting(where: str, leaf: Any, value: Any) -> Any:
     if has_codes(data):
         check_finite(where, leaf.bucket.codes, moved)
     elif is_coded(data):
-        _check_moment(where, data, moved)
+        least = 0.0 if data.codes.codec.root else -torch.inf
+        if not bool((moved.isfinite() & (moved >= least)).all()):
+            text = f"{where} has a value that state={data.codes.codec} cannot hold"
+            raise LeafError(text, fix="pass finite numbers, and for a second moment none below 0")
     cast = moved.to(data.dtype) if torch.can_cast(moved.dtype, data.dtype) else None
     if cast is None or not _survives(moved, cast):
         lines = [f"expected {dtype_name(data.dtype)}", f"got {dtype_name(value.dtype)}"]
         fix = "pass values that the leaf's dtype can hold"
         raise LeafError(f"{where}: the value does not fit its dtype", lines, fix)
     return cast
-
-
-def _check_moment(where: str, data: Any, values: Tensor) -> None:
-    """Raise LeafError if the codes of a moment cannot hold these values without NaN."""
-    good = values.isfinite() & (values >= (0 if data.codes.codec.root else -torch.inf))
-    if not bool(good.all()):
-        what = "finite numbers of at least 0" if data.codes.codec.root else "finite numbers"
-        text = f"{where} has a value that state={data.codes.codec} cannot hold"
-        raise LeafError(text, fix=f"pass {what}")
 
 
 def _survives(moved: Tensor, cast: Tensor) -> bool:

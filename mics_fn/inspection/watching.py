@@ -209,7 +209,34 @@ class Watched:
         peaks = [self._peaks[kind] for kind in kinds]
         return StepMemory(*peaks, total=sum(peaks))
 
-    def _note(self, kind: str, key: Hashable, nbytes: int) -> None:
+    def begin(self, span: Span) -> "Time | Watched":
+        """Note the begin of a span; a step in a block is watched by itself, too."""
+        if span.kind != "step" or self._name:
+            return self._now(span)
+        spans.watchers.append(step := Watched(span.text))
+        return step
+
+    def end(self, span: Span, begun: Any) -> None:
+        """Note the end of a span."""
+        if isinstance(begun, Watched):
+            begun._close()
+            span.result = begun
+        elif not span.parts and span.kind != "step":
+            self._seen.append((span, begun, self._now(span)))
+
+    def _close(self) -> None:
+        spans.watchers.remove(self)
+        self._ended = time.monotonic()
+
+    def _now(self, span: Span) -> Time:
+        device = span.device
+        if device is None or not _device.is_async(device) or span.parts:
+            return time.monotonic()
+        if device not in self._marks:
+            self._marks[device] = time.monotonic(), _device.mark(device)
+        return _device.mark(device)
+
+    def resident(self, kind: str, key: Hashable, nbytes: int) -> None:
         """Note how many bytes something holds from now on."""
         self._sums[kind] += nbytes - self._resident.get((kind, key), 0)
         self._resident[kind, key] = nbytes
@@ -249,42 +276,6 @@ class _NotWatched(Watched):
 NOT_WATCHED: Watched = _NotWatched()
 
 
-class _Watcher:
-    """Recorder of spans and memory, for a block and for each step in the block."""
-
-    def __init__(self, whole: Watched) -> None:
-        self._open = [whole]
-
-    def begin(self, span: Span) -> Time | Watched:
-        if span.kind == "step":
-            self._open.append(step := Watched(span.text))
-            return step
-        return self._now(span)
-
-    def end(self, span: Span, begun: Any) -> None:
-        if isinstance(begun, Watched):
-            begun._ended = time.monotonic()
-            self._open.remove(begun)
-            span.result = begun
-        elif not span.parts:
-            now = self._now(span)
-            for each in self._open:
-                each._seen.append((span, begun, now))
-
-    def resident(self, kind: str, key: Hashable, nbytes: int) -> None:
-        for each in self._open:
-            each._note(kind, key, nbytes)
-
-    def _now(self, span: Span) -> Time:
-        device = span.device
-        if device is None or not _device.is_async(device) or span.parts:
-            return time.monotonic()
-        for each in self._open:
-            if device not in each._marks:
-                each._marks[device] = time.monotonic(), _device.mark(device)
-        return _device.mark(device)
-
-
 @contextmanager
 def watch() -> Iterator[Watched]:
     """Record all that happens on this rank in a block.
@@ -308,10 +299,8 @@ def watch() -> Iterator[Watched]:
       32
     """
     watched = Watched()
-    watcher = _Watcher(watched)
-    spans.watchers.append(watcher)
+    spans.watchers.append(watched)
     try:
         yield watched
     finally:
-        spans.watchers.remove(watcher)
-        watched._ended = time.monotonic()
+        watched._close()

@@ -96,6 +96,7 @@ and `codes.py`. To add a place, give `Place` a kind, and say below how tensors g
 from mics_fn.offload.codes import AT_REST, Coded, as_codes, coded, is_coded
 from mics_fn.offload.placed import (
     DEVICE,
+    ON_DEVICE,
     FileTensor,
     Place,
     Placed,

@@ -29,6 +29,7 @@ from mics_fn.deferred import GradSum, defer
 from mics_fn.errors import MicsError, message
 from mics_fn.groups import Groups
 from mics_fn.interrupts import Commit
+from mics_fn.offload import ON_DEVICE
 from mics_fn.optim import (
     StepRefused,
     StepTotals,
@@ -280,7 +281,7 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
     parts = cut(batch, trainer.accumulate)
     state, counts = trainer.ahead, count(batch)
     drift = given.start_comparison(trainer, trainer.program.buffers.averaged)
-    where = trainer.where if "grads" in trainer.where.moved else None
+    where = trainer.where if "grads" in trainer.where.moved else ON_DEVICE
     total = GradSum(len(parts), dtype=trainer.grad_dtype, where=where)
     commit = Commit()
     weights = None if trainer.weight is None else Weights(trainer, parts)

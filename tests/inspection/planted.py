@@ -84,7 +84,7 @@ PLANTED = [
     (
         "what has watched a block goes on after it",
         _W,
-        "        spans.watchers.remove(watcher)\n",
+        "        spans.watchers.remove(self)\n",
         "",
         "inspection/test_watching.py -k nobody_has_watched",
     ),
