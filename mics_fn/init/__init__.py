@@ -16,7 +16,8 @@ How `init_model` works: while the function runs, a *recorder* puts each op on a 
 dtype and device but have no data. A parameter's values follow from a part of the tape, and *replay*
 runs that part alone, each random op from the state that its generator would have had. A *filling*
 (`model.py`) lays out the shards and keeps this rank's part of each value; the *skeleton* is a copy
-of the module, as `copy.deepcopy` makes it, with parameters on meta. A model that cannot be recorded is refused, with what it did.
+of the module, as `copy.deepcopy` makes it, with parameters on meta. A model that cannot be recorded
+is refused, with what it did.
 
 How `load_shards` works: `open_weights` opens what a path stands for as named entries, from which
 any range of elements can be read; names are matched with the parameters, and the filling reads the

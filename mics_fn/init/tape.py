@@ -456,10 +456,6 @@ class Recorder(_torch.DispatchMode):
         named = tree.map_leaves(lambda x: self._stand_in(x) if isinstance(x, Tensor) else x, named)
         moves = torch.Tag.inplace_view in func.tags  # it changes where a tensor lies, not memory
         writes = {} if moves else _torch.op_writes(func)
-        written = [x for name in writes for x in recorded_in(named.get(name))]
-        for x in written:
-            if self.tape.storages[self.view_of(x).storage].outside:
-                raise NotRecorded(f"{func} writes to a tensor that was made outside")
         device = self._device(named)
         given: dict[int, tuple[Recorded, Tensor]] = {}
 
@@ -480,36 +476,33 @@ class Recorder(_torch.DispatchMode):
         shown = tree.map_leaves(
             lambda x: given[id(x)][0] if id(x) in given else self._wrap(x, device), out
         )
-        self._put_on_tape(func, named, writes, written, shown, known)
+        self._put_on_tape(func, named, writes, shown, known)
         return shown
 
     def _put_on_tape(
-        self,
-        func: Any,
-        named: dict[str, Any],
-        writes: dict[str, bool],
-        written: list[Recorded],
-        out: Any,
-        known: int,
+        self, func: Any, named: dict[str, Any], writes: dict[str, bool], out: Any, known: int
     ) -> None:
         """Add an op, unless it only gives views; so many storages were `known` before."""
         outs = [self.view_of(x) if isinstance(x, Recorded) else None for x in tree.flatten(out)[0]]
         made = [view if view and view.storage >= known else None for view in outs]
-        if not written and not any(made):
+        blind = _torch.op_name(func) in OVERWRITES
+        over = {name for name, is_out in writes.items() if blind or is_out}
+        changes = {view.storage: True for view in made if view}
+        for name in writes:
+            for view in map(self.view_of, recorded_in(named.get(name))):
+                storage = self.tape.storages[view.storage]
+                if storage.outside:
+                    raise NotRecorded(f"{func} writes to a tensor that was made outside")
+                whole = name in over and view.covers(storage.nbytes)
+                changes[view.storage] = changes.get(view.storage, True) and whole
+        if not changes:
             return
         fresh = next(filter(None, made), None)
         if fresh and not recorded_in(named):
             # A replay must not depend on the defaults that torch has by then.
             now = {"dtype": fresh.dtype, "device": self.tape.storages[fresh.storage].device}
             named = named | {k: v for k, v in now.items() if _torch.op_takes(func, k)}
-        blind = _torch.op_name(func) in OVERWRITES
-        over = {name for name, is_out in writes.items() if blind or is_out}
         read = recorded_in({name: value for name, value in named.items() if name not in over})
-        changes = {view.storage: True for view in made if view}
-        for name in writes:
-            for view in map(self.view_of, recorded_in(named.get(name))):
-                whole = view.covers(self.tape.storages[view.storage].nbytes)
-                changes[view.storage] = changes.get(view.storage, True) and name in over and whole
         draw = None
         where = self.tape.storages[next(iter(changes))].device
         if torch.Tag.nondeterministic_seeded in func.tags and where.type != "meta":

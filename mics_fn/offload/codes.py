@@ -22,9 +22,10 @@ the block, with fp8 1/229,376. Where gradients of one block differ by more than 
 those of rows of an embedding may, fp8 is the better choice, or shorter blocks.
 
 [Note: two kinds of codes] Moments change in every step, so they are rounded at random and have the
-scales of `codes`. Frozen parameters are coded once, as what travels is: to nearest, with the scales
-of `collectives.Codec`. All codes of a chunk are one row of bytes then, which a gather sends as it
-is. Values decoded to float32 are exact, and coding them again gives the same row.
+scales above: a `MomentCodec`. Frozen parameters are coded once, as what travels is: to nearest,
+with the scales of `collectives.Codec`. Either way all codes of a chunk are one row of bytes; that
+of frozen parameters is sent by a gather as it is. Values decoded to float32 are exact, and coding
+them again gives the same row.
 
 [Note: coded tensors] A `Coded` is a placed tensor; see `placed`. Its blocks begin
 with the memory, so whoever packs leaves into it begins each on the border of a block. It changes
