@@ -121,14 +121,12 @@ class Leaves(NamedTuple):
         Raises:
           DesyncError: ranks are about to do different things, or `locate` raised on another one.
         """
-        failed, found = None, ("",)
         try:
             found = locate()
         except Exception as error:  # of any type, so that the other ranks do not wait for this one
-            failed = error
-        same_call(self.verb, self.groups, found[0], failed)
-        if failed is not None:
-            raise failed
+            same_call(self.verb, self.groups, "", error)
+            raise
+        same_call(self.verb, self.groups, found[0])
         return found
 
 

@@ -46,9 +46,9 @@ class Injection:
     def __post_init__(self) -> None:
         self._now = 0  # the step under way
         self._announced = False  # whether steps say when they begin
-        self.name = getattr(self.fault, "__name__", self.fault)
-        if not callable(self.fault):
-            self.act = FAULTS[self.fault]
+        given = self.fault
+        self._act = (lambda own: given(own.point)) if callable(given) else FAULTS[given]
+        self.fault = getattr(given, "__name__", given)
 
     def __call__(self, point: Point) -> None:
         """Make the fault if this is its moment, once."""
@@ -58,15 +58,15 @@ class Injection:
         due = self.at is None and self._now == self.step and self.operation in point.name
         if due and self.rank in (None, own_place()[0]):
             self.at, self.point = point.name, point
-            self.where = f"{self.name} on rank {own_place()[0]}, step {self._now}, at {point.name}"
-            self.fault(point) if callable(self.fault) else self.act(self)
+            self.where = f"{self.fault} on rank {own_place()[0]}, step {self._now}, at {point.name}"
+            self._act(self)
         if point.name == "opt_step" and not self._announced:
             self._now += 1  # what follows belongs to the next step of a loop written by hand
 
     def warn_if_missed(self) -> None:
         """Warn that the fault did not happen on this rank, if it should have."""
         if self.at is None and self.rank in (None, own_place()[0]):
-            text = f"inject: {self.name!r} did not happen on rank {own_place()[0]}"
+            text = f"inject: {self.fault!r} did not happen on rank {own_place()[0]}"
             lines = [f"no point of step {self.step} had {self.operation!r} in its name"]
             fix = "pass a step that the block takes, and a part of the name of a point in it"
             warnings.warn(message(text, lines, fix), stacklevel=4)
