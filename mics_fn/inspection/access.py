@@ -349,9 +349,9 @@ def _fitting(where: str, leaf: Any, value: Any) -> Any:
     if has_codes(data):
         check_finite(where, leaf.bucket.codes, moved)
     elif is_coded(data):
-        least = 0.0 if data.codes.codec.root else -torch.inf
-        if not bool((moved.isfinite() & (moved >= least)).all()):
-            text = f"{where} has a value that state={data.codes.codec} cannot hold"
+        codec: Any = data.codes.codec  # pyright: ignore[reportAttributeAccessIssue]
+        if not bool((moved.isfinite() & (moved >= (0 if codec.root else -torch.inf))).all()):
+            text = f"{where} has a value that state={codec} cannot hold"
             raise LeafError(text, fix="pass finite numbers, and for a second moment none below 0")
     cast = moved.to(data.dtype) if torch.can_cast(moved.dtype, data.dtype) else None
     if cast is None or not _survives(moved, cast):
