@@ -297,12 +297,12 @@ def read_json(file: File, start: int, length: int, wrong: str) -> dict[str, Any]
 
 
 def strict_json(text: str) -> Any:
-    """The value of a JSON text without names that are there twice.
+    """The value of a JSON text without names that are there twice, and without NaN.
 
     Raises:
       ValueError, RecursionError: it is something else.
     """
-    return json.loads(text, object_pairs_hook=_once)
+    return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -313,6 +313,10 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"{shown(name)} is there twice")
         found[name] = value
     return found
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is not a number of JSON")
 
 
 def of_safetensors(file: File) -> Weights:
