@@ -56,26 +56,17 @@ AT_REST = tuple(_TOPS)  # names of codecs
 
 
 @dataclass(frozen=True)
-class MomentCodec:
+class MomentCodec(Codec):
     """How moments become bytes; see [Note: two kinds of codes].
 
     In a row the `top` of each block, in float32, comes before the codes of all.
 
     Args:
-      codec: kind and length of blocks.
+      name, block: as for `Codec`.
       root: whether the roots of values are coded.
     """
 
-    codec: Codec
-    root: bool
-
-    @property
-    def block(self) -> int:
-        """Elements of a block."""
-        return self.codec.block
-
-    def __str__(self) -> str:
-        return f"{self.codec}"
+    root: bool = False
 
     def nbytes(self, n: int) -> int:
         """Bytes of the codes of so many values, in whole blocks."""
@@ -88,7 +79,7 @@ class MomentCodec:
 
     def encode_blocks(self, values: Tensor, elements: Tensor, tops: Tensor) -> None:
         """Write the codes of values (blocks, length), float32."""
-        top, x, above = _TOPS[self.codec.name], values.clone(), None
+        top, x, above = _TOPS[self.name], values.clone(), None
         if self.root:
             above = (x > 0).to(torch.float32)
             x.sqrt_().clamp_(min=_ROOT).mul_(above)
@@ -97,19 +88,18 @@ class MomentCodec:
         torch.add(largest, largest * 0, out=tops).clamp_(min=_TOP)
         x.mul_(top / tops)
         random = x.view(torch.int32).mul(_HASH).bitwise_right_shift_(16)  # -2**15 to 2**15 - 1
-        if self.codec.name == "int8":
+        if self.name == "int8":
             x.add_(random, alpha=2.0**-16 * (1 - 2.0**-10)).round_()
         else:
             bits = random.add_(2**15).mul_(16).add_(8).add_(x.view(torch.int32))
             x = bits.bitwise_and_(-_MANTISSA).view(torch.float32)
         if above is not None:
-            x = torch.maximum(x, above.mul_(_LEAST[self.codec.name]))
-        elements.view(_KINDS[self.codec.name]).copy_(x.nan_to_num_(0.0))
+            x = torch.maximum(x, above.mul_(_LEAST[self.name]))
+        elements.view(_KINDS[self.name]).copy_(x.nan_to_num_(0.0))
 
     def decode_blocks(self, elements: Tensor, tops: Tensor, out: Tensor) -> None:
         """Write the values of such codes to `out` (blocks, length), float32."""
-        name = self.codec.name
-        out.copy_(elements.view(_KINDS[name])).div_(_TOPS[name]).mul_(tops)
+        out.copy_(elements.view(_KINDS[self.name])).div_(_TOPS[self.name]).mul_(tops)
         if self.root:
             out.mul_(out)
 
@@ -125,19 +115,19 @@ class CodedMemory(NamedTuple):
       incoming: values that are not coded yet, by their start, with how many are there.
     """
 
-    codec: Codec | MomentCodec
+    codec: Codec
     row: Tensor
     elements: Tensor
     tops: Tensor
     incoming: dict[int, tuple[Tensor, int]]
 
     @classmethod
-    def of_row(cls, codec: Codec | MomentCodec, row: Tensor, numel: int) -> "CodedMemory":
+    def of_row(cls, codec: Codec, row: Tensor, numel: int) -> "CodedMemory":
         """The codes of so many values, in whole blocks, that lie in a row."""
         return cls(codec, row, *codec.blocks(row, numel), {})
 
     @classmethod
-    def zeros(cls, codec: Codec | MomentCodec, numel: int, device: torch.device) -> "CodedMemory":
+    def zeros(cls, codec: Codec, numel: int, device: torch.device) -> "CodedMemory":
         """The codes of so many zeros, filled up to whole blocks."""
         whole = -(-numel // codec.block) * codec.block
         row = torch.zeros(codec.nbytes(whole), dtype=torch.uint8, device=device)
@@ -238,7 +228,7 @@ class Coded(Placed):
           values: float32, whole blocks or up to the end of the memory, and only padding beyond what
             belongs to this tensor.
         """
-        verb = "shard" if isinstance(self.codes.codec, Codec) else "opt_step"
+        verb = "opt_step" if isinstance(self.codes.codec, MomentCodec) else "shard"
         refuse_derivative(verb, [values], _DETACH)
         length = self.codes.codec.block
         begin, count = (self.start + low) // length, -(-values.numel() // length)
@@ -346,7 +336,9 @@ def coded(values: Tensor, codec: Codec, root: bool = False, leaf: str = "") -> C
       (8, tensor(1.))
     """
     refuse_derivative("coded", [values], _DETACH)
-    codes = CodedMemory.zeros(MomentCodec(codec, root), values.numel(), values.device)
+    codes = CodedMemory.zeros(
+        MomentCodec(codec.name, codec.block, root), values.numel(), values.device
+    )
     made = Coded(codes, 0, like_of(values), leaf)
     made.write(0, values.reshape(-1))
     return made

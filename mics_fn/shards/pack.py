@@ -50,7 +50,7 @@ from mics_fn.shards.bucket import Bucket, gaps, pieces
 
 def has_codes(data: Any) -> bool:
     """Whether a tensor is a part of a row of codes, as that of a frozen leaf may be."""
-    return offload.is_coded(data) and isinstance(data.codes.codec, Codec)
+    return offload.is_coded(data) and type(data.codes.codec) is Codec
 
 
 def coded_pieces(bucket: Bucket, chunk: int, flat: Tensor, names: Sequence[str]) -> list[Tensor]:
