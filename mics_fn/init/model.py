@@ -304,9 +304,8 @@ class Filling:
         self, verb: str, params: Mapping[str, Tensor], groups: Any, options: dict[str, Any]
     ) -> None:
         names, _ = tree.flatten({name: name for name in params})
-        homes = tree.spread(
-            groups, params, what="groups", is_value=lambda value: isinstance(value, Groups)
-        )
+        is_group = lambda value: isinstance(value, Groups)  # noqa: E731
+        homes = tree.spread(groups, params, what="groups", is_value=is_group)
         self.groups: list[Groups] = list(dict.fromkeys(homes))
         for home in self.groups:
             # Even if this tree was compared before, another rank may now come with a different one.
@@ -370,13 +369,8 @@ class Filling:
         """Fill this rank's chunk of a bucket in memory, and put it in its place."""
         chunk = home.hierarchy.route.chunk
         flat = torch.zeros(bucket.chunk, dtype=bucket.dtype, device=home.device)
-        parts = zip(
-            names,
-            shards.pieces(bucket, chunk),
-            shards.split_chunk(bucket, chunk, flat),
-            strict=True,
-        )
-        for name, piece, data in parts:
+        found = shards.pieces(bucket, chunk), shards.split_chunk(bucket, chunk, flat)
+        for name, piece, data in zip(names, *found, strict=True):
             if piece.length:
                 self._copy(source(name), data, piece.origin)
         self._parts.check_others()
