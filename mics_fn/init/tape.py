@@ -433,7 +433,7 @@ class Recorder(_torch.DispatchMode):
         self._sums: list[tuple[Tensor, Tensor]] = []  # with checksums, if others can write to them
         self._first: dict[int, tuple[torch.Generator, Tensor]] = {}  # states before the first op
         self._last: list[tuple[torch.Generator, int | Tensor]] = []  # after the last op
-        self._replayed: Memory = {}
+        self._replayed: Memory = {}  # once nothing is recorded any more
         self._paused = False
 
     @classmethod
@@ -559,7 +559,9 @@ class Recorder(_torch.DispatchMode):
         """
         view = self.view_of(x)
         with self._pause():
-            if self.active or view.storage not in self._replayed:
+            if self.active:  # what comes later may write to it
+                return view.on(self.tape.content(view.storage))
+            if view.storage not in self._replayed:
                 if not keep:
                     self._replayed.clear()
                 self._replayed[view.storage] = self.tape.content(view.storage)

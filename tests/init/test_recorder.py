@@ -155,6 +155,15 @@ def test_a_write_that_leaves_something_keeps_what_was_there():
         assert y.tolist() == [2, 2, 2, 2]
 
 
+def test_a_value_that_was_asked_for_is_asked_for_again_after_a_write():
+    with Recorder() as recorder:
+        x = torch.ones(2)
+        assert float(x[0]) == 1
+        x.add_(1)
+    recorder.finish()
+    assert recorder.value(x).tolist() == [2, 2]
+
+
 class Uninitialised:
     """`torch.cuda` before its first use: generators exist only from `init` on."""
 
