@@ -358,7 +358,7 @@ class Recorded(Tensor):
         if not self.recorder.active:
             made = self.recorder.value(self, keep=True)
             if isinstance(self, nn.Parameter):
-                made = nn.Parameter(made)
+                made = nn.Parameter(made, self.requires_grad)
             memo[id(self)] = made.requires_grad_(self.requires_grad)
             vars(made).update(marks_of(self))
             return made
