@@ -90,14 +90,14 @@ PLANTED = [
     ),
     (
         "a tied tensor counts twice in a summary",
-        "inspection/table.py",
+        _A,
         'for row in self.rows if row.kind != "tied")',
         "for row in self.rows)",
         "inspection/test_access.py -k summary_counts",
     ),
     (
         "padding of a bucket counts its leaves",
-        "inspection/table.py",
+        _A,
         " - sum(piece.nbytes for piece in data)",
         "",
         "inspection/test_access.py -k summary_counts",
