@@ -17,7 +17,7 @@ from mics_fn.checkpoint.saving import folder_to_read
 from mics_fn.collectives import together
 from mics_fn.errors import FileError, human_bytes, message, name_ranks
 from mics_fn.groups import Groups
-from mics_fn.offload import is_coded, is_placed
+from mics_fn.offload import is_placed
 from mics_fn.optim import by_leaf, replaced
 from mics_fn.spans import LOG
 from mics_fn.threads import each
@@ -318,7 +318,7 @@ def memory_like(state: Tree, into: Callable[[Tensor], Tensor] | None = None) -> 
         return view.set_(memory, x.storage_offset(), x.size(), x.stride())
 
     def new(x: Any) -> Tensor:
-        if is_coded(x) and x.codes.row is not None:  # it is read into as bytes
+        if shards.has_codes(x):  # it is read into as bytes
             row = x.codes.row if into is not None else renewed(x.codes.row)
             return x.within(row)
         if is_placed(x):

@@ -141,7 +141,7 @@ class GradSum:
         checks.integer("GradSum", "micro_steps", micro_steps)
         if dtype is not None:
             shards.check_dtype("GradSum", "dtype", dtype)
-        self._where = where_of(where)
+        self._where = where if isinstance(where, Where) else where_of(where)
         if self._where.moved and "grads" not in self._where.moved:
             text = f"GradSum: where='{self._where}' has no effect: it does not say where grads lie"
             raise PlanError(text, fix="write grads=, as in where='grads=host'")

@@ -15,11 +15,12 @@ How `init_model` works: while the function runs, a *recorder* puts each op on a 
 (`tape.py`) instead of running it. The model then holds *recorded* tensors, which report shape,
 dtype and device but have no data. A parameter's values follow from a part of the tape, and *replay*
 runs that part alone, each random op from the state that its generator would have had. A *filling*
-(`filling.py`) lays out the shards and keeps this rank's part of each value; the *skeleton* is the
-module that remains. A model that cannot be recorded is refused, with what it did.
+(`model.py`) lays out the shards and keeps this rank's part of each value; the *skeleton* is a copy
+of the module, as `copy.deepcopy` makes it, with parameters on meta. A model that cannot be recorded
+is refused, with what it did.
 
-How `load_shards` works: `reading.py` opens what a path stands for as named entries, from which any
-range of elements can be read, and matches their names with the parameters; the filling reads the
+How `load_shards` works: `open_weights` opens what a path stands for as named entries, from which
+any range of elements can be read; names are matched with the parameters, and the filling reads the
 ranges that this rank keeps. Files may come from strangers, so nothing in them is run, mapped, or
 believed: `files.py` opens only regular files, says why in [Note: files of strangers], and reads
 safetensors. `torch_files.py` reads the zip files and pickles of `torch.save`, and DCP directories,
@@ -35,17 +36,17 @@ Example:
 
 Start reading at `model.py`, then the notes [Note: tape], [Note: recorded tensors] and [Note: random
 streams]. To add a format of files, write a function of a `File` that gives an `Entry` for each
-tensor, and call it from `_of_file` in `reading.py`. To record an op that torch cannot compute on
+tensor, and call it from `_of_file` in `model.py`. To record an op that torch cannot compute on
 meta, nothing is needed: it is run on replayed inputs. An op that draws random numbers on another
 kind of device needs a generator in `tape.py`.
 """
 
 from mics_fn.init.files import DTYPES, File, check_shape, is_text, strict_json
-from mics_fn.init.filling import (
+from mics_fn.init.model import (
+    init_model,
     load_shards,
     on_meta_copy,
     read_shards,
     refuse_lazy,
     warn_of_compile,
 )
-from mics_fn.init.model import init_model

@@ -1,29 +1,501 @@
-"""`init_model`: the shards of a model that no rank ever holds in full."""
+"""`load_shards` and `init_model`: shards of what no rank ever holds in full.
 
-from collections.abc import Callable
-from contextlib import ExitStack
+A path is a file, an index (`*.index.json`) that names the file of each tensor, a DCP directory, or
+a folder with one of these. Whatever it is, and for a mapping of tensors too, `open_weights` gives
+an `Entry` for each tensor by name, from which any range of elements can be read.
+
+Shards are filled bucket by bucket, so of chunks that live in files, or as codes, one is in memory
+as values at a time.
+
+What `init_model` gives of the module is a copy, as `copy.deepcopy` makes it, in which parameters
+are on meta; recorded tensors are made where the copy comes upon them. A model whose tensors belong
+to other code stays as it is.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from mics_fn import checks, tree
-from mics_fn.collectives import together
-from mics_fn.errors import PlanError
+from mics_fn import checks, shards, tree
+from mics_fn._torch import compiles_itself
+from mics_fn.collectives import refuse_unequal, together
+from mics_fn.errors import FileError, LeafError, PlanError, message, name_some
 from mics_fn.groups import Groups
-from mics_fn.init import reading
-from mics_fn.init.files import Weights
-from mics_fn.init.filling import (
-    Filling,
-    Read,
-    computed_in,
-    meta_like,
-    tensors_of,
-    warn_of_compile,
-    with_tensors,
-)
-from mics_fn.init.tape import Recorded, Recorder
-from mics_fn.shards import LayoutOptions, Leaf, owners_of, require_groups
+from mics_fn.init import files, torch_files
+from mics_fn.init.files import Entry, File, Weights
+from mics_fn.init.tape import META, Recorded, Recorder, marks_of, tensors_in
+from mics_fn.offload import where_of
+
+# Weights that are read: which files a path stands for, and which parameter takes which tensor.
+
+NAMES = ("model.safetensors", "pytorch_model.bin")  # in a folder; or an index of such
+_IN_FOLDER = [found for name in NAMES for found in (name, f"{name}.index.json")]
+_IN_FOLDER += [torch_files.METADATA]
+Source = str | PathLike | Mapping[str, Tensor]
+
+
+class WeightsNotFound(FileError, FileNotFoundError):
+    """There is no file or folder at the path that was given."""
+
+
+@contextmanager
+def open_weights(verb: str, source: Source, *, trust: bool) -> Iterator[Weights]:
+    """The tensors of a file, a folder, an index or a mapping, by name.
+
+    Args:
+      verb: for errors.
+      source: a path, or tensors by name.
+      trust: whether files in a folder, or named in a file, may be links or lie elsewhere.
+
+    Raises:
+      FileError: the file is damaged, or holds something else.
+      WeightsNotFound: there is no such file.
+      OSError: it cannot be opened.
+    """
+    if isinstance(source, Mapping):
+        yield {key: _of_tensor(value.detach()) for key, value in source.items()}
+        return
+    checks.flag(verb, "trust", trust)
+    with ExitStack() as opened:
+        path = Path(source)
+        try:
+            if path.is_dir():
+                path = _file_in(verb, path, trust)
+            file = File(verb, path)
+        except FileNotFoundError as error:
+            name = "weights" if verb == "init_model" else "path"
+            fix = "pass a file of weights, an index of such, or a folder that has one of them"
+            text = f"{verb}: {name}={str(source)!r} does not exist"
+            raise WeightsNotFound(message(text, fix=fix), str(source)) from error
+        opened.callback(file.close)
+        if path.name == torch_files.METADATA:
+            yield torch_files.of_dcp(file, trust=trust)
+        elif path.suffix == ".json":
+            yield _of_index(file, trust, opened)
+        else:
+            yield _of_file(file)
+
+
+def _file_in(verb: str, folder: Path, trust: bool) -> Path:
+    """The file of weights in a folder."""
+    for found in _IN_FOLDER:
+        if not (folder / found).exists():
+            continue
+        reason = files.refusal(folder, found, trust=trust)
+        if reason:
+            what = f"{verb}: {folder / found} is not opened: {reason}"
+            raise FileError(message(what, fix=files.TRUST), str(folder / found))
+        return folder / found
+    fix = f"pass the file itself; looked for {' and '.join(NAMES)}, their .index.json, and"
+    fix += f" {torch_files.METADATA} of torch.distributed.checkpoint"
+    raise FileError(message(f"{verb}: no weights in the folder {folder}", fix=fix), str(folder))
+
+
+def _of_file(file: File) -> Weights:
+    """The tensors of a file that holds them itself."""
+    is_zip = file.size > 4 and file.read(0, 4) == b"PK\3\4"
+    return torch_files.of_torch(file) if is_zip else files.of_safetensors(file)
+
+
+def _of_index(index: File, trust: bool, opened: ExitStack) -> Weights:
+    """The tensors of the files that an index names."""
+    wrong = "has no weight_map of names to files"
+    file_of = files.read_json(index, 0, index.size, wrong).get("weight_map")
+    if not isinstance(file_of, dict):
+        raise index.error(wrong, fix="pass an index as transformers saves it")
+    found: dict[str, Weights] = {}
+    for leaf, name in file_of.items():
+        if not isinstance(name, str) or name not in found:
+            file = index.named(name, leaf, trust=trust)
+            opened.callback(file.close)
+            found[name] = _of_file(file)
+        if leaf not in found[name]:
+            line = f"it should be in {files.shown(name)}"
+            raise index.error("does not match its files", [line], leaf, files.TOGETHER)
+    return {leaf: found[name][leaf] for leaf, name in file_of.items()}
+
+
+def _of_tensor(value: Tensor) -> Entry:
+    return Entry(tuple(value.shape), value.dtype, lambda low, high: value.reshape(-1)[low:high])
+
+
+# What to read for each parameter.
+
+SHOWN = 5  # at most so many mismatches are listed
+
+
+def renamed(found: Weights, names: Callable[[str], str | None] | None) -> Weights:
+    """The tensors of a file under the names of parameters, without those that have none."""
+    if names is None:
+        return found
+    new = {name: names(name) for name in found}
+    return {own: found[name] for name, own in new.items() if own is not None}
+
+
+def matched(
+    verb: str,
+    found: Weights,
+    params: Mapping[str, Tensor],
+    others: Mapping[str, Tensor | None],
+    *,
+    strict: bool = True,
+    missing: Callable[[str], bool] | None = None,
+) -> Weights:
+    """What to read for each tensor; a tied parameter may be in the file under any of its names.
+
+    Args:
+      verb: for errors.
+      found: the tensors of the file.
+      params: what must be there.
+      others: what else may be there, such as buffers; if it is a tensor, it has this shape, and
+        is to be read too.
+      strict: whether anything else is an error.
+      missing: for which parameters there need not be anything to read, by their names.
+
+    Raises:
+      LeafError: a tensor is missing, not expected, or of another shape or kind.
+    """
+    same: dict[int, list[str]] = {}
+    for name, owner in zip(params, shards.owners_of(list(params.values())), strict=True):
+        same.setdefault(owner, []).append(name)
+    sources: Weights = {}
+    wrong, absent = [], []
+    for aliases in same.values():
+        given = [name for name in aliases if name in found]
+        for name in given:
+            wrong += _difference("params", name, params[name], found[name])
+        if given:
+            sources |= {name: found[name if name in given else given[0]] for name in aliases}
+        elif missing is None or not all(
+            checks.answer(verb, f"missing({name!r})", missing(name)) for name in aliases
+        ):
+            absent.append(f"params.{aliases[0]} is missing")
+    for name, value in others.items():
+        if name in found and value is not None:
+            wrong += _difference("buffers", name, value, found[name])
+            sources[name] = found[name]
+    extra = [f"{k!r} is not expected" for k in found if k not in params and k not in others]
+    problems = wrong + absent + (extra if strict else [])
+    if problems:
+        more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        fix = "load what was saved for this model; names= can rename or ignore tensors, and "
+        makes = verb == "init_model"  # which can also make what a file lacks
+        fix += "missing= says which are new" if makes else "strict=False takes a file with more"
+        text = f"{verb}: the weights do not match the parameters"
+        raise LeafError(text, problems[:SHOWN] + more, fix=fix)
+    return sources
+
+
+def _difference(root: str, name: str, want: Tensor, got: Entry) -> list[str]:
+    if tuple(want.shape) != got.shape:
+        return [f"{root}.{name}: expected shape {tuple(want.shape)}, got {got.shape}"]
+    if want.is_floating_point() != got.dtype.is_floating_point:
+        kinds = shards.dtype_name(want.dtype), shards.dtype_name(got.dtype)
+        return [f"{root}.{name}: expected {kinds[0]}, got {kinds[1]}"]
+    return []
+
+
+# The structure of a model: its parameters on meta, and everything else that it holds as it is.
+
+
+class Computed(Tensor):
+    """Stands in a skeleton for a tensor that its module computed from parameters.
+
+    Such a tensor is out of date once the parameters are trained. Modules that compute it again in
+    each forward, as those of `weight_norm` and `prune` do, replace it before they use it. On meta
+    it would be no error to use it: torch multiplies a matrix by one on meta, and the result is what
+    happens to be in memory.
+    """
+
+    where: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        found = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Computed)]
+        what = found[0].where if found else "a tensor of the model"
+        text = f"{what} was computed from parameters before the model was trained, and is used"
+        raise LeafError(text, fix="compute it in forward, from the parameters given there")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Computed({self.where})"
+
+    def __deepcopy__(self, memo: dict) -> "Computed":
+        return self
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise LeafError for a model whose parameters have no shape yet."""
+    if any(nn.parameter.is_lazy(value) for value in (*model.parameters(), *model.buffers())):
+        text = f"Trainer: the {type(model).__name__} has parameters without a shape yet"
+        raise LeafError(text, fix="call it once on a batch, which gives them one")
+
+
+def warn_of_compile(verb: str, model: nn.Module, stacklevel: int) -> None:
+    """Warn of modules that `compile()` was called on, which a copy of the model has not."""
+    found = [f"model.{k}".rstrip(".") for k, x in model.named_modules() if compiles_itself(x)]
+    if found:
+        text = f"{verb}: compile() of {name_some(found)} is dropped: it runs eagerly"
+        fix = "leave compile() out; see Limits in README for what can be compiled"
+        warnings.warn(message(text, fix=fix), stacklevel=stacklevel)
+
+
+def on_meta_copy(model: nn.Module, values: Sequence[Tensor]) -> nn.Module:
+    """A copy of a model in which some of its parameters and buffers are on meta; tied ones are one.
+
+    Args:
+      model: the model.
+      values: those parameters and buffers.
+    """
+    memo: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            for x in tensors_in(value):
+                if not isinstance(x, Computed) and not x.is_leaf:  # torch cannot copy it, either
+                    stand_in = memo[id(x)] = torch.empty(0, device=META).as_subclass(Computed)
+                    stand_in.where = f"model.{name}.{key}".replace("..", ".")
+    for x, owner in zip(values, shards.owners_of(values), strict=True):
+        first = values[owner]
+        memo[id(x)] = memo.setdefault(id(first), meta_like(first))
+    return copy.deepcopy(model, memo)
+
+
+def meta_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A plain tensor of the same shape and strides on meta; a parameter gives a parameter."""
+    empty = torch.empty_strided(x.shape, x.stride(), dtype=dtype or x.dtype, device=META)
+    made = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+    vars(made).update(marks_of(x))
+    return made
+
+
+# Shards that are filled leaf by leaf, so that the full values never exist all at once.
+
+BLOCK_BYTES = 2**24  # that are read at once
+Read = Callable[[int, int], Tensor]  # the elements of a flattened tensor between two indices
+
+
+class Filling:
+    """Shards of named parameters with the layout that `shard` would choose.
+
+    Args:
+      verb: for errors.
+      params: by name; only their shapes, dtypes, kinds, devices and ties are read.
+      groups: as for `shard`.
+      options: as for `shard`.
+
+    Communication: a digest of the tree.
+
+    Memory: this rank's shards; of those that live in files, or as codes, one bucket.
+
+    Raises:
+      LeafError, PlanError, DesyncError: as `shard`.
+    """
+
+    def __init__(
+        self, verb: str, params: Mapping[str, Tensor], groups: Any, options: dict[str, Any]
+    ) -> None:
+        names, _ = tree.flatten({name: name for name in params})
+        is_group = lambda value: isinstance(value, Groups)  # noqa: E731
+        homes = tree.spread(groups, params, what="groups", is_value=is_group)
+        self.groups: list[Groups] = list(dict.fromkeys(homes))
+        for home in self.groups:
+            # Even if this tree was compared before, another rank may now come with a different one.
+            home.agreed.difference_update([seen for seen in home.agreed if seen[0] == verb])
+        shapes = shards.layout_of(verb, "params", dict(params), groups, **options)
+        self.verb = verb
+        self.homes: dict[str, Groups] = dict(zip(names, homes, strict=True))
+        leaves = dict(zip(names, tree.flatten(shapes, shards.is_leaf)[0], strict=True))
+        self.shards: dict[str, shards.Leaf] = {name: leaves[name] for name in params}
+        trained = [f"params.{k}" for k, leaf in leaves.items() if isinstance(leaf, shards.Sharded)]
+        shards.refuse_overlaps(verb, {f"params.{k}": value for k, value in params.items()}, trained)
+        self._where = where_of(options.get("where"))
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """The block in which all values are made or read.
+
+        Afterwards shards are compared with those of the ranks that keep the same part: each rank
+        made or read its values alone, so they differ if its machine computes otherwise.
+
+        Communication: as `together`; 8 bytes per leaf.
+
+        Raises:
+          FileError: a file cannot be made, read or written.
+          PeerFileError, DesyncError: the block raised on other ranks, or shards differ, with the
+            first leaf that does.
+        """
+        with together(self.verb, self.groups):
+            yield
+            sums = [self._add_up(home) for home in self.groups if home.num_replicas > 1]
+        fix = "let all ranks make or read the same values, on machines that compute alike"
+        for home, found in sums:
+            if found:
+                values = torch.stack([*found.values()]).to(home.device)
+                refuse_unequal(self.verb, home, list(found), values, fix)
+
+    def fill(self, source: Callable[[str], Read]) -> None:
+        """Give this rank's part of each leaf its values, one bucket after the other.
+
+        Args:
+          source: asked once for each leaf of which this rank keeps some elements.
+
+        Raises:
+          FileError: a file cannot be made, read or written.
+        """
+        buckets: dict[tuple[Groups, shards.Bucket], dict[int, str]] = {}  # names by slot
+        for name, leaf in self.shards.items():
+            if isinstance(leaf, shards.Sharded | shards.Fixed) and leaf.bucket is not None:
+                buckets.setdefault((self.homes[name], leaf.bucket), {})[leaf.slot] = name
+            elif isinstance(leaf, shards.Fixed):
+                whole = torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.homes[name].device)
+                self._copy(source(name), whole.view(-1), 0)
+                self.shards[name] = replace(leaf, data=whole)
+        for (home, bucket), by_slot in buckets.items():
+            self._fill_bucket(home, bucket, [by_slot[slot] for slot in sorted(by_slot)], source)
+
+    def _fill_bucket(
+        self, home: Groups, bucket: shards.Bucket, names: list[str], source: Callable[[str], Read]
+    ) -> None:
+        """Fill this rank's chunk of a bucket in memory, and put it in its place."""
+        chunk = home.hierarchy.route.chunk
+        flat = torch.zeros(bucket.chunk, dtype=bucket.dtype, device=home.device)
+        found = shards.pieces(bucket, chunk), shards.split_chunk(bucket, chunk, flat)
+        for name, piece, data in zip(names, *found, strict=True):
+            if piece.length:
+                self._copy(source(name), data, piece.origin)
+        places = [self._where.at(name).params.seen_from(home.device) for name in names]
+        placed = shards.place_chunk(home, bucket, flat, places, names, self._where.host_bytes)
+        for name, data in zip(names, placed, strict=True):
+            self.shards[name] = replace(self.shards[name], data=data)  # pyright: ignore
+
+    def _copy(self, read: Read, data: Tensor, origin: int) -> None:
+        """Fill memory with the elements of a leaf from an index on."""
+        step = max(1, BLOCK_BYTES // data.itemsize)
+        for low in range(0, len(data), step):
+            part = data[low : low + step]
+            part.copy_(read(origin + low, origin + low + len(part)))
+
+    def _add_up(self, home: Groups) -> tuple[Groups, dict[str, Tensor]]:
+        """Take the checksums that ranks compare, which reads what lies in files."""
+        found: dict[str, Tensor] = {}
+        for name, leaf in self.shards.items():
+            if self.homes[name] is home and isinstance(leaf, shards.Sharded | shards.Fixed):
+                found[f"params.{name}"] = shards.checksum_of(leaf.data.view(-1))
+        return home, found
+
+
+def load_shards(
+    path: Source,
+    groups: Any,
+    *,
+    like: nn.Module | Mapping[str, Tensor] | None = None,
+    names: Callable[[str], str | None] | None = None,
+    strict: bool = True,
+    dtype: torch.dtype | None = None,
+    trust: bool = False,
+    **options: Unpack[shards.LayoutOptions],
+) -> dict[str, shards.Leaf]:
+    """Shards of the parameters in a file; each rank reads only its own part.
+
+    Args:
+      path: a safetensors file, a file of `torch.save` (a state dict), an index of such files, or
+        a folder with one of these, as transformers saves them; a folder that
+        torch.distributed.checkpoint wrote; or a mapping of tensors by name.
+      groups: as for `shard`.
+      like: a module, or tensors by name, whose data is not read and may be on meta. It says which
+        parameters there are, with their shapes, dtypes, ties and `requires_grad`. None takes all
+        tensors of the file.
+      names: gives the parameter's name for a name in the file, or None to ignore that tensor.
+      strict: whether a tensor that `like` does not have is an error. A tensor that is missing
+        always is one. Buffers of a module are ignored.
+      dtype: of the floating-point shards; by default that of `like`, or else that of the file.
+      trust: whether a file in a folder, or one that an index names, may be a symbolic link or lie
+        elsewhere, as in a cache of Hugging Face. Nothing in a file is run in any case.
+      options: `frozen`, `precision`, `bucket_bytes`, `order`, `bucket` and `where` as for `shard`;
+        by default leaves lie in buckets in the order of `like`.
+
+    Returns:
+      The shards by name, as `shard` would give them for the same tensors in full.
+
+    Communication: digests of the tree and the shards (tens of bytes per leaf).
+
+    Memory: this rank's shards, and 16 MiB at a time while it reads; the memory that a tensor lies
+      in, if it was saved with strides of its own.
+
+    Raises:
+      FileError: the file is damaged, is cut while it is read, holds something else than tensors,
+        or is not a regular file; it names the file and the leaf.
+      LeafError: the file does not match `like`.
+      OSError: there is no such file, which is a `FileNotFoundError` and a `FileError`; or it cannot
+        be opened.
+      FileError: with `where=`, a scratch file cannot be made or written; a `PeerFileError`
+        with the same file and leaf on all other ranks.
+      DesyncError: one of the others happened on some ranks only, or the ranks read different names,
+        shapes or values.
+      LeafError, PlanError: as `shard`.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> load_shards({"w": torch.ones(2, 3)}, groups, like={"w": torch.empty(2, 3).double()})
+      {'w': Sharded(shape=(2, 3), float64, here 6 of 6)}
+    """
+    how = {"like": like, "names": names, "strict": strict, "dtype": dtype, "trust": trust}
+    return read_shards("load_shards", path, groups, how, {**options})
+
+
+def read_shards(
+    verb: str, path: Source, groups: Any, how: Mapping[str, Any], options: dict[str, Any]
+) -> dict[str, shards.Leaf]:
+    """`load_shards` for a verb of any name; `how` has all its arguments but the options."""
+    like, dtype = how["like"], how["dtype"]
+    shards.require_groups(verb, groups)
+    with ExitStack() as opened:
+        with together(verb, groups):
+            if dtype is not None:
+                shards.check_dtype(verb, "dtype", dtype)
+            checks.flag(verb, "strict", how["strict"])
+            checks.options(verb, options, shards.LayoutOptions.__annotations__)
+            found = opened.enter_context(open_weights(verb, path, trust=how["trust"]))
+            found = renamed(found, how["names"])
+            params, others = _wanted(like, found)
+            if dtype is not None:
+                params = _cast(params, dtype)
+            sources = matched(verb, found, params, others, strict=how["strict"])
+        if like is not None:
+            options.setdefault("order", tree.own_order(params))
+        filling = Filling(verb, params, groups, options)
+        with filling.under_way():
+            filling.fill(lambda name: sources[name].read)
+    return filling.shards
+
+
+def _wanted(
+    like: nn.Module | Mapping[str, Tensor] | None, found: Weights
+) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor | None]]:
+    """Which parameters are wanted, and what else may be in the file."""
+    if isinstance(like, nn.Module):
+        params = dict(like.named_parameters(remove_duplicate=False))
+        return params, dict.fromkeys(like.state_dict(keep_vars=True))
+    if like is not None:
+        return dict(like), {}
+    empty = {k: torch.empty(e.shape, dtype=e.dtype, device="meta") for k, e in found.items()}
+    return empty, {}
+
+
+def _cast(params: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The parameters, with floating-point ones on meta in another dtype; tied ones stay tied."""
+    values = list(params.values())
+    cast = [meta_like(x, dtype) if x.is_floating_point() else x for x in values]
+    return {name: cast[owner] for name, owner in zip(params, shards.owners_of(values), strict=True)}
 
 
 def init_model(
@@ -31,12 +503,12 @@ def init_model(
     groups: Any,
     *,
     seed: int,
-    weights: reading.Source | None = None,
+    weights: Source | None = None,
     names: Callable[[str], str | None] | None = None,
     missing: Callable[[str], bool] | None = None,
     trust: bool = False,
-    **options: Unpack[LayoutOptions],
-) -> tuple[nn.Module, dict[str, Leaf]]:
+    **options: Unpack[shards.LayoutOptions],
+) -> tuple[nn.Module, dict[str, shards.Leaf]]:
     """Make a model as shards; no rank ever holds more of it than its part and one parameter.
 
     What `model_fn` does is recorded without data. Then the parameters are made one after the other,
@@ -90,31 +562,29 @@ def init_model(
 
     References: the deferred initialisation of torchdistX, which also records ops and replays them.
     """
-    require_groups("init_model", groups)
+    shards.require_groups("init_model", groups)
     homes = [home for home in tree.flatten(groups)[0] if isinstance(home, Groups)]
     device = homes[0].device if homes else torch.get_default_device()
     with ExitStack() as opened:
         with together("init_model", groups, f"seed={seed}"):
             checks.integer("init_model", "seed", seed, 0, fix="pass the same number on all ranks")
-            checks.options("init_model", options, LayoutOptions.__annotations__)
+            checks.options("init_model", options, shards.LayoutOptions.__annotations__)
             made = _Construction(model_fn, device, seed)
             sources: Weights = {}
             if weights is None and (names or missing):
                 fix = "pass weights= too, or leave them out"
                 raise PlanError("init_model: names= and missing= need weights=", fix=fix)
             if weights is not None:
-                given = reading.open_weights("init_model", weights, trust=trust)
-                found = reading.renamed(opened.enter_context(given), names)
+                given = open_weights("init_model", weights, trust=trust)
+                found = renamed(opened.enter_context(given), names)
                 wanted = made.params, made.saved_buffers()
-                sources = reading.matched("init_model", found, *wanted, missing=missing)
+                sources = matched("init_model", found, *wanted, missing=missing)
         options.setdefault("order", tree.own_order(made.params))
         filling = Filling("init_model", made.params, groups, {**options})
         with filling.under_way():
             filling.fill(lambda name: sources[name].read if name in sources else made.read(name))
             skeleton = made.skeleton(sources)
-    filling.check_copies()
-    if skeleton is not made.model:
-        warn_of_compile("init_model", made.model, stacklevel=3)
+    warn_of_compile("init_model", made.model, stacklevel=3)
     return skeleton, filling.shards
 
 
@@ -131,7 +601,6 @@ class _Construction:
     """
 
     def __init__(self, model_fn: Callable[[], nn.Module], device: torch.device, seed: int) -> None:
-        self._contents: dict[int, Any] = {}  # of storages of the tape that were replayed
         self.recorder = recorder = Recorder()
         try:
             torch.manual_seed(seed)
@@ -151,42 +620,19 @@ class _Construction:
     def read(self, name: str) -> Read:
         """Make the value of a parameter, of which parts are then read."""
         value = self.params[name]
-        value = self._value(value) if isinstance(value, Recorded) else value
+        value = self.recorder.value(value) if isinstance(value, Recorded) else value
         flat = value.detach().reshape(-1)
         return lambda low, high: flat[low:high]
 
-    def _value(self, recorded: Recorded, *, keep: bool = False) -> Tensor:
-        """Replay a tensor; `keep` keeps the storages that were replayed before."""
-        view = self.recorder.view_of(recorded)
-        if view.storage not in self._contents:
-            if not keep:
-                self._contents.clear()
-            self._contents[view.storage] = self.recorder.content(view.storage)
-        return view.on(self._contents[view.storage])
-
     def skeleton(self, sources: Weights) -> nn.Module:
-        """Return the model with its parameters on meta, and everything else real.
+        """Return a copy of the model with its parameters on meta, and everything else real.
 
         Args:
           sources: what is read; then all generators stay as the seed sets them.
         """
-        new = computed_in(self.model, Recorded)
-        params = list(self.params.values())
-        for value, owner in zip(params, owners_of(params), strict=True):
-            if isinstance(value, Recorded):
-                first = params[owner]
-                new[id(value)] = new.setdefault(id(first), meta_like(first))
-        self._contents.clear()
-        for key, recorded in tensors_of(self.model, Recorded).items():
-            if key not in new:
-                value = self._value(recorded, keep=True)
-                if isinstance(recorded, nn.Parameter):
-                    value = nn.Parameter(value, recorded.requires_grad)
-                new[key] = value.requires_grad_(recorded.requires_grad)
-        self._contents.clear()
+        model = on_meta_copy(self.model, list(self.params.values()))
         if not sources:
             self.recorder.finish_generators()
-        model = with_tensors(self.model, new)
         with torch.no_grad():
             for name, value in model.named_buffers(remove_duplicate=False):
                 if name in sources:

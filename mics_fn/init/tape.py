@@ -29,7 +29,7 @@ each draw is kept, 5 KB on CPU.
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -217,9 +217,8 @@ class Tape:
     def _run(self, op: Op, memory: Memory) -> None:
         own = {view.storage for view in op.made if view is not None}
         shown = {storage: self._bind(storage, memory) for storage in {*op.storages} - own}
-        named = tree.map_leaves(
-            lambda x: x.on(shown[x.storage]) if isinstance(x, View) else x, op.named
-        )
+        put = lambda x: x.on(shown[x.storage]) if isinstance(x, View) else x  # noqa: E731
+        named = tree.map_leaves(put, op.named)
         try:
             outs = tree.flatten(op.func(**named))[0]
         except torch.OutOfMemoryError:
@@ -227,9 +226,6 @@ class Tape:
         except Exception as error:
             first = first_line(error)
             raise NotRecorded(f"{op.func}, repeated: {type(error).__name__}: {first}") from error
-        if len(outs) != len(op.made):
-            text = f"{op.func} gave {len(outs)} values, and {len(op.made)} when recorded"
-            raise NotRecorded(text)
         for view, out in zip(op.made, outs, strict=True):
             if view is None or view.storage in memory:
                 continue
@@ -252,15 +248,12 @@ class Tape:
 
 def _check(op: Op, view: View, out: Tensor, nbytes: int) -> None:
     """Refuse an output that is not as recorded, because later ops would read it wrongly."""
-    strides = zip(view.shape, view.stride, out.stride(), strict=False)
-    if (
-        (tuple(out.shape), out.storage_offset(), out.dtype) != (view.shape, view.offset, view.dtype)
-        or any(size > 1 and a != b for size, a, b in strides if out.numel())
-        or out.untyped_storage().nbytes() < nbytes
-    ):
-        got = f"shape {tuple(out.shape)}, strides {out.stride()}, {out.dtype}"
-        want = f"shape {view.shape}, strides {view.stride}, {view.dtype}"
-        raise NotRecorded(f"{op.func} gave {got}; its rule for tensors without data says {want}")
+    got = View.of(out, view.storage)
+    strides = zip(view.shape, view.stride, got.stride, strict=False)
+    other = any(size > 1 and a != b for size, a, b in strides if out.numel())
+    small = out.untyped_storage().nbytes() < nbytes
+    if other or small or replace(got, stride=view.stride) != view:
+        raise NotRecorded(f"{op.func} gave {got}; its rule for tensors without data says {view}")
 
 
 # Where in a generator's stream a recorded op begins, although no op draws while recording.
@@ -360,10 +353,15 @@ class Recorded(Tensor):
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
         # The same as torch does, whose own code asks a tensor of another class for its address.
-        if id(self) in memo:
-            return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError("only tensors that no op computed can be copied by deepcopy")
+        if not self.recorder.active:
+            made = self.recorder.value(self, keep=True)
+            if isinstance(self, nn.Parameter):
+                made = nn.Parameter(made, self.requires_grad)
+            memo[id(self)] = made.requires_grad_(self.requires_grad)
+            vars(made).update(marks_of(self))
+            return made
         copied = self.detach()
         if isinstance(self, nn.Parameter):
             copied = copied.clone()
@@ -379,6 +377,14 @@ class Recorded(Tensor):
             setattr(copied, name, value)
         memo[id(self)] = copied
         return copied
+
+
+OWN = {"recorder", "_is_param"}  # attributes of a recorded tensor that its user did not set
+
+
+def marks_of(x: Tensor) -> dict[str, Any]:
+    """The attributes that users set on a tensor, such as `no_decay`."""
+    return {k: v for k, v in vars(x).items() if k not in OWN and not isinstance(v, Recorded)}
 
 
 def without_data(what: str) -> LeafError:
@@ -427,6 +433,7 @@ class Recorder(_torch.DispatchMode):
         self._sums: list[tuple[Tensor, Tensor]] = []  # with checksums, if others can write to them
         self._first: dict[int, tuple[torch.Generator, Tensor]] = {}  # states before the first op
         self._last: list[tuple[torch.Generator, int | Tensor]] = []  # after the last op
+        self._replayed: Memory = {}  # once nothing is recorded any more
         self._paused = False
 
     @classmethod
@@ -449,10 +456,6 @@ class Recorder(_torch.DispatchMode):
         named = tree.map_leaves(lambda x: self._stand_in(x) if isinstance(x, Tensor) else x, named)
         moves = torch.Tag.inplace_view in func.tags  # it changes where a tensor lies, not memory
         writes = {} if moves else _torch.op_writes(func)
-        written = [x for name in writes for x in recorded_in(named.get(name))]
-        for x in written:
-            if self.tape.storages[self.view_of(x).storage].outside:
-                raise NotRecorded(f"{func} writes to a tensor that was made outside")
         device = self._device(named)
         given: dict[int, tuple[Recorded, Tensor]] = {}
 
@@ -473,36 +476,33 @@ class Recorder(_torch.DispatchMode):
         shown = tree.map_leaves(
             lambda x: given[id(x)][0] if id(x) in given else self._wrap(x, device), out
         )
-        self._put_on_tape(func, named, writes, written, shown, known)
+        self._put_on_tape(func, named, writes, shown, known)
         return shown
 
     def _put_on_tape(
-        self,
-        func: Any,
-        named: dict[str, Any],
-        writes: dict[str, bool],
-        written: list[Recorded],
-        out: Any,
-        known: int,
+        self, func: Any, named: dict[str, Any], writes: dict[str, bool], out: Any, known: int
     ) -> None:
         """Add an op, unless it only gives views; so many storages were `known` before."""
         outs = [self.view_of(x) if isinstance(x, Recorded) else None for x in tree.flatten(out)[0]]
         made = [view if view and view.storage >= known else None for view in outs]
-        if not written and not any(made):
+        blind = _torch.op_name(func) in OVERWRITES
+        over = {name for name, is_out in writes.items() if blind or is_out}
+        changes = {view.storage: True for view in made if view}
+        for name in writes:
+            for view in map(self.view_of, recorded_in(named.get(name))):
+                storage = self.tape.storages[view.storage]
+                if storage.outside:
+                    raise NotRecorded(f"{func} writes to a tensor that was made outside")
+                whole = name in over and view.covers(storage.nbytes)
+                changes[view.storage] = changes.get(view.storage, True) and whole
+        if not changes:
             return
         fresh = next(filter(None, made), None)
         if fresh and not recorded_in(named):
             # A replay must not depend on the defaults that torch has by then.
             now = {"dtype": fresh.dtype, "device": self.tape.storages[fresh.storage].device}
             named = named | {k: v for k, v in now.items() if _torch.op_takes(func, k)}
-        blind = _torch.op_name(func) in OVERWRITES
-        over = {name for name, is_out in writes.items() if blind or is_out}
         read = recorded_in({name: value for name, value in named.items() if name not in over})
-        changes = {view.storage: True for view in made if view}
-        for name in writes:
-            for view in map(self.view_of, recorded_in(named.get(name))):
-                whole = view.covers(self.tape.storages[view.storage].nbytes)
-                changes[view.storage] = changes.get(view.storage, True) and name in over and whole
         draw = None
         where = self.tape.storages[next(iter(changes))].device
         if torch.Tag.nondeterministic_seeded in func.tags and where.type != "meta":
@@ -550,16 +550,22 @@ class Recorder(_torch.DispatchMode):
         with self._pause():
             return question(value)
 
-    def value(self, x: Recorded) -> Tensor:
-        """The value that a tensor would hold now, from a replay."""
+    def value(self, x: Tensor, *, keep: bool = False) -> Tensor:
+        """The value that a tensor would hold now, from a replay.
+
+        Args:
+          x: the tensor.
+          keep: whether the storages that were replayed before stay in memory.
+        """
         view = self.view_of(x)
         with self._pause():
-            return view.on(self.tape.content(view.storage))
-
-    def content(self, storage: int) -> Any:
-        """A storage of torch with what a storage of the tape would hold now."""
-        with self._pause():
-            return self.tape.content(storage)
+            if self.active:  # what comes later may write to it
+                return view.on(self.tape.content(view.storage))
+            if view.storage not in self._replayed:
+                if not keep:
+                    self._replayed.clear()
+                self._replayed[view.storage] = self.tape.content(view.storage)
+            return view.on(self._replayed[view.storage])
 
     def finish(self) -> None:
         """End the tape, and set all generators to their state before the first op.

@@ -196,7 +196,6 @@ _DTYPES |= {f"torch.{name}": getattr(torch, name) for name in _NEWER if hasattr(
 
 # The tensors that a file of `torch.save` describes.
 
-_PLAIN_TENSORS = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter")
 _WHOLE = "pass tensors by name alone: save model.state_dict() by itself, or pass the part that is"
 _WHOLE += " one, load_shards(torch.load(path, mmap=True, weights_only=True)['model'], ...)"
 _MIXED = "does not hold tensors by name alone"
@@ -274,21 +273,9 @@ def _entry(file: File, storages: dict[str, ZipRecord], leaf: str, described: Any
 
 
 def _bare(value: Any) -> Any:
-    """The call that makes a tensor, without what makes it a parameter or adds attributes to it."""
-    while True:
-        match value:
-            case Symbol(
-                "torch._utils._rebuild_parameter" | "torch._utils._rebuild_parameter_with_state",
-                (value, *_),
-            ):
-                pass
-            case Symbol(
-                "torch._tensor._rebuild_from_type_v2",
-                (Symbol(name), Symbol(kind), tuple(args), _),
-            ) if kind in _PLAIN_TENSORS:
-                value = Symbol(name, args)
-            case _:
-                return value
+    """The call that makes a tensor, without what makes it a parameter."""
+    parameter = _kind(value).removesuffix("_with_state") == "torch._utils._rebuild_parameter"
+    return value.args[0] if parameter and value.args else value
 
 
 def _kind(value: Any) -> str:
@@ -351,9 +338,7 @@ def _state(value: Any, kind: str) -> dict[str, Any]:
 
 def _dtype_in(properties: Any) -> torch.dtype:
     """The dtype of a tensor, which stands first in its properties."""
-    state = properties.state if _class_of(properties) == "TensorProperties" else None
-    if isinstance(state, dict):
-        return _dtype(state.get("dtype"))
+    state = getattr(properties, "state", None)
     return _dtype(state[0] if isinstance(state, tuple) and state else None)
 
 
@@ -429,15 +414,16 @@ class _CutTensor:
         """Fill a box of the tensor; within each chunk its elements lie one after the other."""
         seen = torch.zeros(box.shape, dtype=torch.bool)
         for chunk in self.chunks:
-            ends = [a + n for a, n in zip(chunk.offsets, chunk.sizes, strict=True)]
-            low = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
-            high = [min(a + n, b) for a, n, b in zip(offsets, box.shape, ends, strict=True)]
-            sizes = [b - a for a, b in zip(low, high, strict=True)]
-            if any(n <= 0 for n in sizes):
+            edges = zip(offsets, box.shape, chunk.offsets, chunk.sizes, strict=True)
+            both = [range(max(a, b), min(a + n, b + m)) for a, n, b, m in edges]
+            if not all(both):
                 continue
-            inside = zip(low, chunk.offsets, files.contiguous(chunk.sizes), strict=True)
-            start = sum((a - b) * stride for a, b, stride in inside)
-            where = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
+            inside = zip(both, chunk.offsets, files.contiguous(chunk.sizes), strict=True)
+            start = sum((x.start - b) * stride for x, b, stride in inside)
+            sizes = [len(x) for x in both]
+            where = tuple(
+                slice(x.start - a, x.stop - a) for x, a in zip(both, offsets, strict=True)
+            )
             if seen[where].any():
                 raise self.index.error("is damaged", ["its chunks overlap"], self.leaf)
             seen[where] = True

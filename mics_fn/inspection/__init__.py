@@ -24,8 +24,8 @@ Example:
   tensor([7., 7., 7.])
 
 Where a `Precision` has codes, or dtypes of their own, for what travels, the table has one more
-column, "sent": behind an @ stands the innermost level that carries them. It says "(not used)" where
-the given groups have no link that does, as for `hop2` with a single replica.
+column, "sent": behind an @ stands the innermost level that carries them. With a single replica no
+`hop2` is sent.
 
 **What a step does.** `watch` writes down what happens on this rank, and a `Trainer` keeps what was
 seen of its last step:
@@ -64,19 +64,17 @@ While nobody profiles, watches or logs, each of these places costs a look, 0.1 t
 time: 231 of them in a step of 20 buckets and two micro-steps.
 
 Start reading at `access.py`: it has both verbs, and the functions below them in the order in which
-they are called. It lists the leaves of a value, finds the one that a path means, and lets the ranks
-agree; `table.py` draws the table as text and as HTML. `watching.py` collects what [Note: spans] in
-`mics_fn.spans` describes, and has what it gives. To add a fact of each
-leaf to the table, add a field to `SummaryRow`, its column to `_HEAD`, and its value to `_row`. To
-add a verb about a leaf, take `leaves_of` and `Leaves.agreed`, so that ranks which differ raise
-instead of hanging.
+they are called. It lists the leaves of a value, finds the one that a path means, lets the ranks
+agree, and draws the table of all. `watching.py` collects what [Note: spans] in `mics_fn.spans`
+describes, and has what it gives. To add a fact of each leaf to the table, add a field to
+`SummaryRow`, its column to `_HEAD`, and its value to `_row`. To add a verb about a leaf, take
+`leaves_of` and `Leaves.agreed`, so that ranks which differ raise instead of hanging.
 
 `summary` returns a `Summary`, which prints as a table. `watch` gives a `Watched`: its `timeline()`
 is a `Timeline` of each `Event`, its `memory()` a `StepMemory`.
 """
 
-from mics_fn.inspection.access import get, set
-from mics_fn.inspection.table import Summary, summary
+from mics_fn.inspection.access import Summary, get, set, summary
 from mics_fn.inspection.watching import NOT_WATCHED, Event, StepMemory, Timeline, Watched, watch
 
 __all__ = ["watch"]

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,9 +13,7 @@ from mics_fn import _torch, spans
 from mics_fn.errors import MicsError, human_bytes, runs_of
 from mics_fn.spans import Span
 
-# `StepMemory`: the memory of a step by kind, from what was told while it ran.
-
-Sample = tuple[str, Hashable, int]  # kind, what holds it, and from now on how many bytes
+# `StepMemory`: the memory of a step by kind.
 
 
 class StepMemory(NamedTuple):
@@ -51,23 +49,11 @@ class StepMemory(NamedTuple):
         return "\n".join(f"{name:<24}{nbytes:>10}" for name, nbytes in rows)
 
 
-def memory_of(samples: Iterable[Sample]) -> StepMemory:
-    """Compute the peak of each kind."""
-    before: dict[tuple[str, Hashable], int] = {}
-    now, most = Counter[str](), Counter[str]()
-    for kind, key, nbytes in samples:
-        now[kind] += nbytes - before.get((kind, key), 0)
-        before[kind, key] = nbytes
-        most[kind] = max(most[kind], now[kind])
-    kinds = [field.replace("_", " ") for field in StepMemory._fields[:-1]]
-    peaks = [most[kind] for kind in kinds]
-    return StepMemory(*peaks, total=sum(peaks))
-
-
 # `Timeline`: what happened in a step and when, as a value and a chart of text.
 
 _BAR = 22  # characters
 _WIDTH = 100
+_SHOWN = 80  # rows
 
 
 class Event(NamedTuple):
@@ -108,13 +94,11 @@ class Timeline:
       name: "step 12"; empty for a block that is not a step.
       events: the events in this order.
       seconds: the length of the step.
-      shown: the most rows that a chart has; None for all.
     """
 
     name: str
     events: tuple[Event, ...]
     seconds: float
-    shown: int | None = 80
 
     def sent_bytes(self) -> dict[str, int]:
         """Sum what this rank sent, by communicator, as the ledger of the groups does."""
@@ -134,10 +118,8 @@ class Timeline:
 
     def __str__(self) -> str:
         lines = [_row(event, self.seconds) for event in self.events]
-        if self.shown is not None and len(lines) > self.shown:
-            first = self.shown // 2
-            hidden = len(lines) - 2 * first
-            lines[first : len(lines) - first] = [f"... {hidden} more ..."]
+        if len(lines) > _SHOWN:
+            lines[_SHOWN // 2 : -(_SHOWN // 2)] = [f"... {len(lines) - _SHOWN} more ..."]
         bar = "when".ljust(_BAR)
         head = f"{'at ms':>7}  {'took':>7}  {'sent':>9}  {bar}  {'what':<13} {'over':<11} leaves"
         return "\n".join([self.summary(), head, *lines])
@@ -192,12 +174,7 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-class _EndedSpan(NamedTuple):
-    """Span that has ended: on a device the marks at its ends, else times in seconds."""
-
-    span: Span
-    begin: float | torch.Event
-    end: float | torch.Event
+Time = float | torch.Event  # in seconds, or a mark of a device
 
 
 class Watched:
@@ -210,8 +187,9 @@ class Watched:
     def __init__(self, name: str = "") -> None:
         self._name, self._began = name, time.monotonic()
         self._ended: float | None = None
-        self._seen: list[_EndedSpan] = []
-        self._samples: list[Sample] = []
+        self._seen: list[tuple[Span, Time, Time]] = []  # with begin and end
+        self._resident: dict[tuple[str, Hashable], int] = {}  # bytes now, by kind and holder
+        self._sums, self._peaks = Counter[str](), Counter[str]()  # bytes by kind, now and at most
         self._marks: dict[torch.device, tuple[float, torch.Event]] = {}
 
     def timeline(self) -> Timeline:
@@ -220,17 +198,51 @@ class Watched:
         Communication: none. On an accelerator the host waits for the work of the block.
         """
         end = time.monotonic() if self._ended is None else self._ended
-        events = [self._event(seen) for seen in self._seen]
+        events = [self._event(*seen) for seen in self._seen]
         ordered = tuple(sorted(events, key=lambda event: (event.start_s, event.end_s)))
         last = max([end - self._began, *(event.end_s for event in ordered)])
         return Timeline(self._name, ordered, last)
 
     def memory(self) -> StepMemory:
         """Return the peak bytes of each kind of data on this rank in the block."""
-        return memory_of(self._samples)
+        kinds = [field.replace("_", " ") for field in StepMemory._fields[:-1]]
+        peaks = [self._peaks[kind] for kind in kinds]
+        return StepMemory(*peaks, total=sum(peaks))
 
-    def _event(self, seen: _EndedSpan) -> Event:
-        span = seen.span
+    def begin(self, span: Span) -> "Time | Watched":
+        """Note the begin of a span; a step in a block is watched by itself, too."""
+        if span.kind != "step" or self._name:
+            return self._now(span)
+        spans.watchers.append(step := Watched(span.text))
+        return step
+
+    def end(self, span: Span, begun: Any) -> None:
+        """Note the end of a span."""
+        if isinstance(begun, Watched):
+            begun._close()
+            span.result = begun
+        elif not span.parts and span.kind != "step":
+            self._seen.append((span, begun, self._now(span)))
+
+    def _close(self) -> None:
+        spans.watchers.remove(self)
+        self._ended = time.monotonic()
+
+    def _now(self, span: Span) -> Time:
+        device = span.device
+        if device is None or not _torch.is_async(device) or span.parts:
+            return time.monotonic()
+        if device not in self._marks:
+            self._marks[device] = time.monotonic(), _torch.mark(device)
+        return _torch.mark(device)
+
+    def resident(self, kind: str, key: Hashable, nbytes: int) -> None:
+        """Note how many bytes something holds from now on."""
+        self._sums[kind] += nbytes - self._resident.get((kind, key), 0)
+        self._resident[kind, key] = nbytes
+        self._peaks[kind] = max(self._peaks[kind], self._sums[kind])
+
+    def _event(self, span: Span, begin: Time, end: Time) -> Event:
         wait = span.kind == "wait"
         about = spans.title(span.about)
         return Event(
@@ -239,11 +251,11 @@ class Watched:
             buckets=spans.numbers(span.about),
             level=span.level,
             sent_bytes=span.nbytes,
-            start_s=self._seconds(seen.begin, span.device) - self._began,
-            end_s=self._seconds(seen.end, span.device) - self._began,
+            start_s=self._seconds(begin, span.device) - self._began,
+            end_s=self._seconds(end, span.device) - self._began,
         )
 
-    def _seconds(self, at: float | torch.Event, device: Any) -> float:
+    def _seconds(self, at: Time, device: Any) -> float:
         """Convert a time to seconds; marks of a device count from the first one."""
         if isinstance(at, int | float):
             return at
@@ -262,42 +274,6 @@ class _NotWatched(Watched):
 
 
 NOT_WATCHED: Watched = _NotWatched()
-
-
-class _Watcher:
-    """Recorder of spans and memory, for a block and for each step in the block."""
-
-    def __init__(self, whole: Watched) -> None:
-        self._open = [whole]
-
-    def begin(self, span: Span) -> float | torch.Event | Watched:
-        if span.kind == "step":
-            self._open.append(step := Watched(span.text))
-            return step
-        return self._now(span)
-
-    def end(self, span: Span, begun: Any) -> None:
-        if isinstance(begun, Watched):
-            begun._ended = time.monotonic()
-            self._open.remove(begun)
-            span.result = begun
-        elif not span.parts:
-            seen = _EndedSpan(span, begun, self._now(span))
-            for each in self._open:
-                each._seen.append(seen)
-
-    def resident(self, kind: str, key: Hashable, nbytes: int) -> None:
-        for each in self._open:
-            each._samples.append((kind, key, nbytes))
-
-    def _now(self, span: Span) -> float | torch.Event:
-        device = span.device
-        if device is None or not _torch.is_async(device) or span.parts:
-            return time.monotonic()
-        for each in self._open:
-            if device not in each._marks:
-                each._marks[device] = time.monotonic(), _torch.mark(device)
-        return _torch.mark(device)
 
 
 @contextmanager
@@ -323,10 +299,8 @@ def watch() -> Iterator[Watched]:
       32
     """
     watched = Watched()
-    watcher = _Watcher(watched)
-    spans.watchers.append(watcher)
+    spans.watchers.append(watched)
     try:
         yield watched
     finally:
-        spans.watchers.remove(watcher)
-        watched._ended = time.monotonic()
+        watched._close()

@@ -89,18 +89,22 @@ Values may be kept as codes, too: a `Coded` is a tensor of float32 that takes a 
 less, and is decoded where an op reads it. Moments of an optimizer are, and frozen parameters. See
 [Note: coded tensors] and [Note: two kinds of codes] in `codes.py`.
 
-Start reading at `places.py`; then `scratch.py`, with its note; `placed.py`, `codes.py` and
-`streaming.py`. To add a place, give `Place` a kind, and say in `placed.py` how tensors get there.
+Start reading at `Where` in `placed.py`; then `scratch.py`, with its notes; the rest of `placed.py`,
+and `codes.py`. To add a place, give `Place` a kind, and say below how tensors get there.
 """
 
 from mics_fn.offload.codes import AT_REST, Coded, as_codes, coded, is_coded
 from mics_fn.offload.placed import (
+    DEVICE,
+    ON_DEVICE,
     FileTensor,
+    Place,
+    Placed,
     ReadLock,
+    Where,
     empty,
     empty_at,
     in_file,
-    is_here,
     is_locked,
     is_placed,
     place_tensor,
@@ -108,7 +112,17 @@ from mics_fn.offload.placed import (
     read,
     store,
     transfer,
+    where,
+    where_of,
 )
-from mics_fn.offload.places import DEVICE, HOST_BYTES, Place, Where, where, where_of
-from mics_fn.offload.scratch import Scratch, aligned, read_all, write_all
-from mics_fn.offload.streaming import Block, block_bytes, cuts, stream
+from mics_fn.offload.scratch import (
+    HOST_BYTES,
+    Block,
+    Scratch,
+    aligned,
+    block_bytes,
+    cuts,
+    read_all,
+    stream,
+    write_all,
+)

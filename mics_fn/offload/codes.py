@@ -22,9 +22,10 @@ the block, with fp8 1/229,376. Where gradients of one block differ by more than 
 those of rows of an embedding may, fp8 is the better choice, or shorter blocks.
 
 [Note: two kinds of codes] Moments change in every step, so they are rounded at random and have the
-scales of `codes`. Frozen parameters are coded once, as what travels is: to nearest, with the scales
-of `collectives.Codec`. All codes of a chunk are one row of bytes then, which a gather sends as it
-is. Values decoded to float32 are exact, and coding them again gives the same row.
+scales above: a `MomentCodec`. Frozen parameters are coded once, as what travels is: to nearest,
+with the scales of `collectives.Codec`. Either way all codes of a chunk are one row of bytes; that
+of frozen parameters is sent by a gather as it is. Values decoded to float32 are exact, and coding
+them again gives the same row.
 
 [Note: coded tensors] A `Coded` is a placed tensor; see `placed`. Its blocks begin
 with the memory, so whoever packs leaves into it begins each on the border of a block. It changes
@@ -32,6 +33,7 @@ only by `write`, in whole blocks, and by `fill`, which takes values part by part
 all of them are there. What the memory consists of comes first.
 """
 
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -40,138 +42,100 @@ from torch import Tensor
 
 from mics_fn import _torch
 from mics_fn.collectives import Codec, refuse_derivative
-from mics_fn.offload.placed import Placed
+from mics_fn.offload.placed import Placed, like_of
 
 # Codes at rest: the arithmetic that keeps moments of an optimizer in a byte each.
 
 _TOPS = {"int8": 127.0, "fp8": 448.0}
 _LEAST = {"int8": 1.0, "fp8": 2.0**-9}  # codes above zero
 _ROOT, _TOP = 2.0**-45, 2.0**-100  # the least root, and the least `top`
+_KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _HASH = -1640531535  # 2**32 divided by the golden ratio, as an odd int32
 _MANTISSA = 2**20  # what float32 has below the three bits of mantissa that fp8 has
 AT_REST = tuple(_TOPS)  # names of codecs
 
 
-def encode(codec: Codec, root: bool, values: Tensor, codes: Tensor, tops: Tensor) -> None:
-    """Write the codes of blocks.
+@dataclass(frozen=True)
+class MomentCodec(Codec):
+    """How moments become bytes; see [Note: two kinds of codes].
+
+    In a row the `top` of each block, in float32, comes before the codes of all.
 
     Args:
-      codec: kind and length of blocks.
-      root: whether roots are coded.
-      values: float32 (blocks, length), which are overwritten.
-      codes: uint8 of this shape, for the result.
-      tops: float32 (blocks, 1), for the result.
+      name, block: as for `Codec`.
+      root: whether the roots of values are coded.
     """
-    top, x, above = _TOPS[codec.name], values, None
-    if root:
-        above = (x > 0).to(torch.float32)
-        x.sqrt_().clamp_(min=_ROOT).mul_(above)
-    largest = torch.maximum(x.amax(1, keepdim=True), x.amin(1, keepdim=True).neg_())
-    # What is not finite makes its whole block NaN.
-    torch.add(largest, largest * 0, out=tops).clamp_(min=_TOP)
-    x.mul_(top / tops)
-    random = x.view(torch.int32).mul(_HASH).bitwise_right_shift_(16)  # -2**15 to 2**15 - 1
-    if codec.name == "int8":
-        x.add_(random, alpha=2.0**-16 * (1 - 2.0**-10)).round_()
-    else:
-        bits = random.add_(2**15).mul_(16).add_(8).add_(x.view(torch.int32))
-        x = bits.bitwise_and_(-_MANTISSA).view(torch.float32)
-    if above is not None:
-        x = torch.maximum(x, above.mul_(_LEAST[codec.name]))
-    kind: Any = torch.int8 if codec.name == "int8" else torch.float8_e4m3fn
-    codes.view(kind).copy_(x.nan_to_num_(0.0))
 
+    root: bool = False
 
-def decode(codec: Codec, root: bool, codes: Tensor, tops: Tensor, out: Tensor) -> None:
-    """Write the values of codes.
+    def nbytes(self, n: int) -> int:
+        """Bytes of the codes of so many values, in whole blocks."""
+        return n + n // self.block * 4
 
-    Args:
-      codec, root: as for `encode`.
-      codes: uint8 (blocks, length).
-      tops: float32 (blocks, 1).
-      out: float32 of the shape of the codes.
-    """
-    kind: Any = torch.int8 if codec.name == "int8" else torch.float8_e4m3fn
-    out.copy_(codes.view(kind)).div_(_TOPS[codec.name]).mul_(tops)
-    if root:
-        out.mul_(out)
+    def blocks(self, row: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """Views of a row of so many values: the codes of each block, and its `top`."""
+        count = n // self.block
+        return row[4 * count :].view(count, -1), row[: 4 * count].view(torch.float32).view(-1, 1)
 
+    def encode_blocks(self, values: Tensor, elements: Tensor, tops: Tensor) -> None:
+        """Write the codes of values (blocks, length), float32."""
+        top, x, above = _TOPS[self.name], values.clone(), None
+        if self.root:
+            above = (x > 0).to(torch.float32)
+            x.sqrt_().clamp_(min=_ROOT).mul_(above)
+        largest = torch.maximum(x.amax(1, keepdim=True), x.amin(1, keepdim=True).neg_())
+        # What is not finite makes its whole block NaN.
+        torch.add(largest, largest * 0, out=tops).clamp_(min=_TOP)
+        x.mul_(top / tops)
+        random = x.view(torch.int32).mul(_HASH).bitwise_right_shift_(16)  # -2**15 to 2**15 - 1
+        if self.name == "int8":
+            x.add_(random, alpha=2.0**-16 * (1 - 2.0**-10)).round_()
+        else:
+            bits = random.add_(2**15).mul_(16).add_(8).add_(x.view(torch.int32))
+            x = bits.bitwise_and_(-_MANTISSA).view(torch.float32)
+        if above is not None:
+            x = torch.maximum(x, above.mul_(_LEAST[self.name]))
+        elements.view(_KINDS[self.name]).copy_(x.nan_to_num_(0.0))
 
-# The memory of coded tensors: codes and their scales, in blocks.
+    def decode_blocks(self, elements: Tensor, tops: Tensor, out: Tensor) -> None:
+        """Write the values of such codes to `out` (blocks, length), float32."""
+        out.copy_(elements.view(_KINDS[self.name])).div_(_TOPS[self.name]).mul_(tops)
+        if self.root:
+            out.mul_(out)
 
 
 class CodedMemory(NamedTuple):
-    """The memory of coded values; see [Note: two kinds of codes].
+    """The memory of coded values: codes and their scales, in blocks.
 
     Args:
-      codec: kind and length of blocks.
-      root: whether the roots of values are coded.
+      codec: kind and length of blocks; a `Codec` of what a gather sends, or a `MomentCodec`.
+      row: all of it, as bytes, of which the next two are views.
       elements: uint8 (blocks, bytes of a block).
-      tops: (blocks, 1): float32, the largest magnitude of each block; with a row bfloat16, scales.
-      coming: values that are not coded yet, by their start, with how many are there.
-      row: all of it as a row of bytes that travels, of which the others are views; None for codes
-        of moments.
+      tops: (blocks, 1): bfloat16 scales, or float32, the largest magnitude of each block.
+      incoming: values that are not coded yet, by their start, with how many are there.
     """
 
     codec: Codec
-    root: bool
+    row: Tensor
     elements: Tensor
     tops: Tensor
     incoming: dict[int, tuple[Tensor, int]]
-    row: Tensor | None = None
-
-    @classmethod
-    def zeros(cls, codec: Codec, root: bool, numel: int, device: torch.device) -> "CodedMemory":
-        """The codes of so many zeros, in whole blocks."""
-        length: Any = codec.block
-        blocks = -(-numel // length)
-        elements = torch.zeros((blocks, length), dtype=torch.uint8, device=device)
-        return cls(codec, root, elements, torch.zeros((blocks, 1), device=device), {})
 
     @classmethod
     def of_row(cls, codec: Codec, row: Tensor, numel: int) -> "CodedMemory":
         """The codes of so many values, in whole blocks, that lie in a row."""
-        return cls(codec, False, *codec.blocks(row, numel), {}, row)
+        return cls(codec, row, *codec.blocks(row, numel), {})
 
-    @property
-    def length(self) -> int:
-        """Elements of a block."""
-        found: Any = self.codec.block
-        return found
+    @classmethod
+    def zeros(cls, codec: Codec, numel: int, device: torch.device) -> "CodedMemory":
+        """The codes of so many zeros, filled up to whole blocks."""
+        whole = -(-numel // codec.block) * codec.block
+        row = torch.zeros(codec.nbytes(whole), dtype=torch.uint8, device=device)
+        return cls.of_row(codec, row, whole)
 
     def unset(self, numel: int) -> "CodedMemory":
         """Memory of the same kind for so many elements, whose values are to be written."""
-        if self.row is None:
-            return CodedMemory.zeros(self.codec, self.root, numel, self.elements.device)
-        whole = -(-numel // self.length) * self.length
-        row = self.row.new_zeros(self.codec.nbytes(whole))
-        return CodedMemory.of_row(self.codec, row, whole)
-
-    def blocks(self, first: int, last: int) -> "CodedMemory":
-        """A copy of some blocks."""
-        elements, tops = self.elements[first:last], self.tops[first:last]
-        if self.row is None:
-            return self._replace(elements=elements.clone(), tops=tops.clone(), incoming={})
-        made = self.unset((last - first) * self.length)
-        made.elements[: last - first].copy_(elements)
-        made.tops[: last - first].copy_(tops)
-        return made
-
-    def encode(self, first: int, values: Tensor) -> None:
-        """Write the codes of values (blocks, length), float32, from a block on."""
-        into = (x[first : first + len(values)] for x in (self.elements, self.tops))
-        if self.row is None:
-            encode(self.codec, self.root, values.clone(), *into)
-        else:
-            self.codec.encode_blocks(values, *into)
-
-    def decode(self, first: int, last: int, out: Tensor) -> None:
-        """Write the values of some blocks to `out`: float32, with a row of any float dtype."""
-        elements, tops = self.elements[first:last], self.tops[first:last]
-        if self.row is None:
-            decode(self.codec, self.root, elements, tops, out)
-        else:
-            self.codec.decode_blocks(elements, tops, out)
+        return CodedMemory.zeros(self.codec, numel, self.row.device)
 
 
 # Tensors whose values lie in memory as codes: any op that reads one decodes what it needs.
@@ -204,11 +168,11 @@ class Coded(Placed):
         Args:
           codes: the memory.
           start: the element at which it begins.
-          like: a dense float32 tensor on meta with its shape.
+          like: a dense float32 tensor with its shape.
           leaf: its path, for error texts.
         """
         geometry = tuple(like.shape), tuple(like.stride()), 0
-        self = _torch.wrapper_without_data(cls, geometry, like.dtype, codes.elements.device)
+        self = _torch.wrapper_without_data(cls, geometry, like.dtype, codes.row.device)
         self.codes, self.start, self.leaf = codes, start, leaf
         return self
 
@@ -216,18 +180,13 @@ class Coded(Placed):
         return f"Coded(shape={tuple(self.shape)}, {self.codes.codec})"
 
     @property
-    def memory(self) -> list[Tensor]:
-        """Its codes, and the `top` of each block."""
-        return [self.codes.elements, self.codes.tops]
-
-    @property
     def size_bytes(self) -> int:
-        """The bytes of its codes, and of the `top` of each of its blocks."""
+        """The bytes of its codes, and of the scale of each of its blocks."""
         return self.bytes_of(self.numel())
 
     def bytes_of(self, numel: int) -> int:
         """The bytes of so many elements."""
-        length, tops = self.codes.length, self.codes.tops.itemsize
+        length, tops = self.codes.codec.block, self.codes.tops.itemsize
         codes = -(-numel * self.codes.elements.shape[1] // length)
         return codes + tops * -(-numel // length)
 
@@ -242,17 +201,17 @@ class Coded(Placed):
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """Its values in a dtype, in new memory; moments are decoded in float32 alone."""
         with _torch.without_torch_func():  # codes are constants
-            first, last = self.blocks()
-            length = self.codes.length
+            (first, last), length = self.blocks(), self.codes.codec.block
             out = torch.empty((last - first, length), dtype=dtype, device=self.device)
             for low, high in _pieces(first, last, length):
-                self.codes.decode(low, high, out[low - first : high - first])
+                codes = self.codes.elements[low:high], self.codes.tops[low:high]
+                self.codes.codec.decode_blocks(*codes, out[low - first : high - first])
             begin = self.start - first * length
             return out.view(-1)[begin : begin + self.numel()].view(self.shape)
 
     def blocks(self) -> tuple[int, int]:
         """The first of its blocks, and the end of them."""
-        length = self.codes.length
+        length = self.codes.codec.block
         first = self.start // length
         return first, max(first, -(-(self.start + self.numel()) // length))
 
@@ -269,18 +228,19 @@ class Coded(Placed):
           values: float32, whole blocks or up to the end of the memory, and only padding beyond what
             belongs to this tensor.
         """
-        verb = "opt_step" if self.codes.row is None else "shard"
+        verb = "opt_step" if isinstance(self.codes.codec, MomentCodec) else "shard"
         refuse_derivative(verb, [values], _DETACH)
-        length = self.codes.length
-        first, full = (self.start + low) // length, values.numel() // length
-        whole = values[: full * length].view(full, length)
-        for a, b in _pieces(0, full, length):
-            self.codes.encode(first + a, whole[a:b])
-        rest = values[full * length :]
-        if rest.numel():
-            last = rest.new_zeros((1, length))
-            last[0, : rest.numel()] = rest
-            self.codes.encode(first + full, last)
+        length = self.codes.codec.block
+        begin, count = (self.start + low) // length, -(-values.numel() // length)
+        for a, b in _pieces(0, count, length):
+            some = values[a * length : b * length]
+            missing = (b - a) * length - some.numel()
+            some = torch.cat([some, some.new_zeros(missing)]) if missing else some
+            into = (
+                self.codes.elements[begin + a : begin + b],
+                self.codes.tops[begin + a : begin + b],
+            )
+            self.codes.codec.encode_blocks(some.view(b - a, length), *into)
 
     def fill(self, low: int, values: Tensor) -> None:
         """Set some elements of a new tensor; all of them are coded once the last ones are there."""
@@ -296,18 +256,17 @@ class Coded(Placed):
 
     def unset(self) -> "Coded":
         """Zeros of the same kind in memory of their own."""
-        codes = self.codes.unset(self.numel())
-        return Coded(codes, 0, torch.empty(self.shape, device="meta"), self.leaf)
+        return Coded(self.codes.unset(self.numel()), 0, like_of(self), self.leaf)
 
     def whole(self) -> "Coded":
         """All of the memory that it is a part of."""
-        numel = len(self.codes.elements) * self.codes.length
+        numel = len(self.codes.elements) * self.codes.codec.block
         return Coded(self.codes, 0, torch.empty(numel, device="meta"), self.leaf)
 
     def within(self, row: Tensor) -> "Coded":
         """The same elements of another row of codes, which has as many bytes."""
         codes = CodedMemory.of_row(self.codes.codec, row, self.whole().numel())
-        return Coded(codes, self.start, torch.empty(self.shape, device="meta"), self.leaf)
+        return Coded(codes, self.start, like_of(self), self.leaf)
 
     def coded(self, values: Tensor) -> "Coded":
         """Other values as codes of the same kind; they are zero where padding is."""
@@ -317,28 +276,24 @@ class Coded(Placed):
 
     def copied(self) -> "Coded":
         """The same codes in memory of their own, of whole blocks."""
-        first, last = self.blocks()
-        start = self.start - first * self.codes.length
-        like = torch.empty(self.shape, device="meta")
-        return Coded(self.codes.blocks(first, last), start, like, self.leaf)
+        (first, last), length = self.blocks(), self.codes.codec.block
+        codes = self.codes.unset((last - first) * length)
+        codes.elements.copy_(self.codes.elements[first:last])
+        codes.tops.copy_(self.codes.tops[first:last])
+        return Coded(codes, self.start - first * length, like_of(self), self.leaf)
 
     def __deepcopy__(self, memo: dict) -> "Coded":
         return self.copied()
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         own = self.copied()
-        codec, root, elements, tops, _, row = own.codes
-        parts = (codec, root, elements, tops) if row is None else (codec, row, len(elements))
-        return _from_parts, (parts, own.start, tuple(self.shape), self.leaf)
+        numel = len(own.codes.elements) * own.codes.codec.block
+        memory = own.codes.codec, own.codes.row, numel
+        return _from_parts, (memory, own.start, tuple(self.shape), self.leaf)
 
 
-def _from_parts(parts: tuple, start: int, shape: tuple, leaf: str) -> Coded:
-    if len(parts) == 4:
-        codes = CodedMemory(*parts, {})
-    else:
-        codec, row, blocks = parts
-        codes = CodedMemory.of_row(codec, row, blocks * codec.block)
-    return Coded(codes, start, torch.empty(shape, device="meta"), leaf)
+def _from_parts(memory: tuple[Any, Tensor, int], start: int, shape: tuple, leaf: str) -> Coded:
+    return Coded(CodedMemory.of_row(*memory), start, torch.empty(shape, device="meta"), leaf)
 
 
 def is_coded(value: Any) -> bool:
@@ -381,8 +336,10 @@ def coded(values: Tensor, codec: Codec, root: bool = False, leaf: str = "") -> C
       (8, tensor(1.))
     """
     refuse_derivative("coded", [values], _DETACH)
-    codes = CodedMemory.zeros(codec, root, values.numel(), values.device)
-    made = Coded(codes, 0, torch.empty(values.shape, device="meta"), leaf)
+    codes = CodedMemory.zeros(
+        MomentCodec(codec.name, codec.block, root), values.numel(), values.device
+    )
+    made = Coded(codes, 0, like_of(values), leaf)
     made.write(0, values.reshape(-1))
     return made
 
@@ -397,8 +354,8 @@ def as_codes(values: Tensor, codec: Codec, leaf: str = "") -> Coded:
 
     Memory: `codec.nbytes(n)` bytes.
     """
-    row = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
-    made = Coded(CodedMemory.of_row(codec, row, values.numel()), 0, values.to("meta"), leaf)
+    codes = CodedMemory.zeros(codec, values.numel(), values.device)
+    made = Coded(codes, 0, like_of(values), leaf)
     made.write(0, values)
     return made
 

@@ -1,10 +1,10 @@
-"""Tensors whose values do not lie in memory as they are: in a file here, as codes in `codes`.
+"""`Where` says where leaves live, as a value; a `Placed` tensor lies in a file, or as codes.
 
 [Note: placed tensors] A tensor that is `Placed` has a shape, a dtype and a device, and no memory
 that holds its values as they are. An op on it takes its values into new memory and computes with
 those, below autograd, as ops on deferred parameters do. A view that is one stretch of the same
 elements is placed itself. An op that would write raises. What lies in host memory is a tensor of
-torch, which an op on the device cannot read without a copy; so `is_here` asks for both.
+torch, which an op on the device cannot read without a copy.
 
 A tensor in a file changes by `stream`, `transfer` and `fill` alone, which write blocks of the file.
 
@@ -16,19 +16,236 @@ writes there all the same gets an error.
 """
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from mics_fn import _torch, spans
+from mics_fn import _torch, checks, spans, tree
 from mics_fn.collectives import needs_derivative, refuse_derivative
-from mics_fn.offload.places import DEVICE, Place
-from mics_fn.offload.scratch import Extent, Scratch, aligned, give, padded, take
+from mics_fn.errors import PlanError
+from mics_fn.offload.scratch import HOST_BYTES, LEAST_HOST_BYTES, Extent, Scratch, aligned, padded
 from mics_fn.read_only import ReadOnly
+
+# `Where`: the places of parameters, states and gradients, as a value with a text.
+
+KINDS = ("device", "host", "disk")
+_FIELDS = ("params", "states", "grads")
+# A pattern, and its fields or a place.
+_OVERRIDE = re.compile(r"(?!disk:)([^=]*?):\s*((?:\w+\s*=|device|host|disk:).*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies: on the device that computes, in host memory, or in a file.
+
+    Args:
+      kind: "device", "host" (locked memory, where a device can copy from it by itself) or "disk".
+      folder: of the scratch files, for "disk"; "" otherwise. Each rank has files of its own there,
+        so a disk of the node is best. A relative one is made absolute here.
+
+    Raises:
+      PlanError: there is no such place, or the folder is missing or not wanted.
+
+    Example:
+      >>> Place.parse("disk:/nvme/run1")
+      Place(kind='disk', folder='/nvme/run1')
+    """
+
+    kind: Literal["device", "host", "disk"]
+    folder: str = ""
+
+    def __post_init__(self) -> None:
+        checks.choice("Place", "kind", self.kind, *KINDS)
+        if bool(self.folder) != (self.kind == "disk"):
+            expected = "a folder" if self.kind == "disk" else f"none for {self.kind!r}"
+            checks.refuse("Place", "folder", self.folder, expected, "write it as disk:/nvme/run1")
+        there = os.path.abspath(self.folder) if self.folder else ""
+        object.__setattr__(self, "folder", there)
+
+    @classmethod
+    def parse(cls, text: str) -> "Place":
+        """Read "device", "host" or "disk:FOLDER".
+
+        Raises:
+          PlanError: it is none of these.
+        """
+        kind, _, folder = text.strip().partition(":")
+        return cls(kind, folder.strip())  # pyright: ignore[reportArgumentType]
+
+    def seen_from(self, device: torch.device) -> "Place":
+        """The same place for tensors of a device; on the CPU the host is the device."""
+        here = self.kind == "host" and not _torch.is_async(device)
+        return DEVICE if here else self
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.folder}" if self.folder else self.kind
+
+
+DEVICE = Place("device")
+
+
+class Places(NamedTuple):
+    """The places of one leaf.
+
+    Args:
+      params: of its shard.
+      states: of the optimizer's states and masters.
+      grads: of the sum of its gradients over micro-steps.
+
+    Example:
+      >>> where("states=host").at("w").states
+      Place(kind='host', folder='')
+    """
+
+    params: Place
+    states: Place
+    grads: Place
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where leaves live. `str` gives a canonical text, which `parse` reads.
+
+    Args:
+      params: place of the shards that are gathered from; None means the device.
+      states: place of the optimizer's states and masters; None means the device.
+      grads: place of the sum of gradients over micro-steps; None means the device.
+      overrides: pairs of a pattern and a `Where`. The places that this one sets replace those above
+        for leaves whose whole path matches, as in `Precision`; the last one counts.
+      host_bytes: host memory through which data of files travel, on each rank; at least 1 MiB.
+
+    Raises:
+      PlanError: a place is not a `Place`.
+
+    Example:
+      >>> where = Where.parse("states=disk:/nvme/run1, params=host; *norm*: states=device")
+      >>> str(where.at("h.0.norm.weight").states), str(where.at("w").states)
+      ('device', 'disk:/nvme/run1')
+    """
+
+    params: Place | None = None
+    states: Place | None = None
+    grads: Place | None = None
+    overrides: tuple[tuple[str, "Where"], ...] = ()  # any iterable of pairs is taken
+    host_bytes: int = HOST_BYTES
+
+    def __post_init__(self) -> None:
+        found = tuple(checks.checked_override(x, Where, marks=";=") for x in self.overrides)
+        object.__setattr__(self, "overrides", found)
+        checks.integer("Where", "host_bytes", self.host_bytes, LEAST_HOST_BYTES)
+
+    @classmethod
+    def parse(cls, text: str) -> "Where":
+        """Read the text form; `parse(str(where))` equals `where`.
+
+        A text is `field=place, ...`, followed by `; pattern: field=place, ...` for each override. A
+        place without a field means `states`. `host_bytes=` may stand among the first fields.
+
+        Raises:
+          PlanError: a clause does not give a place for a field, or gives two for the same one.
+        """
+        base: dict[str, Any] | None = None
+        overrides = []
+        for clause in filter(None, map(str.strip, text.split(";"))):
+            found = _OVERRIDE.fullmatch(clause)
+            if found:
+                overrides.append((found[1].strip(), cls(**_fields_in(clause, found[2]))))
+            elif base is None and not overrides:
+                base = _fields_in(clause, clause)
+            else:
+                fix = "write overrides as in '*norm*: states=device', after the rest"
+                raise PlanError(f"where: no pattern in {clause!r}", fix=fix)
+        return cls(**(base or {}), overrides=tuple(overrides))
+
+    def __str__(self) -> str:
+        own = [f"{name}={place}" for name, place in self._fields()]
+        if self.host_bytes != HOST_BYTES:
+            own.append(f"host_bytes={self.host_bytes}")
+        parts = [", ".join(own)] if own else []
+        return "; ".join([*parts, *(f"{p}: {where}" for p, where in self.overrides)])
+
+    def _fields(self) -> list[tuple[str, Place]]:
+        return [(name, getattr(self, name)) for name in _FIELDS if getattr(self, name) is not None]
+
+    def at(self, path: str) -> Places:
+        """The places of one leaf."""
+        found = dict(self._fields())
+        for pattern, where in self.overrides:
+            if checks.matches(pattern, path):
+                found.update(where._fields())
+        return Places(*(found.get(name, DEVICE) for name in _FIELDS))
+
+    @property
+    def patterns(self) -> list[str]:
+        """The patterns of its overrides."""
+        return [pattern for pattern, _ in self.overrides]
+
+    @cached_property
+    def moved(self) -> set[str]:
+        """The fields in which a leaf may lie elsewhere than on the device."""
+        every = [self, *(where for _, where in self.overrides)]
+        return {name for each in every for name, place in each._fields() if place != DEVICE}
+
+
+def where(value: "Where | str | None" = "", *, host_bytes: int | str | None = None) -> Where:
+    """Where parameters, states and gradients live, as a value.
+
+    Args:
+      value: a `Where`, or its text: `field=place, ...` with the fields `params`, `states` and
+        `grads` and the places `device`, `host` and `disk:FOLDER`, followed by `; pattern:
+        field=place` for leaves whose path matches. "" leaves everything on the device.
+      host_bytes: host memory on each rank through which data of files travel, in bytes or a text
+        such as "1GiB"; None keeps that of `value`, by default 64 MiB.
+
+    Returns:
+      A `Where`.
+
+    Raises:
+      PlanError: the text has no such form, or a place does not exist.
+
+    Example:
+      >>> str(where("states=disk:/nvme/run1,params=host", host_bytes="128MiB"))
+      'params=host, states=disk:/nvme/run1, host_bytes=134217728'
+    """
+    found = where_of(value)
+    if host_bytes is None:
+        return found
+    nbytes = checks.nbytes("where", "host_bytes", host_bytes, LEAST_HOST_BYTES)
+    return replace(found, host_bytes=nbytes)
+
+
+def where_of(value: Where | str | None) -> Where:
+    """The `Where` that an argument means: one, its text, or None for the device."""
+    if not value:
+        return ON_DEVICE
+    return Where.parse(value) if isinstance(value, str) else value
+
+
+def _fields_in(clause: str, fields: str) -> dict[str, Any]:
+    """The fields that a clause of a text sets, with their places."""
+    found: dict[str, Any] = {}
+    for part in filter(None, map(str.strip, fields.split(","))):
+        name, equals, value = map(str.strip, part.partition("="))
+        name, value = (name, value) if equals else ("states", part)
+        if name in found or name not in (*_FIELDS, "host_bytes"):
+            text = f"where: {part!r} in {clause!r} gives no place for another field"
+            raise PlanError(text, [f"fields are {', '.join(_FIELDS)}, host_bytes"])
+        is_size = name == "host_bytes"
+        found[name] = checks.nbytes("where", name, value) if is_size else Place.parse(value)
+    return found
+
+
+ON_DEVICE = Where()
+
+
+# Tensors whose values do not lie in memory as they are: in a file here, as codes in `codes`.
 
 aten = torch.ops.aten
 
@@ -36,51 +253,26 @@ aten = torch.ops.aten
 class Placed(ReadOnly):
     """A dense tensor whose values lie in a file or as codes; see [Note: placed tensors]."""
 
-    leaf: str
-
-    @property
-    def memory(self) -> list[Tensor]:
-        """The tensors in memory that it consists of."""
-        return []
-
-    def plain(self) -> Tensor:
-        """Fetch its values into new memory, on its device."""
-        raise NotImplementedError
+    leaf: str  # its path, for error texts
+    size_bytes: Any  # what it takes where it lies
+    plain: Any  # fetches its values into new memory, on its device
+    part: Any  # selects the elements from a `start` on, with the shape of a tensor `like`
+    unset: Any  # allocates a tensor of its kind beside it, whose values `fill` sets
+    # Sets the elements of what `unset` gave from `low` on to `values`, each once before it is read.
+    fill: Any
 
     def copied(self) -> Tensor:
         """Copy it into new memory: its values, or its codes if it has such."""
         return self.plain()
 
-    def part(self, start: int, like: Tensor) -> "Placed":
-        """Select the elements from `start` on, with the shape of `like`."""
-        raise NotImplementedError
-
-    def unset(self) -> "Placed":
-        """Allocate a tensor of its kind beside it, whose values `fill` sets."""
-        raise NotImplementedError
-
-    def fill(self, low: int, values: Tensor) -> None:
-        """Set elements of what `unset` gave, each once before the first read.
-
-        Args:
-          low: the first element, of the flattened tensor.
-          values: on the host.
-        """
-        raise NotImplementedError
-
-    @property
-    def size_bytes(self) -> int:
-        """The bytes that it takes where it lies."""
-        raise NotImplementedError
-
     @classmethod
     def __torch_dispatch__(  # pyright: ignore
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        handle = _HANDLERS.get(func)
-        if handle is None:
-            handle = _HANDLERS[func] = _view if _torch.op_views(func) else _compute
-        return handle(func, args, kwargs or {})
+        if func in _ANSWERS:
+            return _ANSWERS[func](*args)
+        views = func in _VIEWS or _torch.op_views(func)
+        return (_view if views else _compute)(func, args, kwargs or {})
 
 
 def is_placed(value: Any) -> bool:
@@ -99,44 +291,19 @@ def is_placed(value: Any) -> bool:
     return isinstance(value, Placed)
 
 
-def is_here(x: Tensor, device: torch.device) -> bool:
-    """Whether ops on a device can use a tensor as it is."""
-    return x.device == device and not isinstance(x, Placed)
-
-
 def like_of(value: Tensor) -> Tensor:
     """Make a tensor on meta with the shape and dtype of a dense one."""
     return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
-def _replace(value: Any) -> Any:
-    """Replace placed tensors in an argument of an op by plain ones."""
-    if isinstance(value, Placed):
-        return value.plain()
-    kind = type(value)
-    if kind is list or kind is tuple:
-        return kind([_replace(each) for each in value])
-    return value
-
-
-def _placed_in(value: Any) -> Placed | None:
-    """Return the first placed tensor in an argument of an op."""
-    if isinstance(value, Placed):
-        return value
-    if isinstance(value, list | tuple):
-        return next((found for each in value if (found := _placed_in(each)) is not None), None)
-    return None
-
-
 def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run an op on plain tensors, unless it writes to a placed one."""
     given = _torch.op_arguments(func, args, kwargs)
-    for name in _torch.op_writes(func):
-        written = _placed_in(given.get(name))
-        if written is not None:
-            raise written.refusal(f"{func}: writes to")
-    plain = {name: _replace(value) for name, value in kwargs.items()}
-    return func(*(_replace(value) for value in args), **plain)
+    for x in tree.flatten([given.get(name) for name in _torch.op_writes(func)])[0]:
+        if isinstance(x, Placed):
+            raise x.refusal(f"{func}: writes to")
+    args, kwargs = tree.map_leaves(read, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 @torch.inference_mode(mode=False)  # in which nothing is a view of tensors from outside
@@ -154,12 +321,11 @@ def _view(func: Any, args: tuple, kwargs: dict) -> Any:
     return parts if several else parts[0]
 
 
-_HANDLERS: dict[Any, Callable[[Any, tuple, dict], Any]] = {
-    aten._unsafe_view.default: _view,
-    aten._reshape_alias.default: _view,
-    # Called for the two parts of a dual tensor; a placed one counts as having its own memory.
-    aten._has_same_storage_numel.default: lambda func, args, kwargs: True,
-    aten.is_same_size.default: lambda func, args, kwargs: args[0].shape == args[1].shape,
+_VIEWS = (aten._unsafe_view.default, aten._reshape_alias.default)  # whose schemas do not say so
+# Called for the two parts of a dual tensor; a placed one counts as having its own memory.
+_ANSWERS: dict[Any, Callable[..., bool]] = {
+    aten._has_same_storage_numel.default: lambda *_: True,
+    aten.is_same_size.default: lambda a, b: a.shape == b.shape,
 }
 
 
@@ -402,7 +568,8 @@ def transfer(source: Tensor, goal: Tensor) -> Iterator[None]:
         goal.copy_(here, non_blocking=True)
         yield
         return
-    staging = take(PORTION_BYTES, _CPU)
+    scratch = file.extent.scratch
+    staging = scratch.take(PORTION_BYTES, _CPU)
     step = PORTION_BYTES // file.dtype.itemsize
     for low in range(0, file.numel(), step):
         part: Any = file[low : low + step]
@@ -415,7 +582,7 @@ def transfer(source: Tensor, goal: Tensor) -> Iterator[None]:
             part.extent.read(part.start, memory, part.leaf)
             goal.narrow(0, low, len(found)).copy_(found)
         yield
-    give(staging, _CPU)
+    scratch.give(staging)
 
 
 def empty_at(
@@ -447,12 +614,12 @@ def place_tensor(x: Any, place: Place, device: torch.device, host_bytes: int, le
       place, device, host_bytes, leaf: as for `empty_at`.
     """
     if place == DEVICE:
-        return x if is_here(x, device) else read(x).to(device)
+        return read(x).to(device)
     if place.kind == "disk":
         if in_file(x) and x.extent.scratch.folder == Path(place.folder):
             return x
         return store(x, scratch_in(place.folder, host_bytes), leaf)
-    if is_here(x, torch.device("cpu")):
+    if x.is_cpu and not isinstance(x, Placed):
         return x
     return empty_at(place, x.shape, x.dtype, device, host_bytes, leaf).copy_(x)
 
@@ -477,7 +644,9 @@ def placed_like(new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
     out, by_extent = list(new), dict[Extent, list[int]]()
     for i, (x, was) in enumerate(zip(new, old, strict=True)):
         if not isinstance(was, FileTensor):
-            out[i] = _beside(x, was)
+            other = isinstance(x, Placed) or isinstance(was, Placed) or x.device != was.device
+            if other or (was.is_pinned() and not x.is_pinned()):
+                out[i] = _beside(x, was)
         elif not (isinstance(x, FileTensor) and x.extent.scratch is was.extent.scratch):
             by_extent.setdefault(was.extent, []).append(i)
     for extent, members in by_extent.items():
@@ -492,23 +661,20 @@ def _beside(x: Tensor, was: Any) -> Tensor:
     if isinstance(was, Placed):
         return x if isinstance(x, Placed) else was.coded(x)  # pyright: ignore
     x = read(x)
-    same = x.device == was.device
-    if same and (x.is_pinned() or not was.is_pinned()):
-        return x
-    if _torch.is_async(was.device):
+    if not was.is_pinned():
         return x.to(was.device)
-    device = torch.accelerator.current_accelerator() if same else x.device
+    device = torch.accelerator.current_accelerator() if x.is_cpu else x.device
     memory = _torch.host_buffer(x.nbytes, device or x.device)
     return memory.view(x.dtype).view(x.shape).copy_(x)
 
 
 def _beside_in_file(extent: Extent, new: Sequence[Tensor], old: Sequence[Any]) -> list[Any]:
     """Write tensors to a new part of a file, in the places that others have in theirs."""
-    pairs = sorted(zip(new, old, strict=True), key=lambda pair: pair[1].start)
-    ends = [was.start + was.size_bytes for _, was in pairs]
-    overlap = any(end > after[1].start for end, after in zip(ends, pairs[1:], strict=False))
-    if overlap or any((x.dtype, x.shape) != (was.dtype, was.shape) for x, was in pairs):
-        return [store(x, extent.scratch, was.leaf) for x, was in zip(new, old, strict=True)]
+    pairs = list(zip(new, old, strict=True))
+    starts = [was.start for was in old if was.numel()]
+    alike = all((x.dtype, x.shape) == (was.dtype, was.shape) for x, was in pairs)
+    if not alike or len({*starts}) < len(starts):
+        return [store(x, extent.scratch, was.leaf) for x, was in pairs]
     whole = aligned(extent.nbytes).zero_()
     for x, was in pairs:
         part = whole[was.start : was.start + was.size_bytes]

@@ -1,4 +1,4 @@
-"""`Scratch`: a file for the tensors of a run, which ends with the process.
+"""`Scratch`: a file for the tensors of a run; `stream`: its blocks through a bit of host memory.
 
 [Note: scratch] A scratch file is a part of a running process, as its memory is. Nothing is ever
 loaded from one that another process has made: a run that dies goes on from a checkpoint. So the
@@ -7,6 +7,12 @@ or replace it, and its room is free again when the process ends, however that is
 
 Direct I/O moves whole pages between a file and memory that begins at a page, past the cache of the
 system: at the speed of the disk, and without pushing out of memory what others need there.
+
+[Note: windows] The memory is cut into `WINDOWS` windows, and block i travels in window i modulo
+that number: it is read into the window, computed with in place, and written back from there; then
+the same thread reads block i + `WINDOWS` into it. So a window is one task after the other, threads
+need no other order, and while one block is computed with, the next ones arrive and the last one
+leaves.
 """
 
 import contextlib
@@ -15,20 +21,27 @@ import mmap
 import os
 import tempfile
 import threading
+import time
 import warnings
 import weakref
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mics_fn import _torch, checks
+from mics_fn import _torch, checks, spans
+from mics_fn.collectives import refuse_derivative
 from mics_fn.errors import FileError, PlanError, message
-from mics_fn.offload.places import HOST_BYTES, LEAST_HOST_BYTES
+from mics_fn.threads import Crew, Job
+
+HOST_BYTES = 64 * 2**20
+LEAST_HOST_BYTES = 2**20
 
 # `Space`: which parts of a file are free, as arithmetic.
 
@@ -45,7 +58,7 @@ def padded(nbytes: int) -> int:
 
 
 class Space:
-    """The free parts of a file.
+    """The parts of a file that are taken.
 
     Example:
       >>> space = Space()
@@ -57,38 +70,31 @@ class Space:
     """
 
     def __init__(self) -> None:
-        self.end = 0  # behind the last byte that is taken
-        self._free: list[tuple[int, int]] = []  # offset and bytes, by offset, never adjacent
+        self._taken: list[tuple[int, int]] = []  # offset and end, by offset
+
+    @property
+    def end(self) -> int:
+        """The end of the last part that is taken."""
+        return self._taken[-1][1] if self._taken else 0
 
     @property
     def used(self) -> int:
         """Bytes that are taken."""
-        return self.end - sum(nbytes for _, nbytes in self._free)
+        return sum(end - offset for offset, end in self._taken)
 
     def take(self, nbytes: int) -> int:
-        """The offset of free bytes: the first part that is large enough, or the end of the file."""
-        for i, (offset, size) in enumerate(self._free):
-            if size >= nbytes:
-                self._free[i : i + 1] = [(offset + nbytes, size - nbytes)] if size > nbytes else []
-                return offset
-        offset = self.end
-        self.end += nbytes
-        return offset
+        """The offset of free bytes: the first gap that is large enough, or the end of the file."""
+        at = 0
+        for offset, end in self._taken:
+            if offset - at >= nbytes:
+                break
+            at = end
+        insort(self._taken, (at, at + nbytes))
+        return at
 
     def give(self, offset: int, nbytes: int) -> None:
         """Take bytes back that `take` has given."""
-        if not nbytes:
-            return
-        insort(self._free, (offset, nbytes))
-        joined: list[tuple[int, int]] = []
-        for at, size in self._free:
-            if joined and sum(joined[-1]) == at:
-                joined[-1] = (joined[-1][0], joined[-1][1] + size)
-            else:
-                joined.append((at, size))
-        if sum(joined[-1]) == self.end:
-            self.end, _ = joined.pop()
-        self._free = joined
+        self._taken.remove((offset, offset + nbytes))
 
 
 # Bytes between memory and files: aligned memory, whole reads and writes.
@@ -140,54 +146,13 @@ def write_all(file: int, memory: Tensor, offset: int) -> None:
 
 def _whole(memory: Tensor, move: Callable[[memoryview, int], int], done: str, offset: int) -> None:
     """Call `move` until all bytes are moved."""
-    total, at = memory.numel(), 0
-    if not total:
-        return
-    raw = memoryview((ctypes.c_char * total).from_address(memory.data_ptr())).cast("B")
-    while at < total:
+    raw = memoryview((ctypes.c_char * memory.numel()).from_address(memory.data_ptr()))
+    at = 0
+    while at < len(raw):
         count = move(raw[at : at + _AT_ONCE], at)
         if count <= 0:
-            raise OSError(f"{at} of {total} bytes at {offset} could be {done}: the file ends there")
+            raise OSError(f"{at} of {len(raw)} bytes at {offset} could be {done}: the file ends")
         at += count
-
-
-def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where tensors of so many bytes begin in one memory, each at a page, and where they end.
-
-    >>> layout([100, 5000, 1])
-    ([0, 4096, 12288], 16384)
-    """
-    starts, end = [], 0
-    for nbytes in sizes:
-        starts.append(end)
-        end += padded(nbytes)
-    return starts, end
-
-
-# Host memory that one stream or copy leaves to the next: making and locking it takes time.
-
-_MEMORY: dict[tuple[str, int], Tensor] = {}  # by kind of device, which locks it, and bytes
-_files = 0  # open scratch files
-
-
-def take(nbytes: int, device: torch.device) -> Tensor:
-    """Memory that nobody uses; see `aligned`."""
-    memory = _MEMORY.pop((device.type, padded(nbytes)), None)
-    return aligned(nbytes, device) if memory is None else memory
-
-
-def give(memory: Tensor, device: torch.device) -> None:
-    """Leave memory to the next stream."""
-    if _files:
-        _MEMORY[device.type, len(memory)] = memory
-
-
-def count_files(more: int) -> None:
-    """Note that more scratch files are open, or fewer; memory is let go with the last of them."""
-    global _files
-    _files += more
-    if not _files:
-        _MEMORY.clear()
 
 
 _AGAIN = "the state in this file is lost; load a checkpoint"
@@ -247,11 +212,11 @@ class Scratch:
         self.host_bytes, self.folder = host_bytes, Path(os.path.abspath(os.fspath(folder)))
         with self._errors("cannot be made", _ROOM, ""):
             self._files = open_files(self.folder, direct)
-        count_files(1)
         weakref.finalize(self, _close, self._files).atexit = False
         self.direct = len(self._files) > 1
         self._space, self._size = Space(), 0  # of the file
         self._lock = threading.Lock()
+        self._memory: dict[int, Tensor] = {}  # that a stream or copy leaves to the next, by bytes
         self._to_free: deque[tuple[int, int]] = deque()  # by finalizers, which may not wait
 
     @property
@@ -288,6 +253,15 @@ class Scratch:
         while self._to_free:
             self._space.give(*self._to_free.popleft())
 
+    def take(self, nbytes: int, device: torch.device) -> Tensor:
+        """Host memory that nobody uses; see `aligned`. Making and locking it takes time."""
+        memory = self._memory.pop(padded(nbytes), None)
+        return aligned(nbytes, device) if memory is None else memory
+
+    def give(self, memory: Tensor) -> None:
+        """Leave memory to the next stream or copy."""
+        self._memory[len(memory)] = memory
+
     def file_for(self, memory: Tensor, offset: int) -> int:
         """The open file by which memory is moved: direct only in whole pages."""
         whole = not (memory.data_ptr() % PAGE or memory.numel() % PAGE or offset % PAGE)
@@ -305,7 +279,6 @@ class Scratch:
 
 
 def _close(files: list[int]) -> None:
-    count_files(-1)
     for number in files:
         os.close(number)
 
@@ -366,3 +339,190 @@ class Extent:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that it cannot be written to
             return torch.frombuffer(view, dtype=torch.uint8)[before:]
+
+
+# `stream`: blocks of files through a fixed amount of host memory, read ahead and written behind.
+
+WINDOWS = 4
+THREADS = 3
+TIMEOUT_S = 600.0
+_LOOK_S = 0.5  # after which a wait lets Python look for signals, and for the time limit
+
+
+class Block(NamedTuple):
+    """What travels together, and is in host memory at the same time.
+
+    Args:
+      reads: tensors in files that are read; None for memory whose values the caller sets.
+      writes: where each of them goes afterwards; None for one that is only read. () writes nothing.
+        The same tensor is written in place; a new one, made by `empty`, leaves the old as it is.
+      key: whatever tells the caller what it is.
+    """
+
+    reads: Sequence[Tensor | None]
+    writes: Sequence[Tensor | None] = ()
+    key: Any = None
+
+    def likes(self) -> list[Any]:
+        """A tensor in a file of the shape and dtype of each."""
+        pairs = zip(self.reads, self.writes or self.reads, strict=True)
+        return [into if source is None else source for source, into in pairs]
+
+    def memory(self, window: Tensor) -> list[Tensor]:
+        """The part of a window that each of its tensors has, in whole pages."""
+        sizes = [padded(x.size_bytes) for x in self.likes()]
+        if sum(sizes) > len(window):
+            text = f"stream: a block of {sum(sizes)} bytes, with windows of {len(window)}"
+            raise PlanError(text, fix="cut it, as cuts() says, or pass a larger host_bytes")
+        return list(window[: sum(sizes)].split(sizes))
+
+    def tensors(self, window: Tensor) -> list[Tensor]:
+        """Its tensors in a window."""
+        pairs = zip(self.likes(), self.memory(window), strict=True)
+        return [part[: x.size_bytes].view(x.dtype).view(x.shape) for x, part in pairs]
+
+    def moves(self, window: Tensor, tensors: Sequence[Any]) -> list[tuple[Tensor, Any]]:
+        """What it reads or writes, with the memory of each in a window."""
+        pairs = zip(self.memory(window), tensors, strict=False)  # () writes nothing
+        return [(memory, x) for memory, x in pairs if x is not None]
+
+
+def stream(
+    blocks: Iterable[Block],
+    host_bytes: int = HOST_BYTES,
+    *,
+    threads: int = THREADS,
+    timeout_s: float = TIMEOUT_S,
+) -> Iterator[tuple[Block, list[Tensor]]]:
+    """Fetch blocks into host memory one after the other, and write them back.
+
+    The first `WINDOWS` blocks are asked for at once, and waited for as they are wanted. A block's
+    tensors may be used and changed until the next one is asked for; work that a device has queued
+    on them has to be done by then. When the iteration ends, all is written. If it ends early, by an
+    error or by `close`, no thread is left, and of each block that was given nothing, a part or all
+    is written; so a caller that writes in place has to give such a state up.
+
+    Args:
+      blocks: in the order in which they are wanted; `WINDOWS` of them are taken ahead.
+      host_bytes: memory for all blocks under way, at least 1 MiB. A block gets a fourth of it.
+      threads: that read and write.
+      timeout_s: the longest wait for the disk.
+
+    Returns:
+      An iterator over each block with its tensors on the host, in locked memory if they belong to a
+      device. Its `close` ends it early.
+
+    Memory: `host_bytes`, which stay for the next stream while some scratch file is open.
+
+    Raises:
+      PlanError: a block is larger than a fourth of `host_bytes`.
+      FileError: a file cannot be read or written within `timeout_s`.
+      LeafError: it runs inside torch.func.
+
+    Example:
+      >>> from tempfile import TemporaryDirectory
+      >>> with TemporaryDirectory() as folder:
+      ...     x = offload.store(torch.arange(3.0), offload.Scratch(folder))
+      ...     for block, (part,) in offload.stream([offload.Block([x], [x])]):
+      ...         part += 1
+      ...     print(offload.read(x))
+      tensor([1., 2., 3.])
+    """
+    checks.integer("stream", "host_bytes", host_bytes, LEAST_HOST_BYTES)
+    refuse_derivative("stream", (), "take steps on data in files outside of torch.func")
+    begun = _streamed(iter(blocks), host_bytes, threads, timeout_s)
+    next(begun, None)
+    return begun
+
+
+def _streamed(
+    source: Iterator[Block], host_bytes: int, threads: int, timeout_s: float
+) -> Generator[Any]:
+    """`stream`, which gives None once the first blocks are being read."""
+    ahead = deque(islice(source, WINDOWS))
+    if not ahead:
+        return
+    first = ahead[0].likes()[0]
+    scratch, device = first.extent.scratch, first.device
+    memory, size = scratch.take(host_bytes, device), block_bytes(host_bytes)
+    windows = memory[: WINDOWS * size].split(size)
+    crew = Crew(threads, "mics_fn-offload")
+    try:
+        jobs = [
+            _begin(crew, window, None, block) for window, block in zip(windows, ahead, strict=False)
+        ]
+        yield None
+        for i in cycle(range(WINDOWS)):
+            if not ahead:
+                break
+            block = ahead.popleft()
+            _await(jobs[i], timeout_s, scratch)
+            yield block, block.tensors(windows[i])
+            following = next(source, None)
+            if following is not None:
+                ahead.append(following)
+            jobs[i] = _begin(crew, windows[i], block, following)
+        for job in jobs:
+            _await(job, timeout_s, scratch)
+    finally:
+        crew.end(timeout_s)  # a thread that the disk keeps for too long ends by itself
+    scratch.give(memory)  # no thread has it any more
+
+
+def _begin(crew: Crew, window: Tensor, done: Block | None, following: Block | None) -> Job:
+    """Begin to write a block and to read another one into its window."""
+    writes = [] if done is None else done.moves(window, done.writes)
+    reads = [] if following is None else following.moves(window, following.reads)
+    for verb, moves in (("write", writes), ("read", reads)):
+        if moves and spans.observers:
+            leaves = ", ".join(x.leaf for _, x in moves)
+            moved = [each for each, _ in moves] if verb == "write" else []
+            spans.passing(f"offload: {verb} {leaves}".rstrip(), None, moved)
+    return crew.give(partial(_move, writes, reads))
+
+
+def _move(writes: Sequence[Any], reads: Sequence[Any]) -> None:
+    """Write a block and read the next one; runs in a thread."""
+    for memory, x in writes:
+        x.extent.write(x.start, memory[: x.reaches()], x.leaf)
+    for memory, x in reads:
+        x.extent.read(x.start, memory[: x.reaches()], x.leaf)
+
+
+def _await(job: Job, timeout_s: float, scratch: Scratch) -> None:
+    """Wait for a job, and raise its error."""
+    deadline = time.monotonic() + timeout_s
+    while not job.done.wait(_LOOK_S):
+        if time.monotonic() > deadline:
+            text = f"offload: the disk took longer than {timeout_s:g} s: {scratch.folder}"
+            raise FileError(message(text, fix="look at the disk"), str(scratch.folder))
+    job.result()
+
+
+def block_bytes(host_bytes: int) -> int:
+    """The largest block that travels through so much host memory.
+
+    >>> block_bytes(64 * 2**20) // 2**20
+    16
+    """
+    return host_bytes // WINDOWS // PAGE * PAGE
+
+
+def cuts(numel: int, sizes: Sequence[int], host_bytes: int = HOST_BYTES) -> list[tuple[int, int]]:
+    """Cut tensors of so many elements, so that the same parts of all make one block.
+
+    Args:
+      numel: elements of each.
+      sizes: bytes of an element of each.
+      host_bytes: as for `stream`.
+
+    Returns:
+      The first element and the end of each part.
+
+    Example:
+      >>> cuts(5_000_000, [4, 4])
+      [(0, 2097152), (2097152, 4194304), (4194304, 5000000)]
+    """
+    most = block_bytes(host_bytes) // sum(sizes)
+    step = max(1, most // PAGE) * PAGE  # whole pages of each, for direct I/O
+    return [(low, min(numel, low + step)) for low in range(0, numel, step)]

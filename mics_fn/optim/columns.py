@@ -191,7 +191,7 @@ def in_place(targets: Sequence[WorkingTree]) -> set[int]:
         for r in range(len(each.runs)):
             parts += each.parts(r)
     for x in parts:
-        if not offload.is_placed(x):
+        if not isinstance(x, offload.Placed):
             plain.append(x)
             if x.is_contiguous() and not x.is_neg():
                 dense.append((_torch.storage_id(x), int(x.storage_offset()), x.numel()))
@@ -226,7 +226,7 @@ def readable(each: WorkingTree, home: WorkingTree, written: set[int], runs: Iter
             continue
         parts = each.parts(r)
         dense = all(map(Tensor.is_contiguous, parts)) and not any(map(Tensor.is_neg, parts))
-        there = any(map(offload.is_placed, parts))
+        there = not {offload.FileTensor, offload.Coded}.isdisjoint(map(type, parts))
         if there or not dense or not written.isdisjoint(map(_torch.storage_id, parts)):
             each.change(r, _separated, written)
 
@@ -438,7 +438,7 @@ class Columns:
         placed, device = dict[int, Any](), self._every[0].device(r)
         for k, each in enumerate(self._every[: self._written]):
             old = each.wholes[r]
-            if old is not None and not offload.is_here(old, device):
+            if isinstance(old, offload.Placed) or (old is not None and old.device != device):
                 placed[k] = old
                 if not self._donate or offload.is_locked(old):  # which a save reads
                     each.wholes[r] = _like(old, device)

@@ -47,9 +47,8 @@ def parts_of(leaf: Any) -> tuple[Any, ...]:
         text = f"{leaf!r} is computed from a tensor that requires a gradient, and cannot be copied"
         raise LeafError(text, fix="detach it first, or copy what it was computed from")
     if is_coded(x):
-        if x.codes.row is not None:
-            whole = _CHUNKS.setdefault((_torch.storage_id(x.codes.row), x.dtype), x.whole())
-            place = x.shape, x.stride(), x.start
+        whole = _CHUNKS.setdefault((_torch.storage_id(x.codes.row), x.dtype), x.whole())
+        place = x.shape, x.stride(), x.start
     elif leaf.bucket is not None and not _torch.has_no_data(x):
         x = read(x)  # a copy is in memory, wherever this leaf lives
         if x.untyped_storage().nbytes() == leaf.bucket.chunk * x.itemsize:

@@ -42,7 +42,7 @@ from mics_fn.shards.bucket import Bucket, pieces
 
 def has_codes(data: Any) -> bool:
     """Whether a tensor is a part of a row of codes, as that of a frozen leaf may be."""
-    return offload.is_coded(data) and data.codes.row is not None
+    return offload.is_coded(data) and type(data.codes.codec) is Codec
 
 
 def coded_pieces(bucket: Bucket, chunk: int, flat: Tensor, names: Sequence[str]) -> list[Tensor]:
@@ -147,7 +147,8 @@ def must_fetch(data: Tensor, device: torch.device) -> bool:
     """Return whether a tensor must be fetched to a device before ops can use it."""
     if _torch.has_no_data(data):
         return False
-    return data.device != device or (data.numel() > 0 and offload.is_placed(_torch.unwrapped(data)))
+    placed = data.numel() > 0 and isinstance(_torch.unwrapped(data), offload.Placed)
+    return data.device != device or placed
 
 
 def any_to_fetch(leaves: Sequence[Any], home: Any) -> bool:
@@ -179,7 +180,7 @@ def fetched_to(data: Tensor, device: torch.device, dtype: torch.dtype | None = N
         return own.decoded(dtype or data.dtype)
     if not must_fetch(data, device):
         return data
-    if offload.is_placed(_torch.unwrapped(data)):
+    if isinstance(_torch.unwrapped(data), offload.Placed):
         data = data.clone()  # an op on it reads it
     return data if data.device == device else data.to(device, non_blocking=True)
 
@@ -264,7 +265,7 @@ def whole_chunk(bucket: Bucket, chunk: int, data: Sequence[Tensor | None]) -> Te
     for piece, tensor in zip(pieces(bucket, chunk), data, strict=True):
         if not piece.length or tensor is None:
             continue
-        if offload.is_placed(tensor):
+        if isinstance(tensor, offload.Placed):
             return None
         if tensor.ndim != 1 or tensor.storage_offset() != piece.start or tensor.stride(0) != 1:
             return None

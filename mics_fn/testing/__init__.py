@@ -14,10 +14,10 @@ Where a fault can be is in [Note: points] in `spans`; which faults there are is 
 function each. `python -m tests.stress faults`, in a clone, injects hundreds and counts what came
 of them.
 
-Start reading at `inject` in `injector`; before it are the faults.
+Start reading at `inject` in `injector`; before it are `Injection` and the faults.
 
-To add a fault, write a function of a `Moment` in `injector.py` and add it to `FAULTS`, with a test
-in `tests/testing`.
+To add a fault, write a function of an `Injection` in `injector.py` and add it to `FAULTS`, with a
+test in `tests/testing`.
 
 `inject` gives an `Injection`, which knows whether it has happened. The fault "raise" raises an
 `InjectedError`.

@@ -9,7 +9,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,145 +22,46 @@ from mics_fn.errors import PlanError, message
 from mics_fn.groups import read_launch
 from mics_fn.spans import Point
 
-# What can go wrong, one function each: what a process does to itself or its data.
 
-EXIT_CODE = 3  # of "exit"
-
-
-class InjectedError(Exception):
-    """The error of the fault "raise"."""
-
-
-class Moment(NamedTuple):
-    """When and where a fault happens."""
-
-    point: Point
-    where: str  # in words
-    draw: random.Random
-    seconds: float  # how long what passes lasts
-    end: ExitStack  # closed when the block of `inject` ends
-
-
-def _raise(moment: Moment) -> None:
-    raise InjectedError(f"injected {moment.where}")
-
-
-def _exit(moment: Moment) -> None:
-    sys.exit(EXIT_CODE)
-
-
-def _signal(number: int) -> Callable[[Moment], None]:
-    return lambda moment: os.kill(os.getpid(), number)
-
-
-def _interrupt(moment: Moment) -> None:
-    signal.raise_signal(signal.SIGINT)
-
-
-def _keep_gil(moment: Moment) -> None:
-    ctypes.PyDLL(None).usleep(int(1e6 * moment.seconds))
-
-
-def _be_slow(moment: Moment) -> None:
-    time.sleep(moment.seconds)
-
-
-def _run_out_of_memory(moment: Moment) -> None:
-    tensors = moment.point.tensors
-    torch.empty(2**60, dtype=torch.uint8, device=tensors[0].device if tensors else "cpu")
-
-
-def _put_nan(moment: Moment) -> None:
-    found = [x for x in moment.point.tensors if x.dtype.is_floating_point and x.numel()]
-    _some_element(found, moment).fill_(float("nan"))
-
-
-def _flip_a_bit(moment: Moment) -> None:
-    found = [x for x in moment.point.tensors if x.numel() and x.dtype != torch.bool]
-    flipped = _some_element(found, moment).view(1).view(torch.uint8)
-    bit = moment.draw.randrange(8 * len(flipped))
-    flipped[bit // 8] ^= 1 << bit % 8
-
-
-def _some_element(tensors: list[Tensor], moment: Moment) -> Tensor:
-    """One element of one of them, 0-dim and in place, also under autograd."""
-    chosen = moment.draw.choice(tensors).detach()
-    return chosen.data[tuple(moment.draw.randrange(n) for n in chosen.shape)]
-
-
-def _call_something_else(moment: Moment) -> None:
-    comms = [comm for comm in moment.point.comms if comm.size > 1]
-    tensor = torch.zeros(1, device=moment.point.tensors[0].device)
-    start_mean(comms[0], tensor, what=("", "injected wrong call", "")).wait()
-
-
-def _fill_the_disk(moment: Moment) -> None:
-    import resource
-
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    moment.end.callback(resource.setrlimit, resource.RLIMIT_FSIZE, before)
-
-
-FAULTS: dict[str, Callable[[Moment], None]] = {
-    "raise": _raise,
-    "exit": _exit,
-    "interrupt": _interrupt,
-    "kill": _signal(signal.SIGKILL),
-    "stop": _signal(signal.SIGSTOP),
-    "gil": _keep_gil,
-    "slow": _be_slow,
-    "oom": _run_out_of_memory,
-    "nan": _put_nan,
-    "flip": _flip_a_bit,
-    "wrong_call": _call_something_else,
-    "disk_full": _fill_the_disk,
-}
-
-
+@dataclass(eq=False)
 class Injection:
     """A fault that waits for its moment.
 
     Args:
-      rank, step, operation, fault, seed, seconds: as for `inject`.
+      rank, step, operation, fault, seconds: as for `inject`.
+      draw: chooses by its `seed`.
+      end: closed when the block of `inject` ends.
+      at: the name of the point at which it happened, once it has.
     """
 
-    def __init__(
-        self,
-        rank: int | None,
-        step: int,
-        operation: str,
-        fault: str | Callable[[Point], None],
-        seed: int,
-        seconds: float,
-    ) -> None:
-        self.rank, self.step, self.operation = rank, step, operation
-        self.at: str | None = None  # the point at which it happened
-        self._draw, self._seconds, self._end = random.Random(seed), seconds, ExitStack()
+    rank: int | None
+    step: int
+    operation: str
+    fault: str | Callable[[Point], None]
+    draw: random.Random
+    seconds: float
+    end: ExitStack = field(default_factory=ExitStack)
+    at: str | None = None
+
+    def __post_init__(self) -> None:
         self._now = 0  # the step under way
         self._announced = False  # whether steps say when they begin
-        if callable(fault):
-            self.fault = getattr(fault, "__name__", "function")
-            self._happen = lambda moment: fault(moment.point)
-        else:
-            self.fault, self._happen = fault, FAULTS[fault]
+        given = self.fault
+        self._act = (lambda own: given(own.point)) if callable(given) else FAULTS[given]
+        self.fault = getattr(given, "__name__", given)
 
     def __call__(self, point: Point) -> None:
         """Make the fault if this is its moment, once."""
-        self._follow(point)
-        due = self.at is None and self._now == self.step and self.operation in point.name
-        if due and self.rank in (None, own_place()[0]):
-            self.at = point.name
-            where = f"{self.fault} on rank {own_place()[0]}, step {self._now}, at {point.name}"
-            self._happen(Moment(point, where, self._draw, self._seconds, self._end))
-        if point.name == "opt_step" and not self._announced:
-            self._now += 1  # what follows belongs to the next step of a loop written by hand
-
-    def _follow(self, point: Point) -> None:
-        """Learn which step is under way."""
         if point.step is not None:
             self._now = point.step
             self._announced = self._announced or point.name == "step"
+        due = self.at is None and self._now == self.step and self.operation in point.name
+        if due and self.rank in (None, own_place()[0]):
+            self.at, self.point = point.name, point
+            self.where = f"{self.fault} on rank {own_place()[0]}, step {self._now}, at {point.name}"
+            self._act(self)
+        if point.name == "opt_step" and not self._announced:
+            self._now += 1  # what follows belongs to the next step of a loop written by hand
 
     def warn_if_missed(self) -> None:
         """Warn that the fault did not happen on this rank, if it should have."""
@@ -169,9 +71,87 @@ class Injection:
             fix = "pass a step that the block takes, and a part of the name of a point in it"
             warnings.warn(message(text, lines, fix), stacklevel=4)
 
-    def close(self) -> None:
-        """End what lasts as long as the block."""
-        self._end.close()
+
+# What can go wrong, one function each: what a process does to itself or its data.
+
+EXIT_CODE = 3  # of "exit"
+
+
+class InjectedError(Exception):
+    """The error of the fault "raise"."""
+
+
+def _raise(own: Injection) -> None:
+    raise InjectedError(f"injected {own.where}")
+
+
+def _exit(own: Injection) -> None:
+    sys.exit(EXIT_CODE)
+
+
+def _send_itself(number: int, own: Injection) -> None:
+    signal.raise_signal(number)
+
+
+def _keep_gil(own: Injection) -> None:
+    ctypes.PyDLL(None).usleep(int(1e6 * own.seconds))
+
+
+def _be_slow(own: Injection) -> None:
+    time.sleep(own.seconds)
+
+
+def _run_out_of_memory(own: Injection) -> None:
+    tensors = own.point.tensors
+    torch.empty(2**60, dtype=torch.uint8, device=tensors[0].device if tensors else "cpu")
+
+
+def _put_nan(own: Injection) -> None:
+    found = [x for x in own.point.tensors if x.dtype.is_floating_point and x.numel()]
+    _some_element(found, own).fill_(float("nan"))
+
+
+def _flip_a_bit(own: Injection) -> None:
+    found = [x for x in own.point.tensors if x.numel() and x.dtype != torch.bool]
+    flipped = _some_element(found, own).view(1).view(torch.uint8)
+    bit = own.draw.randrange(8 * len(flipped))
+    flipped[bit // 8] ^= 1 << bit % 8
+
+
+def _some_element(tensors: list[Tensor], own: Injection) -> Tensor:
+    """One element of one of them, 0-dim and in place, also under autograd."""
+    chosen = own.draw.choice(tensors).detach()
+    return chosen.data[tuple(own.draw.randrange(n) for n in chosen.shape)]
+
+
+def _call_something_else(own: Injection) -> None:
+    comms = [comm for comm in own.point.comms if comm.size > 1]
+    tensor = torch.zeros(1, device=own.point.tensors[0].device)
+    start_mean(comms[0], tensor, what=("", "injected wrong call", "")).wait()
+
+
+def _fill_the_disk(own: Injection) -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    own.end.callback(resource.setrlimit, resource.RLIMIT_FSIZE, before)
+
+
+FAULTS: dict[str, Callable[[Injection], None]] = {
+    "raise": _raise,
+    "exit": _exit,
+    "interrupt": partial(_send_itself, signal.SIGINT),
+    "kill": partial(_send_itself, signal.SIGKILL),
+    "stop": partial(_send_itself, signal.SIGSTOP),
+    "gil": _keep_gil,
+    "slow": _be_slow,
+    "oom": _run_out_of_memory,
+    "nan": _put_nan,
+    "flip": _flip_a_bit,
+    "wrong_call": _call_something_else,
+    "disk_full": _fill_the_disk,
+}
 
 
 @contextmanager
@@ -233,14 +213,14 @@ def inject(
     if not isinstance(operation, str) or not operation:
         fix = "pass a part of the name of a point, such as 'step' or 'hop 1'"
         checks.refuse("inject", "operation", operation, "a text that is not empty", fix)
-    injection = Injection(rank, step, operation, fault, seed, seconds)
+    injection = Injection(rank, step, operation, fault, random.Random(seed), seconds)
     spans.observers.append(injection)
     try:
         yield injection
         injection.warn_if_missed()
     finally:
         spans.observers.remove(injection)
-        injection.close()
+        injection.end.close()
 
 
 def own_place() -> tuple[int, int]:

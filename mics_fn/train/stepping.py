@@ -32,6 +32,7 @@ from mics_fn.deferred import GradSum, defer
 from mics_fn.errors import LeafError, MicsError, message
 from mics_fn.faults import same_step
 from mics_fn.groups import Groups
+from mics_fn.offload import ON_DEVICE
 from mics_fn.optim import (
     StepRefused,
     StepTotals,
@@ -448,7 +449,7 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
     parts = cut(batch, trainer.accumulate)
     state, counts = trainer.ahead, count(batch)
     drift = start_comparison(trainer, trainer.program.buffers.averaged)
-    where = trainer.where if "grads" in trainer.where.moved else None
+    where = trainer.where if "grads" in trainer.where.moved else ON_DEVICE
     total = GradSum(len(parts), dtype=trainer.grad_dtype, where=where)
     commit = Commit()
     weights = None if trainer.weight is None else Weights(trainer, parts)

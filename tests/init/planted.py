@@ -105,14 +105,14 @@ PLANTED = [
     ),
     (
         "each block of a piece overwrites the one before",
-        "init/filling.py",
+        "init/model.py",
         "part = data[low : low + step]",
         "part = data[: min(step, len(data) - low)]",
         "init/test_files.py -k large_pieces",
     ),
     (
         "a tensor of the file that no parameter takes is dropped without a word",
-        "init/reading.py",
+        "init/model.py",
         "problems = wrong + absent + (extra if strict else [])",
         "problems = wrong + absent",
         "init/test_files.py -k does_not_match",

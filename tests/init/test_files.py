@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.init import filling
+from mics_fn.init import model as init_module
 from mics_fn.init.files import DTYPES as CODED
 from mics_fn.init.files import File
-from mics_fn.init.reading import open_weights
+from mics_fn.init.model import open_weights
 from mics_fn.shards.bucket import pieces
 from mics_fn.shards.leaf import is_leaf
 
@@ -214,7 +214,7 @@ def test_exactly_a_ranks_bytes_of_a_file_are_read(ranks, tmp_path, layout, kind)
 
 def large_blocks(layout: Layout, path: Path, tensors: dict[str, Tensor]) -> None:
     """Load with blocks that are much smaller than a piece."""
-    with mock.patch.object(filling, "BLOCK_BYTES", 12):
+    with mock.patch.object(init_module, "BLOCK_BYTES", 12):
         same_shards(mf.load_shards(path, groups_of(layout)), mf.shard(tensors, groups_of(layout)))
 
 

@@ -122,8 +122,7 @@ def test_any_program_is_repeated_bit_by_bit(steps, chosen: set[int]):
         found.run(steps)
     assert found.read == real.read or any(map(math.isnan, real.read))
     recorder.finish()
-    views = {i: recorder.view_of(found.at[i]) for i in chosen}
-    got = {i: view.on(recorder.content(view.storage)).clone() for i, view in views.items()}
+    got = {i: recorder.value(found.at[i]).clone() for i in chosen}
     recorder.finish_generators()
     same_bits(got, {i: want[i] for i in chosen})
     assert all(got[i].stride() == want[i].stride() for i in chosen)
@@ -154,6 +153,15 @@ def test_a_write_that_leaves_something_keeps_what_was_there():
         y = torch.arange(4.0)
         y.expand(3, 4)[1].fill_(2)
         assert y.tolist() == [2, 2, 2, 2]
+
+
+def test_a_value_that_was_asked_for_is_asked_for_again_after_a_write():
+    with Recorder() as recorder:
+        x = torch.ones(2)
+        assert float(x[0]) == 1
+        x.add_(1)
+    recorder.finish()
+    assert recorder.value(x).tolist() == [2, 2]
 
 
 class Uninitialised:

@@ -20,7 +20,7 @@ from test_files import write_safetensors, write_torch
 
 import mics_fn as mf
 from mics_fn.init import files
-from mics_fn.init.reading import open_weights
+from mics_fn.init.model import open_weights
 from mics_fn.init.torch_files import read_pickle
 
 
@@ -217,7 +217,6 @@ def kept() -> dict[str, Any]:
         "turned": x.t(),
         "columns": x[:, 1:5:2],
         "parameter": torch.nn.Parameter(torch.ones(2, 2)),
-        "with_state": with_state,
         "parameter_with_state": torch.nn.Parameter(with_state),
         "scalar": torch.tensor(3.0),
         "empty": torch.ones(0, 5),

@@ -70,8 +70,8 @@ PLANTED = [
     (
         "the peak of memory is what is there at the end",
         _W,
-        "most[kind] = max(most[kind], now[kind])",
-        "most[kind] = now[kind]",
+        "max(self._peaks[kind], self._sums[kind])",
+        "self._sums[kind]",
         "inspection/test_watching.py -k formula",
     ),
     (
@@ -84,20 +84,20 @@ PLANTED = [
     (
         "what has watched a block goes on after it",
         _W,
-        "        spans.watchers.remove(watcher)\n",
+        "        spans.watchers.remove(self)\n",
         "",
         "inspection/test_watching.py -k nobody_has_watched",
     ),
     (
         "a tied tensor counts twice in a summary",
-        "inspection/table.py",
+        _A,
         'for row in self.rows if row.kind != "tied")',
         "for row in self.rows)",
         "inspection/test_access.py -k summary_counts",
     ),
     (
         "padding of a bucket counts its leaves",
-        "inspection/table.py",
+        _A,
         " - sum(piece.nbytes for piece in data)",
         "",
         "inspection/test_access.py -k summary_counts",

@@ -1,15 +1,14 @@
 """Mistakes in what lies in files that would give wrong values or hangs; `planting.py` checks."""
 
 _S = "offload/scratch.py"
-_F = "offload/streaming.py"
 
 PLANTED = [
-    ("two tensors get the same part of a file", _S, "[(offset + nbytes, size - nbytes)]",
-     "[(offset, size - nbytes)]", "offload/test_placed.py -k space_is_used"),
-    ("errors of the last writes are lost", _F,
-     "        for job in self._jobs:\n            self._await(job)\n", "",
+    ("two tensors get the same part of a file", _S, "insort(self._taken, (at, at + nbytes))",
+     "insort(self._taken, (at, at))", "offload/test_placed.py -k space_is_used"),
+    ("errors of the last writes are lost", _S,
+     "        for job in jobs:\n            _await(job, timeout_s, scratch)\n", "",
      "offload/test_scratch_faults.py -k broken_disk"),
-    ("a disk that hangs is waited for without end", _F, "if time.monotonic() > deadline:",
+    ("a disk that hangs is waited for without end", _S, "if time.monotonic() > deadline:",
      "if time.monotonic() < 0:", "offload/test_streams.py -k hangs"),
     ("a large tensor is stored with the values of its beginning", "offload/placed.py",
      "found.copy_(source[low : low + step])", "found.copy_(source[: len(found)])",
@@ -24,12 +23,12 @@ PLANTED = [
     ("other ranks are not told that a step failed on a disk", "optim/state.py",
      "        home.state.finish(error)  # the others may have taken this step", "        pass",
      "offload/test_errors_on_all_ranks.py -k same_error"),
-    ("a block is given before it was read", _F,
-     "            self._await(self._jobs[window])\n            yield block",
+    ("a block is given before it was read", _S,
+     "            _await(jobs[i], timeout_s, scratch)\n            yield block",
      "            yield block", "offload/test_streams.py -k in_place"),
     ("all portions of a file are read to the beginning of a tensor", "offload/placed.py",
      "goal.narrow(0, low, len(found)).copy_(found)", "goal.narrow(0, 0, len(found)).copy_(found)",
      "offload/test_placed.py -k there_and_back"),
-    ("the last block reaches beyond the tensor", _F, "return [(low, min(numel, low + step)) for",
+    ("the last block reaches beyond the tensor", _S, "return [(low, min(numel, low + step)) for",
      "return [(low, low + step) for", "offload/test_streams.py -k cuts"),
 ]  # fmt: skip

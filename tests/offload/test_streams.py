@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mics_fn.errors import FileError, PlanError
-from mics_fn.offload import Block, Scratch, cuts, empty, store, stream, streaming
+from mics_fn.offload import Block, Scratch, block_bytes, cuts, empty, store, stream
+from mics_fn.offload import scratch as _scratch
 from mics_fn.offload.scratch import PAGE
 
 MIB = 2**20
@@ -85,9 +86,9 @@ def test_cuts(numel: int, sizes: list[int]):
         parts = cuts(numel, sizes, host_bytes)
         assert [0, *(b for _, b in parts)] == [*(a for a, _ in parts), numel]
         for a, b in parts:
-            assert sum(
-                -(-(b - a) * size // PAGE) * PAGE for size in sizes
-            ) <= streaming.block_bytes(host_bytes)
+            assert sum(-(-(b - a) * size // PAGE) * PAGE for size in sizes) <= block_bytes(
+                host_bytes
+            )
             assert all(a * size % PAGE == 0 for size in sizes)
 
 
@@ -111,7 +112,7 @@ def test_a_block_that_is_too_large_is_refused(scratch: Scratch):
 def test_a_disk_that_hangs(scratch: Scratch, monkeypatch: pytest.MonkeyPatch):
     kept = [store(torch.ones(1000), scratch) for _ in range(8)]
     hangs, before = threading.Event(), threading.active_count()
-    monkeypatch.setattr(streaming._Stream, "_move", lambda *_: hangs.wait(20))
+    monkeypatch.setattr(_scratch, "_move", lambda *_: hangs.wait(20))
     begun = time.monotonic()
     with pytest.raises(FileError, match="longer than 0.3 s") as caught:
         list(stream([Block([x]) for x in kept], timeout_s=0.3))

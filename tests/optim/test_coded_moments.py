@@ -209,7 +209,7 @@ def test_memory_is_by_formula():
     groups = mf.make_groups(1)
     state = state_of(groups)
     blocks = {k: -(-torch.Size(SHAPES[k]).numel() // 256) for k in LARGE}
-    assert sum(x.nbytes for m in memories(state) for x in m.memory) == 2 * sum(
+    assert sum(x.nbytes for m in memories(state) for x in m.part_codes()) == 2 * sum(
         260 * n for n in blocks.values()
     )
 

@@ -16,7 +16,7 @@ from torch.func import grad, grad_and_value, jvp, vmap
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.collectives import Codec
-from mics_fn.init.filling import Filling
+from mics_fn.init.model import Filling
 from mics_fn.offload import Coded, as_codes
 from mics_fn.shards import Fixed, Sharded
 
