@@ -79,8 +79,10 @@ def node_size_of(nodes: Mapping[int, str]) -> int:
     >>> node_size_of({0: "a", 1: "a", 2: "b", 3: "b"})
     2
     """
-    of_node = dict(errors.by_value(nodes))
-    in_order = [rank for node in dict.fromkeys(nodes.values()) for rank in of_node[node]]
+    of_node: dict[str, list[int]] = {}
+    for rank, node in nodes.items():
+        of_node.setdefault(node, []).append(rank)
+    in_order = [rank for ranks in of_node.values() for rank in ranks]
     if in_order != [*nodes] or len(set(map(len, of_node.values()))) > 1:
         what = "make_groups: these ranks do not fill nodes of one size, one after the other"
         lines = [f"{node}: {errors.name_ranks(ranks)}" for node, ranks in of_node.items()]

@@ -3,6 +3,7 @@
 import os
 import re
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -109,6 +110,8 @@ def fork() -> list[str]:
         try:
             os.write(write, ";".join(text_of(call).partition("\n")[0] for call in calls).encode())
             groups.close()
+        except BaseException:
+            os.write(write, traceback.format_exc().encode())
         finally:
             os._exit(0)
     os.close(write)
