@@ -1,4 +1,4 @@
-"""A loop of steps, and what it needs around them: reproducible numbers, and how far it is.
+"""What a loop of steps needs around them: samples, reproducible numbers, and how far it is.
 
 The sampler is torch's `DistributedSampler`, so any loader that accepts one can be used.
 
@@ -22,10 +22,9 @@ give a batch again, so it goes on behind that batch.
 import copy
 import random
 import sys
-import time
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,10 +35,9 @@ from mics_fn import _torch, checks
 from mics_fn.collectives import together
 from mics_fn.errors import GroupsError, LeafError, message
 from mics_fn.faults import StopRequest
-from mics_fn.groups import Groups, reports_step
+from mics_fn.groups import Groups
 from mics_fn.shards import require_groups
 from mics_fn.train.program import count
-from mics_fn.train.stepping import StepMetrics
 
 # Which samples a rank takes.
 
@@ -431,66 +429,3 @@ def check_fit(loader: Any, steps: Any, log_every: Any, progress: Any, stop: Any)
     checks.flag(verb, "progress", progress)
     fix = "with StopRequest(groups) as stop: trainer.fit(loader, steps, stop=stop)"
     checks.instance(verb, "stop", stop, StopRequest | None, "a StopRequest", fix)
-
-
-def bar_of(steps: int) -> Any:
-    """A progress bar; None if tqdm is not installed, and lines are shown."""
-    with suppress(ImportError):
-        from tqdm import tqdm
-
-        return tqdm(total=steps, unit="step")
-
-
-def show_progress(
-    bar: Any, found: list[StepMetrics], steps: int, log_every: int, began: float
-) -> None:
-    """Show one more step of a run; the loss is read only every `log_every` steps."""
-    if bar is not None:
-        bar.update()
-    done = len(found)
-    if done % log_every and done != steps:
-        return
-    seconds, tokens = time.perf_counter() - began, sum(m.tokens for m in found)
-    amount, unit = (tokens or sum(m.samples for m in found)), "tokens" if tokens else "samples"
-    text = f"loss {found[-1].loss.item():.3f}, {amount / seconds:,.0f} {unit}/s"
-    if bar is not None:
-        bar.set_postfix_str(text)
-    else:
-        print(f"step {done}/{steps}: {text}", file=sys.stderr, flush=True)
-
-
-def train_for(
-    trainer: Any, loader: Iterable[Any], steps: int, log_every: int, stop: StopRequest | None
-) -> list[StepMetrics]:
-    """Take steps until there are so many, or all ranks stop after the same one; see `Trainer.fit`.
-
-    Args:
-      log_every: 0 shows nothing.
-    """
-    metrics, bar = list[StepMetrics](), bar_of(steps) if log_every else None
-    began = time.perf_counter()
-    home, passes = trainer.member.home, trainer.passes
-    try:
-        with (
-            reports_step(home.state, trainer.state.step + 1),  # of the loader, or of what is shown
-            closing(passes.batches(loader, home.device, home.world_size)) as batches,
-        ):
-            for _ in range(steps):
-                batch = next(batches)
-                passes.give(home.world_size * count(batch)[0], trainer.sync_state.step)
-                metrics.append(trainer.step(batch))
-                if log_every:
-                    show_progress(bar, metrics, steps, log_every, began)
-                if stop is not None and stop.due():
-                    if trainer.checkpoint is not None:
-                        trainer.checkpoint.save(trainer)
-                    break
-    except BaseException:
-        passes.interrupted = True
-        raise
-    finally:
-        if bar is not None:
-            bar.close()
-    if trainer.checkpoint is not None:
-        trainer.checkpoint.close()
-    return metrics

@@ -1,4 +1,4 @@
-"""One step of a `Trainer`: micro-steps, both hops, the guard, and the optimizer's step.
+"""Steps of a `Trainer`, and a loop of them: micro-steps, both hops, the guard, the optimizer.
 
 [Note: steps that overlap hop 2] With `overlap_step=True` a bucket is stepped while others are still
 reduced, unless something has to be known of all gradients before: a guard with a limit or one that
@@ -14,9 +14,10 @@ them it takes from a replica, too.
 """
 
 import math
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from numbers import Real
@@ -30,8 +31,8 @@ from mics_fn import _torch, faults, spans, tree
 from mics_fn.collectives import collect_values, start_mean_over_ranks
 from mics_fn.deferred import GradSum, defer
 from mics_fn.errors import LeafError, MicsError, message
-from mics_fn.faults import same_step
-from mics_fn.groups import Groups
+from mics_fn.faults import StopRequest, same_step
+from mics_fn.groups import Groups, reports_step
 from mics_fn.offload import ON_DEVICE
 from mics_fn.optim import (
     StepRefused,
@@ -553,3 +554,69 @@ def metrics_of(
         return StepMetrics.known_later(rest, **known)
     totals.warn_of_unequal()
     return StepMetrics(**known, **rest())
+
+
+# Steps one after the other, over a loader.
+
+
+def bar_of(steps: int) -> Any:
+    """A progress bar; None if tqdm is not installed, and lines are shown."""
+    with suppress(ImportError):
+        from tqdm import tqdm
+
+        return tqdm(total=steps, unit="step")
+
+
+def show_progress(
+    bar: Any, found: list[StepMetrics], steps: int, log_every: int, began: float
+) -> None:
+    """Show one more step of a run; the loss is read only every `log_every` steps."""
+    if bar is not None:
+        bar.update()
+    done = len(found)
+    if done % log_every and done != steps:
+        return
+    seconds, tokens = time.perf_counter() - began, sum(m.tokens for m in found)
+    amount, unit = (tokens or sum(m.samples for m in found)), "tokens" if tokens else "samples"
+    text = f"loss {found[-1].loss.item():.3f}, {amount / seconds:,.0f} {unit}/s"
+    if bar is not None:
+        bar.set_postfix_str(text)
+    else:
+        print(f"step {done}/{steps}: {text}", file=sys.stderr, flush=True)
+
+
+def train_for(
+    trainer: Any, loader: Iterable[Any], steps: int, log_every: int, stop: StopRequest | None
+) -> list[StepMetrics]:
+    """Take steps until there are so many, or all ranks stop after the same one; see `Trainer.fit`.
+
+    Args:
+      log_every: 0 shows nothing.
+    """
+    metrics, bar = list[StepMetrics](), bar_of(steps) if log_every else None
+    began = time.perf_counter()
+    home, passes = trainer.member.home, trainer.passes
+    try:
+        with (
+            reports_step(home.state, trainer.state.step + 1),  # of the loader, or of what is shown
+            closing(passes.batches(loader, home.device, home.world_size)) as batches,
+        ):
+            for _ in range(steps):
+                batch = next(batches)
+                passes.give(home.world_size * count(batch)[0], trainer.sync_state.step)
+                metrics.append(trainer.step(batch))
+                if log_every:
+                    show_progress(bar, metrics, steps, log_every, began)
+                if stop is not None and stop.due():
+                    if trainer.checkpoint is not None:
+                        trainer.checkpoint.save(trainer)
+                    break
+    except BaseException:
+        passes.interrupted = True
+        raise
+    finally:
+        if bar is not None:
+            bar.close()
+    if trainer.checkpoint is not None:
+        trainer.checkpoint.close()
+    return metrics

@@ -18,11 +18,11 @@ from mics_fn.inspection import NOT_WATCHED
 from mics_fn.offload import Where, where_of
 from mics_fn.optim import Guard, Optimizer, TrainState, init_state, move
 from mics_fn.schedules import OnDemand, Schedule, keep_all, on_demand
-from mics_fn.train.loop import DataPasses, check_fit, train_for
+from mics_fn.train.loop import DataPasses, check_fit
 from mics_fn.train.program import program_of, to_device
 from mics_fn.train.replicas import ReplicaSync, SyncState, policy_of
 from mics_fn.train.resuming import Checkpoints, compare_options, homes_for, renew
-from mics_fn.train.stepping import Member, StepMetrics, evaluated, finish_step, one_step
+from mics_fn.train.stepping import Member, StepMetrics, evaluated, finish_step, one_step, train_for
 from mics_fn.tree import Tree
 
 # What a `Trainer` gives to others: full parameters, and a state dict as plain torch has it.
