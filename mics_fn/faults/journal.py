@@ -28,18 +28,98 @@ import re
 import tempfile
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from mics_fn import errors
 from mics_fn.errors import CollectiveError, MicsError
 from mics_fn.faults.heartbeat import interval_s
-from mics_fn.groups import Failure, GroupState, Meeting, Watch, failure_of
+from mics_fn.groups import GroupState, Meeting, Watch
 from mics_fn.spans import LOG
 from mics_fn.store import CHANGES, Replaced, Store, StoreLost, Stuck, call_text
+
+# What ranks tell each other of an error.
+
+_MOST_TEXT, _MOST_TRACE = 1_000, 8_000  # characters of an error that other ranks are told
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What is known of a rank that failed."""
+
+    rank: int | None
+    kind: str
+    text: str  # what happened, in one line
+    step: int | None = None
+    operation: str = ""
+    leaf: str = ""
+    trace: str = ""
+    made: dict[str, int] | None = None  # calls by communicator; None if it could not say
+    issued: dict[str, int] | None = None  # those of them that were issued
+    final: bool = True  # whether it cannot be withdrawn
+    because: int | None = None  # it gave up because of this rank; -1: of the store
+    file_error: list[str] | None = None  # of an `FileError`: file, leaf, and more of its text
+
+    def lacks(self, stuck: Sequence[Stuck], missing: Sequence[int], *, made: bool) -> bool:
+        """Whether this rank will never do a part of what another one waits for.
+
+        Args:
+          stuck: calls that have to be done, or heard of.
+          missing: ranks that are waited for, whatever they have done before.
+          made: whether it is enough to have made the calls, or whether they must be issued.
+        """
+        counts = self.made if made else self.issued
+        if counts is None or self.rank is None or self.rank in missing:
+            return True
+        return any(each.lacks(self.rank, counts) for each in stuck)
+
+    def error(self, waits: str, *, ends: bool = True) -> errors.PeerFailed:
+        """Return the PeerFailed of ranks that wait for this one; `ends`: of their groups, too."""
+        path, leaf, *said = self.file_error or ["", ""]
+        at = "" if self.step is None else f"in step {self.step}"
+        last = f"its last call: {self.operation}" if self.operation else ""
+        own = f"this rank waits for {waits}" if waits and self.kind != "replaced" else ""
+        lines = [*said[:-1], ", ".join(part for part in (at, last) if part), own]
+        fix = said[-1] if said else _FIXES.get(self.kind, "look at its own error")
+        if ends and self.kind != "replaced":
+            fix += ", then call groups = mf.reset(groups) on all ranks"
+        failed = errors.PeerFailed(
+            errors.message(self.text, [line for line in lines if line], fix),
+            self.rank,
+            self.kind,
+            step=self.step,
+            operation=self.operation or waits,
+            leaf=self.leaf,
+            remote_traceback=self.trace,
+        )
+        return errors.PeerFileError(failed, path, leaf) if said else failed
+
+
+_GONE = "look at its own output, start it again or the job"
+_FIXES = {  # by the kind of a failure
+    **dict.fromkeys(("killed", "exited", "silent"), _GONE),
+    "replaced": "end this process; the job goes on with the one that took its place",
+    "stalled": "look what it does there, pass a larger timeout_s= if it may take so long",
+}
+
+
+def failure_of(error: BaseException, rank: int, **known: Any) -> Failure:
+    """Describe an error of this rank as a `Failure`."""
+    first = f"{type(error).__name__}: {error}".partition("\n")[0][:_MOST_TEXT]
+    kind = "interrupted" if isinstance(error, KeyboardInterrupt) else "raised"
+    trace = "".join(traceback.format_exception(error))[-_MOST_TRACE:]
+    because = None
+    if isinstance(error, errors.PeerFailed):
+        because = -1 if error.rank is None else error.rank
+    file_error = None
+    if isinstance(error, errors.FileError):
+        said = [line.strip().removeprefix("fix: ") for line in str(error).split("\n")[1:]]
+        file_error = [f"{error.path}", f"{error.leaf}", *said]
+    return Failure(rank, kind, first, trace=trace, because=because, file_error=file_error, **known)
 
 
 def without_a_word(rank: int, kind: str) -> Failure:

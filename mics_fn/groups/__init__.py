@@ -67,13 +67,11 @@ from mics_fn.groups import placement
 from mics_fn.groups.buffers import LEAST_RING, Arena, Buffers, Lease, lease_sizes
 from mics_fn.groups.communicator import (
     Comm,
-    Failure,
     GroupState,
     Watch,
     announce_all,
     check_fork,
     end_aborts,
-    failure_of,
     hooks,
     never_destruct,
     rejoin_error,

@@ -17,8 +17,8 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from mics_fn.errors import PeerFailed
 from mics_fn.faults import monitor
 from mics_fn.faults.heartbeat import PARKED, Peer, Peers, Process
-from mics_fn.faults.journal import Journal, Watcher
-from mics_fn.groups import Failure, GroupState, communicator
+from mics_fn.faults.journal import Failure, Journal, Watcher
+from mics_fn.groups import GroupState, communicator
 from mics_fn.store import Calls, Stuck
 
 
