@@ -289,7 +289,7 @@ class LiveBuckets:
             each.buffer = self._take(each)
         self._fetches += 1
         each.watch(id(self), live=True)
-        what = ("defer", "fetch", use.bucket)
+        what = (use.named("defer"), "fetch", use.bucket)
         each.pending = start_fetch(use.route, chunk, each.outer, each.buffer, what, fetch)
 
     def _offsets(self, schedule: Schedule) -> Offsets:

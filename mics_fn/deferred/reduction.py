@@ -476,7 +476,8 @@ class Reduction:
             out = elements(mean_buffer(lease, len(comms) - coded), full.shape[1], full.dtype)
         later, levels = self._later_comms(index, out)
         how = {"keep": (full, out, lease.second), "device": device}
-        steps, what = self._steps(index, hops, full, out, lease), ("defer", self._does, bucket)
+        steps = self._steps(index, hops, full, out, lease)
+        what = (use.named("defer"), self._does, bucket)
         pending = collectives.Pending(steps, [*comms, *later], **how, what=what)
         each.pendings.append(pending)
         if not _torch.is_async(device):

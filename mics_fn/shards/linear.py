@@ -144,9 +144,10 @@ def _start_coded(
 
 
 def _what(use: BucketUse, hop: str, like: dict) -> tuple:
-    """What ranks compare before they move data: of a batch its shape, too."""
+    """What ranks compare before they move data: of a batch its shape, of a part what it lacks."""
     batch = tuple(like["batch"])
-    return (f"{use.verb} of a batch {batch}" if batch else use.verb, hop, use.bucket)
+    verb = use.named(use.verb)
+    return (f"{verb} of a batch {batch}" if batch else verb, hop, use.bucket)
 
 
 def _scatter(use: BucketUse, leaves: Sequence[Tensor | None], like: dict) -> Finish:

@@ -148,6 +148,13 @@ class BucketUse:
         """Slots of leaves that are missing in the tree."""
         return tuple(slot for slot, i in enumerate(self.index) if i is None)
 
+    def named(self, verb: str) -> str:
+        """The verb as ranks compare it: with the leaves that the tree lacks, if it lacks some.
+
+        What is sent holds zeros for them, and a rank whose tree has them would take these.
+        """
+        return f"{verb} without leaves {self.missing}" if self.missing else verb
+
     def by_slot(self, values: Sequence[Any]) -> list[Any]:
         """One value per slot from one value per member; None if the tree lacks the leaf."""
         if not self.missing:

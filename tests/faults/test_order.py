@@ -305,3 +305,36 @@ def test_what_repeats_writes_nothing_and_a_rare_event_a_few_entries(ranks):
         later = found[5:]
         assert sum(later) <= 20 * len(events), str(found)
         assert later.count(0) >= len(later) - 4 * len(events), str(found)
+
+
+def parts_of_one_bucket(verb: str) -> str:
+    """The error of ranks that come with two parts of one bucket, both of which were compared."""
+    groups = mf.make_groups(2, timeout_s=20)
+    shards = mf.shard({"v": torch.ones(40), "w": torch.ones(30)}, groups)
+
+    def call(key: str) -> None:
+        part = {key: shards[key]}
+        if verb == "gather":
+            mf.gather(part, groups)
+        elif verb == "reduce_grads":
+            mf.reduce_grads({key: torch.ones(shards[key].shape)}, groups, like=part)
+        else:
+            total = mf.GradSum()
+            with mf.defer(part, groups, mf.on_demand(), into=total) as full:
+                total.backward(full[key].sum())
+            total.grads()
+
+    for key in ("v", "w", "v", "w"):
+        call(key)
+    with pytest.raises(DesyncError) as error:
+        call("vw"[groups.position])
+    groups.close()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("verb", ["gather", "reduce_grads", "defer"])
+def test_parts_of_one_bucket_are_not_taken_for_each_other(ranks, verb):
+    """Else a rank would take the zeros that stand for leaves which the other one has not got."""
+    for text in ranks(2).run(parts_of_one_bucket, verb):
+        assert "ranks differ in it" in text
+        assert "without leaves (1,)" in text
