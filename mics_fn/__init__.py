@@ -21,7 +21,8 @@ Example:
 
 All names follow, as `name` - what it is - what a rank sends. Where the last part is missing it
 sends nothing. `from mics_fn import *` takes all those without a dot but `set`, which would hide
-Python's own. "Digests" are tens of bytes per leaf, once for a new tree.
+Python's own. "Digests" are 32 bytes for a new tree,
+and 8 per leaf where values are compared.
 
 Ranks and groups:
   `init_distributed` - starts torch.distributed as the launcher says, chooses the device - its start

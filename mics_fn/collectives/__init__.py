@@ -19,7 +19,7 @@ A started collective is a `Pending`, which issues level after level and is waite
   torch.Size([1, 3])
 
 Every rank must call the same verbs in the same order. Trees, layouts, groups and schedules are
-compared when they are new (tens of bytes per leaf, once per tree), and an error names ranks and
+compared when they are new (a digest of 32 bytes per tree), and an error names ranks and
 paths that differ. Ranks also compare all calls on each communicator before data moves: see [Note:
 the same calls] in `faults.order`.
 There is one process per rank. A second thread that uses groups at the same time is refused: see
@@ -39,8 +39,8 @@ There is one process per rank. A second thread that uses groups at the same time
 the bytes. (3) With a schedule, hop 1 of a bucket runs while backward goes on, and into a `GradSum`
 hop 2 of the last pass does so too. (4) It looks up 20 times per second, so Ctrl-C works. (5)
 `timeout_s` is the limit of NCCL's watchdog. (6) gloo's own all-gather allocates twice the size of
-its result in each call, so only small ones are left to it. All this is tested on Linux with Python
-3.11.
+its result in each call, so only small ones among more than two ranks are left to it. All this is
+tested on Linux with Python 3.11.
 
 What travels need not be the values: a `Wire` is a `Codec` and the innermost level on which codes
 are sent. They have a quarter or an eighth of the bytes of float32. See `codec.py`.

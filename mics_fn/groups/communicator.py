@@ -16,7 +16,8 @@ in a `finally`, or after an error that this rank has told and not withdrawn, is 
 [Note: failed groups] After a collective that failed, or that one rank gave up, ranks no longer know
 what the others have sent, and the next one might mix its bytes with theirs. So the first such error
 ends the groups: each later use of them raises at once, and says what to call. An error of the
-program does not end them, because what is in flight can still be completed.
+program does not end them, because what is in flight can still be completed; but one in a step does,
+as other ranks may have taken it: see `optim.state`.
 
 [Note: forks] A process that is forked from a rank has its connections, but none of the threads that
 serve them, and what it sent to the store would be taken for words of the rank. So at a fork all
@@ -278,7 +279,7 @@ class GroupState:
         self.amid = id(sys.exception())
 
     def fresh(self) -> "GroupState":
-        """A new life of the same ranks."""
+        """A new state of the same ranks."""
         kept = {"whole": self.whole, "on_device": self.on_device, "heartbeat_s": self.heartbeat_s}
         return GroupState(self.ranks, self.rank, **kept, timeout_s=self.timeout_s)
 
@@ -528,9 +529,9 @@ class Comm:
       group: makes the process group at the first call; None for one rank.
       timeout_s: bound in seconds of each wait.
       traffic: the ledger of the groups.
-      life: the state of the groups.
+      state: of the groups.
       queue: `Pending`s that will issue a collective on it, in the order in which they must do so.
-      calls: what this rank has called on it, compared between its ranks.
+      calls: what this rank has called on it; `faults.order` compares it between its ranks.
       fixed_order: whether reductions add up in the order of `ranks` on every backend.
       second: a communicator of the same ranks for the second collective of a mean of codes. The
         first one is on this communicator, so that the next mean can begin there meanwhile.

@@ -157,7 +157,7 @@ class Hierarchy:
       partition: control messages inside the partition group.
       channel: messages of its ranks through the store.
       pools: memory that verbs use again.
-      agreed: digests of trees that were compared before.
+      agreed: what was compared before: digests of trees, and buckets that were gathered.
 
     Example:
       >>> hierarchy = make_groups(1).hierarchy
@@ -260,9 +260,9 @@ class Groups:
       device: where tensors live.
       timeout_s: bound in seconds of each wait.
       traffic: the ledger of bytes that this rank sent.
-      life: what is in flight, and what `close` destroys.
+      state: what is in flight, and what `close` destroys.
       mean_over: number of ranks that gradients are averaged over; None for those of the job.
-      apart: whether other replicas of the job step on their own; see `replica`.
+      independent: whether other replicas of the job step on their own; see `replica`.
       agreed: digests of trees that were compared before.
       derive: makes groups like these of those that `make_groups` gave; see `reset`.
 

@@ -374,7 +374,8 @@ def opt_step(state: TrainState[P], grads: Tree, *, donate: bool = False) -> Trai
       DesyncError: ranks have different optimizers; on all of them, and nothing was written.
       FileError: a file with states cannot be read or written. The other ranks raise it as
         `PeerFileError`, in the next call that waits for this one, here or in a later step. As
-        they may have taken this one, these groups are finished: go on after `mf.reset(groups)`.
+        they may have taken this one, these groups are finished, as after any error that is not
+        named here: go on after `mf.reset(groups)`.
       PlanError: a derivative is asked for with `donate`, or of an optimizer without one; or
         `state` belongs to another optimizer, or the rate is not a number of at least 0.
       PlanError: `donate` is not a bool.

@@ -48,7 +48,7 @@ once model and state are built; see `python -m mics_fn bench opt`.
 
 What travels may be codes instead of values: `gather`, `hop1` and `hop2` of a `Precision`. Leaves of
 such a bucket begin on blocks of its codecs, so its padding is larger: see [Note: flat buckets] in
-`bucket`. Where ranks hold a bucket in full (p = 1) nothing is coded, and its values are exact.
+`bucket`. Where ranks hold a bucket in full (p = 1) nothing is coded but in hop 2.
 
 Frozen leaves may be kept as codes, too, as the base of a model on which adapters are trained: with
 `frozen=is_base, precision="*base*: param=int4[64]"` a leaf takes 0.53 bytes an element, in memory
