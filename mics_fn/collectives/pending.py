@@ -459,7 +459,11 @@ class Task(Collective):
         """Begin; without `async_op` the host does it now, and what it queues is on this stream."""
         self.comm.check_open()
         if async_op:
-            start(threading.Thread(target=self._job.run, name=f"mics_fn {self.op}", daemon=True))
+            thread = threading.Thread(target=self._job.run, name=f"mics_fn {self.op}", daemon=True)
+            try:
+                start(thread)
+            except RuntimeError:  # there may be no memory for a thread
+                self._job.run()
         else:
             self._job.run()
             self.wait()

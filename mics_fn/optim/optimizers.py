@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -43,7 +43,16 @@ _TENSORS = attrgetter("tensors")
 Rate = float | Tensor | Callable[[int], float | Tensor]
 Facts = Mapping[str, Any]  # see `Transform`
 Mask = Callable[[str], bool]  # from the path of a leaf to whether it is selected
-Optimizer = Any  # what can be made a `Transform`: an object with `init` and `update`
+
+
+class Optimizer(Protocol):
+    """What can be made a `Transform`: an object with `init` and `update`, as optax defines them."""
+
+    @property
+    def init(self) -> Callable[..., Any]: ...  # init(params) -> state
+
+    @property
+    def update(self) -> Callable[..., Any]: ...  # update(grads, state, params) -> updates, state
 
 
 FOUND_INF: ContextVar[Tensor | None] = ContextVar("found_inf", default=None)  # of `masked_by`

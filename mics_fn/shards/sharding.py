@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from mics_fn.shards.leaf import (
     overlaps,
     owners_of,
 )
-from mics_fn.shards.opened import compare_values, homes_of
+from mics_fn.shards.opened import GroupsTree, compare_values, homes_of
 from mics_fn.shards.pack import check_kept_place, coded_pieces, pack_full, split_chunk
 from mics_fn.shards.precision import Precision, precision_of
 from mics_fn.tree import Tree
@@ -271,6 +271,27 @@ def agree_on(layout: Layout) -> None:
         collectives.agree(home, layout.verb, facts)
 
 
+class ShardOptions(LayoutOptions, total=False):
+    """All options of `shard`."""
+
+    replicas: Literal["check", "broadcast"]
+    source_rank: int | None
+
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+
+@overload
+def shard(
+    params: Mapping[K, Tensor], groups: GroupsTree, **options: Unpack[ShardOptions]
+) -> dict[K, Sharded]: ...
+@overload
+def shard(
+    params: list[Tensor], groups: GroupsTree, **options: Unpack[ShardOptions]
+) -> list[Sharded]: ...
+@overload
+def shard(params: T, groups: GroupsTree, **options: Unpack[ShardOptions]) -> T: ...
 def shard(
     params: Tree,
     groups: Any,

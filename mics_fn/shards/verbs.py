@@ -5,10 +5,10 @@ cut multiplies a rank's part of the gradient by the number of parts, as its mean
 the gradient; see [Note: adjoint] in `linear`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from mics_fn.shards import pack
 from mics_fn.shards.bucket import pieces
 from mics_fn.shards.leaf import (
     Fixed,
+    Leaf,
     Nothing,
     Sharded,
     Tied,
@@ -36,6 +37,7 @@ from mics_fn.shards.leaf import (
 from mics_fn.shards.linear import Finish, apply, as_part, deal, linear_map, put, run, start
 from mics_fn.shards.opened import (
     BucketUse,
+    GroupsTree,
     Opened,
     check_leaves,
     open_shards,
@@ -47,6 +49,16 @@ from mics_fn.tree import Tree
 # `gather` and `unshard`: shards become full tensors. For the gradient see [Note: adjoint].
 
 
+K = TypeVar("K")
+T = TypeVar("T")
+
+
+@overload
+def gather(shards: Mapping[K, Leaf], hierarchy: GroupsTree) -> dict[K, Tensor]: ...
+@overload
+def gather(shards: list[Sharded], hierarchy: GroupsTree) -> list[Tensor]: ...
+@overload
+def gather(shards: T, hierarchy: GroupsTree) -> T: ...
 def gather(shards: Tree, hierarchy: Any) -> Tree:
     """Rebuild full tensors from shards now. It is differentiable, and its VJP is hop 1.
 
@@ -202,6 +214,12 @@ def _view_local(use: BucketUse, data: list[Any]) -> None:
         data[i] = piece.to(compute).reshape((*piece.shape[:-1], *shape))
 
 
+@overload
+def unshard(shards: Mapping[K, Leaf], hierarchy: GroupsTree) -> dict[K, Tensor]: ...
+@overload
+def unshard(shards: list[Sharded], hierarchy: GroupsTree) -> list[Tensor]: ...
+@overload
+def unshard(shards: T, hierarchy: GroupsTree) -> T: ...
 def unshard(shards: Tree, hierarchy: Any) -> Tree:
     """Gather into tensors that own their memory, one bucket at a time, for export.
 

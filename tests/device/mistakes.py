@@ -34,7 +34,7 @@ def _of(scenario: str, *changes: Change, law: str = "ordered") -> Mistake:
 
 
 _PENDING, _SUM, _COLUMNS = "collectives/pending.py", "deferred/reduction.py", "optim/columns.py"
-_BUFFERS, _TENSOR = "groups/buffers.py", "deferred/tensor.py"
+_BUFFERS, _LIVE = "groups/buffers.py", "deferred/live.py"
 _LET_GO = Change(
     _PENDING, 'if getattr(self, "_keep", None) and self.ready is not None:', "if False:"
 )
@@ -62,11 +62,11 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "what is let go is not waited for": _of("never waited for", _LET_GO),
     "a stream reads a bucket without a wait": _of(
-        "two compute streams, budget", Change(_TENSOR, "stream.wait_event(self._ready)", "pass")
+        "two compute streams, budget", Change(_LIVE, "stream.wait_event(self._ready)", "pass")
     ),
     "a drop does not wait for other streams": _of(
         "two compute streams, budget",
-        Change(_TENSOR, "_torch.current_stream(self.full.device).wait_stream(stream)", "pass"),
+        Change(_LIVE, "_torch.current_stream(self.full.device).wait_stream(stream)", "pass"),
     ),
     "a buffer is taken without a wait": _of(
         "never waited for", Change(_BUFFERS, "_torch.wait(raw.device, event)", "pass")
