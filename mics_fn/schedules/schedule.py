@@ -331,7 +331,9 @@ def _fetch_ahead(uses: Uses, sizes: Sequence[int], limit: int, prefetch: int) ->
 
 # `offsets`: where each fetch of a schedule lies in one piece of memory, so that few bytes do.
 
-_WORK = 30_000  # how many fetches a search places, at worst in half a second for each schedule
+# How many orders of choice a search tries, and how many fetches it places in all of these: at worst
+# half a second, once for each schedule.
+_TRIES, _WORK, _STARTS = 600, 30_000, 6
 
 
 class Offsets(NamedTuple):
@@ -389,23 +391,33 @@ def offsets(schedule: Schedule, sizes: Sequence[int], pools: Sequence[Hashable])
 def _least(
     own: Sequence[int], sizes: Sequence[int], beside: Sequence[Sequence[int]], peak: int
 ) -> dict[int, int]:
-    """Where these fetches begin, in the best of the orders that a search tries.
+    """Where these fetches begin, in the best of the orders that a local search tries."""
 
-    After each try, what ends highest chooses earlier; the first order goes by size.
-    """
-    order, random = sorted(own, key=lambda i: -sizes[i]), Random(0)
-    best, least = dict[int, int](), 0
-    for _ in range(max(1, _WORK // max(1, len(own)))):
+    def tried(order: Sequence[int]) -> tuple[dict[int, int], list[int]]:
         starts = _in_order(order, sizes, beside)
-        ends = {i: starts[i] + sizes[i] for i in order}
-        most = max(ends.values(), default=0)
-        if not best or most < least:
-            best, least = starts, most
-        if least <= peak:
-            break
-        highest = max(order, key=ends.__getitem__)
-        place = order.index(highest)
-        order.insert(random.randrange(place + 1), order.pop(place))
+        return starts, [max(0, starts[i] + sizes[i] - peak) for i in order]
+
+    best, least, random = dict[int, int](), 0, Random(0)
+    tries = max(1, min(_TRIES, _WORK // max(1, len(own))))
+    for start in range(_STARTS):
+        order = sorted(own, key=lambda i: -sizes[i])
+        if start:
+            random.shuffle(order)
+        starts, over = tried(order)
+        for _ in range(tries):
+            if not best or max(over, default=0) < least:
+                best, least = starts, max(over, default=0)
+            if not least:
+                return best
+            other = list(order)
+            if random.random() < 0.5:  # what ends too high chooses earlier
+                place = random.choice([at for at, high in enumerate(over) if high])
+                other.insert(random.randrange(place + 1), other.pop(place))
+            else:
+                other.insert(random.randrange(len(own)), other.pop(random.randrange(len(own))))
+            moved, above = tried(other)
+            if sum(above) <= sum(over):
+                order, starts, over = other, moved, above
     return best
 
 
