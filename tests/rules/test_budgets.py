@@ -24,9 +24,9 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
-    "lines": 22_150,
-    "lines without lab": 19_439,
-    "lines of the core": 7_296,
+    "lines": 22_200,
+    "lines without lab": 19_489,
+    "lines of the core": 7_335,
     "lines of the longest file": 501,
     "files": 100,
     "percent of lines that import": 7.85,
@@ -49,9 +49,9 @@ REPLACED = {
 # Of one call on 4 ranks in 2 partition groups, after a first one. Functions are within 2 %: a rank
 # that waits for another runs a few more.
 FLOWS = {
-    "gather of one leaf": (13, 56),
-    "opt_step with both hops": (21, 156),
-    "Trainer.step": (29, 298),
+    "gather of one leaf": (13, 57),
+    "opt_step with both hops": (22, 162),
+    "Trainer.step": (30, 303),
     "checkpoint.save": (20, 190),
     "make_groups": (14, 122),
 }  # files, functions
@@ -116,7 +116,7 @@ def figures() -> dict[str, float]:
         "lines of the core": sum(n for name, n in lines.items() if is_core(name)),
         "lines of the longest file": max(lines.values()),
         "files": len(lines),
-        "percent of lines that import": 7.85
+        "percent of lines that import": 100
         * sum(map(import_lines, files()))
         / sum(lines.values()),
         "files in the longest chain of imports": depth(own),
