@@ -266,7 +266,22 @@ def on_meta_copy(model: nn.Module, values: Sequence[Tensor]) -> nn.Module:
     for x, owner in zip(values, shards.owners_of(values), strict=True):
         first = values[owner]
         memo[id(x)] = memo.setdefault(id(first), meta_like(first))
-    return copy.deepcopy(model, memo)
+    try:
+        return copy.deepcopy(model, dict(memo))
+    except TypeError:  # of a lock, a file or a process group, which the copy shares with the model
+        for module in model.modules():
+            for key, value in vars(module).items():
+                if key != "_modules" and not _has_copy(value, memo):
+                    memo[id(value)] = value
+        return copy.deepcopy(model, memo)
+
+
+def _has_copy(value: Any, memo: Mapping[int, Any]) -> bool:
+    try:
+        copy.deepcopy(value, dict(memo))
+    except TypeError:
+        return False
+    return True
 
 
 def meta_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

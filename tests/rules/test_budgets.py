@@ -24,8 +24,8 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
-    "lines": 22_200,
-    "lines without lab": 19_489,
+    "lines": 22_213,
+    "lines without lab": 19_502,
     "lines of the core": 7_335,
     "lines of the longest file": 501,
     "files": 100,
@@ -116,9 +116,7 @@ def figures() -> dict[str, float]:
         "lines of the core": sum(n for name, n in lines.items() if is_core(name)),
         "lines of the longest file": max(lines.values()),
         "files": len(lines),
-        "percent of lines that import": 100
-        * sum(map(import_lines, files()))
-        / sum(lines.values()),
+        "percent of lines that import": 100 * sum(map(import_lines, files())) / sum(lines.values()),
         "files in the longest chain of imports": depth(own),
         "class names of several classes": sum(n > 1 for n in classes.values()),
         "file names in several wings": sum(

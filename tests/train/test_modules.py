@@ -1,6 +1,8 @@
 """What a module may hold and how a loss may use it: right as in plain torch, or refused by name."""
 
 import copy
+import threading
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +113,30 @@ class Cached(nn.Module):
     def forward(self, x):
         cache = self.cache[0] if isinstance(self.cache, list) else self.cache
         return self.linear(x) @ cache
+
+
+def test_a_model_shares_what_has_no_copy():
+    """Such as a lock, a file, or a process group."""
+
+    class Locked(nn.Module):
+        kept: Any
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.kept = nn.Linear(2, 1), {"lock": threading.Lock(), "calls": 0}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with self.kept["lock"]:
+                self.kept["calls"] += 1
+            return self.linear(x).square().mean()
+
+    groups, model = mf.make_groups(1), Locked()
+    trainer = mf.Trainer(nn.Sequential(model), mf.optim.sgd(0.1), groups)
+    trainer.step(torch.ones(3, 2))
+    assert model.kept["calls"] == 1
+    skeleton, shards = mf.init_model(lambda: nn.Sequential(Locked()), groups, seed=0)
+    assert all(x.is_meta for x in skeleton.parameters())
+    assert [*shards] == ["0.linear.weight", "0.linear.bias"]
 
 
 @pytest.mark.parametrize("held", [False, True])
