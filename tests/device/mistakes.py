@@ -91,7 +91,11 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "gradients are not waited for": _of(
         "two replicas, budget",
-        Change("deferred/deferring.py", "reduction.wait()\n        self._check", "self._check"),
+        Change(
+            "deferred/deferring.py",
+            'self._complete("grads")\n        reduction.wait()',
+            'self._complete("grads")',
+        ),
     ),
     "a reduction writes what it reads": _of(
         "two levels, budget", Change(_SUM, "[levels % 2 if", "[1 - levels % 2 if")
