@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -64,6 +65,7 @@ def live(rank: int, odd: int, fault: str) -> Any:
     groups = mf.make_groups(2, node_size=2, timeout_s=20, heartbeat_s=LIMIT_S)
     shards = mf.shard({"w": torch.ones(8)}, groups)
     store, counts = _torch.default_store().clone(), []
+    store.set(f"process/{rank}", f"{os.getpid()}")
     for k in range(40):
         if k == 20:
             counts = [count(store.get(heartbeat_of(each))) for each in range(N)]
@@ -71,6 +73,7 @@ def live(rank: int, odd: int, fault: str) -> Any:
             now = [count(store.get(heartbeat_of(each))) for each in range(N)]
             counts = [b - a for a, b in zip(counts, now, strict=True)]
             counts.append(min(int(store.get(count_of(each))) for each in range(N)))
+            stopped = int(store.get(f"process/{odd}"))
         mf.gather(shards, groups)
         mf.reduce_grads({"w": torch.ones(8)}, groups, like=shards)
         time.sleep(0.1)
@@ -83,6 +86,11 @@ def live(rank: int, odd: int, fault: str) -> Any:
             mf.reduce_grads({"w": torch.ones(8)}, groups, like=shards)
     except PeerFailed as error:
         took_s = time.monotonic() - began
+        time.sleep(
+            1.5
+        )  # until all others have raised; nobody has to wait for the end of one stopped
+        with suppress(ProcessLookupError):
+            os.kill(stopped, signal.SIGKILL)
         return counts, error.rank, error.kind, took_s, list(groups.state.standing)
 
 
