@@ -344,9 +344,9 @@ class Filling:
         Communication: as `together`; 8 bytes per leaf.
 
         Raises:
-          FileError: a file cannot be made, read or written.
-          PeerFileError, DesyncError: the block raised on other ranks, or shards differ, with the
-            first leaf that does.
+          FileError: a file cannot be made, read or written, on some rank; on all of them.
+          DesyncError: the block raised on other ranks, or shards differ, with the first leaf that
+            does.
         """
         with together(self.verb, self.groups):
             yield
@@ -452,8 +452,8 @@ def load_shards(
       LeafError: the file does not match `like`.
       OSError: there is no such file, which is a `FileNotFoundError` and a `FileError`; or it cannot
         be opened.
-      FileError: with `where=`, a scratch file cannot be made or written; a `PeerFileError`
-        with the same file and leaf on all other ranks.
+      FileError: with `where=`, a scratch file cannot be made or written on some rank; on all of
+        them, with the same text, which names the rank.
       DesyncError: one of the others happened on some ranks only, or the ranks read different names,
         shapes or values.
       LeafError, PlanError: as `shard`.

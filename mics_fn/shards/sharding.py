@@ -346,8 +346,8 @@ def shard(
       LeafError: `groups` is not a prefix of `params`, or two leaves have the same path.
       PlanError: a tied leaf lives on two groups, an option has no effect or is not what it should
         be, or a pattern matches no leaf.
-      FileError: with `where`, a file cannot be made or written; a `PeerFileError` with the
-        same file and leaf on all other ranks.
+      FileError: with `where`, a file cannot be made or written on some rank; on all of them, with
+        the same text, which names the rank.
 
     Example:
       >>> groups = make_groups(1)
