@@ -43,11 +43,15 @@ def train(folder: Path, job: str, rank: int, pause_s: float, *, again: bool) -> 
     groups = mf.make_groups(1, timeout_s=20, heartbeat_s=5.0)
     trainer, resets = trainer_in(folder / "steps", groups), again
     note(folder, job, rank, f"begins at {trainer.state.step}")
-    while trainer.state.step < LAST[job]:
+    while True:
         try:
             if resets:
                 trainer.reset()
                 resets = False
+            if trainer.state.step >= LAST[job]:
+                full = trainer.params()
+                note(folder, job, rank, f"ends with {[x.tolist() for x in full.values()]}")
+                return
             trainer.step(torch.ones(1, 2))
             trainer.checkpoint.close()  # pyright: ignore[reportOptionalMemberAccess]
             note(folder, job, rank, f"step {trainer.state.step}")
@@ -57,8 +61,6 @@ def train(folder: Path, job: str, rank: int, pause_s: float, *, again: bool) -> 
                 note(folder, job, rank, f"refused: {' '.join(str(error).split())}")
                 return
             resets = True  # also of a save that ended with the other rank
-    full = trainer.params()
-    note(folder, job, rank, f"ends with {[x.tolist() for x in full.values()]}")
 
 
 @pytest.fixture
@@ -131,5 +133,10 @@ def test_the_newer_of_two_jobs_keeps_the_folder(start: Any, tmp_path: Path, seed
             assert until(lambda: is_over(said(tmp_path, job, rank))), (job, rank)  # noqa: B023
             last = said(tmp_path, job, rank)[-1]
             assert ("taken over by another job" in last) == (job == "a"), last
-    assert checkpoint.steps(tmp_path / "steps") == [LAST["b"] - 1, LAST["b"]]
-    assert checkpoint.verify(tmp_path / "steps").step == LAST["b"]
+    # A save may end with a process: the job goes on from memory and never makes that save again.
+    lines = [line for rank in range(2) for line in said(tmp_path, "b", rank)]
+    saved = sorted({int(line.split()[1]) for line in lines if line.startswith("step")})
+    older, newer = checkpoint.steps(tmp_path / "steps")
+    assert saved[-1] <= newer <= LAST["b"], (newer, saved)
+    assert saved[-2] <= older, (older, saved)
+    assert checkpoint.verify(tmp_path / "steps").step == newer
