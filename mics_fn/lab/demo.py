@@ -5,17 +5,14 @@ memory and bytes are compared with that process and with formulas.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +26,14 @@ from mics_fn.groups import Plan, Topology, plan_groups
 from mics_fn.lab.bench.turns import nbytes
 from mics_fn.lab.models import Batch, GPTConfig, Text, TrainingTask, join, load_text, loss_of
 from mics_fn.lab.ranks import launch
-from mics_fn.lab.report import add_count, buckets_of, bytes_or_dash, table, wire_bytes
+from mics_fn.lab.report import (
+    add_count,
+    buckets_of,
+    bytes_or_dash,
+    new_file,
+    table,
+    wire_bytes,
+)
 from mics_fn.shards import Precision
 
 WEIGHT_DECAY = 0.1
@@ -46,7 +50,6 @@ PARAM_BOUND = 1e-3  # L2 norm of the difference over the norm of the parameters
 LATE = 30  # the last losses whose mean is compared, or half of them if there are fewer than 60
 CODED_LR, CODED_STEPS = 3e-4, 60  # up to which runs with codes were compared with float32
 CODED_BOUNDS = {"int8": 5e-3, "fp8": 5e-3, "int4": 1e-2}  # three times and more of what was found
-RESULTS, CURVE = "results.json", "loss.png"
 LEGEND = "M: parameter bytes, p: partition size,\n  r: replicas, s: micro-steps"
 COLUMNS = 60  # no line is longer, paths aside
 
@@ -120,9 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "steps", 60, "optimizer steps, at least 2", smallest=2)
     add_count(parser, "accumulate", 2, "micro-steps in a step")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
-    text = "folder for the results (default mics_fn_demo, or with a number if that has some)"
-    add("--out", type=Path, help=text)
-    add("--overwrite", action="store_true", help="replace the results of an earlier run")
+    add("--json", type=new_file, metavar="FILE", help="a file for all figures")
     add_count(parser, "sequences", 6, "samples per rank and micro-step")
     add_count(parser, "context", 128, "length of a sample in bytes")
     add_count(parser, "dim", 128, "width of the GPT, a multiple of 4")
@@ -183,41 +184,11 @@ def _precision(given: str, plan: Plan) -> str:
     return str(precision)
 
 
-def folder_for(out: Path | None, overwrite: bool) -> Path:
-    """Make a folder that can be written to and holds no results.
-
-    Args:
-        out: the one that was asked for; None for the first of `mics_fn_demo`, `mics_fn_demo-2`
-            and so on that is free.
-        overwrite: whether results of an earlier run may be replaced.
-
-    Raises:
-        PlanError: it cannot be written to, or has results of an earlier run.
-    """
-    folder, number = out or Path("mics_fn_demo"), 1
-    files = RESULTS, CURVE
-    while not overwrite and (found := [name for name in files if (folder / name).exists()]):
-        if out is not None:
-            fix = "pass another --out, or --overwrite to replace them"
-            what = f"--out {folder}: it has the results of an earlier run"
-            raise PlanError(what, [", ".join(found)], fix)
-        number += 1
-        folder = Path(f"mics_fn_demo-{number}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as err:
-        fix = "pass --out with a folder that you may write to"
-        raise PlanError(f"--out {folder}: {err.strerror}", fix=fix) from err
-    return folder
-
-
 def main(args: argparse.Namespace) -> int:
     """Run the demo; returns the program's exit code: 0, or 1 if the check fails.
 
     Raises:
-        PlanError: sizes do not fit, or results cannot be written; before any process starts.
+        PlanError: sizes do not fit; no process has started.
         MicsError: a rank failed.
     """
     config, text = make_config(args), load_text()
@@ -225,19 +196,13 @@ def main(args: argparse.Namespace) -> int:
     if config.model.context >= shortest:
         what = f"--context {args.context}: the shortest part of the text has {shortest:,} bytes"
         raise PlanError(what, fix="pass a smaller --context, such as 128")
-    out = folder_for(args.out, args.overwrite)
     _introduce(config, text)
     results = launch(train_rank, config.ranks, config)
     alone = None if args.no_check else train_alone(config)
     figures = summarize(config, results, alone)
     print("\n" + render(figures))
-    (out / RESULTS).write_text(json.dumps(figures | {"config": asdict(config)}, indent=1))
-    print(f"\nfigures:    {out / RESULTS}")
-    if importlib.util.find_spec("matplotlib") is None:
-        print("loss curve: needs matplotlib; pip install 'mics-fn[demo]'")
-    else:
-        save_curve(out / CURVE, config, figures)
-        print(f"loss curve: {out / CURVE}")
+    if args.json is not None:
+        args.json.write_text(json.dumps(figures | {"config": asdict(config)}, indent=1))
     return 1 if figures["check"].get("ok") is False else 0
 
 
@@ -252,10 +217,7 @@ def _introduce(config: DemoConfig, text: Text) -> None:
         indent = len(line) - len(line.lstrip()) + 2
         print(textwrap.fill(line, COLUMNS, subsequent_indent=" " * indent))
     count = "1 process" if config.ranks == 1 else f"{config.ranks} processes"
-    print(f"starting {count} on {config.device} ...")
-    if importlib.util.find_spec("tqdm") is None:
-        print("a progress bar needs tqdm: pip install 'mics-fn[demo]'")
-    sys.stdout.flush()
+    print(f"starting {count} on {config.device} ...", flush=True)
 
 
 # The two ways to train.
@@ -315,10 +277,11 @@ def train_alone(config: DemoConfig) -> dict[str, Any]:
     """Train on the same batches and parameters in one process with `torch.optim.AdamW`."""
     # Half of the cores: an op waits for its slowest thread, and others may use some of the cores.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
+    print("checking against one process ...", file=sys.stderr)
     text, model = load_text(), config.make_model(config.device)
     optimizer = torch.optim.AdamW(model.parameters(), config.lr, weight_decay=WEIGHT_DECAY)
     ranks, losses = range(config.ranks), []
-    for step in _progress(range(config.steps)):
+    for step in range(config.steps):
         total = 0.0
         for m in range(config.accumulate):
             batch = join([config.batch(text, step, m, r) for r in ranks], config.device)
@@ -333,16 +296,7 @@ def train_alone(config: DemoConfig) -> dict[str, Any]:
     return {"losses": losses, "params": params, "state_bytes": state_bytes}
 
 
-def _progress(steps: Iterable[int]) -> Iterable[int]:
-    if importlib.util.find_spec("tqdm") is None:
-        print("checking against one process ...", file=sys.stderr)
-        return steps
-    from tqdm import tqdm
-
-    return tqdm(steps, desc="check, one process", unit="step", leave=True)
-
-
-# What the demo prints and writes.
+# What the demo prints.
 
 
 def summarize(
@@ -457,27 +411,3 @@ def render_check(check: dict[str, Any]) -> str:
     if check["last_bound"] is not None:
         mean += f"\n  bound on that for these codes: {check['last_bound']:.1%}"
     return f"{found}\n{mean}\n  {verdicts[check['ok']]}"
-
-
-def save_curve(path: Path, config: DemoConfig, figures: dict[str, Any]) -> None:
-    """Draw the losses of a run and of its check over the steps into a PNG file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.5, 4.5), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    train, alone = figures["losses"], figures["losses_alone"]
-    steps = range(len(train))  # done before that loss was taken
-    axes.plot(steps, train, color="#1f77b4", linewidth=4, alpha=0.45, label="train, sharded")
-    if alone:
-        axes.plot(steps, alone, "--", color="black", linewidth=1.2, label="train, one process")
-    at, losses = zip(*figures["held_out"], strict=True)
-    axes.plot(at, losses, "o-", color="#d62728", markersize=4, label="held out, sharded")
-    axes.set_xlabel("optimizer steps done")
-    axes.set_ylabel("loss (nats per byte)")
-    title = f"{figures['num_params']:,} parameters on {config.ranks} ranks, partition groups of"
-    axes.set_title(f"{title} {config.partition_size}", fontsize=11)
-    axes.set_xlim(left=0)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    FigureCanvasAgg(figure).print_png(str(path))

@@ -45,7 +45,7 @@ from mics_fn.lab.doctor_parts import (
 )
 from mics_fn.lab.models import GPTConfig
 from mics_fn.lab.ranks import LOOPBACK, Ended, run_bounded
-from mics_fn.lab.report import add_count, table
+from mics_fn.lab.report import add_count, new_file, table
 
 LEAST_S = 5.0  # with less time a part is not begun
 OK, WRONG, FAILED, HANGS, LEFT_OUT = "ok", "WRONG", "FAILED", "HANGS", "left out"
@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = " ".join(PARTS)
     add("--parts", type=_names, help=f"of {names} (default all), with commas between them")
     add("--device", default="auto", help="of those parts; cpu runs them with gloo (default auto)")
-    add("--out", type=Path, metavar="FILE", help="a file for the report as JSON")
+    add("--out", type=new_file, metavar="FILE", help="a file for the report as JSON")
     add_count(parser, "limit", 480, "seconds that all parts may take together")
 
 
@@ -121,8 +121,6 @@ def main(args: argparse.Namespace) -> int:
     if args.parts and not args.gpu:
         text = f"--parts {','.join(args.parts)} without --gpu"
         raise PlanError(text, fix="add --gpu, and --device cpu where there is no GPU")
-    if args.out is not None and not args.out.parent.is_dir():
-        raise PlanError(f"--out {args.out}: there is no folder {args.out.parent}")
     began, gloo = time.monotonic(), config_for("cpu")
     findings = [run_part("environment", ReportPart(environment, 1, 60), gloo, args.limit)]
     facts = findings[0].facts

@@ -7,6 +7,7 @@ bytes of a codec and the levels of a `Wire`.
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,14 @@ def add_count(
 
     shown = text if default is None else f"{text} (default {default})"
     parser.add_argument(f"--{name}", type=integer, default=default, help=shown, **options)
+
+
+def new_file(given: str) -> Path:
+    """Parse the path of a file to write, whose folder has to be there before anything runs."""
+    path = Path(given)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{given}: there is no folder {path.parent}")
+    return path
 
 
 def gather_bytes(level_sizes: Sequence[int], full_bytes: float) -> list[float]:
