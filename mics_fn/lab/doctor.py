@@ -44,7 +44,7 @@ from mics_fn.lab.doctor_parts import (
     reach_checks,
 )
 from mics_fn.lab.models import GPTConfig
-from mics_fn.lab.ranks import LOOPBACK, Ended, run_bounded
+from mics_fn.lab.ranks import LOOPBACK, RankFailure, run_bounded
 from mics_fn.lab.report import add_count, new_file, table
 
 LEAST_S = 5.0  # with less time a part is not begun
@@ -200,26 +200,22 @@ def run_part(
     if limit_s < LEAST_S:
         return Finding(name, LEFT_OUT, part.ranks, errors=["no time is left"])
     with tempfile.TemporaryDirectory(prefix="mics_doctor_") as folder:
-        ended = run_bounded(
+        replies = run_bounded(
             part.run,
             part.ranks,
             replace(job, folder=folder),
             limit_s=limit_s,
-            grace_s=part.grace_s,
             environment=partial(_variables, shared),
         )
         checks = checks_of(Path(folder), part.ranks)
-    seconds, errors = time.monotonic() - began, errors_of(ended)
-    verdict = OK
-    if part.judge:
-        checks += part.judge(ended)
-        errors = [error.partition("\n")[0] for error in errors]
-    elif errors:
-        verdict = HANGS if all(one.stopped or not one.failure for one in ended) else FAILED
-    if verdict == OK and not all(check.ok for check in checks):
-        verdict = WRONG
-    facts = ended[0].result if isinstance(ended[0].result, dict) else {}
-    return Finding(name, verdict, part.ranks, seconds, checks, errors, facts)
+    failures = {rank: one for rank, one in replies.items() if isinstance(one, RankFailure)}
+    verdict = OK if all(check.ok for check in checks) else WRONG
+    if failures:
+        stopped = all(one.type_name == "RankTimeout" for one in failures.values())
+        verdict = HANGS if stopped else FAILED
+    facts, seconds = replies[0], time.monotonic() - began
+    facts = facts if isinstance(facts, dict) else {}
+    return Finding(name, verdict, part.ranks, seconds, checks, errors_of(failures), facts)
 
 
 # The report.
@@ -238,14 +234,12 @@ def checks_of(folder: Path, ranks: int) -> list[Check]:
     return list(worst.values())
 
 
-def errors_of(ended: Sequence[Ended]) -> list[str]:
+def errors_of(failures: Mapping[int, RankFailure]) -> list[str]:
     """List how ranks failed, each distinct text once, then their tracebacks."""
     found = {}
-    for rank, one in enumerate(ended):
-        if one.failure is not None:
-            kind, text, trace = one.failure
-            lines = [f"{kind}: {text}", *trace.splitlines()[-TRACE_LINES:]]
-            found[rank] = clean("\n".join(lines))
+    for rank, (kind, text, trace) in sorted(failures.items()):
+        lines = [f"{kind}: {text}", *trace.splitlines()[-TRACE_LINES:]]
+        found[rank] = clean("\n".join(lines))
     return rank_lines(found)
 
 

@@ -28,7 +28,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -38,9 +37,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,8 +51,8 @@ from mics_fn.groups import announce_all
 
 # What a call on ranks may raise, and how failures of many ranks become one text.
 
-FAILED = ("PeerFailed", "PeerFileError")  # errors that name another rank
-FOLLOWS = (*FAILED, "CollectiveError")  # errors of ranks that wait for another one
+# Errors of ranks that wait for another one: they come last, those that name it at the end.
+FOLLOWS = ("CollectiveError", "PeerFailed", "PeerFileError")
 
 
 class RankFailure(NamedTuple):
@@ -92,7 +92,7 @@ def describe(what: str, errors: dict[int, RankFailure]) -> str:
         ValueError: no
     """
     shared: dict[tuple[str, str, str], list[int]] = {}
-    for rank in _causes_first(errors):
+    for rank in sorted(errors, key=lambda rank: _place(errors[rank].type_name)):
         failure = errors[rank]
         # Thread ids differ between processes, and nobody looks for them.
         text = re.sub(r"0x[0-9a-f]+", "0x..", failure.traceback)
@@ -107,24 +107,8 @@ def describe(what: str, errors: dict[int, RankFailure]) -> str:
     return message(what, blocks)
 
 
-def _causes_first(errors: dict[int, RankFailure]) -> list[int]:
-    """Sort ranks by their failures: causes first.
-
-    First those that died or that others name, then those with an error of their own, then those
-    that gave no answer, and those that waited for others.
-    """
-    texts = [failure.message for failure in errors.values() if failure.type_name in FAILED]
-    named = {int(found[1]) for text in texts if (found := re.match(r"rank (\d+)\b", text))}
-
-    def place(rank: int) -> int:
-        kind = errors[rank].type_name
-        if kind in FOLLOWS:
-            return 3
-        if kind == "RankDied" or rank in named:
-            return 0
-        return 2 if kind == "RankTimeout" else 1
-
-    return sorted(errors, key=place)
+def _place(type_name: str) -> int:
+    return FOLLOWS.index(type_name) if type_name in FOLLOWS else -1
 
 
 def exit_text(code: int | None) -> str:
@@ -144,25 +128,15 @@ ADDRESS = "127.0.0.1"
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 DEFAULTS = {
     "OMP_NUM_THREADS": "1",
-    "PYTHONUNBUFFERED": "1",
     "GLOO_SOCKET_IFNAME": LOOPBACK,
     "NCCL_SOCKET_IFNAME": LOOPBACK,
 }
 POLL_S = 0.02
 LINGER_S = 0.2  # of a rank that raised, so that those that see its end do so after `POLL_S`
 PARENT_S = 0.5  # after which a rank looks again whether its parent is there
+LONGEST_WAIT_S = 3600.0  # at once; a longer one is begun anew
 STACKS_S = 2.0  # for a rank that hangs to write its stacks
 LAST_CHARACTERS = 4000  # of what a rank printed
-WORK = "from mics_fn.lab.ranks import work; work()"
-
-
-class Ended(NamedTuple):
-    """End of one rank."""
-
-    result: Any  # what the function returned; None if it did not
-    seconds: float  # from the start of the ranks to the end of this one
-    stopped: bool  # whether it had to be ended from outside
-    failure: RankFailure | None  # None if the function returned and the process ended by itself
 
 
 def launch(fn: Callable[..., Any], n: int, *args: Any) -> list[Any]:
@@ -180,12 +154,8 @@ def launch(fn: Callable[..., Any], n: int, *args: Any) -> list[Any]:
     Raises:
         RankError: a rank failed, and the others were ended.
     """
-    ended = run_bounded(fn, n, *args, limit_s=math.inf, grace_s=1.0, shown=True)
-    by_time = sorted(range(n), key=lambda rank: ended[rank].seconds)
-    failures = {rank: failure for rank in by_time if (failure := ended[rank].failure)}
-    if failures:
-        raise RankError(describe(f"{len(failures)} of {n} ranks failed", failures), failures)
-    return [one.result for one in ended]
+    replies = run_bounded(fn, n, *args, limit_s=math.inf, grace_s=1.0, shown=True)
+    return _values(getattr(fn, "__name__", "launch"), replies)
 
 
 def run_bounded(
@@ -196,7 +166,7 @@ def run_bounded(
     grace_s: float = 10.0,
     environment: Callable[[int], Mapping[str, str]] = lambda rank: {},
     shown: bool = False,
-) -> list[Ended]:
+) -> dict[int, Any]:
     """Run `fn(*args)` as n ranks on this machine, and end the remaining ones at the limit.
 
     Args:
@@ -208,125 +178,44 @@ def run_bounded(
         shown: whether rank 0 writes to this terminal.
 
     Returns:
-        How each rank ended. No process is left over, also after an exception in this one.
+        Results in the order in which they came; a `RankFailure` is in the place of a failed one. No
+        process is left over, also after an exception in this one.
     """
-    store, started = _torch.serve_store(ADDRESS), time.monotonic()
+    store = _torch.serve_store(ADDRESS)
     meeting = {"GROUP_RANK": "0", "MASTER_ADDR": ADDRESS, "MASTER_PORT": f"{store.port}"}
     meeting["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    folder = Path(tempfile.mkdtemp(prefix="mics_launch_"))
-    procs: list[subprocess.Popen] = []
+    own = [{**meeting, **environment(rank)} for rank in range(n)]
+    with RankPool(n, timeout_s=limit_s, grace_s=grace_s) as pool:
+        call = partial(_loads_call, dumps_call(_announced, (fn, args)))
+        pool._start("spawn", partial(_set_up, own, shown), call)
+        replies = pool._collect(limit_s)
+        return {rank: value for rank, (value, _) in replies.items()} | pool._unanswered(replies)
+
+
+def _set_up(own: Sequence[Mapping[str, str]], shown: bool, rank: int, folder: Path) -> None:
+    """Give a fresh process the variables of its rank, and the place of what it prints."""
+    os.environ.update({**DEFAULTS, **os.environ, **own[rank]})
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if rank or not shown:
+        output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+
+
+def _announced(fn: Callable[..., Any], args: tuple) -> Any:
+    """Call a function; the other ranks know of its error before this process answers."""
     try:
-        (folder / "call").write_bytes(pickle.dumps((fn, args)))
-        for rank in range(n):
-            own = {**variables(rank, n), **meeting, **environment(rank)}
-            procs.append(_start(folder, rank, {**DEFAULTS, **os.environ, **own}, shown))
-        seconds = _wait(procs, started + limit_s, grace_s)
-        running = {rank: proc.pid for rank, proc in enumerate(procs) if rank not in seconds}
-        stacks = stacks_of(folder, running)
-        _kill(procs)
-        now = time.monotonic()
-        return [
-            _read(folder, rank, proc, seconds.get(rank, now) - started, stacks.get(rank))
-            for rank, proc in enumerate(procs)
-        ]
-    finally:
-        _kill(procs)
-        shutil.rmtree(folder, ignore_errors=True)
+        return fn(*args)
+    except BaseException as error:
+        announce_all(error, final=True)
+        time.sleep(LINGER_S)
+        raise
 
 
 def variables(rank: int, n: int) -> dict[str, str]:
     """Return the variables that torchrun would set for a rank of one machine, without its store."""
     found = {"RANK": rank, "WORLD_SIZE": n, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": n}
     return {name: str(number) for name, number in found.items()}
-
-
-def _start(folder: Path, rank: int, env: Mapping[str, str], shown: bool) -> subprocess.Popen:
-    """Start a process that the Ctrl-C of a terminal does not reach."""
-    path = os.pathsep.join(os.path.abspath(each) for each in sys.path)
-    with open(folder / f"output{rank}", "wb") as file:
-        output = None if shown and rank == 0 else file
-        return subprocess.Popen(
-            [sys.executable, "-c", WORK, str(folder), str(os.getpid())],
-            env={**env, "PYTHONPATH": path},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-
-
-def _wait(procs: Sequence[subprocess.Popen], deadline: float, grace_s: float) -> dict[int, float]:
-    """Return when each rank ended, by `time.monotonic`; the others are missing."""
-    ended: dict[int, float] = {}
-    while len(ended) < len(procs) and time.monotonic() < deadline:
-        for rank, proc in enumerate(procs):
-            if rank not in ended and proc.poll() is not None:
-                ended[rank] = time.monotonic()
-                if proc.returncode:
-                    deadline = min(deadline, ended[rank] + grace_s)
-        time.sleep(POLL_S)
-    return ended
-
-
-def stacks_of(folder: Path, pids: Mapping[int, int]) -> dict[int, str]:
-    """Let ranks write the stacks of all their threads, and read them; "" of one that cannot."""
-    for pid in pids.values():
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGUSR1)
-    files = {rank: folder / f"stacks{rank}" for rank in pids}
-    deadline = time.monotonic() + STACKS_S
-    while not all(map(_text, files.values())) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-    time.sleep(POLL_S if pids else 0)  # lets a dump that has begun reach its end
-    return {rank: _text(file) for rank, file in files.items()}
-
-
-def _text(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
-
-
-def _kill(procs: Sequence[subprocess.Popen]) -> None:
-    for proc in procs:
-        proc.kill()  # does nothing to one that has ended
-    for proc in procs:
-        proc.wait()
-
-
-def _read(
-    folder: Path, rank: int, proc: subprocess.Popen, seconds: float, stacks: str | None
-) -> Ended:
-    """Read the files that a rank has written; `stacks` are those of one that was stopped."""
-    stopped, file = stacks is not None, folder / f"result{rank}"
-    if not stopped and proc.returncode >= 0 and file.exists():
-        result = pickle.loads(file.read_bytes())
-        failure = result if isinstance(result, RankFailure) else None
-        return Ended(None if failure else result, seconds, stopped, failure)
-    kind, how = (
-        ("RankTimeout", "was stopped") if stopped else ("RankDied", exit_text(proc.returncode))
-    )
-    trace = stacks or _text(folder / f"stacks{rank}")
-    output = _text(folder / f"output{rank}")[-LAST_CHARACTERS:]
-    return Ended(None, seconds, stopped, RankFailure(kind, f"process {how}", f"{trace}{output}"))
-
-
-def work() -> None:
-    """Run a call as one rank, and write its result; the arguments are those of `_start`."""
-    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    end_with_parent(int(sys.argv[2]))
-    faulthandler.enable(dump_stacks(folder / f"stacks{rank}"))
-    code = 0
-    try:
-        fn, args = pickle.loads((folder / "call").read_bytes())
-        result = pickle.dumps(fn(*args))
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    except BaseException as error:
-        code, result = 1, pickle.dumps(failure_of(error))
-        announce_all(error, final=True)
-        time.sleep(LINGER_S)
-    (folder / f"result{rank}").write_bytes(result)
-    # A thread of gloo that has yet to let go of a tensor would abort a normal exit.
-    os._exit(code)
 
 
 def end_with_parent(parent: int) -> None:
@@ -340,13 +229,6 @@ def end_with_parent(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def dump_stacks(path: Path) -> TextIO:
-    """Write the stacks of all threads to a file at SIGUSR1; return the file."""
-    file = open(path, "w")  # noqa: SIM115  the fault handler keeps it
-    faulthandler.register(signal.SIGUSR1, file)
-    return file
-
-
 def failure_of(error: BaseException) -> RankFailure:
     """Return an error as text, without the frames of this file on top."""
     frames = error.__traceback__
@@ -356,46 +238,57 @@ def failure_of(error: BaseException) -> RankFailure:
     return RankFailure(type(error).__name__, str(error), text)
 
 
-# Forked processes: first the child's side, a rank that answers calls until its parent is gone.
+# The child's side: a rank that answers calls until its parent is gone.
 
 Call = tuple[Callable[..., Any], tuple]
 Reply = tuple[Any, int]  # a result or a RankFailure, and how many process groups the rank has made
 
 
 def serve(
-    rank: int, n: int, folder: Path, timeout_s: float, conn: Connection, first: Call | None
+    rank: int,
+    n: int,
+    folder: Path,
+    conn: Connection,
+    set_up: Callable[[int, Path], None],
+    first: Callable[[], Call] | None,
 ) -> None:
-    """Join the default group, answer `first` if given, then calls from `conn` until it ends."""
-    gc.freeze()  # else each collection would look through, and copy, all that the parent has
+    """Set this process up, answer `first` if given, then calls from `conn` until it ends.
+
+    An error of the set-up is the answer to every call. Ctrl-C does not reach this process.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent(os.getppid())
-    torch.set_num_threads(1)
     os.environ.update(variables(rank, n))
-    # Otherwise gloo looks up the host's name, which on many machines resolves to nothing.
-    if LOOPBACK in (name for _, name in socket.if_nameindex()):
-        os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
-    dump_stacks(folder / f"stacks{rank}")
-    failure = _join_group(rank, n, folder, timeout_s)
+    stacks = open(folder / f"stacks{rank}", "w")  # noqa: SIM115  the fault handler keeps it
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks)
+    failure = None
+    try:
+        set_up(rank, folder)
+    except Exception as error:
+        failure = failure_of(error)
     if first is not None:
-        conn.send_bytes(_answer(lambda: first, failure))
+        conn.send_bytes(_answer(first, failure))
     with contextlib.suppress(EOFError, OSError):
         while True:
             payload = conn.recv_bytes()
-            conn.send_bytes(_answer(lambda payload=payload: _loads_call(payload), failure))
+            conn.send_bytes(_answer(partial(_loads_call, payload), failure))
     # Without interpreter shutdown: it would wait for gloo's threads, whose peers may be gone.
     os._exit(0)
 
 
-def _join_group(rank: int, n: int, folder: Path, timeout_s: float) -> RankFailure | None:
-    """Make the default group; an error of that is then the answer to every call."""
+def _join_group(n: int, timeout_s: float, rank: int, folder: Path) -> None:
+    """Make a forked process a member of the default group."""
+    gc.freeze()  # else each collection would look through, and copy, all that the parent has
+    torch.set_num_threads(1)
+    # Otherwise gloo looks up the host's name, which on many machines resolves to nothing.
+    if LOOPBACK in (name for _, name in socket.if_nameindex()):
+        os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     store = dist.FileStore(str(folder / "store"), n)  # pyright: ignore[reportPrivateImportUsage]
     limit = timedelta(seconds=timeout_s)
-    try:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=limit)
-    except Exception as err:
-        return failure_of(err)
-    return None
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=limit)
 
 
 def dumps_call(fn: Callable[..., Any], args: tuple) -> bytes:
@@ -490,7 +383,8 @@ class RankPool:
             RankError: naming the ranks that raised or died, with each distinct traceback once.
             RankTimeoutError: some ranks gave no answer; their stacks are in the text.
         """
-        return _values(call_name(fn), self.try_run(fn, *args, timeout_s=timeout_s))
+        results = self.try_run(fn, *args, timeout_s=timeout_s)
+        return _values(call_name(fn), dict(enumerate(results)))
 
     def try_run(
         self, fn: Callable[..., Any], *args: Any, timeout_s: float | None = None
@@ -519,19 +413,30 @@ class RankPool:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _fork(self, first: Call | None = None) -> None:
+    def _fork(self, first: Callable[[], Call] | None = None) -> None:
         """Start all ranks; with `first`, they inherit that call and answer it at once."""
         _refuse_unsafe_fork()
-        self.close()
         importlib.import_module("torch._dynamo")  # which torch.func would import in each of them
+        self._start("fork", partial(_join_group, self.n, self.timeout_s), first)
+
+    def _start(
+        self,
+        method: str,
+        set_up: Callable[[int, Path], None],
+        first: Callable[[], Call] | None,
+    ) -> None:
+        """Start the processes of all ranks, in place of those that there are."""
+        self.close()
         folder = Path(tempfile.mkdtemp(prefix="mics_ranks_"))
         self._dirs.append(folder)
-        context = mp.get_context("fork")
+        context: Any = mp.get_context(method)
+        # Until a rank ignores it, the Ctrl-C of a terminal waits.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for rank in range(self.n):
                 ours, theirs = context.Pipe()
                 self._conns.append(ours)
-                job = (rank, self.n, folder, self.timeout_s, theirs, first)
+                job = (rank, self.n, folder, theirs, set_up, first)
                 proc = context.Process(target=serve, args=job, name=f"rank {rank}")
                 with warnings.catch_warnings():
                     # Python 3.12 warns about any fork with threads: see [Note: What a fork may
@@ -543,6 +448,8 @@ class RankPool:
         except BaseException:
             self.close()
             raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def _send(self, payload: bytes) -> None:
         for conn in self._conns:
@@ -572,7 +479,7 @@ class RankPool:
         waiting = dict(zip(self._conns, range(self.n), strict=True))
         deadline = time.monotonic() + limit_s
         while waiting and (remaining_s := deadline - time.monotonic()) > 0:
-            for conn in wait(list(waiting), remaining_s):
+            for conn in wait(list(waiting), min(remaining_s, LONGEST_WAIT_S)):
                 rank = waiting.pop(conn)  # pyright: ignore[reportArgumentType]
                 replies[rank] = self._receive(rank)
                 if isinstance(replies[rank][0], RankFailure):
@@ -585,7 +492,8 @@ class RankPool:
         except (EOFError, OSError):
             self._procs[rank].join(1.0)
             how = exit_text(self._procs[rank].exitcode)
-            return RankFailure("RankDied", f"process {how}", f"no traceback: {how}"), -1
+            trace = said_by(self._dirs[0], rank) or f"no traceback: {how}"
+            return RankFailure("RankDied", f"process {how}", trace), -1
         return pickle.loads(payload)
 
     def _healthy(self) -> bool:
@@ -594,16 +502,46 @@ class RankPool:
         replies = self._collect(HEALTH_TIMEOUT_S)
         return [value for value, _ in replies.values()] == [True] * self.n
 
+    def _unanswered(
+        self, replies: dict[int, Reply], limit_s: float | None = None
+    ) -> dict[int, RankFailure]:
+        """Return the failures of ranks that gave no answer: their stacks, and what they printed."""
+        failed = _failures(replies)
+        since = f"{limit_s or self.timeout_s:g} s"
+        since = f"{self.grace_s:g} s after another failed" if failed else since
+        silent = {r: proc.pid for r, proc in enumerate(self._procs) if r not in replies}
+        dump_stacks(self._dirs[0], silent)
+        what = "RankTimeout", f"no answer within {since}"
+        traces = {rank: said_by(self._dirs[0], rank) or "no stack: stopped" for rank in silent}
+        return {rank: RankFailure(*what, trace) for rank, trace in traces.items()}
+
     def _raise_timeout(self, name: str, limit_s: float, replies: dict[int, Reply]) -> None:
-        errors = _failures(replies)
-        since = f"{self.grace_s:g} s after another failed" if errors else f"{limit_s:g} s"
-        silent = {rank: self._procs[rank].pid for rank in range(self.n) if rank not in replies}
-        for rank, stack in stacks_of(self._dirs[0], silent).items():
-            text = stack or "no stack: stopped"
-            errors[rank] = RankFailure("RankTimeout", f"no answer within {since}", text)
+        silent = self._unanswered(replies, limit_s)
+        errors = _failures(replies) | silent
         verb = "gives" if len(silent) == 1 else "give"
-        what = f"{name}: {name_ranks([*silent])} of {self.n} {verb} no answer within {since}"
-        raise RankTimeoutError(describe(what, dict(sorted(errors.items()))), errors)
+        text = next(iter(silent.values())).message
+        what = f"{name}: {name_ranks([*silent])} of {self.n} {verb} {text}"
+        raise RankTimeoutError(describe(what, errors), errors)
+
+
+def dump_stacks(folder: Path, pids: Mapping[int, int]) -> None:
+    """Let ranks write the stacks of all their threads, as far as they still can."""
+    for pid in pids.values():
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGUSR1)
+    files, deadline = [folder / f"stacks{rank}" for rank in pids], time.monotonic() + STACKS_S
+    while not all(map(_text, files)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    time.sleep(POLL_S if pids else 0)  # lets a dump that has begun reach its end
+
+
+def said_by(folder: Path, rank: int) -> str:
+    """Return the stacks that a rank has written, and the end of what it printed."""
+    return _text(folder / f"stacks{rank}") + _text(folder / f"output{rank}")[-LAST_CHARACTERS:]
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def run_ranks(
@@ -625,21 +563,22 @@ def run_ranks(
         [3]
     """
     with RankPool(n, timeout_s=timeout_s, grace_s=grace_s) as pool:
-        pool._fork(first=(fn, args))
-        return _values(call_name(fn), pool._finish(call_name(fn), None))
+        pool._fork(first=lambda: (fn, args))
+        results = pool._finish(call_name(fn), None)
+    return _values(call_name(fn), dict(enumerate(results)))
 
 
 def _failures(replies: Mapping[int, Reply]) -> dict[int, RankFailure]:
     return {r: value for r, (value, _) in replies.items() if isinstance(value, RankFailure)}
 
 
-def _values(name: str, results: list[Any]) -> list[Any]:
-    """Return the results; raise if one is a failure."""
-    failures = {r: value for r, value in enumerate(results) if isinstance(value, RankFailure)}
+def _values(name: str, results: Mapping[int, Any]) -> list[Any]:
+    """Return the results in rank order; raise if one is a failure."""
+    failures = {r: value for r, value in results.items() if isinstance(value, RankFailure)}
     if failures:
         what = f"{name}: {len(failures)} of {len(results)} ranks failed"
         raise RankError(describe(what, failures), failures)
-    return results
+    return [results[rank] for rank in range(len(results))]
 
 
 def _refuse_unsafe_fork() -> None:

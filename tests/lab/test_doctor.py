@@ -21,18 +21,17 @@ from mics_fn.__main__ import main
 from mics_fn.lab import doctor as command
 from mics_fn.lab import doctor_parts as parts
 from mics_fn.lab.models import GPTConfig
-from mics_fn.lab.ranks import Ended, RankFailure, run_bounded, run_ranks
+from mics_fn.lab.ranks import RankFailure, run_bounded, run_ranks
 
 ROOT = Path(__file__).parents[2]
-WELL = Ended(None, 1.0, False, None)
 SMALL = parts.DoctorConfig(model=GPTConfig(context=16, dim=32, num_blocks=2))
 
 
-def forked(fn: Callable[..., Any], n: int, *args: Any, **how: Any) -> list[Ended]:
+def forked(fn: Callable[..., Any], n: int, *args: Any, **how: Any) -> dict[int, Any]:
     """As `run_bounded`, with ranks that are forked from here and need not import torch."""
     environment = how.get("environment", lambda rank: {})
     found = run_ranks(with_variables, n, environment, fn, *args, timeout_s=how["limit_s"])
-    return [WELL._replace(result=result) for result in found]
+    return dict(enumerate(found))
 
 
 def with_variables(environment: Callable[[int], Mapping[str, str]], fn: Any, *args: Any) -> Any:
@@ -55,8 +54,7 @@ def doctor(
     return run
 
 
-# A forked rank that fails lives on, so the others of `ends` would wait for it.
-LONG = [name for name in parts.PARTS if name not in ("alone", "ends")]
+LONG = [name for name in parts.PARTS if name != "alone"]
 PARTS = ["alone", *(pytest.param(name, marks=pytest.mark.thorough) for name in LONG)]
 
 
@@ -132,19 +130,18 @@ def test_wrong_numbers_are_seen(monkeypatch: pytest.MonkeyPatch):
 
 
 FINE = parts.Check("a sum", 0, 0)
-BAD = Ended(None, 2.0, False, RankFailure("KeyError", "'x'", ""))
-STUCK = RankFailure("RankTimeout", "process was stopped", 'File "/home/ann/x.py", line 3\nsaid\n')
-HUNG = Ended(None, 9.0, True, STUCK)
+BAD = RankFailure("KeyError", "'x'", "")
+HUNG = RankFailure("RankTimeout", "process was stopped", 'File "/home/ann/x.py", line 3\nsaid\n')
 
 
 @pytest.mark.parametrize(
-    ("ended", "checks", "verdict", "says"),
+    ("replies", "checks", "verdict", "says"),
     [
-        ([WELL, WELL], [FINE], "ok", ""),
-        ([WELL, WELL], [FINE, FINE._replace(value=1)], "WRONG", "WRONG"),
-        ([BAD, WELL], [FINE], "FAILED", "rank 0: KeyError: 'x'"),
+        ([None, None], [FINE], "ok", ""),
+        ([None, None], [FINE, FINE._replace(value=1)], "WRONG", "WRONG"),
+        ([BAD, None], [FINE], "FAILED", "rank 0: KeyError: 'x'"),
         (
-            [WELL, HUNG],
+            [None, HUNG],
             [FINE],
             "HANGS",
             'rank 1: RankTimeout: process was stopped\n  File "x.py", line 3\n  said',
@@ -153,21 +150,21 @@ HUNG = Ended(None, 9.0, True, STUCK)
     ],
 )
 def test_whatever_becomes_of_a_part_is_a_line_and_the_next_one_runs(
-    ended: list[Ended],
+    replies: list[RankFailure | None],
     checks: list[parts.Check],
     verdict: str,
     says: str,
     monkeypatch: pytest.MonkeyPatch,
     doctor,
 ):
-    def run(fn: Any, n: int, *args: Any, **options: Any) -> list[Ended]:
+    def run(fn: Any, n: int, *args: Any, **options: Any) -> dict[int, Any]:
         if fn is command.environment:
-            return [WELL._replace(result={"accelerator": "none", "devices": []})]
+            return {0: {"accelerator": "none", "devices": []}}
         if fn is parts.ways:
             lines = "".join(json.dumps(check) + "\n" for check in checks)
             Path(args[0].folder, "checks0").write_text(lines)
-            return ended
-        return [WELL] * n
+            return dict(enumerate(replies))
+        return dict.fromkeys(range(n))
 
     monkeypatch.setattr(command, "run_bounded", run)
     code, found, text = doctor("--gpu", "--device", "cpu", "--parts", "ways,pools")
@@ -216,17 +213,15 @@ def one_of_two(folder: str) -> str:
 def test_ranks_end_in_time_and_say_how(tmp_path: Path):
     how: dict[str, Any] = {"environment": lambda number: {"OF_TEST": f"rank {number}"}}
     folder = str(tmp_path)
-    sleeps, raises = run_bounded(one_of_two, 2, folder, limit_s=60.0, grace_s=3.0, **how)
-    assert raises.failure is not None
-    assert sleeps.failure is not None
-    assert raises.failure[:2] == ("KeyError", "'rank 1'")
-    assert "in one_of_two\n" in raises.failure.traceback
-    assert not raises.stopped
-    assert (sleeps.result, sleeps.stopped) == (None, True)
-    assert sleeps.failure.message == "process was stopped"
-    assert sleeps.seconds - raises.seconds == pytest.approx(3.0, abs=2.0)
+    began = time.monotonic()
+    found = run_bounded(one_of_two, 2, folder, limit_s=60.0, grace_s=3.0, **how)
+    assert time.monotonic() - began < 50
+    assert [*found] == [1, 0]
+    assert found[1][:2] == ("KeyError", "'rank 1'")
+    assert "in one_of_two\n" in found[1].traceback
+    assert found[0][:2] == ("RankTimeout", "no answer within 3 s after another failed")
     if (tmp_path / "pid").exists():  # else it was stopped before it began
-        assert "in one_of_two\n" in sleeps.failure.traceback
+        assert "in one_of_two\n" in found[0].traceback
         assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
 
 
@@ -241,5 +236,6 @@ def test_the_command_runs_parts_in_processes_of_their_own(
     found = {part["name"]: part for part in json.loads(file.read_text())["parts"]}
     assert list(found) == ["environment", "loopback", "alone", "ends"]
     assert {part["verdict"] for part in found.values()} == {"ok"}
-    assert f'rank 1: KeyError: "{parts.MINE}"' in found["ends"]["errors"]
+    wrong, *times = found["ends"]["checks"]
+    assert (wrong["value"], len(times)) == (0, 2)
     assert "nothing is wrong" in capsys.readouterr().out
