@@ -4,9 +4,9 @@ Nothing in the library imports this wing, and a user needs none of it. It is her
 library works, to measure it, and to test it.
 
 - `ranks.py` starts processes. `launch` runs a function as n ranks of a job on this machine, as
-  `torchrun` would, also with a time limit, and says how each of them ended; `RankPool` keeps ranks
-  alive for tests, runs functions on them, and names the rank, the traceback and the
-  collective if one of them fails or hangs. All of them listen on loopback alone.
+  `torchrun` would, `run_bounded` also with a time limit; `RankPool` keeps ranks alive for tests,
+  runs functions on them, and names the rank, the traceback and the collective if one of them fails
+  or hangs. All of them listen on loopback alone.
 - `models.py` has a small GPT, written plainly, text that exists on every machine, and
   `TrainingTask`, which has batches of it by rank, for all that trains.
 - `demo.py` is `python -m mics_fn demo`: it trains the GPT sharded over ranks, trains it again in
@@ -17,8 +17,8 @@ library works, to measure it, and to test it.
   ranks reach each other. With `--gpu` it checks, in eight minutes at most, what
   `doctor_parts.py` has: numbers against float64
   on the CPU, that the host never waits, real NCCL ranks (several on one GPU where there are too
-  few), equal bits under random delays on streams, memory against the plan, an error on one rank,
-  and step times beside FSDP2. Each part has processes and a time limit of its own, so one that
+  few), equal bits under random delays on streams, memory against the plan, and an error on one
+  rank; `bench step` has times. Each part has processes and a time limit of its own, so one that
   fails or hangs is a line of the report. That has no names of hosts, users or folders, and `--out`
   writes it to a file that can be sent. As one of several ranks that `torchrun` or another launcher
   has started, on one node or on many, it checks instead that these ranks reach each other.

@@ -7,10 +7,8 @@ memory and bytes are compared with that process and with formulas.
 import argparse
 import json
 import os
-import statistics
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -19,10 +17,9 @@ import torch
 from torch import Tensor
 
 import mics_fn as mf
-from mics_fn import _torch
-from mics_fn.collectives import Codec, Wire, check_level
+from mics_fn.collectives import Codec
 from mics_fn.errors import PlanError, human_bytes
-from mics_fn.groups import Plan, Topology, plan_groups
+from mics_fn.groups import Topology, plan_groups
 from mics_fn.lab.bench.turns import nbytes
 from mics_fn.lab.models import Batch, GPTConfig, Text, TrainingTask, join, load_text, loss_of
 from mics_fn.lab.ranks import launch
@@ -130,17 +127,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "what travels and how it is kept, such as hop2=int8[256] (default: float32)"
     add("--precision", default="", help=text, metavar="TEXT")
     text = f"learning rate of AdamW (default {DemoConfig.lr:g})"
-    add("--lr", type=learning_rate, default=DemoConfig.lr, help=text)
+    add("--lr", type=float, default=DemoConfig.lr, help=text)
     add_count(parser, "seed", 0, "of parameters and batches", smallest=0)
-    add("--no-check", action="store_true", help="without the run in a single process")
-
-
-def learning_rate(given: str) -> float:
-    """Parse a learning rate."""
-    rate = float(given)
-    if not 0 < rate < 1:
-        raise argparse.ArgumentTypeError(f"{given} is not between 0 and 1")
-    return rate
 
 
 def make_config(args: argparse.Namespace) -> DemoConfig:
@@ -151,7 +139,7 @@ def make_config(args: argparse.Namespace) -> DemoConfig:
     """
     node_size = args.node_size or (2 if args.ranks % 2 == 0 else args.ranks)
     partition_size = args.partition_size or node_size
-    plan = plan_groups(Topology.of(args.ranks, node_size), partition_size)
+    plan_groups(Topology.of(args.ranks, node_size), partition_size)
     if args.dim % GPTConfig.num_heads:
         raise PlanError(f"--dim {args.dim} is not a multiple of {GPTConfig.num_heads} heads")
     device, gpus = args.device, torch.cuda.device_count()
@@ -168,20 +156,10 @@ def make_config(args: argparse.Namespace) -> DemoConfig:
         node_size=node_size,
         partition_size=partition_size,
         device=device,
-        precision=_precision(args.precision, plan),
+        precision=str(Precision.parse(args.precision)),
         model=GPTConfig(context=args.context, dim=args.dim),
         **same,
     )
-
-
-def _precision(given: str, plan: Plan) -> str:
-    """Return the canonical text of a precision, after a check that its levels exist."""
-    precision = Precision.parse(given)
-    for part in (precision, *(override for _, override in precision.overrides)):
-        for sent in (part.gather, part.hop1):
-            if isinstance(sent, Wire):
-                check_level(sent, plan.topology.names)
-    return str(precision)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -198,12 +176,11 @@ def main(args: argparse.Namespace) -> int:
         raise PlanError(what, fix="pass a smaller --context, such as 128")
     _introduce(config, text)
     results = launch(train_rank, config.ranks, config)
-    alone = None if args.no_check else train_alone(config)
-    figures = summarize(config, results, alone)
+    figures = summarize(config, results, train_alone(config))
     print("\n" + render(figures))
     if args.json is not None:
         args.json.write_text(json.dumps(figures | {"config": asdict(config)}, indent=1))
-    return 1 if figures["check"].get("ok") is False else 0
+    return 1 if figures["check"]["ok"] is False else 0
 
 
 def _introduce(config: DemoConfig, text: Text) -> None:
@@ -239,7 +216,7 @@ def train_rank(config: DemoConfig) -> dict[str, Any]:
         precision=config.precision or None,
     )
     test = config.held_out_batch(text, [groups.rank])
-    found: dict[str, Any] = {"seconds": [], "held_out": [], "sent": {}, "device": str(device)}
+    found: dict[str, Any] = {"held_out": [], "sent": {}, "device": str(device)}
     batches = _batches(config, text, groups, found, lambda: trainer.eval(test).item())
     found["losses"] = [float(m.loss) for m in trainer.fit(batches, config.steps)]
     found["held_out"].append((config.steps, trainer.eval(test).item()))
@@ -260,16 +237,13 @@ def _batches(
     found: dict[str, Any],
     test: Callable[[], float],
 ) -> Iterator[Batch]:
-    """Yield this rank's batches, and measure the training step between two of them."""
+    """Yield this rank's batches, and count what the step between two of them sends."""
     for step in range(config.steps):
         if step % max(1, config.steps // 12) == 0:
             found["held_out"].append((step, test()))
         batch = config.step_batch(text, step, [groups.rank], groups.device)
         groups.traffic.clear()
-        started = time.perf_counter()
         yield batch
-        _torch.finish(groups.device)
-        found["seconds"].append(time.perf_counter() - started)
         found["sent"] = {what: sent for what, (_, sent) in groups.traffic.snapshot().items()}
 
 
@@ -300,7 +274,7 @@ def train_alone(config: DemoConfig) -> dict[str, Any]:
 
 
 def summarize(
-    config: DemoConfig, results: list[dict[str, Any]], alone: dict[str, Any] | None
+    config: DemoConfig, results: list[dict[str, Any]], alone: dict[str, Any]
 ) -> dict[str, Any]:
     """Compute the figures of the two runs, as plain data."""
     first, traffic = results[0], {}
@@ -309,20 +283,15 @@ def summarize(
         formula, why = formulas.get(what, (None, "not part of a step"))
         counted = [result["sent"].get(what, 0) for result in results]
         traffic[what] = {"counted": counted, "formula": formula, "why": why}
-    # The first steps are slower, because allocators and connections warm up.
-    seconds = statistics.median(first["seconds"][min(2, len(first["seconds"]) - 1) :])
-    samples = config.ranks * config.accumulate * config.sequences
-    same = ("losses", "held_out", "seconds", "full_bytes", "device")
+    same = ("losses", "held_out", "full_bytes", "device")
     return {
         **{name: first[name] for name in same},
-        "losses_alone": alone["losses"] if alone else [],
+        "losses_alone": alone["losses"],
         "num_params": sum(p.numel() for p in first["params"].values()),
         "state_bytes": [result["state_bytes"] for result in results],
-        "full_state_bytes": alone["state_bytes"] if alone else None,
+        "full_state_bytes": alone["state_bytes"],
         "traffic": traffic,
-        "step_seconds": seconds,
-        "tokens_per_second": samples * config.model.context / seconds,
-        "check": compare(config, first, alone) if alone else {},
+        "check": compare(config, first, alone),
     }
 
 
@@ -363,9 +332,10 @@ def render(figures: dict[str, Any]) -> str:
     curves = {"train": figures["losses"], "held out": [loss for _, loss in figures["held_out"]]}
     losses = [(name, f"{of[0]:.3f}", f"{of[-1]:.3f}") for name, of in curves.items()]
     most, full = max(figures["state_bytes"]), figures["full_state_bytes"]
-    states = [("the fullest rank holds", human_bytes(most), "")]
-    if full:
-        states.append(("one process holds", human_bytes(full), f"{full / most:.2f} x as much"))
+    states = [
+        ("the fullest rank holds", human_bytes(most), ""),
+        ("one process holds", human_bytes(full), f"{full / most:.2f} x as much"),
+    ]
     sent = [("", "counted", "formula", "")]
     for what, row in figures["traffic"].items():
         why, _, kinds = row["why"].partition(" as ")
@@ -374,18 +344,12 @@ def render(figures: dict[str, Any]) -> str:
         sent += [("", "", "", f"as {kinds}")] if kinds else []
     if not figures["traffic"]:
         sent = [("nothing, since it is alone", "")]
-    speed = [
-        ("median step", f"{figures['step_seconds'] * 1e3:.0f} ms"),
-        ("all ranks together", f"{figures['tokens_per_second']:,.0f} tokens/s"),
-    ]
     tables = [
         table("loss, nats per byte", [("", "start", "end"), *losses]),
         table(f"parameters and AdamW state, {figures['num_params']:,} parameters", states),
         table("bytes that a rank sends in a step", sent) + f"\n  {LEGEND}",
-        table(f"speed on {figures['device']}", speed),
+        render_check(figures["check"]),
     ]
-    if figures["check"]:
-        tables.append(render_check(figures["check"]))
     return "\n\n".join(tables)
 
 

@@ -33,7 +33,6 @@ from mics_fn import _torch
 from mics_fn._version import __version__
 from mics_fn.errors import PlanError, human_bytes, rank_lines
 from mics_fn.groups import nccl_problems, read_launch
-from mics_fn.lab.bench.turns import BenchTurns
 from mics_fn.lab.doctor_parts import (
     PARTS,
     TIMEOUT_S,
@@ -87,20 +86,11 @@ class Finding(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     add = parser.add_argument
-    add("--gpu", action="store_true", help="check numbers, memory, errors and speed on the GPUs")
-    names = " ".join(PARTS)
-    add("--parts", type=_names, help=f"of {names} (default all), with commas between them")
+    add("--gpu", action="store_true", help="check numbers, memory and errors on the GPUs")
+    add("--parts", nargs="+", choices=[*PARTS], default=(), help="some of these checks")
     add("--device", default="auto", help="of those parts; cpu runs them with gloo (default auto)")
     add("--out", type=new_file, metavar="FILE", help="a file for the report as JSON")
     add_count(parser, "limit", 480, "seconds that all parts may take together")
-
-
-def _names(text: str) -> tuple[str, ...]:
-    found = tuple(text.split(","))
-    wrong = [name for name in found if name not in PARTS]
-    if wrong:
-        raise argparse.ArgumentTypeError(f"{wrong[0]}: choose from {' '.join(PARTS)}")
-    return found
 
 
 def main(args: argparse.Namespace) -> int:
@@ -118,9 +108,7 @@ def main(args: argparse.Namespace) -> int:
             fix = "leave out --gpu, --parts and --out to check the job; or start it by itself"
             raise PlanError(text, fix=fix)
         return check_job(args.device)
-    if args.parts and not args.gpu:
-        text = f"--parts {','.join(args.parts)} without --gpu"
-        raise PlanError(text, fix="add --gpu, and --device cpu where there is no GPU")
+    args.gpu = args.gpu or bool(args.parts)
     began, gloo = time.monotonic(), config_for("cpu")
     findings = [run_part("environment", ReportPart(environment, 1, 60), gloo, args.limit)]
     facts = findings[0].facts
@@ -138,8 +126,6 @@ def main(args: argparse.Namespace) -> int:
     if args.gpu and facts:
         parts |= {name: PARTS[name] for name in args.parts or PARTS}
     for name, part in parts.items():
-        if name == "speed":  # times say something where each rank has a device of its own
-            part = part._replace(ranks=max(1, min(devices, 4)))
         job = gloo if name == "loopback" else config_for(device)
         shared = job is not gloo and 0 < devices < part.ranks
         remaining_s = began + args.limit - time.monotonic()
@@ -166,9 +152,8 @@ def config_for(device: str) -> DoctorConfig:
     """Make the config of the ranks; small on the CPU, where each part only has to run."""
     if device == "cpu":
         small = GPTConfig(context=16, dim=32, num_blocks=2)
-        return DoctorConfig(model=small, turns=BenchTurns(rounds=3, steps=1, warmup=1))
-    model = GPTConfig(context=64, dim=256, num_blocks=6)
-    return DoctorConfig(device=device, model=model, turns=BenchTurns(rounds=7, steps=5, warmup=3))
+        return DoctorConfig(model=small)
+    return DoctorConfig(device=device, model=GPTConfig(context=64, dim=256, num_blocks=6))
 
 
 def _variables(shared: bool, rank: int) -> Mapping[str, str]:

@@ -17,7 +17,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import sqrt
 from pathlib import Path
@@ -32,8 +32,6 @@ from mics_fn import _torch, tree
 from mics_fn.deferred import bucket_sizes
 from mics_fn.errors import MicsError
 from mics_fn.groups import Topology
-from mics_fn.lab.bench.step import StepConfig, measure_step
-from mics_fn.lab.bench.turns import BenchTurns
 from mics_fn.lab.models import GPT, TrainingTask, load_text, loss_of, num_params
 from mics_fn.shards import Precision
 
@@ -62,7 +60,6 @@ class DoctorConfig(TrainingTask):
     Args:
         device: the type of device.
         steps: optimizer steps.
-        turns: the steps of the comparison with FSDP2.
         folder: of files with what the ranks found.
     """
 
@@ -71,7 +68,6 @@ class DoctorConfig(TrainingTask):
     accumulate: int = 2
     sequences: int = 2
     lr: float = 0.1
-    turns: BenchTurns = field(default_factory=BenchTurns)
     folder: str = ""
 
     @property
@@ -441,27 +437,6 @@ def ends(job: DoctorConfig) -> None:
     me.say(f"from an error to its end {'here' if fails else 'on the others'}", seconds, limit, "s")
 
 
-def speed(job: DoctorConfig) -> None:
-    """Compare step times in turns with FSDP2, over the ranks with a device of their own."""
-    me = Rank(job)
-    config = StepConfig(
-        node_size=me.size,
-        partition_sizes=(me.size,),
-        turns=job.turns,
-        peers=("keep", "zero3", "fsdp2-keep", "fsdp2"),
-        accumulate=job.accumulate,
-        sequences=job.sequences,
-        device=job.device,
-        model=job.model,
-    )
-    peers = {peer["name"]: peer for peer in measure_step(config).get("peers", ())}
-    for peer in peers.values():
-        me.say(f"{peer['title']}: median of a step", peer["seconds"]["median"], unit="s")
-    for ours, theirs in (("keep", "fsdp2-keep"), ("zero3", "fsdp2")) if peers else ():
-        over = peers[theirs]["over_it"][ours]["median"]
-        me.say(f"{peers[ours]['title']} over {peers[theirs]['title']}", over, unit="x")
-
-
 # Whether ranks reach each other.
 
 SIZE = 1_000_000  # elements that are moved
@@ -543,5 +518,4 @@ PARTS = {
     "levels": ReportPart(levels, 4, 120),
     "pools": ReportPart(pools, 2, 60),
     "ends": ReportPart(ends, 2, 110),
-    "speed": ReportPart(speed, 1, 80),
 }

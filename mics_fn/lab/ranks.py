@@ -189,7 +189,8 @@ def run_bounded(
         call = partial(_loads_call, dumps_call(_announced, (fn, args)))
         pool._start("spawn", partial(_set_up, own, shown), call)
         replies = pool._collect(limit_s)
-        return {rank: value for rank, (value, _) in replies.items()} | pool._unanswered(replies)
+        silent = pool._unanswered(replies, limit_s)
+        return {rank: value for rank, (value, _) in replies.items()} | silent
 
 
 def _set_up(own: Sequence[Mapping[str, str]], shown: bool, rank: int, folder: Path) -> None:
@@ -244,14 +245,11 @@ Call = tuple[Callable[..., Any], tuple]
 Reply = tuple[Any, int]  # a result or a RankFailure, and how many process groups the rank has made
 
 
-def serve(
-    rank: int,
-    n: int,
-    folder: Path,
-    conn: Connection,
-    set_up: Callable[[int, Path], None],
-    first: Callable[[], Call] | None,
-) -> None:
+SetUp = Callable[[int, Path], None]  # of a process, by its rank and the folder of all
+First = Callable[[], Call] | None  # what a rank is asked at its start
+
+
+def serve(rank: int, n: int, folder: Path, conn: Connection, set_up: SetUp, first: First) -> None:
     """Set this process up, answer `first` if given, then calls from `conn` until it ends.
 
     An error of the set-up is the answer to every call. Ctrl-C does not reach this process.
@@ -413,18 +411,13 @@ class RankPool:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _fork(self, first: Callable[[], Call] | None = None) -> None:
+    def _fork(self, first: First = None) -> None:
         """Start all ranks; with `first`, they inherit that call and answer it at once."""
         _refuse_unsafe_fork()
         importlib.import_module("torch._dynamo")  # which torch.func would import in each of them
         self._start("fork", partial(_join_group, self.n, self.timeout_s), first)
 
-    def _start(
-        self,
-        method: str,
-        set_up: Callable[[int, Path], None],
-        first: Callable[[], Call] | None,
-    ) -> None:
+    def _start(self, method: str, set_up: SetUp, first: First) -> None:
         """Start the processes of all ranks, in place of those that there are."""
         self.close()
         folder = Path(tempfile.mkdtemp(prefix="mics_ranks_"))
@@ -502,16 +495,12 @@ class RankPool:
         replies = self._collect(HEALTH_TIMEOUT_S)
         return [value for value, _ in replies.values()] == [True] * self.n
 
-    def _unanswered(
-        self, replies: dict[int, Reply], limit_s: float | None = None
-    ) -> dict[int, RankFailure]:
+    def _unanswered(self, replies: dict[int, Reply], limit_s: float) -> dict[int, RankFailure]:
         """Return the failures of ranks that gave no answer: their stacks, and what they printed."""
-        failed = _failures(replies)
-        since = f"{limit_s or self.timeout_s:g} s"
-        since = f"{self.grace_s:g} s after another failed" if failed else since
+        failed = f"{self.grace_s:g} s after another failed" if _failures(replies) else ""
+        what = "RankTimeout", f"no answer within {failed or f'{limit_s:g} s'}"
         silent = {r: proc.pid for r, proc in enumerate(self._procs) if r not in replies}
         dump_stacks(self._dirs[0], silent)
-        what = "RankTimeout", f"no answer within {since}"
         traces = {rank: said_by(self._dirs[0], rank) or "no stack: stopped" for rank in silent}
         return {rank: RankFailure(*what, trace) for rank, trace in traces.items()}
 

@@ -113,7 +113,7 @@ def test_hop_2_delays_nothing_else(device: Server):
 # The parts of `python -m mics_fn doctor --gpu` on the simulated CUDA device.
 
 
-# A simulated storage cannot be resized, as FSDP2 does in `speed`; `ends` needs processes that end.
+# `ends` needs processes that end.
 @pytest.mark.parametrize("name", ["alone", "ways", "delays", "levels", "pools"])
 def test_a_part_finds_nothing_wrong_and_leaves_nothing_out(
     name: str, device: Server, tmp_path: Path

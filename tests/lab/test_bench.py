@@ -75,7 +75,6 @@ def test_step(
         seconds = peer["seconds_by_round"]
         assert len(seconds) == 2
         assert peer["seconds"] == spread(seconds)
-        assert peer["processor"]["least"] > 0
         over = {x: ratio(found[x]["seconds_by_round"], seconds) for x in ours}
         assert peer["over_it"] == {x: over[x] for x in ours if x != name}
         # The same batches from the same parameters: only the order of sums differs.

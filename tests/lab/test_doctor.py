@@ -167,7 +167,7 @@ def test_whatever_becomes_of_a_part_is_a_line_and_the_next_one_runs(
         return dict.fromkeys(range(n))
 
     monkeypatch.setattr(command, "run_bounded", run)
-    code, found, text = doctor("--gpu", "--device", "cpu", "--parts", "ways,pools")
+    code, found, text = doctor("--gpu", "--device", "cpu", "--parts", "ways", "pools")
     verdicts = [part["verdict"] for part in found["parts"]]
     assert verdicts == ["ok", "ok", verdict, "ok"]
     assert code == (verdict != "ok")
@@ -231,7 +231,7 @@ def test_the_command_runs_parts_in_processes_of_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     file = tmp_path / "report.json"
-    argv = ["doctor", "--gpu", "--device", "cpu", "--parts", "alone,ends", "--out", str(file)]
+    argv = ["doctor", "--gpu", "--device", "cpu", "--parts", "alone", "ends", "--out", str(file)]
     assert main(argv) == 0
     found = {part["name"]: part for part in json.loads(file.read_text())["parts"]}
     assert list(found) == ["environment", "loopback", "alone", "ends"]

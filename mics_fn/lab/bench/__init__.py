@@ -42,9 +42,9 @@ rounds, with the least and the most; below 1 is in favour of this library. The m
   share two cores with the system. Medians of 9 and 7 rounds. `python -m mics_fn bench disk
   --rounds 9`
 
-What the same commands print beside these: the processor time of a step, also of DDP (`bench step
---partition-size 1 --peers keep ddp`), the most memory until a peer is built (`made` of `--rss`),
-and loading beside `torch.load` (`bench checkpoint`).
+What the same commands print beside these: times of DDP (`bench step --partition-size 1 --peers keep
+ddp`), the most memory until a peer is built (`made` of `--rss`), and loading beside `torch.load`
+(`bench checkpoint`).
 
 Steps over emulated nodes with shaped links, 2 nodes of 2 ranks, in seconds (medians of 3 rounds,
 all peers of a line in one run). "On a budget" is `live_bytes` of two buckets; FSDP2 has a bucket

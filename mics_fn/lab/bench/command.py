@@ -61,9 +61,9 @@ def _add_step_flags(parser: argparse.ArgumentParser) -> None:
     _add_rank_flags(parser)
     add_count(parser, "rounds", 5, "turns of each peer")
     add_count(parser, "partition-size", None, "ranks of a replica (default node size)")
-    names, default = " ".join(PEERS), " ".join(DEFAULT_PEERS)
-    text = f"what to compare, of {names}, as far as it makes sense (default {default})"
-    parser.add_argument("--peers", default=DEFAULT_PEERS, help=text, metavar="NAME", nargs="+")
+    text = f"what to compare, as far as it makes sense (default {' '.join(DEFAULT_PEERS)})"
+    peers = {"default": DEFAULT_PEERS, "choices": [*PEERS], "nargs": "+", "metavar": "NAME"}
+    parser.add_argument("--peers", help=f"{text}, of {' '.join(PEERS)}", **peers)
     text = "rate of the links between nodes, such as 1gbit, or 200mbit:1 for turns of one step;"
     text += f" a module that {LINKS} names sets it (default: as it is)"
     parser.add_argument("--rates", default="", help=text, metavar="RATE")
@@ -145,7 +145,7 @@ def _of_ranks(
 
 def _step_config(args: argparse.Namespace, ranks: int) -> StepConfig:
     rate, args.steps = _read_rate(args.rates, args.steps)
-    how = {"peers": tuple(dict.fromkeys(args.peers)), "rate": rate, "rss": args.rss}
+    how = {"peers": tuple(args.peers), "rate": rate, "rss": args.rss}
     config = StepConfig(**_of_ranks(args, args.rounds, ranks, [args.partition_size]), **how)
     step.check_peers(config, ranks)
     return config

@@ -256,10 +256,6 @@ def build(stage: Stage, label: str) -> BenchPeer:
 def check_peers(config: StepConfig, world_size: int) -> None:
     """Raise PlanError for peers, precisions and flags that do not fit together."""
     asked = f"--peers {' '.join(config.peers)}"
-    wrong = [name for name in config.peers if name not in PEERS]
-    if wrong:
-        what = f"{asked}: there is no peer {' '.join(wrong)}"
-        raise PlanError(what, fix=f"choose from {' '.join(PEERS)}")
     fit = fitting(config.peers, world_size)
     if not fit:
         what = f"{asked}: none of these is measured with {world_size} ranks"
@@ -267,8 +263,6 @@ def check_peers(config: StepConfig, world_size: int) -> None:
     others = [name for name in fit if PEERS[name].mixed and not PEERS[name].ours]
     if others and any(Precision.parse(text).overrides for text in config.precisions):
         raise PlanError(f"--precision: {others[0]} has one for all leaves", fix="leave it out")
-    if config.rss and config.rate:
-        raise PlanError("--rss: memory does not depend on --rates", fix="leave one of them out")
     if config.rss and read_launch(os.environ) is not None:
         fix = "run it without a launcher, on any machine: --rss starts ranks of its own"
         raise PlanError("--rss in a job: it needs new processes for each peer", fix=fix)
@@ -289,8 +283,7 @@ def link_setter(rate: str) -> Callable[[str], Any]:
 
 LEGEND = """\
 seconds per step: of the slowest rank. x/it: the time of x divided by that of this row, round by
-round. processor: seconds of the processor in a step, the mean over ranks. gap: the largest relative
-difference from the loss of {first} at any of these steps."""
+round. gap: the largest relative difference from the loss of {first} at any of these steps."""
 _OVER_FIRST = "\nover {first}: the time of a peer divided by its own in that precision."
 
 
@@ -321,9 +314,8 @@ def measure_step(config: StepConfig) -> dict[str, Any]:
 
 def _merge(laps: Sequence[Laps]) -> Laps:
     """Merge the laps of one peer on all ranks: a step takes as long as its slowest rank."""
-    _, seconds, busy, losses = (list(zip(*each, strict=True)) for each in zip(*laps, strict=True))
-    times = list(map(max, seconds)), list(map(fmean, busy))
-    return Laps(laps[0].name, *times, list(map(fmean, losses)))
+    _, seconds, losses = (list(zip(*each, strict=True)) for each in zip(*laps, strict=True))
+    return Laps(laps[0].name, list(map(max, seconds)), list(map(fmean, losses)))
 
 
 def _compare(config: StepConfig, laps: dict[str, Laps]) -> dict[str, Any]:
@@ -345,7 +337,6 @@ def _compare(config: StepConfig, laps: dict[str, Laps]) -> dict[str, Any]:
                 "title": lap.name,
                 "seconds_by_round": lap.seconds,
                 "seconds": turns.spread(lap.seconds),
-                "processor": turns.spread(lap.processor),
                 "over_it": {
                     x: turns.ratio(laps[y].seconds, lap.seconds) for x, y in others.items()
                 },
@@ -361,12 +352,12 @@ def render_step(figures: dict[str, Any], config: StepConfig) -> str:
     """Render the figures as a table."""
     ours, several = figures["ours"], config.precisions[:1] * (len(config.precisions) > 1)
     head = ["", "seconds per step", *(f"{name}/it" for name in ours)]
-    rows = [[*head, *(f"over {text}" for text in several), "processor", "gap"]]
+    rows = [[*head, *(f"over {text}" for text in several), "gap"]]
     for peer in figures["peers"]:
         ratios = [peer["over_it"].get(x) for x in ours] + [peer["over_first"] for _ in several]
         row = [f"{peer['name']}: {peer['title']}", turns.between(peer["seconds"], ".4f")]
         row += [turns.between(found, ".3f") if found else "" for found in ratios]
-        rows.append([*row, f"{peer['processor']['median']:.4f}", f"{peer['largest_loss_gap']:.1e}"])
+        rows.append([*row, f"{peer['largest_loss_gap']:.1e}"])
     links = f", links {config.rate}" if config.rate else ""
     title = f"{_world(figures, config)}{links}: {config.turns}"
     legend = LEGEND.format(first=figures["first"])

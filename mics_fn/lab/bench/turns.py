@@ -131,7 +131,6 @@ class Laps(NamedTuple):
 
     name: str
     seconds: list[float]  # per step, one for each turn
-    processor: list[float]  # the same of processor time, with that of all threads
     results: list[Any]  # one per step
 
 
@@ -176,27 +175,25 @@ def take_turns(
     Returns:
         The measurements of each peer.
     """
-    laps = [Laps(peer.name, [], [], []) for peer in peers]
+    laps = [Laps(peer.name, [], []) for peer in peers]
 
-    def turn(i: int, steps: int) -> tuple[float, float]:
+    def turn(i: int, steps: int) -> float:
         fence()
         _torch.finish(device)
-        started, used = time.perf_counter(), time.process_time()
+        started = time.perf_counter()
         for _ in range(steps):
             laps[i].results.append(peers[i].step(len(laps[i].results)))
         _torch.finish(device)
-        found = (time.perf_counter() - started) / steps, (time.process_time() - used) / steps
+        seconds = (time.perf_counter() - started) / steps
         fence()
-        return found
+        return seconds
 
     for i in range(len(peers)):
         turn(i, turns.warmup)
     for number in range(turns.rounds):
         for place in range(len(peers)):
             i = (number + place) % len(peers)
-            seconds, processor = turn(i, turns.steps)
-            laps[i].seconds.append(seconds)
-            laps[i].processor.append(processor)
+            laps[i].seconds.append(turn(i, turns.steps))
     return laps
 
 
