@@ -77,22 +77,19 @@ def unrecorded(on: bool) -> AbstractContextManager[None]:
 
 # Torch's default group and its store, by private names of torch: as a late process needs them.
 
-_connections: list[tuple[Any, Any]] = []  # a default group, and the store for groups made from it
+_connections: dict[Any, Any] = {}  # by default group: the store for groups made from it, if another
 
 
 def connection() -> Any:
     """The connection to the store with which groups are made; see `drop_connection`."""
     default = c10d._get_default_group()
     _, store = c10d._world.pg_map[default]
-    if _connections and _connections[0][0] is default:
-        if _connections[0][1] is None:
-            try:
-                _connections[0] = default, store.clone()  # pyright: ignore[reportAttributeAccessIssue]
-            except (AttributeError, NotImplementedError):
-                _connections.clear()
-                return store
-        return _connections[0][1]
-    return store
+    if default in _connections and _connections[default] is None:
+        try:
+            _connections[default] = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+        except (AttributeError, NotImplementedError):
+            del _connections[default]
+    return _connections.get(default, store)
 
 
 def drop_connection() -> None:
@@ -102,7 +99,7 @@ def drop_connection() -> None:
     ends only with its time limit.
     """
     if dist.is_initialized():
-        _connections[:] = [(c10d._get_default_group(), None)]
+        _connections[c10d._get_default_group()] = None  # a new one, as soon as it is needed
 
 
 def start_alone(backend: str, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
@@ -156,12 +153,8 @@ def serve_store(address: str, port: int = 0) -> Any:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # 2.13 renamed these and warns about the old names; 2.11 and 2.12 have only the old ones.
-all_gather_single: Callable[..., Any] = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)
-reduce_scatter_single: Callable[..., Any] = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
+all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def new_group(
@@ -181,7 +174,7 @@ def new_group(
       purpose: for people.
     """
     default, store = c10d._get_default_group(), connection()
-    group, _ = c10d._new_process_group_helper(
+    made: Any = c10d._new_process_group_helper(
         len(ranks),
         ranks.index(default.rank()),
         list(ranks),
@@ -192,10 +185,8 @@ def new_group(
         device_id=default.bound_device_id,
         group_desc=purpose,
     )
-    if not isinstance(group, dist.ProcessGroup):
-        raise RuntimeError(f"torch made no group of {list(ranks)} on rank {default.rank()}")
-    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
-    return group
+    c10d._world.pg_group_ranks[made[0]] = {rank: place for place, rank in enumerate(ranks)}
+    return made[0]
 
 
 def abort(group: dist.ProcessGroup) -> None:
@@ -749,9 +740,7 @@ def default_generator(device: torch.device) -> torch.Generator | None:
 
 def mark(device: torch.device) -> torch.Event:
     """As `record`, with the time at which that work is done; see `seconds_between`."""
-    event = torch.Event(device, enable_timing=True)
-    event.record(current_stream(device))
-    return event
+    return current_stream(device).record_event(torch.Event(device, enable_timing=True))
 
 
 def seconds_between(first: torch.Event, second: torch.Event) -> float:

@@ -13,7 +13,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from inspect import Parameter, signature
 from numbers import Real
 from typing import Any, NoReturn, TypeVar
@@ -79,17 +78,15 @@ def number(
     *,
     least: float = -math.inf,
     above: float = -math.inf,
-    most: float = math.inf,
     below: float = math.inf,
     finite: bool = True,
     fix: str = "",
 ) -> None:
     """Raise PlanError unless a value is a number inside of limits; a bool or NaN is none."""
     size = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-    inside = least <= size <= most and above < size and (size < below or not finite)
-    if inside and (math.isfinite(size) or not finite):
+    if least <= size and above < size and (size < below or not finite):
         return
-    limits = (("of at least", least), ("above", above), ("of at most", most), ("below", below))
+    limits = (("of at least", least), ("above", above), ("below", below))
     words = " and ".join(f"{word} {limit:g}" for word, limit in limits if math.isfinite(limit))
     expected = f"{'a finite number' if finite else 'a number'} {words}".rstrip()
     refuse(verb, name, value, expected, fix)
@@ -124,20 +121,17 @@ def answer(verb: str, call: str, value: Any) -> bool:
     return bool(value)
 
 
-def function(verb: str, name: str, value: Any, of: str, fix: str, *, optional: bool = True) -> None:
-    """Raise PlanError unless a value can be called, or is None if it is optional."""
-    if not callable(value) and not (optional and value is None):
-        refuse(verb, name, value, f"a function {of}", fix)
-
-
-def call(verb: str, fn: Callable[..., Any] | None, form: str, fix: str) -> None:
-    """Raise PlanError unless a function takes as many arguments as it will be given.
+def call(
+    verb: str, fn: Callable[..., Any] | None, form: str, fix: str, *, optional: bool = True
+) -> None:
+    """Raise PlanError unless a value is a function of as many arguments as it will be given.
 
     Args:
       verb: for errors.
-      fn: the function; None, or one whose arguments Python does not know, is accepted.
+      fn: the function; one whose arguments Python does not know is accepted.
       form: the call with the name of the function, such as "loss(model, batch)".
       fix: for errors.
+      optional: whether None is accepted.
 
     >>> call("Trainer", lambda model: 0.0, "loss(model, batch)", "return one number from it")
     Traceback (most recent call last):
@@ -146,8 +140,11 @@ def call(verb: str, fn: Callable[..., Any] | None, form: str, fix: str) -> None:
       fix: return one number from it
     """
     name, _, arguments = form.partition("(")
-    why = None if fn is None else misfit(fn, arguments.split(","), {})
-    if why is not None:
+    if fn is None and optional:
+        return
+    if not callable(fn):
+        refuse(verb, name, fn, f"a function {form}", fix)
+    if (why := misfit(fn, arguments.split(","), {})) is not None:
         raise PlanError(f"{verb}: {name} cannot be called as {form}", [f"it takes {why}"], fix)
 
 
@@ -184,8 +181,7 @@ def instance(verb: str, name: str, value: Any, kinds: Any, expected: str, fix: s
 
 def path(verb: str, name: str, value: Any) -> None:
     """Raise PlanError unless a value is the path of a file or folder; "" is none."""
-    named = isinstance(value, str | os.PathLike) and not isinstance(value, bytes)
-    if not named or not isinstance(os.fspath(value), str) or not os.fspath(value):
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         refuse(verb, name, value, "a str or os.PathLike that is not empty")
 
 
@@ -207,27 +203,6 @@ def nbytes(verb: str, name: str, value: Any, least: int = 0) -> int:
     return int(found)
 
 
-def options(verb: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Raise a TypeError, as Python does, for an option that is not known.
-
-    Args:
-      verb: for errors.
-      names: the options that are given.
-      known: those that there are.
-
-    >>> options("shard", ["bucket_byte"], ["frozen", "bucket_bytes"])
-    Traceback (most recent call last):
-    TypeError: shard: there is no option bucket_byte=
-      fix: did you mean bucket_bytes=?
-    """
-    every = sorted(known)
-    for name in names:
-        if name not in every:
-            near = difflib.get_close_matches(name, every, n=1)
-            fix = f"did you mean {near[0]}=?" if near else f"help({verb}) lists what there is"
-            raise TypeError(message(f"{verb}: there is no option {name}=", fix=fix))
-
-
 # Patterns that choose leaves by their paths, as the overrides of a `Precision` and a `Where`
 # have.
 
@@ -238,7 +213,8 @@ def matches(pattern: str, path: str) -> bool:
     >>> matches("*.bias", "h.0.norm.bias"), matches("bias", "h.0.norm.bias")
     (True, False)
     """
-    return _regex(pattern).fullmatch(path) is not None
+    wild = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
+    return re.fullmatch(wild, path, re.DOTALL) is not None
 
 
 def check_matched(
@@ -289,12 +265,6 @@ def checked_override(override: Any, kind: type[V], marks: str = ";") -> tuple[st
         text = f"{kind.__name__}: the override {pattern!r} has a pattern without a text form"
         raise PlanError(text, fix=f"write ? {written} and for spaces at its ends")
     return pattern, value
-
-
-@lru_cache(maxsize=1024)
-def _regex(pattern: str) -> re.Pattern[str]:
-    wild = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
-    return re.compile(wild, re.DOTALL)
 
 
 def refuse_derivative(verb: str, values: Iterable[Any], fix: str) -> None:

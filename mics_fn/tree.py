@@ -127,13 +127,8 @@ def map_leaves(fn: Callable, tree: Tree, *rest: Tree, is_leaf: IsLeaf | None = N
 
 def replace_none(tree: Tree, value: Any, is_leaf: IsLeaf | None = None) -> Tree:
     """The tree with `value` in every place where it has None."""
-    return optree.tree_map(
-        lambda x: value if x is None else x,
-        tree,
-        is_leaf=is_leaf,
-        none_is_leaf=True,
-        namespace=NAMESPACE,
-    )
+    leaves, spec = optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
+    return spec.unflatten(value if x is None else x for x in leaves)
 
 
 def paths(tree: Tree, root: str = "", is_leaf: IsLeaf | None = None) -> list[str]:
@@ -157,24 +152,11 @@ def join(root: str, path: str) -> str:
 @lru_cache(maxsize=256)
 def spec_paths(spec: optree.PyTreeSpec) -> tuple[str, ...]:
     """The paths of a structure's leaves, as `paths` gives them for a tree."""
-    found: list[str] = []
-    _add_paths(found, spec, "")
-    return tuple(found)
-
-
-def _add_paths(found: list[str], spec: optree.PyTreeSpec, prefix: str) -> None:
-    if spec.is_leaf():
-        found.append(prefix[:-1])
-        return
-    names = spec.entries()
-    fields = getattr(spec.type, "_fields", ())
-    if names == list(range(len(fields))):  # optree has indexes for those of a namedtuple
-        names = fields
-    if spec.num_leaves == spec.num_children == spec.num_nodes - 1:  # without a spec for each leaf
-        found += [f"{prefix}{name}" for name in names]
-        return
-    for name, child in zip(names, spec.children(), strict=True):
-        _add_paths(found, child, f"{prefix}{name}.")
+    # A namedtuple has indexes as its entries, and fields beside them.
+    return tuple(
+        ".".join(str(getattr(entry, "field", entry.entry)) for entry in place)
+        for place in spec.accessors()
+    )
 
 
 def refuse_equal_paths(verb: str, tree: Tree, root: str, is_leaf: IsLeaf | None = None) -> None:
@@ -215,9 +197,6 @@ def spread(
     leaves, _ = flatten(tree, is_leaf)
     if is_value(prefix):
         return [prefix] * len(leaves)
-    if isinstance(prefix, type):
-        text = f"{what} is the class {prefix.__name__}"
-        raise LeafError(text, fix=f"pass {what} for all leaves, as a value")
     if callable(prefix):
         values = [prefix(path) for path in paths(tree, is_leaf=is_leaf)]
     else:
@@ -256,10 +235,7 @@ def own_order(values: Mapping[str, Any]) -> Callable[[str], int]:
 
 def digest(lines: Iterable[str]) -> bytes:
     """32 bytes that stand for the lines and their order."""
-    state = hashlib.sha256()
-    for line in lines:
-        state.update(line.encode() + b"\0")
-    return state.digest()
+    return hashlib.sha256("".join(f"{line}\0" for line in lines).encode()).digest()
 
 
 def first_mismatch(expected: Tree, got: Tree, root: str, is_leaf: IsLeaf | None = None) -> str:

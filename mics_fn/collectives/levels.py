@@ -672,7 +672,7 @@ def start(
       ...         sum_of = functools.partial(dist.all_reduce, x)
       ...         collectives.start(comm, sum_of, [x], name="sum", sent_bytes=x.nbytes).wait()
     """
-    checks.function("start", "issue", issue, "that starts the collective", _ISSUE, optional=False)
+    checks.instance("start", "issue", issue, Callable, "a function that starts it", _ISSUE)
     checks.instance("start", "name", name, str, "a text")
     checks.integer("start", "sent_bytes", sent_bytes, 0)
     tensors = list(tensors)

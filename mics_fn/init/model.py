@@ -478,7 +478,6 @@ def read_shards(
             if dtype is not None:
                 shards.check_dtype(verb, "dtype", dtype)
             checks.flag(verb, "strict", how["strict"])
-            checks.options(verb, options, shards.LayoutOptions.__annotations__)
             found = opened.enter_context(open_weights(verb, path, trust=how["trust"]))
             found = renamed(found, how["names"])
             params, others = _wanted(like, found)
@@ -583,7 +582,6 @@ def init_model(
     with ExitStack() as opened:
         with together("init_model", groups, f"seed={seed}"):
             checks.integer("init_model", "seed", seed, 0, fix="pass the same number on all ranks")
-            checks.options("init_model", options, shards.LayoutOptions.__annotations__)
             made = _Construction(model_fn, device, seed)
             sources: Weights = {}
             if weights is None and (names or missing):

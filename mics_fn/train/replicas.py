@@ -400,9 +400,7 @@ def reduced_by(
     verb = "reduced_by"
     fix = "it is given gradients of this replica, and returns their mean over all"
     form = "hop2(grads, groups)" if init is None else "hop2(grads, state, groups)"
-    checks.function(verb, "hop2", hop2, form, fix, optional=False)
-    checks.call(verb, hop2, form, fix)
-    checks.function(verb, "init", init, "init(params)", "it returns the first state")
+    checks.call(verb, hop2, form, fix, optional=False)
     checks.call(verb, init, "init(params)", "it returns the first state")
 
     def reduce(grads: Tree, outer: Any, groups: Any) -> Any:

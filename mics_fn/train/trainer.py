@@ -124,7 +124,6 @@ def check_model(
         if not callable(model):
             checks.refuse("Trainer", "model", model, expected, fix)
         checks.call("Trainer", model, "model(params, batch)", _FUNCTION)
-    checks.function("Trainer", "loss", loss, "loss(model, batch)", _LOSS)
     if loss is not None:
         _check_loss(loss)
     if groups is None or isinstance(groups, nn.Module | optim.Transform):
@@ -154,7 +153,6 @@ def check_options(trainer: Any, prefetch: Any, schedule: Any, checkpoint: Any) -
       prefetch, schedule, checkpoint: as they were given. Options of `shard` are checked there.
     """
     verb = "Trainer"
-    checks.function(verb, "weight", trainer.weight, "weight(batch)", _COUNT)
     checks.call(verb, trainer.weight, "weight(batch)", _COUNT)
     checks.integer(verb, "accumulate", trainer.accumulate)
     fix = "0 never compares replicas"

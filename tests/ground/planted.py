@@ -11,8 +11,8 @@ PLANTED = [
     (
         "a digest does not see where a line ends",
         "tree.py",
-        'line.encode() + b"\\0"',
-        "line.encode()",
+        'f"{line}\\0" for line in lines',
+        "lines",
         "ground/test_tree.py -k digest",
     ),
     (
@@ -32,8 +32,8 @@ PLANTED = [
     (
         "fields of a namedtuple have numbers in paths",
         "tree.py",
-        "        names = fields\n",
-        "        pass\n",
+        'getattr(entry, "field", entry.entry)',
+        "entry.entry",
         "ground/test_tree.py -k a_path_is",
     ),
     (

@@ -190,7 +190,7 @@ PlanError: StopRequest: signals=['T', 'E', 'R', 'M'], expected a list of signals
 >>> mf.init_model(lambda: nn.Linear(2, 1), groups, seed="0")
 PlanError: init_model: seed='0', expected an int of at least 0
 >>> mf.init_model(lambda: nn.Linear(2, 1), groups, seed=0, bucket_byte=1)
-TypeError: init_model: there is no option bucket_byte=
+TypeError: layout_for() got an unexpected keyword argument 'bucket_byte'
 >>> mf.init_model(lambda: nn.Linear(2, 1), groups, seed=0, weights="nope.safetensors")
 WeightsNotFound: init_model: weights='nope.safetensors' does not exist
 >>> mf.init_model(lambda: nn.Linear(2, 1), groups, seed=0, weights={}, missing=lambda name: "no")
@@ -381,7 +381,7 @@ LeafError: from_update: the updates that update gave do not fit the parameters
 >>> mf.collectives.all_gather(comm, x, name=5)
 PlanError: all_gather: name=5, expected a text
 >>> mf.collectives.start(comm, x, [x], name="mine", sent_bytes=0)
-PlanError: start: issue is of type Tensor, expected a function that starts the collective
+PlanError: start: issue is of type Tensor, expected a function that starts it
 >>> mf.groups.Topology((2, 2), ("a", "a"))
 PlanError: Topology: names ('a', 'a') do not name 2 sizes (2, 2)
 >>> mf.make_groups(ranks=x)
