@@ -29,7 +29,6 @@ def sums(layout, scheme, precision, accumulate, live):
     """Two steps of a `GradSum`: what a fetch gave, what was sent, and the gradients."""
     groups, rank = counted(groups_of(layout)), dist.get_rank()
     groups = placed_as(groups, scheme)
-    sizes = groups.hierarchy.route.sizes
     p, k = layout.partition_size, (level_sizes(layout) or (1,))[-1]
     table = {"zero1": (1, 1), "zero2": (1, p), "hpz": (k, p), "hybrid": (k, k)}
     shards = mf.shard(values(), groups, precision=precision, bucket_bytes=1200)
@@ -51,10 +50,9 @@ def sums(layout, scheme, precision, accumulate, live):
     (known,) = keep.learned.values()
     once = range(len(buckets_of(shards)))  # where all are kept nothing is learned
     fetches = Counter(once if known.schedule is None else known.schedule.fetches)
-    names = [level.name for level in groups.hierarchy.route.levels]
-    numbers = (fetches, names, sizes, groups.num_replicas)
-    more = (Placed(*table.get(scheme, (p, p))), accumulate, scheme == "fixed_order")
-    want = sent_in_a_step(buckets_of(shards), *numbers, *more, route=groups.hierarchy.route)
+    numbers = (Placed(*table.get(scheme, (p, p))), accumulate, scheme == "fixed_order")
+    route = groups.hierarchy.route
+    want = sent_in_a_step(buckets_of(shards), fetches, route, groups.num_replicas, *numbers)
     ledger.pop("partition", None)  # what schedules compare
     assert ledger == want, (scheme, precision)
     return found[0]

@@ -169,8 +169,6 @@ def check_pools(buckets, groups, placed, live, when):
 
 
 def check_ledgers(layout, groups, placed, accumulate, live, prefetch, buckets, policy, ledgers):
-    route = groups.hierarchy.route
-    names, sizes = [level.name for level in route.levels], route.sizes
     (known,) = policy.learned.values()
     fetches = Counter(known.schedule.fetches)
     if live is None or placed.params == 1:
@@ -179,7 +177,7 @@ def check_ledgers(layout, groups, placed, accumulate, live, prefetch, buckets, p
         assert fetches == one_at_a_time(known.schedule.uses)
     replicas = layout.world_size // layout.partition_size
     numbers = (placed, accumulate, groups.replicas.fixed_order)
-    want = sent_in_a_step(buckets, fetches, names, sizes, replicas, *numbers)
+    want = sent_in_a_step(buckets, fetches, groups.hierarchy.route, replicas, *numbers)
     assert ledgers[1] == ledgers[2] == want
     hop_1 = [{k: v for k, v in x.items() if k.startswith("reduce")} for x in (ledgers[0], want)]
     assert hop_1[0] == hop_1[1]

@@ -51,30 +51,20 @@ PlanError: lion: lr=-1, expected a finite number of at least 0
 PlanError: adam: lr=True, expected a finite number of at least 0
 >>> optim.lion(torch.ones(2))
 PlanError: lion: lr is a tensor of shape (2,) and torch.float32 on cpu, expected a number
->>> optim.sgd(torch.tensor(0.1, device="meta"))
-PlanError: sgd: lr is a tensor of shape () and torch.float32 on meta, expected a number
 >>> optim.adam(0.1, betas=(0.9, 1.0))
 PlanError: adam: betas[1]=1.0, expected a finite number of at least 0 and below 1
 >>> mf.opt_step(state(optim.adamw(0.1, decay_mask=lambda path: "no")), shards())
 PlanError: adamw: decay_mask('b')='no', expected True or False
 >>> mf.opt_step(state(optim.lion(lambda step: nan)), shards())
 PlanError: lion: lr(0)=nan, expected a finite number of at least 0
->>> mf.opt_step(state(optim.sgd(lambda step: torch.tensor(nan))), shards())
-PlanError: sgd: lr(0)=nan, expected a finite number of at least 0
 >>> optim.warmup_cosine(1.0, 100, 10)
 PlanError: warmup_cosine: warmup_steps=100, total_steps=10
->>> optim.from_torch(torch.optim.RMSprop, lr=-1)
-PlanError: from_torch: lr=-1, expected a finite number of at least 0
 >>> optim.from_torch(torch.optim.Muon, lr=0.1, elementwise=True)
 PlanError: from_torch: Muon is not known to be elementwise, and a shard is a flat piece
->>> optim.from_torch(None, lr=0.1)
-PlanError: from_torch: NoneType is not known to be elementwise, and a shard is a flat piece
 >>> optim.chain([optim.sgd(0.1)])
 PlanError: list is not an optimizer of init and update
 >>> optim.clip_by_value(None)
 PlanError: clip_by_value: max_value=None, expected a number above 0
->>> optim.clip_by_global_norm(nan, groups)
-PlanError: clip_by_global_norm: max_norm=nan, expected a number above 0
 >>> optim.clip_by_global_norm(1.0, None)
 GroupsError: clip_by_global_norm: groups is None
 >>> optim.Guard(max_norm="1")
@@ -87,8 +77,6 @@ PlanError: Guard: on_nonfinite='stop', expected 'skip', 'raise', 'ignore' or Non
 PlanError: LossScale: value=nan, expected a finite number above 0
 >>> optim.LossScale("dynamic", 8.0, max=4.0)
 PlanError: LossScale: max=4.0, expected a finite number of at least 8
->>> optim.norm_spike(1)
-PlanError: norm_spike: factor=1, expected a finite number above 1
 >>> optim.norm_spike(warmup=200)
 PlanError: norm_spike: warmup=200, expected at most window=100
 >>> optim.norm_spike(action="warn")
@@ -99,8 +87,6 @@ PlanError: norm_spike: action='warn', expected 'skip' or 'report'
 LeafError: init_state: params is None
 >>> mf.init_state({"w": x}, optim.sgd(0.1))
 LeafError: init_state: params.w is Tensor, not a shard
->>> mf.init_state(shards(), None)
-PlanError: NoneType is not an optimizer of init and update
 >>> mf.init_state(shards(), optim.sgd)
 PlanError: sgd is not an optimizer of init and update
 >>> mf.opt_step(replace(state(), transform=optim.lion(0.1)), shards())
@@ -119,8 +105,6 @@ LeafError: shard: params is None
 GroupsError: gather: groups is the class Groups
 >>> mf.shard({"w": x}, None)
 GroupsError: shard: groups is None
->>> mf.shard({"w": x}, groups, replicas=None)
-PlanError: shard: replicas=None, expected 'check' or 'broadcast'
 >>> mf.shard({"w": x}, 5)
 LeafError: groups.w: got int, which is no groups
 >>> mf.shard({"w": x}, groups, frozen=lambda path: "no")
@@ -137,12 +121,8 @@ LeafError: opt_step: grads.b does not match its parameter
 # Schedules
 >>> mf.on_demand(live_bytes=1.5)
 PlanError: on_demand: live_bytes=1.5, expected a number of bytes of at least 0
->>> schedules.plan(record, [8], live_bytes="x")
-PlanError: plan: live_bytes='x', expected a number of bytes of at least 0
 >>> schedules.Schedule([schedules.Action("fech", (0,))])
 PlanError: Schedule: actions[0] is Action(kind='fech', buckets=(0,))
->>> schedules.Schedule([("use", (0,))])
-PlanError: Schedule: actions[0] is ('use', (0,))
 >>> mf.defer(shards(), groups, None)
 PlanError: defer: schedule=None, expected a schedule or a policy
 >>> mf.defer(shards(), groups, mf.keep_all(), into=mf.GradSum)
@@ -157,8 +137,6 @@ PlanError: GradSum: dtype='f32' is not a torch.dtype
 PlanError: GradSum: where='params: states=host' has no effect: it does not say where grads lie
 >>> summed(lambda full: full["w"])
 LeafError: GradSum.backward: the loss has shape (2,), expected one number
->>> summed(lambda full: 1.0)
-LeafError: GradSum.backward: the loss is float, expected one number
 >>> summed(lambda full: full["w"].sum().backward())
 LeafError: defer(into=): another backward went through it than that of its GradSum
 
@@ -177,10 +155,6 @@ PlanError: make_groups: timeout_s=nan, expected a finite number above 0 and belo
 PlanError: make_groups: heartbeat_s=0.1 would take ranks for lost that are well
 >>> mf.make_groups(mean_over=1.5)
 PlanError: make_groups: mean_over=1.5 is not an int of at least 1
->>> mf.make_groups(partition_sizes=1)
-TypeError: make_groups() got an unexpected keyword argument 'partition_sizes'
->>> mf.init_distributed(timeout_s=-1)
-PlanError: init_distributed: timeout_s=-1, expected a finite number above 0 and below 1e+08
 >>> mf.reset(None)
 GroupsError: reset: got no groups, expected Groups
 >>> mf.StopRequest(groups, "TERM")
@@ -195,8 +169,6 @@ TypeError: layout_for() got an unexpected keyword argument 'bucket_byte'
 WeightsNotFound: init_model: weights='nope.safetensors' does not exist
 >>> mf.init_model(lambda: nn.Linear(2, 1), groups, seed=0, weights={}, missing=lambda name: "no")
 PlanError: init_model: missing('weight')='no', expected True or False
->>> mf.load_shards("nope", groups)
-WeightsNotFound: load_shards: path='nope' does not exist
 
 # Trainers
 >>> trainer(None)
@@ -205,8 +177,6 @@ PlanError: Trainer: model=None, expected an nn.Module or a function loss_fn(para
 PlanError: Trainer: model is the class Linear, expected an instance
 >>> trainer(nn.Linear(2, 1), groups, optim.sgd(0.1))
 GroupsError: Trainer: groups is of type Transform, expected groups
->>> trainer(nn.Linear(2, 1), 0.1)
-PlanError: float is not an optimizer of init and update
 >>> trainer(frozen)
 LeafError: Trainer: no parameter is trained: all are frozen, or there is none
 >>> trainer(shedule=None)
@@ -221,8 +191,6 @@ PlanError: Trainer: guard='skip', expected a Guard
 PlanError: Trainer: deterministic='yes', expected True or False
 >>> trainer(on_drift=None)
 PlanError: Trainer: on_drift=None, expected 'raise' or 'heal'
->>> trainer(live_bytes=1.5)
-PlanError: Trainer: live_bytes=1.5, expected a number of bytes of at least 0
 >>> trainer(schedule="fetch 0")
 PlanError: Trainer: schedule='fetch 0', expected a Schedule or a policy
 >>> trainer(grad_dtype=torch.int32)
@@ -239,10 +207,6 @@ LeafError: Trainer: the batch is a DataLoader, which gives batches
 LeafError: Trainer: the batch is a generator, which gives batches
 >>> trainer(loss=lambda model: model(x).sum())
 PlanError: Trainer: loss cannot be called as loss(model, batch)
->>> mf.Trainer(lambda params: params["w"].sum(), optim.sgd(0.1), groups, params={"w": x})
-PlanError: Trainer: model cannot be called as model(params, batch)
->>> trainer(hop2=lambda grads: grads)
-PlanError: reduced_by: hop2 cannot be called as hop2(grads, groups)
 >>> replicas.reduced_by(lambda grads, groups: grads, init=lambda params: 0)
 PlanError: reduced_by: hop2 cannot be called as hop2(grads, state, groups)
 >>> replicas.reduced_by(lambda grads, state, groups: grads, init=lambda: 0)
@@ -259,20 +223,14 @@ LeafError: Trainer.fit: the loader gave no batch
 LeafError: Trainer.fit: the loader gave no batch in this pass: generator can be gone through only once
 >>> mf.sampler(groups, range(4))
 GroupsError: sampler: groups is range
->>> mf.Checkpoints(None)
-PlanError: Checkpoints: folder=None, expected a str or os.PathLike that is not empty
 >>> mf.Checkpoints("a", every=0)
 PlanError: Checkpoints: every=0, expected an int of at least 1
->>> mf.Checkpoints("a", resume="no")
-PlanError: Checkpoints: resume='no', expected True or False
 >>> mf.Checkpoints("a", on_corrupt="skip")
 PlanError: Checkpoints: on_corrupt='skip', expected 'raise' or 'previous'
 >>> trainer(checkpoint=mf.Checkpoints("/proc/nope"))
 FileError: Checkpoints: cannot write to /proc/nope
 >>> replicas.local_sgd(None)
 PlanError: local_sgd: every=None, expected an int of at least 1
->>> replicas.diloco(2, 5)
-PlanError: int is not an optimizer of init and update
 >>> replicas.local_sgd(2).after(shards(), state(), groups)
 PlanError: ReplicaSync.after: state is of type TrainState, expected a SyncState
 
@@ -289,18 +247,11 @@ LeafError: Trainer: the Linear cannot be called with this batch, as model(x=, y=
 LeafError: Trainer: the Linear gave shape (4, 1), and without loss= that is the loss
   expected one number, or a result with a .loss
   fix: pass loss=, such as lambda model, batch: cross_entropy(model(batch[0]), batch[1])
->>> trainer(Giving(lambda out: {"out": out}), loss=None).step(x)
-LeafError: Trainer: the Giving gave dict, and without loss= that is the loss
-  expected one number, or a result with a .loss
-  fix: pass loss=, such as lambda model, batch: cross_entropy(model(batch[0]), batch[1])
 >>> trainer(Giving(lambda out: SimpleNamespace(loss=None)), loss=None).step(x)
 LeafError: Trainer: the Giving gave no loss: its .loss is None
   fix: give the batch what it computes the loss from: labels
 >>> trainer(Giving(lambda out: out + None), loss=None).step(x)
 TypeError: unsupported operand type(s) for +: 'Tensor' and 'NoneType'
->>> trainer(loss=nn.functional.cross_entropy)
-PlanError: Trainer: loss=cross_entropy takes (input, target), expected loss(model, batch)
-  fix: call the model in it: lambda model, batch: cross_entropy(model(batch[0]), batch[1])
 >>> trainer(loss=nn.MSELoss())
 PlanError: Trainer: loss=MSELoss takes (input, target), expected loss(model, batch)
   fix: call the model in it: lambda model, batch: cross_entropy(model(batch[0]), batch[1])
@@ -321,12 +272,8 @@ PlanError: Trainer: loss=<lambda> takes (out, y), expected loss(model, batch)
   fix: call the model in it: lambda model, batch: cross_entropy(model(batch[0]), batch[1])
 >>> trainer(loss=lambda model, x: (mse(model, x), model(x))).step(x)
 LeafError: Trainer: the loss is tuple, expected one number
->>> trainer(loss=lambda model, x: None).step(x)
-LeafError: Trainer: the loss is NoneType, expected one number
 >>> trainer(loss=lambda model, x: model(x).square()).step(x)
 LeafError: Trainer: the loss has shape (4, 1), expected one number
->>> trainer(loss=lambda model, x: {"loss": mse(model, x), "seen": 4}).step(x)
-LeafError: Trainer: the loss is dict, expected one number
 >>> trainer(loss=lambda model, x: mse(model, x).item()).step(x)
 LeafError: Trainer: the loss is float, expected one number
 >>> trainer(loss=lambda model, x: mse(model, x).backward()).step(x)
@@ -366,8 +313,6 @@ PlanError: save: step=-1, expected an int of at least 0
 PlanError: save: overwrite=True, expected 'never' or 'newer'
 >>> checkpoint.load("a", state(), groups, step="3")
 PlanError: load: step='3', expected None or an int of at least 0
->>> checkpoint.load("a", state(), groups, on_corrupt=None)
-PlanError: load: on_corrupt=None, expected 'raise' or 'previous'
 >>> checkpoint.save_pretrained("a", shards(), groups, max_file_bytes="x")
 PlanError: save_pretrained: max_file_bytes='x', expected a number of bytes of at least 1
 
@@ -375,8 +320,6 @@ PlanError: save_pretrained: max_file_bytes='x', expected a number of bytes of at
 >>> mf.shards.map(torch.neg, None)
 LeafError: map: shards is None
 >>> mf.opt_step(state(optim.from_update(lambda p: None, lambda g, s, p: (None, s))), shards())
-LeafError: from_update: the updates that update gave do not fit the parameters
->>> mf.opt_step(state(optim.from_update(lambda p: None, lambda g, s, p: ({"b": x, "w": x}, s))), shards())
 LeafError: from_update: the updates that update gave do not fit the parameters
 >>> mf.collectives.all_gather(comm, x, name=5)
 PlanError: all_gather: name=5, expected a text
@@ -398,8 +341,6 @@ LeafError: groups.b: got str, which is no groups
 LeafError: set: opt.moments.exp_avg_sq.w has a value that state=int8[256] cannot hold
 >>> mf.summary(None)
 LeafError: summary: shards=None, expected shards or tensors
->>> injected(rank=-1)
-PlanError: inject: rank=-1, expected None or an int of at least 0
 >>> injected(rank=5)
 PlanError: inject: rank=5 in a world of 1
 >>> injected(operation=None)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Layout, full_of, groups_of, placed_as, random, same_bits
-from costs import buckets_of, counted, gathered, level_sizes
+from costs import buckets_of, counted
 from storage_count import StorageCount
 from torch import Tensor, nn
 from torch.func import grad, grad_and_value, jvp, vmap
@@ -17,6 +17,7 @@ import mics_fn as mf
 from mics_fn import tree
 from mics_fn.collectives import Codec
 from mics_fn.init.model import Filling
+from mics_fn.lab.report import gathered
 from mics_fn.offload import Coded, as_codes
 from mics_fn.shards import Fixed, Sharded
 
@@ -78,12 +79,11 @@ def gathers(layout: Layout, kind: str, compute: str, scheme: str) -> Any:
     now = mf.gather(shards, groups)
     ledger = {k: v for k, v in groups.traffic.snapshot().items() if k.startswith("gather")}
     route = groups.hierarchy.route
-    sizes = level_sizes(layout) or ()
-    want: dict[str, list[int]] = {}
+    want: dict[str, list[float]] = {}
     for bucket in buckets_of(shards):
-        for level, sent in zip(route.levels, gathered(bucket, sizes, route), strict=True):
+        for level, sent in zip(route.levels, gathered(bucket, route), strict=True):
             calls, total = want.get(f"gather {level.name}", [0, 0])
-            want[f"gather {level.name}"] = [calls + bool(sent), total + sent]
+            want[f"gather {level.name}"] = [calls + bool(sent.nbytes), total + sent.nbytes]
     assert {k: list(v) for k, v in ledger.items()} == {k: v for k, v in want.items() if v[0]}
     same_bits(mf.shards.start_gather(shards, groups).wait(), now)
     for policy in (mf.keep_all(), mf.on_demand(live_bytes=4000)):

@@ -212,8 +212,7 @@ def means_and_bytes(layout, scheme, policies, accumulate):
             total_grads = mf.unshard(found, groups)
             total.release()
         # Bucket fields are those of the policy, as `round_trip` has seen.
-        names = [level.name for level in groups.hierarchy.route.levels]
-        numbers = (fetches, names, sizes, n // p, placed, accumulate)
+        numbers = (fetches, groups.hierarchy.route, n // p, placed, accumulate)
         assert ledger == sent_in_a_step(buckets_of(shards), *numbers), (policy, scheme)
         at = dict(zip(tree.paths(total_grads), tree.flatten(total_grads)[0], strict=True))
         count = layout.world_size * accumulate

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Layout, everywhere, groups_of, poison, random, same_bits
-from costs import buckets_of, per_level
+from costs import buckets_of
 
 import mics_fn as mf
 from mics_fn.collectives import Codec, Wire
+from mics_fn.lab.report import gather_bytes
 from mics_fn.shards.bucket import Formats, LeafSpec, plan_buckets
 from mics_fn.shards.pack import pack_chunk, pack_full, split_full
 from mics_fn.shards.precision import Precision
@@ -201,7 +202,7 @@ def pack(bucket, chunk, shards):
 def check_hop1_bytes(bucket, groups, sent, coded):
     """Two reductions were counted."""
     route = groups.hierarchy.route
-    plain = per_level(bucket.numel * 4, route.sizes)
+    plain = gather_bytes(route.sizes, bucket.numel * 4)
     here = bucket.numel
     for level in reversed(range(len(route.sizes))):
         size = route.sizes[level]

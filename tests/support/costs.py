@@ -12,9 +12,10 @@ from cases import Layout
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.collectives import Codec, Wire, mean_bytes
+from mics_fn.collectives import Codec, mean_bytes
 from mics_fn.groups.buffers import Buffers
 from mics_fn.groups.groups import Pools
+from mics_fn.lab import report
 from mics_fn.shards.bucket import Bucket
 from mics_fn.shards.leaf import Nothing, Tied, is_leaf
 
@@ -48,86 +49,39 @@ def buckets_of(shards: Any) -> list[Bucket]:
     return sorted(found, key=lambda bucket: bucket.index)
 
 
-def per_level(nbytes: int, sizes: Sequence[int]) -> list[int]:
-    """Bytes that a rank sends at each level when so many are gathered, or reduced, over all.
-
-    At a level of s ranks each sends to s - 1 others what its own level and those outside of it have
-    brought together so far: of p equal chunks the product of the sizes outside.
-    """
-    held, out = nbytes // prod(sizes), []
-    for size in sizes:
-        out.append((size - 1) * held)
-        held *= size
-    return out
-
-
-def gathered(bucket: Bucket, sizes: Sequence[int], route: Any) -> list[int]:
-    """Bytes that a rank sends at each level of a gather: values, or the codes of whole chunks."""
-    values = per_level(bucket.numel * bucket.compute.itemsize, sizes)
-    wire = Wire(bucket.codes) if bucket.codes else bucket.gather
-    if wire is None:
-        return values
-    codes = per_level(bucket.parts * wire.codec.nbytes(bucket.chunk), sizes)
-    coded = wire.levels(route)
-    return codes[:coded] + values[coded:]
-
-
-def scattered(bucket: Bucket, sizes: Sequence[int], route: Any) -> list[int]:
-    """Bytes that a rank sends at each level of hop 1: values, or the codes of what goes to each."""
-    values = per_level(bucket.numel * bucket.reduce.itemsize, sizes)
-    if bucket.hop1 is None:
-        return values
-    parts = [bucket.chunk * prod(sizes[:level]) for level in range(len(sizes))]
-    codes = [(s - 1) * bucket.hop1.codec.nbytes(n) for s, n in zip(sizes, parts, strict=True)]
-    coded = bucket.hop1.levels(route)
-    return codes[:coded] + values[coded:]
-
-
 def sent_in_a_step(
     buckets: Sequence[Bucket],
     fetches: Counter[int],
-    names: Sequence[str],
-    sizes: Sequence[int],
+    route: Any,
     replicas: int,
     placed: Placed,
     micro_steps: int,
     fixed_order: bool = False,
-    route: Any = None,
-) -> dict[str, tuple[int, int]]:
-    """The ledger of a step: for each communicator its calls, and the bytes that a rank sends.
-
-    The `route` is needed if something travels as codes.
-    """
+) -> dict[str, tuple[int, float]]:
+    """The ledger of a step: for each communicator its calls, and the bytes that a rank sends."""
     calls, sent = Counter[str](), Counter[str]()
 
-    def add(name: str, times: int, nbytes: int) -> None:
+    def add(name: str, times: int, nbytes: Any) -> None:
         if times and nbytes:
             calls[name] += times
             sent[name] += times * nbytes
 
-    inner = inner_products(sizes)
+    inner = inner_products(route.sizes)
     kept, late = inner.index(placed.params), inner.index(placed.grads)
     for bucket in buckets:
-        # Padded, in the dtype that travels.
-        full = gathered(bucket, sizes, route)
-        back = scattered(bucket, sizes, route)
-        chunk = bucket.numel // bucket.parts
-        for level, name in enumerate(names):
-            once = min(1, fetches[bucket.index])
-            add(f"gather {name}", once if level < kept else fetches[bucket.index], full[level])
+        full, back = report.gathered(bucket, route), report.scattered(bucket, route)
+        for i, level in enumerate(route.levels):
+            often = fetches[bucket.index]
+            add(f"gather {level.name}", min(1, often) if i < kept else often, full[i].nbytes)
             if bucket.trainable:
-                add(f"reduce {name}", 1 if level < late else micro_steps, back[level])
+                add(f"reduce {level.name}", 1 if i < late else micro_steps, back[i].nbytes)
         if not bucket.trainable or replicas == 1:
             continue
-        if isinstance(bucket.hop2, Codec):  # whole blocks for each replica
-            part = -(-chunk // bucket.hop2.block // replicas) * bucket.hop2.block
-            add("replicas", 2, (replicas - 1) * bucket.hop2.nbytes(part))
-        elif fixed_order:  # an exchange, then an all-gather, of parts that are rounded up
-            itemsize = (bucket.hop2 or bucket.reduce).itemsize
-            add("replicas", 2, (replicas - 1) * -(-chunk // replicas) * itemsize)
-        else:
-            itemsize = (bucket.hop2 or bucket.reduce).itemsize
-            add("replicas", 1, 2 * (replicas - 1) * chunk * itemsize // replicas)
+        mean, wire = report.averaged(bucket, replicas).nbytes, bucket.hop2_format
+        if fixed_order and isinstance(wire, torch.dtype):  # parts are rounded up
+            mean = 2 * (replicas - 1) * -(-bucket.chunk // replicas) * wire.itemsize
+        twice = fixed_order or isinstance(wire, Codec)  # an exchange, then an all-gather
+        add("replicas", 1 + twice, mean / (1 + twice))
     return {name: (count, sent[name]) for name, count in calls.items()}
 
 
