@@ -21,11 +21,9 @@ these the one with the fewest calls is behind. The first of the others names it 
 after `timeout_s` all do in their error.
 """
 
-import faulthandler
 import json
 import os
-import re
-import tempfile
+import sys
 import threading
 import time
 import traceback
@@ -33,6 +31,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from mics_fn import errors
@@ -345,21 +344,17 @@ def _lacks(counts: Mapping[str, Sequence[int]], group: str, number: int) -> bool
 def main_thread() -> tuple[str, list[str]]:
     """Where the main thread of this process is: in words, and its frames, the innermost first.
 
-    The main thread runs meanwhile: only faulthandler walks its frames without letting it go on.
+    It may run meanwhile, but not in the instant that it takes to walk a few frames.
     """
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        text = file.read().decode(errors="replace")
-    ident = threading.main_thread().ident or 0
-    own = re.search(rf"^\S.* 0x0*{ident:x}\b.*\n((?:  .*\n)*)", text, flags=re.MULTILINE)
-    stack = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', own[1] if own else "", re.MULTILINE)
-    stack = stack[:_FRAMES]
-    frames = [f"{os.path.basename(file)}:{line} in {name}" for file, line, name in stack]
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    stack = [(each.f_code, line) for each, line in islice(traceback.walk_stack(frame), _FRAMES)]
+    frames = [
+        f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}" for code, line in stack
+    ]
     users = [
         text
-        for (file, _, _), text in zip(stack, frames, strict=True)
-        if not any(other in file for other in _OTHERS) and file[:1] != "<"
+        for (code, _), text in zip(stack, frames, strict=True)
+        if not any(other in code.co_filename for other in _OTHERS) and code.co_filename[:1] != "<"
     ]
     inner = f"at {frames[0]}" if frames else "nowhere"
     return inner if users[:1] in ([], frames[:1]) else f"{inner}, called at {users[0]}", frames

@@ -1,8 +1,7 @@
 """`Monitor`: the threads that tell other ranks that this one lives, and find out which do not.
 
 [Note: signs of life] Each rank counts in the store, a few times per second, and reads the counts of
-a few other ranks; in a large job one rank of a host does so for all of them, see [Note: one writer
-per host] in `heartbeat`. A count that stands still for `heartbeat_s` is a rank that is silent:
+a few other ranks. A count that stands still for `heartbeat_s` is a rank that is silent:
 stopped, or cut off, or gone with its host. It is measured anew from each meeting on. How long it
 stands still is added up from the reader's own ticks, each of which adds no more than its length, so
 a process that was stopped itself, or whose interpreter was held, accuses nobody. With its count a
@@ -48,7 +47,7 @@ import torch.distributed as dist
 
 from mics_fn import _torch, checks, errors
 from mics_fn.faults import heartbeat
-from mics_fn.faults.heartbeat import BoundedStore, HostPage, StoreThread, count_of, heartbeat_of
+from mics_fn.faults.heartbeat import BoundedStore, StoreThread, heartbeat_of
 from mics_fn.faults.journal import Failure, Watcher, of_store, without_a_word
 from mics_fn.groups import Groups, GroupState, announce_all, end_aborts, never_destruct, read_launch
 from mics_fn.store import CHANGES, Store, StoreLost, claim, later, poll
@@ -99,7 +98,6 @@ launcher = Launcher()
 
 _PATIENCE_S = 0.5  # how long a rank that fails waits for the store
 _PARTING_S = 3.0  # the same of a rank that closes its groups; else it would look killed at its end
-_OWN_TURN = 16  # at every such tick a rank talks to the store, whoever writes for its host
 _DOUBT_S = 0.6  # after a connection was closed, ranks that are silent for this long may be gone
 
 
@@ -114,7 +112,7 @@ class Monitor:
         self._count = self._rank = 0
         self._since = 0  # the epoch from which on this process is a member; 0 before it has entered
         self._last, self._last_s = "", 0.0  # the sign of life that it wrote last, and when
-        self._changes = ""
+        self._changes = b""
         self._host: tuple[int | None, str] = None, ""  # of the store: the rank, and the address
         self._own = heartbeat.Process("", 0, "")
         self._stop, self._wake = Latch(), Bell()
@@ -122,8 +120,6 @@ class Monitor:
         self._waited_s = 0.0  # how long it has been at it
         self._said = 0.0  # when this rank last said that it failed
         self._reread = False  # whether the journals are to be read, whatever the news
-        self._page: Any = None  # of this host, in a large job
-        self._turn = 0
 
     # What groups call.
 
@@ -139,7 +135,7 @@ class Monitor:
         plain = isinstance(store, dist.Store)  # pyright: ignore[reportPrivateImportUsage]
         if plain and self._store is not None and store is not self._store:
             self._states.clear()  # groups of a torch.distributed that was shut down
-            self._store_thread, self._page, self._since = None, None, 0
+            self._store_thread, self._since = None, 0
         if self._store_thread is not None and self._store_thread.lost is not None:
             self._reconnect(self._store_thread)
         elif self._store_thread is None:
@@ -212,8 +208,6 @@ class Monitor:
         self._wake.ring()
         if self._store_thread is not None and self._store_thread.lost is None:
             self._store_thread.end_now(_PATIENCE_S)
-        if self._page is not None:
-            self._page.remove()
 
     # What a `Watcher` calls.
 
@@ -253,7 +247,7 @@ class Monitor:
     def _begin(self, store_thread: StoreThread) -> None:
         self._stop.set()  # of a thread that watched with a store that was lost
         self._peers, self._own = heartbeat.Peers(), heartbeat.Process.own()
-        self._stop, self._request, self._changes = Latch(), None, ""
+        self._stop, self._request, self._changes = Latch(), None, b""
         watch = partial(self._watch, self._stop, store_thread)
         start(threading.Thread(target=watch, name="mics_fn monitor", daemon=True))
 
@@ -267,11 +261,10 @@ class Monitor:
                 break
             self._iterate(store_thread, passed_s)
 
-    def _num_ranks(self) -> int:
-        return max((len(state.ranks) for state in list(self._states)), default=1)
-
     def _interval_s(self) -> float:
-        return heartbeat.interval_s(self._num_ranks())
+        return heartbeat.interval_s(
+            max((len(state.ranks) for state in list(self._states)), default=1)
+        )
 
     def _iterate(self, store_thread: StoreThread, passed_s: float) -> None:
         """Check all ranks once for failures."""
@@ -360,50 +353,22 @@ class Monitor:
 
     def _exchange(self, store: Any) -> dict[int, str]:
         """Write this rank's sign of life and read what others wrote; returns their signs."""
-        found, counts = dict[int, str](), self._counts_of_host(store)
-        self._turn += 1
-        if counts and min(counts) < self._rank and self._turn % _OWN_TURN:
-            self._last_s, changes = time.monotonic(), self._page.changes
-        else:
-            changes, found = self._exchange_for(store, counts)
-        reread, self._reread = self._reread, False
-        new = reread or changes != self._changes
-        for watch in list(self._states.values()):
-            watch.read(store, changed=new)
-        self._changes = changes
-        return found
-
-    def _counts_of_host(self, store: Any) -> dict[int, int]:
-        """The counts of the ranks of this host that live; none in a small job."""
-        if self._page is None and self._num_ranks() > heartbeat.WRITERS_PER_TICK:
-            self._page = HostPage(store, self._rank)
-        return {} if self._page is None else self._page.count()
-
-    def _exchange_for(self, store: Any, counts: Mapping[int, int]) -> tuple[str, dict[int, str]]:
-        """Write signs of life, of others on this host too; returns the news and others' signs."""
         self._write_heartbeat(store)
-        others = dict.fromkeys(counts)
+        others = dict[int, None]()
         for state in list(self._states):
             others.update(dict.fromkeys(heartbeat.followed(state.rank, state.ranks)))
         known = [rank for rank in others if rank != self._rank]
-        counted, new = [], any(rank not in self._peers for rank in known)
-        if counts:
-            keys, counted, new = map(count_of, counts), known, True
-            store.multi_set([*keys], [f"{count}" for count in counts.values()])
-        if new and not store.check([*map(heartbeat_of, known), *map(count_of, counted)]):
+        new = any(rank not in self._peers for rank in known)
+        if new and not store.check([*map(heartbeat_of, known)]):
             known = [rank for rank in known if store.check([heartbeat_of(rank)])]
-            counted = [rank for rank in known if counts and store.check([count_of(rank)])]
         if not self._changes:
             store.add(CHANGES, 0)
-        keys = [CHANGES, *map(heartbeat_of, known), *map(count_of, counted)]
-        changes, *said = store.multi_get(keys)
-        found = {rank: x.decode() for rank, x in zip(known, said, strict=False)}
-        for rank, count in zip(counted, said[len(known) :], strict=True):
-            since, own, rest = found[rank].split(" ", 2)
-            found[rank] = f"{since} {own}+{count.decode()} {rest}"  # it lives if one of them moves
-        if counts:
-            self._page.changes = changes.decode()
-        return changes.decode(), found
+        changes, *said = store.multi_get([CHANGES, *map(heartbeat_of, known)])
+        reread, self._reread = self._reread, False
+        for watch in list(self._states.values()):
+            watch.read(store, changed=reread or changes != self._changes)
+        self._changes = changes
+        return {rank: text.decode() for rank, text in zip(known, said, strict=False)}
 
 
 monitor = Monitor()  # of this process

@@ -63,7 +63,7 @@ _ATTEMPTS = 5  # to make groups, as ranks may be lost while others make them
 # A process that takes the place of a rank that was lost, while the other ranks still hold
 # theirs.
 
-_SIGN_S = 3.0  # in which a rank that lives writes signs of life, in a job of up to 256
+_SIGN_S = 3.0  # in which a rank that lives writes signs of life; longer where these are rare
 _LOOKED_AT = 64  # how many ranks are looked at, at least
 
 
@@ -117,12 +117,12 @@ def some_rank_lives(store: Any, rank: int, world_size: int) -> bool:
     """
     others = range(0, world_size, max(1, world_size // _LOOKED_AT))
     known = [other for other in others if other != rank]
-    keys = [key(other) for key in (heartbeat_of, heartbeat.count_of) for other in known]
+    keys = [heartbeat_of(other) for other in known]
 
     def heartbeats() -> list[bytes]:
         return [store.get(key) for key in keys if store.check([key])]
 
-    first, limit_s = heartbeats(), _SIGN_S * max(1.0, world_size / 256)
+    first, limit_s = heartbeats(), max(_SIGN_S, heartbeat.least_s(world_size))
     return poll(lambda: heartbeats() != first, 1, time.monotonic() + limit_s)
 
 

@@ -92,11 +92,4 @@ PLANTED = [
         "]",
         "faults/test_reports.py -k earlier_process",
     ),
-    (
-        "nobody takes the place of a rank that wrote for its host",
-        "faults/heartbeat.py",
-        "deque(maxlen=3)",
-        "deque()",
-        "faults/test_shared_writer.py -k counts_no_more",
-    ),
 ]
