@@ -117,6 +117,13 @@ def poll(
 
 CHANGES = "mics_fn/news"  # the key of a counter of all that ranks write for each other
 LEFT = "left its groups by an error"  # of a rank that the others have heard of
+
+
+def departure_of(key: str, rank: int | None) -> str:
+    """The key under which a rank writes that it makes no more calls on some groups."""
+    return f"{key}/gone/{rank}"
+
+
 Call = tuple[str, str, Hashable, int]  # the verb, what it does, to what, and the bytes
 
 

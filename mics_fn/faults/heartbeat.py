@@ -126,8 +126,6 @@ class BoundedStore:
 
     Args:
       thread: makes them.
-      store: the store they go to, if it is not a plain store, to which the store thread connects by
-        itself.
       patience_s: how long each call may take.
       failed: makes an error of the store that is lost.
       since: the epoch from which on this process is a member.
@@ -136,14 +134,12 @@ class BoundedStore:
     def __init__(
         self,
         thread: StoreThread,
-        store: Any,
         patience_s: float,
         failed: Callable[..., Exception],
         since: int = 1,
     ) -> None:
-        plain = isinstance(store, dist.Store)  # pyright: ignore[reportPrivateImportUsage]
-        self._thread, self._store = thread, None if plain else store
-        self._patience_s, self._failed, self.since = patience_s, failed, since
+        self._thread, self._patience_s, self._failed = thread, patience_s, failed
+        self.since = since
 
     set, get, check = _asked("set"), _asked("get"), _asked("check")
     delete_key, list_keys = _asked("delete_key"), _asked("list_keys")
@@ -161,11 +157,11 @@ class BoundedStore:
 
     def claim(self, key: str, text: str) -> None:
         """Write an entry of this rank, unless a later process of it has written there."""
-        self._ask(self._thread.ask(lambda own: claim(self._store or own, key, self.since, text)))
+        self._ask(self._thread.ask(lambda own: claim(own, key, self.since, text)))
 
     def later(self, name: str, *args: Any) -> Job:
         """Queue a call without waiting for its result."""
-        return self._thread.ask(lambda own: getattr(self._store or own, name)(*args))
+        return self._thread.ask(lambda own: getattr(own, name)(*args))
 
     def _ask(self, job: Job) -> Any:
         try:
@@ -176,7 +172,6 @@ class BoundedStore:
 
 # Signs of life of another rank: what it wrote last, and its process if that is on this host.
 
-PARKED = "closed"  # what a rank writes none of whose groups are open
 _TICK_S = 0.25
 # One store serves all ranks: at 4,096 signs per second it takes 15 % of a core, so the more ranks
 # there are beyond that, the more seldom each of them writes.
@@ -260,7 +255,7 @@ def heartbeat_of(rank: int) -> str:
 
 def name_in(heartbeat: str) -> str:
     """The name of the process that wrote a sign of life; "" if there is none."""
-    return heartbeat.split(" ", 3)[3] if heartbeat else ""
+    return heartbeat.split(" ", 2)[2] if heartbeat else ""
 
 
 def register(store: Any, key: str, name: str) -> tuple[int, str]:
@@ -279,7 +274,7 @@ def register(store: Any, key: str, name: str) -> tuple[int, str]:
         since, other = int(before.partition(" ")[0] or 1), name_in(before)
         if other not in ("", name):
             since = max(since, store.add(EPOCH, 0)) + 1
-        mine = f"{since} 0 {PARKED} {name}"
+        mine = f"{since} 0 {name}"
         if store.compare_set(key, before, mine).decode() == mine:
             return since, "" if other == name else other
 
@@ -292,24 +287,18 @@ class Peer:
         self.since = 0  # the epoch from which on its process is a member
         self.process: Process | None = None  # if it is on this host
         self.silent_s = 0.0
+        self.count = 0  # of its signs of life; a process that comes back begins them in `reset`
         self.dead = False
-        self.parked = True  # whether none of its groups are open, as far as is known
 
     def observe(self, heartbeat: str, own: Process, interval_s: float) -> None:
         """Take note of what it wrote, read at least a tick after the last time."""
         if heartbeat == self.heartbeat or not heartbeat:
             self.silent_s += interval_s
             return
-        since, _, status, host, pid, started = heartbeat.split(" ")
+        since, count, host, pid, started = heartbeat.split(" ")
         self.process = Process(host, int(pid), started) if host and host == own.host else None
         self.heartbeat, self.silent_s, self.since = heartbeat, 0.0, int(since)
-        self.parked, self.dead = status == PARKED, False
-
-    def parts(self, heartbeat: str) -> None:
-        """Take note of what it wrote last, once its process has ended."""
-        since, _, status, _ = heartbeat.split(" ", 3)
-        if int(since) == self.since:
-            self.parked = status == PARKED
+        self.count, self.dead = int(count), False
 
     def is_silent(self, limit_s: float) -> bool:
         """Whether it has failed; one that waits for a processor is given twice the time."""
@@ -330,8 +319,8 @@ class Peers(dict[int, Peer]):
         return ended
 
     def dead(self, ranks: Iterable[int]) -> list[int]:
-        """Those of these ranks that are gone, and had not closed their groups before."""
-        return [x for x in ranks if x in self and self[x].dead and not self[x].parked]
+        """Those of these ranks that are gone."""
+        return [rank for rank in ranks if rank in self and self[rank].dead]
 
     def anew(self, members: Mapping[int, int | None]) -> list[int]:
         """Measure signs of life anew, as these ranks meet: silence before it means nothing.
@@ -341,12 +330,12 @@ class Peers(dict[int, Peer]):
             heard of.
 
         Returns:
-          Those of them whose process was seen to end, with open groups.
+          Those of them whose process was seen to end.
         """
         dead = []
         for rank, since in members.items():
             peer = self.get(rank, Peer())
-            ended = peer.process is not None and peer.process.has_ended() and not peer.parked
+            ended = peer.process is not None and peer.process.has_ended()
             if ended and since in (None, peer.since):
                 dead.append(rank)
             elif not ended:
@@ -354,6 +343,5 @@ class Peers(dict[int, Peer]):
         return dead
 
     def silent(self, ranks: Iterable[int], limit_s: float) -> list[int]:
-        """Those of these ranks with open groups that gave no sign for so long."""
-        known = [rank for rank in ranks if rank in self and not self[rank].parked]
-        return [rank for rank in known if self[rank].silent_s > limit_s]
+        """Those of these ranks that gave no sign for so long."""
+        return [rank for rank in ranks if rank in self and self[rank].silent_s > limit_s]

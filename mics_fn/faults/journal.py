@@ -39,7 +39,7 @@ from mics_fn.errors import CollectiveError, MicsError
 from mics_fn.faults.heartbeat import interval_s
 from mics_fn.groups import GroupState, Meeting, Watch
 from mics_fn.spans import LOG
-from mics_fn.store import CHANGES, Replaced, Store, StoreLost, Stuck, call_text
+from mics_fn.store import CHANGES, Replaced, Store, StoreLost, Stuck, call_text, departure_of
 
 # What ranks tell each other of an error.
 
@@ -591,8 +591,9 @@ class Watcher(Watch):
                 self.say(overdue, store)
 
     def say(self, failure: Failure, store: Any) -> None:
-        """Tell all ranks of a failure that this one has found."""
-        self.journal.say(store, failure)
+        """Tell all ranks of a failure that this one has found, unless that rank left in order."""
+        if not store.check([departure_of(self.state.key, failure.rank)]):
+            self.journal.say(store, failure)
         self.state.standing = self.journal.standing
 
     def _overdue(self, store: Any) -> Failure | None:

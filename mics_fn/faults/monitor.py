@@ -8,13 +8,13 @@ a process that was stopped itself, or whose interpreter was held, accuses nobody
 rank writes which process it is. Those on its host see at their next tick that it is gone, so a rank
 that is killed is named before the others know more than that some connection was closed. Nobody
 else calls a rank killed, however silent it is. One that closes its groups writes that before it may
-end, so whoever sees that a process is gone reads what it wrote last before it accuses that rank.
+end, see [Note: ranks that have left] in `order`, so whoever accuses a rank looks for that first.
 Who finds a failure writes it into the journal of each groups that the rank is in, see [Note: the
 journal] in `journal`, and all ranks read it at their next tick.
 
 Two threads do this. The store thread talks to the store, and may be stuck in it. The other one
 ticks, and finds out that the store thread is stuck: then the store, or the rank that holds it, has
-failed. They run while some groups of more than one rank are open in this process.
+failed. They run from the first groups of more than one rank on, to the end of the process.
 
 [Note: outlived] A launcher that is killed cannot end its ranks, and they would train on, with
 nobody to stop them or to start them again. So each rank notices at a tick of its monitor that its
@@ -40,10 +40,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
+from queue import Empty, SimpleQueue
 from types import FrameType, TracebackType
 from typing import Any, cast
-
-import torch.distributed as dist
 
 from mics_fn import _torch, checks, errors
 from mics_fn.faults import heartbeat
@@ -51,7 +50,7 @@ from mics_fn.faults.heartbeat import BoundedStore, StoreThread, heartbeat_of
 from mics_fn.faults.journal import Failure, Watcher, of_store, without_a_word
 from mics_fn.groups import Groups, GroupState, announce_all, end_aborts, never_destruct, read_launch
 from mics_fn.store import CHANGES, Store, StoreLost, claim, later, poll
-from mics_fn.threads import Bell, Job, Latch, start
+from mics_fn.threads import Job, Latch, start
 
 # The launcher of this process, and what becomes of a rank that has outlived it.
 
@@ -97,7 +96,6 @@ class Launcher:
 launcher = Launcher()
 
 _PATIENCE_S = 0.5  # how long a rank that fails waits for the store
-_PARTING_S = 3.0  # the same of a rank that closes its groups; else it would look killed at its end
 _DOUBT_S = 0.6  # after a connection was closed, ranks that are silent for this long may be gone
 
 
@@ -113,9 +111,8 @@ class Monitor:
         self._since = 0  # the epoch from which on this process is a member; 0 before it has entered
         self._last, self._last_s = "", 0.0  # the sign of life that it wrote last, and when
         self._changes = b""
-        self._host: tuple[int | None, str] = None, ""  # of the store: the rank, and the address
         self._own = heartbeat.Process("", 0, "")
-        self._stop, self._wake = Latch(), Bell()
+        self._stop, self._wake = Latch(), SimpleQueue[None]()
         self._request: Job | None = None  # the tick that the store thread is at
         self._waited_s = 0.0  # how long it has been at it
         self._said = 0.0  # when this rank last said that it failed
@@ -132,27 +129,24 @@ class Monitor:
           waits: whether ranks that are gone may come back.
         """
         store = _torch.default_store()
-        plain = isinstance(store, dist.Store)  # pyright: ignore[reportPrivateImportUsage]
-        if plain and self._store is not None and store is not self._store:
-            self._states.clear()  # groups of a torch.distributed that was shut down
-            self._store_thread, self._since = None, 0
-        if self._store_thread is not None and self._store_thread.lost is not None:
-            self._reconnect(self._store_thread)
-        elif self._store_thread is None:
-            self._store_thread, self._store = StoreThread(store), store if plain else None
-            self._store_thread.before = self._confirm
-            self._begin(self._store_thread)
-        elif not self._states:
-            self._begin(self._store_thread)
-        self._rank, self._host = state.rank, _torch.store_host(store)
+        thread = self._store_thread
+        if thread is None or store is not self._store:  # of a torch.distributed that is new
+            self._states.clear()
+            self._store, self._since = store, 0
+            self._store_thread = thread = StoreThread(store)
+            thread.before = self._confirm
+            self._begin(thread)
+        elif thread.lost is not None:
+            self._reconnect(thread)
+        self._rank = state.rank
         state.standing = {} if waits else self._ended_of(dict.fromkeys(state.ranks))
         state.watch = self._states[state] = Watcher(state, self)
         failed = partial(self._store_failed, state)
         try:  # to connect may take long, as it looks for names of hosts
-            self._store_thread.answer(self._store_thread.ask(self._write_heartbeat), timeout_s)
+            thread.answer(thread.ask(self._write_heartbeat), timeout_s)
         except StoreLost as lost:
             raise failed(lost) from None
-        return BoundedStore(self._store_thread, store, timeout_s, failed, self._since)
+        return BoundedStore(thread, timeout_s, failed, self._since)
 
     def check_store(self, state: GroupState) -> None:
         """Raise PeerFailed if the store is gone, without which these ranks cannot meet.
@@ -183,7 +177,7 @@ class Monitor:
         state.standing = self._ended_of(dict.fromkeys(state.ranks, 1) | {**state.members})
         for failure in state.standing.values():
             self._ask(partial(self._states[state].say, failure))
-        self._wake.ring()
+        self._wake.put(None)
 
     def _ended_of(self, members: Mapping[int, int | None]) -> dict[int | None, Failure]:
         """The failures of those that have ended, of ranks which meet; see `Peers.anew`."""
@@ -191,21 +185,17 @@ class Monitor:
 
     def close(self, state: GroupState) -> None:
         """Stop watching for these groups, which this rank has closed."""
-        if self._states.pop(state, None) is None or self._states:
-            return
-        self._stop.set()
-        self._wake.ring()
-        self.bounded(partial(self._write_heartbeat, status=heartbeat.PARKED), None, _PARTING_S)
+        self._states.pop(state, None)
 
     def linger(self) -> None:
         """Keep the store open for a moment, if this rank hosts it, for others to read."""
-        if self._said and self._host[0] == self._rank:
+        if self._said and _torch.store_host(self._store)[0] == self._rank:
             time.sleep(max(0.0, self._said + 2 * self._interval_s() - time.monotonic()))
 
     def end(self) -> None:
         """Stop the threads at exit: Python must not meet one that returns from C++."""
         self._stop.set()
-        self._wake.ring()
+        self._wake.put(None)
         if self._store_thread is not None and self._store_thread.lost is None:
             self._store_thread.end_now(_PATIENCE_S)
 
@@ -219,28 +209,31 @@ class Monitor:
     def listen(self, ranks: Sequence[int]) -> bool:
         """Have the next tick at once; whether some rank may be found silent, for `explained`."""
         self._reread = True
-        self._wake.ring()
+        self._wake.put(None)
         return bool(self._peers.silent(ranks, _DOUBT_S))
 
     def _ask(self, call: Callable[[Any], Any]) -> None:
         if self._store_thread is not None:
             self._store_thread.ask(call)
 
-    def bounded(self, call: Any, default: Any, patience_s: float = _PATIENCE_S) -> Any:
+    def bounded(self, call: Any, default: Any) -> Any:
         """What the store thread answers, or a default if it does not in time."""
         store_thread = self._store_thread
         if store_thread is None:
             return default
         try:
-            return store_thread.answer(store_thread.ask(call), patience_s)
+            return store_thread.answer(store_thread.ask(call), _PATIENCE_S)
         except Exception:
             return default
 
     def _store_failed(self, state: GroupState, lost: StoreLost) -> errors.PeerFailed:
         """The error of a call to the store that has no end."""
-        error = of_store(self._rank, *self._host, lost).error("its store")
+        error = self._failure_of(lost).error("its store")
         state.fail(error)
         return error
+
+    def _failure_of(self, lost: StoreLost) -> Failure:
+        return of_store(self._rank, *_torch.store_host(self._store), lost)
 
     # The threads.
 
@@ -254,7 +247,8 @@ class Monitor:
     def _watch(self, stop: Latch, store_thread: StoreThread) -> None:
         last = time.monotonic()
         while not stop.is_set():
-            self._wake.wait(self._interval_s())
+            with suppress(Empty):
+                self._wake.get(timeout=self._interval_s())
             now = time.monotonic()
             passed_s, last = min(now - last, self._interval_s()), now
             if stop.is_set():
@@ -277,15 +271,14 @@ class Monitor:
         for watch in list(self._states.values()):
             watch.pass_time(passed_s)
         if store_thread.lost is not None:
-            self._all_fail(of_store(self._rank, *self._host, store_thread.lost))
+            self._all_fail(self._failure_of(store_thread.lost))
         elif request is None or request.done.is_set():
             if request is not None and request.error is None:
                 self._judge(request.value, passed_s)
             self._waited_s = 0.0
             self._request = store_thread.ask(self._exchange)
-        dead = self._peers.ended()
-        if dead:
-            store_thread.ask(partial(self._ended, dead))
+        for rank in self._peers.ended():
+            self._accuse(rank, "killed")
 
     def _judge(self, heartbeats: dict[int, str], passed_s: float) -> None:
         """Find the ranks that are silent."""
@@ -294,8 +287,7 @@ class Monitor:
             peer.observe(said, self._own, passed_s)
             self._find_replaced(rank, peer.since)
             limits = [state.heartbeat_s for state in list(self._states) if rank in state.ranks]
-            excused = peer.parked or peer.dead or not limits
-            if not excused and peer.is_silent(min(limits)):
+            if limits and peer.count and not peer.dead and peer.is_silent(min(limits)):
                 peer.dead = True
                 self._accuse(rank, "silent")
 
@@ -308,14 +300,12 @@ class Monitor:
 
     def _accuse(self, rank: int, kind: str) -> None:
         """Say that a rank has failed, in the journals of all groups that its process is in."""
-        failure, peer = without_a_word(rank, kind), self._peers[rank]
+        failure, since = without_a_word(rank, kind), self._peers[rank].since
         for state, watch in list(self._states.items()):
-            if rank not in state.ranks or (peer.parked and state.key):
-                continue
-            if not state.key:  # groups that are still to be made
+            if rank in state.ranks and not state.key:  # groups that are still to be made
                 state.standing = {**state.standing, rank: failure}
-            elif state.members.get(rank, 1) <= peer.since:  # else a later process is in these
-                self._ask(partial(watch.say, failure))
+            elif rank in state.ranks and state.members.get(rank, 1) <= since:
+                self._ask(partial(watch.say, failure))  # else a later process is in these
 
     def _all_fail(self, failure: Failure) -> None:
         for state in list(self._states):
@@ -326,30 +316,19 @@ class Monitor:
 
     # On the store thread's thread.
 
-    def _ended(self, ranks: Sequence[int], store: Any) -> None:
-        """Report ranks whose processes ended before they closed their groups.
-
-        Those that left in order come last, as they may have done so because of the others.
-        """
-        for rank in ranks:
-            self._peers[rank].parts(store.get(heartbeat_of(rank)).decode())
-        for rank in sorted(ranks, key=lambda rank: self._peers[rank].parked):
-            self._accuse(rank, "killed")
-
-    def _write_heartbeat(self, store: Any, status: str = "open") -> None:
+    def _write_heartbeat(self, store: Any) -> None:
         """Write a sign of life; raises `Replaced` if another process has this one's place."""
         key, name = heartbeat_of(self._rank), self._own.name
         if not self._since:
             self._since, _ = heartbeat.register(store, key, name)
         self._count += 1
-        text = f"{self._count} {status} {name}"
-        self._last = claim(store, key, self._since, text, self._last)
+        self._last = claim(store, key, self._since, f"{self._count} {name}", self._last)
         self._last_s = time.monotonic()
 
     def _confirm(self, store: Any) -> None:
         """Confirm that this process is its rank, before it writes after it may have been frozen."""
         if self._last and time.monotonic() - self._last_s > 2 * self._interval_s():
-            self._write_heartbeat(store, self._last.split(" ")[2])
+            self._write_heartbeat(store)
 
     def _exchange(self, store: Any) -> dict[int, str]:
         """Write this rank's sign of life and read what others wrote; returns their signs."""

@@ -81,6 +81,7 @@ from mics_fn.store import (
     Channel,
     Stuck,
     call_text,
+    departure_of,
     later,
     poll,
     value_of,
@@ -468,7 +469,7 @@ class JobChannel(Channel):
         self._ordered.clear()  # these refer to the channel, and it to them
         self.calls.clear()
         with suppress(errors.MicsError, RuntimeError):  # the store is gone, with all that is in it
-            self.store.set(f"{self._departures}/{self.rank}", json.dumps([how, counts]))
+            self.store.set(departure_of(self.key, self.rank), json.dumps([how, counts]))
             if self.store.add(self._departures, 1) == self.job_size:
                 self._tidy = self._delete_all
             else:
@@ -498,7 +499,7 @@ class JobChannel(Channel):
 
     def _without(self, call: Stuck) -> errors.GroupsError | None:
         for rank in call.ranks:
-            key = f"{self._departures}/{rank}"
+            key = departure_of(self.key, rank)
             if rank not in self._departed and (text := value_of(self.store, key)):
                 self._departed[rank] = json.loads(text)
             how, counts = self._departed.get(rank, (LEFT, {}))

@@ -146,12 +146,12 @@ def entering(
     def others_live(start: int) -> bool:
         other = StoreThread(_torch.default_part(part_of_start(store, start)))
         try:
-            return some_rank_lives(BoundedStore(other, None, timeout_s, lost), rank, world_size)
+            return some_rank_lives(BoundedStore(other, timeout_s, lost), rank, world_size)
         finally:
             other.end()
 
     store_thread = StoreThread(store)
-    served = BoundedStore(store_thread, store, timeout_s, lost)
+    served = BoundedStore(store_thread, timeout_s, lost)
     try:
         start = rejoining.join(served, rank, world_size, others_live)
         if start is not None:

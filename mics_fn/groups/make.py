@@ -129,10 +129,10 @@ def make_groups(
         the host raises after it; on accelerators it is the limit of the backend's watchdog, which
         ends the process. The slowest rank may load data or write files for that long.
       heartbeat_s: a rank that gives no sign of life for so many seconds has failed, and the others
-        raise PeerFailed; at least 0.75, twice that beyond 128 ranks, and more beyond 128 hosts.
-        None takes 10 where a person is at a prompt, else 60, or more beyond 5,000 hosts. A rank may
-        hold its interpreter for almost as long, as some loaders and compilers do. Below 15 names of
-        hosts must be found fast: the store of torch looks for that of each rank that connects.
+        raise PeerFailed; at least 0.75, and more beyond 1,024 ranks. None takes 10 where a person
+        is at a prompt, else 60. A rank may hold its interpreter for almost as long, as some loaders
+        and compilers do. Below 15 names of hosts must be found fast: the store of torch looks for
+        that of each rank that connects.
       mean_over: number of ranks that gradients are averaged over; None takes those of these groups.
         Expert leaves live on fewer ranks than there are losses: their gradient on a rank is a sum
         over tokens that other ranks sent, while the loss is a mean over all data-parallel ranks.

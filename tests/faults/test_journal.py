@@ -16,7 +16,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from mics_fn.errors import PeerFailed, PlanError
 from mics_fn.faults import heartbeat, monitor
-from mics_fn.faults.heartbeat import PARKED, Peer, Peers, Process
+from mics_fn.faults.heartbeat import Peer, Peers, Process
 from mics_fn.faults.journal import Failure, Journal, Watcher
 from mics_fn.groups import GroupState, communicator
 from mics_fn.store import Calls, Stuck
@@ -116,8 +116,8 @@ def test_a_wait_is_in_vain_if_a_rank_has_not_issued_its_part():
     assert Failure(1, "killed", "").lacks([], (), made=False)
 
 
-def sign(number: int, state: str = "open", process: Process | None = None, since: int = 1) -> str:
-    return f"{since} {number} {state} {(process or Process.own()).name}"
+def sign(number: int, process: Process | None = None, since: int = 1) -> str:
+    return f"{since} {number} {(process or Process.own()).name}"
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_silence_is_added_up_from_the_ticks_of_the_reader(host: str, most_s: flo
     for _ in range(7):
         peer.observe(sign(1), reader, 0.25)
     assert (peer.silent_s, peer.is_silent(most_s), peer.is_silent(0.8)) == (1.75, False, True)
-    peer.observe(sign(2, PARKED), reader, 0.25)
-    assert (peer.silent_s, peer.parked) == (0.0, True)
+    peer.observe(sign(2), reader, 0.25)
+    assert (peer.silent_s, peer.count) == (0.0, 2)
 
 
 def test_silence_before_a_meeting_is_forgotten_and_the_end_of_a_process_is_not():

@@ -24,7 +24,7 @@ VERB = "reset"
 def new_store() -> Iterator[BoundedStore]:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     thread = StoreThread(store)
-    yield BoundedStore(thread, store, 5.0, lambda lost: lost)
+    yield BoundedStore(thread, 5.0, lambda lost: lost)
     thread.end()
 
 
