@@ -318,10 +318,6 @@ class Peers(dict[int, Peer]):
                 ended.append(rank)
         return ended
 
-    def dead(self, ranks: Iterable[int]) -> list[int]:
-        """Those of these ranks that are gone."""
-        return [rank for rank in ranks if rank in self and self[rank].dead]
-
     def anew(self, members: Mapping[int, int | None]) -> list[int]:
         """Measure signs of life anew, as these ranks meet: silence before it means nothing.
 

@@ -168,10 +168,6 @@ class Monitor:
             if watch.announced is not None and state.key:
                 store_thread.ask(partial(watch.journal.say, failure=watch.announced))
 
-    def dead(self, ranks: Sequence[int]) -> list[int]:
-        """Return the ranks whose processes have ended and were not replaced."""
-        return self._peers.dead(ranks)
-
     def begin(self, state: GroupState) -> None:
         """Begin to read the journal of groups, once all ranks have met."""
         state.standing = self._ended_of(dict.fromkeys(state.ranks, 1) | {**state.members})
