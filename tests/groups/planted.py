@@ -67,8 +67,8 @@ PLANTED = [
     (
         "a rank that is in no call is never behind",
         "faults/journal.py",
-        "return group in counts and counts[group][1] < number",
-        "return False",
+        "if said and not (others or ranks) else None",
+        "if False else None",
         "faults/test_peers.py -k makes_no_call",
     ),
     (
