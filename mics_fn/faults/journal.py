@@ -482,12 +482,9 @@ class Watcher(Watch):
             if failure is not None:
                 error = self.first(failure).error(str(error).partition("\n")[0])
                 break
-            closing = None if call is None else state.channel.closed(call)
-            if closing is not None:
-                error = closing
-                break
             silent, now = wait and self._monitor.listen(state.ranks), time.monotonic()
             if now > deadline and not (silent and now < began + state.heartbeat_s + _LEARN_S):
+                error = (None if call is None else state.channel.without(call)) or error
                 break
             time.sleep(0.02)
         return self.state.finish(error)

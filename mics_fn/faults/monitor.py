@@ -41,10 +41,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from queue import Empty, SimpleQueue
-from types import FrameType, TracebackType
-from typing import Any, cast
+from types import FrameType
+from typing import Any
 
-from mics_fn import _torch, checks, errors
+from mics_fn import _torch, errors
 from mics_fn.faults import heartbeat
 from mics_fn.faults.heartbeat import BoundedStore, StoreThread, heartbeat_of
 from mics_fn.faults.journal import Failure, Watcher, of_store, without_a_word
@@ -60,18 +60,13 @@ def was_launched(env: Mapping[str, str]) -> bool:
 
     Ranks that a shell has started have the variables of torchrun, too, but no run of it.
 
-    >>> was_launched({"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"})
-    True
-    >>> was_launched({"RANK": "0", "WORLD_SIZE": "2"}), was_launched({})
-    (False, False)
+    >>> was_launched({"TORCHELASTIC_RUN_ID": "none"}), was_launched({})
+    (True, False)
     """
-    if "TORCHELASTIC_RUN_ID" in env:
-        return True
-    try:
+    with suppress(errors.GroupsError):  # of variables that are missing
         launch = read_launch(env)
-    except errors.GroupsError:
-        return False
-    return launch is not None and launch.source != "torchrun"
+        return "TORCHELASTIC_RUN_ID" in env or (launch is not None and launch.source != "torchrun")
+    return False
 
 
 class Launcher:
@@ -153,12 +148,12 @@ class Monitor:
 
         If it only gave no answer, what it could not be told is said again.
         """
-        lost = None if self._store_thread is None else self._store_thread.lost
-        if self._store_thread is None or lost is None or len(state.ranks) == 1:
+        thread = self._store_thread
+        if thread is None or thread.lost is None or len(state.ranks) == 1:
             return
-        if not lost.silent:
-            raise self._store_failed(state, lost)
-        self._reconnect(self._store_thread)
+        if not thread.lost.silent:
+            raise self._store_failed(state, thread.lost)
+        self._reconnect(thread)
 
     def _reconnect(self, store_thread: StoreThread) -> None:
         """Reconnect to a store, and repeat the messages that it may have lost."""
@@ -274,34 +269,30 @@ class Monitor:
             self._waited_s = 0.0
             self._request = store_thread.ask(self._exchange)
         for rank in self._peers.ended():
-            self._accuse(rank, "killed")
+            self._accuse(rank, "killed", self._peers[rank].since)
 
     def _judge(self, heartbeats: dict[int, str], passed_s: float) -> None:
         """Find the ranks that are silent."""
         for rank, said in heartbeats.items():
             peer = self._peers.setdefault(rank, heartbeat.Peer())
             peer.observe(said, self._own, passed_s)
-            self._find_replaced(rank, peer.since)
+            self._accuse(rank, "killed", peer.since - 1)  # an earlier process of it
             limits = [state.heartbeat_s for state in list(self._states) if rank in state.ranks]
             if limits and peer.count and not peer.dead and peer.is_silent(min(limits)):
                 peer.dead = True
-                self._accuse(rank, "silent")
+                self._accuse(rank, "silent", peer.since)
 
-    def _find_replaced(self, rank: int, since: int) -> None:
-        """Say of groups with an earlier process of a rank that this one is gone."""
+    def _accuse(self, rank: int, kind: str, until: int) -> None:
+        """Say that the process that a rank had until an epoch has failed, in all of its groups."""
+        failure, last = without_a_word(rank, kind), self._peers[rank].since
         for state, watch in list(self._states.items()):
-            earlier = rank in state.ranks and state.members.get(rank, 1) < since
-            if state.key and earlier and rank not in state.standing:
-                self._ask(partial(watch.say, without_a_word(rank, "killed")))
-
-    def _accuse(self, rank: int, kind: str) -> None:
-        """Say that a rank has failed, in the journals of all groups that its process is in."""
-        failure, since = without_a_word(rank, kind), self._peers[rank].since
-        for state, watch in list(self._states.items()):
-            if rank in state.ranks and not state.key:  # groups that are still to be made
+            known = state.standing.get(rank)
+            if rank not in state.ranks or (known is not None and known.final):
+                continue
+            if state.key and state.members.get(rank, 1) <= until:
+                self._ask(partial(watch.say, failure))
+            elif not state.key and until == last:  # groups that are still to be made
                 state.standing = {**state.standing, rank: failure}
-            elif rank in state.ranks and state.members.get(rank, 1) <= since:
-                self._ask(partial(watch.say, failure))  # else a later process is in these
 
     def _all_fail(self, failure: Failure) -> None:
         for state in list(self._states):
@@ -376,12 +367,12 @@ def limit_s(given: float | None, ranks: int) -> float:
     Raises:
       PlanError: so few would take ranks for lost that are well.
     """
-    interval_s, least = heartbeat.interval_s(ranks), heartbeat.least_s(ranks)
+    least = heartbeat.least_s(ranks)
+    if given is not None and given < least:
+        text = f"make_groups: heartbeat_s={given!r} would take ranks for lost that are well"
+        every = f"signs of life come every {heartbeat.interval_s(ranks):g} s"
+        raise errors.PlanError(text, fix=f"pass at least {least:g}, as {every}")
     if given is not None:
-        if given < least:
-            text = f"make_groups: heartbeat_s={given!r} would take ranks for lost that are well"
-            lines = [f"signs of life come every {interval_s:g} s"]
-            raise errors.PlanError(text, lines, f"pass at least {least:g}")
         return given
     usual = 10.0 if hasattr(sys, "ps1") or _shell() is not None else 60.0
     return max(usual, least)
@@ -436,8 +427,6 @@ def _at_exit() -> None:
 
 _SIGNALS = (signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
 
-_NEVER_HANDLED = {getattr(signal, name, None) for name in ("SIGKILL", "SIGSTOP")}
-
 
 class StopRequest:
     """A block in which signals do not end this process, but all ranks after the same step.
@@ -451,7 +440,7 @@ class StopRequest:
       bytes to the store, and reads those of the others.
 
     Raises:
-      PlanError: one of `signals` is not a signal that a process can handle.
+      ValueError, OSError: one of `signals` is not a signal that a process can handle.
 
     Example:
       >>> with make_groups(1) as groups, StopRequest(groups) as stop:
@@ -465,14 +454,8 @@ class StopRequest:
     """
 
     def __init__(self, groups: Groups, signals: Iterable[int] = _SIGNALS) -> None:
-        fix = "pass signals that a process can handle, such as [signal.SIGTERM]"
-        signals = tuple(signals)
-        for number in signals:
-            known = isinstance(number, int) and not isinstance(number, bool)
-            if not known or number not in signal.valid_signals() or number in _NEVER_HANDLED:
-                checks.refuse("StopRequest", "signals", [*signals], "a list of signals", fix)
         self.stopping = False  # whether all ranks stop after the step that has ended
-        self._state, self._signals = groups.state, tuple(signals)
+        self._state, self._signals = groups.state, [int(each) for each in signals]
         self._timeout_s = groups.timeout_s
         self._state.stops += 1
         self._key = f"{self._state.key}/stop/{self._state.stops}"
@@ -516,16 +499,15 @@ class StopRequest:
 
     def _agreed(self) -> int:
         """The last step; see [Note: the last step]."""
-        state, store = self._state, cast(Store, self._state.channel.store)
+        state, store = self._state, self._state.channel.store
         keys = {rank: f"{self._key}/{rank}" for rank in state.ranks}
-        if not poll(
-            lambda: store.check(list(keys.values())),
-            len(keys),
-            time.monotonic() + self._timeout_s,
-            lambda idle_s: state.watch.check((), idle_s, state.ranks),
-        ):
-            missing = [rank for rank, key in keys.items() if not store.check([key])]
-            who = errors.name_ranks(missing)
+        deadline = time.monotonic() + self._timeout_s
+
+        def check(idle_s: float) -> None:
+            state.watch.check((), idle_s, state.ranks)
+
+        if not poll(lambda: store.check([*keys.values()]), len(keys), deadline, check):
+            who = errors.name_ranks([rank for rank in keys if not store.check([keys[rank]])])
             what = f"StopRequest: {who} did not answer in {self._timeout_s:g} s"
             fix = "look for a rank that stopped, or that is not in a StopRequest of its own"
             raise errors.CollectiveError(what, fix=fix)
@@ -563,19 +545,13 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         self._state.listeners.append(self._listen)
-        for number in self._signals:
-            self._before[number] = signal.signal(number, self._signalled)
+        self._before = {each: signal.signal(each, self._signalled) for each in self._signals}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_DFL if before is None else before)
         self._state.listeners.remove(self._listen)
         if len(self._state.ranks) > 1 and error is None and not self._state.closed:
             with suppress(errors.MicsError):  # a rank or the store is gone, and nobody will ask
-                self._depart(cast(Store, self._state.channel.store))
+                self._depart(self._state.channel.store)

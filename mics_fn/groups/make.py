@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mics_fn import _torch, checks, errors, spans
 from mics_fn.groups import startup
-from mics_fn.groups.communicator import GroupState, Maker, check_fork, hooks, withdraw_all
+from mics_fn.groups.communicator import GroupState, Maker, check_fork, hooks
 from mics_fn.groups.groups import Groups, Hierarchy, Level, Route
 from mics_fn.groups.topology import FLAT, Plan, Topology, check_count, plan_groups
 from mics_fn.store import Channel
@@ -319,7 +319,5 @@ def _channel(maker: Maker, ranks: tuple[int, ...]) -> Channel:
     facts = state.key, ranks, maker.rank, maker.timeout_s, len(maker.ranks)
     channel: Any = make(maker.store, *facts)
     state.channel = channel
-    channel.check, channel.timeout_error = state.watch.check, state.watch.timeout_error
-    channel.fail, channel.explain = state.fail, state.watch.explained
-    channel.withdraw = partial(withdraw_all, state)
+    channel.check, channel.watch = state.watch.check, state.watch
     return channel

@@ -183,8 +183,6 @@ TypeError: make_groups() got an unexpected keyword argument 'partition_sizes'
 PlanError: init_distributed: timeout_s=-1, expected a finite number above 0 and below 1e+08
 >>> mf.reset(None)
 GroupsError: reset: got no groups, expected Groups
->>> mf.StopRequest(groups, "TERM")
-PlanError: StopRequest: signals=['T', 'E', 'R', 'M'], expected a list of signals
 
 # Models
 >>> mf.init_model(lambda: nn.Linear(2, 1), groups, seed="0")
