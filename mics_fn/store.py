@@ -116,7 +116,13 @@ def poll(
 # What ranks count and say of their calls.
 
 CHANGES = "mics_fn/news"  # the key of a counter of all that ranks write for each other
-LEFT = "left its groups by an error"  # of a rank that the others have heard of
+
+
+def departure_of(key: str, rank: int | None) -> str:
+    """The key under which a rank writes that it makes no more calls on some groups."""
+    return f"{key}/gone/{rank}"
+
+
 Call = tuple[str, str, Hashable, int]  # the verb, what it does, to what, and the bytes
 
 
@@ -190,7 +196,7 @@ class Channel:
         self.runs = 0  # number of runs so far; the n-th one is the same on all ranks
         self.fixed: dict[Any, Any] = {}  # policy and `Learned` of schedules given without a policy
         self.learned = WeakSet[Any]()  # each a `Learned`, as long as a policy remembers it
-        self.calls: list[Calls] = []  # of each communicator that this rank is in
+        self.calls: list[Any] = []  # of each communicator that this rank is in
         self.run_keys = deque[tuple[int, str]]()  # to delete, by the run that wrote them
         # Raises if a rank of the groups has failed without which a wait cannot end.
         self.check: Callable[..., None] = lambda *args, **kwargs: None

@@ -253,36 +253,6 @@ class Latch:
         return self._set
 
 
-class Bell:
-    """What wakes one thread up, again and again.
-
-    Example:
-      >>> bell = Bell()
-      >>> bell.ring()
-      >>> bell.ring()
-      >>> bell.wait(10.0), bell.wait(0.0)
-      (True, False)
-    """
-
-    def __init__(self) -> None:
-        self._rings: SimpleQueue[None] = SimpleQueue()
-
-    def ring(self) -> None:
-        """Wake the thread up that waits, or the next one."""
-        self._rings.put(None)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until it rings, or for so many seconds; returns whether it rang since the last."""
-        try:
-            self._rings.get(timeout=timeout_s)
-        except Empty:
-            return False
-        with suppress(Empty):
-            while True:  # it rang more than once
-                self._rings.get_nowait()
-        return True
-
-
 class Job:
     """Work that was given to another thread.
 

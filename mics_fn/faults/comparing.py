@@ -18,7 +18,6 @@ So a sum of 64 bits of each leaf of parameters, moments and averaged buffers is 
 replicas. It is collected from all ranks, so that all of them know who differs, and in what.
 """
 
-import json
 import platform
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,22 +28,19 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import _torch, checks, errors, tree
+from mics_fn import _torch, checks, errors, shards, tree
 from mics_fn._version import __version__
-from mics_fn.collectives import Pending, collect_bytes, collect_values, send_from, start_collect
+from mics_fn.collectives import (
+    Pending,
+    agree,
+    collect_values,
+    refuse_unequal,
+    send_from,
+    start_collect,
+)
 from mics_fn.groups import Groups
 from mics_fn.offload import is_placed, read
 from mics_fn.optim import as_before, by_leaf, fresh
-from mics_fn.shards import (
-    Sharded,
-    any_lost,
-    checksum_of,
-    homes_of,
-    is_leaf,
-    names,
-    open_shards,
-    reclaimed,
-)
 
 # Options that change numbers: compared between ranks before the first step, by name.
 
@@ -65,35 +61,14 @@ def same_options(verb: str, facts: Facts, homes: Iterable[Any]) -> None:
     Communication: 32 bytes over each partition group and each replication group.
 
     Raises:
-      DesyncError: on all ranks, naming the options that differ, and who has what. Versions that
-        differ after the first number are a warning.
+      DesyncError: on all ranks, naming the first option that differs, and who has what.
     """
-    homes = [x for x in dict.fromkeys(homes) if isinstance(x, Groups) and x.world_size > 1]
-    mine = {**facts, **versions()} if homes else {}
-    for home in homes:
-        sent = tree.digest(f"{name}\n{text}" for name, text in sorted(mine.items()))
-        digest = torch.tensor(list(sent), dtype=torch.uint8, device=home.device)
-        if len(set(map(bytes, collect_values(home, digest).values()))) > 1:
-            found = collect_bytes(home, json.dumps(mine).encode())
-            _differ(verb, {rank: json.loads(text) for rank, text in found.items()})
-        home.agreed.add(_OPTIONS)
-
-
-def _differ(verb: str, said: Mapping[int, Facts]) -> None:
-    grave, small = differing(list(said.values()))
-    lines = {
-        rank: ", ".join(f"{name}: {each.get(name, 'not given')}" for name in grave or small)
-        for rank, each in said.items()
-    }
-    if grave:
-        text = f"{verb}: ranks differ in what changes numbers: {', '.join(grave)}"
-        raise errors.disagreement(
-            text, lines, "pass the same options, and use one version, on all ranks"
-        )
-    text = f"{verb}: ranks differ in the {', '.join(small)}"
-    warnings.warn(
-        errors.message(text, errors.rank_lines(lines), "use one version on all ranks"), stacklevel=4
-    )
+    fix = "pass the same options, and use one version, on all ranks"
+    mine = [(_OPTIONS, f"{name}: {text}") for name, text in sorted({**facts, **versions()}.items())]
+    for home in dict.fromkeys(homes):
+        if isinstance(home, Groups) and home.world_size > 1:
+            agree(home, verb, mine, {_OPTIONS: fix})
+            home.agreed.add(_OPTIONS)
 
 
 def differing(said: Sequence[Facts]) -> tuple[list[str], list[str]]:
@@ -108,13 +83,9 @@ def differing(said: Sequence[Facts]) -> tuple[list[str], list[str]]:
 
 @cache
 def versions() -> dict[str, str]:
-    """The versions that ranks compare, by the name of that fact."""
-    found = {
-        "mics_fn": __version__,
-        "torch": torch.__version__,
-        "Python": platform.python_version(),
-    }
-    return {f"{_VERSION}{name}": f"{text}" for name, text in found.items()}
+    """The first two numbers of versions, which ranks compare, by the name of that fact."""
+    own = {"mics_fn": __version__, "torch": torch.__version__, "Python": platform.python_version()}
+    return {f"{_VERSION}{name}": ".".join(x.split(".")[:2]) for name, x in own.items()}
 
 
 def optimizer_facts(verb: str, transform: Any, paths: Sequence[str], several: bool) -> Facts:
@@ -196,7 +167,10 @@ def from_replica(
     plain = [i for i, x in enumerate(leaves) if isinstance(x, int | float)]
     numbers = torch.tensor([leaves[i] for i in plain], dtype=torch.float64, device=home.device)
     sent = [numbers, *(x.detach() for x in leaves if isinstance(x, Tensor) and x.numel())]
-    _check_equal(sent, home)
+    fix = "start the rank that came back with the same script and the same options"
+    sizes = tree.digest(f"{tuple(x.shape)} {x.dtype}" for x in sent)
+    number = torch.tensor([int.from_bytes(sizes[:8], signed=True)], device=home.device)
+    refuse_unequal("reset", home, ["the sizes of the state"], number, fix)
     if source is None:
         return before
     with torch.no_grad():
@@ -230,19 +204,6 @@ def _in_new_memory(state: Any) -> Any:
     copied = lambda x: x.clone() if isinstance(x, Tensor) else x  # noqa: E731
     opt, buffers = tree.map_leaves(copied, (state.opt, state.buffers))
     return replace(state, params=fresh(state.params), opt=opt, buffers=buffers)
-
-
-def _check_equal(sent: list[Tensor], home: Groups) -> None:
-    """Raise DesyncError on all ranks unless equal parts have equal sizes."""
-    mine = tree.digest(f"{tuple(x.shape)} {x.dtype}" for x in sent)
-    said = torch.tensor(list(mine), dtype=torch.uint8, device=home.device)
-    found = {rank: bytes(row) for rank, row in collect_values(home, said).items()}
-    for ranks in _replicas(home):
-        if len({found[rank] for rank in ranks}) > 1:
-            fix = "start the rank that came back with the same script and the same options"
-            raise errors.DesyncError(
-                f"reset: {errors.name_ranks(ranks)} hold states of different sizes", fix=fix
-            )
 
 
 def _replicas(home: Groups) -> list[Sequence[int]]:
@@ -286,9 +247,11 @@ def same_step(state: Any, groups: Any, *, heal: bool = False) -> Any:
       True
     """
     checks.flag("same_step", "heal", heal)
-    lost = any_lost((state.params, state.opt))  # by a write that was cut short
-    given, state = state, reclaimed(state)
-    opened = open_shards("same_step", state.params, groups, root="state.params").require_replicas()
+    lost = shards.any_lost((state.params, state.opt))  # by a write that was cut short
+    given, state = state, shards.reclaimed(state)
+    opened = shards.open_shards(
+        "same_step", state.params, groups, root="state.params"
+    ).require_replicas()
     homes = [home for home in dict.fromkeys(opened.homes) if isinstance(home, Groups)]
     for home in homes:
         steps = _steps(_NO_STEP if lost else state.step, home)
@@ -324,7 +287,7 @@ def compare_states(verb: str, state: Any, homes: Iterable[Any]) -> None:
                     raise _torn(verb, steps, home)
         if begins or any(_OPTIONS not in home.agreed for home in several):
             warns = begins and any(home.partition_size * home.num_replicas > 1 for home in homes)
-            facts = optimizer_facts(verb, state.transform, names(state.params), warns)
+            facts = optimizer_facts(verb, state.transform, shards.names(state.params), warns)
             same_options(verb, facts, several)
     for home in homes:
         home.agreed.add(verb)
@@ -424,7 +387,7 @@ class Comparison:
         self, verb: str, state: Any, groups: Any, buffers: Sequence[str], *, moments: bool = True
     ) -> None:
         self._verb, self._state = verb, state
-        owners = homes_of(verb, groups, state.params)
+        owners = shards.homes_of(verb, groups, state.params)
         self._several = len(dict.fromkeys(owners)) > 1
         leaves = list(_compared(state, owners, buffers, moments))
         self._parts: list[tuple[Groups, list[_Compared], Pending]] = []
@@ -432,7 +395,7 @@ class Comparison:
             if isinstance(home, Groups) and home.num_replicas > 1:
                 home.partition.check_open()
                 mine = [x for x in leaves if x.home in (None, home)]
-                sums = [checksum_of(x.data).to(home.device) for x in mine]
+                sums = [shards.checksum_of(x.data).to(home.device) for x in mine]
                 pending = start_collect([home.partition, home.replicas], torch.stack(sums))
                 self._parts.append((home, mine, pending))
 
@@ -462,13 +425,11 @@ class Comparison:
         lines = [f"first difference: {leaf.path}"]
         for sums in found:
             (_, most), *others = errors.by_value(sums)
+            # Of two nobody knows which is right.
+            known, odd = ("the same", "odd") if len(most) > 1 else ("own", "other bits")
             if others:
-                known = len(most) > 1  # of two nobody knows which is right
-                lines.append(
-                    f"{errors.name_ranks(most)}: {'the same bits' if known else 'own bits'}"
-                )
-                other = "odd" if known else "other bits"
-                lines += [f"{errors.name_ranks(ranks)}: {other}" for _, ranks in others]
+                lines.append(f"{errors.name_ranks(most)}: {known} bits")
+                lines += [f"{errors.name_ranks(ranks)}: {odd}" for _, ranks in others]
         fix = "find what differs between these ranks, or pass on_drift='heal'"
         if not leaf.trained:
             fix = "start all ranks with the same leaves that are not trained"
@@ -480,20 +441,20 @@ def _compared(
 ) -> Iterator[_Compared]:
     """Yield the step and the leaves of a state, which are equal on all replicas."""
     yield _Compared("state.step", torch.tensor(state.step), None, True)
-    params = tree.flatten(state.params, is_leaf)[0]
+    params = tree.flatten(state.params, shards.is_leaf)[0]
     homes = {id(x): home for x, home in zip(params, owners, strict=True)}
     homes |= {
-        x.bucket: homes[id(x)] for x in params if isinstance(x, Sharded)
+        x.bucket: homes[id(x)] for x in params if isinstance(x, shards.Sharded)
     }  # moments are of the same buckets
     opt = by_leaf(state.opt) if moments else ()
     kept = {name: state.buffers[name] for name in buffers}
     for root, part in (("params", state.params), ("opt", opt), ("buffers", kept)):
-        leaves = tree.flatten(part, is_leaf)[0]
-        for path, x in zip(tree.paths(part, f"state.{root}", is_leaf), leaves, strict=True):
+        leaves = tree.flatten(part, shards.is_leaf)[0]
+        for path, x in zip(tree.paths(part, f"state.{root}", shards.is_leaf), leaves, strict=True):
             data = getattr(x, "data", x)
             if isinstance(data, Tensor):
                 home = homes.get(id(x)) or homes.get(getattr(x, "bucket", 0))
-                yield _Compared(path, data, home, isinstance(x, Sharded | Tensor))
+                yield _Compared(path, data, home, isinstance(x, shards.Sharded | Tensor))
 
 
 def _column(rows: Mapping[int, Sequence[int]], ranks: Sequence[int], at: int) -> dict[int, int]:

@@ -4,24 +4,12 @@
 it: if the rank that holds the store is stopped, it never ends. So each call is handed to a thread
 with a connection of its own. Whoever asks waits for the answer in Python, in short waits, and no
 longer than it may. The thread may be stuck for good; then nobody else is.
-
-[Note: one writer per host] One store serves all ranks of a job, so in a large one the ranks of a
-host count in a file that they share. The lowest of them that has counted lately reads the store and
-writes there which of them count, and the others ask it nothing: they see in the file whether there
-is news. If the writer stops, the next one finds that at its third count, and takes its place. Each
-rank talks to the store itself at every 16th count, and before any call after a pause: so it finds
-out that it was replaced, or that the store is lost.
 """
 
 import os
-import sys
 import threading
 import time
-import uuid
-from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -138,8 +126,6 @@ class BoundedStore:
 
     Args:
       thread: makes them.
-      store: the store they go to, if it is not a plain store, to which the store thread connects by
-        itself.
       patience_s: how long each call may take.
       failed: makes an error of the store that is lost.
       since: the epoch from which on this process is a member.
@@ -148,14 +134,12 @@ class BoundedStore:
     def __init__(
         self,
         thread: StoreThread,
-        store: Any,
         patience_s: float,
         failed: Callable[..., Exception],
         since: int = 1,
     ) -> None:
-        plain = isinstance(store, dist.Store)  # pyright: ignore[reportPrivateImportUsage]
-        self._thread, self._store = thread, None if plain else store
-        self._patience_s, self._failed, self.since = patience_s, failed, since
+        self._thread, self._patience_s, self._failed = thread, patience_s, failed
+        self.since = since
 
     set, get, check = _asked("set"), _asked("get"), _asked("check")
     delete_key, list_keys = _asked("delete_key"), _asked("list_keys")
@@ -173,11 +157,11 @@ class BoundedStore:
 
     def claim(self, key: str, text: str) -> None:
         """Write an entry of this rank, unless a later process of it has written there."""
-        self._ask(self._thread.ask(lambda own: claim(self._store or own, key, self.since, text)))
+        self._ask(self._thread.ask(lambda own: claim(own, key, self.since, text)))
 
     def later(self, name: str, *args: Any) -> Job:
         """Queue a call without waiting for its result."""
-        return self._thread.ask(lambda own: getattr(self._store or own, name)(*args))
+        return self._thread.ask(lambda own: getattr(own, name)(*args))
 
     def _ask(self, job: Job) -> Any:
         try:
@@ -188,80 +172,25 @@ class BoundedStore:
 
 # Signs of life of another rank: what it wrote last, and its process if that is on this host.
 
-PARKED = "closed"  # what a rank writes none of whose groups are open
 _TICK_S = 0.25
-# One store serves all hosts. In jobs of more ranks those of a host share a writer, and where more
-# hosts write, each of them ticks less often.
-WRITERS_PER_TICK = 128
-# Where torchrun, Open MPI and Slurm say how many ranks each host has.
-_PER_HOST = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+# One store serves all ranks: at 4,096 signs per second it takes 15 % of a core, so the more ranks
+# there are beyond that, the more seldom each of them writes.
+RANKS_PER_TICK = 1024
 _LEAST_TICKS = 3  # without a sign of life, before a rank is taken for lost
 
 
-def _ranks_per_host() -> int:
-    """How many ranks the launcher has started on each host; 1 if it does not say."""
-    found = (os.environ.get(name) for name in _PER_HOST)
-    return next((int(number) for number in found if number and number.isdecimal()), 1)
-
-
 def interval_s(ranks: int) -> float:
-    """Seconds between two signs of life of a rank, in a job of so many."""
-    if ranks <= WRITERS_PER_TICK:
-        return _TICK_S
-    return _TICK_S * max(1.0, ranks / _ranks_per_host() / WRITERS_PER_TICK)
+    """Seconds between two signs of life of a rank, in a job of so many.
+
+    >>> interval_s(1024), interval_s(16_384)
+    (0.25, 4.0)
+    """
+    return _TICK_S * max(1.0, ranks / RANKS_PER_TICK)
 
 
 def least_s(ranks: int) -> float:
-    """The least time without a sign that shows that a rank is lost: another may have to write."""
-    return interval_s(ranks) * _LEAST_TICKS * (2 if ranks > WRITERS_PER_TICK else 1)
-
-
-class HostPage:
-    """A file in memory in which the ranks of a host count; see [Note: one writer per host].
-
-    Args:
-      store: of the job, all ranks of which agree on a name.
-      rank: this one.
-    """
-
-    def __init__(self, store: Any, rank: int) -> None:
-        name = store.compare_set("mics_fn/page", "", uuid.uuid4().hex).decode()
-        self._path, self._rank = f"/dev/shm/mics_fn-{name}", rank
-        try:
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        except OSError:  # there is no such folder, or no room: this rank writes for itself
-            self._file = os.memfd_create("mics_fn")
-        self._seen: deque[array[int]] = deque(maxlen=3)
-
-    def count(self) -> dict[int, int]:
-        """Count once more; returns the counts of all ranks that did so lately."""
-        own = sum(self._read()[self._rank + 1 : self._rank + 2]) + 1
-        self._write(self._rank + 1, own)
-        self._seen.append(now := self._read())
-        before = self._seen[0].tolist() + [0] * len(now)  # it grows as ranks come
-        if len(self._seen) < 3:
-            return {self._rank: own}
-        return {at - 1: count for at, count in enumerate(now) if at and count != before[at]}
-
-    @property
-    def changes(self) -> str:
-        """How often ranks have written something for others, as the writer has read last."""
-        return f"{self._read()[0]}"
-
-    @changes.setter
-    def changes(self, number: str) -> None:
-        self._write(0, int(number))
-
-    def remove(self) -> None:
-        """Take the file away; those that have it open go on with it."""
-        with suppress(OSError):
-            os.unlink(self._path)
-
-    def _read(self) -> "array[int]":
-        return array("q", os.pread(self._file, os.fstat(self._file).st_size // 8 * 8, 0))
-
-    def _write(self, at: int, number: int) -> None:
-        os.pwrite(self._file, number.to_bytes(8, sys.byteorder), 8 * at)
+    """The least time without a sign that shows that a rank is lost."""
+    return interval_s(ranks) * _LEAST_TICKS
 
 
 @dataclass(frozen=True)
@@ -324,14 +253,9 @@ def heartbeat_of(rank: int) -> str:
     return f"mics_fn/beat/{rank}"
 
 
-def count_of(rank: int) -> str:
-    """The key under which the writer of its host writes how often a rank has counted."""
-    return f"mics_fn/count/{rank}"
-
-
 def name_in(heartbeat: str) -> str:
     """The name of the process that wrote a sign of life; "" if there is none."""
-    return heartbeat.split(" ", 3)[3] if heartbeat else ""
+    return heartbeat.split(" ", 2)[2] if heartbeat else ""
 
 
 def register(store: Any, key: str, name: str) -> tuple[int, str]:
@@ -350,7 +274,7 @@ def register(store: Any, key: str, name: str) -> tuple[int, str]:
         since, other = int(before.partition(" ")[0] or 1), name_in(before)
         if other not in ("", name):
             since = max(since, store.add(EPOCH, 0)) + 1
-        mine = f"{since} 0 {PARKED} {name}"
+        mine = f"{since} 0 {name}"
         if store.compare_set(key, before, mine).decode() == mine:
             return since, "" if other == name else other
 
@@ -363,24 +287,18 @@ class Peer:
         self.since = 0  # the epoch from which on its process is a member
         self.process: Process | None = None  # if it is on this host
         self.silent_s = 0.0
+        self.count = 0  # of its signs of life; a process that comes back begins them in `reset`
         self.dead = False
-        self.parked = True  # whether none of its groups are open, as far as is known
 
     def observe(self, heartbeat: str, own: Process, interval_s: float) -> None:
         """Take note of what it wrote, read at least a tick after the last time."""
         if heartbeat == self.heartbeat or not heartbeat:
             self.silent_s += interval_s
             return
-        since, _, status, host, pid, started = heartbeat.split(" ")
+        since, count, host, pid, started = heartbeat.split(" ")
         self.process = Process(host, int(pid), started) if host and host == own.host else None
         self.heartbeat, self.silent_s, self.since = heartbeat, 0.0, int(since)
-        self.parked, self.dead = status == PARKED, False
-
-    def parts(self, heartbeat: str) -> None:
-        """Take note of what it wrote last, once its process has ended."""
-        since, _, status, _ = heartbeat.split(" ", 3)
-        if int(since) == self.since:
-            self.parked = status == PARKED
+        self.count, self.dead = int(count), False
 
     def is_silent(self, limit_s: float) -> bool:
         """Whether it has failed; one that waits for a processor is given twice the time."""
@@ -400,10 +318,6 @@ class Peers(dict[int, Peer]):
                 ended.append(rank)
         return ended
 
-    def dead(self, ranks: Iterable[int]) -> list[int]:
-        """Those of these ranks that are gone, and had not closed their groups before."""
-        return [x for x in ranks if x in self and self[x].dead and not self[x].parked]
-
     def anew(self, members: Mapping[int, int | None]) -> list[int]:
         """Measure signs of life anew, as these ranks meet: silence before it means nothing.
 
@@ -412,12 +326,12 @@ class Peers(dict[int, Peer]):
             heard of.
 
         Returns:
-          Those of them whose process was seen to end, with open groups.
+          Those of them whose process was seen to end.
         """
         dead = []
         for rank, since in members.items():
             peer = self.get(rank, Peer())
-            ended = peer.process is not None and peer.process.has_ended() and not peer.parked
+            ended = peer.process is not None and peer.process.has_ended()
             if ended and since in (None, peer.since):
                 dead.append(rank)
             elif not ended:
@@ -425,6 +339,5 @@ class Peers(dict[int, Peer]):
         return dead
 
     def silent(self, ranks: Iterable[int], limit_s: float) -> list[int]:
-        """Those of these ranks with open groups that gave no sign for so long."""
-        known = [rank for rank in ranks if rank in self and not self[rank].parked]
-        return [rank for rank in known if self[rank].silent_s > limit_s]
+        """Those of these ranks that gave no sign for so long."""
+        return [rank for rank in ranks if rank in self and self[rank].silent_s > limit_s]

@@ -21,18 +21,17 @@ these the one with the fewest calls is behind. The first of the others names it 
 after `timeout_s` all do in their error.
 """
 
-import faulthandler
 import json
 import os
-import re
-import tempfile
+import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from mics_fn import errors
@@ -40,7 +39,16 @@ from mics_fn.errors import CollectiveError, MicsError
 from mics_fn.faults.heartbeat import interval_s
 from mics_fn.groups import GroupState, Meeting, Watch
 from mics_fn.spans import LOG
-from mics_fn.store import CHANGES, Replaced, Store, StoreLost, Stuck, call_text
+from mics_fn.store import (
+    CHANGES,
+    Replaced,
+    Store,
+    StoreLost,
+    Stuck,
+    call_text,
+    departure_of,
+    value_of,
+)
 
 # What ranks tell each other of an error.
 
@@ -77,15 +85,15 @@ class Failure:
             return True
         return any(each.lacks(self.rank, counts) for each in stuck)
 
-    def error(self, waits: str, *, ends: bool = True) -> errors.PeerFailed:
-        """Return the PeerFailed of ranks that wait for this one; `ends`: of their groups, too."""
+    def error(self, waits: str) -> errors.PeerFailed:
+        """Return the PeerFailed of ranks that wait for this one; it ends their groups."""
         path, leaf, *said = self.file_error or ["", ""]
         at = "" if self.step is None else f"in step {self.step}"
         last = f"its last call: {self.operation}" if self.operation else ""
         own = f"this rank waits for {waits}" if waits and self.kind != "replaced" else ""
         lines = [*said[:-1], ", ".join(part for part in (at, last) if part), own]
         fix = said[-1] if said else _FIXES.get(self.kind, "look at its own error")
-        if ends and self.kind != "replaced":
+        if self.kind != "replaced":
             fix += ", then call groups = mf.reset(groups) on all ranks"
         failed = errors.PeerFailed(
             errors.message(self.text, [line for line in lines if line], fix),
@@ -237,129 +245,104 @@ _OTHERS = (
     os.path.dirname(os.path.dirname(__file__)),
 )
 
-Counts = Mapping[str, tuple[int, int]]  # by communicator, how many calls were made and issued
+
+def facts_of(state: GroupState) -> dict[str, Any]:
+    """What this rank is at in some groups: its step, its last call, and how many it has made."""
+    verb = {} if state.call is None else {"operation": call_text(state.call)}
+    leaf = {} if state.call is None else {"leaf": str(state.call[2])}
+    calls = list(state.channel.calls)
+    made = {each.key: each.number for each in calls}
+    issued = {each.key: each.issued for each in calls}
+    return {"step": state.step, **verb, **leaf, "made": made, "issued": issued}
 
 
 class Idle:
-    """What one rank has done on some groups, and since when nothing; see the note of this page.
+    """What one rank has done on some groups, and since when nothing; see the note of this page."""
 
-    Args:
-      ranks: of the groups.
-      rank: this one.
-    """
-
-    def __init__(self, ranks: Sequence[int], rank: int) -> None:
-        self._ranks, self._rank = ranks, rank
+    def __init__(self, state: GroupState) -> None:
+        self._state = state
         self.seconds = 0.0  # without a call, by the ticks of the monitor
-        self._counts: Counts = {}
+        self._facts: Mapping[str, Any] = {}
         self._waits: tuple[float, Sequence[Stuck], Sequence[int]] = (0.0, (), ())
-        self._warned_of, self._warned = "", False
+        self._said, self._warned = "", False
 
     def waits(self, stuck: Sequence[Stuck], missing: Sequence[int] = ()) -> None:
         """Note what this rank waits for: calls, or ranks whatever they have called."""
         if stuck or missing:
             self._waits = time.monotonic(), stuck, missing
 
-    def pass_time(self, counts: Counts, passed_s: float) -> None:
-        """Count the time since the last call; called at each tick."""
-        same = counts == self._counts
+    def pass_time(self, passed_s: float) -> None:
+        """Count the time without a call."""
+        facts = facts_of(self._state)
+        same = facts == self._facts
         self.seconds = self.seconds + passed_s if same else 0.0
-        self._counts, self._warned = counts, self._warned and same
+        self._facts, self._warned = facts, self._warned and same
 
-    def exchange(self, store: Any, state: Any) -> None:
+    def exchange(self, store: Any) -> None:
         """Write where this rank is if that is of interest, and warn of one that is behind."""
+        state = self._state
         limit_s = min(state.heartbeat_s, state.timeout_s / 2)
-        text = self._text(state.step, state.call) if self.seconds > limit_s else ""
-        if text != self._warned_of:
-            self._warned_of = text
-            store.set(f"{state.key}/idle/{self._rank}", text)
-        if self._warned or self.seconds < limit_s + 4 * interval_s(len(self._ranks)):
+        text = self._text() if self.seconds > limit_s else ""
+        if text != self._said:
+            self._said = text
+            store.set(f"{state.key}/idle/{state.rank}", text)
+        if self._warned or self.seconds < limit_s + 4 * interval_s(len(state.ranks)):
             return
         self._warned = True
-        failure = self.behind(store, state.key)
-        if failure and self._rank == next(rank for rank in self._ranks if rank != failure.rank):
+        failure = self.behind(store)
+        if failure and state.rank == next(rank for rank in state.ranks if rank != failure.rank):
             text = f"{failure.text}; others wait for it up to timeout_s={state.timeout_s:g}"
             LOG.warning(errors.message(text, [failure.trace.replace("\n", " < ")]))
 
-    def _text(self, step: int | None, call: Any) -> str:
-        since, stuck, missing = self._waits
-        waits = [[each.group, each.number, each.ranks] for each in stuck]
-        waits = [*waits, ["", 0, missing]] if time.monotonic() - since < _WAITS_S else []
-        operation, leaf = ("", "") if call is None else (call_text(call), str(call[2]))
-        at, frames = main_thread()
-        said = {"counts": self._counts, "waits": waits, "step": step, "operation": operation}
-        return json.dumps(said | {"leaf": leaf, "at": at, "frames": frames})
+    def _text(self) -> str:
+        """What this rank waits for, and the failure that it is if it waits for nothing."""
+        rank, (at, frames) = self._state.rank, main_thread()
+        since, *waits = self._waits
+        waits = waits if time.monotonic() - since < _WAITS_S else [(), ()]
+        text = f"rank {rank} is behind: it lives, but makes no call; it is {at}"
+        failure = Failure(rank, "stalled", text, trace="\n".join(frames), **self._facts)
+        return json.dumps([waits, asdict(failure)])
 
-    def behind(self, store: Store, key: str, stuck: Iterable[Stuck] = ()) -> Failure | None:
+    def behind(self, store: Store, stuck: Sequence[Stuck] = ()) -> Failure | None:
         """The failure of the rank that this one waits for in the end, if that makes no call.
 
         Args:
           store: of the job.
-          key: of the groups.
           stuck: what this rank waits for; by default all that it has called.
         """
-        done = self._counts.items()
-        waits: list[Any] = [[each.group, each.number, each.ranks] for each in stuck]
-        waits = waits or [[group, made, self._ranks] for group, (made, _) in done]
-        found, said = dict[int, Any](), dict[int, Any]({self._rank: {}})
-        while waits:
-            group, number, ranks = waits.pop()
-            for rank in ranks:
-                if rank not in said:
-                    said[rank] = _read(store, f"{key}/idle/{rank}")
-                    waits += said[rank].get("waits", ())
-                there = said[rank]
-                if there and not there["waits"] and _lacks(there["counts"], group, number):
-                    found[rank] = there
-        if not found:
-            return None
-        rank = min(found, key=lambda rank: sum(made for made, _ in found[rank]["counts"].values()))
-        counts = found[rank]["counts"].items()
-        text = f"rank {rank} is behind: it lives, but makes no call; it is {found[rank]['at']}"
-        return Failure(
-            rank,
-            "stalled",
-            text,
-            step=found[rank]["step"],
-            operation=found[rank]["operation"],
-            leaf=found[rank]["leaf"],
-            trace="\n".join(found[rank]["frames"]),
-            made={group: made for group, (made, _) in counts},
-            issued={group: issued for group, (_, issued) in counts},
-        )
-
-
-def _read(store: Store, key: str) -> dict[str, Any]:
-    """What a rank wrote; nothing while it makes calls."""
-    text = store.get(key).decode() if store.check([key]) else ""
-    return json.loads(text) if text else {}
-
-
-def _lacks(counts: Mapping[str, Sequence[int]], group: str, number: int) -> bool:
-    """Whether a rank has not issued a call that another one waits for; "" is for any."""
-    if not group:
-        return True
-    return group in counts and counts[group][1] < number
+        state, found = self._state, list[Failure]()
+        made = self._facts.get("made", {}).items()
+        done = [Stuck(group, number, state.ranks, "") for group, number in made]
+        asked: list[Any] = [(stuck or done, ())]
+        notes: dict[int, Failure | None] = {state.rank: None}
+        while asked:
+            calls, missing = asked.pop()
+            for rank in dict.fromkeys([*missing, *(x for each in calls for x in each.ranks)]):
+                if rank not in notes:
+                    text = value_of(store, f"{state.key}/idle/{rank}")  # none while it makes calls
+                    (others, ranks), said = json.loads(text or "[[[], []], null]")
+                    asked.append(([Stuck(*each) for each in others], ranks))
+                    notes[rank] = Failure(**said) if said and not (others or ranks) else None
+                failure = notes[rank]
+                if failure and failure.lacks(calls, missing, made=False):
+                    found.append(failure)
+        return min(found, key=lambda each: sum((each.made or {}).values()), default=None)
 
 
 def main_thread() -> tuple[str, list[str]]:
     """Where the main thread of this process is: in words, and its frames, the innermost first.
 
-    The main thread runs meanwhile: only faulthandler walks its frames without letting it go on.
+    It may run meanwhile, but not in the instant that it takes to walk a few frames.
     """
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        text = file.read().decode(errors="replace")
-    ident = threading.main_thread().ident or 0
-    own = re.search(rf"^\S.* 0x0*{ident:x}\b.*\n((?:  .*\n)*)", text, flags=re.MULTILINE)
-    stack = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', own[1] if own else "", re.MULTILINE)
-    stack = stack[:_FRAMES]
-    frames = [f"{os.path.basename(file)}:{line} in {name}" for file, line, name in stack]
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    stack = [(each.f_code, line) for each, line in islice(traceback.walk_stack(frame), _FRAMES)]
+    frames = [
+        f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}" for code, line in stack
+    ]
     users = [
         text
-        for (file, _, _), text in zip(stack, frames, strict=True)
-        if not any(other in file for other in _OTHERS) and file[:1] != "<"
+        for (code, _), text in zip(stack, frames, strict=True)
+        if not any(other in code.co_filename for other in _OTHERS) and code.co_filename[:1] != "<"
     ]
     inner = f"at {frames[0]}" if frames else "nowhere"
     return inner if users[:1] in ([], frames[:1]) else f"{inner}, called at {users[0]}", frames
@@ -384,7 +367,7 @@ class Watcher(Watch):
         super().__init__(state)
         self._monitor = monitor
         self.journal = Journal("")
-        self.idle = Idle(state.ranks, state.rank)
+        self.idle = Idle(state)
         self.announced: Failure | None = None  # what this rank said of itself last
         self._stands = False  # whether it has not withdrawn that
         self._failed_s = 0.0  # seconds since a rank failed; counted only on an accelerator
@@ -462,9 +445,8 @@ class Watcher(Watch):
           stuck: what this rank waits for; by default all that it has called.
         """
         state = self.state
-        failure = (
-            self.idle.behind(state.channel.store, state.key, stuck) if state.channel.store else None
-        )
+        store = state.channel.store
+        failure = self.idle.behind(store, stuck) if store else None
         if failure is None:
             state.fail(error)
             return error
@@ -500,12 +482,9 @@ class Watcher(Watch):
             if failure is not None:
                 error = self.first(failure).error(str(error).partition("\n")[0])
                 break
-            closing = None if call is None else state.channel.closed(call)
-            if closing is not None:
-                error = closing
-                break
             silent, now = wait and self._monitor.listen(state.ranks), time.monotonic()
             if now > deadline and not (silent and now < began + state.heartbeat_s + _LEARN_S):
+                error = (None if call is None else state.channel.without(call)) or error
                 break
             time.sleep(0.02)
         return self.state.finish(error)
@@ -521,21 +500,15 @@ class Watcher(Watch):
         if self.announced is not None and self.announced.final:
             return
         state = self.state
-        calls = state.channel.calls
-        made = {each.key: each.number for each in calls}
-        counts = {"made": made, "issued": {each.key: each.issued for each in calls}}
-        operation, leaf = "", ""
-        if state.call is not None:
-            operation, leaf = call_text(state.call), str(state.call[2])
-        known = {"step": state.step, "operation": operation, "leaf": leaf, **counts}
-        failure = failure_of(error, state.rank, final=final, **known)
+        facts = facts_of(state)
+        failure = failure_of(error, state.rank, final=final, **facts)
         did = "left its groups" if final else "failed"
         text = f"rank {state.rank} {did}: {failure.text}"
         if isinstance(error, SystemExit):
             text = f"rank {state.rank} exited, and its groups were still open"
         self.announced = replace(failure, text=text, kind=kind or failure.kind)
         state.channel.raised = self._stands = not final
-        self._raised_at.append(counts["made"])
+        self._raised_at.append(facts["made"])
         self._report(self.announced)
 
     def _report(self, failure: Failure) -> None:
@@ -570,10 +543,7 @@ class Watcher(Watch):
 
     def pass_time(self, passed_s: float) -> None:
         """Count the time without a call, and end waits of a host for its device."""
-        calls = {
-            calls.key: (calls.number, calls.issued) for calls in list(self.state.channel.calls)
-        }
-        self.idle.pass_time(calls, passed_s)
+        self.idle.pass_time(passed_s)
         self._end_blocked_waits(passed_s)
 
     def read(self, store: Any, *, changed: bool) -> None:
@@ -590,14 +560,15 @@ class Watcher(Watch):
         for listener in list(state.listeners):
             listener(store, changed)
         if state.key and not state.closed:
-            self.idle.exchange(store, state)
+            self.idle.exchange(store)
             overdue = self._overdue(store)
             if overdue is not None:
                 self.say(overdue, store)
 
     def say(self, failure: Failure, store: Any) -> None:
-        """Tell all ranks of a failure that this one has found."""
-        self.journal.say(store, failure)
+        """Tell all ranks of a failure that this one has found, unless that rank left in order."""
+        if not store.check([departure_of(self.state.key, failure.rank)]):
+            self.journal.say(store, failure)
         self.state.standing = self.journal.standing
 
     def _overdue(self, store: Any) -> Failure | None:
@@ -609,7 +580,7 @@ class Watcher(Watch):
         waits = state.on_device and self.idle.seconds > state.timeout_s and state.failed is None
         if not waits or state.ready is None or state.ready.query():
             return None
-        failure = self.idle.behind(store, state.key)
+        failure = self.idle.behind(store)
         if failure is None:
             text = f"the device of rank {state.rank} waits for a collective for "
             state.fail(CollectiveError(f"{text}{state.timeout_s:g} s"), raised=False)

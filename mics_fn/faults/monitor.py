@@ -1,21 +1,20 @@
 """`Monitor`: the threads that tell other ranks that this one lives, and find out which do not.
 
 [Note: signs of life] Each rank counts in the store, a few times per second, and reads the counts of
-a few other ranks; in a large job one rank of a host does so for all of them, see [Note: one writer
-per host] in `heartbeat`. A count that stands still for `heartbeat_s` is a rank that is silent:
+a few other ranks. A count that stands still for `heartbeat_s` is a rank that is silent:
 stopped, or cut off, or gone with its host. It is measured anew from each meeting on. How long it
 stands still is added up from the reader's own ticks, each of which adds no more than its length, so
 a process that was stopped itself, or whose interpreter was held, accuses nobody. With its count a
 rank writes which process it is. Those on its host see at their next tick that it is gone, so a rank
 that is killed is named before the others know more than that some connection was closed. Nobody
 else calls a rank killed, however silent it is. One that closes its groups writes that before it may
-end, so whoever sees that a process is gone reads what it wrote last before it accuses that rank.
+end, see [Note: ranks that have left] in `order`, so whoever accuses a rank looks for that first.
 Who finds a failure writes it into the journal of each groups that the rank is in, see [Note: the
 journal] in `journal`, and all ranks read it at their next tick.
 
 Two threads do this. The store thread talks to the store, and may be stuck in it. The other one
 ticks, and finds out that the store thread is stuck: then the store, or the rank that holds it, has
-failed. They run while some groups of more than one rank are open in this process.
+failed. They run from the first groups of more than one rank on, to the end of the process.
 
 [Note: outlived] A launcher that is killed cannot end its ranks, and they would train on, with
 nobody to stop them or to start them again. So each rank notices at a tick of its monitor that its
@@ -41,18 +40,17 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from types import FrameType, TracebackType
-from typing import Any, cast
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import Any
 
-import torch.distributed as dist
-
-from mics_fn import _torch, checks, errors
+from mics_fn import _torch, errors
 from mics_fn.faults import heartbeat
-from mics_fn.faults.heartbeat import BoundedStore, HostPage, StoreThread, count_of, heartbeat_of
+from mics_fn.faults.heartbeat import BoundedStore, StoreThread, heartbeat_of
 from mics_fn.faults.journal import Failure, Watcher, of_store, without_a_word
 from mics_fn.groups import Groups, GroupState, announce_all, end_aborts, never_destruct, read_launch
 from mics_fn.store import CHANGES, Store, StoreLost, claim, later, poll
-from mics_fn.threads import Bell, Job, Latch, start
+from mics_fn.threads import Job, Latch, start
 
 # The launcher of this process, and what becomes of a rank that has outlived it.
 
@@ -62,18 +60,13 @@ def was_launched(env: Mapping[str, str]) -> bool:
 
     Ranks that a shell has started have the variables of torchrun, too, but no run of it.
 
-    >>> was_launched({"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"})
-    True
-    >>> was_launched({"RANK": "0", "WORLD_SIZE": "2"}), was_launched({})
-    (False, False)
+    >>> was_launched({"TORCHELASTIC_RUN_ID": "none"}), was_launched({})
+    (True, False)
     """
-    if "TORCHELASTIC_RUN_ID" in env:
-        return True
-    try:
+    with suppress(errors.GroupsError):  # of variables that are missing
         launch = read_launch(env)
-    except errors.GroupsError:
-        return False
-    return launch is not None and launch.source != "torchrun"
+        return "TORCHELASTIC_RUN_ID" in env or (launch is not None and launch.source != "torchrun")
+    return False
 
 
 class Launcher:
@@ -98,8 +91,6 @@ class Launcher:
 launcher = Launcher()
 
 _PATIENCE_S = 0.5  # how long a rank that fails waits for the store
-_PARTING_S = 3.0  # the same of a rank that closes its groups; else it would look killed at its end
-_OWN_TURN = 16  # at every such tick a rank talks to the store, whoever writes for its host
 _DOUBT_S = 0.6  # after a connection was closed, ranks that are silent for this long may be gone
 
 
@@ -114,16 +105,13 @@ class Monitor:
         self._count = self._rank = 0
         self._since = 0  # the epoch from which on this process is a member; 0 before it has entered
         self._last, self._last_s = "", 0.0  # the sign of life that it wrote last, and when
-        self._changes = ""
-        self._host: tuple[int | None, str] = None, ""  # of the store: the rank, and the address
+        self._changes = b""
         self._own = heartbeat.Process("", 0, "")
-        self._stop, self._wake = Latch(), Bell()
+        self._stop, self._wake = Latch(), SimpleQueue[None]()
         self._request: Job | None = None  # the tick that the store thread is at
         self._waited_s = 0.0  # how long it has been at it
         self._said = 0.0  # when this rank last said that it failed
         self._reread = False  # whether the journals are to be read, whatever the news
-        self._page: Any = None  # of this host, in a large job
-        self._turn = 0
 
     # What groups call.
 
@@ -136,39 +124,36 @@ class Monitor:
           waits: whether ranks that are gone may come back.
         """
         store = _torch.default_store()
-        plain = isinstance(store, dist.Store)  # pyright: ignore[reportPrivateImportUsage]
-        if plain and self._store is not None and store is not self._store:
-            self._states.clear()  # groups of a torch.distributed that was shut down
-            self._store_thread, self._page, self._since = None, None, 0
-        if self._store_thread is not None and self._store_thread.lost is not None:
-            self._reconnect(self._store_thread)
-        elif self._store_thread is None:
-            self._store_thread, self._store = StoreThread(store), store if plain else None
-            self._store_thread.before = self._confirm
-            self._begin(self._store_thread)
-        elif not self._states:
-            self._begin(self._store_thread)
-        self._rank, self._host = state.rank, _torch.store_host(store)
+        thread = self._store_thread
+        if thread is None or store is not self._store:  # of a torch.distributed that is new
+            self._states.clear()
+            self._store, self._since = store, 0
+            self._store_thread = thread = StoreThread(store)
+            thread.before = self._confirm
+            self._begin(thread)
+        elif thread.lost is not None:
+            self._reconnect(thread)
+        self._rank = state.rank
         state.standing = {} if waits else self._ended_of(dict.fromkeys(state.ranks))
         state.watch = self._states[state] = Watcher(state, self)
         failed = partial(self._store_failed, state)
         try:  # to connect may take long, as it looks for names of hosts
-            self._store_thread.answer(self._store_thread.ask(self._write_heartbeat), timeout_s)
+            thread.answer(thread.ask(self._write_heartbeat), timeout_s)
         except StoreLost as lost:
             raise failed(lost) from None
-        return BoundedStore(self._store_thread, store, timeout_s, failed, self._since)
+        return BoundedStore(thread, timeout_s, failed, self._since)
 
     def check_store(self, state: GroupState) -> None:
         """Raise PeerFailed if the store is gone, without which these ranks cannot meet.
 
         If it only gave no answer, what it could not be told is said again.
         """
-        lost = None if self._store_thread is None else self._store_thread.lost
-        if self._store_thread is None or lost is None or len(state.ranks) == 1:
+        thread = self._store_thread
+        if thread is None or thread.lost is None or len(state.ranks) == 1:
             return
-        if not lost.silent:
-            raise self._store_failed(state, lost)
-        self._reconnect(self._store_thread)
+        if not thread.lost.silent:
+            raise self._store_failed(state, thread.lost)
+        self._reconnect(thread)
 
     def _reconnect(self, store_thread: StoreThread) -> None:
         """Reconnect to a store, and repeat the messages that it may have lost."""
@@ -178,16 +163,12 @@ class Monitor:
             if watch.announced is not None and state.key:
                 store_thread.ask(partial(watch.journal.say, failure=watch.announced))
 
-    def dead(self, ranks: Sequence[int]) -> list[int]:
-        """Return the ranks whose processes have ended and were not replaced."""
-        return self._peers.dead(ranks)
-
     def begin(self, state: GroupState) -> None:
         """Begin to read the journal of groups, once all ranks have met."""
         state.standing = self._ended_of(dict.fromkeys(state.ranks, 1) | {**state.members})
         for failure in state.standing.values():
             self._ask(partial(self._states[state].say, failure))
-        self._wake.ring()
+        self._wake.put(None)
 
     def _ended_of(self, members: Mapping[int, int | None]) -> dict[int | None, Failure]:
         """The failures of those that have ended, of ranks which meet; see `Peers.anew`."""
@@ -195,25 +176,19 @@ class Monitor:
 
     def close(self, state: GroupState) -> None:
         """Stop watching for these groups, which this rank has closed."""
-        if self._states.pop(state, None) is None or self._states:
-            return
-        self._stop.set()
-        self._wake.ring()
-        self.bounded(partial(self._write_heartbeat, status=heartbeat.PARKED), None, _PARTING_S)
+        self._states.pop(state, None)
 
     def linger(self) -> None:
         """Keep the store open for a moment, if this rank hosts it, for others to read."""
-        if self._said and self._host[0] == self._rank:
+        if self._said and _torch.store_host(self._store)[0] == self._rank:
             time.sleep(max(0.0, self._said + 2 * self._interval_s() - time.monotonic()))
 
     def end(self) -> None:
         """Stop the threads at exit: Python must not meet one that returns from C++."""
         self._stop.set()
-        self._wake.ring()
+        self._wake.put(None)
         if self._store_thread is not None and self._store_thread.lost is None:
             self._store_thread.end_now(_PATIENCE_S)
-        if self._page is not None:
-            self._page.remove()
 
     # What a `Watcher` calls.
 
@@ -225,53 +200,56 @@ class Monitor:
     def listen(self, ranks: Sequence[int]) -> bool:
         """Have the next tick at once; whether some rank may be found silent, for `explained`."""
         self._reread = True
-        self._wake.ring()
+        self._wake.put(None)
         return bool(self._peers.silent(ranks, _DOUBT_S))
 
     def _ask(self, call: Callable[[Any], Any]) -> None:
         if self._store_thread is not None:
             self._store_thread.ask(call)
 
-    def bounded(self, call: Any, default: Any, patience_s: float = _PATIENCE_S) -> Any:
+    def bounded(self, call: Any, default: Any) -> Any:
         """What the store thread answers, or a default if it does not in time."""
         store_thread = self._store_thread
         if store_thread is None:
             return default
         try:
-            return store_thread.answer(store_thread.ask(call), patience_s)
+            return store_thread.answer(store_thread.ask(call), _PATIENCE_S)
         except Exception:
             return default
 
     def _store_failed(self, state: GroupState, lost: StoreLost) -> errors.PeerFailed:
         """The error of a call to the store that has no end."""
-        error = of_store(self._rank, *self._host, lost).error("its store")
+        error = self._failure_of(lost).error("its store")
         state.fail(error)
         return error
+
+    def _failure_of(self, lost: StoreLost) -> Failure:
+        return of_store(self._rank, *_torch.store_host(self._store), lost)
 
     # The threads.
 
     def _begin(self, store_thread: StoreThread) -> None:
         self._stop.set()  # of a thread that watched with a store that was lost
         self._peers, self._own = heartbeat.Peers(), heartbeat.Process.own()
-        self._stop, self._request, self._changes = Latch(), None, ""
+        self._stop, self._request, self._changes = Latch(), None, b""
         watch = partial(self._watch, self._stop, store_thread)
         start(threading.Thread(target=watch, name="mics_fn monitor", daemon=True))
 
     def _watch(self, stop: Latch, store_thread: StoreThread) -> None:
         last = time.monotonic()
         while not stop.is_set():
-            self._wake.wait(self._interval_s())
+            with suppress(Empty):
+                self._wake.get(timeout=self._interval_s())
             now = time.monotonic()
             passed_s, last = min(now - last, self._interval_s()), now
             if stop.is_set():
                 break
             self._iterate(store_thread, passed_s)
 
-    def _num_ranks(self) -> int:
-        return max((len(state.ranks) for state in list(self._states)), default=1)
-
     def _interval_s(self) -> float:
-        return heartbeat.interval_s(self._num_ranks())
+        return heartbeat.interval_s(
+            max((len(state.ranks) for state in list(self._states)), default=1)
+        )
 
     def _iterate(self, store_thread: StoreThread, passed_s: float) -> None:
         """Check all ranks once for failures."""
@@ -284,45 +262,37 @@ class Monitor:
         for watch in list(self._states.values()):
             watch.pass_time(passed_s)
         if store_thread.lost is not None:
-            self._all_fail(of_store(self._rank, *self._host, store_thread.lost))
+            self._all_fail(self._failure_of(store_thread.lost))
         elif request is None or request.done.is_set():
             if request is not None and request.error is None:
                 self._judge(request.value, passed_s)
             self._waited_s = 0.0
             self._request = store_thread.ask(self._exchange)
-        dead = self._peers.ended()
-        if dead:
-            store_thread.ask(partial(self._ended, dead))
+        for rank in self._peers.ended():
+            self._accuse(rank, "killed", self._peers[rank].since)
 
     def _judge(self, heartbeats: dict[int, str], passed_s: float) -> None:
         """Find the ranks that are silent."""
         for rank, said in heartbeats.items():
             peer = self._peers.setdefault(rank, heartbeat.Peer())
             peer.observe(said, self._own, passed_s)
-            self._find_replaced(rank, peer.since)
+            self._accuse(rank, "killed", peer.since - 1)  # an earlier process of it
             limits = [state.heartbeat_s for state in list(self._states) if rank in state.ranks]
-            excused = peer.parked or peer.dead or not limits
-            if not excused and peer.is_silent(min(limits)):
+            if limits and peer.count and not peer.dead and peer.is_silent(min(limits)):
                 peer.dead = True
-                self._accuse(rank, "silent")
+                self._accuse(rank, "silent", peer.since)
 
-    def _find_replaced(self, rank: int, since: int) -> None:
-        """Say of groups with an earlier process of a rank that this one is gone."""
+    def _accuse(self, rank: int, kind: str, until: int) -> None:
+        """Say that the process that a rank had until an epoch has failed, in all of its groups."""
+        failure, last = without_a_word(rank, kind), self._peers[rank].since
         for state, watch in list(self._states.items()):
-            earlier = rank in state.ranks and state.members.get(rank, 1) < since
-            if state.key and earlier and rank not in state.standing:
-                self._ask(partial(watch.say, without_a_word(rank, "killed")))
-
-    def _accuse(self, rank: int, kind: str) -> None:
-        """Say that a rank has failed, in the journals of all groups that its process is in."""
-        failure, peer = without_a_word(rank, kind), self._peers[rank]
-        for state, watch in list(self._states.items()):
-            if rank not in state.ranks or (peer.parked and state.key):
+            known = state.standing.get(rank)
+            if rank not in state.ranks or (known is not None and known.final):
                 continue
-            if not state.key:  # groups that are still to be made
-                state.standing = {**state.standing, rank: failure}
-            elif state.members.get(rank, 1) <= peer.since:  # else a later process is in these
+            if state.key and state.members.get(rank, 1) <= until:
                 self._ask(partial(watch.say, failure))
+            elif not state.key and until == last:  # groups that are still to be made
+                state.standing = {**state.standing, rank: failure}
 
     def _all_fail(self, failure: Failure) -> None:
         for state in list(self._states):
@@ -333,77 +303,38 @@ class Monitor:
 
     # On the store thread's thread.
 
-    def _ended(self, ranks: Sequence[int], store: Any) -> None:
-        """Report ranks whose processes ended before they closed their groups.
-
-        Those that left in order come last, as they may have done so because of the others.
-        """
-        for rank in ranks:
-            self._peers[rank].parts(store.get(heartbeat_of(rank)).decode())
-        for rank in sorted(ranks, key=lambda rank: self._peers[rank].parked):
-            self._accuse(rank, "killed")
-
-    def _write_heartbeat(self, store: Any, status: str = "open") -> None:
+    def _write_heartbeat(self, store: Any) -> None:
         """Write a sign of life; raises `Replaced` if another process has this one's place."""
         key, name = heartbeat_of(self._rank), self._own.name
         if not self._since:
             self._since, _ = heartbeat.register(store, key, name)
         self._count += 1
-        text = f"{self._count} {status} {name}"
-        self._last = claim(store, key, self._since, text, self._last)
+        self._last = claim(store, key, self._since, f"{self._count} {name}", self._last)
         self._last_s = time.monotonic()
 
     def _confirm(self, store: Any) -> None:
         """Confirm that this process is its rank, before it writes after it may have been frozen."""
         if self._last and time.monotonic() - self._last_s > 2 * self._interval_s():
-            self._write_heartbeat(store, self._last.split(" ")[2])
+            self._write_heartbeat(store)
 
     def _exchange(self, store: Any) -> dict[int, str]:
         """Write this rank's sign of life and read what others wrote; returns their signs."""
-        found, counts = dict[int, str](), self._counts_of_host(store)
-        self._turn += 1
-        if counts and min(counts) < self._rank and self._turn % _OWN_TURN:
-            self._last_s, changes = time.monotonic(), self._page.changes
-        else:
-            changes, found = self._exchange_for(store, counts)
-        reread, self._reread = self._reread, False
-        new = reread or changes != self._changes
-        for watch in list(self._states.values()):
-            watch.read(store, changed=new)
-        self._changes = changes
-        return found
-
-    def _counts_of_host(self, store: Any) -> dict[int, int]:
-        """The counts of the ranks of this host that live; none in a small job."""
-        if self._page is None and self._num_ranks() > heartbeat.WRITERS_PER_TICK:
-            self._page = HostPage(store, self._rank)
-        return {} if self._page is None else self._page.count()
-
-    def _exchange_for(self, store: Any, counts: Mapping[int, int]) -> tuple[str, dict[int, str]]:
-        """Write signs of life, of others on this host too; returns the news and others' signs."""
         self._write_heartbeat(store)
-        others = dict.fromkeys(counts)
+        others = dict[int, None]()
         for state in list(self._states):
             others.update(dict.fromkeys(heartbeat.followed(state.rank, state.ranks)))
         known = [rank for rank in others if rank != self._rank]
-        counted, new = [], any(rank not in self._peers for rank in known)
-        if counts:
-            keys, counted, new = map(count_of, counts), known, True
-            store.multi_set([*keys], [f"{count}" for count in counts.values()])
-        if new and not store.check([*map(heartbeat_of, known), *map(count_of, counted)]):
+        new = any(rank not in self._peers for rank in known)
+        if new and not store.check([*map(heartbeat_of, known)]):
             known = [rank for rank in known if store.check([heartbeat_of(rank)])]
-            counted = [rank for rank in known if counts and store.check([count_of(rank)])]
         if not self._changes:
             store.add(CHANGES, 0)
-        keys = [CHANGES, *map(heartbeat_of, known), *map(count_of, counted)]
-        changes, *said = store.multi_get(keys)
-        found = {rank: x.decode() for rank, x in zip(known, said, strict=False)}
-        for rank, count in zip(counted, said[len(known) :], strict=True):
-            since, own, rest = found[rank].split(" ", 2)
-            found[rank] = f"{since} {own}+{count.decode()} {rest}"  # it lives if one of them moves
-        if counts:
-            self._page.changes = changes.decode()
-        return changes.decode(), found
+        changes, *said = store.multi_get([CHANGES, *map(heartbeat_of, known)])
+        reread, self._reread = self._reread, False
+        for watch in list(self._states.values()):
+            watch.read(store, changed=reread or changes != self._changes)
+        self._changes = changes
+        return {rank: text.decode() for rank, text in zip(known, said, strict=False)}
 
 
 monitor = Monitor()  # of this process
@@ -436,12 +367,12 @@ def limit_s(given: float | None, ranks: int) -> float:
     Raises:
       PlanError: so few would take ranks for lost that are well.
     """
-    interval_s, least = heartbeat.interval_s(ranks), heartbeat.least_s(ranks)
+    least = heartbeat.least_s(ranks)
+    if given is not None and given < least:
+        text = f"make_groups: heartbeat_s={given!r} would take ranks for lost that are well"
+        every = f"signs of life come every {heartbeat.interval_s(ranks):g} s"
+        raise errors.PlanError(text, fix=f"pass at least {least:g}, as {every}")
     if given is not None:
-        if given < least:
-            text = f"make_groups: heartbeat_s={given!r} would take ranks for lost that are well"
-            lines = [f"signs of life come every {interval_s:g} s"]
-            raise errors.PlanError(text, lines, f"pass at least {least:g}")
         return given
     usual = 10.0 if hasattr(sys, "ps1") or _shell() is not None else 60.0
     return max(usual, least)
@@ -496,8 +427,6 @@ def _at_exit() -> None:
 
 _SIGNALS = (signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
 
-_NEVER_HANDLED = {getattr(signal, name, None) for name in ("SIGKILL", "SIGSTOP")}
-
 
 class StopRequest:
     """A block in which signals do not end this process, but all ranks after the same step.
@@ -511,7 +440,7 @@ class StopRequest:
       bytes to the store, and reads those of the others.
 
     Raises:
-      PlanError: one of `signals` is not a signal that a process can handle.
+      ValueError, OSError: one of `signals` is not a signal that a process can handle.
 
     Example:
       >>> with make_groups(1) as groups, StopRequest(groups) as stop:
@@ -525,14 +454,8 @@ class StopRequest:
     """
 
     def __init__(self, groups: Groups, signals: Iterable[int] = _SIGNALS) -> None:
-        fix = "pass signals that a process can handle, such as [signal.SIGTERM]"
-        signals = tuple(signals)
-        for number in signals:
-            known = isinstance(number, int) and not isinstance(number, bool)
-            if not known or number not in signal.valid_signals() or number in _NEVER_HANDLED:
-                checks.refuse("StopRequest", "signals", [*signals], "a list of signals", fix)
         self.stopping = False  # whether all ranks stop after the step that has ended
-        self._state, self._signals = groups.state, tuple(signals)
+        self._state, self._signals = groups.state, [int(each) for each in signals]
         self._timeout_s = groups.timeout_s
         self._state.stops += 1
         self._key = f"{self._state.key}/stop/{self._state.stops}"
@@ -576,16 +499,15 @@ class StopRequest:
 
     def _agreed(self) -> int:
         """The last step; see [Note: the last step]."""
-        state, store = self._state, cast(Store, self._state.channel.store)
+        state, store = self._state, self._state.channel.store
         keys = {rank: f"{self._key}/{rank}" for rank in state.ranks}
-        if not poll(
-            lambda: store.check(list(keys.values())),
-            len(keys),
-            time.monotonic() + self._timeout_s,
-            lambda idle_s: state.watch.check((), idle_s, state.ranks),
-        ):
-            missing = [rank for rank, key in keys.items() if not store.check([key])]
-            who = errors.name_ranks(missing)
+        deadline = time.monotonic() + self._timeout_s
+
+        def check(idle_s: float) -> None:
+            state.watch.check((), idle_s, state.ranks)
+
+        if not poll(lambda: store.check([*keys.values()]), len(keys), deadline, check):
+            who = errors.name_ranks([rank for rank in keys if not store.check([keys[rank]])])
             what = f"StopRequest: {who} did not answer in {self._timeout_s:g} s"
             fix = "look for a rank that stopped, or that is not in a StopRequest of its own"
             raise errors.CollectiveError(what, fix=fix)
@@ -623,19 +545,13 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         self._state.listeners.append(self._listen)
-        for number in self._signals:
-            self._before[number] = signal.signal(number, self._signalled)
+        self._before = {each: signal.signal(each, self._signalled) for each in self._signals}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_DFL if before is None else before)
         self._state.listeners.remove(self._listen)
         if len(self._state.ranks) > 1 and error is None and not self._state.closed:
             with suppress(errors.MicsError):  # a rank or the store is gone, and nobody will ask
-                self._depart(cast(Store, self._state.channel.store))
+                self._depart(self._state.channel.store)

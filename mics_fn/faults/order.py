@@ -73,14 +73,15 @@ from typing import Any, NoReturn
 from weakref import WeakSet
 
 from mics_fn import errors
+from mics_fn.groups import GroupState, Watch, withdraw_all
 from mics_fn.store import (
     CHANGES,
-    LEFT,
     Call,
     Calls,
     Channel,
     Stuck,
     call_text,
+    departure_of,
     later,
     poll,
     value_of,
@@ -178,7 +179,6 @@ class OrderedCalls(Calls):
         self._leaver = ""  # what this rank has read last of a rank that left its pattern
         self._written = deque[tuple[int, str]]()
         channel.calls.append(self)
-        channel._ordered.append(self)
         _ALL.add(self)
 
     def add(self, call: Call, meanwhile: Callable[[], object]) -> None:
@@ -241,7 +241,7 @@ class OrderedCalls(Calls):
             what = f"call {number} over '{self._name}' has no answer in {channel.timeout_s:g} s"
             lines = [f"rank {channel.rank}: {text}", f"asked: {errors.name_ranks(self._ranks)}"]
             fix = "look for a rank that stopped, or that makes fewer calls"
-            raise channel.timeout_error(errors.CollectiveError(what, lines, fix), [stuck])
+            raise channel.watch.timeout_error(errors.CollectiveError(what, lines, fix), [stuck])
 
     def _report(self, number: int, text: str) -> None:
         """Say at which call this rank left, unless what is said of another call comes first."""
@@ -314,7 +314,6 @@ def deadlocked(own: int, mine: Note, rank: int, theirs: Note) -> bool:
 
 # `JobChannel`: what all ranks of the groups, those of every replica, report to each other.
 
-_RESET = "called reset"
 _FIX = (
     "call the same verbs on the same trees, in the same order, on all of these ranks; "
     "schedule=keep_all() lets them use parameters in different orders"
@@ -331,24 +330,16 @@ class JobChannel(Channel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._ordered: list[OrderedCalls] = []  # the same as `calls`
         # `refusing`: this rank raised an error together with others, and has made no call since.
         # `raised`: the same, or an error of its own.
         self.refusing = self.raised = False
-        # Of the groups: the error of a wait that took too long; notes why groups failed; what to
-        # raise instead of an error, if a rank that failed was its cause; takes back an error.
-        self.timeout_error: Callable[..., Exception] = lambda error, stuck=(): error
-        self.fail: Callable[[BaseException], None] = lambda error: None
-        self.explain: Callable[..., Exception] = lambda error, *, wait: error
-        self.withdraw: Callable[[], None] = lambda: None
+        self.watch: Any = Watch(GroupState())  # of the groups
         self.kept = ""  # a key that outlives the groups
         self._trouble, self._refused = f"{self.key}/all/trouble", f"{self.key}/all/refused"
-        self._departures = f"{self.key}/gone"
         self._read = self._seen = 0  # changes
         self._polled = -math.inf
         self._notes: dict[int, Any] = {}  # what other ranks wrote about their waits
         self._note = ""  # what this rank wrote down about its wait
-        self._departed: dict[int, tuple[str, Mapping[str, int]]] = {}  # ranks that left
         self._any_departed = self._departed_here = False  # any rank, and this one
         self._tidy: Callable[[], None] = lambda: None
 
@@ -378,7 +369,7 @@ class JobChannel(Channel):
         if self.refusing:
             self.refusing = False
             self.store.set(self._refused, "")
-        self.withdraw()
+        withdraw_all(self.watch.state)
         self.raised = False
 
     def raise_reported(self) -> None:
@@ -388,7 +379,7 @@ class JobChannel(Channel):
             if text:
                 error = errors.DesyncError(text)
                 if key == self._trouble:
-                    self.fail(error)
+                    self.watch.state.fail(error)
                 raise error
 
     def raise_everywhere(self, what: str, texts: Mapping[int, str]) -> NoReturn:
@@ -410,10 +401,10 @@ class JobChannel(Channel):
         self._read = store.add(CHANGES, 0)
         if self._read != self._seen:
             self.raise_reported()
-            for calls in self._ordered:
+            for calls in self.calls:
                 calls.read()
             self._notes.clear()
-            self._any_departed = store.add(self._departures, 0) > 0
+            self._any_departed = store.add(f"{self.key}/gone", 0) > 0
             self._seen = self._read  # only once all of it was read without an error
         for call in stuck:
             self.check_departed(call)
@@ -456,7 +447,7 @@ class JobChannel(Channel):
         """Say that this rank makes no more calls; a second call has no effect.
 
         Args:
-          how: what it did, for errors of others.
+          how: what it did, for errors of others; "" if they have been told of another one.
 
         Returns:
           What deletes all entries of the groups, if this is the last rank; it may take a while.
@@ -465,11 +456,11 @@ class JobChannel(Channel):
             return self._tidy
         self._departed_here = True
         counts = {calls.key: calls.issued for calls in self.calls}
-        self._ordered.clear()  # these refer to the channel, and it to them
-        self.calls.clear()
+        self.calls.clear()  # these refer to the channel, and it to them
         with suppress(errors.MicsError, RuntimeError):  # the store is gone, with all that is in it
-            self.store.set(f"{self._departures}/{self.rank}", json.dumps([how, counts]))
-            if self.store.add(self._departures, 1) == self.job_size:
+            if how:
+                self.store.set(departure_of(self.key, self.rank), json.dumps([how, counts]))
+            if self.store.add(f"{self.key}/gone", 1) == self.job_size:
                 self._tidy = self._delete_all
             else:
                 self.mark_changed()
@@ -484,30 +475,21 @@ class JobChannel(Channel):
     def check_departed(self, call: Stuck) -> None:
         """Raise GroupsError if a rank has left without its part of a call that this one waits for.
 
-        Args:
-          call: the call.
+        It may have done so because of another error.
         """
-        error = self._without(call) if self._any_departed else None
-        if error is not None:  # a rank that resets its groups does so because of another error
-            raise self.explain(error, wait=_RESET in f"{error}")
+        error = self.without(call) if self._any_departed else None
+        if error is not None:
+            raise self.watch.explained(error, wait=True)
 
-    def closed(self, call: Stuck) -> errors.GroupsError | None:
-        """The error of a rank that closed its groups in order, if one did so without its part."""
-        error = self._without(call)
-        return None if error is None or _RESET in f"{error}" else error
-
-    def _without(self, call: Stuck) -> errors.GroupsError | None:
+    def without(self, call: Stuck) -> errors.GroupsError | None:
+        """The error of a rank that closed or reset its groups without its part of a call."""
         for rank in call.ranks:
-            key = f"{self._departures}/{rank}"
-            if rank not in self._departed and (text := value_of(self.store, key)):
-                self._departed[rank] = json.loads(text)
-            how, counts = self._departed.get(rank, (LEFT, {}))
-            if how != LEFT and call.lacks(rank, counts):
-                lines = [f"rank {self.rank}: waits for {call.text}"]
-                fix = "call the same verbs on all ranks before any of them closes its groups"
-                if how == _RESET:
-                    fix = "call groups = mics_fn.reset(groups), or trainer.reset(), on all ranks"
+            text = value_of(self.store, departure_of(self.key, rank))
+            how, counts = json.loads(text or '["", {}]')
+            if how and call.lacks(rank, counts):
                 what = f"a call that rank {rank} will not make, since it {how}"
+                lines = [f"rank {self.rank}: waits for {call.text}"]
+                fix = "call the same verbs, or mf.reset, on all ranks before one closes its groups"
                 return errors.GroupsError(what, lines, fix)
         return None
 

@@ -16,10 +16,8 @@ and whatever would move data raises. `reset` is where this process and the other
 get new groups, and the state that this rank lacks comes from a replica. The default group of torch
 is not made again, as groups are made from its store alone, and never move data over it.
 
-A launcher may also have ended all ranks and started all of them again, with the same store. Then
-nobody is there to come back to, and they meet as at any start. So a process looks whether some
-other rank still gives signs of life, for a few seconds at most; torchrun, which says so in the
-environment, always starts all.
+A launcher that ends all ranks and starts all of them again gives them a new store, as nobody is
+there to come back to; or it is torchrun, which says so in the environment.
 
 In the store it registers before anything else, so that a process of its rank which was only frozen
 finds out at its first word that it was replaced, and says no other. What the lost process had
@@ -37,99 +35,18 @@ from functools import partial
 from typing import Any
 
 from mics_fn import _torch, tree
-from mics_fn.errors import GroupsError, PeerFailed, disagreement, first_line, name_ranks
-from mics_fn.faults import heartbeat
+from mics_fn.errors import GroupsError, PeerFailed, disagreement, first_line
 from mics_fn.faults.heartbeat import BoundedStore, Process, StoreThread, heartbeat_of, register
 from mics_fn.faults.monitor import listen, monitor
-from mics_fn.groups import (
-    Groups,
-    GroupState,
-    Meeting,
-    check_fork,
-    entered,
-    hooks,
-    meet,
-    part_of_start,
-    past,
-)
-from mics_fn.spans import LOG
-from mics_fn.store import Store, poll
+from mics_fn.groups import Groups, GroupState, Meeting, check_fork, entered, hooks, meet, past
+from mics_fn.store import Store
 from mics_fn.threads import bounded
 
-_SAY_S = 2.0  # after so many seconds of waiting the first rank says for whom
 _ATTEMPTS = 5  # to make groups, as ranks may be lost while others make them
 
 
-# A process that takes the place of a rank that was lost, while the other ranks still hold
-# theirs.
-
-_SIGN_S = 3.0  # in which a rank that lives writes signs of life, in a job of up to 256
-_LOOKED_AT = 64  # how many ranks are looked at, at least
-
-
-class Rejoining:
-    """Whether this process came back, and how much of the script it has done again."""
-
-    def __init__(self) -> None:
-        self.rejoins = False
-        self._calls = Counter[tuple[str, tuple[int, ...]]]()
-
-    def join(
-        self, store: Any, rank: int, world_size: int, others_live: Callable[[int], bool]
-    ) -> int | None:
-        """Write down which process this rank is now.
-
-        Args:
-          store: of the job.
-          rank: this rank.
-          world_size: number of ranks.
-          others_live: whether some other rank gives signs of life, after the n-th start of the job.
-
-        Returns:
-          the number of the start that this process comes back into; None if it is to start with the
-          others.
-        """
-        self.__init__()
-        store.since, before = register(store, f"mics_fn/process/{rank}", Process.own().name)
-        if not before:
-            return None
-        start = entered(store, range(world_size), "init_distributed", rank)
-        begun = past(store, range(world_size), "init_distributed", start) is not None
-        self.rejoins = begun and "TORCHELASTIC_RUN_ID" not in os.environ and others_live(start)
-        return start if self.rejoins else None
-
-    def meeting(self, store: Any, ranks: Sequence[int], verb: str) -> Meeting | None:
-        """What the ranks agreed on in this call before this process came; None if they did not."""
-        if not self.rejoins or len(ranks) == 1:
-            return None
-        call = (verb, tuple(ranks))
-        self._calls[call] += 1
-        return past(store, ranks, verb, self._calls[call])
-
-
-def some_rank_lives(store: Any, rank: int, world_size: int) -> bool:
-    """Return whether another rank writes heartbeats; some are polled for a few seconds.
-
-    Args:
-      store: under the keys of the monitor.
-      rank: this rank.
-      world_size: number of ranks.
-    """
-    others = range(0, world_size, max(1, world_size // _LOOKED_AT))
-    known = [other for other in others if other != rank]
-    keys = [key(other) for key in (heartbeat_of, heartbeat.count_of) for other in known]
-
-    def heartbeats() -> list[bytes]:
-        return [store.get(key) for key in keys if store.check([key])]
-
-    first, limit_s = heartbeats(), _SIGN_S * max(1.0, world_size / 256)
-    return poll(lambda: heartbeats() != first, 1, time.monotonic() + limit_s)
-
-
-rejoining = Rejoining()  # of this process
-
-
-# What the start of ranks, and of groups, asks; see `groups.Hooks`.
+# A process that takes the place of a rank that was lost, while the other ranks still hold theirs:
+# what the start of ranks, and of groups, asks; see `groups.Hooks`.
 
 
 @contextmanager
@@ -142,40 +59,50 @@ def entering(
       A store whose calls are bounded, and the number of the start that this process comes back
       into, if it takes a lost rank's place.
     """
-
-    def others_live(start: int) -> bool:
-        other = StoreThread(_torch.default_part(part_of_start(store, start)))
-        try:
-            return some_rank_lives(BoundedStore(other, None, timeout_s, lost), rank, world_size)
-        finally:
-            other.end()
-
     store_thread = StoreThread(store)
-    served = BoundedStore(store_thread, store, timeout_s, lost)
+    served = BoundedStore(store_thread, timeout_s, lost)
     try:
-        start = rejoining.join(served, rank, world_size, others_live)
-        if start is not None:
-            hooks.agreed_before = _agreed_before
+        start = joined(served, rank, world_size)
+        hooks.agreed_before = partial(_agreed_before, None if start is None else Counter())
         yield served, start
     finally:
         store_thread.end()
 
 
-def _agreed_before(ranks: Sequence[int], rank: int, timeout_s: float) -> Meeting | None:
-    """Return the earlier agreement of these ranks, in a process that replaces a lost one."""
+def joined(store: Any, rank: int, world_size: int) -> int | None:
+    """Write down which process this rank is now.
+
+    Returns:
+      The number of the start that it comes back into; None if it is to start with the others.
+    """
+    store.since, before = register(store, f"mics_fn/process/{rank}", Process.own().name)
+    if not before or "TORCHELASTIC_RUN_ID" in os.environ:
+        return None
+    ranks, verb = range(world_size), "init_distributed"
+    start = entered(store, ranks, verb, rank)
+    return None if past(store, ranks, verb, start) is None else start
+
+
+def _agreed_before(
+    calls: Counter[Sequence[int]] | None, ranks: Sequence[int], rank: int, timeout_s: float
+) -> Meeting | None:
+    """The earlier agreement of these ranks, in a process that replaces a lost one."""
+    if calls is None or len(ranks) == 1:
+        return None
     listen()
+    calls[ranks] += 1
     store = _torch.default_store()
 
     def ask() -> Meeting | None:
         register(store, heartbeat_of(rank), Process.own().name)
-        return rejoining.meeting(store, ranks, "make_groups")
+        return past(store, ranks, "make_groups", calls[ranks])
 
     try:
         return bounded(ask, time.monotonic() + timeout_s)
     except (RuntimeError, TimeoutError) as error:
-        first = first_line(error, f"no answer within {timeout_s:g} s")
         text = f"make_groups: rank {rank} cannot reach the store that the other ranks use"
-        raise GroupsError(text, [first], "start the job again") from error
+        lines = [first_line(error, f"no answer within {timeout_s:g} s")]
+        raise GroupsError(text, lines, "start the job again") from error
 
 
 # New groups.
@@ -254,15 +181,12 @@ def _rebuilt(state: GroupState, channel: Any) -> Groups:
         learned.forget()
     # One that comes back knows the first groups alone, and these may have been reset since.
     key = "" if state.rejoining else channel.key
-    for attempt in reversed(range(_ATTEMPTS)):
+    for _ in range(_ATTEMPTS - 1):
         try:
             return _remade(state, key)
-        except (GroupsError, PeerFailed) as error:
-            if not attempt:
-                raise
+        except (GroupsError, PeerFailed):
             monitor.check_store(state)
-            LOG.info("reset: tries again after %s", first_line(error))
-    raise GroupsError("reset: no attempt was left")
+    return _remade(state, key)
 
 
 def _remade(old: GroupState, mine: str) -> Groups:
@@ -273,16 +197,8 @@ def _remade(old: GroupState, mine: str) -> Groups:
     try:
         if len(like.ranks) > 1:
             store = monitor.join(state, like.timeout_s, waits=True)
-            meeting = meet(
-                store,
-                like.ranks,
-                like.rank,
-                mine,
-                _judged,
-                verb="reset",
-                timeout_s=like.timeout_s,
-                check=_say_awaited(state),
-            )
+            wait = {"verb": "reset", "timeout_s": like.timeout_s}
+            meeting = meet(store, like.ranks, like.rank, mine, _judged, **wait)
             state.watch.begin(meeting)
         old.retire()
         groups = recipe.create(replace(like, deadline=deadline, store=store, state=state))
@@ -291,19 +207,6 @@ def _remade(old: GroupState, mine: str) -> Groups:
         raise
     groups.state.recipe = replace(groups.state.recipe, first=recipe.first)
     return groups
-
-
-def _say_awaited(state: GroupState) -> Callable[[float], None]:
-    """What says once, on the first rank, which ranks are waited for that have ended."""
-    left = [state] if state.ranks[0] == state.rank else []
-
-    def say(idle_s: float) -> None:
-        dead = monitor.dead(state.ranks) if left and idle_s > _SAY_S else []
-        if dead:
-            LOG.info("reset waits for %s to be started again", name_ranks(dead))
-            left.clear()
-
-    return say
 
 
 def _judged(found: Mapping[int, str]) -> None:

@@ -88,7 +88,6 @@ from mics_fn.groups.startup import (
     init_distributed,
     meet,
     nccl_problems,
-    part_of_start,
     past,
     read_launch,
 )

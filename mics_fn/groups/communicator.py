@@ -54,7 +54,7 @@ import torch.distributed as dist
 from mics_fn import _torch, errors
 from mics_fn.errors import GroupsError, PeerFailed, first_line, name_ranks
 from mics_fn.groups.topology import fold_ranks
-from mics_fn.store import LEFT, Calls, Channel, Store, Stuck, poll
+from mics_fn.store import Calls, Channel, Store, Stuck, poll
 from mics_fn.threads import bounded, start
 
 _PATIENCE_S = 0.5  # how long a rank that leaves by an error waits for its groups to be aborted
@@ -316,7 +316,7 @@ class GroupState:
             return self._let_go()
         if error is not None:  # first: what is aborted fails elsewhere
             quietly(partial(self.watch.announce, error, final=True))
-        tasks = self.watch.close, self.channel.depart(LEFT)
+        tasks = self.watch.close, self.channel.depart("")
         if self.on_device and not self.aborted:
             _torch.drain(_PATIENCE_S)
         threads = [*self.abort(), *map(_started, tasks)]

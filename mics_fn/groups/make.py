@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mics_fn import _torch, checks, errors, spans
 from mics_fn.groups import startup
-from mics_fn.groups.communicator import GroupState, Maker, check_fork, hooks, withdraw_all
+from mics_fn.groups.communicator import GroupState, Maker, check_fork, hooks
 from mics_fn.groups.groups import Groups, Hierarchy, Level, Route
 from mics_fn.groups.topology import FLAT, Plan, Topology, check_count, plan_groups
 from mics_fn.store import Channel
@@ -129,10 +129,10 @@ def make_groups(
         the host raises after it; on accelerators it is the limit of the backend's watchdog, which
         ends the process. The slowest rank may load data or write files for that long.
       heartbeat_s: a rank that gives no sign of life for so many seconds has failed, and the others
-        raise PeerFailed; at least 0.75, twice that beyond 128 ranks, and more beyond 128 hosts.
-        None takes 10 where a person is at a prompt, else 60, or more beyond 5,000 hosts. A rank may
-        hold its interpreter for almost as long, as some loaders and compilers do. Below 15 names of
-        hosts must be found fast: the store of torch looks for that of each rank that connects.
+        raise PeerFailed; at least 0.75, and more beyond 1,024 ranks. None takes 10 where a person
+        is at a prompt, else 60. A rank may hold its interpreter for almost as long, as some loaders
+        and compilers do. Below 15 names of hosts must be found fast: the store of torch looks for
+        that of each rank that connects.
       mean_over: number of ranks that gradients are averaged over; None takes those of these groups.
         Expert leaves live on fewer ranks than there are losses: their gradient on a rank is a sum
         over tokens that other ranks sent, while the loss is a mean over all data-parallel ranks.
@@ -319,7 +319,5 @@ def _channel(maker: Maker, ranks: tuple[int, ...]) -> Channel:
     facts = state.key, ranks, maker.rank, maker.timeout_s, len(maker.ranks)
     channel: Any = make(maker.store, *facts)
     state.channel = channel
-    channel.check, channel.timeout_error = state.watch.check, state.watch.timeout_error
-    channel.fail, channel.explain = state.fail, state.watch.explained
-    channel.withdraw = partial(withdraw_all, state)
+    channel.check, channel.watch = state.watch.check, state.watch
     return channel

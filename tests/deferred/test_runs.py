@@ -13,11 +13,12 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import mics_fn as mf
-from mics_fn import _torch, tree
+from mics_fn import tree
 from mics_fn.collectives import pending
 from mics_fn.deferred.live import LiveBuckets
 from mics_fn.deferred.reduction import Reduction
 from mics_fn.errors import DesyncError
+from mics_fn.faults.heartbeat import BoundedStore
 
 PAIR = Layout((2,), 2)
 WIDE = Layout((2, 2), 4)
@@ -319,29 +320,23 @@ def test_a_rank_that_goes_another_way_is_told_of_in_time(ranks, kind, way, befor
     assert len({text for text, _ in found}) == 1, "the same words everywhere"
 
 
-class Counting:
-    """A store that counts what it is asked."""
-
-    def __init__(self, store):
-        self.store, self.calls = store, 0
-
-    def __getattr__(self, name):
-        self.calls += 1
-        return getattr(self.store, name)
-
-
 def messages(layout, kind):
     """Messages to the store in each of a few equal runs."""
     forget_groups(layout)
-    store, found = Counting(_torch.default_store()), []
+    sent, found, send = list[str](), [], BoundedStore.later
+
+    def counted(self, name, *args):
+        sent.append(name)
+        return send(self, name, *args)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_torch, "default_store", lambda: store)
+        patch.setattr(BoundedStore, "later", counted)
         run = KINDS[kind](groups_of(layout))
         patch.setattr(pending, "_STALL_S", 60.0)  # a wait for a slow rank would look
         for _ in range(9):
-            store.calls = 0
+            sent.clear()
             run()
-            found.append(store.calls)
+            found.append(len(sent))
     forget_groups(layout)
     return found
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from mics_fn.faults import monitor
-from mics_fn.faults.heartbeat import Peer, Process, heartbeat_of
-from mics_fn.faults.journal import Watcher
+from mics_fn.faults.journal import Watcher, without_a_word
 from mics_fn.groups import GroupState
+from mics_fn.store import departure_of
 
 ENDINGS = Path(__file__).parents[1] / "support" / "endings.py"
 LIMIT_S = 2.0  # `heartbeat_s` there
@@ -67,21 +68,12 @@ def test_a_process_ends_once_the_launcher_is_gone(monkeypatch):
     assert seen == [(text, {"final": True, "kind": "exited"}), 1], "others are told before"
 
 
-@pytest.mark.parametrize(
-    ("last", "accused"),
-    [("1 4 open host 7 1", True), ("1 4 closed host 7 1", False), ("2 0 closed host 9 1", True)],
-    ids=["open", "closed", "closed, by the process in its place"],
-)
-def test_what_a_rank_wrote_last_says_whether_it_was_killed(last: str, accused: bool):
-    watching: Any = monitor.Monitor()
-    life, asked = GroupState(ranks=(0, 1), key="groups"), list[Any]()
-    watching._states[life], watching._ask = Watcher(life, watching), asked.append
-    watching._peers[1] = Peer()
-    watching._peers[1].observe("1 3 open host 7 1", Process("elsewhere", 3, "1"), 0.25)
-
-    class Written:
-        def get(self, key: str) -> bytes:
-            return {heartbeat_of(1): last.encode()}[key]
-
-    watching._ended([1], Written())
-    assert len(asked) == accused
+@pytest.mark.parametrize("left", [False, True])
+def test_a_rank_that_left_its_groups_in_order_may_end(left: bool):
+    store: Any = HashStore()
+    life = GroupState(ranks=(0, 1), key="groups")
+    watch = Watcher(life, monitor.monitor)
+    if left:
+        store.set(departure_of("groups", 1), "")
+    watch.say(without_a_word(1, "killed"), store)
+    assert list(life.standing) == [1] * (not left)

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from mics_fn.errors import PeerFailed
-from mics_fn.faults import monitor
-from mics_fn.faults.heartbeat import PARKED, Peer, Peers, Process
+from mics_fn.errors import PeerFailed, PlanError
+from mics_fn.faults import heartbeat, monitor
+from mics_fn.faults.heartbeat import Peer, Peers, Process
 from mics_fn.faults.journal import Failure, Journal, Watcher
 from mics_fn.groups import GroupState, communicator
 from mics_fn.store import Calls, Stuck
@@ -116,8 +116,18 @@ def test_a_wait_is_in_vain_if_a_rank_has_not_issued_its_part():
     assert Failure(1, "killed", "").lacks([], (), made=False)
 
 
-def sign(number: int, state: str = "open", process: Process | None = None, since: int = 1) -> str:
-    return f"{since} {number} {state} {(process or Process.own()).name}"
+def sign(number: int, process: Process | None = None, since: int = 1) -> str:
+    return f"{since} {number} {(process or Process.own()).name}"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tick_s", "least_s"), [(64, 0.25, 0.75), (1024, 0.25, 0.75), (16_384, 4.0, 12.0)]
+)
+def test_signs_of_life_come_so_often(ranks: int, tick_s: float, least_s: float) -> None:
+    assert heartbeat.interval_s(ranks) == tick_s
+    assert monitor.limit_s(least_s, ranks) == least_s
+    with pytest.raises(PlanError, match=f"signs of life come every {tick_s:g} s"):
+        monitor.limit_s(least_s * 0.99, ranks)
 
 
 @pytest.mark.parametrize(("host", "most_s"), [("another host", 2.0), ("", 1.0)])
@@ -128,8 +138,8 @@ def test_silence_is_added_up_from_the_ticks_of_the_reader(host: str, most_s: flo
     for _ in range(7):
         peer.observe(sign(1), reader, 0.25)
     assert (peer.silent_s, peer.is_silent(most_s), peer.is_silent(0.8)) == (1.75, False, True)
-    peer.observe(sign(2, PARKED), reader, 0.25)
-    assert (peer.silent_s, peer.parked) == (0.0, True)
+    peer.observe(sign(2), reader, 0.25)
+    assert (peer.silent_s, peer.count) == (0.0, 2)
 
 
 def test_silence_before_a_meeting_is_forgotten_and_the_end_of_a_process_is_not():
@@ -197,7 +207,7 @@ def test_an_error_in_a_cell_is_told_and_the_next_cell_may_go_on(told, monkeypatc
     hooks: dict[str, Any] = {}
     shell = SimpleNamespace(events=SimpleNamespace(register=hooks.__setitem__))
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    assert [monitor.limit_s(None, n) for n in (8, 16_384)] == [10.0, 192.0]
+    assert [monitor.limit_s(None, n) for n in (8, 16_384)] == [10.0, 12.0]
     monitor.listen.__wrapped__()
     error = ValueError("mine")
     for each in (None, error):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mics_fn.faults.heartbeat import BoundedStore, Process, StoreThread
-from mics_fn.faults.rejoin import Rejoining
+from mics_fn.faults.rejoin import joined
 from mics_fn.groups import startup
 from mics_fn.store import Replaced, claim
 
@@ -24,7 +24,7 @@ VERB = "reset"
 def new_store() -> Iterator[BoundedStore]:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     thread = StoreThread(store)
-    yield BoundedStore(thread, store, 5.0, lambda lost: lost)
+    yield BoundedStore(thread, 5.0, lambda lost: lost)
     thread.end()
 
 
@@ -57,25 +57,23 @@ def started(store: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("begun", "lives", "env", "start"),
+    ("begun", "env", "start"),
     [
-        (True, True, {}, 1),
-        (False, True, {}, None),  # there is no job yet
-        (True, False, {}, None),  # nobody is left of it
-        (True, True, {"TORCHELASTIC_RUN_ID": "none"}, None),  # torchrun starts all ranks
+        (True, {}, 1),
+        (False, {}, None),  # there is no job yet
+        (True, {"TORCHELASTIC_RUN_ID": "none"}, None),  # torchrun starts all ranks
     ],
 )
-def test_who_comes_back(begun: bool, lives: bool, env: dict[str, str], start: int | None):
-    another, here = Process("host", 1, "2"), Rejoining()
+def test_who_comes_back(begun: bool, env: dict[str, str], start: int | None):
     with new_store() as store, mock.patch.dict(os.environ):
         os.environ.pop("TORCHELASTIC_RUN_ID", None)
-        assert here.join(store, 1, 4, lambda start: True) is None  # the first process
+        assert joined(store, 1, 4) is None  # the first process
         if begun:
             started(store)
-        assert here.join(store, 1, 4, lambda start: True) is None  # the same one
+        assert joined(store, 1, 4) is None  # the same one
         os.environ |= env
-        with mock.patch.object(Process, "own", return_value=another):
-            assert Rejoining().join(store, 1, 4, lambda start: lives and start == 1) == start
+        with mock.patch.object(Process, "own", return_value=Process("host", 1, "2")):
+            assert joined(store, 1, 4) == start
         assert store.since == 2
         with pytest.raises(Replaced):
             claim(store, "mics_fn/process/1", 1, "of the first one, which thaws")

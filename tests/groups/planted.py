@@ -59,16 +59,16 @@ PLANTED = [
     ),
     (
         "a rank that closed its groups and ended counts as killed",
-        "faults/heartbeat.py",
-        "            self.parked = status == PARKED\n",
-        "            pass\n",
-        "faults/test_endings.py -k wrote_last",
+        "faults/journal.py",
+        "if not store.check([departure_of(self.state.key, failure.rank)]):",
+        "if True:",
+        "faults/test_endings.py -k left_its_groups",
     ),
     (
         "a rank that is in no call is never behind",
         "faults/journal.py",
-        "return group in counts and counts[group][1] < number",
-        "return False",
+        "if said and not (others or ranks) else None",
+        "if False else None",
         "faults/test_peers.py -k makes_no_call",
     ),
     (
@@ -91,12 +91,5 @@ PLANTED = [
         " if each.group in theirs[1]]",
         "]",
         "faults/test_reports.py -k earlier_process",
-    ),
-    (
-        "nobody takes the place of a rank that wrote for its host",
-        "faults/heartbeat.py",
-        "deque(maxlen=3)",
-        "deque()",
-        "faults/test_shared_writer.py -k counts_no_more",
     ),
 ]

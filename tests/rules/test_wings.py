@@ -289,7 +289,7 @@ def public_functions() -> list[str]:
 # What is private to classes of torch, as far as these can be asked.
 OF_TORCH = set(dir(torch.Tensor)) | set(dir(torch._ops.OpOverload))
 OF_TORCH |= set(dir(torch.autograd.function.BackwardCFunction)) | set(dir(torch.optim.Adam))
-OF_PYTHON = {"_asdict", "_fields", "_make", "_replace"}  # all documented
+OF_PYTHON = {"_asdict", "_current_frames", "_fields", "_make", "_replace"}  # all documented
 OF_PYTHON.add("_Unpickler")  # not documented; `test_unpickling.py` says who may use it, and how
 
 
