@@ -44,8 +44,8 @@ import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,8 +53,8 @@ from torch import Tensor
 from mics_fn import checkpoint, checks, errors, faults, shards, tree
 from mics_fn.collectives import collect_bytes, finish_readers, together
 from mics_fn.faults import Comparison, differing, from_replica, replaced, same_step
-from mics_fn.groups import Groups, placement, reports
-from mics_fn.offload import in_file, is_coded, placed_like, read
+from mics_fn.groups import Groups, current, placement, reports
+from mics_fn.offload import is_placed, placed_like, read
 from mics_fn.optim import Guard
 from mics_fn.schedules import OnDemand
 from mics_fn.spans import LOG
@@ -66,50 +66,40 @@ from mics_fn.tree import Tree
 
 # What changes in a guard from step to step, as numbers that ranks and later runs take over.
 
-_COUNTS = ("in_row", "skipped")  # beside those of its scale
-
 
 def guard_numbers(guard: Guard) -> list[Any]:
     """What changes in a guard from step to step: of its scale, its own, and the norms it watches.
 
     JSON keeps every bit of them.
     """
-    own = [getattr(guard, name) for name in _COUNTS]
-    norms = guard.spike and list(guard.spike.norms)
-    return [*(getattr(guard.scale, name) for name in guard.scale.CHANGING), *own, norms]
+    scale, norms = guard.scale, guard.spike and list(guard.spike.norms)
+    return [scale.value, scale.good_steps, scale.overflows, guard.in_row, guard.skipped, norms]
 
 
-def with_numbers(guard: Guard, numbers: Sequence[Any], *, scale: bool = True) -> Guard:
-    """The guard with what `guard_numbers` gave of one like it; or without those of its scale."""
-    *found, norms = numbers
+def with_numbers(guard: Guard, numbers: Sequence[Any]) -> Guard:
+    """The guard with what `guard_numbers` gave of one like it."""
+    value, good_steps, overflows, in_row, skipped, norms = numbers
     spike = guard.spike and replace(guard.spike, norms=tuple(norms or ())[-guard.spike.window :])
-    by_name = dict(zip((*guard.scale.CHANGING, *_COUNTS), found, strict=True))
-    changed = {name: by_name.pop(name) for name in guard.scale.CHANGING}
-    of_scale = replace(guard.scale, **changed) if scale else guard.scale
-    return replace(guard, scale=of_scale, spike=spike, **by_name)
+    scale = replace(guard.scale, value=value, good_steps=good_steps, overflows=overflows)
+    return replace(guard, scale=scale, spike=spike, in_row=in_row, skipped=skipped)
 
 
 # What is compared for a `Trainer`: options that change numbers, and every K steps replicas.
 
 
-def compare_options(trainer: Any, params: Tree, groups: Any, guard: Guard) -> None:
-    """Compare the options of a `Trainer` between ranks.
-
-    Args:
-      trainer: the `Trainer`, with its state.
-      params: the tree of shards that it trains.
-      groups: as for `shard`.
-      guard: the guard to compare, which need not be that of the trainer yet.
+def compare_options(trainer: Any) -> None:
+    """Compare the options of a `Trainer`, which has its state, between ranks.
 
     Communication: that of `same_options`.
 
     Raises:
       DesyncError: ranks have other options.
     """
-    guard.check_groups(params, groups)
-    homes = list(dict.fromkeys(shards.homes_of("Trainer", groups, params)))
-    several = any(home.partition_size * home.num_replicas > 1 for home in homes)
-    facts = _facts(trainer, guard, shards.names(params), several) | {
+    params, guard = shards.reclaimed(trainer.state.params), trainer.guard
+    guard.check_groups(params, trainer.groups)
+    homes = list(dict.fromkeys(shards.homes_of("Trainer", trainer.groups, params)))
+    several = any(home.world_size > 1 for home in homes)
+    facts = _facts(trainer, shards.names(params), several) | {
         "deterministic": f"{trainer.deterministic}",
         "recoverable": f"{trainer.recoverable}",
         "placement": "; ".join(home.describe() for home in homes),
@@ -124,12 +114,12 @@ def lasting_options(trainer: Any) -> dict[str, str]:
     Where ranks are and what they hold at a time may differ: that changes only how sums are rounded.
     """
     paths = shards.names(trainer.state.params)
-    return {**_facts(trainer, trainer.guard, paths, several=False), **faults.versions()}
+    return {**_facts(trainer, paths, several=False), **faults.versions()}
 
 
-def _facts(trainer: Any, guard: Guard, paths: Sequence[str], several: bool) -> dict[str, str]:
+def _facts(trainer: Any, paths: Sequence[str], several: bool) -> dict[str, str]:
     """The options that ranks and later runs must share."""
-    transform, sync, scale = trainer.state.transform, trainer.replica_sync, guard.scale
+    sync, guard, scale = trainer.replica_sync, trainer.guard, trainer.guard.scale
     changes = {*scale.CHANGING} - ({"value"} if scale.kind != "dynamic" else set())
     facts = {
         "accumulate": f"{trainer.accumulate}",
@@ -144,9 +134,9 @@ def _facts(trainer: Any, guard: Guard, paths: Sequence[str], several: bool) -> d
     for f in fields(scale):
         if f.name not in changes:
             facts[f"guard scale {f.name}"] = f"{getattr(scale, f.name)}"
-    outer = {} if sync.facts is None else faults.texts_of(sync.facts, paths)
+    outer = faults.texts_of(sync.facts or {}, paths)
     facts |= {f"outer {name}": text for name, text in outer.items()}
-    return {**facts, **faults.optimizer_facts("Trainer", transform, paths, several)}
+    return {**facts, **faults.optimizer_facts("Trainer", trainer.state.transform, paths, several)}
 
 
 # The state as a value.
@@ -252,22 +242,21 @@ def take_back(
 def _checked(trainer: Any, state: Tree, extra: Any, other_options: OnChange) -> tuple[Any, ...]:
     """State, buffers, guard, random states and position to be assigned, if all of it fits."""
     checks.choice("take_back", "other_options", other_options, "raise", "warn")
-    strict, home = other_options == "raise", trainer.member.home
-    saved, now = dict(extra["options"]), dict(lasting_options(trainer))
-    if extra["ranks"][1:] != [home.world_size]:
-        saved.pop("accumulate", None)  # so that the batch can stay as it was
-        now.pop("accumulate", None)
-    same_scale = _compare_options(saved, now, strict)
+    home = trainer.member.home
+    here = [home.position, home.world_size, home.device.type]
+    was = [*extra["ranks"], extra["random"]["kind"]]
+    saved, now = dict(extra["options"]), lasting_options(trainer)
+    if was[1] != here[1]:  # so that the batch can stay as it was
+        saved["accumulate"] = now["accumulate"]
+    new_guard = _compare_options(saved, now, other_options == "raise")
     shared, own = _split(trainer)
     _check_like(shards.reclaimed(shared), state, "state")
     _check_like(own, extra["buffers"], "extra.buffers")
     found = {**state["train"].buffers, **extra["buffers"]}
     buffers = {name: found[name] for name in trainer.state.buffers}
-    guard = with_numbers(trainer.guard, extra["guard"], scale=same_scale)
+    guard = with_numbers(trainer.guard, extra["guard"])
     randoms: States | None = extra["random"]
     put_back(extra["random"], home.device, trial=True)
-    was = [*extra["ranks"], extra["random"]["kind"]]
-    here = [home.position, home.world_size, home.device.type]
     if was != here:
         places = [f"rank {rank} of {ranks} on {kind}" for rank, ranks, kind in (here, was)]
         text = f"take_back: {places[0]} was given what was saved by {places[1]}"
@@ -277,33 +266,30 @@ def _checked(trainer: Any, state: Tree, extra: Any, other_options: OnChange) -> 
         randoms = None
     data = extra["data"]
     resume = data and Position.from_plain(data, randoms, home.device)
-    return state, buffers, guard, randoms, resume
+    return state, buffers, trainer.guard if new_guard else guard, randoms, resume
 
 
 def _written(own: Tree, given: Tree) -> Tree:
     """The trainer's own state with given values, in the memory and the files of its shards."""
     (leaves, spec), new = tree.flatten(own, shards.is_leaf), tree.flatten(given, shards.is_leaf)[0]
-    kept, mine = list(new), {i: x.data for i, x in enumerate(leaves) if shards.is_leaf(x)}
-    finish_readers([x for x in mine.values() if not is_coded(x)])
-    in_files = [i for i, data in mine.items() if in_file(data)]
+    mine = {i: x.data for i, x in enumerate(leaves) if shards.is_leaf(x)}
+    placed = [i for i, data in mine.items() if is_placed(data)]
+    finish_readers([data for data in mine.values() if not is_placed(data)])
     with torch.no_grad():
-        for i, data in mine.items():
-            kept[i] = leaves[i]
-            if is_coded(data):
-                data.write(0, read(new[i].data))
-            elif not in_file(data):
-                data.copy_(new[i].data)
-        moved = placed_like([new[i].data for i in in_files], [mine[i] for i in in_files])
-    for i, data in zip(in_files, moved, strict=True):
-        kept[i] = type(leaves[i])(data, leaves[i].bucket, leaves[i].slot)
-    return spec.unflatten(kept)
+        for i in mine.keys() - placed:
+            mine[i].copy_(new[i].data)
+        moved = placed_like([read(new[i].data) for i in placed], [mine[i] for i in placed])
+    for i in mine:
+        new[i] = leaves[i]
+    for i, data in zip(placed, moved, strict=True):
+        new[i] = type(leaves[i])(data, leaves[i].bucket, leaves[i].slot)
+    return spec.unflatten(new)
 
 
 def _compare_options(saved: Mapping[str, str], now: Mapping[str, str], strict: bool) -> bool:
-    """Raise or warn of options that differ; gives whether the scale of the loss is of one kind."""
+    """Raise or warn of options that differ; gives whether those of the guard do."""
     grave, small = differing([saved, now])
-    names = grave or small
-    if names:
+    if names := grave or small:
         has = {name: (saved.get(name, "not given"), now.get(name, "not given")) for name in names}
         lines = [f"{name}: saved {old}, now {new}" for name, (old, new) in has.items()]
         text = "take_back: this Trainer differs from the saved one"
@@ -312,23 +298,19 @@ def _compare_options(saved: Mapping[str, str], now: Mapping[str, str], strict: b
             fix = "make the Trainer as it was, or pass other_options='warn' to go on with the new"
             raise errors.PlanError(text, lines, fix)
         warnings.warn(errors.message(text, lines), stacklevel=4)
-    return not any(name.startswith("guard scale ") for name in grave)
+    return any(name.startswith("guard ") for name in grave)
 
 
 def _check_like(want: Tree, got: Tree, root: str) -> None:
     """Raise LeafError unless two trees have the same structure and leaves of the same kinds."""
-    line = ""
-    if tree.flatten(want)[1] != tree.flatten(got)[1]:
-        line = tree.first_mismatch(want, got, root)
-    else:
-        wanted, given = (tree.flatten(each, shards.is_leaf)[0] for each in (want, got))
-        paths = tree.paths(want, root, shards.is_leaf)
-        kinds = zip(paths, map(_kind, given), map(_kind, wanted), strict=True)
-        found = (f"{path}: got {new}, expected {old}" for path, new, old in kinds if new != old)
-        line = next(found, "")
-    if line:
+    odd = [tree.first_mismatch(want, got, root)]
+    if odd == [""]:
+        wanted, given = (map(_kind, tree.flatten(x, shards.is_leaf)[0]) for x in (want, got))
+        kinds = zip(tree.paths(want, root, shards.is_leaf), given, wanted, strict=True)
+        odd = [f"{path}: got {new}, expected {old}" for path, new, old in kinds if new != old]
+    if odd:
         fix = "load it like what `carried` gives of this trainer"
-        raise errors.LeafError("take_back: it does not fit this trainer", [line], fix)
+        raise errors.LeafError("take_back: it does not fit this trainer", odd[:1], fix)
 
 
 def _kind(leaf: Any) -> str:
@@ -342,6 +324,7 @@ def _kind(leaf: Any) -> str:
 # `Checkpoints`: a `Trainer` that is saved every so many steps, and goes on where it was saved.
 
 
+@dataclass(eq=False, repr=False)
 class Checkpoints:
     """Save a `Trainer` every so many steps; a new `Trainer` resumes from the newest save.
 
@@ -391,32 +374,25 @@ class Checkpoints:
       4
     """
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        every: int = 1000,
-        keep: int | None = 2,
-        keep_every: int | None = None,
-        resume: bool = True,
-        background: bool = True,
-        on_corrupt: Literal["raise", "previous"] = "raise",
-        other_options: OnChange = "raise",
-    ) -> None:
-        verb = "Checkpoints"
-        checks.path(verb, "folder", folder)
-        for name, count in (("every", every), ("keep", keep), ("keep_every", keep_every)):
-            checks.integer(verb, name, count, optional=name != "every")
-        checks.flag(verb, "resume", resume)
-        checks.flag(verb, "background", background)
-        checks.choice(verb, "on_corrupt", on_corrupt, "raise", "previous")
-        checks.choice(verb, "other_options", other_options, "raise", "warn")
-        self.folder = os.path.abspath(folder)  # wherever the program goes meanwhile
+    folder: str | os.PathLike[str]
+    _: KW_ONLY
+    every: int = 1000
+    keep: int | None = 2
+    keep_every: int | None = None
+    resume: bool = True
+    background: bool = True
+    on_corrupt: Literal["raise", "previous"] = "raise"
+    other_options: OnChange = "raise"
+
+    def __post_init__(self) -> None:
+        checks.path("Checkpoints", "folder", self.folder)
+        for name in ("every", "keep", "keep_every"):
+            optional = name != "every"
+            checks.integer("Checkpoints", name, getattr(self, name), optional=optional)
+        checks.choice("Checkpoints", "on_corrupt", self.on_corrupt, "raise", "previous")
+        checks.choice("Checkpoints", "other_options", self.other_options, "raise", "warn")
+        self.folder = os.path.abspath(self.folder)  # wherever the program goes meanwhile
         self._writer = checkpoint.Folder(self.folder)  # which another one can replace
-        self.every, self.resume, self.background = every, resume, background
-        self.on_corrupt: Literal["raise", "previous"] = on_corrupt
-        self.other_options: OnChange = other_options
-        self._saving: dict[str, Any] = {"keep": keep, "keep_every": keep_every}
         self._saved: int | None = None  # the last step that was saved or loaded
         self._retries = False  # whether the next step is saved, as a save has failed before a reset
         self._ours = False  # whether this run has loaded or saved a step of the folder
@@ -548,7 +524,8 @@ class Checkpoints:
         step = trainer.state.step
         # Steps of another run are not replaced, unless this one has gone on from this folder.
         overwrite = "newer" if self._ours else "never"
-        options = {"overwrite": overwrite, "replicas": _replicas(trainer), **self._saving}
+        options = {"overwrite": overwrite, "replicas": _replicas(trainer)}
+        options |= {"keep": self.keep, "keep_every": self.keep_every}
         begin: Any = checkpoint.start_save if background else checkpoint.save
         pending = begin(self._writer, state, trainer.groups, step=step, extra=extra, **options)
         self._pending = pending if background else None
@@ -562,11 +539,10 @@ def _replicas(trainer: Any) -> Literal["equal", "independent"]:
 
 # Ranks that lack the newest state take it from their replicas, as those that come back do.
 
-_POLICY = ("live_bytes", "prefetch", "at_once", "lets_go")
+_LIMITS = ("live_bytes", "prefetch", "at_once", "lets_go")
 
 
-@dataclass(frozen=True)
-class Said:
+class Said(NamedTuple):
     """Report of a rank on new groups; JSON keeps every bit of it."""
 
     calls: int  # steps, including those that were refused
@@ -577,11 +553,11 @@ class Said:
     ready: bool  # whether it has kept what it needs to write one more step
     merges: bool  # whether a merge of replicas is left to do of its last step
     passes: list[Any]  # what `DataPasses.report` gave
-    policies: list[list[Any] | None]  # for training and evaluation
+    limits: list[dict[str, Any]]  # of the policies for training and evaluation
 
     @property
     def at(self) -> tuple[int, int]:
-        """Return the position of its pass."""
+        """Return the calls and the steps that it has done."""
         return self.calls, self.step
 
     @property
@@ -589,13 +565,19 @@ class Said:
         """Whether it has no state."""
         return self.back or self.cut
 
+    def __str__(self) -> str:
+        if self.back:
+            return "came back without a state"
+        if self.cut:
+            return "was cut short while it wrote a step"
+        return f"step {self.step}, in {self.calls} calls{', before its merge' * self.merges}"
+
 
 def reported_by_all(trainer: Any) -> dict[int, Said]:
     """Exchange the reports of all ranks, by global rank.
 
     Communication: two small all-gathers over each of the two groups.
     """
-    policies = trainer.schedule, trainer.eval_schedule
     mine = [
         trainer.sync_state.step,
         trainer.state.step,
@@ -605,48 +587,62 @@ def reported_by_all(trainer: Any) -> dict[int, Said]:
         trainer.member.ready is not None,
         trainer.member.merges,
         trainer.passes.report(),
-        [_limits(policy) for policy in policies],
+        [_limits(policy) for policy in _policies(trainer)],
     ]
     said = collect_bytes(trainer.member.home, json.dumps(mine).encode())
     return {rank: Said(*json.loads(text)) for rank, text in said.items()}
 
 
-def _limits(policy: Any) -> list[Any] | None:
+def _policies(trainer: Any) -> tuple[Any, Any]:
+    return trainer.schedule, trainer.eval_schedule
+
+
+def _limits(policy: Any) -> dict[str, Any]:
     """The numbers of a policy that a rank may have taken from its own machine."""
-    if not isinstance(policy, OnDemand) or policy.planner is not None:
-        return None
-    return [getattr(policy, name) for name in _POLICY]
+    own = isinstance(policy, OnDemand) and policy.planner is None
+    return {name: getattr(policy, name) for name in _LIMITS} if own else {}
 
 
-def _aligned(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
-    """Bring replicas that step together to the newest state; see [Note: one step again].
+def at_one_step(trainer: Any, *, heal: bool) -> None:
+    """Bring state, guard and place in the data to one step; see [Note: one step again].
 
     Args:
-      trainer: the `Trainer`, on new groups; its state, guard and place in the data are replaced.
-      found: what each rank says.
-      heal: whether ranks may take what they lack.
+      trainer: the `Trainer`, on new groups.
+      heal: whether a rank that is behind takes what it lacks from a replica.
 
     Raises:
       LostStateError, DesyncError: on all ranks; see `Trainer.reset`.
     """
-    member, whole = trainer.member, [rank for rank in found if not found[rank].lost]
-    if not whole:
-        raise _lost(found, "no rank has a whole state")
-    calls, step = newest = max(found[rank].at for rank in whole)
-    ready = [rank for rank in whole if found[rank].ready and found[rank].calls == calls - 1]
-    if member.home.rank in ready:
-        write(trainer, member.ready)
-    member.ready = None
-    have = [rank for rank in whole if rank in ready or found[rank].at == newest]
+    member, sync, found = trainer.member, trainer.replica_sync, reported_by_all(trainer)
+    whole = {rank: said for rank, said in found.items() if not said.lost}
+    newest = max((said.at for said in whole.values()), default=(0, 0))
+    ready = [rank for rank, x in whole.items() if x.ready and x.calls == newest[0] - 1]
+    have = [rank for rank in whole if rank in ready or whole[rank].at == newest]
     behind = [rank for rank in found if rank not in have]
+    if sync.independent:
+        behind = [rank for rank in whole if whole[rank].calls < newest[0]]
+        _check_independent(member.home, found)
+    elif not whole:
+        raise _lost(found, "no rank has a whole state")
+    elif behind and has_own_state(sync, trainer.sync_state):
+        raise _lost(found, f"{sync.name} keeps a state on each rank that no other one has")
     if behind and not heal:
-        raise torn(found)
-    guide = next(found[rank] for rank in have if found[rank].at == newest)
-    if needy := [rank for rank in behind if found[rank].lost or found[rank].step != step]:
-        _take(trainer, found, needy, guide)
+        fix = "pass heal=True, or go back to a state that all ranks have saved"
+        raise _lost_state("ranks are at different steps", found, fix)
+    guide = next(said for said in whole.values() if said.at == newest)
+    if sync.independent:
+        _merged(trainer, behind, guide)
     else:
-        _count_as(trainer, guide)
-    trainer.state = same_step(trainer.state, trainer.groups)
+        if member.home.rank in ready:
+            write(trainer, member.ready)
+        member.ready = None
+        if needy := [rank for rank in behind if found[rank].lost or found[rank].step != newest[1]]:
+            _take(trainer, found, needy, guide)
+        else:
+            _count_as(trainer, guide)
+        trainer.state = same_step(trainer.state, trainer.groups)
+    if any(said.passes[0] for said in found.values()):
+        trainer.passes.go_on(trainer.sync_state.step)
 
 
 def _count_as(trainer: Any, last: Said, *, lost: bool = False) -> None:
@@ -658,37 +654,36 @@ def _count_as(trainer: Any, last: Said, *, lost: bool = False) -> None:
 
 def _take(trainer: Any, found: Mapping[int, Said], needy: list[int], guide: Said) -> None:
     """Let some ranks take the state and the position in the data from those that have them."""
-    member, groups = trainer.member, trainer.groups
-    home, lost = member.home, [rank for rank in needy if found[rank].lost]
-    homes = {} if callable(groups) else dict.fromkeys(tree.flatten(groups)[0])
-    if list(homes) != [home]:
+    member, home = trainer.member, trainer.member.home
+    lost = [rank for rank in needy if found[rank].lost]
+    if {*tree.flatten(trainer.groups)[0]} != {home}:
         raise _lost(found, "leaves live on several groups, whose replicas are other ranks")
     sources: dict[int, int] = {}
     for place in range(home.partition_size):
         ranks = home.ranks[place :: home.partition_size]
         holders = [rank for rank in ranks if rank not in needy]
-        takers = [rank for rank in ranks if rank in needy]
-        if takers and not holders:
+        if not holders:
             part = f"part {place + 1} of {home.partition_size}"
             raise _lost(found, f"no rank with {part} has all of it")
-        sources |= dict.fromkeys(takers, holders[0])
-    mine, own = found[home.rank], shards.reclaimed(trainer.state)
-    _count_as(trainer, guide, lost=mine.lost)
+        sources |= {rank: holders[0] for rank in ranks if rank in needy}
+    own_lost = found[home.rank].lost
+    _count_as(trainer, guide, lost=own_lost)
     if lost:
-        compare_options(trainer, own.params, trainer.groups, trainer.guard)
+        compare_options(trainer)
     if home.position == 0:
         pairs = ", ".join(f"rank {to} from rank {source}" for to, source in sources.items())
         without = f"{errors.name_ranks(lost)} had no state; " if lost else ""
         LOG.info("reset: %sall go on at step %d; state of %s", without, guide.step, pairs)
     source = next((sources[rank] for rank in home.replicas.ranks if rank in sources), None)
-    takes = home.rank in sources
-    state = from_replica(own, home, source, takes=takes, in_place=mine.lost)
+    takes, own = home.rank in sources, shards.reclaimed(trainer.state)
+    state = from_replica(own, home, source, takes=takes, in_place=own_lost)
     if takes:
         trainer.state = state
     if member.lost:
         trainer.passes.take(guide.passes)
-        trainer.schedule = _with_limits(trainer.schedule, guide.policies[0])
-        trainer.eval_schedule = _with_limits(trainer.eval_schedule, guide.policies[1])
+        for policy, limits in zip(_policies(trainer), guide.limits, strict=True):
+            for name, value in limits.items():  # so that all plan the same
+                setattr(policy, name, value)
         member.lost = False
     if lost:
         with reports(errors.FileError):  # leaves may lie in files
@@ -696,15 +691,7 @@ def _take(trainer: Any, found: Mapping[int, Said], needy: list[int], guide: Said
         compared.finish("raise")
 
 
-def _with_limits(policy: Any, limits: list[Any] | None) -> Any:
-    """A policy with the numbers of another rank's, so that both plan the same."""
-    mine = _limits(policy)
-    if mine is None or limits is None or mine == limits:
-        return policy
-    return OnDemand(**dict(zip(_POLICY, limits, strict=True)))
-
-
-def refuse_independent(home: Groups, found: Mapping[int, Said]) -> None:
+def _check_independent(home: Groups, found: Mapping[int, Said]) -> None:
     """Raise LostStateError if replicas with states of their own lack a part of one."""
     p, newest, why = home.partition_size, max(said.calls for said in found.values()), ""
     replicas = [home.stacked_ranks[start : start + p] for start in range(0, len(found), p)]
@@ -721,34 +708,18 @@ def refuse_independent(home: Groups, found: Mapping[int, Said]) -> None:
 
 def _lost(found: Mapping[int, Said], why: str) -> errors.LostStateError:
     """Return the error of a state that no rank holds, with the saves to resume from."""
-    lost = any(said.lost for said in found.values())
     what = "the newest state, as ranks are at different steps"
-    what = "the state that a lost rank had" if lost else what
+    if any(said.lost for said in found.values()):
+        what = "the state that a lost rank had"
     newest = max(said.step for said in found.values())
     fix = f"put a state in its place that all ranks have saved, of step {newest} or before"
     fix += "; with checkpoint= the Trainer goes back to the newest by itself"
-    return errors.LostStateError(
-        f"Trainer.reset: no replica holds {what}: {why}", _places(found), fix
-    )
+    return _lost_state(f"no replica holds {what}: {why}", found, fix)
 
 
-def torn(found: Mapping[int, Said]) -> errors.LostStateError:
-    """Return the error of ranks that are at different steps."""
-    fix = "pass heal=True, or go back to a state that all ranks have saved"
-    return errors.LostStateError("Trainer.reset: ranks are at different steps", _places(found), fix)
-
-
-def _places(found: Mapping[int, Said]) -> list[str]:
-    """Return the lines that say at which step each rank is."""
-    texts = {}
-    for rank, said in found.items():
-        merges = ", before its merge" if said.merges else ""
-        texts[rank] = f"step {said.step}, in {said.calls} calls{merges}"
-        if said.back:
-            texts[rank] = "came back without a state"
-        if said.cut:
-            texts[rank] = "was cut short while it wrote a step"
-    return errors.rank_lines(texts)
+def _lost_state(text: str, found: Mapping[int, Said], fix: str) -> errors.LostStateError:
+    lines = errors.rank_lines({rank: f"{said}" for rank, said in found.items()})
+    return errors.LostStateError(f"Trainer.reset: {text}", lines, fix)
 
 
 _ATTEMPTS = 5  # as a rank may be lost while another one is healed
@@ -766,64 +737,34 @@ def renew(trainer: Any, *, heal: bool) -> None:
     Raises:
       LostStateError: see `Trainer.reset`.
     """
-    checks.flag("Trainer.reset", "heal", heal)
-    member, params = trainer.member, trainer.state.params
+    member, saver = trainer.member, trainer.checkpoint
     for attempt in reversed(range(_ATTEMPTS)):
-        new = replaced([member.home, *homes_by_leaf(trainer.groups, params)])
-        trainer.groups, member.home = with_homes(trainer.groups, params, new), new[member.home]
+        new = replaced([member.home, *tree.flatten(trainer.groups)[0]])
+        trainer.groups, member.home = tree.map_leaves(new.get, trainer.groups), new[member.home]
         member.compared = False
         try:
             at_one_step(trainer, heal=heal)
+            break
         except (errors.CollectiveError, errors.PeerFailed):
             if not attempt:
                 raise
         except errors.LostStateError:
             # Whoever goes on puts a saved state in its place, and the next step compares it.
             member.lost, member.ready, member.merges = False, None, False
-            if trainer.checkpoint is not None and trainer.checkpoint.begin(trainer):
+            if saver is not None and saver.begin(trainer):
                 return
             raise
-        else:
-            member.compared = True
-            if trainer.checkpoint is not None:
-                trainer.checkpoint.reset(trainer)
-            return
+    member.compared = True
+    if saver is not None:
+        saver.reset(trainer)
 
 
-def at_one_step(trainer: Any, *, heal: bool) -> None:
-    """Bring state, sync state and guard of a `Trainer` to one step on all ranks.
-
-    Args:
-      trainer: the `Trainer`, on new groups.
-      heal: whether a rank that is behind takes what it lacks from a replica.
-
-    Raises:
-      LostStateError: see `Trainer.reset`.
-    """
-    home, found = trainer.member.home, reported_by_all(trainer)
-    if trainer.replica_sync.independent:
-        refuse_independent(home, found)
-        _merged(trainer, found, heal=heal)
-    else:
-        newest = max(said.at for said in found.values())
-        lacks = any(said.lost or (said.at != newest and not said.ready) for said in found.values())
-        if lacks and has_own_state(trainer.replica_sync, trainer.sync_state):
-            name = trainer.replica_sync.name
-            raise _lost(found, f"{name} keeps a state on each rank that no other one has")
-        _aligned(trainer, found, heal=heal)
-    if any(said.passes[0] for said in found.values()):
-        trainer.passes.go_on(trainer.sync_state.step)
-
-
-def _merged(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
+def _merged(trainer: Any, behind: list[int], last: Said) -> None:
     """Align independent replicas on one call; see [Note: one step again].
 
     Communication: that of a merge, if one is left to do.
     """
-    member, last = trainer.member, max(found.values(), key=lambda said: said.at)
-    behind = [rank for rank in found if found[rank].calls < last.calls]
-    if behind and not heal:
-        raise torn(found)
+    member = trainer.member
     if member.home.rank in behind:
         _count_as(trainer, last)
         trainer.state = replace(trainer.state, step=last.step)
@@ -835,32 +776,13 @@ def _merged(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
         merge(trainer)
 
 
-# Groups of a `Trainer`, which may be a tree or a function.
-
-
 def homes_for(groups: Any, params: Tree, deterministic: bool) -> tuple[Any, Groups]:
     """The groups of a tree, in a fixed order if `deterministic`; and the first of them."""
-    found = [groups] if isinstance(groups, Groups) else homes_by_leaf(groups, params)
-    first = found[0] if found else groups
-    if not deterministic:
-        return groups, first
-    new = {home: placement.fixed_order(home) for home in dict.fromkeys(found)}
-    return with_homes(groups, params, new), new.get(first, first)
-
-
-def homes_by_leaf(groups: Any, params: Tree) -> list[Groups]:
-    """The groups of each leaf."""
-    form = {
-        "what": "groups",
-        "is_leaf": shards.is_leaf,
-        "is_value": lambda v: isinstance(v, Groups),
-    }
-    return tree.spread(groups, params, **form)
-
-
-def with_homes(groups: Any, params: Tree, new: Mapping[Groups, Groups]) -> Any:
-    """The groups of a tree with others in their places, in the form in which they were given."""
-    if not callable(groups):
-        return tree.map_leaves(lambda home: new.get(home, home), groups)
-    paths, found = tree.paths(params, is_leaf=shards.is_leaf), homes_by_leaf(groups, params)
-    return {path: new[home] for path, home in zip(paths, found, strict=True)}.__getitem__
+    homes = shards.homes_of("Trainer", groups, params, "params", Groups)
+    if callable(groups):
+        groups = tree.flatten(params, shards.is_leaf)[1].unflatten(homes)
+    groups = tree.map_leaves(current, groups)
+    if deterministic:
+        new = {home: placement.fixed_order(home) for home in dict.fromkeys(homes)}
+        groups, homes = tree.map_leaves(new.get, groups), [new[home] for home in homes]
+    return groups, homes[0] if homes else groups

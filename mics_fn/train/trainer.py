@@ -479,7 +479,7 @@ class Trainer:
         self.schedule = schedule or chosen
         params = move(params, self.where, device=home.device)
         self.state = init_state(params, optimizer, buffers=buffers, where=self.where)
-        compare_options(self, params, groups, self.guard)
+        compare_options(self)
         self.sync_state = self.replica_sync.init(params, self.groups)
         self.last_step, self.checkpoint = NOT_WATCHED, checkpoint
         if checkpoint is not None and not self.member.lost:
