@@ -36,7 +36,6 @@ from mics_fn.collectives import together
 from mics_fn.errors import GroupsError, LeafError, message
 from mics_fn.faults import StopRequest
 from mics_fn.groups import Groups
-from mics_fn.shards import require_groups
 from mics_fn.train.program import count
 
 # Which samples a rank takes.
@@ -74,7 +73,7 @@ def sampler(
     Memory: the order of an epoch (8 bytes per sample) during its pass.
 
     Raises:
-      PlanError: `seed` is not an int of at least 0, or another option is not a bool.
+      PlanError: `seed` is not an int of at least 0.
       GroupsError: `groups` is not a `Groups`; with a tree of them the shares would be ambiguous.
       LeafError: there is not one sample for each rank.
       DesyncError: ranks differ in the length of the dataset or in an argument.
@@ -84,12 +83,9 @@ def sampler(
       ...     list(sampler(range(5), groups, shuffle=False))
       [0, 1, 2, 3, 4]
     """
-    require_groups("sampler", groups)
     if not isinstance(groups, Groups):
         fix = "pass the dataset first, then the groups whose ranks take different samples"
         raise GroupsError(f"sampler: groups is {type(groups).__name__}", fix=fix)
-    checks.flag("sampler", "shuffle", shuffle)
-    checks.flag("sampler", "drop_last", drop_last)
     checks.integer("sampler", "seed", seed, 0, fix="pass the same number on all ranks")
     groups.partition.check_open()
     ranks, size = groups.world_size, len(dataset)
@@ -110,7 +106,6 @@ def sampler(
 
 # The states of the generators that a step or a loader may draw from.
 
-_TWISTER = "MT19937"  # the generator that numpy begins with
 States = Mapping[str, Any]
 
 
@@ -121,17 +116,16 @@ def random_states(device: torch.device, own: Sequence[torch.Generator] = ()) -> 
       device: of this rank; its generator is asked unless it is the CPU.
       own: the generators of a loader.
     """
-    (version, words, gauss), twister = random.getstate(), None
-    if (numpy := sys.modules.get("numpy")) is not None:
-        _, key, *rest = numpy.random.get_state()
-        twister = [torch.tensor([*map(int, key)]), *rest]
-    accelerator = _generator(device)
+    accelerator, numpy, twister = _generator(device), sys.modules.get("numpy"), None
+    if numpy is not None:
+        name, words, *rest = numpy.random.get_state()
+        twister = [name, words.tolist(), *rest]
     return {
         "cpu": torch.get_rng_state(),
         "device": None if accelerator is None else accelerator.get_state(),
         "kind": device.type,
         "own": [each.get_state() for each in own],
-        "python": [version, torch.tensor(words), gauss],
+        "python": random.getstate(),
         "numpy": twister,
     }
 
@@ -158,12 +152,9 @@ def put_back(
     cpu.set_state(states["cpu"])
     if accelerator is not None and states["device"] is not None and states["kind"] == device.type:
         accelerator.set_state(states["device"])
-    version, words, gauss = states["python"]
-    python.setstate((version, tuple(words.tolist()), gauss))
-    if states["numpy"] is not None:
-        key, *rest = states["numpy"]
-        if twister is not None:
-            twister.set_state((_TWISTER, key.tolist(), *rest))
+    python.setstate(states["python"])
+    if twister is not None and states["numpy"] is not None:
+        twister.set_state(tuple(states["numpy"]))
     for each, state in zip(own, states["own"], strict=False):
         each.set_state(state)
 
@@ -203,13 +194,11 @@ class Position:
         cls, saved: Mapping[str, Any], now: States | None, device: torch.device
     ) -> "Position":
         """Return the position that `DataPasses.kept` gave; `now` is None on another rank."""
-        if type(saved["epoch"]) is not int or type(saved["samples"]) is not int:
-            raise TypeError("extra.data is not the position in a pass")
-        facts = saved["epoch"], dict(saved["facts"]), saved["samples"]
+        epoch, facts, samples = saved["epoch"] + 0, dict(saved["facts"]), saved["samples"] + 0
         if now is None or saved["start"] is None:
-            return cls(*facts)
+            return cls(epoch, facts, samples)
         put_back(saved["start"], device, trial=True)
-        return cls(*facts, saved["start"], now, saved["loader"])
+        return cls(epoch, facts, samples, saved["start"], now, saved["loader"])
 
     def fits(self, loader: Any, *, strict: bool) -> bool:
         """Return whether a loader has this order, or raise if it must have.
@@ -361,9 +350,9 @@ class DataPasses:
 
     def give(self, samples: int, calls: int) -> None:
         """Note the samples of a batch on all ranks, and the calls of `step` before it."""
-        if self._at is not None:
-            self._given = [*self._given[-1:], (calls, self._at)]
-            self._at = replace(self._at, samples=self._at.samples + samples)
+        at: Any = self._at
+        self._given = [*self._given[-1:], (calls, at)]
+        self._at = replace(at, samples=at.samples + samples)
 
     def at(self, calls: int) -> Position | None:
         """Return the position after so many calls of `step`: before what these did not use."""
@@ -371,15 +360,14 @@ class DataPasses:
 
     def kept(self, calls: int) -> dict[str, Any] | None:
         """Return the position as it is saved; None before any pass."""
-        at, state = self._resume or self.at(calls), None
-        if at is None:
-            return None
-        if self._resume is not None:
+        at, state = self._resume, None
+        if at is not None:
             state = at.loader
+        elif (at := self.at(calls)) is None:
+            return None
         elif has_state(self._loader) and all(before < calls for before, _ in self._given):
             state = copy.deepcopy(self._loader.state_dict())
-        facts = {"epoch": at.epoch, "facts": dict(at.facts), "samples": at.samples}
-        return {**facts, "start": at.start, "loader": state}
+        return {**vars(at), "now": None, "loader": state}
 
     def randoms(self, device: torch.device) -> States:
         """Return the random states of this moment, those of the loader among them."""
@@ -418,7 +406,7 @@ def _no_batch(loader: Any) -> LeafError:
     return LeafError(text, fix=fix)
 
 
-def check_fit(loader: Any, steps: Any, log_every: Any, progress: Any, stop: Any) -> None:
+def check_fit(loader: Any, steps: Any, log_every: Any, stop: Any) -> None:
     """Raise PlanError unless the arguments of `Trainer.fit` are what they should be."""
     verb, fix = "Trainer.fit", "the order is fit(loader, steps); a loader gives a batch per step"
     if isinstance(loader, str | bytes | Mapping):  # would be gone through by character or by key
@@ -426,6 +414,5 @@ def check_fit(loader: Any, steps: Any, log_every: Any, progress: Any, stop: Any)
     checks.instance(verb, "loader", loader, Iterable, "batches", fix)
     checks.integer(verb, "steps", steps, 0, fix="pass the number of optimizer steps to take")
     checks.integer(verb, "log_every", log_every, fix="progress=False shows nothing")
-    checks.flag(verb, "progress", progress)
     fix = "with StopRequest(groups) as stop: trainer.fit(loader, steps, stop=stop)"
     checks.instance(verb, "stop", stop, StopRequest | None, "a StopRequest", fix)

@@ -19,28 +19,21 @@ from mics_fn.offload import Where, where_of
 from mics_fn.optim import Guard, Optimizer, TrainState, init_state, move
 from mics_fn.schedules import OnDemand, Schedule, keep_all, on_demand
 from mics_fn.train.loop import DataPasses, check_fit
-from mics_fn.train.program import program_of, to_device
+from mics_fn.train.program import FunctionProgram, ModuleProgram, to_device
 from mics_fn.train.replicas import ReplicaSync, SyncState, policy_of
 from mics_fn.train.resuming import Checkpoints, compare_options, homes_for, renew
 from mics_fn.train.stepping import Member, StepMetrics, evaluated, finish_step, one_step, train_for
 from mics_fn.tree import Tree
 
-# What a `Trainer` gives to others: full parameters, and a state dict as plain torch has it.
+# What trainers of other libraries have, and what is there instead.
 
-_SAVE = (
-    "Trainer(checkpoint=Checkpoints(folder, every=100)) saves, and goes on; for weights alone "
-    "full = trainer.state_dict() on all ranks, and torch.save(full, path) on one"
-)
-_LOAD = (
-    "Trainer(checkpoint=Checkpoints(folder)) goes on from the newest step; load weights into the "
-    "model before, or by init_model(weights=path)"
-)
+_SAVE = "pass checkpoint=Checkpoints(folder, every=100); weights alone are trainer.state_dict()"
+_LOAD = "checkpoint=Checkpoints(folder) goes on from the newest step; init_model takes weights="
 _STEP = "trainer.step(batch) is one step, with backward and optimizer; trainer.fit(loader, steps)"
 _EVAL = "trainer.eval(batch) is the loss of a batch in evaluation mode, over all ranks"
 _MODEL = "model.load_state_dict(trainer.state_dict()); your model is read once, and not changed"
 _RATE = "a rate is a function of the step: optim.adamw(optim.warmup_cosine(1e-3, 100, 1000))"
 _PARAMS = "trainer.params() are full tensors by name, trainer.state.params the shards"
-# What trainers of other libraries have, and what is there instead.
 _INSTEAD = {
     **dict.fromkeys(("save", "save_checkpoint", "save_model", "save_state"), _SAVE),
     **dict.fromkeys(("load", "load_checkpoint", "load_state_dict", "resume"), _LOAD),
@@ -51,8 +44,6 @@ _INSTEAD = {
     **dict.fromkeys(("parameters", "named_parameters"), _PARAMS),
     "optimizer": "trainer.state.opt is its state; the optimizer itself is a function of values",
     "global_step": "trainer.state.step",
-    "log": "trainer.step returns StepMetrics, for any logger",
-    "to": "move the model before, to the device of groups",
 }
 
 
@@ -100,39 +91,32 @@ _LOSS = "call the model in it: lambda model, batch: cross_entropy(model(batch[0]
 _OUTPUTS = {"input", "inputs", "out", "output", "outputs", "logits", "pred", "preds", "prediction"}
 _OUTPUTS |= {"predictions", "y_hat", "yhat", "y_pred"}
 _TARGETS = {"target", "targets", "label", "labels", "y", "y_true", "ground_truth"}
-_SAME = "pass the shards that init_model or load_shards made for this model"
 
 
-def check_model(
-    model: Any, loss: Any, optimizer: Any, groups: Any, guard: Any, deterministic: Any
-) -> None:
+def check_model(model: Any, loss: Any, optimizer: Any, groups: Any, guard: Any) -> None:
     """Raise unless a `Trainer` is given a model, an optimizer and groups, in this order.
 
-    Of some options the kind is checked here, before anybody asks whether they are true.
-
     Raises:
-      PlanError: the model, the loss or an option is something else.
+      PlanError: the model, the loss or the guard is something else.
       PlanError: the optimizer is none.
       GroupsError: there are no groups.
     """
-    fix = "the order is Trainer(model, optimizer, groups, loss=...)"
+    verb, fix = "Trainer", "the order is Trainer(model, optimizer, groups, loss=...)"
     if isinstance(model, type):
         name = model.__name__
-        checks.refuse("Trainer", "model", model, "an instance", f"pass {name}(...), not {name}")
-    if not isinstance(model, nn.Module):
+        checks.refuse(verb, "model", model, "an instance", f"pass {name}(...), not {name}")
+    if not callable(model):
         expected = "an nn.Module or a function loss_fn(params, batch)"
-        if not callable(model):
-            checks.refuse("Trainer", "model", model, expected, fix)
-        checks.call("Trainer", model, "model(params, batch)", _FUNCTION)
-    checks.function("Trainer", "loss", loss, "loss(model, batch)", _LOSS)
+        checks.refuse(verb, "model", model, expected, fix)
+    if not isinstance(model, nn.Module):
+        checks.call(verb, model, "model(params, batch)", _FUNCTION)
+    checks.function(verb, "loss", loss, "loss(model, batch)", _LOSS)
     if loss is not None:
         _check_loss(loss)
     if groups is None or isinstance(groups, nn.Module | optim.Transform):
-        checks.refuse("Trainer", "groups", groups, "groups", fix, GroupsError)
+        checks.refuse(verb, "groups", groups, "groups", fix, GroupsError)
     optim.as_transform(optimizer)
-    verb, fix = "Trainer", "make one: optim.Guard(...)"
-    checks.instance(verb, "guard", guard, optim.Guard | None, "a Guard", fix)
-    checks.flag(verb, "deterministic", deterministic)
+    checks.instance(verb, "guard", guard, Guard | None, "a Guard", "make one: optim.Guard(...)")
 
 
 def _check_loss(loss: Any) -> None:
@@ -146,38 +130,31 @@ def _check_loss(loss: Any) -> None:
         raise PlanError(text, fix=_LOSS)
 
 
-def check_options(trainer: Any, prefetch: Any, schedule: Any, checkpoint: Any) -> None:
+def check_options(trainer: Any, schedule: Any, checkpoint: Any) -> None:
     """Raise PlanError unless the options of a `Trainer` are what they should be.
 
     Args:
       trainer: with its first attributes, named as the options.
-      prefetch, schedule, checkpoint: as they were given. Options of `shard` are checked there.
+      schedule, checkpoint: as they were given. Options of `shard` are checked there.
     """
     verb = "Trainer"
     checks.function(verb, "weight", trainer.weight, "weight(batch)", _COUNT)
     checks.call(verb, trainer.weight, "weight(batch)", _COUNT)
     checks.integer(verb, "accumulate", trainer.accumulate)
-    fix = "0 never compares replicas"
-    checks.integer(verb, "check_replicas", trainer.check_replicas, 0, fix=fix)
     checks.choice(verb, "on_drift", trainer.on_drift, "raise", "heal")
-    checks.flag(verb, "recoverable", trainer.recoverable)
-    checks.flag(verb, "overlap_step", trainer.overlap_step)
     if trainer.overlap_step and trainer.recoverable:
         text = "Trainer: overlap_step=True with recoverable=True, which keeps states whole"
         raise PlanError(text, fix="leave one of them out")
-    if trainer.overlap_step and trainer.guard == optim.Guard():
+    if trainer.overlap_step and trainer.guard == Guard():
         text = "Trainer: overlap_step=True has no effect with a guard that may refuse a step"
-        why = "to refuse one that is not finite, all gradients have to be known before any is used"
         fix = "pass guard=optim.Guard(on_nonfinite='ignore'), or leave overlap_step= out"
-        warnings.warn(message(text, [why], fix), stacklevel=4)
+        warnings.warn(message(text, fix=fix), stacklevel=4)
     trainer.where = where_of(trainer.where)
-    checks.integer(verb, "prefetch", prefetch, 0, fix="0 fetches nothing ahead")
     if trainer.grad_dtype is not None:
         shards.check_dtype(verb, "grad_dtype", trainer.grad_dtype)
     fix, kinds = "pass a Schedule, on_demand(...) or keep_all()", Schedule | OnDemand | None
     checks.instance(verb, "schedule", schedule, kinds, "a Schedule or a policy", fix)
-    saves = checkpoint is None or hasattr(checkpoint, "begin")
-    if not saves or isinstance(checkpoint, type):
+    if checkpoint is not None and not hasattr(checkpoint, "begin"):
         checks.refuse(verb, "checkpoint", checkpoint, "a Checkpoints", "pass Checkpoints(folder)")
 
 
@@ -273,15 +250,16 @@ def check_buffers(buffers: Mapping[str, Tensor], home: Groups) -> None:
 
 def _check_names(own: Mapping[str, Tensor], given: Tree) -> None:
     """Raise unless parameters have the names, shapes, kinds of dtypes and ties of the model's."""
-    text = "Trainer: params= are not those of the model"
-    if not isinstance(given, Mapping) or sorted(own) != sorted(map(str, given)):
-        found = tree.first_mismatch(dict.fromkeys(own, 0), given, "params", shards.is_leaf)
-        raise LeafError(text, [found], _SAME)
-    want, got = _described(own), _described(given)
-    odd = [name for name in own if want[name] != got[name]]
-    lines = [f"params.{name}: expected {want[name]}, got {got[name]}" for name in odd[:1]]
-    if lines:
-        raise LeafError(text, lines, _SAME)
+    odd = [tree.first_mismatch(dict.fromkeys(own, 0), given, "params", shards.is_leaf)]
+    if odd == [""]:
+        want, got = _described(own), _described(given)
+        pairs = ((name, want[name], got[name]) for name in own)
+        odd = [
+            f"params.{name}: expected {old}, got {new}" for name, old, new in pairs if old != new
+        ]
+    if odd:
+        text = "Trainer: params= are not those of the model"
+        raise LeafError(text, odd[:1], "pass what init_model or load_shards made for this model")
 
 
 def _described(values: Mapping[str, Any]) -> dict[str, str]:
@@ -303,10 +281,7 @@ def _described(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check_shards(
-    params: Tree,
-    groups: Any,
-    precision: shards.Precision | None,
-    options: dict[str, Any],
+    params: Tree, groups: Any, precision: shards.Precision | None, options: dict[str, Any]
 ) -> None:
     """Raise unless shards are on their groups' device, have this precision, and need no options."""
     if options:
@@ -314,30 +289,24 @@ def _check_shards(
         fix = "give them to what made the shards: shard, init_model or load_shards"
         raise PlanError(text, fix=fix)
     tree.refuse_equal_paths("Trainer", params, "params", shards.is_leaf)
-    opened, bare = (
-        shards.open_shards("Trainer", params, groups),
-        tree.paths(params, "", shards.is_leaf),
-    )
-    patterns = precision.patterns if precision is not None else []
-    checks.check_matched("Trainer: precision", patterns, bare)
-    for leaf, home, path in zip(opened.leaves, opened.homes, bare, strict=True):
+    opened = shards.open_shards("Trainer", params, groups)
+    paths = tree.paths(params, "", shards.is_leaf)
+    if precision is not None:
+        checks.check_matched("Trainer: precision", precision.patterns, paths)
+    for leaf, home, path in zip(opened.leaves, opened.homes, paths, strict=True):
         data, name = getattr(leaf, "data", None), tree.join("params", path)
         if isinstance(data, Tensor) and data.device != home.device:
             text = f"Trainer: {name} is on {data.device}, its groups are on {home.device}"
             raise LeafError(text, fix="make shards on the device of their groups")
-        if precision is not None and leaf.bucket is not None:
-            _check_precision(leaf, precision, name, path)
-
-
-def _check_precision(leaf: Any, precision: shards.Precision, name: str, path: str) -> None:
-    """Raise PlanError unless a leaf has the formats of a precision."""
-    bucket, numel = leaf.bucket, leaf.bucket.numels[getattr(leaf, "slot", 0)]
-    own = bucket.dtype if bucket.codes is None else bucket.compute  # of what became codes
-    want = precision.formats(path, own, numel, bucket.trainable)
-    if want != bucket.formats:
-        lines = [f"expected {want}", f"got {bucket.formats}"]
-        text = f"Trainer: {name} was not made with this precision="
-        raise PlanError(text, lines, fix="make the shards with the same precision")
+        if precision is None or (bucket := leaf.bucket) is None:
+            continue
+        own = bucket.dtype if bucket.codes is None else bucket.compute  # of what became codes
+        numel = bucket.numels[getattr(leaf, "slot", 0)]
+        want = precision.formats(path, own, numel, bucket.trainable)
+        if want != bucket.formats:
+            lines = [f"expected {want}", f"got {bucket.formats}"]
+            text = f"Trainer: {name} was not made with this precision="
+            raise PlanError(text, lines, fix="make the shards with the same precision")
 
 
 class Trainer:
@@ -456,14 +425,17 @@ class Trainer:
         bucket: Callable[[str], object] | None = None,
         checkpoint: Checkpoints | None = None,
     ) -> None:
-        check_model(model, loss, optimizer, groups, guard, deterministic)
+        check_model(model, loss, optimizer, groups, guard)
         self.accumulate, self.deterministic, self.weight = accumulate, deterministic, weight
         self.recoverable, self.check_replicas, self.on_drift = recoverable, check_replicas, on_drift
         self.where, self.overlap_step = where, overlap_step
         self.precision, self.guard = shards.precision_of(precision), guard or Guard()
         self.replica_sync, self.grad_dtype = policy_of(replica_sync, hop2), grad_dtype
-        check_options(self, prefetch, schedule, checkpoint)
-        self.program, self.passes = program_of(model, loss, self.precision), DataPasses()
+        check_options(self, schedule, checkpoint)
+        if spans.observers:
+            spans.passing("build: Trainer")
+        program: Any = ModuleProgram if isinstance(model, nn.Module) else FunctionProgram
+        self.program, self.passes = program(model, loss, self.precision), DataPasses()
         own, buffers = self.program.take()
         groups, home = homes_for(groups, own if params is None else params, deterministic)
         self.groups, independent = cast(Any, groups), self.replica_sync.independent
@@ -679,6 +651,6 @@ class Trainer:
         Raises:
           PlanError, LeafError: an argument is of no use, or the loader is empty.
         """
-        check_fit(loader, steps, log_every, progress, stop)
+        check_fit(loader, steps, log_every, stop)
         shown = log_every if progress and self.member.home.position == 0 else 0
         return train_for(self, loader, steps, shown, stop)
