@@ -378,18 +378,16 @@ class DataPasses:
         """Let the next run begin at a position; None begins a new pass."""
         self._resume, self._strict, self._at, self._given = at, strict, None, []
 
-    def report(self) -> list[Any]:
+    def report(self, calls: int) -> list[Any]:
         """Return what a rank that has lost all of this takes from others; JSON keeps it."""
-        positions = [*self._given, (-1, self._at)] if self._at is not None else []
-        plain = [(calls, at.epoch, dict(at.facts), at.samples) for calls, at in positions]
-        return [self.interrupted, self.next, plain]
+        at = self.at(calls)
+        return [self.interrupted, self.next, at and (at.epoch, dict(at.facts), at.samples)]
 
     def take(self, report: list[Any]) -> None:
         """Take over what `report` gave on another rank."""
-        _, self.next, plain = report
+        _, self.next, at = report
         self.resume(None, strict=False)
-        if plain:
-            *self._given, (_, self._at) = [(calls, Position(*at)) for calls, *at in plain]
+        self._at = at and Position(*at)
 
     def go_on(self, calls: int) -> None:
         """Let the next run go on with the last pass, which an error has ended on some rank."""

@@ -45,6 +45,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -52,7 +53,7 @@ from torch import Tensor
 
 from mics_fn import checkpoint, checks, errors, faults, shards, tree
 from mics_fn.collectives import collect_bytes, finish_readers, together
-from mics_fn.faults import Comparison, differing, from_replica, replaced, same_step
+from mics_fn.faults import NO_STEP, Comparison, differing, replaced, same_step
 from mics_fn.groups import Groups, current, placement, reports
 from mics_fn.offload import is_placed, placed_like, read
 from mics_fn.optim import Guard
@@ -586,7 +587,7 @@ def reported_by_all(trainer: Any) -> dict[int, Said]:
         shards.any_lost((trainer.state, trainer.sync_state)),
         trainer.member.ready is not None,
         trainer.member.merges,
-        trainer.passes.report(),
+        trainer.passes.report(trainer.sync_state.step),
         [_limits(policy) for policy in _policies(trainer)],
     ]
     said = collect_bytes(trainer.member.home, json.dumps(mine).encode())
@@ -614,74 +615,54 @@ def at_one_step(trainer: Any, *, heal: bool) -> None:
       LostStateError, DesyncError: on all ranks; see `Trainer.reset`.
     """
     member, sync, found = trainer.member, trainer.replica_sync, reported_by_all(trainer)
-    whole = {rank: said for rank, said in found.items() if not said.lost}
-    newest = max((said.at for said in whole.values()), default=(0, 0))
-    ready = [rank for rank, x in whole.items() if x.ready and x.calls == newest[0] - 1]
-    have = [rank for rank in whole if rank in ready or whole[rank].at == newest]
-    behind = [rank for rank in found if rank not in have]
+    last = max(found.values(), key=lambda said: (not said.lost, said.at))
+    order = attrgetter("calls" if sync.independent else "at")
+    behind = [rank for rank, said in found.items() if said.lost or order(said) < order(last)]
     if sync.independent:
-        behind = [rank for rank in whole if whole[rank].calls < newest[0]]
         _check_independent(member.home, found)
-    elif not whole:
-        raise _lost(found, "no rank has a whole state")
-    elif behind and has_own_state(sync, trainer.sync_state):
+    else:
+        ready = [rank for rank in behind if found[rank].ready and not found[rank].lost]
+        ready = [rank for rank in ready if found[rank].calls == last.calls - 1]
+        if member.home.rank in ready:
+            write(trainer, member.ready)
+        member.ready = None
+        behind = [rank for rank in behind if rank not in ready]
+    if behind and has_own_state(sync, trainer.sync_state):
         raise _lost(found, f"{sync.name} keeps a state on each rank that no other one has")
     if behind and not heal:
         fix = "pass heal=True, or go back to a state that all ranks have saved"
         raise _lost_state("ranks are at different steps", found, fix)
-    guide = next(said for said in whole.values() if said.at == newest)
-    if sync.independent:
-        _merged(trainer, behind, guide)
-    else:
-        if member.home.rank in ready:
-            write(trainer, member.ready)
-        member.ready = None
-        if needy := [rank for rank in behind if found[rank].lost or found[rank].step != newest[1]]:
-            _take(trainer, found, needy, guide)
-        else:
-            _count_as(trainer, guide)
-        trainer.state = same_step(trainer.state, trainer.groups)
+    if behind and member.home.position == 0:
+        text = "reset: all go on at step %d, which %s did not have"
+        LOG.warning(text, last.step, errors.name_ranks(behind))
+    if member.home.rank in behind:
+        trainer.sync_state = replace(trainer.sync_state, step=last.calls)
+        trainer.guard = with_numbers(trainer.guard, last.guard)
+    if not sync.independent:
+        _take(trainer, found, last)
+    elif member.home.rank in behind:
+        trainer.state = replace(trainer.state, step=last.step)
+    member.merges = last.merges
+    if member.merges:
+        merge(trainer)
     if any(said.passes[0] for said in found.values()):
         trainer.passes.go_on(trainer.sync_state.step)
 
 
-def _count_as(trainer: Any, last: Said, *, lost: bool = False) -> None:
-    """Count calls and what the guard found as the rank that is furthest."""
-    if trainer.sync_state.step < last.calls or lost:
-        trainer.sync_state = replace(trainer.sync_state, step=last.calls)
-        trainer.guard = with_numbers(trainer.guard, last.guard)
-
-
-def _take(trainer: Any, found: Mapping[int, Said], needy: list[int], guide: Said) -> None:
-    """Let some ranks take the state and the position in the data from those that have them."""
+def _take(trainer: Any, found: Mapping[int, Said], last: Said) -> None:
+    """Let ranks take the state, and the place in the data, from those that have them."""
     member, home = trainer.member, trainer.member.home
-    lost = [rank for rank in needy if found[rank].lost]
-    if {*tree.flatten(trainer.groups)[0]} != {home}:
-        raise _lost(found, "leaves live on several groups, whose replicas are other ranks")
-    sources: dict[int, int] = {}
-    for place in range(home.partition_size):
-        ranks = home.ranks[place :: home.partition_size]
-        holders = [rank for rank in ranks if rank not in needy]
-        if not holders:
-            part = f"part {place + 1} of {home.partition_size}"
-            raise _lost(found, f"no rank with {part} has all of it")
-        sources |= {rank: holders[0] for rank in ranks if rank in needy}
-    own_lost = found[home.rank].lost
-    _count_as(trainer, guide, lost=own_lost)
+    back, lost = member.lost, any(said.lost for said in found.values())
     if lost:
         compare_options(trainer)
-    if home.position == 0:
-        pairs = ", ".join(f"rank {to} from rank {source}" for to, source in sources.items())
-        without = f"{errors.name_ranks(lost)} had no state; " if lost else ""
-        LOG.info("reset: %sall go on at step %d; state of %s", without, guide.step, pairs)
-    source = next((sources[rank] for rank in home.replicas.ranks if rank in sources), None)
-    takes, own = home.rank in sources, shards.reclaimed(trainer.state)
-    state = from_replica(own, home, source, takes=takes, in_place=own_lost)
-    if takes:
-        trainer.state = state
-    if member.lost:
-        trainer.passes.take(guide.passes)
-        for policy, limits in zip(_policies(trainer), guide.limits, strict=True):
+    try:
+        state = replace(trainer.state, step=NO_STEP) if back else trainer.state
+        trainer.state = same_step(state, trainer.groups, heal=True)
+    except errors.LostStateError:
+        raise _lost(found, "some part of it is nowhere, or leaves are on several groups") from None
+    if back:
+        trainer.passes.take(last.passes)
+        for policy, limits in zip(_policies(trainer), last.limits, strict=True):
             for name, value in limits.items():  # so that all plan the same
                 setattr(policy, name, value)
         member.lost = False
@@ -757,23 +738,6 @@ def renew(trainer: Any, *, heal: bool) -> None:
     member.compared = True
     if saver is not None:
         saver.reset(trainer)
-
-
-def _merged(trainer: Any, behind: list[int], last: Said) -> None:
-    """Align independent replicas on one call; see [Note: one step again].
-
-    Communication: that of a merge, if one is left to do.
-    """
-    member = trainer.member
-    if member.home.rank in behind:
-        _count_as(trainer, last)
-        trainer.state = replace(trainer.state, step=last.step)
-    if behind and member.home.position == 0:
-        text = "reset: replicas are independent, and %s did not take all steps of the others"
-        LOG.warning(text, errors.name_ranks(behind))
-    member.merges = last.merges
-    if member.merges:
-        merge(trainer)
 
 
 def homes_for(groups: Any, params: Tree, deterministic: bool) -> tuple[Any, Groups]:

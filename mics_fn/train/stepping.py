@@ -27,23 +27,13 @@ import torch
 from torch import Tensor
 from torch.utils import deterministic as torch_deterministic
 
-from mics_fn import _torch, faults, spans, tree
+from mics_fn import _torch, faults, optim, spans, tree
 from mics_fn.collectives import collect_values, start_mean_over_ranks
 from mics_fn.deferred import GradSum, defer
 from mics_fn.errors import LeafError, MicsError, message
-from mics_fn.faults import StopRequest, same_step
 from mics_fn.groups import Groups, reports_step
 from mics_fn.offload import ON_DEVICE
-from mics_fn.optim import (
-    StepRefused,
-    StepTotals,
-    TrainState,
-    Verdict,
-    lazy_grads,
-    masked_by,
-    opt_step,
-    record_memory,
-)
+from mics_fn.optim import StepTotals, TrainState, Verdict, opt_step
 from mics_fn.shards import Writing, grad_stream, is_leaf
 from mics_fn.threads import Commit
 from mics_fn.train.program import Values, count, cut, to_device
@@ -177,7 +167,7 @@ def update(
       totals: of this step.
     """
     if spans.watchers:  # a step that is refused ends here
-        record_memory(trainer.ahead)
+        optim.record_memory(trainer.ahead)
     early = trainer.overlap_step and can_overlap(trainer)
     judge = partial(_judged, trainer, total, buffers, commit, totals, early)
     if early or not trainer.where.moved & {"params", "states"}:
@@ -198,14 +188,14 @@ def _write_as_fetched(trainer: Any, total: GradSum, judge: Callable[[], Ready]) 
     def judged() -> Any:
         found.append(judge())
         if not found[0].verdict.accept:
-            raise StepRefused
+            raise optim.StepRefused
         trainer.member.ready = None  # from here on a part of it may be written
         return found[0].verdict.grads
 
     stepped = None
     with Writing():
-        with suppress(StepRefused):
-            stepped = opt_step(trainer.ahead, lazy_grads(total, judged), donate=True)
+        with suppress(optim.StepRefused):
+            stepped = opt_step(trainer.ahead, optim.lazy_grads(total, judged), donate=True)
         write(trainer, found[0], stepped)
     return found[0]
 
@@ -263,7 +253,7 @@ def write(trainer: Any, ready: Ready, stepped: TrainState | None = None) -> None
     trainer.member.ready = None
     with Writing():
         if verdict.accept:
-            with masked_by(verdict.found_inf):
+            with optim.masked_by(verdict.found_inf):
                 after = opt_step(state, verdict.grads, donate=True) if stepped is None else stepped
             state = replace(after, buffers=buffers)
         kept = kept if verdict.accept else trainer.sync_state
@@ -344,15 +334,13 @@ class Weights:
         found = [weight_of(trainer.weight, part, home.device) for part in parts]
         self._values = torch.stack(found)
         self._mean = start_mean_over_ranks(home, self._values.mean())
-        self._factors: Tensor | None = None
         void = self._values == 0
         self.void = list(void) if _torch.is_async(home.device) else void.tolist()
 
     def factor(self, i: int, loss: Tensor) -> Tensor:
         """What the loss of a micro-step is multiplied by; NaN if all weights of all ranks are 0."""
-        if self._factors is None:
-            self._factors = self._values / self._mean.wait()
-        return self._factors[i].to(torch.promote_types(loss.dtype, torch.float32))
+        factor = self._values[i] / self._mean.wait()
+        return factor.to(torch.promote_types(loss.dtype, torch.float32))
 
 
 def weight_of(weight: Callable[[Any], Any], batch: Any, device: torch.device) -> Tensor:
@@ -363,14 +351,12 @@ def weight_of(weight: Callable[[Any], Any], batch: Any, device: torch.device) ->
     """
     found = weight(batch)
     one = isinstance(found, Tensor) and found.numel() == 1 and not found.is_complex()
-    plain = isinstance(found, Real) and 0 <= float(found) < math.inf
-    if not one and not plain:
+    if not one and not (isinstance(found, Real) and 0 <= float(found) < math.inf):
         got = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else found
         text, fix = f"Trainer: weight gave {got!r:.80}", "return one number of at least 0"
         raise LeafError(text, fix=fix)
-    if isinstance(found, Tensor):
-        return found.detach().reshape(()).to(device, torch.float64, non_blocking=True)
-    return torch.full((), float(found), dtype=torch.float64, device=device)
+    one = torch.as_tensor(found).detach().reshape(())
+    return one.to(device, torch.float64, non_blocking=True)
 
 
 def counted(loss: Tensor, void: bool | Tensor) -> Tensor:
@@ -440,7 +426,7 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
     if member.merges:  # as that of the last step was cut short
         merge(trainer)
     if not member.compared:  # a state may have been put in its place since
-        same_step(trainer.ahead, trainer.groups)
+        faults.same_step(trainer.ahead, trainer.groups)
         member.compared = True
     started, guard, member.ready = time.perf_counter(), trainer.guard, None
     home, groups, sync = member.home, trainer.groups, trainer.replica_sync
@@ -506,16 +492,13 @@ def _in_step(trainer: Any, commit: Commit) -> Iterator[None]:
     An error after the last message of the step ends the groups, so that `reset` compares; one of
     this library is raised before that, or on all ranks.
     """
-    before, mode = torch.is_grad_enabled(), torch.get_deterministic_debug_mode()
-    tuned, settings = torch.backends.cudnn.benchmark, cast(Any, torch_deterministic)
-    filled, home = settings.fill_uninitialized_memory, trainer.member.home
+    home, before = trainer.member.home, torch.is_grad_enabled()
+    settings = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
+    settings += (cast(Any, torch_deterministic).fill_uninitialized_memory,)
     try:
         torch.set_grad_enabled(True)
         if trainer.deterministic:
-            torch.use_deterministic_algorithms(True)
-            torch.backends.cudnn.benchmark = False
-            # That mode would also write to all new memory, to reveal code that reads it too early.
-            settings.fill_uninitialized_memory = False
+            _set_deterministic("error", False, False)
         yield
     except BaseException as error:
         if commit.began and home.world_size > 1 and not isinstance(error, MicsError):
@@ -524,9 +507,17 @@ def _in_step(trainer: Any, commit: Commit) -> Iterator[None]:
     finally:
         torch.set_grad_enabled(before)
         if trainer.deterministic:
-            torch.set_deterministic_debug_mode(mode)
-            torch.backends.cudnn.benchmark = tuned
-            settings.fill_uninitialized_memory = filled
+            _set_deterministic(*settings)
+
+
+def _set_deterministic(mode: int | str, benchmark: bool, fills: bool) -> None:
+    """Set what decides whether torch's algorithms give equal bits.
+
+    Its mode would also write to all new memory (`fills`), to reveal code that reads it too early.
+    """
+    torch.set_deterministic_debug_mode(mode)
+    torch.backends.cudnn.benchmark = benchmark
+    cast(Any, torch_deterministic).fill_uninitialized_memory = fills
 
 
 def metrics_of(
@@ -539,16 +530,11 @@ def metrics_of(
     def rest() -> dict[str, Any]:
         refused, aborted = (False, False) if masked is None else totals.outcome()
         _, samples, tokens = totals.of_all
-        why = "a loss or a gradient is not finite" if refused else verdict.nonfinite
-        why = "collectives were aborted" if aborted else why
-        return {
-            "step": step - refused,
-            "samples": samples,
-            "tokens": tokens,
-            "accepted": verdict.accept and not refused,
-            "nonfinite": why,
-            "skipped": skipped + refused,
-        }
+        why = verdict.nonfinite
+        if refused:
+            why = "collectives were aborted" if aborted else "a loss or a gradient is not finite"
+        found = {"step": step - refused, "samples": samples, "tokens": tokens, "nonfinite": why}
+        return {**found, "accepted": verdict.accept and not refused, "skipped": skipped + refused}
 
     if masked is not None:
         return StepMetrics.known_later(rest, **known)
@@ -586,7 +572,7 @@ def show_progress(
 
 
 def train_for(
-    trainer: Any, loader: Iterable[Any], steps: int, log_every: int, stop: StopRequest | None
+    trainer: Any, loader: Iterable[Any], steps: int, log_every: int, stop: faults.StopRequest | None
 ) -> list[StepMetrics]:
     """Take steps until there are so many, or all ranks stop after the same one; see `Trainer.fit`.
 

@@ -225,9 +225,7 @@ def as_shards(
         found = params
     else:
         for path, leaf in zip(tree.paths(params, "params", shards.is_leaf), leaves, strict=True):
-            if isinstance(leaf, Tensor) and leaf.is_meta:
-                fix = "pass params=: the shards that init_model gave with this model, or tensors"
-                raise LeafError(f"Trainer: {path} is on meta, without a value", fix=fix)
+            _check_place(path, leaf, home)
         if own is not None:
             options.setdefault("order", tree.own_order(own))
         options.setdefault("bucket_bytes", bucket_bytes_for(params, home))
@@ -238,14 +236,14 @@ def as_shards(
     return found
 
 
-def check_buffers(buffers: Mapping[str, Tensor], home: Groups) -> None:
-    """Raise LeafError unless all buffers have values and are on the device of the groups."""
-    for name, value in buffers.items():
-        if value.device != home.device:
-            where = "on meta, without a value" if value.is_meta else f"on {value.device}"
-            text = f"Trainer: buffer {name!r} is {where}; the groups are on {home.device}"
-            fix = "make the model with init_model, or move it to the device of its groups first"
-            raise LeafError(text, fix=fix)
+def _check_place(name: str, leaf: Any, home: Groups) -> None:
+    """Raise LeafError unless a tensor, or a shard, has a value and is on the device of groups."""
+    data = leaf if isinstance(leaf, Tensor) else getattr(leaf, "data", None)
+    if isinstance(data, Tensor) and data.device != home.device:
+        where = "on meta, without a value" if data.is_meta else f"on {data.device}"
+        text = f"Trainer: {name} is {where}; its groups are on {home.device}"
+        fix = "pass what init_model gives, or move it to the device of its groups first"
+        raise LeafError(text, fix=fix)
 
 
 def _check_names(own: Mapping[str, Tensor], given: Tree) -> None:
@@ -253,10 +251,8 @@ def _check_names(own: Mapping[str, Tensor], given: Tree) -> None:
     odd = [tree.first_mismatch(dict.fromkeys(own, 0), given, "params", shards.is_leaf)]
     if odd == [""]:
         want, got = _described(own), _described(given)
-        pairs = ((name, want[name], got[name]) for name in own)
-        odd = [
-            f"params.{name}: expected {old}, got {new}" for name, old, new in pairs if old != new
-        ]
+        pairs = [(name, want[name], got[name]) for name in own]
+        odd = [f"params.{name}: expected {x}, got {y}" for name, x, y in pairs if x != y]
     if odd:
         text = "Trainer: params= are not those of the model"
         raise LeafError(text, odd[:1], "pass what init_model or load_shards made for this model")
@@ -265,14 +261,11 @@ def _check_names(own: Mapping[str, Tensor], given: Tree) -> None:
 def _described(values: Mapping[str, Any]) -> dict[str, str]:
     """The shape of each leaf, whether it has floats, and the first leaf that is the same tensor."""
     found, first = dict[str, str](), dict[Any, str]()
-    plain = [name for name in sorted(values) if isinstance(values[name], Tensor)]
-    owners = shards.owners_of([values[name] for name in plain])
-    keys: dict[str, Any] = dict(zip(plain, owners, strict=True))
     for name, x in sorted(values.items()):
-        if not isinstance(x, Tensor):
-            keys[name] = x.bucket, getattr(x, "slot", name)
+        own = isinstance(x, Tensor)
+        key = shards.MemoryPlace.of(x) if own else (x.bucket, getattr(x, "slot", name))
         if x.dtype.is_floating_point:
-            owner = first.setdefault(keys[name], name)
+            owner = first.setdefault(key, name)
             tied = f"tied to {owner!r}" if owner != name else "not tied"
             found[name] = f"floats of {tuple(x.shape)}, {tied}"
         else:
@@ -294,10 +287,8 @@ def _check_shards(
     if precision is not None:
         checks.check_matched("Trainer: precision", precision.patterns, paths)
     for leaf, home, path in zip(opened.leaves, opened.homes, paths, strict=True):
-        data, name = getattr(leaf, "data", None), tree.join("params", path)
-        if isinstance(data, Tensor) and data.device != home.device:
-            text = f"Trainer: {name} is on {data.device}, its groups are on {home.device}"
-            raise LeafError(text, fix="make shards on the device of their groups")
+        name = tree.join("params", path)
+        _check_place(name, leaf, home)
         if precision is None or (bucket := leaf.bucket) is None:
             continue
         own = bucket.dtype if bucket.codes is None else bucket.compute  # of what became codes
@@ -440,7 +431,8 @@ class Trainer:
         groups, home = homes_for(groups, own if params is None else params, deterministic)
         self.groups, independent = cast(Any, groups), self.replica_sync.independent
         self.member = Member(home, compared=independent, lost=home.state.rejoining)
-        check_buffers(buffers, home)
+        for name, value in buffers.items():
+            _check_place(f"buffer {name!r}", value, home)
         options: dict[str, Any] = {"replicas": replicas, "source_rank": source_rank, "order": order}
         options |= {"frozen": frozen, "bucket_bytes": bucket_bytes, "bucket": bucket}
         wanted = None if precision is None else self.precision

@@ -127,7 +127,7 @@ def test_steps_that_are_taken_back_get_their_batches_again(kind: str, lost: int)
     train(run.over(loader), run, 2 + lost)
     run.calls -= lost
     back = Run()  # a rank that came back, which has lost all that it knew of its pass
-    back.take(json.loads(json.dumps(run.report())))
+    back.take(json.loads(json.dumps(run.report(run.calls))))
     back.calls = run.calls
     for each in (run, back):
         each.go_on(each.calls)
