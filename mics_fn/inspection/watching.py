@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mics_fn import _torch, spans
-from mics_fn.errors import MicsError, human_bytes, runs_of
+from mics_fn.errors import human_bytes, runs_of
 from mics_fn.spans import Span
 
 # `StepMemory`: the memory of a step by kind.
@@ -261,19 +261,6 @@ class Watched:
             return at
         began, first = self._marks[device]
         return began + _torch.seconds_between(first, at)
-
-
-class _NotWatched(Watched):
-    """Placeholder for a step that was not watched."""
-
-    def _error(self) -> Any:
-        fix = "with mf.inspection.watch(): trainer.step(batch)"
-        raise MicsError("last_step: nobody has watched that step", fix=fix)
-
-    timeline = memory = _error
-
-
-NOT_WATCHED: Watched = _NotWatched()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from mics_fn.errors import GroupsError, LeafError, PlanError, message, name_some
 from mics_fn.faults import StopRequest
 from mics_fn.groups import Groups, rejoin_error, reports_step
 from mics_fn.init import warn_of_compile
-from mics_fn.inspection import NOT_WATCHED
+from mics_fn.inspection import Watched
 from mics_fn.offload import Where, where_of
 from mics_fn.optim import Guard, Optimizer, TrainState, init_state, move
 from mics_fn.schedules import OnDemand, Schedule, keep_all, on_demand
@@ -44,6 +44,7 @@ _INSTEAD = {
     **dict.fromkeys(("parameters", "named_parameters"), _PARAMS),
     "optimizer": "trainer.state.opt is its state; the optimizer itself is a function of values",
     "global_step": "trainer.state.step",
+    "last_step": "nobody has watched that step: with mf.inspection.watch(): trainer.step(batch)",
 }
 
 
@@ -236,7 +237,7 @@ def as_shards(
     return found
 
 
-def _check_place(name: str, leaf: Any, home: Groups) -> None:
+def _check_place(name: str, leaf: Any, home: Any) -> None:
     """Raise LeafError unless a tensor, or a shard, has a value and is on the device of groups."""
     data = leaf if isinstance(leaf, Tensor) else getattr(leaf, "data", None)
     if isinstance(data, Tensor) and data.device != home.device:
@@ -383,6 +384,7 @@ class Trainer:
     program: Any
     checkpoint: Any  # a `Checkpoints`, another object with its methods, or None
     on_drift: Literal["raise", "heal"]
+    last_step: Watched  # if it was watched
 
     def __init__(
         self,
@@ -445,7 +447,7 @@ class Trainer:
         self.state = init_state(params, optimizer, buffers=buffers, where=self.where)
         compare_options(self)
         self.sync_state = self.replica_sync.init(params, self.groups)
-        self.last_step, self.checkpoint = NOT_WATCHED, checkpoint
+        self.checkpoint = checkpoint
         if checkpoint is not None and not self.member.lost:
             checkpoint.begin(self)
 
@@ -507,12 +509,14 @@ class Trainer:
         member, home = self.member, self.member.home
         if member.lost:  # the batch is that of the first step, and the others have come further
             raise rejoin_error("Trainer.step", home.rank)
-        seen, self.last_step = spans.span("step", self.ahead.step + 1, parts=True), NOT_WATCHED
+        seen = spans.span("step", self.ahead.step + 1, parts=True)
+        vars(self).pop("last_step", None)
         with home.state.turns.stepping(), reports_step(home.state, self.ahead.step + 1), seen:
             metrics = one_step(self, batch)
             if self.checkpoint is not None:
                 self.checkpoint.after(self)
-        self.last_step = seen.result or NOT_WATCHED
+        if seen.result is not None:
+            self.last_step = seen.result
         return metrics
 
     @_torch.keeps_grad_mode
