@@ -256,15 +256,9 @@ def register_torch_node(
     )
 
 
-def flatten(values: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list, Any]:
-    """Leaves and structure by torch's own pytree, with which other libraries register classes."""
-    return torch_pytree.tree_flatten(values, is_leaf)
-
-
-def unflatten(leaves: list, spec: Any) -> Any:
-    """A value of the structure that `flatten` returned, with these leaves."""
-    return torch_pytree.tree_unflatten(leaves, spec)
-
+# Leaves and structure by torch's own pytree, with which other libraries register classes; and a
+# value of that structure with other leaves.
+flatten, unflatten = torch_pytree.tree_flatten, torch_pytree.tree_unflatten
 
 # A block in which a module has other tensors by name, as in `torch.func.functional_call`; after it
 # the dict has what the module had at the end.

@@ -296,18 +296,11 @@ def _row(found: Leaves, at: int) -> SummaryRow | None:
         here, full = (n * dtype.itemsize for n in (data.numel(), prod(leaf.shape)))
     if isinstance(data, Coded):
         kept, here, full = f"{data.codes.codec}", data.size_bytes, data.bytes_of(prod(leaf.shape))
-    return SummaryRow(
-        path=path,
-        shape=tuple(leaf.shape),
-        dtype=kept,
-        kind=_kind(leaf),
-        bucket=None if bucket is None else bucket.index,
-        groups="" if bucket is None else f"p={bucket.parts}" if home is None else home.describe(),
-        here_bytes=here,
-        full_bytes=full,
-        place=_place(data, home),
-        sent="" if bucket is None or found.in_optimizer(at) else _sent(bucket),
-    )
+    index = None if bucket is None else bucket.index
+    parts = "" if bucket is None else f"p={bucket.parts}" if home is None else home.describe()
+    sent = "" if bucket is None or found.in_optimizer(at) else _sent(bucket)
+    place, kind, shape = _place(data, home), _kind(leaf), tuple(leaf.shape)
+    return SummaryRow(path, shape, kept, kind, index, parts, here, full, place, sent)
 
 
 def _kind(leaf: Any) -> str:
@@ -336,11 +329,9 @@ def _padding(found: Leaves) -> int:
     leaves, total = [found.all[i] for i in shown], 0
     for use in sharding.grouped(leaves, [None] * len(leaves)):
         data = [leaves[i].data for i in use.members]
-        if isinstance(data[0], Coded):
-            size = data[0].bytes_of(use.bucket.chunk)
-            total += size - sum(piece.size_bytes for piece in data)
-        else:
-            total += use.bucket.chunk * data[0].itemsize - sum(piece.nbytes for piece in data)
+        coded, size = isinstance(data[0], Coded), use.bucket.chunk
+        total += data[0].bytes_of(size) if coded else size * data[0].itemsize
+        total -= sum(piece.size_bytes if coded else piece.nbytes for piece in data)
     return total
 
 

@@ -245,15 +245,10 @@ class Watched:
     def _event(self, span: Span, begin: Time, end: Time) -> Event:
         wait = span.kind == "wait"
         about = spans.title(span.about)
-        return Event(
-            kind=span.kind,
-            about=about if wait else about.partition(": ")[2] or about,
-            buckets=spans.numbers(span.about),
-            level=span.level,
-            sent_bytes=span.nbytes,
-            start_s=self._seconds(begin, span.device) - self._began,
-            end_s=self._seconds(end, span.device) - self._began,
-        )
+        about = about if wait else about.partition(": ")[2] or about
+        times = [self._seconds(at, span.device) - self._began for at in (begin, end)]
+        numbers = spans.numbers(span.about)
+        return Event(span.kind, about, numbers, span.level, span.nbytes, *times)
 
     def _seconds(self, at: Time, device: Any) -> float:
         """Convert a time to seconds; marks of a device count from the first one."""

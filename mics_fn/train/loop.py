@@ -22,11 +22,11 @@ give a batch again, so it goes on behind that batch.
 import copy
 import random
 import sys
+import time
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from contextlib import closing, suppress
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils.data import DistributedSampler, Sampler, SequentialSampler
@@ -35,8 +35,9 @@ from mics_fn import _torch, checks
 from mics_fn.collectives import together
 from mics_fn.errors import GroupsError, LeafError, message
 from mics_fn.faults import StopRequest
-from mics_fn.groups import Groups
+from mics_fn.groups import Groups, reports_step
 from mics_fn.train.program import count
+from mics_fn.train.stepping import StepMetrics
 
 # Which samples a rank takes.
 
@@ -94,14 +95,8 @@ def sampler(
         if size == 0 or (drop_last and size < ranks):
             text = f"sampler: {size} samples for {ranks} ranks, drop_last={drop_last}"
             raise LeafError(text, fix="give each rank at least one sample")
-    return DistributedSampler(
-        dataset,  # pyright: ignore[reportArgumentType]
-        num_replicas=ranks,
-        rank=groups.position,
-        shuffle=shuffle,
-        seed=seed,
-        drop_last=drop_last,
-    )
+    samples = cast(Any, dataset)  # torch asks for less than it says
+    return DistributedSampler(samples, ranks, groups.position, shuffle, seed, drop_last)
 
 
 # The states of the generators that a step or a loader may draw from.
@@ -169,16 +164,14 @@ def _generator(device: torch.device) -> torch.Generator | None:
 _MUST_AGREE = ("samples", "shuffle", "seed")  # facts of a loader, also for other numbers of ranks
 
 
-@dataclass(frozen=True)
-class Position:
-    """Position in a pass over a loader.
+class Position(NamedTuple):
+    """Position in a pass over a loader, as it is saved.
 
     Args:
       epoch: the number of the pass.
       facts: those of the loader that decide its order; see `facts_of`.
       samples: how many samples steps have used, on all ranks together.
       start: the random states when it began; None on another rank than the one that had them.
-      now: the random states behind these samples; None takes those of the moment.
       loader: the state that the loader gave behind these samples; None if it gave none.
     """
 
@@ -186,19 +179,7 @@ class Position:
     facts: Mapping[str, str]
     samples: int = 0
     start: States | None = None
-    now: States | None = None
     loader: Any = None
-
-    @classmethod
-    def from_plain(
-        cls, saved: Mapping[str, Any], now: States | None, device: torch.device
-    ) -> "Position":
-        """Return the position that `DataPasses.kept` gave; `now` is None on another rank."""
-        epoch, facts, samples = saved["epoch"] + 0, dict(saved["facts"]), saved["samples"] + 0
-        if now is None or saved["start"] is None:
-            return cls(epoch, facts, samples)
-        put_back(saved["start"], device, trial=True)
-        return cls(epoch, facts, samples, saved["start"], now, saved["loader"])
 
     def fits(self, loader: Any, *, strict: bool) -> bool:
         """Return whether a loader has this order, or raise if it must have.
@@ -218,14 +199,20 @@ class Position:
         warnings.warn(message(text, [*lines, "a new pass begins"]), stacklevel=5)
         return False
 
-    def behind(self, loader: Any, device: torch.device, ranks: int) -> Iterator[Any]:
+    def behind(
+        self, loader: Any, device: torch.device, ranks: int, now: States | None
+    ) -> Iterator[Any]:
         """Return the batches of the pass that were not used yet.
+
+        Args:
+          loader, device, ranks: as for `DataPasses.batches`.
+          now: the random states behind these samples; None takes those of the moment.
 
         Raises:
           LeafError: the loader has fewer samples than were used.
         """
         own = generators_of(loader)
-        now = self.now or random_states(device, own)
+        now = now or random_states(device, own)
         if self.start is not None:
             put_back(self.start, device, own)
         if self.loader is not None and has_state(loader) and facts_of(loader) == self.facts:
@@ -305,6 +292,7 @@ class DataPasses:
         self._given: list[tuple[int, Position]] = []
         self._loader: Any = None  # while it is gone through
         self._resume: Position | None = None  # where the next run begins
+        self._now: States | None = None  # the random states there, if they are this rank's
         self._strict = True  # whether a loader with another order is an error then
         self._once = False  # whether the last loader cannot give a batch again
 
@@ -336,10 +324,10 @@ class DataPasses:
                     start = random_states(device, generators_of(loader))
                     at, rest = Position(epoch, facts_of(loader), 0, start), iter(loader)
                 else:
-                    rest = at.behind(loader, device, ranks)
+                    rest = at.behind(loader, device, ranks, self._now)
                 # What it resumed from is no state of the batches that follow.
-                self._at = replace(at, now=None, loader=None)
-                self._resume, self.next = None, epoch + 1
+                self._at, self._resume, self._now = at._replace(loader=None), None, None
+                self.next = epoch + 1
                 for batch in rest:
                     empty = False
                     yield batch
@@ -352,7 +340,7 @@ class DataPasses:
         """Note the samples of a batch on all ranks, and the calls of `step` before it."""
         at: Any = self._at
         self._given = [*self._given[-1:], (calls, at)]
-        self._at = replace(at, samples=at.samples + samples)
+        self._at = at._replace(samples=at.samples + samples)
 
     def at(self, calls: int) -> Position | None:
         """Return the position after so many calls of `step`: before what these did not use."""
@@ -360,28 +348,26 @@ class DataPasses:
 
     def kept(self, calls: int) -> dict[str, Any] | None:
         """Return the position as it is saved; None before any pass."""
-        at, state = self._resume, None
-        if at is not None:
-            state = at.loader
-        elif (at := self.at(calls)) is None:
+        at = self._resume or self.at(calls)
+        if at is None:
             return None
-        elif has_state(self._loader) and all(before < calls for before, _ in self._given):
-            state = copy.deepcopy(self._loader.state_dict())
-        return {**vars(at), "now": None, "loader": state}
+        behind = self._resume is None and all(before < calls for before, _ in self._given)
+        if behind and has_state(self._loader):
+            at = at._replace(loader=copy.deepcopy(self._loader.state_dict()))
+        return at._asdict()
 
     def randoms(self, device: torch.device) -> States:
         """Return the random states of this moment, those of the loader among them."""
-        kept = None if self._resume is None else self._resume.now
-        return kept or random_states(device, generators_of(self._loader))
+        return self._now or random_states(device, generators_of(self._loader))
 
-    def resume(self, at: Position | None, *, strict: bool) -> None:
+    def resume(self, at: Position | None, now: States | None = None, *, strict: bool) -> None:
         """Let the next run begin at a position; None begins a new pass."""
-        self._resume, self._strict, self._at, self._given = at, strict, None, []
+        self._resume, self._now, self._strict, self._at, self._given = at, now, strict, None, []
 
     def report(self, calls: int) -> list[Any]:
         """Return what a rank that has lost all of this takes from others; JSON keeps it."""
         at = self.at(calls)
-        return [self.interrupted, self.next, at and (at.epoch, dict(at.facts), at.samples)]
+        return [self.interrupted, self.next, at and at[:3]]
 
     def take(self, report: list[Any]) -> None:
         """Take over what `report` gave on another rank."""
@@ -414,3 +400,79 @@ def check_fit(loader: Any, steps: Any, log_every: Any, stop: Any) -> None:
     checks.integer(verb, "log_every", log_every, fix="progress=False shows nothing")
     fix = "with StopRequest(groups) as stop: trainer.fit(loader, steps, stop=stop)"
     checks.instance(verb, "stop", stop, StopRequest | None, "a StopRequest", fix)
+
+
+# Steps one after the other, over a loader.
+
+
+class Progress:
+    """A bar that shows how far a run is, or lines where tqdm is not installed.
+
+    Args:
+      steps: how many it has.
+      log_every: steps from one reading of the loss to the next; 0 shows nothing.
+    """
+
+    def __init__(self, steps: int, log_every: int) -> None:
+        self._steps, self._every, self._began, self._bar = (
+            steps,
+            log_every,
+            time.perf_counter(),
+            None,
+        )
+        with suppress(ImportError):
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=steps, unit="step", disable=not log_every)
+
+    def show(self, found: Sequence[StepMetrics]) -> None:
+        """Show one more step."""
+        done = len(found)
+        if self._bar is not None:
+            self._bar.update()
+        if not self._every or (done % self._every and done != self._steps):
+            return
+        seconds, tokens = time.perf_counter() - self._began, sum(m.tokens for m in found)
+        amount, unit = (tokens or sum(m.samples for m in found)), "tokens" if tokens else "samples"
+        text = f"loss {found[-1].loss.item():.3f}, {amount / seconds:,.0f} {unit}/s"
+        if self._bar is not None:
+            self._bar.set_postfix_str(text)
+        else:
+            print(f"step {done}/{self._steps}: {text}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """End the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def train_for(
+    trainer: Any, loader: Iterable[Any], steps: int, log_every: int, stop: StopRequest | None
+) -> list[StepMetrics]:
+    """Take steps until there are so many, or all ranks stop after the same one; see `Trainer.fit`.
+
+    Args:
+      log_every: 0 shows nothing.
+    """
+    metrics, home, passes = list[StepMetrics](), trainer.member.home, trainer.passes
+    try:
+        with (
+            reports_step(home.state, trainer.state.step + 1),  # of the loader, or of what is shown
+            closing(Progress(steps, log_every)) as progress,
+            closing(passes.batches(loader, home.device, home.world_size)) as batches,
+        ):
+            for _ in range(steps):
+                batch = next(batches)
+                passes.give(home.world_size * count(batch)[0], trainer.sync_state.step)
+                metrics.append(trainer.step(batch))
+                progress.show(metrics)
+                if stop is not None and stop.due():
+                    if trainer.checkpoint is not None:
+                        trainer.checkpoint.save(trainer)
+                    break
+    except BaseException:
+        passes.interrupted = True
+        raise
+    if trainer.checkpoint is not None:
+        trainer.checkpoint.close()
+    return metrics

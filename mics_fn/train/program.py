@@ -11,11 +11,12 @@ memory, as in any module.
 import copy
 import dataclasses
 import enum
+import math
 import numbers
 import os
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from operator import is_, setitem
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -27,7 +28,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
 from mics_fn import _torch, checks, tree
-from mics_fn.collectives import mean_over_ranks
+from mics_fn.collectives import mean_over_ranks, start_mean_over_ranks
 from mics_fn.deferred import check_loss
 from mics_fn.errors import LeafError
 from mics_fn.groups import Groups
@@ -360,6 +361,8 @@ class FunctionProgram:
       LeafError: there is another loss.
     """
 
+    evaluating = nullcontext  # a function has no modes
+
     def __init__(
         self, loss_fn: Callable[[Tree, Any], Tensor], loss: None, precision: Precision
     ) -> None:
@@ -374,11 +377,6 @@ class FunctionProgram:
         """The loss of a batch, after `backward` was called with it."""
         loss = self.loss_fn(params, cast_floats(batch, self.precision.inputs))
         return _finished(cast_floats(loss, self.precision.output), backward), buffers
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """A block in evaluation mode, which a function does not have."""
-        yield
 
     def take(self) -> tuple[None, Values]:
         """Parameters and buffers, of which a function has none of its own."""
@@ -515,3 +513,53 @@ def _finished(loss: Any, backward: Backward | None) -> Tensor:
     if backward is not None:
         backward(loss)
     return loss.detach().reshape(())
+
+
+# Weights of losses: of how many things each is the mean.
+
+
+class Weights:
+    """The weights of the micro-batches of a step; see [Note: weighted means] in `levels`.
+
+    Args:
+      trainer: the `Trainer`, which has a weight.
+      parts: this rank's micro-batches.
+
+    Communication: 8 bytes over the partition group and over the replication group, under way while
+      the first micro-step computes.
+    """
+
+    def __init__(self, trainer: Any, parts: Sequence[Any]) -> None:
+        home = trainer.member.home
+        home = home.replica if trainer.replica_sync.independent else home
+        found = [weight_of(trainer.weight, part, home.device) for part in parts]
+        self._values = torch.stack(found)
+        self._mean = start_mean_over_ranks(home, self._values.mean())
+        void = self._values == 0
+        self.void = list(void) if _torch.is_async(home.device) else void.tolist()
+
+    def factor(self, i: int, loss: Tensor) -> Tensor:
+        """What the loss of a micro-step is multiplied by; NaN if all weights of all ranks are 0."""
+        factor = self._values[i] / self._mean.wait()
+        return factor.to(torch.promote_types(loss.dtype, torch.float32))
+
+
+def weight_of(weight: Callable[[Any], Any], batch: Any, device: torch.device) -> Tensor:
+    """The weight of a batch, 0-dim and float64 on the device; the host does not wait for it.
+
+    Raises:
+      LeafError: it is not one number of at least 0.
+    """
+    found = weight(batch)
+    one = isinstance(found, Tensor) and found.numel() == 1 and not found.is_complex()
+    if not one and not (isinstance(found, numbers.Real) and 0 <= float(found) < math.inf):
+        got = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else found
+        text, fix = f"Trainer: weight gave {got!r:.80}", "return one number of at least 0"
+        raise LeafError(text, fix=fix)
+    one = torch.as_tensor(found).detach().reshape(())
+    return one.to(device, torch.float64, non_blocking=True)
+
+
+def counted(loss: Tensor, void: bool | Tensor) -> Tensor:
+    """A loss, or 0 where it counts nothing."""
+    return torch.where(torch.as_tensor(void, device=loss.device), 0.0, loss)

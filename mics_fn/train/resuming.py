@@ -14,131 +14,28 @@
 It is in two parts. The *state* is a tree of shards, tensors and numbers that is the same on all
 ranks, up to who holds which piece, so that it can go on with other ranks. The *extra* belongs to
 this rank: random states, the position in its data, and buffers that each rank computes for itself.
-
-[Note: one step again] A step that some rank has completed was sent by all of them, so a rank may be
-behind by what it had not written yet: parameters and optimizer state, or, if the step was refused,
-only the scale and the watch of the guard. Ranks compare both numbers, that of steps and that of
-steps with those that were refused. One that is behind takes what it lacks from a rank that is not.
-Replicas that are independent have states of their own. If one of them is behind, for it the steps
-that the others have taken count as refused; and a merge that has failed is made again. If a rank
-has no state, or the ranks of a replica are at different steps, nobody holds what is missing.
-Ranks that come back have nothing; see [Note: replicas are checkpoints] in `resuming`.
-
-[Note: replicas are checkpoints] Every rank of a replication group holds the same shards and the
-same optimizer state. So a rank that was killed and comes back, or a whole partition group of them,
-takes its part from one that still has it: each part travels once, over the links of hop 2. No step
-is lost as long as one rank of each replication group holds the newest state. If none does, all
-ranks raise LostStateError on groups that are good, and can go on from a state that was saved.
-
-Leaves that are not trained do not travel: a rank that comes back has made them again, as its script
-says. So they are compared between replicas, and all ranks raise if they are not the same.
-
-[Note: steps written together] A rank that is killed in the last collectives of a step may have let
-some ranks finish it and others not, and the newest state may then be nowhere in full. With
-`recoverable=True` every rank says, before it writes a step, that it has all that it needs to do so,
-and writes only once all have said it. If one is killed meanwhile, each of the others either has
-written the step or can do so later, on new groups, from what it has kept.
 """
 
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields, replace
-from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from mics_fn import checkpoint, checks, errors, faults, shards, tree
+from mics_fn import checkpoint, checks, errors, shards, tree
 from mics_fn.collectives import collect_bytes, finish_readers, together
-from mics_fn.faults import NO_STEP, Comparison, differing, replaced, same_step
-from mics_fn.groups import Groups, current, placement, reports
+from mics_fn.faults import differing
 from mics_fn.offload import is_placed, placed_like, read
-from mics_fn.optim import Guard
-from mics_fn.schedules import OnDemand
 from mics_fn.spans import LOG
 from mics_fn.threads import Commit
-from mics_fn.train.loop import Position, States, put_back
+from mics_fn.train.loop import Position, put_back
 from mics_fn.train.replicas import has_own_state
-from mics_fn.train.stepping import merge, write
+from mics_fn.train.stepping import guard_numbers, lasting_options, with_numbers
 from mics_fn.tree import Tree
-
-# What changes in a guard from step to step, as numbers that ranks and later runs take over.
-
-
-def guard_numbers(guard: Guard) -> list[Any]:
-    """What changes in a guard from step to step: of its scale, its own, and the norms it watches.
-
-    JSON keeps every bit of them.
-    """
-    scale, norms = guard.scale, guard.spike and list(guard.spike.norms)
-    return [scale.value, scale.good_steps, scale.overflows, guard.in_row, guard.skipped, norms]
-
-
-def with_numbers(guard: Guard, numbers: Sequence[Any]) -> Guard:
-    """The guard with what `guard_numbers` gave of one like it."""
-    value, good_steps, overflows, in_row, skipped, norms = numbers
-    spike = guard.spike and replace(guard.spike, norms=tuple(norms or ())[-guard.spike.window :])
-    scale = replace(guard.scale, value=value, good_steps=good_steps, overflows=overflows)
-    return replace(guard, scale=scale, spike=spike, in_row=in_row, skipped=skipped)
-
-
-# What is compared for a `Trainer`: options that change numbers, and every K steps replicas.
-
-
-def compare_options(trainer: Any) -> None:
-    """Compare the options of a `Trainer`, which has its state, between ranks.
-
-    Communication: that of `same_options`.
-
-    Raises:
-      DesyncError: ranks have other options.
-    """
-    params, guard = shards.reclaimed(trainer.state.params), trainer.guard
-    guard.check_groups(params, trainer.groups)
-    homes = list(dict.fromkeys(shards.homes_of("Trainer", trainer.groups, params)))
-    several = any(home.world_size > 1 for home in homes)
-    facts = _facts(trainer, shards.names(params), several) | {
-        "deterministic": f"{trainer.deterministic}",
-        "recoverable": f"{trainer.recoverable}",
-        "placement": "; ".join(home.describe() for home in homes),
-        "guard numbers": f"{guard_numbers(guard)}",
-    }
-    faults.same_options("Trainer", facts, homes)
-
-
-def lasting_options(trainer: Any) -> dict[str, str]:
-    """Return the options and versions that a resumed run must share, as texts by name.
-
-    Where ranks are and what they hold at a time may differ: that changes only how sums are rounded.
-    """
-    paths = shards.names(trainer.state.params)
-    return {**_facts(trainer, paths, several=False), **faults.versions()}
-
-
-def _facts(trainer: Any, paths: Sequence[str], several: bool) -> dict[str, str]:
-    """The options that ranks and later runs must share."""
-    sync, guard, scale = trainer.replica_sync, trainer.guard, trainer.guard.scale
-    changes = {*scale.CHANGING} - ({"value"} if scale.kind != "dynamic" else set())
-    facts = {
-        "accumulate": f"{trainer.accumulate}",
-        "grad_dtype": f"{trainer.grad_dtype}",
-        "precision": f"{trainer.precision}" or "as given",
-        "replica_sync": sync.name,
-        "weight": "none" if trainer.weight is None else "a function",
-    }
-    for f in fields(guard):
-        if f.repr and f.name != "scale":  # the others change from step to step
-            facts[f"guard {f.name}"] = f"{getattr(guard, f.name)}"
-    for f in fields(scale):
-        if f.name not in changes:
-            facts[f"guard scale {f.name}"] = f"{getattr(scale, f.name)}"
-    outer = faults.texts_of(sync.facts or {}, paths)
-    facts |= {f"outer {name}": text for name, text in outer.items()}
-    return {**facts, **faults.optimizer_facts("Trainer", trainer.state.transform, paths, several)}
-
 
 # The state as a value.
 
@@ -233,7 +130,7 @@ def take_back(
         trainer.state = replace(state["train"], buffers=buffers)
         trainer.sync_state, trainer.guard = state["sync"], guard
         trainer.member.compared, trainer.member.merges = trainer.replica_sync.independent, False
-        trainer.passes.resume(resume, strict=other_options == "raise")
+        trainer.passes.resume(resume, resume and randoms, strict=other_options == "raise")
         if trainer.checkpoint is not None:
             trainer.checkpoint.took_back(trainer)
         if randoms is not None:
@@ -256,17 +153,19 @@ def _checked(trainer: Any, state: Tree, extra: Any, other_options: OnChange) -> 
     found = {**state["train"].buffers, **extra["buffers"]}
     buffers = {name: found[name] for name in trainer.state.buffers}
     guard = with_numbers(trainer.guard, extra["guard"])
-    randoms: States | None = extra["random"]
-    put_back(extra["random"], home.device, trial=True)
+    data, randoms = extra["data"], extra["random"]
+    resume = data and Position(**data)
+    for states in filter(None, (randoms, data and resume.start)):
+        put_back(states, home.device, trial=True)
+    if data and not type(resume.epoch) is type(resume.samples) is int:
+        raise TypeError("extra.data is not the position in a pass")
     if was != here:
         places = [f"rank {rank} of {ranks} on {kind}" for rank, ranks, kind in (here, was)]
         text = f"take_back: {places[0]} was given what was saved by {places[1]}"
         lines = ["random numbers will not be those of the saved run"]
         warnings.warn(errors.message(text, lines), stacklevel=3)
     if was[:2] != here[:2]:  # the states belong to a rank
-        randoms = None
-    data = extra["data"]
-    resume = data and Position.from_plain(data, randoms, home.device)
+        randoms, resume = None, data and resume._replace(start=None, loader=None)
     return state, buffers, trainer.guard if new_guard else guard, randoms, resume
 
 
@@ -536,217 +435,3 @@ class Checkpoints:
 def _replicas(trainer: Any) -> Literal["equal", "independent"]:
     sync = trainer.replica_sync
     return "independent" if sync.independent or has_own_state(sync, trainer.sync_state) else "equal"
-
-
-# Ranks that lack the newest state take it from their replicas, as those that come back do.
-
-_LIMITS = ("live_bytes", "prefetch", "at_once", "lets_go")
-
-
-class Said(NamedTuple):
-    """Report of a rank on new groups; JSON keeps every bit of it."""
-
-    calls: int  # steps, including those that were refused
-    step: int
-    guard: list[Any]  # its `guard_numbers`
-    back: bool  # whether its state is that of a process that has just begun
-    cut: bool  # whether its state is lost, as a write of it was cut short
-    ready: bool  # whether it has kept what it needs to write one more step
-    merges: bool  # whether a merge of replicas is left to do of its last step
-    passes: list[Any]  # what `DataPasses.report` gave
-    limits: list[dict[str, Any]]  # of the policies for training and evaluation
-
-    @property
-    def at(self) -> tuple[int, int]:
-        """Return the calls and the steps that it has done."""
-        return self.calls, self.step
-
-    @property
-    def lost(self) -> bool:
-        """Whether it has no state."""
-        return self.back or self.cut
-
-    def __str__(self) -> str:
-        if self.back:
-            return "came back without a state"
-        if self.cut:
-            return "was cut short while it wrote a step"
-        return f"step {self.step}, in {self.calls} calls{', before its merge' * self.merges}"
-
-
-def reported_by_all(trainer: Any) -> dict[int, Said]:
-    """Exchange the reports of all ranks, by global rank.
-
-    Communication: two small all-gathers over each of the two groups.
-    """
-    mine = [
-        trainer.sync_state.step,
-        trainer.state.step,
-        guard_numbers(trainer.guard),
-        trainer.member.lost,
-        shards.any_lost((trainer.state, trainer.sync_state)),
-        trainer.member.ready is not None,
-        trainer.member.merges,
-        trainer.passes.report(trainer.sync_state.step),
-        [_limits(policy) for policy in _policies(trainer)],
-    ]
-    said = collect_bytes(trainer.member.home, json.dumps(mine).encode())
-    return {rank: Said(*json.loads(text)) for rank, text in said.items()}
-
-
-def _policies(trainer: Any) -> tuple[Any, Any]:
-    return trainer.schedule, trainer.eval_schedule
-
-
-def _limits(policy: Any) -> dict[str, Any]:
-    """The numbers of a policy that a rank may have taken from its own machine."""
-    own = isinstance(policy, OnDemand) and policy.planner is None
-    return {name: getattr(policy, name) for name in _LIMITS} if own else {}
-
-
-def at_one_step(trainer: Any, *, heal: bool) -> None:
-    """Bring state, guard and place in the data to one step; see [Note: one step again].
-
-    Args:
-      trainer: the `Trainer`, on new groups.
-      heal: whether a rank that is behind takes what it lacks from a replica.
-
-    Raises:
-      LostStateError, DesyncError: on all ranks; see `Trainer.reset`.
-    """
-    member, sync, found = trainer.member, trainer.replica_sync, reported_by_all(trainer)
-    last = max(found.values(), key=lambda said: (not said.lost, said.at))
-    order = attrgetter("calls" if sync.independent else "at")
-    behind = [rank for rank, said in found.items() if said.lost or order(said) < order(last)]
-    if sync.independent:
-        _check_independent(member.home, found)
-    else:
-        ready = [rank for rank in behind if found[rank].ready and not found[rank].lost]
-        ready = [rank for rank in ready if found[rank].calls == last.calls - 1]
-        if member.home.rank in ready:
-            write(trainer, member.ready)
-        member.ready = None
-        behind = [rank for rank in behind if rank not in ready]
-    if behind and has_own_state(sync, trainer.sync_state):
-        raise _lost(found, f"{sync.name} keeps a state on each rank that no other one has")
-    if behind and not heal:
-        fix = "pass heal=True, or go back to a state that all ranks have saved"
-        raise _lost_state("ranks are at different steps", found, fix)
-    if behind and member.home.position == 0:
-        text = "reset: all go on at step %d, which %s did not have"
-        LOG.warning(text, last.step, errors.name_ranks(behind))
-    if member.home.rank in behind:
-        trainer.sync_state = replace(trainer.sync_state, step=last.calls)
-        trainer.guard = with_numbers(trainer.guard, last.guard)
-    if not sync.independent:
-        _take(trainer, found, last)
-    elif member.home.rank in behind:
-        trainer.state = replace(trainer.state, step=last.step)
-    member.merges = last.merges
-    if member.merges:
-        merge(trainer)
-    if any(said.passes[0] for said in found.values()):
-        trainer.passes.go_on(trainer.sync_state.step)
-
-
-def _take(trainer: Any, found: Mapping[int, Said], last: Said) -> None:
-    """Let ranks take the state, and the place in the data, from those that have them."""
-    member, home = trainer.member, trainer.member.home
-    back, lost = member.lost, any(said.lost for said in found.values())
-    if lost:
-        compare_options(trainer)
-    try:
-        state = replace(trainer.state, step=NO_STEP) if back else trainer.state
-        trainer.state = same_step(state, trainer.groups, heal=True)
-    except errors.LostStateError:
-        raise _lost(found, "some part of it is nowhere, or leaves are on several groups") from None
-    if back:
-        trainer.passes.take(last.passes)
-        for policy, limits in zip(_policies(trainer), last.limits, strict=True):
-            for name, value in limits.items():  # so that all plan the same
-                setattr(policy, name, value)
-        member.lost = False
-    if lost:
-        with reports(errors.FileError):  # leaves may lie in files
-            compared = Comparison("Trainer.reset", trainer.state, home, [], moments=False)
-        compared.finish("raise")
-
-
-def _check_independent(home: Groups, found: Mapping[int, Said]) -> None:
-    """Raise LostStateError if replicas with states of their own lack a part of one."""
-    p, newest, why = home.partition_size, max(said.calls for said in found.values()), ""
-    replicas = [home.stacked_ranks[start : start + p] for start in range(0, len(found), p)]
-    places = [{(found[rank].at, found[rank].merges) for rank in ranks} for ranks in replicas]
-    if any(said.lost for said in found.values()):
-        why = "replicas are independent, so each has a state of its own"
-    elif any(len(each) > 1 for each in places):
-        why = "replicas are independent, and ranks of one are at different steps"
-    elif len({said.merges for said in found.values() if said.calls == newest}) > 1:
-        why = "only some ranks have merged after the last step"
-    if why:
-        raise _lost(found, why)
-
-
-def _lost(found: Mapping[int, Said], why: str) -> errors.LostStateError:
-    """Return the error of a state that no rank holds, with the saves to resume from."""
-    what = "the newest state, as ranks are at different steps"
-    if any(said.lost for said in found.values()):
-        what = "the state that a lost rank had"
-    newest = max(said.step for said in found.values())
-    fix = f"put a state in its place that all ranks have saved, of step {newest} or before"
-    fix += "; with checkpoint= the Trainer goes back to the newest by itself"
-    return _lost_state(f"no replica holds {what}: {why}", found, fix)
-
-
-def _lost_state(text: str, found: Mapping[int, Said], fix: str) -> errors.LostStateError:
-    lines = errors.rank_lines({rank: f"{said}" for rank, said in found.items()})
-    return errors.LostStateError(f"Trainer.reset: {text}", lines, fix)
-
-
-_ATTEMPTS = 5  # as a rank may be lost while another one is healed
-
-
-def renew(trainer: Any, *, heal: bool) -> None:
-    """Put a `Trainer` on new groups, at one step; tries again if a rank is lost meanwhile.
-
-    Where no replica holds what a rank lacks, all go back to the newest step that was saved.
-
-    Args:
-      trainer: the `Trainer`.
-      heal: whether a rank that is behind takes what it lacks from a replica.
-
-    Raises:
-      LostStateError: see `Trainer.reset`.
-    """
-    member, saver = trainer.member, trainer.checkpoint
-    for attempt in reversed(range(_ATTEMPTS)):
-        new = replaced([member.home, *tree.flatten(trainer.groups)[0]])
-        trainer.groups, member.home = tree.map_leaves(new.get, trainer.groups), new[member.home]
-        member.compared = False
-        try:
-            at_one_step(trainer, heal=heal)
-            break
-        except (errors.CollectiveError, errors.PeerFailed):
-            if not attempt:
-                raise
-        except errors.LostStateError:
-            # Whoever goes on puts a saved state in its place, and the next step compares it.
-            member.lost, member.ready, member.merges = False, None, False
-            if saver is not None and saver.begin(trainer):
-                return
-            raise
-    member.compared = True
-    if saver is not None:
-        saver.reset(trainer)
-
-
-def homes_for(groups: Any, params: Tree, deterministic: bool) -> tuple[Any, Groups]:
-    """The groups of a tree, in a fixed order if `deterministic`; and the first of them."""
-    homes = shards.homes_of("Trainer", groups, params, "params", Groups)
-    if callable(groups):
-        groups = tree.flatten(params, shards.is_leaf)[1].unflatten(homes)
-    groups = tree.map_leaves(current, groups)
-    if deterministic:
-        new = {home: placement.fixed_order(home) for home in dict.fromkeys(homes)}
-        groups, homes = tree.map_leaves(new.get, groups), [new[home] for home in homes]
-    return groups, homes[0] if homes else groups

@@ -18,11 +18,11 @@ from mics_fn.inspection import Watched
 from mics_fn.offload import Where, where_of
 from mics_fn.optim import Guard, Optimizer, TrainState, init_state, move
 from mics_fn.schedules import OnDemand, Schedule, keep_all, on_demand
-from mics_fn.train.loop import DataPasses, check_fit
+from mics_fn.train import stepping
+from mics_fn.train.loop import DataPasses, check_fit, train_for
 from mics_fn.train.program import FunctionProgram, ModuleProgram, to_device
 from mics_fn.train.replicas import ReplicaSync, SyncState, policy_of
-from mics_fn.train.resuming import Checkpoints, compare_options, homes_for, renew
-from mics_fn.train.stepping import Member, StepMetrics, evaluated, finish_step, one_step, train_for
+from mics_fn.train.stepping import Member, StepMetrics
 from mics_fn.tree import Tree
 
 # What trainers of other libraries have, and what is there instead.
@@ -102,6 +102,8 @@ def check_model(model: Any, loss: Any, optimizer: Any, groups: Any, guard: Any) 
       PlanError: the optimizer is none.
       GroupsError: there are no groups.
     """
+    if spans.observers:
+        spans.passing("build: Trainer")
     verb, fix = "Trainer", "the order is Trainer(model, optimizer, groups, loss=...)"
     if isinstance(model, type):
         name = model.__name__
@@ -193,6 +195,7 @@ def check_compiled(model: Any, loss: Any, full_bytes: int) -> None:
 def as_shards(
     own: Mapping[str, Tensor] | None,
     given: Tree,
+    buffers: Mapping[str, Tensor],
     groups: Any,
     home: Groups,
     precision: shards.Precision | None,
@@ -203,6 +206,7 @@ def as_shards(
     Args:
       own: the module's parameters by name; None for a function.
       given: the argument `params`: shards or full tensors; None takes the module's own.
+      buffers: of the module, which are on the device of its groups too.
       groups: as for `shard`.
       home: the first of these groups.
       precision: the argument `precision`; None if it was not given.
@@ -216,6 +220,8 @@ def as_shards(
         or none is trained.
       PlanError: shards were made for other groups or another precision, or an option has no effect.
     """
+    for name, value in buffers.items():
+        _check_place(f"buffer {name!r}", value, home)
     params = own if given is None else given
     options = {name: value for name, value in options.items() if value is not None}
     leaves, _ = tree.flatten(params, shards.is_leaf)
@@ -332,7 +338,7 @@ class Trainer:
       check_replicas: every so many steps replicas are compared bit by bit; 0 for never.
       on_drift: raise DesyncError if they differ, or "heal" as `same_replicas` does.
       recoverable: write each step only once all ranks can, so that those that are left when one is
-        killed are at one step; see [Note: steps written together] in `resuming`.
+        killed are at one step; see [Note: steps written together] in `stepping`.
       live_bytes: budget for gathered parameters, as for `on_demand`. "auto" is a quarter of the
         memory of the smallest device, or of a rank's share of the CPU's memory. With None, or if
         all parameters fit, it is as with `keep_all`, until the last backward pass: there gradients
@@ -416,7 +422,7 @@ class Trainer:
         bucket_bytes: float | str | None = None,
         order: Callable[[str], object] | None = None,
         bucket: Callable[[str], object] | None = None,
-        checkpoint: Checkpoints | None = None,
+        checkpoint: Any = None,  # a `Checkpoints`
     ) -> None:
         check_model(model, loss, optimizer, groups, guard)
         self.accumulate, self.deterministic, self.weight = accumulate, deterministic, weight
@@ -425,27 +431,23 @@ class Trainer:
         self.precision, self.guard = shards.precision_of(precision), guard or Guard()
         self.replica_sync, self.grad_dtype = policy_of(replica_sync, hop2), grad_dtype
         check_options(self, schedule, checkpoint)
-        if spans.observers:
-            spans.passing("build: Trainer")
         program: Any = ModuleProgram if isinstance(model, nn.Module) else FunctionProgram
         self.program, self.passes = program(model, loss, self.precision), DataPasses()
         own, buffers = self.program.take()
-        groups, home = homes_for(groups, own if params is None else params, deterministic)
+        groups, home = stepping.homes_for(groups, own if params is None else params, deterministic)
         self.groups, independent = cast(Any, groups), self.replica_sync.independent
         self.member = Member(home, compared=independent, lost=home.state.rejoining)
-        for name, value in buffers.items():
-            _check_place(f"buffer {name!r}", value, home)
         options: dict[str, Any] = {"replicas": replicas, "source_rank": source_rank, "order": order}
         options |= {"frozen": frozen, "bucket_bytes": bucket_bytes, "bucket": bucket}
         wanted = None if precision is None else self.precision
-        params = as_shards(own, params, groups, home, wanted, options)
+        params = as_shards(own, params, buffers, groups, home, wanted, options)
         full_bytes = sum(bucket_sizes(params, groups))
         check_compiled(model, loss, full_bytes)
-        chosen, self.eval_schedule = schedules_for(live_bytes, prefetch, full_bytes, home)
-        self.schedule = schedule or chosen
+        self.budget, self._given_schedule = (live_bytes, prefetch, full_bytes), schedule
+        self.plan_memory()
         params = move(params, self.where, device=home.device)
         self.state = init_state(params, optimizer, buffers=buffers, where=self.where)
-        compare_options(self)
+        stepping.compare_options(self)
         self.sync_state = self.replica_sync.init(params, self.groups)
         self.checkpoint = checkpoint
         if checkpoint is not None and not self.member.lost:
@@ -457,6 +459,11 @@ class Trainer:
             raise AttributeError(
                 message(f"Trainer has no attribute {name!r}", fix=_INSTEAD.get(name, ""))
             )
+
+    def plan_memory(self) -> None:
+        """Set the schedules for its budget; ranks that plan together take the least of "auto"."""
+        chosen, self.eval_schedule = schedules_for(*self.budget, self.member.home)
+        self.schedule = self._given_schedule or chosen
 
     def __reduce__(self) -> tuple:
         text = "a Trainer belongs to this process: it cannot be in a pickle or a deep copy"
@@ -470,7 +477,7 @@ class Trainer:
         On an accelerator, to read it waits for the verdict on the last step.
         """
         if self.member.masked is not None:
-            finish_step(self)
+            stepping.finish_step(self)
         return self.ahead
 
     @state.setter
@@ -512,7 +519,7 @@ class Trainer:
         seen = spans.span("step", self.ahead.step + 1, parts=True)
         vars(self).pop("last_step", None)
         with home.state.turns.stepping(), reports_step(home.state, self.ahead.step + 1), seen:
-            metrics = one_step(self, batch)
+            metrics = stepping.one_step(self, batch)
             if self.checkpoint is not None:
                 self.checkpoint.after(self)
         if seen.result is not None:
@@ -543,7 +550,7 @@ class Trainer:
             deferred = defer(self.ahead.params, self.groups, self.eval_schedule)
             with self.program.evaluating(), deferred as full:
                 loss, _ = self.program(full, before, batch)
-            return evaluated(self, loss.clone(), batch)
+            return stepping.evaluated(self, loss.clone(), batch)
 
     def params(self) -> Tree:
         """Full parameters as plain tensors, on every rank, for export.
@@ -615,7 +622,7 @@ class Trainer:
           CollectiveError: some rank did not call it in time.
           PeerFailed: the store of the job is lost.
         """
-        renew(self, heal=heal)
+        stepping.renew(self, heal=heal)
 
     def fit(
         self,

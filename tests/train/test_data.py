@@ -108,7 +108,11 @@ def gone_on(run: Run, *, strict: bool = True, exact: bool = True) -> Run:
     kept: Any = run.kept(run.calls)
     data, now = copy.deepcopy((kept, run.randoms(CPU)))
     other = Run()
-    other.resume(Position.from_plain(data, now if exact else None, CPU), strict=strict)
+    at = Position(**data)
+    if exact:
+        other.resume(at, now, strict=strict)
+    else:
+        other.resume(at._replace(start=None, loader=None), strict=strict)
     return other
 
 
