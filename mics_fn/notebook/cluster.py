@@ -556,17 +556,16 @@ class Cluster:
 
     def _environment(self, rank: int) -> dict[str, str]:
         """Return the variables of a rank, as a launcher sets them."""
-        found = {
-            "RANK": rank,
-            "WORLD_SIZE": self.size,
-            "LOCAL_RANK": rank,
-            "LOCAL_WORLD_SIZE": self._node_size,
-            "GROUP_RANK": rank // self._node_size,
+        return {
+            "RANK": f"{rank}",
+            "WORLD_SIZE": f"{self.size}",
+            "LOCAL_RANK": f"{rank}",
+            "LOCAL_WORLD_SIZE": f"{self._node_size}",
+            "GROUP_RANK": f"{rank // self._node_size}",
             "MASTER_ADDR": engine.LOOPBACK,
-            "MASTER_PORT": self._store.port,
-            "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is not that of rank 0
+            "MASTER_PORT": f"{self._store.port}",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is not that of rank 0
         }
-        return {name: str(value) for name, value in found.items()}
 
     # How cells run
 

@@ -459,12 +459,12 @@ class ModuleProgram:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """A block in evaluation mode; afterwards every module is in its previous mode again."""
-        modes = [(module, module.training) for module in self.skeleton.modules()]
+        modes = {module: module.training for module in self.skeleton.modules()}
         try:
             self.skeleton.eval()
             yield
         finally:
-            for module, mode in modes:
+            for module, mode in modes.items():
                 module.training = mode
 
 

@@ -33,7 +33,6 @@ _STEP = "trainer.step(batch) is one step, with backward and optimizer; trainer.f
 _EVAL = "trainer.eval(batch) is the loss of a batch in evaluation mode, over all ranks"
 _MODEL = "model.load_state_dict(trainer.state_dict()); your model is read once, and not changed"
 _RATE = "a rate is a function of the step: optim.adamw(optim.warmup_cosine(1e-3, 100, 1000))"
-_PARAMS = "trainer.params() are full tensors by name, trainer.state.params the shards"
 _INSTEAD = {
     **dict.fromkeys(("save", "save_checkpoint", "save_model", "save_state"), _SAVE),
     **dict.fromkeys(("load", "load_checkpoint", "load_state_dict", "resume"), _LOAD),
@@ -41,9 +40,7 @@ _INSTEAD = {
     **dict.fromkeys(("evaluate", "validate", "test", "predict", "forward"), _EVAL),
     **dict.fromkeys(("model", "module", "unwrap_model"), _MODEL),
     **dict.fromkeys(("lr", "scheduler", "lr_scheduler", "param_groups"), _RATE),
-    **dict.fromkeys(("parameters", "named_parameters"), _PARAMS),
     "optimizer": "trainer.state.opt is its state; the optimizer itself is a function of values",
-    "global_step": "trainer.state.step",
     "last_step": "nobody has watched that step: with mf.inspection.watch(): trainer.step(batch)",
 }
 
@@ -193,23 +190,15 @@ def check_compiled(model: Any, loss: Any, full_bytes: int) -> None:
 
 
 def as_shards(
-    own: Mapping[str, Tensor] | None,
-    given: Tree,
-    buffers: Mapping[str, Tensor],
-    groups: Any,
-    home: Groups,
-    precision: shards.Precision | None,
-    options: dict[str, Any],
+    trainer: Any, own: Any, given: Tree, buffers: Mapping[str, Tensor], options: dict[str, Any]
 ) -> Tree:
     """The shards to train.
 
     Args:
+      trainer: the `Trainer`, with its groups.
       own: the module's parameters by name; None for a function.
       given: the argument `params`: shards or full tensors; None takes the module's own.
       buffers: of the module, which are on the device of its groups too.
-      groups: as for `shard`.
-      home: the first of these groups.
-      precision: the argument `precision`; None if it was not given.
       options: options of `shard`; of those that are None, defaults are taken here.
 
     Communication: as for `shard`; none if shards are given.
@@ -220,6 +209,7 @@ def as_shards(
         or none is trained.
       PlanError: shards were made for other groups or another precision, or an option has no effect.
     """
+    groups, home = trainer.groups, trainer.member.home
     for name, value in buffers.items():
         _check_place(f"buffer {name!r}", value, home)
     params = own if given is None else given
@@ -228,7 +218,7 @@ def as_shards(
     if own is not None and given is not None:
         _check_names(own, given)
     if any(map(shards.is_leaf, leaves)):
-        _check_shards(params, groups, precision, options)
+        _check_shards(params, groups, options.pop("precision", None), options)
         found = params
     else:
         for path, leaf in zip(tree.paths(params, "params", shards.is_leaf), leaves, strict=True):
@@ -236,7 +226,7 @@ def as_shards(
         if own is not None:
             options.setdefault("order", tree.own_order(own))
         options.setdefault("bucket_bytes", bucket_bytes_for(params, home))
-        found = shards.shard(params, groups, precision=precision, **options)
+        found = shards.shard(params, groups, **options)
     if not any(isinstance(leaf, shards.Sharded) for leaf in tree.flatten(found, shards.is_leaf)[0]):
         text = "Trainer: no parameter is trained: all are frozen, or there is none"
         raise LeafError(text, fix="leave requires_grad=True on some, and out of frozen=")
@@ -439,8 +429,8 @@ class Trainer:
         self.member = Member(home, compared=independent, lost=home.state.rejoining)
         options: dict[str, Any] = {"replicas": replicas, "source_rank": source_rank, "order": order}
         options |= {"frozen": frozen, "bucket_bytes": bucket_bytes, "bucket": bucket}
-        wanted = None if precision is None else self.precision
-        params = as_shards(own, params, buffers, groups, home, wanted, options)
+        options["precision"] = None if precision is None else self.precision
+        params = as_shards(self, own, params, buffers, options)
         full_bytes = sum(bucket_sizes(params, groups))
         check_compiled(model, loss, full_bytes)
         self.budget, self._given_schedule = (live_bytes, prefetch, full_bytes), schedule
