@@ -32,6 +32,7 @@ import torch.utils._pytree as torch_pytree
 from torch.autograd import forward_ad, profiler
 from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import stateless
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Ranges of torch's profilers, by private names of torch.
@@ -246,14 +247,13 @@ def register_torch_node(
     )
 
 
-def flatten(values: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list, Any]:
-    """Leaves and structure by torch's own pytree, with which other libraries register classes."""
-    return torch_pytree.tree_flatten(values, is_leaf)
+# Leaves and structure by torch's own pytree, with which other libraries register classes; and a
+# value of that structure with other leaves.
+flatten, unflatten = torch_pytree.tree_flatten, torch_pytree.tree_unflatten
 
-
-def unflatten(leaves: list, spec: Any) -> Any:
-    """A value of the structure that `flatten` returned, with these leaves."""
-    return torch_pytree.tree_unflatten(leaves, spec)
+# A block in which a module has other tensors by name, as in `torch.func.functional_call`; after it
+# the dict has what the module had at the end.
+swapped_in = stateless._reparametrize_module
 
 
 def optimizer_init_group(optimizer: torch.optim.Optimizer, group: dict) -> None:

@@ -27,10 +27,10 @@ processes), then `journal.py` (what ranks say of failures, and what a rank does 
 
 import mics_fn.faults.order  # noqa: F401  (it takes the place of the plain `Channel`)
 from mics_fn.faults.comparing import (
+    NO_STEP,
     Comparison,
     compare_states,
     differing,
-    from_replica,
     optimizer_facts,
     same_options,
     same_replicas,

@@ -214,7 +214,7 @@ def _replicas(home: Groups) -> list[Sequence[int]]:
 # At which step ranks are: compared on new groups, and mended from a replica.
 
 _SEEN = "steps"  # in `Groups.agreed`: their ranks were at one step
-_NO_STEP = -1  # of a rank without a state
+NO_STEP = -1  # of a rank without a state
 
 
 def same_step(state: Any, groups: Any, *, heal: bool = False) -> Any:
@@ -254,8 +254,8 @@ def same_step(state: Any, groups: Any, *, heal: bool = False) -> Any:
     ).require_replicas()
     homes = [home for home in dict.fromkeys(opened.homes) if isinstance(home, Groups)]
     for home in homes:
-        steps = _steps(_NO_STEP if lost else state.step, home)
-        if len(set(steps.values())) > 1 or max(steps.values()) == _NO_STEP:
+        steps = _steps(NO_STEP if lost else state.step, home)
+        if len(set(steps.values())) > 1 or max(steps.values()) == NO_STEP:
             if not heal or len(homes) > 1 or _lost(steps, home):
                 raise _torn("same_step", steps, home)
             given = _healed(state, steps, home)
@@ -315,7 +315,7 @@ def _lost(steps: dict[int, int], home: Groups) -> bool:
     """Whether no rank has some part of the newest state."""
     newest = max(steps.values())
     parts = [[steps[rank] for rank in ranks] for ranks in _replicas(home)]
-    return newest == _NO_STEP or any(newest not in part for part in parts)
+    return newest == NO_STEP or any(newest not in part for part in parts)
 
 
 def _healed(state: Any, steps: dict[int, int], home: Groups) -> Any:
@@ -323,7 +323,8 @@ def _healed(state: Any, steps: dict[int, int], home: Groups) -> Any:
     source = next(rank for rank in ranks if steps[rank] == newest)
     behind = any(steps[rank] < newest for rank in ranks)
     takes = steps[home.rank] < newest
-    return from_replica(state, home, source if behind else None, takes=takes)
+    in_place = steps[home.rank] == NO_STEP
+    return from_replica(state, home, source if behind else None, takes=takes, in_place=in_place)
 
 
 # Whether replicas still hold the same bits, which nothing later in training would show.

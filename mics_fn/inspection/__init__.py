@@ -75,6 +75,6 @@ is a `Timeline` of each `Event`, its `memory()` a `StepMemory`.
 """
 
 from mics_fn.inspection.access import Summary, get, set, summary
-from mics_fn.inspection.watching import NOT_WATCHED, Event, StepMemory, Timeline, Watched, watch
+from mics_fn.inspection.watching import Event, StepMemory, Timeline, Watched, watch
 
 __all__ = ["watch"]

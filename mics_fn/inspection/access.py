@@ -5,7 +5,7 @@ before: ranks differ most easily where a person types at a prompt.
 """
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -14,34 +14,14 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, checks, tree
+from mics_fn import shards as sharding
 from mics_fn.collectives import checksum, start_all_gather, together
 from mics_fn.deferred import GradSum
 from mics_fn.errors import LeafError, PlanError, human_bytes
 from mics_fn.groups import Groups, Hierarchy, require_replicas
 from mics_fn.offload import Coded, in_file, is_coded, placed_like
 from mics_fn.optim import TrainState, by_leaf, replaced
-from mics_fn.shards import (
-    Bucket,
-    Fixed,
-    Nothing,
-    Sharded,
-    Tied,
-    check_finite,
-    coded_pieces,
-    dtype_name,
-    fetched_to,
-    grouped,
-    has_codes,
-    homes_of,
-    is_leaf,
-    owner_index,
-    pack_chunk,
-    pieces,
-    places_of,
-    same_tensor,
-    split_chunk,
-    whole_chunk,
-)
+from mics_fn.shards import Bucket, Fixed, Sharded, Tied, has_codes, is_leaf
 from mics_fn.tree import Tree
 
 # Which leaf of a sharded value a path means, and whether all ranks mean the same.
@@ -93,7 +73,8 @@ class Leaves(NamedTuple):
         if not isinstance(self.all[at], Tied):
             return at
         places = self.shards
-        return places[owner_index(places_of([self.all[i] for i in places]))[places.index(at)]]
+        owners = sharding.owner_index(sharding.places_of([self.all[i] for i in places]))
+        return places[owners[places.index(at)]]
 
     def _readings(self, text: str) -> set[str]:
         """Return the paths that a text may mean: with a root, or without."""
@@ -105,29 +86,12 @@ class Leaves(NamedTuple):
     def _near(self, text: str) -> list[str]:
         """Return paths below a branch of the tree; otherwise paths of similar spelling."""
         named = {own: own for own in self.paths if own is not None}
-        below = [own for own in named if own.startswith(f"{text}.")]
-        if below:
+        if below := [own for own in named if own.startswith(f"{text}.")]:
             return below[:3]
         if self.is_state:
             named = {name.partition(".")[2]: own for name, own in reversed(named.items())} | named
         close = difflib.get_close_matches(text, named, n=3, cutoff=0.5)
         return list(dict.fromkeys(named[name] for name in close))
-
-    def agreed(self, locate: Callable[[], tuple]) -> Any:
-        """Return the result of `locate`, after a check that every rank got the same text.
-
-        Args:
-          locate: gives a tuple whose first item says in words what this rank is about to do.
-
-        Communication: as `together`.
-
-        Raises:
-          DesyncError: ranks are about to do different things, or `locate` raised on another one.
-        """
-        with together(self.verb, self.groups) as exchange:
-            found = locate()
-            exchange.fact = found[0]
-        return found
 
 
 def leaves_of(verb: str, shards: Tree, groups: Any, *, local: bool = False) -> Leaves:
@@ -153,7 +117,7 @@ def leaves_of(verb: str, shards: Tree, groups: Any, *, local: bool = False) -> L
     named = shards.params if is_state else shown
     given: list[Any] = []
     if groups is not None or not local:
-        given = homes_of(verb, groups, named)
+        given = sharding.homes_of(verb, groups, named)
     homes = given or [None] * len(values)
     distinct = list(dict.fromkeys(given))
     if isinstance(groups, Groups | Hierarchy):
@@ -163,7 +127,7 @@ def leaves_of(verb: str, shards: Tree, groups: Any, *, local: bool = False) -> L
     found = Leaves(verb, values, spec, paths, homes, distinct, is_state)
     # An optimizer's trees may repeat the frozen leaves of the parameters.
     for i, leaf in enumerate(values):
-        if isinstance(leaf, Fixed | Nothing) and found.in_optimizer(i):
+        if isinstance(leaf, Fixed | sharding.Nothing) and found.in_optimizer(i):
             paths[i] = None
     return found
 
@@ -323,26 +287,20 @@ def summary(shards: Tree, groups: Any = None, *, rows: int | None = 40) -> Summa
 def _row(found: Leaves, at: int) -> SummaryRow | None:
     leaf, path, home = found.all[at], found.paths[at] or "", found.homes[at]
     data = leaf if isinstance(leaf, Tensor) else getattr(leaf, "data", None)
-    if isinstance(leaf, Nothing) or not isinstance(leaf, Tied | Tensor | Sharded | Fixed):
+    if isinstance(leaf, sharding.Nothing) or not (isinstance(leaf, Tensor) or is_leaf(leaf)):
         return None
     bucket = None if isinstance(leaf, Tensor) else leaf.bucket
     dtype = leaf.dtype if data is None else data.dtype
-    kept, full = dtype_name(dtype), 0 if data is None else prod(leaf.shape) * dtype.itemsize
-    here = 0 if data is None else data.numel() * dtype.itemsize
+    kept, here, full = sharding.dtype_name(dtype), 0, 0
+    if data is not None:
+        here, full = (n * dtype.itemsize for n in (data.numel(), prod(leaf.shape)))
     if isinstance(data, Coded):
         kept, here, full = f"{data.codes.codec}", data.size_bytes, data.bytes_of(prod(leaf.shape))
-    return SummaryRow(
-        path=path,
-        shape=tuple(leaf.shape),
-        dtype=kept,
-        kind=_kind(leaf),
-        bucket=None if bucket is None else bucket.index,
-        groups="" if bucket is None else f"p={bucket.parts}" if home is None else home.describe(),
-        here_bytes=here,
-        full_bytes=full,
-        place=_place(data, home),
-        sent="" if bucket is None or found.in_optimizer(at) else _sent(bucket),
-    )
+    index = None if bucket is None else bucket.index
+    parts = "" if bucket is None else f"p={bucket.parts}" if home is None else home.describe()
+    sent = "" if bucket is None or found.in_optimizer(at) else _sent(bucket)
+    place, kind, shape = _place(data, home), _kind(leaf), tuple(leaf.shape)
+    return SummaryRow(path, shape, kept, kind, index, parts, here, full, place, sent)
 
 
 def _kind(leaf: Any) -> str:
@@ -369,13 +327,11 @@ def _padding(found: Leaves) -> int:
     """Count the bytes of this rank's chunks that belong to no leaf."""
     shown = [i for i in found.shards if found.paths[i] is not None]
     leaves, total = [found.all[i] for i in shown], 0
-    for use in grouped(leaves, [None] * len(leaves)):
+    for use in sharding.grouped(leaves, [None] * len(leaves)):
         data = [leaves[i].data for i in use.members]
-        if isinstance(data[0], Coded):
-            size = data[0].bytes_of(use.bucket.chunk)
-            total += size - sum(piece.size_bytes for piece in data)
-        else:
-            total += use.bucket.chunk * data[0].itemsize - sum(piece.nbytes for piece in data)
+        coded, size = isinstance(data[0], Coded), use.bucket.chunk
+        total += data[0].bytes_of(size) if coded else size * data[0].itemsize
+        total -= sum(piece.size_bytes if coded else piece.nbytes for piece in data)
     return total
 
 
@@ -427,12 +383,9 @@ def get(shards: Tree, path: str, groups: Any) -> Any:
       (tensor([1., 1.]), tensor([0., 0.]))
     """
     found = leaves_of("get", shards, groups)
-
-    def locate() -> tuple[str, int]:
+    with together("get", found.groups) as exchange:
         at = found.find(path)
-        return _described(found, at), at
-
-    _, at = found.agreed(locate)
+        exchange.fact = _described(found, at)
     leaf = found.all[at]
     bucket = getattr(leaf, "bucket", None)
     if bucket is not None:  # a piece; others are whole on this rank, or no tensors
@@ -480,16 +433,14 @@ def set(shards: Tree, path: str, value: Any, groups: Any) -> Tree:
     found = leaves_of("set", shards, groups)
     require_replicas("set", found.groups)
 
-    def locate() -> tuple[str, int, Any]:
+    with together("set", found.groups) as exchange:
         at = found.find(path)
         where = _described(found, at)
         new = _fitting(f"set: {found.paths[at]}", found.all[at], value)
         text = repr(value)
         if isinstance(value, Tensor):
             text = f"values of digest {int(checksum(new)) % 2**64:016x}"
-        return f"{where} = {text}", at, new
-
-    _, at, new = found.agreed(locate)
+        exchange.fact = f"{where} = {text}"
     changed = _replaced(found, at, new)
     by_id = {id(found.all[i]): leaf for i, leaf in changed.items()}
     out = [changed.get(i, leaf) for i, leaf in enumerate(found.all)]
@@ -517,18 +468,18 @@ def _described(found: Leaves, at: int) -> str:
         shape, dtype = tuple(getattr(leaf, "shape", ())), getattr(leaf, "dtype", None)
         return f"{found.paths[at]}, {shape} {dtype}"
     route, data, slot = found.homes[at].hierarchy.route, leaf.data, getattr(leaf, "slot", 0)
-    here = pieces(bucket, min(route.chunk, bucket.parts - 1))[slot].length
+    here = sharding.pieces(bucket, min(route.chunk, bucket.parts - 1))[slot].length
     if route.size != bucket.parts or data.shape != (here,):
         text = f"{where} is one of {bucket.parts} pieces, here of shape {tuple(data.shape)}; "
         text += f"these groups have {route.size} parts"
         raise PlanError(text, fix="pass the groups that the tree was sharded with")
     place = f"at {bucket.offsets[slot]} of {bucket.numel}, in {bucket.parts} parts"
-    return f"{found.paths[at]}, {leaf.shape} {dtype_name(data.dtype)} {place}"
+    return f"{found.paths[at]}, {leaf.shape} {sharding.dtype_name(data.dtype)} {place}"
 
 
 def _gathered(leaf: Any, bucket: Bucket, hierarchy: Hierarchy) -> Tensor:
     """Gather one leaf in full; each piece is padded to the length of the longest one."""
-    slot, sent = leaf.slot, fetched_to(leaf.data.detach(), hierarchy.device)
+    slot, sent = leaf.slot, sharding.fetched_to(leaf.data.detach(), hierarchy.device)
     start, stop = bucket.offsets[slot], bucket.offsets[slot] + bucket.numels[slot]
     bounds = [(i * bucket.chunk, (i + 1) * bucket.chunk) for i in range(bucket.parts)]
     lengths = [max(0, min(high, stop) - max(low, start)) for low, high in bounds]
@@ -555,7 +506,7 @@ def _fitting(where: str, leaf: Any, value: Any) -> Any:
         raise LeafError(f"{where}: a value of another shape", lines, fix)
     moved = value.detach().to(data.device)
     if has_codes(data):
-        check_finite(where, leaf.bucket.codes, moved)
+        sharding.check_finite(where, leaf.bucket.codes, moved)
     elif is_coded(data):
         codec: Any = data.codes.codec  # pyright: ignore[reportAttributeAccessIssue]
         if not bool((moved.isfinite() & (moved >= (0 if codec.root else -torch.inf))).all()):
@@ -563,7 +514,8 @@ def _fitting(where: str, leaf: Any, value: Any) -> Any:
             raise LeafError(text, fix="pass finite numbers, and for a second moment none below 0")
     cast = moved.to(data.dtype) if torch.can_cast(moved.dtype, data.dtype) else None
     if cast is None or not _survives(moved, cast):
-        lines = [f"expected {dtype_name(data.dtype)}", f"got {dtype_name(value.dtype)}"]
+        want, got = (sharding.dtype_name(x.dtype) for x in (data, value))
+        lines = [f"expected {want}", f"got {got}"]
         fix = "pass values that the leaf's dtype can hold"
         raise LeafError(f"{where}: the value does not fit its dtype", lines, fix)
     return cast
@@ -584,24 +536,24 @@ def _replaced(found: Leaves, at: int, value: Any) -> dict[int, Any]:
         if isinstance(value, Tensor):  # since the caller may write to this one
             value = value.clone(memory_format=torch.contiguous_format)
         if isinstance(leaf, Tensor):  # a buffer may have several names
-            alike = (i for i, x in enumerate(found.all) if same_tensor(x, leaf))
+            alike = (i for i, x in enumerate(found.all) if sharding.same_tensor(x, leaf))
             return dict.fromkeys([at, *alike], value)
         return {at: Fixed(value) if is_leaf(leaf) else value}
     places, slot = found.shards, leaf.slot
-    uses = grouped([found.all[i] for i in places], [found.homes[i] for i in places])
+    uses = sharding.grouped([found.all[i] for i in places], [found.homes[i] for i in places])
     use = next(use for use in uses if places.index(at) in use.members)
     members = [places[i] for i in use.members]
     # The dtype of pieces may not be that of their bucket: sums of gradients are wider.
     bucket, chunk = replace(use.bucket, dtype=leaf.data.dtype), use.route.chunk
     data = use.by_slot([found.all[i].data for i in members])
-    flat, device = whole_chunk(bucket, chunk, data), leaf.data.device
-    flat = pack_chunk(bucket, chunk, data, device=device) if flat is None else flat.clone()
-    views, piece = split_chunk(bucket, chunk, flat), pieces(bucket, chunk)[slot]
+    flat, device = sharding.whole_chunk(bucket, chunk, data), leaf.data.device
+    flat = sharding.pack_chunk(bucket, chunk, data, device=device) if flat is None else flat.clone()
+    views, piece = sharding.split_chunk(bucket, chunk, flat), sharding.pieces(bucket, chunk)[slot]
     views[slot].copy_(value.reshape(-1)[piece.origin : piece.origin + piece.length])
     if has_codes(leaf.data):
         paths = [found.paths[i] or "" for i in members]
         names = [path or "" for path in use.by_slot(paths)]
-        placed = use.by_member(coded_pieces(use.bucket, chunk, flat, names))
+        placed = use.by_member(sharding.coded_pieces(use.bucket, chunk, flat, names))
     else:
         placed = placed_like(use.by_member(views), [found.all[i].data for i in members])
     pairs = zip(members, placed, strict=True)

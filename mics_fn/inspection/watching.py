@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mics_fn import _torch, spans
-from mics_fn.errors import MicsError, human_bytes, runs_of
+from mics_fn.errors import human_bytes, runs_of
 from mics_fn.spans import Span
 
 # `StepMemory`: the memory of a step by kind.
@@ -245,15 +245,10 @@ class Watched:
     def _event(self, span: Span, begin: Time, end: Time) -> Event:
         wait = span.kind == "wait"
         about = spans.title(span.about)
-        return Event(
-            kind=span.kind,
-            about=about if wait else about.partition(": ")[2] or about,
-            buckets=spans.numbers(span.about),
-            level=span.level,
-            sent_bytes=span.nbytes,
-            start_s=self._seconds(begin, span.device) - self._began,
-            end_s=self._seconds(end, span.device) - self._began,
-        )
+        about = about if wait else about.partition(": ")[2] or about
+        times = [self._seconds(at, span.device) - self._began for at in (begin, end)]
+        numbers = spans.numbers(span.about)
+        return Event(span.kind, about, numbers, span.level, span.nbytes, *times)
 
     def _seconds(self, at: Time, device: Any) -> float:
         """Convert a time to seconds; marks of a device count from the first one."""
@@ -261,19 +256,6 @@ class Watched:
             return at
         began, first = self._marks[device]
         return began + _torch.seconds_between(first, at)
-
-
-class _NotWatched(Watched):
-    """Placeholder for a step that was not watched."""
-
-    def _error(self) -> Any:
-        fix = "with mf.inspection.watch(): trainer.step(batch)"
-        raise MicsError("last_step: nobody has watched that step", fix=fix)
-
-    timeline = memory = _error
-
-
-NOT_WATCHED: Watched = _NotWatched()
 
 
 @contextmanager

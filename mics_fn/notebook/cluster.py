@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mics_fn import checks, errors
+from mics_fn import errors
 from mics_fn._torch import serve_store
 from mics_fn.groups import Topology, plan_groups
 from mics_fn.notebook import engine
@@ -59,11 +59,16 @@ class Failed(NamedTuple):
         return f"{self.kind}: {self.text}".strip().partition("\n")[0].removesuffix(":")
 
 
-class Refused(errors.GroupsError):
-    """Error of a request that ranks cannot fulfil; IPython shows its text, with the fix."""
+def shown(error: Any, lines: Sequence[str] = ()) -> BaseException:
+    """Let IPython show an error by these lines, or by its text with the fix; return it."""
+    found = list(lines) or [f"{type(error).__name__}: {error}"]
+    error._render_traceback_ = lambda: found
+    return error
 
-    def _render_traceback_(self) -> list[str]:
-        return [f"GroupsError: {self}"]
+
+def refused(text: str, fix: str) -> BaseException:
+    """Return the error of a request that ranks cannot fulfil."""
+    return shown(errors.GroupsError(f"notebook: {text}", fix=fix))
 
 
 def labelled(texts: Mapping[int, str]) -> str:
@@ -148,23 +153,18 @@ class Cell:
     """Running cell, and its end by rank.
 
     Args:
-      sent: ipyparallel's result of each rank.
-      others: ranks that take no part.
+      sent: ipyparallel's result of each rank that takes part.
       processes: of the cluster.
       aside: lets a rank tell the others that it has ended the cell.
     """
 
     def __init__(
-        self,
-        sent: Mapping[int, Any],
-        others: Sequence[int],
-        processes: "Processes",
-        aside: Callable[[int], None],
+        self, sent: Mapping[int, Any], processes: "Processes", aside: Callable[[int], None]
     ) -> None:
         self.values: dict[int, Any] = {}  # of ranks that ended it well
         self.failures: dict[int, Failed] = {}
         self.interrupts = 0  # of the kernel
-        self._sent, self._others, self._processes, self._aside = sent, others, processes, aside
+        self._sent, self._processes, self._aside = sent, processes, aside
         self._first = min(sent)
         self._shown = {"stdout": "", "stderr": ""}  # what the first rank printed, so far
         self._reported = set[int]()  # ranks that said that they have ended it
@@ -203,7 +203,8 @@ class Cell:
                 for name in self._shown:
                     self._stream(name)
             ended, done = self._processes.ended(), [x for x in self._sent if x not in running]
-            idle = {*self._others, *done} - {*ended} - self._reported
+            every = range(len(self._processes.ranks))
+            idle = {*every} - {*running, *ended} - self._reported
             if idle and self._seconds("idle") > _ASIDE_S:
                 for rank in sorted(idle):
                     self._aside(rank)
@@ -522,13 +523,11 @@ class Cluster:
     def __repr__(self) -> str:
         if self.stopped:
             return f"Cluster({self.size} ranks, stopped)"
-        ended = self._processes.ended()
-        devices = {rank: f"on {facts['device']}" for rank, facts in self._facts.items()}
-        lines = errors.rank_lines(devices)
+        ended, busy = self._processes.ended(), self._still_busy()
+        lines = errors.rank_lines({rank: f"on {x['device']}" for rank, x in self._facts.items()})
         lines += sorted({f"groups: {facts['groups']}" for facts in self._facts.values()})
         if ended:
             lines.append(f"{ended_text(ended)}; restart() starts new ones")
-        busy = self._still_busy()
         if busy:
             lines.append(f"{errors.name_ranks(busy)}: busy, and does not react to an interrupt")
         state = "" if ended or busy else ", all alive"
@@ -557,17 +556,16 @@ class Cluster:
 
     def _environment(self, rank: int) -> dict[str, str]:
         """Return the variables of a rank, as a launcher sets them."""
-        found = {
-            "RANK": rank,
-            "WORLD_SIZE": self.size,
-            "LOCAL_RANK": rank,
-            "LOCAL_WORLD_SIZE": self._node_size,
-            "GROUP_RANK": rank // self._node_size,
+        return {
+            "RANK": f"{rank}",
+            "WORLD_SIZE": f"{self.size}",
+            "LOCAL_RANK": f"{rank}",
+            "LOCAL_WORLD_SIZE": f"{self._node_size}",
+            "GROUP_RANK": f"{rank // self._node_size}",
             "MASTER_ADDR": engine.LOOPBACK,
-            "MASTER_PORT": self._store.port,
-            "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is not that of rank 0
+            "MASTER_PORT": f"{self._store.port}",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is not that of rank 0
         }
-        return {name: str(value) for name, value in found.items()}
 
     # How cells run
 
@@ -579,8 +577,7 @@ class Cluster:
         """Send something to ranks, and wait for what comes of it, in their order."""
         chosen = self._chosen(ranks)
         sent = {rank: send(self._client[self._engines[rank]]) for rank in chosen}
-        others = [rank for rank in range(self.size) if rank not in chosen]
-        cell = Cell(sent, others, self._processes, self._aside)
+        cell = Cell(sent, self._processes, self._aside)
         cell.wait()
         busy = [rank for rank, failed in cell.failures.items() if failed.kind == "busy"]
         self._busy |= {rank: sent[rank] for rank in busy}
@@ -593,7 +590,7 @@ class Cluster:
             lines.append("fix: cluster.reset() makes new groups; states stay as they are")
         plain = _COLOR.sub("", "\n".join(lines))
         if cell.interrupts:
-            raise Interrupted(lines, plain)
+            raise shown(KeyboardInterrupt(plain), lines)
         texts = {rank: failed.line for rank, failed in cell.failures.items()}
         raise errors.CellError(plain, texts, lines)
 
@@ -606,17 +603,15 @@ class Cluster:
         self._check_open()
         every = range(self.size)
         if ranks is not None and (not ranks or any(rank not in every for rank in ranks)):
-            what = f"notebook: ranks={ranks!r} of a cluster of {self.size}"
-            raise Refused(errors.message(what, fix=f"give a list of some of 0 to {self.size - 1}"))
+            text = f"ranks={ranks!r} of a cluster of {self.size}"
+            raise refused(text, f"give a list of some of 0 to {self.size - 1}")
         chosen = sorted(set(every if ranks is None else ranks))
         ended = {rank: how for rank, how in self._processes.ended().items() if rank in chosen}
         if ended:
-            raise Refused(errors.message(f"notebook: {ended_text(ended)}", fix=RESTART))
-        busy = [rank for rank in self._still_busy() if rank in chosen]
-        if busy:
-            who = errors.name_ranks(busy)
-            what = f"notebook: {who} still at an earlier cell, inside C++ or stopped"
-            raise Refused(errors.message(what, fix="wait until that ends, or cluster.restart()"))
+            raise refused(ended_text(ended), RESTART)
+        if busy := [rank for rank in self._still_busy() if rank in chosen]:
+            text = f"{errors.name_ranks(busy)} still at an earlier cell, inside C++ or stopped"
+            raise refused(text, "wait until that ends, or cluster.restart()")
         return chosen
 
     def _still_busy(self) -> list[int]:
@@ -626,18 +621,7 @@ class Cluster:
     def _check_open(self) -> None:
         if self.stopped:
             fix = "start another one: cluster = mf.notebook.start()"
-            raise Refused(errors.message("notebook: this cluster was stopped", fix=fix))
-
-
-class Interrupted(KeyboardInterrupt):
-    """Interrupt of the kernel while ranks ran a cell; shows where each of them was."""
-
-    def __init__(self, lines: Sequence[str], text: str) -> None:
-        super().__init__(text)
-        self._lines = list(lines)
-
-    def _render_traceback_(self) -> list[str]:
-        return self._lines
+            raise refused("this cluster was stopped", fix)
 
 
 # `%%ranks`.
@@ -656,7 +640,7 @@ def run_cell(line: str, cell: str) -> None:
     """Run this cell on all ranks; `%%ranks 0` and `%%ranks 0,2-3` run it on some."""
     if current is None:
         fix = "cluster = mf.notebook.start()"
-        raise Refused(errors.message("%%ranks: no cluster was started", fix=fix))
+        raise shown(errors.GroupsError("%%ranks: no cluster was started", fix=fix))
     current.cell(cell, ranks_in(line, current.size))
 
 
@@ -673,8 +657,8 @@ def ranks_in(line: str, size: int) -> list[int] | None:
         if first <= last < size:
             ranks += range(first, last + 1)
         elif part:
-            what = f"%%ranks {line.strip()}: {part!r} is not a rank of a cluster of {size}"
-            raise Refused(errors.message(what, fix="write %%ranks, %%ranks 0 or %%ranks 0,2-3"))
+            text = f"%%ranks {line.strip()}: {part!r} is not a rank of a cluster of {size}"
+            raise refused(text, "write %%ranks, %%ranks 0 or %%ranks 0,2-3")
     return ranks or None
 
 
@@ -727,9 +711,6 @@ def start(
     size = (gpus or RANKS_ON_CPU) if n is None else n
     if device != "auto":
         torch.device(device)  # ranks would find much later that there is none of this name
-    for name, value in (("n", size), ("nodes", nodes)):
-        optional = name == "nodes"
-        checks.integer("notebook.start", name, value, optional=optional, fix="give 1 or more")
     if size % (nodes or 1):
         what = f"notebook.start: {size} ranks cannot be {nodes} equal nodes"
         raise errors.PlanError(what, fix=f"choose nodes= from the divisors of {size}")

@@ -70,7 +70,7 @@ go back to the newest step that was saved; without one they raise LostStateError
 good. Independent replicas hold nothing for each other. A model with dropout goes on, but not to the
 same bits, as nobody else has the random numbers of a rank. A rank that is lost before all have
 built their `Trainer` ends the job. `groups` says what the launcher has to do, and [Note: replicas
-are checkpoints] in `resuming` how it is done.
+are checkpoints] in `stepping` how it is done.
 
 Preemption: `with mf.StopRequest(groups) as stop:` around `trainer.fit(loader, steps,
 stop=stop)` lets SIGTERM or SIGUSR1, on any rank, end the loop on all ranks after the same step.
@@ -95,8 +95,8 @@ the guard. On NCCL the host does not wait for collectives, so it notices a rank 
 only when a run ends.
 
 Start reading at `Trainer.step` in `trainer`, which has the arguments and their checks too, then
-`program` and `stepping`. `loop` is about samples and going through them, `replicas` about merges,
-and `resuming` about going on: after a fault, or from what was saved.
+`program` and `stepping`, which has the way back to one step after a fault, too. `loop` is about
+samples and going through them, `replicas` about merges, and `resuming` about what is saved.
 
 To add a way of merging, write a function in `replicas` that returns a `ReplicaSync` with a `begin`
 and a `merge`. To add an option of the step, build it as a value of a lower wing first, so that

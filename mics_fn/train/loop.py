@@ -22,11 +22,11 @@ give a batch again, so it goes on behind that batch.
 import copy
 import random
 import sys
+import time
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from contextlib import closing, suppress
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils.data import DistributedSampler, Sampler, SequentialSampler
@@ -35,9 +35,9 @@ from mics_fn import _torch, checks
 from mics_fn.collectives import together
 from mics_fn.errors import GroupsError, LeafError, message
 from mics_fn.faults import StopRequest
-from mics_fn.groups import Groups
-from mics_fn.shards import require_groups
+from mics_fn.groups import Groups, reports_step
 from mics_fn.train.program import count
+from mics_fn.train.stepping import StepMetrics
 
 # Which samples a rank takes.
 
@@ -74,7 +74,7 @@ def sampler(
     Memory: the order of an epoch (8 bytes per sample) during its pass.
 
     Raises:
-      PlanError: `seed` is not an int of at least 0, or another option is not a bool.
+      PlanError: `seed` is not an int of at least 0.
       GroupsError: `groups` is not a `Groups`; with a tree of them the shares would be ambiguous.
       LeafError: there is not one sample for each rank.
       DesyncError: ranks differ in the length of the dataset or in an argument.
@@ -84,12 +84,9 @@ def sampler(
       ...     list(sampler(range(5), groups, shuffle=False))
       [0, 1, 2, 3, 4]
     """
-    require_groups("sampler", groups)
     if not isinstance(groups, Groups):
         fix = "pass the dataset first, then the groups whose ranks take different samples"
         raise GroupsError(f"sampler: groups is {type(groups).__name__}", fix=fix)
-    checks.flag("sampler", "shuffle", shuffle)
-    checks.flag("sampler", "drop_last", drop_last)
     checks.integer("sampler", "seed", seed, 0, fix="pass the same number on all ranks")
     groups.partition.check_open()
     ranks, size = groups.world_size, len(dataset)
@@ -98,19 +95,12 @@ def sampler(
         if size == 0 or (drop_last and size < ranks):
             text = f"sampler: {size} samples for {ranks} ranks, drop_last={drop_last}"
             raise LeafError(text, fix="give each rank at least one sample")
-    return DistributedSampler(
-        dataset,  # pyright: ignore[reportArgumentType]
-        num_replicas=ranks,
-        rank=groups.position,
-        shuffle=shuffle,
-        seed=seed,
-        drop_last=drop_last,
-    )
+    samples = cast(Any, dataset)  # torch asks for less than it says
+    return DistributedSampler(samples, ranks, groups.position, shuffle, seed, drop_last)
 
 
 # The states of the generators that a step or a loader may draw from.
 
-_TWISTER = "MT19937"  # the generator that numpy begins with
 States = Mapping[str, Any]
 
 
@@ -121,17 +111,16 @@ def random_states(device: torch.device, own: Sequence[torch.Generator] = ()) -> 
       device: of this rank; its generator is asked unless it is the CPU.
       own: the generators of a loader.
     """
-    (version, words, gauss), twister = random.getstate(), None
-    if (numpy := sys.modules.get("numpy")) is not None:
-        _, key, *rest = numpy.random.get_state()
-        twister = [torch.tensor([*map(int, key)]), *rest]
-    accelerator = _generator(device)
+    accelerator, numpy, twister = _generator(device), sys.modules.get("numpy"), None
+    if numpy is not None:
+        name, words, *rest = numpy.random.get_state()
+        twister = [name, words.tolist(), *rest]
     return {
         "cpu": torch.get_rng_state(),
         "device": None if accelerator is None else accelerator.get_state(),
         "kind": device.type,
         "own": [each.get_state() for each in own],
-        "python": [version, torch.tensor(words), gauss],
+        "python": random.getstate(),
         "numpy": twister,
     }
 
@@ -158,12 +147,9 @@ def put_back(
     cpu.set_state(states["cpu"])
     if accelerator is not None and states["device"] is not None and states["kind"] == device.type:
         accelerator.set_state(states["device"])
-    version, words, gauss = states["python"]
-    python.setstate((version, tuple(words.tolist()), gauss))
-    if states["numpy"] is not None:
-        key, *rest = states["numpy"]
-        if twister is not None:
-            twister.set_state((_TWISTER, key.tolist(), *rest))
+    python.setstate(states["python"])
+    if twister is not None and states["numpy"] is not None:
+        twister.set_state(tuple(states["numpy"]))
     for each, state in zip(own, states["own"], strict=False):
         each.set_state(state)
 
@@ -178,16 +164,14 @@ def _generator(device: torch.device) -> torch.Generator | None:
 _MUST_AGREE = ("samples", "shuffle", "seed")  # facts of a loader, also for other numbers of ranks
 
 
-@dataclass(frozen=True)
-class Position:
-    """Position in a pass over a loader.
+class Position(NamedTuple):
+    """Position in a pass over a loader, as it is saved.
 
     Args:
       epoch: the number of the pass.
       facts: those of the loader that decide its order; see `facts_of`.
       samples: how many samples steps have used, on all ranks together.
       start: the random states when it began; None on another rank than the one that had them.
-      now: the random states behind these samples; None takes those of the moment.
       loader: the state that the loader gave behind these samples; None if it gave none.
     """
 
@@ -195,21 +179,7 @@ class Position:
     facts: Mapping[str, str]
     samples: int = 0
     start: States | None = None
-    now: States | None = None
     loader: Any = None
-
-    @classmethod
-    def from_plain(
-        cls, saved: Mapping[str, Any], now: States | None, device: torch.device
-    ) -> "Position":
-        """Return the position that `DataPasses.kept` gave; `now` is None on another rank."""
-        if type(saved["epoch"]) is not int or type(saved["samples"]) is not int:
-            raise TypeError("extra.data is not the position in a pass")
-        facts = saved["epoch"], dict(saved["facts"]), saved["samples"]
-        if now is None or saved["start"] is None:
-            return cls(*facts)
-        put_back(saved["start"], device, trial=True)
-        return cls(*facts, saved["start"], now, saved["loader"])
 
     def fits(self, loader: Any, *, strict: bool) -> bool:
         """Return whether a loader has this order, or raise if it must have.
@@ -229,14 +199,20 @@ class Position:
         warnings.warn(message(text, [*lines, "a new pass begins"]), stacklevel=5)
         return False
 
-    def behind(self, loader: Any, device: torch.device, ranks: int) -> Iterator[Any]:
+    def behind(
+        self, loader: Any, device: torch.device, ranks: int, now: States | None
+    ) -> Iterator[Any]:
         """Return the batches of the pass that were not used yet.
+
+        Args:
+          loader, device, ranks: as for `DataPasses.batches`.
+          now: the random states behind these samples; None takes those of the moment.
 
         Raises:
           LeafError: the loader has fewer samples than were used.
         """
         own = generators_of(loader)
-        now = self.now or random_states(device, own)
+        now = now or random_states(device, own)
         if self.start is not None:
             put_back(self.start, device, own)
         if self.loader is not None and has_state(loader) and facts_of(loader) == self.facts:
@@ -316,6 +292,7 @@ class DataPasses:
         self._given: list[tuple[int, Position]] = []
         self._loader: Any = None  # while it is gone through
         self._resume: Position | None = None  # where the next run begins
+        self._now: States | None = None  # the random states there, if they are this rank's
         self._strict = True  # whether a loader with another order is an error then
         self._once = False  # whether the last loader cannot give a batch again
 
@@ -347,10 +324,10 @@ class DataPasses:
                     start = random_states(device, generators_of(loader))
                     at, rest = Position(epoch, facts_of(loader), 0, start), iter(loader)
                 else:
-                    rest = at.behind(loader, device, ranks)
+                    rest = at.behind(loader, device, ranks, self._now)
                 # What it resumed from is no state of the batches that follow.
-                self._at = replace(at, now=None, loader=None)
-                self._resume, self.next = None, epoch + 1
+                self._at, self._resume, self._now = at._replace(loader=None), None, None
+                self.next = epoch + 1
                 for batch in rest:
                     empty = False
                     yield batch
@@ -361,9 +338,9 @@ class DataPasses:
 
     def give(self, samples: int, calls: int) -> None:
         """Note the samples of a batch on all ranks, and the calls of `step` before it."""
-        if self._at is not None:
-            self._given = [*self._given[-1:], (calls, self._at)]
-            self._at = replace(self._at, samples=self._at.samples + samples)
+        at: Any = self._at
+        self._given = [*self._given[-1:], (calls, at)]
+        self._at = at._replace(samples=at.samples + samples)
 
     def at(self, calls: int) -> Position | None:
         """Return the position after so many calls of `step`: before what these did not use."""
@@ -371,37 +348,32 @@ class DataPasses:
 
     def kept(self, calls: int) -> dict[str, Any] | None:
         """Return the position as it is saved; None before any pass."""
-        at, state = self._resume or self.at(calls), None
+        at = self._resume or self.at(calls)
         if at is None:
             return None
-        if self._resume is not None:
-            state = at.loader
-        elif has_state(self._loader) and all(before < calls for before, _ in self._given):
-            state = copy.deepcopy(self._loader.state_dict())
-        facts = {"epoch": at.epoch, "facts": dict(at.facts), "samples": at.samples}
-        return {**facts, "start": at.start, "loader": state}
+        behind = self._resume is None and all(before < calls for before, _ in self._given)
+        if behind and has_state(self._loader):
+            at = at._replace(loader=copy.deepcopy(self._loader.state_dict()))
+        return at._asdict()
 
     def randoms(self, device: torch.device) -> States:
         """Return the random states of this moment, those of the loader among them."""
-        kept = None if self._resume is None else self._resume.now
-        return kept or random_states(device, generators_of(self._loader))
+        return self._now or random_states(device, generators_of(self._loader))
 
-    def resume(self, at: Position | None, *, strict: bool) -> None:
+    def resume(self, at: Position | None, now: States | None = None, *, strict: bool) -> None:
         """Let the next run begin at a position; None begins a new pass."""
-        self._resume, self._strict, self._at, self._given = at, strict, None, []
+        self._resume, self._now, self._strict, self._at, self._given = at, now, strict, None, []
 
-    def report(self) -> list[Any]:
+    def report(self, calls: int) -> list[Any]:
         """Return what a rank that has lost all of this takes from others; JSON keeps it."""
-        positions = [*self._given, (-1, self._at)] if self._at is not None else []
-        plain = [(calls, at.epoch, dict(at.facts), at.samples) for calls, at in positions]
-        return [self.interrupted, self.next, plain]
+        at = self.at(calls)
+        return [self.interrupted, self.next, at and at[:3]]
 
     def take(self, report: list[Any]) -> None:
         """Take over what `report` gave on another rank."""
-        _, self.next, plain = report
+        _, self.next, at = report
         self.resume(None, strict=False)
-        if plain:
-            *self._given, (_, self._at) = [(calls, Position(*at)) for calls, *at in plain]
+        self._at = at and Position(*at)
 
     def go_on(self, calls: int) -> None:
         """Let the next run go on with the last pass, which an error has ended on some rank."""
@@ -418,7 +390,7 @@ def _no_batch(loader: Any) -> LeafError:
     return LeafError(text, fix=fix)
 
 
-def check_fit(loader: Any, steps: Any, log_every: Any, progress: Any, stop: Any) -> None:
+def check_fit(loader: Any, steps: Any, log_every: Any, stop: Any) -> None:
     """Raise PlanError unless the arguments of `Trainer.fit` are what they should be."""
     verb, fix = "Trainer.fit", "the order is fit(loader, steps); a loader gives a batch per step"
     if isinstance(loader, str | bytes | Mapping):  # would be gone through by character or by key
@@ -426,6 +398,81 @@ def check_fit(loader: Any, steps: Any, log_every: Any, progress: Any, stop: Any)
     checks.instance(verb, "loader", loader, Iterable, "batches", fix)
     checks.integer(verb, "steps", steps, 0, fix="pass the number of optimizer steps to take")
     checks.integer(verb, "log_every", log_every, fix="progress=False shows nothing")
-    checks.flag(verb, "progress", progress)
     fix = "with StopRequest(groups) as stop: trainer.fit(loader, steps, stop=stop)"
     checks.instance(verb, "stop", stop, StopRequest | None, "a StopRequest", fix)
+
+
+# Steps one after the other, over a loader.
+
+
+class Progress:
+    """A bar that shows how far a run is, or lines where tqdm is not installed.
+
+    Args:
+      steps: how many it has.
+      log_every: steps from one reading of the loss to the next; 0 shows nothing.
+    """
+
+    def __init__(self, steps: int, log_every: int) -> None:
+        self._steps, self._every, self._began, self._bar = (
+            steps,
+            log_every,
+            time.perf_counter(),
+            None,
+        )
+        with suppress(ImportError):
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=steps, unit="step", disable=not log_every)
+
+    def show(self, found: Sequence[StepMetrics]) -> None:
+        """Show one more step."""
+        done = len(found)
+        if self._bar is not None:
+            self._bar.update()
+        if not self._every or (done % self._every and done != self._steps):
+            return
+        seconds, tokens = time.perf_counter() - self._began, sum(m.tokens for m in found)
+        amount, unit = (tokens or sum(m.samples for m in found)), "tokens" if tokens else "samples"
+        text = f"loss {found[-1].loss.item():.3f}, {amount / seconds:,.0f} {unit}/s"
+        if self._bar is not None:
+            self._bar.set_postfix_str(text)
+        else:
+            print(f"step {done}/{self._steps}: {text}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """End the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def train_for(
+    trainer: Any, loader: Iterable[Any], steps: int, log_every: int, stop: StopRequest | None
+) -> list[StepMetrics]:
+    """Take steps until there are so many, or all ranks stop after the same one; see `Trainer.fit`.
+
+    Args:
+      log_every: 0 shows nothing.
+    """
+    metrics, home, passes = list[StepMetrics](), trainer.member.home, trainer.passes
+    try:
+        with (
+            reports_step(home.state, trainer.state.step + 1),  # of the loader, or of what is shown
+            closing(Progress(steps, log_every)) as progress,
+            closing(passes.batches(loader, home.device, home.world_size)) as batches,
+        ):
+            for _ in range(steps):
+                batch = next(batches)
+                passes.give(home.world_size * count(batch)[0], trainer.sync_state.step)
+                metrics.append(trainer.step(batch))
+                progress.show(metrics)
+                if stop is not None and stop.due():
+                    if trainer.checkpoint is not None:
+                        trainer.checkpoint.save(trainer)
+                    break
+    except BaseException:
+        passes.interrupted = True
+        raise
+    if trainer.checkpoint is not None:
+        trainer.checkpoint.close()
+    return metrics

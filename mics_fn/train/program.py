@@ -11,12 +11,12 @@ memory, as in any module.
 import copy
 import dataclasses
 import enum
+import math
 import numbers
 import os
 import traceback
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from operator import is_, setitem
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -24,12 +24,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
-from mics_fn import _torch, checks, spans, tree
-from mics_fn.collectives import mean_over_ranks
+from mics_fn import _torch, checks, tree
+from mics_fn.collectives import mean_over_ranks, start_mean_over_ranks
 from mics_fn.deferred import check_loss
 from mics_fn.errors import LeafError
 from mics_fn.groups import Groups
@@ -38,15 +37,14 @@ from mics_fn.shards import MemoryPlace, Precision, overlaps
 from mics_fn.tree import Tree
 
 # Contents of batches, and of the arguments and results of models. Trees of parameters are the
-# pytrees of `mics_fn.tree`; these also come in other mappings, in dataclasses, and in nodes that a
-# library has registered with torch alone.
+# pytrees of `mics_fn.tree`; these come in those of torch, whose dicts keep their order, and in
+# other mappings, lists and dataclasses.
 
 # Kinds of values that hold no tensor and mean the same for any part of a batch.
 PLAIN = (type(None), numbers.Number, str, bytes, enum.Enum, os.PathLike, range, slice, type)
 PLAIN += (torch.dtype, torch.device, torch.layout, torch.Size, torch.Generator)
 PLAIN += (FunctionType, BuiltinFunctionType, MethodType)
 _CLOSED = (Tensor, *PLAIN, nn.Module, PackedSequence)
-_OPEN = (list, tuple, dict, OrderedDict, defaultdict)  # optree would sort keys of the last three
 
 
 def map_contents(
@@ -85,29 +83,23 @@ def leaves_of(value: Any) -> list[Any]:
     return [value] if opened is None else [x for each in opened[0] for x in leaves_of(each)]
 
 
-def _open_up(value: Any) -> tuple[list[Any], Iterable[object], Callable[[list[Any]], Any]] | None:
+def _open_up(value: Any) -> tuple[list[Any], Iterable[Any], Callable[[list[Any]], Any]] | None:
     """The values in a container, their names in paths, and what rebuilds it; else None."""
     if isinstance(value, _CLOSED):
         return None
-    node = None if type(value) in _OPEN else _registered(value)
-    if node is not None:
-        return node
-    put: Any = setitem
-    if isinstance(value, list | tuple):
-        names, values = range(len(value)), list(value)
-    elif isinstance(value, Mapping):
-        names, values = list(value), [value[key] for key in value]
-    elif dataclasses.is_dataclass(value):
-        names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
-        values, put = [getattr(value, name) for name in names], object.__setattr__
-    else:
+    values, spec = _torch.flatten(value, lambda x: x is not value)
+    if len(values) != 1 or values[0] is not value:  # a node of torch
+        fields = getattr(value, "_fields", range(len(values)))
+        names = list(value) if isinstance(value, Mapping) else fields
+        return values, names, lambda new: _torch.unflatten(new, spec)
+    if isinstance(value, list | Mapping):
+        names = list(value) if isinstance(value, Mapping) else range(len(value))
+        return [value[name] for name in names], names, partial(_put, value, setitem, names)
+    if not dataclasses.is_dataclass(value):
         return None
-    if isinstance(value, tuple):
-        return values, names, type(value)
-    if put is setitem and not hasattr(value, "__setitem__"):
-        kind: Any = type(value)
-        return values, names, lambda new: kind(dict(zip(names, new, strict=True)))
-    return values, names, partial(_put, value, put, names)
+    names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+    values = [getattr(value, name) for name in names]
+    return values, names, partial(_put, value, object.__setattr__, names)
 
 
 def _put(value: Any, put: Callable, names: Iterable[Any], new: list[Any]) -> Any:
@@ -116,23 +108,6 @@ def _put(value: Any, put: Callable, names: Iterable[Any], new: list[Any]) -> Any
     for name, each in zip(names, new, strict=True):
         put(made, name, each)
     return made
-
-
-def _registered(value: Any) -> Any:
-    """What `_open_up` gives of a node of optree or of torch's own pytree; else None."""
-
-    def below(x: Any) -> bool:
-        return x is not value
-
-    leaves, spec = tree.flatten(value, below)
-    if len(leaves) != 1 or leaves[0] is not value:
-        return leaves, tree.spec_paths(spec), spec.unflatten
-    leaves, spec = _torch.flatten(value, below)
-    if len(leaves) != 1 or leaves[0] is not value:
-        by_key = isinstance(value, Mapping) and len(value) == len(leaves)
-        names = list(value) if by_key else range(len(leaves))
-        return leaves, names, lambda new: _torch.unflatten(new, spec)
-    return None
 
 
 def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
@@ -197,23 +172,21 @@ def cut(batch: Any, parts: int) -> list[Any]:
         fits = type(x) in (list, tuple) and len(x) == samples
         return fits and all(isinstance(each, str | bytes) for each in x)
 
-    def check(x: Any, path: str) -> Any:
-        if isinstance(x, Tensor) and (x.ndim == 0 or x.shape[0] % parts):
-            text = f"Trainer.step: {path} has shape {tuple(x.shape)}, accumulate={parts}"
-            raise LeafError(text, fix="make dim 0 a multiple of accumulate")
-        if not isinstance(x, (Tensor, *PLAIN)) and not texts(x):
+    def part(i: int, x: Any, path: str) -> Any:
+        if texts(x):
+            n = samples // parts
+            return x[i * n : (i + 1) * n]
+        if not isinstance(x, (Tensor, *PLAIN)):
             text = f"Trainer.step: {path} is {type(x).__name__}, which cannot be cut in {parts}"
             raise LeafError(text, fix=f"use {_KINDS}, or accumulate=1")
-        return x
+        if not isinstance(x, Tensor):
+            return x
+        if x.ndim == 0 or x.shape[0] % parts:
+            text = f"Trainer.step: {path} has shape {tuple(x.shape)}, accumulate={parts}"
+            raise LeafError(text, fix="make dim 0 a multiple of accumulate")
+        return x.chunk(parts)[i]
 
-    def part(x: Any, i: int) -> Any:
-        if isinstance(x, Tensor):
-            return x.chunk(parts)[i]
-        n = samples // parts
-        return x[i * n : (i + 1) * n] if texts(x) else x
-
-    map_contents(check, batch, "batch", texts)
-    return [map_contents(lambda x, _, i=i: part(x, i), batch, is_leaf=texts) for i in range(parts)]
+    return [map_contents(partial(part, i), batch, "batch", texts) for i in range(parts)]
 
 
 def count(batch: Any) -> tuple[int, int]:
@@ -262,8 +235,8 @@ class ModuleBuffers:
         persistent = {name for name in buffers if name in saved}
         for group in self.shared:
             persistent |= set(group) if persistent & set(group) else set()
-        numbers = [k for k, x in buffers.items() if x.is_floating_point() or x.is_complex()]
-        self.averaged = [name for name in numbers if name in persistent]
+        floats = [name for name, x in buffers.items() if x.is_floating_point()]
+        self.averaged = [name for name in floats if name in persistent]
 
     def copies(self, values: Values) -> Values:
         """Return copies, one for all names of a tensor; see [Note: shared buffers]."""
@@ -278,7 +251,7 @@ class ModuleBuffers:
         self.shared = [group for group in kept if len(group) > 1]
 
     def average(self, values: Values, home: Groups) -> Values:
-        """The values with persistent buffers of floats and complex numbers averaged over ranks.
+        """The values with persistent float buffers averaged over ranks.
 
         Communication: for each dtype one mean of all of them, over each of the two groups.
         """
@@ -288,9 +261,7 @@ class ModuleBuffers:
             mine = [name for name in self.averaged if values[name].dtype == dtype]
             flat = torch.cat([values[name].flatten() for name in mine])
             sizes = [values[name].numel() for name in mine]
-            real = torch.view_as_real(flat.resolve_conj()) if dtype.is_complex else flat
-            mean = mean_over_ranks(home, real.flatten()).view(real.shape)
-            means = (torch.view_as_complex(mean) if dtype.is_complex else mean).split(sizes)
+            means = mean_over_ranks(home, flat).split(sizes)
             for name, mean in zip(mine, means, strict=True):
                 values[name] = mean.view(values[name].shape)
         return self.copies(values) if self.shared else values
@@ -383,10 +354,20 @@ class FunctionProgram:
 
     Args:
       loss_fn: the function.
+      loss: None.
       precision: the batch is cast to its `compute`, the loss to its `output`.
+
+    Raises:
+      LeafError: there is another loss.
     """
 
-    def __init__(self, loss_fn: Callable[[Tree, Any], Tensor], precision: Precision) -> None:
+    evaluating = nullcontext  # a function has no modes
+
+    def __init__(
+        self, loss_fn: Callable[[Tree, Any], Tensor], loss: None, precision: Precision
+    ) -> None:
+        if loss is not None:
+            raise LeafError("Trainer: a loss_fn takes no loss=", fix="it gives the loss itself")
         self.loss_fn, self.precision = loss_fn, precision
         self.buffers = ModuleBuffers({}, {}, {})
 
@@ -396,11 +377,6 @@ class FunctionProgram:
         """The loss of a batch, after `backward` was called with it."""
         loss = self.loss_fn(params, cast_floats(batch, self.precision.inputs))
         return _finished(cast_floats(loss, self.precision.output), backward), buffers
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """A block in evaluation mode, which a function does not have."""
-        yield
 
     def take(self) -> tuple[None, Values]:
         """Parameters and buffers, of which a function has none of its own."""
@@ -433,7 +409,6 @@ class ModuleProgram:
         self._loss = loss or _own_loss
         casts = precision.inputs is not None or precision.output is not None
         self._model: Any = Casting(self.skeleton, precision) if casts else self.skeleton
-        self._inside = _Inside(self.skeleton)
 
     def __call__(
         self, params: Tree, buffers: Values, batch: Any, backward: Backward | None = None
@@ -443,15 +418,14 @@ class ModuleProgram:
         A model that recomputes activations in backward would else do so on meta.
         """
 
-        def work() -> Tensor:
+        values = {**params, **buffers}
+        with _torch.swapped_in(self.skeleton, values):
             try:
                 loss = self._loss(self._model, batch)
             except (AttributeError, TypeError) as error:
                 _say_how_called(error, self.skeleton, batch)
                 raise
-            return _finished(loss, backward)
-
-        loss, values = self._with_values({**params, **buffers}, work)
+            loss = _finished(loss, backward)
         # If a module replaces a buffer instead of writing to it, the new one is in the dict.
         if backward is not None and self.buffers.shared:
             self.buffers.replaced([k for k, x in buffers.items() if values[k] is not x])
@@ -473,7 +447,8 @@ class ModuleProgram:
           LeafError: something in it has no value, since the skeleton alone has it.
         """
         values = {**params(), **self.buffers.copies(buffers)}
-        found, _ = self._with_values(values, self.skeleton.state_dict)
+        with _torch.swapped_in(self.skeleton, values):
+            found = self.skeleton.state_dict()
         for name, value in found.items():
             if isinstance(value, Tensor) and value.is_meta:
                 text = f"Trainer.state_dict: the model saves {name!r}, which is neither a parameter"
@@ -481,55 +456,16 @@ class ModuleProgram:
                 raise LeafError(f"{text} nor a buffer", fix=fix)
         return found
 
-    def _with_values(self, values: Values, work: Callable[[], Any]) -> tuple[Any, Values]:
-        """The result of `work` while the skeleton has these values, and its values afterwards."""
-        given = {f"model.{name}": value for name, value in values.items()}
-        # All names are given. strict=True would check that by walking the module at every call.
-        found = functional_call(self._inside, given, (work,), tie_weights=False)
-        return found, {name: given[f"model.{name}"] for name in values}
-
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """A block in evaluation mode; afterwards every module is in its previous mode again."""
-        modes = [(module, module.training) for module in self.skeleton.modules()]
+        modes = {module: module.training for module in self.skeleton.modules()}
         try:
             self.skeleton.eval()
             yield
         finally:
-            for module, mode in modes:
+            for module, mode in modes.items():
                 module.training = mode
-
-
-class _Inside(nn.Module):
-    """Runs a function while `functional_call` has swapped values into a model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, work: Callable[[], Any]) -> Any:
-        """Run it."""
-        return work()
-
-
-def program_of(
-    model: nn.Module | Callable[[Tree, Any], Tensor],
-    loss: Callable[[nn.Module, Any], Tensor] | None,
-    precision: Precision,
-) -> ModuleProgram | FunctionProgram:
-    """The program of a model with its loss, or of a loss function.
-
-    Raises:
-      LeafError: a loss function comes with another `loss`.
-    """
-    if spans.observers:
-        spans.passing("build: Trainer")
-    if isinstance(model, nn.Module):
-        return ModuleProgram(model, loss, precision)
-    if loss is not None:
-        text, fix = "Trainer: a loss_fn takes no loss=", "it gives the loss itself"
-        raise LeafError(text, fix=fix)
-    return FunctionProgram(model, precision)
 
 
 def _own_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -577,3 +513,53 @@ def _finished(loss: Any, backward: Backward | None) -> Tensor:
     if backward is not None:
         backward(loss)
     return loss.detach().reshape(())
+
+
+# Weights of losses: of how many things each is the mean.
+
+
+class Weights:
+    """The weights of the micro-batches of a step; see [Note: weighted means] in `levels`.
+
+    Args:
+      trainer: the `Trainer`, which has a weight.
+      parts: this rank's micro-batches.
+
+    Communication: 8 bytes over the partition group and over the replication group, under way while
+      the first micro-step computes.
+    """
+
+    def __init__(self, trainer: Any, parts: Sequence[Any]) -> None:
+        home = trainer.member.home
+        home = home.replica if trainer.replica_sync.independent else home
+        found = [weight_of(trainer.weight, part, home.device) for part in parts]
+        self._values = torch.stack(found)
+        self._mean = start_mean_over_ranks(home, self._values.mean())
+        void = self._values == 0
+        self.void = list(void) if _torch.is_async(home.device) else void.tolist()
+
+    def factor(self, i: int, loss: Tensor) -> Tensor:
+        """What the loss of a micro-step is multiplied by; NaN if all weights of all ranks are 0."""
+        factor = self._values[i] / self._mean.wait()
+        return factor.to(torch.promote_types(loss.dtype, torch.float32))
+
+
+def weight_of(weight: Callable[[Any], Any], batch: Any, device: torch.device) -> Tensor:
+    """The weight of a batch, 0-dim and float64 on the device; the host does not wait for it.
+
+    Raises:
+      LeafError: it is not one number of at least 0.
+    """
+    found = weight(batch)
+    one = isinstance(found, Tensor) and found.numel() == 1 and not found.is_complex()
+    if not one and not (isinstance(found, numbers.Real) and 0 <= float(found) < math.inf):
+        got = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else found
+        text, fix = f"Trainer: weight gave {got!r:.80}", "return one number of at least 0"
+        raise LeafError(text, fix=fix)
+    one = torch.as_tensor(found).detach().reshape(())
+    return one.to(device, torch.float64, non_blocking=True)
+
+
+def counted(loss: Tensor, void: bool | Tensor) -> Tensor:
+    """A loss, or 0 where it counts nothing."""
+    return torch.where(torch.as_tensor(void, device=loss.device), 0.0, loss)

@@ -119,13 +119,12 @@ class ReplicaSync:
           PlanError: `groups` are not those of the tree.
           LeafError: replicas are independent, and a derivative would be needed; see `after`.
         """
-        self._refuse_derivative("init", params)
-        opened = shards.open_shards(
-            "ReplicaSync.init", params, groups, root="params"
-        ).require_replicas()
-        with together("ReplicaSync.init", list(opened.homes), self.name):
+        verb = "ReplicaSync.init"
+        opened = shards.open_shards(verb, params, groups, root="params").require_replicas()
+        with together(verb, list(opened.homes), self.name):
             pass
         if self.independent:
+            _refuse_derivative(verb, params)
             shards.check_equal(opened)
         return SyncState(0, self.begin(params))
 
@@ -148,7 +147,7 @@ class ReplicaSync:
         """
         if self.reduce is None:
             return grads, state
-        self._refuse_derivative("reduced", grads)
+        _refuse_derivative("ReplicaSync.reduced", grads)
         keeps = bool(tree.flatten(state.outer)[0])
         with torch.no_grad():
             # The memory of gradients is used again, and a state may be made of them.
@@ -197,11 +196,10 @@ class ReplicaSync:
         later = replace(state, step=state.step + 1)
         if not self.independent:
             return params, later
-        self._refuse_derivative("after", params)
+        verb = "ReplicaSync.after"
+        _refuse_derivative(verb, params)
         if state.step == 0 or self.due(state):  # show mistakes before H steps are done
-            shards.open_shards(
-                "ReplicaSync.after", params, groups, root="params"
-            ).require_replicas()
+            shards.open_shards(verb, params, groups, root="params").require_replicas()
         if not self.due(state):
             return params, later
         return self.merged(params, later, groups, donate=donate)
@@ -220,13 +218,13 @@ class ReplicaSync:
             shards.lose_if_aborted(merged, "ReplicaSync.after", home.device, home)
         return merged, replace(state, outer=outer)
 
-    def _refuse_derivative(self, verb: str, params: Tree) -> None:
-        if self.independent or verb == "reduced":
-            fix = "do it outside, or in torch.no_grad(); sync_replicas can be differentiated"
-            shards.refuse_derivative(f"ReplicaSync.{verb}", tree.flatten(params)[0], fix)
-
     def __repr__(self) -> str:
         return self.name
+
+
+def _refuse_derivative(verb: str, params: Tree) -> None:
+    fix = "do it outside, or in torch.no_grad(); sync_replicas can be differentiated"
+    shards.refuse_derivative(verb, tree.flatten(params)[0], fix)
 
 
 def has_own_state(sync: ReplicaSync, state: SyncState) -> bool:

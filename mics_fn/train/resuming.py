@@ -14,140 +14,28 @@
 It is in two parts. The *state* is a tree of shards, tensors and numbers that is the same on all
 ranks, up to who holds which piece, so that it can go on with other ranks. The *extra* belongs to
 this rank: random states, the position in its data, and buffers that each rank computes for itself.
-
-[Note: one step again] A step that some rank has completed was sent by all of them, so a rank may be
-behind by what it had not written yet: parameters and optimizer state, or, if the step was refused,
-only the scale and the watch of the guard. Ranks compare both numbers, that of steps and that of
-steps with those that were refused. One that is behind takes what it lacks from a rank that is not.
-Replicas that are independent have states of their own. If one of them is behind, for it the steps
-that the others have taken count as refused; and a merge that has failed is made again. If a rank
-has no state, or the ranks of a replica are at different steps, nobody holds what is missing.
-Ranks that come back have nothing; see [Note: replicas are checkpoints] in `resuming`.
-
-[Note: replicas are checkpoints] Every rank of a replication group holds the same shards and the
-same optimizer state. So a rank that was killed and comes back, or a whole partition group of them,
-takes its part from one that still has it: each part travels once, over the links of hop 2. No step
-is lost as long as one rank of each replication group holds the newest state. If none does, all
-ranks raise LostStateError on groups that are good, and can go on from a state that was saved.
-
-Leaves that are not trained do not travel: a rank that comes back has made them again, as its script
-says. So they are compared between replicas, and all ranks raise if they are not the same.
-
-[Note: steps written together] A rank that is killed in the last collectives of a step may have let
-some ranks finish it and others not, and the newest state may then be nowhere in full. With
-`recoverable=True` every rank says, before it writes a step, that it has all that it needs to do so,
-and writes only once all have said it. If one is killed meanwhile, each of the others either has
-written the step or can do so later, on new groups, from what it has kept.
 """
 
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from mics_fn import checkpoint, checks, errors, faults, shards, tree
+from mics_fn import checkpoint, checks, errors, shards, tree
 from mics_fn.collectives import collect_bytes, finish_readers, together
-from mics_fn.faults import Comparison, differing, from_replica, replaced, same_step
-from mics_fn.groups import Groups, placement, reports
-from mics_fn.offload import in_file, is_coded, placed_like, read
-from mics_fn.optim import Guard
-from mics_fn.schedules import OnDemand
+from mics_fn.faults import differing
+from mics_fn.offload import is_placed, placed_like, read
 from mics_fn.spans import LOG
 from mics_fn.threads import Commit
-from mics_fn.train.loop import Position, States, put_back
+from mics_fn.train.loop import Position, put_back
 from mics_fn.train.replicas import has_own_state
-from mics_fn.train.stepping import merge, write
+from mics_fn.train.stepping import guard_numbers, lasting_options, with_numbers
 from mics_fn.tree import Tree
-
-# What changes in a guard from step to step, as numbers that ranks and later runs take over.
-
-_COUNTS = ("in_row", "skipped")  # beside those of its scale
-
-
-def guard_numbers(guard: Guard) -> list[Any]:
-    """What changes in a guard from step to step: of its scale, its own, and the norms it watches.
-
-    JSON keeps every bit of them.
-    """
-    own = [getattr(guard, name) for name in _COUNTS]
-    norms = guard.spike and list(guard.spike.norms)
-    return [*(getattr(guard.scale, name) for name in guard.scale.CHANGING), *own, norms]
-
-
-def with_numbers(guard: Guard, numbers: Sequence[Any], *, scale: bool = True) -> Guard:
-    """The guard with what `guard_numbers` gave of one like it; or without those of its scale."""
-    *found, norms = numbers
-    spike = guard.spike and replace(guard.spike, norms=tuple(norms or ())[-guard.spike.window :])
-    by_name = dict(zip((*guard.scale.CHANGING, *_COUNTS), found, strict=True))
-    changed = {name: by_name.pop(name) for name in guard.scale.CHANGING}
-    of_scale = replace(guard.scale, **changed) if scale else guard.scale
-    return replace(guard, scale=of_scale, spike=spike, **by_name)
-
-
-# What is compared for a `Trainer`: options that change numbers, and every K steps replicas.
-
-
-def compare_options(trainer: Any, params: Tree, groups: Any, guard: Guard) -> None:
-    """Compare the options of a `Trainer` between ranks.
-
-    Args:
-      trainer: the `Trainer`, with its state.
-      params: the tree of shards that it trains.
-      groups: as for `shard`.
-      guard: the guard to compare, which need not be that of the trainer yet.
-
-    Communication: that of `same_options`.
-
-    Raises:
-      DesyncError: ranks have other options.
-    """
-    guard.check_groups(params, groups)
-    homes = list(dict.fromkeys(shards.homes_of("Trainer", groups, params)))
-    several = any(home.partition_size * home.num_replicas > 1 for home in homes)
-    facts = _facts(trainer, guard, shards.names(params), several) | {
-        "deterministic": f"{trainer.deterministic}",
-        "recoverable": f"{trainer.recoverable}",
-        "placement": "; ".join(home.describe() for home in homes),
-        "guard numbers": f"{guard_numbers(guard)}",
-    }
-    faults.same_options("Trainer", facts, homes)
-
-
-def lasting_options(trainer: Any) -> dict[str, str]:
-    """Return the options and versions that a resumed run must share, as texts by name.
-
-    Where ranks are and what they hold at a time may differ: that changes only how sums are rounded.
-    """
-    paths = shards.names(trainer.state.params)
-    return {**_facts(trainer, trainer.guard, paths, several=False), **faults.versions()}
-
-
-def _facts(trainer: Any, guard: Guard, paths: Sequence[str], several: bool) -> dict[str, str]:
-    """The options that ranks and later runs must share."""
-    transform, sync, scale = trainer.state.transform, trainer.replica_sync, guard.scale
-    changes = {*scale.CHANGING} - ({"value"} if scale.kind != "dynamic" else set())
-    facts = {
-        "accumulate": f"{trainer.accumulate}",
-        "grad_dtype": f"{trainer.grad_dtype}",
-        "precision": f"{trainer.precision}" or "as given",
-        "replica_sync": sync.name,
-        "weight": "none" if trainer.weight is None else "a function",
-    }
-    for f in fields(guard):
-        if f.repr and f.name != "scale":  # the others change from step to step
-            facts[f"guard {f.name}"] = f"{getattr(guard, f.name)}"
-    for f in fields(scale):
-        if f.name not in changes:
-            facts[f"guard scale {f.name}"] = f"{getattr(scale, f.name)}"
-    outer = {} if sync.facts is None else faults.texts_of(sync.facts, paths)
-    facts |= {f"outer {name}": text for name, text in outer.items()}
-    return {**facts, **faults.optimizer_facts("Trainer", transform, paths, several)}
-
 
 # The state as a value.
 
@@ -242,7 +130,7 @@ def take_back(
         trainer.state = replace(state["train"], buffers=buffers)
         trainer.sync_state, trainer.guard = state["sync"], guard
         trainer.member.compared, trainer.member.merges = trainer.replica_sync.independent, False
-        trainer.passes.resume(resume, strict=other_options == "raise")
+        trainer.passes.resume(resume, resume and randoms, strict=other_options == "raise")
         if trainer.checkpoint is not None:
             trainer.checkpoint.took_back(trainer)
         if randoms is not None:
@@ -252,58 +140,56 @@ def take_back(
 def _checked(trainer: Any, state: Tree, extra: Any, other_options: OnChange) -> tuple[Any, ...]:
     """State, buffers, guard, random states and position to be assigned, if all of it fits."""
     checks.choice("take_back", "other_options", other_options, "raise", "warn")
-    strict, home = other_options == "raise", trainer.member.home
-    saved, now = dict(extra["options"]), dict(lasting_options(trainer))
-    if extra["ranks"][1:] != [home.world_size]:
-        saved.pop("accumulate", None)  # so that the batch can stay as it was
-        now.pop("accumulate", None)
-    same_scale = _compare_options(saved, now, strict)
+    home = trainer.member.home
+    here = [home.position, home.world_size, home.device.type]
+    was = [*extra["ranks"], extra["random"]["kind"]]
+    saved, now = dict(extra["options"]), lasting_options(trainer)
+    if was[1] != here[1]:  # so that the batch can stay as it was
+        saved["accumulate"] = now["accumulate"]
+    new_guard = _compare_options(saved, now, other_options == "raise")
     shared, own = _split(trainer)
     _check_like(shards.reclaimed(shared), state, "state")
     _check_like(own, extra["buffers"], "extra.buffers")
     found = {**state["train"].buffers, **extra["buffers"]}
     buffers = {name: found[name] for name in trainer.state.buffers}
-    guard = with_numbers(trainer.guard, extra["guard"], scale=same_scale)
-    randoms: States | None = extra["random"]
-    put_back(extra["random"], home.device, trial=True)
-    was = [*extra["ranks"], extra["random"]["kind"]]
-    here = [home.position, home.world_size, home.device.type]
+    guard = with_numbers(trainer.guard, extra["guard"])
+    data, randoms = extra["data"], extra["random"]
+    resume = data and Position(**data)
+    for states in filter(None, (randoms, data and resume.start)):
+        put_back(states, home.device, trial=True)
+    if data and not type(resume.epoch) is type(resume.samples) is int:
+        raise TypeError("extra.data is not the position in a pass")
     if was != here:
         places = [f"rank {rank} of {ranks} on {kind}" for rank, ranks, kind in (here, was)]
         text = f"take_back: {places[0]} was given what was saved by {places[1]}"
         lines = ["random numbers will not be those of the saved run"]
         warnings.warn(errors.message(text, lines), stacklevel=3)
     if was[:2] != here[:2]:  # the states belong to a rank
-        randoms = None
-    data = extra["data"]
-    resume = data and Position.from_plain(data, randoms, home.device)
-    return state, buffers, guard, randoms, resume
+        randoms, resume = None, data and resume._replace(start=None, loader=None)
+    return state, buffers, trainer.guard if new_guard else guard, randoms, resume
 
 
 def _written(own: Tree, given: Tree) -> Tree:
     """The trainer's own state with given values, in the memory and the files of its shards."""
     (leaves, spec), new = tree.flatten(own, shards.is_leaf), tree.flatten(given, shards.is_leaf)[0]
-    kept, mine = list(new), {i: x.data for i, x in enumerate(leaves) if shards.is_leaf(x)}
-    finish_readers([x for x in mine.values() if not is_coded(x)])
-    in_files = [i for i, data in mine.items() if in_file(data)]
+    mine = {i: x.data for i, x in enumerate(leaves) if shards.is_leaf(x)}
+    placed = [i for i, data in mine.items() if is_placed(data)]
+    finish_readers([data for data in mine.values() if not is_placed(data)])
     with torch.no_grad():
-        for i, data in mine.items():
-            kept[i] = leaves[i]
-            if is_coded(data):
-                data.write(0, read(new[i].data))
-            elif not in_file(data):
-                data.copy_(new[i].data)
-        moved = placed_like([new[i].data for i in in_files], [mine[i] for i in in_files])
-    for i, data in zip(in_files, moved, strict=True):
-        kept[i] = type(leaves[i])(data, leaves[i].bucket, leaves[i].slot)
-    return spec.unflatten(kept)
+        for i in mine.keys() - placed:
+            mine[i].copy_(new[i].data)
+        moved = placed_like([read(new[i].data) for i in placed], [mine[i] for i in placed])
+    for i in mine:
+        new[i] = leaves[i]
+    for i, data in zip(placed, moved, strict=True):
+        new[i] = type(leaves[i])(data, leaves[i].bucket, leaves[i].slot)
+    return spec.unflatten(new)
 
 
 def _compare_options(saved: Mapping[str, str], now: Mapping[str, str], strict: bool) -> bool:
-    """Raise or warn of options that differ; gives whether the scale of the loss is of one kind."""
+    """Raise or warn of options that differ; gives whether those of the guard do."""
     grave, small = differing([saved, now])
-    names = grave or small
-    if names:
+    if names := grave or small:
         has = {name: (saved.get(name, "not given"), now.get(name, "not given")) for name in names}
         lines = [f"{name}: saved {old}, now {new}" for name, (old, new) in has.items()]
         text = "take_back: this Trainer differs from the saved one"
@@ -312,23 +198,19 @@ def _compare_options(saved: Mapping[str, str], now: Mapping[str, str], strict: b
             fix = "make the Trainer as it was, or pass other_options='warn' to go on with the new"
             raise errors.PlanError(text, lines, fix)
         warnings.warn(errors.message(text, lines), stacklevel=4)
-    return not any(name.startswith("guard scale ") for name in grave)
+    return any(name.startswith("guard ") for name in grave)
 
 
 def _check_like(want: Tree, got: Tree, root: str) -> None:
     """Raise LeafError unless two trees have the same structure and leaves of the same kinds."""
-    line = ""
-    if tree.flatten(want)[1] != tree.flatten(got)[1]:
-        line = tree.first_mismatch(want, got, root)
-    else:
-        wanted, given = (tree.flatten(each, shards.is_leaf)[0] for each in (want, got))
-        paths = tree.paths(want, root, shards.is_leaf)
-        kinds = zip(paths, map(_kind, given), map(_kind, wanted), strict=True)
-        found = (f"{path}: got {new}, expected {old}" for path, new, old in kinds if new != old)
-        line = next(found, "")
-    if line:
+    odd = [tree.first_mismatch(want, got, root)]
+    if odd == [""]:
+        wanted, given = (map(_kind, tree.flatten(x, shards.is_leaf)[0]) for x in (want, got))
+        kinds = zip(tree.paths(want, root, shards.is_leaf), given, wanted, strict=True)
+        odd = [f"{path}: got {new}, expected {old}" for path, new, old in kinds if new != old]
+    if odd:
         fix = "load it like what `carried` gives of this trainer"
-        raise errors.LeafError("take_back: it does not fit this trainer", [line], fix)
+        raise errors.LeafError("take_back: it does not fit this trainer", odd[:1], fix)
 
 
 def _kind(leaf: Any) -> str:
@@ -342,6 +224,7 @@ def _kind(leaf: Any) -> str:
 # `Checkpoints`: a `Trainer` that is saved every so many steps, and goes on where it was saved.
 
 
+@dataclass(eq=False, repr=False)
 class Checkpoints:
     """Save a `Trainer` every so many steps; a new `Trainer` resumes from the newest save.
 
@@ -391,32 +274,25 @@ class Checkpoints:
       4
     """
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        every: int = 1000,
-        keep: int | None = 2,
-        keep_every: int | None = None,
-        resume: bool = True,
-        background: bool = True,
-        on_corrupt: Literal["raise", "previous"] = "raise",
-        other_options: OnChange = "raise",
-    ) -> None:
-        verb = "Checkpoints"
-        checks.path(verb, "folder", folder)
-        for name, count in (("every", every), ("keep", keep), ("keep_every", keep_every)):
-            checks.integer(verb, name, count, optional=name != "every")
-        checks.flag(verb, "resume", resume)
-        checks.flag(verb, "background", background)
-        checks.choice(verb, "on_corrupt", on_corrupt, "raise", "previous")
-        checks.choice(verb, "other_options", other_options, "raise", "warn")
-        self.folder = os.path.abspath(folder)  # wherever the program goes meanwhile
+    folder: str | os.PathLike[str]
+    _: KW_ONLY
+    every: int = 1000
+    keep: int | None = 2
+    keep_every: int | None = None
+    resume: bool = True
+    background: bool = True
+    on_corrupt: Literal["raise", "previous"] = "raise"
+    other_options: OnChange = "raise"
+
+    def __post_init__(self) -> None:
+        checks.path("Checkpoints", "folder", self.folder)
+        for name in ("every", "keep", "keep_every"):
+            optional = name != "every"
+            checks.integer("Checkpoints", name, getattr(self, name), optional=optional)
+        checks.choice("Checkpoints", "on_corrupt", self.on_corrupt, "raise", "previous")
+        checks.choice("Checkpoints", "other_options", self.other_options, "raise", "warn")
+        self.folder = os.path.abspath(self.folder)  # wherever the program goes meanwhile
         self._writer = checkpoint.Folder(self.folder)  # which another one can replace
-        self.every, self.resume, self.background = every, resume, background
-        self.on_corrupt: Literal["raise", "previous"] = on_corrupt
-        self.other_options: OnChange = other_options
-        self._saving: dict[str, Any] = {"keep": keep, "keep_every": keep_every}
         self._saved: int | None = None  # the last step that was saved or loaded
         self._retries = False  # whether the next step is saved, as a save has failed before a reset
         self._ours = False  # whether this run has loaded or saved a step of the folder
@@ -548,7 +424,8 @@ class Checkpoints:
         step = trainer.state.step
         # Steps of another run are not replaced, unless this one has gone on from this folder.
         overwrite = "newer" if self._ours else "never"
-        options = {"overwrite": overwrite, "replicas": _replicas(trainer), **self._saving}
+        options = {"overwrite": overwrite, "replicas": _replicas(trainer)}
+        options |= {"keep": self.keep, "keep_every": self.keep_every}
         begin: Any = checkpoint.start_save if background else checkpoint.save
         pending = begin(self._writer, state, trainer.groups, step=step, extra=extra, **options)
         self._pending = pending if background else None
@@ -558,309 +435,3 @@ class Checkpoints:
 def _replicas(trainer: Any) -> Literal["equal", "independent"]:
     sync = trainer.replica_sync
     return "independent" if sync.independent or has_own_state(sync, trainer.sync_state) else "equal"
-
-
-# Ranks that lack the newest state take it from their replicas, as those that come back do.
-
-_POLICY = ("live_bytes", "prefetch", "at_once", "lets_go")
-
-
-@dataclass(frozen=True)
-class Said:
-    """Report of a rank on new groups; JSON keeps every bit of it."""
-
-    calls: int  # steps, including those that were refused
-    step: int
-    guard: list[Any]  # its `guard_numbers`
-    back: bool  # whether its state is that of a process that has just begun
-    cut: bool  # whether its state is lost, as a write of it was cut short
-    ready: bool  # whether it has kept what it needs to write one more step
-    merges: bool  # whether a merge of replicas is left to do of its last step
-    passes: list[Any]  # what `DataPasses.report` gave
-    policies: list[list[Any] | None]  # for training and evaluation
-
-    @property
-    def at(self) -> tuple[int, int]:
-        """Return the position of its pass."""
-        return self.calls, self.step
-
-    @property
-    def lost(self) -> bool:
-        """Whether it has no state."""
-        return self.back or self.cut
-
-
-def reported_by_all(trainer: Any) -> dict[int, Said]:
-    """Exchange the reports of all ranks, by global rank.
-
-    Communication: two small all-gathers over each of the two groups.
-    """
-    policies = trainer.schedule, trainer.eval_schedule
-    mine = [
-        trainer.sync_state.step,
-        trainer.state.step,
-        guard_numbers(trainer.guard),
-        trainer.member.lost,
-        shards.any_lost((trainer.state, trainer.sync_state)),
-        trainer.member.ready is not None,
-        trainer.member.merges,
-        trainer.passes.report(),
-        [_limits(policy) for policy in policies],
-    ]
-    said = collect_bytes(trainer.member.home, json.dumps(mine).encode())
-    return {rank: Said(*json.loads(text)) for rank, text in said.items()}
-
-
-def _limits(policy: Any) -> list[Any] | None:
-    """The numbers of a policy that a rank may have taken from its own machine."""
-    if not isinstance(policy, OnDemand) or policy.planner is not None:
-        return None
-    return [getattr(policy, name) for name in _POLICY]
-
-
-def _aligned(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
-    """Bring replicas that step together to the newest state; see [Note: one step again].
-
-    Args:
-      trainer: the `Trainer`, on new groups; its state, guard and place in the data are replaced.
-      found: what each rank says.
-      heal: whether ranks may take what they lack.
-
-    Raises:
-      LostStateError, DesyncError: on all ranks; see `Trainer.reset`.
-    """
-    member, whole = trainer.member, [rank for rank in found if not found[rank].lost]
-    if not whole:
-        raise _lost(found, "no rank has a whole state")
-    calls, step = newest = max(found[rank].at for rank in whole)
-    ready = [rank for rank in whole if found[rank].ready and found[rank].calls == calls - 1]
-    if member.home.rank in ready:
-        write(trainer, member.ready)
-    member.ready = None
-    have = [rank for rank in whole if rank in ready or found[rank].at == newest]
-    behind = [rank for rank in found if rank not in have]
-    if behind and not heal:
-        raise torn(found)
-    guide = next(found[rank] for rank in have if found[rank].at == newest)
-    if needy := [rank for rank in behind if found[rank].lost or found[rank].step != step]:
-        _take(trainer, found, needy, guide)
-    else:
-        _count_as(trainer, guide)
-    trainer.state = same_step(trainer.state, trainer.groups)
-
-
-def _count_as(trainer: Any, last: Said, *, lost: bool = False) -> None:
-    """Count calls and what the guard found as the rank that is furthest."""
-    if trainer.sync_state.step < last.calls or lost:
-        trainer.sync_state = replace(trainer.sync_state, step=last.calls)
-        trainer.guard = with_numbers(trainer.guard, last.guard)
-
-
-def _take(trainer: Any, found: Mapping[int, Said], needy: list[int], guide: Said) -> None:
-    """Let some ranks take the state and the position in the data from those that have them."""
-    member, groups = trainer.member, trainer.groups
-    home, lost = member.home, [rank for rank in needy if found[rank].lost]
-    homes = {} if callable(groups) else dict.fromkeys(tree.flatten(groups)[0])
-    if list(homes) != [home]:
-        raise _lost(found, "leaves live on several groups, whose replicas are other ranks")
-    sources: dict[int, int] = {}
-    for place in range(home.partition_size):
-        ranks = home.ranks[place :: home.partition_size]
-        holders = [rank for rank in ranks if rank not in needy]
-        takers = [rank for rank in ranks if rank in needy]
-        if takers and not holders:
-            part = f"part {place + 1} of {home.partition_size}"
-            raise _lost(found, f"no rank with {part} has all of it")
-        sources |= dict.fromkeys(takers, holders[0])
-    mine, own = found[home.rank], shards.reclaimed(trainer.state)
-    _count_as(trainer, guide, lost=mine.lost)
-    if lost:
-        compare_options(trainer, own.params, trainer.groups, trainer.guard)
-    if home.position == 0:
-        pairs = ", ".join(f"rank {to} from rank {source}" for to, source in sources.items())
-        without = f"{errors.name_ranks(lost)} had no state; " if lost else ""
-        LOG.info("reset: %sall go on at step %d; state of %s", without, guide.step, pairs)
-    source = next((sources[rank] for rank in home.replicas.ranks if rank in sources), None)
-    takes = home.rank in sources
-    state = from_replica(own, home, source, takes=takes, in_place=mine.lost)
-    if takes:
-        trainer.state = state
-    if member.lost:
-        trainer.passes.take(guide.passes)
-        trainer.schedule = _with_limits(trainer.schedule, guide.policies[0])
-        trainer.eval_schedule = _with_limits(trainer.eval_schedule, guide.policies[1])
-        member.lost = False
-    if lost:
-        with reports(errors.FileError):  # leaves may lie in files
-            compared = Comparison("Trainer.reset", trainer.state, home, [], moments=False)
-        compared.finish("raise")
-
-
-def _with_limits(policy: Any, limits: list[Any] | None) -> Any:
-    """A policy with the numbers of another rank's, so that both plan the same."""
-    mine = _limits(policy)
-    if mine is None or limits is None or mine == limits:
-        return policy
-    return OnDemand(**dict(zip(_POLICY, limits, strict=True)))
-
-
-def refuse_independent(home: Groups, found: Mapping[int, Said]) -> None:
-    """Raise LostStateError if replicas with states of their own lack a part of one."""
-    p, newest, why = home.partition_size, max(said.calls for said in found.values()), ""
-    replicas = [home.stacked_ranks[start : start + p] for start in range(0, len(found), p)]
-    places = [{(found[rank].at, found[rank].merges) for rank in ranks} for ranks in replicas]
-    if any(said.lost for said in found.values()):
-        why = "replicas are independent, so each has a state of its own"
-    elif any(len(each) > 1 for each in places):
-        why = "replicas are independent, and ranks of one are at different steps"
-    elif len({said.merges for said in found.values() if said.calls == newest}) > 1:
-        why = "only some ranks have merged after the last step"
-    if why:
-        raise _lost(found, why)
-
-
-def _lost(found: Mapping[int, Said], why: str) -> errors.LostStateError:
-    """Return the error of a state that no rank holds, with the saves to resume from."""
-    lost = any(said.lost for said in found.values())
-    what = "the newest state, as ranks are at different steps"
-    what = "the state that a lost rank had" if lost else what
-    newest = max(said.step for said in found.values())
-    fix = f"put a state in its place that all ranks have saved, of step {newest} or before"
-    fix += "; with checkpoint= the Trainer goes back to the newest by itself"
-    return errors.LostStateError(
-        f"Trainer.reset: no replica holds {what}: {why}", _places(found), fix
-    )
-
-
-def torn(found: Mapping[int, Said]) -> errors.LostStateError:
-    """Return the error of ranks that are at different steps."""
-    fix = "pass heal=True, or go back to a state that all ranks have saved"
-    return errors.LostStateError("Trainer.reset: ranks are at different steps", _places(found), fix)
-
-
-def _places(found: Mapping[int, Said]) -> list[str]:
-    """Return the lines that say at which step each rank is."""
-    texts = {}
-    for rank, said in found.items():
-        merges = ", before its merge" if said.merges else ""
-        texts[rank] = f"step {said.step}, in {said.calls} calls{merges}"
-        if said.back:
-            texts[rank] = "came back without a state"
-        if said.cut:
-            texts[rank] = "was cut short while it wrote a step"
-    return errors.rank_lines(texts)
-
-
-_ATTEMPTS = 5  # as a rank may be lost while another one is healed
-
-
-def renew(trainer: Any, *, heal: bool) -> None:
-    """Put a `Trainer` on new groups, at one step; tries again if a rank is lost meanwhile.
-
-    Where no replica holds what a rank lacks, all go back to the newest step that was saved.
-
-    Args:
-      trainer: the `Trainer`.
-      heal: whether a rank that is behind takes what it lacks from a replica.
-
-    Raises:
-      LostStateError: see `Trainer.reset`.
-    """
-    checks.flag("Trainer.reset", "heal", heal)
-    member, params = trainer.member, trainer.state.params
-    for attempt in reversed(range(_ATTEMPTS)):
-        new = replaced([member.home, *homes_by_leaf(trainer.groups, params)])
-        trainer.groups, member.home = with_homes(trainer.groups, params, new), new[member.home]
-        member.compared = False
-        try:
-            at_one_step(trainer, heal=heal)
-        except (errors.CollectiveError, errors.PeerFailed):
-            if not attempt:
-                raise
-        except errors.LostStateError:
-            # Whoever goes on puts a saved state in its place, and the next step compares it.
-            member.lost, member.ready, member.merges = False, None, False
-            if trainer.checkpoint is not None and trainer.checkpoint.begin(trainer):
-                return
-            raise
-        else:
-            member.compared = True
-            if trainer.checkpoint is not None:
-                trainer.checkpoint.reset(trainer)
-            return
-
-
-def at_one_step(trainer: Any, *, heal: bool) -> None:
-    """Bring state, sync state and guard of a `Trainer` to one step on all ranks.
-
-    Args:
-      trainer: the `Trainer`, on new groups.
-      heal: whether a rank that is behind takes what it lacks from a replica.
-
-    Raises:
-      LostStateError: see `Trainer.reset`.
-    """
-    home, found = trainer.member.home, reported_by_all(trainer)
-    if trainer.replica_sync.independent:
-        refuse_independent(home, found)
-        _merged(trainer, found, heal=heal)
-    else:
-        newest = max(said.at for said in found.values())
-        lacks = any(said.lost or (said.at != newest and not said.ready) for said in found.values())
-        if lacks and has_own_state(trainer.replica_sync, trainer.sync_state):
-            name = trainer.replica_sync.name
-            raise _lost(found, f"{name} keeps a state on each rank that no other one has")
-        _aligned(trainer, found, heal=heal)
-    if any(said.passes[0] for said in found.values()):
-        trainer.passes.go_on(trainer.sync_state.step)
-
-
-def _merged(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
-    """Align independent replicas on one call; see [Note: one step again].
-
-    Communication: that of a merge, if one is left to do.
-    """
-    member, last = trainer.member, max(found.values(), key=lambda said: said.at)
-    behind = [rank for rank in found if found[rank].calls < last.calls]
-    if behind and not heal:
-        raise torn(found)
-    if member.home.rank in behind:
-        _count_as(trainer, last)
-        trainer.state = replace(trainer.state, step=last.step)
-    if behind and member.home.position == 0:
-        text = "reset: replicas are independent, and %s did not take all steps of the others"
-        LOG.warning(text, errors.name_ranks(behind))
-    member.merges = last.merges
-    if member.merges:
-        merge(trainer)
-
-
-# Groups of a `Trainer`, which may be a tree or a function.
-
-
-def homes_for(groups: Any, params: Tree, deterministic: bool) -> tuple[Any, Groups]:
-    """The groups of a tree, in a fixed order if `deterministic`; and the first of them."""
-    found = [groups] if isinstance(groups, Groups) else homes_by_leaf(groups, params)
-    first = found[0] if found else groups
-    if not deterministic:
-        return groups, first
-    new = {home: placement.fixed_order(home) for home in dict.fromkeys(found)}
-    return with_homes(groups, params, new), new.get(first, first)
-
-
-def homes_by_leaf(groups: Any, params: Tree) -> list[Groups]:
-    """The groups of each leaf."""
-    form = {
-        "what": "groups",
-        "is_leaf": shards.is_leaf,
-        "is_value": lambda v: isinstance(v, Groups),
-    }
-    return tree.spread(groups, params, **form)
-
-
-def with_homes(groups: Any, params: Tree, new: Mapping[Groups, Groups]) -> Any:
-    """The groups of a tree with others in their places, in the form in which they were given."""
-    if not callable(groups):
-        return tree.map_leaves(lambda home: new.get(home, home), groups)
-    paths, found = tree.paths(params, is_leaf=shards.is_leaf), homes_by_leaf(groups, params)
-    return {path: new[home] for path, home in zip(paths, found, strict=True)}.__getitem__

@@ -1,4 +1,5 @@
-"""Steps of a `Trainer`, and a loop of them: micro-steps, both hops, the guard, the optimizer.
+"""Steps of a `Trainer`: micro-steps, both hops, the guard, the optimizer; and how ranks that have
+come to different steps, or lost their state, come to one.
 
 [Note: steps that overlap hop 2] With `overlap_step=True` a bucket is stepped while others are still
 reduced, unless something has to be known of all gradients before: a guard with a limit or one that
@@ -11,43 +12,56 @@ replicas; if all had begun to write, it raises LostStateError: go on from a chec
 Where a guard has to see all, states elsewhere come meanwhile; see [Note: states come first] in
 `optim.columns`. A rank that cannot read its files has not written anything then; what is lost in
 them it takes from a replica, too.
+
+[Note: one step again] A step that some rank has completed was sent by all of them, so a rank may be
+behind by what it had not written yet: parameters and optimizer state, or, if the step was refused,
+only the scale and the watch of the guard. Ranks compare both numbers, that of steps and that of
+steps with those that were refused. One that is behind takes what it lacks from a rank that is not.
+Replicas that are independent have states of their own. If one of them is behind, for it the steps
+that the others have taken count as refused; and a merge that has failed is made again. If a rank
+has no state, or the ranks of a replica are at different steps, nobody holds what is missing.
+Ranks that come back have nothing; see [Note: replicas are checkpoints].
+
+[Note: replicas are checkpoints] Every rank of a replication group holds the same shards and the
+same optimizer state. So a rank that was killed and comes back, or a whole partition group of them,
+takes its part from one that still has it: each part travels once, over the links of hop 2. No step
+is lost as long as one rank of each replication group holds the newest state. If none does, all
+ranks raise LostStateError on groups that are good, and can go on from a state that was saved.
+
+Leaves that are not trained do not travel: a rank that comes back has made them again, as its script
+says. So they are compared between replicas, and all ranks raise if they are not the same.
+
+[Note: steps written together] A rank that is killed in the last collectives of a step may have let
+some ranks finish it and others not, and the newest state may then be nowhere in full. With
+`recoverable=True` every rank says, before it writes a step, that it has all that it needs to do so,
+and writes only once all have said it. If one is killed meanwhile, each of the others either has
+written the step or can do so later, on new groups, from what it has kept.
 """
 
-import math
-import sys
+import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from numbers import Real
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils import deterministic as torch_deterministic
 
-from mics_fn import _torch, faults, spans, tree
-from mics_fn.collectives import collect_values, start_mean_over_ranks
+from mics_fn import _torch, errors, faults, optim, shards, spans, tree
+from mics_fn.collectives import collect_bytes, collect_values
 from mics_fn.deferred import GradSum, defer
-from mics_fn.errors import LeafError, MicsError, message
-from mics_fn.faults import StopRequest, same_step
-from mics_fn.groups import Groups, reports_step
+from mics_fn.groups import Groups, current, placement, reports
 from mics_fn.offload import ON_DEVICE
-from mics_fn.optim import (
-    StepRefused,
-    StepTotals,
-    TrainState,
-    Verdict,
-    lazy_grads,
-    masked_by,
-    opt_step,
-    record_memory,
-)
-from mics_fn.shards import Writing, grad_stream, is_leaf
+from mics_fn.optim import Guard, StepTotals, TrainState, Verdict, opt_step
+from mics_fn.shards import Writing, grad_stream
+from mics_fn.spans import LOG
 from mics_fn.threads import Commit
-from mics_fn.train.program import Values, count, cut, to_device
-from mics_fn.train.replicas import SyncState
+from mics_fn.train.program import Values, Weights, count, counted, cut, to_device, weight_of
+from mics_fn.train.replicas import SyncState, has_own_state
 from mics_fn.tree import Tree
 
 # What a step reports.
@@ -177,7 +191,7 @@ def update(
       totals: of this step.
     """
     if spans.watchers:  # a step that is refused ends here
-        record_memory(trainer.ahead)
+        optim.record_memory(trainer.ahead)
     early = trainer.overlap_step and can_overlap(trainer)
     judge = partial(_judged, trainer, total, buffers, commit, totals, early)
     if early or not trainer.where.moved & {"params", "states"}:
@@ -198,14 +212,14 @@ def _write_as_fetched(trainer: Any, total: GradSum, judge: Callable[[], Ready]) 
     def judged() -> Any:
         found.append(judge())
         if not found[0].verdict.accept:
-            raise StepRefused
+            raise optim.StepRefused
         trainer.member.ready = None  # from here on a part of it may be written
         return found[0].verdict.grads
 
     stepped = None
     with Writing():
-        with suppress(StepRefused):
-            stepped = opt_step(trainer.ahead, lazy_grads(total, judged), donate=True)
+        with suppress(optim.StepRefused):
+            stepped = opt_step(trainer.ahead, optim.lazy_grads(total, judged), donate=True)
         write(trainer, found[0], stepped)
     return found[0]
 
@@ -243,7 +257,7 @@ def _judged(
             if new.shape == old.buffers[name].shape:
                 new.copy_(torch.where(found_inf > 0, old.buffers[name], new))
     ready = Ready(verdict, buffers, kept, masked)
-    if trainer.recoverable:  # see [Note: steps written together] in `resuming`
+    if trainer.recoverable:  # see [Note: steps written together]
         trainer.member.ready = ready
         collect_values(home, torch.zeros(1, dtype=torch.int64, device=home.device))
     commit.write()  # no collective is left, but those of a merge
@@ -263,7 +277,7 @@ def write(trainer: Any, ready: Ready, stepped: TrainState | None = None) -> None
     trainer.member.ready = None
     with Writing():
         if verdict.accept:
-            with masked_by(verdict.found_inf):
+            with optim.masked_by(verdict.found_inf):
                 after = opt_step(state, verdict.grads, donate=True) if stepped is None else stepped
             state = replace(after, buffers=buffers)
         kept = kept if verdict.accept else trainer.sync_state
@@ -297,7 +311,7 @@ def can_be_masked(trainer: Any, grads: Any) -> bool:
     if not state.transform.masked or trainer.where.moved & {"params", "states"}:
         return False
     more = sync.independent or sync.reduce is not None or trainer.recoverable
-    buckets = {getattr(x, "bucket", None) for x in tree.flatten(state.params, is_leaf)[0]}
+    buckets = {getattr(x, "bucket", None) for x in tree.flatten(state.params, shards.is_leaf)[0]}
     coded = any(x is not None and (x.state or x.codes) for x in buckets)
     more = more or coded or isinstance(grads, GradSum) or _torch.abort_flag(device) is None
     return not more
@@ -324,60 +338,6 @@ def finish_step(trainer: Any) -> None:
     trainer.ahead, trainer.guard, trainer.member.masked = state, guard, None
 
 
-# Weights of losses: of how many things each is the mean.
-
-
-class Weights:
-    """The weights of the micro-batches of a step; see [Note: weighted means] in `levels`.
-
-    Args:
-      trainer: the `Trainer`, which has a weight.
-      parts: this rank's micro-batches.
-
-    Communication: 8 bytes over the partition group and over the replication group, under way while
-      the first micro-step computes.
-    """
-
-    def __init__(self, trainer: Any, parts: Sequence[Any]) -> None:
-        home = trainer.member.home
-        home = home.replica if trainer.replica_sync.independent else home
-        found = [weight_of(trainer.weight, part, home.device) for part in parts]
-        self._values = torch.stack(found)
-        self._mean = start_mean_over_ranks(home, self._values.mean())
-        self._factors: Tensor | None = None
-        void = self._values == 0
-        self.void = list(void) if _torch.is_async(home.device) else void.tolist()
-
-    def factor(self, i: int, loss: Tensor) -> Tensor:
-        """What the loss of a micro-step is multiplied by; NaN if all weights of all ranks are 0."""
-        if self._factors is None:
-            self._factors = self._values / self._mean.wait()
-        return self._factors[i].to(torch.promote_types(loss.dtype, torch.float32))
-
-
-def weight_of(weight: Callable[[Any], Any], batch: Any, device: torch.device) -> Tensor:
-    """The weight of a batch, 0-dim and float64 on the device; the host does not wait for it.
-
-    Raises:
-      LeafError: it is not one number of at least 0.
-    """
-    found = weight(batch)
-    one = isinstance(found, Tensor) and found.numel() == 1 and not found.is_complex()
-    plain = isinstance(found, Real) and 0 <= float(found) < math.inf
-    if not one and not plain:
-        got = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else found
-        text, fix = f"Trainer: weight gave {got!r:.80}", "return one number of at least 0"
-        raise LeafError(text, fix=fix)
-    if isinstance(found, Tensor):
-        return found.detach().reshape(()).to(device, torch.float64, non_blocking=True)
-    return torch.full((), float(found), dtype=torch.float64, device=device)
-
-
-def counted(loss: Tensor, void: bool | Tensor) -> Tensor:
-    """A loss, or 0 where it counts nothing."""
-    return torch.where(torch.as_tensor(void, device=loss.device), 0.0, loss)
-
-
 def evaluated(trainer: Any, loss: Tensor, batch: Any) -> Tensor:
     """The mean of losses of batches over ranks, by weight if there are weights.
 
@@ -394,7 +354,7 @@ def evaluated(trainer: Any, loss: Tensor, batch: Any) -> Tensor:
     return (totals.loss / total).to(dtype)
 
 
-_BACKWARD = message(
+_BACKWARD = errors.message(
     "Trainer: the loss called backward(), which Trainer does once the loss is returned",
     fix="return the loss, and leave out backward(), zero_grad() and the optimizer's step()",
 )
@@ -440,7 +400,7 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
     if member.merges:  # as that of the last step was cut short
         merge(trainer)
     if not member.compared:  # a state may have been put in its place since
-        same_step(trainer.ahead, trainer.groups)
+        faults.same_step(trainer.ahead, trainer.groups)
         member.compared = True
     started, guard, member.ready = time.perf_counter(), trainer.guard, None
     home, groups, sync = member.home, trainer.groups, trainer.replica_sync
@@ -506,27 +466,32 @@ def _in_step(trainer: Any, commit: Commit) -> Iterator[None]:
     An error after the last message of the step ends the groups, so that `reset` compares; one of
     this library is raised before that, or on all ranks.
     """
-    before, mode = torch.is_grad_enabled(), torch.get_deterministic_debug_mode()
-    tuned, settings = torch.backends.cudnn.benchmark, cast(Any, torch_deterministic)
-    filled, home = settings.fill_uninitialized_memory, trainer.member.home
+    home, before = trainer.member.home, torch.is_grad_enabled()
+    settings = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
+    settings += (cast(Any, torch_deterministic).fill_uninitialized_memory,)
     try:
         torch.set_grad_enabled(True)
         if trainer.deterministic:
-            torch.use_deterministic_algorithms(True)
-            torch.backends.cudnn.benchmark = False
-            # That mode would also write to all new memory, to reveal code that reads it too early.
-            settings.fill_uninitialized_memory = False
+            _set_deterministic("error", False, False)
         yield
     except BaseException as error:
-        if commit.began and home.world_size > 1 and not isinstance(error, MicsError):
+        if commit.began and home.world_size > 1 and not isinstance(error, errors.MicsError):
             home.state.finish(error)
         raise
     finally:
         torch.set_grad_enabled(before)
         if trainer.deterministic:
-            torch.set_deterministic_debug_mode(mode)
-            torch.backends.cudnn.benchmark = tuned
-            settings.fill_uninitialized_memory = filled
+            _set_deterministic(*settings)
+
+
+def _set_deterministic(mode: int | str, benchmark: bool, fills: bool) -> None:
+    """Set what decides whether torch's algorithms give equal bits.
+
+    Its mode would also write to all new memory (`fills`), to reveal code that reads it too early.
+    """
+    torch.set_deterministic_debug_mode(mode)
+    torch.backends.cudnn.benchmark = benchmark
+    cast(Any, torch_deterministic).fill_uninitialized_memory = fills
 
 
 def metrics_of(
@@ -539,16 +504,11 @@ def metrics_of(
     def rest() -> dict[str, Any]:
         refused, aborted = (False, False) if masked is None else totals.outcome()
         _, samples, tokens = totals.of_all
-        why = "a loss or a gradient is not finite" if refused else verdict.nonfinite
-        why = "collectives were aborted" if aborted else why
-        return {
-            "step": step - refused,
-            "samples": samples,
-            "tokens": tokens,
-            "accepted": verdict.accept and not refused,
-            "nonfinite": why,
-            "skipped": skipped + refused,
-        }
+        why = verdict.nonfinite
+        if refused:
+            why = "collectives were aborted" if aborted else "a loss or a gradient is not finite"
+        found = {"step": step - refused, "samples": samples, "tokens": tokens, "nonfinite": why}
+        return {**found, "accepted": verdict.accept and not refused, "skipped": skipped + refused}
 
     if masked is not None:
         return StepMetrics.known_later(rest, **known)
@@ -556,67 +516,270 @@ def metrics_of(
     return StepMetrics(**known, **rest())
 
 
-# Steps one after the other, over a loader.
+# What changes in a guard from step to step, as numbers that ranks and later runs take over.
 
 
-def bar_of(steps: int) -> Any:
-    """A progress bar; None if tqdm is not installed, and lines are shown."""
-    with suppress(ImportError):
-        from tqdm import tqdm
+def guard_numbers(guard: Guard) -> list[Any]:
+    """What changes in a guard from step to step: of its scale, its own, and the norms it watches.
 
-        return tqdm(total=steps, unit="step")
-
-
-def show_progress(
-    bar: Any, found: list[StepMetrics], steps: int, log_every: int, began: float
-) -> None:
-    """Show one more step of a run; the loss is read only every `log_every` steps."""
-    if bar is not None:
-        bar.update()
-    done = len(found)
-    if done % log_every and done != steps:
-        return
-    seconds, tokens = time.perf_counter() - began, sum(m.tokens for m in found)
-    amount, unit = (tokens or sum(m.samples for m in found)), "tokens" if tokens else "samples"
-    text = f"loss {found[-1].loss.item():.3f}, {amount / seconds:,.0f} {unit}/s"
-    if bar is not None:
-        bar.set_postfix_str(text)
-    else:
-        print(f"step {done}/{steps}: {text}", file=sys.stderr, flush=True)
+    JSON keeps every bit of them.
+    """
+    scale, norms = guard.scale, guard.spike and list(guard.spike.norms)
+    return [scale.value, scale.good_steps, scale.overflows, guard.in_row, guard.skipped, norms]
 
 
-def train_for(
-    trainer: Any, loader: Iterable[Any], steps: int, log_every: int, stop: StopRequest | None
-) -> list[StepMetrics]:
-    """Take steps until there are so many, or all ranks stop after the same one; see `Trainer.fit`.
+def with_numbers(guard: Guard, numbers: Sequence[Any]) -> Guard:
+    """The guard with what `guard_numbers` gave of one like it."""
+    value, good_steps, overflows, in_row, skipped, norms = numbers
+    spike = guard.spike and replace(guard.spike, norms=tuple(norms or ())[-guard.spike.window :])
+    scale = replace(guard.scale, value=value, good_steps=good_steps, overflows=overflows)
+    return replace(guard, scale=scale, spike=spike, in_row=in_row, skipped=skipped)
+
+
+# What is compared for a `Trainer`: options that change numbers, and every K steps replicas.
+
+
+def compare_options(trainer: Any) -> None:
+    """Compare the options of a `Trainer`, which has its state, between ranks.
+
+    Communication: that of `same_options`.
+
+    Raises:
+      DesyncError: ranks have other options.
+    """
+    params, guard = shards.reclaimed(trainer.state.params), trainer.guard
+    guard.check_groups(params, trainer.groups)
+    homes = list(dict.fromkeys(shards.homes_of("Trainer", trainer.groups, params)))
+    several = any(home.world_size > 1 for home in homes)
+    facts = _facts(trainer, shards.names(params), several) | {
+        "deterministic": f"{trainer.deterministic}",
+        "recoverable": f"{trainer.recoverable}",
+        "placement": "; ".join(home.describe() for home in homes),
+        "guard numbers": f"{guard_numbers(guard)}",
+    }
+    faults.same_options("Trainer", facts, homes)
+
+
+def lasting_options(trainer: Any) -> dict[str, str]:
+    """Return the options and versions that a resumed run must share, as texts by name.
+
+    Where ranks are and what they hold at a time may differ: that changes only how sums are rounded.
+    """
+    paths = shards.names(trainer.state.params)
+    return {**_facts(trainer, paths, several=False), **faults.versions()}
+
+
+def _facts(trainer: Any, paths: Sequence[str], several: bool) -> dict[str, str]:
+    """The options that ranks and later runs must share."""
+    sync, guard, scale = trainer.replica_sync, trainer.guard, trainer.guard.scale
+    changes = {*scale.CHANGING} - ({"value"} if scale.kind != "dynamic" else set())
+    facts = {
+        "accumulate": f"{trainer.accumulate}",
+        "grad_dtype": f"{trainer.grad_dtype}",
+        "precision": f"{trainer.precision}" or "as given",
+        "replica_sync": sync.name,
+        "weight": "none" if trainer.weight is None else "a function",
+    }
+    texts = {f.name: f"{getattr(guard, f.name)}" for f in fields(guard) if f.repr}
+    facts |= {f"guard {name}": text for name, text in texts.items() if name != "scale"}
+    texts = {f.name: f"{getattr(scale, f.name)}" for f in fields(scale) if f.name not in changes}
+    facts |= {f"guard scale {name}": text for name, text in texts.items()}
+    outer = faults.texts_of(sync.facts or {}, paths)
+    facts |= {f"outer {name}": text for name, text in outer.items()}
+    return {**facts, **faults.optimizer_facts("Trainer", trainer.state.transform, paths, several)}
+
+
+# Ranks that lack the newest state take it from their replicas, as those that come back do.
+
+
+class Said(NamedTuple):
+    """Report of a rank on new groups; JSON keeps every bit of it."""
+
+    calls: int  # steps, including those that were refused
+    step: int
+    guard: list[Any]  # its `guard_numbers`
+    back: bool  # whether its state is that of a process that has just begun
+    cut: bool  # whether its state is lost, as a write of it was cut short
+    ready: bool  # whether it has kept what it needs to write one more step
+    merges: bool  # whether a merge of replicas is left to do of its last step
+    passes: list[Any]  # what `DataPasses.report` gave
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """Return the calls and the steps that it has done."""
+        return self.calls, self.step
+
+    @property
+    def lost(self) -> bool:
+        """Whether it has no state."""
+        return self.back or self.cut
+
+    def __str__(self) -> str:
+        if self.back:
+            return "came back without a state"
+        if self.cut:
+            return "was cut short while it wrote a step"
+        return f"step {self.step}, in {self.calls} calls{', before its merge' * self.merges}"
+
+
+def reported_by_all(trainer: Any) -> dict[int, Said]:
+    """Exchange the reports of all ranks, by global rank.
+
+    Communication: two small all-gathers over each of the two groups.
+    """
+    mine = [
+        trainer.sync_state.step,
+        trainer.state.step,
+        guard_numbers(trainer.guard),
+        trainer.member.lost,
+        shards.any_lost((trainer.state, trainer.sync_state)),
+        trainer.member.ready is not None,
+        trainer.member.merges,
+        trainer.passes.report(trainer.sync_state.step),
+    ]
+    said = collect_bytes(trainer.member.home, json.dumps(mine).encode())
+    return {rank: Said(*json.loads(text)) for rank, text in said.items()}
+
+
+def at_one_step(trainer: Any, *, heal: bool) -> None:
+    """Bring state, guard and place in the data to one step; see [Note: one step again].
 
     Args:
-      log_every: 0 shows nothing.
+      trainer: the `Trainer`, on new groups.
+      heal: whether a rank that is behind takes what it lacks from a replica.
+
+    Raises:
+      LostStateError, DesyncError: on all ranks; see `Trainer.reset`.
     """
-    metrics, bar = list[StepMetrics](), bar_of(steps) if log_every else None
-    began = time.perf_counter()
-    home, passes = trainer.member.home, trainer.passes
+    member, sync, found = trainer.member, trainer.replica_sync, reported_by_all(trainer)
+    last = max(found.values(), key=lambda said: (not said.lost, said.at))
+    order = attrgetter("calls" if sync.independent else "at")
+    behind = [rank for rank, said in found.items() if said.lost or order(said) < order(last)]
+    if sync.independent:
+        _check_independent(member.home, found)
+    else:
+        ready = [rank for rank in behind if found[rank].ready and not found[rank].lost]
+        ready = [rank for rank in ready if found[rank].calls == last.calls - 1]
+        if member.home.rank in ready:
+            write(trainer, member.ready)
+        member.ready = None
+        behind = [rank for rank in behind if rank not in ready]
+    if behind and has_own_state(sync, trainer.sync_state):
+        raise _lost(found, f"{sync.name} keeps a state on each rank that no other one has")
+    if behind and not heal:
+        fix = "pass heal=True, or go back to a state that all ranks have saved"
+        raise _lost_state("ranks are at different steps", found, fix)
+    if behind and member.home.position == 0:
+        text = "reset: all go on at step %d, which %s did not have"
+        LOG.warning(text, last.step, errors.name_ranks(behind))
+    if member.home.rank in behind:
+        trainer.sync_state = replace(trainer.sync_state, step=last.calls)
+        trainer.guard = with_numbers(trainer.guard, last.guard)
+    if not sync.independent:
+        _take(trainer, found, last)
+    elif member.home.rank in behind:
+        trainer.state = replace(trainer.state, step=last.step)
+    member.merges = last.merges
+    if member.merges:
+        merge(trainer)
+    if any(said.passes[0] for said in found.values()):
+        trainer.passes.go_on(trainer.sync_state.step)
+
+
+def _take(trainer: Any, found: Mapping[int, Said], last: Said) -> None:
+    """Let ranks take the state, and the place in the data, from those that have them."""
+    member, home = trainer.member, trainer.member.home
+    back, lost = member.lost, any(said.lost for said in found.values())
+    if lost:
+        compare_options(trainer)
     try:
-        with (
-            reports_step(home.state, trainer.state.step + 1),  # of the loader, or of what is shown
-            closing(passes.batches(loader, home.device, home.world_size)) as batches,
-        ):
-            for _ in range(steps):
-                batch = next(batches)
-                passes.give(home.world_size * count(batch)[0], trainer.sync_state.step)
-                metrics.append(trainer.step(batch))
-                if log_every:
-                    show_progress(bar, metrics, steps, log_every, began)
-                if stop is not None and stop.due():
-                    if trainer.checkpoint is not None:
-                        trainer.checkpoint.save(trainer)
-                    break
-    except BaseException:
-        passes.interrupted = True
-        raise
-    finally:
-        if bar is not None:
-            bar.close()
-    if trainer.checkpoint is not None:
-        trainer.checkpoint.close()
-    return metrics
+        state = replace(trainer.state, step=faults.NO_STEP) if back else trainer.state
+        trainer.state = faults.same_step(state, trainer.groups, heal=True)
+    except errors.LostStateError:
+        raise _lost(found, "some part of it is nowhere, or leaves are on several groups") from None
+    if back:
+        trainer.passes.take(last.passes)
+        member.lost = False
+    if lost and trainer.budget[0] == "auto":
+        trainer.plan_memory()  # so that all plan the same
+    if lost:
+        with reports(errors.FileError):  # leaves may lie in files
+            compared = faults.Comparison("Trainer.reset", trainer.state, home, [], moments=False)
+        compared.finish("raise")
+
+
+def _check_independent(home: Groups, found: Mapping[int, Said]) -> None:
+    """Raise LostStateError if replicas with states of their own lack a part of one."""
+    p, newest = home.partition_size, max(said.calls for said in found.values())
+    replicas = [home.stacked_ranks[start : start + p] for start in range(0, len(found), p)]
+    places = [{(found[rank].at, found[rank].merges) for rank in ranks} for ranks in replicas]
+    merged = {said.merges for said in found.values() if said.calls == newest}
+    if any(said.lost for said in found.values()):
+        raise _lost(found, "replicas are independent, so each has a state of its own")
+    if len(merged) > 1 or any(len(each) > 1 for each in places):
+        raise _lost(found, "replicas are independent, and ranks of one are at different steps")
+
+
+def _lost(found: Mapping[int, Said], why: str) -> errors.LostStateError:
+    """Return the error of a state that no rank holds, with the saves to resume from."""
+    what = "the newest state, as ranks are at different steps"
+    if any(said.lost for said in found.values()):
+        what = "the state that a lost rank had"
+    newest = max(said.step for said in found.values())
+    fix = f"put a state in its place that all ranks have saved, of step {newest} or before"
+    fix += "; with checkpoint= the Trainer goes back to the newest by itself"
+    return _lost_state(f"no replica holds {what}: {why}", found, fix)
+
+
+def _lost_state(text: str, found: Mapping[int, Said], fix: str) -> errors.LostStateError:
+    lines = errors.rank_lines({rank: f"{said}" for rank, said in found.items()})
+    return errors.LostStateError(f"Trainer.reset: {text}", lines, fix)
+
+
+_ATTEMPTS = 5  # as a rank may be lost while another one is healed
+
+
+def renew(trainer: Any, *, heal: bool) -> None:
+    """Put a `Trainer` on new groups, at one step; tries again if a rank is lost meanwhile.
+
+    Where no replica holds what a rank lacks, all go back to the newest step that was saved.
+
+    Args:
+      trainer: the `Trainer`.
+      heal: whether a rank that is behind takes what it lacks from a replica.
+
+    Raises:
+      LostStateError: see `Trainer.reset`.
+    """
+    member, saver = trainer.member, trainer.checkpoint
+    for attempt in reversed(range(_ATTEMPTS)):
+        new = faults.replaced([member.home, *tree.flatten(trainer.groups)[0]])
+        trainer.groups, member.home = tree.map_leaves(new.get, trainer.groups), new[member.home]
+        member.compared = False
+        try:
+            at_one_step(trainer, heal=heal)
+            break
+        except (errors.CollectiveError, errors.PeerFailed):
+            if not attempt:
+                raise
+        except errors.LostStateError:
+            # Whoever goes on puts a saved state in its place, and the next step compares it.
+            member.lost, member.ready, member.merges = False, None, False
+            if saver is not None and saver.begin(trainer):
+                return
+            raise
+    member.compared = True
+    if saver is not None:
+        saver.reset(trainer)
+
+
+def homes_for(groups: Any, params: Tree, deterministic: bool) -> tuple[Any, Groups]:
+    """The groups of a tree, in a fixed order if `deterministic`; and the first of them."""
+    homes = shards.homes_of("Trainer", groups, params, "params", Groups)
+    if callable(groups):
+        groups = tree.flatten(params, shards.is_leaf)[1].unflatten(homes)
+    groups = tree.map_leaves(current, groups)
+    if deterministic:
+        new = {home: placement.fixed_order(home) for home in dict.fromkeys(homes)}
+        groups, homes = tree.map_leaves(new.get, groups), [new[home] for home in homes]
+    return groups, homes[0] if homes else groups

@@ -14,33 +14,25 @@ from mics_fn.errors import GroupsError, LeafError, PlanError, message, name_some
 from mics_fn.faults import StopRequest
 from mics_fn.groups import Groups, rejoin_error, reports_step
 from mics_fn.init import warn_of_compile
-from mics_fn.inspection import NOT_WATCHED
+from mics_fn.inspection import Watched
 from mics_fn.offload import Where, where_of
 from mics_fn.optim import Guard, Optimizer, TrainState, init_state, move
 from mics_fn.schedules import OnDemand, Schedule, keep_all, on_demand
-from mics_fn.train.loop import DataPasses, check_fit
-from mics_fn.train.program import program_of, to_device
+from mics_fn.train import stepping
+from mics_fn.train.loop import DataPasses, check_fit, train_for
+from mics_fn.train.program import FunctionProgram, ModuleProgram, to_device
 from mics_fn.train.replicas import ReplicaSync, SyncState, policy_of
-from mics_fn.train.resuming import Checkpoints, compare_options, homes_for, renew
-from mics_fn.train.stepping import Member, StepMetrics, evaluated, finish_step, one_step, train_for
+from mics_fn.train.stepping import Member, StepMetrics
 from mics_fn.tree import Tree
 
-# What a `Trainer` gives to others: full parameters, and a state dict as plain torch has it.
+# What trainers of other libraries have, and what is there instead.
 
-_SAVE = (
-    "Trainer(checkpoint=Checkpoints(folder, every=100)) saves, and goes on; for weights alone "
-    "full = trainer.state_dict() on all ranks, and torch.save(full, path) on one"
-)
-_LOAD = (
-    "Trainer(checkpoint=Checkpoints(folder)) goes on from the newest step; load weights into the "
-    "model before, or by init_model(weights=path)"
-)
+_SAVE = "pass checkpoint=Checkpoints(folder, every=100); weights alone are trainer.state_dict()"
+_LOAD = "checkpoint=Checkpoints(folder) goes on from the newest step; init_model takes weights="
 _STEP = "trainer.step(batch) is one step, with backward and optimizer; trainer.fit(loader, steps)"
 _EVAL = "trainer.eval(batch) is the loss of a batch in evaluation mode, over all ranks"
 _MODEL = "model.load_state_dict(trainer.state_dict()); your model is read once, and not changed"
 _RATE = "a rate is a function of the step: optim.adamw(optim.warmup_cosine(1e-3, 100, 1000))"
-_PARAMS = "trainer.params() are full tensors by name, trainer.state.params the shards"
-# What trainers of other libraries have, and what is there instead.
 _INSTEAD = {
     **dict.fromkeys(("save", "save_checkpoint", "save_model", "save_state"), _SAVE),
     **dict.fromkeys(("load", "load_checkpoint", "load_state_dict", "resume"), _LOAD),
@@ -48,11 +40,8 @@ _INSTEAD = {
     **dict.fromkeys(("evaluate", "validate", "test", "predict", "forward"), _EVAL),
     **dict.fromkeys(("model", "module", "unwrap_model"), _MODEL),
     **dict.fromkeys(("lr", "scheduler", "lr_scheduler", "param_groups"), _RATE),
-    **dict.fromkeys(("parameters", "named_parameters"), _PARAMS),
     "optimizer": "trainer.state.opt is its state; the optimizer itself is a function of values",
-    "global_step": "trainer.state.step",
-    "log": "trainer.step returns StepMetrics, for any logger",
-    "to": "move the model before, to the device of groups",
+    "last_step": "nobody has watched that step: with mf.inspection.watch(): trainer.step(batch)",
 }
 
 
@@ -100,38 +89,33 @@ _LOSS = "call the model in it: lambda model, batch: cross_entropy(model(batch[0]
 _OUTPUTS = {"input", "inputs", "out", "output", "outputs", "logits", "pred", "preds", "prediction"}
 _OUTPUTS |= {"predictions", "y_hat", "yhat", "y_pred"}
 _TARGETS = {"target", "targets", "label", "labels", "y", "y_true", "ground_truth"}
-_SAME = "pass the shards that init_model or load_shards made for this model"
 
 
-def check_model(
-    model: Any, loss: Any, optimizer: Any, groups: Any, guard: Any, deterministic: Any
-) -> None:
+def check_model(model: Any, loss: Any, optimizer: Any, groups: Any, guard: Any) -> None:
     """Raise unless a `Trainer` is given a model, an optimizer and groups, in this order.
 
-    Of some options the kind is checked here, before anybody asks whether they are true.
-
     Raises:
-      PlanError: the model, the loss or an option is something else.
+      PlanError: the model, the loss or the guard is something else.
       PlanError: the optimizer is none.
       GroupsError: there are no groups.
     """
-    fix = "the order is Trainer(model, optimizer, groups, loss=...)"
+    if spans.observers:
+        spans.passing("build: Trainer")
+    verb, fix = "Trainer", "the order is Trainer(model, optimizer, groups, loss=...)"
     if isinstance(model, type):
         name = model.__name__
-        checks.refuse("Trainer", "model", model, "an instance", f"pass {name}(...), not {name}")
+        checks.refuse(verb, "model", model, "an instance", f"pass {name}(...), not {name}")
     if not isinstance(model, nn.Module):
         expected = "an nn.Module or a function loss_fn(params, batch)"
         if not callable(model):
-            checks.refuse("Trainer", "model", model, expected, fix)
-        checks.call("Trainer", model, "model(params, batch)", _FUNCTION)
+            checks.refuse(verb, "model", model, expected, fix)
+        checks.call(verb, model, "model(params, batch)", _FUNCTION)
     if loss is not None:
         _check_loss(loss)
     if groups is None or isinstance(groups, nn.Module | optim.Transform):
-        checks.refuse("Trainer", "groups", groups, "groups", fix, GroupsError)
+        checks.refuse(verb, "groups", groups, "groups", fix, GroupsError)
     optim.as_transform(optimizer)
-    verb, fix = "Trainer", "make one: optim.Guard(...)"
-    checks.instance(verb, "guard", guard, optim.Guard | None, "a Guard", fix)
-    checks.flag(verb, "deterministic", deterministic)
+    checks.instance(verb, "guard", guard, Guard | None, "a Guard", "make one: optim.Guard(...)")
 
 
 def _check_loss(loss: Any) -> None:
@@ -145,37 +129,30 @@ def _check_loss(loss: Any) -> None:
         raise PlanError(text, fix=_LOSS)
 
 
-def check_options(trainer: Any, prefetch: Any, schedule: Any, checkpoint: Any) -> None:
+def check_options(trainer: Any, schedule: Any, checkpoint: Any) -> None:
     """Raise PlanError unless the options of a `Trainer` are what they should be.
 
     Args:
       trainer: with its first attributes, named as the options.
-      prefetch, schedule, checkpoint: as they were given. Options of `shard` are checked there.
+      schedule, checkpoint: as they were given. Options of `shard` are checked there.
     """
     verb = "Trainer"
     checks.call(verb, trainer.weight, "weight(batch)", _COUNT)
     checks.integer(verb, "accumulate", trainer.accumulate)
-    fix = "0 never compares replicas"
-    checks.integer(verb, "check_replicas", trainer.check_replicas, 0, fix=fix)
     checks.choice(verb, "on_drift", trainer.on_drift, "raise", "heal")
-    checks.flag(verb, "recoverable", trainer.recoverable)
-    checks.flag(verb, "overlap_step", trainer.overlap_step)
     if trainer.overlap_step and trainer.recoverable:
         text = "Trainer: overlap_step=True with recoverable=True, which keeps states whole"
         raise PlanError(text, fix="leave one of them out")
-    if trainer.overlap_step and trainer.guard == optim.Guard():
+    if trainer.overlap_step and trainer.guard == Guard():
         text = "Trainer: overlap_step=True has no effect with a guard that may refuse a step"
-        why = "to refuse one that is not finite, all gradients have to be known before any is used"
         fix = "pass guard=optim.Guard(on_nonfinite='ignore'), or leave overlap_step= out"
-        warnings.warn(message(text, [why], fix), stacklevel=4)
+        warnings.warn(message(text, fix=fix), stacklevel=4)
     trainer.where = where_of(trainer.where)
-    checks.integer(verb, "prefetch", prefetch, 0, fix="0 fetches nothing ahead")
     if trainer.grad_dtype is not None:
         shards.check_dtype(verb, "grad_dtype", trainer.grad_dtype)
     fix, kinds = "pass a Schedule, on_demand(...) or keep_all()", Schedule | OnDemand | None
     checks.instance(verb, "schedule", schedule, kinds, "a Schedule or a policy", fix)
-    saves = checkpoint is None or hasattr(checkpoint, "begin")
-    if not saves or isinstance(checkpoint, type):
+    if checkpoint is not None and not hasattr(checkpoint, "begin"):
         checks.refuse(verb, "checkpoint", checkpoint, "a Checkpoints", "pass Checkpoints(folder)")
 
 
@@ -211,21 +188,15 @@ def check_compiled(model: Any, loss: Any, full_bytes: int) -> None:
 
 
 def as_shards(
-    own: Mapping[str, Tensor] | None,
-    given: Tree,
-    groups: Any,
-    home: Groups,
-    precision: shards.Precision | None,
-    options: dict[str, Any],
+    trainer: Any, own: Any, given: Tree, buffers: Mapping[str, Tensor], options: dict[str, Any]
 ) -> Tree:
     """The shards to train.
 
     Args:
+      trainer: the `Trainer`, with its groups.
       own: the module's parameters by name; None for a function.
       given: the argument `params`: shards or full tensors; None takes the module's own.
-      groups: as for `shard`.
-      home: the first of these groups.
-      precision: the argument `precision`; None if it was not given.
+      buffers: of the module, which are on the device of its groups too.
       options: options of `shard`; of those that are None, defaults are taken here.
 
     Communication: as for `shard`; none if shards are given.
@@ -236,63 +207,60 @@ def as_shards(
         or none is trained.
       PlanError: shards were made for other groups or another precision, or an option has no effect.
     """
+    groups, home = trainer.groups, trainer.member.home
+    for name, value in buffers.items():
+        _check_place(f"buffer {name!r}", value, home)
     params = own if given is None else given
     options = {name: value for name, value in options.items() if value is not None}
     leaves, _ = tree.flatten(params, shards.is_leaf)
     if own is not None and given is not None:
         _check_names(own, given)
     if any(map(shards.is_leaf, leaves)):
-        _check_shards(params, groups, precision, options)
+        _check_shards(params, groups, options.pop("precision", None), options)
         found = params
     else:
         for path, leaf in zip(tree.paths(params, "params", shards.is_leaf), leaves, strict=True):
-            if isinstance(leaf, Tensor) and leaf.is_meta:
-                fix = "pass params=: the shards that init_model gave with this model, or tensors"
-                raise LeafError(f"Trainer: {path} is on meta, without a value", fix=fix)
+            _check_place(path, leaf, home)
         if own is not None:
             options.setdefault("order", tree.own_order(own))
         options.setdefault("bucket_bytes", bucket_bytes_for(params, home))
-        found = shards.shard(params, groups, precision=precision, **options)
+        found = shards.shard(params, groups, **options)
     if not any(isinstance(leaf, shards.Sharded) for leaf in tree.flatten(found, shards.is_leaf)[0]):
         text = "Trainer: no parameter is trained: all are frozen, or there is none"
         raise LeafError(text, fix="leave requires_grad=True on some, and out of frozen=")
     return found
 
 
-def check_buffers(buffers: Mapping[str, Tensor], home: Groups) -> None:
-    """Raise LeafError unless all buffers have values and are on the device of the groups."""
-    for name, value in buffers.items():
-        if value.device != home.device:
-            where = "on meta, without a value" if value.is_meta else f"on {value.device}"
-            text = f"Trainer: buffer {name!r} is {where}; the groups are on {home.device}"
-            fix = "make the model with init_model, or move it to the device of its groups first"
-            raise LeafError(text, fix=fix)
+def _check_place(name: str, leaf: Any, home: Any) -> None:
+    """Raise LeafError unless a tensor, or a shard, has a value and is on the device of groups."""
+    data = leaf if isinstance(leaf, Tensor) else getattr(leaf, "data", None)
+    if isinstance(data, Tensor) and data.device != home.device:
+        where = "on meta, without a value" if data.is_meta else f"on {data.device}"
+        text = f"Trainer: {name} is {where}; its groups are on {home.device}"
+        fix = "pass what init_model gives, or move it to the device of its groups first"
+        raise LeafError(text, fix=fix)
 
 
 def _check_names(own: Mapping[str, Tensor], given: Tree) -> None:
     """Raise unless parameters have the names, shapes, kinds of dtypes and ties of the model's."""
-    text = "Trainer: params= are not those of the model"
-    if not isinstance(given, Mapping) or sorted(own) != sorted(map(str, given)):
-        found = tree.first_mismatch(dict.fromkeys(own, 0), given, "params", shards.is_leaf)
-        raise LeafError(text, [found], _SAME)
-    want, got = _described(own), _described(given)
-    odd = [name for name in own if want[name] != got[name]]
-    lines = [f"params.{name}: expected {want[name]}, got {got[name]}" for name in odd[:1]]
-    if lines:
-        raise LeafError(text, lines, _SAME)
+    odd = [tree.first_mismatch(dict.fromkeys(own, 0), given, "params", shards.is_leaf)]
+    if odd == [""]:
+        want, got = _described(own), _described(given)
+        pairs = [(name, want[name], got[name]) for name in own]
+        odd = [f"params.{name}: expected {x}, got {y}" for name, x, y in pairs if x != y]
+    if odd:
+        text = "Trainer: params= are not those of the model"
+        raise LeafError(text, odd[:1], "pass what init_model or load_shards made for this model")
 
 
 def _described(values: Mapping[str, Any]) -> dict[str, str]:
     """The shape of each leaf, whether it has floats, and the first leaf that is the same tensor."""
     found, first = dict[str, str](), dict[Any, str]()
-    plain = [name for name in sorted(values) if isinstance(values[name], Tensor)]
-    owners = shards.owners_of([values[name] for name in plain])
-    keys: dict[str, Any] = dict(zip(plain, owners, strict=True))
     for name, x in sorted(values.items()):
-        if not isinstance(x, Tensor):
-            keys[name] = x.bucket, getattr(x, "slot", name)
+        own = isinstance(x, Tensor)
+        key = shards.MemoryPlace.of(x) if own else (x.bucket, getattr(x, "slot", name))
         if x.dtype.is_floating_point:
-            owner = first.setdefault(keys[name], name)
+            owner = first.setdefault(key, name)
             tied = f"tied to {owner!r}" if owner != name else "not tied"
             found[name] = f"floats of {tuple(x.shape)}, {tied}"
         else:
@@ -301,10 +269,7 @@ def _described(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check_shards(
-    params: Tree,
-    groups: Any,
-    precision: shards.Precision | None,
-    options: dict[str, Any],
+    params: Tree, groups: Any, precision: shards.Precision | None, options: dict[str, Any]
 ) -> None:
     """Raise unless shards are on their groups' device, have this precision, and need no options."""
     if options:
@@ -312,30 +277,22 @@ def _check_shards(
         fix = "give them to what made the shards: shard, init_model or load_shards"
         raise PlanError(text, fix=fix)
     tree.refuse_equal_paths("Trainer", params, "params", shards.is_leaf)
-    opened, bare = (
-        shards.open_shards("Trainer", params, groups),
-        tree.paths(params, "", shards.is_leaf),
-    )
-    patterns = precision.patterns if precision is not None else []
-    checks.check_matched("Trainer: precision", patterns, bare)
-    for leaf, home, path in zip(opened.leaves, opened.homes, bare, strict=True):
-        data, name = getattr(leaf, "data", None), tree.join("params", path)
-        if isinstance(data, Tensor) and data.device != home.device:
-            text = f"Trainer: {name} is on {data.device}, its groups are on {home.device}"
-            raise LeafError(text, fix="make shards on the device of their groups")
-        if precision is not None and leaf.bucket is not None:
-            _check_precision(leaf, precision, name, path)
-
-
-def _check_precision(leaf: Any, precision: shards.Precision, name: str, path: str) -> None:
-    """Raise PlanError unless a leaf has the formats of a precision."""
-    bucket, numel = leaf.bucket, leaf.bucket.numels[getattr(leaf, "slot", 0)]
-    own = bucket.dtype if bucket.codes is None else bucket.compute  # of what became codes
-    want = precision.formats(path, own, numel, bucket.trainable)
-    if want != bucket.formats:
-        lines = [f"expected {want}", f"got {bucket.formats}"]
-        text = f"Trainer: {name} was not made with this precision="
-        raise PlanError(text, lines, fix="make the shards with the same precision")
+    opened = shards.open_shards("Trainer", params, groups)
+    paths = tree.paths(params, "", shards.is_leaf)
+    if precision is not None:
+        checks.check_matched("Trainer: precision", precision.patterns, paths)
+    for leaf, home, path in zip(opened.leaves, opened.homes, paths, strict=True):
+        name = tree.join("params", path)
+        _check_place(name, leaf, home)
+        if precision is None or (bucket := leaf.bucket) is None:
+            continue
+        own = bucket.dtype if bucket.codes is None else bucket.compute  # of what became codes
+        numel = bucket.numels[getattr(leaf, "slot", 0)]
+        want = precision.formats(path, own, numel, bucket.trainable)
+        if want != bucket.formats:
+            lines = [f"expected {want}", f"got {bucket.formats}"]
+            text = f"Trainer: {name} was not made with this precision="
+            raise PlanError(text, lines, fix="make the shards with the same precision")
 
 
 class Trainer:
@@ -369,7 +326,7 @@ class Trainer:
       check_replicas: every so many steps replicas are compared bit by bit; 0 for never.
       on_drift: raise DesyncError if they differ, or "heal" as `same_replicas` does.
       recoverable: write each step only once all ranks can, so that those that are left when one is
-        killed are at one step; see [Note: steps written together] in `resuming`.
+        killed are at one step; see [Note: steps written together] in `stepping`.
       live_bytes: budget for gathered parameters, as for `on_demand`. "auto" is a quarter of the
         memory of the smallest device, or of a rank's share of the CPU's memory. With None, or if
         all parameters fit, it is as with `keep_all`, until the last backward pass: there gradients
@@ -421,6 +378,7 @@ class Trainer:
     program: Any
     checkpoint: Any  # a `Checkpoints`, another object with its methods, or None
     on_drift: Literal["raise", "heal"]
+    last_step: Watched  # if it was watched
 
     def __init__(
         self,
@@ -452,34 +410,34 @@ class Trainer:
         bucket_bytes: float | str | None = None,
         order: Callable[[str], object] | None = None,
         bucket: Callable[[str], object] | None = None,
-        checkpoint: Checkpoints | None = None,
+        checkpoint: Any = None,  # a `Checkpoints`
     ) -> None:
-        check_model(model, loss, optimizer, groups, guard, deterministic)
+        check_model(model, loss, optimizer, groups, guard)
         self.accumulate, self.deterministic, self.weight = accumulate, deterministic, weight
         self.recoverable, self.check_replicas, self.on_drift = recoverable, check_replicas, on_drift
         self.where, self.overlap_step = where, overlap_step
         self.precision, self.guard = shards.precision_of(precision), guard or Guard()
         self.replica_sync, self.grad_dtype = policy_of(replica_sync, hop2), grad_dtype
-        check_options(self, prefetch, schedule, checkpoint)
-        self.program, self.passes = program_of(model, loss, self.precision), DataPasses()
+        check_options(self, schedule, checkpoint)
+        program: Any = ModuleProgram if isinstance(model, nn.Module) else FunctionProgram
+        self.program, self.passes = program(model, loss, self.precision), DataPasses()
         own, buffers = self.program.take()
-        groups, home = homes_for(groups, own if params is None else params, deterministic)
+        groups, home = stepping.homes_for(groups, own if params is None else params, deterministic)
         self.groups, independent = cast(Any, groups), self.replica_sync.independent
         self.member = Member(home, compared=independent, lost=home.state.rejoining)
-        check_buffers(buffers, home)
         options: dict[str, Any] = {"replicas": replicas, "source_rank": source_rank, "order": order}
         options |= {"frozen": frozen, "bucket_bytes": bucket_bytes, "bucket": bucket}
-        wanted = None if precision is None else self.precision
-        params = as_shards(own, params, groups, home, wanted, options)
+        options["precision"] = None if precision is None else self.precision
+        params = as_shards(self, own, params, buffers, options)
         full_bytes = sum(bucket_sizes(params, groups))
         check_compiled(model, loss, full_bytes)
-        chosen, self.eval_schedule = schedules_for(live_bytes, prefetch, full_bytes, home)
-        self.schedule = schedule or chosen
+        self.budget, self._given_schedule = (live_bytes, prefetch, full_bytes), schedule
+        self.plan_memory()
         params = move(params, self.where, device=home.device)
         self.state = init_state(params, optimizer, buffers=buffers, where=self.where)
-        compare_options(self, params, groups, self.guard)
+        stepping.compare_options(self)
         self.sync_state = self.replica_sync.init(params, self.groups)
-        self.last_step, self.checkpoint = NOT_WATCHED, checkpoint
+        self.checkpoint = checkpoint
         if checkpoint is not None and not self.member.lost:
             checkpoint.begin(self)
 
@@ -489,6 +447,11 @@ class Trainer:
             raise AttributeError(
                 message(f"Trainer has no attribute {name!r}", fix=_INSTEAD.get(name, ""))
             )
+
+    def plan_memory(self) -> None:
+        """Set the schedules for its budget; ranks that plan together take the least of "auto"."""
+        chosen, self.eval_schedule = schedules_for(*self.budget, self.member.home)
+        self.schedule = self._given_schedule or chosen
 
     def __reduce__(self) -> tuple:
         text = "a Trainer belongs to this process: it cannot be in a pickle or a deep copy"
@@ -502,7 +465,7 @@ class Trainer:
         On an accelerator, to read it waits for the verdict on the last step.
         """
         if self.member.masked is not None:
-            finish_step(self)
+            stepping.finish_step(self)
         return self.ahead
 
     @state.setter
@@ -541,12 +504,14 @@ class Trainer:
         member, home = self.member, self.member.home
         if member.lost:  # the batch is that of the first step, and the others have come further
             raise rejoin_error("Trainer.step", home.rank)
-        seen, self.last_step = spans.span("step", self.ahead.step + 1, parts=True), NOT_WATCHED
+        seen = spans.span("step", self.ahead.step + 1, parts=True)
+        vars(self).pop("last_step", None)
         with home.state.turns.stepping(), reports_step(home.state, self.ahead.step + 1), seen:
-            metrics = one_step(self, batch)
+            metrics = stepping.one_step(self, batch)
             if self.checkpoint is not None:
                 self.checkpoint.after(self)
-        self.last_step = seen.result or NOT_WATCHED
+        if seen.result is not None:
+            self.last_step = seen.result
         return metrics
 
     @_torch.keeps_grad_mode
@@ -573,7 +538,7 @@ class Trainer:
             deferred = defer(self.ahead.params, self.groups, self.eval_schedule)
             with self.program.evaluating(), deferred as full:
                 loss, _ = self.program(full, before, batch)
-            return evaluated(self, loss.clone(), batch)
+            return stepping.evaluated(self, loss.clone(), batch)
 
     def params(self) -> Tree:
         """Full parameters as plain tensors, on every rank, for export.
@@ -645,7 +610,7 @@ class Trainer:
           CollectiveError: some rank did not call it in time.
           PeerFailed: the store of the job is lost.
         """
-        renew(self, heal=heal)
+        stepping.renew(self, heal=heal)
 
     def fit(
         self,
@@ -677,6 +642,6 @@ class Trainer:
         Raises:
           PlanError, LeafError: an argument is of no use, or the loader is empty.
         """
-        check_fit(loader, steps, log_every, progress, stop)
+        check_fit(loader, steps, log_every, stop)
         shown = log_every if progress and self.member.home.position == 0 else 0
         return train_for(self, loader, steps, shown, stop)

@@ -98,7 +98,7 @@ PLANTED = [
     (
         "padding of a bucket counts its leaves",
         _A,
-        " - sum(piece.nbytes for piece in data)",
+        "        total -= sum(piece.size_bytes if coded else piece.nbytes for piece in data)\n",
         "",
         "inspection/test_access.py -k summary_counts",
     ),

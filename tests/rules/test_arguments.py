@@ -185,8 +185,6 @@ PlanError: Trainer: loss='mse', expected a function loss(model, batch)
 PlanError: Trainer: accumulate=0, expected an int of at least 1
 >>> trainer(guard="skip")
 PlanError: Trainer: guard='skip', expected a Guard
->>> trainer(deterministic="yes")
-PlanError: Trainer: deterministic='yes', expected True or False
 >>> trainer(on_drift=None)
 PlanError: Trainer: on_drift=None, expected 'raise' or 'heal'
 >>> trainer(schedule="fetch 0")
@@ -287,7 +285,7 @@ LeafError: shard: params is generator, expected torch.Tensor
 TypeError: Sharded(...) is not an instance of torch.Tensor
 >>> trainer().save("run")
 AttributeError: Trainer has no attribute 'save'
-  fix: Trainer(checkpoint=Checkpoints(folder, every=100)) saves, and goes on; for weights alone full = trainer.state_dict() on all ranks, and torch.save(full, path) on one
+  fix: pass checkpoint=Checkpoints(folder, every=100); weights alone are trainer.state_dict()
 >>> trainer().train()
 AttributeError: Trainer has no attribute 'train'
   fix: trainer.step(batch) is one step, with backward and optimizer; trainer.fit(loader, steps)

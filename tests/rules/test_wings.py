@@ -135,7 +135,7 @@ def _imports(file: str) -> Iterator[Import]:
             for alias in part.names:
                 inner = f"{part.module}.{alias.name}"
                 if f"{file_of(inner)}" in FACES and file != "__init__":
-                    yield from names_used(file, inner, alias.name)
+                    yield from names_used(file, inner, alias.asname or alias.name)
                     continue
                 if inner == "torch.distributed" or file_of(inner) is not None:
                     yield Import(inner, "", part.lineno)

@@ -2,6 +2,7 @@
 
 _L = "train/loop.py"
 _C = "train/resuming.py"
+_S = "train/stepping.py"
 
 PLANTED = [
     (
@@ -21,8 +22,8 @@ PLANTED = [
     (
         "ranks of a mesh share samples by their places in the world",
         _L,
-        "rank=groups.position,",
-        "rank=groups.rank % ranks,",
+        "ranks, groups.position, shuffle",
+        "ranks, groups.rank % ranks, shuffle",
         "train/test_data.py -k tensor_parallel",
     ),
     (
@@ -48,14 +49,14 @@ PLANTED = [
     ),
     (
         "a step that some ranks have written is not written by the others",
-        _C,
+        _S,
         "write(trainer, member.ready)",
         "pass",
         "train/test_trainer_reset.py -k written_by_all",
     ),
     (
         "a write that is cut leaves what looks like a state",
-        "train/stepping.py",
+        _S,
         "    with Writing():\n        if verdict.accept:",
         "    with suppress(ValueError):\n        if verdict.accept:",
         "train/test_interrupted.py -k the_old_state_the_new",
@@ -69,7 +70,7 @@ PLANTED = [
     ),
     (
         "no step compares what was put in the place of a lost state",
-        _C,
+        _S,
         "member.compared = False",
         "member.compared = True",
         "train/test_trainer_reset.py -k told",

@@ -3,11 +3,10 @@
 import dataclasses
 import importlib.util
 from collections import ChainMap, OrderedDict, UserDict, defaultdict, deque, namedtuple
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import optree
 import pytest
 import torch
 from cases import Block
@@ -46,22 +45,11 @@ class Row(list):
     """A list of somebody's own."""
 
 
-class Two(tuple):
-    """A tuple of somebody's own."""
-
-
-class Optrees:
-    def __init__(self, x: Any) -> None:
-        self.x = x
-
-
 class Torchs:
     def __init__(self, x: Any) -> None:
         self.x = x
 
 
-register: Any = optree.register_pytree_node
-register(Optrees, lambda v: ([v.x], None, None), lambda _, v: Optrees(*v), namespace="mics_fn")
 torch_pytree.register_pytree_node(Torchs, lambda v: ([v.x], None), lambda v, _: Torchs(*v))
 
 MAKERS: dict[str, Any] = {
@@ -74,14 +62,11 @@ MAKERS: dict[str, Any] = {
     "deque": lambda x: deque([x, 1], maxlen=4),
     "UserDict": lambda x: UserDict(b=x, a=1),
     "ChainMap": lambda x: ChainMap({"b": x}, {"c": 1}),
-    "mappingproxy": lambda x: MappingProxyType({"b": x}),
     "dataclass": Plain,
     "slots": Slotted,
     "dict's child": lambda x: Words(b=x),
     "list's child": lambda x: Row([x]),
-    "tuple's child": lambda x: Two((x,)),
     "mf.tree.node": lambda x: Block(x, None, "name"),
-    "optree's": Optrees,
     "torch's": Torchs,
 }
 if importlib.util.find_spec("transformers"):
@@ -98,7 +83,7 @@ def held(value: Any) -> list[Tensor]:
         return [value]
     if dataclasses.is_dataclass(value) and not isinstance(value, dict):
         value = [getattr(value, f.name) for f in dataclasses.fields(value)]
-    elif isinstance(value, Optrees | Torchs):
+    elif isinstance(value, Torchs):
         value = [value.x]
     elif hasattr(value, "keys"):
         value = [value[k] for k in value]

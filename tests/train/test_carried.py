@@ -18,7 +18,8 @@ from mics_fn.checkpoint.manifest import decoded, encoded
 from mics_fn.optim import Guard, dynamic_scale, norm_spike
 from mics_fn.shards import Fixed, Sharded, is_leaf
 from mics_fn.train import StepMetrics
-from mics_fn.train.resuming import carried, guard_numbers, take_back
+from mics_fn.train.resuming import carried, take_back
+from mics_fn.train.stepping import guard_numbers
 
 STEPS, SIZE, PER_PASS = 14, 6, 5
 ONE = World((1,), 1)

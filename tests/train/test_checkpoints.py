@@ -23,7 +23,8 @@ from mics_fn.checkpoint import directory, saving
 from mics_fn.errors import DesyncError, FileError, LeafError, MicsError
 from mics_fn.lab.ranks import RankPool
 from mics_fn.spans import LOG
-from mics_fn.train.resuming import carried, guard_numbers, take_back
+from mics_fn.train.resuming import carried, take_back
+from mics_fn.train.stepping import guard_numbers
 
 FOUR, TWO = World((2, 2), 2), World((2,), 2)
 

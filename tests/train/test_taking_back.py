@@ -64,7 +64,7 @@ BAD: dict[str, tuple[list[Any], Any, str]] = {
     "random states": (["random", "cpu"], torch.ones(3), "this is not what was saved"),
     "numpy's": (["random", "numpy", 1], "x", "this is not what was saved"),
     "a position": (["data"], {"epoch": 1}, "this is not what was saved"),
-    "no number": (["data", "samples"], "8", "extra.data is not the position in a pass"),
+    "no number": (["data", "samples"], "8", "this is not what was saved"),
 }
 
 
