@@ -151,7 +151,7 @@ def write_errors(what: str, path: Path) -> Iterator[None]:
 # The file of a rank: a safetensors file, whose slices the manifest lists.
 
 
-def write_part(path: Path, tensors: Mapping[manifest.Range, Tensor]) -> manifest.SavedFile:
+def write_part(path: Path, tensors: Mapping[manifest.Slice, Tensor]) -> manifest.SavedFile:
     """Write a file, and wait until the disk has it; checksums are computed meanwhile.
 
     Args:
@@ -161,13 +161,12 @@ def write_part(path: Path, tensors: Mapping[manifest.Range, Tensor]) -> manifest
     Raises:
       OSError: it cannot be written.
     """
-    header, places, end = dict[str, Any](), list[int](), 0
-    for name, x in tensors.items():
-        dtype, count = manifest.in_file(x.dtype, x.numel())
-        places.append(end)
-        end += x.numel() * x.itemsize
-        facts = {"dtype": manifest.WORDS[dtype], "shape": [count]}
-        header[f"{name}"] = facts | {"data_offsets": [places[-1], end]}
+    header, end = dict[str, Any](), 0
+    for part, x in tensors.items():
+        word = manifest.WORDS.get(x.dtype)  # what has none is there as its bytes
+        facts = {"dtype": word or "U8", "shape": [x.numel() if word else x.nbytes]}
+        header[f"{part}"] = facts | {"data_offsets": [end, end + x.nbytes]}
+        end += x.nbytes
     disk = os.statvfs(path.parent)
     if end > (free := disk.f_bavail * disk.f_frsize):
         raise OSError(f"{end} bytes are needed, {free} bytes are free")
@@ -180,10 +179,12 @@ def write_part(path: Path, tensors: Mapping[manifest.Range, Tensor]) -> manifest
         write_file(path, head, *values)
     finally:
         sums = summed()
-    rows = zip(tensors, places, sums, strict=True)
-    slices = [manifest.Slice(name, len(head) + at, crc) for name, at, crc in rows]
+    slices, at = list[manifest.Slice](), len(head)
+    for part, crc, value in zip(tensors, sums, values, strict=True):
+        slices.append(part._replace(offset=at, crc=crc))
+        at += len(value)
     digest = hashlib.sha256(head).hexdigest()
-    return manifest.SavedFile(path.name, len(head) + end, len(head), digest, slices)
+    return manifest.SavedFile(path.name, at, len(head), digest, slices)
 
 
 def memory_of(x: Tensor) -> memoryview:
@@ -228,7 +229,7 @@ class PartFile:
         Raises:
           FileError: these are not the bytes that were saved.
         """
-        name = f"{part.range}"
+        name = f"{part}"
         with load_errors(self.path):
             with self._turn:
                 self._file.read_into(out, part.offset, name)

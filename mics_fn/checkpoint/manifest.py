@@ -37,16 +37,6 @@ SAVED = {x: getattr(torch, x) for x in (*DTYPES.values(), *_AS_BYTES) if hasattr
 WORDS = {getattr(torch, x): word for word, x in DTYPES.items()}  # of safetensors files
 
 
-def in_file(dtype: torch.dtype, numel: int) -> tuple[torch.dtype, int]:
-    """As which dtype, and as how many elements, a file has elements of a dtype.
-
-    >>> in_file(torch.float32, 3), in_file(torch.complex128, 3)
-    ((torch.float32, 3), (torch.uint8, 48))
-    """
-    as_bytes = dtype_name(dtype) in _AS_BYTES
-    return (torch.uint8, numel * dtype.itemsize) if as_bytes else (dtype, numel)
-
-
 def savable(verb: str, name: str, x: Tensor) -> Tensor:
     """A tensor without its graph, if it is one that can be saved, and loaded.
 
@@ -124,11 +114,6 @@ def decoded(text: str, tensors: Mapping[str, Tensor]) -> Any:
     return json.loads(text, object_hook=known)
 
 
-def kind_of(x: Any) -> type:
-    """The type that a number or a text has in a file: that of Python, also for one of numpy."""
-    return next((kind for kind in (bool, int, float, str) if isinstance(x, kind)), type(x))
-
-
 # What the manifest says.
 
 NAME = "MANIFEST.json"
@@ -142,45 +127,41 @@ class SavedTensor(NamedTuple):
     """A tensor of a step.
 
     Args:
-      dtype: the dtype of its elements.
+      dtype: the name of the dtype of its elements.
       shape: its full shape.
-      copies: 1 for a tensor that all ranks save together; else each replica, or each rank, has
-        values of its own, and it is saved so often.
+      copies: 1 for a tensor that all ranks save together; else each replica has values of its own,
+        and it is saved so often.
     """
 
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
     copies: int = 1
 
 
-class Range(NamedTuple):
-    """Elements of a flattened tensor, and of which of its copies."""
+class Slice(NamedTuple):
+    """A range of one copy of a flattened tensor, and where it lies; see [Note: slices].
+
+    Args:
+      name: of the tensor; of one of the extra, the range is one of its bytes.
+      copy: which of its copies.
+      start: its first element.
+      stop: the element behind its last one.
+      offset: the byte of the file at which it begins.
+      crc: the CRC-32 of its bytes.
+    """
 
     name: str
     copy: int
     start: int
     stop: int
+    offset: int = 0
+    crc: int = 0
 
     def __str__(self) -> str:
         return f"{self.name}[{self.start}:{self.stop}]"
 
 
-class Slice(NamedTuple):
-    """A range that a file has; see [Note: slices].
-
-    Args:
-      range: which elements; of a tensor of the extra, its bytes.
-      offset: the byte of the file at which it begins.
-      crc: the CRC-32 of its bytes.
-    """
-
-    range: Range
-    offset: int
-    crc: int
-
-
-@dataclass(frozen=True)
-class SavedFile:
+class SavedFile(NamedTuple):
     """A file of a step, which one rank wrote.
 
     Args:
@@ -199,31 +180,23 @@ class SavedFile:
     slices: list[Slice]
     extra: str = ""
 
-    def to_json(self) -> list[Any]:
-        """What the manifest has of it, and what its writer reports to the first rank."""
-        slices = [[*x.range, x.offset, x.crc] for x in self.slices]
-        return [self.name, self.nbytes, self.header_bytes, self.header, slices, self.extra]
-
     @classmethod
     def of_json(cls, facts: Any) -> "SavedFile":
-        """The file of `to_json`; raises ValueError or TypeError if it is not one."""
-        name, nbytes, header_bytes, header, slices, extra = facts
-        found = []
-        for tensor, *numbers, offset, crc in slices:
-            found.append(Slice(Range(tensor, *numbers), offset, crc))
-        return cls(name, nbytes, header_bytes, header, found, extra)
+        """The file that JSON describes; a stranger may have written it.
 
-    def check(self) -> None:
-        """Raise ValueError unless names and numbers are such; a stranger may have written them."""
-        name = self.name
-        _require(all(isinstance(x, str) for x in (name, self.header, self.extra)), f"file {name!r}")
+        Raises:
+          ValueError, TypeError: it is not one.
+        """
+        name, nbytes, header_bytes, header, rows, extra = facts
+        found = cls(name, nbytes, header_bytes, header, [Slice(*row) for row in rows], extra)
+        _require(all(isinstance(x, str) for x in (name, header, extra)), f"file {name!r}")
         if "/" in name or name in ("", ".", "..") or "\0" in name or not is_text(name):
             raise ValueError(f"{name[:200]!r}, which is not opened: it leads out of the folder")
-        _require(len(name) <= 255, f"file {name[:80]!r}...")
-        _require_counts(self.nbytes, self.header_bytes)
-        for (tensor, *numbers), offset, crc in self.slices:
+        _require_counts(nbytes, header_bytes)
+        for tensor, *numbers in found.slices:
             _require(isinstance(tensor, str) and is_text(tensor), f"{tensor!r}")
-            _require_counts(*numbers, offset, crc)
+            _require_counts(*numbers)
+        return found
 
 
 @dataclass(frozen=True)
@@ -253,15 +226,15 @@ class Manifest:
         found: dict[tuple[str, int], list[tuple[Slice, int]]] = {}
         for number, file in enumerate(self.files):
             for each in file.slices:
-                found.setdefault((each.range.name, each.range.copy), []).append((each, number))
+                found.setdefault((each.name, each.copy), []).append((each, number))
         for slices in found.values():
             slices.sort()  # of one copy of one tensor, so by where they start
         return found
 
     def nbytes(self, part: Slice) -> int:
         """The bytes of a slice."""
-        tensor = self.tensors.get(part.range.name)
-        return (part.range.stop - part.range.start) * (tensor.dtype.itemsize if tensor else 1)
+        tensor = self.tensors.get(part.name)
+        return (part.stop - part.start) * (SAVED[tensor.dtype].itemsize if tensor else 1)
 
     def check(self) -> None:
         """Raise ValueError unless each tensor lies in the files, whole and once."""
@@ -269,8 +242,8 @@ class Manifest:
         for (name, copy), slices in self._slices.items():
             end, tensor = 0, self.tensors.get(name)
             for each, _ in slices:
-                _require(each.range.start == end < each.range.stop, f"{each.range} after {end}")
-                end = each.range.stop
+                _require(each.start == end < each.stop, f"{each} after {end}")
+                end = each.stop
             if tensor is None:
                 _require(name.startswith(EXTRA), f"{name} is not a tensor of the state")
             else:
@@ -295,11 +268,7 @@ class Manifest:
         """The content of the file."""
         body = {"format": FORMAT, "version": VERSION, **vars(self)}
         body.pop("_slices", None)
-        body["tensors"] = {
-            name: [dtype_name(x.dtype), list(x.shape), x.copies] for name, x in self.tensors.items()
-        }
         body["values"] = json.loads(encoded(self.values)[0])  # which has infinite numbers, too
-        body["files"] = [file.to_json() for file in self.files]
         text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
         return b'{"sha256":"' + hashlib.sha256(text).hexdigest().encode() + b'",' + text[1:]
 
@@ -324,8 +293,6 @@ def read_manifest(data: bytes, path: str) -> Manifest:
         _require(found == (FORMAT, VERSION), f"{found}, known here is version {VERSION}")
         tensors = {name: _tensor(name, *facts) for name, facts in body["tensors"].items()}
         files = [SavedFile.of_json(facts) for facts in body["files"]]
-        for file in files:
-            file.check()
         _require(body["replicas"] in ("equal", "independent"), f"replicas {body['replicas']!r}")
         _require_counts(body["step"])
         _require(isinstance(body["values"], dict), "its values are not an object")
@@ -344,7 +311,7 @@ def _tensor(name: str, kind: Any, shape: Any, copies: Any) -> SavedTensor:
     _require(isinstance(kind, str) and kind in SAVED, f"{name!r} is of {kind!r}")
     check_shape(shape, SAVED[kind])
     _require_counts(copies)
-    return SavedTensor(SAVED[kind], tuple(shape), copies)
+    return SavedTensor(kind, tuple(shape), copies)
 
 
 def _require_counts(*found: Any) -> None:

@@ -24,7 +24,13 @@ from torch import Tensor
 
 from mics_fn import checks, errors, spans, tree
 from mics_fn.checkpoint import directory, manifest, snapshot
-from mics_fn.collectives import Exchange, agree, decoded_error, encoded_error, together
+from mics_fn.collectives import (
+    agree,
+    checksum,
+    decoded_error,
+    encoded_error,
+    together,
+)
 from mics_fn.faults import StopRequest
 from mics_fn.groups import Groups
 from mics_fn.shards import dtype_name, refuse_derivative
@@ -81,12 +87,12 @@ class Agreed:
         with block as tensors:
             spans.passing("save: write", self.options.step)
             with directory.write_errors("save: cannot write", path):
-                return replace(directory.write_part(path, tensors), extra=self.extra)
+                return directory.write_part(path, tensors)._replace(extra=self.extra)
 
 
 def agree_on(
     verb: str, path: Any, state: Tree, groups: Any, extra: Any, options: Options
-) -> tuple[Agreed, Callable[[], dict[manifest.Range, Tensor]]]:
+) -> tuple[Agreed, Callable[[], dict[manifest.Slice, Tensor]]]:
     """Compare a save between ranks, and let the first one make its folder.
 
     Args:
@@ -106,7 +112,7 @@ def agree_on(
     checks.path(verb, "path", path)
     spans.passing("save", options.step)
     folder = folder_to_write(path)
-    home = snapshot.main_home("save", groups, snapshot.homes_by_bucket("save", state, groups))
+    home = snapshot.main_home("save", state, groups)
     if home.state.members and not home.state.saves:  # another process may be the first rank since
         with together("save", home) as exchange:
             exchange.mine = folder.epoch
@@ -115,79 +121,58 @@ def agree_on(
         with together("save", home) as exchange:
             options.check()
             if before := _UNDER_WAY.get(os.path.realpath(folder.path)):
-                before.conclude()
-            contents = snapshot.contents_of("save", state, groups, options.replicas)
+                before.conclude("save")
+            contents = snapshot.contents_of("save", state, groups, home, options.replicas)
             if not contents.pieces:
                 fix = "pass a TrainState, or a tree with shards or tensors"
                 raise errors.LeafError("save: the state has no tensor to save", fix=fix)
             if isinstance(extra, Exception):
                 raise extra
-            plain = {name: x.data for name, x in contents.pieces.items() if x.home is None}
             text, extras = manifest.encoded(extra)
-            sums, of_extra = snapshot.checksums(plain), snapshot.checksums(extras)
+            of_extra = {name: int(checksum(x)) for name, x in extras.items()}
+            facts = _facts(contents)
+            steps = [f"{k}={x!r}" for k, x in contents.values.items() if f".{k}".endswith(".step")]
+            exchange.fact = f"step {options.step} in {folder.path}, {options}"
             exchange.mine = {
-                _WHAT: f"step {options.step} in {folder.path}, {options}",
-                **_numbers(contents.values),
-                "layout": tree.digest([f"{contents.tensors()}"]).hex(),
-                "sums": tree.digest([f"{sums}"]).hex(),
+                "steps": ", ".join(steps),
+                "state": tree.digest([f"{facts}"]).hex(),
                 "extra": tree.digest([f"{text}{of_extra}"]).hex(),
             }
             if home.position == 0:
                 new = folder.begin(options.step, options.overwrite)
                 exchange.mine["new"] = str(new), folder.epoch
-        _compare(exchange)
-        if exchange.differing("layout"):
-            _name_difference(home, contents)
-        if exchange.differing("sums"):
-            contents = contents.with_own(_different(home, sums))
+        if texts := exchange.differing("steps"):
+            fix = "same_step(state, groups, heal=True) takes the newer state from a replica"
+            lines = errors.rank_lines(texts)
+            raise errors.LostStateError("save: ranks differ in their steps", lines, fix)
+        if exchange.differing("state"):
+            # Ranks that differ now may have saved each of these states together before.
+            home.agreed.difference_update([seen for seen in home.agreed if seen[0] == _STATE])
+            fix = (
+                "let it be equal on all ranks, or pass it in extra=, which each rank has for itself"
+            )
+            agree(home, _STATE, facts, dict.fromkeys(contents.equal(), fix))
     except BaseException:
         folder.abandon()
         raise
     if home.position and not exchange.differing("extra"):
         text, extras = "", {}
     new, folder.epoch = exchange.all[home.ranks[0]]["new"]  # any rank may be the first one later
-    tensors = contents.tensors()
-    found = manifest.Manifest(options.step, options.replicas, tensors, contents.values)
+    found = manifest.Manifest(options.step, options.replicas, contents.tensors(), contents.values)
     agreed = Agreed(home, folder, Path(new), options, found, text)
     return agreed, partial(snapshot.written_here, contents, extras)
 
 
-_WHAT, _STEPS, _NUMBERS = "what they save", "their steps", "the numbers of the state"
+_STATE = "save: the state"
 
 
-def _numbers(values: Mapping[str, Any]) -> dict[str, str]:
-    """The numbers and texts of a state as text, and separately its steps."""
-    texts = {name: f"{name}={value!r}" for name, value in values.items()}
-    steps = [text for name, text in texts.items() if f".{name}".endswith(".step")]
-    return {_STEPS: ", ".join(steps), _NUMBERS: ", ".join(texts.values())}
-
-
-def _compare(exchange: Exchange) -> None:
-    """Raise DesyncError unless all ranks save the same step of the same values."""
-    for what in (_WHAT, _STEPS, _NUMBERS):
-        texts, text = exchange.differing(what), f"save: ranks differ in {what}"
-        if texts and what == _STEPS:
-            fix = "same_step(state, groups, heal=True) takes the newer state from a replica"
-            raise errors.LostStateError(text, errors.rank_lines(texts), fix)
-        if texts:
-            fix = "save the same step of the same state on all ranks"
-            raise errors.disagreement(text, texts, fix)
-
-
-def _name_difference(home: Groups, contents: snapshot.Contents) -> None:
-    """Raise DesyncError, which names the first tensor that ranks do not save alike."""
-    verb, tensors = "save: the state", contents.tensors()
-    facts = [(k, f"{x.shape} {dtype_name(x.dtype)} {x.copies}") for k, x in tensors.items()]
-    # Ranks that differ now may have saved each of these states together before.
-    home.agreed.difference_update([seen for seen in home.agreed if seen[0] == verb])
-    agree(home, verb, facts)
-
-
-def _different(home: Groups, sums: Mapping[str, int]) -> list[str]:
-    """The names of what differs between ranks, by the checksums of each."""
-    with together("save", home) as exchange:
-        exchange.mine = sums
-    return [name for name in sums if exchange.differing(name)]
+def _facts(contents: snapshot.Contents) -> list[tuple[str, str]]:
+    """What ranks compare of a state: of what each of them has in full, its values too."""
+    facts = [(name, f"{x!r}") for name, x in contents.values.items()]
+    for name, x in contents.pieces.items():
+        text = f"{x.shape} {dtype_name(x.data.dtype)} {x.copies}"
+        facts.append((name, text if x.home else f"{text}, values {int(checksum(x.data)):x}"))
+    return facts
 
 
 # `PendingSave`: a save under way, and how its ranks come to one end; see [Note: no plan
@@ -211,7 +196,7 @@ class PendingSave:
     def __init__(
         self, agreed: Agreed, write: Callable[[], manifest.SavedFile], *, follows: bool = True
     ) -> None:
-        self.step = agreed.options.step
+        self.step, self.timeout_s = agreed.options.step, agreed.home.timeout_s
         self._agreed, self._group_state = agreed, agreed.home.state
         self._write: Any = write
         self._store = cast(Store, self._group_state.channel.store)
@@ -266,54 +251,47 @@ class PendingSave:
             raise errors.FileError(errors.message(text, fix="wait() for it there"), self._place)
         return self._path
 
-    def finish(self) -> None:
-        """Wait for the end of the save."""
-        self._join(math.inf)
+    def finish(self, limit_s: float = math.inf) -> bool:
+        """Wait for the end of the save, so long at most; returns whether it has ended."""
+        deadline = time.monotonic() + limit_s
+        while self._thread.is_alive():
+            if time.monotonic() > deadline:
+                return False
+            self._thread.join(_WAIT_S)
         if _UNDER_WAY.get(self._place) is self and (self._reported or self._error is None):
             del _UNDER_WAY[self._place]
         if self.finish in self._group_state.endings:
             self._group_state.endings.remove(self.finish)
             if self._stop is not None:
                 self._stop.__exit__(None, None, None)
+        return True
 
-    def conclude(self) -> None:
-        """Wait for it; raise its error if it was not reported.
+    def conclude(self, verb: str, limit_s: float = math.inf, *, raises: bool = True) -> None:
+        """Wait for it, and raise its error if nobody was told of it.
 
-        If its groups are closed, other ranks may have heard something else: then it is logged.
+        Args:
+          verb: for errors.
+          limit_s: the longest wait.
+          raises: whether all ranks call this; else the error is logged, and raised later. If the
+            groups of the save are closed, other ranks may have heard something else: then it is
+            logged too.
         """
-        self.finish()  # Ctrl-C may end this wait, and the next save still has to wait
-        _UNDER_WAY.pop(self._place, None)
-        if self._reported:
-            return
-        if self._group_state.closed:
-            self._reported = True
-            self._log_error("save")
-        else:
-            self.wait()
-
-    def before_read(self, verb: str, *, raises: bool) -> None:
-        """Wait for its end, for somebody who reads the folder; see `folder_to_read`."""
-        limit_s = self._agreed.home.timeout_s
-        if not self._join(limit_s):
+        if not self.finish(
+            limit_s
+        ):  # Ctrl-C may end this wait, and the next save still has to wait
             text = f"{verb}: step {self.step} in {self._place} is still being saved by this process"
             fix = "wait() for the save, or make its groups with a longer timeout_s"
             lines = [f"waited for {limit_s:g} s, the timeout_s of its groups"]
             raise errors.FileError(errors.message(text, lines, fix), self._place)
         if raises:
-            self.conclude()
-        elif not self._reported:
-            self._log_error(verb)
-
-    def _log_error(self, verb: str) -> None:
+            _UNDER_WAY.pop(self._place, None)
+        if self._reported:
+            return
+        if raises and not self._group_state.closed:
+            self.wait()
+        self._reported = raises
         if self._error is not None:
             LOG.warning("%s: step %d was not saved: %s", verb, self.step, self._error)
-
-    def _join(self, limit_s: float) -> bool:
-        """Wait for the end of the thread, so long at most; returns whether it has ended."""
-        deadline = time.monotonic() + limit_s
-        while self._thread.is_alive() and time.monotonic() < deadline:
-            self._thread.join(_WAIT_S)
-        return not self._thread.is_alive()
 
     # On the thread.
 
@@ -343,7 +321,7 @@ class PendingSave:
                 self._agreed.folder.check_owned()
                 raise error or errors.FileError("save: nothing was written")
             return self._commit([file])
-        said = {"error": encoded_error(error), "file": None if file is None else file.to_json()}
+        said = {"error": encoded_error(error), "file": file}
         store.set(f"{self._key}/{home.position}", json.dumps(said))
         store.add(f"{self._key}/written", 1)
         if home.position == 0:
@@ -476,7 +454,7 @@ def folder_to_read(
     """
     pending = _UNDER_WAY.get(os.path.realpath(path))
     if pending is not None:
-        pending.before_read(verb, raises=raises)
+        pending.conclude(verb, pending.timeout_s, raises=raises)
     return directory.Folder(path)
 
 
@@ -497,12 +475,11 @@ def save(
     Args:
       path: the folder of the job's checkpoints, which all ranks share; it need not exist.
       state: a `TrainState`, or any pytree of shards, tensors, numbers and texts. Numbers are equal
-        on all ranks. A tensor that is not sharded is written once if it is equal on all ranks, and
-        else once per rank.
+        on all ranks, and so are tensors that are not sharded.
       groups: as for `shard`; for a `TrainState` those of its parameters.
       step: the number of the step, at least 0.
       extra: what else to keep: dicts, lists, tuples, numbers, texts and tensors. It may differ
-        between ranks.
+        between ranks, and each of them has its own again; on other ranks one of these.
       overwrite: "never" refuses a step that is not above all committed ones. "newer" writes it, and
         the steps from it on that were there do not count any more, as after a rollback. They are
         removed as soon as two others count; see [Note: epochs] in `checkpoint.directory`.
@@ -524,7 +501,7 @@ def save(
     Raises:
       FileError: the step would not be the newest, or a newer job has taken the folder.
       FileError: some rank cannot write; on all of them. Nothing has changed.
-      DesyncError: ranks save other steps or states.
+      DesyncError: ranks save other steps or states, or a tensor that is not sharded differs.
       PlanError, LeafError: the state cannot be saved like this, or has no tensor.
 
     Example:
@@ -540,10 +517,7 @@ def save(
     References: CheckFreq, Mohan et al., FAST 2021.
     """
     options = Options(step, overwrite, replicas, keep, keep_every)
-    agreed, slices = agree_on("save", path, state, groups, extra, options)
-    written = Job(lambda: agreed.write(snapshot.on_host(slices())))
-    written.run()
-    return _followed(agreed, written, written.result, follows=False).wait()
+    return _begun("save", path, state, groups, extra, options).wait()
 
 
 def start_save(
@@ -587,16 +561,21 @@ def start_save(
       'step-00000001'
     """
     options = Options(step, overwrite, replicas, keep, keep_every)
-    agreed, slices = agree_on("start_save", path, state, groups, extra, options)
-    copied = Job(lambda: snapshot.copied(slices()))
-    copied.run()
-    return _followed(agreed, copied, lambda: agreed.write(copied.result()), follows=True)
+    return _begun("start_save", path, state, groups, extra, options)
 
 
-def _followed(
-    agreed: Agreed, done: Job, write: Callable[[], manifest.SavedFile], *, follows: bool
+def _begun(
+    verb: str, path: Any, state: Tree, groups: Any, extra: Any, options: Options
 ) -> PendingSave:
-    """Let a save go on behind what this rank has done for it, whether that failed or not."""
+    """Copy or write what this rank saves; whether that fails or not, all ranks come to one end."""
+    agreed, slices = agree_on(verb, path, state, groups, extra, options)
+    follows = verb == "start_save"
+    if follows:
+        done = Job(lambda: snapshot.copied(slices()))
+    else:
+        done = Job(lambda: agreed.write(snapshot.on_host(slices())))
+    done.run()
+    write = (lambda: agreed.write(done.result())) if follows else done.result
     pending = PendingSave(agreed, write, follows=follows)
     if done.error is not None and not isinstance(done.error, Exception):
         raise done.error  # Ctrl-C; the other ranks hear of it

@@ -1,26 +1,25 @@
 """What a state holds, as named tensors and numbers; which slices this rank writes, and copies."""
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mics_fn import _torch, tree
 from mics_fn.checkpoint import manifest
-from mics_fn.collectives import Codec, checksum
+from mics_fn.collectives import Codec
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Groups
 from mics_fn.offload import ReadLock, in_file, is_coded, read
 from mics_fn.optim import TrainState, by_leaf
-from mics_fn.shards import Bucket, Nothing, Tied, homes_of, is_leaf, pieces
+from mics_fn.shards import Bucket, Nothing, Tied, dtype_name, homes_of, is_leaf, pieces
 from mics_fn.tree import Tree
 
-K = TypeVar("K")
-OnHost = AbstractContextManager[dict[manifest.Range, Tensor]]  # a block that has what is written
+OnHost = AbstractContextManager[dict[manifest.Slice, Tensor]]  # a block that has what is written
 
 
 class LocalPiece(NamedTuple):
@@ -31,7 +30,7 @@ class LocalPiece(NamedTuple):
       origin: where it begins.
       shape: of the tensor, in full.
       home: the groups in which it is cut; None if every rank has all of it.
-      copy: which of its copies this is, where replicas or ranks have values of their own.
+      copy: which of its copies this is, where replicas have values of their own.
       copies: how many there are.
     """
 
@@ -60,23 +59,16 @@ class Contents:
     def tensors(self) -> dict[str, manifest.SavedTensor]:
         """All tensors that ranks save together."""
         return {
-            name: manifest.SavedTensor(x.data.dtype, x.shape, x.copies)
+            name: manifest.SavedTensor(dtype_name(x.data.dtype), x.shape, x.copies)
             for name, x in self.pieces.items()
         }
 
-    def with_own(self, names: Iterable[str]) -> "Contents":
-        """The same, where each rank has values of its own of some tensors that it has in full."""
-        how = {"copy": self.home.position, "copies": self.home.world_size}
-        own = {name: self.pieces[name]._replace(**how) for name in names}
-        return replace(self, pieces=self.pieces | own)
+    def equal(self) -> list[str]:
+        """The names of all that is equal on all ranks."""
+        return [*self.values, *(name for name, x in self.pieces.items() if x.home is None)]
 
 
-def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The checksum of each of some tensors, by name."""
-    return {name: int(checksum(x)) for name, x in tensors.items()}
-
-
-def written_here(contents: Contents, extras: Mapping[str, Tensor]) -> dict[manifest.Range, Tensor]:
+def written_here(contents: Contents, extras: Mapping[str, Tensor]) -> dict[manifest.Slice, Tensor]:
     """The slices that this rank writes; of ranks that hold the same, each writes a part.
 
     The next slice is of whoever has fewest bytes so far. As all of these ranks hold the same, each
@@ -91,7 +83,7 @@ def written_here(contents: Contents, extras: Mapping[str, Tensor]) -> dict[manif
         raw = _dense(x).as_strided((x.numel(),), (1,)).view(torch.uint8)
         pieces[name] = LocalPiece(raw, 0, (), copy=main.position, copies=main.world_size)
     heaps: dict[Any, list[tuple[int, int]]] = {}
-    found: dict[manifest.Range, Tensor] = {}
+    found: dict[manifest.Slice, Tensor] = {}
     for name, piece in pieces.items():
         me, ranks = 0, 1
         if piece.copies == 1 and piece.home is None:
@@ -107,79 +99,67 @@ def written_here(contents: Contents, extras: Mapping[str, Tensor]) -> dict[manif
             heapq.heapreplace(heap, (load + len(part) * data.dtype.itemsize, writer))
             if writer == me:
                 low = piece.origin + start
-                found[manifest.Range(name, piece.copy, low, low + len(part))] = part
+                found[manifest.Slice(name, piece.copy, low, low + len(part))] = part
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class _Reader:
-    """Sorts the leaves of a state into `Contents`."""
-
-    verb: str
-    homes: Mapping[Bucket, Groups]
-    found: Contents
-    independent: bool
-
-    def take(self, name: str, leaf: Any) -> None:
-        """Sort one leaf."""
-        if isinstance(leaf, Nothing | Tied):
-            return
-        if is_leaf(leaf) and leaf.bucket is not None:
-            self._cut(name, leaf)
-        elif isinstance(leaf, Tensor) or is_leaf(leaf):
-            x = manifest.savable(self.verb, name, leaf.data if is_leaf(leaf) else leaf)
-            self.found.pieces[name] = LocalPiece(x, 0, tuple(x.shape))
-        elif isinstance(leaf, bool | int | float | str):
-            self.found.values[name] = leaf
-        else:
-            fix = "keep shards, tensors, numbers and texts in a state; pass the rest as extra="
-            raise LeafError(f"{self.verb}: {name} is {type(leaf).__name__}", fix=fix)
-
-    def _cut(self, name: str, leaf: Any) -> None:
-        """Take the piece of a shard.
-
-        Codes are saved as they are kept, under names that say which they are, so that no state
-        takes them for codes of another kind. Their blocks do not depend on the ranks that hold
-        them.
-        """
-        bucket, home = leaf.bucket, self.homes.get(leaf.bucket, self.found.home)
-        route, data = home.hierarchy.route, manifest.savable(self.verb, name, leaf.data)
-        right = bucket.parts == route.size
-        piece = pieces(bucket, route.chunk)[leaf.slot] if right else None
-        if piece is None or data.shape != (piece.length,):
-            text = f"{self.verb}: {name} is cut in {bucket.parts}, here {tuple(data.shape)}"
-            fix = "pass the groups that the tree was sharded with"
-            raise PlanError(f"{text}; its groups have {route.size} ranks", fix=fix)
-        how: Any = (home, home.replicas.rank, home.num_replicas) if self.independent else (home,)
-        codec: Codec | None = bucket.codes
-        if codec is None or not is_coded(leaf.data):
-            self.found.pieces[name] = LocalPiece(data, piece.origin, leaf.shape, *how)
-            return
-        kept: Any = data
-        codes, scales = kept.part_codes()
-        nbytes, block = kept.codes.elements.shape[1], codec.block
-        first, blocks = piece.origin // block, -(-bucket.numels[leaf.slot] // block)
-        found = self.found.pieces
-        found[f"{name} as {codec}"] = LocalPiece(codes, first * nbytes, (blocks * nbytes,), *how)
-        found[f"{name} as {codec}, scales"] = LocalPiece(scales, first, (blocks,), *how)
-
-
-def contents_of(verb: str, state: Tree, groups: Any, replicas: manifest.Replicas) -> Contents:
-    """What a state holds.
+def contents_of(
+    verb: str, state: Tree, groups: Any, home: Groups, replicas: manifest.Replicas
+) -> Contents:
+    """What a state holds; `home` is its `main_home`.
 
     Raises:
       LeafError: a leaf is neither a shard nor a dense tensor, a number or a text.
       PlanError: shards were made for other groups.
     """
-    homes = homes_by_bucket(verb, state, groups)
-    found = Contents(main_home(verb, groups, homes))
-    reader = _Reader(verb, homes, found, replicas == "independent")
-    plain = by_leaf(state)
+    homes, found, plain = homes_by_bucket(verb, state, groups), Contents(home), by_leaf(state)
     tree.refuse_equal_paths(verb, plain, "", is_leaf)
     leaves = tree.flatten(plain, is_leaf)[0]
     for name, leaf in zip(tree.paths(plain, "", is_leaf), leaves, strict=True):
-        reader.take(name, leaf)
+        if isinstance(leaf, Nothing | Tied):
+            continue
+        if is_leaf(leaf) and leaf.bucket is not None:
+            own = homes.get(leaf.bucket, home)
+            copy = (own.replicas.rank, own.num_replicas) if replicas == "independent" else (0, 1)
+            found.pieces.update(_pieces_of(verb, name, leaf, own, copy))
+        elif isinstance(leaf, Tensor) or is_leaf(leaf):
+            x = manifest.savable(verb, name, leaf.data if is_leaf(leaf) else leaf)
+            found.pieces[name] = LocalPiece(x, 0, tuple(x.shape))
+        elif isinstance(leaf, bool | int | float | str):
+            found.values[name] = leaf
+        else:
+            fix = "keep shards, tensors, numbers and texts in a state; pass the rest as extra="
+            raise LeafError(f"{verb}: {name} is {type(leaf).__name__}", fix=fix)
     return found
+
+
+def _pieces_of(
+    verb: str, name: str, leaf: Any, home: Groups, copy: tuple[int, int]
+) -> dict[str, LocalPiece]:
+    """What this rank has of a shard, by the names under which it is saved.
+
+    Codes are saved as they are kept, under names that say which they are, so that no state takes
+    them for codes of another kind. Their blocks do not depend on the ranks that hold them.
+    """
+    bucket, route = leaf.bucket, home.hierarchy.route
+    data = manifest.savable(verb, name, leaf.data)
+    right = bucket.parts == route.size
+    piece = pieces(bucket, route.chunk)[leaf.slot] if right else None
+    if piece is None or data.shape != (piece.length,):
+        text = f"{verb}: {name} is cut in {bucket.parts}, here {tuple(data.shape)}"
+        fix = "pass the groups that the tree was sharded with"
+        raise PlanError(f"{text}; its groups have {route.size} ranks", fix=fix)
+    codec: Codec | None = bucket.codes
+    if codec is None or not is_coded(leaf.data):
+        return {name: LocalPiece(data, piece.origin, leaf.shape, home, *copy)}
+    kept: Any = data
+    codes, scales = kept.part_codes()
+    nbytes, block = kept.codes.elements.shape[1], codec.block
+    first, blocks = piece.origin // block, -(-bucket.numels[leaf.slot] // block)
+    return {
+        f"{name} as {codec}": LocalPiece(codes, first * nbytes, (blocks * nbytes,), home, *copy),
+        f"{name} as {codec}, scales": LocalPiece(scales, first, (blocks,), home, *copy),
+    }
 
 
 def homes_by_bucket(verb: str, state: Tree, groups: Any) -> dict[Bucket, Groups]:
@@ -190,18 +170,17 @@ def homes_by_bucket(verb: str, state: Tree, groups: Any) -> dict[Bucket, Groups]
     states = [x for x in nodes if isinstance(x, TrainState)]
     params = states[0].params if states else state
     leaves = tree.flatten(params, is_leaf)[0]
-    homes = homes_of(verb, groups, params)
-    pairs = zip(leaves, homes, strict=True)
+    pairs = zip(leaves, homes_of(verb, groups, params), strict=True)
     return {leaf.bucket: home for leaf, home in pairs if getattr(leaf, "bucket", None)}
 
 
-def main_home(verb: str, groups: Any, homes: Mapping[Bucket, Groups]) -> Groups:
+def main_home(verb: str, state: Tree, groups: Any) -> Groups:
     """Return the groups whose ranks save one checkpoint.
 
     Raises:
       PlanError: leaves live on groups of different ranks.
     """
-    found = [groups] if isinstance(groups, Groups) else list(dict.fromkeys(homes.values()))
+    found = [*dict.fromkeys(homes_by_bucket(verb, state, groups).values())] or [groups]
     for home in found:
         home.partition.check_open()
         if sorted(home.ranks) != sorted(found[0].ranks):
@@ -222,14 +201,14 @@ _ALIGN = 64  # bytes; of a copy, for vector loads
 FREE: dict[str, Tensor] = {}
 
 
-def on_host(tensors: Mapping[K, Tensor]) -> AbstractContextManager[dict[K, Tensor]]:
+def on_host(tensors: Mapping[Any, Tensor]) -> AbstractContextManager[dict[Any, Tensor]]:
     """A block that has these tensors on the host: themselves if they are there already."""
     if all(x.is_cpu or in_file(x) for x in tensors.values()):
         return nullcontext({name: _dense(x) for name, x in tensors.items()})
     return copied(tensors)
 
 
-def copied(tensors: Mapping[K, Tensor]) -> AbstractContextManager[dict[K, Tensor]]:
+def copied(tensors: Mapping[Any, Tensor]) -> AbstractContextManager[dict[Any, Tensor]]:
     """Copy tensors; the result is a block that has the copies.
 
     What lies in files is not copied but held, so that steps meanwhile write to other parts, and
@@ -238,24 +217,21 @@ def copied(tensors: Mapping[K, Tensor]) -> AbstractContextManager[dict[K, Tensor
     On an accelerator the copies are queued on the current stream, in front of whatever changes
     the tensors next, and the block waits for them, not the caller.
     """
-    in_files: dict[K, Any] = {name: x for name, x in tensors.items() if in_file(x)}
+    in_files: dict[Any, Any] = {name: x for name, x in tensors.items() if in_file(x)}
     lock = ReadLock(in_files.values())
     near = {k: x for k, x in tensors.items() if k not in in_files}
     devices = {x.device for x in near.values() if _torch.is_async(x.device)}
-    places, end = dict[K, int](), 0
-    for name, x in near.items():
-        places[name] = end
-        end += -(-x.numel() * x.itemsize // _ALIGN) * _ALIGN
+    sizes = [-(-x.nbytes // _ALIGN) * _ALIGN for x in near.values()]
     device = next(iter(devices), torch.device("cpu"))
     memory = FREE.pop(device.type, None)
-    if memory is None or len(memory) < end:
+    if memory is None or len(memory) < sum(sizes):
         memory = None  # if it is too small, it goes before a larger one is made
-        memory = _torch.host_buffer(end, device)
-
-    copies = dict[K, Tensor]()
-    for name, x in near.items():
-        raw = memory[places[name] :][: x.numel() * x.itemsize]
-        copies[name] = raw.view(x.dtype).view(x.shape)
+        memory = _torch.host_buffer(sum(sizes), device)
+    parts = memory[: sum(sizes)].split(sizes)
+    copies = {
+        name: part[: x.nbytes].view(x.dtype).view(x.shape)
+        for (name, x), part in zip(near.items(), parts, strict=True)
+    }
     if near:
         pinned = bool(devices) and memory.is_pinned()
         with torch.no_grad():
@@ -264,7 +240,7 @@ def copied(tensors: Mapping[K, Tensor]) -> AbstractContextManager[dict[K, Tensor
     order = list(tensors)
 
     @contextmanager
-    def block() -> Iterator[dict[K, Tensor]]:
+    def block() -> Iterator[dict[Any, Tensor]]:
         try:
             for event in events:
                 event.synchronize()

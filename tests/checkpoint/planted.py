@@ -21,8 +21,8 @@ PLANTED = [
     (
         "a manifest with a gap between slices is taken",
         "checkpoint/manifest.py",
-        "_require(each.range.start == end < each.range.stop,",
-        "_require(each.range.start < each.range.stop,",
+        "_require(each.start == end < each.stop,",
+        "_require(each.start < each.stop,",
         "checkpoint/test_hostile.py -k what_is_hostile",
     ),
     (
@@ -99,7 +99,7 @@ PLANTED = [
         "values are not compared with their checksums",
         _D,
         "if zlib.crc32(out) != part.crc:",
-        "if not part.range:",
+        "if not part.name:",
         "checkpoint/test_damage.py -k flipped",
     ),
     (
