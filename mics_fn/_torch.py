@@ -729,6 +729,13 @@ def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
+def place_in_dcp(file: str, start: int, length: int) -> Any:
+    """A place in a file as torch.distributed.checkpoint describes it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, start, length)
+
+
 def total_memory(device: torch.device) -> int:
     """Bytes of memory of a device; of the machine for the CPU."""
     if not is_async(device):

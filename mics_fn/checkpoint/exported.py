@@ -9,11 +9,10 @@ their values may be their own.
 `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, flattened as torchtitan does,
 has `state.<parameter>.<moment>` for tensors and `param_groups.<parameter>.<option>` for options.
 
-Torch's own classes write them: a planner and a `FileSystemWriter` on each rank, which make one
-`.distcp` file per part, and at the end the writer of the first rank, which makes `.metadata`. These
-classes are used without their collectives, so that waits are bounded and errors are named as
-everywhere here. How such a directory is read without running anything in it is described in
-`init/torch_files.py`.
+Each file of such a directory has values in the form of `torch.save`, one after the other. At the
+end torch's own planner and writer make `.metadata` on the first rank. They are used without their
+collectives, so that waits are bounded and errors are named as everywhere here. How such a directory
+is read without running anything in it is described in `init/torch_files.py`.
 """
 
 import json
@@ -21,8 +20,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby
 from math import prod
 from operator import attrgetter
 from os import PathLike, fspath
@@ -32,7 +30,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor, nn
 
-from mics_fn import checks, shards, tree
+from mics_fn import _torch, checks, shards, tree
 from mics_fn.checkpoint import directory, manifest
 from mics_fn.collectives import Exchange, agree, together
 from mics_fn.errors import FileError, LeafError, PlanError, message
@@ -132,20 +130,6 @@ def saved(
     return Saved(name, key, tuple(leaf.shape), kind, -1 if bucket is None else bucket.index, tree)
 
 
-def same_leaves(verb: str, groups: Groups, path: str | PathLike, leaves: Sequence[Saved]) -> None:
-    """Compare what ranks are about to write, and where.
-
-    Communication: 32 bytes.
-
-    Raises:
-      DesyncError: on every rank, with the first leaf that differs.
-    """
-    # Even if these were compared before, another rank may now come with different ones.
-    groups.agreed.difference_update([seen for seen in groups.agreed if seen[0] == verb])
-    facts = [(f"params.{leaf.key}", f"{leaf.name!r} {leaf.shape} {leaf.dtype}") for leaf in leaves]
-    agree(groups, verb, [("path", os.path.abspath(path)), *facts])
-
-
 def in_files(verb: str, leaves: Sequence[Saved], max_file_bytes: float | str) -> list[list[Saved]]:
     """Leaves by file, each of at most so many bytes; a leaf that is larger has its own.
 
@@ -164,18 +148,14 @@ def in_files(verb: str, leaves: Sequence[Saved], max_file_bytes: float | str) ->
     return files
 
 
-class RoundPart(NamedTuple):
-    """What this rank writes in a round."""
-
-    file: int | None  # its number; None if this rank writes none
-    tensors: dict[str, Any]  # by name in the file, contiguous and on the CPU
-
-
 @torch.no_grad()
 def rounds(
     params: Mapping[str, Any], groups: Groups, files: Sequence[Sequence[Saved]]
-) -> Iterator[RoundPart]:
+) -> Iterator[tuple[int | None, dict[str, Tensor]]]:
     """What this rank writes, round after round; all ranks have the same number of rounds.
+
+    Yields:
+      The number of a file, None if this rank writes none; and what is in it, by name.
 
     Communication: in the first partition group, an all-gather of each bucket once per round in
       which it is needed; no other rank sends anything.
@@ -186,32 +166,28 @@ def rounds(
     here = writers.index(groups.position) if groups.position in writers else None
     for start in range(0, len(files), len(writers)):
         batch = files[start : start + len(writers)]
-        if here is None:
-            yield RoundPart(None, {})
-            continue
-        mine = set(batch[here]) if here < len(batch) else set()
+        mine = set(batch[here]) if here is not None and here < len(batch) else set()
         kept: dict[str, Tensor] = {}
-        every = sorted((leaf for file in batch for leaf in file), key=_bucket_of)
+        every = [] if here is None else sorted(chain(*batch), key=_bucket_of)
         for _, leaves in groupby(every, key=_bucket_of):
             kept |= _gathered(params, groups, list(leaves), mine)
-        yield RoundPart(start + here if mine else None, kept)
+        yield (start + (here or 0) if mine else None), kept
         kept.clear()  # so that nobody holds two files
 
 
 def _gathered(
     params: Mapping[str, Any], groups: Groups, leaves: Sequence[Saved], mine: set[Saved]
 ) -> dict[str, Tensor]:
-    """The leaves of a bucket that belong to this rank's file, by name in it."""
+    """The leaves of a bucket that belong to this rank's file, contiguous and on the CPU."""
     cut = {leaf.key: params[leaf.key] for leaf in leaves if shards.is_leaf(params[leaf.key])}
     full = shards.unshard(cut, groups.hierarchy)
     found: dict[str, Tensor] = {}
-    for leaf in leaves:
-        if leaf in mine:
-            given = params[leaf.key]
-            whole = full.pop(leaf.key, given)
-            copy = whole is given  # its memory may be that of others
-            x = whole.detach().to(device="cpu", dtype=leaf.dtype, copy=copy)
-            found[leaf.name] = x.contiguous()
+    for leaf in filter(mine.__contains__, leaves):
+        given = params[leaf.key]
+        whole = full.pop(leaf.key, given)
+        copy = whole is given  # its memory may be that of others
+        x = whole.detach().to(device="cpu", dtype=leaf.dtype, copy=copy)
+        found[leaf.name] = x.contiguous()
     return found
 
 
@@ -240,8 +216,9 @@ def export(
     verb: str,
     path: Path,
     home: Groups,
-    parts: Iterator[RoundPart],
-    write: Callable[[Path, RoundPart], Any],
+    params: Mapping[str, Any],
+    files: Sequence[Sequence[Saved]],
+    write: Callable[[Path, int, dict[str, Tensor]], Any],
     finish: Callable[[Path, list[Any]], None],
 ) -> None:
     """Write files into a folder beside the path, which gets its name when all are complete.
@@ -253,16 +230,22 @@ def export(
       verb: for errors.
       path: what the folder will be called.
       home: the ranks that write, or wait until it is there.
-      parts: what this rank writes, round after round.
+      params: shards and tensors by name.
+      files: what each file has of them.
       write: writes a file, and gives what the first rank is to know of it.
       finish: writes on the first rank what makes the rest readable.
 
-    Communication: two small all-gathers over the partition group and over the replication group for
-      each round, and two more.
+    Communication: 32 bytes; two small all-gathers over the partition group and over the replication
+      group for each round, and two more.
 
     Raises:
       FileError: some rank cannot write; on every rank.
+      DesyncError: ranks write other leaves; the first one that differs is named.
     """
+    # Even if these were compared before, another rank may now come with different ones.
+    home.agreed.difference_update([seen for seen in home.agreed if seen[0] == verb])
+    facts = [(f"params.{x.key}", f"{x.name!r} {x.shape} {x.dtype}") for x in chain(*files)]
+    agree(home, verb, facts)
     first = home.ranks[home.plan.partition_groups[0][0]]
     made, said = None, list[Any]()
     try:
@@ -273,10 +256,10 @@ def export(
                 path.with_name(exchange.mine).mkdir()
                 made = path.with_name(exchange.mine)
         folder = path.with_name(exchange.all[first])
-        for part in parts:
+        for number, tensors in rounds(params, home, files):
             with _together(verb, path, home) as exchange:
-                if part.file is not None:
-                    exchange.mine = write(folder, part)
+                if number is not None:
+                    exchange.mine = write(folder, number, tensors)
             said += [each for each in exchange.all.values() if each is not None]
         with _together(verb, path, home):
             if made is not None:
@@ -357,7 +340,7 @@ def group_options(params: Sequence[Saved], options: Mapping[str, Any] | None) ->
 
 # `save_dcp` and `load_dcp`: directories of torch.distributed.checkpoint (DCP).
 
-Place = tuple[str, int, int]  # of a tensor: its file, first byte and length
+Place = tuple[str, str, int, int]  # of a value: its name, its file, first byte and length
 
 
 def load_dcp(
@@ -481,8 +464,9 @@ def save_dcp(
     """
     verb = "save_dcp"
     home = one_job(verb, groups)
-    with together(verb, home, f"path={str(path)!r}, {prefix!r}, {max_file_bytes}, {dtype}"):
+    with together(verb, home) as exchange:
         target = free_path(verb, path)
+        exchange.fact = f"path={str(target)!r}, {prefix!r}, {max_file_bytes}, {dtype}"
         opt = params.opt if isinstance(params, TrainState) else None
         values = params.params if isinstance(params, TrainState) else params
         leaves = saved_leaves(verb, values, home, names, dtype)
@@ -490,74 +474,64 @@ def save_dcp(
         objects = group_options(leaves, None if opt is None else param_group)
         leaves = [*(_prefixed(leaf, prefix) for leaf in leaves), *more]
         files = in_files(verb, leaves, max_file_bytes)
-    same_leaves(verb, home, path, leaves)
-    own: list[Any] = []  # torch's own form of a place, of which the first rank needs one
 
-    def write(folder: Path, part: RoundPart) -> list[tuple[str, Place]]:
-        written = _write(folder, part)
-        own.extend(at for _, at in written)
-        return [(name, (at.relative_path, at.offset, at.length)) for name, at in written]
-
-    def finish(folder: Path, said: list[list[tuple[str, Place]]]) -> None:
+    def finish(folder: Path, said: list[list[Place]]) -> None:
         if objects:  # the last file is theirs
-            said.append(write(folder, RoundPart(len(files), objects)))
-        places = {name: place for part in said for name, place in part}
-        places |= {name: places[leaf.name] for leaf in leaves for name in leaf.also}
-        _describe(folder, _state_dict(leaves, objects, prefix), places, own[0])
+            said.append(_write_dcp(folder, len(files), objects))
+        _describe(folder, leaves, objects, prefix, list(chain(*said)))
 
-    export(verb, target, home, rounds({**values, **moments}, home, files), write, finish)
+    export(verb, target, home, {**values, **moments}, files, _write_dcp, finish)
 
 
 def _prefixed(leaf: Saved, prefix: str) -> Saved:
     return leaf._replace(name=prefix + leaf.name, also=tuple(prefix + name for name in leaf.also))
 
 
-def _write(folder: Path, part: RoundPart) -> list[tuple[str, Any]]:
-    """Write a file and sync it; the name of each tensor, and where torch says that it lies."""
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
-    planner, writer = DefaultSavePlanner(flatten_state_dict=False), FileSystemWriter(folder)
-    planner.set_up_planner(part.tensors, is_coordinator=True)
-    plan = planner.create_local_plan()
-    # A writer names its file after the number of its plan.
-    plan = writer.prepare_global_plan([plan] * (1 + (part.file or 0)))[-1]
-    written = writer.write_data(planner.finish_plan(plan), planner).wait()
-    return [(result.index.fqn, result.storage_data) for result in written]
+def _write_dcp(folder: Path, number: int, values: Mapping[str, Any]) -> list[Place]:
+    """Write a file and sync it, one value after the other in the form of `torch.save`."""
+    name, places = f"__{number}_0.distcp", list[Place]()
+    with open(folder / name, "xb") as file:
+        for key, value in values.items():
+            start = file.tell()
+            torch.save(value, file)
+            places.append((key, name, start, file.tell() - start))
+    directory.sync(folder / name)
+    return places
 
 
-def _describe(folder: Path, state: dict[str, Any], places: Mapping[str, Place], own: Any) -> None:
-    """Write what describes all files of a state dict; `own` is a place in torch's own form."""
+def _describe(
+    folder: Path,
+    leaves: Sequence[Saved],
+    objects: Mapping[str, Any],
+    prefix: str,
+    places: Sequence[Place],
+) -> None:
+    """Write what describes all files: of each name the place, and where a state dict has it.
+
+    That is flat, but for the part of a prefix up to its last dot, which is a key of an outer dict.
+    """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.storage import WriteResult
 
-    planner, writer = DefaultSavePlanner(), FileSystemWriter(folder)
+    place_of: dict[str, Any] = {name: place for name, *place in places}
+    state, outer = dict(objects), dict.fromkeys(objects, OPTIMIZER)
+    for leaf in leaves:
+        for name in (leaf.name, *leaf.also):
+            state[name] = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+            outer[name] = OPTIMIZER if leaf.tree else prefix[: prefix.rfind(".") + 1]
+            place_of[name] = place_of[leaf.name]
+    planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(state, is_coordinator=True)
     plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-    results = []
+    metadata.planner_data = {
+        name: (*begin.split(".")[:-1], name.removeprefix(begin)) for name, begin in outer.items()
+    }
+    results = list[WriteResult]()
     for item in plans[0].items:
-        file, start, length = places[item.index.fqn]
-        place = replace(own, relative_path=file, offset=start, length=length)
-        results.append(WriteResult(item.index, length, place))
-    writer.finish(metadata, [results])
-
-
-def _state_dict(leaves: Sequence[Saved], objects: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The state dict that was saved, tensors on meta: nested where a prefix has dots."""
-    outer = prefix[: prefix.rfind(".") + 1]
-    named: list[tuple[str, str, Any]] = [(OPTIMIZER, name, x) for name, x in objects.items()]
-    for leaf in leaves:
-        empty = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-        begin = OPTIMIZER if leaf.tree else outer
-        named += [(begin, name, empty) for name in (leaf.name, *leaf.also)]
-    found: dict[str, Any] = {}
-    for begin, name, value in named:
-        inner = found
-        for key in begin.split(".")[:-1]:
-            inner = inner.setdefault(key, {})
-        inner[name.removeprefix(begin)] = value
-    return found
+        file, start, length = place_of[item.index.fqn]
+        results.append(WriteResult(item.index, length, _torch.place_in_dcp(file, start, length)))
+    FileSystemWriter(folder).finish(metadata, [results])
 
 
 # `save_pretrained`: a directory that `from_pretrained` of transformers loads.
@@ -624,32 +598,28 @@ def save_pretrained(
       {'w': Sharded(shape=(2, 3), float32, here 6 of 6)}
     """
     home = one_job(_VERB, groups)
-    with together(_VERB, home, f"path={str(path)!r}, max_file_bytes={max_file_bytes}, {dtype}"):
+    with together(_VERB, home) as exchange:
         from safetensors.torch import save_file
 
-        _check_config(config)
+        saves = callable(getattr(config, "save_pretrained", None))
+        wrong = isinstance(config, nn.Module)  # which would save its own weights
+        if wrong or not (config is None or isinstance(config, dict) or saves):
+            what = f"{_VERB}: config is {type(config).__name__}, expected a dict, or an object with"
+            raise LeafError(f"{what} save_pretrained(path)", fix="pass model.config")
         target = free_path(_VERB, path)
+        exchange.fact = f"path={str(target)!r}, max_file_bytes={max_file_bytes}, {dtype}"
         leaves = saved_leaves(_VERB, params, home, names, dtype)
         files = in_files(_VERB, leaves, max_file_bytes)
-    same_leaves(_VERB, home, path, leaves)
 
-    def write(folder: Path, part: RoundPart) -> None:
-        file = folder / _file_name(part.file or 0, len(files))
-        save_file(part.tensors, file, metadata={"format": "pt"})
+    def write(folder: Path, number: int, tensors: dict[str, Tensor]) -> None:
+        file = folder / _file_name(number, len(files))
+        save_file(tensors, file, metadata={"format": "pt"})
         directory.finish_file(file)
 
     def finish(folder: Path, said: list[Any]) -> None:
         _finish(folder, files, config)
 
-    export(_VERB, target, home, rounds(params, home, files), write, finish)
-
-
-def _check_config(config: Any) -> None:
-    saves = callable(getattr(config, "save_pretrained", None))
-    wrong = isinstance(config, nn.Module)  # which would save its own weights
-    if wrong or not (config is None or isinstance(config, dict) or saves):
-        what = f"{_VERB}: config is {type(config).__name__}, expected a dict, or an object with"
-        raise LeafError(f"{what} save_pretrained(path)", fix="pass model.config")
+    export(_VERB, target, home, params, files, write, finish)
 
 
 def _file_name(number: int, count: int) -> str:
@@ -667,13 +637,13 @@ def _finish(folder: Path, files: Sequence[Sequence[Saved]], config: Any) -> None
         _write_json(folder / _CONFIG, config)
     elif config is not None:
         config.save_pretrained(folder)
-    _note_dtype(folder / _CONFIG, [leaf for file in files for leaf in file])
+    _note_dtype(folder / _CONFIG, list(chain(*files)))
     for extra in folder.iterdir():
         directory.sync(extra)
     if len(files) > 1:
         names = [(leaf.name, i) for i, file in enumerate(files) for leaf in file]
         places = {name: _file_name(i, len(files)) for name, i in sorted(names)}
-        total = sum(leaf.nbytes for file in files for leaf in file)
+        total = sum(leaf.nbytes for leaf in chain(*files))
         index = {"metadata": {"total_size": total}, "weight_map": places}
         _write_json(folder / "model.safetensors.index.json", index)
 
