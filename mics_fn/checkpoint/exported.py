@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn import _torch, checks, shards, tree
-from mics_fn.checkpoint import directory, manifest
+from mics_fn.checkpoint import directory
 from mics_fn.collectives import Exchange, agree, together
 from mics_fn.errors import FileError, LeafError, PlanError, message
 from mics_fn.groups import Groups
@@ -121,7 +121,7 @@ def saved(
     data = leaf.data if shards.is_leaf(leaf) else leaf
     if data is leaf:
         where = f"params.{key}"
-        shards.check_tensor(verb, where, manifest.savable(verb, where, data), data.device)
+        shards.check_tensor(verb, where, directory.savable(verb, where, data), data.device)
     bucket = getattr(leaf, "bucket", None)
     if bucket is not None and data.dtype != bucket.dtype:
         what = f"{verb}: {key} is {data.dtype} in a bucket of {bucket.dtype}"

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, checks, shards, spans, tree
-from mics_fn.checkpoint import directory, manifest, snapshot
-from mics_fn.checkpoint.saving import folder_to_read
+from mics_fn.checkpoint import directory
+from mics_fn.checkpoint.saving import Contents, contents_of, folder_to_read, main_home
 from mics_fn.collectives import together
 from mics_fn.errors import FileError, human_bytes, message
 from mics_fn.groups import Groups
@@ -30,10 +30,10 @@ _SHOWN = 8  # at most so many mismatches are listed
 
 
 def refuse_other_state(
-    path: Path, saved: manifest.Manifest, target: snapshot.Contents, replicas: manifest.Replicas
+    path: Path, saved: directory.Manifest, target: Contents, replicas: directory.Replicas
 ) -> None:
     """Raise FileError unless everything in the target is in a step, and nothing else."""
-    wrong, wanted = list[str](), target.tensors()
+    wrong, wanted = list[str](), {name: x.saved for name, x in target.pieces.items()}
     if replicas != saved.replicas:
         wrong.append(f"replicas: saved {saved.replicas!r}, expected {replicas!r}")
     wrong += [f"{name} is missing" for name in wanted if name not in saved.tensors]
@@ -55,7 +55,7 @@ def refuse_other_state(
         raise FileError(message(text, [*wrong[:_SHOWN], *more], fix), str(path))
 
 
-def fill(path: Path, saved: manifest.Manifest, target: snapshot.Contents) -> Any:
+def fill(path: Path, saved: directory.Manifest, target: Contents) -> Any:
     """Read all that the target has on this rank; returns what this rank gave as extra."""
     wanted, copies = list[Wanted](), list[tuple[Tensor, Tensor]]()
     for name, piece in target.pieces.items():
@@ -79,10 +79,10 @@ def fill(path: Path, saved: manifest.Manifest, target: snapshot.Contents) -> Any
     for x, values in copies:
         x.copy_(values)
     try:
-        return manifest.decoded(files[giver].extra, given)
+        return directory.decoded(files[giver].extra, given)
     except (LookupError, TypeError, ValueError, RuntimeError) as error:  # also of recursion
-        path /= manifest.NAME
-        what = message(f"load: {path} cannot be read", [f"{manifest.EXTRA}: {error}"])
+        path /= directory.NAME
+        what = message(f"load: {path} cannot be read", [f"{directory.EXTRA}: {error}"])
         raise FileError(what, str(path), damaged=True) from error
 
 
@@ -97,7 +97,7 @@ class Wanted(NamedTuple):
     """
 
     file: int
-    part: manifest.Slice
+    part: directory.Slice
     target: Tensor
     origin: int
 
@@ -119,14 +119,15 @@ class Wanted(NamedTuple):
             flat[place].copy_(values)
 
 
-def _read(path: Path, files: Sequence[manifest.SavedFile], wanted: list[Wanted]) -> None:
+def _read(path: Path, files: Sequence[directory.SavedFile], wanted: list[Wanted]) -> None:
     """Read slices with a few threads, in the order in which they lie."""
     wanted.sort(key=lambda want: (want.file, want.part.offset))
     with ExitStack() as opened:
         parts = dict[int, directory.PartFile]()
         for number in sorted({want.file for want in wanted}):
-            part = directory.PartFile(path, files[number])
-            parts[number] = opened.enter_context(closing(part))
+            part = opened.enter_context(closing(directory.PartFile(path, files[number])))
+            part.check()
+            parts[number] = part
         rest = iter(wanted)  # each thread takes the next one, with nothing to do for a small slice
 
         def read_on(_: int) -> None:
@@ -161,7 +162,7 @@ def load(
     *,
     step: int | None = None,
     on_corrupt: Literal["raise", "previous"] = "raise",
-    replicas: manifest.Replicas = "equal",
+    replicas: directory.Replicas = "equal",
     donate: bool = False,
 ) -> Loaded:
     """A state that was saved, for any number of ranks, levels and placement. All ranks call it.
@@ -216,7 +217,7 @@ def load(
     checks.flag("load", "donate", donate)
     spans.passing("load")
     like = shards.reclaimed(like)  # of what a write that was cut short has left, only the memory
-    home = snapshot.main_home("load", like, groups)
+    home = main_home("load", like, groups)
     folder, refused = directory.Folder(path), dict[int, FileError]()
     # Several steps may be read into this memory one after the other, but it is given away once.
     given = memory_like(like, donate=True) if donate else like
@@ -260,13 +261,13 @@ def _load(
     like: Tree,
     groups: Any,
     home: Groups,
-    replicas: manifest.Replicas,
+    replicas: directory.Replicas,
     writing: shards.Writing | None,
 ) -> Loaded:
     """Read one step; with `writing` into the memory of `like`, which it covers."""
     with together("load", home) as exchange:
         saved, digest = directory.manifest_in(path, step)
-        target = snapshot.contents_of("load", like, groups, home, replicas)
+        target = contents_of("load", like, groups, home, replicas)
         refuse_other_state(path, saved, target, replicas)
         exchange.mine = digest
     if len(set(exchange.all.values())) > 1:
@@ -276,7 +277,7 @@ def _load(
         state = memory_like(like, donate=writing is not None)
         if writing is not None:
             writing.mark_donated()
-        target = snapshot.contents_of("load", state, groups, home, replicas)
+        target = contents_of("load", state, groups, home, replicas)
         extra = fill(path, saved, target)
         state = with_values(state, saved.values)
     return Loaded(state, step, extra)
@@ -427,7 +428,8 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verified:
     return Verified(number, place, len(saved.files), len(saved.tensors), nbytes)
 
 
-def _check_file(place: Path, saved: manifest.Manifest, file: manifest.SavedFile) -> None:
+def _check_file(place: Path, saved: directory.Manifest, file: directory.SavedFile) -> None:
     with closing(directory.PartFile(place, file)) as part:
+        part.check()
         for one in file.slices:
             part.read(one, memoryview(bytearray(saved.nbytes(one))))

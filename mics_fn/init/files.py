@@ -62,14 +62,15 @@ class File:
     Args:
       verb: for errors.
       path: as errors name it; symbolic links in it are followed.
+      fix: what to do if it is damaged.
 
     Raises:
       FileError: it is not a regular file.
       OSError: it cannot be opened.
     """
 
-    def __init__(self, verb: str, path: str | Path) -> None:
-        self.verb, self.path = verb, str(path)
+    def __init__(self, verb: str, path: str | Path, fix: str = FETCH) -> None:
+        self.verb, self.path, self._fix = verb, str(path), fix
         self._start = 0  # where byte 0 of what is read lies
         real = os.path.realpath(path)
         self._require_regular(os.lstat(real))
@@ -155,7 +156,9 @@ class File:
             try:
                 count = os.preadv(self._fd, [rest], self._start + offset)
             except OSError as error:
-                raise self.error(f"cannot be read: {error.strerror}", leaf=leaf) from error
+                wrong = self.error(f"cannot be read: {error.strerror}", leaf=leaf)
+                wrong.damaged = False  # nothing is known of it
+                raise wrong from error
             if not count:
                 problem = f"nothing is at byte {offset}, and it had {self.size} when it was opened"
                 fix = "write to another file and rename it, so that no reader sees a part of it"
@@ -193,12 +196,12 @@ class File:
         return Entry(tuple(shape), kind, read)
 
     def error(
-        self, what: str, lines: Sequence[str] = (), leaf: str = "", fix: str = FETCH
+        self, what: str, lines: Sequence[str] = (), leaf: str = "", fix: str = ""
     ) -> FileError:
         """The error that something is wrong with the file, or with a leaf of it."""
         lines = [f"{shown(leaf)}: {lines[0]}", *lines[1:]] if leaf and lines else lines
-        text = f"{self.verb}: {self.path} {what}"
-        return FileError(message(text, lines, fix), self.path, leaf)
+        text = message(f"{self.verb}: {self.path} {what}", lines, fix or self._fix)
+        return FileError(text, self.path, leaf, damaged=True)
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Mistakes in checkpoints that would lose data or restore something else; `planting.py` checks."""
 
 _D = "checkpoint/directory.py"
-_C = "checkpoint/snapshot.py"
+_C = "checkpoint/saving.py"
 
 PLANTED = [
     (
@@ -20,7 +20,7 @@ PLANTED = [
     ),
     (
         "a manifest with a gap between slices is taken",
-        "checkpoint/manifest.py",
+        _D,
         "_require(each.start == end < each.stop,",
         "_require(each.start < each.stop,",
         "checkpoint/test_hostile.py -k what_is_hostile",
@@ -126,21 +126,21 @@ PLANTED = [
     (
         "each replica saves what the first one has",
         _C,
-        "how: Any = (home, home.replicas.rank, home.num_replicas)",
-        "how: Any = (home, 0, home.num_replicas)",
+        "copy = (own.replicas.rank, own.num_replicas)",
+        "copy = (0, own.num_replicas)",
         "checkpoint/test_saved_codes.py -k any_ranks",
     ),
     (
         "states of different steps are saved as one",
-        "checkpoint/saving.py",
-        "        _compare(exchange)\n",
-        "",
+        _C,
+        'if texts := exchange.differing("steps"):',
+        "if texts := {}:",
         "checkpoint/test_one_end.py -k torn",
     ),
     (
         "states of which each was saved before on all ranks are saved as one",
-        "checkpoint/saving.py",
-        'if exchange.differing("layout"):',
+        _C,
+        'if exchange.differing("state"):',
         "if contents is None:",
         "checkpoint/test_one_end.py -k compared_again",
     ),
@@ -167,7 +167,7 @@ PLANTED = [
     ),
     (
         "a process that takes the place of the first rank takes the folder back",
-        "checkpoint/saving.py",
+        _C,
         "        folder.epoch = max(exchange.all.values())\n",
         "        pass\n",
         "checkpoint/test_two_jobs.py",

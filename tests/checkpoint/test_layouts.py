@@ -16,8 +16,8 @@ from torch import Tensor
 
 import mics_fn as mf
 from mics_fn import checkpoint, optim, tree
+from mics_fn.checkpoint.directory import SAVED
 from mics_fn.checkpoint.loading import memory_like
-from mics_fn.checkpoint.manifest import SAVED
 from mics_fn.errors import DesyncError, LeafError, MicsError
 from mics_fn.optim.flat import by_leaf
 
