@@ -12,7 +12,7 @@ has `state.<parameter>.<moment>` for tensors and `param_groups.<parameter>.<opti
 Each file of such a directory has values in the form of `torch.save`, one after the other. At the
 end torch's own planner and writer make `.metadata` on the first rank. They are used without their
 collectives, so that waits are bounded and errors are named as everywhere here. How such a directory
-is read without running anything in it is described in `init/torch_files.py`.
+is read without running anything in it is described in `init/files.py`.
 """
 
 import json
