@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from mics_fn.offload import ReadLock, in_file, is_coded, read
 from mics_fn.optim import TrainState, by_leaf
 from mics_fn.shards import is_leaf
 from mics_fn.spans import LOG
-from mics_fn.store import Store, later, poll
+from mics_fn.store import later, poll
 from mics_fn.threads import Job, start
 from mics_fn.tree import Tree
 
@@ -285,37 +285,37 @@ def _dense(x: Any) -> Tensor:
 # The start of a save: what all ranks compare before the first byte is written.
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of a save; see `save`."""
+class SaveOptions(TypedDict, total=False):
+    """Options of `save` and `start_save`; see `save`."""
 
-    step: int
     overwrite: directory.Overwrite
     replicas: directory.Replicas
     keep: int | None
     keep_every: int | None
 
-    def check(self) -> None:
-        """Raise PlanError unless they are what they should be."""
-        checks.integer("save", "step", self.step, 0)
-        checks.integer("save", "keep", self.keep, optional=True)
-        checks.integer("save", "keep_every", self.keep_every, optional=True)
-        checks.choice("save", "overwrite", self.overwrite, "never", "newer")
-        checks.choice("save", "replicas", self.replicas, "equal", "independent")
+
+def _check(step: int, options: SaveOptions) -> None:
+    """Raise PlanError or TypeError unless they are what they should be."""
+    checks.options("save", options, SaveOptions.__annotations__)
+    checks.integer("save", "step", step, 0)
+    checks.integer("save", "keep", options.get("keep"), optional=True)
+    checks.integer("save", "keep_every", options.get("keep_every"), optional=True)
+    checks.choice("save", "overwrite", options.get("overwrite", "never"), "never", "newer")
+    checks.choice("save", "replicas", options.get("replicas", "equal"), "equal", "independent")
 
 
 _STATE = "save: the state"
 
 
 def agree_on(
-    verb: str, path: Any, state: Tree, groups: Any, extra: Any, options: Options
+    verb: str, path: Any, state: Tree, groups: Any, step: int, extra: Any, options: SaveOptions
 ) -> tuple["PendingSave", Callable[[], dict[directory.Slice, Tensor]]]:
     """Compare a save between ranks, and let the first one make its folder.
 
     Args:
       verb: "save" or "start_save".
-      path, state, groups, extra, options: as it was given. If `extra` is an error, which this
-        rank met when it made it, all ranks raise.
+      path, state, groups, step, extra, options: as it was given. If `extra` is an error, which
+        this rank met when it made it, all ranks raise.
 
     Returns:
       The save, and what gives the slices that this rank writes; only that refers to the state.
@@ -327,7 +327,8 @@ def agree_on(
     """
     shards.refuse_derivative(f"checkpoint.{verb}", (), "call it outside of torch.func")
     checks.path(verb, "path", path)
-    spans.passing("save", options.step)
+    spans.passing("save", step)
+    replicas: directory.Replicas = options.get("replicas", "equal")
     folder, home = folder_to_write(path), main_home("save", state, groups)
     if home.state.members and not home.state.saves:  # another process may be the first rank since
         with together("save", home) as exchange:
@@ -335,10 +336,10 @@ def agree_on(
         folder.epoch = max(exchange.all.values())
     try:
         with together("save", home) as exchange:
-            options.check()
+            _check(step, options)
             if before := _UNDER_WAY.get(os.path.realpath(folder.path)):
                 before.conclude("save")
-            contents = contents_of("save", state, groups, home, options.replicas)
+            contents = contents_of("save", state, groups, home, replicas)
             if not contents.pieces:
                 fix = "pass a TrainState, or a tree with shards or tensors"
                 raise LeafError("save: the state has no tensor to save", fix=fix)
@@ -348,14 +349,14 @@ def agree_on(
             of_extra = {name: int(collectives.checksum(x)) for name, x in extras.items()}
             facts, values = contents.facts(), contents.values
             steps = [f"{k}={x!r}" for k, x in values.items() if f".{k}".endswith(".step")]
-            exchange.fact = f"step {options.step} in {folder.path}, {options}"
+            exchange.fact = f"step {step} in {folder.path}, {sorted(options.items())}"
             exchange.mine = {
                 "steps": ", ".join(steps),
                 "state": tree.digest([f"{facts}"]).hex(),
                 "extra": tree.digest([f"{text}{of_extra}"]).hex(),
             }
             if home.position == 0:
-                new = folder.begin(options.step, options.overwrite)
+                new = folder.begin(step, options.get("overwrite", "never"))
                 exchange.mine["new"] = str(new), folder.epoch
         if texts := exchange.differing("steps"):
             fix = "same_step(state, groups, heal=True) takes the newer state from a replica"
@@ -374,7 +375,7 @@ def agree_on(
         text, extras = "", {}
     new, folder.epoch = exchange.all[home.ranks[0]]["new"]  # any rank may be the first one later
     tensors = {name: x.saved for name, x in contents.pieces.items()}
-    found = directory.Manifest(options.step, options.replicas, tensors, values)
+    found = directory.Manifest(step, replicas, tensors, values)
     pending = PendingSave(home, folder, Path(new), options, found, text)
     return pending, partial(written_here, contents, extras)
 
@@ -388,6 +389,7 @@ _WAIT_S = 0.1  # between two looks of whoever waits for a save
 _BEHIND = 19  # how nice a thread is that only writes
 
 
+@dataclass(eq=False)
 class PendingSave:
     """A save that all ranks have agreed on, without anything of the state; made by `start_save`.
 
@@ -400,30 +402,30 @@ class PendingSave:
       extra: what this rank gave besides the state, as JSON; "" if the first one has it for all.
     """
 
-    def __init__(
-        self,
-        home: Groups,
-        folder: directory.Folder,
-        new: Path,
-        options: Options,
-        found: directory.Manifest,
-        extra: str,
-    ) -> None:
-        self.step, self.timeout_s = options.step, home.timeout_s
-        self._home, self._folder, self._new = home, folder, new
-        self._options, self._found, self._extra = options, found, extra
-        self._group_state, self._place = home.state, os.path.realpath(folder.path)
-        self._store = cast(Store, home.state.channel.store)
-        self._path: Path | None = None
-        self._error: BaseException | None = None
+    home: Groups
+    folder: directory.Folder
+    new: Path
+    options: SaveOptions
+    found: directory.Manifest
+    extra: str
+    _path: Path | None = None
+    _error: BaseException | None = None
+
+    @property
+    def step(self) -> int:
+        """The number of the step."""
+        return self.found.step
+
+    def __repr__(self) -> str:
+        return f"PendingSave(step={self.step}, done={self.done})"
 
     def write(self, block: OnHost) -> directory.SavedFile:
         """Write this rank's file, of what a block has."""
-        path = self._new / f"rank-{self._home.position:05d}.safetensors"
+        path = self.new / f"rank-{self.home.position:05d}.safetensors"
         with block as tensors:
             spans.passing("save: write", self.step)
             with directory.write_errors("save: cannot write", path):
-                return directory.write_part(path, tensors)._replace(extra=self._extra)
+                return directory.write_part(path, tensors)._replace(extra=self.extra)
 
     def begin(self, write: Callable[[], directory.SavedFile], *, follows: bool) -> None:
         """Go on in a thread.
@@ -432,8 +434,9 @@ class PendingSave:
           write: writes this rank's file, or gives what came of that.
           follows: whether training goes on, and `due` is called after each step.
         """
-        home, state = self._home, self._group_state
+        home, state = self.home, self.home.state
         state.saves += 1
+        self._place, self._store = os.path.realpath(self.folder.path), state.channel.store
         self._key = f"{state.key}/save/{home.ranks[0]}"  # all replicas have one state
         self._number, self._write = state.saves, write
         self._reported = not follows  # whether the program knows how it ended: it waits for itself
@@ -489,8 +492,8 @@ class PendingSave:
             self._thread.join(_WAIT_S)
         if _UNDER_WAY.get(self._place) is self and (self._reported or self._error is None):
             del _UNDER_WAY[self._place]
-        if self.finish in self._group_state.endings:
-            self._group_state.endings.remove(self.finish)
+        if self.finish in self.home.state.endings:
+            self.home.state.endings.remove(self.finish)
             if self._stop is not None:
                 self._stop.__exit__(None, None, None)
         return True
@@ -516,7 +519,7 @@ class PendingSave:
             _UNDER_WAY.pop(self._place, None)
         if self._reported:
             return
-        if raises and not self._group_state.closed:
+        if raises and not self.home.state.closed:
             self.wait()
         self._reported = raises
         if self._error is not None:
@@ -539,15 +542,15 @@ class PendingSave:
             if self._stop is not None:
                 self._stop.ask()
         finally:
-            self._folder.abandon()  # which keeps what is committed
+            self.folder.abandon()  # which keeps what is committed
             del self._write  # it refers to the state, which the program may have replaced
 
     def _end(self, file: directory.SavedFile | None, error: BaseException | None) -> Path:
         """Publish this rank's record, and wait for the result of the rank that commits."""
-        home, store, key = self._home, self._store, f"{self._key}/{self._number}"
+        home, store, key = self.home, self._store, f"{self._key}/{self._number}"
         if home.world_size == 1:
             if file is None:
-                self._folder.check_owned()
+                self.folder.check_owned()
                 raise error or FileError("save: nothing was written")
             return self._commit([file])
         store.set(f"{key}/{home.position}", json.dumps([collectives.encoded_error(error), file]))
@@ -569,7 +572,7 @@ class PendingSave:
 
     def _judged(self, key: str) -> tuple[dict[int, Any], str]:
         """Commit once all files are written; return the ranks that failed, and the step's path."""
-        home, store, n = self._home, self._store, self._home.world_size
+        home, store, n = self.home, self._store, self.home.world_size
         places = {rank: f"{key}/{i}" for i, rank in enumerate(home.ranks)}
         try:
             self._await(
@@ -580,7 +583,7 @@ class PendingSave:
             said = {rank: json.loads(store.get(place)) for rank, place in places.items()}
             failed = {rank: error for rank, (error, _) in said.items() if error}
             if failed:
-                self._folder.check_owned()
+                self.folder.check_owned()
                 return failed, ""
             files = [directory.SavedFile.of_json(file) for _, file in said.values()]
             return {}, str(self._commit(files))
@@ -588,21 +591,21 @@ class PendingSave:
             return {home.rank: collectives.encoded_error(error)}, ""
 
     def _commit(self, files: list[directory.SavedFile]) -> Path:
-        home, folder, options = self._home, self._folder, self._options
+        home, folder, options = self.home, self.folder, self.options
         spans.passing("save: commit", self.step)
         for file, rank in zip(files, home.ranks, strict=True):
-            path = self._new / file.name
+            path = self.new / file.name
             if not (path.is_file() and path.stat().st_size == file.nbytes):
                 folder.check_owned()
                 text = f"save: {path} of rank {rank} is not seen by rank {home.rank}"
                 fix = "save to a folder that all ranks share"
                 raise FileError(message(text, fix=fix), str(path))
-        with directory.write_errors("save: cannot commit", self._new):
-            found = replace(self._found, files=files)
+        with directory.write_errors("save: cannot commit", self.new):
+            found = replace(self.found, files=files)
             found.check()
             path = folder.commit(found)
         try:
-            folder.prune(options.keep, options.keep_every)
+            folder.prune(options.get("keep"), options.get("keep_every"))
         except (OSError, FileError) as error:  # the step is committed all the same
             LOG.warning("save: older steps in %s stay: %s", folder.path, error)
         LOG.info("saved step %d in %s", self.step, path)
@@ -623,10 +626,10 @@ class PendingSave:
           missing: the ranks that are waited for; if one of them is gone, waiting is of no use.
           grace_s: how long to wait if another rank has failed, which may still write its file.
         """
-        state, failed_s, limit_s = self._group_state, list[float](), self.timeout_s
+        state, failed_s, limit_s = self.home.state, list[float](), self.home.timeout_s
 
         def lost(why: str) -> FileError:
-            path = self._folder.path
+            path = self.folder.path
             fix = "look at latest(), which tells whether the step counts, and save again"
             text = f"save: step {self.step} in {path} ended without {what}"
             return FileError(message(text, [why], fix), str(path))
@@ -641,7 +644,7 @@ class PendingSave:
             if (texts and not done()) or idle_s - failed_s[0] > grace_s:
                 raise lost([*texts, *final, f"the groups have failed: {state.failed}"][0])
 
-        if not poll(done, self._home.world_size, time.monotonic() + limit_s, check):
+        if not poll(done, self.home.world_size, time.monotonic() + limit_s, check):
             raise lost(f"nothing came within {limit_s:g} s")
 
 
@@ -676,7 +679,7 @@ def folder_to_read(
     """
     pending = _UNDER_WAY.get(os.path.realpath(path))
     if pending is not None:
-        pending.conclude(verb, pending.timeout_s, raises=raises)
+        pending.conclude(verb, pending.home.timeout_s, raises=raises)
     return directory.Folder(path)
 
 
@@ -687,10 +690,7 @@ def save(
     *,
     step: int,
     extra: Any = None,
-    overwrite: directory.Overwrite = "never",
-    replicas: directory.Replicas = "equal",
-    keep: int | None = None,
-    keep_every: int | None = None,
+    **options: Unpack[SaveOptions],
 ) -> Path:
     """Save a state as a step that counts once it is whole. All ranks call it.
 
@@ -702,13 +702,13 @@ def save(
       step: the number of the step, at least 0.
       extra: what else to keep: dicts, lists, tuples, numbers, texts and tensors. It may differ
         between ranks, and each of them has its own again; on other ranks one of these.
-      overwrite: "never" refuses a step that is not above all committed ones. "newer" writes it, and
+      options: `overwrite`, `replicas`, `keep` and `keep_every`. With `overwrite="never"`, the
+        default, a step that is not above all committed ones is refused. "newer" writes it, and
         the steps from it on that were there do not count any more, as after a rollback. They are
-        removed as soon as two others count; see [Note: epochs] in `checkpoint.directory`.
-      replicas: "independent" while replicas have values of their own, as with `local_sgd`; each is
-        saved.
-      keep: how many of the newest steps are kept, at least 2; None keeps all.
-      keep_every: steps that are a multiple of it are kept, too.
+        removed as soon as two others count; see [Note: epochs] in `checkpoint.directory`. Say
+        `replicas="independent"` while replicas have values of their own, as with `local_sgd`; each
+        is saved. `keep` is how many of the newest steps are kept, at least 2; None, the default,
+        keeps all. Steps that are a multiple of `keep_every` are kept, too.
 
     Returns:
       The folder of the step.
@@ -738,8 +738,7 @@ def save(
 
     References: CheckFreq, Mohan et al., FAST 2021.
     """
-    options = Options(step, overwrite, replicas, keep, keep_every)
-    return _begun("save", path, state, groups, extra, options).wait()
+    return _begun("save", path, state, groups, step, extra, options).wait()
 
 
 def start_save(
@@ -749,18 +748,15 @@ def start_save(
     *,
     step: int,
     extra: Any = None,
-    overwrite: directory.Overwrite = "never",
-    replicas: directory.Replicas = "equal",
-    keep: int | None = None,
-    keep_every: int | None = None,
-) -> "PendingSave":
+    **options: Unpack[SaveOptions],
+) -> PendingSave:
     """Copy the state, and write the copy in the background.
 
     The state may change, and may be donated, as soon as this returns. One save is under way at a
     time: the next one waits for it first. Leaving the groups, and the end of the process, wait too.
 
     Args:
-      path, state, groups, step, extra, overwrite, replicas, keep, keep_every: as for `save`.
+      path, state, groups, step, extra, options: as for `save`.
 
     Returns:
       A `PendingSave`. `latest`, `steps`, `verify` and `load` of this process wait for its end.
@@ -782,15 +778,14 @@ def start_save(
       >>> pending.wait().name
       'step-00000001'
     """
-    options = Options(step, overwrite, replicas, keep, keep_every)
-    return _begun("start_save", path, state, groups, extra, options)
+    return _begun("start_save", path, state, groups, step, extra, options)
 
 
 def _begun(
-    verb: str, path: Any, state: Tree, groups: Any, extra: Any, options: Options
+    verb: str, path: Any, state: Tree, groups: Any, step: int, extra: Any, options: SaveOptions
 ) -> PendingSave:
     """Copy or write what this rank saves; whether that fails or not, all ranks come to one end."""
-    pending, slices = agree_on(verb, path, state, groups, extra, options)
+    pending, slices = agree_on(verb, path, state, groups, step, extra, options)
     if follows := verb == "start_save":
         done = Job(lambda: copied(slices()))
     else:

@@ -105,8 +105,8 @@ PLANTED = [
     (
         "the header of a file is not compared with the manifest",
         _D,
-        "if hashlib.sha256(header).hexdigest() != record.header:",
-        "if not record.header:",
+        "if hashlib.sha256(header).hexdigest() != self._record.header:",
+        "if not self._record.header:",
         "checkpoint/test_damage.py -k flipped",
     ),
     (
