@@ -296,46 +296,24 @@ def optimizer_leaves(
     Raises:
       PlanError: it is not, or does not contain, one optimizer with moments under names of torch.
     """
-    found = list(_torch_states(opt))
+    found = tree.flatten(opt, lambda x: isinstance(getattr(x, "moments", None), dict))[0]
+    found = [x for x in found if isinstance(getattr(x, "moments", None), dict)]
     if len(found) != 1:
         what = f"{verb}: the state has {len(found)} optimizers that torch has names for, expected 1"
         fix = "use adamw, adam, sgd, lion or from_torch, alone or in a chain; or pass state.params"
         raise PlanError(what, fix=fix)
+    moments = {kind: by_leaf(moment) for kind, moment in found[0].moments.items()}
     values: dict[str, Any] = {}
     leaves: list[Saved] = []
-    moments = {name: by_leaf(moment) for name, moment in found[0].moments.items()}
-    for number, (kind, of) in enumerate([*moments.items(), *found[0].scalars.items()], start=1):
-        for param in params:
-            leaf = of if isinstance(of, Tensor) else of.get(param.key)
-            trained = isinstance(next(iter(moments.values()), {}).get(param.key), shards.Sharded)
-            if trained and (leaf is of or isinstance(leaf, shards.Sharded)):
-                name = f"{OPTIMIZER}state.{param.name}.{kind}"
-                values[name] = leaf
-                leaves.append(saved(verb, name, name, leaf, tree=number))
+    for param in params:
+        kept = {kind: moment.get(param.key) for kind, moment in moments.items()}
+        if not all(isinstance(leaf, shards.Sharded) for leaf in kept.values()):
+            continue  # it is not trained
+        for number, (kind, leaf) in enumerate({**kept, **found[0].scalars}.items(), start=1):
+            name = f"{OPTIMIZER}state.{param.name}.{kind}"
+            values[name] = leaf
+            leaves.append(saved(verb, name, name, leaf, tree=number))
     return values, leaves
-
-
-def _torch_states(opt: Any) -> Iterator[Any]:
-    """The states of torch's optimizers in a state, which may be that of a chain."""
-    if isinstance(getattr(opt, "moments", None), dict):
-        yield opt
-    elif isinstance(opt, tuple):
-        for part in opt:
-            yield from _torch_states(part)
-
-
-def group_options(params: Sequence[Saved], options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The options of the optimizer for each parameter, by name; frozen ones have them, too.
-
-    >>> group_options([], {"lr": 0.1})
-    {}
-    """
-    return {
-        f"{OPTIMIZER}param_groups.{param.name}.{key}": value
-        for param in params
-        for key, value in (options or {}).items()
-        if key != "params"
-    }
 
 
 # `save_dcp` and `load_dcp`: directories of torch.distributed.checkpoint (DCP).
@@ -471,7 +449,13 @@ def save_dcp(
         values = params.params if isinstance(params, TrainState) else params
         leaves = saved_leaves(verb, values, home, names, dtype)
         moments, more = ({}, []) if opt is None else optimizer_leaves(verb, opt, leaves)
-        objects = group_options(leaves, None if opt is None else param_group)
+        given = {} if opt is None or param_group is None else param_group
+        objects = {
+            f"{OPTIMIZER}param_groups.{leaf.name}.{key}": value
+            for leaf in leaves  # frozen ones have them, too
+            for key, value in given.items()
+            if key != "params"
+        }
         leaves = [*(_prefixed(leaf, prefix) for leaf in leaves), *more]
         files = in_files(verb, leaves, max_file_bytes)
 

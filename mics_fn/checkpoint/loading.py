@@ -27,32 +27,37 @@ from mics_fn.tree import Tree
 
 _READERS = 2  # threads of a rank: while one reads, another compares; more would read out of order
 _SHOWN = 8  # at most so many mismatches are listed
+_KINDS = (bool, int, float, str)  # of values; one of numpy has that of Python in a file
 
 
 def refuse_other_state(
     path: Path, saved: directory.Manifest, target: Contents, replicas: directory.Replicas
 ) -> None:
     """Raise FileError unless everything in the target is in a step, and nothing else."""
-    wrong, wanted = list[str](), {name: x.saved for name, x in target.pieces.items()}
-    if replicas != saved.replicas:
-        wrong.append(f"replicas: saved {saved.replicas!r}, expected {replicas!r}")
-    wrong += [f"{name} is missing" for name in wanted if name not in saved.tensors]
-    wrong += [f"{name} is missing" for name in target.values if name not in saved.values]
-    wrong += [f"{name} is not expected" for name in saved.tensors if name not in wanted]
-    wrong += [f"{name} is not expected" for name in saved.values if name not in target.values]
-    for name, want in wanted.items():
-        if (got := saved.tensors.get(name, want)) != want:
-            facts = [f"{x.shape} {x.dtype}, {x.copies} of it" for x in (got, want)]
-            wrong.append(f"{name}: saved {facts[0]}, expected {facts[1]}")
-    for name, x in target.values.items():
-        got = saved.values.get(name, x)
-        if not isinstance(x, type(got)) or isinstance(x, bool) != isinstance(got, bool):
-            wrong.append(f"{name}: saved {got!r}, expected {type(x).__name__}")
+    tensors = {name: x.saved for name, x in target.pieces.items()}
+    want = _described(tensors, target.values, replicas)
+    got = _described(saved.tensors, saved.values, saved.replicas)
+    wrong = [
+        f"{name}: saved {got.get(name, 'nothing')}, expected {want.get(name, 'nothing')}"
+        for name in want | got
+        if got.get(name) != want.get(name)
+    ]
     if wrong:
         more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
         text = f"load: {path} does not fit the state"
         fix = "pass like= as it was saved: the same model, optimizer and options"
         raise FileError(message(text, [*wrong[:_SHOWN], *more], fix), str(path))
+
+
+def _described(
+    tensors: Mapping[str, directory.SavedTensor], values: Mapping[str, Any], replicas: str
+) -> dict[str, str]:
+    """What is compared of a state: the forms of its tensors, and the types of its values."""
+    found = {name: f"{x.shape} {x.dtype}, {x.copies} of it" for name, x in tensors.items()}
+    for name, x in values.items():
+        kind = next((k for k in _KINDS if isinstance(x, k)), type(x))
+        found[name] = kind.__name__
+    return found | {"replicas": replicas}
 
 
 def fill(path: Path, saved: directory.Manifest, target: Contents) -> Any:

@@ -9,7 +9,6 @@ does it while training goes on.
 
 import heapq
 import json
-import math
 import os
 import threading
 import time
@@ -478,17 +477,14 @@ class PendingSave:
         self._reported = True
         if self._error is not None:
             raise self._error
-        if self._path is None:  # its thread runs in another process
+        if self._path is None:
             text = f"save: step {self.step} is saved by the process that this one was forked from"
-            raise FileError(message(text, fix="wait() for it there"), self._place)
+            raise FileError(text, self._place)
         return self._path
 
-    def finish(self, limit_s: float = math.inf) -> bool:
-        """Wait for the end of the save, so long at most; returns whether it has ended."""
-        deadline = time.monotonic() + limit_s
+    def finish(self) -> None:
+        """Wait for the end of the save."""
         while self._thread.is_alive():
-            if time.monotonic() > deadline:
-                return False
             self._thread.join(_WAIT_S)
         if _UNDER_WAY.get(self._place) is self and (self._reported or self._error is None):
             del _UNDER_WAY[self._place]
@@ -496,25 +492,17 @@ class PendingSave:
             self.home.state.endings.remove(self.finish)
             if self._stop is not None:
                 self._stop.__exit__(None, None, None)
-        return True
 
-    def conclude(self, verb: str, limit_s: float = math.inf, *, raises: bool = True) -> None:
+    def conclude(self, verb: str, *, raises: bool = True) -> None:
         """Wait for it, and raise its error if nobody was told of it.
 
         Args:
           verb: for errors.
-          limit_s: the longest wait.
           raises: whether all ranks call this; else the error is logged, and raised later. If the
             groups of the save are closed, other ranks may have heard something else: then it is
             logged too.
         """
-        if not self.finish(
-            limit_s
-        ):  # Ctrl-C may end this wait, and the next save still has to wait
-            text = f"{verb}: step {self.step} in {self._place} is still being saved by this process"
-            fix = "wait() for the save, or make its groups with a longer timeout_s"
-            lines = [f"waited for {limit_s:g} s, the timeout_s of its groups"]
-            raise FileError(message(text, lines, fix), self._place)
+        self.finish()  # if Ctrl-C ends this wait, the next save still waits for it
         if raises:
             _UNDER_WAY.pop(self._place, None)
         if self._reported:
@@ -531,29 +519,27 @@ class PendingSave:
         if self._stop is not None:
             with suppress(AttributeError, OSError):  # below the threads that compute, if it can be
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BEHIND)
+        written = Job(self._write)
+        written.run()
         try:
-            try:
-                file, error = self._write(), None
-            except BaseException as wrong:  # which the other ranks are told
-                file, error = None, wrong
-            self._path = self._end(file, error)
+            self._path = self._end(written)
         except BaseException as error:
             self._error = error
             if self._stop is not None:
                 self._stop.ask()
         finally:
             self.folder.abandon()  # which keeps what is committed
-            del self._write  # it refers to the state, which the program may have replaced
+            del self._write, written  # they refer to the state, which may have been replaced
 
-    def _end(self, file: directory.SavedFile | None, error: BaseException | None) -> Path:
+    def _end(self, written: Job) -> Path:
         """Publish this rank's record, and wait for the result of the rank that commits."""
         home, store, key = self.home, self._store, f"{self._key}/{self._number}"
         if home.world_size == 1:
-            if file is None:
+            if written.error is not None:
                 self.folder.check_owned()
-                raise error or FileError("save: nothing was written")
-            return self._commit([file])
-        store.set(f"{key}/{home.position}", json.dumps([collectives.encoded_error(error), file]))
+            return self._commit([written.result()])
+        record = [collectives.encoded_error(written.error), written.value]
+        store.set(f"{key}/{home.position}", json.dumps(record))
         store.add(f"{key}/written", 1)
         if home.position == 0:
             store.set(f"{key}/end", json.dumps(self._judged(key)))
@@ -675,11 +661,11 @@ def folder_to_read(
         else it is logged, and the next save or load raises it.
 
     Raises:
-      FileError: the save did not end within the `timeout_s` of its groups, or failed.
+      FileError: it failed.
     """
     pending = _UNDER_WAY.get(os.path.realpath(path))
     if pending is not None:
-        pending.conclude(verb, pending.home.timeout_s, raises=raises)
+        pending.conclude(verb, raises=raises)
     return directory.Folder(path)
 
 

@@ -208,20 +208,6 @@ def test_a_save_that_failed_is_told_once_to_all_ranks_that_load(ranks, tmp_path:
     assert one[4] == 1
 
 
-def test_a_wait_to_read_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with slow("save: write", 1.0):
-        pending = checkpoint.start_save(
-            tmp_path, state_at(1), mf.make_groups(1, timeout_s=0.2), step=1
-        )
-        for read in (checkpoint.latest, checkpoint.steps, checkpoint.verify):
-            with pytest.raises(FileError, match=r"step 1 .* is still being saved") as caught:
-                read(tmp_path)
-            assert "waited for 0.2 s" in str(caught.value)
-        pending.wait()
-    assert checkpoint.latest(tmp_path) == 1
-    assert not caplog.records
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # this process has threads
 def test_a_fork_does_not_wait_for_the_saves_of_its_parent(tmp_path: Path) -> None:
     def child() -> None:
