@@ -303,9 +303,6 @@ def _check(step: int, options: SaveOptions) -> None:
     checks.choice("save", "replicas", options.get("replicas", "equal"), "equal", "independent")
 
 
-_STATE = "save: the state"
-
-
 def agree_on(
     verb: str, path: Any, state: Tree, groups: Any, step: int, extra: Any, options: SaveOptions
 ) -> tuple["PendingSave", Callable[[], dict[directory.Slice, Tensor]]]:
@@ -363,10 +360,11 @@ def agree_on(
             raise errors.LostStateError("save: ranks differ in their steps", lines, fix)
         if exchange.differing("state"):
             # Ranks that differ now may have saved each of these states together before.
-            home.agreed.difference_update([seen for seen in home.agreed if seen[0] == _STATE])
+            what = "save: the state"
+            home.agreed.difference_update([seen for seen in home.agreed if seen[0] == what])
             fix = "let it be equal on all ranks, or pass it in extra=, where each rank has its own"
             cut = {name for name, x in contents.pieces.items() if x.home}
-            agree(home, _STATE, facts, {name: fix for name, _ in facts if name not in cut})
+            agree(home, what, facts, {name: fix for name, _ in facts if name not in cut})
     except BaseException:
         folder.abandon()
         raise
@@ -388,7 +386,7 @@ _WAIT_S = 0.1  # between two looks of whoever waits for a save
 _BEHIND = 19  # how nice a thread is that only writes
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PendingSave:
     """A save that all ranks have agreed on, without anything of the state; made by `start_save`.
 
@@ -414,9 +412,6 @@ class PendingSave:
     def step(self) -> int:
         """The number of the step."""
         return self.found.step
-
-    def __repr__(self) -> str:
-        return f"PendingSave(step={self.step}, done={self.done})"
 
     def write(self, block: OnHost) -> directory.SavedFile:
         """Write this rank's file, of what a block has."""
