@@ -469,10 +469,8 @@ def op_changes(func: Any) -> bool:
 
 def op_writes(func: Any) -> dict[str, bool]:
     """The arguments that an op writes to; the value says whether it is an `out=` argument."""
-    found = (
-        a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
-    )
-    return {argument.name: argument.is_out for argument in found}
+    written = [x for x in func._schema.arguments if x.alias_info and x.alias_info.is_write]
+    return {argument.name: argument.is_out for argument in written}
 
 
 def stream_delay(device: torch.device) -> Callable[[int], None] | None:
@@ -498,10 +496,8 @@ def is_lazy_clone(tensor: torch.Tensor) -> bool:
 
 def hooks_of(tensor: torch.Tensor) -> list[str]:
     """The hooks registered on a tensor, by the names of the methods that register them."""
-    kinds = {
-        "register_hook": "_backward_hooks",
-        "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
-    }
+    kinds = {"register_hook": "_backward_hooks"}
+    kinds["register_post_accumulate_grad_hook"] = "_post_accumulate_grad_hooks"
     return [method for method, kept in kinds.items() if getattr(tensor, kept, None)]
 
 
@@ -718,6 +714,13 @@ def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def place_in_dcp(file: str, start: int, length: int) -> Any:
+    """A place in a file as torch.distributed.checkpoint describes it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, start, length)
 
 
 def total_memory(device: torch.device) -> int:

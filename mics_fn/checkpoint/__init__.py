@@ -32,11 +32,12 @@ Its words:
   one follows from their sizes, so nothing is planned or gathered.
 - A *slice* is a range of a flattened tensor in a file, at most 4 MiB, that is read at once.
 - The *manifest* is one JSON object: the dtype and shape of each tensor, a table of the slices of
-  each file with a checksum each, and a digest of itself. See [Note: slices] in `manifest`: any
+  each file with a checksum each, and a digest of itself. See [Note: slices] in `directory`: any
   number of ranks reads the slices that overlap its part, and compares each.
 - Dense tensors are saved of every dtype that torch computes with, down to complex32 and float4.
   `save` refuses others, such as quantized ones, by name, and before a byte is written.
-- The *state* is equal on all ranks, up to who holds which piece; each rank adds an *extra*. Leaves
+- The *state* is equal on all ranks, up to who holds which piece; each rank adds an *extra*, where
+  tensors that are its own belong. Leaves
   that are not trained, and are kept as codes, are saved as these codes, and load as these.
 
 What it promises: a committed step is never lost or changed by a save that fails, and at least two
@@ -49,11 +50,11 @@ but nothing in a file is run, and no file outside of the folder is opened.
 
 Checkpoints of others: `save_pretrained` writes what `from_pretrained` of transformers loads, and
 `load_shards` reads it. `save_dcp` writes what `torch.distributed.checkpoint.load` reads into plain
-tensors or DTensors, so that FSDP2 and torchtitan go on from it, with the optimizer if a
-`TrainState` is given; `load_dcp` reads what these wrote, and each rank only the chunks that overlap
-its part. The ranks of the first replica write, (p-1)/p M travels, and a rank holds a file and twice
-a bucket. Such a directory is there as a whole or not at all, and nothing is overwritten. Nothing in
-one that is read is run: DCP's `.metadata` is a pickle, but its opcodes are read as a description,
+tensors or DTensors, so that FSDP2 and torchtitan go on from its parameters; `load_dcp` reads what
+these wrote, and each rank only the chunks that overlap its part. The ranks of the first replica
+write, (p-1)/p M travels, and a rank holds a file and twice a bucket. Such a directory is there as a
+whole or not at all, and nothing is overwritten. Nothing in one that is read is run: DCP's
+`.metadata` is a pickle, but its opcodes are read as a description,
 so it needs no trust. `trust=True` only allows names that lead out of the directory.
 
   >>> shards = shard({"w": torch.ones(2, 3)}, groups)
@@ -61,12 +62,12 @@ so it needs no trust. `trust=True` only allows names that lead out of the direct
   >>> load_dcp(f"{folder}/a", groups, like={"w": torch.empty(2, 3)}, prefix="model.")
   {'w': Sharded(shape=(2, 3), float32, here 6 of 6)}
 
-Start reading at `manifest` (the table of slices) and `snapshot` (what a state holds, and who writes
-it); then `saving` for a save, `directory` for what is on the disk, and `loading` for what is read.
-Directories of others are written by `exported`, and read by `init`. To add another format to write,
-take `saved_leaves`, `in_files` and `rounds`, and give `export` what writes a file. To add what is
-kept with a `Trainer`, add it to `carried` in the wing `train`. To change the format, raise
-`VERSION` in `manifest`.
+Start reading at `directory` (what is on the disk: the table of slices, and which steps count); then
+`saving` (what a state holds, who writes it, and how all ranks come to one end), and `loading` for
+what is read. Directories of others are written by `exported`, and read by `init`. To add another
+format to write, take `saved_leaves` and `in_files`, and give `export` what writes a file. To add
+what is kept with a `Trainer`, add it to `carried` in the wing `train`. To change the format, raise
+`VERSION` in `directory`.
 
 `load` returns a `Loaded` of state, step and extra, and `verify` a `Verified` of what it compared.
 """

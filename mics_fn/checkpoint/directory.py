@@ -1,4 +1,10 @@
-"""The folder of a job's checkpoints: which steps count, and how a new one comes to count.
+"""The folder of a job's checkpoints: what a step is on the disk, and which steps count.
+
+[Note: slices] A *slice* is a range of a flattened tensor that lies in one file, at most 4 MiB, and
+that is read at once: the manifest has its place and the CRC-32 of its bytes. So a reader needs
+nothing but this table, however many ranks wrote and read: it takes the slices that overlap what it
+wants, reads each as a whole, compares it, and copies what it wants of it. Slices are tensors of the
+safetensors file, too, such as `params.w[0:4096]`, for readers that do not know this library.
 
 [Note: commit] A step is written into a folder with a temporary name. Each writer waits until the
 disk has its file; then the manifest is written, and the disk has that and the folder; then the
@@ -36,6 +42,7 @@ instant, if there were two before; `load(step=)` finds a replaced one while it i
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -44,20 +51,322 @@ import threading
 import time
 import uuid
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from math import inf
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf, prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mics_fn.checkpoint import manifest
-from mics_fn.errors import CheckpointNotFound, FileError, MicsError, first_line, message
-from mics_fn.init import File
+from mics_fn import _torch
+from mics_fn.errors import CheckpointNotFound, FileError, LeafError, MicsError, first_line, message
+from mics_fn.init import DTYPES, File, check_shape, is_text, strict_json
+from mics_fn.offload import is_placed
+from mics_fn.shards import dtype_name
 from mics_fn.spans import LOG
 from mics_fn.threads import beside
+
+Replicas = Literal["equal", "independent"]
+
+# Which tensors are saved, and as what.
+
+_AS_BYTES = ("complex32", "complex64", "complex128", "float4_e2m1fn_x2")
+_AS_BYTES += ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+# By name the dtypes that are saved; those that a file has no word for are saved as their bytes.
+SAVED = {x: getattr(torch, x) for x in (*DTYPES.values(), *_AS_BYTES) if hasattr(torch, x)}
+WORDS = {getattr(torch, x): word for word, x in DTYPES.items()}  # of safetensors files
+
+
+def savable(verb: str, name: str, x: Tensor) -> Tensor:
+    """A tensor without its graph, if it is one that can be saved, and loaded.
+
+    Raises:
+      LeafError: it is not dense, has no values, or is of a dtype that is not saved.
+    """
+    what, fix = "", "pass dense tensors with values"
+    if _torch.has_no_data(x):
+        what = "has no values"
+    elif _torch.is_wrapper(x) and not is_placed(x):
+        what = f"is {type(x).__name__}, which keeps its values in other tensors"
+        fix = "pass a plain tensor, such as a DTensor's full_tensor() or to_local()"
+    elif x.layout != torch.strided or x.is_nested:
+        what = f"is not dense: {'nested' if x.is_nested else x.layout}"
+    elif dtype_name(x.dtype) not in SAVED:
+        what = f"is of {x.dtype}, which is not saved"
+        fix = "pass the integers or floats that it stands for, such as x.view(torch.uint8)"
+    if what:
+        raise LeafError(f"{verb}: {name} {what}", fix=fix)
+    return x.detach()
+
+
+# JSON with tensors, tuples and every float: what a rank saves besides its state.
+
+_TENSOR, _TUPLE, _FLOAT = "$tensor", "$tuple", "$float"
+EXTRA = "$extra"  # what the names of its tensors begin with
+
+
+def encoded(value: Any, root: str = EXTRA) -> tuple[str, dict[str, Tensor]]:
+    """A value as JSON, and its tensors by the names that the JSON has for them.
+
+    Raises:
+      LeafError: something in it is neither of JSON nor a tensor nor a tuple; it is named.
+
+    >>> text, tensors = encoded({"rate": math.inf, "order": (1, 2)})
+    >>> text, decoded(text, tensors)
+    ('{"rate":{"$float":"inf"},"order":{"$tuple":[1,2]}}', {'rate': inf, 'order': (1, 2)})
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def plain(x: Any, path: str) -> Any:
+        if isinstance(x, Tensor):
+            if path in tensors:
+                text, fix = f"save: two tensors have the path {path}", "rename a key of one of them"
+                raise LeafError(text, fix=fix)
+            tensors[path] = savable("save", path, x)
+            return {_TENSOR: [path, dtype_name(x.dtype), *x.shape]}
+        if x is None or isinstance(x, bool | int | str):
+            return x
+        if isinstance(x, float):
+            return float(x) if math.isfinite(x) else {_FLOAT: repr(float(x))}
+        if isinstance(x, dict) and all(isinstance(k, str) and k[:1] != "$" for k in x):
+            return {key: plain(each, f"{path}.{key}") for key, each in x.items()}
+        if isinstance(x, list | tuple):
+            found = [plain(each, f"{path}.{i}") for i, each in enumerate(x)]
+            return found if isinstance(x, list) else {_TUPLE: found}
+        fix = "keep dicts of texts, lists, tuples, numbers, texts and tensors in it"
+        raise LeafError(f"save: {path} is {type(x).__name__}", fix=fix)
+
+    return json.dumps(plain(value, root), separators=(",", ":")), tensors
+
+
+def decoded(text: str, tensors: Mapping[str, Tensor]) -> Any:
+    """The value of `encoded`, given the bytes or the values of its tensors."""
+
+    def known(x: dict[str, Any]) -> Any:
+        if _TENSOR in x:
+            name, dtype, *shape = x[_TENSOR]
+            raw = tensors.get(name, torch.empty(0, dtype=torch.uint8))  # none of it is in a file
+            return raw.view(SAVED[dtype]).view(shape)
+        if _TUPLE in x:
+            return tuple(x[_TUPLE])
+        return float(x[_FLOAT]) if _FLOAT in x else x
+
+    return json.loads(text, object_hook=known)
+
+
+# What the manifest says.
+
+NAME = "MANIFEST.json"
+FORMAT, VERSION = "mics_fn checkpoint", 2
+MAX_BYTES = 256 * 2**20
+SLICE_BYTES = 4 * 2**20
+DIGEST_BYTES = 64  # hexadecimal digits of sha256
+
+
+class SavedTensor(NamedTuple):
+    """A tensor of a step.
+
+    Args:
+      dtype: the name of the dtype of its elements.
+      shape: its full shape.
+      copies: 1 for a tensor that all ranks save together; else each replica has values of its own,
+        and it is saved so often.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    copies: int = 1
+
+
+class Slice(NamedTuple):
+    """A range of one copy of a flattened tensor, and where it lies; see [Note: slices].
+
+    Args:
+      name: of the tensor; of one of the extra, the range is one of its bytes.
+      copy: which of its copies.
+      start: its first element.
+      stop: the element behind its last one.
+      offset: the byte of the file at which it begins.
+      crc: the CRC-32 of its bytes.
+    """
+
+    name: str
+    copy: int
+    start: int
+    stop: int
+    offset: int = 0
+    crc: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.start}:{self.stop}]"
+
+
+class SavedFile(NamedTuple):
+    """A file of a step, which one rank wrote.
+
+    Args:
+      name: its name in the folder.
+      nbytes: its size.
+      header_bytes: the size of what stands in front of the values.
+      header: sha256 of that.
+      slices: what it has.
+      extra: what the rank gave besides the state, as JSON; "" for what the first rank gave.
+    """
+
+    name: str
+    nbytes: int
+    header_bytes: int
+    header: str
+    slices: list[Slice]
+    extra: str = ""
+
+    @classmethod
+    def of_json(cls, facts: Any) -> "SavedFile":
+        """The file that JSON describes; a stranger may have written it.
+
+        Raises:
+          ValueError, TypeError: it is not one.
+        """
+        name, nbytes, header_bytes, header, rows, extra = facts
+        found = cls(name, nbytes, header_bytes, header, [Slice(*row) for row in rows], extra)
+        _require(all(isinstance(x, str) for x in (name, header, extra)), f"file {name!r}")
+        if "/" in name or name in ("", ".", "..") or "\0" in name or not is_text(name):
+            raise ValueError(f"{name[:200]!r}, which is not opened: it leads out of the folder")
+        _require_counts(nbytes, header_bytes)
+        for tensor, *numbers in found.slices:
+            _require(isinstance(tensor, str) and is_text(tensor), f"{tensor!r}")
+            _require_counts(*numbers)
+        return found
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a step holds.
+
+    Args:
+      step: the number of the step.
+      replicas: "independent" if each replica has values of its own, else "equal".
+      tensors: by name.
+      values: numbers and texts by name.
+      files: by position in the groups.
+    """
+
+    step: int
+    replicas: Replicas
+    tensors: dict[str, SavedTensor]
+    values: dict[str, Any]
+    files: list[SavedFile] = field(default_factory=list)
+
+    def slices(self, name: str, copy: int) -> list[tuple[Slice, int]]:
+        """The slices of a copy of a tensor, each with the number of its file, in their order."""
+        return self._slices.get((name, copy), [])
+
+    @cached_property
+    def _slices(self) -> dict[tuple[str, int], list[tuple[Slice, int]]]:
+        found: dict[tuple[str, int], list[tuple[Slice, int]]] = {}
+        for number, file in enumerate(self.files):
+            for each in file.slices:
+                found.setdefault((each.name, each.copy), []).append((each, number))
+        for slices in found.values():
+            slices.sort()  # of one copy of one tensor, so by where they start
+        return found
+
+    def nbytes(self, part: Slice) -> int:
+        """The bytes of a slice."""
+        tensor = self.tensors.get(part.name)
+        return (part.stop - part.start) * (SAVED[tensor.dtype].itemsize if tensor else 1)
+
+    def check(self) -> None:
+        """Raise ValueError unless each tensor lies in the files, whole and once."""
+        whole = Counter[str]()
+        for (name, copy), slices in self._slices.items():
+            end, tensor = 0, self.tensors.get(name)
+            for each, _ in slices:
+                _require(each.start == end < each.stop, f"{each} after {end}")
+                end = each.stop
+            if tensor is None:
+                _require(name.startswith(EXTRA), f"{name} is not a tensor of the state")
+            else:
+                right = end == prod(tensor.shape) and copy < tensor.copies
+                _require(right, f"{name} has {end} elements in its slices")
+            whole[name] += 1
+        for name, tensor in self.tensors.items():
+            right = whole[name] == (tensor.copies if prod(tensor.shape) else 0)
+            _require(right, f"{name} has no slices")
+        names = set[str]()
+        for file in self.files:
+            end = file.header_bytes
+            for each in file.slices:
+                nbytes = self.nbytes(each)
+                _require(nbytes <= SLICE_BYTES, f"a slice of {file.name} is too large")
+                end += nbytes
+            _require(end == file.nbytes, f"{file.name} has other bytes")
+            names.add(file.name)
+        _require(0 < len(self.files) == len(names), "a file is there twice, or none is")
+
+    def to_bytes(self) -> bytes:
+        """The content of the file."""
+        body = {"format": FORMAT, "version": VERSION, **vars(self)}
+        body.pop("_slices", None)
+        body["values"] = json.loads(encoded(self.values)[0])  # which has infinite numbers, too
+        text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+        return b'{"sha256":"' + hashlib.sha256(text).hexdigest().encode() + b'",' + text[1:]
+
+
+def read_manifest(data: bytes, path: str) -> Manifest:
+    """The manifest that a file holds.
+
+    Args:
+      data: its content.
+      path: for errors.
+
+    Raises:
+      FileError: it is damaged, or of a version that is not known here.
+    """
+
+    head, tail = data[: 13 + DIGEST_BYTES], b"{" + data[13 + DIGEST_BYTES :]
+    want = b'{"sha256":"' + hashlib.sha256(tail).hexdigest().encode() + b'",'
+    try:
+        _require(head == want, "its digest is not that of its content")
+        body = strict_json(tail.decode())
+        found = body["format"], body["version"]
+        _require(found == (FORMAT, VERSION), f"{found}, known here is version {VERSION}")
+        tensors = {name: _tensor(name, *facts) for name, facts in body["tensors"].items()}
+        files = [SavedFile.of_json(facts) for facts in body["files"]]
+        _require(body["replicas"] in ("equal", "independent"), f"replicas {body['replicas']!r}")
+        _require_counts(body["step"])
+        _require(isinstance(body["values"], dict), "its values are not an object")
+        values = decoded(json.dumps(body["values"]), {})
+        manifest = Manifest(body["step"], body["replicas"], tensors, values, files)
+        manifest.check()
+    except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        fix = "load an older step, or copy the whole folder again from where you know it"
+        text = message(f"{path} is damaged", [f"{error}"], fix)
+        raise FileError(text, path, damaged=True) from None
+    return manifest
+
+
+def _tensor(name: str, kind: Any, shape: Any, copies: Any) -> SavedTensor:
+    _require(is_text(name), f"{name!r}")
+    _require(isinstance(kind, str) and kind in SAVED, f"{name!r} is of {kind!r}")
+    check_shape(shape, SAVED[kind])
+    _require_counts(copies)
+    return SavedTensor(kind, tuple(shape), copies)
+
+
+def _require_counts(*found: Any) -> None:
+    _require(all(type(n) is int and 0 <= n < 2**62 for n in found), f"{found!r}")
+
+
+def _require(right: bool, text: str) -> None:
+    if not right:
+        raise ValueError(text)
+
 
 # Durable files and folders: each write is followed by fsync.
 
@@ -151,7 +460,7 @@ def write_errors(what: str, path: Path) -> Iterator[None]:
 # The file of a rank: a safetensors file, whose slices the manifest lists.
 
 
-def write_part(path: Path, tensors: Mapping[manifest.Range, Tensor]) -> manifest.SavedFile:
+def write_part(path: Path, tensors: Mapping[Slice, Tensor]) -> SavedFile:
     """Write a file, and wait until the disk has it; checksums are computed meanwhile.
 
     Args:
@@ -161,13 +470,12 @@ def write_part(path: Path, tensors: Mapping[manifest.Range, Tensor]) -> manifest
     Raises:
       OSError: it cannot be written.
     """
-    header, places, end = dict[str, Any](), list[int](), 0
-    for name, x in tensors.items():
-        dtype, count = manifest.in_file(x.dtype, x.numel())
-        places.append(end)
-        end += x.numel() * x.itemsize
-        facts = {"dtype": manifest.WORDS[dtype], "shape": [count]}
-        header[f"{name}"] = facts | {"data_offsets": [places[-1], end]}
+    header, end = dict[str, Any](), 0
+    for part, x in tensors.items():
+        word = WORDS.get(x.dtype)  # what has none is there as its bytes
+        facts = {"dtype": word or "U8", "shape": [x.numel() if word else x.nbytes]}
+        header[f"{part}"] = facts | {"data_offsets": [end, end + x.nbytes]}
+        end += x.nbytes
     disk = os.statvfs(path.parent)
     if end > (free := disk.f_bavail * disk.f_frsize):
         raise OSError(f"{end} bytes are needed, {free} bytes are free")
@@ -180,10 +488,12 @@ def write_part(path: Path, tensors: Mapping[manifest.Range, Tensor]) -> manifest
         write_file(path, head, *values)
     finally:
         sums = summed()
-    rows = zip(tensors, places, sums, strict=True)
-    slices = [manifest.Slice(name, len(head) + at, crc) for name, at, crc in rows]
+    slices, at = list[Slice](), len(head)
+    for part, crc, value in zip(tensors, sums, values, strict=True):
+        slices.append(part._replace(offset=at, crc=crc))
+        at += len(value)
     digest = hashlib.sha256(head).hexdigest()
-    return manifest.SavedFile(path.name, len(head) + end, len(head), digest, slices)
+    return SavedFile(path.name, at, len(head), digest, slices)
 
 
 def memory_of(x: Tensor) -> memoryview:
@@ -193,52 +503,41 @@ def memory_of(x: Tensor) -> memoryview:
 
 
 class PartFile:
-    """A file of a step, open for reading.
+    """A file of a step, open for reading; `check` it first.
 
     Args:
       folder: the folder of the step.
       record: what the manifest says of it.
 
     Raises:
-      FileError: it is not the file that was saved.
+      FileError: there is no such file, or the system cannot open it.
     """
 
-    def __init__(self, folder: Path, record: manifest.SavedFile) -> None:
-        self.path = folder / record.name
+    def __init__(self, folder: Path, record: SavedFile) -> None:
+        self._record, self._file = record, open_file(folder / record.name)
         self._turn = threading.Lock()  # one thread reads, so that the system can read ahead
-        with load_errors(self.path):
-            self._file = open_file(self.path)
-            try:
-                if self._file.size != record.nbytes:
-                    raise self._corrupt(f"it has {self._file.size} bytes, had {record.nbytes}")
-                header = self._file.header(0, record.header_bytes)
-                if hashlib.sha256(header).hexdigest() != record.header:
-                    raise self._corrupt("its header is not the one that was saved")
-            except BaseException:
-                self._file.close()
-                raise
+        self.close = self._file.close
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+    def check(self) -> None:
+        """Raise FileError unless it is the file that was saved, up to its values."""
+        file, nbytes = self._file, self._record.nbytes
+        if file.size != nbytes:
+            raise file.error("is damaged", [f"it has {file.size} bytes, had {nbytes}"])
+        header = file.header(0, self._record.header_bytes)
+        if hashlib.sha256(header).hexdigest() != self._record.header:
+            raise file.error("is damaged", ["its header is not the one that was saved"])
 
-    def read(self, part: manifest.Slice, out: memoryview) -> None:
+    def read(self, part: Slice, out: memoryview) -> None:
         """Read a slice as a whole, and compare it.
 
         Raises:
           FileError: these are not the bytes that were saved.
         """
-        name = f"{part.range}"
-        with load_errors(self.path):
-            with self._turn:
-                self._file.read_into(out, part.offset, name)
-            if zlib.crc32(out) != part.crc:
-                raise self._corrupt("its values are not those that were saved", name)
-
-    def _corrupt(self, how: str, leaf: str = "") -> FileError:
-        lines = [f"{leaf}: {how}" if leaf else how]
-        text = message(f"load: {self.path} is damaged", lines, _OLDER)
-        return FileError(text, str(self.path), leaf, damaged=True)
+        with self._turn:
+            self._file.read_into(out, part.offset, f"{part}")
+        if zlib.crc32(out) != part.crc:
+            why = ["its values are not those that were saved"]
+            raise self._file.error("is damaged", why, f"{part}")
 
 
 # Files that cannot be read: whether that shows that they are damaged.
@@ -251,37 +550,35 @@ _EVIDENCE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO
 
 @contextmanager
 def load_errors(path: Path) -> Iterator[None]:
-    """Raise errors of reading a file as those of checkpoints, which say whether it is damaged.
+    """Raise errors of the system as those of checkpoints, which say whether a file is damaged.
 
     A file is damaged only if the error shows that it is not as it was saved. If the system could
     not read it, nothing is known of the file, and `load` does not go back to an older step.
     """
     try:
         yield
-    except (OSError, FileError) as error:
-        if isinstance(error, FileError) and error.damaged is not None:
-            raise
-        found = str(error).strip().splitlines() or [type(error).__name__]
-        # The fix of `File` is that of weights, and its path is this one.
-        found = [line.strip()[:500] for line in found if not line.startswith("  fix: ")]
-        reason = error.__cause__ if isinstance(error, FileError) else error
-        unknown = isinstance(reason, OSError) and reason.errno not in _EVIDENCE
+    except OSError as error:
+        unknown = error.errno not in _EVIDENCE
         fix = _AGAIN if unknown else _OLDER
-        text = message(f"load: {path} cannot be read", found, fix)
-        leaf = getattr(error, "leaf", "")
-        raise FileError(text, str(path), leaf, damaged=not unknown) from error
+        text = message(f"load: {path} cannot be read", [f"{error}"[:500]], fix)
+        raise FileError(text, str(path), damaged=not unknown) from error
 
 
 def open_file(path: Path) -> File:
-    """Open a file of a step, which lies in its folder."""
+    """Open a file of a step, which lies in its folder.
+
+    Raises:
+      FileError: it is a link, it is not there, or the system cannot open it.
+    """
     for link in filter(os.path.islink, (path.parent, path)):
         fix = "load only checkpoints that you know, or copy the file itself"
         text = message(f"load: {link} is not opened: it is a symbolic link", fix=fix)
         raise FileError(text, str(link), damaged=True)
-    return File("load", path)
+    with load_errors(path):
+        return File("load", path, _OLDER)
 
 
-def manifest_in(path: Path, step: int) -> tuple[manifest.Manifest, str]:
+def manifest_in(path: Path, step: int) -> tuple[Manifest, str]:
     """The manifest of a step and its digest.
 
     Args:
@@ -291,9 +588,9 @@ def manifest_in(path: Path, step: int) -> tuple[manifest.Manifest, str]:
     Raises:
       FileError: it is missing, damaged, or of another step; or the system cannot read it.
     """
-    with load_errors(path / manifest.NAME), closing(open_file(path / manifest.NAME)) as file:
-        data = file.header(0, file.size, manifest.MAX_BYTES)
-    found = manifest.read_manifest(data, str(path / manifest.NAME))
+    with closing(open_file(path / NAME)) as file:
+        data = file.header(0, file.size, MAX_BYTES)
+    found = read_manifest(data, str(path / NAME))
     if found.step != step:
         text = message(f"load: {path} holds step {found.step}", fix="keep the names of folders")
         raise FileError(text, str(path), damaged=True)
@@ -450,7 +747,7 @@ class Folder:
             raise FileError(message(what, fix=fix), str(self.path))
         return newest >= step
 
-    def commit(self, found: manifest.Manifest) -> Path:
+    def commit(self, found: Manifest) -> Path:
         """Commit a step whose files are on disk; see [Note: commit].
 
         Raises:
@@ -460,12 +757,12 @@ class Folder:
         data, new = found.to_bytes(), self._new
         if new is None:
             raise ValueError("this save has ended")
-        if len(data) > manifest.MAX_BYTES:
+        if len(data) > MAX_BYTES:
             raise ValueError(f"no reader would take a manifest of {len(data)} bytes")
         epoch = f".{self.epoch:06d}" if self.epoch > 1 else ""
         path = self.path / f"step-{found.step:08d}{epoch}"
         try:
-            write_file(new / manifest.NAME, data)
+            write_file(new / NAME, data)
             publish(new, path)
         except OSError:
             self.check_owned()

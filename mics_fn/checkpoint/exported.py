@@ -6,14 +6,10 @@ one *round* need, one bucket after the other; each keeps what belongs to its fil
 rest. Then all write at once. Other replicas do not take part, since between two synchronisations
 their values may be their own.
 
-`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, flattened as torchtitan does,
-has `state.<parameter>.<moment>` for tensors and `param_groups.<parameter>.<option>` for options.
-
-Torch's own classes write them: a planner and a `FileSystemWriter` on each rank, which make one
-`.distcp` file per part, and at the end the writer of the first rank, which makes `.metadata`. These
-classes are used without their collectives, so that waits are bounded and errors are named as
-everywhere here. How such a directory is read without running anything in it is described in
-`init/torch_files.py`.
+Each file of a directory of torch.distributed.checkpoint has values in the form of `torch.save`, one
+after the other. At the end torch's own planner and writer make `.metadata` on the first rank. They
+are used without their collectives, so that waits are bounded and errors are named as everywhere
+here. How such a directory is read without running anything in it is described in `init/files.py`.
 """
 
 import json
@@ -21,8 +17,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby
 from math import prod
 from operator import attrgetter
 from os import PathLike, fspath
@@ -32,13 +27,12 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor, nn
 
-from mics_fn import checks, shards, tree
-from mics_fn.checkpoint import directory, manifest
+from mics_fn import _torch, checks, shards, tree
+from mics_fn.checkpoint import directory
 from mics_fn.collectives import Exchange, agree, together
-from mics_fn.errors import FileError, LeafError, PlanError, message
+from mics_fn.errors import FileError, LeafError, message
 from mics_fn.groups import Groups
 from mics_fn.init import read_shards
-from mics_fn.optim import TrainState, by_leaf
 
 
 class Saved(NamedTuple):
@@ -49,7 +43,6 @@ class Saved(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype  # in the file
     bucket: int  # its number; -1 for a tensor that every rank has in full
-    tree: int = 0  # of several trees with the same buckets
     also: tuple[str, ...] = ()  # its other names, if it is tied
 
     @property
@@ -86,6 +79,9 @@ def saved_leaves(
       LeafError: none is left, or two get the same name.
       PlanError, DonatedError: as `gather`.
     """
+    if not isinstance(params, Mapping):
+        fix = "pass shards by name, such as state.params; what an optimizer keeps is not written"
+        raise LeafError(f"{verb}: params is {type(params).__name__}", fix=fix)
     if dtype is not None:
         shards.check_dtype(verb, "dtype", dtype)
     cut = {key: value for key, value in params.items() if shards.is_leaf(value)}
@@ -108,12 +104,10 @@ def saved_leaves(
             found[own] = saved(verb, name, own, params[own], dtype)
     if not found:
         raise LeafError(f"{verb}: there is no leaf to write", fix="pass parameters")
-    return sorted(found.values(), key=lambda leaf: leaf.bucket)
+    return sorted(found.values(), key=attrgetter("bucket"))
 
 
-def saved(
-    verb: str, name: str, key: str, leaf: Any, dtype: torch.dtype | None = None, tree: int = 0
-) -> Saved:
+def saved(verb: str, name: str, key: str, leaf: Any, dtype: torch.dtype | None) -> Saved:
     """How a leaf is written: a shard, or a tensor that every rank has in full.
 
     Raises:
@@ -123,27 +117,13 @@ def saved(
     data = leaf.data if shards.is_leaf(leaf) else leaf
     if data is leaf:
         where = f"params.{key}"
-        shards.check_tensor(verb, where, manifest.savable(verb, where, data), data.device)
+        shards.check_tensor(verb, where, directory.savable(verb, where, data), data.device)
     bucket = getattr(leaf, "bucket", None)
     if bucket is not None and data.dtype != bucket.dtype:
         what = f"{verb}: {key} is {data.dtype} in a bucket of {bucket.dtype}"
         raise LeafError(what, fix="write it from a tree that was sharded in that dtype")
     kind = dtype if dtype is not None and data.dtype.is_floating_point else data.dtype
-    return Saved(name, key, tuple(leaf.shape), kind, -1 if bucket is None else bucket.index, tree)
-
-
-def same_leaves(verb: str, groups: Groups, path: str | PathLike, leaves: Sequence[Saved]) -> None:
-    """Compare what ranks are about to write, and where.
-
-    Communication: 32 bytes.
-
-    Raises:
-      DesyncError: on every rank, with the first leaf that differs.
-    """
-    # Even if these were compared before, another rank may now come with different ones.
-    groups.agreed.difference_update([seen for seen in groups.agreed if seen[0] == verb])
-    facts = [(f"params.{leaf.key}", f"{leaf.name!r} {leaf.shape} {leaf.dtype}") for leaf in leaves]
-    agree(groups, verb, [("path", os.path.abspath(path)), *facts])
+    return Saved(name, key, tuple(leaf.shape), kind, -1 if bucket is None else bucket.index)
 
 
 def in_files(verb: str, leaves: Sequence[Saved], max_file_bytes: float | str) -> list[list[Saved]]:
@@ -164,18 +144,14 @@ def in_files(verb: str, leaves: Sequence[Saved], max_file_bytes: float | str) ->
     return files
 
 
-class RoundPart(NamedTuple):
-    """What this rank writes in a round."""
-
-    file: int | None  # its number; None if this rank writes none
-    tensors: dict[str, Any]  # by name in the file, contiguous and on the CPU
-
-
 @torch.no_grad()
 def rounds(
     params: Mapping[str, Any], groups: Groups, files: Sequence[Sequence[Saved]]
-) -> Iterator[RoundPart]:
+) -> Iterator[tuple[int | None, dict[str, Tensor]]]:
     """What this rank writes, round after round; all ranks have the same number of rounds.
+
+    Yields:
+      The number of a file, None if this rank writes none; and what is in it, by name.
 
     Communication: in the first partition group, an all-gather of each bucket once per round in
       which it is needed; no other rank sends anything.
@@ -186,36 +162,28 @@ def rounds(
     here = writers.index(groups.position) if groups.position in writers else None
     for start in range(0, len(files), len(writers)):
         batch = files[start : start + len(writers)]
-        if here is None:
-            yield RoundPart(None, {})
-            continue
-        mine = set(batch[here]) if here < len(batch) else set()
+        mine = set(batch[here]) if here is not None and here < len(batch) else set()
         kept: dict[str, Tensor] = {}
-        every = sorted((leaf for file in batch for leaf in file), key=_bucket_of)
-        for _, leaves in groupby(every, key=_bucket_of):
+        for _, leaves in groupby([] if here is None else chain(*batch), attrgetter("bucket")):
             kept |= _gathered(params, groups, list(leaves), mine)
-        yield RoundPart(start + here if mine else None, kept)
+        yield (start + (here or 0) if mine else None), kept
         kept.clear()  # so that nobody holds two files
 
 
 def _gathered(
     params: Mapping[str, Any], groups: Groups, leaves: Sequence[Saved], mine: set[Saved]
 ) -> dict[str, Tensor]:
-    """The leaves of a bucket that belong to this rank's file, by name in it."""
+    """The leaves of a bucket that belong to this rank's file, contiguous and on the CPU."""
     cut = {leaf.key: params[leaf.key] for leaf in leaves if shards.is_leaf(params[leaf.key])}
     full = shards.unshard(cut, groups.hierarchy)
     found: dict[str, Tensor] = {}
-    for leaf in leaves:
-        if leaf in mine:
-            given = params[leaf.key]
-            whole = full.pop(leaf.key, given)
-            copy = whole is given  # its memory may be that of others
-            x = whole.detach().to(device="cpu", dtype=leaf.dtype, copy=copy)
-            found[leaf.name] = x.contiguous()
+    for leaf in filter(mine.__contains__, leaves):
+        given = params[leaf.key]
+        whole = full.pop(leaf.key, given)
+        copy = whole is given  # its memory may be that of others
+        x = whole.detach().to(device="cpu", dtype=leaf.dtype, copy=copy)
+        found[leaf.name] = x.contiguous()
     return found
-
-
-_bucket_of = attrgetter("tree", "bucket")
 
 
 # The directory, which is there as a whole or not at all.
@@ -240,8 +208,9 @@ def export(
     verb: str,
     path: Path,
     home: Groups,
-    parts: Iterator[RoundPart],
-    write: Callable[[Path, RoundPart], Any],
+    params: Mapping[str, Any],
+    files: Sequence[Sequence[Saved]],
+    write: Callable[[Path, int, dict[str, Tensor]], Any],
     finish: Callable[[Path, list[Any]], None],
 ) -> None:
     """Write files into a folder beside the path, which gets its name when all are complete.
@@ -253,16 +222,22 @@ def export(
       verb: for errors.
       path: what the folder will be called.
       home: the ranks that write, or wait until it is there.
-      parts: what this rank writes, round after round.
+      params: shards and tensors by name.
+      files: what each file has of them.
       write: writes a file, and gives what the first rank is to know of it.
       finish: writes on the first rank what makes the rest readable.
 
-    Communication: two small all-gathers over the partition group and over the replication group for
-      each round, and two more.
+    Communication: 32 bytes; two small all-gathers over the partition group and over the replication
+      group for each round, and two more.
 
     Raises:
       FileError: some rank cannot write; on every rank.
+      DesyncError: ranks write other leaves; the first one that differs is named.
     """
+    # Even if these were compared before, another rank may now come with different ones.
+    home.agreed.difference_update([seen for seen in home.agreed if seen[0] == verb])
+    facts = [(f"params.{x.key}", f"{x.name!r} {x.shape} {x.dtype}") for x in chain(*files)]
+    agree(home, verb, facts)
     first = home.ranks[home.plan.partition_groups[0][0]]
     made, said = None, list[Any]()
     try:
@@ -273,10 +248,10 @@ def export(
                 path.with_name(exchange.mine).mkdir()
                 made = path.with_name(exchange.mine)
         folder = path.with_name(exchange.all[first])
-        for part in parts:
+        for number, tensors in rounds(params, home, files):
             with _together(verb, path, home) as exchange:
-                if part.file is not None:
-                    exchange.mine = write(folder, part)
+                if number is not None:
+                    exchange.mine = write(folder, number, tensors)
             said += [each for each in exchange.all.values() if each is not None]
         with _together(verb, path, home):
             if made is not None:
@@ -295,69 +270,9 @@ def _together(verb: str, path: Path, home: Groups) -> Iterator[Exchange]:
         yield exchange
 
 
-# What an optimizer keeps, under the names that torch gives it in a state dict.
-
-OPTIMIZER = "optimizer."
-
-
-def optimizer_leaves(
-    verb: str, opt: Any, params: Sequence[Saved]
-) -> tuple[dict[str, Any], list[Saved]]:
-    """The moments and scalars of each trained leaf, by name; and how they are written.
-
-    Args:
-      verb: for errors.
-      opt: the field `opt` of a `TrainState`.
-      params: the parameters that are written; others are left out.
-
-    Raises:
-      PlanError: it is not, or does not contain, one optimizer with moments under names of torch.
-    """
-    found = list(_torch_states(opt))
-    if len(found) != 1:
-        what = f"{verb}: the state has {len(found)} optimizers that torch has names for, expected 1"
-        fix = "use adamw, adam, sgd, lion or from_torch, alone or in a chain; or pass state.params"
-        raise PlanError(what, fix=fix)
-    values: dict[str, Any] = {}
-    leaves: list[Saved] = []
-    moments = {name: by_leaf(moment) for name, moment in found[0].moments.items()}
-    for number, (kind, of) in enumerate([*moments.items(), *found[0].scalars.items()], start=1):
-        for param in params:
-            leaf = of if isinstance(of, Tensor) else of.get(param.key)
-            trained = isinstance(next(iter(moments.values()), {}).get(param.key), shards.Sharded)
-            if trained and (leaf is of or isinstance(leaf, shards.Sharded)):
-                name = f"{OPTIMIZER}state.{param.name}.{kind}"
-                values[name] = leaf
-                leaves.append(saved(verb, name, name, leaf, tree=number))
-    return values, leaves
-
-
-def _torch_states(opt: Any) -> Iterator[Any]:
-    """The states of torch's optimizers in a state, which may be that of a chain."""
-    if isinstance(getattr(opt, "moments", None), dict):
-        yield opt
-    elif isinstance(opt, tuple):
-        for part in opt:
-            yield from _torch_states(part)
-
-
-def group_options(params: Sequence[Saved], options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The options of the optimizer for each parameter, by name; frozen ones have them, too.
-
-    >>> group_options([], {"lr": 0.1})
-    {}
-    """
-    return {
-        f"{OPTIMIZER}param_groups.{param.name}.{key}": value
-        for param in params
-        for key, value in (options or {}).items()
-        if key != "params"
-    }
-
-
 # `save_dcp` and `load_dcp`: directories of torch.distributed.checkpoint (DCP).
 
-Place = tuple[str, int, int]  # of a tensor: its file, first byte and length
+Place = tuple[str, str, int, int]  # of a value: its name, its file, first byte and length
 
 
 def load_dcp(
@@ -429,13 +344,12 @@ def load_dcp(
 
 def save_dcp(
     path: str | PathLike,
-    params: Mapping[str, Any] | TrainState,
+    params: Mapping[str, Any],
     groups: Any,
     *,
     prefix: str = "",
     names: Callable[[str], str | None] | None = None,
     dtype: torch.dtype | None = None,
-    param_group: Mapping[str, Any] | None = None,
     max_file_bytes: float | str = 1_000_000_000,
 ) -> None:
     """Write shards as a directory that `torch.distributed.checkpoint.load` reads.
@@ -445,18 +359,12 @@ def save_dcp(
 
     Args:
       path: of the directory, as for `save_pretrained`.
-      params: as for `save_pretrained`; or a `TrainState`, of which the parameters are written and
-        what its optimizer keeps for each of them: `optimizer.state.<parameter>.exp_avg` and so on,
-        as `get_optimizer_state_dict` of torch names them, flattened, under "optimizer".
+      params: as for `save_pretrained`.
       groups: as for `gather`, one `Groups` for all leaves.
       prefix: what the names of parameters begin with: "model." for `dcp.load({"model": ...})`, and
         "" for torchtitan, which has these names at the top.
       names: as for `save_pretrained`; without the prefix.
       dtype: the dtype of floating-point parameters in the files; default that of the shards.
-      param_group: with a `TrainState`, the options that an optimizer of torch keeps beside its
-        tensors, such as `torch.optim.AdamW(...).param_groups[0]`: `lr`, `betas` and all others. If
-        they are missing, torch loads the optimizer only with `allow_partial_load`. Those of the
-        first rank are written.
       max_file_bytes: the most bytes of a file. A leaf that is larger has a file of its own.
 
     A tensor with several names is written once, and can be loaded by each of them.
@@ -466,98 +374,74 @@ def save_dcp(
     Memory: as `save_pretrained`.
 
     Raises:
-      PlanError: the optimizer is not one of torch's.
       FileError, LeafError, GroupsError, PlanError, DonatedError, DesyncError,
       CollectiveError: as `save_pretrained`.
 
     Example:
       >>> import tempfile
       >>> groups = make_groups(1)
-      >>> state = init_state(shard({"w": torch.ones(2)}, groups), optim.adamw(0.1))
       >>> with tempfile.TemporaryDirectory() as folder:
-      ...     save_dcp(f"{folder}/a", state, groups)
+      ...     save_dcp(f"{folder}/a", shard({"w": torch.ones(2)}, groups), groups, prefix="m.")
       ...     sorted(load_dcp(f"{folder}/a", groups, like=None))
-      ['optimizer.state.w.exp_avg', 'optimizer.state.w.exp_avg_sq', 'optimizer.state.w.step', 'w']
+      ['m.w']
     """
     verb = "save_dcp"
     home = one_job(verb, groups)
-    with together(verb, home, f"path={str(path)!r}, {prefix!r}, {max_file_bytes}, {dtype}"):
+
+    def renamed(name: str) -> str | None:
+        new = name if names is None else names(name)
+        return None if new is None else prefix + new
+
+    with together(verb, home) as exchange:
         target = free_path(verb, path)
-        opt = params.opt if isinstance(params, TrainState) else None
-        values = params.params if isinstance(params, TrainState) else params
-        leaves = saved_leaves(verb, values, home, names, dtype)
-        moments, more = ({}, []) if opt is None else optimizer_leaves(verb, opt, leaves)
-        objects = group_options(leaves, None if opt is None else param_group)
-        leaves = [*(_prefixed(leaf, prefix) for leaf in leaves), *more]
+        exchange.fact = f"path={str(target)!r}, {prefix!r}, {max_file_bytes}, {dtype}"
+        leaves = saved_leaves(verb, params, home, renamed, dtype)
         files = in_files(verb, leaves, max_file_bytes)
-    same_leaves(verb, home, path, leaves)
-    own: list[Any] = []  # torch's own form of a place, of which the first rank needs one
 
-    def write(folder: Path, part: RoundPart) -> list[tuple[str, Place]]:
-        written = _write(folder, part)
-        own.extend(at for _, at in written)
-        return [(name, (at.relative_path, at.offset, at.length)) for name, at in written]
+    def finish(folder: Path, said: list[list[Place]]) -> None:
+        _describe(folder, leaves, prefix, list(chain(*said)))
 
-    def finish(folder: Path, said: list[list[tuple[str, Place]]]) -> None:
-        if objects:  # the last file is theirs
-            said.append(write(folder, RoundPart(len(files), objects)))
-        places = {name: place for part in said for name, place in part}
-        places |= {name: places[leaf.name] for leaf in leaves for name in leaf.also}
-        _describe(folder, _state_dict(leaves, objects, prefix), places, own[0])
-
-    export(verb, target, home, rounds({**values, **moments}, home, files), write, finish)
+    export(verb, target, home, params, files, _write_dcp, finish)
 
 
-def _prefixed(leaf: Saved, prefix: str) -> Saved:
-    return leaf._replace(name=prefix + leaf.name, also=tuple(prefix + name for name in leaf.also))
+def _write_dcp(folder: Path, number: int, values: Mapping[str, Any]) -> list[Place]:
+    """Write a file and sync it, one value after the other in the form of `torch.save`."""
+    name, places = f"__{number}_0.distcp", list[Place]()
+    with open(folder / name, "xb") as file:
+        for key, value in values.items():
+            start = file.tell()
+            torch.save(value, file)
+            places.append((key, name, start, file.tell() - start))
+    directory.sync(folder / name)
+    return places
 
 
-def _write(folder: Path, part: RoundPart) -> list[tuple[str, Any]]:
-    """Write a file and sync it; the name of each tensor, and where torch says that it lies."""
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+def _describe(folder: Path, leaves: Sequence[Saved], prefix: str, places: Sequence[Place]) -> None:
+    """Write what describes all files: of each name the place, and where a state dict has it.
 
-    planner, writer = DefaultSavePlanner(flatten_state_dict=False), FileSystemWriter(folder)
-    planner.set_up_planner(part.tensors, is_coordinator=True)
-    plan = planner.create_local_plan()
-    # A writer names its file after the number of its plan.
-    plan = writer.prepare_global_plan([plan] * (1 + (part.file or 0)))[-1]
-    written = writer.write_data(planner.finish_plan(plan), planner).wait()
-    return [(result.index.fqn, result.storage_data) for result in written]
-
-
-def _describe(folder: Path, state: dict[str, Any], places: Mapping[str, Place], own: Any) -> None:
-    """Write what describes all files of a state dict; `own` is a place in torch's own form."""
+    That is flat, but for the part of a prefix up to its last dot, which is a key of an outer dict.
+    """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.storage import WriteResult
 
-    planner, writer = DefaultSavePlanner(), FileSystemWriter(folder)
+    place_of: dict[str, Any] = {name: place for name, *place in places}
+    state = dict[str, Any]()
+    for leaf in leaves:
+        for name in (leaf.name, *leaf.also):
+            state[name] = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+            place_of[name] = place_of[leaf.name]
+    planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(state, is_coordinator=True)
     plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-    results = []
+    *outer, _ = prefix.split(".")
+    begin = sum(len(key) + 1 for key in outer)
+    metadata.planner_data = {name: (*outer, name[begin:]) for name in state}
+    results = list[WriteResult]()
     for item in plans[0].items:
-        file, start, length = places[item.index.fqn]
-        place = replace(own, relative_path=file, offset=start, length=length)
-        results.append(WriteResult(item.index, length, place))
-    writer.finish(metadata, [results])
-
-
-def _state_dict(leaves: Sequence[Saved], objects: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The state dict that was saved, tensors on meta: nested where a prefix has dots."""
-    outer = prefix[: prefix.rfind(".") + 1]
-    named: list[tuple[str, str, Any]] = [(OPTIMIZER, name, x) for name, x in objects.items()]
-    for leaf in leaves:
-        empty = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-        begin = OPTIMIZER if leaf.tree else outer
-        named += [(begin, name, empty) for name in (leaf.name, *leaf.also)]
-    found: dict[str, Any] = {}
-    for begin, name, value in named:
-        inner = found
-        for key in begin.split(".")[:-1]:
-            inner = inner.setdefault(key, {})
-        inner[name.removeprefix(begin)] = value
-    return found
+        file, start, length = place_of[item.index.fqn]
+        results.append(WriteResult(item.index, length, _torch.place_in_dcp(file, start, length)))
+    FileSystemWriter(folder).finish(metadata, [results])
 
 
 # `save_pretrained`: a directory that `from_pretrained` of transformers loads.
@@ -624,32 +508,28 @@ def save_pretrained(
       {'w': Sharded(shape=(2, 3), float32, here 6 of 6)}
     """
     home = one_job(_VERB, groups)
-    with together(_VERB, home, f"path={str(path)!r}, max_file_bytes={max_file_bytes}, {dtype}"):
+    with together(_VERB, home) as exchange:
         from safetensors.torch import save_file
 
-        _check_config(config)
+        saves = callable(getattr(config, "save_pretrained", None))
+        wrong = isinstance(config, nn.Module)  # which would save its own weights
+        if wrong or not (config is None or isinstance(config, dict) or saves):
+            what = f"{_VERB}: config is {type(config).__name__}, expected a dict, or an object with"
+            raise LeafError(f"{what} save_pretrained(path)", fix="pass model.config")
         target = free_path(_VERB, path)
+        exchange.fact = f"path={str(target)!r}, max_file_bytes={max_file_bytes}, {dtype}"
         leaves = saved_leaves(_VERB, params, home, names, dtype)
         files = in_files(_VERB, leaves, max_file_bytes)
-    same_leaves(_VERB, home, path, leaves)
 
-    def write(folder: Path, part: RoundPart) -> None:
-        file = folder / _file_name(part.file or 0, len(files))
-        save_file(part.tensors, file, metadata={"format": "pt"})
+    def write(folder: Path, number: int, tensors: dict[str, Tensor]) -> None:
+        file = folder / _file_name(number, len(files))
+        save_file(tensors, file, metadata={"format": "pt"})
         directory.finish_file(file)
 
     def finish(folder: Path, said: list[Any]) -> None:
         _finish(folder, files, config)
 
-    export(_VERB, target, home, rounds(params, home, files), write, finish)
-
-
-def _check_config(config: Any) -> None:
-    saves = callable(getattr(config, "save_pretrained", None))
-    wrong = isinstance(config, nn.Module)  # which would save its own weights
-    if wrong or not (config is None or isinstance(config, dict) or saves):
-        what = f"{_VERB}: config is {type(config).__name__}, expected a dict, or an object with"
-        raise LeafError(f"{what} save_pretrained(path)", fix="pass model.config")
+    export(_VERB, target, home, params, files, write, finish)
 
 
 def _file_name(number: int, count: int) -> str:
@@ -667,13 +547,13 @@ def _finish(folder: Path, files: Sequence[Sequence[Saved]], config: Any) -> None
         _write_json(folder / _CONFIG, config)
     elif config is not None:
         config.save_pretrained(folder)
-    _note_dtype(folder / _CONFIG, [leaf for file in files for leaf in file])
+    _note_dtype(folder / _CONFIG, list(chain(*files)))
     for extra in folder.iterdir():
         directory.sync(extra)
     if len(files) > 1:
         names = [(leaf.name, i) for i, file in enumerate(files) for leaf in file]
         places = {name: _file_name(i, len(files)) for name, i in sorted(names)}
-        total = sum(leaf.nbytes for file in files for leaf in file)
+        total = sum(leaf.nbytes for leaf in chain(*files))
         index = {"metadata": {"total_size": total}, "weight_map": places}
         _write_json(folder / "model.safetensors.index.json", index)
 

@@ -1,7 +1,7 @@
 """`load`: a state as it was saved, on these ranks, however many wrote it and however it was cut."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -11,11 +11,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import checks, shards, spans, tree
-from mics_fn.checkpoint import directory, manifest, snapshot
-from mics_fn.checkpoint.saving import folder_to_read
+from mics_fn import _torch, checks, shards, spans, tree
+from mics_fn.checkpoint import directory
+from mics_fn.checkpoint.saving import Contents, contents_of, folder_to_read, main_home
 from mics_fn.collectives import together
-from mics_fn.errors import FileError, human_bytes, message, name_ranks
+from mics_fn.errors import FileError, human_bytes, message
 from mics_fn.groups import Groups
 from mics_fn.offload import is_placed
 from mics_fn.optim import by_leaf, replaced
@@ -23,104 +23,72 @@ from mics_fn.spans import LOG
 from mics_fn.threads import each
 from mics_fn.tree import Tree
 
-# The files of a step as a source: whether they fit a state, and what a rank reads from them.
+# Whether the files of a step fit a state, and what a rank reads from them.
 
 _READERS = 2  # threads of a rank: while one reads, another compares; more would read out of order
 _SHOWN = 8  # at most so many mismatches are listed
+_KINDS = (bool, int, float, str)  # of values; one of numpy has that of Python in a file
 
 
-class Sources:
-    """The files of a step, and what this rank reads from them.
+def refuse_other_state(
+    path: Path, saved: directory.Manifest, target: Contents, replicas: directory.Replicas
+) -> None:
+    """Raise FileError unless everything in the target is in a step, and nothing else."""
+    tensors = {name: x.saved for name, x in target.pieces.items()}
+    want = _described(tensors, target.values, replicas)
+    got = _described(saved.tensors, saved.values, saved.replicas)
+    wrong = [
+        f"{name}: saved {got.get(name, 'nothing')}, expected {want.get(name, 'nothing')}"
+        for name in want | got
+        if got.get(name) != want.get(name)
+    ]
+    if wrong:
+        more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
+        text = f"load: {path} does not fit the state"
+        fix = "pass like= as it was saved: the same model, optimizer and options"
+        raise FileError(message(text, [*wrong[:_SHOWN], *more], fix), str(path))
 
-    Args:
-      path: the folder of the step.
-      found: the manifest of the step.
-      home: the groups whose ranks load it.
-    """
 
-    def __init__(self, path: Path, found: manifest.Manifest, home: Groups) -> None:
-        self.path, self.manifest, self.home = path, found, home
+def _described(
+    tensors: Mapping[str, directory.SavedTensor], values: Mapping[str, Any], replicas: str
+) -> dict[str, str]:
+    """What is compared of a state: the forms of its tensors, and the types of its values."""
+    found = {name: f"{x.shape} {x.dtype}, {x.copies} of it" for name, x in tensors.items()}
+    for name, x in values.items():
+        kind = next((k for k in _KINDS if isinstance(x, k)), type(x))
+        found[name] = kind.__name__
+    return found | {"replicas": replicas}
 
-    # Does it fit?
 
-    def check(self, target: snapshot.Contents, replicas: manifest.Replicas) -> None:
-        """Raise FileError unless everything in the target is here, and nothing else."""
-        wrong, saved, wanted = list[str](), self.manifest, target.tensors()
-        if replicas != saved.replicas:
-            wrong.append(f"replicas: saved {saved.replicas!r}, expected {replicas!r}")
-        for name, tensor in wanted.items():
-            wrong += self._differences(name, tensor)
-        extra = [name for name in saved.tensors if name not in wanted]
-        extra += [name for name in saved.values if name not in target.values]
-        wrong += [f"{name} is not expected" for name in extra]
-        for name, x in target.values.items():
-            got = saved.values.get(name)
-            if name not in saved.values:
-                wrong.append(f"{name} is missing")
-            elif manifest.kind_of(got) is not manifest.kind_of(x):
-                wrong.append(f"{name}: saved {got!r}, expected {type(x).__name__}")
-        if wrong:
-            more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
-            text = f"load: {self.path} does not fit the state"
-            fix = "pass like= as it was saved: the same model, optimizer and options"
-            raise FileError(message(text, [*wrong[:_SHOWN], *more], fix), str(self.path))
-
-    def _differences(self, name: str, want: manifest.SavedTensor) -> list[str]:
-        found = self.manifest.tensors.get(name)
-        if found is None:
-            return [f"{name} is missing"]
-        if (found.shape, found.dtype) != (want.shape, want.dtype):
-            text = f"saved {found.shape} {shards.dtype_name(found.dtype)}, "
-            return [f"{name}: {text}expected {want.shape} {shards.dtype_name(want.dtype)}"]
-        if want.copies > 1 and want.copies != found.copies:
-            return [f"{found.copies} replicas were independent, here are {want.copies}"]
-        if want.copies == 1 and found.copies not in (1, self.home.world_size):
-            why = "which saved it, and these ranks are others: load it on as many"
-            return [f"{name} differed between {name_ranks(range(found.copies))}, {why}"]
-        return []
-
-    # Reading.
-
-    def fill(self, target: snapshot.Contents) -> Any:
-        """Read all that the target has on this rank; returns what this rank gave as extra."""
-        wanted, copies = list[Wanted](), list[tuple[Tensor, Tensor]]()
-        for name, piece in target.pieces.items():
-            x, copies_saved = piece.data, self.manifest.tensors[name].copies
-            if not (is_placed(x) or x.is_contiguous()):
-                copies.append((x, torch.empty(x.shape, dtype=x.dtype)))
-                x = copies[-1][1]
-            copy = self.home.position if copies_saved > piece.copies else piece.copy
-            stop = piece.origin + x.numel()
-            for part, file in self.manifest.slices(name, copy):
-                if part.range.start < stop and part.range.stop > piece.origin:
-                    wanted.append(Wanted(file, part, x, piece.origin))
-        files, given = self.manifest.files, dict[str, Tensor]()
-        me = self.home.position % len(files)  # on fewer or more ranks that of another one
-        giver = me if files[me].extra else 0
-        for part in files[giver].slices:
-            name, copy, *_ = part.range
-            if name not in self.manifest.tensors:
-                nbytes = self.manifest.slices(name, copy)[-1][0].range.stop
-                memory = given.setdefault(name, torch.empty(nbytes, dtype=torch.uint8))
-                wanted.append(Wanted(giver, part, memory, 0))
-        self._read(wanted)
-        for x, values in copies:
-            x.copy_(values)
-        try:
-            return manifest.decoded(files[giver].extra, given)
-        except (LookupError, TypeError, ValueError, RuntimeError) as error:  # also of recursion
-            path = self.path / manifest.NAME
-            what = message(f"load: {path} cannot be read", [f"{manifest.EXTRA}: {error}"])
-            raise FileError(what, str(path), damaged=True) from error
-
-    def _read(self, wanted: list["Wanted"]) -> None:
-        with ExitStack() as opened:
-            files = dict[int, directory.PartFile]()
-            for number in sorted({x.file for x in wanted}):
-                file = directory.PartFile(self.path, self.manifest.files[number])
-                files[number] = opened.enter_context(closing(file))
-            wanted.sort(key=lambda want: (want.file, want.part.offset))
-            each(lambda want: want.read(files[want.file]), wanted, _READERS, "mics_fn load")
+def fill(path: Path, saved: directory.Manifest, target: Contents) -> Any:
+    """Read all that the target has on this rank; returns what this rank gave as extra."""
+    wanted, copies = list[Wanted](), list[tuple[Tensor, Tensor]]()
+    for name, piece in target.pieces.items():
+        x = piece.data
+        if not (is_placed(x) or x.is_contiguous()):
+            copies.append((x, torch.empty(x.shape, dtype=x.dtype)))
+            x = copies[-1][1]
+        stop = piece.origin + x.numel()
+        for part, file in saved.slices(name, piece.copy):
+            if part.start < stop and part.stop > piece.origin:
+                wanted.append(Wanted(file, part, x, piece.origin))
+    files, given = saved.files, dict[str, Tensor]()
+    me = target.home.position % len(files)  # on fewer or more ranks that of another one
+    giver = me if files[me].extra else 0
+    for part in files[giver].slices:
+        if part.name not in saved.tensors:
+            nbytes = saved.slices(part.name, part.copy)[-1][0].stop
+            memory = given.setdefault(part.name, torch.empty(nbytes, dtype=torch.uint8))
+            wanted.append(Wanted(giver, part, memory, 0))
+    _read(path, files, wanted)
+    for x, values in copies:
+        x.copy_(values)
+    try:
+        return directory.decoded(files[giver].extra, given)
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:  # also of recursion
+        path /= directory.NAME
+        what = message(f"load: {path} cannot be read", [f"{directory.EXTRA}: {error}"])
+        raise FileError(what, str(path), damaged=True) from error
 
 
 class Wanted(NamedTuple):
@@ -134,13 +102,13 @@ class Wanted(NamedTuple):
     """
 
     file: int
-    part: manifest.Slice
+    part: directory.Slice
     target: Tensor
     origin: int
 
     def read(self, file: directory.PartFile) -> None:
         """Read the slice, and write what the target wants of it."""
-        x, (*_, start, stop) = self.target, self.part.range
+        x, start, stop = self.target, self.part.start, self.part.stop
         low, high = max(start, self.origin), min(stop, self.origin + x.numel())
         flat: Any = x if is_placed(x) else x.as_strided((x.numel(),), (1,))
         place = slice(low - self.origin, high - self.origin)
@@ -154,6 +122,28 @@ class Wanted(NamedTuple):
             flat.fill(place.start, values)
         else:
             flat[place].copy_(values)
+
+
+def _read(path: Path, files: Sequence[directory.SavedFile], wanted: list[Wanted]) -> None:
+    """Read slices with a few threads, in the order in which they lie."""
+    wanted.sort(key=lambda want: (want.file, want.part.offset))
+    with ExitStack() as opened:
+        parts = dict[int, directory.PartFile]()
+        for number in sorted({want.file for want in wanted}):
+            part = opened.enter_context(closing(directory.PartFile(path, files[number])))
+            part.check()
+            parts[number] = part
+        rest = iter(wanted)  # each thread takes the next one, with nothing to do for a small slice
+
+        def read_on(_: int) -> None:
+            try:
+                for want in rest:
+                    want.read(parts[want.file])
+            except BaseException:
+                wanted.clear()  # which ends the other threads, too
+                raise
+
+        each(read_on, range(_READERS), _READERS, "mics_fn load")
 
 
 class Loaded(NamedTuple):
@@ -177,7 +167,7 @@ def load(
     *,
     step: int | None = None,
     on_corrupt: Literal["raise", "previous"] = "raise",
-    replicas: manifest.Replicas = "equal",
+    replicas: directory.Replicas = "equal",
     donate: bool = False,
 ) -> Loaded:
     """A state that was saved, for any number of ranks, levels and placement. All ranks call it.
@@ -232,10 +222,10 @@ def load(
     checks.flag("load", "donate", donate)
     spans.passing("load")
     like = shards.reclaimed(like)  # of what a write that was cut short has left, only the memory
-    home = snapshot.main_home("load", groups, snapshot.homes_by_bucket("load", like, groups))
+    home = main_home("load", like, groups)
     folder, refused = directory.Folder(path), dict[int, FileError]()
     # Several steps may be read into this memory one after the other, but it is given away once.
-    given = memory_like(like, into=lambda x: x) if donate else like
+    given = memory_like(like, donate=True) if donate else like
     with shards.Writing() as writing:
         if donate:
             writing.covers(like, "like", "checkpoint.load")
@@ -276,36 +266,35 @@ def _load(
     like: Tree,
     groups: Any,
     home: Groups,
-    replicas: manifest.Replicas,
+    replicas: directory.Replicas,
     writing: shards.Writing | None,
 ) -> Loaded:
     """Read one step; with `writing` into the memory of `like`, which it covers."""
     with together("load", home) as exchange:
         saved, digest = directory.manifest_in(path, step)
-        target = snapshot.contents_of("load", like, groups, replicas)
-        sources = Sources(path, saved, home)
-        sources.check(target, replicas)
+        target = contents_of("load", like, groups, home, replicas)
+        refuse_other_state(path, saved, target, replicas)
         exchange.mine = digest
     if len(set(exchange.all.values())) > 1:
         text = f"load: ranks see different files in {path}"
         raise FileError(message(text, fix="load from a folder that ranks share"), damaged=True)
     with together("load", home), torch.no_grad():
-        state = memory_like(like, into=None if writing is None else lambda x: x)
+        state = memory_like(like, donate=writing is not None)
         if writing is not None:
             writing.mark_donated()
-        extra = sources.fill(snapshot.contents_of("load", state, groups, replicas))
+        target = contents_of("load", state, groups, home, replicas)
+        extra = fill(path, saved, target)
         state = with_values(state, saved.values)
     return Loaded(state, step, extra)
 
 
-def memory_like(state: Tree, into: Callable[[Tensor], Tensor] | None = None) -> Tree:
+def memory_like(state: Tree, *, donate: bool = False) -> Tree:
     """A state whose tensors are to be read into, which share memory where they did before.
 
     Args:
       state: any pytree of shards and tensors.
-      into: gives the tensor that takes the place of another one; default new memory of zeros. In
-        the place of those in files come new ones, in these files; and of those that are codes, of
-        their kind.
+      donate: whether that is their own memory; else it is new, of zeros. In the place of tensors in
+        files come new ones, in these files; and of those that are codes, of their kind.
     """
     kept: dict[tuple[Any, ...], Tensor] = {}  # new memory, by that in whose place it is
 
@@ -313,18 +302,17 @@ def memory_like(state: Tree, into: Callable[[Tensor], Tensor] | None = None) -> 
         storage = x.untyped_storage()
         key = storage.data_ptr(), storage.nbytes(), x.device
         if key not in kept:
-            kept[key] = torch.zeros(storage.nbytes(), dtype=torch.uint8, device=x.device)
+            kept[key] = _torch.lazy_zeros((storage.nbytes(),), torch.uint8, x.device)
         view, memory = torch.empty(0, dtype=x.dtype, device=x.device), kept[key].untyped_storage()
         return view.set_(memory, x.storage_offset(), x.size(), x.stride())
 
     def new(x: Any) -> Tensor:
         if shards.has_codes(x):  # it is read into as bytes
-            row = x.codes.row if into is not None else renewed(x.codes.row)
-            return x.within(row)
+            return x.within(x.codes.row if donate else renewed(x.codes.row))
         if is_placed(x):
             return x.unset()
         lazy = x.is_conj() or x.is_neg()  # memory that is read into holds the values themselves
-        return renewed(x) if into is None or lazy else into(x)
+        return x if donate and not lazy else renewed(x)
 
     def leaf_of(x: Any) -> Any:
         if isinstance(x, shards.Sharded | shards.Fixed):
@@ -445,7 +433,8 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verified:
     return Verified(number, place, len(saved.files), len(saved.tensors), nbytes)
 
 
-def _check_file(place: Path, saved: manifest.Manifest, file: manifest.SavedFile) -> None:
+def _check_file(place: Path, saved: directory.Manifest, file: directory.SavedFile) -> None:
     with closing(directory.PartFile(place, file)) as part:
+        part.check()
         for one in file.slices:
             part.read(one, memoryview(bytearray(saved.nbytes(one))))

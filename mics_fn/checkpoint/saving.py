@@ -7,187 +7,375 @@ writes the manifest, commits, and says so. After the start this needs no collect
 does it while training goes on.
 """
 
+import heapq
 import json
-import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, cast
+from typing import Any, NamedTuple, TypedDict, Unpack
 
+import torch
 from torch import Tensor
 
-from mics_fn import checks, errors, spans, tree
-from mics_fn.checkpoint import directory, manifest, snapshot
-from mics_fn.collectives import Exchange, agree, decoded_error, encoded_error, together
+from mics_fn import _torch, checks, collectives, errors, shards, spans, tree
+from mics_fn.checkpoint import directory
+from mics_fn.collectives import agree, together
+from mics_fn.errors import FileError, LeafError, PlanError, message
 from mics_fn.faults import StopRequest
 from mics_fn.groups import Groups
-from mics_fn.shards import dtype_name, refuse_derivative
+from mics_fn.offload import ReadLock, in_file, is_coded, read
+from mics_fn.optim import TrainState, by_leaf
+from mics_fn.shards import is_leaf
 from mics_fn.spans import LOG
-from mics_fn.store import Store, later, poll
+from mics_fn.store import later, poll
 from mics_fn.threads import Job, start
 from mics_fn.tree import Tree
+
+# What a state holds, as named tensors and numbers; which slices this rank writes, and copies.
+
+OnHost = AbstractContextManager[dict[directory.Slice, Tensor]]  # a block that has what is written
+
+
+class LocalPiece(NamedTuple):
+    """What this rank has of a tensor.
+
+    Args:
+      data: elements `origin` to `origin + data.numel()` of the flattened tensor.
+      origin: where it begins.
+      shape: of the tensor, in full.
+      home: the groups in which it is cut; None if every rank has all of it.
+      copy: which of its copies this is, where replicas have values of their own.
+      copies: how many there are.
+    """
+
+    data: Tensor
+    origin: int
+    shape: tuple[int, ...]
+    home: Groups | None = None
+    copy: int = 0
+    copies: int = 1
+
+    @property
+    def saved(self) -> directory.SavedTensor:
+        """How the tensor is described."""
+        return directory.SavedTensor(shards.dtype_name(self.data.dtype), self.shape, self.copies)
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """A state as a checkpoint has it.
+
+    Args:
+      home: the groups whose ranks save it.
+      pieces: of the tensors that are cut, and those that this rank has in full, by name.
+      values: numbers and texts, by name.
+    """
+
+    home: Groups
+    pieces: dict[str, LocalPiece] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def facts(self) -> list[tuple[str, str]]:
+        """What ranks compare of it: of what each of them has in full, its values too."""
+        facts = [(name, f"{x!r}") for name, x in self.values.items()]
+        for name, x in self.pieces.items():
+            value = "" if x.home else f", values {int(collectives.checksum(x.data)):x}"
+            facts.append((name, f"{x.saved.shape} {x.saved.dtype} {x.copies}{value}"))
+        return facts
+
+
+def written_here(contents: Contents, extras: Mapping[str, Tensor]) -> dict[directory.Slice, Tensor]:
+    """The slices that this rank writes; of ranks that hold the same, each writes a part.
+
+    The next slice is of whoever has fewest bytes so far. As all of these ranks hold the same, each
+    knows that without a message.
+
+    Args:
+      contents: of the state.
+      extras: other tensors that this rank alone saves.
+    """
+    main, pieces = contents.home, dict(contents.pieces)
+    for name, x in extras.items():
+        raw = _dense(x).as_strided((x.numel(),), (1,)).view(torch.uint8)
+        pieces[name] = LocalPiece(raw, 0, (), copy=main.position, copies=main.world_size)
+    heaps: dict[Any, list[tuple[int, int]]] = {}
+    found: dict[directory.Slice, Tensor] = {}
+    for name, piece in pieces.items():
+        me, ranks = 0, 1
+        if piece.copies == 1:
+            home = piece.home
+            me, ranks = main.position, main.world_size
+            me, ranks = (home.replicas.rank, home.num_replicas) if home else (me, ranks)
+        heap = heaps.setdefault((piece.home, ranks), [(0, i) for i in range(ranks)])
+        data = piece.data if piece.data.dim() == 1 else piece.data.reshape(-1)
+        at_once = directory.SLICE_BYTES // data.dtype.itemsize
+        for low in range(0, len(data), at_once):
+            part = data[low : low + at_once]
+            load, writer = heap[0]
+            heapq.heapreplace(heap, (load + len(part) * data.dtype.itemsize, writer))
+            if writer == me:
+                first = piece.origin + low
+                found[directory.Slice(name, piece.copy, first, first + len(part))] = part
+    return found
+
+
+def contents_of(
+    verb: str, state: Tree, groups: Any, home: Groups, replicas: directory.Replicas
+) -> Contents:
+    """What a state holds; `home` is its `main_home`.
+
+    Raises:
+      LeafError: a leaf is neither a shard nor a dense tensor, a number or a text.
+      PlanError: shards were made for other groups.
+    """
+    homes, found, plain = homes_by_bucket(verb, state, groups), Contents(home), by_leaf(state)
+    tree.refuse_equal_paths(verb, plain, "", is_leaf)
+    leaves = tree.flatten(plain, is_leaf)[0]
+    for name, leaf in zip(tree.paths(plain, "", is_leaf), leaves, strict=True):
+        if isinstance(leaf, shards.Nothing | shards.Tied):
+            continue
+        if is_leaf(leaf) and leaf.bucket is not None:
+            own = homes.get(leaf.bucket, home)
+            copy = (own.replicas.rank, own.num_replicas) if replicas == "independent" else (0, 1)
+            found.pieces.update(_pieces_of(verb, name, leaf, own, copy))
+        elif isinstance(leaf, Tensor) or is_leaf(leaf):
+            x = directory.savable(verb, name, leaf.data if is_leaf(leaf) else leaf)
+            found.pieces[name] = LocalPiece(x, 0, tuple(x.shape))
+        elif isinstance(leaf, bool | int | float | str):
+            found.values[name] = leaf
+        else:
+            fix = "keep shards, tensors, numbers and texts in a state; pass the rest as extra="
+            raise LeafError(f"{verb}: {name} is {type(leaf).__name__}", fix=fix)
+    return found
+
+
+def _pieces_of(
+    verb: str, name: str, leaf: Any, home: Groups, copy: tuple[int, int]
+) -> dict[str, LocalPiece]:
+    """What this rank has of a shard, by the names under which it is saved.
+
+    Codes are saved as they are kept, under names that say which they are, so that no state takes
+    them for codes of another kind. Their blocks do not depend on the ranks that hold them.
+    """
+    bucket, route = leaf.bucket, home.hierarchy.route
+    data = directory.savable(verb, name, leaf.data)
+    right = bucket.parts == route.size
+    piece = shards.pieces(bucket, route.chunk)[leaf.slot] if right else None
+    if piece is None or data.shape != (piece.length,):
+        text = f"{verb}: {name} is cut in {bucket.parts}, here {tuple(data.shape)}"
+        fix = "pass the groups that the tree was sharded with"
+        raise PlanError(f"{text}; its groups have {route.size} ranks", fix=fix)
+    codec: collectives.Codec | None = bucket.codes
+    if codec is None or not is_coded(leaf.data):
+        return {name: LocalPiece(data, piece.origin, leaf.shape, home, *copy)}
+    kept: Any = data
+    codes, scales = kept.part_codes()
+    nbytes, block = kept.codes.elements.shape[1], codec.block
+    first, blocks = piece.origin // block, -(-bucket.numels[leaf.slot] // block)
+    return {
+        f"{name} as {codec}": LocalPiece(codes, first * nbytes, (blocks * nbytes,), home, *copy),
+        f"{name} as {codec}, scales": LocalPiece(scales, first, (blocks,), home, *copy),
+    }
+
+
+def homes_by_bucket(verb: str, state: Tree, groups: Any) -> dict[shards.Bucket, Groups]:
+    """The groups of each bucket of a state; those of its parameters if it is a `TrainState`."""
+    if isinstance(groups, Groups):
+        return {}
+    nodes = tree.flatten(state, lambda x: isinstance(x, TrainState))[0]
+    states = [x for x in nodes if isinstance(x, TrainState)]
+    params = states[0].params if states else state
+    leaves = tree.flatten(params, is_leaf)[0]
+    pairs = zip(leaves, shards.homes_of(verb, groups, params), strict=True)
+    return {leaf.bucket: home for leaf, home in pairs if getattr(leaf, "bucket", None)}
+
+
+def main_home(verb: str, state: Tree, groups: Any) -> Groups:
+    """Return the groups whose ranks save one checkpoint.
+
+    Raises:
+      PlanError: leaves live on groups of different ranks.
+    """
+    found = [*dict.fromkeys(homes_by_bucket(verb, state, groups).values())] or [groups]
+    for home in found:
+        home.partition.check_open()
+        if sorted(home.ranks) != sorted(found[0].ranks):
+            fix = "save the leaves of each of them in a folder of its own"
+            text = f"{verb}: leaves live on groups of different ranks"
+            raise PlanError(text, [found[0].describe(), home.describe()], fix)
+    return found[0]
+
+
+# Copies of what a save writes, in host memory that is used again by the next one.
+
+_ALIGN = 64  # bytes; of a copy, for vector loads
+
+
+# Host memory of this process that no save uses, by the kind of device that copies to it. A save
+# takes it and gives it back when it has ended. Of several pieces, as saves to several folders may
+# be under way at the same time, the largest is kept for each kind of device.
+FREE: dict[str, Tensor] = {}
+
+
+def on_host(tensors: Mapping[Any, Tensor]) -> AbstractContextManager[dict[Any, Tensor]]:
+    """A block that has these tensors on the host: themselves if they are there already."""
+    if all(x.is_cpu or in_file(x) for x in tensors.values()):
+        return nullcontext({name: _dense(x) for name, x in tensors.items()})
+    return copied(tensors)
+
+
+def copied(tensors: Mapping[Any, Tensor]) -> AbstractContextManager[dict[Any, Tensor]]:
+    """Copy tensors; the result is a block that has the copies.
+
+    What lies in files is not copied but held, so that steps meanwhile write to other parts, and
+    the block has it as it was; see [Note: locked parts] in `offload.placed`.
+
+    On an accelerator the copies are queued on the current stream, in front of whatever changes
+    the tensors next, and the block waits for them, not the caller.
+    """
+    in_files: dict[Any, Any] = {name: x for name, x in tensors.items() if in_file(x)}
+    lock = ReadLock(in_files.values())
+    near = {k: x for k, x in tensors.items() if k not in in_files}
+    devices = {x.device for x in near.values() if _torch.is_async(x.device)}
+    sizes = [-(-x.nbytes // _ALIGN) * _ALIGN for x in near.values()]
+    device = next(iter(devices), torch.device("cpu"))
+    memory = FREE.pop(device.type, None)
+    if memory is None or len(memory) < sum(sizes):
+        memory = None  # if it is too small, it goes before a larger one is made
+        memory = _torch.host_buffer(sum(sizes), device)
+    parts = memory[: sum(sizes)].split(sizes)
+    copies = {
+        name: part[: x.nbytes].view(x.dtype).view(x.shape)
+        for (name, x), part in zip(near.items(), parts, strict=True)
+    }
+    if near:
+        pinned = bool(devices) and memory.is_pinned()
+        with torch.no_grad():
+            _torch.foreach_copy(list(copies.values()), list(near.values()), non_blocking=pinned)
+    events = [_torch.record(device) for device in devices]
+    order = list(tensors)
+
+    @contextmanager
+    def block() -> Iterator[dict[Any, Tensor]]:
+        try:
+            for event in events:
+                event.synchronize()
+            yield {k: in_files[k].mapped() if k in in_files else copies[k] for k in order}
+        finally:
+            lock.release()
+            if len(memory) > len(FREE.get(device.type, ())):
+                FREE[device.type] = memory
+
+    return block()
+
+
+def _dense(x: Any) -> Tensor:
+    if _torch.is_wrapper(x):  # it lies in a file, or as codes
+        return x.mapped() if in_file(x) else read(x)
+    return x.detach().resolve_conj().resolve_neg().contiguous()
+
 
 # The start of a save: what all ranks compare before the first byte is written.
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of a save; see `save`."""
+class SaveOptions(TypedDict, total=False):
+    """Options of `save` and `start_save`; see `save`."""
 
-    step: int
     overwrite: directory.Overwrite
-    replicas: manifest.Replicas
+    replicas: directory.Replicas
     keep: int | None
     keep_every: int | None
 
-    def check(self) -> None:
-        """Raise PlanError unless they are what they should be."""
-        checks.integer("save", "step", self.step, 0)
-        checks.integer("save", "keep", self.keep, optional=True)
-        checks.integer("save", "keep_every", self.keep_every, optional=True)
-        checks.choice("save", "overwrite", self.overwrite, "never", "newer")
-        checks.choice("save", "replicas", self.replicas, "equal", "independent")
 
-
-@dataclass(frozen=True, eq=False)
-class Agreed:
-    """A save that all ranks have agreed on, without anything of the state.
-
-    Args:
-      home: the groups whose ranks save.
-      folder: the folder of the job.
-      path: the folder that files are written into.
-      options: how to save.
-      found: what the step holds, but for its files.
-      extra: what this rank gave besides the state, as JSON; "" if the first one has it for all.
-    """
-
-    home: Groups
-    folder: directory.Folder
-    path: Path
-    options: Options
-    found: manifest.Manifest
-    extra: str
-
-    def write(self, block: snapshot.OnHost) -> manifest.SavedFile:
-        """Write this rank's file, of what a block has."""
-        path = self.path / f"rank-{self.home.position:05d}.safetensors"
-        with block as tensors:
-            spans.passing("save: write", self.options.step)
-            with directory.write_errors("save: cannot write", path):
-                return replace(directory.write_part(path, tensors), extra=self.extra)
+def _check(step: int, options: SaveOptions) -> None:
+    """Raise PlanError or TypeError unless they are what they should be."""
+    for name in options.keys() - SaveOptions.__annotations__.keys():
+        raise TypeError(f"save() got an unexpected keyword argument {name!r}")
+    checks.integer("save", "step", step, 0)
+    checks.integer("save", "keep", options.get("keep"), optional=True)
+    checks.integer("save", "keep_every", options.get("keep_every"), optional=True)
+    checks.choice("save", "overwrite", options.get("overwrite", "never"), "never", "newer")
+    checks.choice("save", "replicas", options.get("replicas", "equal"), "equal", "independent")
 
 
 def agree_on(
-    verb: str, path: Any, state: Tree, groups: Any, extra: Any, options: Options
-) -> tuple[Agreed, Callable[[], dict[manifest.Range, Tensor]]]:
+    verb: str, path: Any, state: Tree, groups: Any, step: int, extra: Any, options: SaveOptions
+) -> tuple["PendingSave", Callable[[], dict[directory.Slice, Tensor]]]:
     """Compare a save between ranks, and let the first one make its folder.
 
     Args:
       verb: "save" or "start_save".
-      path, state, groups, extra, options: as it was given. If `extra` is an error, which this
-        rank met when it made it, all ranks raise.
+      path, state, groups, step, extra, options: as it was given. If `extra` is an error, which
+        this rank met when it made it, all ranks raise.
 
     Returns:
-      What they agreed on; and what gives the slices that this rank writes, and refers to the state.
+      The save, and what gives the slices that this rank writes; only that refers to the state.
 
     Raises:
       FileError: on all ranks, if it cannot begin; also if the save before this one failed.
       DesyncError: ranks save other steps or other states.
       LostStateError: their states have taken different numbers of steps.
     """
-    refuse_derivative(f"checkpoint.{verb}", (), "call it outside of torch.func")
+    shards.refuse_derivative(f"checkpoint.{verb}", (), "call it outside of torch.func")
     checks.path(verb, "path", path)
-    spans.passing("save", options.step)
-    folder = folder_to_write(path)
-    home = snapshot.main_home("save", groups, snapshot.homes_by_bucket("save", state, groups))
+    spans.passing("save", step)
+    replicas: directory.Replicas = options.get("replicas", "equal")
+    folder, home = folder_to_write(path), main_home("save", state, groups)
     if home.state.members and not home.state.saves:  # another process may be the first rank since
         with together("save", home) as exchange:
             exchange.mine = folder.epoch
         folder.epoch = max(exchange.all.values())
     try:
         with together("save", home) as exchange:
-            options.check()
+            _check(step, options)
             if before := _UNDER_WAY.get(os.path.realpath(folder.path)):
-                before.conclude()
-            contents = snapshot.contents_of("save", state, groups, options.replicas)
+                before.conclude("save")
+            contents = contents_of("save", state, groups, home, replicas)
             if not contents.pieces:
                 fix = "pass a TrainState, or a tree with shards or tensors"
-                raise errors.LeafError("save: the state has no tensor to save", fix=fix)
+                raise LeafError("save: the state has no tensor to save", fix=fix)
             if isinstance(extra, Exception):
                 raise extra
-            plain = {name: x.data for name, x in contents.pieces.items() if x.home is None}
-            text, extras = manifest.encoded(extra)
-            sums, of_extra = snapshot.checksums(plain), snapshot.checksums(extras)
+            text, extras = directory.encoded(extra)
+            of_extra = {name: int(collectives.checksum(x)) for name, x in extras.items()}
+            facts, values = contents.facts(), contents.values
+            steps = [f"{k}={x!r}" for k, x in values.items() if f".{k}".endswith(".step")]
+            exchange.fact = f"step {step} in {folder.path}, {sorted(options.items())}"
             exchange.mine = {
-                _WHAT: f"step {options.step} in {folder.path}, {options}",
-                **_numbers(contents.values),
-                "layout": tree.digest([f"{contents.tensors()}"]).hex(),
-                "sums": tree.digest([f"{sums}"]).hex(),
+                "steps": ", ".join(steps),
+                "state": tree.digest([f"{facts}"]).hex(),
                 "extra": tree.digest([f"{text}{of_extra}"]).hex(),
             }
             if home.position == 0:
-                new = folder.begin(options.step, options.overwrite)
+                new = folder.begin(step, options.get("overwrite", "never"))
                 exchange.mine["new"] = str(new), folder.epoch
-        _compare(exchange)
-        if exchange.differing("layout"):
-            _name_difference(home, contents)
-        if exchange.differing("sums"):
-            contents = contents.with_own(_different(home, sums))
+        if texts := exchange.differing("steps"):
+            fix = "same_step(state, groups, heal=True) takes the newer state from a replica"
+            lines = errors.rank_lines(texts)
+            raise errors.LostStateError("save: ranks differ in their steps", lines, fix)
+        if exchange.differing("state"):
+            # Ranks that differ now may have saved each of these states together before.
+            what = "save: the state"
+            home.agreed.difference_update([seen for seen in home.agreed if seen[0] == what])
+            fix = "let it be equal on all ranks, or pass it in extra=, where each rank has its own"
+            cut = {name for name, x in contents.pieces.items() if x.home}
+            agree(home, what, facts, {name: fix for name, _ in facts if name not in cut})
     except BaseException:
         folder.abandon()
         raise
     if home.position and not exchange.differing("extra"):
         text, extras = "", {}
     new, folder.epoch = exchange.all[home.ranks[0]]["new"]  # any rank may be the first one later
-    tensors = contents.tensors()
-    found = manifest.Manifest(options.step, options.replicas, tensors, contents.values)
-    agreed = Agreed(home, folder, Path(new), options, found, text)
-    return agreed, partial(snapshot.written_here, contents, extras)
-
-
-_WHAT, _STEPS, _NUMBERS = "what they save", "their steps", "the numbers of the state"
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, str]:
-    """The numbers and texts of a state as text, and separately its steps."""
-    texts = {name: f"{name}={value!r}" for name, value in values.items()}
-    steps = [text for name, text in texts.items() if f".{name}".endswith(".step")]
-    return {_STEPS: ", ".join(steps), _NUMBERS: ", ".join(texts.values())}
-
-
-def _compare(exchange: Exchange) -> None:
-    """Raise DesyncError unless all ranks save the same step of the same values."""
-    for what in (_WHAT, _STEPS, _NUMBERS):
-        texts, text = exchange.differing(what), f"save: ranks differ in {what}"
-        if texts and what == _STEPS:
-            fix = "same_step(state, groups, heal=True) takes the newer state from a replica"
-            raise errors.LostStateError(text, errors.rank_lines(texts), fix)
-        if texts:
-            fix = "save the same step of the same state on all ranks"
-            raise errors.disagreement(text, texts, fix)
-
-
-def _name_difference(home: Groups, contents: snapshot.Contents) -> None:
-    """Raise DesyncError, which names the first tensor that ranks do not save alike."""
-    verb, tensors = "save: the state", contents.tensors()
-    facts = [(k, f"{x.shape} {dtype_name(x.dtype)} {x.copies}") for k, x in tensors.items()]
-    # Ranks that differ now may have saved each of these states together before.
-    home.agreed.difference_update([seen for seen in home.agreed if seen[0] == verb])
-    agree(home, verb, facts)
-
-
-def _different(home: Groups, sums: Mapping[str, int]) -> list[str]:
-    """The names of what differs between ranks, by the checksums of each."""
-    with together("save", home) as exchange:
-        exchange.mine = sums
-    return [name for name in sums if exchange.differing(name)]
+    tensors = {name: x.saved for name, x in contents.pieces.items()}
+    found = directory.Manifest(step, replicas, tensors, values)
+    pending = PendingSave(home, folder, Path(new), options, found, text)
+    return pending, partial(written_here, contents, extras)
 
 
 # `PendingSave`: a save under way, and how its ranks come to one end; see [Note: no plan
@@ -199,32 +387,56 @@ _WAIT_S = 0.1  # between two looks of whoever waits for a save
 _BEHIND = 19  # how nice a thread is that only writes
 
 
+@dataclass(eq=False, repr=False)
 class PendingSave:
-    """A save under way; made by `start_save`.
+    """A save that all ranks have agreed on, without anything of the state; made by `start_save`.
 
     Args:
-      agreed: what is saved.
-      write: writes this rank's file.
-      follows: whether training goes on, and `due` is called after each step.
+      home: the groups whose ranks save.
+      folder: the folder of the job.
+      new: the folder that files are written into.
+      options: how to save.
+      found: what the step holds, but for its files.
+      extra: what this rank gave besides the state, as JSON; "" if the first one has it for all.
     """
 
-    def __init__(
-        self, agreed: Agreed, write: Callable[[], manifest.SavedFile], *, follows: bool = True
-    ) -> None:
-        self.step = agreed.options.step
-        self._agreed, self._group_state = agreed, agreed.home.state
-        self._write: Any = write
-        self._store = cast(Store, self._group_state.channel.store)
-        self._group_state.saves += 1
-        key = f"{self._group_state.key}/save/{agreed.home.ranks[0]}"  # all replicas have one state
-        self._key = f"{key}/{self._group_state.saves}"
-        self._before = f"{key}/{self._group_state.saves - 1}"
-        self._path: Path | None = None
-        self._error: BaseException | None = None
+    home: Groups
+    folder: directory.Folder
+    new: Path
+    options: SaveOptions
+    found: directory.Manifest
+    extra: str
+    _path: Path | None = None
+    _error: BaseException | None = None
+
+    @property
+    def step(self) -> int:
+        """The number of the step."""
+        return self.found.step
+
+    def write(self, block: OnHost) -> directory.SavedFile:
+        """Write this rank's file, of what a block has."""
+        path = self.new / f"rank-{self.home.position:05d}.safetensors"
+        with block as tensors:
+            spans.passing("save: write", self.step)
+            with directory.write_errors("save: cannot write", path):
+                return directory.write_part(path, tensors)._replace(extra=self.extra)
+
+    def begin(self, write: Callable[[], directory.SavedFile], *, follows: bool) -> None:
+        """Go on in a thread.
+
+        Args:
+          write: writes this rank's file, or gives what came of that.
+          follows: whether training goes on, and `due` is called after each step.
+        """
+        home, state = self.home, self.home.state
+        state.saves += 1
+        self._place, self._store = os.path.realpath(self.folder.path), state.channel.store
+        self._key = f"{state.key}/save/{home.ranks[0]}"  # all replicas have one state
+        self._number, self._write = state.saves, write
         self._reported = not follows  # whether the program knows how it ended: it waits for itself
-        self._stop = StopRequest(agreed.home, ()).__enter__() if follows else None
-        self._group_state.endings.append(self.finish)
-        self._place = os.path.realpath(agreed.folder.path)
+        self._stop = StopRequest(home, ()).__enter__() if follows else None
+        state.endings.append(self.finish)
         # A process that ends waits for this thread, as it is not a daemon.
         self._thread = threading.Thread(target=self._run, name="mics_fn save")
         _UNDER_WAY[self._place] = self
@@ -261,59 +473,41 @@ class PendingSave:
         self._reported = True
         if self._error is not None:
             raise self._error
-        if self._path is None:  # its thread runs in another process
+        if self._path is None:
             text = f"save: step {self.step} is saved by the process that this one was forked from"
-            raise errors.FileError(errors.message(text, fix="wait() for it there"), self._place)
+            raise FileError(text, self._place)
         return self._path
 
     def finish(self) -> None:
         """Wait for the end of the save."""
-        self._join(math.inf)
+        while self._thread.is_alive():
+            self._thread.join(_WAIT_S)
         if _UNDER_WAY.get(self._place) is self and (self._reported or self._error is None):
             del _UNDER_WAY[self._place]
-        if self.finish in self._group_state.endings:
-            self._group_state.endings.remove(self.finish)
+        if self.finish in self.home.state.endings:
+            self.home.state.endings.remove(self.finish)
             if self._stop is not None:
                 self._stop.__exit__(None, None, None)
 
-    def conclude(self) -> None:
-        """Wait for it; raise its error if it was not reported.
+    def conclude(self, verb: str, *, raises: bool = True) -> None:
+        """Wait for it, and raise its error if nobody was told of it.
 
-        If its groups are closed, other ranks may have heard something else: then it is logged.
+        Args:
+          verb: for errors.
+          raises: whether all ranks call this; else the error is logged, and raised later. If the
+            groups of the save are closed, other ranks may have heard something else: then it is
+            logged too.
         """
-        self.finish()  # Ctrl-C may end this wait, and the next save still has to wait
-        _UNDER_WAY.pop(self._place, None)
+        self.finish()  # if Ctrl-C ends this wait, the next save still waits for it
+        if raises:
+            _UNDER_WAY.pop(self._place, None)
         if self._reported:
             return
-        if self._group_state.closed:
-            self._reported = True
-            self._log_error("save")
-        else:
+        if raises and not self.home.state.closed:
             self.wait()
-
-    def before_read(self, verb: str, *, raises: bool) -> None:
-        """Wait for its end, for somebody who reads the folder; see `folder_to_read`."""
-        limit_s = self._agreed.home.timeout_s
-        if not self._join(limit_s):
-            text = f"{verb}: step {self.step} in {self._place} is still being saved by this process"
-            fix = "wait() for the save, or make its groups with a longer timeout_s"
-            lines = [f"waited for {limit_s:g} s, the timeout_s of its groups"]
-            raise errors.FileError(errors.message(text, lines, fix), self._place)
-        if raises:
-            self.conclude()
-        elif not self._reported:
-            self._log_error(verb)
-
-    def _log_error(self, verb: str) -> None:
+        self._reported = raises
         if self._error is not None:
             LOG.warning("%s: step %d was not saved: %s", verb, self.step, self._error)
-
-    def _join(self, limit_s: float) -> bool:
-        """Wait for the end of the thread, so long at most; returns whether it has ended."""
-        deadline = time.monotonic() + limit_s
-        while self._thread.is_alive() and time.monotonic() < deadline:
-            self._thread.join(_WAIT_S)
-        return not self._thread.is_alive()
 
     # On the thread.
 
@@ -321,91 +515,83 @@ class PendingSave:
         if self._stop is not None:
             with suppress(AttributeError, OSError):  # below the threads that compute, if it can be
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BEHIND)
+        written = Job(self._write)
+        written.run()
         try:
-            try:
-                file, error = self._write(), None
-            except BaseException as wrong:  # which the other ranks are told
-                file, error = None, wrong
-            self._path = self._end(file, error)
+            self._path = self._end(written)
         except BaseException as error:
             self._error = error
             if self._stop is not None:
                 self._stop.ask()
         finally:
-            self._agreed.folder.abandon()  # which keeps what is committed
-            self._write = None  # it refers to the state, which the program may have replaced
+            self.folder.abandon()  # which keeps what is committed
+            del self._write, written  # they refer to the state, which may have been replaced
 
-    def _end(self, file: manifest.SavedFile | None, error: BaseException | None) -> Path:
+    def _end(self, written: Job) -> Path:
         """Publish this rank's record, and wait for the result of the rank that commits."""
-        home, store = self._agreed.home, self._store
+        home, store, key = self.home, self._store, f"{self._key}/{self._number}"
         if home.world_size == 1:
-            if file is None:
-                self._agreed.folder.check_owned()
-                raise error or errors.FileError("save: nothing was written")
-            return self._commit([file])
-        said = {"error": encoded_error(error), "file": None if file is None else file.to_json()}
-        store.set(f"{self._key}/{home.position}", json.dumps(said))
-        store.add(f"{self._key}/written", 1)
+            if written.error is not None:
+                self.folder.check_owned()
+            return self._commit([written.result()])
+        record = [collectives.encoded_error(written.error), written.value]
+        store.set(f"{key}/{home.position}", json.dumps(record))
+        store.add(f"{key}/written", 1)
         if home.position == 0:
-            store.set(f"{self._key}/end", json.dumps(self._judged()))
-            for name in ("written", *range(home.world_size)):
-                later(store, "delete_key", f"{self._key}/{name}")
+            store.set(f"{key}/end", json.dumps(self._judged(key)))
             # All ranks have read the end of the save before this one, or had not begun this one.
-            later(store, "delete_key", f"{self._before}/end")
-        first, end = home.ranks[0], [f"{self._key}/end"]
+            before = f"{self._key}/{self._number - 1}/end"
+            for done in (f"{key}/written", *(f"{key}/{i}" for i in range(home.world_size)), before):
+                later(store, "delete_key", done)
+        first, end = home.ranks[0], [f"{key}/end"]
         # The first rank waits for the others itself, so it may take as long as that again.
         what = f"the word of rank {first} that it is committed"
         self._await(lambda: store.check(end), what, lambda: [first], 2 * _GRACE_S)
         failed, path = json.loads(store.get(*end))
         if failed:
-            raise decoded_error({int(rank): each for rank, each in failed.items()})
+            raise collectives.decoded_error({int(rank): each for rank, each in failed.items()})
         return Path(path)
 
-    def _judged(self) -> tuple[dict[int, Any], str]:
+    def _judged(self, key: str) -> tuple[dict[int, Any], str]:
         """Commit once all files are written; return the ranks that failed, and the step's path."""
-        home, store = self._agreed.home, self._store
+        home, store, n = self.home, self._store, self.home.world_size
+        places = {rank: f"{key}/{i}" for i, rank in enumerate(home.ranks)}
         try:
-            n = home.world_size
-            count = f"{self._key}/written"
-            self._await(lambda: store.add(count, 0) >= n, "the files of all ranks", self._missing)
-            files, failed = list[manifest.SavedFile](), dict[int, Any]()
-            for i, rank in enumerate(home.ranks):
-                said = json.loads(store.get(f"{self._key}/{i}"))
-                if said["error"]:
-                    failed[rank] = said["error"]
-                else:
-                    files.append(manifest.SavedFile.of_json(said["file"]))
+            self._await(
+                lambda: store.add(f"{key}/written", 0) >= n,
+                "the files of all ranks",
+                lambda: [rank for rank, place in places.items() if not store.check([place])],
+            )
+            said = {rank: json.loads(store.get(place)) for rank, place in places.items()}
+            failed = {rank: error for rank, (error, _) in said.items() if error}
             if failed:
-                self._agreed.folder.check_owned()
-            return failed, "" if failed else str(self._commit(files))
+                self.folder.check_owned()
+                return failed, ""
+            files = [directory.SavedFile.of_json(file) for _, file in said.values()]
+            return {}, str(self._commit(files))
         except BaseException as error:  # also of a program that ends this thread
-            return {home.rank: encoded_error(error)}, ""
+            return {home.rank: collectives.encoded_error(error)}, ""
 
-    def _commit(self, files: list[manifest.SavedFile]) -> Path:
-        agreed, options = self._agreed, self._agreed.options
-        spans.passing("save: commit", options.step)
-        for file, rank in zip(files, agreed.home.ranks, strict=True):
-            path = agreed.path / file.name
+    def _commit(self, files: list[directory.SavedFile]) -> Path:
+        home, folder, options = self.home, self.folder, self.options
+        spans.passing("save: commit", self.step)
+        for file, rank in zip(files, home.ranks, strict=True):
+            path = self.new / file.name
             if not (path.is_file() and path.stat().st_size == file.nbytes):
-                agreed.folder.check_owned()
-                text = f"save: {path} of rank {rank} is not seen by rank {agreed.home.rank}"
+                folder.check_owned()
+                text = f"save: {path} of rank {rank} is not seen by rank {home.rank}"
                 fix = "save to a folder that all ranks share"
-                raise errors.FileError(errors.message(text, fix=fix), str(path))
-        with directory.write_errors("save: cannot commit", agreed.path):
-            found = replace(agreed.found, files=files)
+                raise FileError(message(text, fix=fix), str(path))
+        with directory.write_errors("save: cannot commit", self.new):
+            found = replace(self.found, files=files)
             found.check()
-            path = agreed.folder.commit(found)
+            path = folder.commit(found)
         try:
-            agreed.folder.prune(options.keep, options.keep_every)
-        except (OSError, errors.FileError) as error:  # the step is committed all the same
-            LOG.warning("save: older steps in %s stay: %s", agreed.folder.path, error)
-        LOG.info("saved step %d in %s", options.step, path)
+            folder.prune(options.get("keep"), options.get("keep_every"))
+        except (OSError, FileError) as error:  # the step is committed all the same
+            LOG.warning("save: older steps in %s stay: %s", folder.path, error)
+        LOG.info("saved step %d in %s", self.step, path)
         return path
-
-    def _missing(self) -> list[int]:
-        """Find the ranks that have published no record."""
-        ranks = enumerate(self._agreed.home.ranks)
-        return [rank for i, rank in ranks if not self._store.check([f"{self._key}/{i}"])]
 
     def _await(
         self,
@@ -422,27 +608,26 @@ class PendingSave:
           missing: the ranks that are waited for; if one of them is gone, waiting is of no use.
           grace_s: how long to wait if another rank has failed, which may still write its file.
         """
-        home, group_state, failed_s = self._agreed.home, self._group_state, list[float]()
+        state, failed_s, limit_s = self.home.state, list[float](), self.home.timeout_s
 
-        def lost(why: str) -> errors.FileError:
-            path = self._agreed.folder.path
+        def lost(why: str) -> FileError:
+            path = self.folder.path
             fix = "look at latest(), which tells whether the step counts, and save again"
             text = f"save: step {self.step} in {path} ended without {what}"
-            return errors.FileError(errors.message(text, [why], fix), str(path))
+            return FileError(message(text, [why], fix), str(path))
 
         def check(idle_s: float) -> None:
-            final = [each.text for each in group_state.standing.values() if each.final]
-            if group_state.failed is None and not final:
+            final = [each.text for each in state.standing.values() if each.final]
+            if state.failed is None and not final:
                 return
             failed_s.append(idle_s)
-            known_dead = {x.rank: x.text for x in group_state.standing.values() if x.kind in _GONE}
+            known_dead = {x.rank: x.text for x in state.standing.values() if x.kind in _GONE}
             texts = [known_dead[rank] for rank in missing() if rank in known_dead]
             if (texts and not done()) or idle_s - failed_s[0] > grace_s:
-                raise lost([*texts, *final, f"the groups have failed: {group_state.failed}"][0])
+                raise lost([*texts, *final, f"the groups have failed: {state.failed}"][0])
 
-        deadline = time.monotonic() + home.timeout_s
-        if not poll(done, home.world_size, deadline, check):
-            raise lost(f"nothing came within {home.timeout_s:g} s")
+        if not poll(done, self.home.world_size, time.monotonic() + limit_s, check):
+            raise lost(f"nothing came within {limit_s:g} s")
 
 
 _UNDER_WAY: dict[str, PendingSave] = {}  # the last save of this process, by folder
@@ -472,11 +657,11 @@ def folder_to_read(
         else it is logged, and the next save or load raises it.
 
     Raises:
-      FileError: the save did not end within the `timeout_s` of its groups, or failed.
+      FileError: it failed.
     """
     pending = _UNDER_WAY.get(os.path.realpath(path))
     if pending is not None:
-        pending.before_read(verb, raises=raises)
+        pending.conclude(verb, raises=raises)
     return directory.Folder(path)
 
 
@@ -487,29 +672,25 @@ def save(
     *,
     step: int,
     extra: Any = None,
-    overwrite: directory.Overwrite = "never",
-    replicas: manifest.Replicas = "equal",
-    keep: int | None = None,
-    keep_every: int | None = None,
+    **options: Unpack[SaveOptions],
 ) -> Path:
     """Save a state as a step that counts once it is whole. All ranks call it.
 
     Args:
       path: the folder of the job's checkpoints, which all ranks share; it need not exist.
       state: a `TrainState`, or any pytree of shards, tensors, numbers and texts. Numbers are equal
-        on all ranks. A tensor that is not sharded is written once if it is equal on all ranks, and
-        else once per rank.
+        on all ranks, and so are tensors that are not sharded.
       groups: as for `shard`; for a `TrainState` those of its parameters.
       step: the number of the step, at least 0.
       extra: what else to keep: dicts, lists, tuples, numbers, texts and tensors. It may differ
-        between ranks.
-      overwrite: "never" refuses a step that is not above all committed ones. "newer" writes it, and
+        between ranks, and each of them has its own again; on other ranks one of these.
+      options: `overwrite`, `replicas`, `keep` and `keep_every`. With `overwrite="never"`, the
+        default, a step that is not above all committed ones is refused. "newer" writes it, and
         the steps from it on that were there do not count any more, as after a rollback. They are
-        removed as soon as two others count; see [Note: epochs] in `checkpoint.directory`.
-      replicas: "independent" while replicas have values of their own, as with `local_sgd`; each is
-        saved.
-      keep: how many of the newest steps are kept, at least 2; None keeps all.
-      keep_every: steps that are a multiple of it are kept, too.
+        removed as soon as two others count; see [Note: epochs] in `checkpoint.directory`. Say
+        `replicas="independent"` while replicas have values of their own, as with `local_sgd`; each
+        is saved. `keep` is how many of the newest steps are kept, at least 2; None, the default,
+        keeps all. Steps that are a multiple of `keep_every` are kept, too.
 
     Returns:
       The folder of the step.
@@ -524,7 +705,7 @@ def save(
     Raises:
       FileError: the step would not be the newest, or a newer job has taken the folder.
       FileError: some rank cannot write; on all of them. Nothing has changed.
-      DesyncError: ranks save other steps or states.
+      DesyncError: ranks save other steps or states, or a tensor that is not sharded differs.
       PlanError, LeafError: the state cannot be saved like this, or has no tensor.
 
     Example:
@@ -539,11 +720,7 @@ def save(
 
     References: CheckFreq, Mohan et al., FAST 2021.
     """
-    options = Options(step, overwrite, replicas, keep, keep_every)
-    agreed, slices = agree_on("save", path, state, groups, extra, options)
-    written = Job(lambda: agreed.write(snapshot.on_host(slices())))
-    written.run()
-    return _followed(agreed, written, written.result, follows=False).wait()
+    return _begun("save", path, state, groups, step, extra, options).wait()
 
 
 def start_save(
@@ -553,18 +730,15 @@ def start_save(
     *,
     step: int,
     extra: Any = None,
-    overwrite: directory.Overwrite = "never",
-    replicas: manifest.Replicas = "equal",
-    keep: int | None = None,
-    keep_every: int | None = None,
-) -> "PendingSave":
+    **options: Unpack[SaveOptions],
+) -> PendingSave:
     """Copy the state, and write the copy in the background.
 
     The state may change, and may be donated, as soon as this returns. One save is under way at a
     time: the next one waits for it first. Leaving the groups, and the end of the process, wait too.
 
     Args:
-      path, state, groups, step, extra, overwrite, replicas, keep, keep_every: as for `save`.
+      path, state, groups, step, extra, options: as for `save`.
 
     Returns:
       A `PendingSave`. `latest`, `steps`, `verify` and `load` of this process wait for its end.
@@ -586,18 +760,22 @@ def start_save(
       >>> pending.wait().name
       'step-00000001'
     """
-    options = Options(step, overwrite, replicas, keep, keep_every)
-    agreed, slices = agree_on("start_save", path, state, groups, extra, options)
-    copied = Job(lambda: snapshot.copied(slices()))
-    copied.run()
-    return _followed(agreed, copied, lambda: agreed.write(copied.result()), follows=True)
+    return _begun("start_save", path, state, groups, step, extra, options)
 
 
-def _followed(
-    agreed: Agreed, done: Job, write: Callable[[], manifest.SavedFile], *, follows: bool
+def _begun(
+    verb: str, path: Any, state: Tree, groups: Any, step: int, extra: Any, options: SaveOptions
 ) -> PendingSave:
-    """Let a save go on behind what this rank has done for it, whether that failed or not."""
-    pending = PendingSave(agreed, write, follows=follows)
+    """Copy or write what this rank saves; whether that fails or not, all ranks come to one end."""
+    pending, slices = agree_on(verb, path, state, groups, step, extra, options)
+    if follows := verb == "start_save":
+        done = Job(lambda: copied(slices()))
+    else:
+        done = Job(lambda: pending.write(on_host(slices())))
+    done.run()
+    pending.begin(
+        (lambda: pending.write(done.result())) if follows else done.result, follows=follows
+    )
     if done.error is not None and not isinstance(done.error, Exception):
         raise done.error  # Ctrl-C; the other ranks hear of it
     return pending
@@ -626,7 +804,7 @@ def take_folder(
     what = "Checkpoints: cannot write to"
     with together("Checkpoints", home) as exchange, directory.write_errors(what, folder.path):
         for name, x in buffers.items():
-            manifest.savable("Checkpoints", f"buffer {name!r}", x)
+            directory.savable("Checkpoints", f"buffer {name!r}", x)
         folder.path.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
             pass

@@ -271,7 +271,7 @@ class GroupState:
     stops: int = 0  # number of `StopRequest`s so far
     saves: int = 0  # number of checkpoints that were begun on these groups
     layouts: dict[Any, Any] = field(default_factory=dict)  # of trees; see `shards.opened`
-    endings: list[Callable[[], None]] = field(default_factory=list)  # what `close` waits for
+    endings: list[Callable[[], Any]] = field(default_factory=list)  # what `close` waits for
 
     def __post_init__(self) -> None:
         self.watch = Watch(self)

@@ -23,8 +23,8 @@ How `load_shards` works: `open_weights` opens what a path stands for as named en
 any range of elements can be read; names are matched with the parameters, and the filling reads the
 ranges that this rank keeps. Files may come from strangers, so nothing in them is run, mapped, or
 believed: `files.py` opens only regular files, says why in [Note: files of strangers], and reads
-safetensors. `torch_files.py` reads the zip files and pickles of `torch.save`, and DCP directories,
-whose files hold chunks of tensors. What cannot be read on one rank is an error on all of them.
+safetensors, the zip files and pickles of `torch.save`, and DCP directories, whose files hold chunks
+of tensors. What cannot be read on one rank is an error on all of them.
 
 Example:
   >>> make_model = lambda: torch.nn.Linear(2, 3)

@@ -29,7 +29,7 @@ from mics_fn._torch import compiles_itself
 from mics_fn.collectives import refuse_unequal, together
 from mics_fn.errors import FileError, LeafError, PlanError, message, name_some
 from mics_fn.groups import Groups
-from mics_fn.init import files, torch_files
+from mics_fn.init import files
 from mics_fn.init.files import Entry, File, Weights
 from mics_fn.init.tape import META, Recorded, Recorder, marks_of, tensors_in
 from mics_fn.offload import where_of
@@ -38,7 +38,7 @@ from mics_fn.offload import where_of
 
 NAMES = ("model.safetensors", "pytorch_model.bin")  # in a folder; or an index of such
 _IN_FOLDER = [found for name in NAMES for found in (name, f"{name}.index.json")]
-_IN_FOLDER += [torch_files.METADATA]
+_IN_FOLDER += [files.METADATA]
 Source = str | PathLike | Mapping[str, Tensor]
 
 
@@ -76,8 +76,8 @@ def open_weights(verb: str, source: Source, *, trust: bool) -> Iterator[Weights]
             text = f"{verb}: {name}={str(source)!r} does not exist"
             raise WeightsNotFound(message(text, fix=fix), str(source)) from error
         opened.callback(file.close)
-        if path.name == torch_files.METADATA:
-            yield torch_files.of_dcp(file, trust=trust)
+        if path.name == files.METADATA:
+            yield files.of_dcp(file, trust=trust)
         elif path.suffix == ".json":
             yield _of_index(file, trust, opened)
         else:
@@ -95,14 +95,14 @@ def _file_in(verb: str, folder: Path, trust: bool) -> Path:
             raise FileError(message(what, fix=files.TRUST), str(folder / found))
         return folder / found
     fix = f"pass the file itself; looked for {' and '.join(NAMES)}, their .index.json, and"
-    fix += f" {torch_files.METADATA} of torch.distributed.checkpoint"
+    fix += f" {files.METADATA} of torch.distributed.checkpoint"
     raise FileError(message(f"{verb}: no weights in the folder {folder}", fix=fix), str(folder))
 
 
 def _of_file(file: File) -> Weights:
     """The tensors of a file that holds them itself."""
     is_zip = file.size > 4 and file.read(0, 4) == b"PK\3\4"
-    return torch_files.of_torch(file) if is_zip else files.of_safetensors(file)
+    return files.of_torch(file) if is_zip else files.of_safetensors(file)
 
 
 def _of_index(index: File, trust: bool, opened: ExitStack) -> Weights:
@@ -334,12 +334,18 @@ class Filling:
         shards.refuse_overlaps(verb, {f"params.{k}": value for k, value in params.items()}, trained)
         self._where = where_of(options.get("where"))
 
-    @contextmanager
-    def under_way(self) -> Iterator[None]:
-        """The block in which all values are made or read.
+    def fill(self, source: Callable[[str], Read], then: Callable[[], Any] = lambda: None) -> Any:
+        """Give this rank's part of each leaf its values, one bucket after the other.
 
         Afterwards shards are compared with those of the ranks that keep the same part: each rank
         made or read its values alone, so they differ if its machine computes otherwise.
+
+        Args:
+          source: asked once for each leaf of which this rank keeps some elements.
+          then: what else is to be made; if it raises on some ranks, all of them raise.
+
+        Returns:
+          What `then` gave.
 
         Communication: as `together`; 8 bytes per leaf.
 
@@ -349,23 +355,17 @@ class Filling:
             does.
         """
         with together(self.verb, self.groups):
-            yield
-            sums = [self._add_up(home) for home in self.groups if home.num_replicas > 1]
+            self._fill(source)
+            made = then()
+            sums = {home: self._add_up(home) for home in self.groups if home.num_replicas > 1}
         fix = "let all ranks make or read the same values, on machines that compute alike"
-        for home, found in sums:
+        for home, found in sums.items():
             if found:
                 values = torch.stack([*found.values()]).to(home.device)
                 refuse_unequal(self.verb, home, list(found), values, fix)
+        return made
 
-    def fill(self, source: Callable[[str], Read]) -> None:
-        """Give this rank's part of each leaf its values, one bucket after the other.
-
-        Args:
-          source: asked once for each leaf of which this rank keeps some elements.
-
-        Raises:
-          FileError: a file cannot be made, read or written.
-        """
+    def _fill(self, source: Callable[[str], Read]) -> None:
         buckets: dict[tuple[Groups, shards.Bucket], dict[int, str]] = {}  # names by slot
         for name, leaf in self.shards.items():
             if isinstance(leaf, shards.Sharded | shards.Fixed) and leaf.bucket is not None:
@@ -399,13 +399,13 @@ class Filling:
             part = data[low : low + step]
             part.copy_(read(origin + low, origin + low + len(part)))
 
-    def _add_up(self, home: Groups) -> tuple[Groups, dict[str, Tensor]]:
+    def _add_up(self, home: Groups) -> dict[str, Tensor]:
         """Take the checksums that ranks compare, which reads what lies in files."""
-        found: dict[str, Tensor] = {}
-        for name, leaf in self.shards.items():
-            if self.homes[name] is home and isinstance(leaf, shards.Sharded | shards.Fixed):
-                found[f"params.{name}"] = shards.checksum_of(leaf.data.view(-1))
-        return home, found
+        return {
+            f"params.{name}": shards.checksum_of(leaf.data.view(-1))
+            for name, leaf in self.shards.items()
+            if self.homes[name] is home and isinstance(leaf, shards.Sharded | shards.Fixed)
+        }
 
 
 def load_shards(
@@ -477,7 +477,6 @@ def read_shards(
         with together(verb, groups):
             if dtype is not None:
                 shards.check_dtype(verb, "dtype", dtype)
-            checks.flag(verb, "strict", how["strict"])
             found = opened.enter_context(open_weights(verb, path, trust=how["trust"]))
             found = renamed(found, how["names"])
             params, others = _wanted(like, found)
@@ -487,8 +486,7 @@ def read_shards(
         if like is not None:
             options.setdefault("order", tree.own_order(params))
         filling = Filling(verb, params, groups, options)
-        with filling.under_way():
-            filling.fill(lambda name: sources[name].read)
+        filling.fill(lambda name: sources[name].read)
     return filling.shards
 
 
@@ -594,9 +592,10 @@ def init_model(
                 sources = matched("init_model", found, *wanted, missing=missing)
         options.setdefault("order", tree.own_order(made.params))
         filling = Filling("init_model", made.params, groups, {**options})
-        with filling.under_way():
-            filling.fill(lambda name: sources[name].read if name in sources else made.read(name))
-            skeleton = made.skeleton(sources)
+        skeleton = filling.fill(
+            lambda name: sources[name].read if name in sources else made.read(name),
+            then=lambda: made.skeleton(sources),
+        )
     warn_of_compile("init_model", made.model, stacklevel=3)
     return skeleton, filling.shards
 

@@ -268,8 +268,8 @@ def with_index(state: Tensor, index: int) -> Tensor:
     >>> generator = torch.Generator().manual_seed(5)
     >>> generator.set_state(with_index(generator.get_state(), 7)).initial_seed()
     5
-    >>> index_in(generator.get_state()), index_in(torch.Generator().get_state())
-    (7, None)
+    >>> start_of(generator.get_state()), torch.is_tensor(start_of(torch.Generator().get_state()))
+    (7, True)
     """
     words = state.clone().view(torch.int64)
     if len(words) == ON_CUDA:
@@ -279,20 +279,14 @@ def with_index(state: Tensor, index: int) -> Tensor:
     return words.view(torch.uint8)
 
 
-def index_in(state: Tensor) -> int | None:
-    """The index that `with_index` wrote into a state; None if there is none."""
-    words = state.view(torch.int64)
-    if len(words) == ON_CUDA:
-        offset = int(words[1])
-        return offset % 2**32 // 4 if offset >> 32 == MARK else None
-    first, second, index = words[3:6].tolist()
-    return index if (first, second) == (MARK, MARK + 1) else None
-
-
 def start_of(state: Tensor) -> int | Tensor:
     """Where the next op begins: the index of the op that it follows, or a state."""
-    index = index_in(state)
-    return state if index is None else index
+    words = state.view(torch.int64)
+    if len(words) == ON_CUDA:
+        mark, place = divmod(int(words[1]), 2**32)
+        return place // 4 if mark == MARK else state
+    first, second, index = words[3:6].tolist()
+    return index if (first, second) == (MARK, MARK + 1) else state
 
 
 def default_generator(device: torch.device) -> torch.Generator:

@@ -1,7 +1,7 @@
 """Mistakes in checkpoints that would lose data or restore something else; `planting.py` checks."""
 
 _D = "checkpoint/directory.py"
-_C = "checkpoint/snapshot.py"
+_C = "checkpoint/saving.py"
 
 PLANTED = [
     (
@@ -20,9 +20,9 @@ PLANTED = [
     ),
     (
         "a manifest with a gap between slices is taken",
-        "checkpoint/manifest.py",
-        "_require(each.range.start == end < each.range.stop,",
-        "_require(each.range.start < each.range.stop,",
+        _D,
+        "_require(each.start == end < each.stop,",
+        "_require(each.start < each.stop,",
         "checkpoint/test_hostile.py -k what_is_hostile",
     ),
     (
@@ -99,14 +99,14 @@ PLANTED = [
         "values are not compared with their checksums",
         _D,
         "if zlib.crc32(out) != part.crc:",
-        "if not part.range:",
+        "if not part.name:",
         "checkpoint/test_damage.py -k flipped",
     ),
     (
         "the header of a file is not compared with the manifest",
         _D,
-        "if hashlib.sha256(header).hexdigest() != record.header:",
-        "if not record.header:",
+        "if hashlib.sha256(header).hexdigest() != self._record.header:",
+        "if not self._record.header:",
         "checkpoint/test_damage.py -k flipped",
     ),
     (
@@ -126,21 +126,21 @@ PLANTED = [
     (
         "each replica saves what the first one has",
         _C,
-        "how: Any = (home, home.replicas.rank, home.num_replicas)",
-        "how: Any = (home, 0, home.num_replicas)",
+        "copy = (own.replicas.rank, own.num_replicas)",
+        "copy = (0, own.num_replicas)",
         "checkpoint/test_saved_codes.py -k any_ranks",
     ),
     (
         "states of different steps are saved as one",
-        "checkpoint/saving.py",
-        "        _compare(exchange)\n",
-        "",
+        _C,
+        'if texts := exchange.differing("steps"):',
+        "if texts := {}:",
         "checkpoint/test_one_end.py -k torn",
     ),
     (
         "states of which each was saved before on all ranks are saved as one",
-        "checkpoint/saving.py",
-        'if exchange.differing("layout"):',
+        _C,
+        'if exchange.differing("state"):',
         "if contents is None:",
         "checkpoint/test_one_end.py -k compared_again",
     ),
@@ -167,7 +167,7 @@ PLANTED = [
     ),
     (
         "a process that takes the place of the first rank takes the folder back",
-        "checkpoint/saving.py",
+        _C,
         "        folder.epoch = max(exchange.all.values())\n",
         "        pass\n",
         "checkpoint/test_two_jobs.py",

@@ -22,8 +22,7 @@ from steps import at, damage_values, load_at, save_at, trainer_in
 
 import mics_fn as mf
 from mics_fn import checkpoint
-from mics_fn.checkpoint import manifest
-from mics_fn.checkpoint.directory import Folder, divided
+from mics_fn.checkpoint.directory import Folder, Manifest, SavedFile, divided
 from mics_fn.errors import FileError
 
 
@@ -163,8 +162,8 @@ def commit_empty(writer: Folder, step: int) -> None:
     try:
         new = writer.begin(step, "newer")
         (new / "part").write_text("x")
-        file = manifest.SavedFile("part", 1, 1, "", [])
-        writer.commit(manifest.Manifest(step, "equal", {}, {}, [file]))
+        file = SavedFile("part", 1, 1, "", [])
+        writer.commit(Manifest(step, "equal", {}, {}, [file]))
         writer.prune(3, None)
     finally:
         writer.abandon()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import mics_fn as mf
 from mics_fn import checkpoint, offload, tree
-from mics_fn.checkpoint import snapshot
+from mics_fn.checkpoint import saving
 from mics_fn.errors import PlanError
 from mics_fn.offload import in_file
 from mics_fn.optim.flat import by_leaf
@@ -70,7 +70,7 @@ def saved(layout: Layout, place: str, folder: str, donate: bool) -> None:
     (scratch, *_) = files_in(state)
     before = [file.nbytes for file in files_in(state)]
     at_once, go = copy_of(state), threading.Event()
-    snapshot.FREE.clear()
+    saving.FREE.clear()
     with paused(go):
         pending = checkpoint.start_save(f"{folder}/saved", state, groups, step=1)
         for seed in (9, 13, 17):  # in parts of their own, and then in place in these
@@ -80,7 +80,7 @@ def saved(layout: Layout, place: str, folder: str, donate: bool) -> None:
         assert scratch.nbytes > before[0]
         go.set()
         pending.wait()
-    copies = sum(map(len, snapshot.FREE.values()))
+    copies = sum(map(len, saving.FREE.values()))
     in_memory = [x for x in tree.flatten(state)[0] if isinstance(x, Tensor) and not in_file(x)]
     assert copies <= 8192 + sum(x.nbytes for x in in_memory), "what lies in files is not copied"
     loaded = checkpoint.load(f"{folder}/saved", made(where), groups).state

@@ -7,8 +7,8 @@ from torch import Tensor
 
 import mics_fn as mf
 from mics_fn import checkpoint
-from mics_fn.checkpoint import snapshot
-from mics_fn.checkpoint.snapshot import copied
+from mics_fn.checkpoint import saving
+from mics_fn.checkpoint.saving import copied
 
 
 def tensors() -> dict[str, Tensor]:
@@ -50,14 +50,14 @@ def test_a_copy_is_equal_and_stays() -> None:
 def test_saves_to_many_folders_take_the_memory_of_one(tmp_path: Path) -> None:
     groups = mf.make_groups(1)
     params = mf.shard({"w": torch.zeros(100_000)}, groups)
-    snapshot.FREE.clear()
+    saving.FREE.clear()
     for i in range(4):
         checkpoint.start_save(tmp_path / f"{i}", params, groups, step=1).wait()
-    assert [len(memory) // 400_000 for memory in snapshot.FREE.values()] == [1]
+    assert [len(memory) // 400_000 for memory in saving.FREE.values()] == [1]
     first, second = copied(params_of(1.0)), copied(params_of(2.0))
     with first as one, second as two:
         assert (one["w"][0], two["w"][0]) == (1.0, 2.0)
-    assert len(snapshot.FREE["cpu"]) >= 400_000, "the larger one of two is kept"
+    assert len(saving.FREE["cpu"]) >= 400_000, "the larger one of two is kept"
 
 
 def params_of(value: float) -> dict[str, Tensor]:

@@ -1,7 +1,6 @@
 """Mistakes in making and reading models that would give other values; `planting.py` checks."""
 
 _T = "init/tape.py"
-_F = "init/torch_files.py"
 _S = "init/files.py"
 
 PLANTED = [
@@ -42,23 +41,23 @@ PLANTED = [
     ),
     (
         "the writer of a file chooses the hashes of its names",
-        _F,
+        _S,
         "super().__setitem__(key if plain else Symbol(type(key).__name__), value)",
         "super().__setitem__(key, value)",
         "init/test_strangers.py -k hashes",
     ),
     (
         "what a pickle names is imported",
-        _F,
+        _S,
         'return Symbol(f"{module}.{name}")',
         "return super().find_class(module, name)",
         "init/test_strangers.py -k refused_by_name",
     ),
     (
         "chunks that overlap overwrite one another",
-        _F,
-        "if seen[where].any():",
-        "if where is None:",
+        _S,
+        "if not bool((seen == 1).all()):",
+        "if not seen.all():",
         "checkpoint/test_dcp_dirs.py -k refused_by_name",
     ),
     (

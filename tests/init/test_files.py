@@ -177,7 +177,7 @@ def counted(layout: Layout, path: Path, bases: dict[str, int]) -> int:
     plain = File.read
 
     def watched(self: File, offset: int, length: int, leaf: str = "") -> bytearray:
-        spans.append((leaf, offset, length))
+        spans.append((leaf, self._start + offset, length))
         return plain(self, offset, length, leaf)
 
     with mock.patch.object(File, "read", watched):

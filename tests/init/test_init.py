@@ -18,7 +18,7 @@ from torch.func import functional_call
 from zoo import CASES, Case
 
 import mics_fn as mf
-from mics_fn.init.tape import index_in
+from mics_fn.init.tape import start_of
 from mics_fn.lab.models import GPT, GPTConfig
 
 if importlib.util.find_spec("transformers"):
@@ -418,7 +418,9 @@ def refused(layout: Layout, kind: str) -> tuple[str, bool]:
     try:
         mf.init_model(model_fn, groups, seed=SEED + (kind == "seed" and rank == 1))
     except (mf.errors.DesyncError, ValueError) as error:
-        return f"{type(error).__name__}: {error}", index_in(torch.get_rng_state()) is None
+        return f"{type(error).__name__}: {error}", not isinstance(
+            start_of(torch.get_rng_state()), int
+        )
     return "nothing was refused", True
 
 

@@ -20,8 +20,8 @@ from test_files import write_safetensors, write_torch
 
 import mics_fn as mf
 from mics_fn.init import files
+from mics_fn.init.files import read_pickle
 from mics_fn.init.model import open_weights
-from mics_fn.init.torch_files import read_pickle
 
 
 def safetensors(header: Any, data: int = 8) -> bytes:

@@ -215,7 +215,7 @@ def test_one_chunk_of_values_at_a_time_is_in_memory():
     groups = mf.make_groups(1)
     options = {"frozen": is_base, "precision": "param=int4[64]", "bucket_bytes": 3 * 4 * 2048}
     filling, seen = Filling("load_shards", full, groups, options), []
-    with StorageCount() as count, filling.under_way():
+    with StorageCount() as count:
 
         def source(name: str) -> Any:
             def read(low: int, high: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import mics_fn as mf
 from mics_fn import optim, tree
-from mics_fn.checkpoint.manifest import decoded, encoded
+from mics_fn.checkpoint.directory import decoded, encoded
 from mics_fn.optim import Guard, dynamic_scale, norm_spike
 from mics_fn.shards import Fixed, Sharded, is_leaf
 from mics_fn.train import StepMetrics

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 import mics_fn as mf
 from mics_fn import optim, tree
-from mics_fn.checkpoint.manifest import decoded, encoded
+from mics_fn.checkpoint.directory import decoded, encoded
 from mics_fn.errors import LeafError, MicsError, PlanError
 from mics_fn.optim import Guard, dynamic_scale, norm_spike, static_scale
 from mics_fn.train.resuming import carried, take_back
