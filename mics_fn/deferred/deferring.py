@@ -40,7 +40,7 @@ from mics_fn.deferred.reduction import LetGo, Reduction, places_of_sums
 from mics_fn.deferred.tensor import from_dynamo
 from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.groups import Hierarchy, announce_all, require_replicas
-from mics_fn.offload import Where, where_of
+from mics_fn.offload import Where
 from mics_fn.schedules import Learned, OnDemand, Run, Schedule
 from mics_fn.shards import check_leaves, grouped, is_leaf, needs_derivative, open_shards, with_parts
 from mics_fn.tree import Tree
@@ -141,7 +141,7 @@ class GradSum:
         checks.integer("GradSum", "micro_steps", micro_steps)
         if dtype is not None:
             shards.check_dtype("GradSum", "dtype", dtype)
-        self._where = where if isinstance(where, Where) else where_of(where)
+        self._where = Where.parse(where)
         if self._where.moved and "grads" not in self._where.moved:
             text = f"GradSum: where='{self._where}' has no effect: it does not say where grads lie"
             raise PlanError(text, fix="write grads=, as in where='grads=host'")

@@ -53,7 +53,7 @@ from mics_fn import _torch, collectives, spans, tree
 from mics_fn.checks import check_matched
 from mics_fn.errors import LeafError
 from mics_fn.groups import LEAST_RING, Buffers, Comm, Lease, Route, lease_sizes
-from mics_fn.offload import DEVICE, FileTensor, Place, Where, empty_at, in_file, transfer
+from mics_fn.offload import DEVICE, FileTensor, Where, empty_at, in_file, transfer
 from mics_fn.schedules import Run
 from mics_fn.shards import BucketUse, Opened, dense, observe, pack_full, split_chunk
 
@@ -227,7 +227,7 @@ class Reduction:
         micro_steps: int = 0,
         dtype: torch.dtype | None = None,
         let_go: LetGo = lambda: None,
-        places: Mapping[int, tuple[Place, str]] | None = None,
+        places: Mapping[int, tuple[str, str]] | None = None,
         host_bytes: int = 0,
         before_last: Callable[[], None] = lambda: None,
     ) -> None:
@@ -557,9 +557,7 @@ class _PlacedBucket:
       host_bytes: of the `Where` that the place comes from.
     """
 
-    def __init__(
-        self, use: BucketUse, hops: Hops, place: Place, leaf: str, host_bytes: int
-    ) -> None:
+    def __init__(self, use: BucketUse, hops: Hops, place: str, leaf: str, host_bytes: int) -> None:
         self._place, self._leaf, self._device = place, tree.join("grads", leaf), use.home.device
         self.comm, self._pools = use.hierarchy.sum_queue, use.hierarchy.pools
         size = max(hops.dtype.itemsize, use.bucket.dtype.itemsize)
@@ -602,7 +600,7 @@ class _PlacedBucket:
         return memory
 
 
-def places_of_sums(where: Where, opened: Opened) -> dict[int, tuple[Place, str]]:
+def places_of_sums(where: Where, opened: Opened) -> dict[int, tuple[str, str]]:
     """Return the buckets with gradients in host memory or files, with places and paths.
 
     A bucket's gradients lie together, where those of its largest leaf should.
@@ -614,8 +612,7 @@ def places_of_sums(where: Where, opened: Opened) -> dict[int, tuple[Place, str]]
         if not use.bucket.trainable or not sizes or not use.bucket.chunk:
             continue
         leaf = opened.names(index)[sizes.index(max(sizes))]
-        place = where.at(leaf).grads
-        place = place.seen_from(use.home.device)
+        place = where.at(leaf, "grads", use.home.device)
         if place != DEVICE:
             found[index] = place, leaf
     return found

@@ -5,7 +5,7 @@ So they may lie where memory is cheaper, and frozen parameters, shards and the s
 micro-steps may do so too:
 
   >>> where("states=disk:/nvme/run1, params=host; *norm*: states=device")
-  Where(params=Place(kind='host', folder=''), states=Place(kind='disk', folder='/nvme/run1'), ...)
+  Where(rules=(('', 'states', 'disk:/nvme/run1'), ('', 'params', 'host'), ...), ...)
 
 A place never changes structure or numbers: a leaf is the same leaf wherever its piece lies, and a
 step on states elsewhere gives the same bits as in memory. A piece on the *host* is a tensor on the
@@ -90,15 +90,13 @@ less, and is decoded where an op reads it. Moments of an optimizer are, and froz
 [Note: coded tensors] and [Note: two kinds of codes] in `codes.py`.
 
 Start reading at `Where` in `placed.py`; then `scratch.py`, with its notes; the rest of `placed.py`,
-and `codes.py`. To add a place, give `Place` a kind, and say below how tensors get there.
+and `codes.py`. To add a place, let `Where` read it, and say below how tensors get there.
 """
 
-from mics_fn.offload.codes import AT_REST, Coded, as_codes, coded, is_coded
+from mics_fn.offload.codes import AT_REST, Coded, coded, is_coded
 from mics_fn.offload.placed import (
     DEVICE,
-    ON_DEVICE,
     FileTensor,
-    Place,
     Placed,
     ReadLock,
     Where,
@@ -113,7 +111,6 @@ from mics_fn.offload.placed import (
     store,
     transfer,
     where,
-    where_of,
 )
 from mics_fn.offload.scratch import (
     HOST_BYTES,

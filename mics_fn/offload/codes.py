@@ -35,7 +35,7 @@ all of them are there. What the memory consists of comes first.
 
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,38 +104,33 @@ class MomentCodec(Codec):
             out.mul_(out)
 
 
-class CodedMemory(NamedTuple):
-    """The memory of coded values: codes and their scales, in blocks.
+class CodedMemory:
+    """The memory of coded values, in whole blocks: zeros, or what lies in a row.
 
     Args:
       codec: kind and length of blocks; a `Codec` of what a gather sends, or a `MomentCodec`.
-      row: all of it, as bytes, of which the next two are views.
-      elements: uint8 (blocks, bytes of a block).
-      tops: (blocks, 1): bfloat16 scales, or float32, the largest magnitude of each block.
-      incoming: values that are not coded yet, by their start, with how many are there.
+      numel: how many values there are at least.
+      device: of the memory.
+      row: the bytes of so many values; None makes it.
+
+    `elements`, uint8 (blocks, bytes of a block), and `tops` (blocks, 1), which are bfloat16 scales
+    or float32 largest magnitudes, are views of the row.
     """
 
-    codec: Codec
-    row: Tensor
-    elements: Tensor
-    tops: Tensor
-    incoming: dict[int, tuple[Tensor, int]]
-
-    @classmethod
-    def of_row(cls, codec: Codec, row: Tensor, numel: int) -> "CodedMemory":
-        """The codes of so many values, in whole blocks, that lie in a row."""
-        return cls(codec, row, *codec.blocks(row, numel), {})
-
-    @classmethod
-    def zeros(cls, codec: Codec, numel: int, device: torch.device) -> "CodedMemory":
-        """The codes of so many zeros, filled up to whole blocks."""
-        whole = -(-numel // codec.block) * codec.block
-        row = torch.zeros(codec.nbytes(whole), dtype=torch.uint8, device=device)
-        return cls.of_row(codec, row, whole)
+    def __init__(
+        self, codec: Codec, numel: int, device: torch.device, row: Tensor | None = None
+    ) -> None:
+        numel = -(-numel // codec.block) * codec.block
+        if row is None:
+            row = torch.zeros(codec.nbytes(numel), dtype=torch.uint8, device=device)
+        self.codec, self.row, self.numel = codec, row, numel
+        self.elements, self.tops = codec.blocks(row, numel)
+        # Values that are not coded yet, by their start, with how many are there.
+        self.incoming: dict[int, tuple[Tensor, int]] = {}
 
     def unset(self, numel: int) -> "CodedMemory":
         """Memory of the same kind for so many elements, whose values are to be written."""
-        return CodedMemory.zeros(self.codec, numel, self.row.device)
+        return CodedMemory(self.codec, numel, self.row.device)
 
 
 # Tensors whose values lie in memory as codes: any op that reads one decodes what it needs.
@@ -206,7 +201,7 @@ class Coded(Placed):
             for low, high in _pieces(first, last, length):
                 codes = self.codes.elements[low:high], self.codes.tops[low:high]
                 self.codes.codec.decode_blocks(*codes, out[low - first : high - first])
-            begin = self.start - first * length
+            begin = self.start % length
             return out.view(-1)[begin : begin + self.numel()].view(self.shape)
 
     def blocks(self) -> tuple[int, int]:
@@ -236,10 +231,8 @@ class Coded(Placed):
             some = values[a * length : b * length]
             missing = (b - a) * length - some.numel()
             some = torch.cat([some, some.new_zeros(missing)]) if missing else some
-            into = (
-                self.codes.elements[begin + a : begin + b],
-                self.codes.tops[begin + a : begin + b],
-            )
+            goal = slice(begin + a, begin + b)
+            into = self.codes.elements[goal], self.codes.tops[goal]
             self.codes.codec.encode_blocks(some.view(b - a, length), *into)
 
     def fill(self, low: int, values: Tensor) -> None:
@@ -260,12 +253,11 @@ class Coded(Placed):
 
     def whole(self) -> "Coded":
         """All of the memory that it is a part of."""
-        numel = len(self.codes.elements) * self.codes.codec.block
-        return Coded(self.codes, 0, torch.empty(numel, device="meta"), self.leaf)
+        return Coded(self.codes, 0, torch.empty(self.codes.numel, device="meta"), self.leaf)
 
     def within(self, row: Tensor) -> "Coded":
         """The same elements of another row of codes, which has as many bytes."""
-        codes = CodedMemory.of_row(self.codes.codec, row, self.whole().numel())
+        codes = CodedMemory(self.codes.codec, self.codes.numel, row.device, row)
         return Coded(codes, self.start, like_of(self), self.leaf)
 
     def coded(self, values: Tensor) -> "Coded":
@@ -277,23 +269,24 @@ class Coded(Placed):
     def copied(self) -> "Coded":
         """The same codes in memory of their own, of whole blocks."""
         (first, last), length = self.blocks(), self.codes.codec.block
-        codes = self.codes.unset((last - first) * length)
-        codes.elements.copy_(self.codes.elements[first:last])
-        codes.tops.copy_(self.codes.tops[first:last])
-        return Coded(codes, self.start - first * length, like_of(self), self.leaf)
+        made = Coded(
+            self.codes.unset((last - first) * length), self.start % length, like_of(self), self.leaf
+        )
+        for to, part in zip(made.part_codes(), self.part_codes(), strict=True):
+            to.copy_(part)
+        return made
 
     def __deepcopy__(self, memo: dict) -> "Coded":
         return self.copied()
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         own = self.copied()
-        numel = len(own.codes.elements) * own.codes.codec.block
-        memory = own.codes.codec, own.codes.row, numel
+        memory = own.codes.codec, own.codes.numel, self.device, own.codes.row
         return _from_parts, (memory, own.start, tuple(self.shape), self.leaf)
 
 
-def _from_parts(memory: tuple[Any, Tensor, int], start: int, shape: tuple, leaf: str) -> Coded:
-    return Coded(CodedMemory.of_row(*memory), start, torch.empty(shape, device="meta"), leaf)
+def _from_parts(memory: tuple, start: int, shape: tuple, leaf: str) -> Coded:
+    return Coded(CodedMemory(*memory), start, torch.empty(shape, device="meta"), leaf)
 
 
 def is_coded(value: Any) -> bool:
@@ -312,20 +305,21 @@ def is_coded(value: Any) -> bool:
     return type(value) is Coded
 
 
-def coded(values: Tensor, codec: Codec, root: bool = False, leaf: str = "") -> Coded:
-    """A tensor as codes.
+def coded(values: Tensor, codec: Codec, root: bool | None = False, leaf: str = "") -> Coded:
+    """A tensor as codes; see [Note: two kinds of codes].
 
     Args:
       values: float32; a row of blocks, of which the last one may be shorter.
-      codec: "int8" or "fp8", and the length of a block.
-      root: whether the roots of values are coded, which are not negative then.
+      codec: kind and length of blocks.
+      root: whether the roots of moments are coded, which are not negative then; None for frozen
+        parameters, which become the codes that a gather sends.
       leaf: its path, for error texts.
 
     Returns:
       A `Coded`. Where it is read, values differ from those given by at most the distance between
       two codes; and it is exact where they were decoded from codes of this kind.
 
-    Memory: a byte for each element, in whole blocks, and 4 bytes for each block.
+    Memory: `codec.nbytes(n)` bytes; of moments one for each element, and 4 for each block.
 
     Raises:
       LeafError: a derivative is asked for.
@@ -335,28 +329,10 @@ def coded(values: Tensor, codec: Codec, root: bool = False, leaf: str = "") -> C
       >>> x.size_bytes, offload.read(x)[0]
       (8, tensor(1.))
     """
-    refuse_derivative("coded", [values], _DETACH)
-    codes = CodedMemory.zeros(
-        MomentCodec(codec.name, codec.block, root), values.numel(), values.device
-    )
+    codec = codec if root is None else MomentCodec(codec.name, codec.block, root)
+    codes = CodedMemory(codec, values.numel(), values.device)
     made = Coded(codes, 0, like_of(values), leaf)
     made.write(0, values.reshape(-1))
-    return made
-
-
-def as_codes(values: Tensor, codec: Codec, leaf: str = "") -> Coded:
-    """Frozen values as the codes that a gather sends; see [Note: two kinds of codes].
-
-    Args:
-      values: float32 (n,), in whole blocks.
-      codec: kind and length of blocks.
-      leaf: the path of what they are, for error texts.
-
-    Memory: `codec.nbytes(n)` bytes.
-    """
-    codes = CodedMemory.zeros(codec, values.numel(), values.device)
-    made = Coded(codes, 0, like_of(values), leaf)
-    made.write(0, values)
     return made
 
 

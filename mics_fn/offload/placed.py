@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -35,115 +35,38 @@ from mics_fn.read_only import ReadOnly
 
 # `Where`: the places of parameters, states and gradients, as a value with a text.
 
-KINDS = ("device", "host", "disk")
+# A place is "device", "host" or "disk:FOLDER" with an absolute path. Each rank has scratch files of
+# its own in that folder, so a disk of the node is best.
+DEVICE, HOST, DISK = "device", "host", "disk:"
 _FIELDS = ("params", "states", "grads")
 # A pattern, and its fields or a place.
 _OVERRIDE = re.compile(r"(?!disk:)([^=]*?):\s*((?:\w+\s*=|device|host|disk:).*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a tensor lies: on the device that computes, in host memory, or in a file.
-
-    Args:
-      kind: "device", "host" (locked memory, where a device can copy from it by itself) or "disk".
-      folder: of the scratch files, for "disk"; "" otherwise. Each rank has files of its own there,
-        so a disk of the node is best. A relative one is made absolute here.
-
-    Raises:
-      PlanError: there is no such place, or the folder is missing or not wanted.
-
-    Example:
-      >>> Place.parse("disk:/nvme/run1")
-      Place(kind='disk', folder='/nvme/run1')
-    """
-
-    kind: Literal["device", "host", "disk"]
-    folder: str = ""
-
-    def __post_init__(self) -> None:
-        checks.choice("Place", "kind", self.kind, *KINDS)
-        if bool(self.folder) != (self.kind == "disk"):
-            expected = "a folder" if self.kind == "disk" else f"none for {self.kind!r}"
-            checks.refuse("Place", "folder", self.folder, expected, "write it as disk:/nvme/run1")
-        there = os.path.abspath(self.folder) if self.folder else ""
-        object.__setattr__(self, "folder", there)
-
-    @classmethod
-    def parse(cls, text: str) -> "Place":
-        """Read "device", "host" or "disk:FOLDER".
-
-        Raises:
-          PlanError: it is none of these.
-        """
-        kind, _, folder = text.strip().partition(":")
-        return cls(kind, folder.strip())  # pyright: ignore[reportArgumentType]
-
-    def seen_from(self, device: torch.device) -> "Place":
-        """The same place for tensors of a device; on the CPU the host is the device."""
-        here = self.kind == "host" and not _torch.is_async(device)
-        return DEVICE if here else self
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.folder}" if self.folder else self.kind
-
-
-DEVICE = Place("device")
-
-
-class Places(NamedTuple):
-    """The places of one leaf.
-
-    Args:
-      params: of its shard.
-      states: of the optimizer's states and masters.
-      grads: of the sum of its gradients over micro-steps.
-
-    Example:
-      >>> where("states=host").at("w").states
-      Place(kind='host', folder='')
-    """
-
-    params: Place
-    states: Place
-    grads: Place
-
-
-@dataclass(frozen=True)
 class Where:
-    """Where leaves live. `str` gives a canonical text, which `parse` reads.
+    """Where leaves live. `str` gives its text, which `parse` reads.
 
     Args:
-      params: place of the shards that are gathered from; None means the device.
-      states: place of the optimizer's states and masters; None means the device.
-      grads: place of the sum of gradients over micro-steps; None means the device.
-      overrides: pairs of a pattern and a `Where`. The places that this one sets replace those above
-        for leaves whose whole path matches, as in `Precision`; the last one counts.
+      rules: each a pattern, a field ("params", "states" or "grads") and the place that this has for
+        leaves whose whole path matches; the last one counts. The pattern "" is that of all leaves.
       host_bytes: host memory through which data of files travel, on each rank; at least 1 MiB.
-
-    Raises:
-      PlanError: a place is not a `Place`.
 
     Example:
       >>> where = Where.parse("states=disk:/nvme/run1, params=host; *norm*: states=device")
-      >>> str(where.at("h.0.norm.weight").states), str(where.at("w").states)
-      ('device', 'disk:/nvme/run1')
+      >>> where.rules[-1], where.at("w", "states", torch.device("cuda"))
+      (('*norm*', 'states', 'device'), 'disk:/nvme/run1')
     """
 
-    params: Place | None = None
-    states: Place | None = None
-    grads: Place | None = None
-    overrides: tuple[tuple[str, "Where"], ...] = ()  # any iterable of pairs is taken
+    rules: tuple[tuple[str, str, str], ...] = ()
     host_bytes: int = HOST_BYTES
 
     def __post_init__(self) -> None:
-        found = tuple(checks.checked_override(x, Where, marks=";=") for x in self.overrides)
-        object.__setattr__(self, "overrides", found)
         checks.integer("Where", "host_bytes", self.host_bytes, LEAST_HOST_BYTES)
 
     @classmethod
-    def parse(cls, text: str) -> "Where":
-        """Read the text form; `parse(str(where))` equals `where`.
+    def parse(cls, value: "Where | str | None") -> "Where":
+        """Read the text form; `parse(str(where))` equals `where`. None is the device for all.
 
         A text is `field=place, ...`, followed by `; pattern: field=place, ...` for each override. A
         place without a field means `states`. `host_bytes=` may stand among the first fields.
@@ -151,47 +74,47 @@ class Where:
         Raises:
           PlanError: a clause does not give a place for a field, or gives two for the same one.
         """
-        base: dict[str, Any] | None = None
-        overrides = []
-        for clause in filter(None, map(str.strip, text.split(";"))):
+        if isinstance(value, Where):
+            return value
+        rules, sizes = list[tuple[str, str, str]](), dict[str, int]()
+        for number, clause in enumerate(filter(None, map(str.strip, (value or "").split(";")))):
             found = _OVERRIDE.fullmatch(clause)
-            if found:
-                overrides.append((found[1].strip(), cls(**_fields_in(clause, found[2]))))
-            elif base is None and not overrides:
-                base = _fields_in(clause, clause)
-            else:
+            if number and not found:
                 fix = "write overrides as in '*norm*: states=device', after the rest"
                 raise PlanError(f"where: no pattern in {clause!r}", fix=fix)
-        return cls(**(base or {}), overrides=tuple(overrides))
+            pattern, fields = found.groups() if found else ("", clause)
+            for name, text in _fields_in(clause, fields):
+                if name == "host_bytes":
+                    sizes[name] = checks.nbytes("where", name, text)
+                else:
+                    rules.append((pattern.strip(), name, _place(text)))
+        return cls(tuple(rules), **sizes)
 
     def __str__(self) -> str:
-        own = [f"{name}={place}" for name, place in self._fields()]
-        if self.host_bytes != HOST_BYTES:
-            own.append(f"host_bytes={self.host_bytes}")
-        parts = [", ".join(own)] if own else []
-        return "; ".join([*parts, *(f"{p}: {where}" for p, where in self.overrides)])
+        own = [] if self.host_bytes == HOST_BYTES else [f"host_bytes={self.host_bytes}"]
+        clauses = {"": own}
+        for pattern, field, place in self.rules:
+            clauses.setdefault(pattern, []).append(f"{field}={place}")
+        texts = {pattern: ", ".join(parts) for pattern, parts in clauses.items() if parts}
+        return "; ".join(f"{p}: {text}" if p else text for p, text in texts.items())
 
-    def _fields(self) -> list[tuple[str, Place]]:
-        return [(name, getattr(self, name)) for name in _FIELDS if getattr(self, name) is not None]
-
-    def at(self, path: str) -> Places:
-        """The places of one leaf."""
-        found = dict(self._fields())
-        for pattern, where in self.overrides:
-            if checks.matches(pattern, path):
-                found.update(where._fields())
-        return Places(*(found.get(name, DEVICE) for name in _FIELDS))
+    def at(self, path: str, field: str, device: torch.device) -> str:
+        """Find the place of one leaf on a device; on the CPU the host is the device."""
+        found = DEVICE
+        for pattern, name, place in self.rules:
+            if name == field and (not pattern or checks.matches(pattern, path)):
+                found = place
+        return DEVICE if found == HOST and not _torch.is_async(device) else found
 
     @property
     def patterns(self) -> list[str]:
         """The patterns of its overrides."""
-        return [pattern for pattern, _ in self.overrides]
+        return [pattern for pattern, _, _ in self.rules if pattern]
 
     @cached_property
     def moved(self) -> set[str]:
         """The fields in which a leaf may lie elsewhere than on the device."""
-        every = [self, *(where for _, where in self.overrides)]
-        return {name for each in every for name, place in each._fields() if place != DEVICE}
+        return {field for _, field, place in self.rules if place != DEVICE}
 
 
 def where(value: "Where | str | None" = "", *, host_bytes: int | str | None = None) -> Where:
@@ -212,37 +135,37 @@ def where(value: "Where | str | None" = "", *, host_bytes: int | str | None = No
 
     Example:
       >>> str(where("states=disk:/nvme/run1,params=host", host_bytes="128MiB"))
-      'params=host, states=disk:/nvme/run1, host_bytes=134217728'
+      'host_bytes=134217728, states=disk:/nvme/run1, params=host'
     """
-    found = where_of(value)
+    found = Where.parse(value)
     if host_bytes is None:
         return found
     nbytes = checks.nbytes("where", "host_bytes", host_bytes, LEAST_HOST_BYTES)
     return replace(found, host_bytes=nbytes)
 
 
-def where_of(value: Where | str | None) -> Where:
-    """The `Where` that an argument means: one, its text, or None for the device."""
-    if not value:
-        return ON_DEVICE
-    return Where.parse(value) if isinstance(value, str) else value
-
-
-def _fields_in(clause: str, fields: str) -> dict[str, Any]:
-    """The fields that a clause of a text sets, with their places."""
-    found: dict[str, Any] = {}
+def _fields_in(clause: str, fields: str) -> Iterator[tuple[str, str]]:
+    """The fields that a clause of a text sets, each with its text."""
+    seen = set[str]()
     for part in filter(None, map(str.strip, fields.split(","))):
         name, equals, value = map(str.strip, part.partition("="))
         name, value = (name, value) if equals else ("states", part)
-        if name in found or name not in (*_FIELDS, "host_bytes"):
+        if name in seen or name not in (*_FIELDS, "host_bytes"):
             text = f"where: {part!r} in {clause!r} gives no place for another field"
             raise PlanError(text, [f"fields are {', '.join(_FIELDS)}, host_bytes"])
-        is_size = name == "host_bytes"
-        found[name] = checks.nbytes("where", name, value) if is_size else Place.parse(value)
-    return found
+        seen.add(name)
+        yield name, value
 
 
-ON_DEVICE = Where()
+def _place(text: str) -> str:
+    """Read a place."""
+    kind, colon, folder = map(str.strip, text.partition(":"))
+    if kind == "disk" and folder:
+        return f"{DISK}{os.path.abspath(folder)}"
+    if colon or kind not in (DEVICE, HOST):
+        fix = "write device, host, or disk:/nvme/run1"
+        raise PlanError(f"where: {text!r} is no place", fix=fix)
+    return kind
 
 
 # Tensors whose values do not lie in memory as they are: in a file here, as codes in `codes`.
@@ -586,7 +509,7 @@ def transfer(source: Tensor, goal: Tensor) -> Iterator[None]:
 
 
 def empty_at(
-    place: Place, shape: Any, dtype: torch.dtype, device: torch.device, host_bytes: int, leaf: str
+    place: str, shape: Any, dtype: torch.dtype, device: torch.device, host_bytes: int, leaf: str
 ) -> Tensor:
     """Allocate a tensor at a place.
 
@@ -597,8 +520,8 @@ def empty_at(
       host_bytes: of the `Where` that the place comes from.
       leaf: its path, for error texts.
     """
-    if place.kind == "disk":
-        scratch = scratch_in(place.folder, host_bytes)
+    if place.startswith(DISK):
+        scratch = scratch_in(place.removeprefix(DISK), host_bytes)
         return empty(scratch, shape, dtype, leaf=leaf, device=device)
     if place == DEVICE:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -606,7 +529,7 @@ def empty_at(
     return _torch.host_buffer(size.numel() * dtype.itemsize, device).view(dtype).view(size)
 
 
-def place_tensor(x: Any, place: Place, device: torch.device, host_bytes: int, leaf: str) -> Tensor:
+def place_tensor(x: Any, place: str, device: torch.device, host_bytes: int, leaf: str) -> Tensor:
     """Copy a tensor to a place, and into memory of its own; the same tensor if it is there.
 
     Args:
@@ -615,10 +538,11 @@ def place_tensor(x: Any, place: Place, device: torch.device, host_bytes: int, le
     """
     if place == DEVICE:
         return read(x).to(device)
-    if place.kind == "disk":
-        if in_file(x) and x.extent.scratch.folder == Path(place.folder):
+    if place.startswith(DISK):
+        folder = place.removeprefix(DISK)
+        if in_file(x) and x.extent.scratch.folder == Path(folder):
             return x
-        return store(x, scratch_in(place.folder, host_bytes), leaf)
+        return store(x, scratch_in(folder, host_bytes), leaf)
     if x.is_cpu and not isinstance(x, Placed):
         return x
     return empty_at(place, x.shape, x.dtype, device, host_bytes, leaf).copy_(x)
@@ -724,4 +648,4 @@ def is_locked(value: Any) -> bool:
     Returns:
       A bool.
     """
-    return in_file(value) and value.extent.is_locked
+    return in_file(value) and bool(value.extent.holders)

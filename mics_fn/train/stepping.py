@@ -33,7 +33,6 @@ from mics_fn.deferred import GradSum, defer
 from mics_fn.errors import LeafError, MicsError, message
 from mics_fn.faults import StopRequest, same_step
 from mics_fn.groups import Groups, reports_step
-from mics_fn.offload import ON_DEVICE
 from mics_fn.optim import (
     StepRefused,
     StepTotals,
@@ -450,7 +449,7 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
     parts = cut(batch, trainer.accumulate)
     state, counts = trainer.ahead, count(batch)
     drift = start_comparison(trainer, trainer.program.buffers.averaged)
-    where = trainer.where if "grads" in trainer.where.moved else ON_DEVICE
+    where = trainer.where if "grads" in trainer.where.moved else None
     total = GradSum(len(parts), dtype=trainer.grad_dtype, where=where)
     commit = Commit()
     weights = None if trainer.weight is None else Weights(trainer, parts)

@@ -15,7 +15,7 @@ from mics_fn.faults import StopRequest
 from mics_fn.groups import Groups, rejoin_error, reports_step
 from mics_fn.init import warn_of_compile
 from mics_fn.inspection import NOT_WATCHED
-from mics_fn.offload import Where, where_of
+from mics_fn.offload import Where
 from mics_fn.optim import Guard, Optimizer, TrainState, init_state, move
 from mics_fn.schedules import OnDemand, Schedule, keep_all, on_demand
 from mics_fn.train.loop import DataPasses, check_fit
@@ -170,7 +170,7 @@ def check_options(trainer: Any, prefetch: Any, schedule: Any, checkpoint: Any) -
         why = "to refuse one that is not finite, all gradients have to be known before any is used"
         fix = "pass guard=optim.Guard(on_nonfinite='ignore'), or leave overlap_step= out"
         warnings.warn(message(text, [why], fix), stacklevel=4)
-    trainer.where = where_of(trainer.where)
+    trainer.where = Where.parse(trainer.where)
     checks.integer(verb, "prefetch", prefetch, 0, fix="0 fetches nothing ahead")
     if trainer.grad_dtype is not None:
         shards.check_dtype(verb, "grad_dtype", trainer.grad_dtype)
