@@ -206,51 +206,54 @@ class Reduction:
     """The gradients of all backward passes of a step: hop 1 of each, their mean, then hop 2.
 
     Args:
-      uses: the buckets, frozen ones too.
-      run: has the order of all their reductions and the budget, and hears of each before it starts.
       micro_steps: the number of passes in the step; 0 for one pass without hop 2.
       dtype: dtype of the sum; default the bucket's `accumulate`, which is at least float32.
-      let_go: as `LiveBuckets.let_go`, if that is still there.
-      places: of buckets whose sums lie elsewhere than on the device, each with a leaf that stands
-        for it in errors; see [Note: sums elsewhere].
-      host_bytes: of the `Where` that the places come from.
-      before_last: called before this rank sends its part of the step's last reduction.
-
-    Raises:
-      FileError: a file cannot be made, or the disk has not so much room.
     """
 
-    def __init__(
-        self,
-        uses: Sequence[BucketUse],
-        run: Run,
-        micro_steps: int = 0,
-        dtype: torch.dtype | None = None,
-        let_go: LetGo = lambda: None,
-        places: Mapping[int, tuple[str, str]] | None = None,
-        host_bytes: int = 0,
-        before_last: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.uses, self.run = uses, run
-        self._micro_steps, self._sum_dtype, self._let_go = micro_steps, dtype, let_go
-        self._before_last, self._places = before_last, places or {}
-        self.order = [index for index in run.order if uses[index].bucket.trainable]
-        self._last_shared = next((i for i in reversed(self.order) if not uses[i].alone), None)
+    def __init__(self, micro_steps: int = 0, dtype: torch.dtype | None = None) -> None:
+        self.micro_steps, self.dtype = micro_steps, dtype
+        # Called before this rank sends its part of the step's last reduction.
+        self.before_last: Callable[[], None] = lambda: None
         self.passes = 0  # that have ended
+        self.order: Sequence[int] = ()
         # What is given back at the end, with the kind that watchers are told.
         self._given: list[tuple[Buffers, Tensor, str]] = []
         self._buckets: dict[int, _Reducing] = {}
+        self._placed: dict[int, _PlacedSum] = {}
+        self._released = False  # whether its memory was given back
+
+    def begin(
+        self,
+        uses: Sequence[BucketUse],
+        run: Run,
+        let_go: LetGo = lambda: None,
+        places: Mapping[int, tuple[str, str, int]] | None = None,
+    ) -> "Reduction":
+        """Prepare for the gradients of some buckets.
+
+        Args:
+          uses: the buckets, frozen ones too.
+          run: has the order of all their reductions and the budget, and hears of each before it
+            starts.
+          let_go: as `LiveBuckets.let_go`, if that is still there.
+          places: of buckets whose sums lie elsewhere than on the device; see `places_of_sums`.
+
+        Raises:
+          FileError: a file cannot be made, or the disk has not so much room.
+        """
+        self.uses, self.run, self._let_go, self._places = uses, run, let_go, places or {}
+        self.order = [index for index in run.order if uses[index].bucket.trainable]
+        self._last_shared = next((i for i in reversed(self.order) if not uses[i].alone), None)
         self._begin_pass()
-        self.placed = dict[int, _PlacedBucket]()
         for index, where in self._places.items():
-            hops = self._buckets[index].hops
-            self.placed[index] = _PlacedBucket(uses[index], hops, *where, host_bytes)
-        for index in self.placed:  # what this step has not taken is let go
+            self._placed[index] = _PlacedSum(uses[index], self._buckets[index].hops, *where)
+        for index in self._placed:  # what this step has not taken is let go
             uses[index].hierarchy.pools.sums.pop("free", None)
+        return self
 
     def _begin_pass(self) -> None:
         """Find how each bucket is reduced in this pass, and what its ring has to hold."""
-        count, first, self._next = self._micro_steps, self.passes == 0, 0  # place in the order
+        count, first, self._next = self.micro_steps, self.passes == 0, 0  # place in the order
         self.last = self.passes >= count - 1
         # What ranks compare before they reduce a bucket; those that have more passes differ here.
         self._does = f"reduction in pass {self.passes + 1} of {count}" if count else "hop 1"
@@ -258,7 +261,7 @@ class Reduction:
         parts: dict[int, int] = {}  # the most of them at a time
         for index in self.order:
             use, placed = self.uses[index], index in self._places
-            pass_kind = count, self._sum_dtype, first, self.last, placed
+            pass_kind = count, self.dtype, first, self.last, placed
             # Placements of the same groups share their pools, and differ in their routes.
             key = (use.bucket, use.route, use.home.replicas.size, *pass_kind)
             kept = use.hierarchy.pools
@@ -316,7 +319,7 @@ class Reduction:
     def end_pass(self) -> None:
         """Prepare for the next pass, once no bucket is missing."""
         self.passes += 1
-        if self.passes < self._micro_steps:
+        if self.passes < self.micro_steps:
             self._begin_pass()
 
     def waited(self, pieces: Sequence[Tensor]) -> list[Tensor]:
@@ -325,7 +328,7 @@ class Reduction:
         return [piece.view_as(piece) for piece in pieces]
 
     def wait(self) -> None:
-        """Wait for all that was started; on an accelerator its stream waits, and not the host."""
+        """Wait for all reductions that were started; on CUDA the current stream waits for them."""
         for index in self.order:
             self.wait_for(index)
 
@@ -348,8 +351,8 @@ class Reduction:
         use, dtype, each = self.uses[index], self.uses[index].bucket.dtype, self._buckets[index]
         if each.hops.alone:
             return [total.to(dtype) for total in each.total]
-        if index in self.placed:
-            placed = self.placed[index]
+        if index in self._placed:
+            placed = self._placed[index]
             chunk = (placed.in_place if in_place else placed.fetched)(use.bucket.chunk, dtype)
         else:
             chunk = each.total[0].to(dtype)
@@ -358,16 +361,16 @@ class Reduction:
         return [x.clone() for x in found] if use.alone and not in_place else found
 
     def release(self) -> None:
-        """Give the memory of the gradients back, for the next step."""
+        """Give the memory of the gradients back, for the next step; they must not be read then."""
         for number, (buffers, tensor, kind) in enumerate(self._given, 1):
             buffers.give(tensor)
             spans.resident(kind, (id(self), number), 0)
         for index, each in self._buckets.items():
             each.total = []
             spans.resident("gradient shards", (id(self), -1 - index), 0)
-        for placed in self.placed.values():
+        for placed in self._placed.values():
             placed.release()
-        self._given, self.placed = [], {}
+        self._given, self._placed, self._released = [], {}, True
 
     # The memory of a bucket.
 
@@ -385,10 +388,10 @@ class Reduction:
         if let_go is not None and self._gets_room(index) and (room := let_go(index)) is not None:
             each.own = room.view(torch.uint8)
             self._give_back(use.hierarchy.pools.fetched, room, "gathered")
-        if self.passes or index in self.placed:
+        if self.passes or index in self._placed:
             return None
         numel = use.bucket.numel // hops.now.size
-        if not self._micro_steps:  # autograd hands it out
+        if not self.micro_steps:  # autograd hands it out
             device = next((v.device for v in values if v is not None), use.home.device)
             return torch.empty(numel, dtype=hops.dtype, device=device)
         if each.own is not None and hops.stays:
@@ -416,7 +419,7 @@ class Reduction:
         """Add gradients that are their own mean, as there are no other ranks; not packed."""
         use, hops = self.uses[index], self._buckets[index].hops
         # torch may give one tensor as two gradients, so what is written needs memory of its own.
-        copy = not self.passes and (self._micro_steps > 1 or hops.divisor != 1)
+        copy = not self.passes and (self.micro_steps > 1 or hops.divisor != 1)
         numels, device = use.by_member(use.bucket.numels), use.home.device
         flat = [
             torch.zeros(n, dtype=hops.dtype, device=device) if value is None else value.reshape(n)
@@ -448,7 +451,7 @@ class Reduction:
 
     def _start(self, index: int, values: list[Tensor | None]) -> None:
         if self.last and index == self._last_shared:
-            self._before_last()
+            self.before_last()
         use, each = self.uses[index], self._buckets[index]
         hops, out, bucket, now = each.hops, each.out, use.bucket, each.hops.now
         collectives.push_all(use.home.state)
@@ -490,8 +493,8 @@ class Reduction:
             hop_2 = collectives.mean_comms(use.home.replicas, out, use.bucket.hop2_format)
             comms = [*collectives.scatter_comms(hops.outer, out), *hop_2]
             levels = len(hops.outer.levels) + (len(hop_2) if hops.copies else 0)
-        if index in self.placed:  # the sum comes and goes, and the lease is in use to the end
-            own = self.placed[index].comm
+        if index in self._placed:  # the sum comes and goes, and the lease is in use to the end
+            own = self._placed[index].comm
             comms = [*([own] if self.passes else []), *comms, own]
             levels = len(comms)
         return comms, levels
@@ -500,7 +503,7 @@ class Reduction:
         self, index: int, hops: Hops, full: Tensor, out: Tensor, lease: Lease
     ) -> collectives.Steps:
         """Run hop 1 and sum over passes; in the last pass also the outer levels and hop 2."""
-        use, placed, each = self.uses[index], self.placed.get(index), self._buckets[index]
+        use, placed, each = self.uses[index], self._placed.get(index), self._buckets[index]
         bucket, wire = use.bucket, use.bucket.hop2_format
         spare = lease.second.view(bucket.reduce)
         yield from collectives.scatter_steps(hops.now, full, out, spare, bucket.hop1)
@@ -547,7 +550,7 @@ class Reduction:
 # Sums of gradients that lie elsewhere than on the device: in host memory, or in files.
 
 
-class _PlacedBucket:
+class _PlacedSum:
     """Memory at a place for the sum of one bucket, and the copies there and back.
 
     Args:
@@ -600,8 +603,8 @@ class _PlacedBucket:
         return memory
 
 
-def places_of_sums(where: Where, opened: Opened) -> dict[int, tuple[str, str]]:
-    """Return the buckets with gradients in host memory or files, with places and paths.
+def places_of_sums(where: Where, opened: Opened) -> dict[int, tuple[str, str, int]]:
+    """Return the buckets with gradients in host memory or files, with what `_PlacedSum` takes.
 
     A bucket's gradients lie together, where those of its largest leaf should.
     """
@@ -614,5 +617,5 @@ def places_of_sums(where: Where, opened: Opened) -> dict[int, tuple[str, str]]:
         leaf = opened.names(index)[sizes.index(max(sizes))]
         place = where.at(leaf, "grads", use.home.device)
         if place != DEVICE:
-            found[index] = place, leaf
+            found[index] = place, leaf, where.host_bytes
     return found

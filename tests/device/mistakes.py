@@ -93,8 +93,8 @@ MISTAKES: dict[str, Mistake] = {
         "two replicas, budget",
         Change(
             "deferred/deferring.py",
-            'self._complete("grads")\n        reduction.wait()',
-            'self._complete("grads")',
+            'self._check_complete("grads")\n        self.wait()',
+            'self._check_complete("grads")',
         ),
     ),
     "a reduction writes what it reads": _of(
