@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from types import TracebackType
 from typing import Any
 from weakref import WeakMethod
@@ -35,9 +36,8 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn import _torch, checks, shards, tree
-from mics_fn.deferred.live import LiveBuckets, sizes_of
+from mics_fn.deferred.live import LiveBuckets, from_dynamo, sizes_of
 from mics_fn.deferred.reduction import LetGo, Reduction, places_of_sums
-from mics_fn.deferred.tensor import from_dynamo
 from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.groups import Hierarchy, announce_all, require_replicas
 from mics_fn.offload import Where
@@ -142,8 +142,8 @@ class GradSum(Reduction):
         if dtype is not None:
             shards.check_dtype("GradSum", "dtype", dtype)
         super().__init__(micro_steps, dtype)
-        self._where = Where.parse(where)
-        if self._where.moved and "grads" not in self._where.moved:
+        self._where = None if where is None else Where.parse(where)
+        if self._where and self._where.moved and "grads" not in self._where.moved:
             text = f"GradSum: where='{self._where}' has no effect: it does not say where grads lie"
             raise PlanError(text, fix="write grads=, as in where='grads=host'")
         # Whether a pass counts nothing, so that its gradients are zeros whatever they are.
@@ -172,7 +172,7 @@ class GradSum(Reduction):
             if isinstance(leaf, shards.Sharded):
                 full[i] = leaf.data.detach().requires_grad_()
                 self._variables.append(full[i])
-        places = places_of_sums(self._where, opened) if "grads" in self._where.moved else None
+        places = places_of_sums(self._where, opened) if self._where else None
         self.begin(opened.uses, run, let_go, places)
         for use in opened.uses:  # what was seen may be of a step that was not judged
             shards.observe(use.bucket, None)
@@ -211,7 +211,7 @@ class GradSum(Reduction):
                 self._running = False
         if not self._reached:
             self._note_unreached(loss)
-        missing = self.missing()
+        missing = list(self.missing)
         if loss.requires_grad and not learned.missed.issuperset(missing):
             learned.missed.update(missing)
             strangers_of(loss)
@@ -256,11 +256,6 @@ class GradSum(Reduction):
         self._check()
         return self._opened.rebuild({i: self.pieces(i) for i in self.order})
 
-    @property
-    def is_placed(self) -> bool:
-        """Whether some of the sum lies elsewhere than on the device."""
-        return bool(self._placed)
-
     def in_place(self) -> Tree:
         """`grads` with its pieces where they lie, valid until `release`: for tables of memory."""
         self._check_complete("in_place")
@@ -289,7 +284,7 @@ class GradSum(Reduction):
             like=opened.rebuild({}),
             home=opened.homes[0],
             order=[[number[i] for i in opened.uses[index].members] for index in order],
-            here=lambda k: order[k] not in self._placed and self.done(order[k]),
+            here=lambda k: order[k] not in self.placed and self.done(order[k]),
             take=take,
         )
 
@@ -376,7 +371,7 @@ class _Join(torch.autograd.Function):
         reduction, live.reduction = _pass_of(live), None
         uses = [live.uses[i] for i in ctx.trained]
         dealt = dict(zip(ctx.trained, (list(g) for _, g in shards.deal(uses, grads)), strict=True))
-        for i in reduction.missing():
+        for i in list(reduction.missing):
             if all(grad is None for grad in dealt[i]):
                 dealt[i] = _started(reduction, i, dealt[i])
         reduction.end_pass()
@@ -474,7 +469,7 @@ def fetch_all(live: LiveBuckets, data: list[Any]) -> None:
     joined: list[int] = []  # `into` takes gradients, and then there are none to join
     with _torch.without_torch_func(), torch.no_grad():  # else chunks would have no memory to send
         for index, use in enumerate(live.uses):
-            pieces.append([data[i] for i in use.members])
+            pieces.append(list(map(data.__getitem__, use.members)))
             if use.bucket.trainable and live.into is None:
                 joined.append(index)
             else:
@@ -667,7 +662,7 @@ def _memory_of(schedule: Schedule | OnDemand, opened: shards.Opened) -> tuple[On
       PlanError: a schedule names buckets that the tree lacks, or uses one that is not live.
     """
     uses: Sequence[Any] = opened.uses
-    key = tuple((use.bucket, use.missing, use.route.outer_params, use.placed) for use in uses)
+    key = tuple(map(attrgetter("bucket", "missing", "route.outer_params", "placed"), uses))
     if isinstance(schedule, OnDemand):
         return schedule, schedule.learned.setdefault(key, Learned())
     given, fixed = schedule, uses[0].hierarchy.channel.fixed if uses else {}

@@ -40,7 +40,7 @@ The memory elsewhere belongs to the groups, and `release` gives it back to them 
 as locking memory and making files take time. What that step does not take is let go.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median_low
@@ -177,12 +177,6 @@ def free_lease(lease: Lease) -> None:
         lease.until = partial(_torch.wait, device, _torch.record(device))
 
 
-def resident_in_full(key: Hashable, values: Sequence[Any]) -> None:
-    """Tell watchers of full gradients that wait to be packed; of none, that they are gone."""
-    if spans.watchers:
-        spans.resident("gradients in full", key, sum(x.nbytes for x in values if x is not None))
-
-
 # The gradients of a step on their way to shards.
 
 LetGo = Callable[[], Callable[[int], Tensor | None] | None]  # what a weak reference gives
@@ -193,7 +187,7 @@ class _Reducing:
     """One bucket of a `Reduction`: what it has, and where."""
 
     hops: Hops  # of the present pass
-    added: bool = False  # whether it has its gradients of this pass
+    to_room: bool  # whether it is packed where its parameters were, unless these stay after all
     grads: list[Tensor | None] | None = None  # these in full, until they are packed
     out: Tensor | None = None  # memory for the mean of this pass; None if that is in a ring
     total: list[Tensor] = field(default_factory=list)  # [chunk], or pieces without other ranks
@@ -215,11 +209,13 @@ class Reduction:
         # Called before this rank sends its part of the step's last reduction.
         self.before_last: Callable[[], None] = lambda: None
         self.passes = 0  # that have ended
-        self.order: Sequence[int] = ()
+        self.order: list[int] = []
+        self._last_shared = -1  # the last one of them that has other ranks
+        self.missing: dict[int, None] = {}  # buckets without a gradient in this pass, in order
         # What is given back at the end, with the kind that watchers are told.
         self._given: list[tuple[Buffers, Tensor, str]] = []
         self._buckets: dict[int, _Reducing] = {}
-        self._placed: dict[int, _PlacedSum] = {}
+        self.placed: dict[int, _PlacedSum] = {}  # of sums that lie elsewhere than on the device
         self._released = False  # whether its memory was given back
 
     def begin(
@@ -242,19 +238,21 @@ class Reduction:
           FileError: a file cannot be made, or the disk has not so much room.
         """
         self.uses, self.run, self._let_go, self._places = uses, run, let_go, places or {}
-        self.order = [index for index in run.order if uses[index].bucket.trainable]
-        self._last_shared = next((i for i in reversed(self.order) if not uses[i].alone), None)
+        for index in run.order:
+            if uses[index].bucket.trainable:
+                self.order.append(index)
+                self._last_shared = self._last_shared if uses[index].alone else index
         self._begin_pass()
         for index, where in self._places.items():
-            self._placed[index] = _PlacedSum(uses[index], self._buckets[index].hops, *where)
-        for index in self._placed:  # what this step has not taken is let go
+            self.placed[index] = _PlacedSum(uses[index], self._buckets[index].hops, *where)
+        for index in self.placed:  # what this step has not taken is let go
             uses[index].hierarchy.pools.sums.pop("free", None)
         return self
 
     def _begin_pass(self) -> None:
         """Find how each bucket is reduced in this pass, and what its ring has to hold."""
         count, first, self._next = self.micro_steps, self.passes == 0, 0  # place in the order
-        self.last = self.passes >= count - 1
+        self.last, self.missing = self.passes >= count - 1, dict.fromkeys(self.order)
         # What ranks compare before they reduce a bucket; those that have more passes differ here.
         self._does = f"reduction in pass {self.passes + 1} of {count}" if count else "hop 1"
         needs: dict[int, list[int]] = {}  # by ring, the bytes of its buckets
@@ -267,10 +265,11 @@ class Reduction:
             kept = use.hierarchy.pools
             if (hops := kept.sums.get(key)) is None:
                 hops = kept.sums[key] = Hops.of(use, *pass_kind)
-            each = self._buckets.setdefault(index, _Reducing(hops))
-            each.hops, each.added, each.out = hops, False, None
+            to_room = hops.fits and self.run.lets_go(index)
+            each = self._buckets.setdefault(index, _Reducing(hops, to_room))
+            each.hops, each.to_room, each.out = hops, to_room, None
             if not hops.alone:
-                needs.setdefault(id(kept.hops), []).append(sum(hops.sizes[self._gets_room(index)]))
+                needs.setdefault(id(kept.hops), []).append(sum(hops.sizes[to_room]))
                 parts[id(kept.hops)] = max(parts.get(id(kept.hops), 0), 1 + hops.in_flight)
         # Of each ring its bytes, and the most parts; see [Note: gradients in flight].
         self._rooms, least = dict[int, tuple[int, int]](), self.run.policy.live_bytes == 0
@@ -285,15 +284,18 @@ class Reduction:
           LeafError: the bucket has got its gradients already.
         """
         each = self._buckets[index]
-        if each.added:
+        if index not in self.missing:
             text = "backward: a bucket got gradients in two parts in one pass"
             fix = "use torch.utils.checkpoint, instead of a backward that runs in backward"
             raise LeafError(text, [f"bucket {index}"], fix)
-        each.added, values = True, [None if grad is None else dense(grad) for grad in grads]
+        del self.missing[index]
+        values = [None if grad is None else dense(grad) for grad in grads]
         if each.hops.alone:
             self._add_alone(index, values)
         else:
-            resident_in_full((id(self), index), values)
+            if spans.watchers:
+                nbytes = sum(x.nbytes for x in values if x is not None)
+                spans.resident("gradients in full", (id(self), index), nbytes)
             each.grads, each.out = values, self._target(index, values)
         self._issue()
 
@@ -309,12 +311,8 @@ class Reduction:
 
     def skip(self, index: int) -> None:
         """Mark a bucket as reduced elsewhere (under vmap), so that those behind it can start."""
-        self._buckets[index].added = True
+        del self.missing[index]
         self._issue()
-
-    def missing(self) -> list[int]:
-        """Buckets that have got no gradient in this pass, in the order of reductions."""
-        return [index for index in self.order if not self._buckets[index].added]
 
     def end_pass(self) -> None:
         """Prepare for the next pass, once no bucket is missing."""
@@ -351,8 +349,8 @@ class Reduction:
         use, dtype, each = self.uses[index], self.uses[index].bucket.dtype, self._buckets[index]
         if each.hops.alone:
             return [total.to(dtype) for total in each.total]
-        if index in self._placed:
-            placed = self._placed[index]
+        if index in self.placed:
+            placed = self.placed[index]
             chunk = (placed.in_place if in_place else placed.fetched)(use.bucket.chunk, dtype)
         else:
             chunk = each.total[0].to(dtype)
@@ -368,15 +366,11 @@ class Reduction:
         for index, each in self._buckets.items():
             each.total = []
             spans.resident("gradient shards", (id(self), -1 - index), 0)
-        for placed in self._placed.values():
+        for placed in self.placed.values():
             placed.release()
-        self._given, self._placed, self._released = [], {}, True
+        self._given, self.placed, self._released = [], {}, True
 
     # The memory of a bucket.
-
-    def _gets_room(self, index: int) -> bool:
-        """Whether a bucket is packed where its parameters were, unless these stay after all."""
-        return self._buckets[index].hops.fits and self.run.lets_go(index)
 
     def _target(self, index: int, values: Sequence[Tensor | None]) -> Tensor | None:
         """Memory for the mean of the first pass; None where the ring has it.
@@ -385,10 +379,10 @@ class Reduction:
         """
         use, each = self.uses[index], self._buckets[index]
         hops, let_go = each.hops, self._let_go()
-        if let_go is not None and self._gets_room(index) and (room := let_go(index)) is not None:
+        if let_go is not None and each.to_room and (room := let_go(index)) is not None:
             each.own = room.view(torch.uint8)
             self._give_back(use.hierarchy.pools.fetched, room, "gathered")
-        if self.passes or index in self._placed:
+        if self.passes or index in self.placed:
             return None
         numel = use.bucket.numel // hops.now.size
         if not self.micro_steps:  # autograd hands it out
@@ -441,12 +435,12 @@ class Reduction:
 
     def _issue(self) -> None:
         """Start the next reductions in the order, up to the first bucket that is not complete."""
-        while self._next < len(self.order) and self._buckets[self.order[self._next]].added:
+        while self._next < len(self.order) and self.order[self._next] not in self.missing:
             index = self.order[self._next]
             values, self._buckets[index].grads = self._buckets[index].grads, None
             if values is not None:
                 self._start(index, values)
-                resident_in_full((id(self), index), ())
+                spans.resident("gradients in full", (id(self), index), 0)
             self._next += 1
 
     def _start(self, index: int, values: list[Tensor | None]) -> None:
@@ -493,8 +487,8 @@ class Reduction:
             hop_2 = collectives.mean_comms(use.home.replicas, out, use.bucket.hop2_format)
             comms = [*collectives.scatter_comms(hops.outer, out), *hop_2]
             levels = len(hops.outer.levels) + (len(hop_2) if hops.copies else 0)
-        if index in self._placed:  # the sum comes and goes, and the lease is in use to the end
-            own = self._placed[index].comm
+        if index in self.placed:  # the sum comes and goes, and the lease is in use to the end
+            own = self.placed[index].comm
             comms = [*([own] if self.passes else []), *comms, own]
             levels = len(comms)
         return comms, levels
@@ -503,7 +497,7 @@ class Reduction:
         self, index: int, hops: Hops, full: Tensor, out: Tensor, lease: Lease
     ) -> collectives.Steps:
         """Run hop 1 and sum over passes; in the last pass also the outer levels and hop 2."""
-        use, placed, each = self.uses[index], self._placed.get(index), self._buckets[index]
+        use, placed, each = self.uses[index], self.placed.get(index), self._buckets[index]
         bucket, wire = use.bucket, use.bucket.hop2_format
         spare = lease.second.view(bucket.reduce)
         yield from collectives.scatter_steps(hops.now, full, out, spare, bucket.hop1)

@@ -38,10 +38,8 @@ from torch import Tensor
 from mics_fn import _torch, spans
 from mics_fn.collectives import refuse_derivative
 from mics_fn.errors import FileError, PlanError, message
+from mics_fn.offload.places import HOST_BYTES
 from mics_fn.threads import Crew, Job
-
-HOST_BYTES = 64 * 2**20
-LEAST_HOST_BYTES = 2**20
 
 PAGE = 4096  # bytes; what direct I/O counts in
 

@@ -217,7 +217,7 @@ def _judged(
     Gradients elsewhere stay there until they are stepped; with `early` all are still reduced.
     """
     sync, home, grads = trainer.replica_sync, trainer.member.home, total
-    if not early and total.is_placed and sync.reduce is None:
+    if not early and total.placed and sync.reduce is None:
         total.wait()
         grad_stream(total)  # which raises where a step has no gradient
     elif not early:

@@ -1,6 +1,6 @@
 """Mistakes in deferred parameters and sums; `planting.py` checks that tests catch them."""
 
-_L, _R, _T = "deferred/live.py", "deferred/reduction.py", "deferred/tensor.py"
+_L, _R, _T = "deferred/live.py", "deferred/reduction.py", "offload/placed.py"
 _D = "deferred/deferring.py"
 
 PLANTED = [
@@ -33,14 +33,15 @@ PLANTED = [
      "    finish_readers(plain)", "    pass",
      "deferred/test_donated.py -k when_it_began"),
     ("the result of an op lies in the memory of a bucket", _T,
-     "if bucket.low <= at < bucket.high and out.numel():",
-     "if bucket.low < at < bucket.high and out.numel():",
+     "if at in part and out.numel():",
+     "if at in part[1:] and out.numel():",
      "deferred/test_deferred.py -k no_alias"),
     ("out= writes to a parameter", _T,
-     "_search([given.get(name) for name in _torch.op_writes(func)], [])", "_search(args, [])",
+     "search(cls, [given.get(name) for name in _torch.op_writes(func)], [])",
+     "search(cls, args, [])",
      "deferred/test_deferred.py -k what_people_do"),
-    ("as_strided reads one element of the next leaf", _T,
-     "if at < start or stop > start + numel:", "if at < start or stop > start + numel + 1:",
+    ("as_strided reads one element of the next leaf", _L,
+     "if stop > made._leaf[1]:", "if stop > made._leaf[1] + 1:",
      "deferred/test_deferred.py -k what_people_do"),
     ("a parameter is used after its run ended", _L, "if self._closed:\n            text",
      "if not self.buckets:\n            text", "deferred/test_ends.py"),

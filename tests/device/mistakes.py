@@ -66,7 +66,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a drop does not wait for other streams": _of(
         "two compute streams, budget",
-        Change(_LIVE, "_torch.current_stream(self.full.device).wait_stream(stream)", "pass"),
+        Change(_LIVE, "_torch.current_stream(each.full.device).wait_stream(stream)", "pass"),
     ),
     "a buffer is taken without a wait": _of(
         "never waited for", Change(_BUFFERS, "_torch.wait(raw.device, event)", "pass")
