@@ -51,9 +51,9 @@ Limits:
   with parameters of its own.
 - An op on a deferred weight costs 20 us of host time, or 53 us if each op changes the bucket.
 
-Where to start reading: `deferring`, then [Note: deferred parameters] in `tensor` and [Note: join
+Where to start reading: `deferring`, then [Note: deferred parameters] in `live` and [Note: join
 and fetch] in `deferring`. `live` fetches and drops, `reduction` does both hops, and a `GradSum`
-runs backward. To treat an op specially, add a handler to `_HANDLERS` in `tensor`; to change
+runs backward. To treat an op specially, add a handler to `Deferred.handlers` in `live`; to change
 when buckets are fetched, write a policy in the wing `schedules`, and leave this one alone.
 """
 

@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from types import TracebackType
 from typing import Any
 from weakref import WeakMethod
@@ -35,12 +36,11 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn import _torch, checks, shards, tree
-from mics_fn.deferred.live import LiveBuckets, sizes_of
+from mics_fn.deferred.live import LiveBuckets, from_dynamo, sizes_of
 from mics_fn.deferred.reduction import LetGo, Reduction, places_of_sums
-from mics_fn.deferred.tensor import from_dynamo
 from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.groups import Hierarchy, announce_all, require_replicas
-from mics_fn.offload import Where, where_of
+from mics_fn.offload import Where
 from mics_fn.schedules import Learned, OnDemand, Run, Schedule
 from mics_fn.shards import check_leaves, grouped, is_leaf, needs_derivative, open_shards, with_parts
 from mics_fn.tree import Tree
@@ -100,7 +100,7 @@ _OTHER = message(
 )
 
 
-class GradSum:
+class GradSum(Reduction):
     """The gradients of a step: hop 1 of every pass, their mean over passes, then hop 2.
 
     Hop 1 of a bucket starts when its gradients are complete, and overlaps the rest of backward. In
@@ -141,20 +141,17 @@ class GradSum:
         checks.integer("GradSum", "micro_steps", micro_steps)
         if dtype is not None:
             shards.check_dtype("GradSum", "dtype", dtype)
-        self._where = where if isinstance(where, Where) else where_of(where)
-        if self._where.moved and "grads" not in self._where.moved:
+        super().__init__(micro_steps, dtype)
+        self._where = None if where is None else Where.parse(where)
+        if self._where and self._where.moved and "grads" not in self._where.moved:
             text = f"GradSum: where='{self._where}' has no effect: it does not say where grads lie"
             raise PlanError(text, fix="write grads=, as in where='grads=host'")
-        self.micro_steps, self.dtype = micro_steps, dtype
-        self.before_last: Callable[[], None] = lambda: None  # see `Reduction`
         # Whether a pass counts nothing, so that its gradients are zeros whatever they are.
         self.void: bool | Tensor = False
         self.other_backward = _OTHER  # the error of a backward that is not that of this object
         self._opened: Any = None  # the tree, from `expect` on
-        self._reduction: Any = None
         self._variables: list[Tensor] = []  # its pieces, as leaves of autograd
         self._running = False  # whether `backward` is running
-        self._released = False  # whether its memory was given back
         self._reached = False  # whether a gradient arose on this rank
         self._cause = ""  # why none did
         # Of the loss of the first pass under this policy; nobody trains them.
@@ -175,9 +172,8 @@ class GradSum:
             if isinstance(leaf, shards.Sharded):
                 full[i] = leaf.data.detach().requires_grad_()
                 self._variables.append(full[i])
-        places = places_of_sums(self._where, opened) if "grads" in self._where.moved else None
-        how = self.micro_steps, self.dtype, let_go, places, self._where.host_bytes
-        self._reduction = Reduction(opened.uses, run, *how, before_last=self.before_last)
+        places = places_of_sums(self._where, opened) if self._where else None
+        self.begin(opened.uses, run, let_go, places)
         for use in opened.uses:  # what was seen may be of a step that was not judged
             shards.observe(use.bucket, None)
         self._opened = opened
@@ -198,34 +194,33 @@ class GradSum:
           LeafError: the loss is not one number; or a block is recomputed by a backward of its own.
         """
         shards.refuse_derivative("GradSum.backward", (), "call it outside of torch.func")
-        reduction = self._reduction
-        if reduction is None or reduction.passes == self.micro_steps:
+        if self._opened is None or self.passes == self.micro_steps:
             fix = "defer(..., into=) first, and give micro_steps= as many passes as there are"
             raise LeafError(f"GradSum.backward: {self._done()}", fix=fix)
         check_loss("GradSum.backward", loss)
-        run, variables = reduction.run, self._variables
-        if loss.requires_grad and variables:
-            run.note("backward")
-            if not run.learned.examined:
-                run.learned.examined, self._strangers = True, strangers_of(loss)
+        learned = self.run.learned
+        if loss.requires_grad and self._variables:
+            self.run.note("backward")
+            if not learned.examined:
+                learned.examined, self._strangers = True, strangers_of(loss)
             self._running = True
+            how: Any = {"allow_unused": True, "retain_graph": retain_graph}
             try:
-                torch.autograd.grad(loss, variables, allow_unused=True, retain_graph=retain_graph)
+                torch.autograd.grad(loss, self._variables, **how)
             finally:
                 self._running = False
         if not self._reached:
             self._note_unreached(loss)
-        missing = reduction.missing()
-        if loss.requires_grad and not run.learned.missed.issuperset(missing):
-            run.learned.missed.update(missing)
+        missing = list(self.missing)
+        if loss.requires_grad and not learned.missed.issuperset(missing):
+            learned.missed.update(missing)
             strangers_of(loss)
         for index in missing:  # reduced as zeros
-            reduction.add(index, [None] * len(reduction.uses[index].members))
-        reduction.end_pass()
+            super().add(index, [None] * len(self.uses[index].members))
+        self.end_pass()
 
     def _done(self) -> str:
-        done = 0 if self._reduction is None else self._reduction.passes
-        return f"{done} of {self.micro_steps} passes are done"
+        return f"{self.passes} of {self.micro_steps} passes are done"
 
     def add(self, index: int, grads: Sequence[Tensor | None]) -> None:
         """Called in backward with a bucket's full gradients, one per member."""
@@ -234,20 +229,13 @@ class GradSum:
             if reached:
                 raise LeafError(self.other_backward)
             return
-        if self.void is not False:
-            grads = [None if grad is None else self._emptied(grad) for grad in grads]
+        if (void := self.void) is not False:
+            grads = [
+                None if x is None else x.masked_fill(torch.as_tensor(void, device=x.device), 0)
+                for x in grads
+            ]
         self._reached = self._reached or reached
-        self._reduction.add(index, grads)
-
-    def _emptied(self, grad: Tensor) -> Tensor:
-        if isinstance(self.void, Tensor):
-            return grad.masked_fill(self.void, 0)
-        return torch.zeros_like(grad)
-
-    def wait(self) -> None:
-        """Wait for all reductions that were started; on CUDA the current stream waits for them."""
-        if self._reduction is not None:
-            self._reduction.wait()
+        super().add(index, grads)
 
     def grads(self) -> Tree:
         """The gradient of the loss averaged over passes and ranks, as a tree of shards.
@@ -263,23 +251,16 @@ class GradSum:
           LeafError: fewer than `micro_steps` passes are done, or it was released.
           LeafError: no parameter got a gradient in any pass on any rank.
         """
-        reduction = self._complete("grads")
-        reduction.wait()
+        self._check_complete("grads")
+        self.wait()
         self._check()
-        return self._opened.rebuild({i: reduction.pieces(i) for i in reduction.order})
-
-    @property
-    def is_placed(self) -> bool:
-        """Whether some of the sum lies elsewhere than on the device."""
-        return self._reduction is not None and bool(self._reduction.placed)
+        return self._opened.rebuild({i: self.pieces(i) for i in self.order})
 
     def in_place(self) -> Tree:
         """`grads` with its pieces where they lie, valid until `release`: for tables of memory."""
-        reduction = self._complete("in_place")
-        reduction.wait()
-        return self._opened.rebuild(
-            {i: reduction.pieces(i, in_place=True) for i in reduction.order}
-        )
+        self._check_complete("in_place")
+        self.wait()
+        return self._opened.rebuild({i: self.pieces(i, in_place=True) for i in self.order})
 
     def __grad_stream__(self) -> shards.GradStream:
         """Return the gradients for `opt_step`, which takes each bucket once its hop 2 is done.
@@ -287,41 +268,33 @@ class GradSum:
         Raises:
           LeafError: as `grads`.
         """
-        reduction, opened = self._complete("grads"), self._opened
+        self._check_complete("grads")
         if not self._reached:  # the step is refused unless other ranks have a gradient
-            reduction.wait()
+            self.wait()
         self._check()
+        opened, order = self._opened, self.order
         trained = (i for i, leaf in enumerate(opened.leaves) if isinstance(leaf, shards.Sharded))
         number = {i: k for k, i in enumerate(trained)}
-        order = reduction.order
 
         def take(place: int) -> list[Tensor]:
-            reduction.wait_for(order[place])
-            return reduction.pieces(order[place])
+            self.wait_for(order[place])
+            return self.pieces(order[place])
 
         return shards.GradStream(
             like=opened.rebuild({}),
             home=opened.homes[0],
             order=[[number[i] for i in opened.uses[index].members] for index in order],
-            here=lambda k: order[k] not in reduction.placed and reduction.done(order[k]),
+            here=lambda k: order[k] not in self.placed and self.done(order[k]),
             take=take,
         )
 
-    def _complete(self, verb: str) -> Reduction:
-        """The gradients of the run, once all of its passes are done."""
-        reduction = self._reduction
-        if reduction is None or reduction.passes != self.micro_steps:
+    def _check_complete(self, verb: str) -> None:
+        """Raise LeafError unless all passes are done, and their memory is there."""
+        if self.passes != self.micro_steps:
             fix = "call backward for each micro-step first"
             raise LeafError(f"GradSum.{verb}: {self._done()}", fix=fix)
         if self._released:
             raise LeafError(f"GradSum.{verb}: its memory was given back", fix="call release() last")
-        return reduction
-
-    def release(self) -> None:
-        """Give the memory of the gradients back, for the next step; they must not be read then."""
-        if self._reduction is not None:
-            self._reduction.release()
-            self._released = True
 
     def _note_unreached(self, loss: Tensor) -> None:
         """Note why a pass gave no gradient here; in the last one, count it for all ranks."""
@@ -331,8 +304,8 @@ class GradSum:
             self._cause = f"it {_depends_on(strangers)}: it closes over another module"
         else:
             self._cause = "it requires a gradient, but depends on none of these parameters"
-        if self._reduction.last and len(ranks := self._ranks()) > 1:
-            self._reduction.run.tally(f"no gradient/{min(ranks)}", 1)
+        if self.last and len(ranks := self._ranks()) > 1:
+            self.run.tally(f"no gradient/{min(ranks)}", 1)
 
     def _check(self) -> None:
         """Check, after all reductions, that this step trains something.
@@ -350,7 +323,7 @@ class GradSum:
             return
         _torch.synchronize(self._opened.uses[0].home.device)  # only its stream waits so far
         n = len(ranks)
-        if n == 1 or self._reduction.run.tally(f"no gradient/{min(ranks)}", 0) == n:
+        if n == 1 or self.run.tally(f"no gradient/{min(ranks)}", 0) == n:
             who = f", on any of {n} ranks" if n > 1 else ""
             text = f"backward: the loss gave no parameter a gradient{who}"
             fix = "compute it from the model, or the parameters, that the loss function is given"
@@ -398,7 +371,7 @@ class _Join(torch.autograd.Function):
         reduction, live.reduction = _pass_of(live), None
         uses = [live.uses[i] for i in ctx.trained]
         dealt = dict(zip(ctx.trained, (list(g) for _, g in shards.deal(uses, grads)), strict=True))
-        for i in reduction.missing():
+        for i in list(reduction.missing):
             if all(grad is None for grad in dealt[i]):
                 dealt[i] = _started(reduction, i, dealt[i])
         reduction.end_pass()
@@ -431,7 +404,7 @@ def _standing_for(use: shards.BucketUse, piece: Tensor) -> Tensor:
 def _pass_of(live: LiveBuckets) -> Reduction:
     """The reduction of the backward pass under way, of which gradients are the result."""
     if live.reduction is None:
-        live.reduction = Reduction(live.uses, live.run)
+        live.reduction = Reduction().begin(live.uses, live.run)
     return live.reduction
 
 
@@ -496,7 +469,7 @@ def fetch_all(live: LiveBuckets, data: list[Any]) -> None:
     joined: list[int] = []  # `into` takes gradients, and then there are none to join
     with _torch.without_torch_func(), torch.no_grad():  # else chunks would have no memory to send
         for index, use in enumerate(live.uses):
-            pieces.append([data[i] for i in use.members])
+            pieces.append(list(map(data.__getitem__, use.members)))
             if use.bucket.trainable and live.into is None:
                 joined.append(index)
             else:
@@ -689,7 +662,7 @@ def _memory_of(schedule: Schedule | OnDemand, opened: shards.Opened) -> tuple[On
       PlanError: a schedule names buckets that the tree lacks, or uses one that is not live.
     """
     uses: Sequence[Any] = opened.uses
-    key = tuple((use.bucket, use.missing, use.route.outer_params, use.placed) for use in uses)
+    key = tuple(map(attrgetter("bucket", "missing", "route.outer_params", "placed"), uses))
     if isinstance(schedule, OnDemand):
         return schedule, schedule.learned.setdefault(key, Learned())
     given, fixed = schedule, uses[0].hierarchy.channel.fixed if uses else {}

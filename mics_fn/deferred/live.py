@@ -1,4 +1,10 @@
-"""The buckets of one run: their chunks, which of them are live, and the memory they lie in.
+"""The buckets of one run: parameters without data, which buckets are live, and in what memory.
+
+[Note: deferred parameters] A `Deferred` is an `Absent` tensor of the wing `offload`. It knows its
+bucket, and where its elements lie in it. Autograd saves it instead of the weight, so nothing holds
+a gathered weight between forward and backward; the backward op that needs it makes the bucket live
+again. A cast is deferred too, and repeated at each use instead of being kept. Any op but a view
+gets plain tensors, which are views of the bucket, and returns plain tensors.
 
 [Note: copy on write] Such a bucket needs no fetch, so an op need not be told which bucket it reads.
 Its leaves are copies that torch makes only when something writes to one. So a write does
@@ -14,6 +20,7 @@ A chunk that lies elsewhere is brought first.
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,12 +29,135 @@ from torch import Tensor
 from mics_fn import _torch, shards, spans
 from mics_fn._torch import version
 from mics_fn.collectives import Pending, SentCodes, Task, moves, push_all, start_fetch
-from mics_fn.deferred.tensor import Deferred, Geometry
 from mics_fn.errors import DonatedError, GroupsError, LeafError
 from mics_fn.groups import Arena, Buffers
+from mics_fn.offload import Absent, Geometry, compute, refuse_writes, search, view
+from mics_fn.read_only import COMPILED
 from mics_fn.schedules import Learned, Offsets, OnDemand, Run, Schedule, offsets
 
+aten = torch.ops.aten
 Names = Callable[[int], Sequence[str]]  # of the leaves of a bucket, for error texts
+
+# Parameters without data, whose bucket is fetched at the op that needs it.
+
+
+_BUCKET = attrgetter("_bucket")
+
+
+class Deferred(Absent):
+    """A full parameter, or a view or cast of one, which is fetched at an op that needs it.
+
+    Reading its shape, strides, dtype, device or repr never communicates; ops on it do.
+    """
+
+    how_to_compile = "use gather around compiled code, or clone() parameters before it"
+    in_one_range = False
+    _source: Any  # the `LiveBuckets` that it is in
+    _bucket: Any  # its `LiveBucket`
+    _leaf: tuple[int, int]  # where its leaf begins in the bucket, and how many elements it has
+    geometry: Geometry  # in the leaf
+    _cast: torch.dtype | None  # None unless it is a cast
+
+    @staticmethod
+    def __new__(
+        cls: type,
+        source: Any,
+        bucket: Any,
+        geometry: Geometry,
+        leaf: tuple[int, int],
+        like: tuple[torch.dtype, torch.device, torch.dtype | None],
+    ) -> Any:
+        self = _torch.wrapper_without_data(cls, geometry, like[0], like[1])
+        self._source, self._bucket, self._leaf = source, bucket, leaf
+        self.geometry, self._cast = geometry, like[2]
+        return self
+
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        state = "live" if self._bucket.full is not None else "not here"
+        where = f"bucket {self._bucket.ids[0]}, {state}"
+        return f"Deferred(shape={tuple(self.shape)}, {shards.dtype_name(self.dtype)}, {where})"
+
+    def where_text(self) -> str:
+        """Its shape, and the bucket with some of its leaves, for error texts."""
+        bucket, names = self._bucket, ", ".join(self._bucket.names()[:3])
+        return (
+            f"one of bucket {bucket.ids[0]}\n  shape {tuple(self.shape)}; the bucket holds {names}"
+        )
+
+    def plain(self) -> Tensor:
+        """A view of its bucket, which is live; of a cast a copy."""
+        size, stride, offset = self.geometry
+        view = self._bucket.read((size, stride, self._leaf[0] + offset))
+        return view if self._cast is None else view.to(self._cast)
+
+    def view_with(self, geometry: Geometry, cast: torch.dtype | None = None) -> "Deferred":
+        """A deferred tensor of the same leaf with another geometry or dtype."""
+        cast = cast or self._cast
+        like = (cast or self.dtype, self.device, cast)
+        return Deferred(self._source, self._bucket, geometry, self._leaf, like)
+
+    @classmethod
+    def fetch(cls, found: Sequence[Any]) -> Sequence[range]:
+        """Make all buckets of an op live together, so that fetching one does not drop another."""
+        buckets = set(map(_BUCKET, found))
+        if len(buckets) == 1:  # the most frequent case
+            (bucket,), source = buckets, found[0]._source
+            if source.ids != bucket.ids and not (bucket.stays and bucket.full is not None):
+                source.touch(bucket.ids)
+            return (bucket.memory,)
+        for source in {each._source for each in found}:
+            ids = tuple(sorted({each._bucket.ids[0] for each in found if each._source is source}))
+            if source.ids != ids:
+                source.touch(ids)
+        return [bucket.memory for bucket in buckets]
+
+
+def from_dynamo(error: BaseException) -> LeafError | None:
+    """The refusal of a deferred parameter, if dynamo wrapped it in an error of its own."""
+    if isinstance(error, LeafError) or COMPILED not in f"{error}":
+        return None
+    return LeafError(COMPILED, fix=Deferred.how_to_compile)
+
+
+def _as_strided(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """`view` for `as_strided`, which must stay within the leaf, since others lie next to it."""
+    made = view(cls, func, args, kwargs)
+    if type(made) is Deferred and made.numel():
+        size, stride, at = made.geometry
+        stop = at + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+        if stop > made._leaf[1]:
+            what = f"as_strided reads beyond the {made._leaf[1]} elements of"
+            raise made.refusal(what, "stay within")
+    return made
+
+
+def _set(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Refuse `set_` with the memory of a deferred tensor, which later holds other values."""
+    source = search(cls, args[1:], [])
+    if source:
+        raise source[0].refusal("set_ takes the memory of", "use copy_")
+    return refuse_writes(cls, func, args, kwargs)
+
+
+def _to_copy(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """A cast to another float dtype stays deferred; anything else is computed."""
+    deferred, dtype = args[0], kwargs.get("dtype")
+    others = [name for name, value in kwargs.items() if value is not None and name != "dtype"]
+    if dtype is None or not dtype.is_floating_point or others or deferred._cast is not None:
+        return compute(cls, func, args, kwargs)
+    if deferred.numel() == 0 or not deferred.is_contiguous():
+        return compute(cls, func, args, kwargs)  # a copy is dense, so its strides may differ
+    return deferred.view_with(deferred.geometry, dtype)
+
+
+Deferred.handlers = {
+    **Absent.handlers,
+    aten.as_strided.default: _as_strided,
+    aten.set_.source_Tensor: _set,
+    aten.set_.source_Tensor_storage_offset: _set,
+    aten._to_copy.default: _to_copy,
+}
+
 
 # One bucket of a run.
 
@@ -51,10 +181,10 @@ class LiveBucket:
         self.ids, self.use, self.stays, self.names = (index,), use, stays, partial(names, index)
         self.full: Tensor | None = None  # 1D, whole bucket; None where it is not live
         self.views: dict[Geometry, Tensor] = {}
-        self.low, self.high = 1, 0  # addresses of `full`
+        self.memory = range(0)  # the addresses of `full`
         # See [Note: several streams]; no event where work is done when a call returns.
         self._ready: torch.Event | None = None
-        self._readers: set[torch.Stream] = set()
+        self.readers: set[torch.Stream] = set()
         self.chunk: Any = None  # until `load`
         self.version = 0
         self.placed: Sequence[Tensor | None] | None = None  # pieces that lie elsewhere, by slot
@@ -67,17 +197,17 @@ class LiveBucket:
         self.whole: Any = None  # see [Note: copy on write]
         self.leaves: list[Tensor] = []
 
-    def fill(self, full: Tensor, ready: torch.Event | None) -> None:
-        """Make the bucket live; views of its previous buffer are dropped.
+    def fill(self, full: Tensor | None, ready: torch.Event | None) -> None:
+        """Make the bucket live, or not; views of its previous buffer are dropped.
 
         Args:
-          full: the whole bucket.
+          full: the whole bucket; None where it is live no more.
           ready: what a stream waits for before it reads it.
         """
-        self.full, self.views, self._ready = full, {}, ready
-        if not _torch.has_no_data(full):
-            self.low = full.data_ptr()
-            self.high = self.low + full.nbytes
+        self.full, self.views, self._ready, self.memory = full, {}, ready, range(0)
+        self.readers.clear()
+        if full is not None and not _torch.has_no_data(full):
+            self.memory = range(full.data_ptr(), full.data_ptr() + full.nbytes)
 
     def read(self, where: Geometry) -> Tensor:
         """A view of the bucket, for an op on the current stream; see [Note: several streams]."""
@@ -85,24 +215,15 @@ class LiveBucket:
             raise RuntimeError("a bucket is not live where an op needs it")
         if self._ready is not None:
             stream = _torch.current_stream(self.full.device)
-            if stream not in self._readers:
+            if stream not in self.readers:
                 stream.wait_event(self._ready)
-                self._readers.add(stream)
+                self.readers.add(stream)
         view = self.views.get(where)
         if view is None:
             size, stride, offset = where  # in the bucket, which lies somewhere in its memory
             offset += int(self.full.storage_offset())
             view = self.views[where] = self.full.as_strided(size, stride, offset)
         return view
-
-    def clear(self) -> None:
-        """Drop the bucket and its views; the current stream waits for all that have read it."""
-        if self.full is not None:
-            for stream in self._readers:
-                _torch.current_stream(self.full.device).wait_stream(stream)
-        self._readers.clear()
-        self.full, self.views, self._ready = None, {}, None
-        self.low, self.high = 1, 0
 
     def load(self, pieces: Sequence[Tensor]) -> None:
         """Take its pieces, one per member; copied unless they form a chunk."""
@@ -254,8 +375,9 @@ class LiveBuckets:
         if self._closed:
             text = "a deferred parameter is used after its run ended"
             raise GroupsError(text, fix="call defer again")
-        needed = [self.buckets[i] for i in ids]
+        needed, buckets = list(map(self.buckets.__getitem__, ids)), list[shards.Bucket]()
         for each in needed:
+            buckets.append(each.use.bucket)
             if version(each.chunk) != each.version:
                 text = f"{self.run.name(each.ids[0])} was changed after its run began"
                 raise DonatedError(text, fix="call defer again after an update")
@@ -265,7 +387,6 @@ class LiveBuckets:
                     self._fetch(index)
                 else:
                     self._drop(index)
-            buckets = [each.use.bucket for each in needed]
             with spans.span("use", buckets, device=needed[0].device):
                 for each in needed:
                     pending, each.pending = each.pending, None
@@ -319,7 +440,10 @@ class LiveBuckets:
             pending, each.pending = each.pending, None
             if pending is not None:  # fetched for a use that did not happen
                 pending.wait()
-            each.clear()
+            if each.full is not None:  # this stream waits for all that have read it
+                for stream in each.readers:
+                    _torch.current_stream(each.full.device).wait_stream(stream)
+            each.fill(None, None)
             buffer, each.buffer = each.buffer, None
             if buffer is not None:
                 pool = each.use.hierarchy.pools.fetched

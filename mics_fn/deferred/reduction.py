@@ -40,7 +40,7 @@ The memory elsewhere belongs to the groups, and `release` gives it back to them 
 as locking memory and making files take time. What that step does not take is let go.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median_low
@@ -53,7 +53,7 @@ from mics_fn import _torch, collectives, spans, tree
 from mics_fn.checks import check_matched
 from mics_fn.errors import LeafError
 from mics_fn.groups import LEAST_RING, Buffers, Comm, Lease, Route, lease_sizes
-from mics_fn.offload import DEVICE, FileTensor, Place, Where, empty_at, in_file, transfer
+from mics_fn.offload import DEVICE, FileTensor, Where, empty_at, in_file, transfer
 from mics_fn.schedules import Run
 from mics_fn.shards import BucketUse, Opened, dense, observe, pack_full, split_chunk
 
@@ -177,12 +177,6 @@ def free_lease(lease: Lease) -> None:
         lease.until = partial(_torch.wait, device, _torch.record(device))
 
 
-def resident_in_full(key: Hashable, values: Sequence[Any]) -> None:
-    """Tell watchers of full gradients that wait to be packed; of none, that they are gone."""
-    if spans.watchers:
-        spans.resident("gradients in full", key, sum(x.nbytes for x in values if x is not None))
-
-
 # The gradients of a step on their way to shards.
 
 LetGo = Callable[[], Callable[[int], Tensor | None] | None]  # what a weak reference gives
@@ -193,7 +187,7 @@ class _Reducing:
     """One bucket of a `Reduction`: what it has, and where."""
 
     hops: Hops  # of the present pass
-    added: bool = False  # whether it has its gradients of this pass
+    to_room: bool  # whether it is packed where its parameters were, unless these stay after all
     grads: list[Tensor | None] | None = None  # these in full, until they are packed
     out: Tensor | None = None  # memory for the mean of this pass; None if that is in a ring
     total: list[Tensor] = field(default_factory=list)  # [chunk], or pieces without other ranks
@@ -206,68 +200,76 @@ class Reduction:
     """The gradients of all backward passes of a step: hop 1 of each, their mean, then hop 2.
 
     Args:
-      uses: the buckets, frozen ones too.
-      run: has the order of all their reductions and the budget, and hears of each before it starts.
       micro_steps: the number of passes in the step; 0 for one pass without hop 2.
       dtype: dtype of the sum; default the bucket's `accumulate`, which is at least float32.
-      let_go: as `LiveBuckets.let_go`, if that is still there.
-      places: of buckets whose sums lie elsewhere than on the device, each with a leaf that stands
-        for it in errors; see [Note: sums elsewhere].
-      host_bytes: of the `Where` that the places come from.
-      before_last: called before this rank sends its part of the step's last reduction.
-
-    Raises:
-      FileError: a file cannot be made, or the disk has not so much room.
     """
 
-    def __init__(
-        self,
-        uses: Sequence[BucketUse],
-        run: Run,
-        micro_steps: int = 0,
-        dtype: torch.dtype | None = None,
-        let_go: LetGo = lambda: None,
-        places: Mapping[int, tuple[Place, str]] | None = None,
-        host_bytes: int = 0,
-        before_last: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.uses, self.run = uses, run
-        self._micro_steps, self._sum_dtype, self._let_go = micro_steps, dtype, let_go
-        self._before_last, self._places = before_last, places or {}
-        self.order = [index for index in run.order if uses[index].bucket.trainable]
-        self._last_shared = next((i for i in reversed(self.order) if not uses[i].alone), None)
+    def __init__(self, micro_steps: int = 0, dtype: torch.dtype | None = None) -> None:
+        self.micro_steps, self.dtype = micro_steps, dtype
+        # Called before this rank sends its part of the step's last reduction.
+        self.before_last: Callable[[], None] = lambda: None
         self.passes = 0  # that have ended
+        self.order: list[int] = []
+        self._last_shared = -1  # the last one of them that has other ranks
+        self.missing: dict[int, None] = {}  # buckets without a gradient in this pass, in order
         # What is given back at the end, with the kind that watchers are told.
         self._given: list[tuple[Buffers, Tensor, str]] = []
         self._buckets: dict[int, _Reducing] = {}
+        self.placed: dict[int, _PlacedSum] = {}  # of sums that lie elsewhere than on the device
+        self._released = False  # whether its memory was given back
+
+    def begin(
+        self,
+        uses: Sequence[BucketUse],
+        run: Run,
+        let_go: LetGo = lambda: None,
+        places: Mapping[int, tuple[str, str, int]] | None = None,
+    ) -> "Reduction":
+        """Prepare for the gradients of some buckets.
+
+        Args:
+          uses: the buckets, frozen ones too.
+          run: has the order of all their reductions and the budget, and hears of each before it
+            starts.
+          let_go: as `LiveBuckets.let_go`, if that is still there.
+          places: of buckets whose sums lie elsewhere than on the device; see `places_of_sums`.
+
+        Raises:
+          FileError: a file cannot be made, or the disk has not so much room.
+        """
+        self.uses, self.run, self._let_go, self._places = uses, run, let_go, places or {}
+        for index in run.order:
+            if uses[index].bucket.trainable:
+                self.order.append(index)
+                self._last_shared = self._last_shared if uses[index].alone else index
         self._begin_pass()
-        self.placed = dict[int, _PlacedBucket]()
         for index, where in self._places.items():
-            hops = self._buckets[index].hops
-            self.placed[index] = _PlacedBucket(uses[index], hops, *where, host_bytes)
+            self.placed[index] = _PlacedSum(uses[index], self._buckets[index].hops, *where)
         for index in self.placed:  # what this step has not taken is let go
             uses[index].hierarchy.pools.sums.pop("free", None)
+        return self
 
     def _begin_pass(self) -> None:
         """Find how each bucket is reduced in this pass, and what its ring has to hold."""
-        count, first, self._next = self._micro_steps, self.passes == 0, 0  # place in the order
-        self.last = self.passes >= count - 1
+        count, first, self._next = self.micro_steps, self.passes == 0, 0  # place in the order
+        self.last, self.missing = self.passes >= count - 1, dict.fromkeys(self.order)
         # What ranks compare before they reduce a bucket; those that have more passes differ here.
         self._does = f"reduction in pass {self.passes + 1} of {count}" if count else "hop 1"
         needs: dict[int, list[int]] = {}  # by ring, the bytes of its buckets
         parts: dict[int, int] = {}  # the most of them at a time
         for index in self.order:
             use, placed = self.uses[index], index in self._places
-            pass_kind = count, self._sum_dtype, first, self.last, placed
+            pass_kind = count, self.dtype, first, self.last, placed
             # Placements of the same groups share their pools, and differ in their routes.
             key = (use.bucket, use.route, use.home.replicas.size, *pass_kind)
             kept = use.hierarchy.pools
             if (hops := kept.sums.get(key)) is None:
                 hops = kept.sums[key] = Hops.of(use, *pass_kind)
-            each = self._buckets.setdefault(index, _Reducing(hops))
-            each.hops, each.added, each.out = hops, False, None
+            to_room = hops.fits and self.run.lets_go(index)
+            each = self._buckets.setdefault(index, _Reducing(hops, to_room))
+            each.hops, each.to_room, each.out = hops, to_room, None
             if not hops.alone:
-                needs.setdefault(id(kept.hops), []).append(sum(hops.sizes[self._gets_room(index)]))
+                needs.setdefault(id(kept.hops), []).append(sum(hops.sizes[to_room]))
                 parts[id(kept.hops)] = max(parts.get(id(kept.hops), 0), 1 + hops.in_flight)
         # Of each ring its bytes, and the most parts; see [Note: gradients in flight].
         self._rooms, least = dict[int, tuple[int, int]](), self.run.policy.live_bytes == 0
@@ -282,15 +284,18 @@ class Reduction:
           LeafError: the bucket has got its gradients already.
         """
         each = self._buckets[index]
-        if each.added:
+        if index not in self.missing:
             text = "backward: a bucket got gradients in two parts in one pass"
             fix = "use torch.utils.checkpoint, instead of a backward that runs in backward"
             raise LeafError(text, [f"bucket {index}"], fix)
-        each.added, values = True, [None if grad is None else dense(grad) for grad in grads]
+        del self.missing[index]
+        values = [None if grad is None else dense(grad) for grad in grads]
         if each.hops.alone:
             self._add_alone(index, values)
         else:
-            resident_in_full((id(self), index), values)
+            if spans.watchers:
+                nbytes = sum(x.nbytes for x in values if x is not None)
+                spans.resident("gradients in full", (id(self), index), nbytes)
             each.grads, each.out = values, self._target(index, values)
         self._issue()
 
@@ -306,17 +311,13 @@ class Reduction:
 
     def skip(self, index: int) -> None:
         """Mark a bucket as reduced elsewhere (under vmap), so that those behind it can start."""
-        self._buckets[index].added = True
+        del self.missing[index]
         self._issue()
-
-    def missing(self) -> list[int]:
-        """Buckets that have got no gradient in this pass, in the order of reductions."""
-        return [index for index in self.order if not self._buckets[index].added]
 
     def end_pass(self) -> None:
         """Prepare for the next pass, once no bucket is missing."""
         self.passes += 1
-        if self.passes < self._micro_steps:
+        if self.passes < self.micro_steps:
             self._begin_pass()
 
     def waited(self, pieces: Sequence[Tensor]) -> list[Tensor]:
@@ -325,7 +326,7 @@ class Reduction:
         return [piece.view_as(piece) for piece in pieces]
 
     def wait(self) -> None:
-        """Wait for all that was started; on an accelerator its stream waits, and not the host."""
+        """Wait for all reductions that were started; on CUDA the current stream waits for them."""
         for index in self.order:
             self.wait_for(index)
 
@@ -358,7 +359,7 @@ class Reduction:
         return [x.clone() for x in found] if use.alone and not in_place else found
 
     def release(self) -> None:
-        """Give the memory of the gradients back, for the next step."""
+        """Give the memory of the gradients back, for the next step; they must not be read then."""
         for number, (buffers, tensor, kind) in enumerate(self._given, 1):
             buffers.give(tensor)
             spans.resident(kind, (id(self), number), 0)
@@ -367,13 +368,9 @@ class Reduction:
             spans.resident("gradient shards", (id(self), -1 - index), 0)
         for placed in self.placed.values():
             placed.release()
-        self._given, self.placed = [], {}
+        self._given, self.placed, self._released = [], {}, True
 
     # The memory of a bucket.
-
-    def _gets_room(self, index: int) -> bool:
-        """Whether a bucket is packed where its parameters were, unless these stay after all."""
-        return self._buckets[index].hops.fits and self.run.lets_go(index)
 
     def _target(self, index: int, values: Sequence[Tensor | None]) -> Tensor | None:
         """Memory for the mean of the first pass; None where the ring has it.
@@ -382,13 +379,13 @@ class Reduction:
         """
         use, each = self.uses[index], self._buckets[index]
         hops, let_go = each.hops, self._let_go()
-        if let_go is not None and self._gets_room(index) and (room := let_go(index)) is not None:
+        if let_go is not None and each.to_room and (room := let_go(index)) is not None:
             each.own = room.view(torch.uint8)
             self._give_back(use.hierarchy.pools.fetched, room, "gathered")
         if self.passes or index in self.placed:
             return None
         numel = use.bucket.numel // hops.now.size
-        if not self._micro_steps:  # autograd hands it out
+        if not self.micro_steps:  # autograd hands it out
             device = next((v.device for v in values if v is not None), use.home.device)
             return torch.empty(numel, dtype=hops.dtype, device=device)
         if each.own is not None and hops.stays:
@@ -416,7 +413,7 @@ class Reduction:
         """Add gradients that are their own mean, as there are no other ranks; not packed."""
         use, hops = self.uses[index], self._buckets[index].hops
         # torch may give one tensor as two gradients, so what is written needs memory of its own.
-        copy = not self.passes and (self._micro_steps > 1 or hops.divisor != 1)
+        copy = not self.passes and (self.micro_steps > 1 or hops.divisor != 1)
         numels, device = use.by_member(use.bucket.numels), use.home.device
         flat = [
             torch.zeros(n, dtype=hops.dtype, device=device) if value is None else value.reshape(n)
@@ -438,17 +435,17 @@ class Reduction:
 
     def _issue(self) -> None:
         """Start the next reductions in the order, up to the first bucket that is not complete."""
-        while self._next < len(self.order) and self._buckets[self.order[self._next]].added:
+        while self._next < len(self.order) and self.order[self._next] not in self.missing:
             index = self.order[self._next]
             values, self._buckets[index].grads = self._buckets[index].grads, None
             if values is not None:
                 self._start(index, values)
-                resident_in_full((id(self), index), ())
+                spans.resident("gradients in full", (id(self), index), 0)
             self._next += 1
 
     def _start(self, index: int, values: list[Tensor | None]) -> None:
         if self.last and index == self._last_shared:
-            self._before_last()
+            self.before_last()
         use, each = self.uses[index], self._buckets[index]
         hops, out, bucket, now = each.hops, each.out, use.bucket, each.hops.now
         collectives.push_all(use.home.state)
@@ -547,7 +544,7 @@ class Reduction:
 # Sums of gradients that lie elsewhere than on the device: in host memory, or in files.
 
 
-class _PlacedBucket:
+class _PlacedSum:
     """Memory at a place for the sum of one bucket, and the copies there and back.
 
     Args:
@@ -557,9 +554,7 @@ class _PlacedBucket:
       host_bytes: of the `Where` that the place comes from.
     """
 
-    def __init__(
-        self, use: BucketUse, hops: Hops, place: Place, leaf: str, host_bytes: int
-    ) -> None:
+    def __init__(self, use: BucketUse, hops: Hops, place: str, leaf: str, host_bytes: int) -> None:
         self._place, self._leaf, self._device = place, tree.join("grads", leaf), use.home.device
         self.comm, self._pools = use.hierarchy.sum_queue, use.hierarchy.pools
         size = max(hops.dtype.itemsize, use.bucket.dtype.itemsize)
@@ -602,8 +597,8 @@ class _PlacedBucket:
         return memory
 
 
-def places_of_sums(where: Where, opened: Opened) -> dict[int, tuple[Place, str]]:
-    """Return the buckets with gradients in host memory or files, with places and paths.
+def places_of_sums(where: Where, opened: Opened) -> dict[int, tuple[str, str, int]]:
+    """Return the buckets with gradients in host memory or files, with what `_PlacedSum` takes.
 
     A bucket's gradients lie together, where those of its largest leaf should.
     """
@@ -614,8 +609,7 @@ def places_of_sums(where: Where, opened: Opened) -> dict[int, tuple[Place, str]]
         if not use.bucket.trainable or not sizes or not use.bucket.chunk:
             continue
         leaf = opened.names(index)[sizes.index(max(sizes))]
-        place = where.at(leaf).grads
-        place = place.seen_from(use.home.device)
+        place = where.at(leaf, "grads", use.home.device)
         if place != DEVICE:
-            found[index] = place, leaf
+            found[index] = place, leaf, where.host_bytes
     return found

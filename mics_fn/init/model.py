@@ -32,7 +32,7 @@ from mics_fn.groups import Groups
 from mics_fn.init import files
 from mics_fn.init.files import Entry, File, Weights
 from mics_fn.init.tape import META, Recorded, Recorder, marks_of, tensors_in
-from mics_fn.offload import where_of
+from mics_fn.offload import Where
 
 # Weights that are read: which files a path stands for, and which parameter takes which tensor.
 
@@ -332,7 +332,7 @@ class Filling:
         self.shards: dict[str, shards.Leaf] = {name: leaves[name] for name in params}
         trained = [f"params.{k}" for k, leaf in leaves.items() if isinstance(leaf, shards.Sharded)]
         shards.refuse_overlaps(verb, {f"params.{k}": value for k, value in params.items()}, trained)
-        self._where = where_of(options.get("where"))
+        self._where = Where.parse(options.get("where"))
 
     def fill(self, source: Callable[[str], Read], then: Callable[[], Any] = lambda: None) -> Any:
         """Give this rank's part of each leaf its values, one bucket after the other.
@@ -387,7 +387,7 @@ class Filling:
         for name, piece, data in zip(names, *found, strict=True):
             if piece.length:
                 self._copy(source(name), data, piece.origin)
-        places = [self._where.at(name).params.seen_from(home.device) for name in names]
+        places = [self._where.at(name, "params", home.device) for name in names]
         placed = shards.place_chunk(home, bucket, flat, places, names, self._where.host_bytes)
         for name, data in zip(names, placed, strict=True):
             self.shards[name] = replace(self.shards[name], data=data)  # pyright: ignore

@@ -5,7 +5,7 @@ So they may lie where memory is cheaper, and frozen parameters, shards and the s
 micro-steps may do so too:
 
   >>> where("states=disk:/nvme/run1, params=host; *norm*: states=device")
-  Where(params=Place(kind='host', folder=''), states=Place(kind='disk', folder='/nvme/run1'), ...)
+  Where(rules=(('', 'states', 'disk:/nvme/run1'), ('', 'params', 'host'), ...), ...)
 
 A place never changes structure or numbers: a leaf is the same leaf wherever its piece lies, and a
 step on states elsewhere gives the same bits as in memory. A piece on the *host* is a tensor on the
@@ -87,36 +87,39 @@ The options of DeepSpeed's config and what stands for each here, or why nothing 
 
 Values may be kept as codes, too: a `Coded` is a tensor of float32 that takes a byte for each, or
 less, and is decoded where an op reads it. Moments of an optimizer are, and frozen parameters. See
-[Note: coded tensors] and [Note: two kinds of codes] in `codes.py`.
+[Note: coded tensors] and [Note: two kinds of codes] in `placed.py`.
 
-Start reading at `Where` in `placed.py`; then `scratch.py`, with its notes; the rest of `placed.py`,
-and `codes.py`. To add a place, give `Place` a kind, and say below how tensors get there.
+Start reading at `places.py`; then `scratch.py`, with its notes, and `placed.py`. To add a place,
+let `Where` read it, and say in `placed.py` how tensors get there.
 """
 
-from mics_fn.offload.codes import AT_REST, Coded, as_codes, coded, is_coded
 from mics_fn.offload.placed import (
-    DEVICE,
-    ON_DEVICE,
+    AT_REST,
+    Absent,
+    Coded,
     FileTensor,
-    Place,
+    Geometry,
     Placed,
     ReadLock,
-    Where,
+    coded,
+    compute,
     empty,
     empty_at,
     in_file,
+    is_coded,
     is_locked,
     is_placed,
     place_tensor,
     placed_like,
     read,
+    refuse_writes,
+    search,
     store,
     transfer,
-    where,
-    where_of,
+    view,
 )
+from mics_fn.offload.places import DEVICE, HOST_BYTES, Where, where
 from mics_fn.offload.scratch import (
-    HOST_BYTES,
     Block,
     Scratch,
     aligned,

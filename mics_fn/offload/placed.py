@@ -1,10 +1,12 @@
-"""`Where` says where leaves live, as a value; a `Placed` tensor lies in a file, or as codes.
+"""Tensors without memory of their own, in files or as codes, and how tensors get to a place.
 
-[Note: placed tensors] A tensor that is `Placed` has a shape, a dtype and a device, and no memory
-that holds its values as they are. An op on it takes its values into new memory and computes with
-those, below autograd, as ops on deferred parameters do. A view that is one stretch of the same
-elements is placed itself. An op that would write raises. What lies in host memory is a tensor of
-torch, which an op on the device cannot read without a copy.
+[Note: absent tensors] An `Absent` tensor has a shape, a dtype, strides and a device, and no memory
+that holds its values as they are: a `Placed` one lies in a file or as codes, and a `Deferred` one
+(in the wing `deferred`) is cut over ranks. An op on it computes with its values, below autograd, so
+that this needs no hooks and works under `torch.func`. A view is computed from metadata alone and is
+absent itself; of one that is placed, if it is one stretch of the same elements. An op that would
+write raises. What lies in host memory is a tensor of torch, which an op on the device cannot read
+without a copy.
 
 A tensor in a file changes by `stream`, `transfer` and `fill` alone, which write blocks of the file.
 
@@ -13,266 +15,228 @@ began. Meanwhile steps go on, and with `donate=True` they would write there. So 
 parts: a step finds them held, and writes to new parts instead, as it does without `donate`. The old
 ones are free again when the save ends. Nothing is copied, and what is held keeps its bits; whoever
 writes there all the same gets an error.
+
+What follows is about codes. A block of values becomes a byte for each and one float32 `top`, which
+is the largest magnitude of the block. So that magnitude has no rounding, and it follows changes of
+a part in ten million, as the second moment of AdamW needs, which changes by a thousandth in a step.
+
+[Note: rounding at random] Between two codes lies more than most steps change, so rounding to
+nearest would leave a moment where it is for ever. Here a value is rounded up with the probability
+of its distance from the code below, so its mean over steps is right. The random number comes from
+the bits of the value itself: ranks, buckets and parts of a column have no influence, and the same
+step gives the same bits. A value that is a code already stays one. Below 2**-6 of fp8, which has
+no normal numbers there, rounding is to nearest.
+
+[Note: roots] A second moment is never negative and goes into an update by its root, so the root is
+what is coded. One that is not zero never becomes zero, or an update would be divided by `eps`
+alone: its code is at least the least one. Roots are at least 2**-45, so that no square of a code is
+lost below the normal numbers of float32; `eps` of any use is far above.
+
+So a root that is smaller than the least code counts as larger than it is, and the step of its
+element becomes smaller by the same factor. With int8 the least code is 1/127 of the largest root of
+the block, with fp8 1/229,376. Where gradients of one block differ by more than a hundred times, as
+those of rows of an embedding may, fp8 is the better choice, or shorter blocks.
+
+[Note: two kinds of codes] Moments change in every step, so they are rounded at random and have the
+scales above: a `MomentCodec`. Frozen parameters are coded once, as what travels is: to nearest,
+with the scales of `collectives.Codec`. Either way all codes of a chunk are one row of bytes; that
+of frozen parameters is sent by a gather as it is. Values decoded to float32 are exact, and coding
+them again gives the same row.
+
+[Note: coded tensors] The blocks of a `Coded` begin with the memory, so whoever packs leaves into it
+begins each on the border of a block. It changes only by `write`, in whole blocks, and by `fill`,
+which takes values part by part and codes them once all of them are there.
 """
 
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from threading import Lock
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from mics_fn import _torch, checks, spans, tree
-from mics_fn.collectives import needs_derivative, refuse_derivative
-from mics_fn.errors import PlanError
-from mics_fn.offload.scratch import HOST_BYTES, LEAST_HOST_BYTES, Extent, Scratch, aligned, padded
+from mics_fn import _torch, spans
+from mics_fn.collectives import Codec, needs_derivative, refuse_derivative
+from mics_fn.offload.places import DEVICE, DISK
+from mics_fn.offload.scratch import Extent, Scratch, aligned, padded
 from mics_fn.read_only import ReadOnly
 
-# `Where`: the places of parameters, states and gradients, as a value with a text.
-
-KINDS = ("device", "host", "disk")
-_FIELDS = ("params", "states", "grads")
-# A pattern, and its fields or a place.
-_OVERRIDE = re.compile(r"(?!disk:)([^=]*?):\s*((?:\w+\s*=|device|host|disk:).*)", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor lies: on the device that computes, in host memory, or in a file.
-
-    Args:
-      kind: "device", "host" (locked memory, where a device can copy from it by itself) or "disk".
-      folder: of the scratch files, for "disk"; "" otherwise. Each rank has files of its own there,
-        so a disk of the node is best. A relative one is made absolute here.
-
-    Raises:
-      PlanError: there is no such place, or the folder is missing or not wanted.
-
-    Example:
-      >>> Place.parse("disk:/nvme/run1")
-      Place(kind='disk', folder='/nvme/run1')
-    """
-
-    kind: Literal["device", "host", "disk"]
-    folder: str = ""
-
-    def __post_init__(self) -> None:
-        checks.choice("Place", "kind", self.kind, *KINDS)
-        if bool(self.folder) != (self.kind == "disk"):
-            expected = "a folder" if self.kind == "disk" else f"none for {self.kind!r}"
-            checks.refuse("Place", "folder", self.folder, expected, "write it as disk:/nvme/run1")
-        there = os.path.abspath(self.folder) if self.folder else ""
-        object.__setattr__(self, "folder", there)
-
-    @classmethod
-    def parse(cls, text: str) -> "Place":
-        """Read "device", "host" or "disk:FOLDER".
-
-        Raises:
-          PlanError: it is none of these.
-        """
-        kind, _, folder = text.strip().partition(":")
-        return cls(kind, folder.strip())  # pyright: ignore[reportArgumentType]
-
-    def seen_from(self, device: torch.device) -> "Place":
-        """The same place for tensors of a device; on the CPU the host is the device."""
-        here = self.kind == "host" and not _torch.is_async(device)
-        return DEVICE if here else self
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.folder}" if self.folder else self.kind
-
-
-DEVICE = Place("device")
-
-
-class Places(NamedTuple):
-    """The places of one leaf.
-
-    Args:
-      params: of its shard.
-      states: of the optimizer's states and masters.
-      grads: of the sum of its gradients over micro-steps.
-
-    Example:
-      >>> where("states=host").at("w").states
-      Place(kind='host', folder='')
-    """
-
-    params: Place
-    states: Place
-    grads: Place
-
-
-@dataclass(frozen=True)
-class Where:
-    """Where leaves live. `str` gives a canonical text, which `parse` reads.
-
-    Args:
-      params: place of the shards that are gathered from; None means the device.
-      states: place of the optimizer's states and masters; None means the device.
-      grads: place of the sum of gradients over micro-steps; None means the device.
-      overrides: pairs of a pattern and a `Where`. The places that this one sets replace those above
-        for leaves whose whole path matches, as in `Precision`; the last one counts.
-      host_bytes: host memory through which data of files travel, on each rank; at least 1 MiB.
-
-    Raises:
-      PlanError: a place is not a `Place`.
-
-    Example:
-      >>> where = Where.parse("states=disk:/nvme/run1, params=host; *norm*: states=device")
-      >>> str(where.at("h.0.norm.weight").states), str(where.at("w").states)
-      ('device', 'disk:/nvme/run1')
-    """
-
-    params: Place | None = None
-    states: Place | None = None
-    grads: Place | None = None
-    overrides: tuple[tuple[str, "Where"], ...] = ()  # any iterable of pairs is taken
-    host_bytes: int = HOST_BYTES
-
-    def __post_init__(self) -> None:
-        found = tuple(checks.checked_override(x, Where, marks=";=") for x in self.overrides)
-        object.__setattr__(self, "overrides", found)
-        checks.integer("Where", "host_bytes", self.host_bytes, LEAST_HOST_BYTES)
-
-    @classmethod
-    def parse(cls, text: str) -> "Where":
-        """Read the text form; `parse(str(where))` equals `where`.
-
-        A text is `field=place, ...`, followed by `; pattern: field=place, ...` for each override. A
-        place without a field means `states`. `host_bytes=` may stand among the first fields.
-
-        Raises:
-          PlanError: a clause does not give a place for a field, or gives two for the same one.
-        """
-        base: dict[str, Any] | None = None
-        overrides = []
-        for clause in filter(None, map(str.strip, text.split(";"))):
-            found = _OVERRIDE.fullmatch(clause)
-            if found:
-                overrides.append((found[1].strip(), cls(**_fields_in(clause, found[2]))))
-            elif base is None and not overrides:
-                base = _fields_in(clause, clause)
-            else:
-                fix = "write overrides as in '*norm*: states=device', after the rest"
-                raise PlanError(f"where: no pattern in {clause!r}", fix=fix)
-        return cls(**(base or {}), overrides=tuple(overrides))
-
-    def __str__(self) -> str:
-        own = [f"{name}={place}" for name, place in self._fields()]
-        if self.host_bytes != HOST_BYTES:
-            own.append(f"host_bytes={self.host_bytes}")
-        parts = [", ".join(own)] if own else []
-        return "; ".join([*parts, *(f"{p}: {where}" for p, where in self.overrides)])
-
-    def _fields(self) -> list[tuple[str, Place]]:
-        return [(name, getattr(self, name)) for name in _FIELDS if getattr(self, name) is not None]
-
-    def at(self, path: str) -> Places:
-        """The places of one leaf."""
-        found = dict(self._fields())
-        for pattern, where in self.overrides:
-            if checks.matches(pattern, path):
-                found.update(where._fields())
-        return Places(*(found.get(name, DEVICE) for name in _FIELDS))
-
-    @property
-    def patterns(self) -> list[str]:
-        """The patterns of its overrides."""
-        return [pattern for pattern, _ in self.overrides]
-
-    @cached_property
-    def moved(self) -> set[str]:
-        """The fields in which a leaf may lie elsewhere than on the device."""
-        every = [self, *(where for _, where in self.overrides)]
-        return {name for each in every for name, place in each._fields() if place != DEVICE}
-
-
-def where(value: "Where | str | None" = "", *, host_bytes: int | str | None = None) -> Where:
-    """Where parameters, states and gradients live, as a value.
-
-    Args:
-      value: a `Where`, or its text: `field=place, ...` with the fields `params`, `states` and
-        `grads` and the places `device`, `host` and `disk:FOLDER`, followed by `; pattern:
-        field=place` for leaves whose path matches. "" leaves everything on the device.
-      host_bytes: host memory on each rank through which data of files travel, in bytes or a text
-        such as "1GiB"; None keeps that of `value`, by default 64 MiB.
-
-    Returns:
-      A `Where`.
-
-    Raises:
-      PlanError: the text has no such form, or a place does not exist.
-
-    Example:
-      >>> str(where("states=disk:/nvme/run1,params=host", host_bytes="128MiB"))
-      'params=host, states=disk:/nvme/run1, host_bytes=134217728'
-    """
-    found = where_of(value)
-    if host_bytes is None:
-        return found
-    nbytes = checks.nbytes("where", "host_bytes", host_bytes, LEAST_HOST_BYTES)
-    return replace(found, host_bytes=nbytes)
-
-
-def where_of(value: Where | str | None) -> Where:
-    """The `Where` that an argument means: one, its text, or None for the device."""
-    if not value:
-        return ON_DEVICE
-    return Where.parse(value) if isinstance(value, str) else value
-
-
-def _fields_in(clause: str, fields: str) -> dict[str, Any]:
-    """The fields that a clause of a text sets, with their places."""
-    found: dict[str, Any] = {}
-    for part in filter(None, map(str.strip, fields.split(","))):
-        name, equals, value = map(str.strip, part.partition("="))
-        name, value = (name, value) if equals else ("states", part)
-        if name in found or name not in (*_FIELDS, "host_bytes"):
-            text = f"where: {part!r} in {clause!r} gives no place for another field"
-            raise PlanError(text, [f"fields are {', '.join(_FIELDS)}, host_bytes"])
-        is_size = name == "host_bytes"
-        found[name] = checks.nbytes("where", name, value) if is_size else Place.parse(value)
-    return found
-
-
-ON_DEVICE = Where()
-
-
-# Tensors whose values do not lie in memory as they are: in a file here, as codes in `codes`.
+# Tensors without memory: an op gets their values, and a view is one of them again.
 
 aten = torch.ops.aten
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, offset; in elements
+
+# The results of view ops on tensors, as metadata, and whether an op gives a list; None if it gives
+# another dtype.
+_VIEWS: dict[Hashable, tuple[list[Geometry], bool] | None] = {}
+_MOST_VIEWS = 20_000  # slices at ever new offsets would make it grow without bound
 
 
-class Placed(ReadOnly):
-    """A dense tensor whose values lie in a file or as codes; see [Note: placed tensors]."""
+class Absent(ReadOnly):
+    """A dense tensor without memory, whose values are fetched at an op that needs them."""
 
-    leaf: str  # its path, for error texts
-    size_bytes: Any  # what it takes where it lies
-    plain: Any  # fetches its values into new memory, on its device
-    part: Any  # selects the elements from a `start` on, with the shape of a tensor `like`
-    unset: Any  # allocates a tensor of its kind beside it, whose values `fill` sets
-    # Sets the elements of what `unset` gave from `low` on to `values`, each once before it is read.
-    fill: Any
-
-    def copied(self) -> Tensor:
-        """Copy it into new memory: its values, or its codes if it has such."""
-        return self.plain()
+    geometry: Any  # its size and strides, and where in its own elements it begins
+    plain: Any  # fetches its values
+    view_with: Any  # gives the view of its elements that has a geometry
+    # Whether what reads it gets a view only if that is one contiguous range.
+    in_one_range: ClassVar[bool] = True
+    # What the schema of an op is not enough to choose.
+    handlers: ClassVar[dict[Any, Callable[..., Any]]]
 
     @classmethod
     def __torch_dispatch__(  # pyright: ignore
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if func in _ANSWERS:
-            return _ANSWERS[func](*args)
-        views = func in _VIEWS or _torch.op_views(func)
-        return (_view if views else _compute)(func, args, kwargs or {})
+        handle = cls.handlers.get(func)
+        if handle is None:
+            changes = refuse_writes if _torch.op_changes(func) else compute
+            handle = cls.handlers[func] = view if _torch.op_views(func) else changes
+        return handle(cls, func, args, kwargs or {})
+
+    @classmethod
+    def fetch(cls, found: Sequence[Any]) -> Sequence[range]:
+        """Prepare for `plain` of all arguments of an op; give the memory of what stays there."""
+        return ()
+
+
+def search(cls: type, values: Iterable[Any], found: list[Any]) -> list[Any]:
+    """Append to `found` the tensors of a class among an op's arguments, also those in lists."""
+    for value in values:
+        kind = type(value)
+        if kind is cls:
+            found.append(value)
+        elif kind is list or kind is tuple:
+            search(cls, value, found)
+    return found
+
+
+def _replace(cls: type, value: Any) -> Any:
+    """Put values in the place of tensors of a class in an argument of an op."""
+    kind = type(value)
+    if kind is cls:
+        return value.plain()
+    if kind is list or kind is tuple:
+        return kind([_replace(cls, each) for each in value])
+    return value
+
+
+def compute(cls: type[Absent], func: Any, args: tuple, kwargs: dict) -> Any:
+    """Run an op on values."""
+    found = search(cls, args, [])
+    if kwargs:
+        search(cls, kwargs.values(), found)
+    memory = cls.fetch(found)
+    if kwargs:
+        kwargs = {name: _replace(cls, value) for name, value in kwargs.items()}
+    return _own(func(*_replace(cls, args), **kwargs), memory)
+
+
+def _own(out: Any, memory: Sequence[range]) -> Any:
+    """Return the result of an op in memory of its own, since some ops return their input."""
+    kind = type(out)
+    if kind is Tensor and memory:
+        if out.layout is not torch.strided:  # its parts may lie in the memory of its inputs
+            return out.clone()
+        at = out.data_ptr()
+        for part in memory:
+            if at in part and out.numel():
+                return out.clone()
+    elif kind is tuple or kind is list:
+        return kind([_own(each, memory) for each in out])
+    return out
+
+
+def view(cls: type[Absent], func: Any, args: tuple, kwargs: dict) -> Any:
+    """Return a view of an absent tensor, computed from its metadata alone."""
+    value = args[0]
+    if type(value) is not cls:
+        return compute(cls, func, args, kwargs)
+    rest = tuple([tuple(a) if type(a) is list else a for a in args[1:]])
+    own = value.geometry, value.dtype, cls.in_one_range
+    key = (func, own, rest, tuple(kwargs.items()) if kwargs else ())
+    if key not in _VIEWS:
+        if len(_VIEWS) >= _MOST_VIEWS:
+            _VIEWS.clear()
+        _VIEWS[key] = _geometries(lambda base: func(base, *args[1:], **kwargs), *own)
+    if (found := _VIEWS[key]) is None:
+        return compute(cls, func, args, kwargs)
+    made = list(map(value.view_with, found[0]))
+    return made if found[1] else made[0]
+
+
+@torch.inference_mode(mode=False)  # in which nothing is a view of tensors from outside
+def _geometries(
+    op: Callable[[Tensor], Any], own: Geometry, dtype: torch.dtype, in_one_range: bool
+) -> tuple[list[Geometry], bool] | None:
+    """Find what a view op gives; see `_VIEWS`."""
+    size, stride, offset = own
+    extent = offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True) if n)
+    out = op(torch.empty(extent, dtype=dtype, device="meta").as_strided(size, stride, offset))
+    several = isinstance(out, list | tuple)
+    metas = list(out) if several else [out]
+    if any(m.dtype != dtype or m.is_neg() or m.is_conj() for m in metas):
+        return None
+    if in_one_range and not all(m.is_contiguous() for m in metas):
+        return None
+    return [(tuple(m.shape), m.stride(), int(m.storage_offset())) for m in metas], several
+
+
+def refuse_writes(cls: type[Absent], func: Any, args: tuple, kwargs: dict) -> Any:
+    """Raise LeafError for an op that writes to an absent tensor, and compute others."""
+    given = _torch.op_arguments(func, args, kwargs)
+    written = search(cls, [given.get(name) for name in _torch.op_writes(func)], [])
+    if written:
+        raise written[0].refusal(f"{func}: writes to")
+    return compute(cls, func, args, kwargs)
+
+
+Absent.handlers = {
+    aten._unsafe_view.default: view,  # whose schemas do not say so
+    aten._reshape_alias.default: view,
+    # Called for the two parts of a dual tensor before anything is fetched. An absent one counts as
+    # having memory of its own.
+    aten._has_same_storage_numel.default: lambda cls, func, args, kwargs: True,
+    aten.is_same_size.default: lambda cls, func, args, kwargs: args[0].shape == args[1].shape,
+}
+
+
+# Tensors whose values do not lie in memory as they are: in a file, or as codes.
+
+
+class Placed(Absent):
+    """A dense tensor whose values lie in a file or as codes."""
+
+    handlers = dict(Absent.handlers)
+    leaf: str  # its path, for error texts
+    size_bytes: Any  # what it takes where it lies
+    part: Any  # selects the elements from a `start` on, with the shape of a tensor `like`
+    unset: Any  # allocates a tensor of its kind beside it, whose values `fill` sets
+    # Sets the elements of what `unset` gave from `low` on to `values`, each once before it is read.
+    fill: Any
+
+    @property
+    def geometry(self) -> Geometry:
+        """Its size and strides; it begins with its elements."""
+        return tuple(self.shape), self.stride(), 0
+
+    @torch.inference_mode(mode=False)
+    def view_with(self, geometry: Geometry) -> Any:
+        """Select a range of its elements."""
+        size, _, start = geometry
+        return self.part(start, torch.empty(size, dtype=self.dtype, device="meta"))
+
+    def copied(self) -> Tensor:
+        """Copy it into new memory: its values, or its codes if it has such."""
+        return self.plain()
+
+
+def like_of(value: Tensor) -> Tensor:
+    """Make a tensor on meta with the shape and dtype of a dense one."""
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def is_placed(value: Any) -> bool:
@@ -289,44 +253,6 @@ def is_placed(value: Any) -> bool:
       False
     """
     return isinstance(value, Placed)
-
-
-def like_of(value: Tensor) -> Tensor:
-    """Make a tensor on meta with the shape and dtype of a dense one."""
-    return torch.empty(value.shape, dtype=value.dtype, device="meta")
-
-
-def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run an op on plain tensors, unless it writes to a placed one."""
-    given = _torch.op_arguments(func, args, kwargs)
-    for x in tree.flatten([given.get(name) for name in _torch.op_writes(func)])[0]:
-        if isinstance(x, Placed):
-            raise x.refusal(f"{func}: writes to")
-    args, kwargs = tree.map_leaves(read, (args, kwargs))
-    return func(*args, **kwargs)
-
-
-@torch.inference_mode(mode=False)  # in which nothing is a view of tensors from outside
-def _view(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Return a view of a placed tensor: placed if it is one contiguous range."""
-    value = args[0]
-    if not isinstance(value, Placed):
-        return _compute(func, args, kwargs)
-    made = func(like_of(value), *args[1:], **kwargs)
-    several = isinstance(made, list | tuple)
-    views = list(made) if several else [made]
-    if not all(view.is_contiguous() and view.dtype == value.dtype for view in views):
-        return _compute(func, args, kwargs)
-    parts = [value.part(int(view.storage_offset()), view) for view in views]
-    return parts if several else parts[0]
-
-
-_VIEWS = (aten._unsafe_view.default, aten._reshape_alias.default)  # whose schemas do not say so
-# Called for the two parts of a dual tensor; a placed one counts as having its own memory.
-_ANSWERS: dict[Any, Callable[..., bool]] = {
-    aten._has_same_storage_numel.default: lambda *_: True,
-    aten.is_same_size.default: lambda a, b: a.shape == b.shape,
-}
 
 
 class FileTensor(Placed):
@@ -435,6 +361,302 @@ def in_file(value: Any) -> bool:
       False
     """
     return type(value) is FileTensor
+
+
+# Codes at rest: the arithmetic that keeps moments of an optimizer in a byte each.
+
+_TOPS = {"int8": 127.0, "fp8": 448.0}
+_LEAST = {"int8": 1.0, "fp8": 2.0**-9}  # codes above zero
+_ROOT, _TOP = 2.0**-45, 2.0**-100  # the least root, and the least `top`
+_KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_HASH = -1640531535  # 2**32 divided by the golden ratio, as an odd int32
+_MANTISSA = 2**20  # what float32 has below the three bits of mantissa that fp8 has
+AT_REST = tuple(_TOPS)  # names of codecs
+
+
+@dataclass(frozen=True)
+class MomentCodec(Codec):
+    """How moments become bytes; see [Note: two kinds of codes].
+
+    In a row the `top` of each block, in float32, comes before the codes of all.
+
+    Args:
+      name, block: as for `Codec`.
+      root: whether the roots of values are coded.
+    """
+
+    root: bool = False
+
+    def nbytes(self, n: int) -> int:
+        """Bytes of the codes of so many values, in whole blocks."""
+        return n + n // self.block * 4
+
+    def blocks(self, row: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """Views of a row of so many values: the codes of each block, and its `top`."""
+        count = n // self.block
+        return row[4 * count :].view(count, -1), row[: 4 * count].view(torch.float32).view(-1, 1)
+
+    def encode_blocks(self, values: Tensor, elements: Tensor, tops: Tensor) -> None:
+        """Write the codes of values (blocks, length), float32."""
+        top, x, above = _TOPS[self.name], values.clone(), None
+        if self.root:
+            above = (x > 0).to(torch.float32)
+            x.sqrt_().clamp_(min=_ROOT).mul_(above)
+        largest = torch.maximum(x.amax(1, keepdim=True), x.amin(1, keepdim=True).neg_())
+        # What is not finite makes its whole block NaN.
+        torch.add(largest, largest * 0, out=tops).clamp_(min=_TOP)
+        x.mul_(top / tops)
+        random = x.view(torch.int32).mul(_HASH).bitwise_right_shift_(16)  # -2**15 to 2**15 - 1
+        if self.name == "int8":
+            x.add_(random, alpha=2.0**-16 * (1 - 2.0**-10)).round_()
+        else:
+            bits = random.add_(2**15).mul_(16).add_(8).add_(x.view(torch.int32))
+            x = bits.bitwise_and_(-_MANTISSA).view(torch.float32)
+        if above is not None:
+            x = torch.maximum(x, above.mul_(_LEAST[self.name]))
+        elements.view(_KINDS[self.name]).copy_(x.nan_to_num_(0.0))
+
+    def decode_blocks(self, elements: Tensor, tops: Tensor, out: Tensor) -> None:
+        """Write the values of such codes to `out` (blocks, length), float32."""
+        out.copy_(elements.view(_KINDS[self.name])).div_(_TOPS[self.name]).mul_(tops)
+        if self.root:
+            out.mul_(out)
+
+
+class CodedMemory:
+    """The memory of coded values, in whole blocks: zeros, or what lies in a row.
+
+    Args:
+      codec: kind and length of blocks; a `Codec` of what a gather sends, or a `MomentCodec`.
+      numel: how many values there are at least.
+      device: of the memory.
+      row: the bytes of so many values; None makes it.
+
+    `elements`, uint8 (blocks, bytes of a block), and `tops` (blocks, 1), which are bfloat16 scales
+    or float32 largest magnitudes, are views of the row.
+    """
+
+    def __init__(
+        self, codec: Codec, numel: int, device: torch.device, row: Tensor | None = None
+    ) -> None:
+        numel = -(-numel // codec.block) * codec.block
+        if row is None:
+            row = torch.zeros(codec.nbytes(numel), dtype=torch.uint8, device=device)
+        self.codec, self.row, self.numel = codec, row, numel
+        self.elements, self.tops = codec.blocks(row, numel)
+        # Values that are not coded yet, by their start, with how many are there.
+        self.incoming: dict[int, tuple[Tensor, int]] = {}
+
+    def unset(self, numel: int) -> "CodedMemory":
+        """Memory of the same kind for so many elements, whose values are to be written."""
+        return CodedMemory(self.codec, numel, self.row.device)
+
+
+_DETACH = "pass detached values, outside of torch.func: rounding to codes has no derivative"
+_AT_ONCE = 2**16  # elements, so that what is computed with stays in the caches
+_COMING = Lock()  # several threads fill a tensor
+
+
+class Coded(Placed):
+    """A float32 tensor kept as codes. `coded` makes one, and `read` decodes it.
+
+    An op on it decodes what it needs, and gives a tensor with values.
+
+    Example:
+      >>> x = offload.coded(torch.tensor([2.0, -2.0, 0.0, 0.0]), collectives.Codec("int8", 4))
+      >>> x, x + 1
+      (Coded(shape=(4,), int8[4]), tensor([ 3., -1.,  1.,  1.]))
+    """
+
+    noun = "a coded tensor"
+    how_to_change = "use set(), or compute with a clone()"
+    codes: CodedMemory
+    start: int  # the element of its memory at which it begins
+
+    @staticmethod
+    def __new__(cls: type, codes: CodedMemory, start: int, like: Tensor, leaf: str = "") -> Any:
+        """Some elements of a memory.
+
+        Args:
+          codes: the memory.
+          start: the element at which it begins.
+          like: a dense float32 tensor with its shape.
+          leaf: its path, for error texts.
+        """
+        geometry = tuple(like.shape), tuple(like.stride()), 0
+        self = _torch.wrapper_without_data(cls, geometry, like.dtype, codes.row.device)
+        self.codes, self.start, self.leaf = codes, start, leaf
+        return self
+
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"Coded(shape={tuple(self.shape)}, {self.codes.codec})"
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of its codes, and of the scale of each of its blocks."""
+        return self.bytes_of(self.numel())
+
+    def bytes_of(self, numel: int) -> int:
+        """The bytes of so many elements."""
+        length, tops = self.codes.codec.block, self.codes.tops.itemsize
+        codes = -(-numel * self.codes.elements.shape[1] // length)
+        return codes + tops * -(-numel // length)
+
+    def part(self, start: int, like: Tensor) -> "Coded":
+        """The elements from `start` on, with the shape of `like`."""
+        return Coded(self.codes, self.start + start, like, self.leaf)
+
+    def plain(self) -> Tensor:
+        """Its values, decoded."""
+        return self.decoded(torch.float32)
+
+    def decoded(self, dtype: torch.dtype) -> Tensor:
+        """Its values in a dtype, in new memory; moments are decoded in float32 alone."""
+        with _torch.without_torch_func():  # codes are constants
+            (first, last), length = self.blocks(), self.codes.codec.block
+            out = torch.empty((last - first, length), dtype=dtype, device=self.device)
+            for low, high in _pieces(first, last, length):
+                codes = self.codes.elements[low:high], self.codes.tops[low:high]
+                self.codes.codec.decode_blocks(*codes, out[low - first : high - first])
+            begin = self.start % length
+            return out.view(-1)[begin : begin + self.numel()].view(self.shape)
+
+    def blocks(self) -> tuple[int, int]:
+        """The first of its blocks, and the end of them."""
+        length = self.codes.codec.block
+        first = self.start // length
+        return first, max(first, -(-(self.start + self.numel()) // length))
+
+    def part_codes(self) -> list[Tensor]:
+        """Views of the codes of its blocks and of their scales, both 1D."""
+        first, last = self.blocks()
+        return [x[first:last].view(-1) for x in (self.codes.elements, self.codes.tops)]
+
+    def write(self, low: int, values: Tensor) -> None:
+        """Code values.
+
+        Args:
+          low: the element at which they go, on the border of a block.
+          values: float32, whole blocks or up to the end of the memory, and only padding beyond what
+            belongs to this tensor.
+        """
+        verb = "opt_step" if isinstance(self.codes.codec, MomentCodec) else "shard"
+        refuse_derivative(verb, [values], _DETACH)
+        length = self.codes.codec.block
+        begin, count = (self.start + low) // length, -(-values.numel() // length)
+        for a, b in _pieces(0, count, length):
+            some = values[a * length : b * length]
+            missing = (b - a) * length - some.numel()
+            some = torch.cat([some, some.new_zeros(missing)]) if missing else some
+            goal = slice(begin + a, begin + b)
+            into = self.codes.elements[goal], self.codes.tops[goal]
+            self.codes.codec.encode_blocks(some.view(b - a, length), *into)
+
+    def fill(self, low: int, values: Tensor) -> None:
+        """Set some elements of a new tensor; all of them are coded once the last ones are there."""
+        with _COMING:  # each of several threads sets elements of its own
+            incoming = self.codes.incoming
+            memory, there = incoming.pop(self.start, (None, 0))
+            memory = torch.empty(self.numel(), device=self.device) if memory is None else memory
+            memory[low : low + values.numel()] = values.reshape(-1)
+            if there + values.numel() < self.numel():
+                incoming[self.start] = memory, there + values.numel()
+            else:
+                self.write(0, memory)
+
+    def unset(self) -> "Coded":
+        """Zeros of the same kind in memory of their own."""
+        return Coded(self.codes.unset(self.numel()), 0, like_of(self), self.leaf)
+
+    def whole(self) -> "Coded":
+        """All of the memory that it is a part of."""
+        return Coded(self.codes, 0, torch.empty(self.codes.numel, device="meta"), self.leaf)
+
+    def within(self, row: Tensor) -> "Coded":
+        """The same elements of another row of codes, which has as many bytes."""
+        codes = CodedMemory(self.codes.codec, self.codes.numel, row.device, row)
+        return Coded(codes, self.start, like_of(self), self.leaf)
+
+    def coded(self, values: Tensor) -> "Coded":
+        """Other values as codes of the same kind; they are zero where padding is."""
+        made = self.unset()
+        made.write(0, values.detach())
+        return made
+
+    def copied(self) -> "Coded":
+        """The same codes in memory of their own, of whole blocks."""
+        (first, last), length = self.blocks(), self.codes.codec.block
+        made = Coded(
+            self.codes.unset((last - first) * length), self.start % length, like_of(self), self.leaf
+        )
+        for to, part in zip(made.part_codes(), self.part_codes(), strict=True):
+            to.copy_(part)
+        return made
+
+    def __deepcopy__(self, memo: dict) -> "Coded":
+        return self.copied()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        own = self.copied()
+        memory = own.codes.codec, own.codes.numel, self.device, own.codes.row
+        return _from_parts, (memory, own.start, tuple(self.shape), self.leaf)
+
+
+def _from_parts(memory: tuple, start: int, shape: tuple, leaf: str) -> Coded:
+    return Coded(CodedMemory(*memory), start, torch.empty(shape, device="meta"), leaf)
+
+
+def is_coded(value: Any) -> bool:
+    """Whether a value is a tensor that is kept as codes.
+
+    Args:
+      value: anything.
+
+    Returns:
+      A bool.
+
+    Example:
+      >>> offload.is_coded(torch.ones(2))
+      False
+    """
+    return type(value) is Coded
+
+
+def coded(values: Tensor, codec: Codec, root: bool | None = False, leaf: str = "") -> Coded:
+    """A tensor as codes; see [Note: two kinds of codes].
+
+    Args:
+      values: float32; a row of blocks, of which the last one may be shorter.
+      codec: kind and length of blocks.
+      root: whether the roots of moments are coded, which are not negative then; None for frozen
+        parameters, which become the codes that a gather sends.
+      leaf: its path, for error texts.
+
+    Returns:
+      A `Coded`. Where it is read, values differ from those given by at most the distance between
+      two codes; and it is exact where they were decoded from codes of this kind.
+
+    Memory: `codec.nbytes(n)` bytes; of moments one for each element, and 4 for each block.
+
+    Raises:
+      LeafError: a derivative is asked for.
+
+    Example:
+      >>> x = offload.coded(torch.tensor([1.0, -0.5, 0.0, 0.0]), collectives.Codec("int8", 4))
+      >>> x.size_bytes, offload.read(x)[0]
+      (8, tensor(1.))
+    """
+    codec = codec if root is None else MomentCodec(codec.name, codec.block, root)
+    codes = CodedMemory(codec, values.numel(), values.device)
+    made = Coded(codes, 0, like_of(values), leaf)
+    made.write(0, values.reshape(-1))
+    return made
+
+
+def _pieces(first: int, last: int, length: int) -> list[tuple[int, int]]:
+    """Stretches of blocks that are computed with at once."""
+    step = max(1, _AT_ONCE // length)
+    return [(low, min(last, low + step)) for low in range(first, last, step)]
 
 
 def read(value: Tensor) -> Tensor:
@@ -586,7 +808,7 @@ def transfer(source: Tensor, goal: Tensor) -> Iterator[None]:
 
 
 def empty_at(
-    place: Place, shape: Any, dtype: torch.dtype, device: torch.device, host_bytes: int, leaf: str
+    place: str, shape: Any, dtype: torch.dtype, device: torch.device, host_bytes: int, leaf: str
 ) -> Tensor:
     """Allocate a tensor at a place.
 
@@ -597,8 +819,8 @@ def empty_at(
       host_bytes: of the `Where` that the place comes from.
       leaf: its path, for error texts.
     """
-    if place.kind == "disk":
-        scratch = scratch_in(place.folder, host_bytes)
+    if place.startswith(DISK):
+        scratch = scratch_in(place.removeprefix(DISK), host_bytes)
         return empty(scratch, shape, dtype, leaf=leaf, device=device)
     if place == DEVICE:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -606,7 +828,7 @@ def empty_at(
     return _torch.host_buffer(size.numel() * dtype.itemsize, device).view(dtype).view(size)
 
 
-def place_tensor(x: Any, place: Place, device: torch.device, host_bytes: int, leaf: str) -> Tensor:
+def place_tensor(x: Any, place: str, device: torch.device, host_bytes: int, leaf: str) -> Tensor:
     """Copy a tensor to a place, and into memory of its own; the same tensor if it is there.
 
     Args:
@@ -615,10 +837,11 @@ def place_tensor(x: Any, place: Place, device: torch.device, host_bytes: int, le
     """
     if place == DEVICE:
         return read(x).to(device)
-    if place.kind == "disk":
-        if in_file(x) and x.extent.scratch.folder == Path(place.folder):
+    if place.startswith(DISK):
+        folder = place.removeprefix(DISK)
+        if in_file(x) and x.extent.scratch.folder == Path(folder):
             return x
-        return store(x, scratch_in(place.folder, host_bytes), leaf)
+        return store(x, scratch_in(folder, host_bytes), leaf)
     if x.is_cpu and not isinstance(x, Placed):
         return x
     return empty_at(place, x.shape, x.dtype, device, host_bytes, leaf).copy_(x)
@@ -724,4 +947,4 @@ def is_locked(value: Any) -> bool:
     Returns:
       A bool.
     """
-    return in_file(value) and value.extent.is_locked
+    return in_file(value) and bool(value.extent.holders)

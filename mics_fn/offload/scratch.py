@@ -35,15 +35,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import _torch, checks, spans
+from mics_fn import _torch, spans
 from mics_fn.collectives import refuse_derivative
 from mics_fn.errors import FileError, PlanError, message
+from mics_fn.offload.places import HOST_BYTES
 from mics_fn.threads import Crew, Job
-
-HOST_BYTES = 64 * 2**20
-LEAST_HOST_BYTES = 2**20
-
-# `Space`: which parts of a file are free, as arithmetic.
 
 PAGE = 4096  # bytes; what direct I/O counts in
 
@@ -55,46 +51,6 @@ def padded(nbytes: int) -> int:
     (0, 4096, 4096, 8192)
     """
     return -(-nbytes // PAGE) * PAGE
-
-
-class Space:
-    """The parts of a file that are taken.
-
-    Example:
-      >>> space = Space()
-      >>> space.take(8192), space.take(4096), space.end
-      (0, 8192, 12288)
-      >>> space.give(0, 8192)
-      >>> space.take(4096), space.used
-      (0, 8192)
-    """
-
-    def __init__(self) -> None:
-        self._taken: list[tuple[int, int]] = []  # offset and end, by offset
-
-    @property
-    def end(self) -> int:
-        """The end of the last part that is taken."""
-        return self._taken[-1][1] if self._taken else 0
-
-    @property
-    def used(self) -> int:
-        """Bytes that are taken."""
-        return sum(end - offset for offset, end in self._taken)
-
-    def take(self, nbytes: int) -> int:
-        """The offset of free bytes: the first gap that is large enough, or the end of the file."""
-        at = 0
-        for offset, end in self._taken:
-            if offset - at >= nbytes:
-                break
-            at = end
-        insort(self._taken, (at, at + nbytes))
-        return at
-
-    def give(self, offset: int, nbytes: int) -> None:
-        """Take bytes back that `take` has given."""
-        self._taken.remove((offset, offset + nbytes))
 
 
 # Bytes between memory and files: aligned memory, whole reads and writes.
@@ -207,14 +163,13 @@ class Scratch:
         direct: bool = True,
         host_bytes: int = HOST_BYTES,
     ) -> None:
-        checks.path("Scratch", "folder", folder)
-        checks.integer("Scratch", "host_bytes", host_bytes, LEAST_HOST_BYTES)
         self.host_bytes, self.folder = host_bytes, Path(os.path.abspath(os.fspath(folder)))
         with self._errors("cannot be made", _ROOM, ""):
             self._files = open_files(self.folder, direct)
         weakref.finalize(self, _close, self._files).atexit = False
         self.direct = len(self._files) > 1
-        self._space, self._size = Space(), 0  # of the file
+        self._size = 0  # of the file
+        self._taken: list[tuple[int, int]] = []  # its parts: offset and end, by offset
         self._lock = threading.Lock()
         self._memory: dict[int, Tensor] = {}  # that a stream or copy leaves to the next, by bytes
         self._to_free: deque[tuple[int, int]] = deque()  # by finalizers, which may not wait
@@ -224,10 +179,10 @@ class Scratch:
         """The bytes that tensors take, in whole pages."""
         with self._lock:
             self._take_back()
-            return self._space.used
+            return sum(end - offset for offset, end in self._taken)
 
     def reserve(self, nbytes: int, leaf: str = "") -> "Extent":
-        """Allocate bytes of the file on disk, without values yet.
+        """Allocate bytes of the file on disk, without values: in the first gap, or at its end.
 
         Args:
           nbytes: how many.
@@ -236,22 +191,22 @@ class Scratch:
         Raises:
           FileError: the disk has not so much room. What the file holds is as it was.
         """
-        size = padded(nbytes)
+        size, at = padded(nbytes), 0
         with self._lock, self._errors(f"has no room for {size} bytes more", _ROOM, leaf):
             self._take_back()
-            offset = self._space.take(size)
-            try:
-                if self._space.end > self._size:
-                    os.posix_fallocate(self._files[0], self._size, self._space.end - self._size)
-                    self._size = self._space.end
-            except OSError:
-                self._space.give(offset, size)
-                raise
-        return Extent(self, offset, nbytes, leaf)
+            for offset, end in self._taken:
+                if offset - at >= size:
+                    break
+                at = end
+            if at + size > self._size:
+                os.posix_fallocate(self._files[0], self._size, at + size - self._size)
+                self._size = at + size
+            insort(self._taken, (at, at + size))
+        return Extent(self, at, nbytes, leaf)
 
     def _take_back(self) -> None:
         while self._to_free:
-            self._space.give(*self._to_free.popleft())
+            self._taken.remove(self._to_free.popleft())
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
         """Host memory that nobody uses; see `aligned`. Making and locking it takes time."""
@@ -296,9 +251,10 @@ class Extent:
     def __init__(self, scratch: Scratch, offset: int, length: int, leaf: str) -> None:
         self.scratch, self.offset, self.length, self.leaf = scratch, offset, length, leaf
         self.nbytes = padded(length)
-        self.holders = weakref.WeakSet[Any]()  # each `ReadLock` for which its bytes stay
+        # Each `ReadLock` for which its bytes stay; see [Note: locked parts] in `placed`.
+        self.holders = weakref.WeakSet[Any]()
         back: Callable[..., Any] = scratch._to_free.append
-        weakref.finalize(self, back, (offset, self.nbytes)).atexit = False
+        weakref.finalize(self, back, (offset, offset + self.nbytes)).atexit = False
 
     def read(self, start: int, memory: Tensor, leaf: str = "") -> None:
         """Fill memory with bytes from `start` of this part on.
@@ -310,11 +266,6 @@ class Extent:
             at = self.offset + start
             read_all(self.scratch.file_for(memory, at), memory, at)
 
-    @property
-    def is_locked(self) -> bool:
-        """Whether its bytes have to stay; see [Note: locked parts] in `placed`."""
-        return len(self.holders) > 0
-
     def write(self, start: int, memory: Tensor, leaf: str = "") -> None:
         """Write memory from `start` of this part on.
 
@@ -322,7 +273,7 @@ class Extent:
           FileError: it cannot be written.
           PlanError: it is held.
         """
-        if self.is_locked:
+        if self.holders:
             text = f"offload: {leaf or self.leaf} is read by a save under way"
             raise PlanError(text, fix="wait() for that save, or write to a new tensor")
         with self.scratch._errors("cannot be written", _MEND, leaf or self.leaf):
@@ -428,7 +379,6 @@ def stream(
       ...     print(offload.read(x))
       tensor([1., 2., 3.])
     """
-    checks.integer("stream", "host_bytes", host_bytes, LEAST_HOST_BYTES)
     refuse_derivative("stream", (), "take steps on data in files outside of torch.func")
     begun = _streamed(iter(blocks), host_bytes, threads, timeout_s)
     next(begun, None)

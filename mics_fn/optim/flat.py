@@ -14,7 +14,7 @@ its pieces begin does.
 kept as codes. A step decodes a part of a column, lets the optimizer write to it, and codes what it
 has written; see `columns`. Leaves begin on borders of blocks and so do chunks, so that no block
 has elements of two leaves or two ranks: codes, and with them all numbers, do not depend on how many
-ranks share a tensor. Second moments are kept by their roots; see [Note: roots] in `offload.codes`.
+ranks share a tensor. Second moments are kept by their roots; see [Note: roots] in `offload.placed`.
 """
 
 from collections import Counter

@@ -15,7 +15,7 @@ from mics_fn.checks import check_matched
 from mics_fn.collectives import refuse_derivative
 from mics_fn.errors import FileError, LeafError, MicsError, PlanError
 from mics_fn.groups import Groups, hooks, reports
-from mics_fn.offload import DEVICE, Where, is_coded, is_placed, place_tensor, where_of
+from mics_fn.offload import DEVICE, Where, is_coded, is_placed, place_tensor
 from mics_fn.optim import columns, flat
 from mics_fn.optim.optimizers import FOUND_INF, Optimizer, Transform, as_transform
 from mics_fn.threads import Commit
@@ -147,14 +147,14 @@ class _Mover:
 
     def taken(self, x: Tensor, path: str, bucket: shards.Bucket | None = None) -> Tensor:
         """A tensor at the place of a leaf; the same one if it is there."""
-        place = getattr(self._where.at(path), self._field).seen_from(self._device)
+        place = self._where.at(path, self._field, self._device)
         if bucket is not None:
             shards.check_kept_place("move", bucket, place)
         if not is_coded(x):
             leaf = tree.join(self._field, path)
             return place_tensor(x, place, self._device, self._where.host_bytes, leaf)
         if place != DEVICE:
-            text = f"move: {path} is to go to {place.kind}, and is kept as codes"
+            text = f"move: {path} is to go to {place}, and is kept as codes"
             fix = "give states= a pattern that leaves it out; or shard without state="
             raise PlanError(text, fix=fix)
         return x
@@ -213,7 +213,7 @@ def _device_of(pieces: Sequence[Tensor], also: Sequence[Tensor] = ()) -> torch.d
 
 def _init_placed(init: Callable[[Any], Any], params: Any, where: Where | str | None) -> Any:
     """What `init(params)` gives, its moments made at their places one after the other."""
-    places, found = where_of(where), flat.unpacked(params)
+    places, found = Where.parse(where), flat.unpacked(params)
     check_matched("init_state: where", places.patterns, tree.spec_paths(found.spec))
     if "states" not in places.moved:
         return init(params)
@@ -269,7 +269,7 @@ def move(value: V, where: Where | str | None, *, device: str | torch.device | No
     given += found.pieces
     why = "move outside, and differentiate by what came back"
     refuse_derivative("move", [x for x in given if not x.is_leaf], why)
-    places = where_of(where)
+    places = Where.parse(where)
     check_matched("move: where", places.patterns, tree.spec_paths(found.spec))
     home = _device_of(given) if device is None else _torch.with_index(torch.device(device))
     with reports(FileError):

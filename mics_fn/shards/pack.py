@@ -58,7 +58,7 @@ def coded_pieces(bucket: Bucket, chunk: int, flat: Tensor, names: Sequence[str])
       LeafError: a value is not finite.
     """
     codec: Any = bucket.codes
-    whole = offload.as_codes(flat, codec, ", ".join(names[:2]))
+    whole = offload.coded(flat, codec, None, ", ".join(names[:2]))
     spans = pieces(bucket, chunk)
     found = [whole[piece.start : piece.start + piece.length] for piece in spans]
     if bool(whole.codes.tops.isfinite().all()):
@@ -76,10 +76,10 @@ def check_finite(what: str, codec: Codec, values: Tensor) -> None:
         raise LeafError(text, fix=fix)
 
 
-def check_kept_place(verb: str, bucket: Bucket, place: offload.Place) -> None:
+def check_kept_place(verb: str, bucket: Bucket, place: str) -> None:
     """Raise PlanError if leaves that are kept as codes are to lie elsewhere."""
     if bucket.codes is not None and place != offload.DEVICE:
-        text = f"{verb}: leaves that are kept as codes lie on the device, not on {place.kind}"
+        text = f"{verb}: leaves that are kept as codes lie on the device, not on {place}"
         lines = [f"bucket {bucket.index} ({bucket.names}): param={bucket.codes}"]
         raise PlanError(text, lines, "give param= or where= a pattern that leaves these out")
 

@@ -110,7 +110,7 @@ class Precision:
         shards in float32, and leaves with at least 4,096 elements in full; those of others stay
         values. With "int8" an element whose gradients are below about 1/127 of the largest of its
         block takes smaller steps than without codes; "fp8" has room for 1/229,376. See
-        [Note: coded moments] in `optim.flat`, and [Note: roots] in `offload.codes`.
+        [Note: coded moments] in `optim.flat`, and [Note: roots] in `offload.placed`.
 
     Leaves are padded to the longest of the blocks of their codecs.
 

@@ -11,7 +11,7 @@ from mics_fn import _torch, checks, collectives, spans, tree
 from mics_fn.collectives import SHORT_NAMES
 from mics_fn.errors import LeafError, PlanError, name_ranks
 from mics_fn.groups import Groups, Home
-from mics_fn.offload import DEVICE, Place, Where, place_tensor, where_of
+from mics_fn.offload import DEVICE, Where, place_tensor
 from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, Formats, LeafSpec, plan_buckets
 from mics_fn.shards.leaf import (
     Fixed,
@@ -134,7 +134,7 @@ def place_chunk(
     home: Home,
     bucket: Bucket,
     flat: Tensor,
-    places: Sequence[Place],
+    places: Sequence[str],
     names: Sequence[str],
     host_bytes: int,
 ) -> list[Tensor]:
@@ -182,7 +182,7 @@ class Layout(NamedTuple):
     homes: list[Groups]
     owners: list[int]  # for each leaf the first one that is the same tensor
     slots: dict[int, tuple[Bucket, int]]  # for the float leaves that own their data
-    places: list[Place]  # where their pieces will lie
+    places: list[str]  # where their pieces will lie
     host_bytes: int  # through which data of files travel
 
 
@@ -200,7 +200,7 @@ def layout_for(
     where: Where | str | None = None,
 ) -> Layout:
     """Check the tensors of a tree and the options of `shard`, and decide where each will lie."""
-    chosen, where = precision_of(precision), where_of(where)
+    chosen, where = precision_of(precision), Where.parse(where)
     nbytes = checks.nbytes(verb, "bucket_bytes", bucket_bytes, 1)
     homes = homes_of(verb, groups, params, root, Groups)
     leaves, spec = tree.flatten(params, is_leaf)
@@ -226,7 +226,7 @@ def layout_for(
             specs[i] = LeafSpec(path, tuple(leaf.shape), *facts)
     slots = plan_buckets(list(specs.values()), bucket_bytes=nbytes, order=order, bucket=bucket)
     pairs = zip(bare, homes, strict=True)
-    places = [where.at(path).params.seen_from(home.device) for path, home in pairs]
+    places = [where.at(path, "params", home.device) for path, home in pairs]
     by_leaf = dict(zip(specs, slots, strict=True))
     for i, (made, _) in by_leaf.items():
         check_kept_place(verb, made, places[i])
@@ -266,7 +266,7 @@ def agree_on(layout: Layout) -> None:
                         text += f" as {bucket.formats}"
                     text += f" at {bucket.offsets[slot]} of bucket {bucket.index}"
                     if layout.places[i] != DEVICE:
-                        text += f" on {layout.places[i].kind}"
+                        text += f" on {layout.places[i].partition(':')[0]}"
                 facts.append((layout.paths[i], text))
         collectives.agree(home, layout.verb, facts)
 

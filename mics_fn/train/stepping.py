@@ -55,7 +55,6 @@ from mics_fn import _torch, errors, faults, optim, shards, spans, tree
 from mics_fn.collectives import collect_bytes, collect_values
 from mics_fn.deferred import GradSum, defer
 from mics_fn.groups import Groups, current, placement, reports
-from mics_fn.offload import ON_DEVICE
 from mics_fn.optim import Guard, StepTotals, TrainState, Verdict, opt_step
 from mics_fn.shards import Writing, grad_stream
 from mics_fn.spans import LOG
@@ -232,7 +231,7 @@ def _judged(
     Gradients elsewhere stay there until they are stepped; with `early` all are still reduced.
     """
     sync, home, grads = trainer.replica_sync, trainer.member.home, total
-    if not early and total.is_placed and sync.reduce is None:
+    if not early and total.placed and sync.reduce is None:
         total.wait()
         grad_stream(total)  # which raises where a step has no gradient
     elif not early:
@@ -410,7 +409,7 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
     parts = cut(batch, trainer.accumulate)
     state, counts = trainer.ahead, count(batch)
     drift = start_comparison(trainer, trainer.program.buffers.averaged)
-    where = trainer.where if "grads" in trainer.where.moved else ON_DEVICE
+    where = trainer.where if "grads" in trainer.where.moved else None
     total = GradSum(len(parts), dtype=trainer.grad_dtype, where=where)
     commit = Commit()
     weights = None if trainer.weight is None else Weights(trainer, parts)

@@ -15,7 +15,7 @@ from mics_fn.faults import StopRequest
 from mics_fn.groups import Groups, rejoin_error, reports_step
 from mics_fn.init import warn_of_compile
 from mics_fn.inspection import Watched
-from mics_fn.offload import Where, where_of
+from mics_fn.offload import Where
 from mics_fn.optim import Guard, Optimizer, TrainState, init_state, move
 from mics_fn.schedules import OnDemand, Schedule, keep_all, on_demand
 from mics_fn.train import stepping
@@ -147,7 +147,7 @@ def check_options(trainer: Any, schedule: Any, checkpoint: Any) -> None:
         text = "Trainer: overlap_step=True has no effect with a guard that may refuse a step"
         fix = "pass guard=optim.Guard(on_nonfinite='ignore'), or leave overlap_step= out"
         warnings.warn(message(text, fix=fix), stacklevel=4)
-    trainer.where = where_of(trainer.where)
+    trainer.where = Where.parse(trainer.where)
     if trainer.grad_dtype is not None:
         shards.check_dtype(verb, "grad_dtype", trainer.grad_dtype)
     fix, kinds = "pass a Schedule, on_demand(...) or keep_all()", Schedule | OnDemand | None

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mics_fn import Trainer, _torch, defer, keep_all, make_groups, shard
-from mics_fn.deferred.tensor import Deferred
+from mics_fn.deferred.live import Deferred
 from mics_fn.errors import LeafError
 from mics_fn.optim import sgd
 

@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 import mics_fn as mf
 from mics_fn import _torch, tree
-from mics_fn.deferred.tensor import Deferred
+from mics_fn.deferred.live import Deferred
 from mics_fn.errors import DonatedError, LeafError
 
 PAIR = Layout((2,), 2)

@@ -66,7 +66,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a drop does not wait for other streams": _of(
         "two compute streams, budget",
-        Change(_LIVE, "_torch.current_stream(self.full.device).wait_stream(stream)", "pass"),
+        Change(_LIVE, "_torch.current_stream(each.full.device).wait_stream(stream)", "pass"),
     ),
     "a buffer is taken without a wait": _of(
         "never waited for", Change(_BUFFERS, "_torch.wait(raw.device, event)", "pass")
@@ -93,8 +93,8 @@ MISTAKES: dict[str, Mistake] = {
         "two replicas, budget",
         Change(
             "deferred/deferring.py",
-            'self._complete("grads")\n        reduction.wait()',
-            'self._complete("grads")',
+            'self._check_complete("grads")\n        self.wait()',
+            'self._check_complete("grads")',
         ),
     ),
     "a reduction writes what it reads": _of(

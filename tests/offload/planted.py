@@ -3,7 +3,7 @@
 _S = "offload/scratch.py"
 
 PLANTED = [
-    ("two tensors get the same part of a file", _S, "insort(self._taken, (at, at + nbytes))",
+    ("two tensors get the same part of a file", _S, "insort(self._taken, (at, at + size))",
      "insort(self._taken, (at, at))", "offload/test_placed.py -k space_is_used"),
     ("errors of the last writes are lost", _S,
      "        for job in jobs:\n            _await(job, timeout_s, scratch)\n", "",
@@ -17,8 +17,8 @@ PLANTED = [
      "key = os.getpid(), folder, host_bytes", "key = 0, folder, host_bytes",
      "offload/test_placed.py -k forked"),
     ("a step writes to what a save is reading", _S,
-     "        if self.is_locked:\n            text =",
-     "        if self.is_locked is None:\n            text =",
+     "        if self.holders:\n            text =",
+     "        if self.holders is None:\n            text =",
      "checkpoint/test_saves_of_files.py -k what_is_held"),
     ("other ranks are not told that a step failed on a disk", "optim/state.py",
      "        home.state.finish(error)  # the others may have taken this step", "        pass",

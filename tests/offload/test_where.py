@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import mics_fn as mf
 from mics_fn.errors import PlanError
-from mics_fn.offload import Place, Where, where
+from mics_fn.offload import Where, where
 
-DEVICE, HOST = Place("device"), Place("host")
+CUDA = torch.device("cuda")
 
 
 @pytest.mark.parametrize(
@@ -24,17 +25,20 @@ DEVICE, HOST = Place("device"), Place("host")
     ],
 )
 def test_places_of_a_leaf(text: str, path: str, expected: str):
-    assert " ".join(map(str, Where.parse(text).at(path))) == expected
+    found = Where.parse(text)
+    fields = "params", "states", "grads"
+    assert " ".join(found.at(path, field, CUDA) for field in fields) == expected
+    assert Where.parse(f"{found}") == found
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("states=gpu", "kind='gpu', expected 'device', 'host' or 'disk'"),
+        ("states=gpu", "'gpu' is no place"),
         ("state=host", "'state=host' in 'state=host' gives no place for another field"),
         ("host; device", "no pattern in 'device'"),
-        ("states=disk:", "expected a folder"),
-        ("states=host:/nvme", "expected none for 'host'"),
+        ("states=disk:", "'disk:' is no place"),
+        ("states=host:/nvme", "'host:/nvme' is no place"),
         ("host_bytes=10", "host_bytes=10"),
     ],
 )

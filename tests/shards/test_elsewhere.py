@@ -17,7 +17,7 @@ from torch import Tensor
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.errors import FileError, LeafError
-from mics_fn.offload import Where, in_file
+from mics_fn.offload import in_file
 from mics_fn.offload.scratch import Extent
 from mics_fn.shards import is_leaf
 
@@ -186,8 +186,8 @@ def made(layout: Layout) -> None:
     groups = groups_of(layout)
     with tempfile.TemporaryDirectory() as folder:
         for text, nbytes in (("", 100_000), ("*0*: params=device; ", 500_000)):
-            where = Where.parse(f"params=disk:{folder}; {text}*2*: params=host")
-            where = Where(where.params, overrides=where.overrides, host_bytes=2**20)
+            places = f"params=disk:{folder}; {text}*2*: params=host"
+            where = mf.where(places, host_bytes=2**20)
             how: Any = {"seed": 1, "bucket_bytes": nbytes}
             full = mf.unshard(mf.init_model(make_model, groups, **how)[1], groups)
             found = [mf.init_model(make_model, groups, where=where, **how)[1]]

@@ -18,7 +18,8 @@ from mics_fn import tree
 from mics_fn.collectives import Codec
 from mics_fn.init.model import Filling
 from mics_fn.lab.report import gathered
-from mics_fn.offload import Coded, as_codes
+from mics_fn.offload import Coded
+from mics_fn.offload import coded as coded_tensor
 from mics_fn.shards import Fixed, Sharded
 
 KINDS = ["int4[64]", "int8[32]", "fp8[4]"]
@@ -278,7 +279,7 @@ def test_copies_and_changes_keep_all_other_codes(ranks, layout):
 
 
 def test_threads_fill_a_tensor_together():
-    whole = as_codes(torch.zeros(4096), Codec.parse("int8[64]"))
+    whole = coded_tensor(torch.zeros(4096), Codec.parse("int8[64]"), None)
     kept, want = whole.unset(), random(0, 4096)
     parts = list(zip(range(0, 4096, 128), want.split(128), strict=True))
     with ThreadPoolExecutor(7) as pool:
