@@ -45,10 +45,13 @@ from mics_fn import _torch, offload, spans, tree
 from mics_fn.collectives import finish_readers
 from mics_fn.errors import LeafError, MicsError, PlanError
 from mics_fn.optim import flat
-from mics_fn.shards import Bucket, closed_after, needs_derivative, note_write
+from mics_fn.shards import Bucket, check_leaves, closed_after, needs_derivative, note_write
 from mics_fn.tree import Tree
 
 # `Column`: corresponding tensors of several trees, on which an optimizer works in one go.
+
+
+_PLACED = {offload.FileTensor, offload.Coded}
 
 
 def _nothing() -> None:
@@ -87,15 +90,13 @@ class WorkingTree:
         self, given: flat.Unpacked | flat.FlatShards, runs: tuple[flat.FlatRun, ...]
     ) -> None:
         self.given, self.runs = given, runs
-        self.stream: Any = None  # of gradients that are not all complete
+        self.stream: Any = getattr(given, "stream", None)  # of gradients that are not all complete
         self.wholes: list[Any] = [None] * len(runs)  # by run
         self.pieces: list[Tensor] = []  # all of the tree; none where it is kept as runs
         if isinstance(given, flat.FlatShards):
             self.wholes = given.wholes
-        elif given.stream is None:
-            self.pieces = list(given.pieces)
-        else:  # they are freed as they are used, which another list would prevent
-            self.stream, self.pieces = given.stream, given.pieces
+        else:  # those of a stream are freed as they are used, which another list would prevent
+            self.pieces = given.pieces if self.stream is not None else list(given.pieces)
 
     def join(self, r: int) -> None:
         """Take a run as one tensor if it is contiguous in memory, or if it is in a file.
@@ -107,15 +108,22 @@ class WorkingTree:
         mine = [pieces[i] for i in run.members] if whole is None else []
         if offload.FileTensor in map(type, mine):
             device = next(x.device for x in mine if offload.in_file(x))
-            self.put(r, flat.joined(run, [offload.read(x.detach()).to(device) for x in mine]))
+            self.wholes[r] = self.spread(r, self.joined(r, device))
 
-    def put(self, r: int, whole: Tensor) -> None:
-        """Replace a run by a long tensor."""
-        self.wholes[r] = whole
+    def joined(self, r: int, device: torch.device) -> Tensor:
+        """Copy the pieces of a run to a device, as one tensor."""
+        mine = [self.pieces[i].detach() for i in self.runs[r].members]
+        if not _PLACED.isdisjoint(map(type, mine)) or set(map(flat.DEVICE, mine)) != {device}:
+            mine = [offload.read(x).to(device) for x in mine]
+        return flat.joined(self.runs[r], mine)
+
+    def spread(self, r: int, whole: Tensor) -> Tensor:
+        """Let a long tensor hold the pieces of a run."""
         if self.pieces:
             members = self.runs[r].members
             for i, piece in zip(members, flat.split(self.runs[r], whole), strict=True):
                 self.pieces[i] = piece
+        return whole
 
     def parts(self, r: int) -> list[Tensor]:
         """What a run consists of: one tensor, or its pieces that are not empty."""
@@ -126,23 +134,22 @@ class WorkingTree:
 
     def single(self, r: int) -> list[Tensor]:
         """The pieces of a run that are not empty."""
-        whole = self.wholes[r]
-        if isinstance(self.given, flat.FlatShards) and whole is not None:
-            found = self.given.cut(r, whole)
-        else:
+        if self.pieces:
             found = [self.pieces[i] for i in self.runs[r].index]
+        else:
+            found = [x for x in flat.split(self.runs[r], self.wholes[r]) if x.numel()]
         return [x.detach() for x in found] if flat.any_requires_grad(found) else found
 
-    def change(self, r: int, fn: Callable[..., Tensor], *more: Any) -> None:
-        """Put `fn(run, x, *more)` in the place of each part x of a run, empty pieces too."""
+    def change(self, r: int, fn: Callable[[flat.FlatRun, Tensor], Tensor]) -> None:
+        """Put `fn(run, x)` in the place of each part x of a run, empty pieces too."""
         run, whole = self.runs[r], self.wholes[r]
         if whole is None:
             for i in run.members:
-                self.pieces[i] = fn(run, self.pieces[i], *more)
+                self.pieces[i] = fn(run, self.pieces[i])
             return
-        new = fn(run, whole, *more)
+        new = fn(run, whole)
         if new is not whole:
-            self.put(r, new)
+            self.wholes[r] = self.spread(r, new)
 
     def device(self, r: int) -> torch.device:
         """The device of a run."""
@@ -158,7 +165,7 @@ class WorkingTree:
             return given.with_pieces(pieces)
         if pieces:  # of a step leaf by leaf
             self.wholes = [flat.joined(run, [pieces[i] for i in run.members]) for run in self.runs]
-        return flat.with_wholes(given.layout, self.wholes, given)
+        return flat.with_wholes(given.layout, self.wholes)
 
 
 def working_trees(trees: Sequence[Tree]) -> list[WorkingTree]:
@@ -172,6 +179,8 @@ def working_trees(trees: Sequence[Tree]) -> list[WorkingTree]:
                 raise LeafError("opt_step: the state is of another tree", fix=fix)
         else:
             given = flat.unpacked(shards)
+            if len(given.trained) < len(given.leaves):
+                check_leaves("optim", given.shards, given.leaves, "tree")
             runs = found[0].runs if found else flat.runs_of(*given.geometry[:3])
             if found and len(found[0].pieces or given.pieces) != len(given.pieces):
                 raise LeafError("opt_step: trees of different numbers of leaves")
@@ -179,39 +188,33 @@ def working_trees(trees: Sequence[Tree]) -> list[WorkingTree]:
     return found
 
 
-def in_place(targets: Sequence[WorkingTree]) -> set[int]:
-    """Copy parts of trees to be written in place that overlap with others or are not dense.
+def written_storages(targets: Sequence[WorkingTree]) -> set[int] | None:
+    """The storages of trees; None if some parts overlap or are not dense, so that none is written.
 
-    Returns:
-      The storages that are written.
+    Once it returns nobody reads them any more.
     """
-    parts, plain = list[Tensor](), list[Tensor]()
-    dense, odd = list[tuple[int, int, int]](), set[int]()
+    parts, found = list[Tensor](), list[tuple[int, int, int]]()
     for each in targets:
         for r in range(len(each.runs)):
             parts += each.parts(r)
+    parts = [x for x in parts if not offload.is_coded(x)]
+    finish_readers(parts)
     for x in parts:
-        if not isinstance(x, offload.Placed):
-            plain.append(x)
-            if x.is_contiguous() and not x.is_neg():
-                dense.append((_torch.storage_id(x), int(x.storage_offset()), x.numel()))
-        elif offload.in_file(x):
-            plain.append(x)
-    finish_readers(plain)
-    dense.sort()
-    for a, b in pairwise(dense):
+        if not offload.in_file(x):
+            found.append((_torch.storage_id(x), int(x.storage_offset()), x.numel()))
+            if not flat.all_dense([x]):
+                return None
+    found.sort()
+    for a, b in pairwise(found):
         if a[0] == b[0] and b[1] < a[1] + a[2]:
-            odd.add(a[0])
-    if odd or len(dense) < len(parts):
-        for each in targets:
-            for r, whole in enumerate(each.wholes):
-                if not offload.is_placed(whole):
-                    each.change(r, _separated, odd)
-    return set(map(itemgetter(0), dense)) - odd
+            return None
+    return set(map(itemgetter(0), found))
 
 
-def readable(each: WorkingTree, home: WorkingTree, written: set[int], runs: Iterable[int]) -> None:
-    """Copy parts of a tree to be read that are in files, not dense, or going to be written to.
+def make_readable(
+    each: WorkingTree, home: WorkingTree, written: set[int], runs: Iterable[int]
+) -> None:
+    """Copy runs that are elsewhere, or in files, or not dense, or going to be written to.
 
     Args:
       each: the tree.
@@ -220,22 +223,15 @@ def readable(each: WorkingTree, home: WorkingTree, written: set[int], runs: Iter
       runs: the numbers of the runs.
     """
     for r in runs:
-        device = home.device(r)
-        if each.device(r) != device:
-            each.change(r, lambda run, x, device=device: flat.copied(run, x.to(device)))
+        device, parts, whole = home.device(r), each.parts(r), each.wholes[r]
+        there = each.device(r) == device and _PLACED.isdisjoint(map(type, parts))
+        dense = there and flat.all_dense(parts)
+        if dense and written.isdisjoint(map(_torch.storage_id, parts)):
             continue
-        parts = each.parts(r)
-        dense = all(map(Tensor.is_contiguous, parts)) and not any(map(Tensor.is_neg, parts))
-        there = not {offload.FileTensor, offload.Coded}.isdisjoint(map(type, parts))
-        if there or not dense or not written.isdisjoint(map(_torch.storage_id, parts)):
-            each.change(r, _separated, written)
-
-
-def _separated(run: flat.FlatRun, x: Tensor, taken: set[int]) -> Tensor:
-    """A part of a run; a copy where it is not dense, is placed, or lies in a storage of these."""
-    if offload.is_placed(x) or not flat.is_dense(x) or (taken and _torch.storage_id(x) in taken):
-        return flat.copied(run, x)
-    return x
+        if whole is None:
+            each.spread(r, each.joined(r, device))  # columns stay single pieces
+        else:
+            each.wholes[r] = each.spread(r, flat.copied(each.runs[r], whole.to(device)))
 
 
 # Parts of a column that give the bits of the whole one.
@@ -403,21 +399,20 @@ class Columns:
         self._single: list[Column] | None = None  # where columns are single pieces
         self.live = needs_derivative(by)  # whether derivatives may be asked of what is written
         self.live = self.live or (torch.is_grad_enabled() and flat.any_requires_grad(tensors))
-        self._every, self._written, self._keys, self._donate = every, n, keys, donate
-        self._runs, self._placed = every[0].runs, list[dict[int, Any]]()
+        self._every, self._written, self._keys = every, n, keys
         if self.live:
             _refuse_live(tensors, donate)
-        rows = set(map(Tensor.dim, tensors)) <= {1}
-        if self.live or (not rows and any(map(_is_batched, every))):
+        if self.live or not set(map(Tensor.dim, tensors)) <= {1}:
             self._single = self._by_leaf(by)
             return
         for each in every:
             if each.stream is None and each.pieces:
                 for r in range(len(each.runs)):
                     each.join(r)
-        self._own = in_place(every[:n]) if donate else set[int]()  # storages that are written
-        for r in range(len(self._runs)):
-            self._placed.append(self._begin(r))
+        own = written_storages(every[:n]) if donate else None
+        self._own, self._donate = own or set[int](), own is not None
+        self._runs = every[0].runs
+        self._placed = [self._begin(r) for r in range(len(self._runs))]
 
     def __iter__(self) -> Iterator[list[Column]]:
         if self._single is not None:
@@ -468,7 +463,7 @@ class Columns:
         home, *_ = self._every
         if stream is None:
             for each in self._every[self._written :]:
-                readable(each, home, self._own, remaining)
+                make_readable(each, home, self._own, remaining)
             yield remaining
             return
         self._decide()
@@ -478,7 +473,7 @@ class Columns:
             remaining = [r for r in remaining if r not in ready]
             for r in ready:
                 stream.join(r)
-            readable(stream, home, self._own, ready)
+            make_readable(stream, home, self._own, ready)
             yield ready
 
     def _drop(self, runs: Iterable[int]) -> None:
@@ -545,7 +540,7 @@ class Columns:
         for each in self._every[: self._written]:  # put what was written into their pieces
             for r, whole in enumerate(each.wholes):
                 if whole is not None:
-                    each.put(r, whole)
+                    each.spread(r, whole)
 
     def _finish(self, part: Part, found: Sequence[Column]) -> None:
         """Take the results of a part where they belong; padding of codes becomes zero before."""
@@ -639,13 +634,6 @@ class Columns:
             stretch = Stretch(first, stop, stop + (first - stop) % line)
             for column in parts_of(stretch, low, high, cut, self._written):
                 yield column._replace(key=key, bucket=run.bucket)
-
-
-def _is_batched(each: WorkingTree) -> bool:
-    """Whether a tree is kept as runs with batch dimensions, whose pieces are not rows of memory."""
-    flat_shards = isinstance(each.given, flat.FlatShards)
-    pairs = zip(each.runs, each.wholes if flat_shards else (), strict=False)
-    return any(run.bucket is not None and whole.ndim > 1 for run, whole in pairs)
 
 
 def _refuse_live(tensors: Sequence[Tensor], donate: bool) -> None:

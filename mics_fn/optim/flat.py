@@ -49,7 +49,7 @@ from mics_fn.tree import Tree
 # Where the pieces of a tree of shards lie in the memory of their buckets.
 
 V = TypeVar("V")
-Place = tuple[Bucket, int] | None  # bucket and slot of a piece; None for a plain tensor
+Place = tuple[Bucket, int]  # bucket and slot of a piece
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class FlatRun:
     """Leaves of one bucket, in its order, between which nothing but padding lies.
 
     Args:
-      bucket: the run as the only leaf of a bucket; None for a plain tensor.
+      bucket: the run as the only leaf of a bucket.
       members: the leaves' numbers among the pieces of the tree.
       index: the numbers of those that have elements on this rank.
       starts, lengths: where these lie in the run, in elements.
@@ -66,7 +66,7 @@ class FlatRun:
       complete: whether the tree holds every element of the bucket.
     """
 
-    bucket: Bucket | None
+    bucket: Bucket
     members: tuple[int, ...]
     index: tuple[int, ...]
     starts: tuple[int, ...]
@@ -78,84 +78,64 @@ class FlatRun:
 
 def split(run: FlatRun, whole: Tensor) -> list[Tensor]:
     """The pieces of a run, one per member, as views of (*batch, run.numel)."""
-    if run.bucket is None:
-        return [whole]
     return list(whole.split_with_sizes(run.sizes, -1)[1::2])
 
 
 def joined(run: FlatRun, pieces: Sequence[Tensor]) -> Tensor:
     """A copy of the pieces of a run, one per member, as one tensor; differentiable."""
-    if run.bucket is None:
-        return pieces[0]
     parts = []
     for gap, piece in zip(run.sizes[::2], pieces, strict=True):
         parts += [piece.new_zeros((*piece.shape[:-1], gap)), piece] if gap else [piece]
     return torch.cat(parts, -1)
 
 
-def whole_run(run: FlatRun, pieces: Sequence[Tensor]) -> Tensor | None:
+def whole_run(run: FlatRun, pieces: Sequence[Any]) -> Tensor | None:
     """The pieces of a run as one tensor without a copy; None where they do not lie like that.
 
     Args:
       run: which pieces, and how they lie in their bucket.
       pieces: all of the tree.
     """
-    if not run.index:
+    mine = list(map(pieces.__getitem__, run.index))
+    if not mine or tuple(map(Tensor.numel, mine)) != run.lengths:
         return None
-    starts, lengths, mine = run.starts, run.lengths, list(map(pieces.__getitem__, run.index))
-    if FileTensor in map(type, mine):
-        return _in_one_file(run, mine)
-    first = mine[0].detach()
-    if _torch.has_no_data(first) or tuple(map(Tensor.numel, mine)) != lengths:
+    first, in_files = mine[0], FileTensor in map(type, mine)
+    if in_files:
+        if not all(map(in_file, mine)) or any(x.extent is not first.extent for x in mine):
+            return None
+        found = [x.start for x in mine]
+    elif _torch.has_no_data(first):
         return None
-    # Addresses in one stretch within the first piece's storage are of that storage.
-    address, size, begin = first.data_ptr(), first.itemsize, int(first.storage_offset())
-    if mine[-1].data_ptr() != address + starts[-1] * size:  # as gradients in groups of one rank
-        return None
-    if list(map(Tensor.data_ptr, mine)) != [address + start * size for start in starts]:
-        return None
-    if not all(map(Tensor.is_contiguous, mine)) or any(map(Tensor.is_neg, mine)):
-        return None
+    else:
+        found = list(map(Tensor.data_ptr, mine))
+    size = first.dtype.itemsize
+    if found != [found[0] + start * size for start in run.starts]:
+        return None  # as gradients in groups of one rank
     if not set(map(Tensor.dim, mine)) <= {1} or len(set(map(_DTYPE, mine))) > 1:
         return None
+    if in_files:
+        return first.part(0, torch.empty(run.numel, dtype=first.dtype, device="meta"))
+    if not all_dense(mine):
+        return None
+    # Addresses in one stretch within the first piece's storage are of that storage.
+    first, begin = first.detach(), int(first.storage_offset())
     if first.untyped_storage().nbytes() < (begin + run.numel) * size:
         return None
     return first if len(mine) == 1 else first.as_strided((run.numel,), (1,), begin)
 
 
-def _in_one_file(run: FlatRun, pieces: Sequence[Any]) -> Tensor | None:
-    """The same of pieces that are not empty and lie in files."""
-    first = pieces[0]
-    if not all(map(in_file, pieces)) or any(x.extent is not first.extent for x in pieces):
-        return None
-    extent, size = first.extent, first.dtype.itemsize
-    if any((x.dtype, x.ndim) != (first.dtype, 1) for x in pieces):
-        return None
-    here = [(x.start - first.start, x.numel()) for x in pieces]
-    if here != [(start * size, n) for start, n in zip(run.starts, run.lengths, strict=True)]:
-        return None
-    like = torch.empty(run.numel, dtype=first.dtype, device="meta")
-    return FileTensor(extent, first.start, like, first.device, first.leaf)
-
-
 @lru_cache(maxsize=64)
 def runs_of(
-    buckets: tuple[Bucket | None, ...], slots: tuple[int, ...], lengths: tuple[int, ...]
+    buckets: tuple[Bucket, ...], slots: tuple[int, ...], lengths: tuple[int, ...]
 ) -> tuple[FlatRun, ...]:
     """The runs of pieces of these lengths; of leaves that occur again, others than the first."""
     seen: Counter[tuple] = Counter()
     by_bucket: dict[tuple, dict[int, int]] = {}
     for i, (bucket, slot) in enumerate(zip(buckets, slots, strict=True)):
-        key = (bucket, i if bucket is None else seen[bucket, slot])
-        by_bucket.setdefault(key, {})[slot] = i
+        by_bucket.setdefault((bucket, seen[bucket, slot]), {})[slot] = i
         seen[bucket, slot] += 1
     found = []
     for (bucket, _), by_slot in by_bucket.items():
-        if bucket is None:
-            i, n = by_slot[0], lengths[by_slot[0]]
-            here = ((i,), (0,), (n,)) if n else ((), (), ())
-            found.append(FlatRun(None, (i,), *here, (0, n), n, complete=False))
-            continue
         near: list[int] = []
         for slot in sorted(by_slot):
             if near and any(bucket.numels[near[-1] + 1 : slot]):
@@ -195,8 +175,8 @@ def any_requires_grad(tensors: Sequence[Tensor]) -> bool:
     return any(map(_REQUIRES, tensors))
 
 
-def is_dense(x: Tensor) -> bool:
-    return x.is_contiguous() and not x.is_neg()
+def all_dense(tensors: Sequence[Tensor]) -> bool:
+    return all(map(Tensor.is_contiguous, tensors)) and not any(map(Tensor.is_neg, tensors))
 
 
 def copied(run: FlatRun, x: Tensor) -> Tensor:
@@ -211,11 +191,9 @@ def copied(run: FlatRun, x: Tensor) -> Tensor:
 
 def is_in_chunk(run: FlatRun, x: Tensor) -> bool:
     """Whether a part is all that a chunk holds, and its memory is of the chunk's size."""
-    if run.bucket is None or not run.complete or not x.numel() == run.numel > 0:
+    if is_placed(x) or not run.complete or not x.numel() == run.numel > 0:
         return False
-    if is_placed(x):
-        return False
-    return is_dense(x) and x.untyped_storage().nbytes() == run.bucket.chunk * x.itemsize
+    return all_dense([x]) and x.untyped_storage().nbytes() == run.bucket.chunk * x.itemsize
 
 
 # Where the moments of a new state are made: each goes to its place before the next is made.
@@ -248,7 +226,7 @@ def made(layout: Any, r: int, moment: Tensor, name: str) -> Tensor:
     """
     run, taking = layout.runs[r], _TAKING.get()
     bucket = run.bucket
-    if bucket is not None and bucket.state is not None:
+    if bucket.state is not None:
         text = f"init_state: state={bucket.state} of a precision"
         if name not in (*_MEANS, *_SQUARES):
             fix = "use adamw, adam, sgd or lion; or shard without state="
@@ -300,7 +278,7 @@ class FlatShards:
     """A tree of shards kept as one long shard per run: what optimizers keep for each parameter.
 
     Args:
-      runs: one `Sharded` per run, or a plain tensor where the tree has one.
+      runs: one `Sharded` per run.
       layout: the tree that they stand for.
 
     Example:
@@ -313,25 +291,21 @@ class FlatShards:
       Sharded(shape=(2, 2), float32, here 4 of 4)
     """
 
-    runs: list[Sharded | Tensor]
+    runs: list[Sharded]
     layout: FlatLayout = tree.static()
 
     def by_leaf(self) -> Tree:
         """The tree itself: its pieces are views of the long tensors."""
         kept: dict[int, Tensor] = {}
         for run, x in zip(self.layout.runs, self.runs, strict=True):
-            if run.bucket is not None and not isinstance(x, Sharded):
+            if not isinstance(x, Sharded):
                 text = "by_leaf: these are the runs of a tree in full, no longer shards"
                 fix = "take the leaves first: unshard(moment.by_leaf(), groups)"
                 raise LeafError(text, fix=fix)
-            whole = x.data if isinstance(x, Sharded) else x
-            kept.update(zip(run.members, split(run, whole), strict=True))
-        given, leaves = iter([kept[i] for i in range(len(kept))]), []
-        for leaf in self.layout.leaves:
-            if isinstance(leaf, Tied | Nothing):
-                leaves.append(leaf)
-            else:
-                leaves.append(next(given) if leaf is None else Sharded(next(given), *leaf))
+            kept.update(zip(run.members, split(run, x.data), strict=True))
+        pieces, leaves = iter([kept[i] for i in range(len(kept))]), []
+        for x in self.layout.leaves:
+            leaves.append(Sharded(next(pieces), *x) if isinstance(x, tuple) else x)
         return self.layout.spec.unflatten(leaves)
 
     def replaced(self, before: Tree, after: Tree) -> "FlatShards":
@@ -340,41 +314,23 @@ class FlatShards:
         Memory: a copy of the runs that have such a leaf; the others are the same objects.
         """
         old, new, runs = unpacked(before), unpacked(after), list(self.runs)
-        same = [a is b for a, b in zip(old.leaves, new.leaves, strict=True) if isinstance(a, _HELD)]
+        same = [a is b for a, b in zip(old.trained, new.trained, strict=True)]
         for r, run in enumerate(self.layout.runs):
             if not all(same[i] for i in run.members):
                 whole = joined(run, [new.pieces[i] for i in run.members])
-                (whole,) = placed_like([whole], [self.wholes[r]])
-                runs[r] = Sharded(whole, run.bucket, 0) if run.bucket else whole
+                (whole,) = placed_like([whole], [runs[r].data])
+                runs[r] = Sharded(whole, run.bucket, 0)
         return FlatShards(runs, self.layout)
 
     def __getitem__(self, key: Any) -> Any:
         return self.by_leaf()[key]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"runs": self.runs, "layout": self.layout}  # each view would be saved as a whole
-
-    def cut(self, r: int, whole: Tensor) -> list[Tensor]:
-        """The pieces of a run that are not empty, as views of its long tensor."""
-        cuts = vars(self).setdefault("cuts", {})  # by run; a step that writes in place hands it on
-        known = cuts.get(r)
-        if known is not None and known[0] is whole:
-            return known[1]
-        pieces = [x for x in split(self.layout.runs[r], whole) if x.numel()]
-        if whole is self.wholes[r]:  # these would keep the memory of a copy
-            cuts[r] = whole, pieces
-        return pieces
-
     @property
     def wholes(self) -> list[Tensor]:
         """The long tensors."""
-        found = []
-        for run in self.runs:
-            found.append(run.data if isinstance(run, Sharded) else run)
-        return found
+        return list(map(_DATA, self.runs))
 
 
-_HELD = (Sharded, Tensor)
 _DATA, _BUCKET, _SLOT = attrgetter("data"), attrgetter("bucket"), attrgetter("slot")
 _DTYPE, DEVICE, _REQUIRES = attrgetter("dtype"), attrgetter("device"), attrgetter("requires_grad")
 
@@ -434,38 +390,33 @@ class Unpacked:
 
     Args:
       leaves, spec: of the tree.
-      pieces: this rank's. Until a gradient is complete, its place is held by the piece of its
-        parameter, which has the same shape and device.
-      only_shards: whether all leaves are `Sharded`, which many loops need not ask of each then.
+      trained: those of the leaves that are `Sharded`.
+      pieces: theirs on this rank. Until a gradient is complete, its place is held by the piece of
+        its parameter, which has the same shape and device.
       stream: of gradients that are not all complete; None of any other tree.
     """
 
     leaves: list[Any]
     spec: Any
+    trained: list[Sharded]
     pieces: list[Tensor]
-    only_shards: bool
     stream: GradStream | None = None
 
     @cached_property
     def geometry(self) -> tuple[Any, Any, Any, Any]:
-        """Buckets of the pieces, None for plain tensors; slots, lengths, and shapes if batched."""
-        leaves, pieces, shapes = self.leaves, self.pieces, None
-        if set(map(Tensor.dim, pieces)) <= {1}:
-            lengths = tuple(map(Tensor.numel, pieces))
-        else:
+        """Buckets and slots of the pieces, their lengths, and their shapes if they are batched."""
+        trained, pieces = self.trained, self.pieces
+        shapes, lengths = None, tuple(map(Tensor.numel, pieces))
+        if not set(map(Tensor.dim, pieces)) <= {1}:
             shapes = [x.shape for x in pieces]
-            lengths = tuple([shape[-1] if shape else 1 for shape in shapes])
-        if self.only_shards:
-            return tuple(map(_BUCKET, leaves)), tuple(map(_SLOT, leaves)), lengths, shapes
-        kept = [leaf for leaf in leaves if isinstance(leaf, _HELD)]
-        buckets = tuple([getattr(x, "bucket", None) for x in kept])
-        return buckets, tuple([getattr(x, "slot", 0) for x in kept]), lengths, shapes
+            lengths = tuple([shape[-1] for shape in shapes])
+        return tuple(map(_BUCKET, trained)), tuple(map(_SLOT, trained)), lengths, shapes
 
     @property
     def paths(self) -> list[str]:
         """The path of each piece's leaf."""
         pairs = zip(tree.spec_paths(self.spec), self.leaves, strict=True)
-        return [path for path, leaf in pairs if isinstance(leaf, _HELD)]
+        return [path for path, leaf in pairs if isinstance(leaf, Sharded)]
 
     def layout(self) -> FlatLayout:
         """What `FlatShards` for this tree remember of it."""
@@ -474,30 +425,24 @@ class Unpacked:
             if isinstance(leaf, Sharded):
                 places.append((leaf.bucket, leaf.slot))
             else:  # a frozen leaf itself would keep its tensor alive
-                kept = leaf if isinstance(leaf, Tied) else Nothing()
-                places.append(None if isinstance(leaf, Tensor) else kept)
+                places.append(leaf if isinstance(leaf, Tied) else Nothing())
         return FlatLayout(self.spec, tuple(places), runs_of(*self.geometry[:3]))
 
     def with_pieces(self, pieces: Sequence[Tensor]) -> "Unpacked":
         """The same tree with other pieces, in new nodes, as the old ones may be given away."""
-        if self.only_shards:
-            leaves = list(map(Sharded, pieces, *self.geometry[:2]))  # pyright: ignore
-        else:
-            given, leaves = iter(pieces), []
-            for leaf in self.leaves:
-                if isinstance(leaf, Sharded):
-                    leaves.append(Sharded(next(given), leaf.bucket, leaf.slot))
-                else:
-                    leaves.append(next(given) if isinstance(leaf, Tensor) else leaf)
-        mark_reduced(
-            leaves, reduction_groups(self.leaves)
-        )  # limits on gradients change their pieces
-        return Unpacked(leaves, self.spec, list(pieces), self.only_shards)
+        leaves = trained = list(map(Sharded, pieces, *self.geometry[:2]))
+        if len(trained) < len(self.leaves):
+            new = iter(trained)
+            leaves = [next(new) if isinstance(x, Sharded) else x for x in self.leaves]
+        # Limits on gradients change their pieces.
+        mark_reduced(trained, reduction_groups(self.trained))
+        return Unpacked(leaves, self.spec, trained, list(pieces))
 
     def part(self, leaves: list[Any], own: Sequence[int]) -> "Unpacked":
         """The tree with other leaves, of which only these pieces are left."""
         stream = None if self.stream is None else self.stream.part(own)
-        return Unpacked(leaves, self.spec, [self.pieces[i] for i in own], False, stream)
+        trained = [self.trained[i] for i in own]
+        return Unpacked(leaves, self.spec, trained, [self.pieces[i] for i in own], stream)
 
     def completed(self) -> Iterator[list[int]]:
         """Take gradients as their buckets complete; yield the numbers of the pieces."""
@@ -517,7 +462,7 @@ class Unpacked:
         for _ in self.completed():
             pass
         made = self.with_pieces(self.pieces)
-        mark_reduced(made.leaves, self.stream.home)
+        mark_reduced(made.trained, self.stream.home)
         return made
 
     @cached_property
@@ -536,13 +481,10 @@ def unpacked(shards: Tree) -> Unpacked:
         like = like.with_pieces([x.detach() for x in like.pieces])
         return replace(like, stream=stream)
     leaves, spec = tree.flatten(shards, is_leaf)
-    only_shards = set(map(type, leaves)) == {Sharded}
-    if only_shards:
-        pieces = list(map(_DATA, leaves))
-    else:
-        kept = [x for x in leaves if isinstance(x, _HELD)]
-        pieces = [x.data if isinstance(x, Sharded) else x for x in kept]
-    found = Unpacked(leaves, spec, pieces, only_shards)
+    trained = leaves
+    if set(map(type, leaves)) != {Sharded}:
+        trained = [x for x in leaves if isinstance(x, Sharded)]
+    found = Unpacked(leaves, spec, trained, list(map(_DATA, trained)))
     vars(found)["shards"] = shards
     return found
 
@@ -578,7 +520,7 @@ def lazy_grads(like: Tree, make: Callable[[], Tree]) -> GradStream:
             return stream.take(place)
         return [made().pieces[i] for i in order[place]]
 
-    home = reduction_groups(found.leaves) if given is None else given.home
+    home = reduction_groups(found.trained) if given is None else given.home
     return GradStream(like, home, order, here, take, made)
 
 
@@ -595,26 +537,12 @@ def zeros(shards: Tree, name: str = "") -> FlatShards:
     layout, wholes = found.layout(), list[Tensor]()
     for r, run in enumerate(layout.runs):
         like = found.pieces[run.members[0]]
-        shape = like.shape if run.bucket is None else (*like.shape[:-1], run.numel)
-        wholes.append(made(layout, r, _torch.lazy_zeros(shape, like.dtype, like.device), name))
+        whole = _torch.lazy_zeros((*like.shape[:-1], run.numel), like.dtype, like.device)
+        wholes.append(made(layout, r, whole, name))
     return with_wholes(layout, wholes)
 
 
-def with_wholes(
-    layout: FlatLayout, wholes: Sequence[Tensor], before: FlatShards | None = None
-) -> FlatShards:
-    """Flat shards of a layout from their long tensors.
-
-    Args:
-      layout: of the tree.
-      wholes: the long tensors.
-      before: those that they replace, of which they keep what `cut` has found.
-    """
-    runs = list[Any]()
-    for run, x in zip(layout.runs, wholes, strict=True):
-        runs.append(Sharded(x, run.bucket, 0) if run.bucket else x)
-    made, cuts = FlatShards(runs, layout), {} if before is None else vars(before).get("cuts", {})
-    for r, cut in cuts.items():
-        if cut[0] is wholes[r]:  # those of other memory would keep it
-            vars(made).setdefault("cuts", {})[r] = cut
-    return made
+def with_wholes(layout: FlatLayout, wholes: Sequence[Tensor]) -> FlatShards:
+    """Flat shards of a layout from their long tensors."""
+    runs = [Sharded(x, run.bucket, 0) for run, x in zip(layout.runs, wholes, strict=True)]
+    return FlatShards(runs, layout)

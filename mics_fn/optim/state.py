@@ -171,14 +171,9 @@ class _Mover:
 
 def _leader(layout: flat.FlatLayout, run: flat.FlatRun) -> str:
     """The path of the largest leaf of a run, which says where all of it lies."""
-    tensors = [i for i, x in enumerate(layout.leaves) if x is None or isinstance(x, tuple)]
-    paths = tree.spec_paths(layout.spec)
-
-    def size(i: int) -> int:
-        place: Any = layout.leaves[tensors[i]]
-        return 0 if place is None else place[0].numels[place[1]]
-
-    return paths[tensors[max(run.members, key=size)]]
+    rows = zip(layout.leaves, tree.spec_paths(layout.spec), strict=True)
+    pieces = [(x[0].numels[x[1]], path) for x, path in rows if isinstance(x, tuple)]
+    return pieces[max(run.members, key=lambda i: pieces[i][0])][1]
 
 
 def _moved_states(opt: Any, params: flat.Unpacked, mover: _Mover) -> Any:
