@@ -15,6 +15,7 @@ so nothing of it is called but `is_async`, `backend`, `lazy_zeros` and `total_me
 import ctypes
 import functools
 import inspect
+import logging
 import mmap
 import os
 import socket
@@ -37,9 +38,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Ranges of torch's profilers, by private names of torch.
 
 
-def profiling() -> bool:
-    """Whether a profiler of torch is on: `torch.profiler.profile`, or `emit_nvtx`."""
-    return profiler._is_profiler_enabled
+def is_read(watchers: Sequence[Any], log: logging.Logger) -> bool:
+    """Whether somebody reads ranges: a watcher, a log at DEBUG, or a profiler of torch."""
+    return bool(watchers) or profiler._is_profiler_enabled or log.isEnabledFor(logging.DEBUG)
 
 
 def enter_range(name: str) -> Any:

@@ -60,11 +60,15 @@ def twin(full: Any, kind: str, dtype: torch.dtype | None = None) -> dict[str, Te
     return {k: decoded(x, kind, dtype or x.dtype) if is_base(k) else x for k, x in full.items()}
 
 
+def pieces(shards: Any) -> list[Coded]:
+    """The pieces that are codes."""
+    found = [x.data for x in tree.flatten(shards, lambda v: isinstance(v, Fixed | Sharded))[0]]
+    return [x for x in found if isinstance(x, Coded)]
+
+
 def rows(shards: Any) -> list[Tensor]:
     """The memory of all codes, each once."""
-    found = [x.data for x in tree.flatten(shards, lambda v: isinstance(v, Fixed | Sharded))[0]]
-    held = [x.codes.row for x in found if isinstance(x, Coded)]
-    return list({id(row): row for row in held if row is not None}.values())
+    return list({id(x.codes.row): x.codes.row for x in pieces(shards)}.values())
 
 
 # Values
@@ -169,8 +173,8 @@ def test_derivatives_are_those_over_decoded_values(ranks, layout):
 
 
 def as_list(shards: Any) -> list[Any]:
-    """The rows of codes as lists, which are equal only to the bit."""
-    return [row.tolist() for row in rows(shards)]
+    """The codes of pieces as lists, which are equal only to the bit."""
+    return [x.copied().codes.row.tolist() for x in pieces(shards)]
 
 
 class Adapted(nn.Module):
