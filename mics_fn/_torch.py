@@ -392,18 +392,6 @@ def is_compiled(function: Any) -> bool:
     return made and not getattr(function, "_torchdynamo_disable", False)
 
 
-def with_constant_size(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """The tensor, of which a compiler takes one size for a constant."""
-    if tensor.is_cuda:
-        torch._dynamo.mark_static(tensor, dim)  # pyright: ignore
-    return tensor
-
-
-def is_of_compiler(error: Exception) -> bool:
-    """Whether torch.compile raised an error because it could not compile."""
-    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
-
-
 def compiles_itself(module: torch.nn.Module) -> bool:
     """Whether `module.compile()` was called, which a copy of the module does not keep."""
     return module._compiled_call_impl is not None
