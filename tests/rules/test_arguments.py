@@ -152,7 +152,7 @@ LeafError: record: the loss has shape (2,), expected one number
 >>> mf.GradSum(0)
 PlanError: GradSum: micro_steps=0, expected an int of at least 1
 >>> mf.GradSum(dtype="f32")
-PlanError: GradSum: dtype='f32' is not a torch.dtype
+PlanError: GradSum: dtype='f32' is not a float dtype
 >>> mf.GradSum(where="params: host")
 PlanError: GradSum: where='params: states=host' has no effect: it does not say where grads lie
 >>> summed(lambda full: full["w"])
