@@ -353,9 +353,8 @@ class Filling:
             sums = [self._add_up(home) for home in self.groups if home.num_replicas > 1]
         fix = "let all ranks make or read the same values, on machines that compute alike"
         for home, found in sums:
-            if found:
-                values = torch.stack([*found.values()]).to(home.device)
-                refuse_unequal(self.verb, home, list(found), values, fix)
+            here = {name: x.to(home.device) for name, x in found.items()}
+            refuse_unequal(self.verb, home, here, fix)
 
     def fill(self, source: Callable[[str], Read]) -> None:
         """Give this rank's part of each leaf its values, one bucket after the other.

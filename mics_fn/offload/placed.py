@@ -384,9 +384,6 @@ class FileTensor(Placed):
         at = self.start + start * self.dtype.itemsize
         return FileTensor(self.extent, at, like, self.device, self.leaf)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain().__reduce_ex__(protocol)  # a copy is in memory
-
     def plain(self) -> Tensor:
         """Read the file into new memory, on its device."""
         with _torch.without_torch_func():  # what a file holds is a constant

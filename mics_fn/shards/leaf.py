@@ -44,7 +44,8 @@ def parts_of(leaf: Any) -> tuple[Any, ...]:
     if _torch.is_wrapped(x) or x.grad_fn is not None:
         text = f"{leaf!r} is computed from a tensor that requires a gradient, and cannot be copied"
         raise LeafError(text, fix="detach it first, or copy what it was computed from")
-    if leaf.bucket is not None and type(x) in _torch.PLAIN and not x.is_meta:
+    if leaf.bucket is not None and not _torch.has_no_data(x) and not hasattr(x, "codes"):
+        x = x if type(x) in _torch.PLAIN else x.clone()  # a copy is in memory
         whole = x.detach()
         if x.untyped_storage().nbytes() == leaf.bucket.chunk * x.itemsize:
             chunk = whole.as_strided((leaf.bucket.chunk,), (1,), 0)

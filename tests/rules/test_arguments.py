@@ -152,7 +152,7 @@ LeafError: record: the loss has shape (2,), expected one number
 >>> mf.GradSum(0)
 PlanError: GradSum: micro_steps=0, expected an int of at least 1
 >>> mf.GradSum(dtype="f32")
-PlanError: GradSum: dtype='f32' is not a float dtype
+PlanError: GradSum: dtype='f32' is not a float dtype of torch
 >>> mf.GradSum(where="params: host")
 PlanError: GradSum: where='params: states=host' has no effect: it does not say where grads lie
 >>> summed(lambda full: full["w"])
@@ -226,7 +226,7 @@ PlanError: Trainer: live_bytes=1.5, expected a number of bytes of at least 0
 >>> trainer(schedule="fetch 0")
 PlanError: Trainer: schedule='fetch 0', expected a Schedule or a policy
 >>> trainer(grad_dtype=torch.int32)
-PlanError: Trainer: grad_dtype=torch.int32 is not a float dtype
+PlanError: Trainer: grad_dtype=torch.int32 is not a float dtype of torch
 >>> trainer(checkpoint="folder")
 PlanError: Trainer: checkpoint='folder', expected a Checkpoints
 >>> trainer().step(x[:0])
@@ -334,10 +334,10 @@ LeafError: Trainer: the loss called backward(), which Trainer does once the loss
   fix: return the loss, and leave out backward(), zero_grad() and the optimizer's step()
 >>> mf.shard(nn.Linear(2, 1), groups)
 LeafError: shard: params is Linear, expected torch.Tensor
-  fix: pass dict(model.named_parameters()); a Trainer takes the module itself
+  fix: pass tensors, as dict(model.named_parameters()); a Trainer takes the module itself
 >>> mf.shard(nn.Linear(2, 1).parameters(), groups)
 LeafError: shard: params is generator, expected torch.Tensor
-  fix: pass dict(model.named_parameters()), or list(model.parameters())
+  fix: pass tensors, as dict(model.named_parameters()); a Trainer takes the module itself
 >>> functional_call(nn.Linear(2, 1), of_linear(), (x,))
 TypeError: Sharded(...) is not an instance of torch.Tensor
 >>> trainer().save("run")
@@ -378,8 +378,6 @@ LeafError: map: shards is None
 LeafError: from_update: the updates that update gave do not fit the parameters
 >>> mf.opt_step(state(optim.from_update(lambda p: None, lambda g, s, p: ({"b": x, "w": x}, s))), shards())
 LeafError: from_update: the updates that update gave do not fit the parameters
->>> mf.collectives.all_gather(comm, x, name=5)
-PlanError: all_gather: name=5, expected a text
 >>> mf.collectives.start(comm, x, [x], name="mine", sent_bytes=0)
 PlanError: start: issue is of type Tensor, expected a function that starts the collective
 >>> mf.groups.Topology((2, 2), ("a", "a"))

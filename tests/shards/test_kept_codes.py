@@ -317,11 +317,8 @@ def refused() -> None:
         # On the other rank in a DesyncError.
         (["LeafError", "params.base.wide", NOT_FINITE], lambda: coded(groups, "int4[64]", bad)),
         (["device, not on disk"], lambda: coded(groups, "int4[64]", **elsewhere)),
-        (["LeafError", "gather: leaf", "expected codes, int4"], lambda: mf.gather(plain, groups)),
-        (
-            ["of int4[4]", "expected codes, int4[64]"],
-            lambda: mf.defer(other, groups, mf.keep_all()),
-        ),
+        (["a leaf of bucket", "float32, not int4[64]"], lambda: mf.gather(plain, groups)),
+        (["a leaf of bucket", "int4[4], not int4[64]"], lambda: mf.gather(other, groups)),
         (["base.one", NOT_FINITE], lambda: mf.set(shards, "base.one", float("nan"), groups)),
         (
             ["cut: full.base.wide", NOT_FINITE],
