@@ -15,6 +15,7 @@ so nothing of it is called but `is_async`, `backend`, `lazy_zeros` and `total_me
 import ctypes
 import functools
 import inspect
+import logging
 import mmap
 import os
 import socket
@@ -38,9 +39,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Ranges of torch's profilers, by private names of torch.
 
 
-def profiling() -> bool:
-    """Whether a profiler of torch is on: `torch.profiler.profile`, or `emit_nvtx`."""
-    return profiler._is_profiler_enabled
+def is_read(watchers: Sequence[Any], log: logging.Logger) -> bool:
+    """Whether somebody reads ranges: a watcher, a log at DEBUG, or a profiler of torch."""
+    return bool(watchers) or profiler._is_profiler_enabled or log.isEnabledFor(logging.DEBUG)
 
 
 def enter_range(name: str) -> Any:
@@ -380,18 +381,6 @@ def is_compiled(function: Any) -> bool:
     """Whether `torch.compile` made a function; one that is kept from being compiled is none."""
     made = hasattr(function, "_torchdynamo_orig_callable")
     return made and not getattr(function, "_torchdynamo_disable", False)
-
-
-def with_constant_size(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """The tensor, of which a compiler takes one size for a constant."""
-    if tensor.is_cuda:
-        torch._dynamo.mark_static(tensor, dim)  # pyright: ignore
-    return tensor
-
-
-def is_of_compiler(error: Exception) -> bool:
-    """Whether torch.compile raised an error because it could not compile."""
-    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
 
 def compiles_itself(module: torch.nn.Module) -> bool:

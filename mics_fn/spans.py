@@ -37,6 +37,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -130,6 +131,8 @@ HOP_2 = "replicas"  # the communicator of hop 2, also where it follows hop 1 in 
 # resident from now on.
 watchers: list[Any] = []
 
+seen = partial(_torch.is_read, watchers, LOG)  # whether somebody sees spans now
+
 
 @dataclass(eq=False)
 class Span:
@@ -166,8 +169,7 @@ class Span:
         return f"{what} over {self.level}" if self.level else what
 
     def __enter__(self) -> "Span":
-        if _torch.profiling():
-            self._record = _torch.enter_range(f"mics/{self.text}")
+        self._record = _torch.enter_range(f"mics/{self.text}")
         if LOG.isEnabledFor(logging.DEBUG):
             self._since = time.monotonic()
             if self.kind not in ("wait", *_QUIET):
@@ -207,11 +209,6 @@ def span(kind: str, about: Any = "", **facts: Any) -> Span | _Unseen:
     True
     """
     return Span(kind, about, **facts) if seen() else UNSEEN
-
-
-def seen() -> bool:
-    """Whether somebody sees spans now."""
-    return bool(watchers) or _torch.profiling() or LOG.isEnabledFor(logging.DEBUG)
 
 
 def kind_of(does: str, level: str = "") -> str:

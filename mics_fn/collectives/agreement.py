@@ -86,30 +86,30 @@ def report_outside(home: Home, error: E) -> E:
 
 
 def refuse_unequal(
-    verb: str, home: Home, paths: Sequence[str], sums: Tensor, fix: str, *, whole: bool = False
+    verb: str, home: Home, sums: Mapping[str, Tensor], fix: str, *, whole: bool = False
 ) -> None:
     """Raise DesyncError on every rank unless replicas have the same checksums of pieces.
 
     Args:
       verb: for errors.
       home: the groups.
-      paths: of the leaves.
-      sums: this rank's `checksum` of each.
+      sums: this rank's `checksum` of each leaf, by its path.
       fix: for errors.
       whole: whether they are of full values, so that all ranks have to have the same.
 
     Communication: 8 bytes per leaf, over the partition group and over the replication group.
     """
-    if len(home.stacked_ranks) == 1 or not paths:
+    if len(home.stacked_ranks) == 1 or not sums:
         return
-    found, p = collect_values(home, sums), 1 if whole else home.partition_size
+    found, p = collect_values(home, torch.stack([*sums.values()])), home.partition_size
+    p = 1 if whole else p
     odd = [r for k, r in enumerate(home.ranks) if found[r] != found[home.ranks[k % p]]]
     if odd:
         first = found[home.ranks[home.ranks.index(odd[0]) % p]]
         at = next(i for i, x in enumerate(found[odd[0]]) if x != first[i])
         text = f"{verb}: {'ranks' if whole else 'replicas'} hold different values"
         said = "not as on the first rank" if whole else "not as in the first replica"
-        lines = [f"first difference: {paths[at]}"]
+        lines = [f"first difference: {list(sums)[at]}"]
         raise disagreement(text, dict.fromkeys(odd, said), fix, lines)
 
 

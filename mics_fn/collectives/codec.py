@@ -8,8 +8,8 @@ scale for each block. If n is not a multiple of the length of a block, zeros fil
 
 There is one expression for each direction, and one for a mean of parts. On the CPU it takes a band
 of 2**17 elements after the other, so that its temporaries stay in caches and memory is read and
-written once. On CUDA a compiler fuses it into one pass; where there is none it runs as it is. Both
-give the same scales, and the same codes up to the last bit of a division.
+written once. Elsewhere it takes all at once, in several passes. All devices give the same scales,
+and the same codes up to the last bit of a division.
 
 [Note: no clamp] The scale of a block is its largest magnitude divided by `top`, rounded to the
 nearest bfloat16, which has 8 significant bits. Rounding changes it by a factor of 1 + 2**-8 at
@@ -26,16 +26,10 @@ subnormal numbers to zero.
 [Note: exact products] A code times a scale has at most 15 significant bits, so that a float32 holds
 it exactly. So the bits of a decoded value, and of a mean, do not depend on how a device fuses or
 orders multiplications; only additions round, and theirs is the order of the parts.
-
-[Note: what is compiled] Compiled functions take whole blocks, (blocks, elements), of which the last
-size is a constant. With sizes that depend on each other inside one kernel, Inductor of torch 2.11
-fails for some codes.
 """
 
-import importlib.util
 import re
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -44,9 +38,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mics_fn import _torch, checks
+from mics_fn import checks
 from mics_fn.checks import refuse_derivative
-from mics_fn.errors import LeafError, PlanError, first_line, message
+from mics_fn.errors import PlanError
 
 SHORT_NAMES = {
     torch.float32: "f32",
@@ -192,7 +186,7 @@ class Codec:
         Memory: about 1 MiB beside the result on the CPU; a copy of a row that ends amid a block.
 
         Raises:
-          LeafError: these are no codes of `n` values, or a derivative is asked for.
+          LeafError: a derivative is asked for.
         """
         if out is None:
             out = torch.empty(*codes.shape[:-1], n, dtype=dtype, device=codes.device)
@@ -217,15 +211,10 @@ class Codec:
         Memory: about 1.5 MiB on the CPU.
 
         Raises:
-          LeafError: a part is not of that kind, or a derivative is asked for.
+          LeafError: a derivative is asked for.
         """
         refuse_derivative(f"{self}.decode", [out, *parts], _DETACH)
         n = out.shape[-1]
-        for part in parts:
-            is_codes = part.dtype == torch.uint8 and part.shape[-1] == self.nbytes(n)
-            if not (is_codes or part.dtype.is_floating_point):
-                text = f"{self}.decode: {part.dtype} {tuple(part.shape)} are no codes of {n} values"
-                raise LeafError(text, fix="pass what encode of this codec gave, and its n")
         if out.numel():
             rows = [part.detach().reshape(-1, part.shape[-1]) for part in parts]
             for values, *given in zip(out.detach().view(-1, n), *rows, strict=True):
@@ -272,10 +261,8 @@ class Codec:
 
     def encode_blocks(self, values: Tensor, elements: Tensor, scales: Tensor) -> None:
         """Write the codes of values (blocks, length) to what `blocks` gave of as many."""
-        encode = _fast(encoded, values.device)
         for band in _bands(values):
-            elements[band], scales[band] = encode(self.name, _of_constant_length(values[band]))
-        scales.masked_fill_(scales.isnan(), float("nan"))  # of which there is one
+            elements[band], scales[band] = encoded(self.name, values[band])
 
     def decode_blocks(self, elements: Tensor, scales: Tensor, out: Tensor) -> None:
         """Write the values of such codes to `out` (blocks, length), of any float dtype."""
@@ -283,10 +270,8 @@ class Codec:
 
     def decode_mean_blocks(self, parts: Sequence[Blocks], out: Tensor) -> None:
         """Write the mean of parts, which are added in order, to `out` (blocks, length)."""
-        average = _fast(mean, out.device)
         for band in _bands(out):
-            given = [tuple(map(_of_constant_length, _cut(part, band))) for part in parts]
-            out[band] = average(self.name, given, out.dtype)
+            out[band] = mean(self.name, [[x[band] for x in part] for part in parts], out.dtype)
 
 
 # The arithmetic, on blocks of values and of codes.
@@ -298,25 +283,8 @@ FLOOR = 2.0**-126  # See [Note: the least scale].
 def _bands(blocks: Tensor) -> list[slice]:
     """Ranges of blocks that are done at a time: all of them but on the CPU."""
     count, length = blocks.shape
-    step = max(1, BAND // length) if _in_bands(blocks) else max(1, count)
+    step = max(1, BAND // length if blocks.is_cpu else count)
     return [slice(i, min(i + step, count)) for i in range(0, count, step)]
-
-
-def _in_bands(x: Tensor) -> bool:
-    """Whether ops are run one by one in caches, and not fused by a compiler."""
-    return x.is_cpu
-
-
-def _cut(part: Blocks, band: slice) -> list[Tensor]:
-    return [x[band] for x in part]
-
-
-def _of_constant_length(blocks: Tensor) -> Tensor:
-    """Blocks, whose length a compiler takes for a constant."""
-    return blocks if blocks.is_cpu else _torch.with_constant_size(blocks, 1)
-
-
-# A compiler refuses to write to views of bytes as another dtype, so these return their results.
 
 
 def encoded(name: str, blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -324,36 +292,19 @@ def encoded(name: str, blocks: Tensor) -> tuple[Tensor, Tensor]:
     blocks = blocks.to(torch.float32)
     largest, least = blocks.amax(-1, keepdim=True), blocks.amin(-1, keepdim=True)
     wide = torch.maximum(largest, least.neg_()).div_(KINDS[name].top).clamp_(min=FLOOR)
-    finite, scale = wide.isfinite(), _to_bfloat16(wide)
-    quotient = blocks * scale.reciprocal()
-    if not _in_bands(blocks) or not bool(finite.all()):
-        quotient = torch.where(finite, quotient, 0.0)
-        scale = torch.where(finite, scale, float("nan"))
-    scales = scale.to(torch.bfloat16)
+    finite, scales = wide.isfinite(), wide.to(torch.bfloat16)
+    quotient = torch.where(finite, blocks * scales.to(torch.float32).reciprocal(), 0.0)
+    scales.masked_fill_(~finite, float("nan"))  # of which there is one
     if name == "fp8":
         return quotient.to(torch.float8_e4m3fn).view(torch.uint8), scales
     coded = quotient.round_().to(torch.int8)
     if name == "int8":
         return coded.view(torch.uint8), scales
-    return _pairs(coded.add_(8).mul_(finite).view(torch.uint8)), scales
+    pairs = coded.add_(8).mul_(finite).view(torch.uint8).unflatten(-1, (-1, 2))
+    return pairs[..., 0] | (pairs[..., 1] << 4), scales
 
 
-def _to_bfloat16(scale: Tensor) -> Tensor:
-    """Positive float32 values rounded to the nearest bfloat16, as float32.
-
-    A compiler leaves out a conversion to bfloat16 and back, so the bits are rounded here.
-    """
-    bits = scale.view(torch.int32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
-
-
-def _pairs(codes: Tensor) -> Tensor:
-    """Codes of 4 bits, a byte each, as two in a byte."""
-    pairs = codes.unflatten(-1, (-1, 2))
-    return pairs[..., 0] | (pairs[..., 1] << 4)
-
-
-def mean(name: str, parts: Sequence[Blocks], dtype: torch.dtype) -> Tensor:
+def mean(name: str, parts: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> Tensor:
     """The mean of parts, blocks of values or codes with their scales, added in order."""
     total: Any = None
     for part in parts:
@@ -368,14 +319,12 @@ def _values(name: str, elements: Tensor, scales: Tensor) -> Tensor:
     scale = scales.to(torch.float32)
     if name == "int8":
         read = elements.view(torch.int8).to(torch.float32)
-    elif name == "fp8" and _in_bands(elements):
+    elif name == "fp8":
         # The bits of e4m3, moved to their places in a float16, are the same number times 2**-8.
         # torch's own conversion takes ten times as long.
         bits = elements.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)
         bits.bitwise_and_(-0x4080)  # the sign, and the seven bits
         read, scale = bits.view(torch.float16).to(torch.float32), scale * 2.0**8
-    elif name == "fp8":
-        read = elements.view(torch.float8_e4m3fn).to(torch.float32)
     else:
         read = torch.stack([elements & 15, elements >> 4], -1).flatten(-2).to(torch.float32) - 8
     return read.mul_(scale)
@@ -388,38 +337,10 @@ def _narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
     become infinite in it, as always: they were not in its range before they were coded, either.
     """
     largest = torch.finfo(dtype).max
-    if dtype.itemsize != 2 or (_in_bands(wide) and bool(wide.abs().amax() <= largest)):
+    if dtype.itemsize != 2 or (wide.is_cpu and bool(wide.abs().amax() <= largest)):
         return wide.to(dtype)
     limit = 2.0**16 if dtype == torch.float16 else float("inf")
     return torch.where(wide.abs() < limit, wide.clamp(-largest, largest), wide).to(dtype)
-
-
-@cache
-def _fast(whole: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """A function for a device: compiled on CUDA, where there is a compiler for it.
-
-    Where the compiler fails, the function runs as it is from then on, which is said once.
-    """
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return whole
-    compiled = torch.compile(whole, dynamic=True)
-    failed: list[bool] = []
-
-    def fast(*args: Any) -> Any:
-        if failed:
-            return whole(*args)
-        try:
-            return compiled(*args)
-        except Exception as error:
-            if not _torch.is_of_compiler(error):
-                raise
-            failed.append(True)
-            lines = ["codes take several passes over memory on this device", first_line(error)]
-            text = message(f"torch.compile cannot compile {whole.__name__} of codes", lines)
-            warnings.warn(text, stacklevel=2)
-            return whole(*args)
-
-    return fast
 
 
 # Where codes travel.

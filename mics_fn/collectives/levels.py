@@ -43,11 +43,7 @@ def moves(tensor: Tensor) -> bool:
 # Gathers: across nodes first, then within a node.
 
 
-def start_all_gather(
-    route: Route,
-    chunk: Tensor,
-    what: What = ("", "gather", ""),
-) -> Pending:
+def start_all_gather(route: Route, chunk: Tensor, what: What = ("", "gather", "")) -> Pending:
     """Start to gather equal chunks over the levels of a partition group.
 
     Args:
@@ -328,12 +324,7 @@ def mean_by_reduce_scatter(comm: Comm, parts: Tensor, mean: Tensor) -> Iterator[
 
 
 def spare_numel(
-    route: Route,
-    numel: int,
-    *,
-    direct: bool,
-    wire: Any = None,
-    itemsize: int = 1,
+    route: Route, numel: int, *, direct: bool, wire: Any = None, itemsize: int = 1
 ) -> int:
     """Elements of the second buffer that `scatter_steps` needs.
 
@@ -428,10 +419,7 @@ def mean_factors(dtype: torch.dtype, count: int) -> tuple[float, float]:
 
 
 def start_mean(
-    comm: Comm,
-    tensor: Tensor,
-    wire: Any = None,
-    what: What = ("", "mean", ""),
+    comm: Comm, tensor: Tensor, wire: Any = None, what: What = ("", "mean", "")
 ) -> Pending:
     """Start to average a tensor over a communicator, in place.
 
@@ -616,7 +604,6 @@ def all_gather(comm: Comm, tensor: Tensor, *, name: str = "own all-gather") -> T
       >>> collectives.all_gather(groups.communicators["replicas"], torch.ones(2))
       tensor([[1., 1.]])
     """
-    checks.instance("all_gather", "name", name, str, "a text")
     _check("all_gather", comm, [tensor])
     flat = tensor.detach().contiguous().view(-1)
     if comm.size == 1 or not flat.numel():
@@ -634,12 +621,7 @@ def all_gather(comm: Comm, tensor: Tensor, *, name: str = "own all-gather") -> T
 
 
 def start(
-    comm: Comm,
-    issue: Callable[..., Any],
-    tensors: Sequence[Tensor],
-    *,
-    name: str,
-    sent_bytes: int,
+    comm: Comm, issue: Callable[..., Any], tensors: Sequence[Tensor], *, name: str, sent_bytes: int
 ) -> Pending:
     """Start a collective of one's own, and return at once; `wait()` gives the last of `tensors`.
 
@@ -673,8 +655,6 @@ def start(
       ...         collectives.start(comm, sum_of, [x], name="sum", sent_bytes=x.nbytes).wait()
     """
     checks.instance("start", "issue", issue, Callable, "a function that starts it", _ISSUE)
-    checks.instance("start", "name", name, str, "a text")
-    checks.integer("start", "sent_bytes", sent_bytes, 0)
     tensors = list(tensors)
     _check("start", comm, tensors)
     comm.process_group()  # raises where there is none

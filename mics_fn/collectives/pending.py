@@ -108,46 +108,43 @@ class Pending:
 
     def _start(self) -> None:
         """Compare the call between ranks, queue it, and advance it as far as possible."""
-        comms, queued = self._comms, False
-        state = comms[0].state if comms else None
-        if state is not None:
-            if state.failed is not None or state.closed:
-                comms[0].check_open()
-            state.turns.enter()
-            state.call = self._call
+        if not self._comms:
+            self.push()
+            self.ready = _torch.record(self._device) if self._on_device else None
+            return
+        state, queued = self._comms[0].state, False
+        self._comms[0].check_open()
+        state.turns.enter()
+        state.call = self._call
         try:
-            for comm in comms:
+            for comm in self._comms:
                 comm.calls.add(self._call, partial(push_all, comm.state))
                 self._numbers.append(comm.calls.number)
             queued = True
-            for comm in comms:
+            for comm in self._comms:
                 comm.queue.append(self)
             if self._on_device:
-                self._run_on_streams()
+                self._run_on_streams(state)
                 return
             self.push()
-            if state is not None and self.state in _UNDER_WAY:  # else its result would be kept
+            if self.state in _UNDER_WAY:  # else its result would be kept
                 state.active.append(self)
         except BaseException as error:
             if queued:  # the others think that it was started
                 self._fail(error)
             raise
         finally:
-            if state is not None:
-                state.turns.exit()
+            state.turns.exit()
 
-    def _run_on_streams(self) -> None:
+    def _run_on_streams(self, state: GroupState) -> None:
         """See [Note: streams]."""
-        if self._comms and self._comms[0].state.standing:  # no wait on the host would find out
-            self._comms[0].state.watch.check(self.stuck)
+        if state.standing:  # no wait on the host would find out
+            state.watch.check(self.stuck)
         with _torch.keep_stream(self._device):
-            if self._comms:
-                _torch.follow(self._comms[0].stream(self._device), self._device)
+            _torch.follow(self._comms[0].stream(self._device), self._device)
             while self.state is QUEUED:
                 self._issue()
-            self.ready = _torch.record(self._device)
-            for comm in self._comms[:1]:
-                comm.state.ready = self.ready
+            self.ready = state.ready = _torch.record(self._device)
 
     # It advances: whoever waits for any collective pushes all of them.
 
@@ -205,8 +202,15 @@ class Pending:
     # It is waited for: bounded, and open to Ctrl-C.
 
     def wait(self) -> Tensor:
-        """Wait for the result, ready for the current stream; a second call returns it again."""
-        if self.state in _UNDER_WAY:
+        """Wait for the result, ready for the current stream; a second call returns it again.
+
+        Raises:
+          CollectiveError: there was no progress for the timeout of a collective in flight.
+          GroupsError: its groups were closed or have failed, or another thread uses them.
+          DesyncError: ranks wait for each other, or some of them left the schedule.
+          PeerFailed: a rank has failed without which this cannot end.
+        """
+        if not self.finished:
             self.wait_for(len(self._comms))
         if self.ready is not None:
             with self._waiting():
@@ -217,14 +221,7 @@ class Pending:
         return self._result
 
     def wait_for(self, levels: int) -> None:
-        """Wait until so many levels are done.
-
-        Raises:
-          CollectiveError: there was no progress for the timeout of a collective in flight.
-          GroupsError: its groups were closed or have failed, or another thread uses them.
-          DesyncError: ranks wait for each other, or some of them left the schedule.
-          PeerFailed: a rank has failed without which this cannot end.
-        """
+        """Wait until so many levels are done."""
         while not self.passed(levels):
             with self._waiting():  # of those that are seen, each is for one level
                 _await(self, min(levels, self._passed + 1) if spans.seen() else levels)
@@ -256,8 +253,8 @@ class Pending:
         for comm in self._comms:
             if self in comm.queue:
                 comm.queue.remove(self)
-        for comm in self._comms[:1]:
-            comm.state.fail(error)
+        if self._comms:
+            self._comms[0].state.fail(error)
 
     @property
     def stuck(self) -> list[Stuck]:
@@ -489,15 +486,8 @@ def _fill(work: Work, memory: Tensor, task: ref[Task]) -> None:
     """Do part after part until all are done, or nobody waits for the task any more."""
     # In inference mode what lies elsewhere could not be cut; leaving it records derivatives.
     with torch.inference_mode(mode=False), torch.no_grad():
-        for _ in work(_writable(memory)):
+        place = memory.storage_offset(), memory.size(), memory.stride()
+        made = torch.empty(0, dtype=memory.dtype, device=memory.device)  # which may be written
+        for _ in work(made.set_(memory.untyped_storage(), *place)):
             if task() is None:
                 return
-
-
-def _writable(memory: Tensor) -> Tensor:
-    """The same memory as a tensor that may be written outside of inference mode."""
-    if not memory.is_inference():
-        return memory
-    place = memory.storage_offset(), memory.size(), memory.stride()
-    made = torch.empty(0, dtype=memory.dtype, device=memory.device)
-    return made.set_(memory.untyped_storage(), *place)

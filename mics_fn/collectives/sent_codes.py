@@ -10,6 +10,7 @@ begins and ends on blocks, because leaves and chunks of such a bucket do.
 given a chunk.
 """
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -59,84 +60,81 @@ def exchange_codes(
 # What levels call; arguments as those of `levels`, codes first.
 
 
-class _CodecSender:
-    """How hops send the codes of a `Codec`."""
-
-    @staticmethod
-    def spare_numel(wire: Wire, route: Route, numel: int, itemsize: int) -> int:
-        """Elements of the second buffer that `scatter_steps` needs; see `levels.spare_numel`."""
-        coded, plain = route.split(wire.levels(route))
-        most, here = levels.spare_numel(plain, numel, direct=False), numel // plain.size
-        for comm in coded.reductions:
-            here //= comm.size
-            most = max(most, -(-exchange_bytes(wire.codec, here, comm.size) // itemsize))
-        return most
-
-    @staticmethod
-    def scatter_steps(wire: Wire, route: Route, full: Tensor, out: Tensor, spare: Tensor) -> Steps:
-        """Average over a partition group as `levels.scatter_steps`, with codes on outer levels."""
-        coded, plain = route.split(wire.levels(route))
-        here, there = full.view(-1), spare.view(-1)
-        if plain.size > 1:
-            # An exchange leaves the mean where part 0 was; torch's op writes to the other buffer.
-            if len(plain.levels) % 2 and not levels.exchanges(plain.reductions[0]):
-                here, there = there, here
-            here = here[: full.numel() // plain.size]
-            yield from levels.scatter_steps(plain, full.view(plain.size, -1), here, spare)
-        for comm in coded.reductions:
-            parts = here.view(comm.size, -1)
-            here = parts[(comm.rank + 1) % comm.size]
-            if comm is coded.reductions[-1]:
-                here = out.view(-1)
-            memory = there.view(torch.uint8)
-            needs = exchange_bytes(wire.codec, here.numel(), comm.size)
-            if memory.numel() < needs:  # the levels before have needed less
-                memory = memory.new_empty(needs)
-            yield from exchange_codes(comm, wire.codec, parts.__getitem__, memory, here)
-        return out
-
-    # Hop 2: the means of parts are coded, too, and gathered.
-
-    @staticmethod
-    def mean_comms(comm: Comm) -> list[Comm]:
-        """The communicators of `mean_steps`; the next mean begins while this one is gathered."""
-        return [comm, comm.second or comm]
-
-    @staticmethod
-    def mean_steps(codec: Codec, comm: Comm, tensor: Tensor, memory: Tensor | None = None) -> Steps:
-        """Average a contiguous tensor over some ranks, in place, in two collectives of codes.
-
-        Args:
-          codec: encodes parts, and then their means.
-          comm: the communicator.
-          tensor: contiguous.
-          memory: 1D, uint8, of `mean_bytes`; None allocates it.
-        """
-        first, second = _CodecSender.mean_comms(comm)
-        flat, size = tensor.view(-1), comm.size
-        if memory is None:
-            nbytes = mean_bytes(codec, flat.numel(), size)
-            memory = torch.empty(nbytes, dtype=torch.uint8, device=tensor.device)
-        numel = _mean_numel(codec, flat.numel(), size)
-        end = numel * torch.float32.itemsize
-        mean, memory = memory[:end].view(torch.float32), memory[end:]
-
-        def part(place: int) -> Tensor:
-            values = flat[place * numel : (place + 1) * numel]
-            missing = numel - len(values)
-            return functional.pad(values, (0, missing)) if missing else values
-
-        yield from exchange_codes(first, codec, part, memory, mean)
-        codes = memory[: size * codec.nbytes(numel)].view(size, -1)
-        codec.encode_row(mean, codes[comm.rank])
-        yield levels.gather_level(second, codes, codes[comm.rank])
-        for place, row in enumerate(codes):
-            values = flat[place * numel : (place + 1) * numel]
-            codec.decode_row([codec.blocks(row, numel)], values)
-        return tensor
+def spare_numel(wire: Wire, route: Route, numel: int, itemsize: int) -> int:
+    """Elements of the second buffer that `scatter_steps` needs; see `levels.spare_numel`."""
+    coded, plain = route.split(wire.levels(route))
+    most, here = levels.spare_numel(plain, numel, direct=False), numel // plain.size
+    for comm in coded.reductions:
+        here //= comm.size
+        most = max(most, -(-exchange_bytes(wire.codec, here, comm.size) // itemsize))
+    return most
 
 
-levels.SENDERS[Codec] = _CodecSender
+def scatter_steps(wire: Wire, route: Route, full: Tensor, out: Tensor, spare: Tensor) -> Steps:
+    """Average over a partition group as `levels.scatter_steps`, with codes on outer levels."""
+    coded, plain = route.split(wire.levels(route))
+    here, there = full.view(-1), spare.view(-1)
+    if plain.size > 1:
+        # An exchange leaves the mean where part 0 was; torch's op writes to the other buffer.
+        if len(plain.levels) % 2 and not levels.exchanges(plain.reductions[0]):
+            here, there = there, here
+        here = here[: full.numel() // plain.size]
+        yield from levels.scatter_steps(plain, full.view(plain.size, -1), here, spare)
+    for comm in coded.reductions:
+        parts = here.view(comm.size, -1)
+        here = parts[(comm.rank + 1) % comm.size]
+        if comm is coded.reductions[-1]:
+            here = out.view(-1)
+        memory = there.view(torch.uint8)
+        needs = exchange_bytes(wire.codec, here.numel(), comm.size)
+        if memory.numel() < needs:  # the levels before have needed less
+            memory = memory.new_empty(needs)
+        yield from exchange_codes(comm, wire.codec, parts.__getitem__, memory, here)
+    return out
+
+
+# Hop 2: the means of parts are coded, too, and gathered.
+
+
+def mean_comms(comm: Comm) -> list[Comm]:
+    """The communicators of `mean_steps`; the next mean begins while this one is gathered."""
+    return [comm, comm.second or comm]
+
+
+def mean_steps(codec: Codec, comm: Comm, tensor: Tensor, memory: Tensor | None = None) -> Steps:
+    """Average a contiguous tensor over some ranks, in place, in two collectives of codes.
+
+    Args:
+      codec: encodes parts, and then their means.
+      comm: the communicator.
+      tensor: contiguous.
+      memory: 1D, uint8, of `mean_bytes`; None allocates it.
+    """
+    first, second = mean_comms(comm)
+    flat, size = tensor.view(-1), comm.size
+    if memory is None:
+        nbytes = mean_bytes(codec, flat.numel(), size)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=tensor.device)
+    numel = _mean_numel(codec, flat.numel(), size)
+    end = numel * torch.float32.itemsize
+    mean, memory = memory[:end].view(torch.float32), memory[end:]
+
+    def part(place: int) -> Tensor:
+        values = flat[place * numel : (place + 1) * numel]
+        missing = numel - len(values)
+        return functional.pad(values, (0, missing)) if missing else values
+
+    yield from exchange_codes(first, codec, part, memory, mean)
+    codes = memory[: size * codec.nbytes(numel)].view(size, -1)
+    codec.encode_row(mean, codes[comm.rank])
+    yield levels.gather_level(second, codes, codes[comm.rank])
+    for place, row in enumerate(codes):
+        values = flat[place * numel : (place + 1) * numel]
+        codec.decode_row([codec.blocks(row, numel)], values)
+    return tensor
+
+
+levels.SENDERS[Codec] = sys.modules[__name__]
 
 
 def _mean_numel(codec: Codec, numel: int, size: int) -> int:

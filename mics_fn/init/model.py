@@ -360,9 +360,8 @@ class Filling:
             sums = {home: self._add_up(home) for home in self.groups if home.num_replicas > 1}
         fix = "let all ranks make or read the same values, on machines that compute alike"
         for home, found in sums.items():
-            if found:
-                values = torch.stack([*found.values()]).to(home.device)
-                refuse_unequal(self.verb, home, list(found), values, fix)
+            here = {name: x.to(home.device) for name, x in found.items()}
+            refuse_unequal(self.verb, home, here, fix)
         return made
 
     def _fill(self, source: Callable[[str], Read]) -> None:

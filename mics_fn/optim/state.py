@@ -414,7 +414,7 @@ def _stepped(state: TrainState, ahead: flat.Unpacked, home: Any, donate: bool) -
     with spans.span("opt_step", state.step + 1, parts=True), shards.Writing() as writing:
         if donate:
             to = f"opt_step at step {state.step}"
-            writing.covers_leaves(before.leaves, before.spec, "params", to)
+            writing.covers(state.params, "params", to)
             writing.covers(state.opt, "opt", to)
         try:
             after, opt = state.transform.step(ahead, state.opt, start, donate)

@@ -158,7 +158,7 @@ from mics_fn.shards.pack import (
     whole_chunk,
     zero_padding,
 )
-from mics_fn.shards.precision import Precision, check_dtype, precision_of
+from mics_fn.shards.precision import Precision, check_dtype
 from mics_fn.shards.sharding import (
     LayoutOptions,
     check_tensor,

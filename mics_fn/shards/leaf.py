@@ -19,7 +19,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from inspect import currentframe
 from operator import attrgetter
-from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -27,7 +26,6 @@ from torch import Tensor
 
 from mics_fn import _torch, tree
 from mics_fn.errors import DonatedError, LeafError, LostStateError, message
-from mics_fn.offload import is_coded, read
 from mics_fn.shards.bucket import Bucket
 from mics_fn.tree import Tree
 
@@ -46,17 +44,15 @@ def parts_of(leaf: Any) -> tuple[Any, ...]:
     if _torch.is_wrapped(x) or x.grad_fn is not None:
         text = f"{leaf!r} is computed from a tensor that requires a gradient, and cannot be copied"
         raise LeafError(text, fix="detach it first, or copy what it was computed from")
-    if is_coded(x):
-        whole = _CHUNKS.setdefault((_torch.storage_id(x.codes.row), x.dtype), x.whole())
-        place = x.shape, x.stride(), x.start
-    elif leaf.bucket is not None and not _torch.has_no_data(x):
-        x = read(x)  # a copy is in memory, wherever this leaf lives
+    if leaf.bucket is not None and not _torch.has_no_data(x) and not hasattr(x, "codes"):
+        x = x if type(x) in _torch.PLAIN else x.clone()  # a copy is in memory
+        whole = x.detach()
         if x.untyped_storage().nbytes() == leaf.bucket.chunk * x.itemsize:
-            chunk = x.detach().as_strided((leaf.bucket.chunk,), (1,), 0)
+            chunk = whole.as_strided((leaf.bucket.chunk,), (1,), 0)
             whole = _CHUNKS.setdefault((_torch.storage_id(x), x.dtype), chunk)
             place = x.shape, x.stride(), x.storage_offset()
         else:
-            whole, place = x.detach().clone(), (x.shape, x.stride(), 0)
+            whole, place = whole.clone(), (x.shape, x.stride(), 0)
     return type(leaf), whole, place, leaf.data.requires_grad, leaf.bucket, leaf.slot
 
 
@@ -253,7 +249,7 @@ class Writing:
     """
 
     def __init__(self) -> None:
-        self.open = ExitStack()  # what is closed when the block ends
+        self.open = ExitStack()  # what is closed when the outermost block ends
         self.whole = self  # the outermost block
         self.begun = False
         self.memory: dict[int, Tensor] | None = {}  # of leaves without data, by their id
@@ -262,12 +258,9 @@ class Writing:
     def covers(self, shards: Tree, root: str, to: str) -> None:
         """Add a tree to what is lost if the block is cut short after its first write."""
         leaves, spec = tree.flatten(shards, is_leaf)
-        self.covers_leaves(leaves, spec, root, to)
-
-    def covers_leaves(self, leaves: Sequence[Any], spec: Any, root: str, to: str) -> None:
-        """`covers` for the leaves of a tree and its structure."""
-        for block in {id(self): self, id(self.whole): self.whole}.values():
-            block._parts.append((leaves, (spec, root, to, self.whole)))
+        part = leaves, (spec, root, to, self.whole)
+        for block in {self, self.whole}:
+            block._parts.append(part)
 
     def mark_donated(self, keep: Sequence[Any] = ()) -> None:
         """Take the data of what this block covers, but for the leaves that are kept."""
@@ -282,26 +275,24 @@ class Writing:
         while outer is not None and frame is not outer._frame:
             frame = getattr(frame, "f_back", None)
             outer = outer if frame is not None else None
-        self.whole = self if outer is None else outer.whole
+        if outer is not None:
+            self.whole = outer
+            return self
         try:
-            self._outer = outer
             _WRITING.set(self)
             return self
         except BaseException:
-            _WRITING.set(outer)
+            _WRITING.set(None)
             raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._frame = None
+        if self.whole is not self:
+            return
         try:
-            _WRITING.set(self._outer)
-            self._frame = self._outer = None
+            _WRITING.set(None)
             self.open.close()
-            if self.whole is self and error is None:
+            if error is None:
                 self.memory, self._parts = None, []
         finally:
             try:
@@ -312,7 +303,7 @@ class Writing:
 
     def _lose(self) -> None:
         """Mark the covered values as lost, unless the block ended without an error."""
-        if self.whole is self and self.begun:
+        if self.begun:
             self.mark_donated()
 
 
@@ -333,9 +324,7 @@ def lose_if_aborted(shards: Tree, to: str, device: torch.device, home: Any) -> N
     refs = [weakref.ref(leaf) for leaf in leaves]
 
     def lose() -> None:
-        lost = Writing()
-        lost.covers_leaves([ref() for ref in refs], spec, "params", to)
-        lost.mark_donated()
+        _mark_donated([ref() for ref in refs], (spec, "params", to, Writing()), ())
 
     _torch.Queued(device, lose)
     if home.partition.state.failed is not None:
@@ -346,14 +335,14 @@ _WRITING: ContextVar[Writing | None] = ContextVar("writing", default=None)
 
 
 def note_write() -> None:
-    """Say that the memory of what the innermost block covers is written from here on."""
+    """Say that the memory of what the outermost block covers is written from here on."""
     writing = _WRITING.get()
     if writing is not None:
-        writing.whole.begun = True
+        writing.begun = True
 
 
 def closed_after(blocks: Generator[Any]) -> Generator[Any]:
-    """The same generator, which ends with the innermost block if it has not ended before."""
+    """The same generator, which ends with the outermost block if it has not ended before."""
     writing = _WRITING.get()
     return blocks if writing is None else writing.open.enter_context(closing(blocks))
 

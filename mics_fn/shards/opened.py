@@ -6,7 +6,6 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mics_fn import _torch, checks, tree
@@ -24,7 +23,7 @@ from mics_fn.shards.leaf import (
     owner_index,
     places_of,
 )
-from mics_fn.shards.pack import any_to_fetch, check_kept
+from mics_fn.shards.pack import any_to_fetch
 from mics_fn.tree import Tree
 
 # The groups of a tree: the same for all leaves, a function from the path of a leaf, or a tree.
@@ -87,14 +86,11 @@ def homes_of(
         require_groups(verb, groups)
         how: Any = {"is_leaf": is_leaf, "is_value": lambda value: isinstance(value, kind)}
         found = tree.spread(groups, like, what="groups", **how)
-    now, homes = dict[Any, Any](), []
-    for home in found:
-        if home not in now:
-            # A transform that was given groups holds those from before a `reset`.
-            now[home] = current(home)
-            now[home].partition.check_open()
-        homes.append(now[home])
-    return homes
+    each = dict.fromkeys(found)
+    now = dict(zip(each, map(current, each), strict=True))  # those before a `reset` may be given
+    for home in now.values():
+        home.partition.check_open()
+    return list(map(now.__getitem__, found))
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,11 +175,6 @@ class TreeLayout:
     agreed: set[str] = field(default_factory=set)  # schedules that ranks have compared with it
 
     @cached_property
-    def kept(self) -> list[int]:
-        """The buckets whose leaves are kept as codes."""
-        return [k for k, use in enumerate(self.uses) if use.bucket.codes is not None]
-
-    @cached_property
     def owner(self) -> list[int]:
         """For each leaf the index of the leaf that holds its data: its own, unless it is `Tied`."""
         return owner_index(self.places)
@@ -198,10 +189,10 @@ class TreeLayout:
         for i, (kind, (bucket, slot)) in enumerate(self.places):
             if kind is Tied or bucket is None:
                 continue
-            slots = found.setdefault(bucket, [])
-            if not slots or slot in slots[-1]:
-                slots.append({})
-            free = slots[-1] if len(slots) == 1 else next(s for s in slots if slot not in s)
+            every = found.setdefault(bucket, [])
+            free = next((slots for slots in every if slot not in slots), None)
+            if free is None:
+                every.append(free := {})
             free[slot] = i
         uses = []
         for bucket, every in found.items():
@@ -341,10 +332,7 @@ def open_shards(verb: str, shards: Tree, groups: Any, *, root: str = "shards") -
     uses = layout.uses
     if any_to_fetch(leaves, homes[0] if homes else None):
         uses = layout.uses_of(leaves)
-    opened = Opened(verb, shards, root, leaves, spec, layout, uses)
-    for index in layout.kept:
-        check_kept(verb, uses[index].bucket, uses[index].by_slot(opened.tensors(index)))
-    return opened
+    return Opened(verb, shards, root, leaves, spec, layout, uses)
 
 
 _DATA = attrgetter("data")
@@ -437,12 +425,13 @@ def compare_values(
     Communication: 8 bytes per leaf, over the partition group and over the replication group.
     """
     for home in dict.fromkeys(homes):
-        pairs = zip(homes, values, strict=True)
-        mine = {i: x for i, (on, x) in enumerate(pairs) if on is home and x is not None}
-        mine = {i: x for i, x in mine.items() if not x.is_meta}
-        if mine and (home.world_size if whole else home.num_replicas) > 1:
-            sums = torch.stack([checksum(x) for x in mine.values()]).to(home.device)
-            refuse_unequal(verb, home, [paths[i] for i in mine], sums, fix, whole=whole)
+        if (home.world_size if whole else home.num_replicas) > 1:
+            mine = {
+                path: checksum(x).to(home.device)
+                for path, on, x in zip(paths, homes, values, strict=True)
+                if on is home and x is not None and not x.is_meta
+            }
+            refuse_unequal(verb, home, mine, fix, whole=whole)
 
 
 def check_equal(opened: Opened) -> None:

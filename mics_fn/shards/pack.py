@@ -84,25 +84,6 @@ def check_kept_place(verb: str, bucket: Bucket, place: str) -> None:
         raise PlanError(text, lines, "give param= or where= a pattern that leaves these out")
 
 
-def check_kept(verb: str, bucket: Bucket, data: Sequence[Any]) -> None:
-    """Raise LeafError for values in the place of codes: a gather would round them, if p > 1.
-
-    Args:
-      verb: for errors.
-      bucket: one whose leaves are kept as codes.
-      data: the pieces, by slot; None for a leaf that the tree lacks. Those on meta may be anything.
-    """
-    for slot, x in enumerate(data):
-        if x is None or not bucket.chunk or _torch.has_no_data(x):
-            continue
-        if has_codes(x) and x.codes.codec == bucket.codes:
-            continue
-        kind = f"codes of {x.codes.codec}" if has_codes(x) else x.dtype
-        text = f"{verb}: leaf {slot} of bucket {bucket.index} ({bucket.names}) is {kind}"
-        fix = "keep the leaf that shard or load_shards gave; set() changes its values"
-        raise LeafError(text, [f"expected codes, {bucket.codes}"], fix)
-
-
 def checksum_of(data: Tensor) -> Tensor:
     """64 bits that depend on every bit of a piece: on its codes and scales, if it has them."""
     if not has_codes(data):
@@ -120,13 +101,19 @@ def kept_row(bucket: Bucket, chunk: int, data: Sequence[Any]) -> Tensor | None:
       data: the pieces, by slot; None for a leaf that the tree lacks.
 
     Memory: none if the pieces are parts of one row, as `shard` makes them; else a new row.
+
+    Raises:
+      LeafError: a piece is values in the place of codes, which a gather would round.
     """
-    if bucket.codes is None or not bucket.chunk:
-        return None
     given: list[Any] = [_torch.unwrapped(x) if isinstance(x, Tensor) else x for x in data]
     some = [x for x in given if x is not None]
-    if not all(map(has_codes, some)):
-        return None  # on meta
+    if bucket.codes is None or not bucket.chunk or any(map(_torch.has_no_data, some)):
+        return None
+    for x in some:
+        if not has_codes(x) or x.codes.codec != bucket.codes:
+            kind = x.codes.codec if has_codes(x) else x.dtype
+            text = f"a leaf of bucket {bucket.index} ({bucket.names}) is {kind}, not {bucket.codes}"
+            raise LeafError(text, fix="keep the leaf that shard gave; set() changes its values")
     row, pairs = some[0].codes.row, list(zip(pieces(bucket, chunk), given, strict=True))
     own = [(piece, x) for piece, x in pairs if x is not None and piece.length]
     together = all(x.codes.row is row and x.start == piece.start for piece, x in own)

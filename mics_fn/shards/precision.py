@@ -25,10 +25,10 @@ NAMES = {
     **{"fp16": torch.float16, "half": torch.float16},
 }
 FIELDS = ("param", "compute", "reduce", "output", "accumulate", "gather", "hop1", "hop2", "state")
-_CODED = ("param", "gather", "hop1", "hop2")  # a dtype or a codec
+_CODED = ("param", "gather", "hop1", "hop2", "state")  # a dtype or a codec
 _LEVELED = ("gather", "hop1")  # a codec may name a level
-# Lines of a column, and parts of files, have whole blocks of these lengths.
-_STATE_BLOCKS = [2**n for n in range(6, 13)]
+# Lines of a column, and parts of files, have whole blocks of moments.
+_STATE_BLOCKS = range(64, 4097)
 CODED_NUMEL = 4096  # elements of a tensor from which on its moments are coded
 
 
@@ -48,19 +48,18 @@ def read_field(name: str, given: Any) -> torch.dtype | Codec | Wire:
     if isinstance(given, str):
         text, at, level = given.removeprefix("torch.").partition("@")
         value = NAMES.get(text, given)
-        if value is given and name in (*_CODED, "state"):
+        if value is given and name in _CODED:
             value = Codec.parse(text)
-        leveled = name in _LEVELED and isinstance(value, Codec) and level.isidentifier()
-        if at and not leveled:
+        if at and not (name in _LEVELED and isinstance(value, Codec) and level.isidentifier()):
             fix = "codecs of gather and hop1 may name a level behind @, as in int8[256]@node"
             raise PlanError(f"Precision: {name}={given}: it has no such level", fix=fix)
-    if isinstance(value, Codec) and name in _CODED:
-        return Wire(value, level) if name in _LEVELED else value
     if name == "state" and value != torch.float32:
         if isinstance(value, Codec) and value.name in AT_REST and value.block in _STATE_BLOCKS:
             return value
         fix = "use int8 or fp8, as in state=int8[256], with a block of 64 to 4096 elements; or f32"
         raise PlanError(f"Precision: state={text_of(value)} is not a way to keep moments", fix=fix)
+    if isinstance(value, Codec) and name in _CODED:
+        return Wire(value, level) if name in _LEVELED else value
     if not (isinstance(value, Wire) and name in _LEVELED):
         check_dtype("Precision", name, value)
     return value
@@ -69,11 +68,8 @@ def read_field(name: str, given: Any) -> torch.dtype | Codec | Wire:
 def check_dtype(verb: str, name: str, dtype: Any) -> None:
     """Raise PlanError unless a value is one of the dtypes that parameters can have here."""
     if not isinstance(dtype, torch.dtype) or dtype not in SHORT_NAMES:
-        why, allowed = "not a torch.dtype", ", ".join(map(str, SHORT_NAMES))
-        if isinstance(dtype, torch.dtype):
-            kept = "not a dtype to compute, reduce or keep parameters in here"
-            why = kept if dtype.is_floating_point else "not a float dtype"
-        raise PlanError(f"{verb}: {name}={dtype!r} is {why}", fix=f"pass one of {allowed}")
+        fix = f"pass one of {', '.join(map(str, SHORT_NAMES))}"
+        raise PlanError(f"{verb}: {name}={dtype!r} is not a float dtype of torch", fix=fix)
 
 
 @dataclass(frozen=True)
@@ -143,11 +139,15 @@ class Precision:
     def __post_init__(self) -> None:
         for name, value in self._fields():
             object.__setattr__(self, name, read_field(name, value))
-        object.__setattr__(self, "overrides", tuple(map(_checked, self.overrides)))
+        object.__setattr__(self, "overrides", tuple(self.overrides))
+        for pattern, own in self.overrides:
+            if not own._fields() or own.overrides or own.output:
+                fix = f"set some of {', '.join(name for name in FIELDS if name != 'output')}"
+                raise PlanError(f"Precision: the override {pattern!r} sets no field", fix=fix)
 
     @classmethod
-    def parse(cls, text: str) -> "Precision":
-        """Read the text form; `parse(str(precision))` equals `precision`.
+    def parse(cls, value: "Precision | str | None") -> "Precision":
+        """Read the text form; `parse(str(precision))` equals `precision`. None is the default.
 
         A text is `field=dtype, ...`, followed by `; pattern: field=dtype, ...` for each override. A
         dtype without a field means `compute`. The fields `param`, `gather`, `hop1`, `hop2` and
@@ -156,18 +156,19 @@ class Precision:
         Raises:
           PlanError: a clause does not give a dtype for a field, or gives two for the same one.
         """
-        base: dict[str, Any] | None = None
-        overrides = []
-        for clause in filter(None, map(str.strip, text.split(";"))):
+        if isinstance(value, Precision):
+            return value
+        base, overrides = dict[str, Any](), list[tuple[str, Precision]]()
+        for number, clause in enumerate(filter(None, map(str.strip, (value or "").split(";")))):
             pattern, colon, fields = clause.rpartition(":")
             if colon:
                 overrides.append((pattern.strip(), cls(**_read(clause, fields))))
-            elif base is None and not overrides:
-                base = _read(clause, fields)
-            else:
+            elif number:
                 fix = "write overrides as in '*norm*: compute=f32', after the rest"
                 raise PlanError(f"Precision.parse: no pattern in {clause!r}", fix=fix)
-        return cls(**(base or {}), overrides=tuple(overrides))
+            else:
+                base = _read(clause, fields)
+        return cls(**base, overrides=tuple(overrides))
 
     def __str__(self) -> str:
         own = ",".join(f"{name}={text_of(value)}" for name, value in self._fields())
@@ -232,23 +233,6 @@ class Precision:
     def inputs(self) -> torch.dtype | None:
         """The dtype that inputs of a model are cast to; None leaves them as they are."""
         return self.compute or (None if isinstance(self.param, Codec) else self.param)  # pyright: ignore
-
-
-def precision_of(value: Precision | str | None) -> Precision:
-    """The `Precision` that an argument means: one, its text, or None for the default."""
-    return Precision.parse(value or "") if value is None or isinstance(value, str) else value
-
-
-def _checked(override: Any) -> tuple[str, Precision]:
-    """An override, after a check that it has a text form and an effect."""
-    pattern, precision = checks.checked_override(override, Precision)
-    what = f"Precision: the override {pattern!r}"
-    if precision.overrides or precision.output is not None:
-        fix = f"give it {', '.join(name for name in FIELDS if name != 'output')}"
-        raise PlanError(f"{what} sets what a leaf does not have", [f"{precision}"], fix)
-    if not precision._fields():
-        raise PlanError(f"{what} sets no field", fix="write one, as in '*norm*: compute=f32'")
-    return pattern, precision
 
 
 def _read(clause: str, fields: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """`shard`: a pytree of tensors becomes a tree of shards. See [Note: kinds of leaves] in `leaf`."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
@@ -26,7 +26,7 @@ from mics_fn.shards.leaf import (
 )
 from mics_fn.shards.opened import GroupsTree, compare_values, homes_of
 from mics_fn.shards.pack import check_kept_place, coded_pieces, pack_full, split_chunk
-from mics_fn.shards.precision import Precision, precision_of
+from mics_fn.shards.precision import Precision
 from mics_fn.tree import Tree
 
 # What may become shards.
@@ -51,42 +51,34 @@ def refuse_computed(verb: str, paths: Sequence[str], tensors: Sequence[Tensor]) 
             raise LeafError(text, fix=fix)
 
 
-def _as_tensors(value: Any) -> str:
-    """How what is no tensor is given in a tree of tensors."""
-    if isinstance(value, nn.Module):
-        return "pass dict(model.named_parameters()); a Trainer takes the module itself"
-    if isinstance(value, Iterator):
-        return "pass dict(model.named_parameters()), or list(model.parameters())"
-    return "convert it with torch.as_tensor, or leave it out of the tree"
-
-
 def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None:
     """Raise LeafError unless a leaf is a tensor that can be sharded on this device."""
+    kind, wrong = type(leaf).__name__, ""
     if not isinstance(leaf, Tensor):
-        text = f"{verb}: {where} is {type(leaf).__name__}, expected torch.Tensor"
-        raise LeafError(text, fix=_as_tensors(leaf))
-    if leaf.layout != torch.strided or leaf.is_nested or leaf.dtype not in _DTYPES:
-        kind = f"{leaf.layout}, {leaf.dtype}".replace("torch.", "")
+        wrong = f"{kind}, expected torch.Tensor"
+        fix = "pass tensors, as dict(model.named_parameters()); a Trainer takes the module itself"
+    elif leaf.layout != torch.strided or leaf.is_nested or leaf.dtype not in _DTYPES:
+        wrong = f"{leaf.layout}, {leaf.dtype}".replace("torch.", "")
         fix = f"pass a dense tensor of {', '.join(SHORT_NAMES.values())}, bool or whole numbers"
-        raise LeafError(f"{verb}: {where} is {kind}", fix=fix)
-    if type(leaf) not in (Tensor, nn.Parameter) and _torch.is_dtensor(leaf):
+    elif type(leaf) not in _torch.PLAIN and _torch.is_dtensor(leaf):
+        wrong = "a DTensor"
         fix = (
             "of a tensor parallel model pass its to_local(), with groups of the data-parallel part "
             "of the mesh: make_groups(mesh=mesh['dp']); else its full_tensor()"
         )
-        raise LeafError(f"{verb}: {where} is a DTensor", fix=fix)
-    if _torch.is_wrapper(leaf):
-        text = f"{verb}: {where} is {type(leaf).__name__}, which keeps its values in other tensors"
+    elif _torch.is_wrapper(leaf):
+        wrong = f"{kind}, which keeps its values in other tensors"
         fix = "pass a plain tensor, as its clone() or dequantize() may be, or leave it out"
-        raise LeafError(text, fix=fix)
+    elif not leaf.is_meta and leaf.device != device:
+        wrong = f"on {leaf.device}, its groups are on {device}"
+        fix = f"move it with .to('{device}'), or make groups with device='{leaf.device}'"
+    if wrong:
+        raise LeafError(f"{verb}: {where} is {wrong}", fix=fix)  # pyright: ignore
     hooks = _torch.hooks_of(leaf) if leaf.is_leaf else ()
     if hooks:
         text = f"{verb}: {where} has hooks ({', '.join(hooks)}), which nothing would call"
         fix = "remove them; to change gradients, chain a Transform before the optimizer"
         raise LeafError(text, fix=fix)
-    if not leaf.is_meta and leaf.device != device:
-        fix = f"move it with .to('{device}'), or make groups with device='{leaf.device}'"
-        raise LeafError(f"{verb}: {where} is on {leaf.device}, its groups are on {device}", fix=fix)
 
 
 def refuse_overlaps(verb: str, leaves: Mapping[str, Tensor], trained: Collection[str]) -> None:
@@ -108,9 +100,8 @@ def refuse_overlaps(verb: str, leaves: Mapping[str, Tensor], trained: Collection
         found = [paths[i] for i in group]
         if set(found) & set(trained):
             text = f"{verb}: {' and '.join(found)} overlap in memory, and are not the same tensor"
-            shapes = [f"shapes {' and '.join(f'{tuple(leaves[x].shape)}' for x in found)}"]
             fix = "clone one of them, or keep one tensor and take views of it in forward"
-            raise LeafError(text, shapes, fix)
+            raise LeafError(text, fix=fix)
 
 
 # The options of `shard`, which other verbs hand on.
@@ -186,22 +177,14 @@ class Layout(NamedTuple):
     host_bytes: int  # through which data of files travel
 
 
-def layout_for(
-    verb: str,
-    root: str,
-    params: Tree,
-    groups: Any,
-    *,
-    frozen: Callable[[str], bool] | None = None,
-    precision: Precision | str | None = None,
-    bucket_bytes: float | str = BUCKET_BYTES,
-    order: Callable[[str], object] | None = None,
-    bucket: Callable[[str], object] | None = None,
-    where: Where | str | None = None,
-) -> Layout:
+def layout_for(verb: str, root: str, params: Tree, groups: Any, options: LayoutOptions) -> Layout:
     """Check the tensors of a tree and the options of `shard`, and decide where each will lie."""
-    chosen, where = precision_of(precision), Where.parse(where)
-    nbytes = checks.nbytes(verb, "bucket_bytes", bucket_bytes, 1)
+    for name in options.keys() - LayoutOptions.__annotations__.keys():
+        raise TypeError(f"{verb}() got an unexpected keyword argument {name!r}")
+    frozen, order, bucket = (options.get(name) for name in ("frozen", "order", "bucket"))
+    chosen, where = Precision.parse(options.get("precision")), Where.parse(options.get("where"))
+    given = options.get("bucket_bytes", BUCKET_BYTES)
+    nbytes = checks.nbytes(verb, "bucket_bytes", given, 1)
     homes = homes_of(verb, groups, params, root, Groups)
     leaves, spec = tree.flatten(params, is_leaf)
     tree.refuse_equal_paths(verb, tree.replace_none(params, Nothing(), is_leaf), root, is_leaf)
@@ -219,7 +202,9 @@ def layout_for(
             lines = [f"{homes[owners[i]].describe()} against {home.describe()}"]
             raise PlanError(text, lines, "give tied leaves the same groups, or clone one of them")
         if leaf.is_floating_point() and owners[i] == i:
-            trained = not _is_frozen(verb, leaf, path, frozen)
+            trained = not isinstance(leaf, nn.Parameter) or leaf.requires_grad
+            if frozen is not None:
+                trained &= not checks.answer(verb, f"frozen({path!r})", frozen(path))
             formats = chosen.formats(path, leaf.dtype, leaf.numel(), trained)
             _check_formats(verb, paths[i], formats, home, trained)
             facts = formats, home.partition_size, trained, (numbers[home], leaf.is_meta)
@@ -239,14 +224,8 @@ def _check_formats(verb: str, path: str, formats: Formats, home: Groups, trained
         text = f"{verb}: leaves that are trained cannot be kept as codes: updates would be lost"
         fix = "name them in frozen=, or give param= behind a pattern that leaves them out"
         raise PlanError(text, [f"{path}: param={formats.codes}"], fix)
-    for wire in (formats.gather, formats.hop1):
-        if wire is not None:
-            collectives.check_level(wire, home.plan.topology.names)
-
-
-def _is_frozen(verb: str, leaf: Tensor, path: str, frozen: Callable[[str], bool] | None) -> bool:
-    answer = frozen is not None and checks.answer(verb, f"frozen({path!r})", frozen(path))
-    return answer or (isinstance(leaf, nn.Parameter) and not leaf.requires_grad)
+    for wire in filter(None, (formats.gather, formats.hop1)):
+        collectives.check_level(wire, home.plan.topology.names)
 
 
 def agree_on(layout: Layout) -> None:
@@ -367,7 +346,7 @@ def shard(
         raise PlanError(f"shard: source_rank={source_rank} has no effect", fix=fix)
     how: Any = {"precision": precision, "bucket_bytes": bucket_bytes, "where": where}
     how |= {"frozen": frozen, "order": order, "bucket": bucket}
-    layout = layout_for("shard", "params", params, groups, **how)
+    layout = layout_for("shard", "params", params, groups, how)
     refuse_computed("shard", layout.paths, layout.leaves)
     trained = [layout.paths[i] for i, (bucket, _) in layout.slots.items() if bucket.trainable]
     refuse_overlaps("shard", dict(zip(layout.paths, layout.leaves, strict=True)), trained)
@@ -400,7 +379,7 @@ def layout_of(
 
     Communication: a digest of the tree, to compare it between ranks.
     """
-    layout = layout_for(verb, root, values, groups, **options)
+    layout = layout_for(verb, root, values, groups, options)
     agree_on(layout)
     meta = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in layout.leaves]
     return _assemble(layout._replace(leaves=meta), {})

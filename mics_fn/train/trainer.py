@@ -416,7 +416,7 @@ class Trainer:
         self.accumulate, self.deterministic, self.weight = accumulate, deterministic, weight
         self.recoverable, self.check_replicas, self.on_drift = recoverable, check_replicas, on_drift
         self.where, self.overlap_step = where, overlap_step
-        self.precision, self.guard = shards.precision_of(precision), guard or Guard()
+        self.precision, self.guard = shards.Precision.parse(precision), guard or Guard()
         self.replica_sync, self.grad_dtype = policy_of(replica_sync, hop2), grad_dtype
         check_options(self, schedule, checkpoint)
         program: Any = ModuleProgram if isinstance(model, nn.Module) else FunctionProgram

@@ -80,4 +80,3 @@ def test_an_override_is_a_pair_of_a_pattern_and_a_value(kind, override: Any):
 def test_a_pattern_has_a_text_form(pattern):
     with pytest.raises(mf.errors.PlanError, match="has a pattern without a text form"):
         checks.checked_override((pattern, Where()), Where, marks=";=")
-    assert checks.checked_override(["a=b", Precision()], Precision) == ("a=b", Precision())

@@ -21,7 +21,7 @@ JOB |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
         ("bench opt --json no/such/folder/f.json", "there is no folder no/such/folder"),
         ("bench step --peers fsdp", "invalid choice: 'fsdp'"),
         ("bench step --peers plain", "none of these is measured with 4 ranks"),
-        ("bench step --precision compute=bf17", "'bf17' is not a torch.dtype"),
+        ("bench step --precision compute=bf17", "'bf17' is not a float dtype"),
         ("bench step --precision 'bf16; *norm*: f32'", "fsdp2 has one for all leaves"),
         ("bench bytes --precision hop2=int9[64]", "'int9[64]' is not a codec"),
         ("bench step --rates 200mbits", "200mbits: it is not a rate"),

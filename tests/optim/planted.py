@@ -25,7 +25,7 @@ PLANTED = [
     ("clipping scales small gradients up", _N, "(max_norm / (norm + 1e-6)).clamp(max=1.0)",
      "max_norm / (norm + 1e-6)", "optim/test_guard.py -k single_process"),
     ("a state that a step has torn is taken for whole", "optim/state.py",
-     "writing.covers_leaves(before.leaves, before.spec, \"params\", to)", "pass",
+     "writing.covers(state.params, \"params\", to)", "pass",
      "optim/test_arriving.py -k whole_or_known"),
     ("the fused SGD skips 16-bit elements", "optim/optimizers.py",
      "return any(p.itemsize == 2 and p.is_cpu for p in params)", "return False",

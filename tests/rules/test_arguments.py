@@ -132,7 +132,7 @@ LeafError: record: the loss has shape (2,), expected one number
 >>> mf.GradSum(0)
 PlanError: GradSum: micro_steps=0, expected an int of at least 1
 >>> mf.GradSum(dtype="f32")
-PlanError: GradSum: dtype='f32' is not a torch.dtype
+PlanError: GradSum: dtype='f32' is not a float dtype of torch
 >>> mf.GradSum(where="params: host")
 PlanError: GradSum: where='params: states=host' has no effect: it does not say where grads lie
 >>> summed(lambda full: full["w"])
@@ -190,7 +190,7 @@ PlanError: Trainer: on_drift=None, expected 'raise' or 'heal'
 >>> trainer(schedule="fetch 0")
 PlanError: Trainer: schedule='fetch 0', expected a Schedule or a policy
 >>> trainer(grad_dtype=torch.int32)
-PlanError: Trainer: grad_dtype=torch.int32 is not a float dtype
+PlanError: Trainer: grad_dtype=torch.int32 is not a float dtype of torch
 >>> trainer(checkpoint="folder")
 PlanError: Trainer: checkpoint='folder', expected a Checkpoints
 >>> trainer().step(x[:0])
@@ -277,10 +277,10 @@ LeafError: Trainer: the loss called backward(), which Trainer does once the loss
   fix: return the loss, and leave out backward(), zero_grad() and the optimizer's step()
 >>> mf.shard(nn.Linear(2, 1), groups)
 LeafError: shard: params is Linear, expected torch.Tensor
-  fix: pass dict(model.named_parameters()); a Trainer takes the module itself
+  fix: pass tensors, as dict(model.named_parameters()); a Trainer takes the module itself
 >>> mf.shard(nn.Linear(2, 1).parameters(), groups)
 LeafError: shard: params is generator, expected torch.Tensor
-  fix: pass dict(model.named_parameters()), or list(model.parameters())
+  fix: pass tensors, as dict(model.named_parameters()); a Trainer takes the module itself
 >>> functional_call(nn.Linear(2, 1), of_linear(), (x,))
 TypeError: Sharded(...) is not an instance of torch.Tensor
 >>> trainer().save("run")

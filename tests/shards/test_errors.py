@@ -17,7 +17,9 @@ from mics_fn.errors import message
 FOUR = Layout((2, 2), 2)
 SAME_TREE = "build the same tree on every rank: same keys in the same order, same shapes and dtypes"
 DENSE = "\n  fix: pass a dense tensor of f32, bf16, f16, f64, bool or whole numbers"
-CONVERT = "\n  fix: convert it with torch.as_tensor, or leave it out of the tree"
+CONVERT = (
+    "\n  fix: pass tensors, as dict(model.named_parameters()); a Trainer takes the module itself"
+)
 
 
 def on_all_ranks(ranks, fn, *args):

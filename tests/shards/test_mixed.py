@@ -29,7 +29,6 @@ from mics_fn.collectives.levels import mean_over_ranks, start_mean
 from mics_fn.groups import placement
 from mics_fn.shards.bucket import Formats
 from mics_fn.shards.leaf import is_leaf
-from mics_fn.shards.precision import precision_of
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 POLICIES = [
@@ -52,7 +51,7 @@ PLACEMENTS = {
 
 def dtypes_by_path(policy, params) -> dict[str, Formats]:
     """Of each float leaf, as the policy alone says."""
-    rule = precision_of(policy)
+    rule = mf.shards.Precision.parse(policy)
     leaves = zip(tree.paths(params), tree.flatten(params)[0], strict=True)
     return {path: rule.formats(path, x.dtype) for path, x in leaves if x.is_floating_point()}
 
@@ -411,7 +410,7 @@ def used_on_some_ranks(layout, precision, policy):
         return p["a"].square().sum() + (p["b"].pow(3).sum() if rank % 2 == 0 else 0)
 
     def rounded(p, rank):
-        dtype = precision_of(precision).formats("", F64).compute
+        dtype = mf.shards.Precision.parse(precision).formats("", F64).compute
         return loss({key: x.to(dtype) for key, x in p.items()}, rank)
 
     grads = grad(lambda s: loss(full_of(s, groups, policy and policy()), rank))(shards)
