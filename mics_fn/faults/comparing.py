@@ -169,8 +169,8 @@ def from_replica(
     sent = [numbers, *(x.detach() for x in leaves if isinstance(x, Tensor) and x.numel())]
     fix = "start the rank that came back with the same script and the same options"
     sizes = tree.digest(f"{tuple(x.shape)} {x.dtype}" for x in sent)
-    number = torch.tensor([int.from_bytes(sizes[:8], signed=True)], device=home.device)
-    refuse_unequal("reset", home, ["the sizes of the state"], number, fix)
+    number = torch.tensor(int.from_bytes(sizes[:8], signed=True), device=home.device)
+    refuse_unequal("reset", home, {"the sizes of the state": number}, fix)
     if source is None:
         return before
     with torch.no_grad():
