@@ -136,14 +136,10 @@ def serve_store(address: str, port: int = 0) -> Any:
       address: of this machine; the loopback address keeps others away.
       port: 0 takes a free one.
     """
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listening.bind((address, port))
-    listening.listen()
-    port = listening.getsockname()[1]
+    listening = socket.create_server((address, port))
     return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         address,
-        port,
+        listening.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listening.detach(),  # the store closes it
@@ -361,11 +357,6 @@ def has_no_data(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
 
 
-def fake_mode_of(value: Any) -> Any:
-    """The mode that a fake tensor belongs to; None for anything else."""
-    return value.fake_mode if type(value).__name__ == "FakeTensor" else None
-
-
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a DTensor, without importing DTensor."""
     return type(tensor).__name__ == "DTensor"
@@ -498,11 +489,9 @@ def is_lazy_clone(tensor: torch.Tensor) -> bool:
 
 def hooks_of(tensor: torch.Tensor) -> list[str]:
     """The hooks registered on a tensor, by the names of the methods that register them."""
-    kinds = {
-        "register_hook": "_backward_hooks",
-        "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
-    }
-    return [method for method, kept in kinds.items() if getattr(tensor, kept, None)]
+    kinds = ("register_hook", "register_post_accumulate_grad_hook")
+    kept = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return [kind for kind, hooks in zip(kinds, kept, strict=True) if hooks]
 
 
 def version(tensor: torch.Tensor) -> int:
