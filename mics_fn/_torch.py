@@ -138,14 +138,10 @@ def serve_store(address: str, port: int = 0) -> Any:
       address: of this machine; the loopback address keeps others away.
       port: 0 takes a free one.
     """
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listening.bind((address, port))
-    listening.listen()
-    port = listening.getsockname()[1]
+    listening = socket.create_server((address, port))
     return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         address,
-        port,
+        listening.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listening.detach(),  # the store closes it
@@ -360,11 +356,6 @@ without_torch_func: Any = torch._C._DisableFuncTorch  # pyright: ignore[reportAt
 def has_no_data(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no data because it is on meta or fake."""
     return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
-
-
-def fake_mode_of(value: Any) -> Any:
-    """The mode that a fake tensor belongs to; None for anything else."""
-    return value.fake_mode if type(value).__name__ == "FakeTensor" else None
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

@@ -735,7 +735,7 @@ def _without_data(
     loss_fn: Callable[[Tree, Any], Tensor], leaves: Sequence[shards.Leaf], spec: Any, batch: Any
 ) -> Run:
     """The run of a loss and its backward on tensors without data."""
-    mode = next((m for x in tree.flatten(batch)[0] if (m := _torch.fake_mode_of(x))), None)
+    mode = next((m for x in tree.flatten(batch)[0] if (m := getattr(x, "fake_mode", None))), None)
     device = torch.device("meta") if mode is None else torch.device("cpu")
     home = Hierarchy.of_one(device)
     with mode or nullcontext(), torch.enable_grad():

@@ -2,11 +2,8 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -193,19 +190,6 @@ def test_close_leaves_no_process_and_no_file() -> None:
     assert left_of(started) == []
     assert not folder.exists()
     pool.close()
-
-
-@pytest.mark.thorough
-def test_ranks_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    code = (
-        "import os\nfrom mics_fn.lab.ranks import RankPool\n"
-        "pool = RankPool(2)\nprint(*pool.run(os.getpid), flush=True)\nos.kill(os.getpid(), 9)"
-    )
-    env = os.environ | {"TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, env=env)
-    started = [int(pid) for pid in done.stdout.split()]
-    assert len(started) == 2, done.stderr
-    assert left_of(started) == []
 
 
 def test_what_cannot_be_forked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
