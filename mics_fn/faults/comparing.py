@@ -233,7 +233,7 @@ def same_step(state: Any, groups: Any, *, heal: bool = False) -> Any:
     Communication: 8 bytes over the partition group and over the replication group. To heal, each
       replication group that has ranks behind sends the state of one rank to the others.
 
-    Memory: to heal, a second copy of the state on ranks that are behind.
+    Memory: to heal, a second copy of the state on ranks that are behind, but not where it is lost.
 
     Raises:
       LostStateError: on all ranks, if they are at different steps. With `heal` only if no rank has

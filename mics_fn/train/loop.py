@@ -313,21 +313,17 @@ class DataPasses:
         self._once = isinstance(loader, Iterator)
         try:
             while True:
-                at = self._resume
-                if at is not None and not at.fits(loader, strict=self._strict):
-                    at = None
-                epoch = max(self.next, getattr(shuffler, "epoch", 0)) if at is None else at.epoch
-                if shuffler is not None:
-                    shuffler.set_epoch(epoch)
-                empty = at is None  # a pass that is gone on with may have nothing left
-                if at is None:
+                at, empty = self._resume, False  # one that is gone on with may have nothing left
+                if at is None or not at.fits(loader, strict=self._strict):
+                    epoch = max(self.next, getattr(shuffler, "epoch", 0))
                     start = random_states(device, generators_of(loader))
-                    at, rest = Position(epoch, facts_of(loader), 0, start), iter(loader)
-                else:
-                    rest = at.behind(loader, device, ranks, self._now)
+                    at, empty = Position(epoch, facts_of(loader), 0, start), True
+                if shuffler is not None:
+                    shuffler.set_epoch(at.epoch)
+                rest = at.behind(loader, device, ranks, self._now)
                 # What it resumed from is no state of the batches that follow.
                 self._at, self._resume, self._now = at._replace(loader=None), None, None
-                self.next = epoch + 1
+                self.next = at.epoch + 1
                 for batch in rest:
                     empty = False
                     yield batch

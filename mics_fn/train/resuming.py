@@ -249,8 +249,9 @@ class Checkpoints:
       background: whether training goes on while files are written; each step that is saved then
         waits for a copy in memory only.
       on_corrupt: "previous" lets it go on from an older step, if the newest one is damaged.
-      other_options: "warn" lets it go on with options that change numbers and are not as saved, and
-        begins a new pass with a loader whose sampler has another seed or `shuffle`.
+      other_options: "warn" lets it go on with options that change numbers and are not as saved (a
+        guard of other options begins anew), and begins a new pass with a loader whose sampler has
+        another seed or `shuffle`.
 
     Communication: at a step that is saved that of `checkpoint.start_save`; at others none.
 
@@ -343,8 +344,7 @@ class Checkpoints:
             with shards.Writing() as writing:  # until all of it is that of the trainer
                 found = checkpoint.load(*where, donate=True, **how)
                 writing.covers(found.state, "state", "load")
-                buffers, state = trainer.state.buffers, found.state["train"]
-                trainer.state = replace(state, buffers=buffers)
+                trainer.state = replace(found.state["train"], buffers=trainer.state.buffers)
                 trainer.sync_state = found.state["sync"]
                 take_back(trainer, found.state, found.extra, other_options=self.other_options)
         except errors.CheckpointNotFound:
@@ -421,11 +421,9 @@ class Checkpoints:
             state, extra = carried(trainer)
         except Exception as error:  # the save raises it, on all ranks
             state, extra = _split(trainer)[0], error
-        step = trainer.state.step
+        step, options = trainer.state.step, {"keep": self.keep, "keep_every": self.keep_every}
         # Steps of another run are not replaced, unless this one has gone on from this folder.
-        overwrite = "newer" if self._ours else "never"
-        options = {"overwrite": overwrite, "replicas": _replicas(trainer)}
-        options |= {"keep": self.keep, "keep_every": self.keep_every}
+        options |= {"overwrite": "newer" if self._ours else "never", "replicas": _replicas(trainer)}
         begin: Any = checkpoint.start_save if background else checkpoint.save
         pending = begin(self._writer, state, trainer.groups, step=step, extra=extra, **options)
         self._pending = pending if background else None
