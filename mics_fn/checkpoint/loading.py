@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -251,12 +252,10 @@ def _chosen(
     folder: directory.Folder, step: int | None, refused: Mapping[int, FileError]
 ) -> list[Any]:
     """The step to load, and its folder; raises the first error if no step is left."""
-    if refused:
-        older = [each for each in folder.committed() if each < min(refused)]
-        if not older:
-            raise refused[max(refused)]
-        step = max(older)
-    number, path = folder.find(step)
+    older = [each for each in folder.committed() if each < min(refused, default=inf)]
+    if refused and not older:
+        raise refused[max(refused)]
+    number, path = folder.find(max(older) if refused else step)
     return [number, str(path)]
 
 
