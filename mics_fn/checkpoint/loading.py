@@ -202,7 +202,7 @@ def load(
       FileError: it is damaged; on all
         ranks, with the file and the leaf.
       FileError: the system cannot read a file; or a save of this process to the folder, which
-        was under way, failed or did not end in time; on all ranks.
+        was under way, failed; on all ranks.
       FileError: it does not fit `like`; all differences are named.
       DesyncError: ranks load other states.
       PlanError: an argument is not what it should be.
