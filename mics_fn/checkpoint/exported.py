@@ -51,18 +51,6 @@ class Saved(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-def one_job(verb: str, groups: Any) -> Groups:
-    """The groups, which must be there, open, and not in a transform of torch.func.
-
-    Raises:
-      GroupsError, LeafError: they are not.
-    """
-    shards.require_groups(verb, groups)
-    shards.refuse_derivative(verb, (), "call it outside of torch.func")
-    groups.partition.check_open()
-    return groups
-
-
 def saved_leaves(
     verb: str, params: Any, groups: Groups, names: Any, dtype: torch.dtype | None
 ) -> list[Saved]:
@@ -204,6 +192,32 @@ def free_path(verb: str, path: str | os.PathLike) -> Path:
     return real
 
 
+def begin(
+    verb: str, path: Any, params: Any, groups: Any, names: Any, dtype: Any, max_file_bytes: Any
+) -> tuple[Path, list[list[Saved]]]:
+    """Compare what ranks are to write; returns where, and the leaves of each file.
+
+    Communication: two small all-gathers over the partition group and over the replication group,
+      and 32 bytes.
+
+    Raises:
+      GroupsError, LeafError, PlanError, FileError: an argument is not what it should be.
+      DesyncError: ranks differ in it; the first leaf is named.
+    """
+    shards.require_groups(verb, groups)
+    shards.refuse_derivative(verb, (), "call it outside of torch.func")
+    groups.partition.check_open()
+    with together(verb, groups) as exchange:
+        target = free_path(verb, path)
+        exchange.fact = f"path={str(target)!r}, max_file_bytes={max_file_bytes}, {dtype}"
+        leaves = saved_leaves(verb, params, groups, names, dtype)
+        files = in_files(verb, leaves, max_file_bytes)
+    # Even if these were compared before, another rank may now come with different ones.
+    groups.agreed.difference_update([seen for seen in groups.agreed if seen[0] == verb])
+    agree(groups, verb, [(f"params.{x.key}", f"{x.name!r} {x.shape} {x.dtype}") for x in leaves])
+    return target, files
+
+
 def export(
     verb: str,
     path: Path,
@@ -227,17 +241,12 @@ def export(
       write: writes a file, and gives what the first rank is to know of it.
       finish: writes on the first rank what makes the rest readable.
 
-    Communication: 32 bytes; two small all-gathers over the partition group and over the replication
-      group for each round, and two more.
+    Communication: two small all-gathers over the partition group and over the replication group for
+      each round, and two more.
 
     Raises:
       FileError: some rank cannot write; on every rank.
-      DesyncError: ranks write other leaves; the first one that differs is named.
     """
-    # Even if these were compared before, another rank may now come with different ones.
-    home.agreed.difference_update([seen for seen in home.agreed if seen[0] == verb])
-    facts = [(f"params.{x.key}", f"{x.name!r} {x.shape} {x.dtype}") for x in chain(*files)]
-    agree(home, verb, facts)
     first = home.ranks[home.plan.partition_groups[0][0]]
     made, said = None, list[Any]()
     try:
@@ -385,23 +394,17 @@ def save_dcp(
       ...     sorted(load_dcp(f"{folder}/a", groups, like=None))
       ['m.w']
     """
-    verb = "save_dcp"
-    home = one_job(verb, groups)
 
     def renamed(name: str) -> str | None:
         new = name if names is None else names(name)
         return None if new is None else prefix + new
 
-    with together(verb, home) as exchange:
-        target = free_path(verb, path)
-        exchange.fact = f"path={str(target)!r}, {prefix!r}, {max_file_bytes}, {dtype}"
-        leaves = saved_leaves(verb, params, home, renamed, dtype)
-        files = in_files(verb, leaves, max_file_bytes)
+    target, files = begin("save_dcp", path, params, groups, renamed, dtype, max_file_bytes)
 
     def finish(folder: Path, said: list[list[Place]]) -> None:
-        _describe(folder, leaves, prefix, list(chain(*said)))
+        _describe(folder, list(chain(*files)), prefix, list(chain(*said)))
 
-    export(verb, target, home, params, files, _write_dcp, finish)
+    export("save_dcp", target, groups, params, files, _write_dcp, finish)
 
 
 def _write_dcp(folder: Path, number: int, values: Mapping[str, Any]) -> list[Place]:
@@ -507,19 +510,15 @@ def save_pretrained(
       ...     load_shards(f"{folder}/model", groups)
       {'w': Sharded(shape=(2, 3), float32, here 6 of 6)}
     """
-    home = one_job(_VERB, groups)
-    with together(_VERB, home) as exchange:
-        from safetensors.torch import save_file
+    from safetensors.torch import save_file
 
+    with together(_VERB, groups):
         saves = callable(getattr(config, "save_pretrained", None))
         wrong = isinstance(config, nn.Module)  # which would save its own weights
         if wrong or not (config is None or isinstance(config, dict) or saves):
             what = f"{_VERB}: config is {type(config).__name__}, expected a dict, or an object with"
             raise LeafError(f"{what} save_pretrained(path)", fix="pass model.config")
-        target = free_path(_VERB, path)
-        exchange.fact = f"path={str(target)!r}, max_file_bytes={max_file_bytes}, {dtype}"
-        leaves = saved_leaves(_VERB, params, home, names, dtype)
-        files = in_files(_VERB, leaves, max_file_bytes)
+    target, files = begin(_VERB, path, params, groups, names, dtype, max_file_bytes)
 
     def write(folder: Path, number: int, tensors: dict[str, Tensor]) -> None:
         file = folder / _file_name(number, len(files))
@@ -529,7 +528,7 @@ def save_pretrained(
     def finish(folder: Path, said: list[Any]) -> None:
         _finish(folder, files, config)
 
-    export(_VERB, target, home, params, files, write, finish)
+    export(_VERB, target, groups, params, files, write, finish)
 
 
 def _file_name(number: int, count: int) -> str:

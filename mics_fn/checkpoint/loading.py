@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -201,7 +202,7 @@ def load(
       FileError: it is damaged; on all
         ranks, with the file and the leaf.
       FileError: the system cannot read a file; or a save of this process to the folder, which
-        was under way, failed or did not end in time; on all ranks.
+        was under way, failed; on all ranks.
       FileError: it does not fit `like`; all differences are named.
       DesyncError: ranks load other states.
       PlanError: an argument is not what it should be.
@@ -251,12 +252,10 @@ def _chosen(
     folder: directory.Folder, step: int | None, refused: Mapping[int, FileError]
 ) -> list[Any]:
     """The step to load, and its folder; raises the first error if no step is left."""
-    if refused:
-        older = [each for each in folder.committed() if each < min(refused)]
-        if not older:
-            raise refused[max(refused)]
-        step = max(older)
-    number, path = folder.find(step)
+    older = [each for each in folder.committed() if each < min(refused, default=inf)]
+    if refused and not older:
+        raise refused[max(refused)]
+    number, path = folder.find(max(older) if refused else step)
     return [number, str(path)]
 
 

@@ -334,8 +334,7 @@ def agree_on(
     try:
         with together("save", home) as exchange:
             _check(step, options)
-            if before := _UNDER_WAY.get(os.path.realpath(folder.path)):
-                before.conclude("save")
+            folder_to_read("save", folder, raises=True)
             contents = contents_of("save", state, groups, home, replicas)
             if not contents.pieces:
                 fix = "pass a TrainState, or a tree with shards or tensors"

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "mics_fn"
 MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 OWN = "lab/ranks.py"
 # Reads pickles by a machine of Python's own, which here finds no class: see `stand_in`.
-READS = "init/torch_files.py"
+READS = "init/files.py"
 OBJECTS = {f"{verb}_object" for verb in ("all_gather", "gather", "scatter", "broadcast")}
 OBJECTS |= {f"{verb}_object_list" for verb in ("broadcast", "scatter", "send", "recv")}
 
