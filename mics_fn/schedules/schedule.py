@@ -708,7 +708,7 @@ class Run:
         if not self._ended:
             self._ended = True
             if self.following and Schedule(self._actions[self._next :]).uses:
-                used = len(self.record.uses)
+                used = len(self.marked.uses)
                 self.following = False
                 self._cause = f"run {self.number} ends after {used} uses of buckets"
             if self._cause and not self.learned.warned:
@@ -745,8 +745,3 @@ class Run:
     def marked(self) -> Schedule:
         """What happened, as a schedule without fetches, marked where backward passes began."""
         return Schedule(tuple(Action(*event) for event in self._events))
-
-    @property
-    def record(self) -> Schedule:
-        """`marked` without the marks."""
-        return self.marked.unmarked
