@@ -251,14 +251,13 @@ class GradSum(Reduction):
           LeafError: fewer than `micro_steps` passes are done, or it was released.
           LeafError: no parameter got a gradient in any pass on any rank.
         """
-        self._check_complete("grads")
+        self._check("grads")
         self.wait()
-        self._check()
         return self._opened.rebuild({i: self.pieces(i) for i in self.order})
 
     def in_place(self) -> Tree:
         """`grads` with its pieces where they lie, valid until `release`: for tables of memory."""
-        self._check_complete("in_place")
+        self._check("in_place")
         self.wait()
         return self._opened.rebuild({i: self.pieces(i, in_place=True) for i in self.order})
 
@@ -268,10 +267,7 @@ class GradSum(Reduction):
         Raises:
           LeafError: as `grads`.
         """
-        self._check_complete("grads")
-        if not self._reached:  # the step is refused unless other ranks have a gradient
-            self.wait()
-        self._check()
+        self._check("grads")
         opened, order = self._opened, self.order
         trained = (i for i, leaf in enumerate(opened.leaves) if isinstance(leaf, shards.Sharded))
         number = {i: k for k, i in enumerate(trained)}
@@ -288,14 +284,6 @@ class GradSum(Reduction):
             take=take,
         )
 
-    def _check_complete(self, verb: str) -> None:
-        """Raise LeafError unless all passes are done, and their memory is there."""
-        if self.passes != self.micro_steps:
-            fix = "call backward for each micro-step first"
-            raise LeafError(f"GradSum.{verb}: {self._done()}", fix=fix)
-        if self._released:
-            raise LeafError(f"GradSum.{verb}: its memory was given back", fix="call release() last")
-
     def _note_unreached(self, loss: Tensor) -> None:
         """Note why a pass gave no gradient here; in the last one, count it for all ranks."""
         if not loss.requires_grad:
@@ -307,12 +295,20 @@ class GradSum(Reduction):
         if self.last and len(self._ranks) > 1:
             self.run.tally(f"no gradient/{min(self._ranks)}", 1)
 
-    def _check(self) -> None:
-        """Check, after all reductions, that this step trains something.
+    def _check(self, verb: str) -> None:
+        """Check that all passes are done, and that this step trains something.
+
+        Without a gradient on this rank it waits for all reductions, to know about the others.
 
         Raises:
+          LeafError: passes are missing, or the memory was given back.
           LeafError: on all ranks, if no parameter got a gradient on any of them.
         """
+        if self.passes != self.micro_steps:
+            fix = "call backward for each micro-step first"
+            raise LeafError(f"GradSum.{verb}: {self._done()}", fix=fix)
+        if self._released:
+            raise LeafError(f"GradSum.{verb}: its memory was given back", fix="call release() last")
         if self._reached and self._strangers:
             text = f"backward: the loss {_depends_on(self._strangers)}"
             lines = ["they get no gradient here; this is said once"]
@@ -321,6 +317,7 @@ class GradSum(Reduction):
             self._strangers = ()
         if self._reached or not self._ranks:
             return
+        self.wait()
         _torch.synchronize(self._opened.uses[0].home.device)  # only its stream waits so far
         n = len(self._ranks)
         if n == 1 or self.run.tally(f"no gradient/{min(self._ranks)}", 0) == n:

@@ -413,8 +413,7 @@ class LiveBuckets:
 
     def _offsets(self, schedule: Schedule) -> Offsets:
         """Where the fetches of a schedule lie; found once per schedule."""
-        numbers: dict[Buffers, int] = {}
-        pools = [numbers.setdefault(use.hierarchy.pools.fetched, len(numbers)) for use in self.uses]
+        pools = [id(use.hierarchy.pools.fetched) for use in self.uses]
         learned, key = self.run.learned, (schedule, self.run.sizes, pools)
         if learned.offsets[0] != key:
             learned.offsets = key, offsets(*key)
@@ -472,9 +471,8 @@ class LiveBuckets:
             schedule = self.run.end()
             if schedule is not None:  # the next run has the memory that it needs, and no more
                 needs = self._offsets(schedule).nbytes
-                pools = {use.hierarchy.pools.fetched: i for i, use in enumerate(self.uses)}
-                for pool, index in pools.items():
-                    pool.provide(needs[index], self.buckets[index].device)
+                for each, nbytes in zip(self.buckets, needs, strict=True):
+                    each.use.hierarchy.pools.fetched.provide(nbytes, each.device)
             self._leave()
             if self.buckets and _torch.is_async(self.buckets[0].device):
                 # A host that waits for a collective looks meanwhile; here it never waits.
@@ -529,15 +527,13 @@ def _title(index: int, names: Sequence[str]) -> str:
 
 def _fetched_numels(use: Any) -> tuple[int, int]:
     """Elements of the buffers of a fetch: what the outer levels keep, and the whole bucket."""
-    bucket, outer, inner, outer_numel = use.bucket, 1, use.bucket.parts, 0
-    coded = False
+    bucket, inner, kept = use.bucket, use.bucket.parts, False
     if use.home:
-        levels = use.route.split(use.route.outer_params)
-        outer, inner = levels[0].size, levels[1].size
+        outer, inner = (route.size for route in use.route.split(use.route.outer_params))
         wire = use.gather_wire
         coded = wire is not None and wire.levels(use.route) > use.route.outer_params
-    if outer > 1 and not coded:
-        outer_numel = bucket.numel // inner
+        kept = outer > 1 and not coded
+    outer_numel = bucket.numel // inner if kept else 0
     made = use.placed or bucket.codes is not None or bucket.compute != bucket.dtype
     whole = inner > 1 or (not outer_numel and made)
     return outer_numel, bucket.numel if whole else 0

@@ -111,18 +111,13 @@ class Schedule:
     @property
     def backwards(self) -> tuple[int, ...]:
         """For each backward pass that is marked, how many uses come before it."""
-        found, uses = [], 0
-        for action in self.actions:
-            uses += action.kind == "use"
-            if action.kind == _MARK:
-                found.append(uses)
-        return tuple(found)
+        uses = accumulate(action.kind == "use" for action in self.actions)
+        pairs = zip(self.actions, uses, strict=True)
+        return tuple(before for action, before in pairs if action.kind == _MARK)
 
     @property
     def unmarked(self) -> "Schedule":
         """The schedule without marks of backward passes."""
-        if not any(action.kind == _MARK for action in self.actions):
-            return self
         return Schedule(tuple(action for action in self.actions if action.kind != _MARK))
 
     def fetched_bytes(self, sizes: Sequence[int]) -> int:
@@ -629,9 +624,8 @@ class Run:
             self.following = False
             self._cause = f"a use is of {' and '.join(map(self.name, ids))}"
         for i in ids:
-            if i in self.live:
-                del self.live[i]
-                self.live[i] = None
+            if i in self.live:  # it is the most recently used one now
+                self.live[i] = self.live.pop(i)
         return self._on_demand(ids)
 
     def lets_go(self, index: int) -> bool:
