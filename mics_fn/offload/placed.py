@@ -61,8 +61,7 @@ from torch import Tensor
 
 from mics_fn import _torch, spans
 from mics_fn.collectives import Codec, needs_derivative, refuse_derivative
-from mics_fn.offload.places import DEVICE, DISK
-from mics_fn.offload.scratch import Extent, Scratch, aligned, padded
+from mics_fn.offload.scratch import DEVICE, DISK, Extent, Scratch, aligned, padded
 from mics_fn.read_only import ReadOnly
 
 # Tensors without memory: an op gets their values, and a view is one of them again.
