@@ -100,12 +100,10 @@ class Point(NamedTuple):
 observers: list[Callable[[Point], None]] = []  # called at each point, in this order
 
 
-def passing(
-    name: str, step: int | None = None, tensors: Sequence[Any] = (), comms: Sequence[Any] = ()
-) -> None:
-    """Show a point to all observers, which may raise."""
+def passing(*facts: Any) -> None:
+    """Show a point, given as the arguments of `Point`, to all observers, which may raise."""
     for observe in list(observers):
-        observe(Point(name, step, tensors, comms))
+        observe(Point(*facts))
 
 
 def calling(text: str, tensors: Sequence[Any], comms: Sequence[Any]) -> None:
@@ -193,16 +191,11 @@ class Span:
             watcher.end(self, mine)
 
 
-class _Unseen(nullcontext[None]):
-    """A span that nobody sees."""
-
-    result = None
+UNSEEN: Any = nullcontext()  # a span that nobody sees
+UNSEEN.result = None
 
 
-UNSEEN = _Unseen()
-
-
-def span(kind: str, about: Any = "", **facts: Any) -> Span | _Unseen:
+def span(kind: str, about: Any = "", **facts: Any) -> Any:
     """A span if somebody sees it; arguments as for `Span`.
 
     >>> span("drop", "bucket 0") is UNSEEN
@@ -236,7 +229,7 @@ def title(about: Any) -> str:
     if isinstance(about, Span):
         return f"{about.kind} {title(about.about)}".rstrip()
     if isinstance(about, Sequence) and not isinstance(about, str):
-        if len(about) == 1 or len(about) < 3:
+        if len(about) < 3:
             return " + ".join(map(title, about))
         return f"{title(about[0])} + {len(about) - 1} more"
     return about if isinstance(about, str) else getattr(about, "title", f"{about}")

@@ -50,13 +50,11 @@ from mics_fn.tree import Tree
 
 def check_loss(verb: str, loss: Any) -> None:
     """Raise LeafError unless a loss is one number, as a tensor."""
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        return
-    got = f"is {type(loss).__name__}"
-    if isinstance(loss, Tensor):
-        got = f"has shape {tuple(loss.shape)}"
-    fix = "return a tensor: the mean() over samples, without item(), or the .loss of an output"
-    raise LeafError(f"{verb}: the loss {got}, expected one number", fix=fix)
+    is_tensor = isinstance(loss, Tensor)
+    if not is_tensor or loss.numel() != 1:
+        got = f"has shape {tuple(loss.shape)}" if is_tensor else f"is {type(loss).__name__}"
+        fix = "return a tensor: the mean() over samples, without item(), or the .loss of an output"
+        raise LeafError(f"{verb}: the loss {got}, expected one number", fix=fix)
 
 
 def strangers_of(loss: Tensor) -> list[nn.Parameter]:
@@ -88,8 +86,7 @@ def strangers_of(loss: Tensor) -> list[nn.Parameter]:
 def _depends_on(strangers: Sequence[Tensor]) -> str:
     """Describe what a loss depends on besides the parameters that it was given."""
     shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
-    more = ", ..." if len(strangers) > 3 else ""
-    return f"depends on Parameters that it was not given, of shape {shapes}{more}"
+    return f"depends on Parameters that it was not given, of shape {shapes}"
 
 
 # `GradSum`: the gradients of a step.
@@ -154,6 +151,7 @@ class GradSum(Reduction):
         self._running = False  # whether `backward` is running
         self._reached = False  # whether a gradient arose on this rank
         self._cause = ""  # why none did
+        self._ranks: Sequence[int] = ()  # that reduce together; none where nothing is trained
         # Of the loss of the first pass under this policy; nobody trains them.
         self._strangers: Sequence[Tensor] = ()
 
@@ -176,6 +174,8 @@ class GradSum(Reduction):
         self.begin(opened.uses, run, let_go, places)
         for use in opened.uses:  # what was seen may be of a step that was not judged
             shards.observe(use.bucket, None)
+            if use.bucket.trainable and use.bucket.numel:
+                self._ranks = max(self._ranks, use.home.ranks, key=len)
         self._opened = opened
         return full
 
@@ -251,14 +251,13 @@ class GradSum(Reduction):
           LeafError: fewer than `micro_steps` passes are done, or it was released.
           LeafError: no parameter got a gradient in any pass on any rank.
         """
-        self._check_complete("grads")
+        self._check("grads")
         self.wait()
-        self._check()
         return self._opened.rebuild({i: self.pieces(i) for i in self.order})
 
     def in_place(self) -> Tree:
         """`grads` with its pieces where they lie, valid until `release`: for tables of memory."""
-        self._check_complete("in_place")
+        self._check("in_place")
         self.wait()
         return self._opened.rebuild({i: self.pieces(i, in_place=True) for i in self.order})
 
@@ -268,10 +267,7 @@ class GradSum(Reduction):
         Raises:
           LeafError: as `grads`.
         """
-        self._check_complete("grads")
-        if not self._reached:  # the step is refused unless other ranks have a gradient
-            self.wait()
-        self._check()
+        self._check("grads")
         opened, order = self._opened, self.order
         trained = (i for i, leaf in enumerate(opened.leaves) if isinstance(leaf, shards.Sharded))
         number = {i: k for k, i in enumerate(trained)}
@@ -288,14 +284,6 @@ class GradSum(Reduction):
             take=take,
         )
 
-    def _check_complete(self, verb: str) -> None:
-        """Raise LeafError unless all passes are done, and their memory is there."""
-        if self.passes != self.micro_steps:
-            fix = "call backward for each micro-step first"
-            raise LeafError(f"GradSum.{verb}: {self._done()}", fix=fix)
-        if self._released:
-            raise LeafError(f"GradSum.{verb}: its memory was given back", fix="call release() last")
-
     def _note_unreached(self, loss: Tensor) -> None:
         """Note why a pass gave no gradient here; in the last one, count it for all ranks."""
         if not loss.requires_grad:
@@ -304,35 +292,39 @@ class GradSum(Reduction):
             self._cause = f"it {_depends_on(strangers)}: it closes over another module"
         else:
             self._cause = "it requires a gradient, but depends on none of these parameters"
-        if self.last and len(ranks := self._ranks()) > 1:
-            self.run.tally(f"no gradient/{min(ranks)}", 1)
+        if self.last and len(self._ranks) > 1:
+            self.run.tally(f"no gradient/{min(self._ranks)}", 1)
 
-    def _check(self) -> None:
-        """Check, after all reductions, that this step trains something.
+    def _check(self, verb: str) -> None:
+        """Check that all passes are done, and that this step trains something.
+
+        Without a gradient on this rank it waits for all reductions, to know about the others.
 
         Raises:
+          LeafError: passes are missing, or the memory was given back.
           LeafError: on all ranks, if no parameter got a gradient on any of them.
         """
+        if self.passes != self.micro_steps:
+            fix = "call backward for each micro-step first"
+            raise LeafError(f"GradSum.{verb}: {self._done()}", fix=fix)
+        if self._released:
+            raise LeafError(f"GradSum.{verb}: its memory was given back", fix="call release() last")
         if self._reached and self._strangers:
             text = f"backward: the loss {_depends_on(self._strangers)}"
             lines = ["they get no gradient here; this is said once"]
             fix = "use the model that the loss function is given, or detach what is not trained"
             warnings.warn(message(text, lines, fix), stacklevel=3)
             self._strangers = ()
-        if self._reached or not (ranks := self._ranks()):
+        if self._reached or not self._ranks:
             return
+        self.wait()
         _torch.synchronize(self._opened.uses[0].home.device)  # only its stream waits so far
-        n = len(ranks)
-        if n == 1 or self.run.tally(f"no gradient/{min(ranks)}", 0) == n:
+        n = len(self._ranks)
+        if n == 1 or self.run.tally(f"no gradient/{min(self._ranks)}", 0) == n:
             who = f", on any of {n} ranks" if n > 1 else ""
             text = f"backward: the loss gave no parameter a gradient{who}"
             fix = "compute it from the model, or the parameters, that the loss function is given"
             raise LeafError(text, [self._cause], fix)
-
-    def _ranks(self) -> Sequence[int]:
-        """Return the ranks that reduce together; none where nothing is trained."""
-        uses = [use for use in self._opened.uses if use.bucket.trainable and use.bucket.numel]
-        return max((use.home.ranks for use in uses), key=len, default=())
 
 
 # The autograd side of deferred parameters: made in forward, their gradients reduced in
@@ -507,12 +499,7 @@ class DeferredParams:
     @property
     def record(self) -> Schedule:
         """What this run has used and reduced so far, in order, as a schedule without fetches."""
-        return self._live.run.record
-
-    @property
-    def marked(self) -> Schedule:
-        """`record`, with the mark `backward` where the backward pass begins."""
-        return self._live.run.marked
+        return self._live.run.marked.unmarked
 
     def close(self) -> None:
         """End the run: its buckets are dropped, and using its tensors is an error from then on.
@@ -721,14 +708,15 @@ def record(
     """
     if groups is not None:
         total = GradSum()
-        with (run := defer(shards, groups, OnDemand(None, 0), into=total)) as full:
+        with defer(shards, groups, OnDemand(None, 0), into=total) as full:
             total.backward(loss_fn(full, batch))
         total.wait()
-        return run.marked if mark_backward else run.record
-    leaves, spec = tree.flatten(shards, is_leaf)
-    check_leaves("record", shards, leaves, "shards")
-    run = _without_data(loss_fn, leaves, spec, batch)
-    return run.marked if mark_backward else run.record
+        found = total.run.marked
+    else:
+        leaves, spec = tree.flatten(shards, is_leaf)
+        check_leaves("record", shards, leaves, "shards")
+        found = _without_data(loss_fn, leaves, spec, batch).marked
+    return found if mark_backward else found.unmarked
 
 
 def _without_data(

@@ -241,8 +241,8 @@ class LiveBucket:
             self.device = chunk.device
         self.chunk, self.version = chunk, version(chunk)
 
-    def plain(self) -> list[Tensor] | None:
-        """The leaves as plain tensors, one per member, if ops can use the chunk itself.
+    def share(self) -> None:
+        """Make `leaves` plain tensors, one per member, if ops can use the chunk itself.
 
         Only where this rank holds all of it, and work is done when a call returns: elsewhere
         kernels that ask for an address are frequent, and each would copy the bucket.
@@ -251,11 +251,9 @@ class LiveBucket:
         needed = self.use.route.size > 1 or self.placed is not None
         if not (needed or _torch.is_async(chunk.device) or _torch.has_no_data(chunk)):
             self.whole = _torch.lazy_clone(chunk)
-        if self.whole is None:
-            return None
-        # Through `.data`, autograd does not take them for views of one another.
-        self.leaves = [view.data for view in self._views(self.whole)]
-        return self.leaves
+        if self.whole is not None:
+            # Through `.data`, autograd does not take them for views of one another.
+            self.leaves = [view.data for view in self._views(self.whole)]
 
     def _views(self, whole: Tensor) -> list[Tensor]:
         return self.use.by_member(shards.split_full(self.use.bucket, whole))
@@ -263,14 +261,13 @@ class LiveBucket:
     def check_copies(self) -> None:
         """Raise LeafError if a plain leaf was written to, or was given other memory."""
         whole, leaves, self.whole, self.leaves = self.whole, self.leaves, None, []
-        storage = _torch.storage_id(whole)
-        moved = [_torch.storage_id(leaf) != storage for leaf in leaves]
-        if _torch.is_lazy_clone(whole) and not any(moved):
+        storage, same = _torch.storage_id(whole), _torch.is_lazy_clone(whole)
+        if same and all(_torch.storage_id(leaf) == storage for leaf in leaves):
             return
         pairs = zip(self._views(whole), self._views(self.chunk), strict=True)
-        wrong = [not torch.equal(_bits(now), _bits(before)) for now, before in pairs]
-        for name, leaf, *odd in zip(self.names(), leaves, moved, wrong, strict=True):
-            if any(odd):
+        for name, leaf, (now, before) in zip(self.names(), leaves, pairs, strict=True):
+            kept = same or torch.equal(_bits(now), _bits(before))
+            if not kept or _torch.storage_id(leaf) != storage:
                 text = f"defer: {name} was written to, which changes no shard"
                 fix = "change parameters between steps, in the shards; or write to a clone()"
                 raise LeafError(text, [f"shape {tuple(leaf.shape)}"], fix)
@@ -295,8 +292,8 @@ class LiveBucket:
             else:
                 row = shards.kept_row(use.bucket, use.route.chunk, self.placed)
             how = {"chunk": chunk, "row": row, "device": self.device}
-            pool, numel = use.hierarchy.pools.codes, use.bucket.chunk
-            self.codes = SentCodes(wire, use.route, pool, numel, **how)
+            memory = use.hierarchy.pools.codes, use.bucket.chunk
+            self.codes = SentCodes(wire, use.route, *memory, **how)
         return self.codes, task
 
     def watch(self, key: int, *, live: bool) -> None:
@@ -355,9 +352,10 @@ class LiveBuckets:
     def parameters(self, index: int) -> Sequence[Tensor]:
         """The leaves of a bucket, one per member, deferred if they need a fetch."""
         each = self.buckets[index]
-        plain = each.plain() if self._closes and not each.numel else None
-        if plain is not None:
-            return plain
+        if self._closes and not each.numel:
+            each.share()
+        if each.whole is not None:
+            return each.leaves
         like = (each.use.bucket.compute, each.device, None)
         return [
             Deferred(self, each, geometry, leaf, like)
@@ -415,8 +413,7 @@ class LiveBuckets:
 
     def _offsets(self, schedule: Schedule) -> Offsets:
         """Where the fetches of a schedule lie; found once per schedule."""
-        numbers: dict[Buffers, int] = {}
-        pools = [numbers.setdefault(use.hierarchy.pools.fetched, len(numbers)) for use in self.uses]
+        pools = [id(use.hierarchy.pools.fetched) for use in self.uses]
         learned, key = self.run.learned, (schedule, self.run.sizes, pools)
         if learned.offsets[0] != key:
             learned.offsets = key, offsets(*key)
@@ -474,9 +471,8 @@ class LiveBuckets:
             schedule = self.run.end()
             if schedule is not None:  # the next run has the memory that it needs, and no more
                 needs = self._offsets(schedule).nbytes
-                pools = {use.hierarchy.pools.fetched: i for i, use in enumerate(self.uses)}
-                for pool, index in pools.items():
-                    pool.provide(needs[index], self.buckets[index].device)
+                for each, nbytes in zip(self.buckets, needs, strict=True):
+                    each.use.hierarchy.pools.fetched.provide(nbytes, each.device)
             self._leave()
             if self.buckets and _torch.is_async(self.buckets[0].device):
                 # A host that waits for a collective looks meanwhile; here it never waits.
@@ -531,15 +527,13 @@ def _title(index: int, names: Sequence[str]) -> str:
 
 def _fetched_numels(use: Any) -> tuple[int, int]:
     """Elements of the buffers of a fetch: what the outer levels keep, and the whole bucket."""
-    bucket, outer, inner, outer_numel = use.bucket, 1, use.bucket.parts, 0
-    coded = False
+    bucket, inner, kept = use.bucket, use.bucket.parts, False
     if use.home:
-        levels = use.route.split(use.route.outer_params)
-        outer, inner = levels[0].size, levels[1].size
+        outer, inner = (route.size for route in use.route.split(use.route.outer_params))
         wire = use.gather_wire
         coded = wire is not None and wire.levels(use.route) > use.route.outer_params
-    if outer > 1 and not coded:
-        outer_numel = bucket.numel // inner
+        kept = outer > 1 and not coded
+    outer_numel = bucket.numel // inner if kept else 0
     made = use.placed or bucket.codes is not None or bucket.compute != bucket.dtype
     whole = inner > 1 or (not outer_numel and made)
     return outer_numel, bucket.numel if whole else 0

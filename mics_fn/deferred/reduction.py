@@ -559,17 +559,15 @@ class _PlacedSum:
         self.comm, self._pools = use.hierarchy.sum_queue, use.hierarchy.pools
         size = max(hops.dtype.itemsize, use.bucket.dtype.itemsize)
         nbytes = use.bucket.numel // hops.now.size * size
-        self._room: Any
-        if rooms := self._pools.sums.get("free", {}).get((place, nbytes)):  # of the last step
-            self._room = rooms.pop()
-        else:
+        self._key = place, nbytes, self._leaf
+        self._room: Any = self._pools.sums.get("free", {}).pop(self._key, None)  # of the last step
+        if self._room is None:
             how: Any = {"device": self._device, "host_bytes": host_bytes, "leaf": self._leaf}
             self._room = empty_at(place, (nbytes,), torch.uint8, **how)
 
     def release(self) -> None:
         """Leave the memory to the next step."""
-        free = self._pools.sums.setdefault("free", {})
-        free.setdefault((self._place, self._room.nbytes), []).append(self._room)
+        self._pools.sums.setdefault("free", {})[self._key] = self._room
 
     def in_place(self, numel: int, dtype: torch.dtype) -> Tensor:
         """The sum, where it lies."""

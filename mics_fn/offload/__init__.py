@@ -89,8 +89,8 @@ Values may be kept as codes, too: a `Coded` is a tensor of float32 that takes a 
 less, and is decoded where an op reads it. Moments of an optimizer are, and frozen parameters. See
 [Note: coded tensors] and [Note: two kinds of codes] in `placed.py`.
 
-Start reading at `places.py`; then `scratch.py`, with its notes, and `placed.py`. To add a place,
-let `Where` read it, and say in `placed.py` how tensors get there.
+Start reading at `scratch.py`, with its notes; then `placed.py`. To add a place, let `Where` read
+it, and say in `placed.py` how tensors get there.
 """
 
 from mics_fn.offload.placed import (
@@ -118,14 +118,17 @@ from mics_fn.offload.placed import (
     transfer,
     view,
 )
-from mics_fn.offload.places import DEVICE, HOST_BYTES, Where, where
 from mics_fn.offload.scratch import (
+    DEVICE,
+    HOST_BYTES,
     Block,
     Scratch,
+    Where,
     aligned,
     block_bytes,
     cuts,
     read_all,
     stream,
+    where,
     write_all,
 )

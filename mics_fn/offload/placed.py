@@ -61,8 +61,7 @@ from torch import Tensor
 
 from mics_fn import _torch, spans
 from mics_fn.collectives import Codec, needs_derivative, refuse_derivative
-from mics_fn.offload.places import DEVICE, DISK
-from mics_fn.offload.scratch import Extent, Scratch, aligned, padded
+from mics_fn.offload.scratch import DEVICE, DISK, Extent, Scratch, aligned, padded
 from mics_fn.read_only import ReadOnly
 
 # Tensors without memory: an op gets their values, and a view is one of them again.
@@ -297,8 +296,7 @@ class FileTensor(Placed):
 
     def where_text(self) -> str:
         """Its leaf, its shape and its folder, for error texts."""
-        which = f"{self.leaf}, " if self.leaf else ""
-        return f"{which}shape {tuple(self.shape)} in {self.extent.scratch.folder}"
+        return f"{self.leaf}, shape {tuple(self.shape)} in {self.extent.scratch.folder}"
 
     @property
     def size_bytes(self) -> int:
@@ -813,7 +811,7 @@ def empty_at(
     """Allocate a tensor at a place.
 
     Args:
-      place: where.
+      place: where, which is not the device.
       shape, dtype: of the tensor.
       device: the one that computes with it.
       host_bytes: of the `Where` that the place comes from.
@@ -822,8 +820,6 @@ def empty_at(
     if place.startswith(DISK):
         scratch = scratch_in(place.removeprefix(DISK), host_bytes)
         return empty(scratch, shape, dtype, leaf=leaf, device=device)
-    if place == DEVICE:
-        return torch.empty(shape, dtype=dtype, device=device)
     size = torch.Size(shape)
     return _torch.host_buffer(size.numel() * dtype.itemsize, device).view(dtype).view(size)
 
@@ -867,9 +863,7 @@ def placed_like(new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
     out, by_extent = list(new), dict[Extent, list[int]]()
     for i, (x, was) in enumerate(zip(new, old, strict=True)):
         if not isinstance(was, FileTensor):
-            other = isinstance(x, Placed) or isinstance(was, Placed) or x.device != was.device
-            if other or (was.is_pinned() and not x.is_pinned()):
-                out[i] = _beside(x, was)
+            out[i] = _beside(x, was)
         elif not (isinstance(x, FileTensor) and x.extent.scratch is was.extent.scratch):
             by_extent.setdefault(was.extent, []).append(i)
     for extent, members in by_extent.items():
@@ -880,10 +874,12 @@ def placed_like(new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _beside(x: Tensor, was: Any) -> Tensor:
-    """Place a tensor in memory as that of another one is, or as codes."""
+    """Place a tensor in memory as that of another one is, or as codes; itself if it is there."""
     if isinstance(was, Placed):
         return x if isinstance(x, Placed) else was.coded(x)  # pyright: ignore
     x = read(x)
+    if x.device == was.device and (x.is_pinned() or not was.is_pinned()):
+        return x
     if not was.is_pinned():
         return x.to(was.device)
     device = torch.accelerator.current_accelerator() if x.is_cpu else x.device

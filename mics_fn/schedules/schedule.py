@@ -111,18 +111,13 @@ class Schedule:
     @property
     def backwards(self) -> tuple[int, ...]:
         """For each backward pass that is marked, how many uses come before it."""
-        found, uses = [], 0
-        for action in self.actions:
-            uses += action.kind == "use"
-            if action.kind == _MARK:
-                found.append(uses)
-        return tuple(found)
+        uses = accumulate(action.kind == "use" for action in self.actions)
+        pairs = zip(self.actions, uses, strict=True)
+        return tuple(before for action, before in pairs if action.kind == _MARK)
 
     @property
     def unmarked(self) -> "Schedule":
         """The schedule without marks of backward passes."""
-        if not any(action.kind == _MARK for action in self.actions):
-            return self
         return Schedule(tuple(action for action in self.actions if action.kind != _MARK))
 
     def fetched_bytes(self, sizes: Sequence[int]) -> int:
@@ -629,9 +624,8 @@ class Run:
             self.following = False
             self._cause = f"a use is of {' and '.join(map(self.name, ids))}"
         for i in ids:
-            if i in self.live:
-                del self.live[i]
-                self.live[i] = None
+            if i in self.live:  # it is the most recently used one now
+                self.live[i] = self.live.pop(i)
         return self._on_demand(ids)
 
     def lets_go(self, index: int) -> bool:
@@ -708,7 +702,7 @@ class Run:
         if not self._ended:
             self._ended = True
             if self.following and Schedule(self._actions[self._next :]).uses:
-                used = len(self.record.uses)
+                used = len(self.marked.uses)
                 self.following = False
                 self._cause = f"run {self.number} ends after {used} uses of buckets"
             if self._cause and not self.learned.warned:
@@ -745,8 +739,3 @@ class Run:
     def marked(self) -> Schedule:
         """What happened, as a schedule without fetches, marked where backward passes began."""
         return Schedule(tuple(Action(*event) for event in self._events))
-
-    @property
-    def record(self) -> Schedule:
-        """`marked` without the marks."""
-        return self.marked.unmarked

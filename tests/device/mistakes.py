@@ -93,8 +93,8 @@ MISTAKES: dict[str, Mistake] = {
         "two replicas, budget",
         Change(
             "deferred/deferring.py",
-            'self._check_complete("grads")\n        self.wait()',
-            'self._check_complete("grads")',
+            'self._check("grads")\n        self.wait()',
+            'self._check("grads")',
         ),
     ),
     "a reduction writes what it reads": _of(
