@@ -63,8 +63,8 @@ Rules:
   by part to where the parameter is, and its bits are those of a step in memory. `opt_step` takes a
   `GradSum`, too, of which each bucket is stepped once its hop 2 is done. So does `Guard.judge`, and
   of a sum elsewhere (`GradSum(where=)`) both bring one bucket at a time. States elsewhere begin to
-  come before the norm is awaited in a `Trainer`, and where a `chain` clips by a norm; see [Note:
-  states come first] in `columns`. Under `update` of one's own they do not.
+  come before the norm is awaited in a `Trainer`; see [Note: states come first] in `columns`. Under
+  `update` of one's own, and in a `chain`, they do not.
 - Moments may take a byte each: `shard(precision="state=int8[256]")` keeps those of leaves with at
   least 4,096 elements as codes, 2.03 bytes for the two of AdamW instead of 8. Rounding is right on
   average, and the numbers of these leaves do not depend on ranks or buckets; see [Note: coded
@@ -127,24 +127,6 @@ from mics_fn.optim.optimizers import (
 )
 from mics_fn.optim.state import TrainState, init_state, move, opt_step, record_memory
 
-__all__ = [
-    "Guard",
-    "Transform",
-    "adam",
-    "adamw",
-    "by_path",
-    "chain",
-    "clip_by_global_norm",
-    "clip_by_value",
-    "dynamic_scale",
-    "from_torch",
-    "from_update",
-    "global_norm",
-    "inner",
-    "leaf_norms",
-    "lion",
-    "norm_spike",
-    "sgd",
-    "static_scale",
-    "warmup_cosine",
-]
+__all__ = ["Guard", "Transform", "adam", "adamw", "by_path", "chain", "clip_by_global_norm"]
+__all__ += ["clip_by_value", "dynamic_scale", "from_torch", "from_update", "global_norm", "inner"]
+__all__ += ["leaf_norms", "lion", "norm_spike", "sgd", "static_scale", "warmup_cosine"]

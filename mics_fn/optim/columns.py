@@ -11,8 +11,8 @@ row. So columns are dense: whatever is not is copied first.
 [Note: lines] torch's kernels work on vectors of elements from the beginning of a tensor on, and on
 the last few one by one, which may round in another way. So the bits of a step would depend on where
 a column is cut. A *line* is 64 elements from the beginning of the column on, a multiple of every
-vector. A part of a column is stepped line by line as in memory: a line that a cut divides is
-computed in a small tensor that has its length, with the elements in their places. Columns whose
+vector. A part of a column is stepped line by line as in memory: one that does not begin and end
+with a line is computed in tensors of whole lines, with the elements in their places. Columns whose
 moments are codes are taken to end with a whole line, so that all of their elements are stepped as
 those of lines are: their bits do not depend on where buckets and shards end.
 
@@ -23,8 +23,8 @@ Parts of files travel through a fixed amount of host memory, the `host_bytes` of
 Parts that are codes are decoded into memory of `_CODED` elements for each, and coded again when
 they are written; padding between leaves becomes zero before, so that it sets no scale.
 
-[Note: states come first] A step on gradients of which all have to be known first, as by a guard or
-for a norm, waits for hop 2 and for that norm before it writes anything. What it needs from files or
+[Note: states come first] A step on gradients of which all have to be known first, as by a guard,
+waits for hop 2 and for that norm before it writes anything. What it needs from files or
 from the host does not depend on either. So such a step is begun with `lazy_grads`: `ColumnBlocks`
 begins to bring the first parts of the states, as many as its memory holds, and only then asks for
 the gradients, which are made and judged meanwhile. If they are refused, an exception ends the step
@@ -112,7 +112,7 @@ class WorkingTree:
 
     def joined(self, r: int, device: torch.device) -> Tensor:
         """Copy the pieces of a run to a device, as one tensor."""
-        mine = [self.pieces[i].detach() for i in self.runs[r].members]
+        mine = [self.pieces[i] for i in self.runs[r].members]
         if not _PLACED.isdisjoint(map(type, mine)) or set(map(flat.DEVICE, mine)) != {device}:
             mine = [offload.read(x).to(device) for x in mine]
         return flat.joined(self.runs[r], mine)
@@ -135,10 +135,8 @@ class WorkingTree:
     def single(self, r: int) -> list[Tensor]:
         """The pieces of a run that are not empty."""
         if self.pieces:
-            found = [self.pieces[i] for i in self.runs[r].index]
-        else:
-            found = [x for x in flat.split(self.runs[r], self.wholes[r]) if x.numel()]
-        return [x.detach() for x in found] if flat.any_requires_grad(found) else found
+            return [self.pieces[i] for i in self.runs[r].index]
+        return [x for x in flat.split(self.runs[r], self.wholes[r]) if x.numel()]
 
     def change(self, r: int, fn: Callable[[flat.FlatRun, Tensor], Tensor]) -> None:
         """Put `fn(run, x)` in the place of each part x of a run, empty pieces too."""
@@ -197,13 +195,13 @@ def written_storages(targets: Sequence[WorkingTree]) -> set[int] | None:
     for each in targets:
         for r in range(len(each.runs)):
             parts += each.parts(r)
-    parts = [x for x in parts if not offload.is_coded(x)]
+    parts = [x for x in parts if type(x) is not offload.Coded]
     finish_readers(parts)
+    parts = [x for x in parts if type(x) is not offload.FileTensor]
+    if not flat.all_dense(parts):
+        return None
     for x in parts:
-        if not offload.in_file(x):
-            found.append((_torch.storage_id(x), int(x.storage_offset()), x.numel()))
-            if not flat.all_dense([x]):
-                return None
+        found.append((_torch.storage_id(x), int(x.storage_offset()), x.numel()))
     found.sort()
     for a, b in pairwise(found):
         if a[0] == b[0] and b[1] < a[1] + a[2]:
@@ -261,28 +259,21 @@ def parts_of(
     start, stop = max(low, stretch.start), min(high, stretch.stop)
     if start >= stop:
         return
-    inner = stretch.start - (stretch.start - start) // LINE * LINE  # rounded up to whole lines
-    until = stop if stop == stretch.end else stop - (stop - stretch.start) % LINE
-    bounds = sorted({start, stop, min(inner, stop), max(until, start)})
-    for a, b in pairwise(bounds):
-        if (a, b) == (inner, until):
-            yield Column(None, tuple(cut(a, b)))
-        else:
-            yield _divided(stretch, a, cut(a, b), written)
-
-
-def _divided(stretch: Stretch, start: int, given: Sequence[Tensor], written: int) -> Column:
-    """A part of one line, in a tensor of the length of that line."""
     begin = start - (start - stretch.start) % LINE
-    length, at, count = min(LINE, stretch.end - begin), start - begin, given[0].numel()
-    whole = [x.new_zeros(length) for x in given]
-    mine = [x.narrow(0, at, count) for x in whole]
-    _torch.foreach_copy(mine, list(given))
+    end = min(stretch.end, stop + (stretch.start - stop) % LINE)
+    given = list(cut(start, stop))
+    if (begin, end) == (start, stop):
+        yield Column(None, tuple(given))
+        return
+    # Whole lines, in tensors of their own.
+    whole = [x.new_zeros(end - begin) for x in given]
+    mine = [x.narrow(0, start - begin, stop - start) for x in whole]
+    _torch.foreach_copy(mine, given)
 
     def finish() -> None:
-        _torch.foreach_copy(list(given[:written]), mine[:written])
+        _torch.foreach_copy(given[:written], mine[:written])
 
-    return Column(None, tuple(whole), None, finish)
+    yield Column(None, tuple(whole), None, finish)
 
 
 # Parts of runs, which hold all of what is in memory and a window of what is placed.
@@ -308,6 +299,17 @@ class Part(NamedTuple):
     here: Tensors
     goals: Tensors
 
+    def block(self) -> offload.Block:
+        """What of it is in files."""
+        files = [k for k, x in self.here.items() if offload.in_file(x)]
+        return offload.Block([self.here[k] for k in files], [self.goals[k] for k in files], files)
+
+    def through(self, windows: Iterator[Any]) -> "Part":
+        """The part with what is in files in the window through which it travels."""
+        files = self.block().key
+        window = dict(zip(files, next(windows)[1], strict=True)) if files else {}
+        return self._replace(here={**self.here, **window}, goals={**self.goals, **window})
+
 
 def staged(parts: Iterator[Part], device: torch.device, *, ahead: bool) -> Iterator[Part]:
     """Fetch parts from the host to a device, and store each once the next one is asked for.
@@ -329,7 +331,10 @@ def staged(parts: Iterator[Part], device: torch.device, *, ahead: bool) -> Itera
             while len(fetched) <= ahead and (part := next(parts, None)) is not None:
                 with _torch.keep_stream(device):
                     torch.accelerator.set_stream(up)
-                    here = {k: x.to(device, non_blocking=True) for k, x in part.here.items()}
+                    here = {
+                        k: x if offload.is_coded(x) else x.to(device, non_blocking=True)
+                        for k, x in part.here.items()
+                    }
                     fetched.append((part._replace(here=here), _torch.record(device)))
             if not fetched:
                 break
@@ -339,7 +344,8 @@ def staged(parts: Iterator[Part], device: torch.device, *, ahead: bool) -> Itera
             with _torch.keep_stream(device):
                 _torch.follow(down, device)
                 for k, x in part.here.items():
-                    part.goals[k].copy_(x, non_blocking=True)
+                    if not offload.is_coded(x):
+                        part.goals[k].copy_(x, non_blocking=True)
                 written.append((part, _torch.record(device)))
             if not ahead:
                 down.synchronize()
@@ -417,9 +423,7 @@ class Columns:
     def __iter__(self) -> Iterator[list[Column]]:
         if self._single is not None:
             return iter([self._single])
-        travels = any(self._placed)
-        found = self._fetched() if travels else self._in_memory()
-        return closed_after(found) if travels or self._stream is not None else found
+        return closed_after(self._fetched() if any(self._placed) else self._in_memory())
 
     def targets(self) -> list[Any]:
         """The targets in new nodes, once the columns are written: `Unpacked`, and `FlatShards`."""
@@ -494,10 +498,8 @@ class Columns:
                 yield Column(keys[i] if keys else None, tensors, run.bucket)
         elif keys is None and run.numel:
             yield Column(None, tuple(wholes), run.bucket)
-        elif keys is not None:
-            for key, _, start, stop in _spans(run, keys, singly=False):
-                cut = tuple([x.narrow(0, start, stop - start) for x in wholes])
-                yield Column(key, cut, run.bucket)
+        else:
+            yield from self._of_part(Part(r, 0, run.numel, {}, {}), {})
 
     def _by_leaf(self, by: Sequence[Any]) -> list[Column]:
         """Columns of single pieces, wherever their memory is."""
@@ -521,20 +523,18 @@ class Columns:
         there, ready = set[int](), self._ready()
         with closing(self._travelling()) as parts:
             for part in parts:
-                r, low, high, here, _ = part
+                r = part.run
                 while r not in there:
                     there.update(next(ready))
-                coded = {
-                    k: self._placed[r][k][low:high] for k in self._of_kind(r, offload.is_coded)
-                }
-                here = {**here, **{k: offload.read(x) for k, x in coded.items()}}
-                part = part._replace(here=here)
-                found = list(self._of_part(part, LINE if coded else 1) if here else self._of_run(r))
+                here = {k: offload.read(x) for k, x in part.here.items()}
+                found = list(self._of_part(part, here) if here else self._of_run(r))
                 if self._donate and found:
                     note_write()
                 yield found
-                self._finish(part, found)
-                if self._stream is not None and high == self._runs[r].numel:
+                for column in found:
+                    column.finish()
+                self._encode(part, here)
+                if self._stream is not None and part.high == self._runs[r].numel:
                     self._drop([r])
         self._decide()  # where this rank has no part of what is placed
         for each in self._every[: self._written]:  # put what was written into their pieces
@@ -542,19 +542,17 @@ class Columns:
                 if whole is not None:
                     each.spread(r, whole)
 
-    def _finish(self, part: Part, found: Sequence[Column]) -> None:
-        """Take the results of a part where they belong; padding of codes becomes zero before."""
-        for column in found:
-            column.finish()
-        r, low, high, here, _ = part
-        run = self._runs[r]
+    def _encode(self, part: Part, here: Tensors) -> None:
+        """Code what was written; padding becomes zero before."""
+        run, low, high = self._runs[part.run], part.low, part.high
         gaps = list(zip(map(add, run.starts, run.lengths), run.starts[1:], strict=False))
         bounds = [(max(low, a) - low, min(high, b) - low) for a, b in gaps]
-        for k in self._of_kind(r, offload.is_coded):
-            empty = [here[k][a:b] for a, b in bounds if a < b]
-            if empty:
-                _torch.foreach_zero(empty)
-            self._every[k].wholes[r].write(low, here[k])
+        for k, goal in part.goals.items():
+            if offload.is_coded(goal):
+                empty = [here[k][a:b] for a, b in bounds if a < b]
+                if empty:
+                    _torch.foreach_zero(empty)
+                goal.write(0, here[k])
 
     def _travelling(self) -> Generator[Part]:
         """Yield the parts of all runs on their device, and store them; those of codes are there."""
@@ -562,17 +560,17 @@ class Columns:
         if self._stream is not None:  # in the order in which gradients complete
             place = {i: k for k, mine in enumerate(self._stream.stream.order) for i in mine}
             order.sort(key=lambda r: max(place.get(i, 0) for i in self._runs[r].members))
-        files = [self._placed[r][k] for r in order for k in self._of_kind(r, offload.in_file)]
-        host_bytes = min((x.extent.scratch.host_bytes for x in files), default=offload.HOST_BYTES)
-        parts = [(r, low, high) for r in order for low, high in self._cuts(r, host_bytes)]
-        blocks = (self._block(*at) for at in parts if self._of_kind(at[0], offload.in_file))
-        windows: Any = offload.stream(blocks, host_bytes)  # begins to read
+        placed = [x for r in order for x in self._placed[r].values()]
+        sizes = [x.extent.scratch.host_bytes for x in placed if offload.in_file(x)]
+        host_bytes = min(sizes, default=offload.HOST_BYTES)
+        parts = [part for r in order for part in self._parts(r, host_bytes)]
+        blocks = [part.block() for part in parts]
+        windows: Any = offload.stream([x for x in blocks if x.key], host_bytes)  # begins to read
         with closing(windows):
-            if files:
+            if sizes:
                 self._decide()
-            for device, near in groupby(parts, lambda at: self._every[0].device(at[0])):
-                mine = (self._part(*at, windows) for at in near)
-                yield from staged(mine, device, ahead=not files)
+            for device, near in groupby(parts, lambda part: self._every[0].device(part.run)):
+                yield from staged((x.through(windows) for x in near), device, ahead=not sizes)
             for _ in windows:  # its end is when all is written
                 pass
 
@@ -581,42 +579,22 @@ class Columns:
         if self._stream is not None:
             self._stream.stream.first()
 
-    def _of_kind(self, r: int, is_kind: Callable[[Any], bool]) -> list[int]:
-        """The targets of a run that are placed in one way."""
-        return [k for k, x in self._placed[r].items() if is_kind(x)]
-
-    def _part(self, r: int, low: int, high: int, windows: Iterator[Any]) -> Part:
-        """A part on the host: what is in files in the window through which it travels."""
-        placed = {k: x for k, x in self._placed[r].items() if not offload.is_coded(x)}
-        here = {k: x.narrow(0, low, high - low) for k, x in placed.items()}
-        goals = {k: self._every[k].wholes[r].narrow(0, low, high - low) for k in placed}
-        files = self._of_kind(r, offload.in_file)
-        window = dict(zip(files, next(windows)[1], strict=True)) if files else {}
-        return Part(r, low, high, {**here, **window}, {**goals, **window})
-
-    def _block(self, r: int, low: int, high: int) -> offload.Block:
-        """What is in files of a part."""
-        files, length = self._of_kind(r, offload.in_file), high - low
-        old = [self._placed[r][k].narrow(0, low, length) for k in files]
-        new = [self._every[k].wholes[r].narrow(0, low, length) for k in files]
-        return offload.Block(old, new, r)
-
-    def _cuts(self, r: int, host_bytes: int) -> list[tuple[int, int]]:
-        """Where a run is cut into parts."""
+    def _parts(self, r: int, host_bytes: int) -> Iterator[Part]:
+        """The parts of a run, of which nothing is fetched yet."""
         numel, placed = self._runs[r].numel, self._placed[r]
         sizes = [x.dtype.itemsize for x in placed.values() if not offload.is_coded(x)]
-        if sizes:
-            return offload.cuts(numel, sizes, host_bytes)
-        if not placed:
-            return [(0, numel)]
-        return [(low, min(numel, low + _CODED)) for low in range(0, numel, _CODED)]
+        cuts = offload.cuts(numel, sizes, host_bytes) if sizes else [(0, numel)]
+        if placed and not sizes:
+            cuts = [(low, min(numel, low + _CODED)) for low in range(0, numel, _CODED)]
+        for low, high in cuts:
+            here = {k: x[low:high] for k, x in placed.items()}
+            yield Part(r, low, high, here, {k: self._every[k].wholes[r][low:high] for k in here})
 
-    def _of_part(self, part: Part, line: int) -> Iterator[Column]:
-        """The columns of a part of a run, as if they went on to a multiple of a line."""
-        r, low, high, here, _ = part
-        run, singly = self._runs[r], False
-        for each in self._every:
-            singly = singly or each.wholes[r] is None
+    def _of_part(self, part: Part, here: Tensors) -> Iterator[Column]:
+        """The columns of a part of a run, as if they went on to a whole line if some are codes."""
+        r, low, high, *_ = part
+        run, line = self._runs[r], LINE if any(map(offload.is_coded, part.goals.values())) else 1
+        singly = any(each.wholes[r] is None for each in self._every)
         for key, index, first, stop in _spans(run, self._keys, singly):
 
             def cut(a: int, b: int, index: int = index, first: int = first) -> list[Tensor]:
@@ -681,13 +659,6 @@ def _livecopied(piece: Tensor, others: Sequence[Tensor]) -> Tensor:
 
 class StepRefused(MicsError):
     """A step is not taken, since its gradients were refused; nothing was written."""
-
-
-def needs_fetch(params: Tree, opt: Any) -> bool:
-    """Return whether a step fetches states from a file or another device, on this rank."""
-    working = [x for x in tree.flatten(opt)[0] if isinstance(x, Tensor)]
-    working += flat.unpacked(params).pieces
-    return offload.FileTensor in map(type, working) or len(set(map(flat.DEVICE, working))) > 1
 
 
 def map_columns(fn: Callable[..., None], target: Tree, *rest: Tree, donate: bool = False) -> Tree:

@@ -19,31 +19,20 @@ ranks share a tensor. Second moments are kept by their roots; see [Note: roots] 
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from mics_fn import _torch, tree
+from mics_fn import _torch, shards, tree
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.offload import FileTensor, coded, in_file, is_coded, is_placed, placed_like
-from mics_fn.shards import (
-    Bucket,
-    GradStream,
-    Nothing,
-    Sharded,
-    Tied,
-    grad_stream,
-    is_donated,
-    is_leaf,
-    mark_reduced,
-    reduction_groups,
-)
+from mics_fn.shards import Bucket, GradStream, Nothing, Sharded, Tied, is_leaf
 from mics_fn.tree import Tree
 
 # Where the pieces of a tree of shards lie in the memory of their buckets.
@@ -61,7 +50,7 @@ class FlatRun:
       members: the leaves' numbers among the pieces of the tree.
       index: the numbers of those that have elements on this rank.
       starts, lengths: where these lie in the run, in elements.
-      sizes: (gap, piece, gap, piece, ...): how to split the run on this rank, a piece per member.
+      gaps, sizes: how much padding lies before the piece of each member, and how long that is.
       numel: elements on this rank, gaps included.
       complete: whether the tree holds every element of the bucket.
     """
@@ -71,6 +60,7 @@ class FlatRun:
     index: tuple[int, ...]
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
+    gaps: tuple[int, ...]
     sizes: tuple[int, ...]
     numel: int
     complete: bool
@@ -78,13 +68,16 @@ class FlatRun:
 
 def split(run: FlatRun, whole: Tensor) -> list[Tensor]:
     """The pieces of a run, one per member, as views of (*batch, run.numel)."""
-    return list(whole.split_with_sizes(run.sizes, -1)[1::2])
+    if not any(run.gaps):
+        return list(whole.split_with_sizes(run.sizes, -1))
+    sizes = list(chain.from_iterable(zip(run.gaps, run.sizes, strict=True)))
+    return list(whole.split_with_sizes(sizes, -1)[1::2])
 
 
 def joined(run: FlatRun, pieces: Sequence[Tensor]) -> Tensor:
     """A copy of the pieces of a run, one per member, as one tensor; differentiable."""
     parts = []
-    for gap, piece in zip(run.sizes[::2], pieces, strict=True):
+    for gap, piece in zip(run.gaps, pieces, strict=True):
         parts += [piece.new_zeros((*piece.shape[:-1], gap)), piece] if gap else [piece]
     return torch.cat(parts, -1)
 
@@ -150,7 +143,7 @@ def _run(
     bucket: Bucket, slots: Sequence[int], by_slot: dict[int, int], lengths: Sequence[int]
 ) -> FlatRun:
     numels, offsets = bucket.numels, bucket.offsets
-    index, starts, sizes, end, before = [], [], [], 0, None
+    index, starts, gaps, end, before = [], [], [], 0, None
     for slot in slots:
         i, gap = by_slot[slot], 0
         if lengths[i]:
@@ -158,14 +151,15 @@ def _run(
             index.append(i)
             starts.append(end + gap)
             end, before = end + gap + lengths[i], slot
-        sizes += [gap, lengths[i]]
+        gaps.append(gap)
     full = [slot for slot in slots if numels[slot]] or slots[:1]
     start, stop = offsets[full[0]], offsets[full[-1]] + numels[full[-1]]
     own = replace(bucket, shapes=((stop - start,),), offsets=(start,))
     members = tuple(by_slot[slot] for slot in slots)
     complete = sum(numels[slot] for slot in slots) == sum(numels)
     here = tuple(index), tuple(starts), tuple([lengths[i] for i in index])
-    return FlatRun(own, members, *here, tuple(sizes), end, complete)
+    sizes = tuple([lengths[i] for i in members])
+    return FlatRun(own, members, *here, tuple(gaps), sizes, end, complete)
 
 
 # The next loops over leaves inside the interpreter: a step has nothing else to do for each.
@@ -196,22 +190,9 @@ def is_in_chunk(run: FlatRun, x: Tensor) -> bool:
     return all_dense([x]) and x.untyped_storage().nbytes() == run.bucket.chunk * x.itemsize
 
 
-# Where the moments of a new state are made: each goes to its place before the next is made.
-
-Taking = Callable[[Any, FlatRun, Tensor], Tensor]  # from a layout, a run and its moment
-
-_TAKING: ContextVar[Taking | None] = ContextVar("taking", default=None)
-
-
-@contextmanager
-def making(taking: Taking) -> Iterator[None]:
-    """A block in which each new moment is given to a function, and what that gives is kept."""
-    token = _TAKING.set(taking)
-    try:
-        yield
-    finally:
-        _TAKING.reset(token)
-
+# What is done with each new moment before the next is made, from a layout, a run and its moment:
+# one of a state that lies elsewhere goes to its place.
+TAKING: ContextVar[Any] = ContextVar("taking", default=None)
 
 # What torch's optimizers keep, by name: means, and what goes into an update by its root.
 _MEANS = ("mean", "exp_avg", "momentum_buffer", "grad_avg")
@@ -224,7 +205,7 @@ def made(layout: Any, r: int, moment: Tensor, name: str) -> Tensor:
     Raises:
       PlanError: `state=` of a precision asks for codes, and there are none for this moment.
     """
-    run, taking = layout.runs[r], _TAKING.get()
+    run, taking = layout.runs[r], TAKING.get()
     bucket = run.bucket
     if bucket.state is not None:
         text = f"init_state: state={bucket.state} of a precision"
@@ -240,20 +221,16 @@ def made(layout: Any, r: int, moment: Tensor, name: str) -> Tensor:
 
 def check_coded(params: Tree, opt: Any) -> None:
     """Raise PlanError if moments are to be kept as codes, and an optimizer keeps its own."""
-    codecs = {x.bucket: x.bucket.state for x in tree.flatten(params, is_leaf)[0] if _is_coded(x)}
-    if not codecs:
-        return
-    found = tree.flatten(opt, is_leaf)[0]
-    for path, x in zip(tree.paths(opt, "opt", is_leaf), found, strict=True):
+    codecs = [x.bucket.state for x in unpacked(params).trained if x.bucket.state is not None]
+    found = tree.flatten(opt, is_leaf)[0] if codecs else []
+    for path, x in zip(tree.paths(opt, "opt", is_leaf), found, strict=False):
         own = isinstance(x, Tensor) and x.ndim > 0
-        if own or (_is_coded(x) and not is_coded(x.data)):
+        if isinstance(x, Sharded):
+            own = x.bucket.state is not None and not is_coded(x.data)
+        if own:
             text = f"init_state: {path} is not kept as the codes that precision= asks for"
             fix = "use an optimizer of this package or of torch; or shard without state="
-            raise PlanError(text, [f"state={next(iter(codecs.values()))}"], fix)
-
-
-def _is_coded(leaf: Any) -> bool:
-    return isinstance(leaf, Sharded) and leaf.bucket.state is not None
+            raise PlanError(text, [f"state={codecs[0]}"], fix)
 
 
 @dataclass(frozen=True)
@@ -368,12 +345,10 @@ def as_before(new: V, old: Any) -> V:
     own = [
         i
         for i, (x, old) in enumerate(zip(found, before, strict=True))
-        if isinstance(x, Sharded) and isinstance(old, Sharded) and not is_donated(old)
+        if isinstance(x, Sharded) and isinstance(old, Sharded) and not shards.is_donated(old)
     ]
     made = [found[i].data for i in own]
     placed = placed_like(made, [before[i].data for i in own])
-    if all(a is b for a, b in zip(placed, made, strict=True)):
-        return new
     for i, data in zip(own, placed, strict=True):
         found[i] = Sharded(data, found[i].bucket, found[i].slot)
     return spec.unflatten(found)  # pyright: ignore[reportReturnType]
@@ -435,7 +410,7 @@ class Unpacked:
             new = iter(trained)
             leaves = [next(new) if isinstance(x, Sharded) else x for x in self.leaves]
         # Limits on gradients change their pieces.
-        mark_reduced(trained, reduction_groups(self.trained))
+        shards.mark_reduced(trained, shards.reduction_groups(self.trained))
         return Unpacked(leaves, self.spec, trained, list(pieces))
 
     def part(self, leaves: list[Any], own: Sequence[int]) -> "Unpacked":
@@ -462,7 +437,7 @@ class Unpacked:
         for _ in self.completed():
             pass
         made = self.with_pieces(self.pieces)
-        mark_reduced(made.trained, self.stream.home)
+        shards.mark_reduced(made.trained, self.stream.home)
         return made
 
     @cached_property
@@ -471,21 +446,21 @@ class Unpacked:
         return self.spec.unflatten(self.leaves)
 
 
-def unpacked(shards: Tree) -> Unpacked:
+def unpacked(given: Tree) -> Unpacked:
     """Flatten a tree of shards, or gradients that are not all complete, unless it is flattened."""
-    if isinstance(shards, Unpacked):
-        return shards
-    stream = grad_stream(shards)
+    if isinstance(given, Unpacked):
+        return given
+    stream = shards.grad_stream(given)
     if stream is not None:
         like = unpacked(stream.like)
         like = like.with_pieces([x.detach() for x in like.pieces])
         return replace(like, stream=stream)
-    leaves, spec = tree.flatten(shards, is_leaf)
+    leaves, spec = tree.flatten(given, is_leaf)
     trained = leaves
     if set(map(type, leaves)) != {Sharded}:
         trained = [x for x in leaves if isinstance(x, Sharded)]
     found = Unpacked(leaves, spec, trained, list(map(_DATA, trained)))
-    vars(found)["shards"] = shards
+    vars(found)["shards"] = given
     return found
 
 
@@ -494,9 +469,10 @@ def lazy_grads(like: Tree, make: Callable[[], Tree]) -> GradStream:
 
     Args:
       like: a tree of shards like that of the gradients, or what they are made of as it completes.
-      make: gives them, a tree or what `grad_stream` takes; what it raises ends the step.
+      make: gives them, a tree of the same leaves or what `grad_stream` takes; what it raises ends
+        the step.
     """
-    given, found = grad_stream(like), unpacked(like)
+    given, found = shards.grad_stream(like), unpacked(like)
     order: Sequence[Sequence[int]] = [range(len(found.pieces))]
     if given is not None:
         like, order = given.like, given.order
@@ -505,10 +481,6 @@ def lazy_grads(like: Tree, make: Callable[[], Tree]) -> GradStream:
     def made() -> Unpacked:
         if not done:
             done.append(unpacked(make()))
-            got, count = len(done[0].pieces), len(found.pieces)
-            if got != count:
-                text = f"opt_step: gradients of {count} leaves were given to what made {got}"
-                raise LeafError(text, fix="return a tree like the one that it was given")
         return done[0]
 
     def here(place: int) -> bool:
@@ -520,24 +492,31 @@ def lazy_grads(like: Tree, make: Callable[[], Tree]) -> GradStream:
             return stream.take(place)
         return [made().pieces[i] for i in order[place]]
 
-    home = reduction_groups(found.trained) if given is None else given.home
+    home = shards.reduction_groups(found.trained) if given is None else given.home
     return GradStream(like, home, order, here, take, made)
 
 
-def zeros(shards: Tree, name: str = "") -> FlatShards:
-    """Zeros for every element of a tree of shards.
+def zeros(
+    params: Tree, name: str = "", begins: Callable[[Tensor], Tensor] | None = None
+) -> FlatShards:
+    """Zeros for every element of a tree of shards, or the numbers that a moment begins with.
 
     Args:
-      shards: the tree.
+      params: the tree.
       name: of the moment that begins like this, which may have codes.
+      begins: gives one element of it, for parameters like a tensor.
 
     Memory: the trained shards' once more.
     """
-    found = unpacked(shards)
+    found = unpacked(params)
     layout, wholes = found.layout(), list[Tensor]()
     for r, run in enumerate(layout.runs):
         like = found.pieces[run.members[0]]
-        whole = _torch.lazy_zeros((*like.shape[:-1], run.numel), like.dtype, like.device)
+        begun = None if begins is None else begins(like)
+        dtype = like.dtype if begun is None else begun.dtype
+        whole = _torch.lazy_zeros((*like.shape[:-1], run.numel), dtype, like.device)
+        if begun is not None and begun.item():
+            whole.fill_(begun.item())
         wholes.append(made(layout, r, whole, name))
     return with_wholes(layout, wholes)
 

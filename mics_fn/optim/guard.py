@@ -25,7 +25,7 @@ Counts are whole numbers, so their fractions are free for more, such as a digest
 import json
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
@@ -35,22 +35,12 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from mics_fn import _torch, checks, tree
+from mics_fn import _torch, checks, shards, tree
 from mics_fn.collectives import collect, collect_bytes, start_mean_over_ranks
 from mics_fn.errors import LeafError, NonFiniteError, PlanError, by_value, message, name_ranks
 from mics_fn.groups import Groups, Home, require_replicas
 from mics_fn.optim import norms
-from mics_fn.optim.flat import by_leaf, unpacked
-from mics_fn.shards import (
-    Bucket,
-    Sharded,
-    grad_stream,
-    homes_of,
-    is_leaf,
-    refuse_derivative,
-    split_full,
-    watchers,
-)
+from mics_fn.optim.flat import unpacked
 from mics_fn.tree import Tree
 
 # The scale of a loss, as a value, so that small float16 gradients do not become 0.
@@ -203,16 +193,16 @@ def dynamic_scale(
 
 
 # Since the last verdict, by bucket: the largest absolute value by slot, NaN if there is one.
-_seen: dict[Bucket, Tensor] = {}
+_seen: dict[shards.Bucket, Tensor] = {}
 
 
-def note_nonfinite(bucket: Bucket, full: Tensor | None) -> None:
+def note_nonfinite(bucket: shards.Bucket, full: Tensor | None) -> None:
     """Look at this rank's own gradients of a bucket, packed, before others are added."""
     if full is None:
         _seen.pop(bucket, None)
     elif full.numel() and not _torch.has_no_data(full):
         if _torch.is_async(full.device) or not _seems_finite(full):
-            found = _magnitudes(split_full(bucket, full))
+            found = _magnitudes(shards.split_full(bucket, full))
         else:
             found = torch.zeros(len(bucket.shapes), dtype=full.dtype)
         before = _seen.get(bucket)
@@ -244,31 +234,32 @@ def _kind(highest: float) -> str:
 
 
 def find_nonfinite(
-    grads: Tree, groups: Any, loss: Tensor | None = None
+    found: norms.Measured, loss: Tensor | None = None
 ) -> tuple[str, tuple[int, ...], str]:
     """Find where a gradient is not finite, the same on all ranks.
 
     Args:
-      grads: tree of shards, or a stream, both hops done, whose norm is not finite on some rank.
-      groups: as for `shard`.
+      found: gradients, both hops done, whose norm is not finite on some rank.
       loss: this rank's, if that is known.
 
     Returns:
       The path of the first such leaf, "" if only the norm is not finite; the ranks on which it
       arose, none if it was finite on all of them, or if that is not known; and this in words.
 
-    Communication: over each partition group and each replication group 8 bytes, then two words of
-      each rank.
+    Communication: over the ranks of all groups a number of each rank, then two words of each.
     """
-    grads = by_leaf(grads if grad_stream(grads) is None else unpacked(grads).whole().shards)
-    leaves, homes = tree.flatten(grads, is_leaf)[0], homes_of("Guard.judge", groups, grads)
-    at = _first(leaves, list(dict.fromkeys(homes)))
+    leaves, homes = found.found.trained, list(found.homes)
+    pieces = unpacked(found.given).whole().pieces
+    odd = (i for i, x in enumerate(pieces) if x.numel() and kind_of(x) != "finite")
+    (firsts,) = _said(homes, [f"{next(odd, len(leaves))}"])
+    at = min(map(int, firsts.values()))
     kind = ""  # of this rank's own gradient, before it was reduced
     if at < len(leaves):
         seen = _seen.get(leaves[at].bucket)
         kind = "" if seen is None else _kind(seen[leaves[at].slot].item())
-        if len(homes[at].ranks) == 1:  # it reduced nothing
-            kind = kind_of(leaves[at].data)
+        home = next(home for home, index in found.homes.items() if at in index)
+        if len(home.ranks) == 1:  # it reduced nothing
+            kind = kind_of(pieces[at])
     losses, kinds = _said(homes, ["" if loss is None else kind_of(loss), kind])
     at_loss, ranks = _odd(losses)
     if at == len(leaves):
@@ -276,7 +267,7 @@ def find_nonfinite(
         if at_loss:
             text = f"the loss is {at_loss}; every gradient is finite"
         return "", ranks, text
-    path = tree.paths(grads, "grads", is_leaf)[at]
+    path = tree.join("grads", found.found.paths[at])
     where, odd = _odd(kinds)
     if where:
         return path, odd, f"{path} is {where}"
@@ -288,9 +279,8 @@ def find_nonfinite(
     return path, (), f"{path} is not finite; it is not known on which rank, since {why}"
 
 
-def _said(homes: Iterable[Any], here: list[str]) -> list[dict[int, str]]:
+def _said(homes: list[Home], here: list[str]) -> list[dict[int, str]]:
     """Collect the texts of all ranks, by global rank."""
-    homes = list(dict.fromkeys(homes))
     said = {homes[0].state.rank: here}
     for each in homes:
         for text in collect_bytes(each, json.dumps(said).encode()).values():
@@ -303,17 +293,6 @@ def _odd(said: Mapping[int, str]) -> tuple[str, tuple[int, ...]]:
     odd = {rank: kind for rank, kind in said.items() if kind in ("NaN", "infinite")}
     text = ", ".join(f"{kind} on {name_ranks(ranks)}" for kind, ranks in by_value(odd))
     return text, tuple(sorted(odd))
-
-
-def _first(leaves: Sequence[Any], homes: Sequence[Home]) -> int:
-    """The number of the first leaf that is not finite on some rank; that of leaves if none is."""
-    owned = (i for i, x in enumerate(leaves) if isinstance(x, Sharded) and x.data.numel())
-    mine = next((i for i in owned if kind_of(leaves[i].data) != "finite"), len(leaves))
-    first = torch.tensor(mine, device=homes[0].device)
-    for home in homes:
-        for comm in (home.partition, home.replicas):
-            first = collect(comm, first, "leaf that is not finite").amin(0)
-    return int(first)
 
 
 # `StepTotals`: what all ranks exchange once in a step, in one message of 32 bytes.
@@ -552,7 +531,7 @@ class Guard:
     def __post_init__(self) -> None:
         for name, limit in (("max_norm", self.max_norm), ("max_value", self.max_value)):
             if limit is not None:
-                norms.check_limit("Guard", name, limit)
+                checks.number("Guard", name, limit, above=0, finite=False)
         fix = "make one with norm_spike"
         checks.instance("Guard", "spike", self.spike, NormSpike | None, "a watch", fix)
         words = "skip", "raise", "ignore", None
@@ -560,8 +539,8 @@ class Guard:
         if self.on_nonfinite == "ignore" and self.scale.kind == "dynamic":
             fix = "pass 'skip' or 'raise', or static_scale"
             raise PlanError("Guard: on_nonfinite='ignore' with a dynamic scale", fix=fix)
-        if self.decides and (self.chosen or self.in_row) and note_nonfinite not in watchers:
-            watchers.append(note_nonfinite)
+        if self.decides and (self.chosen or self.in_row) and note_nonfinite not in shards.watchers:
+            shards.watchers.append(note_nonfinite)
 
     @cached_property
     def decides(self) -> bool:
@@ -617,19 +596,11 @@ class Guard:
         found = norms.measured("Guard.judge", grads, groups)
         if found.stream is None:
             fix = "judge outside, or in torch.no_grad(); global_norm can be differentiated"
-            refuse_derivative("Guard.judge", found.data, fix)
+            shards.refuse_derivative("Guard.judge", found.pieces, fix)
         with torch.no_grad():
-            return self._judge(grads, found, groups, donate, totals, wait)
+            return self._judge(found, donate, totals, wait)
 
-    def _judge(
-        self,
-        grads: Any,
-        found: norms.Measured,
-        groups: Any,
-        donate: bool,
-        totals: StepTotals | None,
-        wait: bool,
-    ) -> Verdict:
+    def _judge(self, found: norms.Measured, donate: bool, totals: Any, wait: bool) -> Verdict:
         exact, whole = self._knows_norm(found)
         decides = self.chosen or (self.decides and whole)
         factor, norm, highest = 1.0, None, torch.zeros(())
@@ -642,25 +613,27 @@ class Guard:
         limits = {"max_value": self.max_value, "donate": donate}
         if decides and totals is not None and not (wait or self.chosen or self.in_row):
             found_inf = (highest + totals.loss).isfinite().logical_not().float()
-            out = norms.clipped(grads, factor, **limits)
+            out = norms.clipped(found.given, factor, **limits)
             return Verdict(out, norm, None, False, True, self, None, found_inf)
         if totals is not None:
             totals.fetch()
         if not decides:
-            out = norms.clipped(grads, factor, **limits)
+            out = norms.clipped(found.given, factor, **limits)
             return Verdict(out, norm, None, False, True, self)
         # The host waits once for both numbers.
         times, most = torch.stack([torch.ones_like(highest) * factor, highest]).tolist()
         for home in found.homes:
             home.partition.check_open()  # else these may be no values of any rank
         finite = math.isfinite(most) and (totals is None or totals.of_all[0])
-        where = None if finite else find_nonfinite(grads, groups, totals and totals.own_loss)
-        for bucket in found.buckets:
-            _seen.pop(bucket, None)
+        where = None if finite else find_nonfinite(found, totals and totals.own_loss)
+        for leaf in found.found.trained:
+            _seen.pop(leaf.bucket, None)
         refused, spike, after = self._after(most, finite)
         if where and after.in_row >= _IN_ROW.get(self.on_nonfinite, math.inf):
             raise _error(*where, after.in_row)
-        out = grads if refused else norms.clipped(grads, times / self.scale.value, **limits)
+        out = found.given
+        if not refused:
+            out = norms.clipped(out, times / self.scale.value, **limits)
         return Verdict(out, norm, finite, spike, not refused, after, where and where[2])
 
     def _after(self, norm: float, finite: bool) -> tuple[bool, bool, "Guard"]:
@@ -691,11 +664,10 @@ class Guard:
             return norm, norm
         norm = highest = norms.norm_here(found) / self.scale.value
         if totals is not None:
+            totals.exchange()
             highest = torch.where(totals.own_loss.isfinite(), norm, math.inf)
         if decides:
             highest = _highest(highest, found.homes)
-        if totals is not None:
-            totals.exchange()
         return norm, highest
 
     def check_groups(self, like: Tree, groups: Any) -> None:
@@ -717,9 +689,7 @@ class Guard:
         Raises:
           PlanError: as `check_groups`.
         """
-        whole = False
-        for home in found.homes:
-            whole = whole or home.state.whole
+        whole = any(home.state.whole for home in found.homes)
         problem = norms.norm_problem("Guard.judge", found.owners)
         needs_norm = self.max_norm is not None or self.spike is not None
         if problem is not None and (needs_norm or (self.chosen and not whole)):
@@ -730,9 +700,7 @@ class Guard:
 def _error(leaf: str, ranks: tuple[int, ...], text: str, in_row: int) -> NonFiniteError:
     times = "" if in_row == 1 else f" in {in_row} steps in a row"
     what = f"Guard.judge: loss or gradient is not finite{times}, and the step was not taken"
-    fix = (
-        "look at the batch, the loss and the rate there; on_nonfinite='skip' leaves such steps out"
-    )
+    fix = "look at the batch, the loss and the rate there; on_nonfinite='skip' leaves them out"
     return NonFiniteError(message(what, [text], fix), leaf, ranks)
 
 

@@ -8,34 +8,19 @@ one bucket at a time is on the device then, and no limit is written to host memo
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mics_fn import _torch, checks, tree
+from mics_fn import _torch, checks, shards, tree
 from mics_fn.collectives import collect
 from mics_fn.errors import LeafError, PlanError
-from mics_fn.groups import Comm, Home, fold_ranks
+from mics_fn.groups import Home, fold_ranks
 from mics_fn.optim import columns, flat
 from mics_fn.optim.optimizers import Transform, from_update
-from mics_fn.shards import (
-    Bucket,
-    BucketUse,
-    GradStream,
-    Opened,
-    Sharded,
-    as_part,
-    deal,
-    grad_stream,
-    homes_of,
-    is_leaf,
-    linear_map,
-    needs_derivative,
-    open_shards,
-    require_groups,
-)
-from mics_fn.shards import donate as mark_donated
+from mics_fn.shards import Bucket, GradStream, Sharded, is_leaf
 from mics_fn.tree import Tree
 
 # Limits on gradients: a factor and a clamp, in one pass.
@@ -68,7 +53,7 @@ def clipped(
     if not isinstance(factor, Tensor) and factor == 1.0 and max_value is None:
         return grads
 
-    stream = grad_stream(grads)
+    stream = shards.grad_stream(grads)
     if stream is not None:
         return _clipped_stream(stream, factor, max_value)
 
@@ -86,7 +71,7 @@ def clipped(
 
     out = columns.map_columns(limit, columns.in_chunks(grads) if donate else grads, donate=donate)
     if donate:
-        mark_donated(grads, "grads", "Guard.judge", keep=out)
+        shards.donate(grads, "grads", "Guard.judge", keep=out)
     return out
 
 
@@ -136,59 +121,61 @@ def global_norm(grads: Tree, groups: Any) -> Tensor:
       >>> global_norm(shard([torch.tensor([3.0, 4.0])], groups), groups)
       tensor(5., dtype=torch.float64)
     """
-    found = measured("global_norm", flat.by_leaf(grads), groups)
+    found = _opened("global_norm", grads, groups, "grads")
     problem = norm_problem("global_norm", found.owners)
     if problem is not None:
         raise problem
-    if not needs_derivative(found.data):
-        return norm_here(found)
-    _, parts, _ = _opened("global_norm", grads, groups, "grads")
-    totals = [_total(home, _squares(x, True).sum().view(1), True) for home, _, x in parts]
-    return _roots(torch.cat(totals).sum())
+    return norm_here(found)
 
 
 class Measured(NamedTuple):
-    """Gradients of which numbers are wanted that depend on all of them.
+    """A tree of shards of which numbers are wanted that depend on all of it.
 
     Args:
-      stream: those that may not all be complete; None of any other tree.
-      homes: the groups of any leaf, each once.
-      owners: the groups of each trained leaf; no other leaf counts in a norm.
-      buckets: those of the trained leaves.
-      data: the pieces of the trained leaves; of a stream those of its parameters.
+      given, groups: as they were given.
+      stream: gradients that may not all be complete; None of any other tree.
+      found: the tree, flattened; of a stream that of its parameters.
+      pieces: those of which numbers are taken.
+      homes: the groups of any leaf, each once, with the numbers of the pieces that live on them.
+      live: whether a derivative is asked for.
     """
 
+    given: Any
+    groups: Any
     stream: GradStream | None
-    homes: list[Home]
-    owners: list[Home]
-    buckets: list[Bucket]
-    data: list[Tensor]
+    found: flat.Unpacked
+    pieces: list[Tensor]
+    homes: dict[Home, list[int]]
+    live: bool = False
+
+    @property
+    def owners(self) -> list[Home]:
+        """The groups of trained leaves; no other leaf counts in a norm."""
+        return [home for home, index in self.homes.items() if index]
 
 
-def measured(verb: str, grads: Tree, groups: Any) -> Measured:
+def measured(verb: str, grads: Tree, groups: Any, root: str = "grads") -> Measured:
     """Open gradients, or a stream of them, with the groups of each trained leaf."""
-    stream = grad_stream(grads)
-    like = grads if stream is None else stream.like
-    homes = homes_of(verb, groups, like)
-    found = Measured(stream, list(dict.fromkeys(homes)), [], [], [])
-    for i, (leaf, home) in enumerate(zip(tree.flatten(like, is_leaf)[0], homes, strict=True)):
+    stream = shards.grad_stream(grads)
+    found = flat.unpacked(grads if stream is None else stream.like)
+    if len(found.trained) < len(found.leaves):
+        shards.check_leaves(verb, found.shards, found.leaves, root)
+    homes: dict[Home, list[int]] = {}
+    number, every = count(), shards.homes_of(verb, groups, found.shards, count=len(found.leaves))
+    for leaf, home in zip(found.leaves, every, strict=True):
+        index = homes.setdefault(home, [])
         if isinstance(leaf, Sharded):
-            found.owners.append(home)
-            found.buckets.append(leaf.bucket)
-            found.data.append(leaf.data)
-        elif not is_leaf(leaf):
-            path = tree.paths(like, "grads", is_leaf)[i]
-            fix = "do both hops first: reduce_grads(grads, groups)"
-            raise LeafError(f"{verb}: {path} is not a shard", fix=fix)
-    return found
+            index.append(next(number))
+    return Measured(grads, groups, stream, found, found.pieces, homes)
 
 
 def norm_here(found: Measured) -> Tensor:
-    """Compute the norm of the leaves that these groups reach, without a derivative."""
-    totals = [_total(home, squares, False) for home, squares in squares_here(found).items()]
+    """Compute the norm of the leaves that these groups reach."""
+    totals = [_total(home, x, found.live) for home, x in squares_here(found).items()]
     if not totals:
         return torch.zeros((), dtype=torch.float64)
-    return torch.stack(totals).sum().sqrt()
+    total = torch.stack(totals).sum()
+    return _roots(total) if found.live else total.sqrt()
 
 
 def squares_here(found: Measured) -> dict[Home, Tensor]:
@@ -197,7 +184,7 @@ def squares_here(found: Measured) -> dict[Home, Tensor]:
     Memory: of gradients elsewhere one bucket at a time is on the device.
     """
     if found.stream is None:
-        every = _squares(found.data)
+        every = _squares(found.pieces, found.live)
     else:
         squares: dict[int, Tensor] = {}
         for place, numbers in enumerate(found.stream.order):
@@ -205,10 +192,8 @@ def squares_here(found: Measured) -> dict[Home, Tensor]:
             squares.update(zip(numbers, here.unbind(), strict=True))
         every = torch.stack([squares[i] for i in range(len(squares))])
     sums = {}
-    for home in found.homes:
-        own = every
-        if len(found.homes) > 1:
-            own = every[[i for i, owner in enumerate(found.owners) if owner is home]]
+    for home, index in found.homes.items():
+        own = every if len(found.homes) == 1 else every[index]
         zero = torch.zeros(1, dtype=torch.float64, device=home.device)
         sums[home] = torch.cat([zero, own.to(home.device)]).sum()
     return sums
@@ -248,8 +233,9 @@ def _total(home: Home, here: Tensor, live: bool) -> Tensor:
         return here
     shape: Any = {"shapes": ((p * n,),), "offsets": (0,), "numel": p * n}
     bucket = Bucket(torch.float64, index=0, parts=p, **shape)
-    (every,) = linear_map("gather", [BucketUse(bucket, home, (0,), "norm")], here)
-    return every.view(p, n).sum(0)
+    use = shards.BucketUse(bucket, home, (0,), "norm")
+    (every,) = shards.linear_map("gather", [use], here.reshape(n))
+    return every.view(p, *here.shape).sum(0)
 
 
 def _roots(sums: Tensor) -> Tensor:
@@ -267,11 +253,9 @@ def norm_problem(verb: str, homes: Iterable[Home]) -> PlanError | None:
     would miss the others. The same holds where leaves live on groups of different ranks, as experts
     do. Ranks would clip by different factors and their copies would drift apart, so it is refused.
     """
-    whole, sets = True, dict[frozenset[int], None]()
-    for home in dict.fromkeys(homes):
-        whole = whole and home.state.whole
-        sets[frozenset(home.state.ranks)] = None
-    if whole and len(sets) < 2:
+    states = {home.state: None for home in homes}
+    sets = dict.fromkeys([frozenset(state.ranks) for state in states])
+    if len(sets) < 2 and all(state.whole for state in states):
         return None
     lines = [f"ranks {fold_ranks(sorted(ranks))}" for ranks in sets if ranks]
     if len(sets) > 1:
@@ -288,11 +272,6 @@ def norm_problem(verb: str, homes: Iterable[Home]) -> PlanError | None:
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """The factor by which `torch.nn.utils.clip_grad_norm_` multiplies gradients of this norm."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
-
-
-def check_limit(verb: str, name: str, value: float) -> None:
-    """Raise PlanError unless a limit is above 0; it may be infinite."""
-    checks.number(verb, name, value, above=0, finite=False)
 
 
 def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
@@ -318,8 +297,8 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
       >>> groups = make_groups(1)
       >>> optimizer = optim.chain(clip_by_global_norm(1.0, groups), optim.sgd(0.1))
     """
-    check_limit("clip_by_global_norm", "max_norm", max_norm)
-    require_groups("clip_by_global_norm", groups)
+    checks.number("clip_by_global_norm", "max_norm", max_norm, above=0, finite=False)
+    shards.require_groups("clip_by_global_norm", groups)
     homes = [x for x in tree.flatten(groups)[0] if not callable(groups)]
     problem = norm_problem("clip_by_global_norm", homes)
     if problem is not None:
@@ -327,7 +306,7 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
 
     def update(grads: Tree, state: tuple, params: Tree) -> tuple[Tree, tuple]:
         factor = clip_factor(global_norm(grads, groups), max_norm)
-        if needs_derivative([factor]):
+        if shards.needs_derivative([factor]):
             factor = _for_parts(factor, measured("clip_by_global_norm", grads, groups).owners)
         return clipped(grads, factor), state
 
@@ -341,7 +320,7 @@ def _for_parts(factor: Tensor, homes: Sequence[Home]) -> Tensor:
     if sizes == {1} or not sizes:
         return factor
     (p,) = sizes
-    return as_part(factor, p)
+    return shards.as_part(factor, p)
 
 
 def clip_by_value(max_value: float) -> Transform:
@@ -361,7 +340,7 @@ def clip_by_value(max_value: float) -> Transform:
     Example:
       >>> optimizer = optim.chain(clip_by_value(0.5), optim.sgd(0.1))
     """
-    check_limit("clip_by_value", "max_value", max_value)
+    checks.number("clip_by_value", "max_value", max_value, above=0, finite=False)
 
     def update(grads: Tree, state: tuple, params: Tree) -> tuple[Tree, tuple]:
         return clipped(grads, max_value=max_value), state
@@ -404,13 +383,16 @@ def leaf_norms(shards: Tree, groups: Any) -> Tree:
 
     References: You et al. (LAMB), arXiv:1904.00962, whose trust ratios are ratios of such norms.
     """
-    opened, parts, live = _opened("leaf_norms", shards, groups)
-    out: list[Any] = list(opened.leaves)
-    for home, index, pieces in parts:
-        found = _roots(_total(home, _squares(pieces, live), live))
-        for i, norm in zip(index, found.unbind(), strict=True):
-            out[i] = norm
-    return opened.spec.unflatten(out)
+    found = _opened("leaf_norms", shards, groups)
+    norms: dict[int, Tensor] = {}
+    for home, index in found.homes.items():
+        if index:
+            pieces = [found.pieces[i] for i in index]
+            here = _roots(_total(home, _squares(pieces, found.live), found.live))
+            norms.update(zip(index, here.unbind(), strict=True))
+    given, leaves = (norms[i] for i in range(len(norms))), found.found.leaves
+    leaves = [next(given) if isinstance(leaf, Sharded) else leaf for leaf in leaves]
+    return found.found.spec.unflatten(leaves)
 
 
 def inner(a: Tree, b: Tree, groups: Any) -> Tensor:
@@ -441,47 +423,35 @@ def inner(a: Tree, b: Tree, groups: Any) -> Tensor:
       >>> inner(a, b, groups)
       tensor(30., dtype=torch.float64)
     """
-    left, parts, live = _opened("inner", a, groups, "a")
-    problem = norm_problem("inner", [home for home, _, _ in parts])
+    left, right = _opened("inner", a, groups, "a"), _opened("inner", b, groups, "b")
+    problem = norm_problem("inner", left.owners)
     if problem is not None:
         raise problem
-    right, others, other_live = _opened("inner", b, groups, "b")
-    _check_same(left, right)
-    totals = []
-    for (home, _, x), (_, _, y) in zip(parts, others, strict=True):
-        products = [(u.double() * v.double()).sum() for u, v in zip(x, y, strict=True)]
-        here = torch.stack(products).sum().view(1)
-        totals.append(_total(home, here, live or other_live))
-    return torch.cat(totals).sum() if totals else torch.zeros((), dtype=torch.float64)
+    x, y = left.found, right.found
+    if x.spec != y.spec or x.geometry[:2] != y.geometry[:2]:
+        raise LeafError("inner: the trees differ", fix="pass trees that were sharded together")
+    total = torch.zeros((), dtype=torch.float64)
+    for home, index in left.homes.items():
+        products = [(left.pieces[i].double() * right.pieces[i].double()).sum() for i in index]
+        if products:
+            here = _total(home, torch.stack(products).sum(), left.live or right.live)
+            total = total.to(here.device) + here
+    return total
 
 
-_Part = tuple[Home, list[int], list[Tensor]]  # of a partition group: leaves by number, pieces
-
-
-def _opened(
-    verb: str, shards: Tree, groups: Any, root: str = "shards"
-) -> tuple[Opened, list[_Part], bool]:
-    """A tree with its trained leaves by partition group, and whether a derivative is asked for.
+def _opened(verb: str, given: Tree, groups: Any, root: str = "shards") -> Measured:
+    """Open a tree for numbers that may be differentiated.
 
     Then directions that only one rank differentiates by are refused, since after squares are added
     up nobody could tell; see [Note: rows of ranks] in `shards.linear`.
     """
-    opened = open_shards(verb, flat.by_leaf(shards), groups, root=root)
-    uses = opened.trained
-    data = [opened.data[i] for use in uses for i in use.members]
-    live = needs_derivative(data)
-    if live:
-        data = linear_map("own", uses, *data) if uses else []
-    found: dict[Comm, _Part] = {}
-    for use, pieces in deal(uses, data):
-        _, index, kept = found.setdefault(use.home.partition, (use.home, [], []))
-        index.extend(use.members)
-        kept.extend(pieces)
-    return opened, list(found.values()), live
-
-
-def _check_same(a: Opened, b: Opened) -> None:
-    """Raise LeafError unless two trees have one structure and are cut in one way."""
-    places = [[(x.bucket, getattr(x, "slot", 0)) for x in each.leaves] for each in (a, b)]
-    if a.spec != b.spec or places[0] != places[1]:
-        raise LeafError("inner: the trees differ", fix="pass trees that were sharded together")
+    given = flat.by_leaf(given)
+    found = measured(verb, given, groups, root)
+    if not shards.needs_derivative(found.pieces):
+        return found
+    opened, moved = shards.open_shards(verb, given, groups, root=root), dict[int, Tensor]()
+    data = [opened.data[i] for use in opened.trained for i in use.members]
+    data = shards.linear_map("own", opened.trained, *data) if data else []
+    for use, pieces in shards.deal(opened.trained, data):
+        moved.update(zip(use.members, pieces, strict=True))
+    return found._replace(pieces=[moved[i] for i in sorted(moved)], live=True)

@@ -18,8 +18,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache, partial
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,11 +30,10 @@ from torch.optim.sgd import sgd as _torch_sgd
 from mics_fn import _torch, checks, tree
 from mics_fn.checks import check_matched, matches
 from mics_fn.errors import LeafError, PlanError
-from mics_fn.offload import read
 from mics_fn.optim import flat
-from mics_fn.optim.columns import Column, Columns, map_columns, needs_fetch, updating
-from mics_fn.optim.flat import FlatShards, Unpacked, as_before, lazy_grads, unpacked
-from mics_fn.shards import Nothing, Sharded, is_leaf, names, needs_derivative
+from mics_fn.optim.columns import Column, Columns, map_columns, updating
+from mics_fn.optim.flat import FlatShards, Unpacked, as_before, unpacked
+from mics_fn.shards import Nothing, Sharded, is_leaf, names
 from mics_fn.tree import Tree
 
 _TENSORS = attrgetter("tensors")
@@ -45,15 +45,9 @@ Facts = Mapping[str, Any]  # see `Transform`
 Mask = Callable[[str], bool]  # from the path of a leaf to whether it is selected
 
 
-class Optimizer(Protocol):
-    """What can be made a `Transform`: an object with `init` and `update`, as optax defines them."""
-
-    @property
-    def init(self) -> Callable[..., Any]: ...  # init(params) -> state
-
-    @property
-    def update(self) -> Callable[..., Any]: ...  # update(grads, state, params) -> updates, state
-
+# What can be made a `Transform`: an object with `init(params) -> state` and `update(grads, state,
+# params) -> (updates, state)`, as optax defines them.
+Optimizer = Any
 
 FOUND_INF: ContextVar[Tensor | None] = ContextVar("found_inf", default=None)  # of `masked_by`
 
@@ -131,28 +125,15 @@ def from_update(
     def step(grads: Unpacked, state: Any, params: Unpacked, donate: bool) -> tuple[Unpacked, Any]:
         updates, after = update(grads.whole().shards, state, params.shards)
         updates = unpacked(updates)
-        where = _difference(updates, params)
-        if where:
+        if updates.spec != params.spec or updates.geometry[:3] != params.geometry[:3]:
+            where = tree.first_mismatch(params.shards, updates.shards, "updates", is_leaf)
             fix = "return (updates, state) with updates as shards.map makes them from the gradients"
             what = "from_update: the updates that update gave do not fit the parameters"
-            raise LeafError(what, [where], fix)
+            raise LeafError(what, [where] if where else [], fix)
         found = map_columns(lambda p, u: p.add_(u), params, updates, donate=donate)
         return unpacked(found), as_before(after, state)
 
     return Transform(init, update, step, facts)
-
-
-def _difference(updates: Unpacked, params: Unpacked) -> str:
-    """Where updates do not fit the parameters, in words; "" if they do."""
-    if updates.spec != params.spec:
-        return tree.first_mismatch(params.shards, updates.shards, "updates", is_leaf)
-    _, _, lengths, _ = params.geometry
-    _, _, others, _ = updates.geometry
-    if lengths == others:
-        return ""
-    rows = zip(params.paths, lengths, others, strict=True)
-    path, want, got = next(row for row in rows if row[1] != row[2])
-    return f"{tree.join('updates', path)}: expected a piece of {want} elements, got {got}"
 
 
 def check_rate(verb: str, name: str, lr: Any, fix: str) -> None:
@@ -160,17 +141,16 @@ def check_rate(verb: str, name: str, lr: Any, fix: str) -> None:
 
     The number in a tensor on an accelerator is not looked at, because the host would wait for it.
     """
-    if not isinstance(lr, Tensor):
-        checks.number(verb, name, lr, least=0, fix=fix)
-        return
-    if lr.ndim or lr.is_complex() or lr.is_meta or lr.dtype == torch.bool:
-        what = f"a tensor of shape {tuple(lr.shape)} and {lr.dtype} on {lr.device}"
-        text = f"{verb}: {name} is {what}, expected a number"
-        raise PlanError(text, fix="pass a number, or torch.tensor(number)")
-    # The number is looked at where nothing is waited for or cut off by that.
-    plain = type(lr) in (Tensor, torch.nn.Parameter) and not _torch.is_wrapped(lr)
-    if plain and lr.is_cpu and not _torch.is_tracing():
-        checks.number(verb, name, lr.item(), least=0, fix=fix)
+    if isinstance(lr, Tensor):
+        if lr.ndim or lr.is_complex() or lr.is_meta or lr.dtype == torch.bool:
+            what = f"a tensor of shape {tuple(lr.shape)} and {lr.dtype} on {lr.device}"
+            text = f"{verb}: {name} is {what}, expected a number"
+            raise PlanError(text, fix="pass a number, or torch.tensor(number)")
+        # The number is looked at where nothing is waited for or cut off by that.
+        if not lr.is_cpu or _torch.is_wrapped(lr) or _torch.is_tracing():
+            return
+        lr = lr.item()
+    checks.number(verb, name, lr, least=0, fix=fix)
 
 
 def of_another(kind: str, state: Any) -> PlanError:
@@ -268,11 +248,9 @@ def chain(*transforms: Optimizer) -> Transform:
     def init(params: Tree) -> tuple:
         return tuple(part.init(params) for part in parts)
 
-    def check(states: Any) -> None:
+    def before_last(grads: Tree, states: Any, params: Tree) -> tuple[Tree, list]:
         if type(states) is not tuple or len(states) != len(parts):
             raise of_another(f"a chain of {len(parts)}", states)
-
-    def before_last(grads: Tree, states: tuple, params: Tree) -> tuple[Tree, list]:
         new = []
         for part, state in zip(parts[:-1], states[:-1], strict=True):
             grads, state = part.update(grads, state, params)
@@ -280,7 +258,6 @@ def chain(*transforms: Optimizer) -> Transform:
         return grads, new
 
     def update(grads: Tree, states: tuple, params: Tree) -> tuple[Tree, tuple]:
-        check(states)
         grads, new = before_last(grads, states, params)
         grads, last = parts[-1].update(grads, states[-1], params)
         return grads, (*new, last)
@@ -288,19 +265,9 @@ def chain(*transforms: Optimizer) -> Transform:
     def step(
         grads: Unpacked, states: tuple, params: Unpacked, donate: bool
     ) -> tuple[Unpacked, tuple]:
-        check(states)
-        new: list[Any] = []
-
-        def made() -> Tree:
-            given, found = before_last(grads.whole().shards, states, params.shards)
-            new.extend(as_before(found, list(states[:-1])))
-            return given
-
-        # See [Note: states come first] in `columns`. What the others have in files comes through
-        # the same memory, and so before.
-        lazy = needs_fetch(params, states[-1]) and not needs_fetch([], states[:-1])
-        given = unpacked(lazy_grads(grads.shards, made) if lazy else made())
-        after, last = parts[-1].step(given, states[-1], params, donate)
+        given, new = before_last(grads.whole().shards, states, params.shards)
+        new = as_before(new, list(states[:-1]))
+        after, last = parts[-1].step(unpacked(given), states[-1], params, donate)
         return after, (*new, last)
 
     return Transform(init, update, step, _facts({f"chain[{i}]": x for i, x in enumerate(parts)}))
@@ -338,31 +305,27 @@ def by_path(transforms: Mapping[str, Any], *, default: Any = None) -> Transform:
       >>> state.params["embed"].data, state.params["w"].data
       (tensor([0.9000, 0.9000]), tensor([0.5000, 0.5000]))
     """
-    patterns = list(transforms)
+    patterns = tuple(transforms)
     parts = [as_transform(each) for each in transforms.values()]
     if default is not None:
         parts.append(as_transform(default))
 
-    def owners(paths: Sequence[str]) -> list[int]:
-        return _owners(paths, patterns, with_default=default is not None)
+    def shares_of(*trees: Unpacked) -> tuple[Sequence[int], list[list[Unpacked]]]:
+        """The number of the transform of each leaf, and of each tree the part of each transform."""
+        owners = _owners(tuple(trees[-1].paths), patterns, default is not None)
+        return owners, [_shares(each, owners, len(parts)) for each in trees]
 
     def init(params: Tree) -> tuple:
-        found = unpacked(params)
-        shares = _shares(found, owners(found.paths), len(parts))
+        _, (shares,) = shares_of(unpacked(params))
         return tuple(part.init(share.shards) for part, share in zip(parts, shares, strict=True))
 
     def spread(call: Callable[..., Any], grads: Unpacked, states: tuple, params: Unpacked) -> Any:
         """The tree and the states that each part gives for its own leaves."""
-        mine = owners(params.paths)
-        shares = _shares(params, mine, len(parts))
-        given = _shares(grads, mine, len(parts))
-        pairs = [
-            call(part, gradient, state, share)
-            for part, gradient, state, share in zip(parts, given, states, shares, strict=True)
-        ]
+        owners, (given, shares) = shares_of(grads, params)
+        pairs = list(map(call, parts, given, states, shares))
         found = [iter(unpacked(each).pieces) for each, _ in pairs]
-        tree = params.with_pieces([next(found[owner]) for owner in mine])
-        return tree, tuple(state for _, state in pairs)
+        new = params.with_pieces([next(found[owner]) for owner in owners])
+        return new, tuple(state for _, state in pairs)
 
     def update(grads: Tree, states: tuple, params: Tree) -> tuple[Tree, tuple]:
         call = lambda part, g, s, p: part.update(g.shards, s, p.shards)  # noqa: E731
@@ -379,7 +342,8 @@ def by_path(transforms: Mapping[str, Any], *, default: Any = None) -> Transform:
     return Transform(init, update, step, _facts(dict(zip(titles, parts, strict=False))))
 
 
-def _owners(paths: Sequence[str], patterns: Sequence[str], with_default: bool) -> list[int]:
+@lru_cache(maxsize=64)
+def _owners(paths: tuple[str, ...], patterns: tuple[str, ...], with_default: bool) -> Sequence[int]:
     """For each leaf the number of its transform; that of the default comes last."""
     found = []
     for path in paths:
@@ -402,16 +366,11 @@ def _shares(found: Unpacked, owners: Sequence[int], count: int) -> list[Unpacked
 
     A tied leaf has no data, and frozen ones are nobody's, so no part needs them.
     """
-    number = iter(owners)
-    by_leaf = [
-        next(number) if isinstance(leaf, Sharded | Tensor) else None for leaf in found.leaves
-    ]
-    shares = []
+    number, shares = iter(owners), []
+    by_leaf = [next(number) if isinstance(leaf, Sharded) else None for leaf in found.leaves]
     for part in range(count):
-        leaves = [
-            leaf if owner == part else Nothing()
-            for leaf, owner in zip(found.leaves, by_leaf, strict=True)
-        ]
+        pairs = zip(found.leaves, by_leaf, strict=True)
+        leaves = [leaf if owner == part else Nothing() for leaf, owner in pairs]
         shares.append(found.part(leaves, [i for i, owner in enumerate(owners) if owner == part]))
     return shares
 
@@ -463,25 +422,33 @@ def _by_rule(
     options: dict[str, Any],
     moments: tuple[str, ...],
     scalars: tuple[str, ...] = (),
-    init: Callable[[Tree], OptimizerState] | None = None,
+    begins: Callable[[str, Tensor], Tensor] | None = None,
 ) -> Transform:
-    """Make a `Transform` of a rule; by default what it keeps begins with zeros.
+    """Make a `Transform` of a rule.
 
     Args:
       verb: its name.
       rule: what it does to columns.
       options: by name, with `lr` and `decay_mask`.
       moments, scalars: the names of what it keeps.
-      init: as for `Transform`.
+      begins: gives what it begins with, by name and for one element of a parameter like a tensor;
+        default zeros.
     """
     lr, mask = options["lr"], options["decay_mask"]
 
-    def zeros(params: Tree) -> OptimizerState:
-        pieces = unpacked(params).pieces
-        here = bool(pieces) and not pieces[0].is_meta and not _torch.inside_torch_func()
-        zero = torch.zeros((), device=pieces[0].device if here else "cpu")
-        kept = {name: flat.zeros(params, name) for name in moments}
-        return OptimizerState(0, kept, dict.fromkeys(scalars, zero))
+    def init(params: Tree) -> OptimizerState:
+        like = next(iter(unpacked(params).pieces), torch.zeros(0))
+        if like.is_meta or _torch.inside_torch_func():
+            like = torch.zeros(0)
+        first: Any = begins or (lambda name, like: torch.zeros((), device=like.device))
+        kept = {
+            name: flat.zeros(params, name, begins and partial(begins, name)) for name in moments
+        }
+        return OptimizerState(0, kept, {name: first(name, like) for name in scalars})
+
+    @lru_cache(maxsize=8)
+    def decays(paths: tuple[str, ...]) -> list[bool]:
+        return [checks.answer(verb, f"decay_mask({path!r})", mask(path)) for path in paths]
 
     def step(
         grads: Unpacked, state: OptimizerState, params: Unpacked, donate: bool
@@ -489,11 +456,7 @@ def _by_rule(
         own = isinstance(state, OptimizerState)
         if not own or {*state.moments, *state.scalars} != {*moments, *scalars}:
             raise of_another(verb, state)
-        keys, rate = None, lr
-        if mask is not None:
-            keys = [
-                checks.answer(verb, f"decay_mask({path!r})", mask(path)) for path in params.paths
-            ]
+        keys, rate = None if mask is None else decays(tuple(params.paths)), lr
         if callable(lr):
             rate, fix = lr(state.count), "let the function of the step give a rate for every step"
             check_rate(verb, f"lr({state.count})", rate, fix)
@@ -511,12 +474,10 @@ def _by_rule(
 
     def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
         found, state = step(unpacked(grads), state, unpacked(params), False)
-        new = found.shards
-        own = not needs_derivative(tree.flatten((new, params))[0])
-        return map_columns(lambda n, p: n.sub_(p), new, params, donate=own), state
+        return map_columns(lambda n, p: n.sub_(p), found.shards, params), state
 
     masked = verb in ("sgd", "adam", "adamw")  # by torch's fused kernels
-    return Transform(init or zeros, update, step, {"optimizer": verb, **options}, masked)
+    return Transform(init, update, step, {"optimizer": verb, **options}, masked)
 
 
 def _step_columns(rule: Rule, work: Columns, now: _Now) -> dict[str, Tensor] | None:
@@ -576,20 +537,11 @@ def sgd(
 
     def rule(params: list, *given: Any) -> dict[str, Tensor]:
         *buffers, grads, now = given
-        _torch_sgd(
-            params,
-            grads,
-            buffers[0] if buffers else [None] * len(params),  # zeros at first
-            fused=not now.live and not _fused_skips(params),
-            foreach=False,
-            found_inf=FOUND_INF.get(),
-            weight_decay=weight_decay if now.decays else 0.0,
-            momentum=momentum,
-            lr=now.rate,
-            dampening=0.0,
-            nesterov=nesterov,
-            maximize=False,
-        )
+        own: Any = {"momentum": momentum, "nesterov": nesterov, "lr": now.rate, "dampening": 0.0}
+        own |= {"weight_decay": weight_decay if now.decays else 0.0, "maximize": False}
+        own |= {"fused": not now.live and not _fused_skips(params), "foreach": False}
+        moving: list[Any] = buffers[0] if buffers else [None] * len(params)  # zeros at first
+        _torch_sgd(params, grads, moving, found_inf=FOUND_INF.get(), **own)
         return {}
 
     options |= {"nesterov": nesterov, "lr": lr, "decay_mask": decay_mask}
@@ -624,7 +576,7 @@ def adam(
     Example:
       >>> optimizer = adam(1e-3)
     """
-    return _adam("adam", lr, betas, eps, weight_decay, decay_mask)
+    return _adam("adam", lr, decay_mask, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 def adamw(
@@ -655,25 +607,18 @@ def adamw(
     Example:
       >>> optimizer = adamw(1e-3, decay_mask=lambda path: "bias" not in path)
     """
-    return _adam("adamw", lr, betas, eps, weight_decay, decay_mask)
+    return _adam("adamw", lr, decay_mask, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
-def _adam(
-    verb: str,
-    lr: Rate,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    decay_mask: Mask | None,
-) -> Transform:
-    options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+def _adam(verb: str, lr: Rate, decay_mask: Mask | None, **options: Any) -> Transform:
     check_rule(verb, lr, **options)
-    decoupled = verb == "adamw"
+    (beta1, beta2), decoupled = options["betas"], verb == "adamw"
 
     def rule(params: list, means: list, squares: list, grads: list, now: _Now) -> dict[str, Tensor]:
-        decay, count, before = weight_decay if now.decays else 0.0, len(params), now.scalars["step"]
-        own: Any = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": decay}
-        own |= {"lr": now.rate, "amsgrad": False, "maximize": False}
+        count, before = len(params), now.scalars["step"]
+        own: Any = {"beta1": beta1, "beta2": beta2, "eps": options["eps"], "lr": now.rate}
+        own["weight_decay"] = options["weight_decay"] if now.decays else 0.0
+        own |= {"amsgrad": False, "maximize": False}
         if not now.live:  # the kernel, without the host's time of torch's function around it
             step, found_inf = before.to(params[0].device) + 1, FOUND_INF.get()
             update = _torch.fused_adamw if decoupled else _torch.fused_adam
@@ -685,8 +630,8 @@ def _adam(
         _torch_adam(params, grads, means, squares, [], steps, **own)
         return {"step": steps[0].to(before.dtype)}
 
-    options |= {"lr": lr, "decay_mask": decay_mask}
-    return _by_rule(verb, rule, options, ("exp_avg", "exp_avg_sq"), ("step",))
+    facts = {**options, "lr": lr, "decay_mask": decay_mask}
+    return _by_rule(verb, rule, facts, ("exp_avg", "exp_avg_sq"), ("step",))
 
 
 def lion(
@@ -755,7 +700,8 @@ def from_torch(
       decay_mask: whether a leaf is decayed, by its path; default all are.
       elementwise: whether a class that torch does not have is elementwise: what it does to an
         element depends on no other element. Nothing looks whether that is so, and where it is not,
-        numbers depend on how parameters are cut. It has `_init_group`, and keeps tensors alone.
+        numbers depend on how parameters are cut. It has `_init_group`, and keeps tensors alone,
+        which begin with the same number for each element.
       options: the class's other arguments, which it checks itself.
 
     Returns:
@@ -775,9 +721,7 @@ def from_torch(
     checks.flag("from_torch", "elementwise", elementwise)
     if cls in REFUSED or not (cls in ELEMENTWISE or elementwise):
         name = getattr(cls, "__name__", type(cls).__name__)
-        fix = f"use one of {', '.join(each.__name__ for each in ELEMENTWISE)}"
-        if cls not in REFUSED:
-            fix += "; or pass elementwise=True if it steps element by element"
+        fix = f"use one of {_NAMES}; or elementwise=True, if a class of your own is"
         text = f"from_torch: {name} is not known to be elementwise, and a shard is a flat piece"
         raise PlanError(text, fix=fix)
     with _torch.without_torch_func():
@@ -790,12 +734,15 @@ def from_torch(
             fix = "use sgd, adam, adamw or lion, or call it under torch.no_grad()"
             raise PlanError(text, fix=fix)
 
-    def init(params: Tree) -> OptimizerState:
+    def begins(name: str, like: Tensor) -> Tensor:
         check(_torch.inside_torch_func())
-        rate = lr(0) if callable(lr) else lr
-        given = options if lr is None else {**options, "lr": rate}
+        given = options if lr is None else {**options, "lr": lr(0) if callable(lr) else lr}
+        home = torch.device("cpu") if like.is_meta else like.device
+        value = torch.zeros(1, dtype=like.dtype, device=home)
         with torch.no_grad():
-            return _begin(cls, given, moments, scalars, params)
+            optimizer, param = _object_on(cls, given, value)
+        found = optimizer.state[param].get(name)
+        return value if found is None else found
 
     def rule(*given: Any) -> dict[str, Tensor]:
         *columns, now = given
@@ -804,67 +751,38 @@ def from_torch(
         own = own if now.decays else {**own, "weight_decay": 0.0}
         return _step_object(cls, own, moments, columns, now)
 
-    facts, verb = (
-        {**options, "lr": lr, "decay_mask": decay_mask},
-        f"{cls.__module__}.{cls.__qualname__}",
-    )
-    return _by_rule(verb, rule, facts, moments, scalars, init)
+    facts = {**options, "lr": lr, "decay_mask": decay_mask}
+    verb = f"{cls.__module__}.{cls.__qualname__}"
+    return _by_rule(verb, rule, facts, moments, scalars, begins)
 
 
 def _names_of(cls: Any, options: dict[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The moments and scalars of a class, by a step on two elements, which checks its arguments."""
-    param = torch.nn.Parameter(torch.zeros(2))
-    param.grad = torch.ones(2)
-    optimizer = cls([param], **options)
-    first = set(_begun_in(optimizer, param))
+    optimizer, param = _object_on(cls, options, torch.tensor([0.0, 1.0]))
+    first = {name: x.clone() for name, x in optimizer.state[param].items() if x is not None}
     optimizer.step()
     kept = {name: value for name, value in optimizer.state[param].items() if value is not None}
     for name, value in kept.items():
         fits = isinstance(value, Tensor) and value.shape in (param.shape, ())
-        if not fits or (name not in first and not issubclass(cls, torch.optim.SGD)):
+        begins = first.get(name, torch.zeros(())).unique().numel() == 1
+        known = name in first or issubclass(cls, torch.optim.SGD)
+        if not (fits and begins and known):
             text = f"from_torch: {cls.__name__} cannot be used: it keeps {name!r}"
-            fix = "let _init_group make it, as a tensor of 0 dims or of the parameter's shape"
-            raise PlanError(text, fix=fix)
+            fix = "let _init_group make it, as a tensor of 0 dims or of the parameter's shape, "
+            raise PlanError(text, fix=f"{fix}with equal elements")
     moments = tuple(name for name, value in kept.items() if value.ndim)
     return moments, tuple(name for name in kept if name not in moments)
 
 
-def _begin(
-    cls: Any,
-    options: dict[str, Any],
-    names: tuple[str, ...],
-    scalars: tuple[str, ...],
-    params: Tree,
-) -> OptimizerState:
-    """Make the state before the first step, each moment run by run."""
-    found = unpacked(params)
-    layout = found.layout()
-    hollow = not found.pieces or found.pieces[0].is_meta
-    home = torch.device("cpu") if hollow else found.pieces[0].device
-    single = _begun(cls, options, torch.zeros(1, device=home))
-    wholes: dict[str, list[Tensor]] = {name: [] for name in names}
-    for r, run in enumerate(layout.runs):
-        x = flat.whole_run(run, found.pieces)
-        x = flat.joined(run, [found.pieces[i] for i in run.members]) if x is None else read(x)
-        begun = {} if x.is_meta or not wholes else _begun(cls, options, x)
-        for name, mine in wholes.items():
-            begins = begun.pop(name, None)
-            begins = torch.zeros_like(x) if begins is None else begins
-            mine.append(flat.made(layout, r, begins, name))
-    moments = {name: flat.with_wholes(layout, mine) for name, mine in wholes.items()}
-    return OptimizerState(0, moments, {name: single[name] for name in scalars})
-
-
-def _begun(cls: Any, options: dict[str, Any], value: Tensor) -> dict[str, Any]:
-    """Make what an optimizer keeps for a parameter before its first step."""
-    param = _with_grad(value, value)
-    return _begun_in(cls([param], **options), param)
-
-
-def _begun_in(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
+def _object_on(
+    cls: Any, options: dict[str, Any], value: Tensor
+) -> tuple[torch.optim.Optimizer, Tensor]:
+    """An object of a class before its first step on one parameter."""
+    param = _with_grad(value, torch.ones_like(value))
+    optimizer = cls([param], **options)
     for group in optimizer.param_groups:
         _torch.optimizer_init_group(optimizer, group)
-    return optimizer.state[param]
+    return optimizer, param
 
 
 def _step_object(

@@ -35,9 +35,13 @@ def check_grads(want: flat.Unpacked, got: flat.Unpacked) -> bool:
         text = "opt_step: the gradients' tree differs from the parameters'"
         raise LeafError(text, [where], fix="differentiate with respect to state.params")
     if not _fits(want, got):
-        for i, (a, b) in enumerate(zip(want.leaves, got.leaves, strict=True)):
+        rows = zip(tree.spec_paths(want.spec), want.leaves, got.leaves, strict=True)
+        for path, a, b in rows:
             if not _fits(flat.unpacked(a), flat.unpacked(b)):
-                raise _mismatch(tree.join("grads", tree.spec_paths(want.spec)[i]), a, b)
+                text = f"opt_step: {tree.join('grads', path)} does not match its parameter"
+                lines = [f"expected {_described(a)}", f"got {_described(b)}"]
+                fix = "do both hops first: reduce_grads(grads, groups, like=state.params)"
+                raise LeafError(text, lines, fix)
     if not flat.any_requires_grad(want.pieces):
         return False
     if flat.any_requires_grad(got.pieces) or _torch.inside_torch_func():
@@ -52,15 +56,6 @@ def _fits(want: flat.Unpacked, got: flat.Unpacked) -> bool:
     for home, own in set(devices):
         fits = fits and (home == own or (home.type == "cpu" and _torch.is_async(own)))
     return fits
-
-
-def _mismatch(path: str, param: Any, grad: Any) -> LeafError:
-    """Describe a gradient that does not fit its parameter."""
-    lines = [f"expected {_described(param)}", f"got {_described(grad)}"]
-    fix = "do both hops first: reduce_grads(grads, groups, like=state.params)"
-    if not isinstance(param, shards.Sharded):
-        fix = "differentiate with respect to state.params"
-    return LeafError(f"opt_step: {path} does not match its parameter", lines, fix=fix)
 
 
 def _described(leaf: Any) -> str:
@@ -111,15 +106,11 @@ class TrainState(Generic[P]):
     transform: Transform = tree.static()
 
     def __reduce__(self) -> tuple:
-        return _from_pickle, (self.step, self.params, self.opt, self.buffers)
+        return TrainState, (self.step, self.params, self.opt, self.buffers, _NO_OPTIMIZER)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TrainState":
         values = copy.deepcopy((self.step, self.params, self.opt, self.buffers), memo)
         return TrainState(*values, self.transform)
-
-
-def _from_pickle(step: int, params: Tree, opt: Any, buffers: dict[str, Tensor]) -> TrainState:
-    return TrainState(step, params, opt, buffers, _NO_OPTIMIZER)
 
 
 def _no_optimizer(*_: Any) -> Any:
@@ -191,12 +182,11 @@ def _moved_states(opt: Any, params: flat.Unpacked, mover: _Mover) -> Any:
     return tree.map_leaves(take, opt, is_leaf=flat.is_node)
 
 
-def _device_of(pieces: Sequence[Tensor], also: Sequence[Tensor] = ()) -> torch.device:
+def _device_of(every: Sequence[Tensor]) -> torch.device:
     """Return the device that computes with a state, if its tensors show it.
 
     Locked host memory is that of something which a device has moved there.
     """
-    every = [*pieces, *also]
     for x in every:
         if _torch.is_async(x.device):
             return x.device
@@ -214,8 +204,11 @@ def _init_placed(init: Callable[[Any], Any], params: Any, where: Where | str | N
         return init(params)
     mover = _Mover(places, "states", _device_of(found.pieces))
     with reports(FileError):
-        with flat.making(mover.of_run):
+        token = flat.TAKING.set(mover.of_run)
+        try:
             opt = init(params)
+        finally:
+            flat.TAKING.reset(token)
         return _moved_states(opt, found, mover)  # those of optimizers of one's own
 
 
@@ -317,8 +310,6 @@ def init_state(
       >>> init_state(shard({"w": torch.ones(2)}, groups), optim.sgd(0.1)).step
       0
     """
-    if params is None:
-        raise LeafError("init_state: params is None", fix="pass what shard gave")
     transform = as_transform(optimizer)
     shards.check_leaves("init_state", params, tree.flatten(params, shards.is_leaf)[0], "params")
     if groups is not None:
@@ -336,8 +327,7 @@ def opt_step(state: TrainState[P], grads: Tree, *, donate: bool = False) -> Trai
       state: the state that the gradients were taken at.
       grads: tree of shards with the structure of `state.params`, both hops done (see
         `reduce_grads`); or a `GradSum`, of which each bucket is stepped once its hop 2 is done,
-        while others are still reduced. In a `chain` all of it is waited for first, while states
-        elsewhere begin to come.
+        while others are still reduced. In a `chain` all of it is waited for first.
       donate: update in the memory of `state`, which cannot be used afterwards: doing so raises and
         names the value. What else lies in that memory, such as leaves of another tree, stays. A
         Ctrl-C meanwhile is raised after the return, once the result is assigned, so assign it at

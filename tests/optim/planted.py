@@ -34,7 +34,7 @@ PLANTED = [
      "if now.decays:\n                p.mul_", "if True:\n                p.mul_",
      "optim/test_unrolled.py -k lion"),
     ("parts of a column end inside of the lines of a fused kernel", _C,
-     "inner = stretch.start - (stretch.start - start) // LINE * LINE", "inner = start",
+     "begin = start - (start - stretch.start) % LINE", "begin = start",
      "optim/test_moving.py -k parts_of_a_column"),
     ("a step without donate writes to the files of the old state", _C,
      "if not self._donate or offload.is_locked(old):", "if offload.is_locked(old):",
@@ -45,6 +45,6 @@ PLANTED = [
     ("a refused norm is remembered by the watch", _G, 'if spike and self.action == "skip":',
      'if spike and self.action == "never":', "optim/test_guard.py -k plain_one"),
     ("the last leaf that is not finite is named, not the first", _G,
-     '"leaf that is not finite").amin(0)', '"leaf that is not finite").amax(0)',
+     "at = min(map(int, firsts.values()))", "at = max(map(int, firsts.values()))",
      "optim/test_nonfinite.py -k first_leaf"),
 ]  # fmt: skip

@@ -4,7 +4,10 @@ _T, _TRANSFORM = "recipes/test_recipes.py", "optim/optimizers.py"
 _KEEPS, _LOSES = "return hop2(grads, outer, groups)", "return hop2(grads, outer, groups)[0], outer"
 _SENT, _LOST = "gather_level(comm, out, raw)", "gather_level(comm, out.clone(), raw)"
 _MEAN, _MINE = 'apply("mean", uses, data)', "[data[i] for use in uses for i in use.members]"
-_OWNERS, _LAST = "mine = owners(params.paths)", "mine = [len(parts) - 1 for _ in params.paths]"
+_OWNERS, _LAST = (
+    "owners = _owners(tuple(trees[-1].paths), patterns, default is not None)",
+    "owners = [len(parts) - 1 for _ in trees[-1].paths]",
+)
 _HELD, _FREE = "groups.hierarchy, **found", 'groups.hierarchy, **found | {"outer_params": 0}'
 _USES, _LESS = 'self.actions if action.kind == "use"', 'self.actions[2:] if action.kind == "use"'
 _OTHER, _FIRST = "*(other[i] for other in", "*(other[min(trained)] for other in"
@@ -22,8 +25,8 @@ PLANTED = [
     (
         "norms of leaves have no root",
         "optim/norms.py",
-        "_roots(_total(home, _squares(pieces, live), live))",
-        "_total(home, _squares(pieces, live), live)",
+        "_roots(_total(home, _squares(pieces, found.live), found.live))",
+        "_total(home, _squares(pieces, found.live), found.live)",
         _T,
     ),
     ("one optimizer takes all leaves", _TRANSFORM, _OWNERS, _LAST, _T),
