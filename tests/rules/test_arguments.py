@@ -162,7 +162,7 @@ GroupsError: reset: got no groups, expected Groups
 >>> mf.init_model(lambda: nn.Linear(2, 1), groups, seed="0")
 PlanError: init_model: seed='0', expected an int of at least 0
 >>> mf.init_model(lambda: nn.Linear(2, 1), groups, seed=0, bucket_byte=1)
-TypeError: layout_for() got an unexpected keyword argument 'bucket_byte'
+TypeError: init_model() got an unexpected keyword argument 'bucket_byte'
 >>> mf.init_model(lambda: nn.Linear(2, 1), groups, seed=0, weights="nope.safetensors")
 WeightsNotFound: init_model: weights='nope.safetensors' does not exist
 >>> mf.init_model(lambda: nn.Linear(2, 1), groups, seed=0, weights={}, missing=lambda name: "no")
@@ -317,8 +317,6 @@ PlanError: save_pretrained: max_file_bytes='x', expected a number of bytes of at
 LeafError: map: shards is None
 >>> mf.opt_step(state(optim.from_update(lambda p: None, lambda g, s, p: (None, s))), shards())
 LeafError: from_update: the updates that update gave do not fit the parameters
->>> mf.collectives.all_gather(comm, x, name=5)
-PlanError: all_gather: name=5, expected a text
 >>> mf.collectives.start(comm, x, [x], name="mine", sent_bytes=0)
 PlanError: start: issue is of type Tensor, expected a function that starts it
 >>> mf.groups.Topology((2, 2), ("a", "a"))
