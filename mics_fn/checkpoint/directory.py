@@ -57,7 +57,7 @@ from mics_fn.checkpoint import manifest
 from mics_fn.errors import CheckpointNotFound, FileError, MicsError, first_line, message
 from mics_fn.init import File
 from mics_fn.spans import LOG
-from mics_fn.threads import beside
+from mics_fn.threads import Job
 
 # Durable files and folders: each write is followed by fsync.
 
@@ -175,11 +175,11 @@ def write_part(path: Path, tensors: Mapping[manifest.Range, Tensor]) -> manifest
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
     values = [memory_of(x) for x in tensors.values()]
-    summed = beside(lambda: [zlib.crc32(each) for each in values])
+    summed = Job(lambda: [zlib.crc32(each) for each in values]).begin("mics_fn sums")
     try:
         write_file(path, head, *values)
     finally:
-        sums = summed()
+        sums = summed.result()
     rows = zip(tensors, places, sums, strict=True)
     slices = [manifest.Slice(name, len(head) + at, crc) for name, at, crc in rows]
     digest = hashlib.sha256(head).hexdigest()
