@@ -34,7 +34,6 @@ taken and let go of within one instruction, and a thread is started while signal
 import signal
 import threading
 import time
-import weakref
 
 # Those of `signal` run Python code around these.
 from _signal import getsignal  # pyright: ignore[reportMissingImports]
@@ -42,12 +41,10 @@ from _signal import signal as set_handler  # pyright: ignore[reportMissingImport
 from _thread import allocate_lock, start_new_thread
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import chain, starmap
 from math import inf
-from queue import Empty, SimpleQueue
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -61,8 +58,6 @@ _NAMES = (
 _SIGNALS = [int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name)]
 _MOMENT_S = 0.001  # in which a result is assigned
 _PATIENCE_S = 1.0  # how long a wait without progress keeps a signal before anything is written
-
-Handler = Callable[[int, FrameType | None], Any]
 
 
 class Commit:
@@ -84,7 +79,7 @@ class Commit:
     def __init__(self) -> None:
         self.began = False  # whether signals were held from some instant on
         self._writes = False  # whether something was written
-        self._handlers: dict[int, Handler] = {}  # those of the signals that are held
+        self._handlers: dict[int, Callable[..., Any]] = {}  # those of the signals that are held
         self._pending: list[Any] = []  # signals that came, each once
         self._count = 0  # how often they came
 
@@ -158,12 +153,7 @@ class Commit:
     def __enter__(self) -> "Commit":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if _blocking is self:
             self._end()
 
@@ -202,9 +192,7 @@ def _call(handlers: Sequence[Callable[[], Any]]) -> None:
 
 # Threads.
 
-_LOOK_S = 0.5  # after which an idle thread looks whether it is still needed
-_WAIT_S = 0.1  # between two checks of `bounded`
-_PART_S = 0.05  # of a wait for a thread, after which a second Ctrl-C is heard
+_WAIT_S = 0.1  # of a wait for a thread, after which Python looks for signals and checks
 
 
 def start(thread: threading.Thread) -> threading.Thread:
@@ -260,13 +248,27 @@ class Job:
       work: what to do.
     """
 
-    __slots__ = ("_work", "done", "error", "value")
+    __slots__ = ("_work", "done", "error", "thread", "value")
 
     def __init__(self, work: Callable[..., Any]) -> None:
         self._work: Callable[..., Any] | None = work
         self.done = Latch()
         self.value: Any = None
         self.error: BaseException | None = None
+        self.thread: threading.Thread | None = None  # of its own
+
+    def begin(self, name: str) -> "Job":
+        """Do it on a thread of its own; here and now, if none can be started any more.
+
+        >>> Job(lambda: 6 * 7).begin("example").result()
+        42
+        """
+        self.thread = threading.Thread(target=self.run, name=name, daemon=True)
+        try:
+            start(self.thread)
+        except RuntimeError:  # at its end the interpreter starts none, or there is no memory
+            self.run()
+        return self
 
     def run(self, *given: Any) -> None:
         """Do it with what that thread has, and keep its value or its error."""
@@ -285,100 +287,26 @@ class Job:
 
     def result(self) -> Any:
         """Wait for it; returns its value, or raises its error."""
-        while not self.done.wait(_LOOK_S):
+        while not self.done.wait(_WAIT_S):
             pass
         if self.error is not None:
             raise self.error
         return self.value
 
 
-class Crew:
-    """A few threads that take one job after the other.
+def ended(jobs: Iterable[Job], timeout_s: float = inf) -> bool:
+    """Wait until no thread of jobs is left, or for so many seconds; returns whether none is.
 
-    Args:
-      count: how many at most; each is started when there is a job for it.
-      name: of the threads.
-
-    Example:
-      >>> crew = Crew(2, "example")
-      >>> job = crew.give(lambda: 6 * 7)
-      >>> job.done.wait(10.0), job.result()
-      (True, 42)
-      >>> crew.end(10.0)
-      True
+    Ctrl-C meanwhile is raised afterwards, and a second one at once.
     """
-
-    def __init__(self, count: int, name: str) -> None:
-        self._count, self._name = count, name
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
-
-    def give(self, work: Callable[[], Any]) -> Job:
-        """Hand in some work, which begins as soon as a thread is free.
-
-        Raises:
-          RuntimeError: no thread can be started, and none is there.
-        """
-        job = Job(work)
-        with blocked():
-            self._threads = [thread for thread in self._threads if thread.is_alive()]
-            if len(self._threads) < self._count:
-                serve = partial(_serve, self._jobs, weakref.ref(self))
-                thread = threading.Thread(target=serve, name=self._name)
-                self._threads.append(thread)  # before it starts: `end` waits for all that run
-                try:
-                    thread.start()
-                except RuntimeError:
-                    self._threads.remove(thread)
-                    if not self._threads:
-                        raise
-            self._jobs.put(job)
-        return job
-
-    def end(self, timeout_s: float = inf) -> bool:
-        """Drop the jobs that have not begun, and wait until no thread is left.
-
-        Ctrl-C meanwhile is raised afterwards, and a second one at once.
-
-        Args:
-          timeout_s: the longest wait in seconds; a thread that is left then ends after its job.
-
-        Returns:
-          Whether no thread is left.
-        """
-        with blocked():
-            self._dismiss()
-            deadline = time.monotonic() + timeout_s
-            for thread in self._threads:
-                while thread.is_alive() and time.monotonic() < deadline:
-                    thread.join(_PART_S)
-                    give_way(0.0)
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def _dismiss(self) -> None:
-        with suppress(Empty):
-            while True:
-                job = self._jobs.get_nowait()
-                if job is not None:
-                    job.drop(RuntimeError("this job was dropped before it began"))
-        for _ in self._threads:
-            self._jobs.put(None)
-
-
-def _serve(jobs: "SimpleQueue[Job | None]", crew: "weakref.ref[Crew]") -> None:
-    """Do job after job, until there is a None among them, or nobody can give any more."""
-    while True:
-        try:
-            job = jobs.get(timeout=_LOOK_S)
-        except Empty:
-            # A finalizer of the crew could tell at once, and could swallow a Ctrl-C.
-            if crew() is None or not threading.main_thread().is_alive():
-                return
-            continue
-        if job is None:
-            return
-        job.run()
-        del job  # and so what it refers to, while this thread waits
+    begun = [job.thread for job in jobs if job.thread is not None]
+    with blocked():
+        deadline = time.monotonic() + timeout_s
+        for thread in begun:
+            while thread.is_alive() and time.monotonic() < deadline:
+                thread.join(_WAIT_S)
+                give_way(0.0)
+    return not any(thread.is_alive() for thread in begun)
 
 
 def each(work: Callable[[T], Any], items: Iterable[T], count: int, name: str) -> list[Any]:
@@ -389,26 +317,21 @@ def each(work: Callable[[T], Any], items: Iterable[T], count: int, name: str) ->
     >>> each(abs, [-1, 2, -3], 2, "example")
     [1, 2, 3]
     """
-    crew = Crew(count, name)
+    jobs = [Job(partial(work, item)) for item in items]
+    left = iter(jobs)  # its `next` is one instruction
+    readers = [Job(partial(_run_all, left)) for _ in range(min(count, len(jobs)))]
     try:
-        jobs = [crew.give(partial(work, item)) for item in items]
+        for reader in readers:
+            reader.begin(name)
         return [job.result() for job in jobs]
     finally:
-        crew.end()
+        deque(left, 0)
+        ended(readers)
 
 
-def beside(work: Callable[[], Any]) -> Callable[[], Any]:
-    """Begin some work on another thread; the result waits for it, and gives what came of it.
-
-    >>> beside(lambda: 6 * 7)()
-    42
-    """
-    job = Job(work)
-    try:
-        start(threading.Thread(target=job.run))
-    except RuntimeError:  # at its end the interpreter starts no threads
+def _run_all(jobs: Iterable[Job]) -> None:
+    for job in jobs:
         job.run()
-    return job.result
 
 
 def bounded(
@@ -424,8 +347,7 @@ def bounded(
     Raises:
       TimeoutError: it has not ended by the deadline.
     """
-    job, started = Job(call), time.monotonic()
-    start(threading.Thread(target=job.run, daemon=True))
+    job, started = Job(call).begin("mics_fn bounded"), time.monotonic()
     while not job.done.wait(min(_WAIT_S, max(0.0, deadline - time.monotonic()))):
         now = time.monotonic()
         if now >= deadline:

@@ -69,7 +69,7 @@ from mics_fn.init import DTYPES, File, check_shape, is_text, strict_json
 from mics_fn.offload import is_placed
 from mics_fn.shards import dtype_name
 from mics_fn.spans import LOG
-from mics_fn.threads import beside
+from mics_fn.threads import Job
 
 Replicas = Literal["equal", "independent"]
 
@@ -483,11 +483,11 @@ def write_part(path: Path, tensors: Mapping[Slice, Tensor]) -> SavedFile:
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
     values = [memory_of(x) for x in tensors.values()]
-    summed = beside(lambda: [zlib.crc32(each) for each in values])
+    summed = Job(lambda: [zlib.crc32(each) for each in values]).begin("mics_fn sums")
     try:
         write_file(path, head, *values)
     finally:
-        sums = summed()
+        sums = summed.result()
     slices, at = list[Slice](), len(head)
     for part, crc, value in zip(tensors, sums, values, strict=True):
         slices.append(part._replace(offset=at, crc=crc))

@@ -27,7 +27,6 @@ further. A `Task` is issued like a collective, in the order of a queue of its ow
 begins with a file waits as any other does.
 """
 
-import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import suppress
@@ -45,7 +44,7 @@ from mics_fn import _torch, spans
 from mics_fn.errors import CollectiveError, first_line, name_ranks
 from mics_fn.groups import Comm, GroupState
 from mics_fn.store import Stuck, call_text
-from mics_fn.threads import Job, give_way, start
+from mics_fn.threads import Job, give_way
 
 Steps = Generator["Collective", None, Tensor]
 What = tuple[str, str, Hashable]  # the verb or "", what it does, and to what: a bucket or ""
@@ -456,11 +455,7 @@ class Task(Collective):
         """Begin; without `async_op` the host does it now, and what it queues is on this stream."""
         self.comm.check_open()
         if async_op:
-            thread = threading.Thread(target=self._job.run, name=f"mics_fn {self.op}", daemon=True)
-            try:
-                start(thread)
-            except RuntimeError:  # there may be no memory for a thread
-                self._job.run()
+            self._job.begin(f"mics_fn {self.op}")
         else:
             self._job.run()
             self.wait()

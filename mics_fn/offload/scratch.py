@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import cycle, islice
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ from torch import Tensor
 from mics_fn import _torch, checks, spans
 from mics_fn.collectives import refuse_derivative
 from mics_fn.errors import FileError, PlanError, message
-from mics_fn.threads import Crew, Job
+from mics_fn.threads import Job, ended
 
 HOST_BYTES = 64 * 2**20
 LEAST_HOST_BYTES = 2**20
@@ -495,7 +496,7 @@ def stream(
     Args:
       blocks: in the order in which they are wanted; `WINDOWS` of them are taken ahead.
       host_bytes: memory for all blocks under way, at least 1 MiB. A block gets a fourth of it.
-      threads: that read and write.
+      threads: that read and write at a time.
       timeout_s: the longest wait for the disk.
 
     Returns:
@@ -535,11 +536,13 @@ def _streamed(
     scratch, device = first.extent.scratch, first.device
     memory, size = scratch.take(host_bytes, device), block_bytes(host_bytes)
     windows = memory[: WINDOWS * size].split(size)
-    crew = Crew(threads, "mics_fn-offload")
+    jobs, turns = list[Job](), SimpleQueue[int]()
+    for turn in range(threads):
+        turns.put(turn)
+    begin = partial(_begin, turns)
     try:
-        jobs = [
-            _begin(crew, window, None, block) for window, block in zip(windows, ahead, strict=False)
-        ]
+        for window, block in zip(windows, ahead, strict=False):
+            jobs.append(begin(window, None, block))
         yield None
         for i in cycle(range(WINDOWS)):
             if not ahead:
@@ -550,15 +553,17 @@ def _streamed(
             following = next(source, None)
             if following is not None:
                 ahead.append(following)
-            jobs[i] = _begin(crew, windows[i], block, following)
+            jobs[i] = begin(windows[i], block, following)
         for job in jobs:
             _await(job, timeout_s, scratch)
     finally:
-        crew.end(timeout_s)  # a thread that the disk keeps for too long ends by itself
+        ended(jobs, timeout_s)  # a thread that the disk keeps for too long ends by itself
     scratch.give(memory)  # no thread has it any more
 
 
-def _begin(crew: Crew, window: Tensor, done: Block | None, following: Block | None) -> Job:
+def _begin(
+    turns: SimpleQueue[int], window: Tensor, done: Block | None, following: Block | None
+) -> Job:
     """Begin to write a block and to read another one into its window."""
     writes = [] if done is None else done.moves(window, done.writes)
     reads = [] if following is None else following.moves(window, following.reads)
@@ -567,15 +572,19 @@ def _begin(crew: Crew, window: Tensor, done: Block | None, following: Block | No
             leaves = ", ".join(x.leaf for _, x in moves)
             moved = [each for each, _ in moves] if verb == "write" else []
             spans.passing(f"offload: {verb} {leaves}".rstrip(), None, moved)
-    return crew.give(partial(_move, writes, reads))
+    return Job(partial(_move, turns, writes, reads)).begin("mics_fn offload")
 
 
-def _move(writes: Sequence[Any], reads: Sequence[Any]) -> None:
-    """Write a block and read the next one; runs in a thread."""
-    for memory, x in writes:
-        x.extent.write(x.start, memory[: x.reaches()], x.leaf)
-    for memory, x in reads:
-        x.extent.read(x.start, memory[: x.reaches()], x.leaf)
+def _move(turns: SimpleQueue[int], writes: Sequence[Any], reads: Sequence[Any]) -> None:
+    """Write a block and read the next one; runs in a thread, of which so many do as have a turn."""
+    turn = turns.get()
+    try:
+        for memory, x in writes:
+            x.extent.write(x.start, memory[: x.reaches()], x.leaf)
+        for memory, x in reads:
+            x.extent.read(x.start, memory[: x.reaches()], x.leaf)
+    finally:
+        turns.put(turn)
 
 
 def _await(job: Job, timeout_s: float, scratch: Scratch) -> None:

@@ -58,18 +58,11 @@ PLANTED = [
         "ground/test_threads.py -k errors_of_jobs",
     ),
     (
-        "jobs that did not begin keep those that wait for them",
+        "jobs that are left are begun after an error",
         "threads.py",
-        '                    job.drop(RuntimeError("this job was dropped before it began"))\n',
-        "                    pass\n",
-        "ground/test_threads.py -k ends_in_time",
-    ),
-    (
-        "threads of a crew that is forgotten stay",
-        "threads.py",
-        "            if crew() is None or not threading.main_thread().is_alive():\n",
-        "            if not threading.main_thread().is_alive():\n",
-        "ground/test_threads.py -k is_forgotten",
+        "        deque(left, 0)\n",
+        "",
+        "ground/test_threads.py -k errors_of_jobs",
     ),
     (
         "the second of two handlers is not called where the first one raises",

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,7 +16,7 @@ from children import in_child
 
 import mics_fn
 from mics_fn import threads
-from mics_fn.threads import Crew, Latch, beside, each
+from mics_fn.threads import Job, Latch, each, ended
 
 TRACED = {threads.__file__, threading.__file__}
 
@@ -54,17 +55,15 @@ def interrupted(at: int, work: Callable[[], Any]) -> bool:
 
 
 def by_hand() -> None:
-    crew = Crew(2, "test")
+    jobs = [Job(lambda i=i: i) for i in range(3)]
     try:
-        jobs = [crew.give(lambda i=i: i) for i in range(3)]
-        assert [job.result() for job in jobs] == [0, 1, 2]
+        assert [job.begin("test").result() for job in jobs] == [0, 1, 2]
     finally:
-        crew.end()
+        ended(jobs)
 
 
 def shared() -> None:
     assert each(abs, [-1, 2, -3], 2, "test") == [1, 2, 3]
-    assert beside(lambda: 6 * 7)() == 42
 
 
 def latched() -> None:
@@ -93,9 +92,8 @@ def test_ctrl_c_at_every_instruction_comes_out_and_leaves_no_thread(work: Callab
 def test_a_second_ctrl_c_does_not_wait_for_a_job():
     def body() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        begins, go_on, crew, sent = Latch(), Latch(), Crew(1, "test"), list[int]()
-        crew.give(lambda: (begins.set(), go_on.wait(30.0)))
-        assert begins.wait(30.0)  # `end` drops a job that has not begun
+        go_on, sent = Latch(), list[int]()
+        job = Job(lambda: go_on.wait(30.0)).begin("test")
 
         def twice() -> None:
             for count in range(2):  # the system makes one of two that come at once
@@ -107,7 +105,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_job():
         begun, again = time.monotonic(), threading.Thread(target=twice)
         again.start()
         with pytest.raises(KeyboardInterrupt):
-            crew.end()
+            ended([job])
         assert time.monotonic() - begun < 20
         assert sent == [0, 1]
         go_on.set()
@@ -132,33 +130,19 @@ def test_errors_of_jobs_are_raised_and_the_rest_is_dropped():
     assert len(done) < 99
 
 
-def test_a_crew_ends_in_time_or_says_that_it_has_not():
-    begun, latch, crew = Latch(), Latch(), Crew(1, "test")
-    before = threading.active_count()
-    job = crew.give(lambda: (begun.set(), latch.wait(30.0)))
-    dropped = crew.give(lambda: None)
-    assert begun.wait(30.0)
-    assert not crew.end(0.1)
-    with pytest.raises(RuntimeError, match="dropped before it began"):
-        dropped.result()
+def test_jobs_end_in_time_or_it_is_said_that_they_have_not():
+    latch, before = Latch(), threading.active_count()
+    job = Job(lambda: latch.wait(30.0)).begin("test")
+    assert not ended([job], 0.1)
     latch.set()
-    assert crew.end(30.0)
-    assert job.result() == (None, True)
+    assert ended([job], 30.0)
+    assert job.result() is True
     assert threading.active_count() == before
 
 
-def test_threads_of_a_crew_that_is_forgotten_end():
-    before, crew = threading.active_count(), Crew(2, "test")
-    for i in range(2):
-        crew.give(lambda i=i: i)
-    del crew
-    settle(before)
-
-
-def test_a_program_ends_with_a_crew_that_was_not_ended():
+def test_a_program_ends_with_a_job_that_has_not_ended():
     def body() -> None:
-        globals()["kept"] = crew = Crew(1, "test")
-        crew.give(lambda: None).result()
+        Job(partial(signal.sigwait, [signal.SIGUSR2])).begin("test")
 
     assert in_child(body, 30) == 0
 
