@@ -165,7 +165,7 @@ def _gathered(
     cut = {leaf.key: params[leaf.key] for leaf in leaves if shards.is_leaf(params[leaf.key])}
     full = shards.unshard(cut, groups.hierarchy)
     found: dict[str, Tensor] = {}
-    for leaf in filter(mine.__contains__, leaves):
+    for leaf in [each for each in leaves if each in mine]:
         given = params[leaf.key]
         whole = full.pop(leaf.key, given)
         copy = whole is given  # its memory may be that of others

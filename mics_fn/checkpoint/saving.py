@@ -107,12 +107,12 @@ def written_here(contents: Contents, extras: Mapping[str, Tensor]) -> dict[direc
     heaps: dict[Any, list[tuple[int, int]]] = {}
     found: dict[directory.Slice, Tensor] = {}
     for name, piece in pieces.items():
-        me, ranks = 0, 1
-        if piece.copies == 1:
-            home = piece.home
+        me, ranks, home = 0, 1, piece.home
+        if piece.copies == 1 and home is None:
             me, ranks = main.position, main.world_size
-            me, ranks = (home.replicas.rank, home.num_replicas) if home else (me, ranks)
-        heap = heaps.setdefault((piece.home, ranks), [(0, i) for i in range(ranks)])
+        elif piece.copies == 1 and home is not None:
+            me, ranks = home.replicas.rank, home.num_replicas
+        heap = heaps.setdefault((home, ranks), [(0, i) for i in range(ranks)])
         data = piece.data if piece.data.dim() == 1 else piece.data.reshape(-1)
         at_once = directory.SLICE_BYTES // data.dtype.itemsize
         for low in range(0, len(data), at_once):
