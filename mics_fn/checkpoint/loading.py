@@ -318,7 +318,7 @@ def memory_like(state: Tree, into: Callable[[Tensor], Tensor] | None = None) -> 
         return view.set_(memory, x.storage_offset(), x.size(), x.stride())
 
     def new(x: Any) -> Tensor:
-        if shards.has_codes(x):  # it is read into as bytes
+        if shards.pack.has_codes(x):  # it is read into as bytes
             row = x.codes.row if into is not None else renewed(x.codes.row)
             return x.within(row)
         if is_placed(x):

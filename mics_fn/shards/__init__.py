@@ -94,6 +94,7 @@ verb for its derivative, or for the reason why it has none. To add a property of
 """
 
 from mics_fn.collectives import needs_derivative, refuse_derivative
+from mics_fn.shards import pack
 from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, pieces, with_parts
 from mics_fn.shards.leaf import (
     Fixed,
@@ -136,27 +137,6 @@ from mics_fn.shards.opened import (
     homes_of,
     open_shards,
     require_groups,
-)
-from mics_fn.shards.pack import (
-    check_finite,
-    check_kept_place,
-    checksum_of,
-    coded_pieces,
-    copied_to,
-    dense,
-    fetched_to,
-    has_codes,
-    kept_row,
-    must_fetch,
-    observe,
-    pack_chunk,
-    pack_full,
-    split_chunk,
-    split_full,
-    standing_for,
-    watchers,
-    whole_chunk,
-    zero_padding,
 )
 from mics_fn.shards.precision import Precision, check_dtype
 from mics_fn.shards.sharding import (

@@ -338,10 +338,6 @@ def shard(
     if spans.observers:
         spans.passing("build: shard")
     checks.choice("shard", "replicas", replicas, "check", "broadcast")
-    checks.integer("shard", "source_rank", source_rank, 0, optional=True)
-    if source_rank is not None and replicas == "check":
-        fix = "pass replicas='broadcast' to take its values"
-        raise PlanError(f"shard: source_rank={source_rank} has no effect", fix=fix)
     how: Any = {"precision": precision, "bucket_bytes": bucket_bytes, "where": where}
     how |= {"frozen": frozen, "order": order, "bucket": bucket}
     layout = layout_for("shard", "params", params, groups, how)
@@ -393,7 +389,7 @@ def _assemble(
         elif i not in layout.slots:
             value = leaf.detach().clone(memory_format=torch.contiguous_format)
             if home in sources and not value.is_meta and value.numel():
-                collectives.broadcast(home, value, sources[home])
+                collectives.levels.broadcast(home, value, sources[home])
             out[i] = Fixed(value)
     shards = layout.spec.unflatten([out[i] for i in range(len(layout.leaves))])
     return tree.replace_none(shards, Nothing(), is_leaf)
@@ -419,7 +415,7 @@ def _cut(
             chunk = torch.empty(bucket.chunk, dtype=bucket.dtype, device=device)
             full = pack_full(bucket, [layout.leaves[i].detach() for i in index], device=device)
             if home in sources and not full.is_meta:
-                collectives.broadcast(home, full, sources[home])
+                collectives.levels.broadcast(home, full, sources[home])
             chunk.copy_(full.view(bucket.parts, -1)[home.hierarchy.route.chunk])
             del full
         kind = Sharded if bucket.trainable else Fixed

@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
 from mics_fn import _torch, checks, spans, tree
-from mics_fn.collectives import mean_over_ranks
+from mics_fn.collectives import levels
 from mics_fn.deferred import check_loss
 from mics_fn.errors import LeafError
 from mics_fn.groups import Groups
@@ -289,7 +289,7 @@ class ModuleBuffers:
             flat = torch.cat([values[name].flatten() for name in mine])
             sizes = [values[name].numel() for name in mine]
             real = torch.view_as_real(flat.resolve_conj()) if dtype.is_complex else flat
-            mean = mean_over_ranks(home, real.flatten()).view(real.shape)
+            mean = levels.mean_over_ranks(home, real.flatten()).view(real.shape)
             means = (torch.view_as_complex(mean) if dtype.is_complex else mean).split(sizes)
             for name, mean in zip(mine, means, strict=True):
                 values[name] = mean.view(values[name].shape)

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils import deterministic as torch_deterministic
 
 from mics_fn import _torch, faults, spans, tree
-from mics_fn.collectives import collect_values, start_mean_over_ranks
+from mics_fn.collectives import collect_values, levels
 from mics_fn.deferred import GradSum, defer
 from mics_fn.errors import LeafError, MicsError, message
 from mics_fn.faults import StopRequest, same_step
@@ -343,7 +343,7 @@ class Weights:
         home = home.replica if trainer.replica_sync.independent else home
         found = [weight_of(trainer.weight, part, home.device) for part in parts]
         self._values = torch.stack(found)
-        self._mean = start_mean_over_ranks(home, self._values.mean())
+        self._mean = levels.start_mean_over_ranks(home, self._values.mean())
         self._factors: Tensor | None = None
         void = self._values == 0
         self.void = list(void) if _torch.is_async(home.device) else void.tolist()
