@@ -93,7 +93,7 @@ Start reading at `Where` in `placed.py`; then `scratch.py`, with its notes; the 
 and `codes.py`. To add a place, give `Place` a kind, and say below how tensors get there.
 """
 
-from mics_fn.offload.codes import AT_REST, Coded, as_codes, coded, is_coded
+from mics_fn.offload.codes import Coded, as_codes, coded, is_coded
 from mics_fn.offload.placed import (
     DEVICE,
     ON_DEVICE,

@@ -188,9 +188,8 @@ def _mean(
             chunk = pack.zero_padding(bucket, number, chunk)
         else:
             wire = bucket.uncoded.hop2_format
-    pending = collectives.levels.start_mean(
-        use.home.replicas, chunk, wire, _what(use, "hop 2", like)
-    )
+    what, replicas = _what(use, "hop 2", like), [use.home.replicas]
+    pending = collectives.levels.start_mean(replicas, chunk, wire, what)
     return lambda: _pieces(use, pending.wait())
 
 

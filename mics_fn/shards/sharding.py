@@ -12,7 +12,7 @@ from mics_fn.collectives import SHORT_NAMES
 from mics_fn.errors import LeafError, PlanError, name_ranks
 from mics_fn.groups import Groups, Home
 from mics_fn.offload import DEVICE, Place, Where, place_tensor, where_of
-from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, Formats, LeafSpec, plan_buckets
+from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, Formats, LeafSpec, Precision, plan_buckets
 from mics_fn.shards.leaf import (
     Fixed,
     MemoryPlace,
@@ -26,7 +26,6 @@ from mics_fn.shards.leaf import (
 )
 from mics_fn.shards.opened import GroupsTree, compare_values, homes_of
 from mics_fn.shards.pack import check_kept_place, coded_pieces, pack_full, split_chunk
-from mics_fn.shards.precision import Precision
 from mics_fn.tree import Tree
 
 # What may become shards.
