@@ -655,17 +655,13 @@ def _matched(shards: Tree, leaves: Sequence[Any], spec: Any, other: Tree, root: 
     given = [other] * len(leaves)
     if not _is_number(other):
         given = values_up_to(spec, shards, other, f"map: {root}")
-    known: dict[Any, Any] = {}  # numbers, one for all leaves with as many parts
     for i, (leaf, value) in enumerate(zip(leaves, given, strict=True)):
         if not isinstance(leaf, Sharded):
             continue
         if isinstance(value, Sharded) and (value.bucket, value.slot) == (leaf.bucket, leaf.slot):
             given[i] = value.data
         elif _is_number(value):
-            key = id(value), leaf.bucket.parts
-            if key not in known:
-                known[key] = as_part(value, leaf.bucket.parts)
-            given[i] = known[key]
+            given[i] = as_part(value, leaf.bucket.parts)
         else:
             what = f"{value}, which is cut in another way"
             what = what if isinstance(value, Sharded) else _kind(value)
