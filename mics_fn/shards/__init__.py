@@ -122,6 +122,7 @@ from mics_fn.shards.leaf import (
     places_of,
     reclaimed,
     reduction_groups,
+    refuse_overlaps,
     refuse_tracing,
     same_tensor,
 )
@@ -138,14 +139,7 @@ from mics_fn.shards.opened import (
     open_shards,
     require_groups,
 )
-from mics_fn.shards.sharding import (
-    LayoutOptions,
-    check_tensor,
-    layout_of,
-    place_chunk,
-    refuse_overlaps,
-    shard,
-)
+from mics_fn.shards.sharding import LayoutOptions, check_tensor, layout_of, place_chunk, shard
 from mics_fn.shards.verbs import (
     PendingTree,
     cut,

@@ -13,7 +13,7 @@ chunk again. A piece that does not lie in a chunk of its own is copied by itself
 """
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -608,3 +608,26 @@ def overlaps(tensors: Sequence[Tensor]) -> list[list[int]]:
         near.append(i)
     every = {id(group): sorted(group) for group in groups.values() if len(group) > 1}
     return sorted(every.values())
+
+
+def refuse_overlaps(verb: str, leaves: Mapping[str, Tensor], trained: Collection[str]) -> None:
+    """Raise LeafError if trained leaves share memory with others without being the same tensor.
+
+    An update of one would have to change the other, which is lost because shards have memory of
+    their own.
+
+    Args:
+      verb: named in the error.
+      leaves: the tensors, by path.
+      trained: the paths of those that are trained.
+    """
+    first: dict[MemoryPlace, str] = {}
+    for path, leaf in leaves.items():
+        first.setdefault(MemoryPlace.of(leaf), path)
+    paths = list(first.values())
+    for group in overlaps([leaves[path] for path in paths]):
+        found = [paths[i] for i in group]
+        if set(found) & set(trained):
+            text = f"{verb}: {' and '.join(found)} overlap in memory, and are not the same tensor"
+            fix = "clone one of them, or keep one tensor and take views of it in forward"
+            raise LeafError(text, fix=fix)

@@ -13,16 +13,7 @@ from mics_fn.collectives import Wire, agree, checksum, refuse_unequal
 from mics_fn.errors import GroupsError, LeafError, PlanError
 from mics_fn.groups import Hierarchy, Home, Route, current, require_replicas
 from mics_fn.shards.bucket import Bucket
-from mics_fn.shards.leaf import (
-    Leaf,
-    LeafPlace,
-    Sharded,
-    Tied,
-    is_leaf,
-    mark_reduced,
-    owner_index,
-    places_of,
-)
+from mics_fn.shards.leaf import Leaf, Sharded, Tied, is_leaf, mark_reduced, owner_index, places_of
 from mics_fn.shards.pack import any_to_fetch
 from mics_fn.tree import Tree
 
@@ -170,7 +161,7 @@ class TreeLayout:
     """How trees of one structure lie in buckets on their groups; `layout_on` computes it once."""
 
     verb: str  # that moves them
-    places: tuple[LeafPlace, ...]
+    places: tuple[Any, ...]  # of each leaf; see `places_of`
     homes: tuple[Any, ...]
     agreed: set[str] = field(default_factory=set)  # schedules that ranks have compared with it
 

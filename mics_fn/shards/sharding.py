@@ -1,6 +1,6 @@
 """`shard`: a pytree of tensors becomes a tree of shards. See [Note: kinds of leaves] in `leaf`."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
@@ -15,14 +15,13 @@ from mics_fn.offload import DEVICE, Place, Where, place_tensor, where_of
 from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, Formats, LeafSpec, Precision, plan_buckets
 from mics_fn.shards.leaf import (
     Fixed,
-    MemoryPlace,
     Nothing,
     Sharded,
     Tied,
     dtype_name,
     is_leaf,
-    overlaps,
     owners_of,
+    refuse_overlaps,
 )
 from mics_fn.shards.opened import GroupsTree, compare_values, homes_of
 from mics_fn.shards.pack import check_kept_place, coded_pieces, pack_full, split_chunk
@@ -78,29 +77,6 @@ def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None
         text = f"{verb}: {where} has hooks ({', '.join(hooks)}), which nothing would call"
         fix = "remove them; to change gradients, chain a Transform before the optimizer"
         raise LeafError(text, fix=fix)
-
-
-def refuse_overlaps(verb: str, leaves: Mapping[str, Tensor], trained: Collection[str]) -> None:
-    """Raise LeafError if trained leaves share memory with others without being the same tensor.
-
-    An update of one would have to change the other, which is lost because shards have memory of
-    their own.
-
-    Args:
-      verb: named in the error.
-      leaves: the tensors, by path.
-      trained: the paths of those that are trained.
-    """
-    first: dict[MemoryPlace, str] = {}
-    for path, leaf in leaves.items():
-        first.setdefault(MemoryPlace.of(leaf), path)
-    paths = list(first.values())
-    for group in overlaps([leaves[path] for path in paths]):
-        found = [paths[i] for i in group]
-        if set(found) & set(trained):
-            text = f"{verb}: {' and '.join(found)} overlap in memory, and are not the same tensor"
-            fix = "clone one of them, or keep one tensor and take views of it in forward"
-            raise LeafError(text, fix=fix)
 
 
 # The options of `shard`, which other verbs hand on.
