@@ -13,16 +13,7 @@ from mics_fn.errors import LeafError, PlanError, name_ranks
 from mics_fn.groups import Groups, Home
 from mics_fn.offload import DEVICE, Place, Where, place_tensor, where_of
 from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, Formats, LeafSpec, Precision, plan_buckets
-from mics_fn.shards.leaf import (
-    Fixed,
-    Nothing,
-    Sharded,
-    Tied,
-    dtype_name,
-    is_leaf,
-    owners_of,
-    refuse_overlaps,
-)
+from mics_fn.shards.leaf import Fixed, Nothing, Sharded, Tied, is_leaf, owners_of, refuse_overlaps
 from mics_fn.shards.opened import GroupsTree, compare_values, homes_of
 from mics_fn.shards.pack import check_kept_place, coded_pieces, pack_full, split_chunk
 from mics_fn.tree import Tree
@@ -207,7 +198,7 @@ def agree_on(layout: Layout) -> None:
         facts = [("groups", home.describe())]
         for i, leaf in enumerate(layout.leaves):
             if layout.homes[i] is home:
-                text = f"{tuple(leaf.shape)} {dtype_name(leaf.dtype)}"
+                text = f"{tuple(leaf.shape)} {leaf.dtype}".replace("torch.", "")
                 text += " meta" if leaf.is_meta else ""
                 if layout.owners[i] != i:
                     text += f" tied to {layout.paths[layout.owners[i]]}"
