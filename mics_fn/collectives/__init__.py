@@ -14,7 +14,7 @@ float32.
 A started collective is a `Pending`, which issues level after level and is waited for later:
 
   >>> groups = make_groups(1)
-  >>> pending = start_all_gather(groups.hierarchy.route, torch.ones(3))
+  >>> pending = levels.start_all_gather(groups.hierarchy.route, torch.ones(3))
   >>> pending.wait().shape
   torch.Size([1, 3])
 
