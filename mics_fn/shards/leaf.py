@@ -9,7 +9,7 @@ across ranks.
 
 A view in a pickle brings the whole storage with it. So leaves refer to one object per chunk, which
 is found by its storage for as long as a pickler or a copy holds it, and come back as views of one
-chunk again. A piece that does not lie in a chunk of its own is copied by itself.
+chunk again.
 """
 
 import weakref
@@ -46,13 +46,10 @@ def parts_of(leaf: Any) -> tuple[Any, ...]:
         raise LeafError(text, fix="detach it first, or copy what it was computed from")
     if leaf.bucket is not None and not _torch.has_no_data(x) and not hasattr(x, "codes"):
         x = x if type(x) in _torch.PLAIN else x.clone()  # a copy is in memory
-        whole = x.detach()
-        if x.untyped_storage().nbytes() == leaf.bucket.chunk * x.itemsize:
-            chunk = whole.as_strided((leaf.bucket.chunk,), (1,), 0)
-            whole = _CHUNKS.setdefault((_torch.storage_id(x), x.dtype), chunk)
-            place = x.shape, x.stride(), x.storage_offset()
-        else:
-            whole, place = whole.clone(), (x.shape, x.stride(), 0)
+        numel = x.untyped_storage().nbytes() // x.itemsize
+        whole = x.detach().as_strided((numel,), (1,), 0)
+        whole = _CHUNKS.setdefault((_torch.storage_id(x), x.dtype), whole)
+        place = x.shape, x.stride(), x.storage_offset()
     return type(leaf), whole, place, leaf.data.requires_grad, leaf.bucket, leaf.slot
 
 
