@@ -306,7 +306,7 @@ def memory_like(state: Tree, *, donate: bool = False) -> Tree:
         return view.set_(memory, x.storage_offset(), x.size(), x.stride())
 
     def new(x: Any) -> Tensor:
-        if shards.has_codes(x):  # it is read into as bytes
+        if shards.pack.has_codes(x):  # it is read into as bytes
             return x.within(x.codes.row if donate else renewed(x.codes.row))
         if is_placed(x):
             return x.unset()

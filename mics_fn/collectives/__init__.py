@@ -14,7 +14,7 @@ float32.
 A started collective is a `Pending`, which issues level after level and is waited for later:
 
   >>> groups = make_groups(1)
-  >>> pending = start_all_gather(groups.hierarchy.route, torch.ones(3))
+  >>> pending = levels.start_all_gather(groups.hierarchy.route, torch.ones(3))
   >>> pending.wait().shape
   torch.Size([1, 3])
 
@@ -85,6 +85,7 @@ something new between ranks, use `agree` for a tree and `together` for a call.
 
 from mics_fn._torch import needs_derivative
 from mics_fn.checks import refuse_derivative
+from mics_fn.collectives import levels
 from mics_fn.collectives.agreement import (
     Exchange,
     agree,
@@ -96,27 +97,7 @@ from mics_fn.collectives.agreement import (
     together,
 )
 from mics_fn.collectives.codec import SHORT_NAMES, Codec, Wire, check_level, checksum
-from mics_fn.collectives.levels import (
-    all_gather,
-    broadcast,
-    collect,
-    mean_comms,
-    mean_over_ranks,
-    mean_steps,
-    moves,
-    scatter_comms,
-    scatter_steps,
-    send_from,
-    spare_numel,
-    start,
-    start_all_gather,
-    start_collect,
-    start_fetch,
-    start_mean,
-    start_mean_over_ranks,
-    start_reduce_scatter,
-    weighted,
-)
+from mics_fn.collectives.levels import all_gather, start, weighted
 from mics_fn.collectives.pending import Pending, Steps, Task, finish_readers, push_all
 from mics_fn.collectives.sent_codes import SentCodes, mean_bytes
 

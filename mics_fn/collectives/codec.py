@@ -144,15 +144,14 @@ class Codec:
         """Bytes of the codes of a block."""
         return self.block * KINDS[self.name].bits // 8
 
-    def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def encode(self, x: Tensor) -> Tensor:
         """Values as bytes.
 
         Args:
           x: (*batch, n) of float32, bfloat16, float16 or float64; each row by itself.
-          out: the bytes are written to it; uint8 (*batch, nbytes(n)), in other memory.
 
         Returns:
-          `out`, or new uint8 (*batch, nbytes(n)). They are a function of the values alone.
+          New uint8 (*batch, nbytes(n)). They are a function of the values alone.
 
         Memory: about 1 MiB beside the result on the CPU; a copy of a row that ends amid a block.
 
@@ -160,36 +159,31 @@ class Codec:
           LeafError: a derivative is asked for.
         """
         refuse_derivative(f"{self}.encode", [x], _DETACH)
-        if out is None:
-            shape = (*x.shape[:-1], self.nbytes(x.shape[-1]))
-            out = torch.empty(shape, dtype=torch.uint8, device=x.device)
+        shape = (*x.shape[:-1], self.nbytes(x.shape[-1]))
+        out = torch.empty(shape, dtype=torch.uint8, device=x.device)
         if x.numel():
-            rows = x.detach().reshape(-1, x.shape[-1]), out.detach().view(-1, out.shape[-1])
+            rows = x.detach().reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
             for values, codes in zip(*rows, strict=True):
                 self.encode_row(values, codes)
         return out
 
-    def decode(
-        self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None
-    ) -> Tensor:
+    def decode(self, codes: Tensor, n: int, dtype: torch.dtype) -> Tensor:
         """The values of bytes that `encode` made.
 
         Args:
           codes: uint8 (*batch, nbytes(n)), at an even place.
           n: values of a row.
           dtype: float32, bfloat16, float16 or float64.
-          out: the values are written to it; (*batch, n) of that dtype, in other memory.
 
         Returns:
-          `out`, or new values (*batch, n).
+          New values (*batch, n).
 
         Memory: about 1 MiB beside the result on the CPU; a copy of a row that ends amid a block.
 
         Raises:
           LeafError: a derivative is asked for.
         """
-        if out is None:
-            out = torch.empty(*codes.shape[:-1], n, dtype=dtype, device=codes.device)
+        out = torch.empty(*codes.shape[:-1], n, dtype=dtype, device=codes.device)
         return self.decode_mean([codes], out)
 
     def decode_mean(self, parts: Sequence[Tensor], out: Tensor) -> Tensor:

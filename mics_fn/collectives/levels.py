@@ -419,12 +419,12 @@ def mean_factors(dtype: torch.dtype, count: int) -> tuple[float, float]:
 
 
 def start_mean(
-    comm: Comm, tensor: Tensor, wire: Any = None, what: What = ("", "mean", "")
+    comms: Sequence[Comm], tensor: Tensor, wire: Any = None, what: What = ("", "mean", "")
 ) -> Pending:
-    """Start to average a tensor over a communicator, in place.
+    """Start to average a tensor over one communicator after the other, in place.
 
     Args:
-      comm: the communicator.
+      comms: the communicators.
       tensor: contiguous.
       wire: the dtype that is sent, or a codec; None takes the dtype of `tensor`.
       what: as for `Pending`.
@@ -433,8 +433,14 @@ def start_mean(
       in `wire`. With a codec an all-to-all and an all-gather of codes, which send 2(r - 1) times
       those of 1/r of the elements, rounded up to a block.
     """
-    comms, steps = mean_comms(comm, tensor, wire), mean_steps(comm, tensor, wire)
-    return Pending(steps, comms, keep=(tensor,), device=tensor.device, what=what)
+    used = [each for comm in comms for each in mean_comms(comm, tensor, wire)]
+
+    def steps() -> Steps:
+        for comm in comms:
+            yield from mean_steps(comm, tensor, wire)
+        return tensor
+
+    return Pending(steps(), used, keep=(tensor,), device=tensor.device, what=what)
 
 
 def mean_comms(comm: Comm, tensor: Tensor, wire: Any = None) -> list[Comm]:
@@ -502,17 +508,9 @@ def mean_over_ranks(groups: Groups, tensor: Tensor) -> Tensor:
 
 def start_mean_over_ranks(groups: Groups, tensor: Tensor, name: str = "") -> Pending:
     """Start `mean_over_ranks`; with a name the ledger has its bytes under that."""
-    both = [comm for comm in (groups.partition, groups.replicas) if mean_comms(comm, tensor)]
-    both = [replace(comm, name=name) for comm in both] if name else both
-    comms = [each for comm in both for each in mean_comms(comm, tensor)]
-
-    def steps() -> Steps:
-        for comm in both:
-            yield from mean_steps(comm, tensor)
-        return tensor
-
-    what = ("", name or "mean over all ranks", "")
-    return Pending(steps(), comms, keep=(tensor,), device=tensor.device, what=what)
+    comms = [groups.partition, groups.replicas]
+    comms = [replace(comm, name=name) for comm in comms] if name else comms
+    return start_mean(comms, tensor, what=("", name or "mean over all ranks", ""))
 
 
 # Small tensors, which move outside of the inner loop of training.

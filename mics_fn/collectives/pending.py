@@ -70,7 +70,8 @@ class Pending:
       GroupsError: the groups were closed or have failed, or another thread uses them.
 
     Example:
-      >>> pending = collectives.start_all_gather(make_groups(1).hierarchy.route, torch.ones(3))
+      >>> route = make_groups(1).hierarchy.route
+      >>> pending = collectives.levels.start_all_gather(route, torch.ones(3))
       >>> pending.wait().shape, pending.state
       (torch.Size([1, 3]), 'done')
     """

@@ -173,7 +173,7 @@ class GradSum(Reduction):
         places = places_of_sums(self._where, opened) if self._where else None
         self.begin(opened.uses, run, let_go, places)
         for use in opened.uses:  # what was seen may be of a step that was not judged
-            shards.observe(use.bucket, None)
+            shards.pack.observe(use.bucket, None)
             if use.bucket.trainable and use.bucket.numel:
                 self._ranks = max(self._ranks, use.home.ranks, key=len)
         self._opened = opened
@@ -378,14 +378,16 @@ class _Join(torch.autograd.Function):
         homes = [use.home for use in uses for _ in use.members]
         # All are seen together: see [Note: rows of ranks] in `shards.linear`.
         seen = shards.linear_map("own", uses, *shards.with_zeros(tangents, ctx.like), derived=True)
-        return tuple(shards.fetched_to(t, home.device) for t, home in zip(seen, homes, strict=True))
+        return tuple(
+            shards.pack.fetched_to(t, home.device) for t, home in zip(seen, homes, strict=True)
+        )
 
     vmap = staticmethod(_refuse_batch)
 
 
 def _standing_for(use: shards.BucketUse, piece: Tensor) -> Tensor:
     """Return a placeholder behind `_Join`, of which only the shape is read."""
-    if not shards.must_fetch(piece, use.home.device):
+    if not shards.pack.must_fetch(piece, use.home.device):
         return piece.view_as(piece)
     how: Any = {"dtype": piece.dtype, "device": use.home.device}
     if _torch.inside_forward_ad():  # a tangent needs the same layout, and memory

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from mics_fn import _torch, shards, spans
 from mics_fn._torch import version
-from mics_fn.collectives import Pending, SentCodes, Task, moves, push_all, start_fetch
+from mics_fn.collectives import Pending, SentCodes, Task, levels, push_all
 from mics_fn.errors import DonatedError, GroupsError, LeafError
 from mics_fn.groups import Arena, Buffers
 from mics_fn.offload import Absent, Geometry, compute, refuse_writes, search, view
@@ -231,9 +231,9 @@ class LiveBucket:
         bucket, number, slots = use.bucket, use.route.chunk, use.by_slot(pieces)
         if use.placed:
             self.placed = [None if x is None else x.detach() for x in slots]
-            chunk = shards.standing_for(bucket, number, self.placed)
+            chunk = shards.pack.standing_for(bucket, number, self.placed)
         else:
-            chunk = shards.pack_chunk(bucket, number, slots, device=device).detach()
+            chunk = shards.pack.pack_chunk(bucket, number, slots, device=device).detach()
         if not chunk.numel():  # it is never fetched, which would cast it
             chunk = chunk.to(use.home.device if use.placed else device, bucket.compute)
             self.placed = None
@@ -256,7 +256,7 @@ class LiveBucket:
             self.leaves = [view.data for view in self._views(self.whole)]
 
     def _views(self, whole: Tensor) -> list[Tensor]:
-        return self.use.by_member(shards.split_full(self.use.bucket, whole))
+        return self.use.by_member(shards.pack.split_full(self.use.bucket, whole))
 
     def check_copies(self) -> None:
         """Raise LeafError if a plain leaf was written to, or was given other memory."""
@@ -281,16 +281,16 @@ class LiveBucket:
         use, wire, chunk, row, task = self.use, self.use.gather_wire, self.chunk, None, None
         if self.placed is not None:
             facts: Any = {"bucket": use.bucket, "chunk": use.route.chunk, "data": self.placed}
-            copied = partial(shards.copied_to, **facts, zeros=wire is not None)
+            copied = partial(shards.pack.copied_to, **facts, zeros=wire is not None)
             op = f"the copy of {_title(*self.ids, self.names())} from elsewhere"
             task = Task(use.hierarchy.fetch_queue, op, copied)
-        if wire is None or not moves(chunk):
+        if wire is None or not levels.moves(chunk):
             return chunk, task
         if self.codes is None:
             if self.placed is None:
-                chunk = shards.zero_padding(use.bucket, use.route.chunk, chunk)
+                chunk = shards.pack.zero_padding(use.bucket, use.route.chunk, chunk)
             else:
-                row = shards.kept_row(use.bucket, use.route.chunk, self.placed)
+                row = shards.pack.kept_row(use.bucket, use.route.chunk, self.placed)
             how = {"chunk": chunk, "row": row, "device": self.device}
             memory = use.hierarchy.pools.codes, use.bucket.chunk
             self.codes = SentCodes(wire, use.route, *memory, **how)
@@ -409,7 +409,7 @@ class LiveBuckets:
         self._fetches += 1
         each.watch(id(self), live=True)
         what = (use.named("defer"), "fetch", use.bucket)
-        each.pending = start_fetch(use.route, chunk, each.outer, each.buffer, what, fetch)
+        each.pending = levels.start_fetch(use.route, chunk, each.outer, each.buffer, what, fetch)
 
     def _offsets(self, schedule: Schedule) -> Offsets:
         """Where the fetches of a schedule lie; found once per schedule."""

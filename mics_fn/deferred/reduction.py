@@ -55,7 +55,7 @@ from mics_fn.errors import LeafError
 from mics_fn.groups import LEAST_RING, Buffers, Comm, Lease, Route, lease_sizes
 from mics_fn.offload import DEVICE, FileTensor, Where, empty_at, in_file, transfer
 from mics_fn.schedules import Run
-from mics_fn.shards import BucketUse, Opened, dense, observe, pack_full, split_chunk
+from mics_fn.shards import BucketUse, Opened, pack
 
 # How a bucket is reduced in a pass: facts of its layout, found once.
 
@@ -141,11 +141,11 @@ class Hops(NamedTuple):
             sums = [mine * self.dtype.itemsize]
             sums += [bucket.chunk * self.dtype.itemsize] if self.outer.size > 1 else []
         how: Any = {"wire": bucket.hop1, "itemsize": reduce.itemsize}
-        later, sizes = collectives.spare_numel(self.outer, mine, direct=same, **how), []
+        later, sizes = collectives.levels.spare_numel(self.outer, mine, direct=same, **how), []
         for most, beside in ((max(packed), True), (0, not self.stays)):
             direct = same and self.first and beside  # the mean lies beside what is packed
             spare = max(
-                collectives.spare_numel(self.now, bucket.numel, direct=direct, **how), later
+                collectives.levels.spare_numel(self.now, bucket.numel, direct=direct, **how), later
             )
             sizes.append(lease_sizes([most, max(spare * reduce.itemsize, codes), *sums]))
         levels = len(self.now.levels) + len(self.outer.levels)  # codes are exchanged and gathered
@@ -289,7 +289,7 @@ class Reduction:
             fix = "use torch.utils.checkpoint, instead of a backward that runs in backward"
             raise LeafError(text, [f"bucket {index}"], fix)
         del self.missing[index]
-        values = [None if grad is None else dense(grad) for grad in grads]
+        values = [None if grad is None else pack.dense(grad) for grad in grads]
         if each.hops.alone:
             self._add_alone(index, values)
         else:
@@ -306,7 +306,7 @@ class Reduction:
         if each.out is None:
             return each.total
         # Through `.data`, autograd does not see that values are written later as a change.
-        pieces = [piece.data for piece in split_chunk(use.bucket, use.route.chunk, each.out)]
+        pieces = [piece.data for piece in pack.split_chunk(use.bucket, use.route.chunk, each.out)]
         return use.by_member(pieces)
 
     def skip(self, index: int) -> None:
@@ -354,7 +354,7 @@ class Reduction:
             chunk = (placed.in_place if in_place else placed.fetched)(use.bucket.chunk, dtype)
         else:
             chunk = each.total[0].to(dtype)
-        found = use.by_member(split_chunk(use.bucket, use.route.chunk, chunk))
+        found = use.by_member(pack.split_chunk(use.bucket, use.route.chunk, chunk))
         # Gradients that autograd gave are apart, and kernels round ends of long tensors otherwise.
         return [x.clone() for x in found] if use.alone and not in_place else found
 
@@ -465,9 +465,9 @@ class Reduction:
             dtype = bucket.reduce if now.size > 1 else hops.dtype
             full = elements(lease.first, bucket.numel, dtype)
         with spans.span("pack", bucket, device=full.device):
-            pack_full(bucket, use.by_slot(values), device=full.device, out=full)
-            observe(bucket, full)
-        comms = collectives.scatter_comms(now, full := full.view(now.size, -1))
+            pack.pack_full(bucket, use.by_slot(values), device=full.device, out=full)
+            pack.observe(bucket, full)
+        comms = collectives.levels.scatter_comms(now, full := full.view(now.size, -1))
         if out is None:
             coded = bucket.hop1.levels(now) if bucket.hop1 else 0
             out = elements(mean_buffer(lease, len(comms) - coded), full.shape[1], full.dtype)
@@ -484,8 +484,8 @@ class Reduction:
         """Communicators of what follows hop 1, and after how many of them the lease is free."""
         use, hops, comms, levels = self.uses[index], self._buckets[index].hops, list[Comm](), 0
         if hops.mean:
-            hop_2 = collectives.mean_comms(use.home.replicas, out, use.bucket.hop2_format)
-            comms = [*collectives.scatter_comms(hops.outer, out), *hop_2]
+            hop_2 = collectives.levels.mean_comms(use.home.replicas, out, use.bucket.hop2_format)
+            comms = [*collectives.levels.scatter_comms(hops.outer, out), *hop_2]
             levels = len(hops.outer.levels) + (len(hop_2) if hops.copies else 0)
         if index in self.placed:  # the sum comes and goes, and the lease is in use to the end
             own = self.placed[index].comm
@@ -500,7 +500,7 @@ class Reduction:
         use, placed, each = self.uses[index], self.placed.get(index), self._buckets[index]
         bucket, wire = use.bucket, use.bucket.hop2_format
         spare = lease.second.view(bucket.reduce)
-        yield from collectives.scatter_steps(hops.now, full, out, spare, bucket.hop1)
+        yield from collectives.levels.scatter_steps(hops.now, full, out, spare, bucket.hop1)
         if placed is not None and not hops.first:
             before = elements(lease.more[0], out.numel(), hops.dtype)
             yield placed.task("from", before, hops.dtype)
@@ -515,7 +515,7 @@ class Reduction:
             room = lease.second  # of codes; values may lie where gradients were packed
             if not isinstance(wire, collectives.Codec):
                 room = elements(lease.first, total.numel(), wire)
-            yield from collectives.mean_steps(use.home.replicas, total, wire, room)
+            yield from collectives.levels.mean_steps(use.home.replicas, total, wire, room)
         if placed is not None:
             each.total = []  # it is elsewhere
             yield placed.task("to", total, bucket.dtype if hops.mean else hops.dtype)
@@ -535,7 +535,7 @@ class Reduction:
         else:
             mine = self._take(use, bucket.chunk, total.dtype)
         spare = lease.second.view(bucket.reduce)
-        yield from collectives.scatter_steps(
+        yield from collectives.levels.scatter_steps(
             outer, full.view(outer.size, -1), mine, spare, bucket.hop1
         )
         return mine

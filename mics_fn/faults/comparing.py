@@ -30,14 +30,7 @@ from torch import Tensor
 
 from mics_fn import _torch, checks, errors, shards, tree
 from mics_fn._version import __version__
-from mics_fn.collectives import (
-    Pending,
-    agree,
-    collect_values,
-    refuse_unequal,
-    send_from,
-    start_collect,
-)
+from mics_fn.collectives import Pending, agree, checksum, collect_values, levels, refuse_unequal
 from mics_fn.groups import Groups
 from mics_fn.offload import is_placed, read
 from mics_fn.optim import as_before, by_leaf, fresh
@@ -179,7 +172,7 @@ def from_replica(
                 data = read(x).to(home.device).contiguous()
             else:  # what this rank has stays as it is
                 data = torch.empty(x.shape, dtype=x.dtype, device=home.device)
-            send_from(home.replicas, data.view(-1).view(torch.uint8), source)
+            levels.send_from(home.replicas, data.view(-1).view(torch.uint8), source)
             if takes and data.data_ptr() != x.data_ptr():
                 x.copy_(data)
     if not takes:
@@ -396,8 +389,8 @@ class Comparison:
             if isinstance(home, Groups) and home.num_replicas > 1:
                 home.partition.check_open()
                 mine = [x for x in leaves if x.home in (None, home)]
-                sums = [shards.checksum_of(x.data).to(home.device) for x in mine]
-                pending = start_collect([home.partition, home.replicas], torch.stack(sums))
+                sums = [checksum(x.data).to(home.device) for x in mine]
+                pending = levels.start_collect([home.partition, home.replicas], torch.stack(sums))
                 self._parts.append((home, mine, pending))
 
     def finish(self, on_drift: Action) -> Any:

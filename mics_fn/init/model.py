@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from mics_fn import checks, shards, tree
 from mics_fn._torch import compiles_itself
-from mics_fn.collectives import refuse_unequal, together
+from mics_fn.collectives import checksum, refuse_unequal, together
 from mics_fn.errors import FileError, LeafError, PlanError, message, name_some
 from mics_fn.groups import Groups
 from mics_fn.init import files
@@ -382,7 +382,7 @@ class Filling:
         """Fill this rank's chunk of a bucket in memory, and put it in its place."""
         chunk = home.hierarchy.route.chunk
         flat = torch.zeros(bucket.chunk, dtype=bucket.dtype, device=home.device)
-        found = shards.pieces(bucket, chunk), shards.split_chunk(bucket, chunk, flat)
+        found = shards.pieces(bucket, chunk), shards.pack.split_chunk(bucket, chunk, flat)
         for name, piece, data in zip(names, *found, strict=True):
             if piece.length:
                 self._copy(source(name), data, piece.origin)
@@ -401,7 +401,7 @@ class Filling:
     def _add_up(self, home: Groups) -> dict[str, Tensor]:
         """Take the checksums that ranks compare, which reads what lies in files."""
         return {
-            f"params.{name}": shards.checksum_of(leaf.data.view(-1))
+            f"params.{name}": checksum(leaf.data.view(-1))
             for name, leaf in self.shards.items()
             if self.homes[name] is home and isinstance(leaf, shards.Sharded | shards.Fixed)
         }

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from mics_fn import _torch, checks, tree
 from mics_fn import shards as sharding
-from mics_fn.collectives import checksum, start_all_gather, together
+from mics_fn.collectives import checksum, levels, together
 from mics_fn.deferred import GradSum
 from mics_fn.errors import LeafError, PlanError, human_bytes
 from mics_fn.groups import Groups, Hierarchy, require_replicas
 from mics_fn.offload import Coded, in_file, is_coded, placed_like
 from mics_fn.optim import TrainState, by_leaf, replaced
-from mics_fn.shards import Bucket, Fixed, Sharded, Tied, has_codes, is_leaf
+from mics_fn.shards import Bucket, Fixed, Sharded, Tied, is_leaf, pack
 from mics_fn.tree import Tree
 
 # Which leaf of a sharded value a path means, and whether all ranks mean the same.
@@ -479,13 +479,13 @@ def _described(found: Leaves, at: int) -> str:
 
 def _gathered(leaf: Any, bucket: Bucket, hierarchy: Hierarchy) -> Tensor:
     """Gather one leaf in full; each piece is padded to the length of the longest one."""
-    slot, sent = leaf.slot, sharding.fetched_to(leaf.data.detach(), hierarchy.device)
+    slot, sent = leaf.slot, pack.fetched_to(leaf.data.detach(), hierarchy.device)
     start, stop = bucket.offsets[slot], bucket.offsets[slot] + bucket.numels[slot]
     bounds = [(i * bucket.chunk, (i + 1) * bucket.chunk) for i in range(bucket.parts)]
     lengths = [max(0, min(high, stop) - max(low, start)) for low, high in bounds]
     if len(sent) < max(lengths):
         sent = torch.cat([sent, sent.new_zeros(max(lengths) - len(sent))])
-    found = start_all_gather(hierarchy.route, sent, what=("get", "gather", bucket)).wait()
+    found = levels.start_all_gather(hierarchy.route, sent, what=("get", "gather", bucket)).wait()
     return torch.cat([found[i, :length] for i, length in enumerate(lengths)]).view(leaf.shape)
 
 
@@ -505,8 +505,8 @@ def _fitting(where: str, leaf: Any, value: Any) -> Any:
         lines = [f"expected {tuple(leaf.shape)}", got]
         raise LeafError(f"{where}: a value of another shape", lines, fix)
     moved = value.detach().to(data.device)
-    if has_codes(data):
-        sharding.check_finite(where, leaf.bucket.codes, moved)
+    if pack.has_codes(data):
+        pack.check_finite(where, leaf.bucket.codes, moved)
     elif is_coded(data):
         codec: Any = data.codes.codec  # pyright: ignore[reportAttributeAccessIssue]
         if not bool((moved.isfinite() & (moved >= (0 if codec.root else -torch.inf))).all()):
@@ -546,14 +546,14 @@ def _replaced(found: Leaves, at: int, value: Any) -> dict[int, Any]:
     # The dtype of pieces may not be that of their bucket: sums of gradients are wider.
     bucket, chunk = replace(use.bucket, dtype=leaf.data.dtype), use.route.chunk
     data = use.by_slot([found.all[i].data for i in members])
-    flat, device = sharding.whole_chunk(bucket, chunk, data), leaf.data.device
-    flat = sharding.pack_chunk(bucket, chunk, data, device=device) if flat is None else flat.clone()
-    views, piece = sharding.split_chunk(bucket, chunk, flat), sharding.pieces(bucket, chunk)[slot]
+    flat, device = pack.whole_chunk(bucket, chunk, data), leaf.data.device
+    flat = pack.pack_chunk(bucket, chunk, data, device=device) if flat is None else flat.clone()
+    views, piece = pack.split_chunk(bucket, chunk, flat), sharding.pieces(bucket, chunk)[slot]
     views[slot].copy_(value.reshape(-1)[piece.origin : piece.origin + piece.length])
-    if has_codes(leaf.data):
+    if pack.has_codes(leaf.data):
         paths = [found.paths[i] or "" for i in members]
         names = [path or "" for path in use.by_slot(paths)]
-        placed = use.by_member(sharding.coded_pieces(use.bucket, chunk, flat, names))
+        placed = use.by_member(pack.coded_pieces(use.bucket, chunk, flat, names))
     else:
         placed = placed_like(use.by_member(views), [found.all[i].data for i in members])
     pairs = zip(members, placed, strict=True)

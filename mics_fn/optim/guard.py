@@ -9,7 +9,7 @@ ranks know alike. They agree on the first leaf, in the order of the tree, whose 
 not finite. Then each says what its own gradient of that leaf was before hop 1 mixed them.
 
 [Note: before hop 1] After hop 1 nobody can tell whose part of a mean was NaN. So each rank looks at
-its own gradients where they are packed to be sent (`shards.observe`), and remembers by bucket what
+its own gradients where they are packed to be sent (`pack.observe`), and remembers by bucket what
 it saw until a `Guard` has judged them. On the CPU it adds up what was just written, as fast as
 memory is read, and only if the sum is not finite it looks leaf by leaf. An accelerator computes the
 largest absolute value of each leaf, for which the host does not wait. All this begins with the
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, checks, shards, tree
-from mics_fn.collectives import collect, collect_bytes, start_mean_over_ranks
+from mics_fn.collectives import collect_bytes, levels
 from mics_fn.errors import LeafError, NonFiniteError, PlanError, by_value, message, name_ranks
 from mics_fn.groups import Groups, Home, require_replicas
 from mics_fn.optim import norms
@@ -202,7 +202,7 @@ def note_nonfinite(bucket: shards.Bucket, full: Tensor | None) -> None:
         _seen.pop(bucket, None)
     elif full.numel() and not _torch.has_no_data(full):
         if _torch.is_async(full.device) or not _seems_finite(full):
-            found = _magnitudes(shards.split_full(bucket, full))
+            found = _magnitudes(shards.pack.split_full(bucket, full))
         else:
             found = torch.zeros(len(bucket.shapes), dtype=full.dtype)
         before = _seen.get(bucket)
@@ -336,7 +336,9 @@ class StepTotals:
             numbers.append(torch.full_like(zero, count))
         sent = torch.stack(numbers)
         alone = self.home.world_size == 1
-        self._found = sent if alone else start_mean_over_ranks(self.home, sent, TOTALS).wait()
+        self._found = (
+            sent if alone else levels.start_mean_over_ranks(self.home, sent, TOTALS).wait()
+        )
         self.loss = self._found[0]
         return self._found[1]
 
@@ -539,8 +541,9 @@ class Guard:
         if self.on_nonfinite == "ignore" and self.scale.kind == "dynamic":
             fix = "pass 'skip' or 'raise', or static_scale"
             raise PlanError("Guard: on_nonfinite='ignore' with a dynamic scale", fix=fix)
-        if self.decides and (self.chosen or self.in_row) and note_nonfinite not in shards.watchers:
-            shards.watchers.append(note_nonfinite)
+        watching = note_nonfinite in shards.pack.watchers
+        if self.decides and (self.chosen or self.in_row) and not watching:
+            shards.pack.watchers.append(note_nonfinite)
 
     @cached_property
     def decides(self) -> bool:
@@ -712,5 +715,5 @@ def _highest(norm: Tensor, homes: Iterable[Home]) -> Tensor:
         # With one set of groups, all ranks of a partition group have the same norm already.
         comms = [home.partition, home.replicas] if len(homes) > 1 else [home.replicas]
         for comm in comms:
-            highest = collect(comm, highest, "verdict of a guard").amax()
+            highest = levels.collect(comm, highest, "verdict of a guard").amax()
     return highest

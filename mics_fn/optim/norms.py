@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, checks, shards, tree
-from mics_fn.collectives import collect
+from mics_fn.collectives import levels
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Home, fold_ranks
 from mics_fn.optim import columns, flat
@@ -227,7 +227,7 @@ def _total(home: Home, here: Tensor, live: bool) -> Tensor:
     derivative is that of a gather. See [Note: adjoint] in `shards.linear`.
     """
     if not live:
-        return collect(home.partition, here, "norm").sum(0)
+        return levels.collect(home.partition, here, "norm").sum(0)
     p, n = home.partition.size, here.numel()
     if p == 1:
         return here

@@ -140,7 +140,7 @@ class _Mover:
         """A tensor at the place of a leaf; the same one if it is there."""
         place = self._where.at(path, self._field, self._device)
         if bucket is not None:
-            shards.check_kept_place("move", bucket, place)
+            shards.pack.check_kept_place("move", bucket, place)
         if not is_coded(x):
             leaf = tree.join(self._field, path)
             return place_tensor(x, place, self._device, self._where.host_bytes, leaf)

@@ -82,7 +82,7 @@ are of this wing, if they are not of `collectives` or `optim`:
 
 Where to start reading: the notes of `bucket`, `leaf` and `linear`, in this order. Then `sharding`
 (shard), `opened` (what every verb does first) and `verbs` (the other verbs). `pack` is about
-buffers and where pieces lie, and `precision` about dtypes.
+buffers and where pieces lie, and the end of `bucket` about dtypes.
 
 To add a verb, begin it with `open_shards`, which checks the tree and its groups and gives the
 leaves by bucket, and end it with `build` or `rebuild`. If it moves data, add its map and the
@@ -94,7 +94,8 @@ verb for its derivative, or for the reason why it has none. To add a property of
 """
 
 from mics_fn.collectives import needs_derivative, refuse_derivative
-from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, pieces, with_parts
+from mics_fn.shards import pack
+from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, Precision, check_dtype, pieces, with_parts
 from mics_fn.shards.leaf import (
     Fixed,
     GradStream,
@@ -121,6 +122,7 @@ from mics_fn.shards.leaf import (
     places_of,
     reclaimed,
     reduction_groups,
+    refuse_overlaps,
     refuse_tracing,
     same_tensor,
 )
@@ -137,36 +139,7 @@ from mics_fn.shards.opened import (
     open_shards,
     require_groups,
 )
-from mics_fn.shards.pack import (
-    check_finite,
-    check_kept_place,
-    checksum_of,
-    coded_pieces,
-    copied_to,
-    dense,
-    fetched_to,
-    has_codes,
-    kept_row,
-    must_fetch,
-    observe,
-    pack_chunk,
-    pack_full,
-    split_chunk,
-    split_full,
-    standing_for,
-    watchers,
-    whole_chunk,
-    zero_padding,
-)
-from mics_fn.shards.precision import Precision, check_dtype
-from mics_fn.shards.sharding import (
-    LayoutOptions,
-    check_tensor,
-    layout_of,
-    place_chunk,
-    refuse_overlaps,
-    shard,
-)
+from mics_fn.shards.sharding import LayoutOptions, check_tensor, layout_of, place_chunk, shard
 from mics_fn.shards.verbs import (
     PendingTree,
     cut,

@@ -9,11 +9,11 @@ across ranks.
 
 A view in a pickle brings the whole storage with it. So leaves refer to one object per chunk, which
 is found by its storage for as long as a pickler or a copy holds it, and come back as views of one
-chunk again. A piece that does not lie in a chunk of its own is copied by itself.
+chunk again.
 """
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -46,13 +46,10 @@ def parts_of(leaf: Any) -> tuple[Any, ...]:
         raise LeafError(text, fix="detach it first, or copy what it was computed from")
     if leaf.bucket is not None and not _torch.has_no_data(x) and not hasattr(x, "codes"):
         x = x if type(x) in _torch.PLAIN else x.clone()  # a copy is in memory
-        whole = x.detach()
-        if x.untyped_storage().nbytes() == leaf.bucket.chunk * x.itemsize:
-            chunk = whole.as_strided((leaf.bucket.chunk,), (1,), 0)
-            whole = _CHUNKS.setdefault((_torch.storage_id(x), x.dtype), chunk)
-            place = x.shape, x.stride(), x.storage_offset()
-        else:
-            whole, place = whole.clone(), (x.shape, x.stride(), 0)
+        numel = x.untyped_storage().nbytes() // x.itemsize
+        whole = x.detach().as_strided((numel,), (1,), 0)
+        whole = _CHUNKS.setdefault((_torch.storage_id(x), x.dtype), whole)
+        place = x.shape, x.stride(), x.storage_offset()
     return type(leaf), whole, place, leaf.data.requires_grad, leaf.bucket, leaf.slot
 
 
@@ -608,3 +605,26 @@ def overlaps(tensors: Sequence[Tensor]) -> list[list[int]]:
         near.append(i)
     every = {id(group): sorted(group) for group in groups.values() if len(group) > 1}
     return sorted(every.values())
+
+
+def refuse_overlaps(verb: str, leaves: Mapping[str, Tensor], trained: Collection[str]) -> None:
+    """Raise LeafError if trained leaves share memory with others without being the same tensor.
+
+    An update of one would have to change the other, which is lost because shards have memory of
+    their own.
+
+    Args:
+      verb: named in the error.
+      leaves: the tensors, by path.
+      trained: the paths of those that are trained.
+    """
+    first: dict[MemoryPlace, str] = {}
+    for path, leaf in leaves.items():
+        first.setdefault(MemoryPlace.of(leaf), path)
+    paths = list(first.values())
+    for group in overlaps([leaves[path] for path in paths]):
+        found = [paths[i] for i in group]
+        if set(found) & set(trained):
+            text = f"{verb}: {' and '.join(found)} overlap in memory, and are not the same tensor"
+            fix = "clone one of them, or keep one tensor and take views of it in forward"
+            raise LeafError(text, fix=fix)

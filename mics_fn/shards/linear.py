@@ -74,10 +74,10 @@ def refuse_local_basis(levels: int, dealt: Sequence[tuple[Any, Sequence[Any]]]) 
         for dim in range(min(levels, values[0].ndim - 1)):
             own = _own_rows(values, dim)
             count = torch.tensor([len(own)], device=own.device)
-            counts = collectives.collect(comm, count, "number of rows").flatten().tolist()
+            counts = collectives.levels.collect(comm, count, "number of rows").flatten().tolist()
             comm.check_open()  # else these may be no values of any rank
             if len(set(counts)) == 1:
-                found = collectives.collect(comm, own, "rows of a batch")
+                found = collectives.levels.collect(comm, own, "rows of a batch")
                 if not bool((found < 2).all()) or not bool((found.sum(0) > 1).any()):
                     continue
             text = "torch.func: row k of a batch under vmap is another direction on each rank"
@@ -109,7 +109,7 @@ def _gather(use: BucketUse, values: Sequence[Tensor | None], like: dict) -> Fini
     pending = None if wire is None else _start_coded(use, wire, slots, like, what)
     if pending is None:
         chunk = pack.pack_chunk(bucket, use.route.chunk, slots, dtype=bucket.compute, **like)
-        pending = collectives.start_all_gather(use.route, chunk, what)
+        pending = collectives.levels.start_all_gather(use.route, chunk, what)
 
     def finish() -> list[Tensor]:
         full = pending.wait()
@@ -130,14 +130,14 @@ def _start_coded(
     row = pack.kept_row(bucket, number, slots)
     if row is None:
         chunk = pack.pack_chunk(bucket, number, slots, dtype=bucket.dtype, **like)
-        if chunk.ndim > 1 or not collectives.moves(chunk):
+        if chunk.ndim > 1 or not collectives.levels.moves(chunk):
             return None
         chunk = pack.zero_padding(bucket, number, chunk)
     device = like["device"]
     how = {"chunk": chunk, "row": row, "device": device}
     codes = collectives.SentCodes(wire, lone, Buffers(), bucket.chunk, **how)
     out = torch.empty(bucket.numel, dtype=bucket.compute, device=device)
-    return collectives.start_fetch(lone, codes, None, out, what)
+    return collectives.levels.start_fetch(lone, codes, None, out, what)
 
 
 def _what(use: BucketUse, hop: str, like: dict) -> tuple:
@@ -155,7 +155,9 @@ def _scatter(use: BucketUse, leaves: Sequence[Tensor | None], like: dict) -> Fin
     pack.observe(bucket, full)
     parts = full.unflatten(-1, (bucket.parts, -1)).movedim(-2, 0).contiguous()
     what, wire = _what(use, "hop 1", like), bucket.hop1 if parts.ndim == 2 else None
-    pending = collectives.start_reduce_scatter(use.route, parts, buffers, bucket.dtype, what, wire)
+    pending = collectives.levels.start_reduce_scatter(
+        use.route, parts, buffers, bucket.dtype, what, wire
+    )
 
     def finish() -> list[Tensor]:
         chunk = pending.wait()
@@ -186,7 +188,8 @@ def _mean(
             chunk = pack.zero_padding(bucket, number, chunk)
         else:
             wire = bucket.uncoded.hop2_format
-    pending = collectives.start_mean(use.home.replicas, chunk, wire, _what(use, "hop 2", like))
+    what, replicas = _what(use, "hop 2", like), [use.home.replicas]
+    pending = collectives.levels.start_mean(replicas, chunk, wire, what)
     return lambda: _pieces(use, pending.wait())
 
 

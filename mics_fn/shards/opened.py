@@ -13,16 +13,7 @@ from mics_fn.collectives import Wire, agree, checksum, refuse_unequal
 from mics_fn.errors import GroupsError, LeafError, PlanError
 from mics_fn.groups import Hierarchy, Home, Route, current, require_replicas
 from mics_fn.shards.bucket import Bucket
-from mics_fn.shards.leaf import (
-    Leaf,
-    LeafPlace,
-    Sharded,
-    Tied,
-    is_leaf,
-    mark_reduced,
-    owner_index,
-    places_of,
-)
+from mics_fn.shards.leaf import Leaf, Sharded, Tied, is_leaf, mark_reduced, owner_index, places_of
 from mics_fn.shards.pack import any_to_fetch
 from mics_fn.tree import Tree
 
@@ -170,7 +161,7 @@ class TreeLayout:
     """How trees of one structure lie in buckets on their groups; `layout_on` computes it once."""
 
     verb: str  # that moves them
-    places: tuple[LeafPlace, ...]
+    places: tuple[Any, ...]  # of each leaf; see `places_of`
     homes: tuple[Any, ...]
     agreed: set[str] = field(default_factory=set)  # schedules that ranks have compared with it
 
@@ -290,7 +281,9 @@ class Opened:
                 continue
             facts = [("schedule", schedule or "none: all at once"), ("levels", home.route.facts)]
             fixes = {"schedule": "pass the same live_bytes=, prefetch= or schedule on every rank"}
-            facts += [fact for use in mine for fact in _facts(use)]
+            for use in mine:  # all of a bucket, so that no two layouts compare as equal
+                layout = f"{use.bucket.numel} {use.bucket.formats} of {use.bucket.shapes}"
+                facts.append((use.named(f"{use.bucket}"), layout))
             agree(home, self.verb, facts, fixes)
             home.agreed.add(key)
         self.layout.agreed.add(schedule)
@@ -387,18 +380,6 @@ def _check_home(verb: str, use: BucketUse, homes: Sequence[Home]) -> None:
     if use.route.size != use.bucket.parts:
         sizes = f"{use.bucket.parts}, the groups have {use.route.size} ranks"
         raise PlanError(f"{verb}: shards are cut in {sizes}", fix=_OWN_GROUPS)
-
-
-def _facts(use: BucketUse) -> list[tuple[str, str]]:
-    """The whole layout of a bucket, so that trees with different layouts never compare as equal."""
-    layout = f"{use.bucket.numel} {use.bucket.formats} of {use.bucket.shapes}"
-    title = (f"bucket {use.bucket.index}", str(use.bucket))
-    shapes = [
-        (f"bucket {use.bucket.index}[{slot}]", str(shape))
-        for slot, shape in enumerate(use.bucket.shapes)
-        if use.index[slot] is not None
-    ]
-    return [(f"bucket {use.bucket.index}", layout), *shapes, title]
 
 
 def compare_values(

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, offload
-from mics_fn.collectives import Codec, checksum
+from mics_fn.collectives import Codec
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Buffers
 from mics_fn.shards.bucket import Bucket, pieces
@@ -84,23 +84,17 @@ def check_kept_place(verb: str, bucket: Bucket, place: str) -> None:
         raise PlanError(text, lines, "give param= or where= a pattern that leaves these out")
 
 
-def checksum_of(data: Tensor) -> Tensor:
-    """64 bits that depend on every bit of a piece: on its codes and scales, if it has them."""
-    if not has_codes(data):
-        return checksum(data)
-    kept: Any = data
-    return checksum(torch.cat([x.view(torch.uint8) for x in kept.part_codes()]))
-
-
 def kept_row(bucket: Bucket, chunk: int, data: Sequence[Any]) -> Tensor | None:
-    """The codes of a chunk as the row of bytes that a gather sends; None if there are none.
+    """The codes of a chunk as the row of bytes that a gather sends; None if it makes one.
 
     Args:
       bucket: the bucket.
       chunk: the number of the chunk.
       data: the pieces, by slot; None for a leaf that the tree lacks.
 
-    Memory: none if the pieces are parts of one row, as `shard` makes them; else a new row.
+    Returns:
+      The row if the pieces are parts of one, as `shard` makes them. Values of others, coded again,
+      give the same bytes.
 
     Raises:
       LeafError: a piece is values in the place of codes, which a gather would round.
@@ -114,17 +108,10 @@ def kept_row(bucket: Bucket, chunk: int, data: Sequence[Any]) -> Tensor | None:
             kind = x.codes.codec if has_codes(x) else x.dtype
             text = f"a leaf of bucket {bucket.index} ({bucket.names}) is {kind}, not {bucket.codes}"
             raise LeafError(text, fix="keep the leaf that shard gave; set() changes its values")
-    row, pairs = some[0].codes.row, list(zip(pieces(bucket, chunk), given, strict=True))
+    row, pairs = some[0].codes.row, zip(pieces(bucket, chunk), given, strict=True)
     own = [(piece, x) for piece, x in pairs if x is not None and piece.length]
     together = all(x.codes.row is row and x.start == piece.start for piece, x in own)
-    if together and len(row) == bucket.codes.nbytes(bucket.chunk):
-        return row
-    made = some[0].codes.unset(bucket.chunk)
-    for piece, x in own:
-        into = offload.Coded(made, piece.start, torch.empty(piece.length, device="meta"))
-        for to, part in zip(into.part_codes(), x.part_codes(), strict=True):
-            to.copy_(part)
-    return made.row
+    return row if together and len(row) == bucket.codes.nbytes(bucket.chunk) else None
 
 
 # Pieces that lie elsewhere than on the device that computes: in host memory, or in a file.

@@ -1,6 +1,6 @@
 """`shard`: a pytree of tensors becomes a tree of shards. See [Note: kinds of leaves] in `leaf`."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
@@ -12,21 +12,18 @@ from mics_fn.collectives import SHORT_NAMES
 from mics_fn.errors import LeafError, PlanError, name_ranks
 from mics_fn.groups import Groups, Home
 from mics_fn.offload import DEVICE, Where, place_tensor
-from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, Formats, LeafSpec, plan_buckets
+from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, Formats, LeafSpec, Precision, plan_buckets
 from mics_fn.shards.leaf import (
     Fixed,
-    MemoryPlace,
     Nothing,
     Sharded,
     Tied,
-    dtype_name,
     is_leaf,
-    overlaps,
     owners_of,
+    refuse_overlaps,
 )
 from mics_fn.shards.opened import GroupsTree, compare_values, homes_of
 from mics_fn.shards.pack import check_kept_place, coded_pieces, pack_full, split_chunk
-from mics_fn.shards.precision import Precision
 from mics_fn.tree import Tree
 
 # What may become shards.
@@ -79,29 +76,6 @@ def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None
         text = f"{verb}: {where} has hooks ({', '.join(hooks)}), which nothing would call"
         fix = "remove them; to change gradients, chain a Transform before the optimizer"
         raise LeafError(text, fix=fix)
-
-
-def refuse_overlaps(verb: str, leaves: Mapping[str, Tensor], trained: Collection[str]) -> None:
-    """Raise LeafError if trained leaves share memory with others without being the same tensor.
-
-    An update of one would have to change the other, which is lost because shards have memory of
-    their own.
-
-    Args:
-      verb: named in the error.
-      leaves: the tensors, by path.
-      trained: the paths of those that are trained.
-    """
-    first: dict[MemoryPlace, str] = {}
-    for path, leaf in leaves.items():
-        first.setdefault(MemoryPlace.of(leaf), path)
-    paths = list(first.values())
-    for group in overlaps([leaves[path] for path in paths]):
-        found = [paths[i] for i in group]
-        if set(found) & set(trained):
-            text = f"{verb}: {' and '.join(found)} overlap in memory, and are not the same tensor"
-            fix = "clone one of them, or keep one tensor and take views of it in forward"
-            raise LeafError(text, fix=fix)
 
 
 # The options of `shard`, which other verbs hand on.
@@ -234,7 +208,7 @@ def agree_on(layout: Layout) -> None:
         facts = [("groups", home.describe())]
         for i, leaf in enumerate(layout.leaves):
             if layout.homes[i] is home:
-                text = f"{tuple(leaf.shape)} {dtype_name(leaf.dtype)}"
+                text = f"{tuple(leaf.shape)} {leaf.dtype}".replace("torch.", "")
                 text += " meta" if leaf.is_meta else ""
                 if layout.owners[i] != i:
                     text += f" tied to {layout.paths[layout.owners[i]]}"
@@ -340,10 +314,6 @@ def shard(
     if spans.observers:
         spans.passing("build: shard")
     checks.choice("shard", "replicas", replicas, "check", "broadcast")
-    checks.integer("shard", "source_rank", source_rank, 0, optional=True)
-    if source_rank is not None and replicas == "check":
-        fix = "pass replicas='broadcast' to take its values"
-        raise PlanError(f"shard: source_rank={source_rank} has no effect", fix=fix)
     how: Any = {"precision": precision, "bucket_bytes": bucket_bytes, "where": where}
     how |= {"frozen": frozen, "order": order, "bucket": bucket}
     layout = layout_for("shard", "params", params, groups, how)
@@ -395,7 +365,7 @@ def _assemble(
         elif i not in layout.slots:
             value = leaf.detach().clone(memory_format=torch.contiguous_format)
             if home in sources and not value.is_meta and value.numel():
-                collectives.broadcast(home, value, sources[home])
+                collectives.levels.broadcast(home, value, sources[home])
             out[i] = Fixed(value)
     shards = layout.spec.unflatten([out[i] for i in range(len(layout.leaves))])
     return tree.replace_none(shards, Nothing(), is_leaf)
@@ -421,7 +391,7 @@ def _cut(
             chunk = torch.empty(bucket.chunk, dtype=bucket.dtype, device=device)
             full = pack_full(bucket, [layout.leaves[i].detach() for i in index], device=device)
             if home in sources and not full.is_meta:
-                collectives.broadcast(home, full, sources[home])
+                collectives.levels.broadcast(home, full, sources[home])
             chunk.copy_(full.view(bucket.parts, -1)[home.hierarchy.route.chunk])
             del full
         kind = Sharded if bucket.trainable else Fixed

@@ -7,8 +7,7 @@ the gradient; see [Note: adjoint] in `linear`.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -289,8 +288,7 @@ def reduce_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree:
     """
     leaves, _ = tree.flatten(grads, is_leaf)
     if like is not None or any(isinstance(leaf, Tensor) for leaf in leaves):
-        owed = _owed("reduce_grads", grads, groups, like)
-        grads = _shards_of(owed, apply("scatter", owed.sent, owed.full))
+        grads = _scattered("reduce_grads", grads, groups, like)
     return _mean_over_replicas("reduce_grads", grads, groups)
 
 
@@ -320,8 +318,7 @@ def scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree
       >>> scatter_grads([torch.ones(2, 2)], groups)[0].data
       tensor([1., 1., 1., 1.])
     """
-    owed = _owed("scatter_grads", grads, groups, like)
-    return _shards_of(owed, apply("scatter", owed.sent, owed.full))
+    return _scattered("scatter_grads", grads, groups, like)
 
 
 def start_scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> PendingTree:
@@ -350,21 +347,24 @@ def start_scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -
       >>> start_scatter_grads([torch.ones(2)], groups).wait()[0].data
       tensor([1., 1.])
     """
-    owed = _owed("start_scatter_grads", grads, groups, like)
-    return _start("scatter_grads", "scatter", owed.sent, owed.full, partial(_shards_of, owed))
+    sent, full, build = _owed("start_scatter_grads", grads, groups, like)
+    return _start("scatter_grads", "scatter", sent, full, build)
 
 
-class _Owed(NamedTuple):
-    """Gradients by what they need: hop 1, or nothing before hop 2."""
-
-    spec: Any
-    out: list[Any]  # shards that are done, and those of parameters in the place of others
-    sent: list[BucketUse]  # the buckets that need hop 1
-    full: list[Tensor | None]
+def _scattered(verb: str, grads: Tree, groups: Any, like: Tree | None) -> Tree:
+    sent, full, build = _owed(verb, grads, groups, like)
+    return build(apply("scatter", sent, full))
 
 
-def _owed(verb: str, grads: Tree, groups: Any, like: Tree | None) -> _Owed:
-    """Match gradients with the layout of their parameters, and finish those of local buckets."""
+def _owed(
+    verb: str, grads: Tree, groups: Any, like: Tree | None
+) -> tuple[list[BucketUse], list[Tensor | None], Callable[[list[Tensor]], Tree]]:
+    """Match gradients with the layout of their parameters, and finish those of local buckets.
+
+    Returns:
+      The buckets that need hop 1, one full gradient per leaf, and what makes the tree of shards
+      with the results of hop 1.
+    """
     if like is not None:
         check_leaves(verb, like, tree.flatten(like, is_leaf)[0], "like")
     else:
@@ -383,16 +383,14 @@ def _owed(verb: str, grads: Tree, groups: Any, like: Tree | None) -> _Owed:
             continue
         for i in use.members:
             out[i] = given[i] if done else _local(full[i], out[i], use.home.device)
-    return _Owed(opened.spec, out, sent, full)
 
+    def build(found: Sequence[Tensor]) -> Tree:
+        for use, values in deal(sent, found):
+            for i, piece in zip(use.members, values, strict=True):
+                out[i] = Sharded(piece, use.bucket, opened.leaves[i].slot)
+        return opened.spec.unflatten(out)
 
-def _shards_of(owed: _Owed, found: Sequence[Tensor]) -> Tree:
-    """The tree of shards, with the results of hop 1."""
-    out = list(owed.out)
-    for use, values in deal(owed.sent, found):
-        for i, piece in zip(use.members, values, strict=True):
-            out[i] = Sharded(piece, use.bucket, out[i].slot)
-    return owed.spec.unflatten(out)
+    return sent, full, build
 
 
 def _full_grads(opened: Opened, given: Sequence[Any]) -> list[Tensor | None]:
@@ -434,12 +432,10 @@ def _misfit(leaf: Any, value: Any, *, batched: bool = False) -> str:
 
 def _local(grad: Tensor | None, slot: Sharded, device: torch.device) -> Sharded:
     """Hop 1 in a group of one rank, which is the gradient itself."""
-    numel = slot.bucket.numels[slot.slot]
     if grad is None:
-        flat = torch.zeros(numel, dtype=slot.dtype, device=device)
-    else:
-        flat = grad.reshape((*grad.shape[: grad.ndim - len(slot.shape)], numel)).to(slot.dtype)
-    return Sharded(flat, slot.bucket, slot.slot)
+        grad = torch.zeros(slot.shape, dtype=slot.dtype, device=device)
+    batch, numel = grad.shape[: grad.ndim - len(slot.shape)], slot.bucket.numels[slot.slot]
+    return Sharded(grad.reshape((*batch, numel)).to(slot.dtype), slot.bucket, slot.slot)
 
 
 def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False, exact: bool = False) -> Tree:
@@ -478,7 +474,6 @@ def _mean_over_replicas(
     verb: str, grads: Tree, groups: Any, *, donate: bool = False, exact: bool = False
 ) -> Tree:
     checks.flag(verb, "donate", donate)
-    checks.flag(verb, "exact", exact)
     opened = open_shards(verb, grads, groups, root="grads")
     require_replicas(verb, opened.layout.homes)
     sent = {
@@ -660,17 +655,13 @@ def _matched(shards: Tree, leaves: Sequence[Any], spec: Any, other: Tree, root: 
     given = [other] * len(leaves)
     if not _is_number(other):
         given = values_up_to(spec, shards, other, f"map: {root}")
-    known: dict[Any, Any] = {}  # numbers, one for all leaves with as many parts
     for i, (leaf, value) in enumerate(zip(leaves, given, strict=True)):
         if not isinstance(leaf, Sharded):
             continue
         if isinstance(value, Sharded) and (value.bucket, value.slot) == (leaf.bucket, leaf.slot):
             given[i] = value.data
         elif _is_number(value):
-            key = id(value), leaf.bucket.parts
-            if key not in known:
-                known[key] = as_part(value, leaf.bucket.parts)
-            given[i] = known[key]
+            given[i] = as_part(value, leaf.bucket.parts)
         else:
             what = f"{value}, which is cut in another way"
             what = what if isinstance(value, Sharded) else _kind(value)

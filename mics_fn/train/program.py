@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
 from mics_fn import _torch, checks, tree
-from mics_fn.collectives import mean_over_ranks, start_mean_over_ranks
+from mics_fn.collectives import levels
 from mics_fn.deferred import check_loss
 from mics_fn.errors import LeafError
 from mics_fn.groups import Groups
@@ -261,7 +261,7 @@ class ModuleBuffers:
             mine = [name for name in self.averaged if values[name].dtype == dtype]
             flat = torch.cat([values[name].flatten() for name in mine])
             sizes = [values[name].numel() for name in mine]
-            means = mean_over_ranks(home, flat).split(sizes)
+            means = levels.mean_over_ranks(home, flat).split(sizes)
             for name, mean in zip(mine, means, strict=True):
                 values[name] = mean.view(values[name].shape)
         return self.copies(values) if self.shared else values
@@ -534,7 +534,7 @@ class Weights:
         home = home.replica if trainer.replica_sync.independent else home
         found = [weight_of(trainer.weight, part, home.device) for part in parts]
         self._values = torch.stack(found)
-        self._mean = start_mean_over_ranks(home, self._values.mean())
+        self._mean = levels.start_mean_over_ranks(home, self._values.mean())
         void = self._values == 0
         self.void = list(void) if _torch.is_async(home.device) else void.tolist()
 

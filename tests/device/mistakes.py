@@ -38,7 +38,7 @@ _BUFFERS, _LIVE = "groups/buffers.py", "deferred/live.py"
 _LET_GO = Change(
     _PENDING, 'if getattr(self, "_keep", None) and self.ready is not None:', "if False:"
 )
-_SCATTER = "yield from collectives.scatter_steps(hops.now, full, out, spare, bucket.hop1)"
+_SCATTER = "yield from collectives.levels.scatter_steps(hops.now, full, out, spare, bucket.hop1)"
 _RECORD = "self.ready = _torch.record(self._device)"
 _WAIT = "_torch.wait(self._device, self.ready)\n        self._keep"
 

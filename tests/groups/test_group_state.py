@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mics_fn import _torch
-from mics_fn.collectives import collect
+from mics_fn.collectives import levels
 from mics_fn.collectives.levels import start_all_gather
 from mics_fn.errors import GroupsError, PeerFailed, first_line
 from mics_fn.faults.journal import _GRACE_S, Watcher, without_a_word
@@ -31,7 +31,7 @@ def wait_or_raise() -> None:
         if dist.get_rank() == 0:
             start_all_gather(groups.hierarchy.route, torch.ones(4))
             raise KeyError("mine")
-        collect(groups.partition, torch.ones(1))
+        levels.collect(groups.partition, torch.ones(1))
 
 
 def leave_by_an_error() -> tuple[str, float, int]:

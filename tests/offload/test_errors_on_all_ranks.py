@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import mics_fn as mf
 from mics_fn import optim, tree
-from mics_fn.collectives import collect
+from mics_fn.collectives import levels
 from mics_fn.errors import DonatedError, FileError, LostStateError, PeerFailed, PeerFileError
 from mics_fn.offload import in_file
 from mics_fn.optim.flat import by_leaf
@@ -76,7 +76,7 @@ def trial(verb: str, fault: str, folder: str) -> tuple[Any, ...]:
     def call() -> None:
         VERBS[verb](state, grads, groups, f"{folder}/{groups.position}")
         assert not bad
-        collect(groups.partition, torch.ones(1))
+        levels.collect(groups.partition, torch.ones(1))
 
     found = heard(call, fault, bad, others=PeerFileError)
     assert bad or "mf.reset(groups)" in str(found)

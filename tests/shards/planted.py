@@ -18,7 +18,7 @@ PLANTED = [
      '"times parts": _times_parts', '"times parts": _own', "shards/test_cutting.py -k cuts"),
     ("a bucket goes on where its key changes", "shards/bucket.py", " > bucket_bytes or key != own:",
      " > bucket_bytes:", "shards/test_cutting.py -k border"),
-    ("one override that matches hides the others", "shards/precision.py",
+    ("one override that matches hides the others", "shards/bucket.py",
      "                found.update(precision._fields())\n", "                return precision\n",
      "shards/test_precision.py -k overrides"),
     ("of three tensors that overlap the third is not seen", "shards/leaf.py",

@@ -375,7 +375,7 @@ def ordered_means(layout, dtype):
         total.release()
         # Over replicas alone, where parts of numel / r are not whole.
         over = [each[i] for i in range(rank % p, n, p)]
-        found = start_mean(groups.replicas, each[rank].clone()).wait()
+        found = start_mean([groups.replicas], each[rank].clone()).wait()
         same_bits(found, in_rank_order(over) if len(over) > 1 else over[0])
         # What is no gradient, as the buffers of a model: over partition groups, then replicas.
         order = [other % p for other in groups.partition.ranks]

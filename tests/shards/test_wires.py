@@ -14,9 +14,8 @@ from costs import buckets_of
 import mics_fn as mf
 from mics_fn.collectives import Codec, Wire
 from mics_fn.lab.report import gather_bytes
-from mics_fn.shards.bucket import Formats, LeafSpec, plan_buckets
+from mics_fn.shards.bucket import Formats, LeafSpec, Precision, plan_buckets
 from mics_fn.shards.pack import pack_chunk, pack_full, split_full
-from mics_fn.shards.precision import Precision
 
 SMALL = [Layout((2, 2), 4), Layout((2, 2), 2), Layout((2,), 2), Layout((2,), 1), Layout((3,), 3)]
 LARGE = [Layout((4,), 4), Layout((4,), 1), Layout((2, 2, 2), 8), Layout((2, 2, 2), 4)]

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree as torch_pytree
 
 import mics_fn as mf
-from mics_fn.shards.precision import Precision
+from mics_fn.shards.bucket import Precision
 from mics_fn.train.program import cast_floats, count, cut, leaves_of, to_device
 
 Pair = namedtuple("Pair", "left right")

@@ -114,7 +114,7 @@ def by_hand(layout, accumulate, kind):
                 loss = mf.weighted(sum_of(called(net, full), part), counts, groups)
                 total.backward(loss)
                 found.append(loss.detach())
-        mean = mf.collectives.mean_over_ranks(groups, torch.stack(found).mean())
+        mean = mf.collectives.levels.mean_over_ranks(groups, torch.stack(found).mean())
         close(mean, losses[step], "loss")
         state = mf.opt_step(state, total.grads())
         total.release()
