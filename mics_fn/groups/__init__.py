@@ -91,6 +91,6 @@ from mics_fn.groups.startup import (
     past,
     read_launch,
 )
-from mics_fn.groups.topology import Topology, fold_ranks, plan_groups, valid_partition_sizes
+from mics_fn.groups.topology import Plan, Topology, fold_ranks, plan_groups, valid_partition_sizes
 
 __all__ = ["Topology", "plan_groups"]

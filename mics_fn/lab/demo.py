@@ -5,32 +5,31 @@ memory and bytes are compared with that process and with formulas.
 """
 
 import argparse
+import importlib.util
 import json
 import os
+import statistics
 import sys
+import tempfile
 import textwrap
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import mics_fn as mf
-from mics_fn.collectives import Codec
+from mics_fn import _torch
+from mics_fn.collectives import Codec, Wire, check_level
 from mics_fn.errors import PlanError, human_bytes
-from mics_fn.groups import Topology, plan_groups
+from mics_fn.groups import Plan, Topology, plan_groups
 from mics_fn.lab.bench.turns import nbytes
 from mics_fn.lab.models import Batch, GPTConfig, Text, TrainingTask, join, load_text, loss_of
 from mics_fn.lab.ranks import launch
-from mics_fn.lab.report import (
-    add_count,
-    buckets_of,
-    bytes_or_dash,
-    new_file,
-    table,
-    wire_bytes,
-)
+from mics_fn.lab.report import add_count, buckets_of, bytes_or_dash, table, wire_bytes
 from mics_fn.shards import Precision
 
 WEIGHT_DECAY = 0.1
@@ -47,6 +46,7 @@ PARAM_BOUND = 1e-3  # L2 norm of the difference over the norm of the parameters
 LATE = 30  # the last losses whose mean is compared, or half of them if there are fewer than 60
 CODED_LR, CODED_STEPS = 3e-4, 60  # up to which runs with codes were compared with float32
 CODED_BOUNDS = {"int8": 5e-3, "fp8": 5e-3, "int4": 1e-2}  # three times and more of what was found
+RESULTS, CURVE = "results.json", "loss.png"
 LEGEND = "M: parameter bytes, p: partition size,\n  r: replicas, s: micro-steps"
 COLUMNS = 60  # no line is longer, paths aside
 
@@ -120,15 +120,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "steps", 60, "optimizer steps, at least 2", smallest=2)
     add_count(parser, "accumulate", 2, "micro-steps in a step")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
-    add("--json", type=new_file, metavar="FILE", help="a file for all figures")
+    text = "folder for the results (default mics_fn_demo, or with a number if that has some)"
+    add("--out", type=Path, help=text)
+    add("--overwrite", action="store_true", help="replace the results of an earlier run")
     add_count(parser, "sequences", 6, "samples per rank and micro-step")
     add_count(parser, "context", 128, "length of a sample in bytes")
     add_count(parser, "dim", 128, "width of the GPT, a multiple of 4")
     text = "what travels and how it is kept, such as hop2=int8[256] (default: float32)"
     add("--precision", default="", help=text, metavar="TEXT")
     text = f"learning rate of AdamW (default {DemoConfig.lr:g})"
-    add("--lr", type=float, default=DemoConfig.lr, help=text)
+    add("--lr", type=learning_rate, default=DemoConfig.lr, help=text)
     add_count(parser, "seed", 0, "of parameters and batches", smallest=0)
+    add("--no-check", action="store_true", help="without the run in a single process")
+
+
+def learning_rate(given: str) -> float:
+    """Parse a learning rate."""
+    rate = float(given)
+    if not 0 < rate < 1:
+        raise argparse.ArgumentTypeError(f"{given} is not between 0 and 1")
+    return rate
 
 
 def make_config(args: argparse.Namespace) -> DemoConfig:
@@ -139,7 +150,7 @@ def make_config(args: argparse.Namespace) -> DemoConfig:
     """
     node_size = args.node_size or (2 if args.ranks % 2 == 0 else args.ranks)
     partition_size = args.partition_size or node_size
-    plan_groups(Topology.of(args.ranks, node_size), partition_size)
+    plan = plan_groups(Topology.of(args.ranks, node_size), partition_size)
     if args.dim % GPTConfig.num_heads:
         raise PlanError(f"--dim {args.dim} is not a multiple of {GPTConfig.num_heads} heads")
     device, gpus = args.device, torch.cuda.device_count()
@@ -156,17 +167,57 @@ def make_config(args: argparse.Namespace) -> DemoConfig:
         node_size=node_size,
         partition_size=partition_size,
         device=device,
-        precision=str(Precision.parse(args.precision)),
+        precision=_precision(args.precision, plan),
         model=GPTConfig(context=args.context, dim=args.dim),
         **same,
     )
+
+
+def _precision(given: str, plan: Plan) -> str:
+    """Return the canonical text of a precision, after a check that its levels exist."""
+    precision = Precision.parse(given)
+    for part in (precision, *(override for _, override in precision.overrides)):
+        for sent in (part.gather, part.hop1):
+            if isinstance(sent, Wire):
+                check_level(sent, plan.topology.names)
+    return str(precision)
+
+
+def folder_for(out: Path | None, overwrite: bool) -> Path:
+    """Make a folder that can be written to and holds no results.
+
+    Args:
+        out: the one that was asked for; None for the first of `mics_fn_demo`, `mics_fn_demo-2`
+            and so on that is free.
+        overwrite: whether results of an earlier run may be replaced.
+
+    Raises:
+        PlanError: it cannot be written to, or has results of an earlier run.
+    """
+    folder, number = out or Path("mics_fn_demo"), 1
+    files = RESULTS, CURVE
+    while not overwrite and (found := [name for name in files if (folder / name).exists()]):
+        if out is not None:
+            fix = "pass another --out, or --overwrite to replace them"
+            what = f"--out {folder}: it has the results of an earlier run"
+            raise PlanError(what, [", ".join(found)], fix)
+        number += 1
+        folder = Path(f"mics_fn_demo-{number}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as err:
+        fix = "pass --out with a folder that you may write to"
+        raise PlanError(f"--out {folder}: {err.strerror}", fix=fix) from err
+    return folder
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the demo; returns the program's exit code: 0, or 1 if the check fails.
 
     Raises:
-        PlanError: sizes do not fit; no process has started.
+        PlanError: sizes do not fit, or results cannot be written; before any process starts.
         MicsError: a rank failed.
     """
     config, text = make_config(args), load_text()
@@ -174,13 +225,20 @@ def main(args: argparse.Namespace) -> int:
     if config.model.context >= shortest:
         what = f"--context {args.context}: the shortest part of the text has {shortest:,} bytes"
         raise PlanError(what, fix="pass a smaller --context, such as 128")
+    out = folder_for(args.out, args.overwrite)
     _introduce(config, text)
     results = launch(train_rank, config.ranks, config)
-    figures = summarize(config, results, train_alone(config))
+    alone = None if args.no_check else train_alone(config)
+    figures = summarize(config, results, alone)
     print("\n" + render(figures))
-    if args.json is not None:
-        args.json.write_text(json.dumps(figures | {"config": asdict(config)}, indent=1))
-    return 1 if figures["check"]["ok"] is False else 0
+    (out / RESULTS).write_text(json.dumps(figures | {"config": asdict(config)}, indent=1))
+    print(f"\nfigures:    {out / RESULTS}")
+    if importlib.util.find_spec("matplotlib") is None:
+        print("loss curve: needs matplotlib; pip install 'mics-fn[demo]'")
+    else:
+        save_curve(out / CURVE, config, figures)
+        print(f"loss curve: {out / CURVE}")
+    return 1 if figures["check"].get("ok") is False else 0
 
 
 def _introduce(config: DemoConfig, text: Text) -> None:
@@ -194,7 +252,10 @@ def _introduce(config: DemoConfig, text: Text) -> None:
         indent = len(line) - len(line.lstrip()) + 2
         print(textwrap.fill(line, COLUMNS, subsequent_indent=" " * indent))
     count = "1 process" if config.ranks == 1 else f"{config.ranks} processes"
-    print(f"starting {count} on {config.device} ...", flush=True)
+    print(f"starting {count} on {config.device} ...")
+    if importlib.util.find_spec("tqdm") is None:
+        print("a progress bar needs tqdm: pip install 'mics-fn[demo]'")
+    sys.stdout.flush()
 
 
 # The two ways to train.
@@ -216,7 +277,7 @@ def train_rank(config: DemoConfig) -> dict[str, Any]:
         precision=config.precision or None,
     )
     test = config.held_out_batch(text, [groups.rank])
-    found: dict[str, Any] = {"held_out": [], "sent": {}, "device": str(device)}
+    found: dict[str, Any] = {"seconds": [], "held_out": [], "sent": {}, "device": str(device)}
     batches = _batches(config, text, groups, found, lambda: trainer.eval(test).item())
     found["losses"] = [float(m.loss) for m in trainer.fit(batches, config.steps)]
     found["held_out"].append((config.steps, trainer.eval(test).item()))
@@ -237,13 +298,16 @@ def _batches(
     found: dict[str, Any],
     test: Callable[[], float],
 ) -> Iterator[Batch]:
-    """Yield this rank's batches, and count what the step between two of them sends."""
+    """Yield this rank's batches, and measure the training step between two of them."""
     for step in range(config.steps):
         if step % max(1, config.steps // 12) == 0:
             found["held_out"].append((step, test()))
         batch = config.step_batch(text, step, [groups.rank], groups.device)
         groups.traffic.clear()
+        started = time.perf_counter()
         yield batch
+        _torch.finish(groups.device)
+        found["seconds"].append(time.perf_counter() - started)
         found["sent"] = {what: sent for what, (_, sent) in groups.traffic.snapshot().items()}
 
 
@@ -251,11 +315,10 @@ def train_alone(config: DemoConfig) -> dict[str, Any]:
     """Train on the same batches and parameters in one process with `torch.optim.AdamW`."""
     # Half of the cores: an op waits for its slowest thread, and others may use some of the cores.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
-    print("checking against one process ...", file=sys.stderr)
     text, model = load_text(), config.make_model(config.device)
     optimizer = torch.optim.AdamW(model.parameters(), config.lr, weight_decay=WEIGHT_DECAY)
     ranks, losses = range(config.ranks), []
-    for step in range(config.steps):
+    for step in _progress(range(config.steps)):
         total = 0.0
         for m in range(config.accumulate):
             batch = join([config.batch(text, step, m, r) for r in ranks], config.device)
@@ -270,11 +333,20 @@ def train_alone(config: DemoConfig) -> dict[str, Any]:
     return {"losses": losses, "params": params, "state_bytes": state_bytes}
 
 
-# What the demo prints.
+def _progress(steps: Iterable[int]) -> Iterable[int]:
+    if importlib.util.find_spec("tqdm") is None:
+        print("checking against one process ...", file=sys.stderr)
+        return steps
+    from tqdm import tqdm
+
+    return tqdm(steps, desc="check, one process", unit="step", leave=True)
+
+
+# What the demo prints and writes.
 
 
 def summarize(
-    config: DemoConfig, results: list[dict[str, Any]], alone: dict[str, Any]
+    config: DemoConfig, results: list[dict[str, Any]], alone: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Compute the figures of the two runs, as plain data."""
     first, traffic = results[0], {}
@@ -283,15 +355,20 @@ def summarize(
         formula, why = formulas.get(what, (None, "not part of a step"))
         counted = [result["sent"].get(what, 0) for result in results]
         traffic[what] = {"counted": counted, "formula": formula, "why": why}
-    same = ("losses", "held_out", "full_bytes", "device")
+    # The first steps are slower, because allocators and connections warm up.
+    seconds = statistics.median(first["seconds"][min(2, len(first["seconds"]) - 1) :])
+    samples = config.ranks * config.accumulate * config.sequences
+    same = ("losses", "held_out", "seconds", "full_bytes", "device")
     return {
         **{name: first[name] for name in same},
-        "losses_alone": alone["losses"],
+        "losses_alone": alone["losses"] if alone else [],
         "num_params": sum(p.numel() for p in first["params"].values()),
         "state_bytes": [result["state_bytes"] for result in results],
-        "full_state_bytes": alone["state_bytes"],
+        "full_state_bytes": alone["state_bytes"] if alone else None,
         "traffic": traffic,
-        "check": compare(config, first, alone),
+        "step_seconds": seconds,
+        "tokens_per_second": samples * config.model.context / seconds,
+        "check": compare(config, first, alone) if alone else {},
     }
 
 
@@ -332,10 +409,9 @@ def render(figures: dict[str, Any]) -> str:
     curves = {"train": figures["losses"], "held out": [loss for _, loss in figures["held_out"]]}
     losses = [(name, f"{of[0]:.3f}", f"{of[-1]:.3f}") for name, of in curves.items()]
     most, full = max(figures["state_bytes"]), figures["full_state_bytes"]
-    states = [
-        ("the fullest rank holds", human_bytes(most), ""),
-        ("one process holds", human_bytes(full), f"{full / most:.2f} x as much"),
-    ]
+    states = [("the fullest rank holds", human_bytes(most), "")]
+    if full:
+        states.append(("one process holds", human_bytes(full), f"{full / most:.2f} x as much"))
     sent = [("", "counted", "formula", "")]
     for what, row in figures["traffic"].items():
         why, _, kinds = row["why"].partition(" as ")
@@ -344,12 +420,18 @@ def render(figures: dict[str, Any]) -> str:
         sent += [("", "", "", f"as {kinds}")] if kinds else []
     if not figures["traffic"]:
         sent = [("nothing, since it is alone", "")]
+    speed = [
+        ("median step", f"{figures['step_seconds'] * 1e3:.0f} ms"),
+        ("all ranks together", f"{figures['tokens_per_second']:,.0f} tokens/s"),
+    ]
     tables = [
         table("loss, nats per byte", [("", "start", "end"), *losses]),
         table(f"parameters and AdamW state, {figures['num_params']:,} parameters", states),
         table("bytes that a rank sends in a step", sent) + f"\n  {LEGEND}",
-        render_check(figures["check"]),
+        table(f"speed on {figures['device']}", speed),
     ]
+    if figures["check"]:
+        tables.append(render_check(figures["check"]))
     return "\n\n".join(tables)
 
 
@@ -375,3 +457,27 @@ def render_check(check: dict[str, Any]) -> str:
     if check["last_bound"] is not None:
         mean += f"\n  bound on that for these codes: {check['last_bound']:.1%}"
     return f"{found}\n{mean}\n  {verdicts[check['ok']]}"
+
+
+def save_curve(path: Path, config: DemoConfig, figures: dict[str, Any]) -> None:
+    """Draw the losses of a run and of its check over the steps into a PNG file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.5), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    train, alone = figures["losses"], figures["losses_alone"]
+    steps = range(len(train))  # done before that loss was taken
+    axes.plot(steps, train, color="#1f77b4", linewidth=4, alpha=0.45, label="train, sharded")
+    if alone:
+        axes.plot(steps, alone, "--", color="black", linewidth=1.2, label="train, one process")
+    at, losses = zip(*figures["held_out"], strict=True)
+    axes.plot(at, losses, "o-", color="#d62728", markersize=4, label="held out, sharded")
+    axes.set_xlabel("optimizer steps done")
+    axes.set_ylabel("loss (nats per byte)")
+    title = f"{figures['num_params']:,} parameters on {config.ranks} ranks, partition groups of"
+    axes.set_title(f"{title} {config.partition_size}", fontsize=11)
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    FigureCanvasAgg(figure).print_png(str(path))

@@ -235,8 +235,8 @@ class ModuleBuffers:
         persistent = {name for name in buffers if name in saved}
         for group in self.shared:
             persistent |= set(group) if persistent & set(group) else set()
-        floats = [name for name, x in buffers.items() if x.is_floating_point()]
-        self.averaged = [name for name in floats if name in persistent]
+        numbers = [k for k, x in buffers.items() if x.is_floating_point() or x.is_complex()]
+        self.averaged = [name for name in numbers if name in persistent]
 
     def copies(self, values: Values) -> Values:
         """Return copies, one for all names of a tensor; see [Note: shared buffers]."""
@@ -251,7 +251,7 @@ class ModuleBuffers:
         self.shared = [group for group in kept if len(group) > 1]
 
     def average(self, values: Values, home: Groups) -> Values:
-        """The values with persistent float buffers averaged over ranks.
+        """The values with persistent buffers of floats and complex numbers averaged over ranks.
 
         Communication: for each dtype one mean of all of them, over each of the two groups.
         """
@@ -261,7 +261,9 @@ class ModuleBuffers:
             mine = [name for name in self.averaged if values[name].dtype == dtype]
             flat = torch.cat([values[name].flatten() for name in mine])
             sizes = [values[name].numel() for name in mine]
-            means = levels.mean_over_ranks(home, flat).split(sizes)
+            real = torch.view_as_real(flat.resolve_conj()) if dtype.is_complex else flat
+            mean = levels.mean_over_ranks(home, real.flatten()).view(real.shape)
+            means = (torch.view_as_complex(mean) if dtype.is_complex else mean).split(sizes)
             for name, mean in zip(mine, means, strict=True):
                 values[name] = mean.view(values[name].shape)
         return self.copies(values) if self.shared else values

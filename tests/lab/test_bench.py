@@ -75,6 +75,7 @@ def test_step(
         seconds = peer["seconds_by_round"]
         assert len(seconds) == 2
         assert peer["seconds"] == spread(seconds)
+        assert peer["processor"]["least"] > 0
         over = {x: ratio(found[x]["seconds_by_round"], seconds) for x in ours}
         assert peer["over_it"] == {x: over[x] for x in ours if x != name}
         # The same batches from the same parameters: only the order of sums differs.
@@ -114,6 +115,20 @@ def test_step_in_several_precisions(forked_bench: Callable) -> None:
 
 
 @pytest.mark.thorough
+def test_step_that_overlaps_hop_2(forked_bench: Callable) -> None:
+    argv = ["step", "--overlap", "--ranks", "2", "--node-size", "1"]
+    figures, printed = forked_bench(*argv, *TINY, "--rounds", "2", "--steps", "2", "--warmup", "1")
+    whole, overlapped = figures["peers"]
+    assert (whole["name"], overlapped["name"]) == ("keep", "overlap")
+    for peer in figures["peers"]:
+        assert peer["largest_loss_gap"] == 0.0
+        assert 0 < peer["exposed"]["least"] <= peer["optimizer"]["most"]
+        assert 0 <= peer["hidden"]["least"] <= peer["hidden"]["most"] < 1
+    assert whole["hidden"]["most"] == 0, "all waits come before its optimizer"
+    assert "hidden: the share of the optimizer" in printed
+
+
+@pytest.mark.thorough
 def test_memory_of_a_peer_alone(forked_bench: Callable) -> None:
     argv = ["step", "--rss", "--ranks", "2", "--rounds", "1", "--steps", "1", "--peers", "zero3"]
     figures, printed = forked_bench(*argv, *TINY)
@@ -139,7 +154,11 @@ def test_opt(forked_bench: Callable) -> None:
             assert peer["ns_per_element"] == spread(ns)
         by_round = ratio(ours["seconds_by_round"], theirs["seconds_by_round"])
         assert theirs["opt_step_ratio"] == by_round
+    assert [step["leaves"] for step in figures["steps"]] == [4, 22]
+    assert figures["making"]["seconds"] > 0
+    assert all(min(step["us_a_leaf"].values()) > 0 for step in figures["steps"])
     assert "opt_step(donate=True)" in printed
+    assert "22 leaves" in printed
 
 
 @pytest.mark.thorough

@@ -16,6 +16,7 @@ import pytest
 from children import left_of
 
 from mics_fn.__main__ import main
+from mics_fn.errors import PlanError
 from mics_fn.lab import demo
 from mics_fn.lab.ranks import run_ranks
 
@@ -31,21 +32,21 @@ def environment() -> dict[str, str]:
 
 
 def run_demo(out: Path, *flags: str) -> tuple[str, dict[str, Any]]:
-    command = [sys.executable, "-m", "mics_fn", "demo", "--device", "cpu", "--json", str(out)]
+    command = [sys.executable, "-m", "mics_fn", "demo", "--device", "cpu", "--out", str(out)]
     done = subprocess.run(
         [*command, *TINY, *flags], capture_output=True, text=True, timeout=110, env=environment()
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
-    return done.stdout, json.loads(out.read_text())
+    return done.stdout, json.loads((out / "results.json").read_text())
 
 
 def forked_demo(out: Path, *flags: str) -> tuple[str, dict[str, Any]]:
     """The same in this process, with ranks that are forked and need not import torch."""
     said = io.StringIO()
     with mock.patch.object(demo, "launch", run_ranks), contextlib.redirect_stdout(said):
-        assert main(["demo", "--device", "cpu", "--json", str(out), *TINY, *flags]) == 0
-    return said.getvalue(), json.loads(out.read_text())
+        assert main(["demo", "--device", "cpu", "--out", str(out), *TINY, *flags]) == 0
+    return said.getvalue(), json.loads((out / "results.json").read_text())
 
 
 LAYOUTS = {
@@ -83,15 +84,17 @@ def test_the_demo_trains_counts_and_agrees_with_one_process(layout: str, tmp_pat
     assert max(figures["state_bytes"]) <= figures["full_state_bytes"] / p + 4096
     assert sum(figures["state_bytes"]) <= figures["full_state_bytes"] * ranks / p + 4096
     assert "within the bounds: ok" in said
-    assert max(map(len, said.splitlines())) <= demo.COLUMNS
+    lines = [line for line in said.splitlines() if str(tmp_path) not in line]
+    assert max(map(len, lines)) <= demo.COLUMNS
+    image = (tmp_path / "out" / "loss.png").read_bytes()
+    assert image.startswith(b"\x89PNG")
+    assert len(image) > 10_000
 
 
 @pytest.mark.thorough
 def test_with_a_precision_the_demo_says_how_far_losses_are_from_float32(tmp_path: Path) -> None:
     flags = ["--ranks", "2", "--node-size", "1", "--steps", "4", "--seed", "3", "--lr", "3e-4"]
-    said, figures = forked_demo(
-        tmp_path / "figures", *flags, "--precision", "hop2=int8[64]; *norm*: hop2=f32"
-    )
+    said, figures = forked_demo(tmp_path, *flags, "--precision", "hop2=int8[64]; *norm*: hop2=f32")
     check = figures["check"]
     assert (check["ok"], check["loss_bound"], check["last_steps"]) == (True, None, 2)
     assert check["last_bound"] == 5e-3
@@ -101,6 +104,20 @@ def test_with_a_precision_the_demo_says_how_far_losses_are_from_float32(tmp_path
     assert 0.25 < sent["formula"] / figures["full_bytes"] < 0.5
     assert sent["why"] == "2 (r-1)/r M/p as int8[64], f32"
     assert "bound on that for these codes: 0.5%\n  within the bounds: ok" in said
+
+
+def test_nothing_is_overwritten_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mics_fn_demo", "mics_fn_demo-2", "mics_fn_demo-3"):
+        folder = demo.folder_for(None, overwrite=False)
+        assert str(folder) == name
+        (folder / "results.json").write_text("kept")
+    with pytest.raises(PlanError, match="of an earlier run\n  results.json\n  fix: "):
+        demo.folder_for(Path("mics_fn_demo"), overwrite=False)
+    assert str(demo.folder_for(None, overwrite=True)) == "mics_fn_demo"
+    assert {path.read_text() for path in tmp_path.glob("*/results.json")} == {"kept"}
 
 
 # The launcher.
@@ -118,19 +135,19 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def started_demo(folder: Path, *, trains: bool) -> tuple[subprocess.Popen[str], dict[int, int]]:
+def started_demo(out: Path, *, trains: bool) -> tuple[subprocess.Popen[str], dict[int, int]]:
     """An endless demo and its ranks' processes, once they were started, or once they train."""
-    command = [sys.executable, "-m", "mics_fn", "demo", "--device", "cpu"]
+    command = [sys.executable, "-m", "mics_fn", "demo", "--device", "cpu", "--out", str(out)]
     process = subprocess.Popen(
         [*command, *TINY, "--ranks", "2", "--steps", "100000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment() | {"TMPDIR": str(folder)},
+        env=environment() | {"TMPDIR": str(out)},
         start_new_session=True,  # so that it has a process group as in a terminal
     )
     deadline = time.monotonic() + 60
-    while len(started := sorted(children(process.pid))) < 3:  # the first one is Python's own
+    while len(started := children(process.pid)) < 2:
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.01)
@@ -139,7 +156,11 @@ def started_demo(folder: Path, *, trains: bool) -> tuple[subprocess.Popen[str], 
     while trains and "step/s, loss" not in seen:
         assert time.monotonic() < deadline
         seen += process.stderr.read(20)
-    ranks = dict(enumerate(started[1:]))
+    ranks = {}
+    for pid in started:
+        variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        rank = next((v for v in variables if v.startswith("RANK=")), f"RANK={-pid}")
+        ranks[int(rank.removeprefix("RANK="))] = pid
     return process, ranks
 
 
@@ -169,4 +190,4 @@ def test_all_end_at_once_with_one_message(
     assert says in errors
     assert "Traceback" not in errors
     assert left_of(ranks.values()) == []
-    assert how != "Ctrl-C" or not list(tmp_path.glob("mics_ranks_*"))
+    assert how != "Ctrl-C" or not list(tmp_path.glob("mics_launch_*"))

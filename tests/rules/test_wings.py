@@ -72,7 +72,7 @@ OUTSIDE = {
     "checkpoint": ["torch", "torch.distributed", "safetensors"],
     "train": ["torch", "tqdm"],
     "testing": ["torch", "torch.distributed"],
-    "lab": ["torch", "torch.distributed"],
+    "lab": ["torch", "torch.distributed", "matplotlib", "tqdm"],
     "notebook": ["torch", "IPython", "ipyparallel"],
     "__init__": [],
     "__main__": [],

@@ -6,15 +6,16 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mics_fn.errors import PlanError
 from mics_fn.groups import Topology, plan_groups
 from mics_fn.lab.bench import disk, opt, step
-from mics_fn.lab.bench.step import DEFAULT_PEERS, LINKS, PEERS, StepConfig
+from mics_fn.lab.bench.step import DEFAULT_PEERS, LINKS, OVERLAP_PEERS, PEERS, StepConfig
 from mics_fn.lab.bench.turns import BenchTurns, num_ranks, on_ranks
 from mics_fn.lab.models import GPTConfig
-from mics_fn.lab.report import add_count, new_file
+from mics_fn.lab.report import add_count
 from mics_fn.shards import Precision
 
 DEFAULT_RANKS = 4
@@ -61,14 +62,18 @@ def _add_step_flags(parser: argparse.ArgumentParser) -> None:
     _add_rank_flags(parser)
     add_count(parser, "rounds", 5, "turns of each peer")
     add_count(parser, "partition-size", None, "ranks of a replica (default node size)")
-    text = f"what to compare, as far as it makes sense (default {' '.join(DEFAULT_PEERS)})"
-    peers = {"default": DEFAULT_PEERS, "choices": [*PEERS], "nargs": "+", "metavar": "NAME"}
-    parser.add_argument("--peers", help=f"{text}, of {' '.join(PEERS)}", **peers)
+    names, default = " ".join(PEERS), " ".join(DEFAULT_PEERS)
+    text = f"what to compare, of {names}, as far as it makes sense (default {default})"
+    parser.add_argument("--peers", default=(), help=text, metavar="NAME", nargs="+")
     text = "rate of the links between nodes, such as 1gbit, or 200mbit:1 for turns of one step;"
     text += f" a module that {LINKS} names sets it (default: as it is)"
     parser.add_argument("--rates", default="", help=text, metavar="RATE")
+    instead = parser.add_mutually_exclusive_group()
     text = "measure memory instead of time, with each peer in new processes"
-    parser.add_argument("--rss", action="store_true", help=text)
+    instead.add_argument("--rss", action="store_true", help=text)
+    text = "measure also which share of the optimizer is hidden behind hop 2 (default peers"
+    text = f"{text} {' '.join(OVERLAP_PEERS)})"
+    instead.add_argument("--overlap", action="store_true", help=text)
 
 
 class Bench(NamedTuple):
@@ -94,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
     for name, bench in BENCHES.items():
         one = kinds.add_parser(name, help=bench.summary, description=bench.summary)
-        one.add_argument("--json", type=new_file, metavar="FILE", help="a file for all figures")
+        one.add_argument("--json", type=Path, metavar="FILE", help="a file for all figures")
         bench.flags(one)
 
 
@@ -104,10 +109,12 @@ def main(args: argparse.Namespace) -> int:
     In a job every rank calls it, and rank 0 prints.
 
     Raises:
-        PlanError: sizes do not fit. No process has started.
+        PlanError: sizes do not fit, or the folder of `--json` is missing. No process has started.
         RankError: a rank failed.
     """
     bench = BENCHES[args.bench]
+    if args.json is not None and not args.json.parent.is_dir():
+        raise PlanError(f"--json {args.json}: there is no folder {args.json.parent}")
     ranks = num_ranks(args.ranks, DEFAULT_RANKS) if "ranks" in args else 1
     config = bench.config(args, ranks)
     figures = bench.run(config, ranks)
@@ -145,7 +152,8 @@ def _of_ranks(
 
 def _step_config(args: argparse.Namespace, ranks: int) -> StepConfig:
     rate, args.steps = _read_rate(args.rates, args.steps)
-    how = {"peers": tuple(args.peers), "rate": rate, "rss": args.rss}
+    peers = tuple(dict.fromkeys(args.peers)) or (OVERLAP_PEERS if args.overlap else DEFAULT_PEERS)
+    how = {"peers": peers, "rate": rate, "overlap": args.overlap, "rss": args.rss}
     config = StepConfig(**_of_ranks(args, args.rounds, ranks, [args.partition_size]), **how)
     step.check_peers(config, ranks)
     return config

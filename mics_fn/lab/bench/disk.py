@@ -6,6 +6,7 @@ Saving and loading a state; and a step of AdamW on optimizer states that lie in 
 import argparse
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -224,7 +225,7 @@ class _DiskBench:
         self.in_files = [offload.store(x, self.scratch) for x in self.moments]
         # Plain reading and writing is that of the same bytes, in the same places of the disk.
         part = offload.block_bytes(config.host_mib[0] * 2**20)
-        self.memory = offload.aligned(part)
+        self.memory = [offload.aligned(part) for _ in range(2)]
         self.places = [
             (x.extent.offset + at, min(part, x.extent.nbytes - at))
             for x in self.in_files
@@ -236,15 +237,30 @@ class _DiskBench:
             for threads in config.threads
         }
         self.streams = len(streams)
-        self.peers = {"plain": self.plain, "in memory": self.in_memory, **streams}
+        self.peers = {"plain": self.plain, "overlapped": self.overlapped}
+        self.peers |= {"in memory": self.in_memory, **streams}
+
+    def move(self, number: int, how: Callable[[int, Tensor, int], None]) -> None:
+        """Read or write one part."""
+        at, nbytes = self.places[number]
+        memory = self.memory[number % 2][:nbytes]
+        how(self.scratch.file_for(memory, at), memory, at)
 
     def plain(self) -> None:
         """Read part after part and write it back."""
-        for at, length in self.places:
-            memory = self.memory[:length]
-            file = self.scratch.file_for(memory, at)
-            offload.read_all(file, memory, at)
-            offload.write_all(file, memory, at)
+        for number in range(len(self.places)):
+            self.move(number, offload.read_all)
+            self.move(number, offload.write_all)
+
+    def overlapped(self) -> None:
+        """Do the same, but read the next part while one is written."""
+        self.move(0, offload.read_all)
+        for number in range(len(self.places)):
+            behind = threading.Thread(target=self.move, args=[number, offload.write_all])
+            behind.start()
+            if number + 1 < len(self.places):
+                self.move(number + 1, offload.read_all)
+            behind.join()
 
     def step(self, host_bytes: int, threads: int) -> None:
         """Take a step of AdamW on states in the file."""

@@ -1,6 +1,14 @@
-"""`bench opt`: the optimizer's step on flat shards against torch's own on unsharded parameters."""
+"""`bench opt`: the optimizer's step on flat shards against torch's own on unsharded parameters.
 
+And what optimizers cost a new process, with what they import; and what a step of the verbs costs
+for each leaf, in trees of few and of many small leaves. Python's search for garbage is a part of
+that, as it begins the more often the more objects are alive at once: its whole heap is searched,
+with all of torch in it, unless `gc.freeze` took that out.
+"""
+
+import gc
 import itertools
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mics_fn as mf
+from mics_fn.errors import human_bytes
 from mics_fn.lab.bench import turns
 from mics_fn.lab.bench.turns import BenchPeer, BenchTurns
 from mics_fn.lab.models import GPT, GPTConfig
@@ -22,7 +31,8 @@ class OptConfig:
     """Options of `bench opt`.
 
     Args:
-        small_leaves: leaves of the tree that has many small ones.
+        small_leaves: leaves of the tree that has many small ones. Steps of the verbs are taken on
+            trees with half as many, and with two and a half times as many.
         turns: how long.
         device: "auto", "cpu" or "cuda".
         model: sizes of the GPT whose parameters are the other tree.
@@ -40,7 +50,7 @@ def measure_opt(config: OptConfig) -> dict[str, Any]:
     Returns:
         On rank 0 the figures of each tree; {} on the others.
     """
-    device = turns.start(config.device)
+    making, device = _making(), turns.start(config.device)
     if not turns.is_first():
         return {}
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -49,7 +59,32 @@ def measure_opt(config: OptConfig) -> dict[str, Any]:
         turns.say(f"{name}: opt_step and torch.optim.AdamW take turns ...")
         with mf.make_groups(1, ranks=[rank], device=device) as groups:
             found.append(_compare(name, shapes, config, groups))
-    return {"trees": found}
+    turns.say("steps of the verbs ...")
+    with mf.make_groups(1, ranks=[rank], device=device) as groups:
+        sizes = (config.small_leaves // 2, config.small_leaves * 5 // 2)
+        peers = [_verbs(leaves, groups) for leaves in sizes]
+        laps = turns.take_turns(peers, config.turns, device=device)
+        gc.freeze()
+        frozen = turns.take_turns(peers, config.turns, device=device)
+        gc.unfreeze()
+    steps = []
+    for leaves, now, after in zip(sizes, laps, frozen, strict=True):
+        us, us_frozen = ([x / leaves * 1e6 for x in lap.seconds] for lap in (now, after))
+        found_us = {"us_a_leaf": turns.spread(us), "us_a_leaf_frozen": turns.spread(us_frozen)}
+        steps.append({"leaves": leaves, **found_us})
+    return {"making": making, "trees": found, "steps": steps}
+
+
+def _making() -> dict[str, float]:
+    """Measure what the first optimizers cost this process."""
+    here, began = torch.device("cpu"), time.perf_counter()
+    before = turns.memory_bytes(here) or 0
+    mf.optim.adamw(1e-3)
+    mf.optim.sgd(1e-3)
+    return {
+        "seconds": time.perf_counter() - began,
+        "bytes": (turns.memory_bytes(here) or 0) - before,
+    }
 
 
 def trees(config: OptConfig) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -119,6 +154,22 @@ def _theirs(
     return BenchPeer("torch.optim.AdamW(fused=True)", lambda number: optimizer.step()), params
 
 
+def _verbs(leaves: int, groups: mf.Groups) -> BenchPeer:
+    """Build the peer that takes whole steps by the verbs on so many leaves of 8 elements."""
+    params = mf.shard({f"w{i}": torch.ones(8, device=groups.device) for i in range(leaves)}, groups)
+    state = mf.init_state(params, mf.optim.adamw(1e-3))
+
+    def loss(shards: dict[str, Any]) -> Tensor:
+        return torch.stack(list(mf.gather(shards, groups).values())).sum()
+
+    def step(number: int) -> None:
+        nonlocal state
+        grads = mf.reduce_grads(torch.func.grad(loss)(state.params), groups)
+        state = mf.opt_step(state, grads, donate=True)
+
+    return BenchPeer(f"{leaves:,} leaves", step)
+
+
 def render_opt(figures: dict[str, Any], config: OptConfig) -> str:
     """Render the figures as tables."""
     blocks = []
@@ -133,4 +184,11 @@ def render_opt(figures: dict[str, Any], config: OptConfig) -> str:
             rows.append((peer["name"], turns.between(peer["ns_per_element"], ".2f"), over))
         gap = part["largest_param_gap"]
         blocks.append(table(title, rows) + f"\n  largest difference of a parameter: {gap:.1e}")
-    return "\n\n".join(blocks)
+    rows = [("", "microseconds a leaf", "after gc.freeze")]
+    for step in figures["steps"]:
+        now, frozen = (turns.between(step[key], ".1f") for key in ("us_a_leaf", "us_a_leaf_frozen"))
+        rows.append((f"{step['leaves']:,} leaves", now, frozen))
+    title = f"gather, gradient, both hops and update of small leaves, {config.turns}"
+    seconds, nbytes = figures["making"]["seconds"], human_bytes(figures["making"]["bytes"])
+    made = f"adamw() and sgd() are made in {seconds * 1e3:.1f} ms and {nbytes} of a new process"
+    return "\n\n".join([*blocks, table(title, rows), made])

@@ -2,6 +2,12 @@
 
 And `bench bytes`: what such a step sends at each level, as counted and by formula.
 
+[Note: what is hidden] A second of the optimizer is hidden if a hop 2 was under way in all of it. On
+the CPU a rank notices late that a transfer is over, so a timeline shows transfers longer than they
+were. One counts here only if it ended while the host waited for a hop 2, a millisecond or more
+after the wait had begun: then it was under way until the wait. So the shares are lower bounds. What
+is left is exposed: the step is longer by it.
+
 [Note: resident memory] Peers that take turns in one process share its memory, so here each peer has
 its own processes. Memory counts from the end of a few steps of a tiny model, when all code is
 loaded. Glibc keeps freed blocks of up to 32 MB for later, so the peak of resident memory is larger
@@ -45,6 +51,7 @@ from mics_fn.shards import Precision
 
 TEXT_BYTES = 500_000
 DEFAULT_PEERS = ("keep", "zero3", "fsdp2", "fsdp2-keep", "plain")
+OVERLAP_PEERS = ("keep", "overlap")
 LINKS, DEFAULT_LINKS = "MICS_FN_LINKS", "rigmark"  # see [Note: link rates]
 
 
@@ -62,6 +69,7 @@ class StepConfig(TrainingTask):
         device: "auto", "cpu" or "cuda".
         peers: names from `PEERS`.
         rate: of the links between nodes; "" leaves them as they are.
+        overlap: measure also what is hidden behind hop 2.
         rss: measure memory instead, each peer in processes of its own.
         live_buckets: for bytes, the budget for gathered parameters in units of the largest one, as
             peers have it; None keeps all.
@@ -74,6 +82,7 @@ class StepConfig(TrainingTask):
     device: str = "auto"
     peers: tuple[str, ...] = DEFAULT_PEERS
     rate: str = ""
+    overlap: bool = False
     rss: bool = False
     live_buckets: int | None = None
 
@@ -256,13 +265,24 @@ def build(stage: Stage, label: str) -> BenchPeer:
 def check_peers(config: StepConfig, world_size: int) -> None:
     """Raise PlanError for peers, precisions and flags that do not fit together."""
     asked = f"--peers {' '.join(config.peers)}"
+    wrong = [name for name in config.peers if name not in PEERS]
+    if wrong:
+        what = f"{asked}: there is no peer {' '.join(wrong)}"
+        raise PlanError(what, fix=f"choose from {' '.join(PEERS)}")
     fit = fitting(config.peers, world_size)
     if not fit:
         what = f"{asked}: none of these is measured with {world_size} ranks"
         raise PlanError(what, fix=f"choose from {' '.join(fitting(PEERS, world_size))}")
-    others = [name for name in fit if PEERS[name].mixed and not PEERS[name].ours]
+    others = [name for name in fit if not PEERS[name].ours]
+    if config.overlap and others:
+        raise PlanError(f"--overlap: {others[0]} has no timeline", fix="leave that peer out")
+    if config.overlap and config.partition_sizes[0] == world_size:
+        raise PlanError("--overlap: one replica has no hop 2", fix="lower --partition-size")
+    others = [name for name in others if PEERS[name].mixed]
     if others and any(Precision.parse(text).overrides for text in config.precisions):
         raise PlanError(f"--precision: {others[0]} has one for all leaves", fix="leave it out")
+    if config.rss and config.rate:
+        raise PlanError("--rss: memory does not depend on --rates", fix="leave one of them out")
     if config.rss and read_launch(os.environ) is not None:
         fix = "run it without a launcher, on any machine: --rss starts ranks of its own"
         raise PlanError("--rss in a job: it needs new processes for each peer", fix=fix)
@@ -281,10 +301,16 @@ def link_setter(rate: str) -> Callable[[str], Any]:
 
 # `bench step`: times.
 
+_WAITED_S = 1e-3
+SHARES = ("optimizer", "exposed", "hidden")
 LEGEND = """\
 seconds per step: of the slowest rank. x/it: the time of x divided by that of this row, round by
-round. gap: the largest relative difference from the loss of {first} at any of these steps."""
+round. processor: seconds of the processor in a step, the mean over ranks. gap: the largest relative
+difference from the loss of {first} at any of these steps."""
 _OVER_FIRST = "\nover {first}: the time of a peer divided by its own in that precision."
+_HIDDEN = """
+optimizer, exposed: seconds of a step in which leaves are updated, and those of them in which no hop
+2 was certainly under way; means over ranks. hidden: the share of the optimizer not exposed."""
 
 
 def measure_step(config: StepConfig) -> dict[str, Any]:
@@ -299,7 +325,7 @@ def measure_step(config: StepConfig) -> dict[str, Any]:
     with contextlib.ExitStack() as closing:
         batches = make_batches(config, device, config.turns.all_steps)
         stage = Stage(config, device, batches, closing)
-        peers = [build(stage, name) for name in names]
+        peers = [_watched(build(stage, name), config.overlap) for name in names]
         if config.rate:
             dist.barrier()
             link_setter(config.rate)(config.rate)
@@ -314,53 +340,102 @@ def measure_step(config: StepConfig) -> dict[str, Any]:
 
 def _merge(laps: Sequence[Laps]) -> Laps:
     """Merge the laps of one peer on all ranks: a step takes as long as its slowest rank."""
-    _, seconds, losses = (list(zip(*each, strict=True)) for each in zip(*laps, strict=True))
-    return Laps(laps[0].name, list(map(max, seconds)), list(map(fmean, losses)))
+    _, seconds, busy, results = (list(zip(*each, strict=True)) for each in zip(*laps, strict=True))
+    means = [list(map(fmean, zip(*ranks, strict=True))) for ranks in results]
+    return Laps(laps[0].name, list(map(max, seconds)), list(map(fmean, busy)), means)
+
+
+def _watched(peer: BenchPeer, overlap: bool) -> BenchPeer:
+    """Make its step return a list of the loss and, if asked, what `updates_of` its timeline is."""
+
+    def step(number: int) -> list[Any]:
+        with mf.inspection.watch() if overlap else contextlib.nullcontext() as watched:
+            loss = peer.step(number)
+        return [loss, *(updates_of(watched.timeline()) if watched else ())]
+
+    return peer._replace(step=step)
+
+
+def updates_of(timeline: mf.inspection.Timeline) -> tuple[float, float]:
+    """Return a step's seconds of the optimizer, and those of them that are exposed.
+
+    See [Note: what is hidden].
+
+    >>> from mics_fn.inspection import Event, Timeline
+    >>> timeline = Timeline("step 1", (
+    ...     Event("hop2", "w", (0,), "replicas", 8, 0.0, 3.0),
+    ...     Event("opt", "b", (1,), "", 0, 1.0, 2.0),
+    ...     Event("wait", "hop2 bucket 0: w", (0,), "", 0, 2.0, 3.0),
+    ...     Event("opt", "w", (0,), "", 0, 3.0, 3.5)), 3.5)
+    >>> updates_of(timeline)
+    (1.5, 0.5)
+    """
+    waits, hops, updates = (
+        [(x.start_s, x.end_s) for x in timeline.events if f"{x.kind} {x.about}".startswith(kind)]
+        for kind in ("wait hop2", "hop2 ", "opt ")
+    )
+    sent = [(a, b) for a, b in hops if any(c + _WAITED_S <= b <= d for c, d in waits)]
+    exposed = seconds = sum(b - a for a, b in updates)
+    for reached, end in updates:
+        for a, b in sorted(sent):  # each second counts once, however many are under way
+            exposed -= max(0.0, min(b, end) - max(a, reached))
+            reached = max(b, reached)
+    return seconds, exposed
+
+
+def _hidden(results: Sequence[list[float]], config: StepConfig) -> dict[str, Any]:
+    """Compute what is hidden of one peer from what its steps returned."""
+    steps, timed = config.turns.steps, results[config.turns.warmup :]
+    rounds = [timed[i : i + steps] for i in range(0, len(timed), steps)]
+    sums = [[fmean(step[i] for step in own) for i in (1, 2)] for own in rounds]
+    found = zip(*[(a, b, 1 - b / a) for a, b in sums], strict=True)
+    return {x: turns.spread(values) for x, values in zip(SHARES, found, strict=True)}
 
 
 def _compare(config: StepConfig, laps: dict[str, Laps]) -> dict[str, Any]:
     """Compute the figures of one comparison from the laps by peer."""
     parts = {label: label.partition("@") for label in laps}
+    losses = {label: [result[0] for result in lap.results] for label, lap in laps.items()}
     mine = [label for label, (name, _, _) in parts.items() if PEERS[name].ours]
     first, ours = (mine or [*laps])[0], list(dict.fromkeys(parts[label][0] for label in mine))
     peers = []
     for label, lap in laps.items():
         name, _, precision = parts[label]
-        pairs = zip(laps[first].results, lap.results, strict=True)
+        pairs = zip(losses[first], losses[label], strict=True)
         # Peers are compared in one precision, and each peer with itself in the first one.
         others = {parts[x][0]: x for x in mine if x != label and parts[x][2] == precision}
         same = next(x for x in laps if parts[x][0] == name)
         over_first = None if same == label else turns.ratio(lap.seconds, laps[same].seconds)
-        peers.append(
-            {
-                "name": label,
-                "title": lap.name,
-                "seconds_by_round": lap.seconds,
-                "seconds": turns.spread(lap.seconds),
-                "over_it": {
-                    x: turns.ratio(laps[y].seconds, lap.seconds) for x, y in others.items()
-                },
-                "over_first": over_first,
-                "losses": lap.results,
-                "largest_loss_gap": max(abs(a - b) / abs(b) for a, b in pairs),
-            }
-        )
+        found = {
+            "name": label,
+            "title": lap.name,
+            "seconds_by_round": lap.seconds,
+            "seconds": turns.spread(lap.seconds),
+            "processor": turns.spread(lap.processor),
+            "over_it": {x: turns.ratio(laps[y].seconds, lap.seconds) for x, y in others.items()},
+            "over_first": over_first,
+            "losses": losses[label],
+            "largest_loss_gap": max(abs(a - b) / abs(b) for a, b in pairs),
+        }
+        peers.append(found | (_hidden(lap.results, config) if config.overlap else {}))
     return {"params": num_params(config.model), "ours": ours, "first": first, "peers": peers}
 
 
 def render_step(figures: dict[str, Any], config: StepConfig) -> str:
     """Render the figures as a table."""
     ours, several = figures["ours"], config.precisions[:1] * (len(config.precisions) > 1)
+    hidden = SHARES * config.overlap
     head = ["", "seconds per step", *(f"{name}/it" for name in ours)]
-    rows = [[*head, *(f"over {text}" for text in several), "gap"]]
+    rows = [[*head, *(f"over {text}" for text in several), *hidden, "processor", "gap"]]
     for peer in figures["peers"]:
         ratios = [peer["over_it"].get(x) for x in ours] + [peer["over_first"] for _ in several]
         row = [f"{peer['name']}: {peer['title']}", turns.between(peer["seconds"], ".4f")]
         row += [turns.between(found, ".3f") if found else "" for found in ratios]
-        rows.append([*row, f"{peer['largest_loss_gap']:.1e}"])
+        row += [turns.between(peer[x], ".2f" if x == "hidden" else ".4f") for x in hidden]
+        rows.append([*row, f"{peer['processor']['median']:.4f}", f"{peer['largest_loss_gap']:.1e}"])
     links = f", links {config.rate}" if config.rate else ""
     title = f"{_world(figures, config)}{links}: {config.turns}"
-    legend = LEGEND.format(first=figures["first"])
+    legend = LEGEND.format(first=figures["first"]) + _HIDDEN * config.overlap
     legend += "".join(_OVER_FIRST.format(first=text) for text in several)
     return f"{table(title, rows)}\n\n{legend}"
 

@@ -131,6 +131,7 @@ class Laps(NamedTuple):
 
     name: str
     seconds: list[float]  # per step, one for each turn
+    processor: list[float]  # the same of processor time, with that of all threads
     results: list[Any]  # one per step
 
 
@@ -175,25 +176,27 @@ def take_turns(
     Returns:
         The measurements of each peer.
     """
-    laps = [Laps(peer.name, [], []) for peer in peers]
+    laps = [Laps(peer.name, [], [], []) for peer in peers]
 
-    def turn(i: int, steps: int) -> float:
+    def turn(i: int, steps: int) -> tuple[float, float]:
         fence()
         _torch.finish(device)
-        started = time.perf_counter()
+        started, used = time.perf_counter(), time.process_time()
         for _ in range(steps):
             laps[i].results.append(peers[i].step(len(laps[i].results)))
         _torch.finish(device)
-        seconds = (time.perf_counter() - started) / steps
+        found = (time.perf_counter() - started) / steps, (time.process_time() - used) / steps
         fence()
-        return seconds
+        return found
 
     for i in range(len(peers)):
         turn(i, turns.warmup)
     for number in range(turns.rounds):
         for place in range(len(peers)):
             i = (number + place) % len(peers)
-            laps[i].seconds.append(turn(i, turns.steps))
+            seconds, processor = turn(i, turns.steps)
+            laps[i].seconds.append(seconds)
+            laps[i].processor.append(processor)
     return laps
 
 
