@@ -28,16 +28,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import _torch, checks, errors, shards, tree
+from mics_fn import _torch, checks, collectives, errors, shards, tree
 from mics_fn._version import __version__
-from mics_fn.collectives import (
-    Pending,
-    agree,
-    collect_values,
-    refuse_unequal,
-    send_from,
-    start_collect,
-)
 from mics_fn.groups import Groups
 from mics_fn.offload import is_placed, read
 from mics_fn.optim import as_before, by_leaf, fresh
@@ -67,7 +59,7 @@ def same_options(verb: str, facts: Facts, homes: Iterable[Any]) -> None:
     mine = [(_OPTIONS, f"{name}: {text}") for name, text in sorted({**facts, **versions()}.items())]
     for home in dict.fromkeys(homes):
         if isinstance(home, Groups) and home.world_size > 1:
-            agree(home, verb, mine, {_OPTIONS: fix})
+            collectives.agree(home, verb, mine, {_OPTIONS: fix})
             home.agreed.add(_OPTIONS)
 
 
@@ -170,7 +162,7 @@ def from_replica(
     fix = "start the rank that came back with the same script and the same options"
     sizes = tree.digest(f"{tuple(x.shape)} {x.dtype}" for x in sent)
     number = torch.tensor([int.from_bytes(sizes[:8], signed=True)], device=home.device)
-    refuse_unequal("reset", home, ["the sizes of the state"], number, fix)
+    collectives.refuse_unequal("reset", home, ["the sizes of the state"], number, fix)
     if source is None:
         return before
     with torch.no_grad():
@@ -179,7 +171,7 @@ def from_replica(
                 data = read(x).to(home.device).contiguous()
             else:  # what this rank has stays as it is
                 data = torch.empty(x.shape, dtype=x.dtype, device=home.device)
-            send_from(home.replicas, data.view(-1).view(torch.uint8), source)
+            collectives.send_from(home.replicas, data.view(-1).view(torch.uint8), source)
             if takes and data.data_ptr() != x.data_ptr():
                 x.copy_(data)
     if not takes:
@@ -296,7 +288,7 @@ def compare_states(verb: str, state: Any, homes: Iterable[Any]) -> None:
 def _steps(step: int, home: Groups) -> dict[int, int]:
     """The step of each rank, by global rank."""
     mine = torch.tensor(step, dtype=torch.int64, device=home.device)
-    steps = collect_values(home, mine)
+    steps = collectives.collect_values(home, mine)
     if len(set(steps.values())) == 1:
         home.agreed.add(_SEEN)
     return steps
@@ -390,13 +382,15 @@ class Comparison:
         owners = shards.homes_of(verb, groups, state.params)
         self._several = len(dict.fromkeys(owners)) > 1
         leaves = list(_compared(state, owners, buffers, moments))
-        self._parts: list[tuple[Groups, list[_Compared], Pending]] = []
+        self._parts: list[tuple[Groups, list[_Compared], collectives.Pending]] = []
         for home in dict.fromkeys(owners):
             if isinstance(home, Groups) and home.num_replicas > 1:
                 home.partition.check_open()
                 mine = [x for x in leaves if x.home in (None, home)]
                 sums = [shards.checksum_of(x.data).to(home.device) for x in mine]
-                pending = start_collect([home.partition, home.replicas], torch.stack(sums))
+                pending = collectives.start_collect(
+                    [home.partition, home.replicas], torch.stack(sums)
+                )
                 self._parts.append((home, mine, pending))
 
     def finish(self, on_drift: Action) -> Any:
