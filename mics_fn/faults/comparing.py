@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import _torch, checks, errors, shards, tree
+from mics_fn import _torch, checks, collectives, errors, shards, tree
 from mics_fn._version import __version__
 from mics_fn.collectives import Pending, agree, checksum, collect_values, levels, refuse_unequal
 from mics_fn.groups import Groups
@@ -60,7 +60,7 @@ def same_options(verb: str, facts: Facts, homes: Iterable[Any]) -> None:
     mine = [(_OPTIONS, f"{name}: {text}") for name, text in sorted({**facts, **versions()}.items())]
     for home in dict.fromkeys(homes):
         if isinstance(home, Groups) and home.world_size > 1:
-            agree(home, verb, mine, {_OPTIONS: fix})
+            collectives.agree(home, verb, mine, {_OPTIONS: fix})
             home.agreed.add(_OPTIONS)
 
 
@@ -289,7 +289,7 @@ def compare_states(verb: str, state: Any, homes: Iterable[Any]) -> None:
 def _steps(step: int, home: Groups) -> dict[int, int]:
     """The step of each rank, by global rank."""
     mine = torch.tensor(step, dtype=torch.int64, device=home.device)
-    steps = collect_values(home, mine)
+    steps = collectives.collect_values(home, mine)
     if len(set(steps.values())) == 1:
         home.agreed.add(_SEEN)
     return steps
@@ -384,7 +384,7 @@ class Comparison:
         owners = shards.homes_of(verb, groups, state.params)
         self._several = len(dict.fromkeys(owners)) > 1
         leaves = list(_compared(state, owners, buffers, moments))
-        self._parts: list[tuple[Groups, list[_Compared], Pending]] = []
+        self._parts: list[tuple[Groups, list[_Compared], collectives.Pending]] = []
         for home in dict.fromkeys(owners):
             if isinstance(home, Groups) and home.num_replicas > 1:
                 home.partition.check_open()

@@ -287,7 +287,7 @@ class Peer:
         self.since = 0  # the epoch from which on its process is a member
         self.process: Process | None = None  # if it is on this host
         self.silent_s = 0.0
-        self.count = 0  # of its signs of life; a process that comes back begins them in `reset`
+        self.count = 0  # of its signs of life; it gives none where none of its groups are open
         self.dead = False
 
     def observe(self, heartbeat: str, own: Process, interval_s: float) -> None:
@@ -340,4 +340,5 @@ class Peers(dict[int, Peer]):
 
     def silent(self, ranks: Iterable[int], limit_s: float) -> list[int]:
         """Those of these ranks that gave no sign for so long."""
-        return [rank for rank in ranks if rank in self and self[rank].silent_s > limit_s]
+        known = [rank for rank in ranks if rank in self and self[rank].count]
+        return [rank for rank in known if self[rank].silent_s > limit_s]

@@ -35,20 +35,10 @@ from itertools import islice
 from typing import Any
 
 from mics_fn import errors
-from mics_fn.errors import CollectiveError, MicsError
 from mics_fn.faults.heartbeat import interval_s
 from mics_fn.groups import GroupState, Meeting, Watch
 from mics_fn.spans import LOG
-from mics_fn.store import (
-    CHANGES,
-    Replaced,
-    Store,
-    StoreLost,
-    Stuck,
-    call_text,
-    departure_of,
-    value_of,
-)
+from mics_fn.store import CHANGES, Replaced, StoreLost, Stuck, call_text, departure_of, value_of
 
 # What ranks tell each other of an error.
 
@@ -115,19 +105,31 @@ _FIXES = {  # by the kind of a failure
 }
 
 
-def failure_of(error: BaseException, rank: int, **known: Any) -> Failure:
-    """Describe an error of this rank as a `Failure`."""
+def facts_of(state: GroupState) -> dict[str, Any]:
+    """What this rank is at in some groups: its step, its last call, and how many it has made."""
+    verb = {} if state.call is None else {"operation": call_text(state.call)}
+    leaf = {} if state.call is None else {"leaf": str(state.call[2])}
+    calls = list(state.channel.calls)
+    made = {each.key: each.number for each in calls}
+    issued = {each.key: each.issued for each in calls}
+    return {"step": state.step, **verb, **leaf, "made": made, "issued": issued}
+
+
+def failure_of(error: BaseException, state: GroupState, final: bool, kind: str) -> Failure:
+    """Describe an error of this rank as a `Failure`; its kind is "" if the error says it."""
     first = f"{type(error).__name__}: {error}".partition("\n")[0][:_MOST_TEXT]
-    kind = "interrupted" if isinstance(error, KeyboardInterrupt) else "raised"
-    trace = "".join(traceback.format_exception(error))[-_MOST_TRACE:]
-    because = None
+    text = f"rank {state.rank} {'left its groups' if final else 'failed'}: {first}"
+    if isinstance(error, SystemExit):
+        text = f"rank {state.rank} exited, and its groups were still open"
+    kind = kind or ("interrupted" if isinstance(error, KeyboardInterrupt) else "raised")
+    known: dict[str, Any] = facts_of(state)
+    known["trace"] = "".join(traceback.format_exception(error))[-_MOST_TRACE:]
     if isinstance(error, errors.PeerFailed):
-        because = -1 if error.rank is None else error.rank
-    file_error = None
+        known["because"] = -1 if error.rank is None else error.rank
     if isinstance(error, errors.FileError):
         said = [line.strip().removeprefix("fix: ") for line in str(error).split("\n")[1:]]
-        file_error = [f"{error.path}", f"{error.leaf}", *said]
-    return Failure(rank, kind, first, trace=trace, because=because, file_error=file_error, **known)
+        known["file_error"] = [f"{error.path}", f"{error.leaf}", *said]
+    return Failure(state.rank, kind, text, final=final, **known)
 
 
 def without_a_word(rank: int, kind: str) -> Failure:
@@ -246,16 +248,6 @@ _OTHERS = (
 )
 
 
-def facts_of(state: GroupState) -> dict[str, Any]:
-    """What this rank is at in some groups: its step, its last call, and how many it has made."""
-    verb = {} if state.call is None else {"operation": call_text(state.call)}
-    leaf = {} if state.call is None else {"leaf": str(state.call[2])}
-    calls = list(state.channel.calls)
-    made = {each.key: each.number for each in calls}
-    issued = {each.key: each.issued for each in calls}
-    return {"step": state.step, **verb, **leaf, "made": made, "issued": issued}
-
-
 class Idle:
     """What one rank has done on some groups, and since when nothing; see the note of this page."""
 
@@ -303,7 +295,7 @@ class Idle:
         failure = Failure(rank, "stalled", text, trace="\n".join(frames), **self._facts)
         return json.dumps([waits, asdict(failure)])
 
-    def behind(self, store: Store, stuck: Sequence[Stuck] = ()) -> Failure | None:
+    def behind(self, store: Any, stuck: Sequence[Stuck] = ()) -> Failure | None:
         """The failure of the rank that this one waits for in the end, if that makes no call.
 
         Args:
@@ -475,7 +467,7 @@ class Watcher(Watch):
         deadline = began + _LEARN_S * wait
         try:
             state.channel.raise_reported()
-        except MicsError as reported:
+        except errors.MicsError as reported:
             return reported
         while not state.closed:
             failure = next((each for each in state.standing.values() if each.final), None)
@@ -499,16 +491,9 @@ class Watcher(Watch):
         """
         if self.announced is not None and self.announced.final:
             return
-        state = self.state
-        facts = facts_of(state)
-        failure = failure_of(error, state.rank, final=final, **facts)
-        did = "left its groups" if final else "failed"
-        text = f"rank {state.rank} {did}: {failure.text}"
-        if isinstance(error, SystemExit):
-            text = f"rank {state.rank} exited, and its groups were still open"
-        self.announced = replace(failure, text=text, kind=kind or failure.kind)
-        state.channel.raised = self._stands = not final
-        self._raised_at.append(facts["made"])
+        self.announced = failure_of(error, self.state, final, kind)
+        self.state.channel.raised = self._stands = not final
+        self._raised_at.append(self.announced.made or {})
         self._report(self.announced)
 
     def _report(self, failure: Failure) -> None:
@@ -583,7 +568,7 @@ class Watcher(Watch):
         failure = self.idle.behind(store)
         if failure is None:
             text = f"the device of rank {state.rank} waits for a collective for "
-            state.fail(CollectiveError(f"{text}{state.timeout_s:g} s"), raised=False)
+            state.fail(errors.CollectiveError(f"{text}{state.timeout_s:g} s"), raised=False)
             state.abort()
         return failure
 

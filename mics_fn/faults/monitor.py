@@ -14,7 +14,8 @@ journal] in `journal`, and all ranks read it at their next tick.
 
 Two threads do this. The store thread talks to the store, and may be stuck in it. The other one
 ticks, and finds out that the store thread is stuck: then the store, or the rank that holds it, has
-failed. They run from the first groups of more than one rank on, to the end of the process.
+failed. They are at work while some groups of more than one rank are open in this process; where
+none are, a count of 0 says that nobody has to wait for signs of it.
 
 [Note: outlived] A launcher that is killed cannot end its ranks, and they would train on, with
 nobody to stop them or to start them again. So each rank notices at a tick of its monitor that its
@@ -46,7 +47,7 @@ from typing import Any
 
 from mics_fn import _torch, errors
 from mics_fn.faults import heartbeat
-from mics_fn.faults.heartbeat import BoundedStore, StoreThread, heartbeat_of
+from mics_fn.faults.heartbeat import BoundedStore, Peers, Process, StoreThread, heartbeat_of
 from mics_fn.faults.journal import Failure, Watcher, of_store, without_a_word
 from mics_fn.groups import Groups, GroupState, announce_all, end_aborts, never_destruct, read_launch
 from mics_fn.store import CHANGES, Store, StoreLost, claim, later, poll
@@ -83,8 +84,7 @@ class Launcher:
         error = errors.GroupsError(text, fix="start the job again")
         announce_all(error, final=True, kind="exited")
         monitor.linger()
-        sys.stderr.write(f"{error}\n")
-        sys.stderr.flush()
+        print(error, file=sys.stderr, flush=True)
         os._exit(1)
 
 
@@ -101,12 +101,12 @@ class Monitor:
         self._states: dict[GroupState, Watcher] = {}
         self._store_thread: StoreThread | None = None
         self._store: Any = None  # that the store thread is connected to
-        self._peers = heartbeat.Peers()
+        self._peers = Peers()
         self._count = self._rank = 0
         self._since = 0  # the epoch from which on this process is a member; 0 before it has entered
         self._last, self._last_s = "", 0.0  # the sign of life that it wrote last, and when
         self._changes = b""
-        self._own = heartbeat.Process("", 0, "")
+        self._own = Process("", 0, "")
         self._stop, self._wake = Latch(), SimpleQueue[None]()
         self._request: Job | None = None  # the tick that the store thread is at
         self._waited_s = 0.0  # how long it has been at it
@@ -176,7 +176,8 @@ class Monitor:
 
     def close(self, state: GroupState) -> None:
         """Stop watching for these groups, which this rank has closed."""
-        self._states.pop(state, None)
+        if self._states.pop(state, None) is not None and not self._states:
+            self.bounded(self._write_heartbeat, None)
 
     def linger(self) -> None:
         """Keep the store open for a moment, if this rank hosts it, for others to read."""
@@ -230,7 +231,7 @@ class Monitor:
 
     def _begin(self, store_thread: StoreThread) -> None:
         self._stop.set()  # of a thread that watched with a store that was lost
-        self._peers, self._own = heartbeat.Peers(), heartbeat.Process.own()
+        self._peers, self._own = Peers(), Process.own()
         self._stop, self._request, self._changes = Latch(), None, b""
         watch = partial(self._watch, self._stop, store_thread)
         start(threading.Thread(target=watch, name="mics_fn monitor", daemon=True))
@@ -242,9 +243,8 @@ class Monitor:
                 self._wake.get(timeout=self._interval_s())
             now = time.monotonic()
             passed_s, last = min(now - last, self._interval_s()), now
-            if stop.is_set():
-                break
-            self._iterate(store_thread, passed_s)
+            if self._states and not stop.is_set():
+                self._iterate(store_thread, passed_s)
 
     def _interval_s(self) -> float:
         return heartbeat.interval_s(
@@ -308,7 +308,7 @@ class Monitor:
         key, name = heartbeat_of(self._rank), self._own.name
         if not self._since:
             self._since, _ = heartbeat.register(store, key, name)
-        self._count += 1
+        self._count = self._count + 1 if self._states else 0
         self._last = claim(store, key, self._since, f"{self._count} {name}", self._last)
         self._last_s = time.monotonic()
 
@@ -319,6 +319,8 @@ class Monitor:
 
     def _exchange(self, store: Any) -> dict[int, str]:
         """Write this rank's sign of life and read what others wrote; returns their signs."""
+        if not self._states:  # the last ones were closed meanwhile
+            return {}
         self._write_heartbeat(store)
         others = dict[int, None]()
         for state in list(self._states):
