@@ -536,8 +536,10 @@ class PartFile:
         with self._turn:
             self._file.read_into(out, part.offset, f"{part}")
         if zlib.crc32(out) != part.crc:
-            why = ["its values are not those that were saved"]
-            raise self._file.error("is damaged", why, f"{part}")
+            why = [f"{part}: its values are not those that were saved"]
+            wrong = self._file.error("is damaged", why)
+            wrong.leaf = f"{part}"
+            raise wrong
 
 
 # Files that cannot be read: whether that shows that they are damaged.
