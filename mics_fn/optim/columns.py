@@ -191,17 +191,19 @@ def written_storages(targets: Sequence[WorkingTree]) -> set[int] | None:
 
     Once it returns nobody reads them any more.
     """
-    parts, found = list[Tensor](), list[tuple[int, int, int]]()
+    parts, plain, found = list[Tensor](), list[Tensor](), list[tuple[int, int, int]]()
     for each in targets:
         for r in range(len(each.runs)):
             parts += each.parts(r)
-    parts = [x for x in parts if type(x) is not offload.Coded]
-    finish_readers(parts)
-    parts = [x for x in parts if type(x) is not offload.FileTensor]
-    if not flat.all_dense(parts):
-        return None
     for x in parts:
-        found.append((_torch.storage_id(x), int(x.storage_offset()), x.numel()))
+        if type(x) not in _PLACED:
+            plain.append(x)
+            found.append((_torch.storage_id(x), int(x.storage_offset()), x.numel()))
+        elif type(x) is offload.FileTensor:
+            plain.append(x)
+    finish_readers(plain)
+    if not flat.all_dense(plain):
+        return None
     found.sort()
     for a, b in pairwise(found):
         if a[0] == b[0] and b[1] < a[1] + a[2]:
@@ -417,8 +419,9 @@ class Columns:
                     each.join(r)
         own = written_storages(every[:n]) if donate else None
         self._own, self._donate = own or set[int](), own is not None
-        self._runs = every[0].runs
-        self._placed = [self._begin(r) for r in range(len(self._runs))]
+        self._runs, self._placed = every[0].runs, list[dict[int, Any]]()
+        for r in range(len(self._runs)):
+            self._placed.append(self._begin(r))
 
     def __iter__(self) -> Iterator[list[Column]]:
         if self._single is not None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -523,5 +523,5 @@ def zeros(
 
 def with_wholes(layout: FlatLayout, wholes: Sequence[Tensor]) -> FlatShards:
     """Flat shards of a layout from their long tensors."""
-    runs = [Sharded(x, run.bucket, 0) for run, x in zip(layout.runs, wholes, strict=True)]
+    runs = list(map(Sharded, wholes, map(_BUCKET, layout.runs), repeat(0)))
     return FlatShards(runs, layout)

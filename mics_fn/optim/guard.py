@@ -692,7 +692,7 @@ class Guard:
         Raises:
           PlanError: as `check_groups`.
         """
-        whole = any(home.state.whole for home in found.homes)
+        whole = any(map(norms.WHOLE, found.homes))
         problem = norms.norm_problem("Guard.judge", found.owners)
         needs_norm = self.max_norm is not None or self.spike is not None
         if problem is not None and (needs_norm or (self.chosen and not whole)):

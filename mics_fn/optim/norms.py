@@ -9,6 +9,7 @@ one bucket at a time is on the device then, and no limit is written to host memo
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import count
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -151,7 +152,7 @@ class Measured(NamedTuple):
     @property
     def owners(self) -> list[Home]:
         """The groups of trained leaves; no other leaf counts in a norm."""
-        return [home for home, index in self.homes.items() if index]
+        return list(filter(self.homes.get, self.homes))
 
 
 def measured(verb: str, grads: Tree, groups: Any, root: str = "grads") -> Measured:
@@ -206,11 +207,8 @@ def _squares(pieces: Sequence[Tensor], live: bool = False) -> Tensor:
     if live:
         return torch.stack([x.double().square().sum() for x in pieces])
     norms = [torch.zeros((), device=pieces[0].device)] * len(pieces)
-    kept: dict[bool, list[int]] = {True: [], False: []}
-    for i, x in enumerate(pieces):
-        if x.numel():
-            kept[x.itemsize < 4].append(i)
-    for narrow, index in kept.items():
+    for narrow in (True, False):
+        index = [i for i, x in enumerate(pieces) if x.numel() and (x.itemsize < 4) is narrow]
         if index:
             # The norm of a float16 tensor may exceed float16 although no element does.
             dtype = torch.float32 if narrow else None
@@ -244,6 +242,9 @@ def _roots(sums: Tensor) -> Tensor:
     return torch.where(above, torch.where(above, sums, 1.0).sqrt(), sums)
 
 
+_RANKS, WHOLE = attrgetter("state.ranks"), attrgetter("state.whole")
+
+
 def norm_problem(verb: str, homes: Iterable[Home]) -> PlanError | None:
     """Why the norm of a whole tree cannot be known on these groups; None if it can.
 
@@ -253,9 +254,9 @@ def norm_problem(verb: str, homes: Iterable[Home]) -> PlanError | None:
     would miss the others. The same holds where leaves live on groups of different ranks, as experts
     do. Ranks would clip by different factors and their copies would drift apart, so it is refused.
     """
-    states = {home.state: None for home in homes}
-    sets = dict.fromkeys([frozenset(state.ranks) for state in states])
-    if len(sets) < 2 and all(state.whole for state in states):
+    homes = list(homes)
+    sets = dict.fromkeys(map(frozenset, map(_RANKS, homes)))
+    if len(sets) < 2 and all(map(WHOLE, homes)):
         return None
     lines = [f"ranks {fold_ranks(sorted(ranks))}" for ranks in sets if ranks]
     if len(sets) > 1:
@@ -307,20 +308,14 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
     def update(grads: Tree, state: tuple, params: Tree) -> tuple[Tree, tuple]:
         factor = clip_factor(global_norm(grads, groups), max_norm)
         if shards.needs_derivative([factor]):
-            factor = _for_parts(factor, measured("clip_by_global_norm", grads, groups).owners)
+            # A full value as a factor for shards: its derivative is the sum over their parts.
+            owners = measured("clip_by_global_norm", grads, groups).owners
+            (p,) = {home.partition_size for home in owners} or {1}
+            factor = factor if p == 1 else shards.as_part(factor, p)
         return clipped(grads, factor), state
 
     facts = {"optimizer": "clip_by_global_norm", "max_norm": max_norm}
     return from_update(lambda params: (), update, facts)
-
-
-def _for_parts(factor: Tensor, homes: Sequence[Home]) -> Tensor:
-    """A full value as a factor for shards: its derivative is the sum over their parts."""
-    sizes = {home.partition_size for home in homes}
-    if sizes == {1} or not sizes:
-        return factor
-    (p,) = sizes
-    return shards.as_part(factor, p)
 
 
 def clip_by_value(max_value: float) -> Transform:

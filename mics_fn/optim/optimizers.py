@@ -727,15 +727,7 @@ def from_torch(
     with _torch.without_torch_func():
         moments, scalars = _names_of(cls, options if lr is None else {**options, "lr": 1e-2})
 
-    def check(live: bool) -> None:
-        if live:
-            name = f"from_torch({cls.__name__})"
-            text = f"opt_step: {name} has no derivative, and here one is asked for"
-            fix = "use sgd, adam, adamw or lion, or call it under torch.no_grad()"
-            raise PlanError(text, fix=fix)
-
     def begins(name: str, like: Tensor) -> Tensor:
-        check(_torch.inside_torch_func())
         given = options if lr is None else {**options, "lr": lr(0) if callable(lr) else lr}
         home = torch.device("cpu") if like.is_meta else like.device
         value = torch.zeros(1, dtype=like.dtype, device=home)
@@ -746,7 +738,11 @@ def from_torch(
 
     def rule(*given: Any) -> dict[str, Tensor]:
         *columns, now = given
-        check(now.live)
+        if now.live:
+            name = f"from_torch({cls.__name__})"
+            text = f"opt_step: {name} has no derivative, and here one is asked for"
+            fix = "use sgd, adam, adamw or lion, or call it under torch.no_grad()"
+            raise PlanError(text, fix=fix)
         own = options if now.rate is None else {**options, "lr": now.rate}
         own = own if now.decays else {**own, "weight_decay": 0.0}
         return _step_object(cls, own, moments, columns, now)

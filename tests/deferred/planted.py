@@ -30,7 +30,7 @@ PLANTED = [
      "kept = same or torch.equal(_bits(now), _bits(before))",
      "kept = True", "deferred/test_copies.py"),
     ("an update does not wait for gathers of what it writes to", "optim/columns.py",
-     "    finish_readers(parts)", "    pass",
+     "    finish_readers(plain)", "    pass",
      "deferred/test_donated.py -k when_it_began"),
     ("the result of an op lies in the memory of a bucket", _T,
      "if at in part and out.numel():",
