@@ -46,8 +46,8 @@ from mics_fn.groups import (
     GroupState,
     Meeting,
     check_fork,
-    entered,
     hooks,
+    last_of,
     meet,
     part_of_start,
     past,
@@ -93,7 +93,7 @@ class Rejoining:
         store.since, before = register(store, f"mics_fn/process/{rank}", Process.own().name)
         if not before:
             return None
-        start = entered(store, range(world_size), "init_distributed", rank)
+        start = last_of(store, range(world_size), "init_distributed")
         begun = past(store, range(world_size), "init_distributed", start) is not None
         self.rejoins = begun and "TORCHELASTIC_RUN_ID" not in os.environ and others_live(start)
         return start if self.rejoins else None

@@ -84,8 +84,8 @@ from mics_fn.groups.make import make_groups
 from mics_fn.groups.startup import (
     EPOCH,
     Meeting,
-    entered,
     init_distributed,
+    last_of,
     meet,
     nccl_problems,
     part_of_start,

@@ -43,7 +43,7 @@ from mics_fn import _torch, checks, errors, spans
 from mics_fn.errors import GroupsError
 from mics_fn.groups.communicator import hooks
 from mics_fn.groups.topology import fold_ranks
-from mics_fn.store import Store, StoreLost, later, poll
+from mics_fn.store import Store, StoreLost, later, poll, value_of
 from mics_fn.threads import bounded
 
 # What a launcher wrote into the
@@ -531,8 +531,6 @@ def device_and_backend(
 
 EPOCH = "mics_fn/epoch"  # the key of its number; see [Note: the epoch of membership]
 _LINGER_S = 1.0  # how long a rank that fails keeps the store for others to read why
-_JUDGED = errors.DesyncError, GroupsError, errors.PlanError
-_KINDS = {kind.__name__: kind for kind in (*_JUDGED, errors.CollectiveError)}
 
 Judge = Callable[[dict[int, Any]], Any]  # what each rank wrote -> what all get; raises a verdict
 
@@ -580,13 +578,12 @@ def meet(
       CollectiveError: some rank did not call this in time.
     """
     deadline = time.monotonic() + timeout_s if deadline is None else deadline
-    number, since = _next(store, ranks, verb, rank), getattr(store, "since", 1)
-    calls, key = f"{prefix_of(ranks, verb)}/calls/{rank}", f"{prefix_of(ranks, verb)}/{number}"
+    prefix, number = prefix_of(ranks, verb), last_of(store, ranks, verb) + 1
+    since, key = getattr(store, "since", 1), f"{prefix}/{number}"
     end = f"{key}/verdict"
     try:
         # As `store.claim`, if the store knows which process writes.
         write = getattr(store, "claim", None) or (lambda key, text: store.set(key, f"1 {text}"))
-        write(calls, str(number))
         write(f"{key}/{rank}", json.dumps(mine))
         if rank == ranks[0]:
             found = _judged(store, key, ranks, judge, deadline, check)
@@ -595,18 +592,18 @@ def meet(
         if not poll(partial(store.check, [end]), len(ranks), deadline, check):
             store.compare_set(end, "", json.dumps(_absence(store, key, ranks, verb, timeout_s)))
         verdict = json.loads(store.get(end))
+        store.compare_set(f"{prefix}/last", f"{number - 1}" if number > 1 else "", f"{number}")
     except BaseException:
-        # Undo this call, so that after an interrupt all ranks can call again.
+        # So that after an interrupt all ranks can call again.
         later(store, "delete_key", f"{key}/{rank}")
-        later(store, "set", calls, f"{since} {number - 1}")
         raise
     if "error" in verdict:
         with suppress(RuntimeError, errors.MicsError):
-            read = f"{prefix_of(ranks, verb)}/read"
-            wanted = -(-store.add(read, 1) // len(ranks)) * len(ranks)
+            wanted = -(-store.add(f"{prefix}/read", 1) // len(ranks)) * len(ranks)
             if rank == 0:  # which may hold the store
-                poll(lambda: store.add(read, 0) >= wanted, 1, time.monotonic() + _LINGER_S)
-        raise _KINDS[verdict["error"]](verdict["text"])
+                had = time.monotonic() + _LINGER_S
+                poll(lambda: store.add(f"{prefix}/read", 0) >= wanted, 1, had)
+        raise getattr(errors, verdict["error"])(verdict["text"])
     meeting = Meeting(key, verdict["found"], dict(verdict["members"]))
     if meeting.members.get(rank, 1) != since:
         text = f"{verb}: the ranks met a process of rank {rank} that has ended since"
@@ -617,9 +614,7 @@ def meet(
 def past(store: Store, ranks: Sequence[int], verb: str, call: int) -> Meeting | None:
     """What the n-th meeting of these ranks agreed on; None if there was none, or if it failed."""
     key = f"{prefix_of(ranks, verb)}/{call}"
-    if not store.check([f"{key}/verdict"]):
-        return None
-    verdict = json.loads(store.get(f"{key}/verdict"))
+    verdict = json.loads(value_of(store, f"{key}/verdict") or '{"error": ""}')
     return None if "error" in verdict else Meeting(key, verdict["found"])
 
 
@@ -627,32 +622,13 @@ def prefix_of(ranks: Sequence[int], verb: str) -> str:
     return f"mics_fn/{sha256(json.dumps([verb, *ranks]).encode()).hexdigest()[:16]}"
 
 
-def entered(store: Any, ranks: Sequence[int], verb: str, rank: int) -> int:
-    """How many meetings of these ranks this one has entered.
+def last_of(store: Store, ranks: Sequence[int], verb: str) -> int:
+    """The number of the last meeting of these ranks that came to a verdict, counted from 1 on.
 
-    Another process of this rank may have entered one that came to no verdict. The others leave that
-    one, and meet under the same key again. So the count goes on at the last verdict.
+    All count by verdicts, so a rank that one was given without, or that comes back as another
+    process, meets the others in the next one.
     """
-    prefix = prefix_of(ranks, verb)
-    calls = f"{prefix}/calls/{rank}"
-    since, number = map(int, store.get(calls).split()) if store.check([calls]) else (1, 0)
-    if since < getattr(store, "since", 1):
-        while number and not store.check([f"{prefix}/{number}/verdict"]):
-            store.delete_key(f"{prefix}/{number}/{rank}")
-            number -= 1
-    return number
-
-
-def _next(store: Any, ranks: Sequence[int], verb: str, rank: int) -> int:
-    """The number of a new meeting of these ranks, counted from 1 on."""
-    number = entered(store, ranks, verb, rank)
-    while True:
-        number += 1
-        end = f"{prefix_of(ranks, verb)}/{number}/verdict"
-        # If the others gave up waiting for this rank in that meeting, their count is one ahead.
-        missed = store.check([end]) and json.loads(store.get(end))
-        if not missed or rank not in missed.get("absent", ()):
-            return number
+    return int(value_of(store, f"{prefix_of(ranks, verb)}/last") or 0)
 
 
 def _judged(
@@ -664,41 +640,40 @@ def _judged(
     check: Callable[[float], None],
 ) -> dict[str, Any] | None:
     """The verdict on what all ranks wrote; None if some did not come, or one gave up on that."""
-    found, members = {}, dict[int, int]()
-    for other in ranks:
-        mine = f"{key}/{other}"
+    found, members, waiting = {}, dict[int, int](), [*reversed(ranks)]
 
-        def decided(mine: str = mine) -> bool:
-            return store.check([mine]) or store.check([f"{key}/verdict"])
+    def decided() -> bool:
+        while waiting and store.check([f"{key}/{waiting[-1]}"]):
+            since, _, text = store.get(f"{key}/{waiting[-1]}").decode().partition(" ")
+            found[waiting[-1]] = json.loads(text)
+            members[waiting.pop()] = int(since)
+        return not waiting or store.check([f"{key}/verdict"])
 
-        if not poll(decided, 1, deadline, check) or not store.check([mine]):
-            return None
-        since, _, text = store.get(mine).decode().partition(" ")
-        found[other] = json.loads(text)
-        if since != "1":
-            members[other] = int(since)
+    if not poll(decided, 1, deadline, check) or waiting:
+        return None
     try:
         judgement = judge(found)
-        epoch, least = store.add(EPOCH, 1), max(members.values(), default=1)
-        if epoch < least:
-            store.add(EPOCH, least - epoch)
-        return {"found": judgement, "members": [*members.items()]}
-    except _JUDGED as error:
+    except (errors.DesyncError, GroupsError, errors.PlanError) as error:
         return {"error": type(error).__name__, "text": str(error)}
+    epoch, least = store.add(EPOCH, 1), max(members.values())
+    if epoch < least:
+        store.add(EPOCH, least - epoch)
+    later_ones = [(other, since) for other, since in members.items() if since > 1]
+    return {"found": judgement, "members": later_ones}
 
 
 def _absence(
     store: Store, key: str, ranks: Sequence[int], verb: str, timeout_s: float
-) -> dict[str, Any]:
+) -> dict[str, str]:
     """The verdict if not all ranks came in time."""
     missing = [rank for rank in ranks[:1024] if not store.check([f"{key}/{rank}"])]
-    who = f"{errors.name_ranks(missing)} did not call it"
-    if not missing:
-        who = f"rank {ranks[0]} did not answer"
+    who = f"rank {ranks[0]} did not answer"
+    if missing:
+        who = f"{errors.name_ranks(missing)} did not call it"
     fix = f"call {verb} on all of these ranks, equally often and in the same order"
     lines = [f"expected: {errors.name_ranks(ranks)}"]
     text = errors.message(f"{verb}: {who} within {timeout_s:g} s", lines, fix)
-    return {"error": "CollectiveError", "text": text, "absent": missing}
+    return {"error": "CollectiveError", "text": text}
 
 
 def part_of_start(store: Any, number: int) -> Any:
