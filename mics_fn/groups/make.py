@@ -7,7 +7,7 @@ hangs if ranks differ, so they first compare their arguments, in `startup.py`.
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,65 +31,6 @@ class Recipe:
     maker: Maker
     create: Callable[[Maker], Groups]
     first: str  # the key of the first of all these groups, which a rank that comes back also knows
-
-
-# What ranks tell each other before they make groups, and what must be equal or distinct there.
-
-
-def judged(found: Mapping[int, Any]) -> int:
-    """Check the facts, the node and the device of each rank; return the size of a node.
-
-    Raises:
-      DesyncError: facts differ; the text has the values and who has them.
-      GroupsError: several ranks use one device.
-      PlanError: nodes hold unequal numbers of ranks, or ranks of a node are not next to each other.
-    """
-    facts, nodes, spots = {}, {}, {}
-    for rank, (mine, node, spot) in found.items():
-        facts[rank], nodes[rank], spots[rank] = mine, node, startup.Spot(*spot)
-    _compare(facts)
-    startup.check_distinct("make_groups", spots)
-    return node_size_of(nodes)
-
-
-def _compare(found: Mapping[int, Mapping[str, str]]) -> None:
-    """Raise DesyncError if a fact differs between ranks."""
-    names, lines = [], []
-    for name in next(iter(found.values())):
-        holders = errors.by_value({rank: facts[name] for rank, facts in found.items()})
-        if len(holders) > 1:
-            texts = [f"{value} on {errors.name_ranks(ranks)}" for value, ranks in holders]
-            names.append(name)
-            lines.append(f"{name}: {'; '.join(texts)}")
-    if names:
-        what = f"make_groups: ranks disagree on {', '.join(names)}"
-        fix = f"pass the same {'=, '.join(names)}= on every rank, launched in the same way"
-        raise errors.DesyncError(what, lines, fix)
-
-
-def node_size_of(nodes: Mapping[int, str]) -> int:
-    """The number of these ranks on each node.
-
-    Args:
-      nodes: of each rank a name that is equal on ranks that share a node.
-
-    Raises:
-      PlanError: nodes hold unequal numbers of ranks, or ranks of a node are not next to each other.
-
-    >>> node_size_of({0: "a", 1: "a", 2: "b", 3: "b"})
-    2
-    """
-    of_node: dict[str, list[int]] = {}
-    for rank, node in nodes.items():
-        of_node.setdefault(node, []).append(rank)
-    in_order = [rank for ranks in of_node.values() for rank in ranks]
-    if in_order != [*nodes] or len(set(map(len, of_node.values()))) > 1:
-        what = "make_groups: these ranks do not fill nodes of one size, one after the other"
-        lines = [f"{node}: {errors.name_ranks(ranks)}" for node, ranks in of_node.items()]
-        fix = "start equally many ranks on every node, node by node (Slurm: --distribution=block), "
-        fix += "or pass node_size= or topology="
-        raise errors.PlanError(what, lines[:8], fix)
-    return len(of_node[nodes[in_order[0]]])
 
 
 def make_groups(
@@ -200,7 +141,9 @@ def make_groups(
             spot = startup.spot_of(chosen, alone=served_by != "gloo")
             mine = [{name: str(value) for name, value in facts.items()}, node, spot]
             wait = {"timeout_s": timeout_s, "check": partial(state.watch.check, ())}
-            meeting = startup.meet(store, universe, rank, mine, judged, verb="make_groups", **wait)
+            wait |= {"verb": "make_groups"}
+            judge = partial(startup.judged, "make_groups")
+            meeting = startup.meet(store, universe, rank, mine, judge, **wait)
             state.watch.begin(meeting)
             found = meeting.verdict
         if mean_over is not None:

@@ -203,32 +203,11 @@ def own_failures(backend: str, *, begun: bool) -> None:
 # Which accelerator a rank uses, and whether another rank uses the same one.
 
 
-class Machine:
-    """The accelerators that this process sees."""
-
-    def kind(self) -> str:
-        """Their type, such as "cuda"; "cpu" if there are none with a backend of their own."""
-        found = torch.accelerator.current_accelerator(check_available=True)
-        kind = "cpu" if found is None else found.type
-        return (
-            kind if dist.Backend.default_device_backend_map.get(kind, "gloo") != "gloo" else "cpu"
-        )
-
-    def count(self) -> int:
-        """How many of them this process sees."""
-        return torch.accelerator.device_count()
-
-    def use(self, device: torch.device) -> None:
-        """Make one of them the current one."""
-        torch.accelerator.set_device_index(device)
-
-    def uuid(self, device: torch.device) -> str:
-        """Return the UUID of an accelerator, if torch knows it."""
-        properties = torch.get_device_module(device).get_device_properties(device)
-        return str(getattr(properties, "uuid", ""))
-
-
-machine = Machine()  # all that this wing asks about hardware; tests put another one here
+def accelerator() -> str:
+    """The type of this process's accelerators; "cpu" if none has a backend of its own."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    kind = "cpu" if found is None else found.type
+    return kind if dist.Backend.default_device_backend_map.get(kind, "gloo") != "gloo" else "cpu"
 
 
 def device_of(device: str | torch.device) -> tuple[torch.device, str]:
@@ -238,7 +217,7 @@ def device_of(device: str | torch.device) -> tuple[torch.device, str]:
         return torch.device("cpu"), f"device={str(device)!r}, which holds no data"
     if not _torch.is_async(wanted):
         return wanted, ""
-    count = machine.count() if machine.kind() == wanted.type else 0
+    count = torch.accelerator.device_count() if accelerator() == wanted.type else 0
     if (wanted.index or 0) < count:
         return wanted, ""
     return wanted, f"{wanted} is asked for, and this process sees {count} devices of its kind"
@@ -257,39 +236,100 @@ class Spot(NamedTuple):
     device: str  # such as "cuda:0"
     host: str
     unit: str  # equal on ranks that share an accelerator; empty if that does no harm
+    problem: str  # why the rank cannot use it
 
 
-def spot_of(device: torch.device, *, alone: bool) -> Spot:
+def spot_of(device: torch.device, *, alone: bool, problem: str = "") -> Spot:
     """Where this rank computes.
 
     Args:
       device: its device.
       alone: whether the other ranks must use other devices, as every backend but gloo requires.
+      problem: why this process cannot use it.
     """
     host, unit = socket.gethostname(), ""
-    if _torch.is_async(device) and alone:
+    if _torch.is_async(device) and alone and not problem:
         # A number alone says nothing where each process sees other devices.
         masks = sorted(x for x in os.environ.items() if x[0].endswith(("VISIBLE_DEVICES", "_MASK")))
-        unit = machine.uuid(device) or f"{device} of {host}, {masks}"
+        properties = torch.get_device_module(device).get_device_properties(device)
+        unit = f"{getattr(properties, 'uuid', '')}" or f"{device} of {host}, {masks}"
         # NCCL accepts ranks that share a GPU if this tells them apart, as people do in tests.
         unit = " ".join((unit, os.environ.get("NCCL_HOSTID", ""))).strip()
-    return Spot(str(device), host, unit)
+    return Spot(str(device), host, unit, problem)
 
 
-def check_distinct(verb: str, spots: Mapping[int, Spot]) -> None:
-    """Raise GroupsError if several ranks share an accelerator; NCCL would fail later, or hang."""
-    users: dict[str, list[int]] = {}
-    for rank, spot in spots.items():
-        users.setdefault(spot.unit or f"rank {rank}", []).append(rank)
-    shared = [(unit, ranks) for unit, ranks in users.items() if len(ranks) > 1]
+_NO_DEVICE = "pass device='auto' or 'cpu', or use a torch and a driver for this device"
+
+
+# What ranks tell each other as they start, and what must be equal or distinct there.
+
+
+def judged(verb: str, found: Mapping[int, Any]) -> int:
+    """Check the facts, the node and the device of each rank; return the size of a node.
+
+    Raises:
+      DesyncError: facts differ; the text has the values and who has them.
+      GroupsError: a rank does not have its device, or several use one; NCCL would fail, or hang.
+      PlanError: nodes hold unequal numbers of ranks, or ranks of a node are not next to each other.
+    """
+    facts, nodes, spots = {}, {}, {}
+    for rank, (mine, node, spot) in found.items():
+        facts[rank], nodes[rank], spots[rank] = mine, node, Spot(*spot)
+    wrong = {rank: f"{x.problem}, on {x.host}" for rank, x in spots.items() if x.problem}
+    if wrong:
+        what = f"{verb}: a rank does not have the device that was asked for"
+        raise GroupsError(what, errors.rank_lines(wrong), _NO_DEVICE)
+    _compare(verb, facts)
+    units = errors.by_value({rank: x.unit or f"rank {rank}" for rank, x in spots.items()})
+    shared = [(unit, ranks, spots[ranks[0]]) for unit, ranks in units if len(ranks) > 1]
     if shared:
-        lines = []
-        for unit, ranks in shared[:8]:
-            first = spots[ranks[0]]
-            lines.append(f"{errors.name_ranks(ranks)} on {first.host}: {first.device}, {unit}")
+        lines = [
+            f"{errors.name_ranks(ranks)} on {first.host}: {first.device}, {unit}"
+            for unit, ranks, first in shared[:8]
+        ]
         fix = "start one rank per device, show each rank one of its own (srun --gpus-per-task=1), "
         fix += "or pass device='cpu'; to share one in a test, set another NCCL_HOSTID on each rank"
         raise GroupsError(f"{verb}: several ranks use one device", lines, fix)
+    return node_size_of(nodes)
+
+
+def _compare(verb: str, found: Mapping[int, Mapping[str, str]]) -> None:
+    """Raise DesyncError if a fact differs between ranks."""
+    lines = {}
+    for name in next(iter(found.values())):
+        holders = errors.by_value({rank: facts[name] for rank, facts in found.items()})
+        if len(holders) > 1:
+            texts = [f"{value} on {errors.name_ranks(ranks)}" for value, ranks in holders]
+            lines[name] = f"{name}: {'; '.join(texts)}"
+    if lines:
+        what = f"{verb}: ranks disagree on {', '.join(lines)}"
+        fix = f"pass the same {'=, '.join(lines)}= on every rank, launched in the same way"
+        raise errors.DesyncError(what, lines.values(), fix)
+
+
+def node_size_of(nodes: Mapping[int, str]) -> int:
+    """The number of these ranks on each node.
+
+    Args:
+      nodes: of each rank a name that is equal on ranks that share a node.
+
+    Raises:
+      PlanError: nodes hold unequal numbers of ranks, or ranks of a node are not next to each other.
+
+    >>> node_size_of({0: "a", 1: "a", 2: "b", 3: "b"})
+    2
+    """
+    of_node: dict[str, list[int]] = {}
+    for rank, node in nodes.items():
+        of_node.setdefault(node, []).append(rank)
+    in_order = [rank for ranks in of_node.values() for rank in ranks]
+    if in_order != [*nodes] or len(set(map(len, of_node.values()))) > 1:
+        what = "make_groups: these ranks do not fill nodes of one size, one after the other"
+        lines = [f"{node}: {errors.name_ranks(ranks)}" for node, ranks in of_node.items()]
+        fix = "start equally many ranks on every node, node by node (Slurm: --distribution=block), "
+        fix += "or pass node_size= or topology="
+        raise errors.PlanError(what, lines[:8], fix)
+    return len(of_node[nodes[in_order[0]]])
 
 
 def init_distributed(
@@ -336,14 +376,14 @@ def init_distributed(
     deadline = time.monotonic() + timeout_s
     chosen, problem = _choose(device, launch)
     own = _torch.backend(chosen)
-    mine = [spot_of(chosen, alone=not problem), str(device), problem]
-    store, start = None, None
+    mine = [{"device": chosen.type}, "", spot_of(chosen, alone=True, problem=problem)]
+    judge, store, start = partial(judged, "init_distributed"), None, None
     if launch is None:
-        _judge_devices({0: mine})
+        judge({0: mine})
     else:
-        store, start = _agreed_store(launch, mine, timeout_s, deadline)
+        store, start = _agreed_store(launch, mine, judge, timeout_s, deadline)
     if _torch.is_async(chosen):
-        machine.use(chosen)
+        torch.accelerator.set_device_index(chosen)
     if launch is None:
         return chosen
     own_failures(own, begun=False)
@@ -372,15 +412,17 @@ def _choose(device: str | torch.device, launch: Launch | None) -> tuple[torch.de
     """Choose this rank's device; return the device and a problem, if any."""
     if device == "auto" and dist.is_initialized():
         device = _served_kind(dist.get_backend_config())
-    wanted, problem = device_of(machine.kind() if device == "auto" else device)
+    wanted, problem = device_of(accelerator() if device == "auto" else device)
     if problem or not _torch.is_async(wanted) or wanted.index is not None:
         return wanted, problem
-    near = launch and torch.device(wanted.type, launch.local_rank % machine.count())
+    near = launch and torch.device(
+        wanted.type, launch.local_rank % torch.accelerator.device_count()
+    )
     return near or _torch.with_index(wanted), ""
 
 
 def _agreed_store(
-    launch: Launch, mine: Any, timeout_s: float, deadline: float
+    launch: Launch, mine: Any, judge: "Judge", timeout_s: float, deadline: float
 ) -> tuple[Any, int | None]:
     """The store of the launch, once all ranks found their devices fit for a start.
 
@@ -416,40 +458,16 @@ def _agreed_store(
         raise lost(error) from error
     with hooks.enter(store, rank, size, timeout_s, lost) as (served, start):
         if start is not None:
-            _judge_devices({rank: mine})
+            judge({rank: mine})
             return part_of_start(store, start), start
         wait = {"verb": "init_distributed", "timeout_s": timeout_s, "deadline": deadline}
-        key, *_ = meet(served, range(size), rank, mine, _judge_devices, **wait)
+        key, *_ = meet(served, range(size), rank, mine, judge, **wait)
     return part_of_start(store, int(key.rpartition("/")[2])), None
-
-
-def _judge_devices(found: Mapping[int, Any]) -> None:
-    """Raise an error if the devices of all ranks do not fit together."""
-    spots = {rank: Spot(*spot) for rank, (spot, _, _) in found.items()}
-    wrong = {
-        rank: f"{problem}, on {spots[rank].host}"
-        for rank, (*_, problem) in found.items()
-        if problem
-    }
-    if wrong:
-        what = "init_distributed: a rank does not have the device that was asked for"
-        fix = "pass device='auto' or 'cpu', or use a torch and a driver for this device"
-        raise GroupsError(what, errors.rank_lines(wrong), fix)
-    kinds = {rank: spot.device.partition(":")[0] for rank, spot in spots.items()}
-    if len(set(kinds.values())) > 1:
-        texts = {
-            rank: f"{kind} on {spots[rank].host} (device={found[rank][1]})"
-            for rank, kind in kinds.items()
-        }
-        fix = "look why some ranks see no accelerator, or pass the same device= on all of them"
-        what = "init_distributed: ranks use different kinds of devices"
-        raise errors.disagreement(what, texts, fix)
-    check_distinct("init_distributed", spots)
 
 
 def _served_kind(config: str) -> str:
     """The accelerator if a backend serves it that does not serve the CPU as well, else the CPU."""
-    kind, served = machine.kind(), backends_of(config)
+    kind, served = accelerator(), backends_of(config)
     return kind if served.get(kind) not in (None, served.get("cpu")) else "cpu"
 
 
@@ -507,8 +525,7 @@ def device_and_backend(
     if device is not None:
         device, problem = device_of(device)
         if problem:
-            fix = "pass device='cpu', or use a torch and a driver for this device"
-            raise GroupsError(f"make_groups: {problem}", fix=fix)
+            raise GroupsError(f"make_groups: {problem}", fix=_NO_DEVICE)
     if not dist.is_initialized():
         return _torch.with_index(torch.get_default_device() if device is None else device), ""
     config = backend or dist.get_backend_config()
