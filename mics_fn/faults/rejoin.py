@@ -32,7 +32,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -247,7 +246,7 @@ def _rebuilt(state: GroupState, channel: Any) -> Groups:
     monitor.check_store(state)
     state.fail(GroupsError("reset was called"))
     state.watch.stands()  # others need not ask whether this rank goes on
-    if channel.key == state.recipe.first:  # which one that comes back looks for
+    if channel.key == state.first:  # which one that comes back looks for
         channel.kept = f"{channel.key}/verdict"
     state.channel.depart("called reset")
     for learned in channel.learned:
@@ -267,30 +266,27 @@ def _rebuilt(state: GroupState, channel: Any) -> Groups:
 
 def _remade(old: GroupState, mine: str) -> Groups:
     """New groups, once all ranks have met, who compare the key of the old ones."""
-    recipe, like = old.recipe, old.recipe.maker
-    state, deadline = like.state.fresh(), time.monotonic() + like.timeout_s
+    state, deadline = old.fresh(), time.monotonic() + old.timeout_s
     store = None
     try:
-        if len(like.ranks) > 1:
-            store = monitor.join(state, like.timeout_s, waits=True)
+        if len(old.ranks) > 1:
+            store = monitor.join(state, old.timeout_s, waits=True)
             meeting = meet(
                 store,
-                like.ranks,
-                like.rank,
+                old.ranks,
+                old.rank,
                 mine,
                 _judged,
                 verb="reset",
-                timeout_s=like.timeout_s,
+                timeout_s=old.timeout_s,
                 check=_say_awaited(state),
             )
             state.watch.begin(meeting)
         old.retire()
-        groups = recipe.create(replace(like, deadline=deadline, store=store, state=state))
+        return old.recipe(state, store, deadline)
     except BaseException:
         state.watch.close()
         raise
-    groups.state.recipe = replace(groups.state.recipe, first=recipe.first)
-    return groups
 
 
 def _say_awaited(state: GroupState) -> Callable[[float], None]:

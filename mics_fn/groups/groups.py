@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -65,19 +64,14 @@ class Route:
     def split(self, count: int) -> tuple["Route", "Route"]:
         """Two routes: the outermost `count` levels, and the others."""
         if count not in self._splits:
-            halves = (slice(0, count), slice(count, None))
-            self._splits[count] = tuple(  # pyright: ignore[reportArgumentType]
-                replace(
-                    self,
-                    levels=self.levels[half],
-                    coords=self.coords[half],
-                    chunk=chunk_of(self.coords[half], self.sizes[half]),
-                    outer_params=0,
-                    outer_grads=0,
-                )
-                for half in halves
-            )
+            first, rest = slice(0, count), slice(count, None)
+            self._splits[count] = self._part(first), self._part(rest)
         return self._splits[count]
+
+    def _part(self, part: slice) -> "Route":
+        coords, levels = self.coords[part], self.levels[part]
+        place = {"coords": coords, "chunk": chunk_of(coords, self.sizes[part])}
+        return replace(self, levels=levels, **place, outer_params=0, outer_grads=0)
 
     def levels_to(self, last: str) -> int:
         """How many levels there are from the outermost to a named one; all if the name is empty."""
@@ -175,7 +169,7 @@ class Hierarchy:
     @classmethod
     def of_one(cls, device: torch.device) -> "Hierarchy":
         """A partition group of one rank, without `Groups`."""
-        return cls(Route(), device, Comm.of_one("partition", 0))
+        return cls(Route(), device, Comm.of_one("partition"))
 
     @property
     def hierarchy(self) -> "Hierarchy":
@@ -190,7 +184,7 @@ class Hierarchy:
     @property
     def closed(self) -> bool:
         """Whether its groups were closed."""
-        return self.partition.closed
+        return self.state.closed
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -210,21 +204,17 @@ class Hierarchy:
     @cached_property
     def replicas(self) -> Comm:
         """A communicator of this rank alone."""
-        return Comm.of_one("replicas", self.partition.ranks[self.partition.rank], self.state)
+        return Comm.of_one("replicas", self.state)
 
     @cached_property
     def fetch_queue(self) -> Comm:
         """Queue of copies from host memory and files: a communicator of this rank alone."""
-        return self._of_one("fetches")
+        return Comm.of_one("fetches", self.state, _DISK_TIMEOUT_S)
 
     @cached_property
     def sum_queue(self) -> Comm:
         """The same for sums of gradients, since a fetch must not wait for a reduction."""
-        return self._of_one("fetches of sums")
-
-    def _of_one(self, name: str) -> Comm:
-        own = self.partition.ranks[self.partition.rank]
-        return replace(Comm.of_one(name, own, self.state), timeout_s=_DISK_TIMEOUT_S)
+        return Comm.of_one("fetches of sums", self.state, _DISK_TIMEOUT_S)
 
     def describe(self) -> str:
         """The facts that must be equal on every rank, as text for digests."""
@@ -233,11 +223,6 @@ class Hierarchy:
     def __repr__(self) -> str:
         levels = " x ".join(f"{level.name} {level.gather.size}" for level in self.route.levels)
         return f"Hierarchy({levels or 'one rank'}, chunk {self.route.chunk} of {self.route.size})"
-
-
-def _as_made(groups: Any) -> Any:
-    """Return groups as `make_groups` gave them."""
-    return groups
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -264,7 +249,7 @@ class Groups:
       mean_over: number of ranks that gradients are averaged over; None for those of the job.
       independent: whether other replicas of the job step on their own; see `replica`.
       agreed: digests of trees that were compared before.
-      derive: makes groups like these of those that `make_groups` gave; see `reset`.
+      derive: what made these of the groups that `make_groups` gave, in order; see `reset`.
 
     Example:
       >>> with make_groups(1) as groups:
@@ -292,7 +277,7 @@ class Groups:
     mean_over: int | None = None
     independent: bool = False
     agreed: set = field(default_factory=set)
-    derive: Callable[[Any], Any] = _as_made
+    derive: tuple[Callable[[Any], Any], ...] = ()
 
     @cached_property
     def world_size(self) -> int:
@@ -330,10 +315,9 @@ class Groups:
         if self.num_replicas == 1:
             return self
         plan, own = self.plan, self.plan.partition_group(self.position)
-        derive = self.derive
         return replace(
             self,
-            derive=lambda made: made.derived(derive).replica,
+            derive=(*self.derive, lambda made: made.replica),
             plan=Plan(Topology(plan.level_sizes or (1,), plan.level_names), plan.partition_size),
             ranks=tuple(self.ranks[position] for position in own),
             position=own.index(self.position),
@@ -345,14 +329,14 @@ class Groups:
         )
 
     @cached_property
-    def _derived(self) -> dict[Callable[[Any], Any], Any]:
-        return {_as_made: self}
+    def _derived(self) -> dict[Any, Any]:
+        return {(): self}
 
-    def derived(self, derive: Callable[[Any], Any]) -> "Groups":
-        """What `derive` of other groups makes of these, which `make_groups` made; each once."""
-        if derive not in self._derived:
-            self._derived[derive] = derive(self)
-        return self._derived[derive]
+    def derived(self, steps: tuple[Callable[[Any], Any], ...]) -> "Groups":
+        """What steps make of these groups, which `make_groups` made; each once."""
+        if steps not in self._derived:
+            self._derived[steps] = steps[-1](self.derived(steps[:-1]))
+        return self._derived[steps]
 
     def without_replicas(self) -> "Groups":
         """Groups of this rank's replica alone, for which hop 2 does nothing.
@@ -395,12 +379,7 @@ class Groups:
     def __enter__(self) -> "Groups":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.state.close(error)
 
     def describe(self) -> str:

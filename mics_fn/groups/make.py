@@ -7,30 +7,24 @@ hangs if ranks differ, so they first compare their arguments, in `startup.py`.
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mics_fn import _torch, checks, errors, spans
+from mics_fn import _torch, checks, spans
+from mics_fn.errors import GroupsError, PeerFailed, PlanError, first_line, name_ranks
 from mics_fn.groups import startup
-from mics_fn.groups.communicator import GroupState, Maker, check_fork, hooks, withdraw_all
+from mics_fn.groups.communicator import Comm, GroupState, check_fork, hooks, withdraw_all
 from mics_fn.groups.groups import Groups, Hierarchy, Level, Route
 from mics_fn.groups.topology import FLAT, Plan, Topology, check_count, plan_groups
-from mics_fn.store import Channel
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What makes groups once more for another life; it refers to nothing of those before."""
-
-    maker: Maker
-    create: Callable[[Maker], Groups]
-    first: str  # the key of the first of all these groups, which a rank that comes back also knows
+from mics_fn.store import Channel, poll
+from mics_fn.threads import bounded
 
 
 def make_groups(
@@ -121,9 +115,9 @@ def make_groups(
         partition_size = _shard_dim(mesh)
     chosen, served_by = startup.device_and_backend(device, mesh, backend)
     startup.own_failures(served_by, begun=started and "nccl" in dist.get_backend_config())
-    state = GroupState(universe, rank, whole=whole or len(universe) == world_size)
-    state.on_device, state.timeout_s = _torch.is_async(chosen), timeout_s
-    state.heartbeat_s = hooks.limit_s(heartbeat_s, len(universe))
+    limits: Any = {"timeout_s": timeout_s, "heartbeat_s": hooks.limit_s(heartbeat_s, len(universe))}
+    state = GroupState(universe, rank, on_device=_torch.is_async(chosen), **limits)
+    state.whole, state.backend = whole or len(universe) == world_size, served_by
     node = _node_of(rank, node_size, topology)
     facts = {"partition_size": partition_size, "node_size": node_size, "topology": topology}
     facts |= {"nodes_per_rack": nodes_per_rack, "device": chosen.type, "backend": served_by}
@@ -131,30 +125,38 @@ def make_groups(
     facts |= {"mean_over": mean_over, "whole": whole}
     if node_size is None and topology is None:
         facts["node_size"] = f"found by {node.partition(' ')[0]}"
-    store, found, deadline = None, 1, time.monotonic() + timeout_s
+    spot = startup.spot_of(chosen, alone=served_by != "gloo")
+    mine = [{name: str(value) for name, value in facts.items()}, node, spot]
+    deadline = time.monotonic() + timeout_s
     try:
-        before = hooks.agreed_before(universe, rank, timeout_s)
-        if before is not None:
-            state.key, found, state.rejoining = before.key, before.verdict, True
-        elif len(universe) > 1:
-            store = hooks.join(state, timeout_s)
-            spot = startup.spot_of(chosen, alone=served_by != "gloo")
-            mine = [{name: str(value) for name, value in facts.items()}, node, spot]
-            wait = {"timeout_s": timeout_s, "check": partial(state.watch.check, ())}
-            wait |= {"verb": "make_groups"}
-            judge = partial(startup.judged, "make_groups")
-            meeting = startup.meet(store, universe, rank, mine, judge, **wait)
-            state.watch.begin(meeting)
-            found = meeting.verdict
+        store, found = _agreed(state, mine)
         if mean_over is not None:
             check_count(mean_over, "make_groups: mean_over")
-        wired = _topology_of(topology, len(universe), found, node_size, nodes_per_rack)
+        if topology is not None:
+            _check_topology(topology, len(universe), node_size, nodes_per_rack)
+        wired = topology or Topology.of(len(universe), found, nodes_per_rack)
         plan = plan_groups(wired, wired.sizes[-1] if partition_size is None else partition_size)
-        maker = Maker(universe, rank, served_by, timeout_s, deadline, store, state=state)
-        return _create(plan, maker, chosen, mean_over)
+        state.recipe = partial(_create, plan=plan, device=chosen, mean_over=mean_over)
+        state.first = state.key
+        return state.recipe(state, store, deadline)
     except BaseException:
         state.watch.close()
         raise
+
+
+def _agreed(state: GroupState, mine: Any) -> tuple[Any, int]:
+    """Meet the other ranks, or find what they agreed on; return the store and a node's size."""
+    before = hooks.agreed_before(state.ranks, state.rank, state.timeout_s)
+    if before is not None:
+        state.key, state.rejoining = before.key, True
+        return None, before.verdict
+    if len(state.ranks) == 1:
+        return None, 1
+    store, judge = hooks.join(state, state.timeout_s), partial(startup.judged, "make_groups")
+    wait = {"timeout_s": state.timeout_s, "check": partial(state.watch.check, ())}
+    meeting = startup.meet(store, state.ranks, state.rank, mine, judge, verb="make_groups", **wait)
+    state.watch.begin(meeting)
+    return store, meeting.verdict
 
 
 def _shard_dim(mesh: DeviceMesh) -> int | None:
@@ -163,28 +165,19 @@ def _shard_dim(mesh: DeviceMesh) -> int | None:
         names = mesh.mesh_dim_names
         what = f"make_groups: no shard dimension in a mesh of {mesh.ndim} dimensions {names}"
         fix = "pass partition_size=, or a 2-D part such as mesh['replicate', 'shard']"
-        raise errors.PlanError(what, fix=fix)
+        raise PlanError(what, fix=fix)
     return mesh.size(1) if mesh.ndim == 2 else None
 
 
-def _topology_of(
-    topology: Topology | None,
-    num_ranks: int,
-    found: int,
-    node_size: int | None,
-    nodes_per_rack: int | None,
-) -> Topology:
-    """How the job's ranks are wired; all ranks were given the same."""
-    if topology is None:
-        return Topology.of(num_ranks, found, nodes_per_rack)
-    if node_size is not None or nodes_per_rack is not None:
+def _check_topology(topology: Topology, num_ranks: int, *others: int | None) -> None:
+    """Raise PlanError unless a topology has all ranks; all ranks were given the same."""
+    if others != (None, None):
         fix = "pass topology= alone, or node_size= and nodes_per_rack="
-        raise errors.PlanError("make_groups: topology= and node sizes are both given", fix=fix)
+        raise PlanError("make_groups: topology= and node sizes are both given", fix=fix)
     if topology.world_size != num_ranks:
         what = f"topology {topology} has {topology.world_size} ranks, the job has {num_ranks}"
         fix = "give sizes whose product is the number of ranks"
-        raise errors.PlanError(f"make_groups: {what}", fix=fix)
-    return topology
+        raise PlanError(f"make_groups: {what}", fix=fix)
 
 
 def _node_of(rank: int, node_size: int | None, topology: Topology | None) -> str:
@@ -200,34 +193,39 @@ def _node_of(rank: int, node_size: int | None, topology: Topology | None) -> str
     return f"hostnames {socket.gethostname()}"
 
 
-def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | None) -> Groups:
+def _create(
+    state: GroupState,
+    store: Any,
+    deadline: float,
+    plan: Plan,
+    device: torch.device,
+    mean_over: int | None,
+) -> Groups:
     """Create the groups that this rank is a member of, in the same order on every rank."""
-    position = maker.ranks.index(maker.rank)
-    coords, chunk, order = plan.coords(position), plan.chunk(position), plan.chunk_order(position)
-    state = maker.state
-    fresh = replace(maker, state=state.fresh(), store=None, channel=Channel())
-    state.recipe = Recipe(fresh, lambda made: _create(plan, made, device, mean_over), state.key)
-    channel = _channel(maker, tuple(maker.ranks[at] for at in order))
-    maker = replace(maker, channel=channel)
-    with maker.together():
+    position = state.ranks.index(state.rank)
+    coords, chunk = plan.coords(position), plan.chunk(position)
+    order = state.ranks_at(plan.chunk_order(position))
+    rows = state.ranks_at(plan.replication_group(position))
+    channel = state.channel = _channel(state, store, order)
+    comm = partial(_comm, state, deadline)
+    with _together(state, deadline):
         levels = tuple(
-            _level(maker, name, plan.level_group(position, i))
+            _level(comm, name, state.ranks_at(plan.level_group(position, i)))
             for i, name in enumerate(plan.level_names)
         )
         one_level = levels
         if len(levels) > 1:
-            flat_level = _level(maker, FLAT, order, lazy=True)
+            flat_level = _level(comm, FLAT, order, lazy=True)
             one_level = (replace(flat_level, reach=levels[0].name),)
-        partition = maker.comm("partition", order) if len(order) == 1 else one_level[0].reduce
+        partition = comm("partition", order) if len(order) == 1 else one_level[0].reduce
         partition = replace(partition, name="partition")  # in the ledger
-        rows = plan.replication_group(position)
-        replicas, second = maker.comm("replicas", rows), maker.comm("replicas, second", rows)
-    factor = 1.0 if mean_over is None else len(maker.ranks) / mean_over
+        replicas, second = comm("replicas", rows), comm("replicas, second", rows)
+    factor = 1.0 if mean_over is None else len(state.ranks) / mean_over
     more = {"grad_factor": factor, "names": plan.topology.names}
     route = Route(levels, coords, chunk, **more)
-    if _torch.is_async(device) and not state.rejoining:
+    if state.on_device and not state.rejoining:
         flat_reduce = [] if one_level is levels else [partition]
-        maker.warm_up([*route.comms, *flat_reduce, replicas, second], device)
+        _warm_up(state, [*route.comms, *flat_reduce, replicas, second], device)
     replicas = replace(replicas, second=replace(second, name="replicas"))  # in the ledger
     hierarchy = flat = Hierarchy(route, device, partition, channel)
     if one_level is not levels:
@@ -235,34 +233,154 @@ def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | Non
         flat = Hierarchy(route, device, partition, channel)
     return Groups(
         plan=plan,
-        ranks=maker.ranks,
-        rank=maker.rank,
+        ranks=state.ranks,
+        rank=state.rank,
         position=position,
         hierarchy=hierarchy,
         flat=flat,
         partition=partition,
         replicas=replicas,
         device=device,
-        timeout_s=maker.timeout_s,
-        traffic=maker.traffic,
+        timeout_s=state.timeout_s,
+        traffic=state.traffic,
         state=state,
         mean_over=mean_over,
     )
 
 
-def _level(maker: Maker, name: str, positions: Sequence[int], *, lazy: bool = False) -> Level:
-    """A level over these positions, ordered by coordinate; `lazy` is for gathers."""
-    gather = maker.comm(f"gather {name}", positions, lazy=lazy)
-    return Level(name, gather, maker.comm(f"reduce {name}", positions))
-
-
-def _channel(maker: Maker, ranks: tuple[int, ...]) -> Channel:
+def _channel(state: GroupState, store: Any, ranks: tuple[int, ...]) -> Channel:
     """The channel of a partition group, which every wait for a collective consults."""
-    state, make = maker.state, Channel if maker.store is None else Channel.of_several
-    facts = state.key, ranks, maker.rank, maker.timeout_s, len(maker.ranks)
-    channel: Any = make(maker.store, *facts)
-    state.channel = channel
+    make = Channel if store is None else Channel.of_several
+    facts = state.key, ranks, state.rank, state.timeout_s, len(state.ranks)
+    channel: Any = make(store, *facts)
     channel.check, channel.timeout_error = state.watch.check, state.watch.timeout_error
     channel.fail, channel.explain = state.fail, state.watch.explained
     channel.withdraw = partial(withdraw_all, state)
     return channel
+
+
+def _level(
+    comm: Callable[..., Comm], name: str, ranks: tuple[int, ...], *, lazy: bool = False
+) -> Level:
+    """A level of these ranks, ordered by coordinate; `lazy` is for gathers."""
+    gather = comm(f"gather {name}", ranks, lazy=lazy)
+    return Level(name, gather, comm(f"reduce {name}", ranks))
+
+
+def _comm(
+    state: GroupState, deadline: float, name: str, ranks: tuple[int, ...], *, lazy: bool = False
+) -> Comm:
+    """A communicator of these ranks; all of them call this with equal arguments.
+
+    Args:
+      state: of the groups.
+      deadline: when its process group has to be made, in seconds of `time.monotonic`.
+      name: its purpose.
+      ranks: in its order.
+      lazy: whether its process group is made when they first communicate, and not now.
+    """
+    alone = len(ranks) == 1 or state.rejoining
+    make = cache(partial(_group, state, None if lazy else deadline, name, ranks))
+    group, calls = None if alone else make, state.channel.calls_of(name, ranks)
+    facts = group, state.timeout_s, state.traffic, state
+    comm = Comm(name, ranks, ranks.index(state.rank), *facts, calls=calls)
+    state.forgets += [make.cache_clear, comm.queue.clear]
+    if not (alone or lazy):
+        make()
+    return comm
+
+
+_FIX = "look at these ranks' own errors, then call make_groups again on all"
+
+
+def _group(
+    state: GroupState, deadline: float | None, name: str, ranks: tuple[int, ...]
+) -> dist.ProcessGroup:
+    """Make the process group of a communicator.
+
+    Raises:
+      GroupsError: torch cannot make it, or does not until the deadline.
+    """
+    # Groups of one purpose are disjoint, so one member tells them apart.
+    unique = f"{state.key}/{name}/{ranks[0]}"
+    # Waits and the monitor keep the limit, and name who is behind; torch's must not come first.
+    options = {"timeout_s": 2 * state.timeout_s, "backend": state.backend, "name": unique}
+    make = partial(_torch.new_group, ranks, **options, purpose=f"mics_fn {name}")
+    deadline = deadline or time.monotonic() + state.timeout_s
+    check = partial(state.watch.check, (), missing=ranks)
+    try:  # gloo connects the members here, in C++
+        group = bounded(make, deadline, check) if state.backend == "gloo" else make()
+    except BaseException as error:
+        _torch.drop_connection()
+        if isinstance(error, TimeoutError):
+            for group in _torch.groups_named(unique):
+                state.own(group)
+            raise _overdue(state, [state.rank]) from error
+        if isinstance(error, PeerFailed) or not isinstance(error, RuntimeError | ValueError):
+            raise
+        failed = _failed(state, "make", name, ranks, error)
+        raise state.watch.explained(failed, wait=isinstance(error, RuntimeError)) from error
+    state.own(group)
+    return group
+
+
+@contextmanager
+def _together(state: GroupState, deadline: float) -> Iterator[None]:
+    """A block that ends once every rank has made its groups in it; if one rank fails, all do.
+
+    A rank that went on alone and closed its groups would break connections that others are still
+    making.
+
+    Communication: a few small messages to the store.
+
+    Raises:
+      GroupsError: another rank failed, or did not finish in time.
+    """
+    if len(state.ranks) == 1 or state.rejoining:
+        yield
+        return
+    store, made = state.channel.store, f"{state.key}/made"
+    try:
+        yield
+        store.set(f"{made}/{state.rank}", "")
+        store.add(made, 1)
+        check = partial(state.watch.check, (), missing=state.ranks)
+        all_made = lambda: store.add(made, 0) == len(state.ranks)  # noqa: E731
+        if not poll(all_made, len(state.ranks), deadline, check):
+            ranks = state.ranks[:1024]
+            missing = [rank for rank in ranks if not store.check([f"{made}/{rank}"])]
+            raise state.watch.explained(_overdue(state, missing), wait=True)
+    except BaseException as error:
+        state.abandon(error)
+        raise
+
+
+def _warm_up(state: GroupState, comms: Iterable[Comm], device: torch.device) -> None:
+    """Connect the members of these communicators now, and not inside the first backward.
+
+    Every rank passes them in the order in which they were made. The groups of one purpose are
+    disjoint, so each rank is in one group at a time, and the one that is furthest behind never
+    waits for a rank that is behind it.
+
+    Raises:
+      GroupsError: the backend cannot connect them.
+    """
+    for comm in comms:
+        if comm.size > 1:
+            try:
+                _torch.warm_up(comm.process_group(), device)
+            except RuntimeError as error:
+                state.abandon(error)
+                raise _failed(state, "connect", comm.name, comm.ranks, error) from error
+
+
+def _overdue(state: GroupState, ranks: Sequence[int]) -> GroupsError:
+    what = f"{name_ranks(ranks)} did not make all groups within {state.timeout_s:g} s"
+    return GroupsError(f"make_groups: {what}", fix=_FIX)
+
+
+def _failed(
+    state: GroupState, did: str, name: str, ranks: Sequence[int], error: Exception
+) -> GroupsError:
+    what = f"make_groups: rank {state.rank} cannot {did} '{name}' of {name_ranks(ranks)}"
+    return GroupsError(what, [first_line(error)], _FIX)

@@ -85,8 +85,7 @@ def place(
       >>> placement.place(make_groups(1), "zero2")
       Groups(n=1 p=1 levels=none, rank 0, cpu)
     """
-    derive = groups.derive
-    given = partial(place, scheme=scheme, params=params, grads=grads)
+    step = partial(place, scheme=scheme, params=params, grads=grads)
     if scheme is not None:
         groups, wanted = _scheme(groups, scheme)
         params = wanted[0] if params is None else params
@@ -105,7 +104,7 @@ def place(
         flat = found
     return replace(
         groups,
-        derive=lambda made: given(made.derived(derive)),
+        derive=(*groups.derive, step),
         hierarchy=_routed(groups.hierarchy, **found),
         flat=_routed(groups.flat, **flat),
     )
@@ -158,10 +157,9 @@ def fixed_order(groups: Groups) -> Groups:
         found = replace(hierarchy, partition=change(hierarchy.partition))
         return _routed(found, levels=tuple(changed))
 
-    derive = groups.derive
     return replace(
         groups,
-        derive=lambda made: fixed_order(made.derived(derive)),
+        derive=(*groups.derive, fixed_order),
         hierarchy=along(groups.hierarchy),
         flat=along(groups.flat),
         partition=change(groups.partition),

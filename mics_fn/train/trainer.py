@@ -544,7 +544,7 @@ class Trainer:
         if member.lost:  # the batch is that of the first step, and the others have come further
             raise rejoin_error("Trainer.step", home.rank)
         seen, self.last_step = spans.span("step", self.ahead.step + 1, parts=True), NOT_WATCHED
-        with home.state.turns.stepping(), reports_step(home.state, self.ahead.step + 1), seen:
+        with home.state.turns.alone(step=True), reports_step(home.state, self.ahead.step + 1), seen:
             metrics = one_step(self, batch)
             if self.checkpoint is not None:
                 self.checkpoint.after(self)
