@@ -268,8 +268,9 @@ class GroupState:
     timeout_s: float = 600.0  # and one that makes no call for that long while others wait for it
     rejoining: bool = False  # whether this process takes a lost rank's place, until `reset`
     failed: str | None = None  # why they are finished; see [Note: failed groups]
-    owned: list[dist.ProcessGroup] = field(default_factory=list)  # in the order of creation
-    # Calls that drop all other references to them.
+    # By a name that is equal on its ranks, in the order of creation.
+    owned: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    # Calls that drop references to them, of what is queued.
     forgets: list[Callable[[], None]] = field(default_factory=list)
     active: list[Any] = field(default_factory=list)  # `Pending`s in flight, oldest first
     step: int | None = None  # the optimizer step under way, for errors
@@ -307,9 +308,9 @@ class GroupState:
         """The global ranks at these positions."""
         return tuple(self.ranks[position] for position in positions)
 
-    def own(self, group: dist.ProcessGroup) -> None:
+    def own(self, name: str, group: dist.ProcessGroup) -> None:
         """Take over a process group, which `close` will destroy."""
-        self.owned.append(group)
+        self.owned[name] = group
         OPEN.add(self)
 
     def fail(self, error: BaseException, *, raised: bool = True) -> None:
@@ -374,7 +375,7 @@ class GroupState:
     def _end(self, how: str, patience_s: float, *, waits: bool = True) -> None:
         """Destroy the process groups, with the other ranks or not; a thread frees the rest."""
         tidy = self.channel.depart(how)
-        groups = [group for group in self.owned if group in _torch.LIVE_GROUPS]
+        groups = [group for group in self.owned.values() if group in _torch.LIVE_GROUPS]
         self.let_go()
         quietly(self.watch.close)
         if not waits and self.on_device and not self.aborted:
@@ -396,7 +397,7 @@ class GroupState:
         if self.on_device and not self.aborted:
             self.aborted = True
             _torch.lose_queued()
-        groups = [group for group in self.owned if group in _torch.LIVE_GROUPS]
+        groups = [group for group in self.owned.values() if group in _torch.LIVE_GROUPS]
         return [abort_group(group) for group in groups]
 
     def let_go(self) -> None:
@@ -414,7 +415,7 @@ OPEN: set[GroupState] = set()  # what owns process groups, until it is closed
 
 def never_destruct() -> None:
     """Keep torch from destructing open groups of gloo, which would wait for the other ranks."""
-    for group in [group for state in OPEN for group in state.owned]:
+    for group in [group for state in OPEN for group in state.owned.values()]:
         if group in _torch.LIVE_GROUPS and dist.get_backend(group) == "gloo":
             _torch.never_destruct(group)
 
@@ -505,7 +506,7 @@ class Comm:
       name: its purpose, such as "gather node" or "replicas".
       ranks: global ranks, in the order of the group.
       rank: this rank's place in `ranks`.
-      group: makes the process group at the first call; None for one rank.
+      group: the name of the process group among those of `state`; "" for one rank.
       timeout_s: bound in seconds of each wait.
       traffic: the ledger of the groups.
       state: of the groups.
@@ -524,7 +525,7 @@ class Comm:
     name: str
     ranks: tuple[int, ...]
     rank: int
-    group: Callable[[], dist.ProcessGroup] | None = field(repr=False)
+    group: str = field(repr=False)
     timeout_s: float
     traffic: Traffic = field(repr=False)
     state: GroupState = field(repr=False)
@@ -538,7 +539,7 @@ class Comm:
     def of_one(cls, name: str, state: "GroupState | None" = None, timeout_s: float = 0.0) -> "Comm":
         """A communicator of this rank alone."""
         state = state or GroupState()
-        return cls(name, (state.rank,), 0, None, timeout_s, Traffic(), state)
+        return cls(name, (state.rank,), 0, "", timeout_s, Traffic(), state)
 
     @cached_property
     def size(self) -> int:
@@ -589,10 +590,10 @@ class Comm:
         self.check_open()
         if self.state.rejoining:
             raise rejoin_error(f"'{self.name}' of {name_ranks(self.ranks)}", self.state.rank)
-        if self.group is None:
+        if not self.group:
             what = f"'{self.name}' holds rank {self.ranks[0]} alone and has no process group"
             raise GroupsError(what, fix="skip communication where size is 1")
-        group = self.group()
+        group = self.state.owned[self.group]
         if group not in _torch.LIVE_GROUPS:
             what = f"'{self.name}' is used after torch.distributed was shut down"
             fix = "close the groups before destroy_process_group(), make new ones after init"

@@ -322,7 +322,7 @@ class Groups:
             ranks=tuple(self.ranks[position] for position in own),
             position=own.index(self.position),
             replicas=replace(
-                self.replicas, ranks=(self.rank,), rank=0, group=None, queue=deque(), second=None
+                self.replicas, ranks=(self.rank,), rank=0, group="", queue=deque(), second=None
             ),
             independent=True,
             agreed=set(),

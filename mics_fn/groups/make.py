@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ def make_groups(
       communicator, which connects its ranks; only the gathers of `Groups.flat` are connected at
       their first use, by all ranks of a partition group. If the default group is bound to a device
       (`device_id=`), NCCL splits it: then all ranks of the world must make their groups at the same
-      time, and use `flat` for the first time together.
+      time.
 
     Memory: the buffers of NCCL, for each communicator.
 
@@ -215,8 +215,7 @@ def _create(
         )
         one_level = levels
         if len(levels) > 1:
-            flat_level = _level(comm, FLAT, order, lazy=True)
-            one_level = (replace(flat_level, reach=levels[0].name),)
+            one_level = (replace(_level(comm, FLAT, order), reach=levels[0].name),)
         partition = comm("partition", order) if len(order) == 1 else one_level[0].reduce
         partition = replace(partition, name="partition")  # in the ledger
         replicas, second = comm("replicas", rows), comm("replicas, second", rows)
@@ -231,21 +230,10 @@ def _create(
     if one_level is not levels:
         route = Route(one_level, (chunk,), chunk, **more)
         flat = Hierarchy(route, device, partition, channel)
-    return Groups(
-        plan=plan,
-        ranks=state.ranks,
-        rank=state.rank,
-        position=position,
-        hierarchy=hierarchy,
-        flat=flat,
-        partition=partition,
-        replicas=replicas,
-        device=device,
-        timeout_s=state.timeout_s,
-        traffic=state.traffic,
-        state=state,
-        mean_over=mean_over,
-    )
+    where = {"ranks": state.ranks, "rank": state.rank, "position": position, "device": device}
+    parts = {"hierarchy": hierarchy, "flat": flat, "partition": partition, "replicas": replicas}
+    shared = {"timeout_s": state.timeout_s, "traffic": state.traffic, "state": state}
+    return Groups(plan, **where, **parts, **shared, mean_over=mean_over)
 
 
 def _channel(state: GroupState, store: Any, ranks: tuple[int, ...]) -> Channel:
@@ -259,17 +247,12 @@ def _channel(state: GroupState, store: Any, ranks: tuple[int, ...]) -> Channel:
     return channel
 
 
-def _level(
-    comm: Callable[..., Comm], name: str, ranks: tuple[int, ...], *, lazy: bool = False
-) -> Level:
-    """A level of these ranks, ordered by coordinate; `lazy` is for gathers."""
-    gather = comm(f"gather {name}", ranks, lazy=lazy)
-    return Level(name, gather, comm(f"reduce {name}", ranks))
+def _level(comm: Callable[..., Comm], name: str, ranks: tuple[int, ...]) -> Level:
+    """A level of these ranks, ordered by coordinate."""
+    return Level(name, comm(f"gather {name}", ranks), comm(f"reduce {name}", ranks))
 
 
-def _comm(
-    state: GroupState, deadline: float, name: str, ranks: tuple[int, ...], *, lazy: bool = False
-) -> Comm:
+def _comm(state: GroupState, deadline: float, name: str, ranks: tuple[int, ...]) -> Comm:
     """A communicator of these ranks; all of them call this with equal arguments.
 
     Args:
@@ -277,51 +260,46 @@ def _comm(
       deadline: when its process group has to be made, in seconds of `time.monotonic`.
       name: its purpose.
       ranks: in its order.
-      lazy: whether its process group is made when they first communicate, and not now.
     """
-    alone = len(ranks) == 1 or state.rejoining
-    make = cache(partial(_group, state, None if lazy else deadline, name, ranks))
-    group, calls = None if alone else make, state.channel.calls_of(name, ranks)
+    group, calls = "", state.channel.calls_of(name, ranks)
+    if len(ranks) > 1 and not state.rejoining:
+        # Groups of one purpose are disjoint, so one member tells them apart.
+        group = f"{state.key}/{name}/{ranks[0]}"
+        _make_group(state, deadline, group, name, ranks)
     facts = group, state.timeout_s, state.traffic, state
     comm = Comm(name, ranks, ranks.index(state.rank), *facts, calls=calls)
-    state.forgets += [make.cache_clear, comm.queue.clear]
-    if not (alone or lazy):
-        make()
+    state.forgets.append(comm.queue.clear)
     return comm
 
 
 _FIX = "look at these ranks' own errors, then call make_groups again on all"
 
 
-def _group(
-    state: GroupState, deadline: float | None, name: str, ranks: tuple[int, ...]
-) -> dist.ProcessGroup:
+def _make_group(
+    state: GroupState, deadline: float, unique: str, name: str, ranks: tuple[int, ...]
+) -> None:
     """Make the process group of a communicator.
 
     Raises:
       GroupsError: torch cannot make it, or does not until the deadline.
     """
-    # Groups of one purpose are disjoint, so one member tells them apart.
-    unique = f"{state.key}/{name}/{ranks[0]}"
     # Waits and the monitor keep the limit, and name who is behind; torch's must not come first.
     options = {"timeout_s": 2 * state.timeout_s, "backend": state.backend, "name": unique}
     make = partial(_torch.new_group, ranks, **options, purpose=f"mics_fn {name}")
-    deadline = deadline or time.monotonic() + state.timeout_s
     check = partial(state.watch.check, (), missing=ranks)
     try:  # gloo connects the members here, in C++
         group = bounded(make, deadline, check) if state.backend == "gloo" else make()
+        state.own(unique, group)
     except BaseException as error:
         _torch.drop_connection()
         if isinstance(error, TimeoutError):
             for group in _torch.groups_named(unique):
-                state.own(group)
+                state.own(unique, group)
             raise _overdue(state, [state.rank]) from error
         if isinstance(error, PeerFailed) or not isinstance(error, RuntimeError | ValueError):
             raise
         failed = _failed(state, "make", name, ranks, error)
         raise state.watch.explained(failed, wait=isinstance(error, RuntimeError)) from error
-    state.own(group)
-    return group
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from hashlib import sha256
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -210,17 +211,31 @@ def accelerator() -> str:
     return kind if dist.Backend.default_device_backend_map.get(kind, "gloo") != "gloo" else "cpu"
 
 
-def device_of(device: str | torch.device) -> tuple[torch.device, str]:
-    """The device that an argument means, and why this process cannot use it."""
+def choose_device(
+    device: str | torch.device, launch: Launch | None = None, config: str = ""
+) -> tuple[torch.device, str]:
+    """The device that an argument means, and why this process cannot use it.
+
+    Args:
+      device: "auto" is the accelerator, if a backend serves it that does not serve the CPU as well.
+      launch: has the number of this rank on its node, and so of its device.
+      config: the backends of the default group; "" if there is none.
+    """
+    if device == "auto":
+        kind, served = accelerator(), backends_of(config)
+        alone = not config or served.get(kind) not in (None, served.get("cpu"))
+        device = kind if alone else "cpu"
     wanted = torch.device(device)
     if wanted.type == "meta":
         return torch.device("cpu"), f"device={str(device)!r}, which holds no data"
     if not _torch.is_async(wanted):
         return wanted, ""
     count = torch.accelerator.device_count() if accelerator() == wanted.type else 0
-    if (wanted.index or 0) < count:
-        return wanted, ""
-    return wanted, f"{wanted} is asked for, and this process sees {count} devices of its kind"
+    if (wanted.index or 0) >= count:
+        return wanted, f"{wanted} is asked for, and this process sees {count} devices of its kind"
+    if launch is not None and wanted.index is None:
+        return torch.device(wanted.type, launch.local_rank % count), ""
+    return _torch.with_index(wanted), ""
 
 
 def backends_of(config: str) -> dict[str, str]:
@@ -280,15 +295,13 @@ def judged(verb: str, found: Mapping[int, Any]) -> int:
         what = f"{verb}: a rank does not have the device that was asked for"
         raise GroupsError(what, errors.rank_lines(wrong), _NO_DEVICE)
     _compare(verb, facts)
-    units = errors.by_value({rank: x.unit or f"rank {rank}" for rank, x in spots.items()})
-    shared = [(unit, ranks, spots[ranks[0]]) for unit, ranks in units if len(ranks) > 1]
-    if shared:
-        lines = [
-            f"{errors.name_ranks(ranks)} on {first.host}: {first.device}, {unit}"
-            for unit, ranks, first in shared[:8]
-        ]
+    units = {rank: x.unit or f"rank {rank}" for rank, x in spots.items()}
+    unit, users = errors.by_value(units)[0]
+    if len(users) > 1:
+        at = f"{spots[users[0]].host}: {spots[users[0]].device}"
         fix = "start one rank per device, show each rank one of its own (srun --gpus-per-task=1), "
         fix += "or pass device='cpu'; to share one in a test, set another NCCL_HOSTID on each rank"
+        lines = [f"{errors.name_ranks(users)} on {at}, {unit}"]
         raise GroupsError(f"{verb}: several ranks use one device", lines, fix)
     return node_size_of(nodes)
 
@@ -319,17 +332,14 @@ def node_size_of(nodes: Mapping[int, str]) -> int:
     >>> node_size_of({0: "a", 1: "a", 2: "b", 3: "b"})
     2
     """
-    of_node: dict[str, list[int]] = {}
-    for rank, node in nodes.items():
-        of_node.setdefault(node, []).append(rank)
-    in_order = [rank for ranks in of_node.values() for rank in ranks]
-    if in_order != [*nodes] or len(set(map(len, of_node.values()))) > 1:
+    sizes = [len(list(run)) for _, run in groupby(nodes.values())]
+    if len(set(sizes)) > 1 or len(sizes) > len(set(nodes.values())):
         what = "make_groups: these ranks do not fill nodes of one size, one after the other"
-        lines = [f"{node}: {errors.name_ranks(ranks)}" for node, ranks in of_node.items()]
+        found = errors.by_value(nodes)[:8]
+        lines = [f"{node}: {errors.name_ranks(ranks)}" for node, ranks in found]
         fix = "start equally many ranks on every node, node by node (Slurm: --distribution=block), "
-        fix += "or pass node_size= or topology="
-        raise errors.PlanError(what, lines[:8], fix)
-    return len(of_node[nodes[in_order[0]]])
+        raise errors.PlanError(what, lines, f"{fix}or pass node_size= or topology=")
+    return sizes[0]
 
 
 def init_distributed(
@@ -372,77 +382,63 @@ def init_distributed(
     checks.number("init_distributed", "timeout_s", timeout_s, above=0, below=1e8)
     if spans.observers:
         spans.passing("start: init_distributed")
-    launch = None if dist.is_initialized() else read_launch(os.environ)
-    deadline = time.monotonic() + timeout_s
-    chosen, problem = _choose(device, launch)
-    own = _torch.backend(chosen)
+    begun, deadline = dist.is_initialized(), time.monotonic() + timeout_s
+    launch = None if begun else read_launch(os.environ)
+    chosen, problem = choose_device(device, launch, dist.get_backend_config() if begun else "")
     mine = [{"device": chosen.type}, "", spot_of(chosen, alone=True, problem=problem)]
-    judge, store, start = partial(judged, "init_distributed"), None, None
+    store, start = None, None
     if launch is None:
-        judge({0: mine})
+        judged("init_distributed", {0: mine})
     else:
-        store, start = _agreed_store(launch, mine, judge, timeout_s, deadline)
+        store, start = _agreed_store(launch, mine, timeout_s, deadline)
     if _torch.is_async(chosen):
         torch.accelerator.set_device_index(chosen)
     if launch is None:
         return chosen
+    own = _torch.backend(chosen)
     own_failures(own, begun=False)
     backend = f"cpu:gloo,{chosen.type}:{own}" if cpu_groups and own != "gloo" else own
-    if start is not None:
-        _torch.start_alone(backend, store, launch.rank, launch.world_size, timeout_s)
-        return chosen
     how = {"store": store, "rank": launch.rank, "world_size": launch.world_size}
     connect = partial(dist.init_process_group, backend, timeout=timedelta(seconds=timeout_s), **how)
-    if own != "gloo":
+    if start is not None:
+        _torch.start_alone(backend, timeout_s=timeout_s, **how)
+    elif own != "gloo":
         connect()
-        return chosen
-    try:  # it connects the ranks, in C++
+    else:
+        _connect(connect, launch.rank, timeout_s, deadline)
+    return chosen
+
+
+def _connect(connect: Callable[[], Any], rank: int, timeout_s: float, deadline: float) -> None:
+    """Let gloo connect the ranks, in C++."""
+    try:
         bounded(connect, deadline)
     except (RuntimeError, TimeoutError) as error:
         first = errors.first_line(error, f"they did not connect within {timeout_s:g} s")
-        what = f"init_distributed: rank {launch.rank} found the store, but gloo could not connect"
+        what = f"init_distributed: rank {rank} found the store, but gloo could not connect"
         # A host's name often leads to its own loopback address.
         fix = "look whether another rank has ended, and set GLOO_SOCKET_IFNAME, on each node, to"
         fix += " the interface that the other nodes reach, such as eth0; `ip -br addr` lists them"
         raise errors.CollectiveError(f"{what} it with the other ranks", [first], fix) from error
-    return chosen
-
-
-def _choose(device: str | torch.device, launch: Launch | None) -> tuple[torch.device, str]:
-    """Choose this rank's device; return the device and a problem, if any."""
-    if device == "auto" and dist.is_initialized():
-        device = _served_kind(dist.get_backend_config())
-    wanted, problem = device_of(accelerator() if device == "auto" else device)
-    if problem or not _torch.is_async(wanted) or wanted.index is not None:
-        return wanted, problem
-    near = launch and torch.device(
-        wanted.type, launch.local_rank % torch.accelerator.device_count()
-    )
-    return near or _torch.with_index(wanted), ""
 
 
 def _agreed_store(
-    launch: Launch, mine: Any, judge: "Judge", timeout_s: float, deadline: float
+    launch: Launch, mine: Any, timeout_s: float, deadline: float
 ) -> tuple[Any, int | None]:
     """The store of the launch, once all ranks found their devices fit for a start.
 
     The second value is the number of the start that this process comes back into, if it does.
     """
     rank, size = launch.rank, launch.world_size
-    limit = timedelta(seconds=timeout_s)
+    limit, judge = timedelta(seconds=timeout_s), partial(judged, "init_distributed")
 
     def connect() -> Any:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # that of torchrun's agent
             return next(rendezvous("env://", rank, size, timeout=limit))[0]
-        return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-            launch.master_addr,
-            launch.master_port,
-            size,
-            is_master=rank == 0,
-            timeout=limit,
-            wait_for_workers=False,  # `meet` waits for them, and names those that are missing
-            multi_tenant=True,
-        )
+        # `meet` waits for the other ranks, and names those that are missing.
+        options = {"is_master": rank == 0, "wait_for_workers": False, "multi_tenant": True}
+        where = launch.master_addr, launch.master_port, size
+        return dist.TCPStore(*where, timeout=limit, **options)  # pyright: ignore
 
     def lost(error: Exception) -> errors.MicsError:
         first = errors.first_line(error, f"no answer within {timeout_s:g} s")
@@ -463,12 +459,6 @@ def _agreed_store(
         wait = {"verb": "init_distributed", "timeout_s": timeout_s, "deadline": deadline}
         key, *_ = meet(served, range(size), rank, mine, judge, **wait)
     return part_of_start(store, int(key.rpartition("/")[2])), None
-
-
-def _served_kind(config: str) -> str:
-    """The accelerator if a backend serves it that does not serve the CPU as well, else the CPU."""
-    kind, served = accelerator(), backends_of(config)
-    return kind if served.get(kind) not in (None, served.get("cpu")) else "cpu"
 
 
 # Which ranks, device and backend groups have.
@@ -522,18 +512,17 @@ def device_and_backend(
     Raises:
       GroupsError: this process lacks the device, or the default group has no backend for it.
     """
-    if device is not None:
-        device, problem = device_of(device)
-        if problem:
-            raise GroupsError(f"make_groups: {problem}", fix=_NO_DEVICE)
-    if not dist.is_initialized():
-        return _torch.with_index(torch.get_default_device() if device is None else device), ""
-    config = backend or dist.get_backend_config()
-    if device is None:
-        device = _served_kind(config) if mesh is None else mesh.device_type
-    chosen = _torch.with_index(torch.device(device))
-    if backend is not None:
-        return chosen, backend
+    begun = dist.is_initialized()
+    config = (backend or dist.get_backend_config()) if begun else ""
+    if device is None and mesh is not None:
+        device = mesh.device_type
+    elif device is None:
+        device = "auto" if begun else torch.get_default_device()
+    chosen, problem = choose_device(device, config=config)
+    if problem:
+        raise GroupsError(f"make_groups: {problem}", fix=_NO_DEVICE)
+    if not begun or backend is not None:
+        return chosen, config
     # A config such as "cpu:gloo,cuda:nccl" names one backend per device. Groups that are made for
     # one of them keep torch from creating idle communicators for the others.
     of_device = backends_of(config)

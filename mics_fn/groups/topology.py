@@ -177,17 +177,17 @@ class Plan:
 
     def partition_group(self, position: int) -> tuple[int, ...]:
         """The partition group that `position` is in, ascending."""
-        start = self._checked(position) // self.partition_size * self.partition_size
+        start = range(self.world_size)[position] // self.partition_size * self.partition_size
         return tuple(range(start, start + self.partition_size))
 
     def replication_group(self, position: int) -> tuple[int, ...]:
         """The positions that hold the same shard as `position`, ascending."""
         p = self.partition_size
-        return tuple(range(self._checked(position) % p, self.world_size, p))
+        return tuple(range(range(self.world_size)[position] % p, self.world_size, p))
 
     def coords(self, position: int) -> tuple[int, ...]:
         """Coordinates of `position` inside its partition group, one per level."""
-        place, coords = self._checked(position) % self.partition_size, []
+        place, coords = range(self.world_size)[position] % self.partition_size, []
         for size in reversed(self.level_sizes):
             place, x = divmod(place, size)
             coords.append(x)
@@ -206,11 +206,6 @@ class Plan:
     def chunk_order(self, position: int) -> tuple[int, ...]:
         """The partition group of `position`, ordered by the chunks that its members keep."""
         return tuple(sorted(self.partition_group(position), key=self.chunk))
-
-    def _checked(self, position: int) -> int:
-        if type(position) is not int or not 0 <= position < self.world_size:
-            raise PlanError(f"position {position} is outside the world of {self.world_size} ranks")
-        return position
 
     def __str__(self) -> str:
         p, replicas = self.partition_size, self.num_replicas

@@ -74,7 +74,7 @@ PLANTED = [
     (
         "the fourth rank of a node that sees two devices takes one that is not there",
         "groups/startup.py",
-        "launch.local_rank % torch.accelerator.device_count()",
+        "launch.local_rank % count",
         "launch.local_rank",
         "groups/test_devices.py -k fourth_rank",
     ),

@@ -18,8 +18,8 @@ from mics_fn.groups import make_groups
 from mics_fn.groups.startup import (
     NCCL_SETTINGS,
     Launch,
-    _choose,
     accelerator,
+    choose_device,
     device_and_backend,
     init_distributed,
     nccl_problems,
@@ -72,7 +72,7 @@ def machine(fake: Fake, **env: str) -> Iterator[Fake]:
 )
 def test_the_fourth_rank_of_a_node_takes(asked: str, fake: Fake, want: str):
     with machine(fake):
-        assert _choose(asked, Launch("Slurm", 3, 4, 3, "a", 1)) == (torch.device(want), "")
+        assert choose_device(asked, Launch("Slurm", 3, 4, 3, "a", 1)) == (torch.device(want), "")
 
 
 def test_without_a_launcher_it_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch):
@@ -259,7 +259,7 @@ def test_communicators_are_connected_in_one_order(ranks):
     purposes = ["gather node", "reduce node", "gather rank", "reduce rank"]
     hop_2 = [("replicas", 2), ("replicas, second", 2)]
     want = [*((purpose, 2) for purpose in purposes), ("reduce flat", 4), *hop_2]
-    assert ranks(8).run(connected, -1) == [(want, 7)] * 8, "the first backward connects nothing"
+    assert ranks(8).run(connected, -1) == [(want, 8)] * 8, "the first backward connects nothing"
 
 
 @pytest.mark.thorough
