@@ -40,17 +40,7 @@ from mics_fn.errors import GroupsError, PeerFailed, disagreement, first_line, na
 from mics_fn.faults import heartbeat
 from mics_fn.faults.heartbeat import BoundedStore, Process, StoreThread, heartbeat_of, register
 from mics_fn.faults.monitor import listen, monitor
-from mics_fn.groups import (
-    Groups,
-    GroupState,
-    Meeting,
-    check_fork,
-    hooks,
-    last_of,
-    meet,
-    part_of_start,
-    past,
-)
+from mics_fn.groups import Groups, GroupState, Meeting, check_fork, hooks, startup
 from mics_fn.spans import LOG
 from mics_fn.store import Store, poll
 from mics_fn.threads import bounded
@@ -92,8 +82,8 @@ class Rejoining:
         store.since, before = register(store, f"mics_fn/process/{rank}", Process.own().name)
         if not before:
             return None
-        start = last_of(store, range(world_size), "init_distributed")
-        begun = past(store, range(world_size), "init_distributed", start) is not None
+        start = startup.last_of(store, range(world_size), "init_distributed")
+        begun = startup.past(store, range(world_size), "init_distributed", start) is not None
         self.rejoins = begun and "TORCHELASTIC_RUN_ID" not in os.environ and others_live(start)
         return start if self.rejoins else None
 
@@ -103,7 +93,7 @@ class Rejoining:
             return None
         call = (verb, tuple(ranks))
         self._calls[call] += 1
-        return past(store, ranks, verb, self._calls[call])
+        return startup.past(store, ranks, verb, self._calls[call])
 
 
 def some_rank_lives(store: Any, rank: int, world_size: int) -> bool:
@@ -143,7 +133,7 @@ def entering(
     """
 
     def others_live(start: int) -> bool:
-        other = StoreThread(_torch.default_part(part_of_start(store, start)))
+        other = StoreThread(_torch.default_part(startup.part_of_start(store, start)))
         try:
             return some_rank_lives(BoundedStore(other, None, timeout_s, lost), rank, world_size)
         finally:
@@ -271,7 +261,7 @@ def _remade(old: GroupState, mine: str) -> Groups:
     try:
         if len(old.ranks) > 1:
             store = monitor.join(state, old.timeout_s, waits=True)
-            meeting = meet(
+            meeting = startup.meet(
                 store,
                 old.ranks,
                 old.rank,

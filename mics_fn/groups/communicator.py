@@ -243,7 +243,7 @@ class Traffic:
 
     def __str__(self) -> str:
         lines = [
-            f"{what}: {sent:,} bytes sent in {'1 call' if calls == 1 else f'{calls} calls'}"
+            f"{what}: {sent:,} bytes sent in {calls} call{'s' * (calls != 1)}"
             for what, (calls, sent) in self.snapshot().items()
         ]
         return "\n".join(lines) or "nothing sent"
@@ -545,16 +545,6 @@ class Comm:
     def size(self) -> int:
         """Ranks in it."""
         return len(self.ranks)
-
-    @property
-    def silent(self) -> bool:
-        """Whether there are no connections yet; see [Note: rejoining] in `faults.rejoin`."""
-        return self.state.rejoining
-
-    @property
-    def adds(self) -> str:
-        """How its reductions add up, as text for digests; nothing if the backend decides."""
-        return " in fixed order" if self.fixed_order else ""
 
     def check_open(self) -> None:
         """Raise GroupsError if its groups were closed or failed, even if its size is 1.

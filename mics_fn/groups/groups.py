@@ -32,6 +32,11 @@ from mics_fn.store import Channel
 _DISK_TIMEOUT_S = 600.0  # of a chunk that is brought from a file
 
 
+def _adds(comm: Comm) -> str:
+    """How reductions add up, as text for digests; nothing if the backend decides."""
+    return " in fixed order" if comm.fixed_order else ""
+
+
 @dataclass(frozen=True, eq=False)
 class Level:
     """One level of a route. It has two communicators, so that gathers and reductions overlap."""
@@ -114,7 +119,7 @@ class Route:
                 parts.append(f"{what} over {self.split(outer)[1].size}")
         if self.grad_factor != 1.0:
             parts.append(f"gradients times {self.grad_factor:g}")
-        return " ".join(parts) + (self.levels[0].reduce.adds if self.levels else "")
+        return " ".join(parts) + (_adds(self.levels[0].reduce) if self.levels else "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -388,7 +393,7 @@ class Groups:
         text = f"n={self.world_size} p={self.partition_size} levels={route.facts}"
         if self.mean_over is not None:
             text += f" mean over {self.mean_over}"
-        return text if route.levels else text + self.replicas.adds
+        return text if route.levels else text + _adds(self.replicas)
 
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
@@ -396,22 +401,19 @@ class Groups:
 
     def __str__(self) -> str:
         p, count, route = self.partition_size, self.num_replicas, self.hierarchy.route
-        none = "" if route.levels else " none"
-        shared = fold_ranks(self.partition.ranks)
-        levels = (
-            f"  {level.name} {level.gather.size}: {fold_ranks(level.gather.ranks)}"
-            for level in route.levels
-        )
+        levels = [f"  {x.name} {x.gather.size}: {fold_ranks(x.gather.ranks)}" for x in route.levels]
+        shared = f"{fold_ranks(self.partition.ranks)}; levels outermost first:"
         lines = [
             f"this is rank {self.rank}, which keeps chunk {route.chunk} of {p}",
-            f"partition group: {shared}; levels outermost first:{none}",
+            f"partition group: {shared}" if levels else f"partition group: {shared} none",
             *levels,
             f"replication group: {fold_ranks(self.replicas.ranks)}",
         ]
-        counted = "1 partition group" if count == 1 else f"{count} partition groups"
+        counted = f"{count} partition group{'s' * (count != 1)}"
         state = ", closed" if self.closed else ""
-        head = f"n = {self.world_size} in {counted} of p = {p}, on {self.device}{state}"
-        return message(head, lines)
+        return message(
+            f"n = {self.world_size} in {counted} of p = {p}, on {self.device}{state}", lines
+        )
 
 
 def require_replicas(verb: str, homes: Iterable[Groups | Hierarchy]) -> None:

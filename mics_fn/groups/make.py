@@ -7,8 +7,7 @@ hangs if ranks differ, so they first compare their arguments, in `startup.py`.
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -106,14 +105,14 @@ def make_groups(
     """
     check_fork("make_groups")
     checks.number("make_groups", "timeout_s", timeout_s, above=0, below=1e8)
-    started = startup.require_distributed()
+    started = require_distributed()
     if spans.observers:
         spans.passing("start: make_groups")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
-    universe = startup.universe_of(ranks, mesh, rank, world_size)
+    universe = universe_of(ranks, mesh, rank, world_size)
     if mesh is not None and partition_size is None:
         partition_size = _shard_dim(mesh)
-    chosen, served_by = startup.device_and_backend(device, mesh, backend)
+    chosen, served_by = device_and_backend(device, mesh, backend)
     startup.own_failures(served_by, begun=started and "nccl" in dist.get_backend_config())
     limits: Any = {"timeout_s": timeout_s, "heartbeat_s": hooks.limit_s(heartbeat_s, len(universe))}
     state = GroupState(universe, rank, on_device=_torch.is_async(chosen), **limits)
@@ -159,6 +158,72 @@ def _agreed(state: GroupState, mine: Any) -> tuple[Any, int]:
     return store, meeting.verdict
 
 
+def require_distributed() -> bool:
+    """Whether torch.distributed is initialised; a world of one rank does not need it.
+
+    Raises:
+      GroupsError: several ranks were launched, but it is not initialised.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return True
+    source = startup.launcher_of(os.environ)
+    if source is not None and os.environ.get("WORLD_SIZE") != "1":
+        what = f"make_groups: {source} started several ranks, without torch.distributed"
+        fix = "call mics_fn.init_distributed() or torch.distributed.init_process_group() first"
+        raise GroupsError(what, fix=fix)
+    return False
+
+
+def universe_of(
+    ranks: Sequence[int] | None, mesh: DeviceMesh | None, rank: int, world_size: int
+) -> tuple[int, ...]:
+    """The global ranks of this rank's data-parallel job, by position.
+
+    Raises:
+      PlanError: they are not distinct ranks of the world, or this rank is not one of them.
+    """
+    if mesh is not None and ranks is not None:
+        raise PlanError("make_groups: ranks= and mesh= are both given", fix="pass one")
+    if mesh is not None:
+        # The tensor of a sub-mesh holds only the ranks that share this rank's other coordinates.
+        ranks = mesh.mesh.flatten().tolist()
+    found = tuple(range(world_size) if ranks is None else ranks)
+    known = set(found) & set(range(world_size))
+    if len(known) < len(found) or rank not in known:
+        what = f"make_groups: ranks={[*found]} are not distinct ranks of a world of {world_size}"
+        raise PlanError(what, fix="pass each rank of the job once, this one too")
+    return found
+
+
+def device_and_backend(
+    device: str | torch.device | None, mesh: DeviceMesh | None, backend: str | None
+) -> tuple[torch.device, str]:
+    """The device of tensors that the groups communicate, and the backend that serves it.
+
+    Raises:
+      GroupsError: this process lacks the device, or the default group has no backend for it.
+    """
+    begun = dist.is_initialized()
+    config = (backend or dist.get_backend_config()) if begun else ""
+    if device is None and mesh is not None:
+        device = mesh.device_type
+    elif device is None:
+        device = "auto" if begun else torch.get_default_device()
+    chosen, problem = startup.choose_device(device, config=config)
+    if problem:
+        raise GroupsError(f"make_groups: {problem}", fix=startup.NO_DEVICE)
+    if not begun or backend is not None:
+        return chosen, config
+    # A config such as "cpu:gloo,cuda:nccl" names one backend per device. Groups that are made for
+    # one of them keep torch from creating idle communicators for the others.
+    of_device = startup.backends_of(config)
+    if chosen.type not in of_device:
+        what = f"make_groups: the default group serves {config}, not {chosen.type}"
+        fix = "pass device= or backend=, or start it with a backend for that device; for the CPU, "
+        raise GroupsError(what, fix=f"{fix}init_distributed(cpu_groups=True)")
+    return chosen, of_device[chosen.type]
+
+
 def _shard_dim(mesh: DeviceMesh) -> int | None:
     """The partition size that a mesh implies, by the (replicate, shard) convention."""
     if mesh.ndim > 2:
@@ -176,8 +241,7 @@ def _check_topology(topology: Topology, num_ranks: int, *others: int | None) -> 
         raise PlanError("make_groups: topology= and node sizes are both given", fix=fix)
     if topology.world_size != num_ranks:
         what = f"topology {topology} has {topology.world_size} ranks, the job has {num_ranks}"
-        fix = "give sizes whose product is the number of ranks"
-        raise PlanError(f"make_groups: {what}", fix=fix)
+        raise PlanError(f"make_groups: {what}", fix="give sizes whose product is that number")
 
 
 def _node_of(rank: int, node_size: int | None, topology: Topology | None) -> str:
@@ -207,24 +271,26 @@ def _create(
     order = state.ranks_at(plan.chunk_order(position))
     rows = state.ranks_at(plan.replication_group(position))
     channel = state.channel = _channel(state, store, order)
-    comm = partial(_comm, state, deadline)
-    with _together(state, deadline):
-        levels = tuple(
-            _level(comm, name, state.ranks_at(plan.level_group(position, i)))
-            for i, name in enumerate(plan.level_names)
-        )
-        one_level = levels
-        if len(levels) > 1:
-            one_level = (replace(_level(comm, FLAT, order), reach=levels[0].name),)
-        partition = comm("partition", order) if len(order) == 1 else one_level[0].reduce
-        partition = replace(partition, name="partition")  # in the ledger
-        replicas, second = comm("replicas", rows), comm("replicas, second", rows)
+    made = list[Comm]()
+    comm = partial(_comm, state, made)
+    levels = tuple(
+        _level(comm, name, state.ranks_at(plan.level_group(position, i)))
+        for i, name in enumerate(plan.level_names)
+    )
+    one_level = levels
+    if len(levels) > 1:
+        one_level = (replace(_level(comm, FLAT, order), reach=levels[0].name),)
+    partition = comm("partition", order) if len(order) == 1 else one_level[0].reduce
+    partition = replace(partition, name="partition")  # in the ledger
+    replicas, second = comm("replicas", rows), comm("replicas, second", rows)
+    made = [comm for comm in made if comm.group]
+    if store is not None:
+        _make_all(state, store, made, deadline)
+    if state.on_device:
+        _warm_up(state, [comm for comm in made if comm.name != f"gather {FLAT}"], device)
     factor = 1.0 if mean_over is None else len(state.ranks) / mean_over
     more = {"grad_factor": factor, "names": plan.topology.names}
     route = Route(levels, coords, chunk, **more)
-    if state.on_device and not state.rejoining:
-        flat_reduce = [] if one_level is levels else [partition]
-        _warm_up(state, [*route.comms, *flat_reduce, replicas, second], device)
     replicas = replace(replicas, second=replace(second, name="replicas"))  # in the ledger
     hierarchy = flat = Hierarchy(route, device, partition, channel)
     if one_level is not levels:
@@ -252,77 +318,39 @@ def _level(comm: Callable[..., Comm], name: str, ranks: tuple[int, ...]) -> Leve
     return Level(name, comm(f"gather {name}", ranks), comm(f"reduce {name}", ranks))
 
 
-def _comm(state: GroupState, deadline: float, name: str, ranks: tuple[int, ...]) -> Comm:
-    """A communicator of these ranks; all of them call this with equal arguments.
-
-    Args:
-      state: of the groups.
-      deadline: when its process group has to be made, in seconds of `time.monotonic`.
-      name: its purpose.
-      ranks: in its order.
-    """
-    group, calls = "", state.channel.calls_of(name, ranks)
-    if len(ranks) > 1 and not state.rejoining:
-        # Groups of one purpose are disjoint, so one member tells them apart.
-        group = f"{state.key}/{name}/{ranks[0]}"
-        _make_group(state, deadline, group, name, ranks)
+def _comm(state: GroupState, made: list[Comm], name: str, ranks: tuple[int, ...]) -> Comm:
+    """A communicator of these ranks, without its process group; it is appended to `made`."""
+    alone = len(ranks) == 1 or state.rejoining
+    # Groups of one purpose are disjoint, so one member tells them apart.
+    group = "" if alone else f"{state.key}/{name}/{ranks[0]}"
     facts = group, state.timeout_s, state.traffic, state
+    calls = state.channel.calls_of(name, ranks)
     comm = Comm(name, ranks, ranks.index(state.rank), *facts, calls=calls)
     state.forgets.append(comm.queue.clear)
+    made.append(comm)
     return comm
 
 
 _FIX = "look at these ranks' own errors, then call make_groups again on all"
 
 
-def _make_group(
-    state: GroupState, deadline: float, unique: str, name: str, ranks: tuple[int, ...]
-) -> None:
-    """Make the process group of a communicator.
-
-    Raises:
-      GroupsError: torch cannot make it, or does not until the deadline.
-    """
-    # Waits and the monitor keep the limit, and name who is behind; torch's must not come first.
-    options = {"timeout_s": 2 * state.timeout_s, "backend": state.backend, "name": unique}
-    make = partial(_torch.new_group, ranks, **options, purpose=f"mics_fn {name}")
-    check = partial(state.watch.check, (), missing=ranks)
-    try:  # gloo connects the members here, in C++
-        group = bounded(make, deadline, check) if state.backend == "gloo" else make()
-        state.own(unique, group)
-    except BaseException as error:
-        _torch.drop_connection()
-        if isinstance(error, TimeoutError):
-            for group in _torch.groups_named(unique):
-                state.own(unique, group)
-            raise _overdue(state, [state.rank]) from error
-        if isinstance(error, PeerFailed) or not isinstance(error, RuntimeError | ValueError):
-            raise
-        failed = _failed(state, "make", name, ranks, error)
-        raise state.watch.explained(failed, wait=isinstance(error, RuntimeError)) from error
-
-
-@contextmanager
-def _together(state: GroupState, deadline: float) -> Iterator[None]:
-    """A block that ends once every rank has made its groups in it; if one rank fails, all do.
+def _make_all(state: GroupState, store: Any, comms: Sequence[Comm], deadline: float) -> None:
+    """Make process groups, in one order on all ranks; if one rank fails, all do.
 
     A rank that went on alone and closed its groups would break connections that others are still
     making.
 
-    Communication: a few small messages to the store.
+    Communication: the connections of gloo, and a few small messages to the store.
 
     Raises:
-      GroupsError: another rank failed, or did not finish in time.
+      GroupsError: torch cannot make one, or another rank failed, or did not finish in time.
     """
-    if len(state.ranks) == 1 or state.rejoining:
-        yield
-        return
-    store, made = state.channel.store, f"{state.key}/made"
+    made, check = f"{state.key}/made", partial(state.watch.check, (), missing=state.ranks)
     try:
-        yield
+        for comm in comms:
+            _make_group(state, comm, deadline, check)
         store.set(f"{made}/{state.rank}", "")
         store.add(made, 1)
-        check = partial(state.watch.check, (), missing=state.ranks)
         all_made = lambda: store.add(made, 0) == len(state.ranks)  # noqa: E731
         if not poll(all_made, len(state.ranks), deadline, check):
             ranks = state.ranks[:1024]
@@ -331,6 +359,27 @@ def _together(state: GroupState, deadline: float) -> Iterator[None]:
     except BaseException as error:
         state.abandon(error)
         raise
+
+
+def _make_group(
+    state: GroupState, comm: Comm, deadline: float, check: Callable[[float], None]
+) -> None:
+    # Waits and the monitor keep the limit, and name who is behind; torch's must not come first.
+    options = {"timeout_s": 2 * state.timeout_s, "backend": state.backend, "name": comm.group}
+    make = partial(_torch.new_group, comm.ranks, **options, purpose=f"mics_fn {comm.name}")
+    try:  # gloo connects the members here, in C++
+        group = bounded(make, deadline, check) if state.backend == "gloo" else make()
+        state.own(comm.group, group)
+    except BaseException as error:
+        _torch.drop_connection()
+        if isinstance(error, TimeoutError):
+            for group in _torch.groups_named(comm.group):
+                state.own(comm.group, group)
+            raise _overdue(state, [state.rank]) from error
+        if isinstance(error, PeerFailed) or not isinstance(error, RuntimeError | ValueError):
+            raise
+        failed = _failed("make", comm, error)
+        raise state.watch.explained(failed, wait=isinstance(error, RuntimeError)) from error
 
 
 def _warm_up(state: GroupState, comms: Iterable[Comm], device: torch.device) -> None:
@@ -344,12 +393,11 @@ def _warm_up(state: GroupState, comms: Iterable[Comm], device: torch.device) -> 
       GroupsError: the backend cannot connect them.
     """
     for comm in comms:
-        if comm.size > 1:
-            try:
-                _torch.warm_up(comm.process_group(), device)
-            except RuntimeError as error:
-                state.abandon(error)
-                raise _failed(state, "connect", comm.name, comm.ranks, error) from error
+        try:
+            _torch.warm_up(comm.process_group(), device)
+        except RuntimeError as error:
+            state.abandon(error)
+            raise _failed("connect", comm, error) from error
 
 
 def _overdue(state: GroupState, ranks: Sequence[int]) -> GroupsError:
@@ -357,8 +405,7 @@ def _overdue(state: GroupState, ranks: Sequence[int]) -> GroupsError:
     return GroupsError(f"make_groups: {what}", fix=_FIX)
 
 
-def _failed(
-    state: GroupState, did: str, name: str, ranks: Sequence[int], error: Exception
-) -> GroupsError:
-    what = f"make_groups: rank {state.rank} cannot {did} '{name}' of {name_ranks(ranks)}"
+def _failed(did: str, comm: Comm, error: Exception) -> GroupsError:
+    rank, members = comm.ranks[comm.rank], name_ranks(comm.ranks)
+    what = f"make_groups: rank {rank} cannot {did} '{comm.name}' of {members}"
     return GroupsError(what, [first_line(error)], _FIX)

@@ -37,13 +37,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from mics_fn import _torch, checks, errors, spans
 from mics_fn.errors import GroupsError
 from mics_fn.groups.communicator import hooks
-from mics_fn.groups.topology import fold_ranks
 from mics_fn.store import Store, StoreLost, later, poll, value_of
 from mics_fn.threads import bounded
 
@@ -58,8 +56,7 @@ _LAUNCHERS = {
 }
 _FIXES = {
     "torchrun": "launch with torchrun, or set them all",
-    "Open MPI": "export the host name of rank 0's node as MASTER_ADDR and a free port of it as "
-    "MASTER_PORT, to all ranks: mpirun -x MASTER_ADDR -x MASTER_PORT",
+    "Open MPI": "pass rank 0's host and a free port: mpirun -x MASTER_ADDR=... -x MASTER_PORT=...",
     "Slurm": "put this line before srun in the batch script: "
     'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
 }
@@ -273,7 +270,7 @@ def spot_of(device: torch.device, *, alone: bool, problem: str = "") -> Spot:
     return Spot(str(device), host, unit, problem)
 
 
-_NO_DEVICE = "pass device='auto' or 'cpu', or use a torch and a driver for this device"
+NO_DEVICE = "pass device='auto' or 'cpu', or use a torch and a driver for this device"
 
 
 # What ranks tell each other as they start, and what must be equal or distinct there.
@@ -293,7 +290,7 @@ def judged(verb: str, found: Mapping[int, Any]) -> int:
     wrong = {rank: f"{x.problem}, on {x.host}" for rank, x in spots.items() if x.problem}
     if wrong:
         what = f"{verb}: a rank does not have the device that was asked for"
-        raise GroupsError(what, errors.rank_lines(wrong), _NO_DEVICE)
+        raise GroupsError(what, errors.rank_lines(wrong), NO_DEVICE)
     _compare(verb, facts)
     units = {rank: x.unit or f"rank {rank}" for rank, x in spots.items()}
     unit, users = errors.by_value(units)[0]
@@ -461,78 +458,6 @@ def _agreed_store(
     return part_of_start(store, int(key.rpartition("/")[2])), None
 
 
-# Which ranks, device and backend groups have.
-
-
-def require_distributed() -> bool:
-    """Whether torch.distributed is initialised; a world of one rank does not need it.
-
-    Raises:
-      GroupsError: several ranks were launched, but it is not initialised.
-    """
-    if dist.is_available() and dist.is_initialized():
-        return True
-    source = launcher_of(os.environ)
-    if source is not None and os.environ.get("WORLD_SIZE") != "1":
-        what = f"make_groups: {source} started several ranks, without torch.distributed"
-        fix = "call mics_fn.init_distributed() or torch.distributed.init_process_group() first"
-        raise GroupsError(what, fix=fix)
-    return False
-
-
-def universe_of(
-    ranks: Sequence[int] | None, mesh: DeviceMesh | None, rank: int, world_size: int
-) -> tuple[int, ...]:
-    """The global ranks of this rank's data-parallel job, by position.
-
-    Raises:
-      PlanError: they are not distinct ranks of the world, or this rank is not one of them.
-    """
-    if mesh is not None and ranks is not None:
-        raise errors.PlanError("make_groups: ranks= and mesh= are both given", fix="pass one")
-    if mesh is not None:
-        # The tensor of a sub-mesh holds only the ranks that share this rank's other coordinates.
-        ranks = mesh.mesh.flatten().tolist()
-    found = tuple(range(world_size) if ranks is None else ranks)
-    if len(set(found) & set(range(world_size))) < len(found):
-        what = f"make_groups: ranks={[*found]} are not distinct ranks of a world of {world_size}"
-        raise errors.PlanError(what, fix=f"give each of 0 to {world_size - 1} at most once")
-    if rank not in found:
-        what = f"make_groups: rank {rank} is not one of ranks={fold_ranks(found) or []}"
-        fix = "pass on each rank the ranks that it shares groups with, itself included"
-        raise errors.PlanError(what, fix=fix)
-    return found
-
-
-def device_and_backend(
-    device: str | torch.device | None, mesh: DeviceMesh | None, backend: str | None
-) -> tuple[torch.device, str]:
-    """The device of tensors that the groups communicate, and the backend that serves it.
-
-    Raises:
-      GroupsError: this process lacks the device, or the default group has no backend for it.
-    """
-    begun = dist.is_initialized()
-    config = (backend or dist.get_backend_config()) if begun else ""
-    if device is None and mesh is not None:
-        device = mesh.device_type
-    elif device is None:
-        device = "auto" if begun else torch.get_default_device()
-    chosen, problem = choose_device(device, config=config)
-    if problem:
-        raise GroupsError(f"make_groups: {problem}", fix=_NO_DEVICE)
-    if not begun or backend is not None:
-        return chosen, config
-    # A config such as "cpu:gloo,cuda:nccl" names one backend per device. Groups that are made for
-    # one of them keep torch from creating idle communicators for the others.
-    of_device = backends_of(config)
-    if chosen.type not in of_device:
-        what = f"make_groups: the default group serves {config}, not {chosen.type}"
-        fix = "pass device= or backend=, or start it with a backend for that device; for the CPU, "
-        raise GroupsError(what, fix=f"{fix}init_distributed(cpu_groups=True)")
-    return chosen, of_device[chosen.type]
-
-
 # Meetings of ranks, before any process group exists: see [Note: meetings].
 
 EPOCH = "mics_fn/epoch"  # the key of its number; see [Note: the epoch of membership]
@@ -673,9 +598,8 @@ def _absence(
 ) -> dict[str, str]:
     """The verdict if not all ranks came in time."""
     missing = [rank for rank in ranks[:1024] if not store.check([f"{key}/{rank}"])]
-    who = f"rank {ranks[0]} did not answer"
-    if missing:
-        who = f"{errors.name_ranks(missing)} did not call it"
+    absent = f"{errors.name_ranks(missing)} did not call it"
+    who = absent if missing else f"rank {ranks[0]} did not answer"
     fix = f"call {verb} on all of these ranks, equally often and in the same order"
     lines = [f"expected: {errors.name_ranks(ranks)}"]
     text = errors.message(f"{verb}: {who} within {timeout_s:g} s", lines, fix)

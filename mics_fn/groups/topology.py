@@ -170,11 +170,6 @@ class Plan:
         p = self.partition_size
         return tuple(tuple(range(i, i + p)) for i in range(0, self.world_size, p))
 
-    @cached_property
-    def replication_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Positions with the same place in each partition group, which hold the same shard."""
-        return tuple(self.replication_group(i) for i in range(self.partition_size))
-
     def partition_group(self, position: int) -> tuple[int, ...]:
         """The partition group that `position` is in, ascending."""
         start = range(self.world_size)[position] // self.partition_size * self.partition_size

@@ -15,12 +15,12 @@ from jobs import free_port
 from mics_fn import _torch
 from mics_fn.errors import DesyncError, GroupsError, MicsError, PeerFailed
 from mics_fn.groups import make_groups
+from mics_fn.groups.make import device_and_backend
 from mics_fn.groups.startup import (
     NCCL_SETTINGS,
     Launch,
     accelerator,
     choose_device,
-    device_and_backend,
     init_distributed,
     nccl_problems,
     own_failures,
