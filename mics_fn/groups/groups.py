@@ -302,12 +302,9 @@ class Groups:
     @cached_property
     def stacked_ranks(self) -> list[int]:
         """All global ranks by partition group, in each in the order of the `partition` comm."""
-        p, own = self.partition_size, self.plan.partition_groups
-        home = own[self.position // self.partition_size]
-        places = [home.index(self.ranks.index(rank)) for rank in self.partition.ranks]
-        return [
-            self.ranks[start * p + place] for start in range(self.num_replicas) for place in places
-        ]
+        home, groups = self.plan.partition_group(self.position), self.plan.partition_groups
+        places = [self.ranks.index(rank) - home[0] for rank in self.partition.ranks]
+        return [self.ranks[group[0] + place] for group in groups for place in places]
 
     @cached_property
     def replica(self) -> "Groups":

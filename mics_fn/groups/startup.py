@@ -563,12 +563,7 @@ def last_of(store: Store, ranks: Sequence[int], verb: str) -> int:
 
 
 def _judged(
-    store: Store,
-    key: str,
-    ranks: Sequence[int],
-    judge: Judge,
-    deadline: float,
-    check: Callable[[float], None],
+    store: Store, key: str, ranks: Sequence[int], judge: Judge, *wait: Any
 ) -> dict[str, Any] | None:
     """The verdict on what all ranks wrote; None if some did not come, or one gave up on that."""
     found, members, waiting = {}, dict[int, int](), [*reversed(ranks)]
@@ -580,7 +575,7 @@ def _judged(
             members[waiting.pop()] = int(since)
         return not waiting or store.check([f"{key}/verdict"])
 
-    if not poll(decided, 1, deadline, check) or waiting:
+    if not poll(decided, 1, *wait) or waiting:
         return None
     try:
         judgement = judge(found)
