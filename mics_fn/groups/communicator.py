@@ -389,8 +389,7 @@ class GroupState:
         # These refer to what is to be freed.
         self.channel, self.watch = Channel(), Watch(self)
         if groups:
-            thread = threading.Thread(target=free, args=(groups, tidy), daemon=True)
-            start(thread).join(patience_s)
+            _started(partial(free, groups, tidy)).join(patience_s)
 
     def abort(self) -> list[threading.Thread]:
         """Abort each process group on a thread; see [Note: aborted collectives] in `_torch`."""
@@ -559,8 +558,9 @@ class Comm:
             raise unraised
         what = f"'{self.name}' of ranks {fold_ranks(self.ranks)} is used after its groups"
         if state.failed is None:
-            fix = "keep them open, or call make_groups again"
-            raise GroupsError(f"{what} were closed", fix=fix)
+            raise GroupsError(
+                f"{what} were closed", fix="keep them open, or call make_groups again"
+            )
         why = f"rank {state.rank}: {state.failed}"
         fix = "call groups = mics_fn.reset(groups), or trainer.reset(), on all ranks"
         raise GroupsError(f"{what} have failed", [why], fix)
@@ -586,8 +586,7 @@ class Comm:
         group = self.state.owned[self.group]
         if group not in _torch.LIVE_GROUPS:
             what = f"'{self.name}' is used after torch.distributed was shut down"
-            fix = "close the groups before destroy_process_group(), make new ones after init"
-            raise GroupsError(what, fix=fix)
+            raise GroupsError(what, fix="close groups before that, and make new ones after init")
         return group
 
 

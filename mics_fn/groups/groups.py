@@ -96,11 +96,6 @@ class Route:
         return tuple(level.reduce for level in reversed(self.levels))
 
     @property
-    def comms(self) -> list[Comm]:
-        """The two communicators of each level, in the order in which they were made."""
-        return [comm for level in self.levels for comm in (level.gather, level.reduce)]
-
-    @property
     def sizes(self) -> tuple[int, ...]:
         """Number of ranks in each level."""
         return tuple(level.gather.size for level in self.levels)
@@ -185,11 +180,6 @@ class Hierarchy:
     def state(self) -> GroupState:
         """The shared state of its groups."""
         return self.partition.state
-
-    @property
-    def closed(self) -> bool:
-        """Whether its groups were closed."""
-        return self.state.closed
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -360,8 +350,9 @@ class Groups:
         Not listed is the second communicator of hop 2, which gathers codes: it has the ranks of
         "replicas", and `traffic` counts what it sends under that name, too.
         """
-        found = (*self.hierarchy.route.comms, self.partition, self.replicas)
-        return {comm.name: comm for comm in found}
+        levels = self.hierarchy.route.levels
+        found = [comm for level in levels for comm in (level.gather, level.reduce)]
+        return {comm.name: comm for comm in (*found, self.partition, self.replicas)}
 
     @property
     def closed(self) -> bool:
@@ -417,8 +408,7 @@ def require_replicas(verb: str, homes: Iterable[Groups | Hierarchy]) -> None:
     """Raise GroupsError unless all of these know the other replicas, which hierarchies do not."""
     for home in homes:
         if isinstance(home, Hierarchy):
-            fix = "pass groups, which know the other replicas"
-            raise GroupsError(f"{verb}: got a hierarchy, needs groups", fix=fix)
+            raise GroupsError(f"{verb}: got a hierarchy, needs groups", fix="pass groups")
 
 
 Home = Groups | Hierarchy  # the groups of a leaf, as the verbs take them

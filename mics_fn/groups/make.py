@@ -227,8 +227,7 @@ def device_and_backend(
 def _shard_dim(mesh: DeviceMesh) -> int | None:
     """The partition size that a mesh implies, by the (replicate, shard) convention."""
     if mesh.ndim > 2:
-        names = mesh.mesh_dim_names
-        what = f"make_groups: no shard dimension in a mesh of {mesh.ndim} dimensions {names}"
+        what = f"make_groups: no shard dimension in a mesh of dimensions {mesh.mesh_dim_names}"
         fix = "pass partition_size=, or a 2-D part such as mesh['replicate', 'shard']"
         raise PlanError(what, fix=fix)
     return mesh.size(1) if mesh.ndim == 2 else None
