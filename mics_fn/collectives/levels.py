@@ -527,7 +527,7 @@ def start_collect(comms: Sequence[Comm], tensor: Tensor, what: str = "comparison
     """Start to collect a small tensor over one communicator after the other; the result is flat."""
     comms, flat = [comm for comm in comms if comm.size > 1], tensor.contiguous().view(-1)
     outs, copies = list[Tensor](), 1
-    if any(comm.silent for comm in comms):  # all ranks say the same, as they did before
+    if any(comm.state.rejoining for comm in comms):  # all ranks say the same, as they did before
         comms, copies = [], math.prod(comm.size for comm in comms)
     for comm in comms:
         outs.append(flat.new_empty(comm.size * (outs[-1] if outs else flat).numel()))
@@ -546,7 +546,7 @@ def start_collect(comms: Sequence[Comm], tensor: Tensor, what: str = "comparison
 
 def send_from(comm: Comm, tensor: Tensor, source_rank: int) -> None:
     """Overwrite `tensor` on all ranks of a communicator with that of the source."""
-    if comm.size > 1 and not comm.silent:
+    if comm.size > 1 and not comm.state.rejoining:
         call = partial(dist.broadcast, tensor, src=source_rank)
         nbytes = tensor.nbytes if comm.rank == 0 else 0
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from mics_fn import _torch, checks, collectives, errors, shards, tree
 from mics_fn._version import __version__
-from mics_fn.collectives import Pending, agree, checksum, collect_values, levels, refuse_unequal
+from mics_fn.collectives import checksum, levels, refuse_unequal
 from mics_fn.groups import Groups
 from mics_fn.offload import is_placed, read
 from mics_fn.optim import as_before, by_leaf, fresh

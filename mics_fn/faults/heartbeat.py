@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mics_fn.errors import first_line
-from mics_fn.groups import EPOCH
+from mics_fn.groups import startup
 from mics_fn.store import Replaced, StoreLost, claim
 from mics_fn.threads import Job, start
 
@@ -273,7 +273,7 @@ def register(store: Any, key: str, name: str) -> tuple[int, str]:
         before = store.get(key).decode() if store.check([key]) else ""
         since, other = int(before.partition(" ")[0] or 1), name_in(before)
         if other not in ("", name):
-            since = max(since, store.add(EPOCH, 0)) + 1
+            since = max(since, store.add(startup.EPOCH, 0)) + 1
         mine = f"{since} 0 {name}"
         if store.compare_set(key, before, mine).decode() == mine:
             return since, "" if other == name else other

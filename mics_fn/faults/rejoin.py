@@ -30,7 +30,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +37,7 @@ from mics_fn import _torch, tree
 from mics_fn.errors import GroupsError, PeerFailed, disagreement, first_line
 from mics_fn.faults.heartbeat import BoundedStore, Process, StoreThread, heartbeat_of, register
 from mics_fn.faults.monitor import listen, monitor
-from mics_fn.groups import Groups, GroupState, Meeting, check_fork, entered, hooks, meet, past
+from mics_fn.groups import Groups, GroupState, Meeting, check_fork, hooks, startup
 from mics_fn.store import Store
 from mics_fn.threads import bounded
 
@@ -79,8 +78,8 @@ def joined(store: Any, rank: int, world_size: int) -> int | None:
     if not before or "TORCHELASTIC_RUN_ID" in os.environ:
         return None
     ranks, verb = range(world_size), "init_distributed"
-    start = entered(store, ranks, verb, rank)
-    return None if past(store, ranks, verb, start) is None else start
+    start = startup.last_of(store, ranks, verb)
+    return None if startup.past(store, ranks, verb, start) is None else start
 
 
 def _agreed_before(
@@ -95,7 +94,7 @@ def _agreed_before(
 
     def ask() -> Meeting | None:
         register(store, heartbeat_of(rank), Process.own().name)
-        return past(store, ranks, "make_groups", calls[ranks])
+        return startup.past(store, ranks, "make_groups", calls[ranks])
 
     try:
         return bounded(ask, time.monotonic() + timeout_s)
@@ -174,7 +173,7 @@ def _rebuilt(state: GroupState, channel: Any) -> Groups:
     monitor.check_store(state)
     state.fail(GroupsError("reset was called"))
     state.watch.stands()  # others need not ask whether this rank goes on
-    if channel.key == state.recipe.first:  # which one that comes back looks for
+    if channel.key == state.first:  # which one that comes back looks for
         channel.kept = f"{channel.key}/verdict"
     state.channel.depart("called reset")
     for learned in channel.learned:
@@ -191,22 +190,19 @@ def _rebuilt(state: GroupState, channel: Any) -> Groups:
 
 def _remade(old: GroupState, mine: str) -> Groups:
     """New groups, once all ranks have met, who compare the key of the old ones."""
-    recipe, like = old.recipe, old.recipe.maker
-    state, deadline = like.state.fresh(), time.monotonic() + like.timeout_s
+    state, deadline = old.fresh(), time.monotonic() + old.timeout_s
     store = None
     try:
-        if len(like.ranks) > 1:
-            store = monitor.join(state, like.timeout_s, waits=True)
-            wait = {"verb": "reset", "timeout_s": like.timeout_s}
-            meeting = meet(store, like.ranks, like.rank, mine, _judged, **wait)
+        if len(old.ranks) > 1:
+            store = monitor.join(state, old.timeout_s, waits=True)
+            wait = {"verb": "reset", "timeout_s": old.timeout_s}
+            meeting = startup.meet(store, old.ranks, old.rank, mine, _judged, **wait)
             state.watch.begin(meeting)
         old.retire()
-        groups = recipe.create(replace(like, deadline=deadline, store=store, state=state))
+        return old.recipe(state, store, deadline)
     except BaseException:
         state.watch.close()
         raise
-    groups.state.recipe = replace(groups.state.recipe, first=recipe.first)
-    return groups
 
 
 def _judged(found: Mapping[int, str]) -> None:

@@ -63,7 +63,7 @@ its cases to `tests/groups/test_launcher.py`. To add a placement, add a row to `
 `placement.py`, and its formula to `tests/deferred/test_placement.py`.
 """
 
-from mics_fn.groups import placement
+from mics_fn.groups import placement, startup
 from mics_fn.groups.buffers import LEAST_RING, Arena, Buffers, Lease, lease_sizes
 from mics_fn.groups.communicator import (
     Comm,
@@ -81,16 +81,7 @@ from mics_fn.groups.communicator import (
 )
 from mics_fn.groups.groups import Groups, Hierarchy, Home, Route, current, require_replicas
 from mics_fn.groups.make import make_groups
-from mics_fn.groups.startup import (
-    EPOCH,
-    Meeting,
-    entered,
-    init_distributed,
-    meet,
-    nccl_problems,
-    past,
-    read_launch,
-)
+from mics_fn.groups.startup import Meeting, init_distributed, nccl_problems, read_launch
 from mics_fn.groups.topology import Plan, Topology, fold_ranks, plan_groups, valid_partition_sizes
 
 __all__ = ["Topology", "plan_groups"]

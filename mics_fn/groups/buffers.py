@@ -4,18 +4,28 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mics_fn import _torch
 
-_PATIENCE = 16  # a size that nobody took during `_PATIENCE * made` takes is let go
+_PATIENCE = 16  # a buffer that nobody took during `_PATIENCE * made` takes is let go
 _ALIGN_BYTES = 512  # where the parts of a ring begin
 LEAST_RING = 2**16  # bytes that let small buckets pass without a wait, and cost nothing
 
-_Size = tuple[str, int]  # device, bytes
 _Part = tuple[int, int, torch.Event | None]  # start, end, and what its next user waits for
+
+
+class _Free(NamedTuple):
+    """A free buffer; those of one size are taken in the order in which they were given back."""
+
+    where: str  # its device
+    nbytes: int
+    since: int  # when it was given back, by the clock of its pool: no two are equal
+    raw: Tensor  # 1D, uint8
+    event: torch.Event | None  # what its next user waits for
 
 
 class Buffers:
@@ -40,12 +50,8 @@ class Buffers:
 
     def __init__(self) -> None:
         self.made = 0  # how many buffers were allocated
-        self._takes = 0
-        # 1D, uint8, with the event to wait for; the one that was given back first comes first.
-        self._free: dict[_Size, deque[tuple[Tensor, torch.Event | None]]] = {}
-        self._sizes: list[_Size] = []  # those with a free buffer, sorted
-        # The value of `_takes` when a buffer of a size was last given back; least recent first.
-        self._given: dict[_Size, int] = {}
+        self._clock = 0  # of takes and gives
+        self._free: list[_Free] = []  # sorted
         self._streams: dict[int, torch.Stream] = {}  # where memory was made, by its address
 
     def take(
@@ -65,57 +71,50 @@ class Buffers:
         nbytes = prod(shape) * dtype.itemsize
         if not nbytes:
             return torch.empty(shape, dtype=dtype, device=device)
-        self._takes += 1
+        self._clock += 1
         where = str(_torch.with_index(device))
-        at = bisect_left(self._sizes, (where, nbytes))
-        size = self._sizes[at] if at < len(self._sizes) else ("", 0)
+        at = bisect_left(self._free, (where, nbytes))
+        size = self._free[at][:2] if at < len(self._free) else ("", 0)
         if size[0] == where and (size[1] == nbytes or not exact):
-            raw = self._pop(at)
+            raw = self._ready(self._free.pop(at))
         else:
-            self._make_room(where, None if exact else at - 1)
+            if not exact and at and self._free[at - 1].where == where:  # it is too small
+                self.let_go(self._free.pop(at - 1))
+            oldest = self._clock - 2 * _PATIENCE * self.made  # such as one of a model that is gone
+            for place in reversed(range(len(self._free))):
+                if self._free[place].since < oldest:
+                    self.let_go(self._free.pop(place))
             self.made += 1
             raw = torch.empty(nbytes, dtype=torch.uint8, device=device)
             if _torch.is_async(device):
                 self._streams[raw.data_ptr()] = _torch.current_stream(device)
         return raw[:nbytes].view(dtype).view(shape)
 
-    def _pop(self, at: int) -> Tensor:
-        """Take the free buffer, of the size at this place, that was given back first."""
-        size = self._sizes[at]
-        raw, event = self._free[size].popleft()
-        if not self._free[size]:
-            del self._sizes[at], self._free[size]
-        if event is not None:
-            _torch.wait(raw.device, event)
-        return raw
-
-    def _make_room(self, where: str, too_small: int | None) -> None:
-        """Free the buffers that a new one replaces."""
-        if too_small is not None and too_small >= 0 and self._sizes[too_small][0] == where:
-            self.let_go(self._pop(too_small))
-        since = self._takes - _PATIENCE * self.made  # such as buffers of a model that is gone
-        while self._given and self._given[size := next(iter(self._given))] < since:
-            del self._given[size]
-            for _ in range(len(self._free.get(size, ()))):
-                self.let_go(self._pop(bisect_left(self._sizes, size)))
+    def _ready(self, free: _Free) -> Tensor:
+        """The memory of a buffer for work that is queued from now on."""
+        if free.event is not None:
+            _torch.wait(free.raw.device, free.event)
+        return free.raw
 
     def provide(self, nbytes: int, device: torch.device) -> None:
         """Have one free buffer of this size in bytes, and let go of all others."""
         size = (str(_torch.with_index(device)), nbytes)
-        for other in list(self._sizes):
-            for _ in range(len(self._free[other]) - (other == size)):
-                self.let_go(self._pop(self._sizes.index(other)))
-        if nbytes and size not in self._free:
+        kept = bisect_left(self._free, size)
+        for place in reversed(range(len(self._free))):
+            if place != kept or self._free[place][:2] != size:
+                self.let_go(self._free.pop(place))
+        if nbytes and not self._free:
             self.give(self.take((nbytes,), torch.uint8, device, exact=True))
 
-    def let_go(self, raw: Tensor) -> None:
+    def let_go(self, free: _Free) -> None:
         """Before a buffer is freed, and not given back: order that after the current stream."""
+        raw = self._ready(free)
         _follow(self._streams.pop(raw.data_ptr(), None), raw.device)
 
     @property
     def waiting_bytes(self) -> int:
         """Bytes of the free buffers."""
-        return sum(nbytes * len(self._free[where, nbytes]) for where, nbytes in self._sizes)
+        return sum(each.nbytes for each in self._free)
 
     def give(self, tensor: Tensor) -> None:
         """Give back a tensor that nobody uses any more; queued work may still use it."""
@@ -126,13 +125,8 @@ class Buffers:
             raw = raw.set_(tensor.untyped_storage())
         device = raw.device
         event = _torch.record(device) if _torch.is_async(device) else None
-        size = (str(device), raw.nbytes)
-        if size not in self._free:
-            self._free[size] = deque()
-            insort(self._sizes, size)
-        self._free[size].append((raw, event))
-        self._given.pop(size, None)
-        self._given[size] = self._takes
+        self._clock += 1
+        insort(self._free, _Free(str(device), raw.nbytes, self._clock, raw, event))
 
 
 def _follow(stream: torch.Stream | None, device: torch.device) -> None:
@@ -223,7 +217,7 @@ class Arena:
     def __del__(self) -> None:
         if self._raw is not None:  # of a run that failed, with a transfer that still writes to it
             self._wait_for(self._free)
-            self._pool.let_go(self._raw)
+            self._pool.let_go(_Free("", 0, 0, self._raw, None))
 
 
 def _gap(free: Sequence[_Part], nbytes: int) -> int | None:

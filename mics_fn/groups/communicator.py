@@ -35,7 +35,6 @@ rank has let go, for at least one of the ranks has nothing under way on a group,
 for it fail then. So a thread waits for it, one group after the other, in one order on all ranks.
 """
 
-import math
 import os
 import sys
 import threading
@@ -44,7 +43,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakSet
 
@@ -52,10 +51,10 @@ import torch
 import torch.distributed as dist
 
 from mics_fn import _torch, errors
-from mics_fn.errors import GroupsError, PeerFailed, first_line, name_ranks
+from mics_fn.errors import GroupsError, name_ranks
 from mics_fn.groups.topology import fold_ranks
-from mics_fn.store import Calls, Channel, Store, Stuck, poll
-from mics_fn.threads import bounded, start
+from mics_fn.store import Calls, Channel, Store, Stuck
+from mics_fn.threads import start
 
 _PATIENCE_S = 0.5  # how long a rank that leaves by an error waits for its groups to be aborted
 _GRACE_S = 5.0  # what is in flight on a device has to end, once all ranks let go of their groups
@@ -81,37 +80,28 @@ class Turns:
             raise _refused()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self, *, step: bool = False) -> Iterator[None]:
         """A block, such as an evaluation, during which no other thread may begin another one.
 
+        Args:
+          step: whether this thread may not begin another step in it, either. Else the gradients of
+            this one would be applied to parameters that the other one has changed.
+
         Raises:
-          GroupsError: another thread is in one.
+          GroupsError: another thread is in a block, or this one in a step.
         """
         if not self._step.acquire(blocking=False):
             raise _refused()
+        before = self._stepping
         try:
-            yield
-        finally:
-            self._step.release()
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Such a block in which this thread may not begin another step, either.
-
-        The gradients of the first one would be applied to parameters that the second has changed.
-
-        Raises:
-          GroupsError: this thread is in a step, or another one in a block.
-        """
-        with self.alone():
-            if self._stepping:
+            if step and before:
                 text = "a step begins inside of another one of the same groups"
                 raise GroupsError(text, fix="let the loss compute, and step after it")
-            self._stepping = True
-            try:
-                yield
-            finally:
-                self._stepping = False
+            self._stepping = step or before
+            yield
+        finally:
+            self._stepping = before
+            self._step.release()
 
 
 def _refused() -> GroupsError:
@@ -121,14 +111,6 @@ def _refused() -> GroupsError:
 
 
 # How process groups are let go of that nobody uses any more.
-
-
-def discard(group: dist.ProcessGroup) -> None:
-    """Discard a process group without waiting for its collectives."""
-    if dist.get_backend(group) == "gloo":
-        dist.destroy_process_group(group)
-    else:
-        abort_group(group)
 
 
 _ABORTS = WeakSet[threading.Thread]()
@@ -208,19 +190,15 @@ class Watch:
         """End, as this rank closes the groups."""
 
 
-def _alone(
-    store: Any, rank: int, world_size: int, timeout_s: float, lost: Callable[..., Exception]
-) -> AbstractContextManager[tuple[Store, int | None]]:
-    return nullcontext((store, None))
-
-
 @dataclass
 class Hooks:
     """What `mics_fn.faults` puts into groups; by default nothing."""
 
     # A block in which ranks meet before any groups exist: gives the store to meet in, and the
     # number of the start that this process comes back into. `lost` makes an error of the store.
-    enter: Callable[..., AbstractContextManager[tuple[Store, int | None]]] = _alone
+    enter: Callable[..., AbstractContextManager[tuple[Store, int | None]]] = lambda store, *facts: (
+        nullcontext((store, None))
+    )
     # What ranks agreed on in this call of `make_groups`, in a process that comes back.
     agreed_before: Callable[[Sequence[int], int, float], Any] = lambda ranks, rank, timeout_s: None
     # Watch the ranks of groups that are about to be made; gives the store of their messages.
@@ -234,6 +212,47 @@ class Hooks:
 hooks = Hooks()  # of this process
 
 
+class Traffic:
+    """The ledger of a `Groups`: calls and bytes that this rank sent, by purpose.
+
+    Example:
+      >>> traffic = Traffic()
+      >>> traffic.add("gather node", 4096)
+      >>> traffic.snapshot()
+      {'gather node': (1, 4096)}
+      >>> print(traffic)
+      gather node: 4,096 bytes sent in 1 call
+    """
+
+    def __init__(self) -> None:
+        self.calls, self.sent_bytes = Counter[str](), Counter[str]()
+
+    def add(self, what: str, nbytes: int) -> None:
+        """Record one call that sends `nbytes`."""
+        self.calls[what] += 1
+        self.sent_bytes[what] += nbytes
+
+    def clear(self) -> None:
+        """Forget everything, for example between two measured steps."""
+        self.calls.clear()
+        self.sent_bytes.clear()
+
+    def snapshot(self) -> dict[str, tuple[int, int]]:
+        """Purpose -> (calls, bytes sent) so far."""
+        return {what: (calls, self.sent_bytes[what]) for what, calls in self.calls.items()}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{what}: {sent:,} bytes sent in {calls} call{'s' * (calls != 1)}"
+            for what, (calls, sent) in self.snapshot().items()
+        ]
+        return "\n".join(lines) or "nothing sent"
+
+
+_KEPT = ("ranks", "rank", "whole", "on_device", "heartbeat_s", "timeout_s")
+_KEPT = (*_KEPT, "backend", "traffic", "recipe", "first")
+
+
 @dataclass(eq=False)
 class GroupState:
     """State shared by all communicators of one `Groups`: what is in flight, and what to destroy."""
@@ -245,13 +264,13 @@ class GroupState:
     whole: bool = True  # False if ranks outside the job may hold parts of the same model
     on_device: bool = False  # whether collectives are done by an accelerator, not by the host
     closed: bool = False
-    forked: bool = False  # whether this process is a fork of the one that made them
     heartbeat_s: float = 60.0  # a rank that gives no sign for that long has failed
     timeout_s: float = 600.0  # and one that makes no call for that long while others wait for it
     rejoining: bool = False  # whether this process takes a lost rank's place, until `reset`
     failed: str | None = None  # why they are finished; see [Note: failed groups]
-    owned: list[dist.ProcessGroup] = field(default_factory=list)  # in the order of creation
-    # Calls that drop all other references to them.
+    # By a name that is equal on its ranks, in the order of creation.
+    owned: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    # Calls that drop references to them, of what is queued.
     forgets: list[Callable[[], None]] = field(default_factory=list)
     active: list[Any] = field(default_factory=list)  # `Pending`s in flight, oldest first
     step: int | None = None  # the optimizer step under way, for errors
@@ -262,7 +281,10 @@ class GroupState:
     # `text`, `kind` and `final`: whether it cannot be withdrawn.
     standing: Mapping[int | None, Any] = field(default_factory=dict)
     channel: Any = field(default_factory=Channel)  # of this rank's partition group
-    recipe: Any = None  # makes groups like these; see `make`
+    backend: str = ""  # of the process groups
+    traffic: Traffic = field(default_factory=Traffic)
+    recipe: Any = None  # makes groups with another state; it refers to nothing of these
+    first: str = ""  # the key of the first of all these groups, which a rank that comes back knows
     follows: Any = None  # gives what took the place of these groups in a `reset`
     turns: Turns = field(default_factory=Turns)
     ready: Any = None  # on an accelerator, the event behind the last collective
@@ -279,13 +301,16 @@ class GroupState:
         self.amid = id(sys.exception())
 
     def fresh(self) -> "GroupState":
-        """A new state of the same ranks."""
-        kept = {"whole": self.whole, "on_device": self.on_device, "heartbeat_s": self.heartbeat_s}
-        return GroupState(self.ranks, self.rank, **kept, timeout_s=self.timeout_s)
+        """A new state of the same ranks, for groups that take the place of these."""
+        return GroupState(**{name: getattr(self, name) for name in _KEPT})
 
-    def own(self, group: dist.ProcessGroup) -> None:
+    def ranks_at(self, positions: Iterable[int]) -> tuple[int, ...]:
+        """The global ranks at these positions."""
+        return tuple(self.ranks[position] for position in positions)
+
+    def own(self, name: str, group: dist.ProcessGroup) -> None:
         """Take over a process group, which `close` will destroy."""
-        self.owned.append(group)
+        self.owned[name] = group
         OPEN.add(self)
 
     def fail(self, error: BaseException, *, raised: bool = True) -> None:
@@ -312,19 +337,16 @@ class GroupState:
           error: why; ranks of the job that wait for this one raise an error that names it. None if
             they have been told.
         """
-        if self.forked:
-            return self._let_go()
         if error is not None:  # first: what is aborted fails elsewhere
             quietly(partial(self.watch.announce, error, final=True))
         tasks = self.watch.close, self.channel.depart("")
         if self.on_device and not self.aborted:
             _torch.drain(_PATIENCE_S)
         threads = [*self.abort(), *map(_started, tasks)]
-        self._let_go()
+        self.let_go()
         deadline = time.monotonic() + _PATIENCE_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return None
 
     def close(self, error: BaseException | None = None) -> None:
         """Destroy the owned process groups, newest first; a second call has no effect.
@@ -344,39 +366,41 @@ class GroupState:
         else:
             for ending in list(self.endings):
                 ending()
-            self._end("closed its groups", dist.destroy_process_group, _PATIENCE_S)
+            self._end("closed its groups", _PATIENCE_S)
 
     def retire(self) -> None:
         """Give up the process groups, as all ranks do; see [Note: retired groups]."""
-        self._end("called reset", discard, 0.0)
+        self._end("called reset", 0.0, waits=False)
 
-    def _end(self, how: str, end: Callable[[dist.ProcessGroup], None], patience_s: float) -> None:
-        """Abort or destroy the process groups; a thread frees the rest."""
+    def _end(self, how: str, patience_s: float, *, waits: bool = True) -> None:
+        """Destroy the process groups, with the other ranks or not; a thread frees the rest."""
         tidy = self.channel.depart(how)
-        groups = [group for group in self.owned if group in _torch.LIVE_GROUPS]
-        self._let_go()
+        groups = [group for group in self.owned.values() if group in _torch.LIVE_GROUPS]
+        self.let_go()
         quietly(self.watch.close)
-        if end is discard and self.on_device and not self.aborted:
+        if not waits and self.on_device and not self.aborted:
             _torch.drain(_GRACE_S)
             _torch.lose_queued()
         for i in reversed(range(len(groups))):
-            end(groups[i])
+            # That of gloo waits for nobody.
+            alone = not waits and dist.get_backend(groups[i]) != "gloo"
+            (abort_group if alone else dist.destroy_process_group)(groups[i])
         self.failed = None
         # These refer to what is to be freed.
         self.channel, self.watch = Channel(), Watch(self)
         if groups:
-            thread = threading.Thread(target=free, args=(groups, tidy), daemon=True)
-            start(thread).join(patience_s)
+            _started(partial(free, groups, tidy)).join(patience_s)
 
     def abort(self) -> list[threading.Thread]:
         """Abort each process group on a thread; see [Note: aborted collectives] in `_torch`."""
         if self.on_device and not self.aborted:
             self.aborted = True
             _torch.lose_queued()
-        groups = [group for group in self.owned if group in _torch.LIVE_GROUPS]
+        groups = [group for group in self.owned.values() if group in _torch.LIVE_GROUPS]
         return [abort_group(group) for group in groups]
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Drop all references to the process groups, which nothing uses any more."""
         self.closed = True
         self.active.clear()
         self.owned.clear()
@@ -390,7 +414,7 @@ OPEN: set[GroupState] = set()  # what owns process groups, until it is closed
 
 def never_destruct() -> None:
     """Keep torch from destructing open groups of gloo, which would wait for the other ranks."""
-    for group in [group for state in OPEN for group in state.owned]:
+    for group in [group for state in OPEN for group in state.owned.values()]:
         if group in _torch.LIVE_GROUPS and dist.get_backend(group) == "gloo":
             _torch.never_destruct(group)
 
@@ -400,17 +424,6 @@ def _started(task: Callable[[], None]) -> threading.Thread:
 
 
 # Errors of a program, of which the other ranks hear.
-
-
-@contextmanager
-def reports_step(state: GroupState, step: int) -> Iterator[None]:
-    """Context of the step with this number; its error is reported to the other ranks."""
-    state.step = step
-    try:
-        yield
-    except BaseException as error:
-        announce_all(error)
-        raise
 
 
 def announce_all(error: BaseException, *, final: bool = False, kind: str = "") -> None:
@@ -427,6 +440,12 @@ def reports(kind: type[BaseException]) -> Iterator[None]:
     except kind as error:
         announce_all(error)
         raise
+
+
+def reports_step(state: GroupState, step: int) -> AbstractContextManager[None]:
+    """Context of the step with this number; its error is reported to the other ranks."""
+    state.step = step
+    return reports(BaseException)
 
 
 def withdraw_all(goes_on: GroupState | None = None) -> None:
@@ -462,60 +481,20 @@ def check_fork(what: str) -> None:
 
 
 def _after_fork() -> None:
-    for state in OPEN:
-        state.fail(GroupsError("this process is a fork of a rank"))
-        state.forked, state.turns = True, Turns()
-        state.active.clear()
-    OPEN.clear()
-    if dist.is_available() and dist.is_initialized():
-        _inherited[:] = [_torch.default_store()]
-        for kept in (*_torch.groups_named(None), *_inherited):
-            _torch.never_destruct(kept)
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    _inherited[:] = [_torch.default_store()]
+    for kept in (*_torch.groups_named(None), *_inherited):
+        _torch.never_destruct(kept)
+    for state in list(OPEN):
+        state.fail(GroupsError(f"this is a fork of rank {state.rank}; {NO_FORK}"))
+        state.let_go()
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
-# `Comm`: one communicator, and how it is made.
-
-_FIX = "look at these ranks' own errors, then call make_groups again on all"
-
-
-class Traffic:
-    """The ledger of a `Groups`: calls and bytes that this rank sent, by purpose.
-
-    Example:
-      >>> traffic = Traffic()
-      >>> traffic.add("gather node", 4096)
-      >>> traffic.snapshot()
-      {'gather node': (1, 4096)}
-      >>> print(traffic)
-      gather node: 4,096 bytes sent in 1 call
-    """
-
-    def __init__(self) -> None:
-        self.calls, self.sent_bytes = Counter[str](), Counter[str]()
-
-    def add(self, what: str, nbytes: int) -> None:
-        """Record one call that sends `nbytes`."""
-        self.calls[what] += 1
-        self.sent_bytes[what] += nbytes
-
-    def clear(self) -> None:
-        """Forget everything, for example between two measured steps."""
-        self.calls.clear()
-        self.sent_bytes.clear()
-
-    def snapshot(self) -> dict[str, tuple[int, int]]:
-        """Purpose -> (calls, bytes sent) so far."""
-        return {what: (calls, self.sent_bytes[what]) for what, calls in self.calls.items()}
-
-    def __str__(self) -> str:
-        lines = [
-            f"{what}: {sent:,} bytes sent in {'1 call' if calls == 1 else f'{calls} calls'}"
-            for what, (calls, sent) in self.snapshot().items()
-        ]
-        return "\n".join(lines) or "nothing sent"
+# `Comm`: one communicator.
 
 
 @dataclass(frozen=True, eq=False)
@@ -526,7 +505,7 @@ class Comm:
       name: its purpose, such as "gather node" or "replicas".
       ranks: global ranks, in the order of the group.
       rank: this rank's place in `ranks`.
-      group: makes the process group at the first call; None for one rank.
+      group: the name of the process group among those of `state`; "" for one rank.
       timeout_s: bound in seconds of each wait.
       traffic: the ledger of the groups.
       state: of the groups.
@@ -545,7 +524,7 @@ class Comm:
     name: str
     ranks: tuple[int, ...]
     rank: int
-    group: Callable[[], dist.ProcessGroup] | None = field(repr=False)
+    group: str = field(repr=False)
     timeout_s: float
     traffic: Traffic = field(repr=False)
     state: GroupState = field(repr=False)
@@ -556,29 +535,15 @@ class Comm:
     _streams: dict[torch.device, torch.Stream] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of_one(cls, name: str, rank: int, state: "GroupState | None" = None) -> "Comm":
+    def of_one(cls, name: str, state: "GroupState | None" = None, timeout_s: float = 0.0) -> "Comm":
         """A communicator of this rank alone."""
-        return cls(name, (rank,), 0, None, 0.0, Traffic(), state or GroupState())
+        state = state or GroupState()
+        return cls(name, (state.rank,), 0, "", timeout_s, Traffic(), state)
 
     @cached_property
     def size(self) -> int:
         """Ranks in it."""
         return len(self.ranks)
-
-    @property
-    def silent(self) -> bool:
-        """Whether there are no connections yet; see [Note: rejoining] in `faults.rejoin`."""
-        return self.state.rejoining
-
-    @property
-    def adds(self) -> str:
-        """How its reductions add up, as text for digests; nothing if the backend decides."""
-        return " in fixed order" if self.fixed_order else ""
-
-    @property
-    def closed(self) -> bool:
-        """Whether its groups were closed."""
-        return self.state.closed
 
     def check_open(self) -> None:
         """Raise GroupsError if its groups were closed or failed, even if its size is 1.
@@ -591,15 +556,14 @@ class Comm:
         if state.unraised is not None and not state.closed:
             unraised, state.unraised = state.unraised, None
             raise unraised
-        what = f"'{self.name}' of ranks {fold_ranks(self.ranks)} is used"
-        if state.closed:
-            fix = "keep them open, or call make_groups again"
-            raise GroupsError(f"{what} after its groups were closed", fix=fix)
-        if state.forked:
-            raise GroupsError(f"{what} in a fork of rank {state.rank}", fix=NO_FORK)
+        what = f"'{self.name}' of ranks {fold_ranks(self.ranks)} is used after its groups"
+        if state.failed is None:
+            raise GroupsError(
+                f"{what} were closed", fix="keep them open, or call make_groups again"
+            )
+        why = f"rank {state.rank}: {state.failed}"
         fix = "call groups = mics_fn.reset(groups), or trainer.reset(), on all ranks"
-        lines = [f"rank {state.rank}: {state.failed}"]
-        raise GroupsError(f"{what} after its groups have failed", lines, fix)
+        raise GroupsError(f"{what} have failed", [why], fix)
 
     def stream(self, device: torch.device) -> torch.Stream:
         """The stream of all its collectives on an accelerator, in the order they are issued in."""
@@ -613,150 +577,17 @@ class Comm:
         Raises:
           GroupsError: its groups are closed, torch.distributed is shut down, or its size is 1.
         """
-        if self.state.failed is not None or self.state.closed:
-            self.check_open()
+        self.check_open()
         if self.state.rejoining:
             raise rejoin_error(f"'{self.name}' of {name_ranks(self.ranks)}", self.state.rank)
-        if self.group is None:
+        if not self.group:
             what = f"'{self.name}' holds rank {self.ranks[0]} alone and has no process group"
             raise GroupsError(what, fix="skip communication where size is 1")
-        group = self.group()
+        group = self.state.owned[self.group]
         if group not in _torch.LIVE_GROUPS:
             what = f"'{self.name}' is used after torch.distributed was shut down"
-            fix = "close the groups before destroy_process_group(), make new ones after init"
-            raise GroupsError(what, fix=fix)
+            raise GroupsError(what, fix="close groups before that, and make new ones after init")
         return group
-
-
-@dataclass(frozen=True, eq=False)
-class Maker:
-    """Makes the communicators of one `Groups`, each with a process group of its own."""
-
-    ranks: tuple[int, ...]  # global rank of each position
-    rank: int  # this rank, global
-    backend: str
-    timeout_s: float
-    deadline: float = math.inf  # in seconds of `time.monotonic`, when all groups have to be made
-    store: Any = None  # of the job; None for a single rank
-    channel: Channel = field(default_factory=Channel)  # of the partition group
-    traffic: Traffic = field(default_factory=Traffic)
-    state: GroupState = field(default_factory=GroupState)
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """A block that ends once every rank has made its groups in it; if one rank fails, all do.
-
-        A rank that went on alone and closed its groups would break connections that others are
-        still making.
-
-        Communication: a few small messages to the store.
-
-        Raises:
-          GroupsError: another rank failed, or did not finish in time.
-        """
-        if len(self.ranks) == 1 or self.state.rejoining:
-            yield
-            return
-        store, state, made = self.store, self.state, f"{self.state.key}/made"
-        try:
-            yield
-            store.set(f"{made}/{self.rank}", "")
-            store.add(made, 1)
-
-            def all_made() -> bool:
-                return store.add(made, 0) == len(self.ranks)
-
-            check = partial(state.watch.check, (), missing=self.ranks)
-            if not poll(all_made, len(self.ranks), self.deadline, check):
-                ranks = self.ranks[:1024]
-                missing = [rank for rank in ranks if not store.check([f"{made}/{rank}"])]
-                what = f"{name_ranks(missing)} did not make all groups within {self.timeout_s:g} s"
-                error = GroupsError(f"make_groups: {what}", fix=_FIX)
-                raise state.watch.explained(error, wait=True)
-        except BaseException as error:
-            state.abandon(error)
-            raise
-
-    def comm(self, name: str, positions: Sequence[int], *, lazy: bool = False) -> Comm:
-        """A communicator of these positions; all of its members call this with equal arguments.
-
-        Args:
-          name: its purpose.
-          positions: of its members, in its order.
-          lazy: whether its process group is made when they first communicate, and not now.
-
-        Raises:
-          GroupsError: torch cannot make the process group.
-        """
-        members = tuple(self.ranks[position] for position in positions)
-        make = partial(self._group, name, members, lazy=lazy)
-        group = cache(make) if len(members) > 1 and not self.state.rejoining else None
-        if group is not None:
-            self.state.forgets.append(group.cache_clear)
-            if not lazy:
-                group()
-        place = members.index(self.rank)
-        calls = self.channel.calls_of(name, members)
-        shared = {"traffic": self.traffic, "state": self.state, "calls": calls}
-        comm = Comm(name, members, place, group, self.timeout_s, **shared)
-        self.state.forgets.append(comm.queue.clear)
-        return comm
-
-    def _group(self, name: str, members: tuple[int, ...], *, lazy: bool) -> dist.ProcessGroup:
-        # Groups of one purpose are disjoint, so one member tells them apart.
-        unique = f"{self.state.key}/{name}/{members[0]}"
-        # Waits and the monitor keep the limit, and name who is behind; torch's must not come first.
-        options = {"timeout_s": 2 * self.timeout_s, "backend": self.backend, "name": unique}
-        make = partial(_torch.new_group, members, **options, purpose=f"mics_fn {name}")
-        try:
-            if self.backend == "gloo":  # it connects the members, in C++
-                deadline = max(self.deadline, time.monotonic() + self.timeout_s * lazy)
-                try:
-                    check = partial(self.state.watch.check, (), missing=members)
-                    group = bounded(make, deadline, check)
-                except BaseException:
-                    _torch.drop_connection()
-                    raise
-            else:
-                group = make()
-        except TimeoutError as error:
-            for group in _torch.groups_named(unique):
-                self.state.own(group)
-            what = f"{name_ranks([self.rank])} did not make all groups within {self.timeout_s:g} s"
-            raise GroupsError(f"make_groups: {what}", fix=_FIX) from error
-        except PeerFailed:
-            raise
-        except (RuntimeError, ValueError) as error:
-            failed = self._failed("make", name, members, error)
-            raise self.state.watch.explained(
-                failed, wait=isinstance(error, RuntimeError)
-            ) from error
-        self.state.own(group)
-        return group
-
-    def warm_up(self, comms: Iterable[Comm], device: torch.device) -> None:
-        """Connect the members of these communicators now, and not inside the first backward.
-
-        Every rank passes them in the order in which they were made. The groups of one purpose are
-        disjoint, so each rank is in one group at a time, and the one that is furthest behind never
-        waits for a rank that is behind it.
-
-        Raises:
-          GroupsError: the backend cannot connect them.
-        """
-        for comm in comms:
-            if comm.size > 1:
-                try:
-                    _torch.warm_up(comm.process_group(), device)
-                except RuntimeError as error:
-                    self.state.abandon(error)
-                    raise self._failed("connect", comm.name, comm.ranks, error) from error
-
-    def _failed(
-        self, did: str, name: str, members: tuple[int, ...], error: Exception
-    ) -> GroupsError:
-        what = f"make_groups: rank {self.rank} cannot {did} '{name}' of {name_ranks(members)}"
-        return GroupsError(what, [first_line(error)], _FIX)
 
 
 def rejoin_error(what: str, rank: int) -> errors.PeerFailed:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -31,6 +30,11 @@ from mics_fn.store import Channel
 # `Hierarchy`: the levels that data crosses inside a partition group, and the memory it reuses.
 
 _DISK_TIMEOUT_S = 600.0  # of a chunk that is brought from a file
+
+
+def _adds(comm: Comm) -> str:
+    """How reductions add up, as text for digests; nothing if the backend decides."""
+    return " in fixed order" if comm.fixed_order else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,19 +69,14 @@ class Route:
     def split(self, count: int) -> tuple["Route", "Route"]:
         """Two routes: the outermost `count` levels, and the others."""
         if count not in self._splits:
-            halves = (slice(0, count), slice(count, None))
-            self._splits[count] = tuple(  # pyright: ignore[reportArgumentType]
-                replace(
-                    self,
-                    levels=self.levels[half],
-                    coords=self.coords[half],
-                    chunk=chunk_of(self.coords[half], self.sizes[half]),
-                    outer_params=0,
-                    outer_grads=0,
-                )
-                for half in halves
-            )
+            first, rest = slice(0, count), slice(count, None)
+            self._splits[count] = self._part(first), self._part(rest)
         return self._splits[count]
+
+    def _part(self, part: slice) -> "Route":
+        coords, levels = self.coords[part], self.levels[part]
+        place = {"coords": coords, "chunk": chunk_of(coords, self.sizes[part])}
+        return replace(self, levels=levels, **place, outer_params=0, outer_grads=0)
 
     def levels_to(self, last: str) -> int:
         """How many levels there are from the outermost to a named one; all if the name is empty."""
@@ -95,11 +94,6 @@ class Route:
     def reductions(self) -> tuple[Comm, ...]:
         """The communicators that a reduction uses, in order: the innermost level first."""
         return tuple(level.reduce for level in reversed(self.levels))
-
-    @property
-    def comms(self) -> list[Comm]:
-        """The two communicators of each level, in the order in which they were made."""
-        return [comm for level in self.levels for comm in (level.gather, level.reduce)]
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -120,7 +114,7 @@ class Route:
                 parts.append(f"{what} over {self.split(outer)[1].size}")
         if self.grad_factor != 1.0:
             parts.append(f"gradients times {self.grad_factor:g}")
-        return " ".join(parts) + (self.levels[0].reduce.adds if self.levels else "")
+        return " ".join(parts) + (_adds(self.levels[0].reduce) if self.levels else "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +169,7 @@ class Hierarchy:
     @classmethod
     def of_one(cls, device: torch.device) -> "Hierarchy":
         """A partition group of one rank, without `Groups`."""
-        return cls(Route(), device, Comm.of_one("partition", 0))
+        return cls(Route(), device, Comm.of_one("partition"))
 
     @property
     def hierarchy(self) -> "Hierarchy":
@@ -186,11 +180,6 @@ class Hierarchy:
     def state(self) -> GroupState:
         """The shared state of its groups."""
         return self.partition.state
-
-    @property
-    def closed(self) -> bool:
-        """Whether its groups were closed."""
-        return self.partition.closed
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -210,21 +199,17 @@ class Hierarchy:
     @cached_property
     def replicas(self) -> Comm:
         """A communicator of this rank alone."""
-        return Comm.of_one("replicas", self.partition.ranks[self.partition.rank], self.state)
+        return Comm.of_one("replicas", self.state)
 
     @cached_property
     def fetch_queue(self) -> Comm:
         """Queue of copies from host memory and files: a communicator of this rank alone."""
-        return self._of_one("fetches")
+        return Comm.of_one("fetches", self.state, _DISK_TIMEOUT_S)
 
     @cached_property
     def sum_queue(self) -> Comm:
         """The same for sums of gradients, since a fetch must not wait for a reduction."""
-        return self._of_one("fetches of sums")
-
-    def _of_one(self, name: str) -> Comm:
-        own = self.partition.ranks[self.partition.rank]
-        return replace(Comm.of_one(name, own, self.state), timeout_s=_DISK_TIMEOUT_S)
+        return Comm.of_one("fetches of sums", self.state, _DISK_TIMEOUT_S)
 
     def describe(self) -> str:
         """The facts that must be equal on every rank, as text for digests."""
@@ -233,11 +218,6 @@ class Hierarchy:
     def __repr__(self) -> str:
         levels = " x ".join(f"{level.name} {level.gather.size}" for level in self.route.levels)
         return f"Hierarchy({levels or 'one rank'}, chunk {self.route.chunk} of {self.route.size})"
-
-
-def _as_made(groups: Any) -> Any:
-    """Return groups as `make_groups` gave them."""
-    return groups
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -264,7 +244,7 @@ class Groups:
       mean_over: number of ranks that gradients are averaged over; None for those of the job.
       independent: whether other replicas of the job step on their own; see `replica`.
       agreed: digests of trees that were compared before.
-      derive: makes groups like these of those that `make_groups` gave; see `reset`.
+      derive: what made these of the groups that `make_groups` gave, in order; see `reset`.
 
     Example:
       >>> with make_groups(1) as groups:
@@ -292,7 +272,7 @@ class Groups:
     mean_over: int | None = None
     independent: bool = False
     agreed: set = field(default_factory=set)
-    derive: Callable[[Any], Any] = _as_made
+    derive: tuple[Callable[[Any], Any], ...] = ()
 
     @cached_property
     def world_size(self) -> int:
@@ -312,12 +292,9 @@ class Groups:
     @cached_property
     def stacked_ranks(self) -> list[int]:
         """All global ranks by partition group, in each in the order of the `partition` comm."""
-        p, own = self.partition_size, self.plan.partition_groups
-        home = own[self.position // self.partition_size]
-        places = [home.index(self.ranks.index(rank)) for rank in self.partition.ranks]
-        return [
-            self.ranks[start * p + place] for start in range(self.num_replicas) for place in places
-        ]
+        home, groups = self.plan.partition_group(self.position), self.plan.partition_groups
+        places = [self.ranks.index(rank) - home[0] for rank in self.partition.ranks]
+        return [self.ranks[group[0] + place] for group in groups for place in places]
 
     @cached_property
     def replica(self) -> "Groups":
@@ -330,29 +307,28 @@ class Groups:
         if self.num_replicas == 1:
             return self
         plan, own = self.plan, self.plan.partition_group(self.position)
-        derive = self.derive
         return replace(
             self,
-            derive=lambda made: made.derived(derive).replica,
+            derive=(*self.derive, lambda made: made.replica),
             plan=Plan(Topology(plan.level_sizes or (1,), plan.level_names), plan.partition_size),
             ranks=tuple(self.ranks[position] for position in own),
             position=own.index(self.position),
             replicas=replace(
-                self.replicas, ranks=(self.rank,), rank=0, group=None, queue=deque(), second=None
+                self.replicas, ranks=(self.rank,), rank=0, group="", queue=deque(), second=None
             ),
             independent=True,
             agreed=set(),
         )
 
     @cached_property
-    def _derived(self) -> dict[Callable[[Any], Any], Any]:
-        return {_as_made: self}
+    def _derived(self) -> dict[Any, Any]:
+        return {(): self}
 
-    def derived(self, derive: Callable[[Any], Any]) -> "Groups":
-        """What `derive` of other groups makes of these, which `make_groups` made; each once."""
-        if derive not in self._derived:
-            self._derived[derive] = derive(self)
-        return self._derived[derive]
+    def derived(self, steps: tuple[Callable[[Any], Any], ...]) -> "Groups":
+        """What steps make of these groups, which `make_groups` made; each once."""
+        if steps not in self._derived:
+            self._derived[steps] = steps[-1](self.derived(steps[:-1]))
+        return self._derived[steps]
 
     def without_replicas(self) -> "Groups":
         """Groups of this rank's replica alone, for which hop 2 does nothing.
@@ -374,8 +350,9 @@ class Groups:
         Not listed is the second communicator of hop 2, which gathers codes: it has the ranks of
         "replicas", and `traffic` counts what it sends under that name, too.
         """
-        found = (*self.hierarchy.route.comms, self.partition, self.replicas)
-        return {comm.name: comm for comm in found}
+        levels = self.hierarchy.route.levels
+        found = [comm for level in levels for comm in (level.gather, level.reduce)]
+        return {comm.name: comm for comm in (*found, self.partition, self.replicas)}
 
     @property
     def closed(self) -> bool:
@@ -395,12 +372,7 @@ class Groups:
     def __enter__(self) -> "Groups":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.state.close(error)
 
     def describe(self) -> str:
@@ -409,7 +381,7 @@ class Groups:
         text = f"n={self.world_size} p={self.partition_size} levels={route.facts}"
         if self.mean_over is not None:
             text += f" mean over {self.mean_over}"
-        return text if route.levels else text + self.replicas.adds
+        return text if route.levels else text + _adds(self.replicas)
 
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
@@ -417,30 +389,26 @@ class Groups:
 
     def __str__(self) -> str:
         p, count, route = self.partition_size, self.num_replicas, self.hierarchy.route
-        none = "" if route.levels else " none"
-        shared = fold_ranks(self.partition.ranks)
-        levels = (
-            f"  {level.name} {level.gather.size}: {fold_ranks(level.gather.ranks)}"
-            for level in route.levels
-        )
+        levels = [f"  {x.name} {x.gather.size}: {fold_ranks(x.gather.ranks)}" for x in route.levels]
+        shared = f"{fold_ranks(self.partition.ranks)}; levels outermost first:"
         lines = [
             f"this is rank {self.rank}, which keeps chunk {route.chunk} of {p}",
-            f"partition group: {shared}; levels outermost first:{none}",
+            f"partition group: {shared}" if levels else f"partition group: {shared} none",
             *levels,
             f"replication group: {fold_ranks(self.replicas.ranks)}",
         ]
-        counted = "1 partition group" if count == 1 else f"{count} partition groups"
+        counted = f"{count} partition group{'s' * (count != 1)}"
         state = ", closed" if self.closed else ""
-        head = f"n = {self.world_size} in {counted} of p = {p}, on {self.device}{state}"
-        return message(head, lines)
+        return message(
+            f"n = {self.world_size} in {counted} of p = {p}, on {self.device}{state}", lines
+        )
 
 
 def require_replicas(verb: str, homes: Iterable[Groups | Hierarchy]) -> None:
     """Raise GroupsError unless all of these know the other replicas, which hierarchies do not."""
     for home in homes:
         if isinstance(home, Hierarchy):
-            fix = "pass groups, which know the other replicas"
-            raise GroupsError(f"{verb}: got a hierarchy, needs groups", fix=fix)
+            raise GroupsError(f"{verb}: got a hierarchy, needs groups", fix="pass groups")
 
 
 Home = Groups | Hierarchy  # the groups of a leaf, as the verbs take them

@@ -7,8 +7,8 @@ hangs if ranks differ, so they first compare their arguments, in `startup.py`.
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,80 +16,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mics_fn import _torch, checks, errors, spans
+from mics_fn import _torch, checks, spans
+from mics_fn.errors import GroupsError, PeerFailed, PlanError, first_line, name_ranks
 from mics_fn.groups import startup
-from mics_fn.groups.communicator import GroupState, Maker, check_fork, hooks
+from mics_fn.groups.communicator import Comm, GroupState, check_fork, hooks
 from mics_fn.groups.groups import Groups, Hierarchy, Level, Route
 from mics_fn.groups.topology import FLAT, Plan, Topology, check_count, plan_groups
-from mics_fn.store import Channel
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What makes groups once more for another life; it refers to nothing of those before."""
-
-    maker: Maker
-    create: Callable[[Maker], Groups]
-    first: str  # the key of the first of all these groups, which a rank that comes back also knows
-
-
-# What ranks tell each other before they make groups, and what must be equal or distinct there.
-
-
-def judged(found: Mapping[int, Any]) -> int:
-    """Check the facts, the node and the device of each rank; return the size of a node.
-
-    Raises:
-      DesyncError: facts differ; the text has the values and who has them.
-      GroupsError: several ranks use one device.
-      PlanError: nodes hold unequal numbers of ranks, or ranks of a node are not next to each other.
-    """
-    facts, nodes, spots = {}, {}, {}
-    for rank, (mine, node, spot) in found.items():
-        facts[rank], nodes[rank], spots[rank] = mine, node, startup.Spot(*spot)
-    _compare(facts)
-    startup.check_distinct("make_groups", spots)
-    return node_size_of(nodes)
-
-
-def _compare(found: Mapping[int, Mapping[str, str]]) -> None:
-    """Raise DesyncError if a fact differs between ranks."""
-    names, lines = [], []
-    for name in next(iter(found.values())):
-        holders = errors.by_value({rank: facts[name] for rank, facts in found.items()})
-        if len(holders) > 1:
-            texts = [f"{value} on {errors.name_ranks(ranks)}" for value, ranks in holders]
-            names.append(name)
-            lines.append(f"{name}: {'; '.join(texts)}")
-    if names:
-        what = f"make_groups: ranks disagree on {', '.join(names)}"
-        fix = f"pass the same {'=, '.join(names)}= on every rank, launched in the same way"
-        raise errors.DesyncError(what, lines, fix)
-
-
-def node_size_of(nodes: Mapping[int, str]) -> int:
-    """The number of these ranks on each node.
-
-    Args:
-      nodes: of each rank a name that is equal on ranks that share a node.
-
-    Raises:
-      PlanError: nodes hold unequal numbers of ranks, or ranks of a node are not next to each other.
-
-    >>> node_size_of({0: "a", 1: "a", 2: "b", 3: "b"})
-    2
-    """
-    of_node: dict[str, list[int]] = {}
-    for rank, node in nodes.items():
-        of_node.setdefault(node, []).append(rank)
-    in_order = [rank for ranks in of_node.values() for rank in ranks]
-    if in_order != [*nodes] or len(set(map(len, of_node.values()))) > 1:
-        what = "make_groups: these ranks do not fill nodes of one size, one after the other"
-        lines = [f"{node}: {errors.name_ranks(ranks)}" for node, ranks in of_node.items()]
-        fix = "start equally many ranks on every node, node by node (Slurm: --distribution=block), "
-        fix += "or pass node_size= or topology="
-        raise errors.PlanError(what, lines[:8], fix)
-    return len(of_node[nodes[in_order[0]]])
+from mics_fn.store import Channel, poll
+from mics_fn.threads import bounded
 
 
 def make_groups(
@@ -150,7 +84,7 @@ def make_groups(
       communicator, which connects its ranks; only the gathers of `Groups.flat` are connected at
       their first use, by all ranks of a partition group. If the default group is bound to a device
       (`device_id=`), NCCL splits it: then all ranks of the world must make their groups at the same
-      time, and use `flat` for the first time together.
+      time.
 
     Memory: the buffers of NCCL, for each communicator.
 
@@ -171,18 +105,18 @@ def make_groups(
     """
     check_fork("make_groups")
     checks.number("make_groups", "timeout_s", timeout_s, above=0, below=1e8)
-    started = startup.require_distributed()
+    started = require_distributed()
     if spans.observers:
         spans.passing("start: make_groups")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
-    universe = startup.universe_of(ranks, mesh, rank, world_size)
+    universe = universe_of(ranks, mesh, rank, world_size)
     if mesh is not None and partition_size is None:
         partition_size = _shard_dim(mesh)
-    chosen, served_by = startup.device_and_backend(device, mesh, backend)
+    chosen, served_by = device_and_backend(device, mesh, backend)
     startup.own_failures(served_by, begun=started and "nccl" in dist.get_backend_config())
-    state = GroupState(universe, rank, whole=whole or len(universe) == world_size)
-    state.on_device, state.timeout_s = _torch.is_async(chosen), timeout_s
-    state.heartbeat_s = hooks.limit_s(heartbeat_s, len(universe))
+    limits: Any = {"timeout_s": timeout_s, "heartbeat_s": hooks.limit_s(heartbeat_s, len(universe))}
+    state = GroupState(universe, rank, on_device=_torch.is_async(chosen), **limits)
+    state.whole, state.backend = whole or len(universe) == world_size, served_by
     node = _node_of(rank, node_size, topology)
     facts = {"partition_size": partition_size, "node_size": node_size, "topology": topology}
     facts |= {"nodes_per_rack": nodes_per_rack, "device": chosen.type, "backend": served_by}
@@ -190,58 +124,123 @@ def make_groups(
     facts |= {"mean_over": mean_over, "whole": whole}
     if node_size is None and topology is None:
         facts["node_size"] = f"found by {node.partition(' ')[0]}"
-    store, found, deadline = None, 1, time.monotonic() + timeout_s
+    spot = startup.spot_of(chosen, alone=served_by != "gloo")
+    mine = [{name: str(value) for name, value in facts.items()}, node, spot]
+    deadline = time.monotonic() + timeout_s
     try:
-        before = hooks.agreed_before(universe, rank, timeout_s)
-        if before is not None:
-            state.key, found, state.rejoining = before.key, before.verdict, True
-        elif len(universe) > 1:
-            store = hooks.join(state, timeout_s)
-            spot = startup.spot_of(chosen, alone=served_by != "gloo")
-            mine = [{name: str(value) for name, value in facts.items()}, node, spot]
-            wait = {"timeout_s": timeout_s, "check": partial(state.watch.check, ())}
-            meeting = startup.meet(store, universe, rank, mine, judged, verb="make_groups", **wait)
-            state.watch.begin(meeting)
-            found = meeting.verdict
+        store, found = _agreed(state, mine)
         if mean_over is not None:
             check_count(mean_over, "make_groups: mean_over")
-        wired = _topology_of(topology, len(universe), found, node_size, nodes_per_rack)
+        if topology is not None:
+            _check_topology(topology, len(universe), node_size, nodes_per_rack)
+        wired = topology or Topology.of(len(universe), found, nodes_per_rack)
         plan = plan_groups(wired, wired.sizes[-1] if partition_size is None else partition_size)
-        maker = Maker(universe, rank, served_by, timeout_s, deadline, store, state=state)
-        return _create(plan, maker, chosen, mean_over)
+        state.recipe = partial(_create, plan=plan, device=chosen, mean_over=mean_over)
+        state.first = state.key
+        return state.recipe(state, store, deadline)
     except BaseException:
         state.watch.close()
         raise
 
 
+def _agreed(state: GroupState, mine: Any) -> tuple[Any, int]:
+    """Meet the other ranks, or find what they agreed on; return the store and a node's size."""
+    before = hooks.agreed_before(state.ranks, state.rank, state.timeout_s)
+    if before is not None:
+        state.key, state.rejoining = before.key, True
+        return None, before.verdict
+    if len(state.ranks) == 1:
+        return None, 1
+    store, judge = hooks.join(state, state.timeout_s), partial(startup.judged, "make_groups")
+    wait = {"timeout_s": state.timeout_s, "check": partial(state.watch.check, ())}
+    meeting = startup.meet(store, state.ranks, state.rank, mine, judge, verb="make_groups", **wait)
+    state.watch.begin(meeting)
+    return store, meeting.verdict
+
+
+def require_distributed() -> bool:
+    """Whether torch.distributed is initialised; a world of one rank does not need it.
+
+    Raises:
+      GroupsError: several ranks were launched, but it is not initialised.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return True
+    source = startup.launcher_of(os.environ)
+    if source is not None and os.environ.get("WORLD_SIZE") != "1":
+        what = f"make_groups: {source} started several ranks, without torch.distributed"
+        fix = "call mics_fn.init_distributed() or torch.distributed.init_process_group() first"
+        raise GroupsError(what, fix=fix)
+    return False
+
+
+def universe_of(
+    ranks: Sequence[int] | None, mesh: DeviceMesh | None, rank: int, world_size: int
+) -> tuple[int, ...]:
+    """The global ranks of this rank's data-parallel job, by position.
+
+    Raises:
+      PlanError: they are not distinct ranks of the world, or this rank is not one of them.
+    """
+    if mesh is not None and ranks is not None:
+        raise PlanError("make_groups: ranks= and mesh= are both given", fix="pass one")
+    if mesh is not None:
+        # The tensor of a sub-mesh holds only the ranks that share this rank's other coordinates.
+        ranks = mesh.mesh.flatten().tolist()
+    found = tuple(range(world_size) if ranks is None else ranks)
+    known = set(found) & set(range(world_size))
+    if len(known) < len(found) or rank not in known:
+        what = f"make_groups: ranks={[*found]} are not distinct ranks of a world of {world_size}"
+        raise PlanError(what, fix="pass each rank of the job once, this one too")
+    return found
+
+
+def device_and_backend(
+    device: str | torch.device | None, mesh: DeviceMesh | None, backend: str | None
+) -> tuple[torch.device, str]:
+    """The device of tensors that the groups communicate, and the backend that serves it.
+
+    Raises:
+      GroupsError: this process lacks the device, or the default group has no backend for it.
+    """
+    begun = dist.is_initialized()
+    config = (backend or dist.get_backend_config()) if begun else ""
+    if device is None and mesh is not None:
+        device = mesh.device_type
+    elif device is None:
+        device = "auto" if begun else torch.get_default_device()
+    chosen, problem = startup.choose_device(device, config=config)
+    if problem:
+        raise GroupsError(f"make_groups: {problem}", fix=startup.NO_DEVICE)
+    if not begun or backend is not None:
+        return chosen, config
+    # A config such as "cpu:gloo,cuda:nccl" names one backend per device. Groups that are made for
+    # one of them keep torch from creating idle communicators for the others.
+    of_device = startup.backends_of(config)
+    if chosen.type not in of_device:
+        what = f"make_groups: the default group serves {config}, not {chosen.type}"
+        fix = "pass device= or backend=, or start it with a backend for that device; for the CPU, "
+        raise GroupsError(what, fix=f"{fix}init_distributed(cpu_groups=True)")
+    return chosen, of_device[chosen.type]
+
+
 def _shard_dim(mesh: DeviceMesh) -> int | None:
     """The partition size that a mesh implies, by the (replicate, shard) convention."""
     if mesh.ndim > 2:
-        names = mesh.mesh_dim_names
-        what = f"make_groups: no shard dimension in a mesh of {mesh.ndim} dimensions {names}"
+        what = f"make_groups: no shard dimension in a mesh of dimensions {mesh.mesh_dim_names}"
         fix = "pass partition_size=, or a 2-D part such as mesh['replicate', 'shard']"
-        raise errors.PlanError(what, fix=fix)
+        raise PlanError(what, fix=fix)
     return mesh.size(1) if mesh.ndim == 2 else None
 
 
-def _topology_of(
-    topology: Topology | None,
-    num_ranks: int,
-    found: int,
-    node_size: int | None,
-    nodes_per_rack: int | None,
-) -> Topology:
-    """How the job's ranks are wired; all ranks were given the same."""
-    if topology is None:
-        return Topology.of(num_ranks, found, nodes_per_rack)
-    if node_size is not None or nodes_per_rack is not None:
+def _check_topology(topology: Topology, num_ranks: int, *others: int | None) -> None:
+    """Raise PlanError unless a topology has all ranks; all ranks were given the same."""
+    if others != (None, None):
         fix = "pass topology= alone, or node_size= and nodes_per_rack="
-        raise errors.PlanError("make_groups: topology= and node sizes are both given", fix=fix)
+        raise PlanError("make_groups: topology= and node sizes are both given", fix=fix)
     if topology.world_size != num_ranks:
         what = f"topology {topology} has {topology.world_size} ranks, the job has {num_ranks}"
-        fix = "give sizes whose product is the number of ranks"
-        raise errors.PlanError(f"make_groups: {what}", fix=fix)
-    return topology
+        raise PlanError(f"make_groups: {what}", fix="give sizes whose product is that number")
 
 
 def _node_of(rank: int, node_size: int | None, topology: Topology | None) -> str:
@@ -257,67 +256,153 @@ def _node_of(rank: int, node_size: int | None, topology: Topology | None) -> str
     return f"hostnames {socket.gethostname()}"
 
 
-def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | None) -> Groups:
+def _create(
+    state: GroupState,
+    store: Any,
+    deadline: float,
+    plan: Plan,
+    device: torch.device,
+    mean_over: int | None,
+) -> Groups:
     """Create the groups that this rank is a member of, in the same order on every rank."""
-    position = maker.ranks.index(maker.rank)
-    coords, chunk, order = plan.coords(position), plan.chunk(position), plan.chunk_order(position)
-    state = maker.state
-    fresh = replace(maker, state=state.fresh(), store=None, channel=Channel())
-    state.recipe = Recipe(fresh, lambda made: _create(plan, made, device, mean_over), state.key)
-    channel = _channel(maker, tuple(maker.ranks[at] for at in order))
-    maker = replace(maker, channel=channel)
-    with maker.together():
-        levels = tuple(
-            _level(maker, name, plan.level_group(position, i))
-            for i, name in enumerate(plan.level_names)
-        )
-        one_level = levels
-        if len(levels) > 1:
-            flat_level = _level(maker, FLAT, order, lazy=True)
-            one_level = (replace(flat_level, reach=levels[0].name),)
-        partition = maker.comm("partition", order) if len(order) == 1 else one_level[0].reduce
-        partition = replace(partition, name="partition")  # in the ledger
-        rows = plan.replication_group(position)
-        replicas, second = maker.comm("replicas", rows), maker.comm("replicas, second", rows)
-    factor = 1.0 if mean_over is None else len(maker.ranks) / mean_over
+    position = state.ranks.index(state.rank)
+    coords, chunk = plan.coords(position), plan.chunk(position)
+    order = state.ranks_at(plan.chunk_order(position))
+    rows = state.ranks_at(plan.replication_group(position))
+    channel = state.channel = _channel(state, store, order)
+    made = list[Comm]()
+    comm = partial(_comm, state, made)
+    levels = tuple(
+        _level(comm, name, state.ranks_at(plan.level_group(position, i)))
+        for i, name in enumerate(plan.level_names)
+    )
+    one_level = levels
+    if len(levels) > 1:
+        one_level = (replace(_level(comm, FLAT, order), reach=levels[0].name),)
+    partition = comm("partition", order) if len(order) == 1 else one_level[0].reduce
+    partition = replace(partition, name="partition")  # in the ledger
+    replicas, second = comm("replicas", rows), comm("replicas, second", rows)
+    made = [comm for comm in made if comm.group]
+    if store is not None:
+        _make_all(state, store, made, deadline)
+    if state.on_device:
+        _warm_up(state, [comm for comm in made if comm.name != f"gather {FLAT}"], device)
+    factor = 1.0 if mean_over is None else len(state.ranks) / mean_over
     more = {"grad_factor": factor, "names": plan.topology.names}
     route = Route(levels, coords, chunk, **more)
-    if _torch.is_async(device) and not state.rejoining:
-        flat_reduce = [] if one_level is levels else [partition]
-        maker.warm_up([*route.comms, *flat_reduce, replicas, second], device)
     replicas = replace(replicas, second=replace(second, name="replicas"))  # in the ledger
     hierarchy = flat = Hierarchy(route, device, partition, channel)
     if one_level is not levels:
         route = Route(one_level, (chunk,), chunk, **more)
         flat = Hierarchy(route, device, partition, channel)
-    return Groups(
-        plan=plan,
-        ranks=maker.ranks,
-        rank=maker.rank,
-        position=position,
-        hierarchy=hierarchy,
-        flat=flat,
-        partition=partition,
-        replicas=replicas,
-        device=device,
-        timeout_s=maker.timeout_s,
-        traffic=maker.traffic,
-        state=state,
-        mean_over=mean_over,
-    )
+    where = {"ranks": state.ranks, "rank": state.rank, "position": position, "device": device}
+    parts = {"hierarchy": hierarchy, "flat": flat, "partition": partition, "replicas": replicas}
+    shared = {"timeout_s": state.timeout_s, "traffic": state.traffic, "state": state}
+    return Groups(plan, **where, **parts, **shared, mean_over=mean_over)
 
 
-def _level(maker: Maker, name: str, positions: Sequence[int], *, lazy: bool = False) -> Level:
-    """A level over these positions, ordered by coordinate; `lazy` is for gathers."""
-    gather = maker.comm(f"gather {name}", positions, lazy=lazy)
-    return Level(name, gather, maker.comm(f"reduce {name}", positions))
-
-
-def _channel(maker: Maker, ranks: tuple[int, ...]) -> Channel:
+def _channel(state: GroupState, store: Any, ranks: tuple[int, ...]) -> Channel:
     """The channel of a partition group, which every wait for a collective consults."""
-    state, make = maker.state, Channel if maker.store is None else Channel.of_several
-    facts = state.key, ranks, maker.rank, maker.timeout_s, len(maker.ranks)
-    channel: Any = make(maker.store, *facts)
-    state.channel = channel
+    make = Channel if store is None else Channel.of_several
+    facts = state.key, ranks, state.rank, state.timeout_s, len(state.ranks)
+    channel: Any = make(store, *facts)
     channel.check, channel.watch = state.watch.check, state.watch
     return channel
+
+
+def _level(comm: Callable[..., Comm], name: str, ranks: tuple[int, ...]) -> Level:
+    """A level of these ranks, ordered by coordinate."""
+    return Level(name, comm(f"gather {name}", ranks), comm(f"reduce {name}", ranks))
+
+
+def _comm(state: GroupState, made: list[Comm], name: str, ranks: tuple[int, ...]) -> Comm:
+    """A communicator of these ranks, without its process group; it is appended to `made`."""
+    alone = len(ranks) == 1 or state.rejoining
+    # Groups of one purpose are disjoint, so one member tells them apart.
+    group = "" if alone else f"{state.key}/{name}/{ranks[0]}"
+    facts = group, state.timeout_s, state.traffic, state
+    calls = state.channel.calls_of(name, ranks)
+    comm = Comm(name, ranks, ranks.index(state.rank), *facts, calls=calls)
+    state.forgets.append(comm.queue.clear)
+    made.append(comm)
+    return comm
+
+
+_FIX = "look at these ranks' own errors, then call make_groups again on all"
+
+
+def _make_all(state: GroupState, store: Any, comms: Sequence[Comm], deadline: float) -> None:
+    """Make process groups, in one order on all ranks; if one rank fails, all do.
+
+    A rank that went on alone and closed its groups would break connections that others are still
+    making.
+
+    Communication: the connections of gloo, and a few small messages to the store.
+
+    Raises:
+      GroupsError: torch cannot make one, or another rank failed, or did not finish in time.
+    """
+    made, check = f"{state.key}/made", partial(state.watch.check, (), missing=state.ranks)
+    try:
+        for comm in comms:
+            _make_group(state, comm, deadline, check)
+        store.set(f"{made}/{state.rank}", "")
+        store.add(made, 1)
+        all_made = lambda: store.add(made, 0) == len(state.ranks)  # noqa: E731
+        if not poll(all_made, len(state.ranks), deadline, check):
+            ranks = state.ranks[:1024]
+            missing = [rank for rank in ranks if not store.check([f"{made}/{rank}"])]
+            raise state.watch.explained(_overdue(state, missing), wait=True)
+    except BaseException as error:
+        state.abandon(error)
+        raise
+
+
+def _make_group(
+    state: GroupState, comm: Comm, deadline: float, check: Callable[[float], None]
+) -> None:
+    # Waits and the monitor keep the limit, and name who is behind; torch's must not come first.
+    options = {"timeout_s": 2 * state.timeout_s, "backend": state.backend, "name": comm.group}
+    make = partial(_torch.new_group, comm.ranks, **options, purpose=f"mics_fn {comm.name}")
+    try:  # gloo connects the members here, in C++
+        group = bounded(make, deadline, check) if state.backend == "gloo" else make()
+        state.own(comm.group, group)
+    except BaseException as error:
+        _torch.drop_connection()
+        if isinstance(error, TimeoutError):
+            for group in _torch.groups_named(comm.group):
+                state.own(comm.group, group)
+            raise _overdue(state, [state.rank]) from error
+        if isinstance(error, PeerFailed) or not isinstance(error, RuntimeError | ValueError):
+            raise
+        failed = _failed("make", comm, error)
+        raise state.watch.explained(failed, wait=isinstance(error, RuntimeError)) from error
+
+
+def _warm_up(state: GroupState, comms: Iterable[Comm], device: torch.device) -> None:
+    """Connect the members of these communicators now, and not inside the first backward.
+
+    Every rank passes them in the order in which they were made. The groups of one purpose are
+    disjoint, so each rank is in one group at a time, and the one that is furthest behind never
+    waits for a rank that is behind it.
+
+    Raises:
+      GroupsError: the backend cannot connect them.
+    """
+    for comm in comms:
+        try:
+            _torch.warm_up(comm.process_group(), device)
+        except RuntimeError as error:
+            state.abandon(error)
+            raise _failed("connect", comm, error) from error
+
+
+def _overdue(state: GroupState, ranks: Sequence[int]) -> GroupsError:
+    what = f"{name_ranks(ranks)} did not make all groups within {state.timeout_s:g} s"
+    return GroupsError(f"make_groups: {what}", fix=_FIX)
+
+
+def _failed(did: str, comm: Comm, error: Exception) -> GroupsError:
+    rank, members = comm.ranks[comm.rank], name_ranks(comm.ranks)
+    what = f"make_groups: rank {rank} cannot {did} '{comm.name}' of {members}"
+    return GroupsError(what, [first_line(error)], _FIX)

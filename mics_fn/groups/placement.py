@@ -31,7 +31,6 @@ from math import prod
 from typing import Literal
 
 from mics_fn.errors import PlanError
-from mics_fn.groups.communicator import Comm
 from mics_fn.groups.groups import Groups, Hierarchy
 
 Span = Literal["one", "inner", "all"]
@@ -85,13 +84,18 @@ def place(
       >>> placement.place(make_groups(1), "zero2")
       Groups(n=1 p=1 levels=none, rank 0, cpu)
     """
-    derive = groups.derive
-    given = partial(place, scheme=scheme, params=params, grads=grads)
+    step = partial(place, scheme=scheme, params=params, grads=grads)
+    if scheme == "ddp" and groups.partition_size != 1:
+        text = f"place: 'ddp' needs partition groups of 1 rank, these have {groups.partition_size}"
+        raise PlanError(text, fix="pass make_groups(partition_size=1)")
+    if scheme == "fsdp":
+        groups = replace(groups, hierarchy=groups.flat)
+    sizes = groups.hierarchy.route.sizes
     if scheme is not None:
-        groups, wanted = _scheme(groups, scheme)
+        counts = {"one": 1, "inner": sizes[-1] if sizes else 1, "all": None}
+        wanted = [counts[span] for span in PLACEMENTS[scheme]]
         params = wanted[0] if params is None else params
         grads = wanted[1] if grads is None else grads
-    sizes = groups.hierarchy.route.sizes
     found = {}
     for name, size in (("outer_params", params), ("outer_grads", grads)):
         inner = [prod(sizes[level:]) for level in range(len(sizes) + 1)]
@@ -105,22 +109,10 @@ def place(
         flat = found
     return replace(
         groups,
-        derive=lambda made: given(made.derived(derive)),
+        derive=(*groups.derive, step),
         hierarchy=_routed(groups.hierarchy, **found),
         flat=_routed(groups.flat, **flat),
     )
-
-
-def _scheme(groups: Groups, scheme: str) -> tuple[Groups, list[int | None]]:
-    """The groups of a scheme, and over how many ranks it cuts parameters and gradients."""
-    if scheme == "ddp" and groups.partition_size != 1:
-        text = f"place: 'ddp' needs partition groups of 1 rank, these have {groups.partition_size}"
-        raise PlanError(text, fix="pass make_groups(partition_size=1)")
-    if scheme == "fsdp":
-        groups = replace(groups, hierarchy=groups.flat)
-    sizes = groups.hierarchy.route.sizes
-    counts: dict[Span, int | None] = {"one": 1, "inner": sizes[-1] if sizes else 1, "all": None}
-    return groups, [counts[span] for span in PLACEMENTS[scheme]]
 
 
 def fixed_order(groups: Groups) -> Groups:
@@ -149,19 +141,16 @@ def fixed_order(groups: Groups) -> Groups:
       >>> groups = placement.fixed_order(make_groups(1))
     """
 
-    def change(comm: Comm) -> Comm:
-        return replace(comm, fixed_order=True)
+    change = partial(replace, fixed_order=True)
 
     def along(hierarchy: Hierarchy) -> Hierarchy:
         levels = hierarchy.route.levels
-        changed = (replace(level, reduce=change(level.reduce)) for level in levels)
-        found = replace(hierarchy, partition=change(hierarchy.partition))
-        return _routed(found, levels=tuple(changed))
+        changed = tuple(replace(level, reduce=change(level.reduce)) for level in levels)
+        return _routed(replace(hierarchy, partition=change(hierarchy.partition)), levels=changed)
 
-    derive = groups.derive
     return replace(
         groups,
-        derive=lambda made: fixed_order(made.derived(derive)),
+        derive=(*groups.derive, fixed_order),
         hierarchy=along(groups.hierarchy),
         flat=along(groups.flat),
         partition=change(groups.partition),

@@ -32,18 +32,17 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from hashlib import sha256
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from mics_fn import _torch, checks, errors, spans
 from mics_fn.errors import GroupsError
 from mics_fn.groups.communicator import hooks
-from mics_fn.groups.topology import fold_ranks
-from mics_fn.store import Store, StoreLost, later, poll
+from mics_fn.store import Store, StoreLost, later, poll, value_of
 from mics_fn.threads import bounded
 
 # What a launcher wrote into the
@@ -57,8 +56,7 @@ _LAUNCHERS = {
 }
 _FIXES = {
     "torchrun": "launch with torchrun, or set them all",
-    "Open MPI": "export the host name of rank 0's node as MASTER_ADDR and a free port of it as "
-    "MASTER_PORT, to all ranks: mpirun -x MASTER_ADDR -x MASTER_PORT",
+    "Open MPI": "pass rank 0's host and a free port: mpirun -x MASTER_ADDR=... -x MASTER_PORT=...",
     "Slurm": "put this line before srun in the batch script: "
     'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
 }
@@ -203,45 +201,38 @@ def own_failures(backend: str, *, begun: bool) -> None:
 # Which accelerator a rank uses, and whether another rank uses the same one.
 
 
-class Machine:
-    """The accelerators that this process sees."""
-
-    def kind(self) -> str:
-        """Their type, such as "cuda"; "cpu" if there are none with a backend of their own."""
-        found = torch.accelerator.current_accelerator(check_available=True)
-        kind = "cpu" if found is None else found.type
-        return (
-            kind if dist.Backend.default_device_backend_map.get(kind, "gloo") != "gloo" else "cpu"
-        )
-
-    def count(self) -> int:
-        """How many of them this process sees."""
-        return torch.accelerator.device_count()
-
-    def use(self, device: torch.device) -> None:
-        """Make one of them the current one."""
-        torch.accelerator.set_device_index(device)
-
-    def uuid(self, device: torch.device) -> str:
-        """Return the UUID of an accelerator, if torch knows it."""
-        properties = torch.get_device_module(device).get_device_properties(device)
-        return str(getattr(properties, "uuid", ""))
+def accelerator() -> str:
+    """The type of this process's accelerators; "cpu" if none has a backend of its own."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    kind = "cpu" if found is None else found.type
+    return kind if dist.Backend.default_device_backend_map.get(kind, "gloo") != "gloo" else "cpu"
 
 
-machine = Machine()  # all that this wing asks about hardware; tests put another one here
+def choose_device(
+    device: str | torch.device, launch: Launch | None = None, config: str = ""
+) -> tuple[torch.device, str]:
+    """The device that an argument means, and why this process cannot use it.
 
-
-def device_of(device: str | torch.device) -> tuple[torch.device, str]:
-    """The device that an argument means, and why this process cannot use it."""
+    Args:
+      device: "auto" is the accelerator, if a backend serves it that does not serve the CPU as well.
+      launch: has the number of this rank on its node, and so of its device.
+      config: the backends of the default group; "" if there is none.
+    """
+    if device == "auto":
+        kind, served = accelerator(), backends_of(config)
+        alone = not config or served.get(kind) not in (None, served.get("cpu"))
+        device = kind if alone else "cpu"
     wanted = torch.device(device)
     if wanted.type == "meta":
         return torch.device("cpu"), f"device={str(device)!r}, which holds no data"
     if not _torch.is_async(wanted):
         return wanted, ""
-    count = machine.count() if machine.kind() == wanted.type else 0
-    if (wanted.index or 0) < count:
-        return wanted, ""
-    return wanted, f"{wanted} is asked for, and this process sees {count} devices of its kind"
+    count = torch.accelerator.device_count() if accelerator() == wanted.type else 0
+    if (wanted.index or 0) >= count:
+        return wanted, f"{wanted} is asked for, and this process sees {count} devices of its kind"
+    if launch is not None and wanted.index is None:
+        return torch.device(wanted.type, launch.local_rank % count), ""
+    return _torch.with_index(wanted), ""
 
 
 def backends_of(config: str) -> dict[str, str]:
@@ -257,39 +248,95 @@ class Spot(NamedTuple):
     device: str  # such as "cuda:0"
     host: str
     unit: str  # equal on ranks that share an accelerator; empty if that does no harm
+    problem: str  # why the rank cannot use it
 
 
-def spot_of(device: torch.device, *, alone: bool) -> Spot:
+def spot_of(device: torch.device, *, alone: bool, problem: str = "") -> Spot:
     """Where this rank computes.
 
     Args:
       device: its device.
       alone: whether the other ranks must use other devices, as every backend but gloo requires.
+      problem: why this process cannot use it.
     """
     host, unit = socket.gethostname(), ""
-    if _torch.is_async(device) and alone:
+    if _torch.is_async(device) and alone and not problem:
         # A number alone says nothing where each process sees other devices.
         masks = sorted(x for x in os.environ.items() if x[0].endswith(("VISIBLE_DEVICES", "_MASK")))
-        unit = machine.uuid(device) or f"{device} of {host}, {masks}"
+        properties = torch.get_device_module(device).get_device_properties(device)
+        unit = f"{getattr(properties, 'uuid', '')}" or f"{device} of {host}, {masks}"
         # NCCL accepts ranks that share a GPU if this tells them apart, as people do in tests.
         unit = " ".join((unit, os.environ.get("NCCL_HOSTID", ""))).strip()
-    return Spot(str(device), host, unit)
+    return Spot(str(device), host, unit, problem)
 
 
-def check_distinct(verb: str, spots: Mapping[int, Spot]) -> None:
-    """Raise GroupsError if several ranks share an accelerator; NCCL would fail later, or hang."""
-    users: dict[str, list[int]] = {}
-    for rank, spot in spots.items():
-        users.setdefault(spot.unit or f"rank {rank}", []).append(rank)
-    shared = [(unit, ranks) for unit, ranks in users.items() if len(ranks) > 1]
-    if shared:
-        lines = []
-        for unit, ranks in shared[:8]:
-            first = spots[ranks[0]]
-            lines.append(f"{errors.name_ranks(ranks)} on {first.host}: {first.device}, {unit}")
+NO_DEVICE = "pass device='auto' or 'cpu', or use a torch and a driver for this device"
+
+
+# What ranks tell each other as they start, and what must be equal or distinct there.
+
+
+def judged(verb: str, found: Mapping[int, Any]) -> int:
+    """Check the facts, the node and the device of each rank; return the size of a node.
+
+    Raises:
+      DesyncError: facts differ; the text has the values and who has them.
+      GroupsError: a rank does not have its device, or several use one; NCCL would fail, or hang.
+      PlanError: nodes hold unequal numbers of ranks, or ranks of a node are not next to each other.
+    """
+    facts, nodes, spots = {}, {}, {}
+    for rank, (mine, node, spot) in found.items():
+        facts[rank], nodes[rank], spots[rank] = mine, node, Spot(*spot)
+    wrong = {rank: f"{x.problem}, on {x.host}" for rank, x in spots.items() if x.problem}
+    if wrong:
+        what = f"{verb}: a rank does not have the device that was asked for"
+        raise GroupsError(what, errors.rank_lines(wrong), NO_DEVICE)
+    _compare(verb, facts)
+    units = {rank: x.unit or f"rank {rank}" for rank, x in spots.items()}
+    unit, users = errors.by_value(units)[0]
+    if len(users) > 1:
+        at = f"{spots[users[0]].host}: {spots[users[0]].device}"
         fix = "start one rank per device, show each rank one of its own (srun --gpus-per-task=1), "
         fix += "or pass device='cpu'; to share one in a test, set another NCCL_HOSTID on each rank"
+        lines = [f"{errors.name_ranks(users)} on {at}, {unit}"]
         raise GroupsError(f"{verb}: several ranks use one device", lines, fix)
+    return node_size_of(nodes)
+
+
+def _compare(verb: str, found: Mapping[int, Mapping[str, str]]) -> None:
+    """Raise DesyncError if a fact differs between ranks."""
+    lines = {}
+    for name in next(iter(found.values())):
+        holders = errors.by_value({rank: facts[name] for rank, facts in found.items()})
+        if len(holders) > 1:
+            texts = [f"{value} on {errors.name_ranks(ranks)}" for value, ranks in holders]
+            lines[name] = f"{name}: {'; '.join(texts)}"
+    if lines:
+        what = f"{verb}: ranks disagree on {', '.join(lines)}"
+        fix = f"pass the same {'=, '.join(lines)}= on every rank, launched in the same way"
+        raise errors.DesyncError(what, lines.values(), fix)
+
+
+def node_size_of(nodes: Mapping[int, str]) -> int:
+    """The number of these ranks on each node.
+
+    Args:
+      nodes: of each rank a name that is equal on ranks that share a node.
+
+    Raises:
+      PlanError: nodes hold unequal numbers of ranks, or ranks of a node are not next to each other.
+
+    >>> node_size_of({0: "a", 1: "a", 2: "b", 3: "b"})
+    2
+    """
+    sizes = [len(list(run)) for _, run in groupby(nodes.values())]
+    if len(set(sizes)) > 1 or len(sizes) > len(set(nodes.values())):
+        what = "make_groups: these ranks do not fill nodes of one size, one after the other"
+        found = errors.by_value(nodes)[:8]
+        lines = [f"{node}: {errors.name_ranks(ranks)}" for node, ranks in found]
+        fix = "start equally many ranks on every node, node by node (Slurm: --distribution=block), "
+        raise errors.PlanError(what, lines, f"{fix}or pass node_size= or topology=")
+    return sizes[0]
 
 
 def init_distributed(
@@ -332,51 +379,44 @@ def init_distributed(
     checks.number("init_distributed", "timeout_s", timeout_s, above=0, below=1e8)
     if spans.observers:
         spans.passing("start: init_distributed")
-    launch = None if dist.is_initialized() else read_launch(os.environ)
-    deadline = time.monotonic() + timeout_s
-    chosen, problem = _choose(device, launch)
-    own = _torch.backend(chosen)
-    mine = [spot_of(chosen, alone=not problem), str(device), problem]
+    begun, deadline = dist.is_initialized(), time.monotonic() + timeout_s
+    launch = None if begun else read_launch(os.environ)
+    chosen, problem = choose_device(device, launch, dist.get_backend_config() if begun else "")
+    mine = [{"device": chosen.type}, "", spot_of(chosen, alone=True, problem=problem)]
     store, start = None, None
     if launch is None:
-        _judge_devices({0: mine})
+        judged("init_distributed", {0: mine})
     else:
         store, start = _agreed_store(launch, mine, timeout_s, deadline)
     if _torch.is_async(chosen):
-        machine.use(chosen)
+        torch.accelerator.set_device_index(chosen)
     if launch is None:
         return chosen
+    own = _torch.backend(chosen)
     own_failures(own, begun=False)
     backend = f"cpu:gloo,{chosen.type}:{own}" if cpu_groups and own != "gloo" else own
-    if start is not None:
-        _torch.start_alone(backend, store, launch.rank, launch.world_size, timeout_s)
-        return chosen
     how = {"store": store, "rank": launch.rank, "world_size": launch.world_size}
     connect = partial(dist.init_process_group, backend, timeout=timedelta(seconds=timeout_s), **how)
-    if own != "gloo":
+    if start is not None:
+        _torch.start_alone(backend, timeout_s=timeout_s, **how)
+    elif own != "gloo":
         connect()
-        return chosen
-    try:  # it connects the ranks, in C++
+    else:
+        _connect(connect, launch.rank, timeout_s, deadline)
+    return chosen
+
+
+def _connect(connect: Callable[[], Any], rank: int, timeout_s: float, deadline: float) -> None:
+    """Let gloo connect the ranks, in C++."""
+    try:
         bounded(connect, deadline)
     except (RuntimeError, TimeoutError) as error:
         first = errors.first_line(error, f"they did not connect within {timeout_s:g} s")
-        what = f"init_distributed: rank {launch.rank} found the store, but gloo could not connect"
+        what = f"init_distributed: rank {rank} found the store, but gloo could not connect"
         # A host's name often leads to its own loopback address.
         fix = "look whether another rank has ended, and set GLOO_SOCKET_IFNAME, on each node, to"
         fix += " the interface that the other nodes reach, such as eth0; `ip -br addr` lists them"
         raise errors.CollectiveError(f"{what} it with the other ranks", [first], fix) from error
-    return chosen
-
-
-def _choose(device: str | torch.device, launch: Launch | None) -> tuple[torch.device, str]:
-    """Choose this rank's device; return the device and a problem, if any."""
-    if device == "auto" and dist.is_initialized():
-        device = _served_kind(dist.get_backend_config())
-    wanted, problem = device_of(machine.kind() if device == "auto" else device)
-    if problem or not _torch.is_async(wanted) or wanted.index is not None:
-        return wanted, problem
-    near = launch and torch.device(wanted.type, launch.local_rank % machine.count())
-    return near or _torch.with_index(wanted), ""
 
 
 def _agreed_store(
@@ -387,20 +427,15 @@ def _agreed_store(
     The second value is the number of the start that this process comes back into, if it does.
     """
     rank, size = launch.rank, launch.world_size
-    limit = timedelta(seconds=timeout_s)
+    limit, judge = timedelta(seconds=timeout_s), partial(judged, "init_distributed")
 
     def connect() -> Any:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # that of torchrun's agent
             return next(rendezvous("env://", rank, size, timeout=limit))[0]
-        return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-            launch.master_addr,
-            launch.master_port,
-            size,
-            is_master=rank == 0,
-            timeout=limit,
-            wait_for_workers=False,  # `meet` waits for them, and names those that are missing
-            multi_tenant=True,
-        )
+        # `meet` waits for the other ranks, and names those that are missing.
+        options = {"is_master": rank == 0, "wait_for_workers": False, "multi_tenant": True}
+        where = launch.master_addr, launch.master_port, size
+        return dist.TCPStore(*where, timeout=limit, **options)  # pyright: ignore
 
     def lost(error: Exception) -> errors.MicsError:
         first = errors.first_line(error, f"no answer within {timeout_s:g} s")
@@ -416,123 +451,17 @@ def _agreed_store(
         raise lost(error) from error
     with hooks.enter(store, rank, size, timeout_s, lost) as (served, start):
         if start is not None:
-            _judge_devices({rank: mine})
+            judge({rank: mine})
             return part_of_start(store, start), start
         wait = {"verb": "init_distributed", "timeout_s": timeout_s, "deadline": deadline}
-        key, *_ = meet(served, range(size), rank, mine, _judge_devices, **wait)
+        key, *_ = meet(served, range(size), rank, mine, judge, **wait)
     return part_of_start(store, int(key.rpartition("/")[2])), None
-
-
-def _judge_devices(found: Mapping[int, Any]) -> None:
-    """Raise an error if the devices of all ranks do not fit together."""
-    spots = {rank: Spot(*spot) for rank, (spot, _, _) in found.items()}
-    wrong = {
-        rank: f"{problem}, on {spots[rank].host}"
-        for rank, (*_, problem) in found.items()
-        if problem
-    }
-    if wrong:
-        what = "init_distributed: a rank does not have the device that was asked for"
-        fix = "pass device='auto' or 'cpu', or use a torch and a driver for this device"
-        raise GroupsError(what, errors.rank_lines(wrong), fix)
-    kinds = {rank: spot.device.partition(":")[0] for rank, spot in spots.items()}
-    if len(set(kinds.values())) > 1:
-        texts = {
-            rank: f"{kind} on {spots[rank].host} (device={found[rank][1]})"
-            for rank, kind in kinds.items()
-        }
-        fix = "look why some ranks see no accelerator, or pass the same device= on all of them"
-        what = "init_distributed: ranks use different kinds of devices"
-        raise errors.disagreement(what, texts, fix)
-    check_distinct("init_distributed", spots)
-
-
-def _served_kind(config: str) -> str:
-    """The accelerator if a backend serves it that does not serve the CPU as well, else the CPU."""
-    kind, served = machine.kind(), backends_of(config)
-    return kind if served.get(kind) not in (None, served.get("cpu")) else "cpu"
-
-
-# Which ranks, device and backend groups have.
-
-
-def require_distributed() -> bool:
-    """Whether torch.distributed is initialised; a world of one rank does not need it.
-
-    Raises:
-      GroupsError: several ranks were launched, but it is not initialised.
-    """
-    if dist.is_available() and dist.is_initialized():
-        return True
-    source = launcher_of(os.environ)
-    if source is not None and os.environ.get("WORLD_SIZE") != "1":
-        what = f"make_groups: {source} started several ranks, without torch.distributed"
-        fix = "call mics_fn.init_distributed() or torch.distributed.init_process_group() first"
-        raise GroupsError(what, fix=fix)
-    return False
-
-
-def universe_of(
-    ranks: Sequence[int] | None, mesh: DeviceMesh | None, rank: int, world_size: int
-) -> tuple[int, ...]:
-    """The global ranks of this rank's data-parallel job, by position.
-
-    Raises:
-      PlanError: they are not distinct ranks of the world, or this rank is not one of them.
-    """
-    if mesh is not None and ranks is not None:
-        raise errors.PlanError("make_groups: ranks= and mesh= are both given", fix="pass one")
-    if mesh is not None:
-        # The tensor of a sub-mesh holds only the ranks that share this rank's other coordinates.
-        ranks = mesh.mesh.flatten().tolist()
-    found = tuple(range(world_size) if ranks is None else ranks)
-    if len(set(found) & set(range(world_size))) < len(found):
-        what = f"make_groups: ranks={[*found]} are not distinct ranks of a world of {world_size}"
-        raise errors.PlanError(what, fix=f"give each of 0 to {world_size - 1} at most once")
-    if rank not in found:
-        what = f"make_groups: rank {rank} is not one of ranks={fold_ranks(found) or []}"
-        fix = "pass on each rank the ranks that it shares groups with, itself included"
-        raise errors.PlanError(what, fix=fix)
-    return found
-
-
-def device_and_backend(
-    device: str | torch.device | None, mesh: DeviceMesh | None, backend: str | None
-) -> tuple[torch.device, str]:
-    """The device of tensors that the groups communicate, and the backend that serves it.
-
-    Raises:
-      GroupsError: this process lacks the device, or the default group has no backend for it.
-    """
-    if device is not None:
-        device, problem = device_of(device)
-        if problem:
-            fix = "pass device='cpu', or use a torch and a driver for this device"
-            raise GroupsError(f"make_groups: {problem}", fix=fix)
-    if not dist.is_initialized():
-        return _torch.with_index(torch.get_default_device() if device is None else device), ""
-    config = backend or dist.get_backend_config()
-    if device is None:
-        device = _served_kind(config) if mesh is None else mesh.device_type
-    chosen = _torch.with_index(torch.device(device))
-    if backend is not None:
-        return chosen, backend
-    # A config such as "cpu:gloo,cuda:nccl" names one backend per device. Groups that are made for
-    # one of them keep torch from creating idle communicators for the others.
-    of_device = backends_of(config)
-    if chosen.type not in of_device:
-        what = f"make_groups: the default group serves {config}, not {chosen.type}"
-        fix = "pass device= or backend=, or start it with a backend for that device; for the CPU, "
-        raise GroupsError(what, fix=f"{fix}init_distributed(cpu_groups=True)")
-    return chosen, of_device[chosen.type]
 
 
 # Meetings of ranks, before any process group exists: see [Note: meetings].
 
 EPOCH = "mics_fn/epoch"  # the key of its number; see [Note: the epoch of membership]
 _LINGER_S = 1.0  # how long a rank that fails keeps the store for others to read why
-_JUDGED = errors.DesyncError, GroupsError, errors.PlanError
-_KINDS = {kind.__name__: kind for kind in (*_JUDGED, errors.CollectiveError)}
 
 Judge = Callable[[dict[int, Any]], Any]  # what each rank wrote -> what all get; raises a verdict
 
@@ -580,13 +509,12 @@ def meet(
       CollectiveError: some rank did not call this in time.
     """
     deadline = time.monotonic() + timeout_s if deadline is None else deadline
-    number, since = _next(store, ranks, verb, rank), getattr(store, "since", 1)
-    calls, key = f"{prefix_of(ranks, verb)}/calls/{rank}", f"{prefix_of(ranks, verb)}/{number}"
+    prefix, number = prefix_of(ranks, verb), last_of(store, ranks, verb) + 1
+    since, key = getattr(store, "since", 1), f"{prefix}/{number}"
     end = f"{key}/verdict"
     try:
         # As `store.claim`, if the store knows which process writes.
         write = getattr(store, "claim", None) or (lambda key, text: store.set(key, f"1 {text}"))
-        write(calls, str(number))
         write(f"{key}/{rank}", json.dumps(mine))
         if rank == ranks[0]:
             found = _judged(store, key, ranks, judge, deadline, check)
@@ -595,18 +523,18 @@ def meet(
         if not poll(partial(store.check, [end]), len(ranks), deadline, check):
             store.compare_set(end, "", json.dumps(_absence(store, key, ranks, verb, timeout_s)))
         verdict = json.loads(store.get(end))
+        store.compare_set(f"{prefix}/last", f"{number - 1}" if number > 1 else "", f"{number}")
     except BaseException:
-        # Undo this call, so that after an interrupt all ranks can call again.
+        # So that after an interrupt all ranks can call again.
         later(store, "delete_key", f"{key}/{rank}")
-        later(store, "set", calls, f"{since} {number - 1}")
         raise
     if "error" in verdict:
         with suppress(RuntimeError, errors.MicsError):
-            read = f"{prefix_of(ranks, verb)}/read"
-            wanted = -(-store.add(read, 1) // len(ranks)) * len(ranks)
+            wanted = -(-store.add(f"{prefix}/read", 1) // len(ranks)) * len(ranks)
             if rank == 0:  # which may hold the store
-                poll(lambda: store.add(read, 0) >= wanted, 1, time.monotonic() + _LINGER_S)
-        raise _KINDS[verdict["error"]](verdict["text"])
+                had = time.monotonic() + _LINGER_S
+                poll(lambda: store.add(f"{prefix}/read", 0) >= wanted, 1, had)
+        raise getattr(errors, verdict["error"])(verdict["text"])
     meeting = Meeting(key, verdict["found"], dict(verdict["members"]))
     if meeting.members.get(rank, 1) != since:
         text = f"{verb}: the ranks met a process of rank {rank} that has ended since"
@@ -617,9 +545,7 @@ def meet(
 def past(store: Store, ranks: Sequence[int], verb: str, call: int) -> Meeting | None:
     """What the n-th meeting of these ranks agreed on; None if there was none, or if it failed."""
     key = f"{prefix_of(ranks, verb)}/{call}"
-    if not store.check([f"{key}/verdict"]):
-        return None
-    verdict = json.loads(store.get(f"{key}/verdict"))
+    verdict = json.loads(value_of(store, f"{key}/verdict") or '{"error": ""}')
     return None if "error" in verdict else Meeting(key, verdict["found"])
 
 
@@ -627,78 +553,52 @@ def prefix_of(ranks: Sequence[int], verb: str) -> str:
     return f"mics_fn/{sha256(json.dumps([verb, *ranks]).encode()).hexdigest()[:16]}"
 
 
-def entered(store: Any, ranks: Sequence[int], verb: str, rank: int) -> int:
-    """How many meetings of these ranks this one has entered.
+def last_of(store: Store, ranks: Sequence[int], verb: str) -> int:
+    """The number of the last meeting of these ranks that came to a verdict, counted from 1 on.
 
-    Another process of this rank may have entered one that came to no verdict. The others leave that
-    one, and meet under the same key again. So the count goes on at the last verdict.
+    All count by verdicts, so a rank that one was given without, or that comes back as another
+    process, meets the others in the next one.
     """
-    prefix = prefix_of(ranks, verb)
-    calls = f"{prefix}/calls/{rank}"
-    since, number = map(int, store.get(calls).split()) if store.check([calls]) else (1, 0)
-    if since < getattr(store, "since", 1):
-        while number and not store.check([f"{prefix}/{number}/verdict"]):
-            store.delete_key(f"{prefix}/{number}/{rank}")
-            number -= 1
-    return number
-
-
-def _next(store: Any, ranks: Sequence[int], verb: str, rank: int) -> int:
-    """The number of a new meeting of these ranks, counted from 1 on."""
-    number = entered(store, ranks, verb, rank)
-    while True:
-        number += 1
-        end = f"{prefix_of(ranks, verb)}/{number}/verdict"
-        # If the others gave up waiting for this rank in that meeting, their count is one ahead.
-        missed = store.check([end]) and json.loads(store.get(end))
-        if not missed or rank not in missed.get("absent", ()):
-            return number
+    return int(value_of(store, f"{prefix_of(ranks, verb)}/last") or 0)
 
 
 def _judged(
-    store: Store,
-    key: str,
-    ranks: Sequence[int],
-    judge: Judge,
-    deadline: float,
-    check: Callable[[float], None],
+    store: Store, key: str, ranks: Sequence[int], judge: Judge, *wait: Any
 ) -> dict[str, Any] | None:
     """The verdict on what all ranks wrote; None if some did not come, or one gave up on that."""
-    found, members = {}, dict[int, int]()
-    for other in ranks:
-        mine = f"{key}/{other}"
+    found, members, waiting = {}, dict[int, int](), [*reversed(ranks)]
 
-        def decided(mine: str = mine) -> bool:
-            return store.check([mine]) or store.check([f"{key}/verdict"])
+    def decided() -> bool:
+        while waiting and store.check([f"{key}/{waiting[-1]}"]):
+            since, _, text = store.get(f"{key}/{waiting[-1]}").decode().partition(" ")
+            found[waiting[-1]] = json.loads(text)
+            members[waiting.pop()] = int(since)
+        return not waiting or store.check([f"{key}/verdict"])
 
-        if not poll(decided, 1, deadline, check) or not store.check([mine]):
-            return None
-        since, _, text = store.get(mine).decode().partition(" ")
-        found[other] = json.loads(text)
-        if since != "1":
-            members[other] = int(since)
+    if not poll(decided, 1, *wait) or waiting:
+        return None
     try:
         judgement = judge(found)
-        epoch, least = store.add(EPOCH, 1), max(members.values(), default=1)
-        if epoch < least:
-            store.add(EPOCH, least - epoch)
-        return {"found": judgement, "members": [*members.items()]}
-    except _JUDGED as error:
+    except (errors.DesyncError, GroupsError, errors.PlanError) as error:
         return {"error": type(error).__name__, "text": str(error)}
+    epoch, least = store.add(EPOCH, 1), max(members.values())
+    if epoch < least:
+        store.add(EPOCH, least - epoch)
+    later_ones = [(other, since) for other, since in members.items() if since > 1]
+    return {"found": judgement, "members": later_ones}
 
 
 def _absence(
     store: Store, key: str, ranks: Sequence[int], verb: str, timeout_s: float
-) -> dict[str, Any]:
+) -> dict[str, str]:
     """The verdict if not all ranks came in time."""
     missing = [rank for rank in ranks[:1024] if not store.check([f"{key}/{rank}"])]
-    who = f"{errors.name_ranks(missing)} did not call it"
-    if not missing:
-        who = f"rank {ranks[0]} did not answer"
+    absent = f"{errors.name_ranks(missing)} did not call it"
+    who = absent if missing else f"rank {ranks[0]} did not answer"
     fix = f"call {verb} on all of these ranks, equally often and in the same order"
     lines = [f"expected: {errors.name_ranks(ranks)}"]
     text = errors.message(f"{verb}: {who} within {timeout_s:g} s", lines, fix)
-    return {"error": "CollectiveError", "text": text, "absent": missing}
+    return {"error": "CollectiveError", "text": text}
 
 
 def part_of_start(store: Any, number: int) -> Any:

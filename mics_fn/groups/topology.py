@@ -20,11 +20,6 @@ from mics_fn.errors import PlanError, message, name_ranks
 # Numbers of ranks: what divides what, and the errors of those that do not fit.
 
 
-def divisors(n: int) -> list[int]:
-    """The divisors of a number, ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
 def check_count(value: object, what: str) -> None:
     """Raise PlanError unless a value is an int of at least 1; `what` names it."""
     if type(value) is not int or value < 1:
@@ -35,13 +30,8 @@ def parts(total: int, size: int, what: str, whole: str) -> int:
     """How many groups of `size` there are in `total`; PlanError unless it divides."""
     check_count(size, what)
     if total % size:
-        raise misfits(f"{what}={size} does not divide {whole}", divisors(total))
+        raise PlanError(f"{what}={size} does not divide {whole}", fix="pass a number that does")
     return total // size
-
-
-def misfits(what: str, sizes: Sequence[int]) -> PlanError:
-    """The error of a size that does not fit, with those that do."""
-    return PlanError(what, fix=f"pass one of the sizes that work: {', '.join(map(str, sizes))}")
 
 
 FLAT = "flat"  # the name of all levels as one, in communicators and in the ledger
@@ -92,7 +82,7 @@ class Topology:
         """The topology of equal nodes (None: one flat node), and of equal racks if given.
 
         Raises:
-          PlanError: a number does not divide the next one; the text lists those that do.
+          PlanError: a number does not divide the next one.
 
         Example:
           >>> print(Topology.of(24, node_size=4, nodes_per_rack=3))
@@ -143,7 +133,8 @@ class Plan:
         sizes = valid_partition_sizes(self.topology)
         if type(self.partition_size) is not int or self.partition_size not in sizes:
             what = f"partition_size={self.partition_size!r} does not fit {self.world_size} ranks"
-            raise misfits(f"{what} = {self.topology}", sizes)
+            fix = f"pass one of the sizes that work: {', '.join(map(str, sizes))}"
+            raise PlanError(f"{what} = {self.topology}", fix=fix)
         names, taken, remaining = [], [], self.partition_size
         wired = zip(reversed(self.topology.names), reversed(self.topology.sizes), strict=True)
         for name, size in wired:
@@ -170,24 +161,19 @@ class Plan:
         p = self.partition_size
         return tuple(tuple(range(i, i + p)) for i in range(0, self.world_size, p))
 
-    @cached_property
-    def replication_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Positions with the same place in each partition group, which hold the same shard."""
-        return tuple(self.replication_group(i) for i in range(self.partition_size))
-
     def partition_group(self, position: int) -> tuple[int, ...]:
         """The partition group that `position` is in, ascending."""
-        start = self._checked(position) // self.partition_size * self.partition_size
+        start = range(self.world_size)[position] // self.partition_size * self.partition_size
         return tuple(range(start, start + self.partition_size))
 
     def replication_group(self, position: int) -> tuple[int, ...]:
         """The positions that hold the same shard as `position`, ascending."""
         p = self.partition_size
-        return tuple(range(self._checked(position) % p, self.world_size, p))
+        return tuple(range(range(self.world_size)[position] % p, self.world_size, p))
 
     def coords(self, position: int) -> tuple[int, ...]:
         """Coordinates of `position` inside its partition group, one per level."""
-        place, coords = self._checked(position) % self.partition_size, []
+        place, coords = range(self.world_size)[position] % self.partition_size, []
         for size in reversed(self.level_sizes):
             place, x = divmod(place, size)
             coords.append(x)
@@ -206,11 +192,6 @@ class Plan:
     def chunk_order(self, position: int) -> tuple[int, ...]:
         """The partition group of `position`, ordered by the chunks that its members keep."""
         return tuple(sorted(self.partition_group(position), key=self.chunk))
-
-    def _checked(self, position: int) -> int:
-        if type(position) is not int or not 0 <= position < self.world_size:
-            raise PlanError(f"position {position} is outside the world of {self.world_size} ranks")
-        return position
 
     def __str__(self) -> str:
         p, replicas = self.partition_size, self.num_replicas
@@ -273,7 +254,7 @@ def valid_partition_sizes(topology: Topology) -> tuple[int, ...]:
     """
     fits, unit = set(), 1
     for size in reversed(topology.sizes):
-        fits.update(unit * d for d in divisors(size))
+        fits.update(unit * d for d in range(1, size + 1) if size % d == 0)
         unit *= size
     return tuple(sorted(fits))
 

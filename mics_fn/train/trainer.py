@@ -506,7 +506,7 @@ class Trainer:
             raise rejoin_error("Trainer.step", home.rank)
         seen = spans.span("step", self.ahead.step + 1, parts=True)
         vars(self).pop("last_step", None)
-        with home.state.turns.stepping(), reports_step(home.state, self.ahead.step + 1), seen:
+        with home.state.turns.alone(step=True), reports_step(home.state, self.ahead.step + 1), seen:
             metrics = stepping.one_step(self, batch)
             if self.checkpoint is not None:
                 self.checkpoint.after(self)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import mics_fn as mf
 from mics_fn.errors import CollectiveError, DesyncError, GroupsError, MicsError, PeerFailed
 from mics_fn.groups import Groups, Topology
+from mics_fn.groups.communicator import NO_FORK
 
 
 def works(groups: Groups) -> bool:
@@ -108,7 +109,8 @@ def fork() -> list[str]:
             lambda: mf.reset(groups),
         )
         try:
-            os.write(write, ";".join(text_of(call).partition("\n")[0] for call in calls).encode())
+            told = ("; ".join(text_of(call).splitlines()[:2]) for call in calls)
+            os.write(write, "\n".join(told).encode())
             groups.close()
         except BaseException:
             os.write(write, traceback.format_exc().encode())
@@ -117,7 +119,7 @@ def fork() -> list[str]:
     os.close(write)
     os.waitpid(child, 0)
     with os.fdopen(read) as file:
-        told = file.read().split(";")
+        told = file.read().splitlines()
     assert works(groups)
     assert works(mf.reset(groups))
     return told
@@ -125,9 +127,10 @@ def fork() -> list[str]:
 
 def test_a_fork_is_refused(ranks):
     for rank, told in enumerate(ranks(2).run(fork)):
-        used = f"'partition' of ranks 0, 1 is used in a fork of rank {rank}"
+        used = "'partition' of ranks 0, 1 is used after its groups have failed; "
+        used += f"  rank {rank}: GroupsError: this is a fork of rank {rank}; {NO_FORK}"
         forked = [f"{verb}: this process is a fork of a rank" for verb in ("make_groups", "reset")]
-        assert told == [used, used, *forked]
+        assert told == [used, used, *(f"{text};   fix: {NO_FORK}" for text in forked)]
 
 
 def learn() -> list[Any]:

@@ -28,32 +28,28 @@ def new_store() -> Iterator[BoundedStore]:
     thread.end()
 
 
-def key_of(call: int, ranks: range) -> str:
-    return f"{startup.prefix_of(ranks, VERB)}/{call}"
-
-
-@examples(20, 60)
-@given(ended=st.integers(0, 4), begun=st.integers(0, 2), wrote=st.booleans())
-def test_counting_goes_on_at_the_last_verdict(ended: int, begun: int, wrote: bool):
-    """Whatever a lost process had begun, the next meeting is the one that the others enter."""
-    ranks, said = range(3), '{"found": 1, "members": [], "epoch": 1}'
-    with new_store() as store:
-        for call in range(1, ended + 1):
-            store.set(f"{key_of(call, ranks)}/verdict", said)
-        store.set(f"{startup.prefix_of(ranks, VERB)}/calls/1", f"1 {ended + begun}")
-        if wrote and begun:
-            store.set(f"{key_of(ended + begun, ranks)}/1", "1 []")
-        store.since = 2
-        assert startup.entered(store, ranks, VERB, 1) == ended
-        assert startup._next(store, ranks, VERB, 1) == ended + 1
-        if begun:
-            assert not store.check([f"{key_of(ended + begun, ranks)}/1"])
-
-
 def started(store: Any) -> None:
     prefix = startup.prefix_of(range(4), "init_distributed")
     store.set(f"{prefix}/1/verdict", '{"found": null, "members": [], "epoch": 1}')
-    store.set(f"{prefix}/calls/1", "1 1")
+    store.set(f"{prefix}/last", "1")
+
+
+@examples(20, 60)
+@given(ended=st.integers(0, 4), begun=st.booleans())
+def test_counting_goes_on_at_the_last_verdict(ended: int, begun: bool):
+    """Whatever a lost process had begun, the next meeting is the one that the others enter."""
+    with new_store() as store:
+        told = {"verb": VERB, "timeout_s": 1.0}
+        for call in range(1, ended + 1):
+            meeting = startup.meet(store, range(1), 0, call, lambda found: found[0], **told)
+            assert startup.past(store, range(1), VERB, call) == meeting._replace(members={})
+        key = startup.prefix_of(range(1), VERB)
+        if begun:
+            store.set(f"{key}/{ended + 1}/0", '1 "of the process that was lost"')
+        store.since = 2
+        assert startup.last_of(store, range(1), VERB) == ended
+        meeting = startup.meet(store, range(1), 0, "mine", lambda found: found[0], **told)
+        assert meeting == (f"{key}/{ended + 1}", "mine", {0: 2})
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
-"""Which device each rank takes, with hardware that is made up: `Fake` in place of `machine`."""
+"""Which device each rank takes, with hardware that is made up: `Fake` in place of torch's."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,13 +14,13 @@ from jobs import free_port
 
 from mics_fn import _torch
 from mics_fn.errors import DesyncError, GroupsError, MicsError, PeerFailed
-from mics_fn.groups import make_groups, startup
+from mics_fn.groups import make_groups
+from mics_fn.groups.make import device_and_backend
 from mics_fn.groups.startup import (
     NCCL_SETTINGS,
     Launch,
-    Machine,
-    _choose,
-    device_and_backend,
+    accelerator,
+    choose_device,
     init_distributed,
     nccl_problems,
     own_failures,
@@ -28,23 +29,17 @@ from mics_fn.groups.startup import (
 from mics_fn.groups.topology import Topology
 
 
-class Fake(Machine):
-    """A process that sees as many devices as it has uuids."""
+class Fake:
+    """A process that sees as many devices as it has uuids; it stands for their module, too."""
 
     def __init__(self, kind: str, *uuids: str) -> None:
-        self._kind, self.uuids, self.used = kind, uuids, -1
-
-    def kind(self) -> str:
-        return self._kind
-
-    def count(self) -> int:
-        return len(self.uuids)
+        self.kind, self.uuids, self.used = kind, uuids, -1
 
     def use(self, device: torch.device) -> None:
         self.used = device.index
 
-    def uuid(self, device: torch.device) -> str:
-        return self.uuids[device.index]
+    def get_device_properties(self, device: torch.device) -> Any:
+        return SimpleNamespace(uuid=self.uuids[device.index])
 
 
 NONE = Fake("cpu")
@@ -52,8 +47,15 @@ NONE = Fake("cpu")
 
 @contextmanager
 def machine(fake: Fake, **env: str) -> Iterator[Fake]:
-    first = mock.patch.object(torch.accelerator, "current_device_index", return_value=0)
-    with first, mock.patch.object(startup, "machine", fake), mock.patch.dict(os.environ, env):
+    hardware = {
+        "current_accelerator": lambda **_: torch.device(fake.kind),
+        "current_device_index": lambda: 0,
+        "device_count": lambda: len(fake.uuids),
+        "set_device_index": fake.use,
+    }
+    first = mock.patch.multiple(torch.accelerator, **hardware)
+    module = mock.patch.object(torch, "get_device_module", return_value=fake)
+    with first, module, mock.patch.dict(os.environ, env):
         yield fake
 
 
@@ -70,7 +72,7 @@ def machine(fake: Fake, **env: str) -> Iterator[Fake]:
 )
 def test_the_fourth_rank_of_a_node_takes(asked: str, fake: Fake, want: str):
     with machine(fake):
-        assert _choose(asked, Launch("Slurm", 3, 4, 3, "a", 1)) == (torch.device(want), "")
+        assert choose_device(asked, Launch("Slurm", 3, 4, 3, "a", 1)) == (torch.device(want), "")
 
 
 def test_without_a_launcher_it_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch):
@@ -87,7 +89,7 @@ def test_what_torch_says_of_the_hardware(monkeypatch: pytest.MonkeyPatch):
     for found, kind in (("cuda", "cuda"), ("xpu", "xpu"), ("mps", "cpu"), (None, "cpu")):
         answer = found and torch.device(found)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: answer)  # noqa: B023
-        assert Machine().kind() == kind
+        assert accelerator() == kind
 
 
 def start(port: str, seen: list[tuple[str, ...]], hostid: str, options: dict[str, Any]) -> Any:
@@ -115,7 +117,7 @@ def start(port: str, seen: list[tuple[str, ...]], hostid: str, options: dict[str
 
 ONE_EACH, ONE_FOR_ALL = [("G",), ("H",)], [("G",), ("G",)]
 SHARED = "several ranks use one device", "  ranks 0, 1 on here: cuda:0, G"
-MIXED = "ranks use different kinds of devices", "  rank 0: cuda on here (device=auto)"
+MIXED = "ranks disagree on device", "  device: cuda on rank 0; cpu on rank 1"
 MISSING = (
     "a rank does not have the device that was asked for",
     "  rank 1: cuda is asked for, and this process sees 0 devices of its kind, on here",
@@ -257,7 +259,7 @@ def test_communicators_are_connected_in_one_order(ranks):
     purposes = ["gather node", "reduce node", "gather rank", "reduce rank"]
     hop_2 = [("replicas", 2), ("replicas, second", 2)]
     want = [*((purpose, 2) for purpose in purposes), ("reduce flat", 4), *hop_2]
-    assert ranks(8).run(connected, -1) == [(want, 7)] * 8, "the first backward connects nothing"
+    assert ranks(8).run(connected, -1) == [(want, 8)] * 8, "the first backward connects nothing"
 
 
 @pytest.mark.thorough

@@ -70,7 +70,7 @@ def abort(group):
     store.wait(["nothing"], datetime.timedelta(seconds=1.5))  # it waits in C++
 groups = mf.make_groups()
 _torch.abort, _torch.LIVE_GROUPS = abort, [mine := object()]
-groups.state.own(mine)
+groups.state.own("mine", mine)
 groups.state.abort()
 _torch.LIVE_GROUPS.clear()
 raise KeyError("mine")
@@ -109,7 +109,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Groups, list[A
         groups, owned = make_groups(), [FakeGroup(hang) for hang in hangs]
         live[:] = owned
         for group in owned:
-            groups.state.own(group)  # pyright: ignore[reportArgumentType]
+            groups.state.own(f"{id(group)}", group)  # pyright: ignore[reportArgumentType]
         return groups, owned
 
     return make

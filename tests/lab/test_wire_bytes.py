@@ -158,7 +158,7 @@ def route_of(**sizes: int) -> Route:
     """A route with levels of these sizes, outermost first, as its first rank sees it."""
     levels = []
     for name, size in sizes.items():
-        comm = Comm(name, tuple(range(size)), 0, None, 1.0, Traffic(), GroupState())
+        comm = Comm(name, tuple(range(size)), 0, "", 1.0, Traffic(), GroupState())
         levels.append(Level(name, comm, comm))
     return Route(tuple(levels), (0,) * len(sizes), 0, names=("node", "rank"))
 
