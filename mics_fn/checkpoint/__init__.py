@@ -50,11 +50,11 @@ but nothing in a file is run, and no file outside of the folder is opened.
 
 Checkpoints of others: `save_pretrained` writes what `from_pretrained` of transformers loads, and
 `load_shards` reads it. `save_dcp` writes what `torch.distributed.checkpoint.load` reads into plain
-tensors or DTensors, so that FSDP2 and torchtitan go on from its parameters; `load_dcp` reads what
-these wrote, and each rank only the chunks that overlap its part. The ranks of the first replica
-write, (p-1)/p M travels, and a rank holds a file and twice a bucket. Such a directory is there as a
-whole or not at all, and nothing is overwritten. Nothing in one that is read is run: DCP's
-`.metadata` is a pickle, but its opcodes are read as a description,
+tensors or DTensors, so that FSDP2 and torchtitan go on from it, with the optimizer if a
+`TrainState` is given; `load_dcp` reads what these wrote, and each rank only the chunks that overlap
+its part. The ranks of the first replica write, (p-1)/p M travels, and a rank holds a file and twice
+a bucket. Such a directory is there as a whole or not at all, and nothing is overwritten. Nothing in
+one that is read is run: DCP's `.metadata` is a pickle, but its opcodes are read as a description,
 so it needs no trust. `trust=True` only allows names that lead out of the directory.
 
   >>> shards = shard({"w": torch.ones(2, 3)}, groups)

@@ -6,10 +6,13 @@ one *round* need, one bucket after the other; each keeps what belongs to its fil
 rest. Then all write at once. Other replicas do not take part, since between two synchronisations
 their values may be their own.
 
-Each file of a directory of torch.distributed.checkpoint has values in the form of `torch.save`, one
-after the other. At the end torch's own planner and writer make `.metadata` on the first rank. They
-are used without their collectives, so that waits are bounded and errors are named as everywhere
-here. How such a directory is read without running anything in it is described in `init/files.py`.
+`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, flattened as torchtitan does,
+has `state.<parameter>.<moment>` for tensors and `param_groups.<parameter>.<option>` for options.
+
+Each file of such a directory has values in the form of `torch.save`, one after the other. At the
+end torch's own planner and writer make `.metadata` on the first rank. They are used without their
+collectives, so that waits are bounded and errors are named as everywhere here. How such a directory
+is read without running anything in it is described in `init/files.py`.
 """
 
 import json
@@ -30,9 +33,10 @@ from torch import Tensor, nn
 from mics_fn import _torch, checks, shards, tree
 from mics_fn.checkpoint import directory
 from mics_fn.collectives import Exchange, agree, together
-from mics_fn.errors import FileError, LeafError, message
+from mics_fn.errors import FileError, LeafError, PlanError, message
 from mics_fn.groups import Groups
 from mics_fn.init import read_shards
+from mics_fn.optim import TrainState, by_leaf
 
 
 class Saved(NamedTuple):
@@ -43,6 +47,7 @@ class Saved(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype  # in the file
     bucket: int  # its number; -1 for a tensor that every rank has in full
+    tree: int = 0  # of several trees with the same buckets
     also: tuple[str, ...] = ()  # its other names, if it is tied
 
     @property
@@ -68,7 +73,7 @@ def saved_leaves(
       PlanError, DonatedError: as `gather`.
     """
     if not isinstance(params, Mapping):
-        fix = "pass shards by name, such as state.params; what an optimizer keeps is not written"
+        fix = "pass shards by name, such as state.params"
         raise LeafError(f"{verb}: params is {type(params).__name__}", fix=fix)
     if dtype is not None:
         shards.check_dtype(verb, "dtype", dtype)
@@ -92,10 +97,12 @@ def saved_leaves(
             found[own] = saved(verb, name, own, params[own], dtype)
     if not found:
         raise LeafError(f"{verb}: there is no leaf to write", fix="pass parameters")
-    return sorted(found.values(), key=attrgetter("bucket"))
+    return sorted(found.values(), key=lambda leaf: leaf.bucket)
 
 
-def saved(verb: str, name: str, key: str, leaf: Any, dtype: torch.dtype | None) -> Saved:
+def saved(
+    verb: str, name: str, key: str, leaf: Any, dtype: torch.dtype | None = None, tree: int = 0
+) -> Saved:
     """How a leaf is written: a shard, or a tensor that every rank has in full.
 
     Raises:
@@ -111,7 +118,7 @@ def saved(verb: str, name: str, key: str, leaf: Any, dtype: torch.dtype | None) 
         what = f"{verb}: {key} is {data.dtype} in a bucket of {bucket.dtype}"
         raise LeafError(what, fix="write it from a tree that was sharded in that dtype")
     kind = dtype if dtype is not None and data.dtype.is_floating_point else data.dtype
-    return Saved(name, key, tuple(leaf.shape), kind, -1 if bucket is None else bucket.index)
+    return Saved(name, key, tuple(leaf.shape), kind, -1 if bucket is None else bucket.index, tree)
 
 
 def in_files(verb: str, leaves: Sequence[Saved], max_file_bytes: float | str) -> list[list[Saved]]:
@@ -152,7 +159,8 @@ def rounds(
         batch = files[start : start + len(writers)]
         mine = set(batch[here]) if here is not None and here < len(batch) else set()
         kept: dict[str, Tensor] = {}
-        for _, leaves in groupby([] if here is None else chain(*batch), attrgetter("bucket")):
+        every = [] if here is None else sorted(chain(*batch), key=_bucket_of)
+        for _, leaves in groupby(every, key=_bucket_of):
             kept |= _gathered(params, groups, list(leaves), mine)
         yield (start + (here or 0) if mine else None), kept
         kept.clear()  # so that nobody holds two files
@@ -174,6 +182,9 @@ def _gathered(
     return found
 
 
+_bucket_of = attrgetter("tree", "bucket")
+
+
 # The directory, which is there as a whole or not at all.
 
 
@@ -193,9 +204,18 @@ def free_path(verb: str, path: str | os.PathLike) -> Path:
 
 
 def begin(
-    verb: str, path: Any, params: Any, groups: Any, names: Any, dtype: Any, max_file_bytes: Any
+    verb: str,
+    path: Any,
+    params: Any,
+    groups: Any,
+    names: Any,
+    dtype: Any,
+    max_file_bytes: Any,
+    more: Callable[[list[Saved]], list[Saved]] = lambda leaves: leaves,
 ) -> tuple[Path, list[list[Saved]]]:
     """Compare what ranks are to write; returns where, and the leaves of each file.
+
+    Given the leaves of the parameters, `more` gives all that are written.
 
     Communication: two small all-gathers over the partition group and over the replication group,
       and 32 bytes.
@@ -210,7 +230,7 @@ def begin(
     with together(verb, groups) as exchange:
         target = free_path(verb, path)
         exchange.fact = f"path={str(target)!r}, max_file_bytes={max_file_bytes}, {dtype}"
-        leaves = saved_leaves(verb, params, groups, names, dtype)
+        leaves = more(saved_leaves(verb, params, groups, names, dtype))
         files = in_files(verb, leaves, max_file_bytes)
     # Even if these were compared before, another rank may now come with different ones.
     groups.agreed.difference_update([seen for seen in groups.agreed if seen[0] == verb])
@@ -277,6 +297,44 @@ def export(
 def _together(verb: str, path: Path, home: Groups) -> Iterator[Exchange]:
     with together(verb, home) as exchange, directory.write_errors(f"{verb}: cannot write", path):
         yield exchange
+
+
+# What an optimizer keeps, under the names that torch gives it in a state dict.
+
+OPTIMIZER = "optimizer."
+
+
+def optimizer_leaves(
+    verb: str, opt: Any, params: Sequence[Saved]
+) -> tuple[dict[str, Any], list[Saved]]:
+    """The moments and scalars of each trained leaf, by name; and how they are written.
+
+    Args:
+      verb: for errors.
+      opt: the field `opt` of a `TrainState`.
+      params: the parameters that are written; others are left out.
+
+    Raises:
+      PlanError: it is not, or does not contain, one optimizer with moments under names of torch.
+    """
+    found = tree.flatten(opt, lambda x: isinstance(getattr(x, "moments", None), dict))[0]
+    found = [x for x in found if isinstance(getattr(x, "moments", None), dict)]
+    if len(found) != 1:
+        what = f"{verb}: the state has {len(found)} optimizers that torch has names for, expected 1"
+        fix = "use adamw, adam, sgd, lion or from_torch, alone or in a chain; or pass state.params"
+        raise PlanError(what, fix=fix)
+    moments = {kind: by_leaf(moment) for kind, moment in found[0].moments.items()}
+    values: dict[str, Any] = {}
+    leaves: list[Saved] = []
+    for param in params:
+        kept = {kind: moment.get(param.key) for kind, moment in moments.items()}
+        if not all(isinstance(leaf, shards.Sharded) for leaf in kept.values()):
+            continue  # it is not trained
+        for number, (kind, leaf) in enumerate({**kept, **found[0].scalars}.items(), start=1):
+            name = f"{OPTIMIZER}state.{param.name}.{kind}"
+            values[name] = leaf
+            leaves.append(saved(verb, name, name, leaf, tree=number))
+    return values, leaves
 
 
 # `save_dcp` and `load_dcp`: directories of torch.distributed.checkpoint (DCP).
@@ -353,12 +411,13 @@ def load_dcp(
 
 def save_dcp(
     path: str | PathLike,
-    params: Mapping[str, Any],
+    params: Mapping[str, Any] | TrainState,
     groups: Any,
     *,
     prefix: str = "",
     names: Callable[[str], str | None] | None = None,
     dtype: torch.dtype | None = None,
+    param_group: Mapping[str, Any] | None = None,
     max_file_bytes: float | str = 1_000_000_000,
 ) -> None:
     """Write shards as a directory that `torch.distributed.checkpoint.load` reads.
@@ -368,12 +427,18 @@ def save_dcp(
 
     Args:
       path: of the directory, as for `save_pretrained`.
-      params: as for `save_pretrained`.
+      params: as for `save_pretrained`; or a `TrainState`, of which the parameters are written and
+        what its optimizer keeps for each of them: `optimizer.state.<parameter>.exp_avg` and so on,
+        as `get_optimizer_state_dict` of torch names them, flattened, under "optimizer".
       groups: as for `gather`, one `Groups` for all leaves.
       prefix: what the names of parameters begin with: "model." for `dcp.load({"model": ...})`, and
         "" for torchtitan, which has these names at the top.
       names: as for `save_pretrained`; without the prefix.
       dtype: the dtype of floating-point parameters in the files; default that of the shards.
+      param_group: with a `TrainState`, the options that an optimizer of torch keeps beside its
+        tensors, such as `torch.optim.AdamW(...).param_groups[0]`: `lr`, `betas` and all others. If
+        they are missing, torch loads the optimizer only with `allow_partial_load`. Those of the
+        first rank are written.
       max_file_bytes: the most bytes of a file. A leaf that is larger has a file of its own.
 
     A tensor with several names is written once, and can be loaded by each of them.
@@ -383,28 +448,45 @@ def save_dcp(
     Memory: as `save_pretrained`.
 
     Raises:
+      PlanError: the optimizer is not one of torch's.
       FileError, LeafError, GroupsError, PlanError, DonatedError, DesyncError,
       CollectiveError: as `save_pretrained`.
 
     Example:
       >>> import tempfile
       >>> groups = make_groups(1)
+      >>> state = init_state(shard({"w": torch.ones(2)}, groups), optim.adamw(0.1))
       >>> with tempfile.TemporaryDirectory() as folder:
-      ...     save_dcp(f"{folder}/a", shard({"w": torch.ones(2)}, groups), groups, prefix="m.")
+      ...     save_dcp(f"{folder}/a", state, groups)
       ...     sorted(load_dcp(f"{folder}/a", groups, like=None))
-      ['m.w']
+      ['optimizer.state.w.exp_avg', 'optimizer.state.w.exp_avg_sq', 'optimizer.state.w.step', 'w']
     """
+    verb, opt = "save_dcp", params.opt if isinstance(params, TrainState) else None
+    values = params.params if isinstance(params, TrainState) else params
+    moments, objects = dict[str, Any](), dict[str, Any]()
 
-    def renamed(name: str) -> str | None:
-        new = name if names is None else names(name)
-        return None if new is None else prefix + new
+    def with_optimizer(leaves: Sequence[Saved]) -> list[Saved]:
+        found, more = ({}, []) if opt is None else optimizer_leaves(verb, opt, leaves)
+        moments.update(found)
+        given = {} if opt is None or param_group is None else param_group
+        for leaf in leaves:  # frozen ones have them, too
+            for key in given.keys() - {"params"}:
+                objects[f"{OPTIMIZER}param_groups.{leaf.name}.{key}"] = given[key]
+        return [*(_prefixed(leaf, prefix) for leaf in leaves), *more]
 
-    target, files = begin("save_dcp", path, params, groups, renamed, dtype, max_file_bytes)
+    which = names, dtype, max_file_bytes
+    target, files = begin(verb, path, values, groups, *which, with_optimizer)
 
     def finish(folder: Path, said: list[list[Place]]) -> None:
-        _describe(folder, list(chain(*files)), prefix, list(chain(*said)))
+        if objects:  # the last file is theirs
+            said.append(_write_dcp(folder, len(files), objects))
+        _describe(folder, list(chain(*files)), objects, prefix, list(chain(*said)))
 
-    export("save_dcp", target, groups, params, files, _write_dcp, finish)
+    export(verb, target, groups, {**values, **moments}, files, _write_dcp, finish)
+
+
+def _prefixed(leaf: Saved, prefix: str) -> Saved:
+    return leaf._replace(name=prefix + leaf.name, also=tuple(prefix + name for name in leaf.also))
 
 
 def _write_dcp(folder: Path, number: int, values: Mapping[str, Any]) -> list[Place]:
@@ -419,7 +501,13 @@ def _write_dcp(folder: Path, number: int, values: Mapping[str, Any]) -> list[Pla
     return places
 
 
-def _describe(folder: Path, leaves: Sequence[Saved], prefix: str, places: Sequence[Place]) -> None:
+def _describe(
+    folder: Path,
+    leaves: Sequence[Saved],
+    objects: Mapping[str, Any],
+    prefix: str,
+    places: Sequence[Place],
+) -> None:
     """Write what describes all files: of each name the place, and where a state dict has it.
 
     That is flat, but for the part of a prefix up to its last dot, which is a key of an outer dict.
@@ -429,17 +517,18 @@ def _describe(folder: Path, leaves: Sequence[Saved], prefix: str, places: Sequen
     from torch.distributed.checkpoint.storage import WriteResult
 
     place_of: dict[str, Any] = {name: place for name, *place in places}
-    state = dict[str, Any]()
+    state, outer = dict(objects), dict.fromkeys(objects, OPTIMIZER)
     for leaf in leaves:
         for name in (leaf.name, *leaf.also):
             state[name] = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+            outer[name] = OPTIMIZER if leaf.tree else prefix[: prefix.rfind(".") + 1]
             place_of[name] = place_of[leaf.name]
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(state, is_coordinator=True)
     plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-    *outer, _ = prefix.split(".")
-    begin = sum(len(key) + 1 for key in outer)
-    metadata.planner_data = {name: (*outer, name[begin:]) for name in state}
+    metadata.planner_data = {
+        name: (*begin.split(".")[:-1], name.removeprefix(begin)) for name, begin in outer.items()
+    }
     results = list[WriteResult]()
     for item in plans[0].items:
         file, start, length = place_of[item.index.fqn]

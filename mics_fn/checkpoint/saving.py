@@ -304,6 +304,9 @@ def _check(step: int, options: SaveOptions) -> None:
     checks.choice("save", "replicas", options.get("replicas", "equal"), "equal", "independent")
 
 
+_STATE = "save: the state"
+
+
 def agree_on(
     verb: str, path: Any, state: Tree, groups: Any, step: int, extra: Any, options: SaveOptions
 ) -> tuple["PendingSave", Callable[[], dict[directory.Slice, Tensor]]]:
@@ -360,11 +363,10 @@ def agree_on(
             raise errors.LostStateError("save: ranks differ in their steps", lines, fix)
         if exchange.differing("state"):
             # Ranks that differ now may have saved each of these states together before.
-            what = "save: the state"
-            home.agreed.difference_update([seen for seen in home.agreed if seen[0] == what])
+            home.agreed.difference_update([seen for seen in home.agreed if seen[0] == _STATE])
             fix = "let it be equal on all ranks, or pass it in extra=, where each rank has its own"
             cut = {name for name, x in contents.pieces.items() if x.home}
-            agree(home, what, facts, {name: fix for name, _ in facts if name not in cut})
+            agree(home, _STATE, facts, {name: fix for name, _ in facts if name not in cut})
     except BaseException:
         folder.abandon()
         raise
@@ -386,7 +388,7 @@ _WAIT_S = 0.1  # between two looks of whoever waits for a save
 _BEHIND = 19  # how nice a thread is that only writes
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class PendingSave:
     """A save that all ranks have agreed on, without anything of the state; made by `start_save`.
 
@@ -412,6 +414,9 @@ class PendingSave:
     def step(self) -> int:
         """The number of the step."""
         return self.found.step
+
+    def __repr__(self) -> str:
+        return f"PendingSave(step={self.step}, done={self.done})"
 
     def write(self, block: OnHost) -> directory.SavedFile:
         """Write this rank's file, of what a block has."""

@@ -28,6 +28,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
@@ -127,11 +132,52 @@ def test_every_kind_of_leaf_is_written_once(
     same_bits(found, {"a": {"b": {f"c_{k}": x.contiguous() for k, x in want.items()}}})
 
 
-def test_a_state_is_refused_by_name(tmp_path: Path):
-    groups = mf.make_groups(1)
-    state: Any = mf.init_state(shards_of(groups, 3), mf.optim.sgd(0.1))
-    with pytest.raises(mf.errors.LeafError, match=r"TrainState\n.*such as state.params"):
-        save_dcp(tmp_path / "a", state, groups)
+def trained(groups: mf.Groups, seed: int) -> mf.TrainState:
+    """A state after two steps with gradients of its own."""
+    optimizer = mf.optim.chain(mf.optim.clip_by_value(0.5), mf.optim.adamw(0.1))
+    state = mf.init_state(shards_of(groups, seed), optimizer)
+    for step in range(2):
+        grads = {
+            name: random(step, *x.shape) if x.requires_grad else None
+            for name, x in make(seed).named_parameters()
+        }
+        state = mf.opt_step(state, mf.reduce_grads(grads, groups, like=state.params))
+    return state
+
+
+def resumed(layout: Layout, path: Path) -> None:
+    """As torchtitan does it: parameters at the top, the optimizer flattened."""
+    groups = groups_of(layout)
+    state = trained(groups, 3)
+    group = torch.optim.AdamW([torch.ones(1)], lr=0.3, betas=(0.8, 0.9)).param_groups[0]
+    save_dcp(path, state, groups, param_group=group, max_file_bytes=100)
+    model = fsdp2(4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    held = torchs(get_optimizer_state_dict, model, optimizer, options=flat)
+    states = {**model.state_dict(), "optimizer": held}
+    torchs(load, states, checkpoint_id=path)
+    torchs(set_optimizer_state_dict, model, optimizer, held, options=flat)
+    want: Any = mf.unshard(state.params, groups)
+    same_bits(full(model), want)
+    kept = state.opt[1]
+    for kind, moment in kept.moments.items():
+        pieces = mf.unshard(moment.by_leaf(), groups)
+        for name, x in model.named_parameters():
+            if x.requires_grad:
+                same_bits(optimizer.state[x][kind].full_tensor(), pieces[name])
+                assert optimizer.state[x]["step"] == 2
+        trained_ones = {name: x for name, x in pieces.items() if x is not None}
+        ours = {f"{name}.{kind}": name for name in trained_ones}
+        how: Any = {"like": trained_ones, "prefix": "optimizer.state.", "names": ours.get}
+        same_bits(mf.unshard(load_dcp(path, groups, **how), groups), trained_ones)
+    assert optimizer.param_groups[0]["lr"] == 0.3
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
+def test_an_optimizer_of_torch_goes_on(ranks, tmp_path: Path, layout: Layout):
+    ranks(layout.world_size).run(resumed, layout, tmp_path / "a")
 
 
 # What torch writes, is read here.
