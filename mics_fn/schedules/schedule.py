@@ -321,9 +321,9 @@ def _fetch_ahead(uses: Uses, sizes: Sequence[int], limit: int, prefetch: int) ->
 
 # `offsets`: where each fetch of a schedule lies in one piece of memory, so that few bytes do.
 
-# How many orders of choice are tried, and how many fetches get a place in all of these: at worst
+# How many orders of choice a search tries, and how many fetches it places in all of these: at worst
 # half a second, once for each schedule.
-_TRIES, _WORK = 3_600, 180_000
+_TRIES, _WORK, _STARTS = 600, 30_000, 6
 
 
 class Offsets(NamedTuple):
@@ -337,8 +337,8 @@ def offsets(schedule: Schedule, sizes: Sequence[int], pools: Sequence[Hashable])
     """Choose where each fetch of a schedule lies, beside those that are live at the same time.
 
     Fetches choose in turn, the largest first. Each takes the lowest place that is free for as long
-    as its bucket is live. While some end above the most bytes that are live at once, these choose
-    earlier. The result takes no more than is live at once if
+    as its bucket is live. While some end above the most bytes that are live at once, a search tries
+    other orders, the same ones each time. The result takes no more than is live at once if
     all buckets have one size, or if all are live at once. Few other plans take more; for some no
     arrangement reaches the peak.
 
@@ -381,19 +381,33 @@ def offsets(schedule: Schedule, sizes: Sequence[int], pools: Sequence[Hashable])
 def _least(
     own: Sequence[int], sizes: Sequence[int], beside: Sequence[Sequence[int]], peak: int
 ) -> dict[int, int]:
-    """Where these fetches begin, in the best of the orders that are tried, the same each time."""
-    order, random = sorted(own, key=lambda i: -sizes[i]), Random(0)
-    best, least = dict[int, int](), 0
-    for _ in range(max(1, min(_TRIES, _WORK // max(1, len(own))))):
+    """Where these fetches begin, in the best of the orders that a local search tries."""
+
+    def tried(order: Sequence[int]) -> tuple[dict[int, int], list[int]]:
         starts = _in_order(order, sizes, beside)
-        over = [max(0, starts[i] + sizes[i] - peak) for i in order]
-        if not best or max(over) < least:
-            best, least = starts, max(over, default=0)
-        if not least:
-            break
-        # What ends too high chooses earlier.
-        at = random.choice([place for place, nbytes in enumerate(over) if nbytes])
-        order.insert(random.randrange(at + 1), order.pop(at))
+        return starts, [max(0, starts[i] + sizes[i] - peak) for i in order]
+
+    best, least, random = dict[int, int](), 0, Random(0)
+    tries = max(1, min(_TRIES, _WORK // max(1, len(own))))
+    for start in range(_STARTS):
+        order = sorted(own, key=lambda i: -sizes[i])
+        if start:
+            random.shuffle(order)
+        starts, over = tried(order)
+        for _ in range(tries):
+            if not best or max(over, default=0) < least:
+                best, least = starts, max(over, default=0)
+            if not least:
+                return best
+            other = list(order)
+            if random.random() < 0.5:  # what ends too high chooses earlier
+                place = random.choice([at for at, high in enumerate(over) if high])
+                other.insert(random.randrange(place + 1), other.pop(place))
+            else:
+                other.insert(random.randrange(len(own)), other.pop(random.randrange(len(own))))
+            moved, above = tried(other)
+            if sum(above) <= sum(over):
+                order, starts, over = other, moved, above
     return best
 
 

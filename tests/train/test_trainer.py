@@ -51,16 +51,19 @@ class Counting(nn.Module):
     """Replaces one buffer by a new tensor, and keeps a cache that is not part of its state."""
 
     seen: torch.Tensor
+    turned: torch.Tensor
     cache: torch.Tensor
 
     def __init__(self):
         super().__init__()
         self.w = nn.Parameter(torch.ones(2))
         self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("turned", torch.zeros((), dtype=torch.complex64))
         self.register_buffer("cache", torch.zeros(2), persistent=False)
 
     def forward(self, x):
         self.seen = self.seen + x.sum()
+        self.turned = self.turned + 1j * x.sum()
         self.cache.add_(x.mean(0))
         return (self.w * x).sum()
 
@@ -72,6 +75,7 @@ def replaced_buffers(layout):
     buffers = trainer.state.buffers
     n = layout.world_size
     assert buffers["seen"].item() == sum(8.0 * r for r in range(n)) / n
+    assert buffers["turned"].item() == 1j * buffers["seen"].item()
     assert buffers["cache"].tolist() == [2.0 * rank] * 2  # not persistent: it stays this rank's
     before = trainer.state
     trainer.eval(torch.ones(4, 2))
