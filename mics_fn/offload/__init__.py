@@ -94,7 +94,6 @@ it, and say in `placed.py` how tensors get there.
 """
 
 from mics_fn.offload.placed import (
-    AT_REST,
     Absent,
     Coded,
     FileTensor,

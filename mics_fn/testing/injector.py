@@ -127,7 +127,7 @@ def _some_element(tensors: list[Tensor], own: Injection) -> Tensor:
 def _call_something_else(own: Injection) -> None:
     comms = [comm for comm in own.point.comms if comm.size > 1]
     tensor = torch.zeros(1, device=own.point.tensors[0].device)
-    levels.start_mean(comms[:1], tensor, what=("", "injected wrong call", "")).wait()
+    levels.start_mean([comms[0]], tensor, what=("", "injected wrong call", "")).wait()
 
 
 def _fill_the_disk(own: Injection) -> None:

@@ -21,7 +21,7 @@ def test_it_names_all_that_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "step-00000003" / "MANIFEST.json").write_bytes(b"{}")
     assert main(["verify", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith("step 4: 1 tensors in 1 files")
-    for step, said in ((2, f"{file}"), (2, "'w[0:100]': its values are not"), (3, "MANIFEST.json")):
+    for step, said in ((2, f"{file}"), (2, "w[0:100]: its values are not"), (3, "MANIFEST.json")):
         assert main(["verify", str(tmp_path), "--step", str(step)]) == 1
         out, err = capsys.readouterr()
         assert out == ""
