@@ -16,8 +16,10 @@ and whatever would move data raises. `reset` is where this process and the other
 get new groups, and the state that this rank lacks comes from a replica. The default group of torch
 is not made again, as groups are made from its store alone, and never move data over it.
 
-A launcher that ends all ranks and starts all of them again gives them a new store, as nobody is
-there to come back to; or it is torchrun, which says so in the environment.
+A launcher may also have ended all ranks and started all of them again, with the same store. Then
+nobody is there to come back to, and they meet as at any start. So a process looks whether some
+other rank still gives signs of life, for a few seconds at most; torchrun, which says so in the
+environment, always starts all.
 
 In the store it registers before anything else, so that a process of its rank which was only frozen
 finds out at its first word that it was replaced, and says no other. What the lost process had
@@ -35,12 +37,21 @@ from typing import Any
 
 from mics_fn import _torch, tree
 from mics_fn.errors import GroupsError, PeerFailed, disagreement, first_line
-from mics_fn.faults.heartbeat import BoundedStore, Process, StoreThread, heartbeat_of, register
+from mics_fn.faults.heartbeat import (
+    BoundedStore,
+    Process,
+    StoreThread,
+    heartbeat_of,
+    least_s,
+    register,
+)
 from mics_fn.faults.monitor import listen, monitor
 from mics_fn.groups import Groups, GroupState, Meeting, check_fork, hooks, startup
-from mics_fn.store import Store
+from mics_fn.store import Store, poll
 from mics_fn.threads import bounded
 
+_SIGN_S = 3.0  # in which a rank that lives writes signs of life; longer where these are rare
+_LOOKED_AT = 64  # how many ranks are looked at, at least
 _ATTEMPTS = 5  # to make groups, as ranks may be lost while others make them
 
 
@@ -58,18 +69,34 @@ def entering(
       A store whose calls are bounded, and the number of the start that this process comes back
       into, if it takes a lost rank's place.
     """
+
+    def others_live(start: int) -> bool:
+        other = StoreThread(_torch.default_part(startup.part_of_start(store, start)))
+        try:
+            return some_rank_lives(BoundedStore(other, timeout_s, lost), rank, world_size)
+        finally:
+            other.end()
+
     store_thread = StoreThread(store)
     served = BoundedStore(store_thread, timeout_s, lost)
     try:
-        start = joined(served, rank, world_size)
+        start = joined(served, rank, world_size, others_live)
         hooks.agreed_before = partial(_agreed_before, None if start is None else Counter())
         yield served, start
     finally:
         store_thread.end()
 
 
-def joined(store: Any, rank: int, world_size: int) -> int | None:
+def joined(
+    store: Any, rank: int, world_size: int, others_live: Callable[[int], bool]
+) -> int | None:
     """Write down which process this rank is now.
+
+    Args:
+      store: of the job.
+      rank: this rank.
+      world_size: number of ranks.
+      others_live: whether some other rank gives signs of life, after the n-th start of the job.
 
     Returns:
       The number of the start that it comes back into; None if it is to start with the others.
@@ -79,7 +106,20 @@ def joined(store: Any, rank: int, world_size: int) -> int | None:
         return None
     ranks, verb = range(world_size), "init_distributed"
     start = startup.last_of(store, ranks, verb)
-    return None if startup.past(store, ranks, verb, start) is None else start
+    begun = startup.past(store, ranks, verb, start) is not None
+    return start if begun and others_live(start) else None
+
+
+def some_rank_lives(store: Any, rank: int, world_size: int) -> bool:
+    """Return whether another rank writes heartbeats; some are polled for a few seconds."""
+    others = range(0, world_size, max(1, world_size // _LOOKED_AT))
+    keys = [heartbeat_of(other) for other in others if other != rank]
+
+    def heartbeats() -> list[bytes]:
+        return [store.get(key) for key in keys if store.check([key])]
+
+    first, limit_s = heartbeats(), max(_SIGN_S, least_s(world_size))
+    return poll(lambda: heartbeats() != first, 1, time.monotonic() + limit_s)
 
 
 def _agreed_before(

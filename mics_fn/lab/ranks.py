@@ -267,9 +267,9 @@ def serve(rank: int, n: int, folder: Path, conn: Connection, set_up: SetUp, firs
         set_up(rank, folder)
     except Exception as error:
         failure = failure_of(error)
-    if first is not None:
-        conn.send_bytes(_answer(first, failure))
-    with contextlib.suppress(EOFError, OSError):
+    with contextlib.suppress(EOFError, OSError):  # the parent has ended
+        if first is not None:
+            conn.send_bytes(_answer(first, failure))
         while True:
             payload = conn.recv_bytes()
             conn.send_bytes(_answer(partial(_loads_call, payload), failure))

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -45,9 +45,15 @@ Facts = Mapping[str, Any]  # see `Transform`
 Mask = Callable[[str], bool]  # from the path of a leaf to whether it is selected
 
 
-# What can be made a `Transform`: an object with `init(params) -> state` and `update(grads, state,
-# params) -> (updates, state)`, as optax defines them.
-Optimizer = Any
+class Optimizer(Protocol):
+    """What can be made a `Transform`: an object with `init` and `update`, as optax defines them."""
+
+    @property
+    def init(self) -> Callable[..., Any]: ...  # init(params) -> state
+
+    @property
+    def update(self) -> Callable[..., Any]: ...  # update(grads, state, params) -> updates, state
+
 
 FOUND_INF: ContextVar[Tensor | None] = ContextVar("found_inf", default=None)  # of `masked_by`
 

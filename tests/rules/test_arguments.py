@@ -231,6 +231,15 @@ PlanError: local_sgd: every=None, expected an int of at least 1
 PlanError: ReplicaSync.after: state is of type TrainState, expected a SyncState
 
 # The first day
+>>> trainer(loss=nn.functional.cross_entropy)
+PlanError: Trainer: loss=cross_entropy takes (input, target), expected loss(model, batch)
+  fix: call the model in it: lambda model, batch: cross_entropy(model(batch[0]), batch[1])
+>>> trainer(Giving(lambda out: {"out": out}), loss=None).step(x)
+LeafError: Trainer: the Giving gave dict, and without loss= that is the loss
+  expected one number, or a result with a .loss
+  fix: pass loss=, such as lambda model, batch: cross_entropy(model(batch[0]), batch[1])
+>>> trainer(loss=lambda model, x: None).step(x)
+LeafError: Trainer: the loss is NoneType, expected one number
 >>> trainer(loss=None).step((x, y))
 LeafError: Trainer: the Linear cannot be called with this batch, as model(Tensor, Tensor)
   its forward takes (input: torch.Tensor) -> torch.Tensor: too many positional arguments
