@@ -39,7 +39,7 @@ _LET_GO = Change(
     _PENDING, 'if getattr(self, "_keep", None) and self.ready is not None:', "if False:"
 )
 _SCATTER = "yield from collectives.levels.scatter_steps(hops.now, full, out, spare, bucket.hop1)"
-_RECORD = "self.ready = _torch.record(self._device)"
+_RECORD = "self.ready = state.ready = _torch.record(self._device)"
 _WAIT = "_torch.wait(self._device, self.ready)\n        self._keep"
 
 
@@ -69,7 +69,8 @@ MISTAKES: dict[str, Mistake] = {
         Change(_LIVE, "_torch.current_stream(each.full.device).wait_stream(stream)", "pass"),
     ),
     "a buffer is taken without a wait": _of(
-        "never waited for", Change(_BUFFERS, "_torch.wait(raw.device, event)", "pass")
+        "never waited for",
+        Change(_BUFFERS, "_torch.wait(free.raw.device, free.event)", "pass"),
     ),
     "a lease is taken without a wait": _of(
         "two replicas, budget",
