@@ -24,12 +24,12 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
-    "lines": 20_376,
-    "lines without lab": 17_790,
-    "lines of the core": 6_636,
+    "lines": 20_405,
+    "lines without lab": 17_819,
+    "lines of the core": 6_640,
     "lines of the longest file": 488,
     "files": 94,
-    "percent of lines that import": 7.35,
+    "percent of lines that import": 7.4,
     "files in the longest chain of imports": 14,
     "class names of several classes": 0,
     "file names in several wings": 0,
@@ -51,7 +51,7 @@ REPLACED = {
 FLOWS = {
     "gather of one leaf": (12, 56),
     "opt_step with both hops": (21, 162),
-    "Trainer.step": (29, 283),
+    "Trainer.step": (29, 287),
     "checkpoint.save": (19, 190),
     "make_groups": (14, 120),
 }  # files, functions
