@@ -38,6 +38,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +49,7 @@ import torch.distributed as dist
 from mics_fn import _torch
 from mics_fn.errors import GroupsError, MicsError, message, name_ranks
 from mics_fn.groups import announce_all
+from mics_fn.threads import blocked
 
 # What a call on ranks may raise, and how failures of many ranks become one text.
 
@@ -423,26 +425,32 @@ class RankPool:
         folder = Path(tempfile.mkdtemp(prefix="mics_ranks_"))
         self._dirs.append(folder)
         context: Any = mp.get_context(method)
-        # Until a rank ignores it, the Ctrl-C of a terminal waits.
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # Until a rank ignores it, the Ctrl-C of a terminal waits, whichever thread here it reaches.
+        if method == "spawn":
+            resource_tracker.ensure_running()  # which would unblock it
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            for rank in range(self.n):
-                ours, theirs = context.Pipe()
-                self._conns.append(ours)
-                job = (rank, self.n, folder, theirs, set_up, first)
-                proc = context.Process(target=serve, args=job, name=f"rank {rank}")
-                with warnings.catch_warnings():
-                    # Python 3.12 warns about any fork with threads: see [Note: What a fork may
-                    # inherit].
-                    warnings.simplefilter("ignore", DeprecationWarning)
-                    proc.start()
-                self._procs.append(proc)
-                theirs.close()  # so that the death of its owner is an end of file here
+            with blocked() if method == "spawn" else contextlib.nullcontext():
+                self._start_each(context, folder, set_up, first)
         except BaseException:
             self.close()
             raise
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _start_each(self, context: Any, folder: Path, set_up: SetUp, first: First) -> None:
+        for rank in range(self.n):
+            ours, theirs = context.Pipe()
+            self._conns.append(ours)
+            job = (rank, self.n, folder, theirs, set_up, first)
+            proc = context.Process(target=serve, args=job, name=f"rank {rank}")
+            with warnings.catch_warnings():
+                # Python 3.12 warns about any fork with threads: see [Note: What a fork may
+                # inherit].
+                warnings.simplefilter("ignore", DeprecationWarning)
+                proc.start()
+            self._procs.append(proc)
+            theirs.close()  # so that the death of its owner is an end of file here
 
     def _send(self, payload: bytes) -> None:
         for conn in self._conns:

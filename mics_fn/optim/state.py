@@ -372,7 +372,6 @@ def opt_step(state: TrainState[P], grads: Tree, *, donate: bool = False) -> Trai
       >>> opt_step(state, grads).params["w"].data
       tensor([0.9000, 0.9000])
     """
-    checks.flag("opt_step", "donate", donate)
     ahead = flat.unpacked(grads)
     home = shards.reduction_groups(ahead.leaves) if ahead.stream is None else ahead.stream.home
     if isinstance(home, Groups) and "opt_step" not in home.agreed:
@@ -401,7 +400,8 @@ def _stepped(state: TrainState, ahead: flat.Unpacked, home: Any, donate: bool) -
         record_memory(state)
     # Parameters may be leaves of autograd: a step is a function of them only if gradients are.
     start = before.with_pieces([x.detach() for x in before.pieces]) if variables else before
-    with spans.span("opt_step", state.step + 1, parts=True), shards.Writing() as writing:
+    seen = spans.Span("opt_step", state.step + 1, parts=True) if spans.seen() else spans.UNSEEN
+    with seen, shards.Writing() as writing:
         if donate:
             to = f"opt_step at step {state.step}"
             writing.covers(state.params, "params", to)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
-from mics_fn import _torch, checks, tree
+from mics_fn import _torch, tree
 from mics_fn.collectives import needs_derivative, refuse_derivative
 from mics_fn.errors import DonatedError, LeafError
 from mics_fn.groups import require_replicas
@@ -473,7 +473,6 @@ def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False, exact: bool
 def _mean_over_replicas(
     verb: str, grads: Tree, groups: Any, *, donate: bool = False, exact: bool = False
 ) -> Tree:
-    checks.flag(verb, "donate", donate)
     opened = open_shards(verb, grads, groups, root="grads")
     require_replicas(verb, opened.layout.homes)
     sent = {
@@ -488,8 +487,11 @@ def _mean_over_replicas(
         uses = [replace(use, bucket=use.bucket.exact) for use in uses]
 
     def build(found: list[Tensor]) -> Tree:
-        dealt = zip(sent, deal(uses, found), strict=True)
-        return opened.rebuild({i: placed_like(new, opened.tensors(i)) for i, (_, new) in dealt})
+        made = {i: new for i, (_, new) in zip(sent, deal(uses, found), strict=True)}
+        for i in sent:
+            if opened.uses[i].placed:
+                made[i] = placed_like(made[i], opened.tensors(i))
+        return opened.rebuild(made)
 
     if not donate:
         return build(apply("mean", uses, data))

@@ -24,9 +24,9 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
-    "lines": 20_405,
-    "lines without lab": 17_819,
-    "lines of the core": 6_640,
+    "lines": 20_414,
+    "lines without lab": 17_821,
+    "lines of the core": 6_642,
     "lines of the longest file": 488,
     "files": 94,
     "percent of lines that import": 7.4,
@@ -50,7 +50,7 @@ REPLACED = {
 # that waits for another runs a few more.
 FLOWS = {
     "gather of one leaf": (12, 56),
-    "opt_step with both hops": (21, 162),
+    "opt_step with both hops": (19, 162),
     "Trainer.step": (29, 287),
     "checkpoint.save": (19, 190),
     "make_groups": (14, 120),
