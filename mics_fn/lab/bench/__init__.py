@@ -5,13 +5,12 @@ two shared cores, torch 2.13.0; a figure on GPUs does not exist yet. Ratios are 
 rounds, with the least and the most; below 1 is in favour of this library. The model is a GPT of
 13.7 M float32 parameters in 53 leaves.
 
-- `Trainer` over a plain torch loop, world of 1: 1.05 (0.85 to 1.38); that is host time at ops of
-  1 ms and less. The same over FSDP2 in a world of 1: 0.60 (0.52 to 0.79). Medians of six peers in
-  three runs, in which `keep` and `zero3` do the same. `python -m mics_fn bench step --ranks 1
-  --peers keep zero3 plain fsdp2`
-- `opt_step(donate=True)` over torch's fused AdamW, time per element: 1.00 (0.93 to 1.10) with 53
-  leaves, 0.90 (0.84 to 1.02) with 2,000 leaves of 400 elements; the medians of three runs, and the
-  least and the most of any round. `python -m mics_fn bench opt`
+- `Trainer` over a plain torch loop, world of 1: 1.09 (1.05 to 1.15); that is host time at ops of
+  1 ms and less. The same over FSDP2 in a world of 1: 0.66 (0.65 to 0.71). `keep` and `zero3` do
+  the same there. `python -m mics_fn bench step --ranks 1 --peers keep zero3 plain fsdp2`
+- `opt_step(donate=True)` over torch's fused AdamW, time per element: 1.07 (1.03 to 1.10) with 53
+  leaves, 1.6 to 3.3 with 2,000 leaves of 400 elements, where Python searches for garbage among the
+  leaves; the medians of rounds, and the least and the most. `python -m mics_fn bench opt`
 - Bytes on each level over the formulas, on 2 nodes of 2 ranks: 1.0000 for p = 2 and p = 4.
   `python -m mics_fn bench bytes --ranks 4 --node-size 2 --partition-size 2` (or 4)
 - Bytes of codes over the formulas, and what leaves a node of two ranks in MB, beside values. p = 2,
@@ -20,8 +19,8 @@ rounds, with the least and the most; below 1 is in favour of this library. The m
   19.38 beside 76.89; that is twice the rows `gather node` and `reduce node`. `python -m mics_fn
   bench bytes --partition-size 2 --precision f32 "hop2=int8[256]"`, and `--partition-size 4
   --live-buckets 2 --warmup 3 --precision f32 "gather=int8[256], hop1=int8[256]"`
-- Peak memory of a rank beyond the loaded code, p = 2, resident: 189 MB keeping all, FSDP2 419
-  MB; on a budget 302 MB and 342 MB. `python -m mics_fn bench step --rss --ranks 4 --node-size 2
+- Peak memory of a rank beyond the loaded code, p = 2, resident: 219 to 243 MB keeping all, FSDP2
+  377 MB; on a budget 302 MB and 342 MB. `python -m mics_fn bench step --rss --ranks 4 --node-size 2
   --partition-size 2 --peers keep` (or `zero3`, `fsdp2-keep`, `fsdp2`)
 - The same with 103 M parameters, p = 4 on 2 nodes of 2 ranks, resident, and in use (an allocator
   that returns freed memory at once): `live_bytes=0` 735 MB and 526 MB, two buckets 815 MB and 564
