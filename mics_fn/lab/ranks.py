@@ -199,6 +199,10 @@ def _set_up(own: Sequence[Mapping[str, str]], shown: bool, rank: int, folder: Pa
     """Give a fresh process the variables of its rank, and the place of what it prints."""
     os.environ.update({**DEFAULTS, **os.environ, **own[rank]})
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    with contextlib.suppress(ImportError):
+        from tqdm import tqdm
+
+        tqdm.set_lock(threading.RLock())  # its own is a semaphore, which would be left behind
     if rank or not shown:
         output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT)
         os.dup2(output, 1)

@@ -38,6 +38,7 @@ def run_demo(out: Path, *flags: str) -> tuple[str, dict[str, Any]]:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+    assert "leaked" not in done.stderr, done.stderr
     return done.stdout, json.loads((out / "results.json").read_text())
 
 

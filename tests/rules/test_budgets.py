@@ -24,7 +24,7 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
-    "lines": 20_414,
+    "lines": 20_417,
     "lines without lab": 17_821,
     "lines of the core": 6_642,
     "lines of the longest file": 488,
