@@ -15,12 +15,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter, signature
 from numbers import Real
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from mics_fn import _torch
 from mics_fn.errors import LeafError, MicsError, PlanError, message
-
-V = TypeVar("V")
 
 _SHORT = 60  # characters of a value that an error shows
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), list, tuple)
@@ -242,29 +240,6 @@ def check_matched(
             lines = [f"nearest: {', '.join(near)}"] if near else []
             fix = "a pattern is a whole path, such as 'h.0.weight', or has * for parts of it"
             raise PlanError(f"{what}: the pattern {pattern!r} matches no {leaf}", lines, fix)
-
-
-def checked_override(override: Any, kind: type[V], marks: str = ";") -> tuple[str, V]:
-    """An override, after a check that it is a pattern with a value, and has a text form.
-
-    Args:
-      override: what was given.
-      kind: the class of the value, which names it in errors.
-      marks: the characters that mean something in a text form, so that no pattern can have them.
-
-    Raises:
-      PlanError: it is not a pair of these, or its pattern has no text form.
-    """
-    pair = isinstance(override, tuple | list) and len(override) == 2
-    pattern, value = override if pair else ("", None)
-    if not isinstance(pattern, str) or not isinstance(value, kind):
-        text = f"{kind.__name__}: override {override!r} is not a pair"
-        raise PlanError(text, fix=f"give pairs of a pattern and a {kind.__name__}")
-    if not pattern or pattern != pattern.strip() or set(pattern) & {*marks, "\n"}:
-        written = ", ".join(f"for {mark!r}" for mark in marks)
-        text = f"{kind.__name__}: the override {pattern!r} has a pattern without a text form"
-        raise PlanError(text, fix=f"write ? {written} and for spaces at its ends")
-    return pattern, value
 
 
 def refuse_derivative(verb: str, values: Iterable[Any], fix: str) -> None:

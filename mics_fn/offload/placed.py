@@ -369,7 +369,6 @@ _ROOT, _TOP = 2.0**-45, 2.0**-100  # the least root, and the least `top`
 _KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _HASH = -1640531535  # 2**32 divided by the golden ratio, as an odd int32
 _MANTISSA = 2**20  # what float32 has below the three bits of mantissa that fp8 has
-AT_REST = tuple(_TOPS)  # names of codecs
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 import mics_fn as mf
-from mics_fn import checks
-from mics_fn.offload import Where, in_file
+from mics_fn.offload import in_file
 from mics_fn.optim import by_leaf
-from mics_fn.shards import Precision
 
 BIASES = {"0.bias", "1.norm.bias", "bias.bias"}
 NAMES = (*BIASES, "0.weight", "1.norm.weight", "bias.weight")
@@ -67,16 +65,3 @@ def test_the_biases_are_chosen_as_users_of_torch_write_it(option: str, tmp_path:
                 PATTERNS[option](groups, pattern, f"{tmp_path}")
             assert repr(pattern) in f"{caught.value}"
             assert "0.bias" in f"{caught.value}".partition("nearest: ")[2]
-
-
-@pytest.mark.parametrize("kind", [Precision, Where])
-@pytest.mark.parametrize("override", ["*", ("*",), ("*", None), (None, Precision()), ("*", 1, 2)])
-def test_an_override_is_a_pair_of_a_pattern_and_a_value(kind, override: Any):
-    with pytest.raises(mf.errors.PlanError, match=f"^{kind.__name__}: override .* is not a pair"):
-        checks.checked_override(override, kind)
-
-
-@pytest.mark.parametrize("pattern", ["", " a", "a ", "a;b", "a\nb", "a=b"])
-def test_a_pattern_has_a_text_form(pattern):
-    with pytest.raises(mf.errors.PlanError, match="has a pattern without a text form"):
-        checks.checked_override((pattern, Where()), Where, marks=";=")

@@ -24,9 +24,9 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
-    "lines": 20_417,
-    "lines without lab": 17_821,
-    "lines of the core": 6_642,
+    "lines": 20_404,
+    "lines without lab": 17_808,
+    "lines of the core": 6_630,
     "lines of the longest file": 488,
     "files": 94,
     "percent of lines that import": 7.4,
