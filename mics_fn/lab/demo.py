@@ -14,7 +14,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,8 @@ from torch import Tensor
 
 import mics_fn as mf
 from mics_fn import _torch
-from mics_fn.collectives import Codec, Wire, check_level
 from mics_fn.errors import PlanError, human_bytes
-from mics_fn.groups import Plan, Topology, plan_groups
+from mics_fn.groups import Topology, plan_groups
 from mics_fn.lab.bench.turns import nbytes
 from mics_fn.lab.models import Batch, GPTConfig, Text, TrainingTask, join, load_text, loss_of
 from mics_fn.lab.ranks import launch
@@ -34,8 +33,6 @@ from mics_fn.shards import Precision
 
 WEIGHT_DECAY = 0.1
 HELD_OUT_SEQUENCES = 16  # samples per rank in a test on held-out text
-WIDE = (None, torch.float32, torch.float64)
-SENT = ("gather", "hop1", "hop2")  # the fields of a precision that say what travels
 # Both runs do the same arithmetic in different orders, so they differ by rounding (1e-7), which
 # training magnifies: two single processes that add up a batch in different orders end 4e-6 apart in
 # either figure after 60 steps. At three times this learning rate, where losses begin to jump, they
@@ -44,8 +41,6 @@ SENT = ("gather", "hop1", "hop2")  # the fields of a precision that say what tra
 LOSS_BOUND = 1e-4  # relative, at every step
 PARAM_BOUND = 1e-3  # L2 norm of the difference over the norm of the parameters
 LATE = 30  # the last losses whose mean is compared, or half of them if there are fewer than 60
-CODED_LR, CODED_STEPS = 3e-4, 60  # up to which runs with codes were compared with float32
-CODED_BOUNDS = {"int8": 5e-3, "fp8": 5e-3, "int4": 1e-2}  # three times and more of what was found
 RESULTS, CURVE = "results.json", "loss.png"
 LEGEND = "M: parameter bytes, p: partition size,\n  r: replicas, s: micro-steps"
 COLUMNS = 60  # no line is longer, paths aside
@@ -70,27 +65,6 @@ class DemoConfig(TrainingTask):
     precision: str = ""
     lr: float = 1e-3
 
-    def rounded(self) -> list[tuple[str, Any]]:
-        """Return the fields of the precision that round to less than float32, with their values."""
-        found = Precision.parse(self.precision)
-        each = (found, *(override for _, override in found.overrides))
-        names = [x.name for x in fields(Precision) if x.name != "overrides"]
-        values = [(name, getattr(one, name)) for one in each for name in names]
-        return [(name, value) for name, value in values if value not in WIDE]
-
-    @property
-    def coded_bound(self) -> float | None:
-        """Bound on the mean of the last losses for codes on the wire, relative to one process.
-
-        None where that was not measured: if anything else is rounded, at a higher rate, at which
-        training magnifies any rounding, or over more steps. The figures are in `collectives`.
-        """
-        sent = [(name, getattr(value, "codec", value)) for name, value in self.rounded()]
-        coded = all(name in SENT and isinstance(value, Codec) for name, value in sent)
-        if not sent or not coded or self.lr > CODED_LR or self.steps > CODED_STEPS:
-            return None
-        return max(CODED_BOUNDS[codec.name] for _, codec in sent)
-
     @property
     def bounded(self) -> bool:
         """Whether the bounds of float32 hold; elsewhere training may magnify rounding.
@@ -98,7 +72,7 @@ class DemoConfig(TrainingTask):
         With seed 1, parameters that are changed by 1e-6 of themselves change a loss by 2e-3.
         """
         usual = self.seed == DemoConfig.seed and self.lr == DemoConfig.lr
-        return usual and not self.rounded()
+        return usual and not self.precision
 
     def held_out_batch(self, text: Text, ranks: Iterable[int]) -> Batch:
         """Return the batch on which ranks are tested, always the same one."""
@@ -120,26 +94,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "steps", 60, "optimizer steps, at least 2", smallest=2)
     add_count(parser, "accumulate", 2, "micro-steps in a step")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
-    text = "folder for the results (default mics_fn_demo, or with a number if that has some)"
-    add("--out", type=Path, help=text)
-    add("--overwrite", action="store_true", help="replace the results of an earlier run")
+    text = "folder for the results (default mics_fn_demo), with a number if it has some already"
+    add("--out", type=Path, default=Path("mics_fn_demo"), help=text)
     add_count(parser, "sequences", 6, "samples per rank and micro-step")
     add_count(parser, "context", 128, "length of a sample in bytes")
     add_count(parser, "dim", 128, "width of the GPT, a multiple of 4")
     text = "what travels and how it is kept, such as hop2=int8[256] (default: float32)"
     add("--precision", default="", help=text, metavar="TEXT")
     text = f"learning rate of AdamW (default {DemoConfig.lr:g})"
-    add("--lr", type=learning_rate, default=DemoConfig.lr, help=text)
+    add("--lr", type=float, default=DemoConfig.lr, help=text)
     add_count(parser, "seed", 0, "of parameters and batches", smallest=0)
-    add("--no-check", action="store_true", help="without the run in a single process")
-
-
-def learning_rate(given: str) -> float:
-    """Parse a learning rate."""
-    rate = float(given)
-    if not 0 < rate < 1:
-        raise argparse.ArgumentTypeError(f"{given} is not between 0 and 1")
-    return rate
 
 
 def make_config(args: argparse.Namespace) -> DemoConfig:
@@ -150,59 +114,31 @@ def make_config(args: argparse.Namespace) -> DemoConfig:
     """
     node_size = args.node_size or (2 if args.ranks % 2 == 0 else args.ranks)
     partition_size = args.partition_size or node_size
-    plan = plan_groups(Topology.of(args.ranks, node_size), partition_size)
-    if args.dim % GPTConfig.num_heads:
-        raise PlanError(f"--dim {args.dim} is not a multiple of {GPTConfig.num_heads} heads")
-    device, gpus = args.device, torch.cuda.device_count()
+    plan_groups(Topology.of(args.ranks, node_size), partition_size)
+    device = args.device
     if device == "auto":
-        device = "cuda" if gpus >= args.ranks else "cpu"
-    if device == "cuda" and gpus < args.ranks:
-        text = f"--device cuda with {args.ranks} ranks needs as many GPUs"
-        raise PlanError(text, [f"found: {gpus}"], "use --device cpu, or fewer ranks")
-    same = {
-        name: getattr(args, name) for name in ("steps", "accumulate", "sequences", "lr", "seed")
-    }
+        device = "cuda" if torch.cuda.device_count() >= args.ranks else "cpu"
+    same = ("ranks", "steps", "accumulate", "sequences", "lr", "seed")
     return DemoConfig(
-        ranks=args.ranks,
         node_size=node_size,
         partition_size=partition_size,
         device=device,
-        precision=_precision(args.precision, plan),
+        precision=f"{Precision.parse(args.precision)}" if args.precision else "",
         model=GPTConfig(context=args.context, dim=args.dim),
-        **same,
+        **{name: getattr(args, name) for name in same},
     )
 
 
-def _precision(given: str, plan: Plan) -> str:
-    """Return the canonical text of a precision, after a check that its levels exist."""
-    precision = Precision.parse(given)
-    for part in (precision, *(override for _, override in precision.overrides)):
-        for sent in (part.gather, part.hop1):
-            if isinstance(sent, Wire):
-                check_level(sent, plan.topology.names)
-    return str(precision)
-
-
-def folder_for(out: Path | None, overwrite: bool) -> Path:
-    """Make a folder that can be written to and holds no results.
-
-    Args:
-        out: the one that was asked for; None for the first of `mics_fn_demo`, `mics_fn_demo-2`
-            and so on that is free.
-        overwrite: whether results of an earlier run may be replaced.
+def folder_for(out: Path) -> Path:
+    """Make a folder that can be written to and holds no results: `out`, `out-2` and so on.
 
     Raises:
-        PlanError: it cannot be written to, or has results of an earlier run.
+        PlanError: it cannot be written to.
     """
-    folder, number = out or Path("mics_fn_demo"), 1
-    files = RESULTS, CURVE
-    while not overwrite and (found := [name for name in files if (folder / name).exists()]):
-        if out is not None:
-            fix = "pass another --out, or --overwrite to replace them"
-            what = f"--out {folder}: it has the results of an earlier run"
-            raise PlanError(what, [", ".join(found)], fix)
+    folder, number = out, 1
+    while (folder / RESULTS).exists():
         number += 1
-        folder = Path(f"mics_fn_demo-{number}")
+        folder = out.with_name(f"{out.name}-{number}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -220,16 +156,10 @@ def main(args: argparse.Namespace) -> int:
         PlanError: sizes do not fit, or results cannot be written; before any process starts.
         MicsError: a rank failed.
     """
-    config, text = make_config(args), load_text()
-    shortest = min(len(text.train), len(text.held_out))
-    if config.model.context >= shortest:
-        what = f"--context {args.context}: the shortest part of the text has {shortest:,} bytes"
-        raise PlanError(what, fix="pass a smaller --context, such as 128")
-    out = folder_for(args.out, args.overwrite)
+    config, text, out = make_config(args), load_text(), folder_for(args.out)
     _introduce(config, text)
     results = launch(train_rank, config.ranks, config)
-    alone = None if args.no_check else train_alone(config)
-    figures = summarize(config, results, alone)
+    figures = summarize(config, results, train_alone(config))
     print("\n" + render(figures))
     (out / RESULTS).write_text(json.dumps(figures | {"config": asdict(config)}, indent=1))
     print(f"\nfigures:    {out / RESULTS}")
@@ -238,7 +168,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         save_curve(out / CURVE, config, figures)
         print(f"loss curve: {out / CURVE}")
-    return 1 if figures["check"].get("ok") is False else 0
+    return 1 if figures["check"]["ok"] is False else 0
 
 
 def _introduce(config: DemoConfig, text: Text) -> None:
@@ -346,7 +276,7 @@ def _progress(steps: Iterable[int]) -> Iterable[int]:
 
 
 def summarize(
-    config: DemoConfig, results: list[dict[str, Any]], alone: dict[str, Any] | None
+    config: DemoConfig, results: list[dict[str, Any]], alone: dict[str, Any]
 ) -> dict[str, Any]:
     """Compute the figures of the two runs, as plain data."""
     first, traffic = results[0], {}
@@ -361,31 +291,25 @@ def summarize(
     same = ("losses", "held_out", "seconds", "full_bytes", "device")
     return {
         **{name: first[name] for name in same},
-        "losses_alone": alone["losses"] if alone else [],
+        "losses_alone": alone["losses"],
         "num_params": sum(p.numel() for p in first["params"].values()),
         "state_bytes": [result["state_bytes"] for result in results],
-        "full_state_bytes": alone["state_bytes"] if alone else None,
+        "full_state_bytes": alone["state_bytes"],
         "traffic": traffic,
         "step_seconds": seconds,
         "tokens_per_second": samples * config.model.context / seconds,
-        "check": compare(config, first, alone) if alone else {},
+        "check": compare(config, first, alone),
     }
 
 
 def compare(config: DemoConfig, run: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
-    """Compare the sharded run with the single process, and with the bounds.
-
-    Where no bound holds "ok" is None.
-    """
+    """Compare the sharded run with the single process, and with the bounds; "ok" may be None."""
     ours, theirs = torch.tensor(run["losses"]), torch.tensor(alone["losses"])
     gaps = {k: (run["params"][k].double() - p.double()) for k, p in alone["params"].items()}
     param_rel = _norm(gaps) / _norm(alone["params"])
     loss_rel = ((ours - theirs).abs() / theirs).max().item()
-    last, coded_bound = max(1, min(LATE, len(ours) // 2)), config.coded_bound
-    means = [losses[-last:].double().mean().item() for losses in (ours, theirs)]
-    ok = None if coded_bound is None else abs(means[0] / means[1] - 1) <= coded_bound
-    if config.bounded:
-        ok = loss_rel <= LOSS_BOUND and param_rel <= PARAM_BOUND
+    last = max(1, min(LATE, len(ours) // 2))
+    within = loss_rel <= LOSS_BOUND and param_rel <= PARAM_BOUND
     return {
         "loss_max_abs": (ours - theirs).abs().max().item(),
         "loss_max_rel": loss_rel,
@@ -394,9 +318,8 @@ def compare(config: DemoConfig, run: dict[str, Any], alone: dict[str, Any]) -> d
         "param_rel": param_rel,
         "param_bound": PARAM_BOUND if config.bounded else None,
         "last_steps": last,
-        "last_losses": means,  # of this run, and of the single process
-        "last_bound": coded_bound,
-        "ok": ok,
+        "last_losses": [losses[-last:].double().mean().item() for losses in (ours, theirs)],
+        "ok": within if config.bounded else None,
     }
 
 
@@ -409,9 +332,10 @@ def render(figures: dict[str, Any]) -> str:
     curves = {"train": figures["losses"], "held out": [loss for _, loss in figures["held_out"]]}
     losses = [(name, f"{of[0]:.3f}", f"{of[-1]:.3f}") for name, of in curves.items()]
     most, full = max(figures["state_bytes"]), figures["full_state_bytes"]
-    states = [("the fullest rank holds", human_bytes(most), "")]
-    if full:
-        states.append(("one process holds", human_bytes(full), f"{full / most:.2f} x as much"))
+    states = [
+        ("the fullest rank holds", human_bytes(most), ""),
+        ("one process holds", human_bytes(full), f"{full / most:.2f} x as much"),
+    ]
     sent = [("", "counted", "formula", "")]
     for what, row in figures["traffic"].items():
         why, _, kinds = row["why"].partition(" as ")
@@ -429,9 +353,8 @@ def render(figures: dict[str, Any]) -> str:
         table(f"parameters and AdamW state, {figures['num_params']:,} parameters", states),
         table("bytes that a rank sends in a step", sent) + f"\n  {LEGEND}",
         table(f"speed on {figures['device']}", speed),
+        render_check(figures["check"]),
     ]
-    if figures["check"]:
-        tables.append(render_check(figures["check"]))
     return "\n\n".join(tables)
 
 
@@ -448,14 +371,11 @@ def render_check(check: dict[str, Any]) -> str:
     verdicts = {
         True: "within the bounds: ok",
         False: "OUT OF BOUNDS: the runs are not the same",
-        None: "no bounds: they are for float32 at the default lr and\n"
-        f"  seed, and for codes up to lr {CODED_LR:g} and {CODED_STEPS} steps",
+        None: "no bounds: they are for float32 at the default lr and seed",
     }
     found = table("difference from one process on the same batches, in float32", rows)
     mean = f"  mean of the last {check['last_steps']} losses: {ours:.4f}, alone {theirs:.4f}"
     mean += f", {ours / theirs - 1:+.2%}"
-    if check["last_bound"] is not None:
-        mean += f"\n  bound on that for these codes: {check['last_bound']:.1%}"
     return f"{found}\n{mean}\n  {verdicts[check['ok']]}"
 
 
@@ -469,8 +389,7 @@ def save_curve(path: Path, config: DemoConfig, figures: dict[str, Any]) -> None:
     train, alone = figures["losses"], figures["losses_alone"]
     steps = range(len(train))  # done before that loss was taken
     axes.plot(steps, train, color="#1f77b4", linewidth=4, alpha=0.45, label="train, sharded")
-    if alone:
-        axes.plot(steps, alone, "--", color="black", linewidth=1.2, label="train, one process")
+    axes.plot(steps, alone, "--", color="black", linewidth=1.2, label="train, one process")
     at, losses = zip(*figures["held_out"], strict=True)
     axes.plot(at, losses, "o-", color="#d62728", markersize=4, label="held out, sharded")
     axes.set_xlabel("optimizer steps done")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mics_fn.errors import MicsError
+from mics_fn.errors import PlanError
 
 Batch = tuple[Tensor, Tensor]
 
@@ -31,7 +31,9 @@ class GPTConfig:
         dim: width of the residual stream.
         num_heads: attention heads; divides `dim`.
         num_blocks: transformer blocks.
-        tied: whether the head is the token embedding's own weight.
+
+    Raises:
+        PlanError: `num_heads` does not divide `dim`.
     """
 
     vocab_size: int = 256
@@ -39,7 +41,10 @@ class GPTConfig:
     dim: int = 128
     num_heads: int = 4
     num_blocks: int = 4
-    tied: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dim % self.num_heads:
+            raise PlanError(f"a width of {self.dim} is no multiple of {self.num_heads} heads")
 
 
 class Attention(nn.Module):
@@ -97,8 +102,6 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.dim)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.apply(_init)
-        if config.tied:
-            self.head.weight = self.tokens.weight
         # Each block adds twice to the stream; this keeps its variance from growing with depth.
         for name, param in self.named_parameters():
             if name.endswith(("attention.out.weight", "mlp.2.weight")):
@@ -160,9 +163,6 @@ def load_text(max_bytes: int = 4_000_000) -> Text:
 
     Args:
         max_bytes: how many bytes to read at most.
-
-    Raises:
-        MicsError: the library of this Python is not on disk as sources.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     parts, remaining = (bytearray(), bytearray()), max_bytes
@@ -172,9 +172,6 @@ def load_text(max_bytes: int = 4_000_000) -> Text:
         remaining -= len(content)
         if not remaining:
             break
-    if not all(parts):
-        what = f"load_text: {folder} has no library sources to read"
-        raise MicsError(what, fix="use a Python whose standard library is a folder of sources")
     return Text(*(torch.frombuffer(part, dtype=torch.uint8) for part in parts))
 
 

@@ -73,10 +73,6 @@ class RankError(MicsError, RuntimeError):
         self.errors = errors or {}
 
 
-class RankTimeoutError(RankError, TimeoutError):
-    """Some ranks did not answer in time; `errors` holds their stacks as tracebacks."""
-
-
 def describe(what: str, errors: dict[int, RankFailure]) -> str:
     """Render each distinct failure once with the ranks that share it, causes first.
 
@@ -110,18 +106,8 @@ def describe(what: str, errors: dict[int, RankFailure]) -> str:
 
 
 def _place(type_name: str) -> int:
-    return FOLLOWS.index(type_name) if type_name in FOLLOWS else -1
-
-
-def exit_text(code: int | None) -> str:
-    """Describe how a process ended, from its exit code as Python's launchers give it.
-
-    >>> exit_text(3), exit_text(-9)
-    ('exited with code 3', 'was killed by SIGKILL')
-    """
-    if code is not None and code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"exited with code {code}"
+    order = ("RankTimeout", *FOLLOWS)
+    return order.index(type_name) if type_name in order else -1
 
 
 # Fresh processes.
@@ -190,9 +176,7 @@ def run_bounded(
     with RankPool(n, timeout_s=limit_s, grace_s=grace_s) as pool:
         call = partial(_loads_call, dumps_call(_announced, (fn, args)))
         pool._start("spawn", partial(_set_up, own, shown), call)
-        replies = pool._collect(limit_s)
-        silent = pool._unanswered(replies, limit_s)
-        return {rank: value for rank, (value, _) in replies.items()} | silent
+        return {rank: value for rank, (value, _) in pool._collect(limit_s).items()}
 
 
 def _set_up(own: Sequence[Mapping[str, str]], shown: bool, rank: int, folder: Path) -> None:
@@ -249,6 +233,7 @@ def failure_of(error: BaseException) -> RankFailure:
 
 Call = tuple[Callable[..., Any], tuple]
 Reply = tuple[Any, int]  # a result or a RankFailure, and how many process groups the rank has made
+LOST = -1  # process groups of a rank that is gone, or gave no answer
 
 
 SetUp = Callable[[int, Path], None]  # of a process, by its rank and the folder of all
@@ -384,8 +369,8 @@ class RankPool:
             timeout_s: bound in seconds, instead of the pool's.
 
         Raises:
-            RankError: naming the ranks that raised or died, with each distinct traceback once.
-            RankTimeoutError: some ranks gave no answer; their stacks are in the text.
+            RankError: naming the ranks that raised, died or gave no answer, with each distinct
+                traceback or stack once.
         """
         results = self.try_run(fn, *args, timeout_s=timeout_s)
         return _values(call_name(fn), dict(enumerate(results)))
@@ -393,16 +378,12 @@ class RankPool:
     def try_run(
         self, fn: Callable[..., Any], *args: Any, timeout_s: float | None = None
     ) -> list[Any]:
-        """Call `fn(*args)` on every rank; a `RankFailure` is in the place of a failed result.
-
-        Raises:
-            RankTimeoutError: some ranks gave no answer; their stacks are in the text.
-        """
+        """Call `fn(*args)` on every rank; a `RankFailure` is in the place of a failed result."""
         payload = dumps_call(fn, args)
         if not self._procs or not all(proc.is_alive() for proc in self._procs):
             self._fork()
         self._send(payload)
-        return self._finish(call_name(fn), timeout_s)
+        return self._finish(timeout_s)
 
     def close(self) -> None:
         """End all ranks. The pool forks new ones if it is used again."""
@@ -462,16 +443,14 @@ class RankPool:
             with contextlib.suppress(BrokenPipeError):
                 conn.send_bytes(payload)
 
-    def _finish(self, name: str, timeout_s: float | None) -> list[Any]:
+    def _finish(self, timeout_s: float | None) -> list[Any]:
         """Collect the answers of a call; keep the pool fit for the next one, or empty."""
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
         try:
-            replies = self._collect(limit_s)
-            if len(replies) < self.n:
-                self._raise_timeout(name, limit_s, replies)
+            replies = self._collect(self.timeout_s if timeout_s is None else timeout_s)
             groups = {made for _, made in replies.values()}
-            worn = len(groups) > 1 or max(groups) > MOST_GROUPS
-            if worn or (_failures(replies) and not self._healthy()):
+            worn = len(groups) > 1 or max(groups) > MOST_GROUPS or LOST in groups
+            failed = any(isinstance(value, RankFailure) for value, _ in replies.values())
+            if worn or (failed and not self._healthy()):
                 self.close()
         except BaseException:
             self.close()
@@ -479,8 +458,9 @@ class RankPool:
         return [replies[rank][0] for rank in range(self.n)]
 
     def _collect(self, limit_s: float) -> dict[int, Reply]:
-        """Receive replies by rank; ranks that gave none within the bound are missing."""
+        """Receive replies by rank; last those of ranks that gave none within the bound."""
         replies: dict[int, Reply] = {}
+        why = f"{limit_s:g} s"
         waiting = dict(zip(self._conns, range(self.n), strict=True))
         deadline = time.monotonic() + limit_s
         while waiting and (remaining_s := deadline - time.monotonic()) > 0:
@@ -489,6 +469,12 @@ class RankPool:
                 replies[rank] = self._receive(rank)
                 if isinstance(replies[rank][0], RankFailure):
                     deadline = min(deadline, time.monotonic() + self.grace_s)
+                    why = f"{self.grace_s:g} s after another failed"
+        if silent := sorted(waiting.values()):
+            dump_stacks(self._dirs[0], {rank: self._procs[rank].pid for rank in silent})
+        for rank in silent:
+            trace = said_by(self._dirs[0], rank) or "no stack: stopped"
+            replies[rank] = RankFailure("RankTimeout", f"no answer within {why}", trace), LOST
         return replies
 
     def _receive(self, rank: int) -> Reply:
@@ -496,9 +482,10 @@ class RankPool:
             payload = self._conns[rank].recv_bytes()
         except (EOFError, OSError):
             self._procs[rank].join(1.0)
-            how = exit_text(self._procs[rank].exitcode)
-            trace = said_by(self._dirs[0], rank) or f"no traceback: {how}"
-            return RankFailure("RankDied", f"process {how}", trace), -1
+            code = self._procs[rank].exitcode or 0
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited: {code}"
+            trace = said_by(self._dirs[0], rank) or f"no traceback: it {how}"
+            return RankFailure("RankDied", f"process {how}", trace), LOST
         return pickle.loads(payload)
 
     def _healthy(self) -> bool:
@@ -506,23 +493,6 @@ class RankPool:
         self._send(dumps_call(check_in_step, ()))
         replies = self._collect(HEALTH_TIMEOUT_S)
         return [value for value, _ in replies.values()] == [True] * self.n
-
-    def _unanswered(self, replies: dict[int, Reply], limit_s: float) -> dict[int, RankFailure]:
-        """Return the failures of ranks that gave no answer: their stacks, and what they printed."""
-        failed = f"{self.grace_s:g} s after another failed" if _failures(replies) else ""
-        what = "RankTimeout", f"no answer within {failed or f'{limit_s:g} s'}"
-        silent = {r: proc.pid for r, proc in enumerate(self._procs) if r not in replies}
-        dump_stacks(self._dirs[0], silent)
-        traces = {rank: said_by(self._dirs[0], rank) or "no stack: stopped" for rank in silent}
-        return {rank: RankFailure(*what, trace) for rank, trace in traces.items()}
-
-    def _raise_timeout(self, name: str, limit_s: float, replies: dict[int, Reply]) -> None:
-        silent = self._unanswered(replies, limit_s)
-        errors = _failures(replies) | silent
-        verb = "gives" if len(silent) == 1 else "give"
-        text = next(iter(silent.values())).message
-        what = f"{name}: {name_ranks([*silent])} of {self.n} {verb} {text}"
-        raise RankTimeoutError(describe(what, errors), errors)
 
 
 def dump_stacks(folder: Path, pids: Mapping[int, int]) -> None:
@@ -533,7 +503,7 @@ def dump_stacks(folder: Path, pids: Mapping[int, int]) -> None:
     files, deadline = [folder / f"stacks{rank}" for rank in pids], time.monotonic() + STACKS_S
     while not all(map(_text, files)) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    time.sleep(POLL_S if pids else 0)  # lets a dump that has begun reach its end
+    time.sleep(POLL_S)  # lets a dump that has begun reach its end
 
 
 def said_by(folder: Path, rank: int) -> str:
@@ -557,7 +527,7 @@ def run_ranks(
         grace_s: how long the other ranks may take to answer once one has failed.
 
     Raises:
-        RankError, RankTimeoutError, GroupsError: as `RankPool.run`.
+        RankError, GroupsError: as `RankPool.run`.
 
     Example:
         >>> run_ranks(lambda x: x + 1, 1, 2)
@@ -565,12 +535,8 @@ def run_ranks(
     """
     with RankPool(n, timeout_s=timeout_s, grace_s=grace_s) as pool:
         pool._fork(first=lambda: (fn, args))
-        results = pool._finish(call_name(fn), None)
+        results = pool._finish(None)
     return _values(call_name(fn), dict(enumerate(results)))
-
-
-def _failures(replies: Mapping[int, Reply]) -> dict[int, RankFailure]:
-    return {r: value for r, (value, _) in replies.items() if isinstance(value, RankFailure)}
 
 
 def _values(name: str, results: Mapping[int, Any]) -> list[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from mics_fn import errors
-from mics_fn.lab.ranks import RankError, RankFailure, RankTimeoutError
+from mics_fn.lab.ranks import RankError, RankFailure
 
 LOST = errors.PeerFailed("rank 1 failed", 1, "raised", step=3, operation="save", leaf="w")
 FAILURES = {1: RankFailure("ValueError", "no", "Traceback:\n  f()\nValueError: no")}
@@ -28,7 +28,6 @@ def examples() -> Iterator[errors.MicsError]:
     yield errors.NonFiniteError("not finite", "w", (1, 2))
     yield errors.FileError("full", "/steps/7", "w", damaged=False)
     yield RankError("1 of 2 ranks failed", FAILURES)
-    yield RankTimeoutError("1 of 2 ranks was silent", FAILURES)
 
 
 @pytest.mark.parametrize("error", list(examples()), ids=lambda error: type(error).__name__)

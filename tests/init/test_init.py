@@ -38,7 +38,9 @@ def zoo_model(name: str) -> nn.Module:
 
 
 def tied_gpt() -> nn.Module:
-    return GPT(GPTConfig(64, 16, 16, num_heads=2, num_blocks=2, tied=True))
+    model = GPT(GPTConfig(64, 16, 16, num_heads=2, num_blocks=2))
+    model.head.weight = model.tokens.weight
+    return model
 
 
 class Reader(nn.Module):

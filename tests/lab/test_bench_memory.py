@@ -6,64 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from costs import Cut, memory_formula
+from costs import memory_formula
 from placements import cut_of, make_place
 from storage_count import StorageCount
-from test_wire_bytes import buckets_for
 
 import mics_fn as mf
 from mics_fn.collectives import checksum
 from mics_fn.lab import report
 from mics_fn.lab.models import GPTConfig, TrainingTask, load_text, loss_of, seeded
 
-F32, BF16 = torch.float32, torch.bfloat16
-NODE = 2
+F32, NODE = torch.float32, 2
+BF16_TEXT = "compute=bf16,reduce=bf16"
 
 pytestmark = pytest.mark.limit(300)
-
-
-# The formulas.
-
-
-def buckets_of(precision: str) -> list[Any]:
-    """Eight buckets of a leaf each, over four ranks."""
-    nbytes = 100 * mf.Precision.parse(precision).formats("", F32).dtype.itemsize
-    return buckets_for({f"w{i}": (100,) for i in range(8)}, 4, precision, bucket_bytes=nbytes)
-
-
-E = 8 * 112  # elements of all eight buckets, padded to four chunks of a multiple of 16 bytes
-E16 = 8 * 128  # the same where some have two bytes
-
-
-BF16_TEXT, HALF = "compute=bf16,reduce=bf16", "bf16,param=bf16,reduce=bf16"
-BY_HAND = [
-    # states, parameters, sums, hops, in full
-    ("", Cut(4, 4, 4), None, 1, (3 * E, 4 * E, 0, 3 * 224, 2 * 448)),
-    ("", Cut(4, 4, 4), None, 2, (3 * E, 4 * E, E, 3 * (448 + 224), 2 * 448)),
-    ("", Cut(4, 4, 4), 2 * 448, 1, (3 * E, 3 * 448, E, 3 * (448 + 224), 2 * 448)),
-    ("", Cut(4, 1, 1), 0, 1, (3 * E, 4 * E, 4 * E + E, 224, 2 * 448)),
-    ("", Cut(4, 1, 1), None, 1, (3 * E, 4 * E, 4 * E + E, 3 * 224, 2 * 448)),
-    ("", Cut(4, 2, 2), 0, 2, (3 * E, 2 * E + 448, 2 * E + E, 448 + 224, 2 * 448)),
-    ("", Cut(1, 1, 1), 0, 3, (12 * E, 0, 4 * E, 448, 2 * 448)),
-    (BF16_TEXT, Cut(4, 4, 1), 0, 1, (3, 2 / 8, 5, 3 / 8, 4 / 8)),
-    ("reduce=bf16", Cut(1, 1, 1), None, 1, (12, 0, 4, 2 * 2 / 8, 8 / 8)),
-    ("compute=bf16", Cut(1, 1, 1), None, 1, (12, 2, 4, 0, 4 / 8)),
-    (HALF, Cut(4, 4, 4), 0, 2, (1.5, 2 / 8, 1, 3 / 8, 4 / 8)),
-]
-
-
-@pytest.mark.parametrize(("precision", "cut", "live", "micro_steps", "want"), BY_HAND)
-def test_the_formula_of_memory_by_hand(precision, cut, live, micro_steps, want):
-    buckets = buckets_of(precision)
-    assert sum(bucket.numel for bucket in buckets) == (E16 if "bf16" in precision else E)
-    sizes = (2, 2) if cut.states == 4 else ()
-    how: dict[str, Any] = {"live_bytes": live, "micro_steps": micro_steps}
-    found = memory_formula(buckets, cut, sizes, num_replicas=4 // cut.states, **how)
-    scale = E16 if "bf16" in precision else 1
-    assert list(found.values()) == pytest.approx([scale * part for part in want])
-
-
-# What a rank holds.
 
 
 CASES = [(name, "f32") for name in ("ddp", "mics", "zero2", "zero3")]

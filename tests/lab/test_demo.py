@@ -16,7 +16,6 @@ import pytest
 from children import left_of
 
 from mics_fn.__main__ import main
-from mics_fn.errors import PlanError
 from mics_fn.lab import demo
 from mics_fn.lab.ranks import run_ranks
 
@@ -97,28 +96,19 @@ def test_with_a_precision_the_demo_says_how_far_losses_are_from_float32(tmp_path
     flags = ["--ranks", "2", "--node-size", "1", "--steps", "4", "--seed", "3", "--lr", "3e-4"]
     said, figures = forked_demo(tmp_path, *flags, "--precision", "hop2=int8[64]; *norm*: hop2=f32")
     check = figures["check"]
-    assert (check["ok"], check["loss_bound"], check["last_steps"]) == (True, None, 2)
-    assert check["last_bound"] == 5e-3
+    assert (check["ok"], check["loss_bound"], check["last_steps"]) == (None, None, 2)
     assert 1e-7 < check["loss_max_rel"] < 1e-2, "codes round, and only a little"
     sent = figures["traffic"]["replicas"]
     assert sent["counted"] == [sent["formula"]] * 2
-    assert 0.25 < sent["formula"] / figures["full_bytes"] < 0.5
     assert sent["why"] == "2 (r-1)/r M/p as int8[64], f32"
-    assert "bound on that for these codes: 0.5%\n  within the bounds: ok" in said
+    assert "no bounds: they are for float32" in said
 
 
-def test_nothing_is_overwritten_without_a_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("mics_fn_demo", "mics_fn_demo-2", "mics_fn_demo-3"):
-        folder = demo.folder_for(None, overwrite=False)
-        assert str(folder) == name
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    for name in ("run", "run-2", "run-3"):
+        folder = demo.folder_for(tmp_path / "run")
+        assert folder == tmp_path / name
         (folder / "results.json").write_text("kept")
-    with pytest.raises(PlanError, match="of an earlier run\n  results.json\n  fix: "):
-        demo.folder_for(Path("mics_fn_demo"), overwrite=False)
-    assert str(demo.folder_for(None, overwrite=True)) == "mics_fn_demo"
-    assert {path.read_text() for path in tmp_path.glob("*/results.json")} == {"kept"}
 
 
 # The launcher.

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from mics_fn.errors import PlanError
@@ -15,7 +14,7 @@ from mics_fn.lab.bench import disk, opt, step
 from mics_fn.lab.bench.step import DEFAULT_PEERS, LINKS, OVERLAP_PEERS, PEERS, StepConfig
 from mics_fn.lab.bench.turns import BenchTurns, num_ranks, on_ranks
 from mics_fn.lab.models import GPTConfig
-from mics_fn.lab.report import add_count
+from mics_fn.lab.report import add_count, new_file
 from mics_fn.shards import Precision
 
 DEFAULT_RANKS = 4
@@ -64,7 +63,8 @@ def _add_step_flags(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "partition-size", None, "ranks of a replica (default node size)")
     names, default = " ".join(PEERS), " ".join(DEFAULT_PEERS)
     text = f"what to compare, of {names}, as far as it makes sense (default {default})"
-    parser.add_argument("--peers", default=(), help=text, metavar="NAME", nargs="+")
+    how: Any = {"default": (), "choices": PEERS, "metavar": "NAME", "nargs": "+"}
+    parser.add_argument("--peers", help=text, **how)
     text = "rate of the links between nodes, such as 1gbit, or 200mbit:1 for turns of one step;"
     text += f" a module that {LINKS} names sets it (default: as it is)"
     parser.add_argument("--rates", default="", help=text, metavar="RATE")
@@ -76,22 +76,21 @@ def _add_step_flags(parser: argparse.ArgumentParser) -> None:
     instead.add_argument("--overlap", action="store_true", help=text)
 
 
+Render = Callable[[dict, Any], str]  # tables of the figures and the config
+
+
 class Bench(NamedTuple):
     """Subcommand of `bench`.
 
     Args:
         summary: its help text.
         flags: adds its flags.
-        config: makes a config of the flags, for so many ranks.
-        run: measures with a config on so many ranks.
-        render: makes tables of the figures and the config.
+        run: measures as the flags say, on so many ranks.
     """
 
     summary: str
     flags: Callable[[argparse.ArgumentParser], None]
-    config: Callable[[argparse.Namespace, int], Any]
-    run: Callable[[Any, int], dict]
-    render: Callable[[dict, Any], str]
+    run: Callable[[argparse.Namespace, int], tuple[Any, dict, Render]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
     for name, bench in BENCHES.items():
         one = kinds.add_parser(name, help=bench.summary, description=bench.summary)
-        one.add_argument("--json", type=Path, metavar="FILE", help="a file for all figures")
+        one.add_argument("--json", type=new_file, metavar="FILE", help="a file for all figures")
         bench.flags(one)
 
 
@@ -109,17 +108,14 @@ def main(args: argparse.Namespace) -> int:
     In a job every rank calls it, and rank 0 prints.
 
     Raises:
-        PlanError: sizes do not fit, or the folder of `--json` is missing. No process has started.
+        PlanError: sizes do not fit. No process has started.
         RankError: a rank failed.
     """
     bench = BENCHES[args.bench]
-    if args.json is not None and not args.json.parent.is_dir():
-        raise PlanError(f"--json {args.json}: there is no folder {args.json.parent}")
     ranks = num_ranks(args.ranks, DEFAULT_RANKS) if "ranks" in args else 1
-    config = bench.config(args, ranks)
-    figures = bench.run(config, ranks)
+    config, figures, render = bench.run(args, ranks)
     if figures:
-        print("\n" + bench.render(figures, config), flush=True)
+        print("\n" + render(figures, config), flush=True)
         if args.json is not None:
             written = {"bench": args.bench, "ranks": ranks, "config": asdict(config), **figures}
             args.json.write_text(json.dumps(written, indent=1))
@@ -128,8 +124,6 @@ def main(args: argparse.Namespace) -> int:
 
 def _of_gpt(args: argparse.Namespace, rounds: int) -> dict[str, Any]:
     """Return the fields of a config that trains a GPT."""
-    if args.dim % args.heads:
-        raise PlanError(f"--dim {args.dim} is not a multiple of --heads {args.heads}")
     model = GPTConfig(args.vocab, args.context, args.dim, args.heads, args.blocks)
     turns = BenchTurns(rounds, args.steps, args.warmup)
     return {"turns": turns, "device": args.device, "model": model}
@@ -150,13 +144,15 @@ def _of_ranks(
     return {**_of_gpt(args, rounds), **fields, "partition_sizes": partition_sizes}
 
 
-def _step_config(args: argparse.Namespace, ranks: int) -> StepConfig:
+def _step(args: argparse.Namespace, ranks: int) -> tuple[StepConfig, dict, Render]:
     rate, args.steps = _read_rate(args.rates, args.steps)
     peers = tuple(dict.fromkeys(args.peers)) or (OVERLAP_PEERS if args.overlap else DEFAULT_PEERS)
     how = {"peers": peers, "rate": rate, "overlap": args.overlap, "rss": args.rss}
     config = StepConfig(**_of_ranks(args, args.rounds, ranks, [args.partition_size]), **how)
     step.check_peers(config, ranks)
-    return config
+    if config.rss:
+        return config, step.run_rss(config, ranks), step.render_rss
+    return config, on_ranks(step.measure_step, ranks, config), step.render_step
 
 
 def _read_rate(text: str, steps: int) -> tuple[str, int]:
@@ -175,55 +171,45 @@ def _read_rate(text: str, steps: int) -> tuple[str, int]:
     return match[1], int(match[2] or steps)
 
 
-def _bytes_config(args: argparse.Namespace, ranks: int) -> StepConfig:
+def _bytes(args: argparse.Namespace, ranks: int) -> tuple[StepConfig, dict, Render]:
     fields = _of_ranks(args, 1, ranks, args.partition_size or ())
-    return StepConfig(live_buckets=args.live_buckets, **fields)
+    config = StepConfig(live_buckets=args.live_buckets, **fields)
+    return config, on_ranks(step.measure_bytes, ranks, config), step.render_bytes
 
 
-def _run_step(config: StepConfig, ranks: int) -> dict[str, Any]:
-    return step.run_rss(config, ranks) if config.rss else on_ranks(step.measure_step, ranks, config)
+def _opt(args: argparse.Namespace, ranks: int) -> tuple[opt.OptConfig, dict, Render]:
+    config = opt.OptConfig(args.small_leaves, **_of_gpt(args, args.rounds))
+    return config, on_ranks(opt.measure_opt, ranks, config), opt.render_opt
 
 
-def _render_step(figures: dict[str, Any], config: StepConfig) -> str:
-    return (step.render_rss if config.rss else step.render_step)(figures, config)
+def _saves(args: argparse.Namespace, ranks: int) -> tuple[disk.DiskConfig, dict, Render]:
+    config = disk.DiskConfig(args.mib, args.rounds, args.folder)
+    return config, on_ranks(disk.measure_saves, ranks, config), disk.render_saves
+
+
+def _disk(args: argparse.Namespace, ranks: int) -> tuple[disk.DiskConfig, dict, Render]:
+    config = disk.DiskConfig(args.mib, args.rounds, args.folder, args.host_mib, args.threads)
+    return config, disk.measure_disk(config), disk.render_disk
 
 
 BENCHES = {
     "step": Bench(
-        "whole steps: Trainer against a plain torch loop, and against FSDP2",
-        _add_step_flags,
-        _step_config,
-        _run_step,
-        _render_step,
+        "whole steps: Trainer against a plain torch loop, and against FSDP2", _add_step_flags, _step
     ),
     "opt": Bench(
-        "optimizer steps: opt_step on flat shards against torch's fused AdamW",
-        _add_opt_flags,
-        lambda args, ranks: opt.OptConfig(args.small_leaves, **_of_gpt(args, args.rounds)),
-        lambda config, ranks: on_ranks(opt.measure_opt, ranks, config),
-        opt.render_opt,
+        "optimizer steps: opt_step on flat shards against torch's fused AdamW", _add_opt_flags, _opt
     ),
     "bytes": Bench(
-        "bytes of a step at each level: counted and by formula",
-        _add_bytes_flags,
-        _bytes_config,
-        lambda config, ranks: on_ranks(step.measure_bytes, ranks, config),
-        step.render_bytes,
+        "bytes of a step at each level: counted and by formula", _add_bytes_flags, _bytes
     ),
     "checkpoint": Bench(
         "saving and loading, against plain writing and reading of the same bytes",
         lambda parser: disk.add_file_flags(parser, 384, 5),
-        lambda args, ranks: disk.DiskConfig(args.mib, args.rounds, args.folder),
-        lambda config, ranks: on_ranks(disk.measure_saves, ranks, config),
-        disk.render_saves,
+        _saves,
     ),
     "disk": Bench(
         "a step on states in a file, against plain reading and writing of the same bytes",
         disk.add_disk_flags,
-        lambda args, ranks: disk.DiskConfig(
-            args.mib, args.rounds, args.folder, args.host_mib, args.threads
-        ),
-        lambda config, ranks: disk.measure_disk(config),
-        disk.render_disk,
+        _disk,
     ),
 }
