@@ -82,6 +82,6 @@ from mics_fn.groups.communicator import (
 from mics_fn.groups.groups import Groups, Hierarchy, Home, Route, current, require_replicas
 from mics_fn.groups.make import make_groups
 from mics_fn.groups.startup import Meeting, init_distributed, nccl_problems, read_launch
-from mics_fn.groups.topology import Plan, Topology, fold_ranks, plan_groups, valid_partition_sizes
+from mics_fn.groups.topology import Topology, fold_ranks, plan_groups, valid_partition_sizes
 
 __all__ = ["Topology", "plan_groups"]

@@ -149,7 +149,6 @@ def memory_formula(
     live_bytes: int | None,
     num_replicas: int = 1,
     micro_steps: int = 1,
-    exchanged: bool = True,
 ) -> dict[str, float]:
     """Compute the most bytes that one of several ranks holds in a step with AdamW, by kind.
 
@@ -161,8 +160,6 @@ def memory_formula(
             the last pass packs gradients where their parameters were.
         num_replicas: the ranks of a replication group.
         micro_steps: the micro-steps of a step.
-        exchanged: whether ranks exchange parts of gradients, as they do with gloo. Of two parts one
-            arrives, else all. With NCCL one arrives, which is the mean.
 
     Returns:
         Bytes of "states" (parameters and both moments, which is all that exists between steps),
@@ -188,8 +185,7 @@ def memory_formula(
     ]
     for first, last in passes:
         found = [
-            _in_hops(b, cut, sizes, num_replicas, micro_steps, first, last, exchanged, reused)
-            for b in buckets
+            _in_hops(b, cut, sizes, num_replicas, micro_steps, first, last, reused) for b in buckets
         ]
         few = max(count for _, count in found) * median_low(nbytes for nbytes, _ in found)
         few = 0 if live_bytes == 0 else few
@@ -224,7 +220,6 @@ def _in_hops(
     micro_steps: int,
     first: bool,
     last: bool,
-    exchanged: bool,
     reused: bool,
 ) -> tuple[float, int]:
     """Compute the bytes of a bucket's reduction in one pass, and how many there are at most.
@@ -248,8 +243,7 @@ def _in_hops(
         packed = [0.0]
     direct = same and first and not (reused and _stays(bucket, cut, micro_steps))
     received = max(
-        _received(bucket, inner, numel, direct, exchanged),
-        _received(bucket, outer, numel / cut.grads, same, exchanged),
+        _received(bucket, inner, numel, direct), _received(bucket, outer, numel / cut.grads, same)
     )
     if copies and isinstance(hop2, Codec):
         received = max(received, mean_bytes(hop2, numel // cut.states, num_replicas))
@@ -257,16 +251,14 @@ def _in_hops(
     return max(packed) + received, 1 + len(inner) + len(outer) + copies + gathers
 
 
-def _received(
-    bucket: Bucket, sizes: Sequence[int], numel: float, direct: bool, exchanged: bool
-) -> float:
+def _received(bucket: Bucket, sizes: Sequence[int], numel: float, direct: bool) -> float:
     """Compute the bytes of receive buffers, if the last level can `direct` them to the mean.
 
-    Codes of hop 1 count as if all levels sent them.
+    Ranks exchange parts of gradients: of two one arrives, else all. Codes of hop 1 count as if all levels sent them.
     """
     most, width = 0.0, bucket.reduce.itemsize
     for i in reversed(range(len(sizes))):
-        all_parts = exchanged and sizes[i] > 2
+        all_parts = sizes[i] > 2
         if bucket.hop1 is not None:  # those that are sent, and those that arrive
             most = max(most, 2 * (sizes[i] - 1) * bucket.hop1.codec.nbytes(int(numel) // sizes[i]))
         elif all_parts or not (direct and i == 0):
