@@ -10,7 +10,7 @@ from functools import reduce
 from pathlib import Path
 from types import ModuleType
 
-from test_wings import files
+from test_wings import files, refuse
 
 import mics_fn
 
@@ -55,26 +55,13 @@ def trainer_methods() -> dict[str, Callable]:
     return {f"Trainer.{k}": v for k, v in methods if k[0] != "_"}
 
 
-def refuse(wrong: list[str]) -> None:
-    """Fail with all that is wrong, a line each."""
-    assert not wrong, "\n".join(["", *wrong])
-
-
 # Names and docstrings
 
 
-def test_the_table_lists_the_names_of_the_package():
-    names = [name for name in table() if "." not in name]
-    assert sorted(names) == dir(mics_fn)
-
-
-def test_the_table_lists_names_that_namespaces_show():
-    wrong = []
-    for name in table():
-        space, _, inner = name.rpartition(".")
-        if space and inner not in shown(getattr(mics_fn, space)):
-            wrong.append(name)
-    refuse(wrong)
+def test_the_table_lists_the_names_of_the_package_and_of_its_namespaces():
+    assert sorted(name for name in table() if "." not in name) == dir(mics_fn)
+    parts = [name.rpartition(".") for name in table()]
+    refuse([x for space, _, x in parts if space and x not in shown(getattr(mics_fn, space))])
 
 
 def test_the_page_of_errors_lists_all_of_them():
@@ -190,23 +177,8 @@ def functions(name: str) -> Iterator[tuple[ast.FunctionDef, int]]:
 
 def test_nothing_is_checked_by_assert():
     """`python -O` would drop the check."""
-    found = [
-        f"mics_fn/{name}.py:{part.lineno}"
-        for name in files()
-        for part in ast.walk(files()[name])
-        if isinstance(part, ast.Assert)
-    ]
-    refuse(found)
-
-
-def test_the_top_level_holds_nothing_else():
-    if not (ROOT / ".git").exists():
-        return  # an unpacked release: what else lies around it is not ours
-    command = ["git", "ls-files"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    tops = {line.partition("/")[0] for line in listed.stdout.splitlines()}
-    ours = {"README.md", "mics_fn", "notebooks", "pyproject.toml", "tests"}
-    refuse([top for top in tops - ours if not top.startswith(".")])
+    every = [(name, part) for name in files() for part in ast.walk(files()[name])]
+    refuse([f"mics_fn/{x}.py:{part.lineno}" for x, part in every if isinstance(part, ast.Assert)])
 
 
 # Import

@@ -11,7 +11,8 @@ import sys
 import threading
 import tokenize
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -134,31 +135,40 @@ def test_the_package_is_within_its_budgets():
     assert {name: found[name] for name in BUDGETS if found[name] > BUDGETS[name]} == {}
 
 
-def flows_of_rank(folder: str) -> dict[str, tuple[int, int]]:
-    """Files and functions of the package that each flow runs, its threads included.
+ROOT = Path(mf.__file__).parent
 
-    Of several runs the one with the fewest, because a rank that waits for others runs more.
-    """
-    root = f"{Path(mf.__file__).parent}"
-    seen: set[tuple[str, str, int]] = set()
+
+@contextmanager
+def calls() -> Iterator[list[tuple[Path, str, int]]]:
+    """All calls of functions of the package, on all threads: file, name and line."""
+    found: list[tuple[Path, str, int]] = []
 
     def watch(frame: Any, event: str, arg: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(root):
-            seen.add((code.co_filename, code.co_qualname, code.co_firstlineno))
+        if event == "call" and code.co_filename.startswith(f"{ROOT}"):
+            found.append((Path(code.co_filename), code.co_qualname, code.co_firstlineno))
+
+    threading.setprofile(watch)
+    sys.setprofile(watch)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # pyright: ignore[reportArgumentType]
+
+
+def flows_of_rank(folder: str) -> dict[str, tuple[int, int]]:
+    """Files and functions of the package that each flow runs.
+
+    Of several runs the one with the fewest, because a rank that waits for others runs more.
+    """
 
     def counted(flow: Callable[[int], Any], runs: int = 30) -> tuple[int, int]:
         found: list[tuple[int, int]] = []
         for number in range(runs):
-            seen.clear()
-            threading.setprofile(watch)
-            sys.setprofile(watch)
-            try:
+            with calls() as made:
                 flow(number)
-            finally:
-                sys.setprofile(None)
-                threading.setprofile(None)  # pyright: ignore[reportArgumentType]
-            found.append((len({file for file, _, _ in seen}), len(seen)))
+            found.append((len({file for file, _, _ in made}), len(set(made))))
         return min(files for files, _ in found), min(functions for _, functions in found)
 
     torch.manual_seed(0)
@@ -202,3 +212,28 @@ def test_a_flow_runs_few_files_and_functions(ranks: Callable, tmp_path: Path):
         print(f"{name}: {numbers} of {budget}")
         assert numbers[0] <= budget[0], f"{name}: files"
         assert numbers[1] <= 1.02 * budget[1], f"{name}: functions"
+
+
+# The page of the core.
+
+
+def step_of_rank() -> list[str]:
+    """The calls of a step as `file.function` of shards, and as `wing.function` of others."""
+    torch.manual_seed(0)
+    groups, full = groups_of(Layout((2, 2), 2)), {"w": torch.randn(8, 8)}
+    with calls() as found:
+        params = mf.shard(full, groups)
+        state = mf.init_state(params, mf.optim.adamw(1e-2))
+        grads = torch.func.grad(lambda shards: mf.gather(shards, groups)["w"].sum())(params)
+        mf.opt_step(state, mf.reduce_grads(grads, groups))
+    wings = [(path.relative_to(ROOT).parts[0], path.stem, name) for path, name, _ in found]
+    return [f"{stem if wing == 'shards' else wing}.{name}" for wing, stem, name in wings]
+
+
+def test_a_bucket_goes_the_way_that_the_page_of_shards_says(ranks: Callable):
+    page = re.search(r"^One bucket on its way.*?(?=^Where)", f"{mf.shards.__doc__}", re.S | re.M)
+    named = re.findall(r"`(\w+\.\w+)`", page[0] if page else "")
+    assert len(named) > 12
+    for ran in ranks(4).run(step_of_rank):
+        remaining = iter(ran)
+        assert [name for name in named if name not in remaining] == []

@@ -4,8 +4,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parents[2] / "mics_fn"
 
 # These run what they read, or may. The lab sends calls to processes that it started itself, through
@@ -65,24 +63,25 @@ def test_no_file_runs_what_it_reads():
     assert not wrong, "\n".join(["", *wrong])
 
 
-@pytest.mark.parametrize(
-    ("rule", "source"),
-    [
-        (found_in, "import pickle"),
-        (found_in, "from pickle import loads"),
-        (found_in, "importlib.import_module('pickle')"),
-        (found_in, "torch.load(path)"),
-        (found_in, "torch.load(path, weights_only=False)"),
-        (found_in, "torch.load(path, weights_only=safe)"),
-        (found_in, "torch.jit.load(path, weights_only=True)"),
-        (found_in, "dist.all_gather_object(found, value)"),
-        (found_in, "from torch.distributed import broadcast_object_list"),
-        (stand_in, "import pickle\npickle.loads(data)"),
-        (stand_in, "import pickle\npickle._Unpickler(file).load()"),
-        (stand_in, "class A(pickle._Unpickler):\n def persistent_load(self, x): return x"),
-        (stand_in, "class A(pickle._Unpickler):\n def find_class(self, x): super().find_class(x)"),
-    ],
-)
-def test_the_rules_see(rule, source):
-    assert list(rule(source))
+SEEN = """
+import pickle
+from pickle import loads
+importlib.import_module('pickle')
+torch.load(path)
+torch.load(path, weights_only=safe)
+torch.jit.load(path, weights_only=True)
+dist.all_gather_object(found, value)
+from torch.distributed import broadcast_object_list
+"""
+SEEN_THERE = [
+    "pickle.loads(data)",
+    "pickle._Unpickler(file).load()",
+    "class A(pickle._Unpickler):\n def persistent_load(self, x): return x",
+    "class A(pickle._Unpickler):\n def find_class(self, x): super().find_class(x)",
+]
+
+
+def test_the_rules_see():
+    assert all(list(found_in(line)) for line in SEEN.strip().splitlines())
+    assert all(list(stand_in(source)) for source in SEEN_THERE)
     assert not list(found_in("torch.load(path, weights_only=True)"))

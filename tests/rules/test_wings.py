@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import inspect
 import re
 import sys
 from collections.abc import Iterator
@@ -105,7 +104,7 @@ def wing_of(file: str) -> str:
 
 
 def floor_of(file: str) -> int:
-    """The row of a file's wing; the ground is below all, the doors are above."""
+    """The row of a file's wing, of which each has one; ground is below all, doors are above."""
     own = wing_of(file)
     if own in GROUND or own in DOORS:
         return -1 if own in GROUND else len(FLOORS)
@@ -157,54 +156,46 @@ def refuse(wrong: list[str]) -> None:
     assert not wrong, "\n".join(["", *wrong])
 
 
-def test_every_file_has_a_wing():
-    refuse([file for file in files() if wing_of(file) not in [*GROUND, *WINGS, *DOORS]])
+def test_a_file_imports_what_it_may():
+    rules = (runs_down, goes_through_a_face, is_known_outside)
+    refuse(
+        [
+            f"mics_fn/{file}.py:{line}: {module} {name}: not, as it should, {rule.__name__}"
+            for file in files()
+            for module, name, line in imports(file)
+            for rule in rules
+            if not rule(file, module, name)
+        ]
+    )
+    assert all(floor_of(file) is not None for file in files())  # each has a wing
 
 
-def test_imports_run_down():
-    wrong = []
-    for file in files():
-        for module, name, line in imports(file):
-            other = file_of(module)
-            if other is None or wing_of(other) == wing_of(file):
-                continue
-            ground = wing_of(file) in GROUND and wing_of(other) in GROUND
-            user = wing_of(file) in FLOORS[-1] and other == "__init__"
-            if not ground and not user and floor_of(other) >= floor_of(file):
-                wrong.append(f"mics_fn/{file}.py:{line}: {module} {name}")
-    refuse(wrong)
+def runs_down(file: str, module: str, name: str) -> bool:
+    other = file_of(module)
+    if other is None or wing_of(other) == wing_of(file):
+        return True
+    ground = wing_of(file) in GROUND and wing_of(other) in GROUND
+    user = wing_of(file) in FLOORS[-1] and other == "__init__"
+    return ground or user or floor_of(other) < floor_of(file)
 
 
-# The core, and what research on schedules and memory adds to it.
-WITHOUT_FAULTS = ["groups", "collectives", "shards", "optim", "schedules"]
-WITHOUT_FAULTS += ["deferred", "offload", "inspection"]
+def goes_through_a_face(file: str, module: str, name: str) -> bool:
+    other = file_of(module)
+    if other is None or wing_of(other) in [*GROUND, *DOORS, wing_of(file)]:
+        return True
+    if file == "__init__" and other.endswith("/__init__") and not name:
+        return True  # users see the whole wing
+    if module == f"mics_fn.{wing_of(other)}" and name in names_of_face(wing_of(other)):
+        return True
+    return name == "" and other.count("/") == 1 and is_shown(other)
 
 
-def test_what_is_done_about_faults_is_beside_the_core():
-    """It fills the hooks of groups as `mics_fn` is imported; nothing that it watches knows it."""
-    wrong = []
-    for file in [file for file in files() if wing_of(file) in [*GROUND, *WITHOUT_FAULTS]]:
-        for module, name, line in imports(file):
-            if module.startswith("mics_fn.faults") or name == "faults":
-                wrong.append(f"mics_fn/{file}.py:{line}: {module} {name}")
-    refuse(wrong)
-    assert all(wing in WINGS for wing in [*WITHOUT_FAULTS, "faults"])
-
-
-def test_another_wing_is_known_by_its_face():
-    wrong = []
-    for file in files():
-        for module, name, line in imports(file):
-            other = file_of(module)
-            if other is None or wing_of(other) in [*GROUND, *DOORS, wing_of(file)]:
-                continue
-            if file == "__init__" and other.endswith("/__init__") and not name:
-                continue  # users see the whole wing
-            shown = names_of_face(wing_of(other))
-            through = module == f"mics_fn.{wing_of(other)}" and name in shown
-            if not through and not (name == "" and other.count("/") == 1 and is_shown(other)):
-                wrong.append(f"mics_fn/{file}.py:{line}: {module} {name}")
-    refuse(wrong)
+def is_known_outside(file: str, module: str, name: str) -> bool:
+    top = module.partition(".")[0]
+    if top == "mics_fn" or top in sys.stdlib_module_names:
+        return True
+    what = "torch.distributed" if module.startswith("torch.distributed") else top
+    return what in OUTSIDE.get(wing_of(file), ["torch"])
 
 
 def is_shown(file: str) -> bool:
@@ -233,57 +224,18 @@ def test_a_face_shows_what_others_use_and_no_more():
                 continue
             if wing_of(other) != wing_of(file):
                 used[wing_of(other)].add(name or module.rpartition(".")[2])
-    there = [wing for wing in WINGS if f"{wing}/__init__" in files() and wing != "lab"]
-    for wing in there:  # what users find there is in the table of the package's docstring
+    wrong = []
+    for wing in [wing for wing in WINGS if wing != "lab"]:
+        # What users find there is in the table of the package's docstring, or on the wing's page.
         used[wing] |= set(re.findall(rf"`{wing}\.(\w+)`", mics_fn.__doc__ or ""))
-    wrong = []
-    for wing in there:
-        page = importlib.import_module(f"mics_fn.{wing}").__doc__ or ""
-        explained = set(re.findall(r"`(\w+)`", page)) & set(names_of_face(wing))
-        wrong += [
-            f"mics_fn/{wing}/__init__.py: {name}"
-            for name in sorted(set(names_of_face(wing)) ^ (used[wing] | explained))
-        ]
-    refuse(wrong)
-
-
-def test_a_file_imports_from_outside_only_what_its_wing_may():
-    wrong = []
-    for file in files():
-        for module, _, line in imports(file):
-            top = module.partition(".")[0]
-            if top != "mics_fn" and top not in sys.stdlib_module_names:
-                what = "torch.distributed" if module.startswith("torch.distributed") else top
-                if what not in OUTSIDE.get(wing_of(file), ["torch"]):
-                    wrong.append(f"mics_fn/{file}.py:{line}: {module}")
+        page, shown = importlib.import_module(f"mics_fn.{wing}").__doc__, set(names_of_face(wing))
+        used[wing] |= set(re.findall(r"`(\w+)`", f"{page}")) & shown
+        wrong += [f"mics_fn/{wing}/__init__.py: {name}" for name in shown ^ used[wing]]
     refuse(wrong)
 
 
 def test_no_file_imports_itself_by_way_of_others():
     refuse(circle(arrows()))
-
-
-def test_no_file_bears_the_name_of_a_public_function():
-    # `import mics_fn.optim.chain` would give the function.
-    found = set()
-    for file in files():
-        for public in public_functions():
-            wing, _, name = public.rpartition(".")
-            same = file == f"{wing}/{name}" if wing else file.split("/")[-1] == name
-            if same and wing_of(file) != "lab":
-                found.add(file)
-    refuse([f"mics_fn/{file}.py" for file in found])
-
-
-def public_functions() -> list[str]:
-    """Every function that the docstring of the package or a face names, such as `optim.chain`."""
-    found = [name for name, value in vars(mics_fn).items() if inspect.isfunction(value)]
-    for wing in WINGS:
-        if f"{wing}/__init__" in files() and wing != "lab":
-            face = importlib.import_module(f"mics_fn.{wing}")
-            shown = ((name, getattr(face, name, None)) for name in names_of_face(wing))
-            found += [f"{wing}.{name}" for name, value in shown if inspect.isfunction(value)]
-    return found
 
 
 # What is private to classes of torch, as far as these can be asked.
@@ -298,14 +250,19 @@ def test_only_doors_reach_private_names_of_torch():
     wrong = []
     for file in set(files()) - {*TORCH_DOORS}:
         for part in ast.walk(files()[file]):
-            found = []
+            found = [f"{module}.{name}" for module, name in names_from(part)]
+            found = [text for text in found if re.match(r"torch(\.\w+)*\._[^_]", text)]
             if isinstance(part, ast.Attribute) and is_foreign(part, inner):
                 found = [ast.unparse(part)]
-            elif isinstance(part, ast.ImportFrom):
-                names = [f"{part.module}.{alias.name}" for alias in part.names]
-                found = [text for text in names if re.match(r"torch(\.\w+)*\._[^_]", text)]
             wrong += [f"mics_fn/{file}.py:{getattr(part, 'lineno', 0)}: {text}" for text in found]
     refuse(wrong)
+
+
+def names_from(part: ast.AST) -> list[tuple[str, str]]:
+    """The modules and names of a `from` import; none of anything else."""
+    if not isinstance(part, ast.ImportFrom):
+        return []
+    return [(f"{part.module}", alias.name) for alias in part.names]
 
 
 def private_names(tree: ast.Module) -> Iterator[str]:
@@ -347,16 +304,16 @@ def test_data_collectives_are_called_in_one_file():
 def data_collectives(file: str) -> Iterator[tuple[str, int]]:
     """Where a file names what moves data, or imports a module made of such."""
     doors = {"torch.distributed", "_torch"}
-    for part in ast.walk(files()[file]):
+    parts = list(ast.walk(files()[file]))
+    for part in parts:
         if isinstance(part, ast.Import):
             doors |= {a.asname or a.name for a in part.names if "distributed" in a.name}
-        if isinstance(part, ast.ImportFrom) and "torch.distributed" in f"{part.module}":
-            for alias in part.names:
-                text = f"{part.module}.{alias.name}"
-                if moves_data(alias.name) or re.search(r"\b(nn|_functional_collectives)\b", text):
-                    yield text, part.lineno
-    attributes = (part for part in ast.walk(files()[file]) if isinstance(part, ast.Attribute))
-    for part in attributes:
+        for module, name in names_from(part):
+            text = f"{module}.{name}"
+            inner = re.search(r"\b(nn|_functional_collectives)\b", text)
+            if "torch.distributed" in module and (moves_data(name) or inner):
+                yield text, getattr(part, "lineno", 0)
+    for part in (part for part in parts if isinstance(part, ast.Attribute)):
         if ast.unparse(part.value) in doors and moves_data(part.attr):
             yield ast.unparse(part), part.lineno
 
