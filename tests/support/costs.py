@@ -254,7 +254,8 @@ def _in_hops(
 def _received(bucket: Bucket, sizes: Sequence[int], numel: float, direct: bool) -> float:
     """Compute the bytes of receive buffers, if the last level can `direct` them to the mean.
 
-    Ranks exchange parts of gradients: of two one arrives, else all. Codes of hop 1 count as if all levels sent them.
+    Ranks exchange parts of gradients: of two one arrives, else all. Codes of hop 1 count as if all
+    levels sent them.
     """
     most, width = 0.0, bucket.reduce.itemsize
     for i in reversed(range(len(sizes))):

@@ -10,10 +10,10 @@ and in one process. What each is for:
 | indexing | what copies a part: advanced indexing, gather, where, in-place writes to a copy |
 | function | an autograd.Function that saves its weight, and one that keeps it on ctx |
 | weight-norm, spectral-norm | parametrizations; power iteration writes to buffers in forward |
-| embedding, bag, sparse | lookups, with padding, weighted bags, sparse gradients |
+| embedding, sparse | lookups, with padding, sparse gradients |
 | conv1d, conv2d, channels-last | convolutions and all norms; running statistics; strided memory |
-| lstm, gru, rnn, cells | fused kernels that take lists of weights |
-| attention, encoder, decoder | packed and separate projections; the encoder's fast path in eval |
+| lstm, rnn | fused kernels that take lists of weights |
+| attention, encoder | packed and separate projections; the encoder's fast path in eval |
 | strided | gradients that are columns, parts of complex ones, or one number expanded |
 | float32-cast, bfloat16-cast, autocast | a cast copy of a weight is what is used and saved |
 | experts, skip, reorder | weights that no rank uses, that come and go, that change places |
@@ -25,7 +25,7 @@ and in one process. What each is for:
 | twice | two forwards of the model in one loss |
 | penalty, sharpness | backward through backward, by inputs and by weights |
 | decay | a loss of the parameters themselves, one by one, stacked and by foreach |
-| reads, numpy | numbers, shapes and detached copies of weights steer the forward |
+| reads | numbers, shapes and detached copies of weights steer the forward |
 | func | closed over by vmap, grad and jvp of torch.func |
 """
 
@@ -36,7 +36,6 @@ from typing import Any
 
 import torch
 import zoo_models as m
-import zoo_weights as w
 from cases import random, unit_roundoff
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -172,10 +171,6 @@ def _lstm() -> nn.Module:
     return nn.Sequential(nn.LSTM(6, 4, 2, bidirectional=True, batch_first=True), m.First())
 
 
-def _gru() -> nn.Module:
-    return nn.Sequential(nn.GRU(6, 6, 2, bias=False), m.First(), nn.GRU(6, 4), m.First())
-
-
 def _rnn() -> nn.Module:
     return nn.Sequential(nn.RNN(6, 6, 2), m.First(), nn.LSTM(6, 6, proj_size=3), m.First())
 
@@ -226,28 +221,24 @@ ROWS, SEQUENCES, IDS = floats((4, 6)), floats((2, 5, 8)), tokens(2, 4)
 CASES: dict[str, Case] = {
     "linear": Case(m.stack, ROWS),
     "arguments": Case(m.Arguments, arguments_batch, None),
-    "views": Case(partial(w.Each, w.VIEWS), ROWS),
-    "views-of-one": Case(partial(w.Each, w.VIEWS, one=True), ROWS),
-    "indexing": Case(partial(w.Each, w.COPIES), ROWS),
-    "function": Case(w.ByHand, ROWS),
+    "views": Case(partial(m.Each, m.VIEWS), ROWS),
+    "views-of-one": Case(partial(m.Each, m.VIEWS, one=True), ROWS),
+    "indexing": Case(partial(m.Each, m.COPIES), ROWS),
+    "function": Case(m.ByHand, ROWS),
     "weight-norm": Case(_weight_norm, floats((2, 4, 6))),
     "spectral-norm": Case(_spectral_norm, ROWS),
     "embedding": Case(partial(_embedding, padding_idx=0, scale_grad_by_freq=True), IDS),
-    "bag": Case(m.Bags, IDS),
     "sparse": Case(partial(_embedding, sparse=True), IDS),
     "conv1d": Case(_conv1d, floats((2, 2, 6))),
     "conv2d": Case(_conv2d, IMAGES),
     "channels-last": Case(_channels_last, IMAGES),
     "lstm": Case(_lstm, floats((2, 4, 6))),
-    "gru": Case(_gru, floats((4, 2, 6))),
     "rnn": Case(_rnn, floats((4, 2, 6))),
-    "cells": Case(m.Cells, floats((4, 2, 6))),
     "attention": Case(m.Attention, SEQUENCES),
     "strided": Case(m.Strided, SEQUENCES),
     "encoder": Case(_encoder, SEQUENCES),
-    "decoder": Case(m.Decoder, floats((2, 5, 8), (2, 3, 8))),
-    "float32-cast": Case(partial(w.Casts, torch.float32), ROWS, error=FLOAT32),
-    "bfloat16-cast": Case(partial(w.Casts, torch.bfloat16), ROWS, error=BFLOAT16),
+    "float32-cast": Case(partial(m.Casts, torch.float32), ROWS, error=FLOAT32),
+    "bfloat16-cast": Case(partial(m.Casts, torch.bfloat16), ROWS, error=BFLOAT16),
     "autocast": Case(m.Autocast, partial(single, ROWS), dtype=torch.float32, error=BFLOAT16),
     "experts": Case(m.Experts, with_step, changes=True),
     "skip": Case(partial(m.Changes, m.skipping), with_step, changes=True),
@@ -263,7 +254,6 @@ CASES: dict[str, Case] = {
     "penalty": Case(m.stack, ROWS, penalised, evaluates=False),
     "sharpness": Case(m.stack, ROWS, sharpness, evaluates=False),
     "decay": Case(m.stack, ROWS, decayed),
-    "reads": Case(w.Reads, ROWS),
-    "numpy": Case(w.ReadsNumpy, ROWS),
+    "reads": Case(m.Reads, ROWS),
     "func": Case(m.Transformed, ROWS),
 }

@@ -10,10 +10,7 @@ Each is there twice, plain and with gradient checkpointing. What each is for:
 | t5 | one embedding in four places, relative positions shared between layers |
 | mixtral | a router; experts in stacked weights, of which some get no token, one after the other |
 | mixtral-grouped | the same in one kernel |
-| mamba | a scan in Python, a convolution, a tied head, parameters that are no matrices |
-| vit | a class token, positions, a convolution over patches |
 | whisper | two towers, convolutions in front, a tied head, frozen positions |
-| wav2vec2 | weight norm on a convolution, group norm, a CTC loss |
 """
 
 import os
@@ -69,116 +66,46 @@ def pairs(step: int, rank: int) -> dict[str, torch.Tensor]:
     return text(step, rank) | {"labels": ids(1000 * step + 10 * rank + 1, 2, 5)}
 
 
-def images(step: int, rank: int) -> dict[str, torch.Tensor]:
-    seed = 1000 * step + 10 * rank
-    pixels = random(seed, 2, 3, 8, 8, dtype=torch.float64)
-    return {"pixel_values": pixels, "labels": ids(seed, 2) % 4}
-
-
 def spectra(step: int, rank: int) -> dict[str, torch.Tensor]:
     seed = 1000 * step + 10 * rank
     features = random(seed, 2, 8, 12, dtype=torch.float64)
     return {"input_features": features, "labels": ids(seed, 2, 5)}
 
 
-def waves(step: int, rank: int) -> dict[str, torch.Tensor]:
-    seed = 1000 * step + 10 * rank
-    return {"input_values": random(seed, 2, 80, dtype=torch.float64), "labels": ids(seed, 2, 4)}
+def sizes(dropouts: str = "", /, **others: Any) -> dict[str, Any]:
+    """Settings of a model that is tiny, draws nothing at random and keeps nothing between calls."""
+    off = dict.fromkeys(dropouts.split(), 0.0)
+    return {"vocab_size": VOCABULARY, "use_cache": False, **off, **others}
 
 
-DECODER = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 16,
-    "use_cache": False,
-}
-ENCODER = {
-    "hidden_size": WIDTH,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-MIXTRAL = DECODER | {
-    "intermediate_size": 8,
-    "num_local_experts": 12,
-    "output_router_logits": True,
-    "experts_implementation": "eager",
-}
+DECODER = sizes(
+    **{"hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16},
+)
+MIXTRAL = DECODER | {"intermediate_size": 8, "num_local_experts": 12, "output_router_logits": True}
+MIXTRAL["experts_implementation"] = "eager"
 GROUPED = MIXTRAL | {"experts_implementation": "grouped_mm"}  # torch has it for float32 and below
-BERT = ENCODER | {"vocab_size": VOCABULARY, "max_position_embeddings": 16}
-VIT = ENCODER | {"image_size": 8, "patch_size": 4, "num_labels": 4}
-GPT2 = {
-    "vocab_size": VOCABULARY,
-    "n_embd": WIDTH,
-    "n_layer": 2,
-    "n_head": 2,
-    "n_positions": 16,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "use_cache": False,
-}
-T5 = {
-    "vocab_size": VOCABULARY,
-    "d_model": WIDTH,
-    "d_kv": 8,
-    "d_ff": 24,
-    "num_layers": 2,
-    "num_heads": 2,
-    "relative_attention_num_buckets": 8,
-    "dropout_rate": 0.0,
-    "decoder_start_token_id": 0,
-    "use_cache": False,
-}
-MAMBA = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "state_size": 4,
-    "num_hidden_layers": 2,
-    "use_cache": False,
-}
-WHISPER = {
-    "vocab_size": VOCABULARY,
-    "d_model": WIDTH,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 24,
-    "decoder_ffn_dim": 24,
-    "num_mel_bins": 8,
-    "max_source_positions": 6,
-    "max_target_positions": 8,
-    "dropout": 0.0,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-    "use_cache": False,
-}
-WAV2VEC2 = ENCODER | {
-    "vocab_size": VOCABULARY,
-    "conv_dim": (8, 8),
-    "conv_stride": (3, 2),
-    "conv_kernel": (4, 3),
-    "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
-    "feat_proj_dropout": 0.0,
-    "final_dropout": 0.0,
-    "layerdrop": 0.0,
-    "mask_time_prob": 0.0,
-}
+BERT = sizes("hidden_dropout_prob attention_probs_dropout_prob", **DECODER)
+GPT2 = sizes(
+    "resid_pdrop embd_pdrop attn_pdrop",
+    **{"n_embd": WIDTH, "n_layer": 2, "n_head": 2, "n_positions": 16},
+    **{"bos_token_id": 0, "eos_token_id": 0},
+)
+T5 = sizes(
+    **{"d_model": WIDTH, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2},
+    **{"relative_attention_num_buckets": 8, "dropout_rate": 0.0, "decoder_start_token_id": 0},
+)
+WHISPER = sizes(
+    "dropout",
+    **{
+        f"{end}_{what}": 2
+        for end in ("encoder", "decoder")
+        for what in ("layers", "attention_heads")
+    },
+    **{"d_model": WIDTH, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "num_mel_bins": 8},
+    **{"max_source_positions": 6, "max_target_positions": 8},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+)
 
 
 class Tiny(NamedTuple):
@@ -198,10 +125,7 @@ MODELS = {  # the classes are imported here: ranks that fork later have them
     "t5": Tiny(transformers.T5ForConditionalGeneration, T5, pairs),
     "mixtral": Tiny(transformers.MixtralForCausalLM, MIXTRAL, same_text),
     "mixtral-grouped": Tiny(transformers.MixtralForCausalLM, GROUPED, text, torch.float32),
-    "mamba": Tiny(transformers.MambaForCausalLM, MAMBA, text),
-    "vit": Tiny(transformers.ViTForImageClassification, VIT, images, error=FLOAT64),
     "whisper": Tiny(transformers.WhisperForConditionalGeneration, WHISPER, spectra, error=FLOAT64),
-    "wav2vec2": Tiny(transformers.Wav2Vec2ForCTC, WAV2VEC2, waves),
 }
 
 
