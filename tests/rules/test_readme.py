@@ -13,7 +13,6 @@ from test_packaging import run
 import mics_fn as mf
 from mics_fn.__main__ import FILES
 from mics_fn.groups.startup import read_launch
-from mics_fn.lab.report import gather_bytes
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -80,7 +79,7 @@ def test_its_code_trains_and_all_ways_agree(n: int, ranks, tmp_path: Path):
     assert {one["groups"] for one in found} == {
         f"n={n} p={n} levels={f'rank:{n}' if n > 1 else 'none'}"
     }
-    (alone,) = ranks(1).run(run_alone, n)
+    alone = run_alone(n)
     for one in found:
         check_trainers(one, found[0])
         check_loop(one, found[0], n)
@@ -102,9 +101,7 @@ def check_trainers(one: dict, first: dict) -> None:
     assert one["step"] == len(one["history"]) == 20
     assert one["held_out"] == first["held_out"] < 0.8 * one["history"][0]
     assert one["history"][-1] < 0.8 * one["history"][0]
-    torch.manual_seed(0)  # the model by hand is made from the same seed
-    layers = (torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
-    same_values(one["made"][0], dict(torch.nn.Sequential(*layers).named_parameters()))
+    same_values(one["made"][0], dict(plain_model().named_parameters()))
     assert one["made"][1] == pytest.approx(one["history"], rel=1e-4)
     same_values(one["by_hand"], first["by_hand"])
     same_values(one["full"], first["full"])
@@ -132,13 +129,17 @@ def check_precision_and_placements(one: dict) -> None:
         same_values(params, one["places"][0], rtol=1e-4, atol=1e-5)
 
 
+def plain_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = (torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
+    return torch.nn.Sequential(*layers)
+
+
 def loop_alone(n: int) -> dict[str, torch.Tensor]:
     """README's loop in plain torch, over the batches of n ranks as one."""
     names: dict = {}
     exec(LOOP.partition("sampler =")[0], {**vars(torch), "torch": torch}, names)
-    torch.manual_seed(0)
-    layers = (torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
-    model, rate = torch.nn.Sequential(*layers), mf.optim.warmup_cosine(1e-2, 4, 96)
+    model, rate = plain_model(), mf.optim.warmup_cosine(1e-2, 4, 96)
     optimizer, step = torch.optim.AdamW(model.parameters()), 0
     for epoch in range(2):
         order = torch.randperm(768, generator=torch.Generator().manual_seed(epoch))
@@ -165,10 +166,9 @@ def run_lora() -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Te
     return [m.loss.item() for m in history], before, after
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_its_lora_trains_adapters_alone(n: int, ranks):
+def test_its_lora_trains_adapters_alone(ranks):
     pytest.importorskip("peft")
-    for losses, before, after in ranks(n).run(run_lora):
+    for losses, before, after in ranks(2).run(run_lora):
         assert sum(losses[-5:]) < sum(losses[:5])
         changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
         assert len(changed) == 4
@@ -177,16 +177,13 @@ def test_its_lora_trains_adapters_alone(n: int, ranks):
 
 def run_alone(n: int) -> dict[str, torch.Tensor]:
     """README's model after 20 steps of plain torch on the samples of n ranks."""
-    names: dict = {}
-    exec(TRAINER.split("trainer =")[0], names)
-    names["groups"].close()
-    model = names["model"]
+    model = plain_model()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     draws = [torch.Generator().manual_seed(rank) for rank in range(n)]
     for _ in range(20):
         x = torch.cat([torch.randn(16, 32, generator=draw) for draw in draws])
         optimizer.zero_grad()
-        names["cross_entropy"](model(x), x[:, :8].argmax(1)).backward()
+        torch.nn.functional.cross_entropy(model(x), x[:, :8].argmax(1)).backward()
         optimizer.step()
     return {name: value.detach() for name, value in model.named_parameters()}
 
@@ -213,12 +210,8 @@ def test_its_torchrun_lines_parse():
 
 
 def test_its_slurm_script_sets_what_a_job_of_several_nodes_needs():
-    env = {
-        "SLURM_PROCID": "9",
-        "SLURM_STEP_NUM_TASKS": "32",
-        "SLURM_LOCALID": "1",
-        "SLURM_NNODES": "4",
-    }
+    env = {"SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "32"}
+    env |= {"SLURM_LOCALID": "1", "SLURM_NNODES": "4"}
     with pytest.raises(mf.errors.GroupsError) as error:
         read_launch(env)
     line = str(error.value).splitlines()[-1].partition("batch script: ")[2]
@@ -248,7 +241,6 @@ def test_its_files_exist():
 
 def test_ci_runs_its_test_command():
     line = [line for line in SHELL if line.endswith("-m pytest")]
-    assert len(line) == 1
     script = (ROOT / ".ci" / "run").read_text()
     pattern = re.search(r"grep -E '(.*)' README.md", script)
     assert pattern is not None
@@ -259,49 +251,7 @@ def test_ci_runs_its_test_command():
         'bash -c "${command##* && }" || failed=$?',
         'bash -c "${command##* && } -m thorough" || failed=$?',
     ]
-    ignored = (ROOT / ".gitignore").read_text().splitlines()
-    assert ".venv/" in ignored
-    assert ".venv-*/" in ignored
-
-
-def test_its_install_lines_name_torch_and_known_extras():
-    lines = [line for line in SHELL if "pip install" in line]
-    project = (ROOT / "pyproject.toml").read_text()
-    assert len(lines) == 2
-    for line in lines:
-        assert '"torch==2.13.0"' in shlex.split(line, posix=False)
-        for extra in re.findall(r"\.\[(\w+)\]", line):
-            assert re.search(rf"^{extra} = \[", project, flags=re.MULTILINE)
-
-
-def test_the_table_of_p_on_the_page_of_groups_follows_from_the_formulas():
-    """Four machines of 8 ranks: bytes per parameter, and what enters a machine, as shares of M."""
-    row = r"^ *\| (\d+)[^|]*\| ([\d.]+) GB \| ([\d.]+) M \| ([\d.]+) M \|"
-    rows = re.findall(row, mf.groups.__doc__ or "", re.M)
-    assert [int(row[0]) for row in rows] == [8, 16, 32]
-    for p, states, *crossing in rows:
-        plan = mf.groups.plan_groups(mf.groups.Topology((4, 8)), int(p))
-        assert float(states) == 16 * 7 / int(p)
-        for micro_steps, share in zip((1, 8), crossing, strict=True):
-            across = (1 + micro_steps) * sum(gather_bytes(plan.level_sizes, 1.0)[:-1])
-            r = 32 // int(p)
-            across += 2 * (r - 1) / r / int(p)  # hop 2
-            assert 8 * across == float(share)  # 8 ranks of a machine
 
 
 def test_it_is_no_longer_than_it_was():
     assert len(README.splitlines()) <= 243
-
-
-def test_some_of_its_rules_on_one_rank():
-    """Unused parameters decay, integers stay, and p = 1 gathers are views."""
-    with mf.make_groups(1) as groups:
-        unused = {"a": torch.ones(2), "b": torch.ones(2), "n": torch.tensor([3])}
-        state = mf.init_state(mf.shard(unused, groups), mf.optim.sgd(0.1, weight_decay=0.5))
-        grads = torch.func.grad(lambda s: mf.gather(s, groups)["a"].sum())(state.params)
-        after = mf.opt_step(state, mf.reduce_grads(grads, groups)).params
-        assert grads["b"].data.tolist() == [0.0, 0.0]
-        torch.testing.assert_close(after["b"].data, torch.full((2,), 0.95))
-        assert isinstance(after["n"], mf.shards.Fixed)
-        full = mf.gather(state.params, groups)
-        assert full["a"].data_ptr() == state.params["a"].data.data_ptr()
