@@ -25,13 +25,17 @@ OPTIMIZERS = {
     ),
     "lion": lambda lr: mf.optim.lion(lr, weight_decay=0.1, decay_mask=lambda path: "a" in path),
     "clipped": lambda lr: mf.optim.chain(mf.optim.clip_by_value(0.2), mf.optim.sgd(lr)),
+    "by path": lambda lr: mf.optim.by_path({"*": mf.optim.sgd(lr)}),
+    "one's own": lambda lr: mf.optim.from_update(
+        lambda p: (), lambda g, s, p: (mf.shards.map(lambda x: -lr * x, g), s)
+    ),
 }
 Values = dict[str, Tensor]
 
 
 def by_hand(name: str, step: int, w: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: Tensor, key: str):
     """One step of each optimizer: the next (w, m, v)."""
-    if name == "sgd":
+    if name in ("sgd", "by path", "one's own"):
         return w - lr * g, m, v
     if name == "clipped":
         return w - lr * g.clamp(-0.2, 0.2), m, v

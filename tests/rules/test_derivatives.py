@@ -379,34 +379,29 @@ def check_own_orders(layout: Layout, transform: str) -> None:
     """Each transform with the order that it has learned itself, and with that order when fixed."""
     groups, params = groups_of(layout), make_params()
     shards, start = mf.shard(params, groups, bucket_bytes=100), trained(params)
-    rank = Place(groups, shards).rank
-    apply = TRANSFORMS[transform]
+    place, apply = Place(groups, shards), TRANSFORMS[transform]
+    here: list[Any] = []
 
     def plain(p: Any) -> Any:
-        return loss_of({**params, **p, "tied": [p["tied"]] * 2}, rank)
+        return loss_of({**params, **p, "tied": [p["tied"]] * 2}, place.rank)
 
-    def run(schedule: Any) -> Any:
-        def sharded(s: Any) -> Any:
-            here.append(mf.defer(s, groups, schedule))
-            return loss_of(here[-1].params, rank)
-
-        here: list[Any] = []
-        found = apply(sharded, shards, tree.map_leaves(torch.cos, shards))
-        return found, here
+    def sharded(s: Any, schedule: Any) -> Any:
+        here.append(mf.defer(s, groups, schedule))
+        return loss_of(here[-1].params, place.rank)
 
     policy = mf.on_demand(live_bytes=0)
-    for _ in range(2):
-        run(policy)
     want = apply(plain, start, tree.map_leaves(torch.cos, start))
-    for schedule in (policy, mf.schedules.Schedule.parse(str(policy.schedule))):
-        for _ in range(2):
-            found, here = run(schedule)
-            assert all(each.following for each in here)
-            if isinstance(want, dict):
-                grads = mf.reduce_grads(found, groups)
-                close(transform, trained(mf.unshard(grads, groups)), mean(want, Place(groups, 0)))
-            else:
-                close(transform, [found], [want])
+    for number in range(6):  # learned, followed, fixed
+        schedule = policy if number < 4 else mf.schedules.Schedule.parse(str(policy.schedule))
+        here.clear()
+        cosines = tree.map_leaves(torch.cos, shards)
+        found = apply(partial(sharded, schedule=schedule), shards, cosines)
+        assert number < 2 or all(each.following for each in here)
+        if isinstance(want, dict):
+            grads = mf.reduce_grads(found, groups)
+            close(transform, trained(mf.unshard(grads, groups)), mean(want, place))
+        else:
+            close(transform, [found], [want])
 
 
 TRANSFORMS: dict[str, Callable[[Callable, Any, Any], Any]] = {
@@ -749,43 +744,14 @@ def test_what_has_no_derivative_refuses(ranks, layout):
     ranks(layout.world_size).run(refusals, layout)
 
 
-def step_by_hand(layout):
-    """An optimizer's step is differentiated as torch's own arithmetic is; see `test_unrolled`."""
-    groups = groups_of(layout)
-    start = {"w": torch.tensor([1.0, 2.0, -1.0], dtype=torch.float64)}
-    shards = mf.shard(start, groups)
-
-    def after(s: Any, optimizer: Any) -> Any:
-        inner = grad(lambda q: mf.gather(q, groups)["w"].pow(3).sum())(s)
-        state = mf.opt_step(mf.init_state(s, optimizer), mf.reduce_grads(inner, groups))
-        return mf.gather(state.params, groups)["w"].square().sum()
-
-    w = start["w"]
-    for optimizer in (
-        mf.optim.sgd(0.1),
-        mf.optim.by_path({"*w*": mf.optim.sgd(0.1)}),
-        mf.optim.from_update(
-            lambda p: (), lambda g, s, p: (mf.shards.map(lambda x: -0.1 * x, g), s)
-        ),
-    ):
-        found = grad(partial(after, optimizer=optimizer))(shards)
-        got = mf.unshard(mf.reduce_grads(found, groups), groups)
-        close("opt_step", got["w"], grad(lambda w: (w - 0.1 * 3 * w * w).square().sum())(w))
-
-
-@pytest.mark.parametrize("layout", [ALONE, PAIR], ids=str)
-def test_a_step_is_differentiated(ranks, layout):
-    ranks(layout.world_size).run(step_by_hand, layout)
-
-
 # The law: each public function is above, or here with the reason why it need not be.
 
-# The functions that need no row above: optimizers are in `test_a_step_is_differentiated`.
+# The functions that need no row above: optimizers are in tests/optim/test_unrolled.py.
 OPTIMIZERS = "opt_step adam adamw lion sgd from_torch chain by_path from_update"
 # Those that keep their tensors as they are, take them as constants, or make them of none.
 CONSTANT = "init_state same_step same_replicas keep_all on_demand every_step init_model load_shards"
 CONSTANT += " load_dcp save_dcp save_pretrained warmup_cosine static_scale dynamic_scale inject"
-CONSTANT += " move"  # see tests/offload/test_derivatives_of_files.py
+CONSTANT += " move"
 # Those that give no tensor that was made of tensors.
 READS = "steps latest verify record plan bucket_sizes summary watch norm_spike sampler node"
 READS += " make_groups reset init_distributed plan_groups where"

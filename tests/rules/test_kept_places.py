@@ -7,7 +7,6 @@ import inspect
 import itertools
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -226,9 +225,7 @@ def test_what_lay_together_does_so_again(tmp_path):
     same_bits([offload.read(x) for x in found], new)
     assert [x.extent.scratch for x in found] == [one, one, other, one, one]
     assert [x.start for x in found] == [x.start for x in old]  # pyright: ignore
-    assert len({found[i].extent for i in (0, 1, 3, 4)}) == 1
-    assert not any(x.extent is whole.extent for x in found)  # pyright: ignore
-    same_bits(offload.read(whole), random(1, 10_000))
+    assert {found[i].extent for i in (0, 1, 3, 4)} == {found[0].extent} != {whole.extent}  # pyright: ignore
     again = placed_like(found, old)
     assert all(x is y for x, y in zip(again, found, strict=True)), "what is in its file stays"
     moved: list[Any] = placed_like([whole], [far])
@@ -247,12 +244,3 @@ def test_what_carries_a_derivative_stays_in_memory(tmp_path):
     assert torch.allclose(factor.grad, values(0)["a"].sum())  # pyright: ignore
     with torch.no_grad():
         assert in_file(mf.shards.map(lambda x, c: x * c, shards, factor)["a"].data)
-
-
-def test_a_state_of_a_kind_of_its_own_keeps_its_places(tmp_path):
-    """A state that is replaced leaf by leaf, of an optimizer that makes new moments."""
-    groups = mf.make_groups(1)
-    state = state_in(groups, BOTH.format(tmp_path))
-    params = mf.shards.map(lambda x: x + 1, state.params)
-    after = mf.opt_step(replace(state, params=params), grads_of(groups, 3))
-    assert places(after) == places(state)
