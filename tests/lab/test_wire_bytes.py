@@ -16,13 +16,8 @@ from torch import nn
 import mics_fn as mf
 from mics_fn import _torch
 from mics_fn.collectives import Codec
-from mics_fn.groups import Route
-from mics_fn.groups.communicator import Comm, GroupState, Traffic
-from mics_fn.groups.groups import Level
+from mics_fn.groups.communicator import Comm
 from mics_fn.lab.report import averaged, wire_bytes
-from mics_fn.shards.bucket import Bucket, LeafSpec, plan_buckets
-
-F32 = torch.float32
 
 SMALL = [Layout((2,), 1), Layout((2, 2), 2), Layout((2, 2), 4)]
 LARGE = [Layout((3,), 1), Layout((3,), 3), Layout((2, 2, 2), 8)]
@@ -51,7 +46,8 @@ def counting() -> Iterator[Counter[int]]:
         found[id(group)] += nbytes
 
     def exchange(out: Any, sent: Any, *sizes: Any, group: Any, **how: Any) -> Any:
-        numels = sizes[1] if sizes else [sent.numel() // group.size()] * group.size()
+        equal = [sent.numel() // group.size()] * group.size()
+        numels = (sizes[1] if sizes else None) or equal
         own = numels[dist.get_rank(group)]
         count(group, (sum(numels) - own) * sent.itemsize)
         return real(out, sent, *sizes, group=group, **how)
@@ -149,41 +145,3 @@ def test_a_step_sends_the_bytes_of_its_formulas(ranks, layout, precision, accumu
 def test_a_step_in_each_placement_of_the_same_groups_does_so_too(ranks, precision):
     for scheme in ("zero1", "zero2", "hpz", "hybrid"):
         ranks(4).run(a_step, Layout((2, 2), 4), precision, 2, 0, scheme)
-
-
-# Figures by hand, without ranks.
-
-
-def route_of(**sizes: int) -> Route:
-    """A route with levels of these sizes, outermost first, as its first rank sees it."""
-    levels = []
-    for name, size in sizes.items():
-        comm = Comm(name, tuple(range(size)), 0, "", 1.0, Traffic(), GroupState())
-        levels.append(Level(name, comm, comm))
-    return Route(tuple(levels), (0,) * len(sizes), 0, names=("node", "rank"))
-
-
-def buckets_for(shapes: dict[str, Any], parts: int, text: str, **how: Any) -> list[Bucket]:
-    """The buckets of leaves in float32, sharded with a precision."""
-    precision, specs = mf.Precision.parse(text), []
-    for path, shape in shapes.items():
-        specs.append(LeafSpec(path, tuple(shape), precision.formats(path, F32), parts))
-    found = {bucket.index: bucket for bucket, _ in plan_buckets(specs, **how)}
-    return [found[index] for index in sorted(found)]
-
-
-def test_a_bucket_by_hand():
-    """1010 elements on 2 x 2 ranks: 4 chunks of one block of 256, of 258 bytes as codes."""
-    text = "gather=int8[256],hop1=int4[256]@node,hop2=int8[256]"
-    buckets = buckets_for({"w": (1010,)}, 4, text)
-    assert wire_bytes(buckets, route_of(node=2, rank=2), 3, accumulate=5, fetches={0: 2}) == {
-        "gather node": (2 * 258, "f (2-1) M/4 as int8[256]"),
-        "gather rank": (2 * 2 * 258, "f (2-1) M/2 as int8[256]"),
-        "reduce node": (5 * (128 + 2), "s (2-1) M/4 as int4[256]"),
-        "reduce rank": (5 * 512 * 4, "s (2-1) M/2"),
-        "replicas": (2 * 2 * 258, "2 (r-1)/r M/p as int8[256]"),  # one replica has the only block
-        "step totals": (48 + 42, "2 (n-1)/n 32, n = p, r"),
-    }
-    plain = buckets_for({"w": (1010,)}, 4, "hop2=bf16")
-    found = wire_bytes(plain, route_of(node=2, rank=2), 3)
-    assert found["replicas"] == (2 * 2 * 256 * 2 // 3, "2 (r-1)/r M/p as bf16")

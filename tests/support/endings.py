@@ -26,24 +26,21 @@ WORLD, LIMIT_S, LONGEST_S = 2, 2.0, 50.0
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def trainer_of(groups: mf.Groups, pause_s: float) -> mf.Trainer:
+def stepping(folder: Path, rank: int, cause: Callable[[Path, int], None]) -> None:
+    """Steps until something ends them; in the fourth there may be a cause."""
+
     def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(pause_s)
+        time.sleep(0.05)
         return model(x).square().mean()
 
-    torch.manual_seed(0)
-    return mf.Trainer(torch.nn.Linear(3, 1), mf.optim.sgd(0.1), groups, loss=loss)
-
-
-def stepping(folder: Path, rank: int, cause: Callable[[], None]) -> None:
-    """Steps until something ends them; in the fourth there may be a cause."""
     mf.init_distributed(device="cpu")
     groups = mf.make_groups(heartbeat_s=LIMIT_S, timeout_s=30)
-    trainer = trainer_of(groups, 0.05)
+    torch.manual_seed(0)
+    trainer = mf.Trainer(torch.nn.Linear(3, 1), mf.optim.sgd(0.1), groups, loss=loss)
     for step in range(1000):
         if step == 3:
             mark(folder / f"ready{rank}")
-            cause()
+            cause(folder, rank)
         trainer.step(torch.ones(2, 3))
 
 
@@ -52,44 +49,38 @@ def mark(path: Path) -> None:
 
 
 def raises(folder: Path, rank: int) -> None:
-    def cause() -> None:
-        if rank == 1:
-            mark(folder / "cause")
-            raise KeyError("mine")
-
-    stepping(folder, rank, cause)
+    if rank == 1:
+        mark(folder / "cause")
+        raise KeyError("mine")
 
 
 def exits(folder: Path, rank: int) -> None:
-    def cause() -> None:
-        if rank == 1:
-            mark(folder / "cause")
-            sys.exit(3)
-
-    stepping(folder, rank, cause)
+    if rank == 1:
+        mark(folder / "cause")
+        sys.exit(3)
 
 
-def steps_on(folder: Path, rank: int) -> None:
-    stepping(folder, rank, lambda: None)
+def nothing(folder: Path, rank: int) -> None:
+    pass
 
 
 def sleeps(folder: Path, rank: int) -> None:
     """Nothing that it calls ends before the limit."""
-    stepping(folder, rank, lambda: time.sleep(60))
+    time.sleep(60)
 
 
-# By case: what each rank does, and whether they have a launcher, which is killed.
+# By case: what a rank does in a step, and whether it has a launcher, which is killed.
 CASES: dict[str, tuple[Callable[[Path, int], None], bool]] = {
     "raises": (raises, False),
     "exits": (exits, False),
-    "outlives": (steps_on, True),
+    "outlives": (nothing, True),
     "outlives, asleep": (sleeps, True),
 }
 
 
-def start(case: str, folder: Path, port: int, rank: int, launched: bool) -> int:
+def start(case: str, folder: Path, port: int, rank: int) -> int:
     """Fork a rank, which ends as a script does."""
-    pid = os.fork()
+    (cause, launched), pid = CASES[case], os.fork()
     if pid:
         return pid
     env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
@@ -102,26 +93,20 @@ def start(case: str, folder: Path, port: int, rank: int, launched: bool) -> int:
     launcher.__init__()  # as in a new process
     with open(folder / f"output{rank}", "w") as file:
         os.dup2(file.fileno(), 2)
-    CASES[case][0](folder, rank)
+    stepping(folder, rank, cause)
     sys.exit(0)
 
 
-def start_all(case: str, folder: Path) -> list[int]:
-    """Fork the launcher, which forks the ranks; returns its process number and theirs."""
+def launch(case: str, folder: Path) -> None:
+    """Fork the ranks; one that is not to be killed leaves them at once."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    pid = os.fork()
-    if not pid:
-        ranks = [start(case, folder, port, rank, CASES[case][1]) for rank in range(WORLD)]
-        (folder / "pids.part").write_text(json.dumps(ranks))
-        (folder / "pids.part").rename(folder / "pids")
-        for rank in ranks:
-            code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
-            (folder / "part").write_text(f"{code} {time.monotonic()}")
-            (folder / "part").rename(folder / f"code{rank}")
-        os._exit(0)
-    return [pid, *json.loads(wait_for(folder / "pids"))]
+    ranks = [start(case, folder, port, rank) for rank in range(WORLD)]
+    (folder / "pids.part").write_text(json.dumps(ranks))
+    (folder / "pids.part").rename(folder / "pids")
+    time.sleep(LONGEST_S if CASES[case][1] else 0)
+    os._exit(0)
 
 
 def wait_for(path: Path) -> str:
@@ -134,31 +119,27 @@ def wait_for(path: Path) -> str:
 
 
 def run(case: str, folder: Path) -> dict[str, Any]:
-    launched = CASES[case][1]
     folder.mkdir()
-    first, *ranks = start_all(case, folder)
-    if launched:
+    if not (launcher_pid := os.fork()):
+        launch(case, folder)
+    ranks = json.loads(wait_for(folder / "pids"))
+    if CASES[case][1]:
         for rank in range(WORLD):
             wait_for(folder / f"ready{rank}")
         mark(folder / "cause")
-        os.kill(first, signal.SIGKILL)
-        os.waitpid(first, 0)
+        os.kill(launcher_pid, signal.SIGKILL)
+    os.waitpid(launcher_pid, 0)
     ended: dict[int, tuple[int, float]] = {}
     deadline = time.monotonic() + LONGEST_S
     while len(ended) < WORLD and time.monotonic() < deadline:
-        for pid in ranks:
-            if launched:
-                found, status = os.waitpid(pid, os.WNOHANG) if pid not in ended else (0, 0)
-                if found:
-                    ended[pid] = os.waitstatus_to_exitcode(status), time.monotonic()
-            elif pid not in ended and (text := folder / f"code{pid}").exists():
-                code, when = text.read_text().split()
-                ended[pid] = int(code), float(when)
+        for pid in [pid for pid in ranks if pid not in ended]:
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                ended[pid] = os.waitstatus_to_exitcode(status), time.monotonic()
         time.sleep(0.02)
-    for pid in [first, *ranks]:
-        if pid not in ended:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    for pid in [pid for pid in ranks if pid not in ended]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     cause = float((folder / "cause").read_text())
     return {
         "codes": [ended.get(pid, (None, 0))[0] for pid in ranks],
