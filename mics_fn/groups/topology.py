@@ -26,14 +26,6 @@ def check_count(value: object, what: str) -> None:
         raise PlanError(f"{what}={value!r} is not an int of at least 1")
 
 
-def parts(total: int, size: int, what: str, whole: str) -> int:
-    """How many groups of `size` there are in `total`; PlanError unless it divides."""
-    check_count(size, what)
-    if total % size:
-        raise PlanError(f"{what}={size} does not divide {whole}", fix="pass a number that does")
-    return total // size
-
-
 FLAT = "flat"  # the name of all levels as one, in communicators and in the ledger
 _NAMES = ("rack", "node", "rank")
 _SHOWN = 8  # a printed plan shortens longer lists of groups, or of members of a group
@@ -88,14 +80,17 @@ class Topology:
           >>> print(Topology.of(24, node_size=4, nodes_per_rack=3))
           rack 2 x node 3 x rank 4
         """
-        if node_size is None and nodes_per_rack is None:
-            return cls((world_size,))
-        inner: Any = node_size
-        nodes = parts(world_size, inner, "node_size", f"the world of {world_size} ranks")
-        if nodes_per_rack is None:
-            return cls((nodes, inner))
-        racks = parts(nodes, nodes_per_rack, "nodes_per_rack", f"the {nodes} nodes")
-        return cls((racks, nodes_per_rack, inner))
+        sizes = [world_size]
+        inner: dict[str, Any] = {"node_size": node_size, "nodes_per_rack": nodes_per_rack}
+        for name, size in inner.items():
+            if size is None and nodes_per_rack is None:
+                break
+            check_count(size, name)
+            if sizes[0] % size:
+                what = f"{name}={size} does not divide {sizes[0]}"
+                raise PlanError(what, fix="pass a number that does")
+            sizes[:1] = [sizes[0] // size, size]
+        return cls(tuple(sizes))
 
     @property
     def world_size(self) -> int:
@@ -163,8 +158,7 @@ class Plan:
 
     def partition_group(self, position: int) -> tuple[int, ...]:
         """The partition group that `position` is in, ascending."""
-        start = range(self.world_size)[position] // self.partition_size * self.partition_size
-        return tuple(range(start, start + self.partition_size))
+        return self.partition_groups[position // self.partition_size]
 
     def replication_group(self, position: int) -> tuple[int, ...]:
         """The positions that hold the same shard as `position`, ascending."""
@@ -196,7 +190,7 @@ class Plan:
     def __str__(self) -> str:
         p, replicas = self.partition_size, self.num_replicas
         levels = _by_level(self.level_names, self.level_sizes) or "none, a rank is a whole replica"
-        partition = _listed(replicas, lambda i: self.partition_group(i * p))
+        partition = _listed(replicas, self.partition_groups.__getitem__)
         lines = [
             f"partition groups ({replicas} of {p}): {partition}",
             f"levels of each, outermost first: {levels}",

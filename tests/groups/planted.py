@@ -9,13 +9,6 @@ PLANTED = [
         "groups/test_topology.py -k chunk",
     ),
     (
-        "a part of an arena is taken before the device is done with it",
-        "groups/buffers.py",
-        "        self._wait_for(over)\n",
-        "",
-        "groups/test_buffers.py -k all_that_lay_there",
-    ),
-    (
         "who gave up on a meeting, or was absent there, enters it again",
         "groups/startup.py",
         'f"{number - 1}" if number > 1 else "", f"{number}")',
