@@ -70,12 +70,7 @@ class Buffers:
         self._streams: dict[int, torch.Stream] = {}  # where memory was made, by its address
 
     def take(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        exact: bool = False,
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, exact: bool = False
     ) -> Tensor:
         """An uninitialised tensor in the smallest free buffer that is large enough, else a new one.
 

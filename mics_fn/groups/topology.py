@@ -13,17 +13,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any
 
 from mics_fn.errors import PlanError, message, name_ranks
 
 # Numbers of ranks: what divides what, and the errors of those that do not fit.
 
 
-def check_count(value: object, what: str) -> None:
-    """Raise PlanError unless a value is an int of at least 1; `what` names it."""
+def check_count(value: object, what: str) -> int:
+    """Raise PlanError unless a value is an int of at least 1, and return it; `what` names it."""
     if type(value) is not int or value < 1:
         raise PlanError(f"{what}={value!r} is not an int of at least 1")
+    return value
 
 
 FLAT = "flat"  # the name of all levels as one, in communicators and in the ledger
@@ -81,11 +81,10 @@ class Topology:
           rack 2 x node 3 x rank 4
         """
         sizes = [world_size]
-        inner: dict[str, Any] = {"node_size": node_size, "nodes_per_rack": nodes_per_rack}
-        for name, size in inner.items():
-            if size is None and nodes_per_rack is None:
+        for name, given in (("node_size", node_size), ("nodes_per_rack", nodes_per_rack)):
+            if given is None and nodes_per_rack is None:
                 break
-            check_count(size, name)
+            size = check_count(given, name)
             if sizes[0] % size:
                 what = f"{name}={size} does not divide {sizes[0]}"
                 raise PlanError(what, fix="pass a number that does")
