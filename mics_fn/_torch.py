@@ -657,18 +657,11 @@ def is_locked(memory: torch.Tensor) -> bool:
     return memory.is_pinned()
 
 
-def drain(seconds: float) -> None:
-    """Give all that is queued so much time to end."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        with _LOCK:
-            if all(queued.has_ended() for queued in _QUEUED):
-                return
+def lose_queued(patience_s: float = 0.0) -> None:
+    """Judge all that is queued, before collectives are aborted; it has so much time to end."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline and not all(each.has_ended() for each in list(_QUEUED)):
         time.sleep(1e-3)
-
-
-def lose_queued() -> None:
-    """Judge all that is queued, before collectives are aborted."""
     with _LOCK:
         while _FLAGS:
             _FLAGS.pop().fill_(1)

@@ -235,7 +235,7 @@ def _remade(old: GroupState, mine: str) -> Groups:
     try:
         if len(old.ranks) > 1:
             store = monitor.join(state, old.timeout_s, waits=True)
-            wait = {"verb": "reset", "timeout_s": old.timeout_s}
+            wait: Any = {"verb": "reset", "timeout_s": old.timeout_s, "deadline": deadline}
             meeting = startup.meet(store, old.ranks, old.rank, mine, _judged, **wait)
             state.watch.begin(meeting)
         old.retire()

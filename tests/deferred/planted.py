@@ -58,7 +58,7 @@ PLANTED = [
      "torch.maximum(found_inf, flag, out=found_inf)", "pass",
      "device/test_apart.py -k abort_begins"),
     ("a step that was cut short looks whole", "groups/communicator.py",
-     "True\n            _torch.lose_queued()", "True",
+     "True\n            _torch.lose_queued(patience_s)", "True",
      "device/test_apart.py -k taken_from_a_replica"),
     ("all communicators share a stream", "groups/communicator.py",
      "self._streams[device] = _torch.own_stream(device)",
