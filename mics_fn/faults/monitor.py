@@ -47,10 +47,18 @@ from typing import Any
 
 from mics_fn import _torch, errors
 from mics_fn.faults import heartbeat
-from mics_fn.faults.heartbeat import BoundedStore, Peers, Process, StoreThread, heartbeat_of
+from mics_fn.faults.heartbeat import (
+    CHANGES,
+    BoundedStore,
+    Peers,
+    Process,
+    StoreThread,
+    claim,
+    heartbeat_of,
+)
 from mics_fn.faults.journal import Failure, Watcher, of_store, without_a_word
 from mics_fn.groups import Groups, GroupState, announce_all, end_aborts, never_destruct, read_launch
-from mics_fn.store import CHANGES, Store, StoreLost, claim, later, poll
+from mics_fn.store import Store, StoreLost, later, poll
 from mics_fn.threads import Job, Latch, start
 
 # The launcher of this process, and what becomes of a rank that has outlived it.

@@ -379,7 +379,7 @@ def _warm_up(state: GroupState, comms: Iterable[Comm], device: torch.device) -> 
     """
     for comm in comms:
         try:
-            _torch.warm_up(comm.process_group(), device)
+            dist.barrier(comm.process_group(), device_ids=[device.index])
         except RuntimeError as error:
             state.abandon(error)
             raise _failed("connect", comm, error) from error

@@ -382,7 +382,7 @@ def init_distributed(
         torch.accelerator.set_device_index(chosen)
     if launch is None:
         return chosen
-    own = _torch.backend(chosen)
+    own = dist.get_default_backend_for_device(chosen)
     own_failures(own, begun=False)
     backend = f"cpu:gloo,{chosen.type}:{own}" if cpu_groups and own != "gloo" else own
     how = {"store": store, "rank": launch.rank, "world_size": launch.world_size}
@@ -436,7 +436,7 @@ def _agreed_store(
         return (errors.CollectiveError if timed_out else GroupsError)(what, [first], fix)
 
     try:
-        store = _torch.prefixed(bounded(connect, deadline), "mics_fn")
+        store = _torch.PrefixStore("mics_fn", bounded(connect, deadline))
     except (RuntimeError, TimeoutError, OSError) as error:
         raise lost(error) from error
     with hooks.enter(store, rank, size, timeout_s, lost) as (served, start):
@@ -502,7 +502,7 @@ def meet(
     since, key = getattr(store, "since", 1), f"{prefix}/{number}"
     end = f"{key}/verdict"
     try:
-        # As `store.claim`, if the store knows which process writes.
+        # As `faults.heartbeat.claim`, if the store knows which process writes.
         write = getattr(store, "claim", None) or (lambda key, text: store.set(key, f"1 {text}"))
         write(f"{key}/{rank}", json.dumps(mine))
         if rank == ranks[0]:
@@ -592,4 +592,4 @@ def _absence(
 
 def part_of_start(store: Any, number: int) -> Any:
     """The part of a store for the n-th start with it; the keys of the first are those of torch."""
-    return store if number == 1 else _torch.prefixed(store, f"start {number}")
+    return store if number == 1 else _torch.PrefixStore(f"start {number}", store)

@@ -13,10 +13,9 @@ from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mics_fn.faults.heartbeat import BoundedStore, Process, StoreThread
+from mics_fn.faults.heartbeat import BoundedStore, Process, Replaced, StoreThread, claim
 from mics_fn.faults.rejoin import joined
 from mics_fn.groups import startup
-from mics_fn.store import Replaced, claim
 
 VERB = "reset"
 

@@ -59,7 +59,7 @@ PLANTED = [
     ),
     (
         "a process that was replaced writes over its successor",
-        "store.py",
+        "faults/heartbeat.py",
         'if int(there.partition(" ")[0] or 0) > since:',
         "if False:",
         "faults/test_returning.py -k who_comes_back",

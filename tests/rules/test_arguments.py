@@ -348,8 +348,6 @@ LeafError: summary: shards=None, expected shards or tensors
 PlanError: inject: rank=5 in a world of 1
 >>> injected(operation=None)
 PlanError: inject: operation=None, expected a text that is not empty
->>> tree.node(None)
-LeafError: tree.node: None is not a dataclass
 """
 
 

@@ -46,7 +46,6 @@ GROUND = [
     "store",
     "threads",
     "spans",
-    "read_only",
 ]
 # The only files that reach private names of torch.
 TORCH_DOORS = ["_torch"]
@@ -61,7 +60,6 @@ OUTSIDE = {
     "store": [],
     "threads": [],
     "spans": ["torch.distributed"],
-    "read_only": ["torch"],
     "tree": ["optree"],
     "_torch": ["torch", "torch.distributed"],
     "schedules": [],
