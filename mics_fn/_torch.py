@@ -192,6 +192,11 @@ def never_destruct(group: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
+def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Connect the members of a group on an accelerator now; block until all are connected."""
+    dist.barrier(group, device_ids=[device.index])
+
+
 # The key-value store that the default process group was created with.
 default_store: Callable[[], Any] = c10d._get_default_store
 

@@ -40,7 +40,7 @@ class Arena:
     """
 
     def __init__(self, pool: Buffers, nbytes: int, device: torch.device) -> None:
-        self._pool, self.nbytes, self.device = pool, nbytes, device
+        self._pool, self._nbytes, self._device = pool, nbytes, device
         self._raw: Tensor | None = None  # 1D, uint8; None while nothing lies in it
         self._lent = 0  # how many tensors lie in it
         self._free: list[_Part] = [(0, nbytes, None)]  # the parts that are free, in order
@@ -53,17 +53,17 @@ class Arena:
           at: where it begins, in bytes; nothing that lies there is in use. None finds a place.
         """
         nbytes = numel * dtype.itemsize
-        if at is None and (at := self.gap(nbytes)) is None:
-            return self._pool.take((numel,), dtype, self.device)
+        if at is None and (at := self._gap(nbytes)) is None:
+            return self._pool.take((numel,), dtype, self._device)
         if self._raw is None:
-            self._raw = self._pool.take((self.nbytes,), torch.uint8, self.device)
+            self._raw = self._pool.take((self._nbytes,), torch.uint8, self._device)
         self._lent += 1
         self._occupy(at, at + nbytes)
         # Not a view: what is written beside it must not count as a change of this tensor.
-        tensor, start = torch.empty(0, dtype=dtype, device=self.device), at // dtype.itemsize
+        tensor, start = torch.empty(0, dtype=dtype, device=self._device), at // dtype.itemsize
         return tensor.set_(self._raw.untyped_storage(), start, (numel,), (1,))
 
-    def gap(self, nbytes: int) -> int | None:
+    def _gap(self, nbytes: int) -> int | None:
         """Where the first gap of so many bytes begins, over free parts that touch."""
         first = last = 0
         for start, stop, _ in self._free:
@@ -84,20 +84,20 @@ class Arena:
     def _wait_for(self, parts: Iterable[_Part]) -> None:
         for _, _, event in parts:
             if event is not None:
-                _torch.wait(self.device, event)
+                _torch.wait(self._device, event)
 
     def give(self, tensor: Tensor) -> None:
         """Give back a tensor that nobody uses any more; queued work may still use it."""
         raw, storage = self._raw, tensor.untyped_storage()
         if raw is None or storage.data_ptr() != raw.untyped_storage().data_ptr():
             return self._pool.give(tensor)
-        event = _torch.record(self.device) if _torch.is_async(self.device) else None
+        event = _torch.record(self._device) if _torch.is_async(self._device) else None
         start = int(tensor.storage_offset()) * tensor.itemsize
         insort(self._free, (start, start + tensor.nbytes, event), key=lambda part: part[0])
         self._lent -= 1
         if not self._lent:
             self._wait_for(self._free)
-            self._raw, self._free = None, [(0, self.nbytes, None)]
+            self._raw, self._free = None, [(0, self._nbytes, None)]
             self._pool.give(raw)
         return None
 
@@ -110,34 +110,31 @@ class Arena:
 class Lease:
     """A part of a ring: at least two buffers for one bucket, lent until their user is done."""
 
-    def __init__(self, raw: Tensor, sizes: Sequence[int]) -> None:
-        self.raw = raw
-        self.first, self.second, *self.more = raw[: sum(sizes)].split(list(sizes))
+    def __init__(self, raw: Tensor, start: int, sizes: Sequence[int]) -> None:
+        self.start, self.stop = start, start + sum(sizes)
+        self.first, self.second, *self.more = raw[start : self.stop].split(list(sizes))
         self.until: Callable[[], object] = lambda: None  # waits for its user; set by that
 
 
 class Ring:
-    """Memory of reductions in flight, whose parts are freed in the order they were taken in.
+    """Ring buffer whose parts are freed in the order in which they were taken.
 
     So what is in flight at a time is bounded in bytes, and not only in number: a part is as large
-    as its user needs, and waits until enough memory is free again.
+    as its user needs, and waits until enough of the ring is free again.
 
     Example:
       >>> ring, sizes = Ring(), lease_sizes((1000, 24))
       >>> leases = [ring.lend(sizes, sum(sizes) * 2, 3, torch.device("cpu")) for _ in "abc"]
-      >>> sizes, leases[0].raw.data_ptr() == leases[2].raw.data_ptr(), ring.made
-      ((1024, 512), True, 1)
+      >>> sizes, [lease.start for lease in leases], ring.made
+      ((1024, 512), [0, 1536, 0], 1)
     """
 
     def __init__(self) -> None:
         self.made = 0  # how often it was allocated
-        self._pool, self._lent = Buffers(), deque[Lease]()
-        self._arena = Arena(self._pool, 0, torch.device("cpu"))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it holds."""
-        return self._arena.nbytes
+        self.nbytes = 0  # that it holds
+        self._pool, self._raw = Buffers(), torch.empty(0, dtype=torch.uint8)
+        self._next = 0  # where the next part begins, if it fits there
+        self._lent: deque[Lease] = deque()
 
     def lend(self, sizes: Sequence[int], capacity: int, count: int, device: torch.device) -> Lease:
         """A part with these buffers, uninitialised; waits for the users of that memory.
@@ -148,23 +145,23 @@ class Ring:
           count: the most parts that are lent at a time.
           device: of the memory.
         """
-        nbytes, device = max(_ALIGN_BYTES, sum(sizes)), _torch.with_index(device)
-        needed = max(nbytes, capacity)
-        if self.nbytes < needed or self._arena.device != device:
+        nbytes, device = sum(sizes), _torch.with_index(device)
+        if self.nbytes < max(nbytes, capacity) or self._raw.device != device:
             while self._lent:
-                self._end_first()
-            self._pool.provide(0, device)  # freed before the next is made
-            self._arena, self.made = Arena(self._pool, needed, device), self.made + 1
-        while len(self._lent) >= count or self._arena.gap(nbytes) is None:
-            self._end_first()
-        self._lent.append(Lease(self._arena.take(nbytes, torch.uint8), sizes))
+                self._lent.popleft().until()
+            self._pool.let_go(self._raw)
+            self._raw = torch.empty(0, dtype=torch.uint8)  # freed before the next is made
+            self.nbytes = max(nbytes, capacity)
+            self._raw = self._pool.take((self.nbytes,), torch.uint8, device)
+            self._next, self.made = 0, self.made + 1
+        start = self._next if self._next + nbytes <= self.nbytes else 0
+        stop = self._next = start + nbytes
+        while len(self._lent) >= count or any(
+            start < lease.stop and lease.start < stop for lease in self._lent
+        ):
+            self._lent.popleft().until()
+        self._lent.append(Lease(self._raw, start, sizes))
         return self._lent[-1]
-
-    def _end_first(self) -> None:
-        """Wait for the user of the oldest part, and free it."""
-        lease = self._lent.popleft()
-        lease.until()
-        self._arena.give(lease.raw)
 
 
 def lease_sizes(sizes: Sequence[int]) -> tuple[int, ...]:

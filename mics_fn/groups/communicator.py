@@ -367,14 +367,15 @@ class GroupState:
         else:
             for ending in list(self.endings):
                 ending()
-            self._end("closed its groups", _PATIENCE_S)
+            self.end("closed its groups")
 
-    def retire(self) -> None:
-        """Give up the process groups, as all ranks do; see [Note: retired groups]."""
-        self._end("called reset", 0.0, waits=False)
+    def end(self, how: str, *, waits: bool = True) -> None:
+        """Destroy the process groups, as all ranks do; a thread frees the rest.
 
-    def _end(self, how: str, patience_s: float, *, waits: bool = True) -> None:
-        """Destroy the process groups, with the other ranks or not; a thread frees the rest."""
+        Args:
+          how: what this rank did, for the others.
+          waits: whether it is in order; else see [Note: retired groups].
+        """
         tidy, groups = self.channel.depart(how), self.live()
         self.let_go()
         quietly(self.watch.close)
@@ -388,7 +389,7 @@ class GroupState:
         # These refer to what is to be freed.
         self.channel, self.watch = Channel(), Watch(self)
         if groups:
-            _started(partial(free, groups, tidy)).join(patience_s)
+            _started(partial(free, groups, tidy)).join(_PATIENCE_S if waits else 0.0)
 
     def abort(self, patience_s: float = 0.0) -> list[threading.Thread]:
         """Abort each process group on a thread; see [Note: aborted collectives] in `_torch`."""
@@ -513,7 +514,6 @@ class Comm:
       rank: this rank's place in `ranks`.
       group: the name of the process group among those of `state`; "" for one rank.
       timeout_s: bound in seconds of each wait.
-      traffic: the ledger of the groups.
       state: of the groups.
       queue: `Pending`s that will issue a collective on it, in the order in which they must do so.
       calls: what this rank has called on it; `faults.order` compares it between its ranks.
@@ -532,7 +532,6 @@ class Comm:
     rank: int
     group: str = field(repr=False)
     timeout_s: float
-    traffic: Traffic = field(repr=False)
     state: GroupState = field(repr=False)
     queue: deque[Any] = field(default_factory=deque, repr=False)
     calls: Calls = field(default_factory=Calls, repr=False)
@@ -544,7 +543,7 @@ class Comm:
     def of_one(cls, name: str, state: "GroupState | None" = None, timeout_s: float = 0.0) -> "Comm":
         """A communicator of this rank alone."""
         state = state or GroupState()
-        return cls(name, (state.rank,), 0, "", timeout_s, Traffic(), state)
+        return cls(name, (state.rank,), 0, "", timeout_s, state)
 
     @cached_property
     def size(self) -> int:

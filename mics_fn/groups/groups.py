@@ -178,10 +178,7 @@ class Route:
     outer_grads: int = 0  # outer levels over which gradients are reduced once per step
     grad_factor: float = 1.0  # see [Note: mean over more ranks]
     names: tuple[str, ...] = ()  # all levels of the topology, outermost first
-
-    @cached_property
-    def _splits(self) -> dict[int, tuple["Route", "Route"]]:
-        return {}
+    _splits: dict[int, Any] = field(default_factory=dict, init=False, repr=False)
 
     def split(self, count: int) -> tuple["Route", "Route"]:
         """Two routes: the outermost `count` levels, and the others."""
@@ -389,6 +386,7 @@ class Groups:
     independent: bool = False
     agreed: set = field(default_factory=set)
     derive: tuple[Callable[[Any], Any], ...] = ()
+    _derived: dict[Any, "Groups"] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def world_size(self) -> int:
@@ -434,12 +432,10 @@ class Groups:
             agreed=set(),
         )
 
-    @cached_property
-    def _derived(self) -> dict[Any, Any]:
-        return {(): self}
-
     def derived(self, steps: tuple[Callable[[Any], Any], ...]) -> "Groups":
         """What steps make of these groups, which `make_groups` made; each once."""
+        if not steps:
+            return self
         if steps not in self._derived:
             self._derived[steps] = steps[-1](self.derived(steps[:-1]))
         return self._derived[steps]

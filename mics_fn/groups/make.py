@@ -308,9 +308,8 @@ def _comm(state: GroupState, made: list[Comm], name: str, ranks: tuple[int, ...]
     alone = len(ranks) == 1 or state.rejoining
     # Groups of one purpose are disjoint, so one member tells them apart.
     group = "" if alone else f"{state.key}/{name}/{ranks[0]}"
-    facts = group, state.timeout_s, state.traffic, state
-    calls = state.channel.calls_of(name, ranks)
-    comm = Comm(name, ranks, ranks.index(state.rank), *facts, calls=calls)
+    calls, place = state.channel.calls_of(name, ranks), ranks.index(state.rank)
+    comm = Comm(name, ranks, place, group, state.timeout_s, state, calls=calls)
     state.forgets.append(comm.queue.clear)
     made.append(comm)
     return comm
@@ -379,7 +378,7 @@ def _warm_up(state: GroupState, comms: Iterable[Comm], device: torch.device) -> 
     """
     for comm in comms:
         try:
-            dist.barrier(comm.process_group(), device_ids=[device.index])
+            _torch.warm_up(comm.process_group(), device)
         except RuntimeError as error:
             state.abandon(error)
             raise _failed("connect", comm, error) from error

@@ -531,13 +531,6 @@ def meet(
     return meeting
 
 
-def past(store: Store, ranks: Sequence[int], verb: str, call: int) -> Meeting | None:
-    """What the n-th meeting of these ranks agreed on; None if there was none, or if it failed."""
-    key = f"{prefix_of(ranks, verb)}/{call}"
-    verdict = json.loads(value_of(store, f"{key}/verdict") or '{"error": ""}')
-    return None if "error" in verdict else Meeting(key, verdict["found"])
-
-
 def prefix_of(ranks: Sequence[int], verb: str) -> str:
     return f"mics_fn/{sha256(json.dumps([verb, *ranks]).encode()).hexdigest()[:16]}"
 

@@ -9,7 +9,7 @@ that takes the outermost level first then fills one contiguous run of the output
 every level is a plain all-gather that writes in place. A reduce-scatter is the reverse.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
@@ -189,11 +189,12 @@ class Plan:
     def __str__(self) -> str:
         p, replicas = self.partition_size, self.num_replicas
         levels = _by_level(self.level_names, self.level_sizes) or "none, a rank is a whole replica"
-        partition = _listed(replicas, self.partition_groups.__getitem__)
+        partition = [fold_ranks(group) for group in self.partition_groups]
+        rows = [fold_ranks(self.replication_group(i)) for i in range(p)]
         lines = [
-            f"partition groups ({replicas} of {p}): {partition}",
+            f"partition groups ({replicas} of {p}): {_shortened(' | ', partition)}",
             f"levels of each, outermost first: {levels}",
-            f"replication groups ({p} of {replicas}): {_listed(p, self.replication_group)}",
+            f"replication groups ({p} of {replicas}): {_shortened(' | ', rows)}",
         ]
         return message(f"{self.world_size} ranks = {self.topology}", lines)
 
@@ -258,13 +259,11 @@ def fold_ranks(ranks: Sequence[int]) -> str:
     >>> fold_ranks(range(4, 8)), fold_ranks(range(0, 4096, 8))
     ('4-7', '0, 8, 16, ..., 4088')
     """
-    parts = name_ranks(ranks).partition(" ")[2].split(", ")
-    return ", ".join(parts if len(parts) <= _SHOWN else [*parts[:3], "...", parts[-1]])
+    return _shortened(", ", name_ranks(ranks).partition(" ")[2].split(", "))
 
 
-def _listed(count: int, group: Callable[[int], Sequence[int]]) -> str:
-    shown = [fold_ranks(group(i)) for i in range(count if count <= _SHOWN else 3)]
-    return " | ".join(shown if count <= _SHOWN else [*shown, "...", fold_ranks(group(count - 1))])
+def _shortened(between: str, parts: list[str]) -> str:
+    return between.join(parts if len(parts) <= _SHOWN else [*parts[:3], "...", parts[-1]])
 
 
 def _by_level(names: Sequence[str], sizes: Sequence[int]) -> str:

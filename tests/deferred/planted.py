@@ -18,7 +18,7 @@ PLANTED = [
     ("the ring holds one bucket whatever the budget is", _R, "few = 0 if least else parts",
      "few = 0 if sizes else parts", "deferred/test_hops.py"),
     ("a part of an arena is taken before the device is done with it", "deferred/memory.py",
-     "        self._wait_for(over)\n", "", "deferred/test_memory.py -k all_that_lay_there"),
+     "        self._wait_for(over)\n", "", "deferred/test_arena.py -k all_that_lay_there"),
     ("a sum in files forgets the passes before", _R, "if placed is not None and not hops.first:",
      "if placed is not None and hops.mean:", "deferred/test_placed_sums.py -k sums_in_files"),
     ("a bucket without a gradient on one rank is left out there", _D,

@@ -74,7 +74,11 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a lease is taken without a wait": _of(
         "two replicas, budget",
-        Change(_RING, "        lease.until()\n", ""),
+        Change(
+            _RING,
+            "in self._lent\n        ):\n            self._lent.popleft().until()",
+            "in self._lent\n        ):\n            self._lent.popleft()",
+        ),
     ),
     "a lease is free before hop 1 is over": _of(
         "two replicas, budget",

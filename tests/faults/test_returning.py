@@ -13,6 +13,7 @@ from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mics_fn.faults import rejoin
 from mics_fn.faults.heartbeat import BoundedStore, Process, Replaced, StoreThread, claim
 from mics_fn.faults.rejoin import joined
 from mics_fn.groups import startup
@@ -42,7 +43,7 @@ def test_counting_goes_on_at_the_last_verdict(ended: int, begun: bool):
         told: Any = {"verb": VERB, "timeout_s": 1.0, "deadline": math.inf}
         for call in range(1, ended + 1):
             meeting = startup.meet(store, range(1), 0, call, lambda found: found[0], **told)
-            assert startup.past(store, range(1), VERB, call) == meeting._replace(members={})
+            assert rejoin.past(store, range(1), VERB, call) == meeting._replace(members={})
         key = startup.prefix_of(range(1), VERB)
         if begun:
             store.set(f"{key}/{ended + 1}/0", '1 "of the process that was lost"')

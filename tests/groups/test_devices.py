@@ -236,16 +236,16 @@ def test_a_setting_of_nccl_that_forbids_to_go_on_is_warned_of(monkeypatch: pytes
 def connected(fails_on: int) -> Any:
     """Which groups a rank connects as on an accelerator, although they are gloo's."""
     seen: list[tuple[str, int]] = []
-    barrier = dist.barrier
+    warm_up = _torch.warm_up
 
-    def record(group: Any, **options: Any) -> None:
+    def record(group: Any, device: torch.device) -> None:
         if dist.get_rank() == fails_on:
             raise RuntimeError("no route\nmore")
-        barrier(group)
+        warm_up(group, device)
         seen.append((group.group_desc.removeprefix("mics_fn "), group.size()))
 
     before = _torch.num_process_groups()
-    with machine(Fake("cuda", "G")), mock.patch.object(dist, "barrier", record):
+    with machine(Fake("cuda", "G")), mock.patch.object(_torch, "warm_up", record):
         options: Any = {"topology": Topology((2, 2, 2)), "device": "cuda", "backend": "gloo"}
         try:
             with make_groups(4, timeout_s=2 if fails_on >= 0 else 20, **options):

@@ -17,7 +17,7 @@ import mics_fn as mf
 from mics_fn import _torch
 from mics_fn.collectives import Codec
 from mics_fn.groups import Route
-from mics_fn.groups.communicator import Comm, GroupState, Traffic
+from mics_fn.groups.communicator import Comm, GroupState
 from mics_fn.groups.groups import Level
 from mics_fn.lab.report import averaged, wire_bytes
 from mics_fn.shards.bucket import Bucket, LeafSpec, plan_buckets
@@ -158,7 +158,7 @@ def route_of(**sizes: int) -> Route:
     """A route with levels of these sizes, outermost first, as its first rank sees it."""
     levels = []
     for name, size in sizes.items():
-        comm = Comm(name, tuple(range(size)), 0, "", 1.0, Traffic(), GroupState())
+        comm = Comm(name, tuple(range(size)), 0, "", 1.0, GroupState())
         levels.append(Level(name, comm, comm))
     return Route(tuple(levels), (0,) * len(sizes), 0, names=("node", "rank"))
 
