@@ -77,12 +77,17 @@ def connection() -> Any:
     """The connection to the store with which groups are made; see `drop_connection`."""
     default = c10d._get_default_group()
     _, store = c10d._world.pg_map[default]
-    if default in _connections and _connections[default] is None:
-        try:
-            _connections[default] = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
-        except (AttributeError, NotImplementedError):
-            del _connections[default]
+    if _connections.get(default, store) is None:
+        _connections[default] = cloned(store)
     return _connections.get(default, store)
+
+
+def cloned(store: Any) -> Any:
+    """Another connection to the same store; the store itself if it cannot be cloned."""
+    try:
+        return store.clone()
+    except (AttributeError, NotImplementedError):
+        return store
 
 
 def drop_connection() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mics_fn import _torch
 from mics_fn.errors import first_line
 from mics_fn.groups import startup
 from mics_fn.store import StoreLost, value_of
@@ -142,7 +143,7 @@ class StoreThread:
     def _call(self, jobs: SimpleQueue[Job | None], call: Callable[[Any], Any], own: list) -> Any:
         try:
             if not own:
-                own.append(_connected(self._given))
+                own.append(_torch.cloned(self._given))
                 self.connected = True
             self.before(own[0])
             return call(own[0])
@@ -152,14 +153,6 @@ class StoreThread:
             if jobs is self._jobs:
                 self.lost = lost
             raise lost from error
-
-
-def _connected(store: Any) -> Any:
-    """Another connection to the same store; the store itself if it cannot be cloned."""
-    try:
-        return store.clone()
-    except (AttributeError, NotImplementedError):
-        return store
 
 
 def _asked(name: str) -> Callable[..., Any]:
