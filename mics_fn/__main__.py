@@ -33,15 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return args.run(args) or 0
-    except PlanError as err:
-        print(f"\n{parser.prog} {args.command}: {err}", file=sys.stderr)
-        return 2
-    except MicsError as err:
-        print(f"\n{parser.prog} {args.command}: {err}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"\n{parser.prog} {args.command}: interrupted", file=sys.stderr)
-        return 130
+    except (MicsError, KeyboardInterrupt) as error:
+        print(f"\n{parser.prog} {args.command}: {error or 'interrupted'}", file=sys.stderr)
+        return {PlanError: 2, KeyboardInterrupt: 130}.get(type(error), 1)
 
 
 if __name__ == "__main__":

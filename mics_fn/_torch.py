@@ -9,7 +9,7 @@ default group and its store, and no data moves over the default group itself.
 Its last part has the streams, events, memory and generators of a device, and is all that knows
 kinds of devices. It is written against `torch.accelerator` and `torch.Stream`, so CUDA, ROCm, XPU
 and others that torch knows need nothing of their own. On the CPU work is done when a call returns,
-so nothing of it is called but `is_async`, `backend`, `lazy_zeros` and `total_memory`.
+so nothing of it is called but `is_async`, `lazy_zeros` and `total_memory`.
 """
 
 import ctypes
@@ -32,7 +32,6 @@ import torch.distributed as dist
 import torch.utils._pytree as torch_pytree
 from torch.autograd import forward_ad, profiler
 from torch.distributed import distributed_c10d as c10d
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import stateless
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,14 +43,9 @@ def is_read(watchers: Sequence[Any], log: logging.Logger) -> bool:
     return bool(watchers) or profiler._is_profiler_enabled or log.isEnabledFor(logging.DEBUG)
 
 
-def enter_range(name: str) -> Any:
-    """Open a profiler range of this thread; `exit_range` closes it."""
-    return torch.autograd._record_function_with_args_enter(name)  # pyright: ignore
-
-
-def exit_range(record: Any) -> None:
-    """End a range; those of a thread end in reverse order."""
-    torch.autograd._record_function_with_args_exit(record)  # pyright: ignore
+# Open a profiler range of this thread, from its name, and end it; the last one ends first.
+enter_range: Any = torch.autograd._record_function_with_args_enter  # pyright: ignore
+exit_range: Any = torch.autograd._record_function_with_args_exit  # pyright: ignore
 
 
 @contextmanager
@@ -63,9 +57,6 @@ def _unrecorded() -> Iterator[None]:
         torch.autograd._enable_record_function(True)  # pyright: ignore
 
 
-_NOTHING = nullcontext()
-
-
 def unrecorded(on: bool) -> AbstractContextManager[None]:
     """A block in which profilers record nothing of this thread, if `on`.
 
@@ -74,7 +65,7 @@ def unrecorded(on: bool) -> AbstractContextManager[None]:
     them while it holds the lock of its transfer, and `is_completed` waits for that lock with the
     interpreter in its hands: both would wait for ever.
     """
-    return _unrecorded() if on and profiler._is_profiler_enabled else _NOTHING
+    return _unrecorded() if on and profiler._is_profiler_enabled else nullcontext()
 
 
 # Torch's default group and its store, by private names of torch: as a late process needs them.
@@ -86,12 +77,17 @@ def connection() -> Any:
     """The connection to the store with which groups are made; see `drop_connection`."""
     default = c10d._get_default_group()
     _, store = c10d._world.pg_map[default]
-    if default in _connections and _connections[default] is None:
-        try:
-            _connections[default] = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
-        except (AttributeError, NotImplementedError):
-            del _connections[default]
+    if _connections.get(default, store) is None:
+        _connections[default] = cloned(store)
     return _connections.get(default, store)
+
+
+def cloned(store: Any) -> Any:
+    """Another connection to the same store; the store itself if it cannot be cloned."""
+    try:
+        return store.clone()
+    except (AttributeError, NotImplementedError):
+        return store
 
 
 def drop_connection() -> None:
@@ -126,9 +122,12 @@ def start_alone(backend: str, store: Any, rank: int, world_size: int, timeout_s:
     world.pg_group_ranks[group] = {i: i for i in range(world_size)}
 
 
+PrefixStore: Any = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+
 def default_part(store: Any) -> Any:
     """The part of a store that the default group of a process, its first group, hands on."""
-    return dist.PrefixStore("0/", store)  # pyright: ignore[reportPrivateImportUsage]
+    return PrefixStore("0/", store)
 
 
 def serve_store(address: str, port: int = 0) -> Any:
@@ -203,9 +202,8 @@ def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
     dist.barrier(group, device_ids=[device.index])
 
 
-def default_store() -> Any:
-    """The key-value store that the default process group was created with."""
-    return c10d._get_default_store()
+# The key-value store that the default process group was created with.
+default_store: Callable[[], Any] = c10d._get_default_store
 
 
 def store_host(store: Any) -> tuple[int | None, str]:
@@ -222,27 +220,13 @@ def groups_named(name: str | None) -> list[dist.ProcessGroup]:
     return [group for group, own in list(c10d._world.pg_names.items()) if name in (None, own)]
 
 
-def prefixed(store: Any, prefix: str) -> Any:
-    """Return a view of a store whose keys have a prefix of their own."""
-    return dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
-
-
 def num_process_groups() -> int:
     """How many process groups are alive here."""
     return len(c10d._world.pg_names)
 
 
-def register_torch_node(
-    cls: type, flatten: Callable[[Any], tuple[list, Any]], unflatten: Callable[[list, Any], Any]
-) -> None:
-    """Register a pytree node with torch's own pytree, which `torch.func` uses."""
-    torch_pytree.register_pytree_node(
-        cls,
-        flatten,
-        lambda children, context: unflatten(list(children), context),
-        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
-    )
-
+# Of torch's own pytree, which `torch.func` uses.
+register_node = torch_pytree.register_pytree_node
 
 # Leaves and structure by torch's own pytree, with which other libraries register classes; and a
 # value of that structure with other leaves.
@@ -358,11 +342,6 @@ def has_no_data(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
 
 
-def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor, without importing DTensor."""
-    return type(tensor).__name__ == "DTensor"
-
-
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a tensor keeps its values in inner tensors, as quantised ones do."""
     return hasattr(type(tensor), "__tensor_flatten__")
@@ -403,11 +382,6 @@ def generator_id(generator: torch.Generator) -> int:
     return generator._cdata  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
-    """A weak reference to a storage, whose `storage_id` is not reused while the reference lives."""
-    return StorageWeakRef(tensor.untyped_storage())
-
-
 def pretend(cls: type, meta: torch.Tensor, device: torch.device) -> Any:
     """A tensor of a subclass that shares a meta tensor's storage but reports `device` to C++."""
     make: Any = torch.Tensor._make_subclass  # pyright: ignore[reportAttributeAccessIssue]
@@ -435,16 +409,6 @@ def op_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict
 def op_takes(func: Any, name: str) -> bool:
     """Whether an op has an argument of that name."""
     return any(argument.name == name for argument in func._schema.arguments)
-
-
-def op_views(func: Any) -> bool:
-    """Whether an op gives a view of a tensor, and not, as `to` may, a copy on another device."""
-    return func.is_view and not op_takes(func, "device")
-
-
-def op_changes(func: Any) -> bool:
-    """Whether an op writes to any of its arguments."""
-    return func._schema.is_mutable
 
 
 def op_writes(func: Any) -> dict[str, bool]:
@@ -520,15 +484,6 @@ def with_index(device: torch.device) -> torch.device:
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
-def backend(device: torch.device) -> str:
-    """The backend of torch.distributed that moves tensors of a device.
-
-    >>> backend(torch.device("cpu")), backend(torch.device("cuda", 1))
-    ('gloo', 'nccl')
-    """
-    return dist.get_default_backend_for_device(device)
-
-
 def current_stream(device: torch.device) -> torch.Stream:
     """The stream that ops on a device are queued on now."""
     return torch.accelerator.current_stream(device)
@@ -561,20 +516,14 @@ def follow(stream: torch.Stream, device: torch.device) -> None:
         torch.accelerator.set_stream(stream)
 
 
-def record(device: torch.device) -> torch.Event:
-    """An event that is over once all work on the current stream until now is done."""
-    return current_stream(device).record_event()
+def record(device: torch.device, *, timed: bool = False) -> torch.Event:
+    """An event that is over once all work on the current stream is done, and may say when."""
+    return current_stream(device).record_event(torch.Event(device, enable_timing=timed))
 
 
 def wait(device: torch.device, event: torch.Event) -> None:
     """Make the current stream wait for an event; the host goes on."""
     current_stream(device).wait_event(event)
-
-
-def synchronize(device: torch.device) -> None:
-    """Make the host wait for the current stream."""
-    if is_async(device):
-        current_stream(device).synchronize()
 
 
 def finish(device: torch.device) -> None:
@@ -657,18 +606,11 @@ def is_locked(memory: torch.Tensor) -> bool:
     return memory.is_pinned()
 
 
-def drain(seconds: float) -> None:
-    """Give all that is queued so much time to end."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        with _LOCK:
-            if all(queued.has_ended() for queued in _QUEUED):
-                return
+def lose_queued(patience_s: float = 0.0) -> None:
+    """Judge all that is queued, before collectives are aborted; it has so much time to end."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline and not all(each.has_ended() for each in list(_QUEUED)):
         time.sleep(1e-3)
-
-
-def lose_queued() -> None:
-    """Judge all that is queued, before collectives are aborted."""
     with _LOCK:
         while _FLAGS:
             _FLAGS.pop().fill_(1)
@@ -719,15 +661,3 @@ def default_generator(device: torch.device) -> torch.Generator | None:
         return None
     module.init()  # makes the generators, which exist only from then on
     return module.default_generators[with_index(device).index]
-
-
-def mark(device: torch.device) -> torch.Event:
-    """As `record`, with the time at which that work is done; see `seconds_between`."""
-    return current_stream(device).record_event(torch.Event(device, enable_timing=True))
-
-
-def seconds_between(first: torch.Event, second: torch.Event) -> float:
-    """The time between two marks; the host waits for both."""
-    first.synchronize()
-    second.synchronize()
-    return first.elapsed_time(second) / 1e3

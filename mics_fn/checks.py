@@ -91,17 +91,11 @@ def number(
 
 
 def choice(verb: str, name: str, value: Any, *known: Any, fix: str = "") -> None:
-    """Raise PlanError unless a value is one of a few; `1` is not taken for `True`."""
+    """Raise PlanError unless a value is one of a few; neither `1` nor "no" is taken for `True`."""
     if not any(value is each or (type(value) is type(each) and value == each) for each in known):
         shown = [repr(each) for each in known]
         listed = f"{', '.join(shown[:-1])} or {shown[-1]}" if shown[1:] else shown[0]
         refuse(verb, name, value, listed, fix)
-
-
-def flag(verb: str, name: str, value: Any) -> None:
-    """Raise PlanError unless a value is a bool: a text such as "no" would count as true."""
-    if not isinstance(value, bool):
-        refuse(verb, name, value, "True or False")
 
 
 def answer(verb: str, call: str, value: Any) -> bool:
@@ -161,13 +155,11 @@ def misfit(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     '(x): too many positional arguments'
     """
     try:
-        found = signature(fn)
-    except (TypeError, ValueError):
-        return None
-    try:
-        found.bind(*args, **kwargs)
+        signature(fn).bind(*args, **kwargs)
     except TypeError as error:
-        return f"{found}: {error}"
+        return f"{signature(fn)}: {error}"
+    except ValueError:  # Python does not know it
+        pass
     return None
 
 

@@ -233,13 +233,3 @@ def title(about: Any) -> str:
             return " + ".join(map(title, about))
         return f"{title(about[0])} + {len(about) - 1} more"
     return about if isinstance(about, str) else getattr(about, "title", f"{about}")
-
-
-def numbers(about: Any) -> tuple[int, ...]:
-    """The numbers of the buckets that a span is about."""
-    if isinstance(about, Span):
-        return numbers(about.about)
-    if isinstance(about, Sequence) and not isinstance(about, str):
-        return tuple(n for each in about for n in numbers(each))
-    index = getattr(about, "index", None)
-    return (index,) if isinstance(index, int) else ()

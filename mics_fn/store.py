@@ -29,43 +29,6 @@ class StoreLost(RuntimeError):
         self.silent = silent
 
 
-class Replaced(StoreLost):
-    """Another process has taken the place of this one; its entry says since which epoch."""
-
-    def __init__(self, entry: str) -> None:
-        super().__init__(entry, silent=False)
-        self.entry = entry
-
-
-def claim(store: Any, key: str, since: int, text: str, before: str | None = None) -> str:
-    """Write an entry of a rank, unless a later process of the same rank has written it.
-
-    Args:
-      store: shared by all ranks.
-      key: of the entry.
-      since: the epoch from which on this process is a member; each entry begins with its writer's.
-      text: the rest of it.
-      before: what is there, as far as this process knows; None reads it.
-
-    Returns:
-      The whole entry.
-
-    Raises:
-      Replaced: a later process has written it, and nothing was written.
-    """
-    mine = f"{since} {text}"
-    there = before
-    if there is None:
-        there = store.get(key).decode() if store.check([key]) else ""
-    while True:
-        if int(there.partition(" ")[0] or 0) > since:
-            raise Replaced(there)
-        found = store.compare_set(key, there, mine).decode()
-        if found == mine:
-            return mine
-        there = "" if found == there else found  # it is not there if that was no match
-
-
 def later(store: Any, name: str, *args: Any) -> None:
     """Queue a call without waiting for its result, if the store can.
 
@@ -114,14 +77,6 @@ def poll(
 
 
 # What ranks count and say of their calls.
-
-CHANGES = "mics_fn/news"  # the key of a counter of all that ranks write for each other
-
-
-def departure_of(key: str, rank: int | None) -> str:
-    """The key under which a rank writes that it makes no more calls on some groups."""
-    return f"{key}/gone/{rank}"
-
 
 Call = tuple[str, str, Hashable, int]  # the verb, what it does, to what, and the bytes
 

@@ -44,7 +44,7 @@ def node(cls: T) -> T:
       The same class.
 
     Raises:
-      LeafError: it is not a dataclass.
+      TypeError: it is not a dataclass.
 
     Example:
       >>> @node
@@ -56,9 +56,6 @@ def node(cls: T) -> T:
       >>> leaves, spec.unflatten([4])
       ([3], {'pair': Pair(left=4, name='a')})
     """
-    if not isinstance(cls, type) or not hasattr(cls, "__dataclass_fields__"):
-        text = f"tree.node: {getattr(cls, '__name__', cls)!r:.60} is not a dataclass"
-        raise LeafError(text, fix="write @tree.node above @dataclass(frozen=True)")
     fields = dataclasses.fields(cls)
     children = tuple(f.name for f in fields if not f.metadata.get("static"))
     statics = tuple(f.name for f in fields if f.metadata.get("static"))
@@ -111,7 +108,12 @@ def _register(
         namespace=NAMESPACE,
     )
     rebuild = for_torch or unflatten_node
-    _torch.register_torch_node(cls, lambda value: flatten_node(value)[:2], rebuild)
+    _torch.register_node(
+        cls,
+        lambda value: flatten_node(value)[:2],
+        lambda values, context: rebuild(list(values), context),
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+    )
     return cls
 
 

@@ -379,7 +379,7 @@ class Collective:
     def issue(self, number: int, *, async_op: bool) -> Any:
         """Issue it and return its work; without `async_op` it is queued as any other op."""
         comm = self.comm
-        comm.traffic.add(comm.name, self.nbytes_sent)
+        comm.state.traffic.add(comm.name, self.nbytes_sent)
         group = comm.process_group()
         try:
             with _torch.unrecorded(async_op):

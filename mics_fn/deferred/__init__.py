@@ -52,9 +52,10 @@ Limits:
 - An op on a deferred weight costs 20 us of host time, or 53 us if each op changes the bucket.
 
 Where to start reading: `deferring`, then [Note: deferred parameters] in `live` and [Note: join
-and fetch] in `deferring`. `live` fetches and drops, `reduction` does both hops, and a `GradSum`
-runs backward. To treat an op specially, add a handler to `Deferred.handlers` in `live`; to change
-when buckets are fetched, write a policy in the wing `schedules`, and leave this one alone.
+and fetch] in `deferring`. `live` fetches and drops, `reduction` does both hops, `memory` says where
+both of them put buckets, and a `GradSum` runs backward. To treat an op specially, add a handler to
+`Deferred.handlers` in `live`; to change when buckets are fetched, write a policy in the wing
+`schedules`, and leave this one alone.
 """
 
 from mics_fn.deferred.deferring import GradSum, bucket_sizes, check_loss, defer, record

@@ -318,7 +318,7 @@ class GradSum(Reduction):
         if self._reached or not self._ranks:
             return
         self.wait()
-        _torch.synchronize(self._opened.uses[0].home.device)  # only its stream waits so far
+        _torch.finish(self._opened.uses[0].home.device)  # only its stream waits so far
         n = len(self._ranks)
         if n == 1 or self.run.tally(f"no gradient/{min(self._ranks)}", 0) == n:
             who = f", on any of {n} ranks" if n > 1 else ""

@@ -51,8 +51,9 @@ from torch import Tensor
 
 from mics_fn import _torch, collectives, spans, tree
 from mics_fn.checks import check_matched
+from mics_fn.deferred.memory import LEAST_RING, Lease, Ring, lease_sizes
 from mics_fn.errors import LeafError
-from mics_fn.groups import LEAST_RING, Buffers, Comm, Lease, Route, lease_sizes
+from mics_fn.groups import Buffers, Comm, Route
 from mics_fn.offload import DEVICE, FileTensor, Where, empty_at, in_file, transfer
 from mics_fn.schedules import Run
 from mics_fn.shards import BucketUse, Opened, pack
@@ -269,8 +270,9 @@ class Reduction:
             each = self._buckets.setdefault(index, _Reducing(hops, to_room))
             each.hops, each.to_room, each.out = hops, to_room, None
             if not hops.alone:
-                needs.setdefault(id(kept.hops), []).append(sum(hops.sizes[to_room]))
-                parts[id(kept.hops)] = max(parts.get(id(kept.hops), 0), 1 + hops.in_flight)
+                ring = id(kept.sums.setdefault("ring", Ring()))
+                needs.setdefault(ring, []).append(sum(hops.sizes[to_room]))
+                parts[ring] = max(parts.get(ring, 0), 1 + hops.in_flight)
         # Of each ring its bytes, and the most parts; see [Note: gradients in flight].
         self._rooms, least = dict[int, tuple[int, int]](), self.run.policy.live_bytes == 0
         for ring, sizes in needs.items():
@@ -452,7 +454,7 @@ class Reduction:
         if each.lease is not None:
             each.lease.until()  # else a later pass could be added to the sum first
         device = use.home.device if out is None else out.device
-        ring = use.hierarchy.pools.hops
+        ring = use.hierarchy.pools.sums["ring"]
         sizes = hops.sizes[each.own is not None]
         lease = each.lease = ring.lend(sizes, *self._rooms[id(ring)], device)
         spans.resident("gradients in reductions", id(ring), ring.nbytes)

@@ -239,7 +239,7 @@ def same_step(state: Any, groups: Any, *, heal: bool = False) -> Any:
       >>> same_step(state, groups) is state
       True
     """
-    checks.flag("same_step", "heal", heal)
+    checks.choice("same_step", "heal", heal, True, False)
     lost = shards.any_lost((state.params, state.opt))  # by a write that was cut short
     given, state = state, shards.reclaimed(state)
     opened = shards.open_shards(

@@ -18,16 +18,63 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mics_fn import _torch
 from mics_fn.errors import first_line
 from mics_fn.groups import startup
-from mics_fn.store import Replaced, StoreLost, claim
+from mics_fn.store import StoreLost, value_of
 from mics_fn.threads import Job, start
 
 _WAIT_S = 0.1  # between two looks of whoever waits for an answer
 _LOST = dist.DistNetworkError, dist.DistStoreError  # pyright: ignore[reportPrivateImportUsage]
 
-
 _GIVEN_UP = StoreLost("another connection has taken its place", silent=True)
+
+# What ranks write for each other.
+
+CHANGES = "mics_fn/news"  # the key of a counter of all that ranks write for each other
+
+
+def departure_of(key: str, rank: int | None) -> str:
+    """The key under which a rank writes that it makes no more calls on some groups."""
+    return f"{key}/gone/{rank}"
+
+
+class Replaced(StoreLost):
+    """Another process has taken the place of this one; its entry says since which epoch."""
+
+    def __init__(self, entry: str) -> None:
+        super().__init__(entry, silent=False)
+        self.entry = entry
+
+
+def claim(store: Any, key: str, since: int, text: str, before: str | None = None) -> str:
+    """Write an entry of a rank, unless a later process of the same rank has written it.
+
+    Args:
+      store: shared by all ranks.
+      key: of the entry.
+      since: the epoch from which on this process is a member; each entry begins with its writer's.
+      text: the rest of it.
+      before: what is there, as far as this process knows; None reads it.
+
+    Returns:
+      The whole entry.
+
+    Raises:
+      Replaced: a later process has written it, and nothing was written.
+    """
+    mine = f"{since} {text}"
+    there = value_of(store, key) if before is None else before
+    while True:
+        if int(there.partition(" ")[0] or 0) > since:
+            raise Replaced(there)
+        found = store.compare_set(key, there, mine).decode()
+        if found == mine:
+            return mine
+        there = "" if found == there else found  # it is not there if that was no match
+
+
+# The thread.
 
 
 class StoreThread:
@@ -96,7 +143,7 @@ class StoreThread:
     def _call(self, jobs: SimpleQueue[Job | None], call: Callable[[Any], Any], own: list) -> Any:
         try:
             if not own:
-                own.append(_connected(self._given))
+                own.append(_torch.cloned(self._given))
                 self.connected = True
             self.before(own[0])
             return call(own[0])
@@ -106,14 +153,6 @@ class StoreThread:
             if jobs is self._jobs:
                 self.lost = lost
             raise lost from error
-
-
-def _connected(store: Any) -> Any:
-    """Another connection to the same store; the store itself if it cannot be cloned."""
-    try:
-        return store.clone()
-    except (AttributeError, NotImplementedError):
-        return store
 
 
 def _asked(name: str) -> Callable[..., Any]:

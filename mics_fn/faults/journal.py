@@ -35,10 +35,10 @@ from itertools import islice
 from typing import Any
 
 from mics_fn import errors
-from mics_fn.faults.heartbeat import interval_s
+from mics_fn.faults.heartbeat import CHANGES, Replaced, departure_of, interval_s
 from mics_fn.groups import GroupState, Meeting, Watch
 from mics_fn.spans import LOG
-from mics_fn.store import CHANGES, Replaced, StoreLost, Stuck, call_text, departure_of, value_of
+from mics_fn.store import StoreLost, Stuck, call_text, value_of
 
 # What ranks tell each other of an error.
 

@@ -50,7 +50,7 @@ from mics_fn.faults import heartbeat
 from mics_fn.faults.heartbeat import BoundedStore, Peers, Process, StoreThread, heartbeat_of
 from mics_fn.faults.journal import Failure, Watcher, of_store, without_a_word
 from mics_fn.groups import Groups, GroupState, announce_all, end_aborts, never_destruct, read_launch
-from mics_fn.store import CHANGES, Store, StoreLost, claim, later, poll
+from mics_fn.store import Store, StoreLost, later, poll
 from mics_fn.threads import Job, Latch, start
 
 # The launcher of this process, and what becomes of a rank that has outlived it.
@@ -309,7 +309,7 @@ class Monitor:
         if not self._since:
             self._since, _ = heartbeat.register(store, key, name)
         self._count = self._count + 1 if self._states else 0
-        self._last = claim(store, key, self._since, f"{self._count} {name}", self._last)
+        self._last = heartbeat.claim(store, key, self._since, f"{self._count} {name}", self._last)
         self._last_s = time.monotonic()
 
     def _confirm(self, store: Any) -> None:
@@ -330,8 +330,8 @@ class Monitor:
         if new and not store.check([*map(heartbeat_of, known)]):
             known = [rank for rank in known if store.check([heartbeat_of(rank)])]
         if not self._changes:
-            store.add(CHANGES, 0)
-        changes, *said = store.multi_get([CHANGES, *map(heartbeat_of, known)])
+            store.add(heartbeat.CHANGES, 0)
+        changes, *said = store.multi_get([heartbeat.CHANGES, *map(heartbeat_of, known)])
         reread, self._reread = self._reread, False
         for watch in list(self._states.values()):
             watch.read(store, changed=reread or changes != self._changes)
@@ -522,7 +522,7 @@ class StopRequest:
         asked, changed, self._new = f"{self._key}/asked", changed or self._new, False
         if self._wanted:
             store.set(asked, "")
-            store.add(CHANGES, 1)
+            store.add(heartbeat.CHANGES, 1)
         elif not (changed and store.check([asked])):
             return
         with self._lock:

@@ -73,15 +73,14 @@ from typing import Any, NoReturn
 from weakref import WeakSet
 
 from mics_fn import errors
+from mics_fn.faults.heartbeat import CHANGES, departure_of
 from mics_fn.groups import GroupState, Watch, withdraw_all
 from mics_fn.store import (
-    CHANGES,
     Call,
     Calls,
     Channel,
     Stuck,
     call_text,
-    departure_of,
     later,
     poll,
     value_of,

@@ -27,6 +27,7 @@ written for a meeting that came to no end is taken back; see [Note: the epoch of
 `groups.startup`.
 """
 
+import json
 import os
 import time
 from collections import Counter
@@ -47,7 +48,7 @@ from mics_fn.faults.heartbeat import (
 )
 from mics_fn.faults.monitor import listen, monitor
 from mics_fn.groups import Groups, GroupState, Meeting, check_fork, hooks, startup
-from mics_fn.store import Store, poll
+from mics_fn.store import Store, poll, value_of
 from mics_fn.threads import bounded
 
 _SIGN_S = 3.0  # in which a rank that lives writes signs of life; longer where these are rare
@@ -106,8 +107,15 @@ def joined(
         return None
     ranks, verb = range(world_size), "init_distributed"
     start = startup.last_of(store, ranks, verb)
-    begun = startup.past(store, ranks, verb, start) is not None
+    begun = past(store, ranks, verb, start) is not None
     return start if begun and others_live(start) else None
+
+
+def past(store: Store, ranks: Sequence[int], verb: str, call: int) -> Meeting | None:
+    """What the n-th meeting of these ranks agreed on; None if there was none, or if it failed."""
+    key = f"{startup.prefix_of(ranks, verb)}/{call}"
+    verdict = json.loads(value_of(store, f"{key}/verdict") or '{"error": ""}')
+    return None if "error" in verdict else Meeting(key, verdict["found"])
 
 
 def some_rank_lives(store: Any, rank: int, world_size: int) -> bool:
@@ -134,7 +142,7 @@ def _agreed_before(
 
     def ask() -> Meeting | None:
         register(store, heartbeat_of(rank), Process.own().name)
-        return startup.past(store, ranks, "make_groups", calls[ranks])
+        return past(store, ranks, "make_groups", calls[ranks])
 
     try:
         return bounded(ask, time.monotonic() + timeout_s)
@@ -235,10 +243,10 @@ def _remade(old: GroupState, mine: str) -> Groups:
     try:
         if len(old.ranks) > 1:
             store = monitor.join(state, old.timeout_s, waits=True)
-            wait = {"verb": "reset", "timeout_s": old.timeout_s}
+            wait: Any = {"verb": "reset", "timeout_s": old.timeout_s, "deadline": deadline}
             meeting = startup.meet(store, old.ranks, old.rank, mine, _judged, **wait)
             state.watch.begin(meeting)
-        old.retire()
+        old.end("called reset", waits=False)
         return old.recipe(state, store, deadline)
     except BaseException:
         state.watch.close()

@@ -24,7 +24,7 @@ nodes each. The result is a frozen `Groups`, a value that every verb takes:
 
   >>> with make_groups() as groups:
   ...     groups.hierarchy
-  Hierarchy(one rank, chunk 0 of 1)
+  Hierarchy(none, chunk 0 of 1)
 
 A block that ends closes its groups, which on NCCL all ranks do together. One that an exception
 leaves abandons them instead: that waits for nobody, and ranks that wait for this one hear why; see
@@ -56,15 +56,14 @@ A `Hierarchy` is one partition group as the verbs inside it need it: a `Route` (
 rank's place in each), `Pools` of memory that is reused, and a `Channel` for messages. A *placement*
 says over how many ranks of it parameters and gradients stay sharded; see `placement.py`.
 
-Start reading at `topology.py`, with [Note: chunk order]. `groups.py`, `communicator.py` and
-`buffers.py` are the values. `make.py` makes groups, with `startup.py` (launchers, devices, and how
+Start reading at `topology.py`, with [Note: chunk order]. `groups.py` and `communicator.py` are the
+values. `make.py` makes groups, with `startup.py` (launchers, devices, and how
 ranks meet before any group exists). To add a launcher, add a row of its names to `startup.py`, and
 its cases to `tests/groups/test_launcher.py`. To add a placement, add a row to `PLACEMENTS` in
 `placement.py`, and its formula to `tests/deferred/test_placement.py`.
 """
 
 from mics_fn.groups import placement, startup
-from mics_fn.groups.buffers import LEAST_RING, Arena, Buffers, Lease, lease_sizes
 from mics_fn.groups.communicator import (
     Comm,
     GroupState,
@@ -79,7 +78,7 @@ from mics_fn.groups.communicator import (
     reports_step,
     withdraw_all,
 )
-from mics_fn.groups.groups import Groups, Hierarchy, Home, Route, current, require_replicas
+from mics_fn.groups.groups import Buffers, Groups, Hierarchy, Home, Route, current, require_replicas
 from mics_fn.groups.make import make_groups
 from mics_fn.groups.startup import Meeting, init_distributed, nccl_problems, read_launch
 from mics_fn.groups.topology import Topology, fold_ranks, plan_groups, valid_partition_sizes

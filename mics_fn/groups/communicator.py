@@ -125,8 +125,13 @@ def abort_group(group: dist.ProcessGroup) -> threading.Thread:
 
 def end_aborts(patience_s: float) -> None:
     """Wait for aborts at exit: a thread that returns from C++ after Python ends the process."""
+    _join(_ABORTS, patience_s)
+
+
+def _join(threads: Iterable[threading.Thread], patience_s: float) -> None:
+    """Wait for threads, for so many seconds at most."""
     deadline = time.monotonic() + patience_s
-    for thread in list(_ABORTS):
+    for thread in list(threads):
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
@@ -340,13 +345,9 @@ class GroupState:
         if error is not None:  # first: what is aborted fails elsewhere
             quietly(partial(self.watch.announce, error, final=True))
         tasks = self.watch.close, self.channel.depart("")
-        if self.on_device and not self.aborted:
-            _torch.drain(_PATIENCE_S)
-        threads = [*self.abort(), *map(_started, tasks)]
+        threads = [*self.abort(_PATIENCE_S), *map(_started, tasks)]
         self.let_go()
-        deadline = time.monotonic() + _PATIENCE_S
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        _join(threads, _PATIENCE_S)
 
     def close(self, error: BaseException | None = None) -> None:
         """Destroy the owned process groups, newest first; a second call has no effect.
@@ -366,21 +367,20 @@ class GroupState:
         else:
             for ending in list(self.endings):
                 ending()
-            self._end("closed its groups", _PATIENCE_S)
+            self.end("closed its groups")
 
-    def retire(self) -> None:
-        """Give up the process groups, as all ranks do; see [Note: retired groups]."""
-        self._end("called reset", 0.0, waits=False)
+    def end(self, how: str, *, waits: bool = True) -> None:
+        """Destroy the process groups, as all ranks do; a thread frees the rest.
 
-    def _end(self, how: str, patience_s: float, *, waits: bool = True) -> None:
-        """Destroy the process groups, with the other ranks or not; a thread frees the rest."""
-        tidy = self.channel.depart(how)
-        groups = [group for group in self.owned.values() if group in _torch.LIVE_GROUPS]
+        Args:
+          how: what this rank did, for the others.
+          waits: whether it is in order; else see [Note: retired groups].
+        """
+        tidy, groups = self.channel.depart(how), self.live()
         self.let_go()
         quietly(self.watch.close)
-        if not waits and self.on_device and not self.aborted:
-            _torch.drain(_GRACE_S)
-            _torch.lose_queued()
+        if not waits:
+            self._lose_queued(_GRACE_S)
         for i in reversed(range(len(groups))):
             # That of gloo waits for nobody.
             alone = not waits and dist.get_backend(groups[i]) != "gloo"
@@ -389,15 +389,22 @@ class GroupState:
         # These refer to what is to be freed.
         self.channel, self.watch = Channel(), Watch(self)
         if groups:
-            _started(partial(free, groups, tidy)).join(patience_s)
+            _started(partial(free, groups, tidy)).join(_PATIENCE_S if waits else 0.0)
 
-    def abort(self) -> list[threading.Thread]:
+    def abort(self, patience_s: float = 0.0) -> list[threading.Thread]:
         """Abort each process group on a thread; see [Note: aborted collectives] in `_torch`."""
+        self._lose_queued(patience_s)
+        return [abort_group(group) for group in self.live()]
+
+    def _lose_queued(self, patience_s: float) -> None:
+        """Judge what is queued on a device, which has so much time to end, once."""
         if self.on_device and not self.aborted:
             self.aborted = True
-            _torch.lose_queued()
-        groups = [group for group in self.owned.values() if group in _torch.LIVE_GROUPS]
-        return [abort_group(group) for group in groups]
+            _torch.lose_queued(patience_s)
+
+    def live(self) -> list[dist.ProcessGroup]:
+        """The owned process groups that torch has not destroyed, oldest first."""
+        return [group for group in self.owned.values() if group in _torch.LIVE_GROUPS]
 
     def let_go(self) -> None:
         """Drop all references to the process groups, which nothing uses any more."""
@@ -414,8 +421,8 @@ OPEN: set[GroupState] = set()  # what owns process groups, until it is closed
 
 def never_destruct() -> None:
     """Keep torch from destructing open groups of gloo, which would wait for the other ranks."""
-    for group in [group for state in OPEN for group in state.owned.values()]:
-        if group in _torch.LIVE_GROUPS and dist.get_backend(group) == "gloo":
+    for group in [group for state in OPEN for group in state.live()]:
+        if dist.get_backend(group) == "gloo":
             _torch.never_destruct(group)
 
 
@@ -507,7 +514,6 @@ class Comm:
       rank: this rank's place in `ranks`.
       group: the name of the process group among those of `state`; "" for one rank.
       timeout_s: bound in seconds of each wait.
-      traffic: the ledger of the groups.
       state: of the groups.
       queue: `Pending`s that will issue a collective on it, in the order in which they must do so.
       calls: what this rank has called on it; `faults.order` compares it between its ranks.
@@ -526,7 +532,6 @@ class Comm:
     rank: int
     group: str = field(repr=False)
     timeout_s: float
-    traffic: Traffic = field(repr=False)
     state: GroupState = field(repr=False)
     queue: deque[Any] = field(default_factory=deque, repr=False)
     calls: Calls = field(default_factory=Calls, repr=False)
@@ -538,7 +543,7 @@ class Comm:
     def of_one(cls, name: str, state: "GroupState | None" = None, timeout_s: float = 0.0) -> "Comm":
         """A communicator of this rank alone."""
         state = state or GroupState()
-        return cls(name, (state.rank,), 0, "", timeout_s, Traffic(), state)
+        return cls(name, (state.rank,), 0, "", timeout_s, state)
 
     @cached_property
     def size(self) -> int:
@@ -558,12 +563,10 @@ class Comm:
             raise unraised
         what = f"'{self.name}' of ranks {fold_ranks(self.ranks)} is used after its groups"
         if state.failed is None:
-            raise GroupsError(
-                f"{what} were closed", fix="keep them open, or call make_groups again"
-            )
-        why = f"rank {state.rank}: {state.failed}"
+            fix = "keep them open, or call make_groups again"
+            raise GroupsError(f"{what} were closed", fix=fix)
         fix = "call groups = mics_fn.reset(groups), or trainer.reset(), on all ranks"
-        raise GroupsError(f"{what} have failed", [why], fix)
+        raise GroupsError(f"{what} have failed", [f"rank {state.rank}: {state.failed}"], fix)
 
     def stream(self, device: torch.device) -> torch.Stream:
         """The stream of all its collectives on an accelerator, in the order they are issued in."""

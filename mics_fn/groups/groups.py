@@ -12,20 +12,137 @@ else: hop 2 stays a plain mean, which serves parameters too and can be repeated.
 """
 
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from mics_fn import _torch
 from mics_fn.errors import GroupsError, message
-from mics_fn.groups.buffers import Buffers, Ring
 from mics_fn.groups.communicator import Comm, GroupState, Traffic
 from mics_fn.groups.topology import Plan, Topology, chunk_of, fold_ranks
 from mics_fn.store import Channel
+
+# `Buffers`: memory that collectives use again from step to step.
+
+_PATIENCE = 16  # a buffer that nobody took during `_PATIENCE * made` takes is let go
+
+
+class _Free(NamedTuple):
+    """A free buffer; those of one size are taken in the order in which they were given back."""
+
+    where: str  # its device
+    nbytes: int
+    since: int  # when it was given back, by the clock of its pool: no two are equal
+    raw: Tensor  # 1D, uint8
+    event: torch.Event | None  # what its next user waits for
+
+
+class Buffers:
+    """A pool of memory that collectives take and give back, so that every step uses the same.
+
+    The system would map fresh memory of this size page by page each time. A free buffer serves any
+    dtype and shape that needs at most its bytes. If all free ones are too small, the new one takes
+    the place of the largest, so there are never more buffers than were in use at once. Which buffer
+    is taken depends only on the order of takes and gives: of those of one size the one that was
+    given back first. On an accelerator its next user waits, on its stream, for the work that was
+    queued on the current stream when the buffer was given back; the host asks for nothing.
+
+    Example:
+      >>> buffers = Buffers()
+      >>> first = buffers.take((2, 3), torch.float32, torch.device("cpu"))
+      >>> buffers.give(first)
+      >>> buffers.take((5,), torch.float32, torch.device("cpu")).data_ptr() == first.data_ptr()
+      True
+      >>> buffers.made
+      1
+    """
+
+    def __init__(self) -> None:
+        self.made = 0  # how many buffers were allocated
+        self._clock = 0  # of takes and gives
+        self._free: list[_Free] = []  # sorted
+        self._streams: dict[int, torch.Stream] = {}  # where memory was made, by its address
+
+    def take(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, exact: bool = False
+    ) -> Tensor:
+        """An uninitialised tensor in the smallest free buffer that is large enough, else a new one.
+
+        Args:
+          shape, dtype, device: of the tensor.
+          exact: only a buffer of its own size will do, as for tensors that are kept for long.
+        """
+        nbytes = prod(shape) * dtype.itemsize
+        if not nbytes:
+            return torch.empty(shape, dtype=dtype, device=device)
+        self._clock += 1
+        where = str(_torch.with_index(device))
+        at = bisect_left(self._free, (where, nbytes))
+        size = self._free[at][:2] if at < len(self._free) else ("", 0)
+        if size[0] == where and (size[1] == nbytes or not exact):
+            raw = _ready(self._free.pop(at))
+        else:
+            if not exact and at and self._free[at - 1].where == where:  # it is too small
+                self.let_go(_ready(self._free.pop(at - 1)))
+            oldest = self._clock - 2 * _PATIENCE * self.made  # such as one of a model that is gone
+            self._keep(lambda free: free.since >= oldest)
+            self.made += 1
+            raw = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            if _torch.is_async(device):
+                self._streams[raw.data_ptr()] = _torch.current_stream(device)
+        return raw[:nbytes].view(dtype).view(shape)
+
+    def provide(self, nbytes: int, device: torch.device) -> None:
+        """Have one free buffer of this size in bytes, and let go of all others."""
+        size = (str(_torch.with_index(device)), nbytes)
+        kept = next((free for free in self._free if free[:2] == size), None)
+        self._keep(lambda free: free is kept)
+        if nbytes and kept is None:
+            self.give(self.take((nbytes,), torch.uint8, device, exact=True))
+
+    def _keep(self, keeps: Callable[[_Free], bool]) -> None:
+        """Let go of all other free buffers."""
+        for free in self._free:
+            if not keeps(free):
+                self.let_go(_ready(free))
+        self._free = [free for free in self._free if keeps(free)]
+
+    def let_go(self, raw: Tensor) -> None:
+        """Before a buffer is freed, and not given back: order that after the current stream."""
+        stream = self._streams.pop(raw.data_ptr(), None)
+        if stream is not None and stream != (current := _torch.current_stream(raw.device)):
+            stream.wait_stream(current)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of the free buffers."""
+        return sum(each.nbytes for each in self._free)
+
+    def give(self, tensor: Tensor) -> None:
+        """Give back a tensor that nobody uses any more; queued work may still use it."""
+        if not tensor.numel() or _torch.has_no_data(tensor):
+            return
+        with _torch.without_torch_func():  # a run may end inside of it
+            raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            raw = raw.set_(tensor.untyped_storage())
+        device = raw.device
+        event = _torch.record(device) if _torch.is_async(device) else None
+        self._clock += 1
+        insort(self._free, _Free(str(device), raw.nbytes, self._clock, raw, event))
+
+
+def _ready(free: _Free) -> Tensor:
+    """The memory of a free buffer for work that is queued from now on."""
+    if free.event is not None:
+        _torch.wait(free.raw.device, free.event)
+    return free.raw
+
 
 # `Hierarchy`: the levels that data crosses inside a partition group, and the memory it reuses.
 
@@ -61,10 +178,7 @@ class Route:
     outer_grads: int = 0  # outer levels over which gradients are reduced once per step
     grad_factor: float = 1.0  # see [Note: mean over more ranks]
     names: tuple[str, ...] = ()  # all levels of the topology, outermost first
-
-    @cached_property
-    def _splits(self) -> dict[int, tuple["Route", "Route"]]:
-        return {}
+    _splits: dict[int, Any] = field(default_factory=dict, init=False, repr=False)
 
     def split(self, count: int) -> tuple["Route", "Route"]:
         """Two routes: the outermost `count` levels, and the others."""
@@ -122,20 +236,20 @@ class Pools:
     """Memory that the verbs over one hierarchy reuse from step to step."""
 
     reducing: Buffers = field(default_factory=Buffers)  # full gradients, in verbs that wait
-    hops: Ring = field(default_factory=Ring)  # the same, during backward
     fetched: Buffers = field(default_factory=Buffers)  # gathered buckets
     outer: Buffers = field(default_factory=Buffers)  # buckets gathered over the outer levels only
     # A chunk never shares a larger buffer, so an optimizer always sees it as one tensor.
     chunks: Buffers = field(default_factory=Buffers)
     codes: Buffers = field(default_factory=Buffers)  # what travels in the place of parameters
-    # Of sums of gradients: how buckets are reduced, and free memory elsewhere.
+    # Of sums of gradients: how buckets are reduced, where, and free memory elsewhere.
     sums: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def waiting_bytes(self) -> int:
         """Bytes that these pools hold between two steps."""
         pools = (self.reducing, self.fetched, self.outer, self.chunks, self.codes)
-        return self.hops.nbytes + sum(pool.waiting_bytes for pool in pools)
+        ring = self.sums.get("ring")
+        return sum(pool.waiting_bytes for pool in pools) + (ring.nbytes if ring else 0)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -156,7 +270,7 @@ class Hierarchy:
     Example:
       >>> hierarchy = make_groups(1).hierarchy
       >>> hierarchy, hierarchy.partition_size, hierarchy.ranks
-      (Hierarchy(one rank, chunk 0 of 1), 1, (0,))
+      (Hierarchy(none, chunk 0 of 1), 1, (0,))
     """
 
     route: Route
@@ -216,8 +330,7 @@ class Hierarchy:
         return self.route.facts
 
     def __repr__(self) -> str:
-        levels = " x ".join(f"{level.name} {level.gather.size}" for level in self.route.levels)
-        return f"Hierarchy({levels or 'one rank'}, chunk {self.route.chunk} of {self.route.size})"
+        return f"Hierarchy({self.describe()}, chunk {self.route.chunk} of {self.route.size})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -273,6 +386,7 @@ class Groups:
     independent: bool = False
     agreed: set = field(default_factory=set)
     derive: tuple[Callable[[Any], Any], ...] = ()
+    _derived: dict[Any, "Groups"] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def world_size(self) -> int:
@@ -313,19 +427,15 @@ class Groups:
             plan=Plan(Topology(plan.level_sizes or (1,), plan.level_names), plan.partition_size),
             ranks=tuple(self.ranks[position] for position in own),
             position=own.index(self.position),
-            replicas=replace(
-                self.replicas, ranks=(self.rank,), rank=0, group="", queue=deque(), second=None
-            ),
+            replicas=Comm.of_one("replicas", self.state, self.timeout_s),
             independent=True,
             agreed=set(),
         )
 
-    @cached_property
-    def _derived(self) -> dict[Any, Any]:
-        return {(): self}
-
     def derived(self, steps: tuple[Callable[[Any], Any], ...]) -> "Groups":
         """What steps make of these groups, which `make_groups` made; each once."""
+        if not steps:
+            return self
         if steps not in self._derived:
             self._derived[steps] = steps[-1](self.derived(steps[:-1]))
         return self._derived[steps]
@@ -388,20 +498,16 @@ class Groups:
         return f"Groups({self.describe()}, rank {self.rank}, {self.device}{state})"
 
     def __str__(self) -> str:
-        p, count, route = self.partition_size, self.num_replicas, self.hierarchy.route
-        levels = [f"  {x.name} {x.gather.size}: {fold_ranks(x.gather.ranks)}" for x in route.levels]
-        shared = f"{fold_ranks(self.partition.ranks)}; levels outermost first:"
+        count, route = self.num_replicas, self.hierarchy.route
+        levels = [f"{x.name} {x.gather.size}: {fold_ranks(x.gather.ranks)}" for x in route.levels]
+        own = f"{fold_ranks(self.partition.ranks)}; levels outermost first:"
         lines = [
-            f"this is rank {self.rank}, which keeps chunk {route.chunk} of {p}",
-            f"partition group: {shared}" if levels else f"partition group: {shared} none",
-            *levels,
+            f"this is rank {self.rank}, which keeps chunk {route.chunk} of {route.size}",
+            f"partition group: {own} {', '.join(levels) or 'none'}",
             f"replication group: {fold_ranks(self.replicas.ranks)}",
         ]
-        counted = f"{count} partition group{'s' * (count != 1)}"
-        state = ", closed" if self.closed else ""
-        return message(
-            f"n = {self.world_size} in {counted} of p = {p}, on {self.device}{state}", lines
-        )
+        counted = f"{count} partition group{'s' * (count != 1)} of p = {route.size}"
+        return message(f"n = {self.world_size} in {counted}, on {self.device}", lines)
 
 
 def require_replicas(verb: str, homes: Iterable[Groups | Hierarchy]) -> None:

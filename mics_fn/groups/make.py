@@ -103,6 +103,7 @@ def make_groups(
 
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119.
     """
+    given = dict(locals())  # all ranks compare them
     check_fork("make_groups")
     checks.number("make_groups", "timeout_s", timeout_s, above=0, below=1e8)
     started = require_distributed()
@@ -112,23 +113,21 @@ def make_groups(
     universe = universe_of(ranks, mesh, rank, world_size)
     if mesh is not None and partition_size is None:
         partition_size = _shard_dim(mesh)
-    chosen, served_by = device_and_backend(device, mesh, backend)
+    chosen, served_by, problem = device_and_backend(device, mesh, backend)
     startup.own_failures(served_by, begun=started and "nccl" in dist.get_backend_config())
-    limits: Any = {"timeout_s": timeout_s, "heartbeat_s": hooks.limit_s(heartbeat_s, len(universe))}
-    state = GroupState(universe, rank, on_device=_torch.is_async(chosen), **limits)
+    state = GroupState(universe, rank, on_device=_torch.is_async(chosen), timeout_s=timeout_s)
+    state.heartbeat_s = hooks.limit_s(heartbeat_s, len(universe))
     state.whole, state.backend = whole or len(universe) == world_size, served_by
     node = _node_of(rank, node_size, topology)
-    facts = {"partition_size": partition_size, "node_size": node_size, "topology": topology}
-    facts |= {"nodes_per_rack": nodes_per_rack, "device": chosen.type, "backend": served_by}
-    facts |= {"timeout_s": float(timeout_s), "heartbeat_s": heartbeat_s and float(heartbeat_s)}
-    facts |= {"mean_over": mean_over, "whole": whole}
     if node_size is None and topology is None:
-        facts["node_size"] = f"found by {node.partition(' ')[0]}"
-    spot = startup.spot_of(chosen, alone=served_by != "gloo")
-    mine = [{name: str(value) for name, value in facts.items()}, node, spot]
+        given["node_size"] = f"found by {node.partition(' ')[0]}"
+    del given["mesh"], given["ranks"]
+    given |= {"partition_size": partition_size, "device": chosen.type, "backend": served_by}
+    compared = {name: str(value) for name, value in given.items()}
+    mine = startup.facts_of(compared, chosen, problem, node)
     deadline = time.monotonic() + timeout_s
     try:
-        store, found = _agreed(state, mine)
+        store, found = _agreed(state, mine, deadline)
         if mean_over is not None:
             check_count(mean_over, "make_groups: mean_over")
         if topology is not None:
@@ -143,17 +142,19 @@ def make_groups(
         raise
 
 
-def _agreed(state: GroupState, mine: Any) -> tuple[Any, int]:
+def _agreed(state: GroupState, mine: startup.Facts, deadline: float) -> tuple[Any, int]:
     """Meet the other ranks, or find what they agreed on; return the store and a node's size."""
+    verb, judge = "make_groups", partial(startup.judged, "make_groups")
     before = hooks.agreed_before(state.ranks, state.rank, state.timeout_s)
     if before is not None:
         state.key, state.rejoining = before.key, True
         return None, before.verdict
     if len(state.ranks) == 1:
-        return None, 1
-    store, judge = hooks.join(state, state.timeout_s), partial(startup.judged, "make_groups")
+        return None, judge({state.rank: mine})
+    store = hooks.join(state, state.timeout_s)
     wait = {"timeout_s": state.timeout_s, "check": partial(state.watch.check, ())}
-    meeting = startup.meet(store, state.ranks, state.rank, mine, judge, verb="make_groups", **wait)
+    how: Any = {"verb": verb, "deadline": deadline, **wait}
+    meeting = startup.meet(store, state.ranks, state.rank, mine, judge, **how)
     state.watch.begin(meeting)
     return store, meeting.verdict
 
@@ -197,31 +198,22 @@ def universe_of(
 
 def device_and_backend(
     device: str | torch.device | None, mesh: DeviceMesh | None, backend: str | None
-) -> tuple[torch.device, str]:
-    """The device of tensors that the groups communicate, and the backend that serves it.
-
-    Raises:
-      GroupsError: this process lacks the device, or the default group has no backend for it.
-    """
+) -> tuple[torch.device, str, str]:
+    """The device of the groups, the backend that serves it, and why they cannot use it."""
     begun = dist.is_initialized()
     config = (backend or dist.get_backend_config()) if begun else ""
-    if device is None and mesh is not None:
-        device = mesh.device_type
-    elif device is None:
-        device = "auto" if begun else torch.get_default_device()
+    if device is None:
+        default = "auto" if begun else torch.get_default_device()
+        device = default if mesh is None else mesh.device_type
     chosen, problem = startup.choose_device(device, config=config)
-    if problem:
-        raise GroupsError(f"make_groups: {problem}", fix=startup.NO_DEVICE)
     if not begun or backend is not None:
-        return chosen, config
+        return chosen, config, problem
     # A config such as "cpu:gloo,cuda:nccl" names one backend per device. Groups that are made for
     # one of them keep torch from creating idle communicators for the others.
-    of_device = startup.backends_of(config)
-    if chosen.type not in of_device:
-        what = f"make_groups: the default group serves {config}, not {chosen.type}"
-        fix = "pass device= or backend=, or start it with a backend for that device; for the CPU, "
-        raise GroupsError(what, fix=f"{fix}init_distributed(cpu_groups=True)")
-    return chosen, of_device[chosen.type]
+    served_by = startup.backends_of(config).get(chosen.type, "")
+    if not served_by:
+        problem = problem or f"the default group serves {config}, not {chosen.type}"
+    return chosen, served_by, problem
 
 
 def _shard_dim(mesh: DeviceMesh) -> int | None:
@@ -251,9 +243,9 @@ def _node_of(rank: int, node_size: int | None, topology: Topology | None) -> str
         check_count(node_size, "make_groups: node_size")
         return f"node_size={node_size} {rank // node_size}"
     size = os.environ.get("LOCAL_WORLD_SIZE")
-    if size is not None:
-        return f"LOCAL_WORLD_SIZE={size} {rank // int(size)}"
-    return f"hostnames {socket.gethostname()}"
+    if size is None:
+        return f"hostnames {socket.gethostname()}"
+    return f"LOCAL_WORLD_SIZE={size} {rank // int(size)}"
 
 
 def _create(
@@ -266,20 +258,22 @@ def _create(
 ) -> Groups:
     """Create the groups that this rank is a member of, in the same order on every rank."""
     position = state.ranks.index(state.rank)
-    coords, chunk = plan.coords(position), plan.chunk(position)
-    order = state.ranks_at(plan.chunk_order(position))
+    chunk, order = plan.chunk(position), state.ranks_at(plan.chunk_order(position))
     rows = state.ranks_at(plan.replication_group(position))
     channel = state.channel = _channel(state, store, order)
     made = list[Comm]()
     comm = partial(_comm, state, made)
-    levels = tuple(
-        _level(comm, name, state.ranks_at(plan.level_group(position, i)))
+
+    def level(name: str, ranks: tuple[int, ...], reach: str = "") -> Level:
+        return Level(name, comm(f"gather {name}", ranks), comm(f"reduce {name}", ranks), reach)
+
+    levels = one_level = tuple(
+        level(name, state.ranks_at(plan.level_group(position, i)))
         for i, name in enumerate(plan.level_names)
     )
-    one_level = levels
     if len(levels) > 1:
-        one_level = (replace(_level(comm, FLAT, order), reach=levels[0].name),)
-    partition = comm("partition", order) if len(order) == 1 else one_level[0].reduce
+        one_level = (level(FLAT, order, reach=levels[0].name),)
+    partition = one_level[0].reduce if levels else comm("partition", order)
     partition = replace(partition, name="partition")  # in the ledger
     replicas, second = comm("replicas", rows), comm("replicas, second", rows)
     made = [comm for comm in made if comm.group]
@@ -289,16 +283,15 @@ def _create(
         _warm_up(state, [comm for comm in made if comm.name != f"gather {FLAT}"], device)
     factor = 1.0 if mean_over is None else len(state.ranks) / mean_over
     more = {"grad_factor": factor, "names": plan.topology.names}
-    route = Route(levels, coords, chunk, **more)
     replicas = replace(replicas, second=replace(second, name="replicas"))  # in the ledger
-    hierarchy = flat = Hierarchy(route, device, partition, channel)
+    shared = device, partition, channel
+    hierarchy = flat = Hierarchy(Route(levels, plan.coords(position), chunk, **more), *shared)
     if one_level is not levels:
-        route = Route(one_level, (chunk,), chunk, **more)
-        flat = Hierarchy(route, device, partition, channel)
+        flat = Hierarchy(Route(one_level, (chunk,), chunk, **more), *shared)
     where = {"ranks": state.ranks, "rank": state.rank, "position": position, "device": device}
     parts = {"hierarchy": hierarchy, "flat": flat, "partition": partition, "replicas": replicas}
-    shared = {"timeout_s": state.timeout_s, "traffic": state.traffic, "state": state}
-    return Groups(plan, **where, **parts, **shared, mean_over=mean_over)
+    known = {"timeout_s": state.timeout_s, "traffic": state.traffic, "state": state}
+    return Groups(plan, **where, **parts, **known, mean_over=mean_over)
 
 
 def _channel(state: GroupState, store: Any, ranks: tuple[int, ...]) -> Channel:
@@ -310,19 +303,13 @@ def _channel(state: GroupState, store: Any, ranks: tuple[int, ...]) -> Channel:
     return channel
 
 
-def _level(comm: Callable[..., Comm], name: str, ranks: tuple[int, ...]) -> Level:
-    """A level of these ranks, ordered by coordinate."""
-    return Level(name, comm(f"gather {name}", ranks), comm(f"reduce {name}", ranks))
-
-
 def _comm(state: GroupState, made: list[Comm], name: str, ranks: tuple[int, ...]) -> Comm:
     """A communicator of these ranks, without its process group; it is appended to `made`."""
     alone = len(ranks) == 1 or state.rejoining
     # Groups of one purpose are disjoint, so one member tells them apart.
     group = "" if alone else f"{state.key}/{name}/{ranks[0]}"
-    facts = group, state.timeout_s, state.traffic, state
-    calls = state.channel.calls_of(name, ranks)
-    comm = Comm(name, ranks, ranks.index(state.rank), *facts, calls=calls)
+    calls, place = state.channel.calls_of(name, ranks), ranks.index(state.rank)
+    comm = Comm(name, ranks, place, group, state.timeout_s, state, calls=calls)
     state.forgets.append(comm.queue.clear)
     made.append(comm)
     return comm

@@ -93,9 +93,9 @@ def place(
     sizes = groups.hierarchy.route.sizes
     if scheme is not None:
         counts = {"one": 1, "inner": sizes[-1] if sizes else 1, "all": None}
-        wanted = [counts[span] for span in PLACEMENTS[scheme]]
-        params = wanted[0] if params is None else params
-        grads = wanted[1] if grads is None else grads
+        cut_params, cut_grads = (counts[span] for span in PLACEMENTS[scheme])
+        params = cut_params if params is None else params
+        grads = cut_grads if grads is None else grads
     found = {}
     for name, size in (("outer_params", params), ("outer_grads", grads)):
         inner = [prod(sizes[level:]) for level in range(len(sizes) + 1)]
@@ -105,8 +105,6 @@ def place(
             raise PlanError(f"place: {name[6:]}={size} ends inside a level", lines, fix=fix)
         found[name] = 0 if size is None else inner.index(size)
     flat = {name: int(count > 0 and count == len(sizes)) for name, count in found.items()}
-    if len(groups.flat.route.levels) != 1:
-        flat = found
     return replace(
         groups,
         derive=(*groups.derive, step),
@@ -142,20 +140,16 @@ def fixed_order(groups: Groups) -> Groups:
     """
 
     change = partial(replace, fixed_order=True)
+    partition, replicas = change(groups.partition), change(groups.replicas)
 
     def along(hierarchy: Hierarchy) -> Hierarchy:
         levels = hierarchy.route.levels
         changed = tuple(replace(level, reduce=change(level.reduce)) for level in levels)
-        return _routed(replace(hierarchy, partition=change(hierarchy.partition)), levels=changed)
+        return _routed(replace(hierarchy, partition=partition), levels=changed)
 
-    return replace(
-        groups,
-        derive=(*groups.derive, fixed_order),
-        hierarchy=along(groups.hierarchy),
-        flat=along(groups.flat),
-        partition=change(groups.partition),
-        replicas=change(groups.replicas),
-    )
+    both = {"hierarchy": along(groups.hierarchy), "flat": along(groups.flat)}
+    derive = (*groups.derive, fixed_order)
+    return replace(groups, derive=derive, partition=partition, replicas=replicas, **both)
 
 
 def _routed(hierarchy: Hierarchy, **changes: object) -> Hierarchy:

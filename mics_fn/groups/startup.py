@@ -138,11 +138,8 @@ def _address_of(env: Mapping[str, str], source: str) -> dict[str, str]:
     if source == "Slurm":
         one_node = env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "1")) == "1"
     found = {"MASTER_ADDR": "127.0.0.1"} if one_node else {}
-    for name in _JOBS:
-        digits = re.sub(r"\D", "", env.get(name, ""))
-        if digits:
-            return {**found, "MASTER_PORT": f"{20000 + int(digits) % 10000}"}
-    return found
+    job = next(filter(None, (re.sub(r"\D", "", env.get(name, "")) for name in _JOBS)), "")
+    return found | ({"MASTER_PORT": f"{20000 + int(job) % 10000}"} if job else {})
 
 
 # This library finds failures, ends what waits for a lost rank, and raises `PeerFailed`. So torch's
@@ -242,35 +239,29 @@ def backends_of(config: str) -> dict[str, str]:
     return dict(part.split(":", 1) for part in config.split(","))
 
 
-class Spot(NamedTuple):
-    """Description of a rank's device that is sent to the other ranks."""
+class Facts(NamedTuple):
+    """What a rank tells the others before groups exist."""
 
-    device: str  # such as "cuda:0"
-    host: str
+    compared: Mapping[str, str]  # by name, what must be equal on all ranks
+    node: str  # equal on ranks that share a node
+    place: str  # the host and the device, such as "node0: cuda:0"
     unit: str  # equal on ranks that share an accelerator; empty if that does no harm
-    problem: str  # why the rank cannot use it
+    problem: str  # why the rank cannot use its device
 
 
-def spot_of(device: torch.device, *, alone: bool, problem: str = "") -> Spot:
-    """Where this rank computes.
-
-    Args:
-      device: its device.
-      alone: whether the other ranks must use other devices, as every backend but gloo requires.
-      problem: why this process cannot use it.
-    """
+def facts_of(
+    compared: Mapping[str, str], device: torch.device, problem: str, node: str = ""
+) -> Facts:
+    """The facts of this rank; every backend but gloo requires that ranks use other devices."""
     host, unit = socket.gethostname(), ""
-    if _torch.is_async(device) and alone and not problem:
+    if _torch.is_async(device) and compared.get("backend") != "gloo" and not problem:
         # A number alone says nothing where each process sees other devices.
         masks = sorted(x for x in os.environ.items() if x[0].endswith(("VISIBLE_DEVICES", "_MASK")))
         properties = torch.get_device_module(device).get_device_properties(device)
         unit = f"{getattr(properties, 'uuid', '')}" or f"{device} of {host}, {masks}"
         # NCCL accepts ranks that share a GPU if this tells them apart, as people do in tests.
         unit = " ".join((unit, os.environ.get("NCCL_HOSTID", ""))).strip()
-    return Spot(str(device), host, unit, problem)
-
-
-NO_DEVICE = "pass device='auto' or 'cpu', or use a torch and a driver for this device"
+    return Facts(compared, node, f"{host}: {device}", unit, problem)
 
 
 # What ranks tell each other as they start, and what must be equal or distinct there.
@@ -284,23 +275,22 @@ def judged(verb: str, found: Mapping[int, Any]) -> int:
       GroupsError: a rank does not have its device, or several use one; NCCL would fail, or hang.
       PlanError: nodes hold unequal numbers of ranks, or ranks of a node are not next to each other.
     """
-    facts, nodes, spots = {}, {}, {}
-    for rank, (mine, node, spot) in found.items():
-        facts[rank], nodes[rank], spots[rank] = mine, node, Spot(*spot)
-    wrong = {rank: f"{x.problem}, on {x.host}" for rank, x in spots.items() if x.problem}
+    facts = {rank: Facts(*entry) for rank, entry in found.items()}
+    wrong = {rank: f"{x.problem}, on {x.place}" for rank, x in facts.items() if x.problem}
     if wrong:
         what = f"{verb}: a rank does not have the device that was asked for"
-        raise GroupsError(what, errors.rank_lines(wrong), NO_DEVICE)
-    _compare(verb, facts)
-    units = {rank: x.unit or f"rank {rank}" for rank, x in spots.items()}
+        fix = "pass device='auto' or 'cpu', use a torch and a driver for this device, or let "
+        fix += "init_distributed(cpu_groups=True) start the default group for the CPU, too"
+        raise GroupsError(what, errors.rank_lines(wrong), fix)
+    _compare(verb, {rank: x.compared for rank, x in facts.items()})
+    units = {rank: x.unit or f"rank {rank}" for rank, x in facts.items()}
     unit, users = errors.by_value(units)[0]
     if len(users) > 1:
-        at = f"{spots[users[0]].host}: {spots[users[0]].device}"
         fix = "start one rank per device, show each rank one of its own (srun --gpus-per-task=1), "
         fix += "or pass device='cpu'; to share one in a test, set another NCCL_HOSTID on each rank"
-        lines = [f"{errors.name_ranks(users)} on {at}, {unit}"]
+        lines = [f"{errors.name_ranks(users)} on {facts[users[0]].place}, {unit}"]
         raise GroupsError(f"{verb}: several ranks use one device", lines, fix)
-    return node_size_of(nodes)
+    return node_size_of({rank: x.node for rank, x in facts.items()})
 
 
 def _compare(verb: str, found: Mapping[int, Mapping[str, str]]) -> None:
@@ -382,7 +372,7 @@ def init_distributed(
     begun, deadline = dist.is_initialized(), time.monotonic() + timeout_s
     launch = None if begun else read_launch(os.environ)
     chosen, problem = choose_device(device, launch, dist.get_backend_config() if begun else "")
-    mine = [{"device": chosen.type}, "", spot_of(chosen, alone=True, problem=problem)]
+    mine = facts_of({"device": chosen.type}, chosen, problem)
     store, start = None, None
     if launch is None:
         judged("init_distributed", {0: mine})
@@ -392,7 +382,7 @@ def init_distributed(
         torch.accelerator.set_device_index(chosen)
     if launch is None:
         return chosen
-    own = _torch.backend(chosen)
+    own = dist.get_default_backend_for_device(chosen)
     own_failures(own, begun=False)
     backend = f"cpu:gloo,{chosen.type}:{own}" if cpu_groups and own != "gloo" else own
     how = {"store": store, "rank": launch.rank, "world_size": launch.world_size}
@@ -446,7 +436,7 @@ def _agreed_store(
         return (errors.CollectiveError if timed_out else GroupsError)(what, [first], fix)
 
     try:
-        store = _torch.prefixed(bounded(connect, deadline), "mics_fn")
+        store = _torch.PrefixStore("mics_fn", bounded(connect, deadline))
     except (RuntimeError, TimeoutError, OSError) as error:
         raise lost(error) from error
     with hooks.enter(store, rank, size, timeout_s, lost) as (served, start):
@@ -483,7 +473,7 @@ def meet(
     *,
     verb: str,
     timeout_s: float,
-    deadline: float | None = None,
+    deadline: float,
     check: Callable[[float], None] = lambda idle_s: None,
 ) -> Meeting:
     """Judge the facts of `ranks`; each of them calls this the same number of times for a verb.
@@ -495,8 +485,8 @@ def meet(
       mine: the facts of this rank, in a form that JSON keeps.
       judge: gets those of all ranks by rank; what it returns or raises comes to all of them.
       verb: who calls, for errors.
-      timeout_s: bound in seconds of the wait for the others.
-      deadline: when it gives up, if other things take of that time; by `time.monotonic`.
+      timeout_s: bound in seconds of all that it is a part of, for errors.
+      deadline: when it gives up; by `time.monotonic`.
       check: as for `poll`.
 
     Returns:
@@ -508,12 +498,11 @@ def meet(
       DesyncError, GroupsError, PlanError: what the judge raised, on every rank.
       CollectiveError: some rank did not call this in time.
     """
-    deadline = time.monotonic() + timeout_s if deadline is None else deadline
     prefix, number = prefix_of(ranks, verb), last_of(store, ranks, verb) + 1
     since, key = getattr(store, "since", 1), f"{prefix}/{number}"
     end = f"{key}/verdict"
     try:
-        # As `store.claim`, if the store knows which process writes.
+        # As `faults.heartbeat.claim`, if the store knows which process writes.
         write = getattr(store, "claim", None) or (lambda key, text: store.set(key, f"1 {text}"))
         write(f"{key}/{rank}", json.dumps(mine))
         if rank == ranks[0]:
@@ -540,13 +529,6 @@ def meet(
         text = f"{verb}: the ranks met a process of rank {rank} that has ended since"
         raise GroupsError(text, fix=f"call {verb} again on all ranks")
     return meeting
-
-
-def past(store: Store, ranks: Sequence[int], verb: str, call: int) -> Meeting | None:
-    """What the n-th meeting of these ranks agreed on; None if there was none, or if it failed."""
-    key = f"{prefix_of(ranks, verb)}/{call}"
-    verdict = json.loads(value_of(store, f"{key}/verdict") or '{"error": ""}')
-    return None if "error" in verdict else Meeting(key, verdict["found"])
 
 
 def prefix_of(ranks: Sequence[int], verb: str) -> str:
@@ -603,4 +585,4 @@ def _absence(
 
 def part_of_start(store: Any, number: int) -> Any:
     """The part of a store for the n-th start with it; the keys of the first are those of torch."""
-    return store if number == 1 else _torch.prefixed(store, f"start {number}")
+    return store if number == 1 else _torch.PrefixStore(f"start {number}", store)

@@ -9,29 +9,21 @@ that takes the outermost level first then fills one contiguous run of the output
 every level is a plain all-gather that writes in place. A reduce-scatter is the reverse.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any
 
 from mics_fn.errors import PlanError, message, name_ranks
 
 # Numbers of ranks: what divides what, and the errors of those that do not fit.
 
 
-def check_count(value: object, what: str) -> None:
-    """Raise PlanError unless a value is an int of at least 1; `what` names it."""
+def check_count(value: object, what: str) -> int:
+    """Raise PlanError unless a value is an int of at least 1, and return it; `what` names it."""
     if type(value) is not int or value < 1:
         raise PlanError(f"{what}={value!r} is not an int of at least 1")
-
-
-def parts(total: int, size: int, what: str, whole: str) -> int:
-    """How many groups of `size` there are in `total`; PlanError unless it divides."""
-    check_count(size, what)
-    if total % size:
-        raise PlanError(f"{what}={size} does not divide {whole}", fix="pass a number that does")
-    return total // size
+    return value
 
 
 FLAT = "flat"  # the name of all levels as one, in communicators and in the ledger
@@ -88,14 +80,16 @@ class Topology:
           >>> print(Topology.of(24, node_size=4, nodes_per_rack=3))
           rack 2 x node 3 x rank 4
         """
-        if node_size is None and nodes_per_rack is None:
-            return cls((world_size,))
-        inner: Any = node_size
-        nodes = parts(world_size, inner, "node_size", f"the world of {world_size} ranks")
-        if nodes_per_rack is None:
-            return cls((nodes, inner))
-        racks = parts(nodes, nodes_per_rack, "nodes_per_rack", f"the {nodes} nodes")
-        return cls((racks, nodes_per_rack, inner))
+        sizes = [world_size]
+        for name, given in (("node_size", node_size), ("nodes_per_rack", nodes_per_rack)):
+            if given is None and nodes_per_rack is None:
+                break
+            size = check_count(given, name)
+            if sizes[0] % size:
+                what = f"{name}={size} does not divide {sizes[0]}"
+                raise PlanError(what, fix="pass a number that does")
+            sizes[:1] = [sizes[0] // size, size]
+        return cls(tuple(sizes))
 
     @property
     def world_size(self) -> int:
@@ -163,8 +157,7 @@ class Plan:
 
     def partition_group(self, position: int) -> tuple[int, ...]:
         """The partition group that `position` is in, ascending."""
-        start = range(self.world_size)[position] // self.partition_size * self.partition_size
-        return tuple(range(start, start + self.partition_size))
+        return self.partition_groups[position // self.partition_size]
 
     def replication_group(self, position: int) -> tuple[int, ...]:
         """The positions that hold the same shard as `position`, ascending."""
@@ -196,11 +189,12 @@ class Plan:
     def __str__(self) -> str:
         p, replicas = self.partition_size, self.num_replicas
         levels = _by_level(self.level_names, self.level_sizes) or "none, a rank is a whole replica"
-        partition = _listed(replicas, lambda i: self.partition_group(i * p))
+        partition = [fold_ranks(group) for group in self.partition_groups]
+        rows = [fold_ranks(self.replication_group(i)) for i in range(p)]
         lines = [
-            f"partition groups ({replicas} of {p}): {partition}",
+            f"partition groups ({replicas} of {p}): {_shortened(' | ', partition)}",
             f"levels of each, outermost first: {levels}",
-            f"replication groups ({p} of {replicas}): {_listed(p, self.replication_group)}",
+            f"replication groups ({p} of {replicas}): {_shortened(' | ', rows)}",
         ]
         return message(f"{self.world_size} ranks = {self.topology}", lines)
 
@@ -265,13 +259,11 @@ def fold_ranks(ranks: Sequence[int]) -> str:
     >>> fold_ranks(range(4, 8)), fold_ranks(range(0, 4096, 8))
     ('4-7', '0, 8, 16, ..., 4088')
     """
-    parts = name_ranks(ranks).partition(" ")[2].split(", ")
-    return ", ".join(parts if len(parts) <= _SHOWN else [*parts[:3], "...", parts[-1]])
+    return _shortened(", ", name_ranks(ranks).partition(" ")[2].split(", "))
 
 
-def _listed(count: int, group: Callable[[int], Sequence[int]]) -> str:
-    shown = [fold_ranks(group(i)) for i in range(count if count <= _SHOWN else 3)]
-    return " | ".join(shown if count <= _SHOWN else [*shown, "...", fold_ranks(group(count - 1))])
+def _shortened(between: str, parts: list[str]) -> str:
+    return between.join(parts if len(parts) <= _SHOWN else [*parts[:3], "...", parts[-1]])
 
 
 def _by_level(names: Sequence[str], sizes: Sequence[int]) -> str:

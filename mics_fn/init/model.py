@@ -63,7 +63,7 @@ def open_weights(verb: str, source: Source, *, trust: bool) -> Iterator[Weights]
     if isinstance(source, Mapping):
         yield {key: _of_tensor(value.detach()) for key, value in source.items()}
         return
-    checks.flag(verb, "trust", trust)
+    checks.choice(verb, "trust", trust, True, False)
     with ExitStack() as opened:
         path = Path(source)
         try:

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mics_fn import _torch, tree
 from mics_fn.collectives import checksum
@@ -615,7 +616,7 @@ class Recorder(_torch.DispatchMode):
         key, nbytes = _torch.storage_id(x), x.untyped_storage().nbytes()
         if key not in self._numbers:
             self._numbers[key] = self.tape.new_storage(device, nbytes, **fields)
-            self._kept_alive.append(_torch.weak_storage(x))
+            self._kept_alive.append(StorageWeakRef(x.untyped_storage()))
         known = self.tape.storages[self._numbers[key]]
         if known.nbytes not in (0, nbytes):
             raise NotRecorded(f"{self.last} resizes memory")

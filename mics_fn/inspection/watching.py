@@ -233,8 +233,8 @@ class Watched:
         if device is None or not _torch.is_async(device) or span.parts:
             return time.monotonic()
         if device not in self._marks:
-            self._marks[device] = time.monotonic(), _torch.mark(device)
-        return _torch.mark(device)
+            self._marks[device] = time.monotonic(), _torch.record(device, timed=True)
+        return _torch.record(device, timed=True)
 
     def resident(self, kind: str, key: Hashable, nbytes: int) -> None:
         """Note how many bytes something holds from now on."""
@@ -247,7 +247,7 @@ class Watched:
         about = spans.title(span.about)
         about = about if wait else about.partition(": ")[2] or about
         times = [self._seconds(at, span.device) - self._began for at in (begin, end)]
-        numbers = spans.numbers(span.about)
+        numbers = _numbers(span.about)
         return Event(span.kind, about, numbers, span.level, span.nbytes, *times)
 
     def _seconds(self, at: Time, device: Any) -> float:
@@ -255,7 +255,18 @@ class Watched:
         if isinstance(at, int | float):
             return at
         began, first = self._marks[device]
-        return began + _torch.seconds_between(first, at)
+        at.synchronize()
+        return began + first.elapsed_time(at) / 1e3
+
+
+def _numbers(about: Any) -> tuple[int, ...]:
+    """The numbers of the buckets that a span is about."""
+    if isinstance(about, Span):
+        return _numbers(about.about)
+    if isinstance(about, Sequence) and not isinstance(about, str):
+        return tuple(n for each in about for n in _numbers(each))
+    index = getattr(about, "index", None)
+    return (index,) if isinstance(index, int) else ()
 
 
 @contextmanager

@@ -61,8 +61,8 @@ from torch import Tensor
 
 from mics_fn import _torch, spans
 from mics_fn.collectives import Codec, needs_derivative, refuse_derivative
+from mics_fn.offload.read_only import ReadOnly
 from mics_fn.offload.scratch import DEVICE, DISK, Extent, Scratch, aligned, padded
-from mics_fn.read_only import ReadOnly
 
 # Tensors without memory: an op gets their values, and a view is one of them again.
 
@@ -92,8 +92,10 @@ class Absent(ReadOnly):
     ) -> Any:
         handle = cls.handlers.get(func)
         if handle is None:
-            changes = refuse_writes if _torch.op_changes(func) else compute
-            handle = cls.handlers[func] = view if _torch.op_views(func) else changes
+            changes = refuse_writes if _torch.op_writes(func) else compute
+            # Of these, `to` may give a copy on another device.
+            views = func.is_view and not _torch.op_takes(func, "device")
+            handle = cls.handlers[func] = view if views else changes
         return handle(cls, func, args, kwargs or {})
 
     @classmethod

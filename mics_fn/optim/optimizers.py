@@ -724,7 +724,7 @@ def from_torch(
     """
     if lr is not None:
         check_rule("from_torch", lr)
-    checks.flag("from_torch", "elementwise", elementwise)
+    checks.choice("from_torch", "elementwise", elementwise, True, False)
     if cls in REFUSED or not (cls in ELEMENTWISE or elementwise):
         name = getattr(cls, "__name__", type(cls).__name__)
         fix = f"use one of {_NAMES}; or elementwise=True, if a class of your own is"

@@ -57,7 +57,7 @@ def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None
     elif leaf.layout != torch.strided or leaf.is_nested or leaf.dtype not in _DTYPES:
         wrong = f"{leaf.layout}, {leaf.dtype}".replace("torch.", "")
         fix = f"pass a dense tensor of {', '.join(SHORT_NAMES.values())}, bool or whole numbers"
-    elif type(leaf) not in _torch.PLAIN and _torch.is_dtensor(leaf):
+    elif type(leaf).__name__ == "DTensor":
         wrong = "a DTensor"
         fix = (
             "of a tensor parallel model pass its to_local(), with groups of the data-parallel part "

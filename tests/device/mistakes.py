@@ -34,7 +34,7 @@ def _of(scenario: str, *changes: Change, law: str = "ordered") -> Mistake:
 
 
 _PENDING, _SUM, _COLUMNS = "collectives/pending.py", "deferred/reduction.py", "optim/columns.py"
-_BUFFERS, _LIVE = "groups/buffers.py", "deferred/live.py"
+_POOL, _RING, _LIVE = "groups/groups.py", "deferred/memory.py", "deferred/live.py"
 _LET_GO = Change(
     _PENDING, 'if getattr(self, "_keep", None) and self.ready is not None:', "if False:"
 )
@@ -70,12 +70,12 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a buffer is taken without a wait": _of(
         "never waited for",
-        Change(_BUFFERS, "_torch.wait(free.raw.device, free.event)", "pass"),
+        Change(_POOL, "_torch.wait(free.raw.device, free.event)", "pass"),
     ),
     "a lease is taken without a wait": _of(
         "two replicas, budget",
         Change(
-            _BUFFERS,
+            _RING,
             "in self._lent\n        ):\n            self._lent.popleft().until()",
             "in self._lent\n        ):\n            self._lent.popleft()",
         ),

@@ -11,9 +11,9 @@ import pytest
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from mics_fn.faults import monitor
+from mics_fn.faults.heartbeat import departure_of
 from mics_fn.faults.journal import Watcher, without_a_word
 from mics_fn.groups import GroupState
-from mics_fn.store import departure_of
 
 ENDINGS = Path(__file__).parents[1] / "support" / "endings.py"
 LIMIT_S = 2.0  # `heartbeat_s` there

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import mics_fn as mf
 from mics_fn import _torch
 from mics_fn.errors import MicsError
-from mics_fn.faults import monitor
-from mics_fn.faults.heartbeat import BoundedStore
+from mics_fn.faults import heartbeat, monitor
+from mics_fn.faults.heartbeat import BoundedStore, heartbeat_of
 from mics_fn.store import poll
 from tests.stress.fault_ranks import take_place
 
@@ -46,7 +46,7 @@ def last_step(folder: Path) -> float:
 def freeze(folder: Path, where: str) -> None:
     """Let this process stop at one instant, in whichever thread comes there."""
     plants: dict[str, tuple[Any, str, Callable[..., bool]]] = {
-        "before a sign of life": (monitor, "claim", lambda *given: given[1].endswith(f"/{ODD}")),
+        "before a sign of life": (heartbeat, "claim", lambda *given: given[1] == heartbeat_of(ODD)),
         "in a meeting": (BoundedStore, "claim", lambda *given: "/calls/" not in given[1]),
         "in a reset": (_torch, "new_group", lambda *given: True),
     }

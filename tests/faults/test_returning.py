@@ -1,5 +1,6 @@
 """What a process finds in the store that takes a lost rank's place, and what others know of it."""
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +13,10 @@ from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mics_fn.faults.heartbeat import BoundedStore, Process, StoreThread
+from mics_fn.faults import rejoin
+from mics_fn.faults.heartbeat import BoundedStore, Process, Replaced, StoreThread, claim
 from mics_fn.faults.rejoin import joined
 from mics_fn.groups import startup
-from mics_fn.store import Replaced, claim
 
 VERB = "reset"
 
@@ -39,10 +40,10 @@ def started(store: Any) -> None:
 def test_counting_goes_on_at_the_last_verdict(ended: int, begun: bool):
     """Whatever a lost process had begun, the next meeting is the one that the others enter."""
     with new_store() as store:
-        told = {"verb": VERB, "timeout_s": 1.0}
+        told: Any = {"verb": VERB, "timeout_s": 1.0, "deadline": math.inf}
         for call in range(1, ended + 1):
             meeting = startup.meet(store, range(1), 0, call, lambda found: found[0], **told)
-            assert startup.past(store, range(1), VERB, call) == meeting._replace(members={})
+            assert rejoin.past(store, range(1), VERB, call) == meeting._replace(members={})
         key = startup.prefix_of(range(1), VERB)
         if begun:
             store.set(f"{key}/{ended + 1}/0", '1 "of the process that was lost"')

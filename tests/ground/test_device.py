@@ -58,8 +58,10 @@ def test_a_flag_says_whether_an_abort_began_since_it_was_asked_for(events, monke
 
 
 def test_time_is_given_to_what_is_queued(events: list[FakeEvent]):
-    queued = _torch.Queued(CPU)
-    _torch.drain(0.01)
-    assert not queued.has_ended()
+    lost = list[int]()
+    _torch.Queued(CPU, lambda: lost.append(0))
     events[0].has_ended = True
-    _torch.drain(60.0)  # at once
+    _torch.lose_queued(60.0)  # at once
+    _torch.Queued(CPU, lambda: lost.append(1))
+    _torch.lose_queued(0.01)
+    assert lost == [1]

@@ -21,10 +21,10 @@ from mics_fn.groups.startup import (
     Launch,
     accelerator,
     choose_device,
+    facts_of,
     init_distributed,
     nccl_problems,
     own_failures,
-    spot_of,
 )
 from mics_fn.groups.topology import Topology
 
@@ -120,7 +120,7 @@ SHARED = "several ranks use one device", "  ranks 0, 1 on here: cuda:0, G"
 MIXED = "ranks disagree on device", "  device: cuda on rank 0; cpu on rank 1"
 MISSING = (
     "a rank does not have the device that was asked for",
-    "  rank 1: cuda is asked for, and this process sees 0 devices of its kind, on here",
+    "  rank 1: cuda is asked for, and this process sees 0 devices of its kind, on here: cuda",
 )
 
 
@@ -165,14 +165,14 @@ def test_groups_refuse_ranks_on_one_device(ranks):
 def test_a_device_without_a_uuid_is_known_by_what_the_process_sees():
     def unit(device: str, visible: str) -> str:
         with machine(Fake("npu", "", ""), ASCEND_RT_VISIBLE_DEVICES=visible):
-            return spot_of(torch.device(device), alone=True).unit
+            return facts_of({}, torch.device(device), "").unit
 
     first = unit("xpu:0", "0,1")
     assert unit("xpu:0", "0,1") == first
     assert len({first, unit("xpu:1", "0,1"), unit("xpu:0", "1,0")}) == 3
     with machine(Fake("xpu", "G")):
-        assert not spot_of(torch.device("xpu:0"), alone=False).unit
-        assert not spot_of(torch.device("cpu"), alone=True).unit
+        assert not facts_of({"backend": "gloo"}, torch.device("xpu:0"), "").unit
+        assert not facts_of({}, torch.device("cpu"), "").unit
 
 
 @pytest.mark.parametrize(
@@ -189,11 +189,11 @@ def test_groups_take_the_device_that_the_default_group_serves(monkeypatch, confi
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda: config)
     with machine(fake):
-        device, backend = device_and_backend(None, None, None)
-    assert (str(device), backend) == want
+        device, backend, problem = device_and_backend(None, None, None)
+    assert (str(device), backend, problem) == (*want, "")
     if "cpu" not in config:
-        with pytest.raises(GroupsError, match=f"the default group serves {config}, not cpu"):
-            device_and_backend("cpu", None, None)
+        problem = device_and_backend("cpu", None, None)[2]
+        assert problem == f"the default group serves {config}, not cpu"
 
 
 ORDER, HANDLING, MONITOR = (

@@ -96,7 +96,7 @@ TOPOLOGY = Topology((2, 2))
             ["node_size: found by LOCAL_WORLD_SIZE=2 on ranks 0-2; found by hostnames on rank 3"],
         ),
         (
-            [{"heartbeat_s": 20}, {"topology": TOPOLOGY}, {"heartbeat_s": 20.0}, {}],
+            [{"heartbeat_s": 20.0}, {"topology": TOPOLOGY}, {"heartbeat_s": 20.0}, {}],
             [{}] * 4,
             [
                 "node_size: found by hostnames on ranks 0, 2, 3; None on rank 1",

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import mics_fn as mf
 from mics_fn import _torch, spans
-from mics_fn.groups import LEAST_RING
+from mics_fn.deferred.memory import LEAST_RING
 from mics_fn.inspection.watching import Event, Timeline
 from mics_fn.schedules.schedule import Schedule
 

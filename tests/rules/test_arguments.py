@@ -106,7 +106,8 @@ LeafError: defer(into=): another backward went through it than that of its GradS
 >>> mf.make_groups("1")
 PlanError: partition_size='1' does not fit 1 ranks = node 1 x rank 1
 >>> mf.make_groups(device="cuda:99")
-GroupsError: make_groups: cuda:99 is asked for, and this process sees ... devices of its kind
+GroupsError: make_groups: a rank does not have the device that was asked for
+  rank 0: cuda:99 is asked for, and this process sees ... devices of its kind, on ...
 >>> mf.make_groups(timeout_s=nan)
 PlanError: make_groups: timeout_s=nan, expected a finite number above 0 and below 1e+08
 >>> mf.make_groups(heartbeat_s=0.1)

@@ -45,7 +45,6 @@ GROUND = [
     "store",
     "threads",
     "spans",
-    "read_only",
 ]
 # The only files that reach private names of torch.
 TORCH_DOORS = ["_torch"]
@@ -60,7 +59,6 @@ OUTSIDE = {
     "store": [],
     "threads": [],
     "spans": ["torch.distributed"],
-    "read_only": ["torch"],
     "tree": ["optree"],
     "_torch": ["torch", "torch.distributed"],
     "schedules": [],

@@ -13,7 +13,7 @@ from cases import Layout
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.collectives import Codec, mean_bytes
-from mics_fn.groups.buffers import Buffers
+from mics_fn.groups import Buffers
 from mics_fn.groups.groups import Pools
 from mics_fn.lab import report
 from mics_fn.shards.bucket import Bucket

@@ -251,7 +251,7 @@ def of_all_ranks(value: Any) -> list[Any]:
     text = json.dumps(value, default=float)  # such as the loss of a step
     if not dist.is_initialized():
         return [json.loads(text)]
-    store, call = _torch.prefixed(_torch.default_store(), "bench"), next(_calls)
+    store, call = _torch.PrefixStore("bench", _torch.default_store()), next(_calls)
     store.set(f"{call}/{dist.get_rank()}", text)
     return [json.loads(store.get(f"{call}/{rank}")) for rank in range(dist.get_world_size())]
 

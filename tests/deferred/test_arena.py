@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mics_fn import _torch, schedules
-from mics_fn.groups.buffers import Arena, Buffers, Ring, lease_sizes
+from mics_fn.deferred.memory import Arena, Ring, lease_sizes
+from mics_fn.groups import Buffers
 
 CPU, F32 = torch.device("cpu"), torch.float32
 
