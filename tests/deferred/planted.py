@@ -24,7 +24,7 @@ PLANTED = [
      "self.skip(index)",
      "deferred/test_uneven.py"),
     ("a bucket is read though its shards were written to", _L,
-     "if version(each.chunk) != each.version:", "if self._closed:",
+     "if _torch.version(each.chunk) != each.version:", "if self._closed:",
      "deferred/test_deferred.py -k misuse"),
     ("a write to a parameter that needs no fetch is not found", _L,
      "kept = same or torch.equal(_bits(now), _bits(before))",
