@@ -113,11 +113,10 @@ def _as_strided(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """`view` for `as_strided`, which must stay within the leaf, since others lie next to it."""
     made = view(cls, func, args, kwargs)
     if type(made) is Deferred and made.numel():
-        size, stride, at = made.geometry
+        (size, stride, at), numel = made.geometry, made._leaf[1]
         stop = at + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-        if stop > made._leaf[1]:
-            what = f"as_strided reads beyond the {made._leaf[1]} elements of"
-            raise made.refusal(what, "stay within")
+        if stop > numel:
+            raise made.refusal(f"as_strided reads beyond the {numel} elements of", "stay within")
     return made
 
 
@@ -133,11 +132,10 @@ def _to_copy(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """A cast to another float dtype stays deferred; anything else is computed."""
     deferred, dtype = args[0], kwargs.get("dtype")
     others = [name for name, value in kwargs.items() if value is not None and name != "dtype"]
-    if dtype is None or not dtype.is_floating_point or others or deferred._cast is not None:
-        return compute(cls, func, args, kwargs)
-    if deferred.numel() == 0 or not deferred.is_contiguous():
-        return compute(cls, func, args, kwargs)  # a copy is dense, so its strides may differ
-    return deferred.view_with(deferred.geometry, dtype)
+    casts = dtype is not None and dtype.is_floating_point and not others and deferred._cast is None
+    if casts and deferred.numel() and deferred.is_contiguous():  # a copy is dense
+        return deferred.view_with(deferred.geometry, dtype)
+    return compute(cls, func, args, kwargs)
 
 
 Deferred.handlers = {
@@ -258,9 +256,8 @@ class LiveBucket:
         for name, leaf, (now, before) in zip(self.names(), leaves, pairs, strict=True):
             kept = same or torch.equal(_bits(now), _bits(before))
             if not kept or _torch.storage_id(leaf) != storage:
-                text = f"defer: {name} was written to, which changes no shard"
                 fix = "change parameters between steps, in the shards; or write to a clone()"
-                raise LeafError(text, [f"shape {tuple(leaf.shape)}"], fix)
+                raise LeafError(f"defer: {name} was written to, which changes no shard", fix=fix)
 
     def sent(self) -> tuple[Tensor | SentCodes, Task | None]:
         """What this rank sends, and what fetches that if it lies in host memory or in a file.

@@ -50,7 +50,7 @@ from mics_fn import _torch, collectives, spans, tree
 from mics_fn.checks import check_matched
 from mics_fn.errors import LeafError
 from mics_fn.groups import LEAST_RING, Buffers, Comm, Lease, Route, lease_sizes
-from mics_fn.offload import DEVICE, FileTensor, Where, empty_at, in_file, read, transfer
+from mics_fn.offload import DEVICE, Where, empty_at, read, transfer
 from mics_fn.schedules import Run
 from mics_fn.shards import BucketUse, Opened, pack
 
@@ -332,7 +332,7 @@ class Reduction:
         if each.hops.alone:
             return [total.to(dtype) for total in each.total]
         if index in self.placed:
-            chunk = read(self.placed[index].of(use.bucket.chunk, dtype)).to(use.home.device)
+            chunk = read(self.placed[index].room[: use.bucket.chunk]).to(use.home.device, dtype)
         else:
             chunk = each.total[0].to(dtype)
         found = use.by_member(pack.split_chunk(use.bucket, use.route.chunk, chunk))
@@ -482,7 +482,7 @@ class Reduction:
         yield from collectives.levels.scatter_steps(hops.now, full, out, spare, bucket.hop1)
         if placed is not None and not hops.first:
             before = elements(lease.more[0], out.numel(), hops.dtype)
-            yield placed.task("from", before, hops.dtype)
+            yield placed.task("from", before)
             each.total = [before]
         (total,) = self._sum(index, hops, [out])
         if hops.outer.size > 1:
@@ -497,7 +497,7 @@ class Reduction:
             yield from collectives.levels.mean_steps(use.home.replicas, total, wire, room)
         if placed is not None:
             each.total = []  # it is elsewhere
-            yield placed.task("to", total, bucket.dtype if hops.mean else hops.dtype)
+            yield placed.task("to", total)
         if hops.copies or placed is not None:
             free_lease(lease)
         return total
@@ -536,22 +536,12 @@ class _PlacedSum:
     def __init__(self, use: BucketUse, hops: Hops, place: str, leaf: str, host_bytes: int) -> None:
         self._place, self._leaf = place, tree.join("grads", leaf)
         self.comm = use.hierarchy.sum_queue
-        nbytes = use.bucket.numel // hops.now.size
-        nbytes *= max(hops.dtype.itemsize, use.bucket.dtype.itemsize)
         how: Any = {"device": use.home.device, "host_bytes": host_bytes, "leaf": self._leaf}
-        self._room: Any = empty_at(place, (nbytes,), torch.uint8, **how)
+        self.room = empty_at(place, (use.bucket.numel // hops.now.size,), hops.dtype, **how)
 
-    def of(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The sum in a dtype, where it lies."""
-        room = self._room
-        if in_file(room):
-            like = torch.empty(numel, dtype=dtype, device="meta")
-            return FileTensor(room.extent, 0, like, room.device, room.leaf)
-        return elements(room, numel, dtype)
-
-    def task(self, way: str, memory: Tensor, dtype: torch.dtype) -> collectives.Task:
-        """Return the task that stores a sum in a dtype ("to"), or fetches it ("from")."""
-        there = self.of(memory.numel(), dtype)
+    def task(self, way: str, memory: Tensor) -> collectives.Task:
+        """Return the task that stores a sum from its first element on ("to"), or fetches it."""
+        there = self.room[: memory.numel()]
 
         def move(here: Tensor) -> Iterator[None]:
             return transfer(here, there) if way == "to" else transfer(there, here)

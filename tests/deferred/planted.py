@@ -41,7 +41,7 @@ PLANTED = [
      "search(cls, args, [])",
      "deferred/test_deferred.py -k what_people_do"),
     ("as_strided reads one element of the next leaf", _L,
-     "if stop > made._leaf[1]:", "if stop > made._leaf[1] + 1:",
+     "if stop > numel:", "if stop > numel + 1:",
      "deferred/test_deferred.py -k what_people_do"),
     ("a parameter is used after its run ended", _L, "if self._closed:\n            text",
      "if not self.buckets:\n            text", "deferred/test_ends.py"),

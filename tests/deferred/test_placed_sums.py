@@ -101,8 +101,8 @@ def of_bytes(folder: str, layout: Layout) -> None:
     state = mf.init_state(shards_of(groups, "param=f32"), optim.sgd(0.1))
     total = summed(state, groups, 0, mf.on_demand(live_bytes=0), 2, where=f"grads=disk:{folder}")
     total.wait()
-    assert all(in_file(placed._room) for placed in total.placed.values())
-    assert sum(placed._room.numel() for placed in total.placed.values()) > 0
+    assert all(in_file(placed.room) for placed in total.placed.values())
+    assert sum(placed.room.numel() for placed in total.placed.values()) > 0
     assert groups.hierarchy.pools.chunks.made == 0
     total.release()
     forget_groups(layout)
