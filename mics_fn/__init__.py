@@ -60,7 +60,7 @@ Full parameters:
 Schedules of fetches:
   `on_demand` - a policy: fetch what an op needs, then ahead - about 100 bytes per unforeseen fetch
   `keep_all` - a policy: fetch everything at once and keep it - each bucket once per run
-  `record` - the order in which a loss uses buckets, without data - with groups= that of a step
+  `record` - the order in which a loss uses buckets, without data
   `bucket_sizes` - bytes of each bucket, by the numbers that schedules use
   `schedules` - the namespace of when buckets are fetched
   `schedules.Schedule` - fetches, uses, drops and reductions in order, as a value with a text

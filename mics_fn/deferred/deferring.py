@@ -25,24 +25,21 @@ without waiting for anyone.
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
-from operator import attrgetter
-from types import TracebackType
 from typing import Any
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 
-from mics_fn import _torch, checks, shards, tree
-from mics_fn.deferred.live import LiveBuckets, from_dynamo, sizes_of
+from mics_fn import _torch, checks, tree
+from mics_fn import shards as sharding
+from mics_fn.deferred.live import LiveBuckets, sizes_of
 from mics_fn.deferred.reduction import LetGo, Reduction, places_of_sums
-from mics_fn.errors import LeafError, PlanError, message
+from mics_fn.errors import LeafError, message
 from mics_fn.groups import Hierarchy, announce_all, require_replicas
 from mics_fn.offload import Where
 from mics_fn.schedules import Learned, OnDemand, Run, Schedule
-from mics_fn.shards import check_leaves, grouped, is_leaf, needs_derivative, open_shards, with_parts
 from mics_fn.tree import Tree
 
 # Losses: one number, which depends on parameters that were given.
@@ -105,15 +102,13 @@ class GradSum(Reduction):
 
     Args:
       micro_steps: the number of backward passes in the step.
-      dtype: dtype of the sum over passes; default the bucket's `accumulate`, at least float32.
       where: where the sum lies until it is stepped with, as `grads` of a `Where` says; see `where`.
         The gradients of a bucket lie together, where those of its largest leaf should.
 
     Memory: this rank's shards of the gradients, where `where` says, and a few buckets in full.
 
     Raises:
-      PlanError: `micro_steps` is not a positive int, `dtype` is not a float dtype, or `where` is
-        not a place, or says nothing about `grads`.
+      PlanError: `micro_steps` is not a positive int, or `where` is not a place.
 
     Example:
       >>> groups = make_groups(1)
@@ -128,21 +123,10 @@ class GradSum(Reduction):
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.4.
     """
 
-    def __init__(
-        self,
-        micro_steps: int = 1,
-        *,
-        dtype: torch.dtype | None = None,
-        where: Where | str | None = None,
-    ) -> None:
+    def __init__(self, micro_steps: int = 1, *, where: Where | str | None = None) -> None:
         checks.integer("GradSum", "micro_steps", micro_steps)
-        if dtype is not None:
-            shards.check_dtype("GradSum", "dtype", dtype)
-        super().__init__(micro_steps, dtype)
+        super().__init__(micro_steps)
         self._where = None if where is None else Where.parse(where)
-        if self._where and self._where.moved and "grads" not in self._where.moved:
-            text = f"GradSum: where='{self._where}' has no effect: it does not say where grads lie"
-            raise PlanError(text, fix="write grads=, as in where='grads=host'")
         # Whether a pass counts nothing, so that its gradients are zeros whatever they are.
         self.void: bool | Tensor = False
         self.other_backward = _OTHER  # the error of a backward that is not that of this object
@@ -152,39 +136,36 @@ class GradSum(Reduction):
         self._reached = False  # whether a gradient arose on this rank
         self._cause = ""  # why none did
         self._ranks: Sequence[int] = ()  # that reduce together; none where nothing is trained
-        # Of the loss of the first pass under this policy; nobody trains them.
-        self._strangers: Sequence[Tensor] = ()
 
-    def expect(self, opened: shards.Opened, run: Run, let_go: LetGo) -> list[Any]:
+    def expect(self, opened: sharding.Opened, run: Run, let_go: LetGo) -> list[Any]:
         """Called by `defer`: prepare for the gradients of this tree, from this run.
 
         Returns:
           The data of each leaf, pieces as leaves of autograd.
         """
-        shards.refuse_derivative("defer(into=)", (), "leave into= out inside torch.func")
+        sharding.refuse_derivative("defer(into=)", (), "leave into= out inside torch.func")
         if self._opened is not None:
             text = "defer: into= is in use by another run"
             raise LeafError(text, fix="make a new GradSum for each step")
         full = list(opened.data)
         for i, leaf in enumerate(opened.leaves):
-            if isinstance(leaf, shards.Sharded):
+            if isinstance(leaf, sharding.Sharded):
                 full[i] = leaf.data.detach().requires_grad_()
                 self._variables.append(full[i])
         places = places_of_sums(self._where, opened) if self._where else None
         self.begin(opened.uses, run, let_go, places)
         for use in opened.uses:  # what was seen may be of a step that was not judged
-            shards.pack.observe(use.bucket, None)
+            sharding.pack.observe(use.bucket, None)
             if use.bucket.trainable and use.bucket.numel:
                 self._ranks = max(self._ranks, use.home.ranks, key=len)
         self._opened = opened
         return full
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+    def backward(self, loss: Tensor) -> None:
         """Run one backward pass and add its gradients to the sum.
 
         Args:
           loss: one number, of this rank's samples of the micro-step.
-          retain_graph: keep what autograd saved, for another backward through the same loss.
 
         Communication: hop 1 of every bucket, those without a gradient as zeros; in the last pass
           hop 2 as well.
@@ -193,22 +174,26 @@ class GradSum(Reduction):
           LeafError: all passes are done, or no `defer(into=)` has named this value.
           LeafError: the loss is not one number; or a block is recomputed by a backward of its own.
         """
-        shards.refuse_derivative("GradSum.backward", (), "call it outside of torch.func")
+        sharding.refuse_derivative("GradSum.backward", (), "call it outside of torch.func")
         if self._opened is None or self.passes == self.micro_steps:
             fix = "defer(..., into=) first, and give micro_steps= as many passes as there are"
-            raise LeafError(f"GradSum.backward: {self._done()}", fix=fix)
+            text = f"GradSum.backward: {self.passes} of {self.micro_steps} passes are done"
+            raise LeafError(text, fix=fix)
         check_loss("GradSum.backward", loss)
         learned = self.run.learned
         if loss.requires_grad and self._variables:
             self.run.note("backward")
-            if not learned.examined:
-                learned.examined, self._strangers = True, strangers_of(loss)
-            self._running = True
-            how: Any = {"allow_unused": True, "retain_graph": retain_graph}
+            strangers = () if learned.examined else strangers_of(loss)
+            learned.examined = self._running = True
             try:
-                torch.autograd.grad(loss, self._variables, **how)
+                torch.autograd.grad(loss, self._variables, allow_unused=True)
             finally:
                 self._running = False
+            if strangers and self._reached:
+                text = f"backward: the loss {_depends_on(strangers)}"
+                lines = ["they get no gradient here; this is said once"]
+                fix = "use the model that the loss function is given, or detach what is not trained"
+                warnings.warn(message(text, lines, fix), stacklevel=2)
         if not self._reached:
             self._note_unreached(loss)
         missing = list(self.missing)
@@ -218,9 +203,6 @@ class GradSum(Reduction):
         for index in missing:  # reduced as zeros
             super().add(index, [None] * len(self.uses[index].members))
         self.end_pass()
-
-    def _done(self) -> str:
-        return f"{self.passes} of {self.micro_steps} passes are done"
 
     def add(self, index: int, grads: Sequence[Tensor | None]) -> None:
         """Called in backward with a bucket's full gradients, one per member."""
@@ -251,32 +233,26 @@ class GradSum(Reduction):
           LeafError: fewer than `micro_steps` passes are done, or it was released.
           LeafError: no parameter got a gradient in any pass on any rank.
         """
-        self._check("grads")
+        self._check()
         self.wait()
         return self._opened.rebuild({i: self.pieces(i) for i in self.order})
 
-    def in_place(self) -> Tree:
-        """`grads` with its pieces where they lie, valid until `release`: for tables of memory."""
-        self._check("in_place")
-        self.wait()
-        return self._opened.rebuild({i: self.pieces(i, in_place=True) for i in self.order})
-
-    def __grad_stream__(self) -> shards.GradStream:
+    def __grad_stream__(self) -> sharding.GradStream:
         """Return the gradients for `opt_step`, which takes each bucket once its hop 2 is done.
 
         Raises:
           LeafError: as `grads`.
         """
-        self._check("grads")
+        self._check()
         opened, order = self._opened, self.order
-        trained = (i for i, leaf in enumerate(opened.leaves) if isinstance(leaf, shards.Sharded))
+        trained = (i for i, leaf in enumerate(opened.leaves) if isinstance(leaf, sharding.Sharded))
         number = {i: k for k, i in enumerate(trained)}
 
         def take(place: int) -> list[Tensor]:
             self.wait_for(order[place])
             return self.pieces(order[place])
 
-        return shards.GradStream(
+        return sharding.GradStream(
             like=opened.rebuild({}),
             home=opened.homes[0],
             order=[[number[i] for i in opened.uses[index].members] for index in order],
@@ -295,7 +271,7 @@ class GradSum(Reduction):
         if self.last and len(self._ranks) > 1:
             self.run.tally(f"no gradient/{min(self._ranks)}", 1)
 
-    def _check(self, verb: str) -> None:
+    def _check(self) -> None:
         """Check that all passes are done, and that this step trains something.
 
         Without a gradient on this rank it waits for all reductions, to know about the others.
@@ -305,16 +281,10 @@ class GradSum(Reduction):
           LeafError: on all ranks, if no parameter got a gradient on any of them.
         """
         if self.passes != self.micro_steps:
-            fix = "call backward for each micro-step first"
-            raise LeafError(f"GradSum.{verb}: {self._done()}", fix=fix)
+            text = f"GradSum.grads: {self.passes} of {self.micro_steps} passes are done"
+            raise LeafError(text, fix="call backward for each micro-step first")
         if self._released:
-            raise LeafError(f"GradSum.{verb}: its memory was given back", fix="call release() last")
-        if self._reached and self._strangers:
-            text = f"backward: the loss {_depends_on(self._strangers)}"
-            lines = ["they get no gradient here; this is said once"]
-            fix = "use the model that the loss function is given, or detach what is not trained"
-            warnings.warn(message(text, lines, fix), stacklevel=3)
-            self._strangers = ()
+            raise LeafError("GradSum.grads: its memory was given back", fix="call release() last")
         if self._reached or not self._ranks:
             return
         self.wait()
@@ -344,7 +314,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(live: LiveBuckets, trained: Sequence[int], *pieces: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
-        found, dealt = [], shards.deal([live.uses[i] for i in trained], pieces)
+        found, dealt = [], sharding.deal([live.uses[i] for i in trained], pieces)
         for index, (use, values) in zip(trained, dealt, strict=True):
             live.buckets[index].load(values)  # here they are plain tensors, even inside torch.func
             found += [_standing_for(use, piece) for piece in values]
@@ -362,13 +332,15 @@ class _Join(torch.autograd.Function):
         live.derived = True
         reduction, live.reduction = _pass_of(live), None
         uses = [live.uses[i] for i in ctx.trained]
-        dealt = dict(zip(ctx.trained, (list(g) for _, g in shards.deal(uses, grads)), strict=True))
+        dealt = dict(
+            zip(ctx.trained, (list(g) for _, g in sharding.deal(uses, grads)), strict=True)
+        )
         for i in list(reduction.missing):
             if all(grad is None for grad in dealt[i]):
                 dealt[i] = _started(reduction, i, dealt[i])
         reduction.end_pass()
         pieces = [g for i in ctx.trained for g in dealt[i]]
-        found = shards.linear_map("own", uses, *pieces, by=reduction.waited)
+        found = sharding.linear_map("own", uses, *pieces, by=reduction.waited)
         # A gradient lies where its piece does.
         return (None, None, *(g.to(to) for g, (_, _, to) in zip(found, ctx.like, strict=True)))
 
@@ -377,17 +349,19 @@ class _Join(torch.autograd.Function):
         uses = [ctx.live.uses[i] for i in ctx.trained]
         homes = [use.home for use in uses for _ in use.members]
         # All are seen together: see [Note: rows of ranks] in `shards.linear`.
-        seen = shards.linear_map("own", uses, *shards.with_zeros(tangents, ctx.like), derived=True)
+        seen = sharding.linear_map(
+            "own", uses, *sharding.with_zeros(tangents, ctx.like), derived=True
+        )
         return tuple(
-            shards.pack.fetched_to(t, home.device) for t, home in zip(seen, homes, strict=True)
+            sharding.pack.fetched_to(t, home.device) for t, home in zip(seen, homes, strict=True)
         )
 
     vmap = staticmethod(_refuse_batch)
 
 
-def _standing_for(use: shards.BucketUse, piece: Tensor) -> Tensor:
+def _standing_for(use: sharding.BucketUse, piece: Tensor) -> Tensor:
     """Return a placeholder behind `_Join`, of which only the shape is read."""
-    if not shards.pack.must_fetch(piece, use.home.device):
+    if not sharding.pack.must_fetch(piece, use.home.device):
         return piece.view_as(piece)
     how: Any = {"dtype": piece.dtype, "device": use.home.device}
     if _torch.inside_forward_ad():  # a tangent needs the same layout, and memory
@@ -411,9 +385,9 @@ def _started(reduction: Reduction, index: int, grads: Sequence[Tensor | None]) -
         if all(g is None or g.ndim == len(s) for g, s in zip(grads, shapes, strict=True)):
             return reduction.started(index, grads)
         reduction.skip(index)  # a batch under vmap, which fits in no memory that is kept
-        return shards.linear_map("scatter", [use], *grads)
+        return sharding.linear_map("scatter", [use], *grads)
 
-    return shards.linear_map("scatter", [use], *grads, by=start)
+    return sharding.linear_map("scatter", [use], *grads, by=start)
 
 
 class _Fetch(torch.autograd.Function):
@@ -442,7 +416,7 @@ class _Fetch(torch.autograd.Function):
     def jvp(ctx: Any, _cache: None, _index: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
         # Tangents are rare and used once, so they are gathered now. Views of a dual tensor need
         # both of its parts in the same layout, so each tangent gets memory of its own.
-        found = shards.linear_map("gather", [ctx.live.uses[ctx.index].uncoded], *tangents)
+        found = sharding.linear_map("gather", [ctx.live.uses[ctx.index].uncoded], *tangents)
         return tuple(tangent.clone() for tangent in found)
 
     vmap = staticmethod(_refuse_batch)
@@ -458,12 +432,11 @@ def fetch_all(live: LiveBuckets, data: list[Any]) -> None:
     Raises:
       LeafError: torch is recording ops in order to repeat them later.
     """
-    shards.refuse_tracing()
-    pieces: list[list[Any]] = []
-    joined: list[int] = []  # `into` takes gradients, and then there are none to join
+    sharding.refuse_tracing()
+    pieces = [[data[i] for i in use.members] for use in live.uses]
+    joined = list[int]()  # `into` takes gradients, and then there are none to join
     with _torch.without_torch_func(), torch.no_grad():  # else chunks would have no memory to send
         for index, use in enumerate(live.uses):
-            pieces.append(list(map(data.__getitem__, use.members)))
             if use.bucket.trainable and live.into is None:
                 joined.append(index)
             else:
@@ -477,7 +450,7 @@ def fetch_all(live: LiveBuckets, data: list[Any]) -> None:
     for index, use in enumerate(live.uses):
         trained = use.bucket.trainable
         found += fetch(live, index, *pieces[index]) if trained else live.parameters(index)
-    shards.put(data, live.uses, found)
+    sharding.put(data, live.uses, found)
 
 
 class DeferredParams:
@@ -516,18 +489,10 @@ class DeferredParams:
     def __enter__(self) -> Tree:
         return self.params
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
-            self._live.abandon()
-            refused = from_dynamo(error)
-            announce_all(refused or error)
-            if refused is not None:
-                raise refused from error
+            self._live.leave(check=False)
+            announce_all(error)
         elif not self._pending or self._live.derived:
             self._live.close()
 
@@ -587,14 +552,12 @@ def defer(
     """
     kinds, fix = Schedule | OnDemand, "pass a Schedule, on_demand(...) or keep_all()"
     checks.instance("defer", "schedule", schedule, kinds, "a schedule or a policy", fix)
-    opened = open_shards("defer", shards, groups)
-    expected = "a GradSum"
-    checks.instance("defer", "into", into, GradSum | None, expected, "make one: total = GradSum()")
+    opened = sharding.open_shards("defer", shards, groups)
     if into is not None:  # a hierarchy would leave out hop 2
         require_replicas("defer(into=)", opened.homes)
     opened.agree(schedule.describe() if isinstance(schedule, OnDemand) else str(schedule))
     policy, learned = _memory_of(schedule, opened)
-    pending = into is None and needs_derivative(opened.pieces)
+    pending = into is None and sharding.needs_derivative(opened.pieces)
     closes = not pending and not _torch.inside_torch_func()
     add = None if into is None else into.add
     live = LiveBuckets(opened, learned, policy, add, closes=closes)
@@ -615,7 +578,7 @@ def bucket_sizes(
     Args:
       shards: tree of shards.
       groups: as for `defer`; they matter only with a placement that keeps copies.
-      partition_size: the sizes in partition groups of so many ranks, to plan for them elsewhere.
+      partition_size: the sizes in partition groups of so many ranks instead, to plan for them.
 
     Returns:
       One number per bucket; 0 if this rank holds it in full already, because the group has one rank
@@ -623,35 +586,32 @@ def bucket_sizes(
 
     Raises:
       LeafError: there is no tree, or a leaf is not a shard.
-      PlanError: `partition_size` is not an int of at least 1, or comes with groups.
+      PlanError: `partition_size` is not an int of at least 1.
 
     Example:
       >>> shards = shard([torch.ones(6)], make_groups(1))
       >>> bucket_sizes(shards), bucket_sizes(shards, partition_size=2)
       ([0], [32])
     """
-    if groups is not None and partition_size is not None:
-        text = "bucket_sizes: groups and partition_size= are both given"
-        raise PlanError(text, fix="pass groups, or the size of others without them")
-    if groups is not None:
-        return sizes_of(open_shards("bucket_sizes", shards, groups).uses)
+    if groups is not None and partition_size is None:
+        return sizes_of(sharding.open_shards("bucket_sizes", shards, groups).uses)
     checks.integer("bucket_sizes", "partition_size", partition_size, optional=True)
-    leaves, _ = tree.flatten(shards, is_leaf)
-    check_leaves("bucket_sizes", shards, leaves, "shards")
-    uses, parts = grouped(leaves, [None] * len(leaves)), partition_size
+    leaves, _ = tree.flatten(shards, sharding.is_leaf)
+    sharding.check_leaves("bucket_sizes", shards, leaves, "shards")
+    uses, parts = sharding.grouped(leaves, [None] * len(leaves)), partition_size
     if parts is not None:
-        uses = [replace(use, bucket=with_parts(use.bucket, parts)) for use in uses]
+        uses = [replace(use, bucket=sharding.with_parts(use.bucket, parts)) for use in uses]
     return sizes_of(uses)
 
 
-def _memory_of(schedule: Schedule | OnDemand, opened: shards.Opened) -> tuple[OnDemand, Learned]:
+def _memory_of(schedule: Schedule | OnDemand, opened: sharding.Opened) -> tuple[OnDemand, Learned]:
     """The policy for `schedule=`, and what it has learned about this tree.
 
     Raises:
       PlanError: a schedule names buckets that the tree lacks, or uses one that is not live.
     """
-    uses: Sequence[Any] = opened.uses
-    key = tuple(map(attrgetter("bucket", "missing", "route.outer_params", "placed"), uses))
+    uses = opened.uses
+    key = tuple((x.bucket, x.missing, x.route.outer_params, x.placed) for x in uses)
     if isinstance(schedule, OnDemand):
         return schedule, schedule.learned.setdefault(key, Learned())
     given, fixed = schedule, uses[0].hierarchy.channel.fixed if uses else {}
@@ -661,9 +621,8 @@ def _memory_of(schedule: Schedule | OnDemand, opened: shards.Opened) -> tuple[On
         schedule = schedule.unmarked
         # If the model uses other buckets, they are fetched on demand within the same memory.
         policy = OnDemand(schedule.peak_bytes(sizes), 0, lambda record, sizes: schedule)
-        order = tuple(dict.fromkeys(schedule.reduces))
-        whole = sorted(order) == [i for i, use in enumerate(uses) if use.bucket.trainable]
-        fixed[given, key] = policy, Learned(schedule, order if whole else None)
+        order = tuple(dict.fromkeys([*schedule.reduces, *reversed(range(len(uses)))]))
+        fixed[given, key] = policy, Learned(schedule, order)
     return fixed[given, key]
 
 
@@ -671,30 +630,19 @@ def _memory_of(schedule: Schedule | OnDemand, opened: shards.Opened) -> tuple[On
 
 
 def record(
-    loss_fn: Callable[[Tree, Any], Tensor],
-    shards: Tree,
-    batch: Any,
-    *,
-    groups: Any = None,
-    mark_backward: bool = False,
+    loss_fn: Callable[[Tree, Any], Tensor], shards: Tree, batch: Any, *, mark_backward: bool = False
 ) -> Schedule:
     """The order in which a loss and its backward use buckets, as a schedule without fetches.
 
     Args:
       loss_fn: called with full parameters, which are deferred, and the batch; gives one number.
       shards: tree of shards.
-      batch: pytree. Its tensors are moved to meta, unless some of them are fake; then everything
-        is recorded in their fake mode.
-      groups: None records without data. With groups a real step is run on the actual values, which
-        a model needs whose control flow depends on them.
-      mark_backward: shards.put the mark `backward` where the backward pass begins.
+      batch: pytree. Its tensors are moved to meta.
+      mark_backward: put the mark `backward` where the backward pass begins.
 
     Returns:
-      Uses and reductions in order; `schedules.plan` makes a schedule for `defer` from it.
-
-    Communication: none without `groups`; else that of a step.
-
-    Memory: none without `groups`; else the full parameters.
+      Uses and reductions in order; `schedules.plan` makes a schedule for `defer` from it. Of a
+      model whose control flow depends on values, take the `record` of a real run of `defer`.
 
     Raises:
       LeafError: there is no tree.
@@ -708,35 +656,16 @@ def record(
       >>> record(loss_fn, shards, torch.ones(3, 2)).uses
       ((1,), (0,))
     """
-    if groups is not None:
-        total = GradSum()
-        with defer(shards, groups, OnDemand(None, 0), into=total) as full:
-            total.backward(loss_fn(full, batch))
-        total.wait()
-        found = total.run.marked
-    else:
-        leaves, spec = tree.flatten(shards, is_leaf)
-        check_leaves("record", shards, leaves, "shards")
-        found = _without_data(loss_fn, leaves, spec, batch).marked
-    return found if mark_backward else found.unmarked
-
-
-def _without_data(
-    loss_fn: Callable[[Tree, Any], Tensor], leaves: Sequence[shards.Leaf], spec: Any, batch: Any
-) -> Run:
-    """The run of a loss and its backward on tensors without data."""
-    mode = next((m for x in tree.flatten(batch)[0] if (m := getattr(x, "fake_mode", None))), None)
-    device = torch.device("meta") if mode is None else torch.device("cpu")
+    leaves, spec = tree.flatten(shards, sharding.is_leaf)
+    sharding.check_leaves("record", shards, leaves, "shards")
+    device = torch.device("meta")
     home = Hierarchy.of_one(device)
-    with mode or nullcontext(), torch.enable_grad():
-        if mode is None:
-            batch = tree.map_leaves(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
+    batch = tree.map_leaves(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
+    with torch.enable_grad():
         empty = [_without_values(leaf, device) for leaf in leaves]
-        layout = shards.TreeLayout("record", shards.places_of(empty), (home,) * len(empty))
-        opened = shards.Opened("record", None, "shards", empty, spec, layout, layout.uses)
-        policy = OnDemand(None, 0)
-        nowhere = lambda index, grads: None  # noqa: E731
-        live = LiveBuckets(opened, Learned(), policy, nowhere)
+        layout = sharding.TreeLayout("record", sharding.places_of(empty), (home,) * len(empty))
+        opened = sharding.Opened("record", None, "shards", empty, spec, layout, layout.uses)
+        live = LiveBuckets(opened, Learned(), OnDemand(None, 0), lambda index, grads: None)
         full = list(opened.data)
         fetch_all(live, full)
         loss = loss_fn(opened.build(full), batch)
@@ -745,15 +674,16 @@ def _without_data(
             live.run.note("backward")
             strangers_of(loss)  # which raises where a block runs a backward of its own
             torch.autograd.grad(loss, opened.pieces, allow_unused=True)
-    return live.run
+    found = live.run.marked
+    return found if mark_backward else found.unmarked
 
 
-def _without_values(leaf: shards.Leaf, device: torch.device) -> shards.Leaf:
+def _without_values(leaf: sharding.Leaf, device: torch.device) -> sharding.Leaf:
     """A leaf without values, of the size that it has on the rank with the first chunk."""
-    if isinstance(leaf, shards.Tied) or leaf.data is None:
+    if isinstance(leaf, sharding.Tied) or leaf.data is None:
         return leaf
     if leaf.bucket is None:
-        return shards.Fixed(torch.empty(leaf.data.shape, dtype=leaf.dtype, device=device))
-    length = shards.pieces(leaf.bucket, 0)[leaf.slot].length
+        return sharding.Fixed(torch.empty(leaf.data.shape, dtype=leaf.dtype, device=device))
+    length = sharding.pieces(leaf.bucket, 0)[leaf.slot].length
     data = torch.empty(length, dtype=leaf.dtype, device=device)
-    return replace(leaf, data=data.requires_grad_(isinstance(leaf, shards.Sharded)))
+    return replace(leaf, data=data.requires_grad_(isinstance(leaf, sharding.Sharded)))

@@ -27,13 +27,12 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, shards, spans
-from mics_fn._torch import version
 from mics_fn.collectives import Pending, SentCodes, Task, levels, push_all
 from mics_fn.deferred.memory import Arena
 from mics_fn.errors import DonatedError, GroupsError, LeafError
 from mics_fn.groups import Buffers
 from mics_fn.offload import COMPILED, Absent, Geometry, compute, refuse_writes, search, view
-from mics_fn.schedules import Learned, Offsets, OnDemand, Run, Schedule, offsets
+from mics_fn.schedules import Learned, OnDemand, Run, Schedule, offsets
 
 aten = torch.ops.aten
 Names = Callable[[int], Sequence[str]]  # of the leaves of a bucket, for error texts
@@ -73,9 +72,8 @@ class Deferred(Absent):
         return self
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        state = "live" if self._bucket.full is not None else "not here"
-        where = f"bucket {self._bucket.ids[0]}, {state}"
-        return f"Deferred(shape={tuple(self.shape)}, {shards.dtype_name(self.dtype)}, {where})"
+        kind, bucket = shards.dtype_name(self.dtype), self._bucket.ids[0]
+        return f"Deferred(shape={tuple(self.shape)}, {kind}, bucket {bucket})"
 
     def where_text(self) -> str:
         """Its shape, and the bucket with some of its leaves, for error texts."""
@@ -112,22 +110,14 @@ class Deferred(Absent):
         return [bucket.memory for bucket in buckets]
 
 
-def from_dynamo(error: BaseException) -> LeafError | None:
-    """The refusal of a deferred parameter, if dynamo wrapped it in an error of its own."""
-    if isinstance(error, LeafError) or COMPILED not in f"{error}":
-        return None
-    return LeafError(COMPILED, fix=Deferred.how_to_compile)
-
-
 def _as_strided(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """`view` for `as_strided`, which must stay within the leaf, since others lie next to it."""
     made = view(cls, func, args, kwargs)
     if type(made) is Deferred and made.numel():
-        size, stride, at = made.geometry
+        (size, stride, at), numel = made.geometry, made._leaf[1]
         stop = at + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-        if stop > made._leaf[1]:
-            what = f"as_strided reads beyond the {made._leaf[1]} elements of"
-            raise made.refusal(what, "stay within")
+        if stop > numel:
+            raise made.refusal(f"as_strided reads beyond the {numel} elements of", "stay within")
     return made
 
 
@@ -143,11 +133,10 @@ def _to_copy(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """A cast to another float dtype stays deferred; anything else is computed."""
     deferred, dtype = args[0], kwargs.get("dtype")
     others = [name for name, value in kwargs.items() if value is not None and name != "dtype"]
-    if dtype is None or not dtype.is_floating_point or others or deferred._cast is not None:
-        return compute(cls, func, args, kwargs)
-    if deferred.numel() == 0 or not deferred.is_contiguous():
-        return compute(cls, func, args, kwargs)  # a copy is dense, so its strides may differ
-    return deferred.view_with(deferred.geometry, dtype)
+    casts = dtype is not None and dtype.is_floating_point and not others and deferred._cast is None
+    if casts and deferred.numel() and deferred.is_contiguous():  # a copy is dense
+        return deferred.view_with(deferred.geometry, dtype)
+    return compute(cls, func, args, kwargs)
 
 
 Deferred.handlers = {
@@ -239,7 +228,7 @@ class LiveBucket:
             self.placed = None
         if self.placed is None:
             self.device = chunk.device
-        self.chunk, self.version = chunk, version(chunk)
+        self.chunk, self.version = chunk, _torch.version(chunk)
 
     def share(self) -> None:
         """Make `leaves` plain tensors, one per member, if ops can use the chunk itself.
@@ -268,9 +257,8 @@ class LiveBucket:
         for name, leaf, (now, before) in zip(self.names(), leaves, pairs, strict=True):
             kept = same or torch.equal(_bits(now), _bits(before))
             if not kept or _torch.storage_id(leaf) != storage:
-                text = f"defer: {name} was written to, which changes no shard"
                 fix = "change parameters between steps, in the shards; or write to a clone()"
-                raise LeafError(text, [f"shape {tuple(leaf.shape)}"], fix)
+                raise LeafError(f"defer: {name} was written to, which changes no shard", fix=fix)
 
     def sent(self) -> tuple[Tensor | SentCodes, Task | None]:
         """What this rank sends, and what fetches that if it lies in host memory or in a file.
@@ -345,7 +333,7 @@ class LiveBuckets:
         self.reduction: Any = None  # of the backward pass under way, if gradients are its result
         self.derived = False  # whether such a pass has ended
         self._arenas: dict[Buffers, Arena] = {}  # in which buffers lie, by their pool
-        self._starts: tuple[int, ...] = ()  # of the fetches that the schedule has; see `Offsets`
+        self._starts: Sequence[int] = ()  # of the fetches that the schedule has; see `offsets`
         self._fetches = 0  # so far in this run
         self._closed = False
 
@@ -376,7 +364,7 @@ class LiveBuckets:
         needed, buckets = list(map(self.buckets.__getitem__, ids)), list[shards.Bucket]()
         for each in needed:
             buckets.append(each.use.bucket)
-            if version(each.chunk) != each.version:
+            if _torch.version(each.chunk) != each.version:
                 text = f"{self.run.name(each.ids[0])} was changed after its run began"
                 raise DonatedError(text, fix="call defer again after an update")
         with _torch.without_torch_func():
@@ -411,7 +399,7 @@ class LiveBuckets:
         what = (use.named("defer"), "fetch", use.bucket)
         each.pending = levels.start_fetch(use.route, chunk, each.outer, each.buffer, what, fetch)
 
-    def _offsets(self, schedule: Schedule) -> Offsets:
+    def _offsets(self, schedule: Schedule) -> tuple[Sequence[int], Sequence[int]]:
         """Where the fetches of a schedule lie; found once per schedule."""
         pools = [id(use.hierarchy.pools.fetched) for use in self.uses]
         learned, key = self.run.learned, (schedule, self.run.sizes, pools)
@@ -470,29 +458,26 @@ class LiveBuckets:
             self._closed = True
             schedule = self.run.end()
             if schedule is not None:  # the next run has the memory that it needs, and no more
-                needs = self._offsets(schedule).nbytes
+                _, needs = self._offsets(schedule)
                 for each, nbytes in zip(self.buckets, needs, strict=True):
                     each.use.hierarchy.pools.fetched.provide(nbytes, each.device)
-            self._leave()
+            self.leave()
             if self.buckets and _torch.is_async(self.buckets[0].device):
                 # A host that waits for a collective looks meanwhile; here it never waits.
                 self.run.poll_peers()
 
-    def abandon(self) -> None:
-        """Give back the memory that no transfer writes to, and send nothing to other ranks."""
-        for each in self.buckets:
-            each.whole = None
-        self._leave()
-
     def __del__(self) -> None:
         if hasattr(self, "_closed"):  # else `__init__` has failed
             try:
-                self._leave()  # no tensor of the tree is left
+                self.leave()  # no tensor of the tree is left
             except LeafError as error:
                 warnings.warn(str(error), stacklevel=2)
 
-    def _leave(self) -> None:
-        """Give back what buckets have, unless a transfer still uses it, and check copies."""
+    def leave(self, *, check: bool = True) -> None:
+        """Give back what buckets have, unless a transfer still uses it, and check copies.
+
+        It sends nothing to other ranks, and so ends a run that failed, too.
+        """
         self._closed, self.ids = True, ()
         for index, each in enumerate(self.buckets):
             if each.pending is not None:
@@ -506,7 +491,9 @@ class LiveBuckets:
             each.outer = each.codes = None
             each.watch(id(self), live=False)
         for each in self.buckets:
-            if each.whole is not None:
+            if not check:
+                each.whole = None
+            elif each.whole is not None:
                 each.check_copies()
 
 

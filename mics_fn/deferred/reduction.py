@@ -35,9 +35,6 @@ op that would add it in memory, and the sum goes back. So the bits are those of 
 what the device holds of all sums is a part of the ring. Copies have a queue of their own, on a
 device a stream: they run beside backward, and beside the hops of other buckets. To and from files
 a thread copies; on a device it is the host, which waits for the bucket.
-
-The memory elsewhere belongs to the groups, and `release` gives it back to them for the next step,
-as locking memory and making files take time. What that step does not take is let go.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,7 +51,7 @@ from mics_fn.checks import check_matched
 from mics_fn.deferred.memory import LEAST_RING, Lease, Ring, lease_sizes
 from mics_fn.errors import LeafError
 from mics_fn.groups import Buffers, Comm, Route
-from mics_fn.offload import DEVICE, FileTensor, Where, empty_at, in_file, transfer
+from mics_fn.offload import DEVICE, Where, empty_at, read, transfer
 from mics_fn.schedules import Run
 from mics_fn.shards import BucketUse, Opened, pack
 
@@ -79,33 +76,21 @@ class Hops(NamedTuple):
     sizes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     @classmethod
-    def of(
-        cls,
-        use: BucketUse,
-        passes: int,
-        dtype: torch.dtype | None,
-        first: bool,
-        last: bool,
-        placed: bool,
-    ) -> "Hops":
+    def of(cls, use: BucketUse, passes: int, first: bool, last: bool, placed: bool) -> "Hops":
         """Find how a bucket is reduced in a pass of a step.
 
         Args:
           use: the bucket.
           passes: of the step; 0 for one that ends with hop 1.
-          dtype: of the sum, if that is given.
           first, last: which pass it is.
           placed: whether the sum lies elsewhere than on the device.
         """
         bucket, route, others = use.bucket, use.route, use.home.replicas.size > 1
         reduce, wire = bucket.reduce, bucket.hop2_format
         outer, now = route.split(route.outer_grads if passes else 0)
-        if not passes:
-            dtype = bucket.dtype
-        elif passes > 1:
-            dtype = dtype or bucket.accumulate
-        else:  # nothing is added
-            dtype = dtype or torch.promote_types(bucket.dtype, reduce)
+        dtype = bucket.accumulate if passes > 1 else bucket.dtype
+        if passes == 1:  # nothing is added
+            dtype = torch.promote_types(dtype, reduce)
         sent = [x.itemsize for x in (reduce, wire) if isinstance(x, torch.dtype)]
         rounds = others and isinstance(bucket.hop2, torch.dtype)  # a copy lies there
         found = cls(
@@ -202,11 +187,10 @@ class Reduction:
 
     Args:
       micro_steps: the number of passes in the step; 0 for one pass without hop 2.
-      dtype: dtype of the sum; default the bucket's `accumulate`, which is at least float32.
     """
 
-    def __init__(self, micro_steps: int = 0, dtype: torch.dtype | None = None) -> None:
-        self.micro_steps, self.dtype = micro_steps, dtype
+    def __init__(self, micro_steps: int = 0) -> None:
+        self.micro_steps = micro_steps
         # Called before this rank sends its part of the step's last reduction.
         self.before_last: Callable[[], None] = lambda: None
         self.passes = 0  # that have ended
@@ -246,8 +230,6 @@ class Reduction:
         self._begin_pass()
         for index, where in self._places.items():
             self.placed[index] = _PlacedSum(uses[index], self._buckets[index].hops, *where)
-        for index in self.placed:  # what this step has not taken is let go
-            uses[index].hierarchy.pools.sums.pop("free", None)
         return self
 
     def _begin_pass(self) -> None:
@@ -260,7 +242,7 @@ class Reduction:
         parts: dict[int, int] = {}  # the most of them at a time
         for index in self.order:
             use, placed = self.uses[index], index in self._places
-            pass_kind = count, self.dtype, first, self.last, placed
+            pass_kind = count, first, self.last, placed
             # Placements of the same groups share their pools, and differ in their routes.
             key = (use.bucket, use.route, use.home.replicas.size, *pass_kind)
             kept = use.hierarchy.pools
@@ -343,22 +325,21 @@ class Reduction:
         """Whether no wait is left for a bucket; on an accelerator, for the host."""
         return all(pending.finished for pending in self._buckets[index].pendings)
 
-    def pieces(self, index: int, *, in_place: bool = False) -> list[Tensor]:
+    def pieces(self, index: int) -> list[Tensor]:
         """A bucket's mean gradients, one per member, in the dtype of the shards.
 
-        Of a bucket that lies elsewhere in new memory on the device, at each call, or `in_place`.
+        Of a bucket that lies elsewhere in new memory on the device, at each call.
         """
         use, dtype, each = self.uses[index], self.uses[index].bucket.dtype, self._buckets[index]
         if each.hops.alone:
             return [total.to(dtype) for total in each.total]
         if index in self.placed:
-            placed = self.placed[index]
-            chunk = (placed.in_place if in_place else placed.fetched)(use.bucket.chunk, dtype)
+            chunk = read(self.placed[index].room[: use.bucket.chunk]).to(use.home.device, dtype)
         else:
             chunk = each.total[0].to(dtype)
         found = use.by_member(pack.split_chunk(use.bucket, use.route.chunk, chunk))
         # Gradients that autograd gave are apart, and kernels round ends of long tensors otherwise.
-        return [x.clone() for x in found] if use.alone and not in_place else found
+        return [x.clone() for x in found] if use.alone else found
 
     def release(self) -> None:
         """Give the memory of the gradients back, for the next step; they must not be read then."""
@@ -368,8 +349,6 @@ class Reduction:
         for index, each in self._buckets.items():
             each.total = []
             spans.resident("gradient shards", (id(self), -1 - index), 0)
-        for placed in self.placed.values():
-            placed.release()
         self._given, self.placed, self._released = [], {}, True
 
     # The memory of a bucket.
@@ -505,7 +484,7 @@ class Reduction:
         yield from collectives.levels.scatter_steps(hops.now, full, out, spare, bucket.hop1)
         if placed is not None and not hops.first:
             before = elements(lease.more[0], out.numel(), hops.dtype)
-            yield placed.task("from", before, hops.dtype)
+            yield placed.task("from", before)
             each.total = [before]
         (total,) = self._sum(index, hops, [out])
         if hops.outer.size > 1:
@@ -520,7 +499,7 @@ class Reduction:
             yield from collectives.levels.mean_steps(use.home.replicas, total, wire, room)
         if placed is not None:
             each.total = []  # it is elsewhere
-            yield placed.task("to", total, bucket.dtype if hops.mean else hops.dtype)
+            yield placed.task("to", total)
         if hops.copies or placed is not None:
             free_lease(lease)
         return total
@@ -557,44 +536,20 @@ class _PlacedSum:
     """
 
     def __init__(self, use: BucketUse, hops: Hops, place: str, leaf: str, host_bytes: int) -> None:
-        self._place, self._leaf, self._device = place, tree.join("grads", leaf), use.home.device
-        self.comm, self._pools = use.hierarchy.sum_queue, use.hierarchy.pools
-        size = max(hops.dtype.itemsize, use.bucket.dtype.itemsize)
-        nbytes = use.bucket.numel // hops.now.size * size
-        self._key = place, nbytes, self._leaf
-        self._room: Any = self._pools.sums.get("free", {}).pop(self._key, None)  # of the last step
-        if self._room is None:
-            how: Any = {"device": self._device, "host_bytes": host_bytes, "leaf": self._leaf}
-            self._room = empty_at(place, (nbytes,), torch.uint8, **how)
+        self._place, self._leaf = place, tree.join("grads", leaf)
+        self.comm = use.hierarchy.sum_queue
+        how: Any = {"device": use.home.device, "host_bytes": host_bytes, "leaf": self._leaf}
+        self.room = empty_at(place, (use.bucket.numel // hops.now.size,), hops.dtype, **how)
 
-    def release(self) -> None:
-        """Leave the memory to the next step."""
-        self._pools.sums.setdefault("free", {})[self._key] = self._room
-
-    def in_place(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The sum, where it lies."""
-        room = self._room
-        if in_file(room):
-            like = torch.empty(numel, dtype=dtype, device="meta")
-            return FileTensor(room.extent, 0, like, room.device, room.leaf)
-        return elements(room, numel, dtype)
-
-    def task(self, way: str, memory: Tensor, dtype: torch.dtype) -> collectives.Task:
-        """Return the task that stores a sum in a dtype ("to"), or fetches it ("from")."""
-        there = self.in_place(memory.numel(), dtype)
+    def task(self, way: str, memory: Tensor) -> collectives.Task:
+        """Return the task that stores a sum from its first element on ("to"), or fetches it."""
+        there = self.room[: memory.numel()]
 
         def move(here: Tensor) -> Iterator[None]:
             return transfer(here, there) if way == "to" else transfer(there, here)
 
         op = f"the copy of the sum of {self._leaf} {way} {self._place}"
         return collectives.Task(self.comm, op, move).to(memory)
-
-    def fetched(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Fetch the sum at the end of the step, into new memory on the device."""
-        memory = torch.empty(numel, dtype=dtype, device=self._device)
-        for _ in transfer(self.in_place(numel, dtype), memory):
-            pass
-        return memory
 
 
 def places_of_sums(where: Where, opened: Opened) -> dict[int, tuple[str, str, int]]:

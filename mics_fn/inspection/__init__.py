@@ -23,10 +23,6 @@ Example:
   >>> get(set(state, "params.b", 7.0, groups), "b", groups)
   tensor([7., 7., 7.])
 
-Where a `Precision` has codes, or dtypes of their own, for what travels, the table has one more
-column, "sent": behind an @ stands the innermost level that carries them. With a single replica no
-`hop2` is sent.
-
 **What a step does.** `watch` writes down what happens on this rank, and a `Trainer` keeps what was
 seen of its last step:
 

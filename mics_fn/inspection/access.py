@@ -16,7 +16,6 @@ from torch import Tensor
 from mics_fn import _torch, checks, tree
 from mics_fn import shards as sharding
 from mics_fn.collectives import checksum, levels, together
-from mics_fn.deferred import GradSum
 from mics_fn.errors import LeafError, PlanError, human_bytes
 from mics_fn.groups import Groups, Hierarchy, require_replicas
 from mics_fn.offload import Coded, in_file, is_coded, placed_like
@@ -85,13 +84,9 @@ class Leaves(NamedTuple):
 
     def _near(self, text: str) -> list[str]:
         """Return paths below a branch of the tree; otherwise paths of similar spelling."""
-        named = {own: own for own in self.paths if own is not None}
-        if below := [own for own in named if own.startswith(f"{text}.")]:
-            return below[:3]
-        if self.is_state:
-            named = {name.partition(".")[2]: own for name, own in reversed(named.items())} | named
-        close = difflib.get_close_matches(text, named, n=3, cutoff=0.5)
-        return list(dict.fromkeys(named[name] for name in close))
+        named = [own for own in self.paths if own is not None]
+        below = [own for own in named if own.startswith(f"{text}.")]
+        return below[:3] or difflib.get_close_matches(text, named, n=3, cutoff=0.5)
 
 
 def leaves_of(verb: str, shards: Tree, groups: Any, *, local: bool = False) -> Leaves:
@@ -144,8 +139,9 @@ def _homes_of_state(values: Sequence[Any], params: Sequence[Any], given: Sequenc
 
 # `summary`: a table of what a sharded value holds, leaf by leaf.
 
-_HEAD = ("path", "shape", "dtype", "kind", "bucket", "groups", "sent", "here", "full")
+_HEAD = ("path", "shape", "dtype", "kind", "bucket", "groups", "here", "full")
 _RIGHT = ("bucket", "here", "full")  # columns of numbers
+_SHOWN = 40  # rows of a table, the first and the last ones
 
 
 class SummaryRow(NamedTuple):
@@ -163,8 +159,6 @@ class SummaryRow(NamedTuple):
       full_bytes: bytes of the full tensor; 0 if tied, so that each tensor counts once.
       place: where this rank's part lies: "device", "host" or "disk". On the CPU the host is the
         device; and only where groups are given do the two differ.
-      sent: what travels of it in gathers, hop 1 and hop 2, as a `Precision` writes it, where that
-        is not a value in `compute` or `reduce`. Of a `TrainState` only parameters travel.
     """
 
     path: str
@@ -176,31 +170,26 @@ class SummaryRow(NamedTuple):
     here_bytes: int
     full_bytes: int
     place: str = "device"
-    sent: str = ""
 
     def cells(self) -> tuple[str, ...]:
         """Return the texts of the row in a table, one per column."""
         bucket = "" if self.bucket is None else str(self.bucket)
         kind = self.kind if self.place == "device" else f"{self.kind}, {self.place}"
-        shown = (self.path, str(self.shape), self.dtype, kind, bucket, self.groups, self.sent)
-        return (*shown, human_bytes(self.here_bytes), human_bytes(self.full_bytes))
+        sizes = human_bytes(self.here_bytes), human_bytes(self.full_bytes)
+        return (self.path, str(self.shape), self.dtype, kind, bucket, self.groups, *sizes)
 
 
 @dataclass(frozen=True, repr=False)
 class Summary:
     """Leaves of a sharded value on this rank; prints as a table.
 
-    The column "sent" is there if something travels as codes, or in a dtype of its own.
-
     Args:
       rows: one per leaf, in the order of the tree.
       padding_bytes: bytes of this rank's chunks that belong to no leaf.
-      shown: the most rows that a table has; None for all.
     """
 
     rows: tuple[SummaryRow, ...]
     padding_bytes: int
-    shown: int | None = None
 
     @property
     def here_bytes(self) -> int:
@@ -219,40 +208,34 @@ class Summary:
 
     def __str__(self) -> str:
         rows = [_HEAD, *(row.cells() for row in self.rows)]
-        columns = [x for x in zip(*rows, strict=True) if x[0] != "sent" or any(x[1:])]
-        # Widths take every row into account, so that two tables of one value line up.
-        aligned = [_aligned(column) for column in columns]
+        aligned = map(_aligned, zip(*rows, strict=True))
         lines = ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
-        hidden = len(self.rows) - (self.shown or len(self.rows))
-        if hidden > 0:
-            top = 1 + len(self.rows) - hidden - (len(self.rows) - hidden) // 2
-            lines[top : top + hidden] = [f"... {hidden} more ..."]
-        return "\n".join([*lines, self._total()])
-
-    __repr__ = __str__
-
-    def _total(self) -> str:
+        if len(self.rows) > _SHOWN:
+            middle = 1 + _SHOWN // 2
+            hidden = len(self.rows) - _SHOWN
+            lines[middle : middle + hidden] = [f"... {hidden} more ..."]
         leaves = "1 leaf" if len(self.rows) == 1 else f"{len(self.rows)} leaves"
         here, padding = human_bytes(self.here_bytes), human_bytes(self.padding_bytes)
         text = f"{leaves} of {self.elements:,} elements: {here} here and {padding} of padding"
-        return f"{text}, {human_bytes(self.full_bytes)} in full"
+        return "\n".join([*lines, f"{text}, {human_bytes(self.full_bytes)} in full"])
+
+    __repr__ = __str__
 
 
-def summary(shards: Tree, groups: Any = None, *, rows: int | None = 40) -> Summary:
+def summary(shards: Tree, groups: Any = None) -> Summary:
     """List what a sharded value holds: each leaf with its shape, dtype, kind and bytes.
 
     Args:
-      shards: tree of shards, a `TrainState`, or a `GradSum` whose passes are done.
+      shards: tree of shards, such as parameters or gradients, or a `TrainState`.
       groups: as for `gather`; the table then names them. With None it says how many pieces a leaf
         has.
-      rows: the most rows that a table shows, the first and the last ones; None shows all.
 
     Returns:
-      A `Summary`: `print` it, or end a notebook's cell with it. Plain numbers are left out, and so
-      are the frozen parameters that an optimizer's tree only repeats.
+      A `Summary`: `print` it, or end a notebook's cell with it, for the first and the last 20 rows;
+      its `rows` has all. Plain numbers are left out, and so are the frozen parameters that an
+      optimizer's tree only repeats.
 
     Raises:
-      PlanError: `rows` is not an int of at least 2.
       LeafError: there is neither a shard nor a tensor.
       DonatedError: the value was given away earlier.
 
@@ -263,25 +246,14 @@ def summary(shards: Tree, groups: Any = None, *, rows: int | None = 40) -> Summa
       b      (2,)    float32  trained       0  n=1 p=1 levels=none   8 B   8 B
       w      (2, 3)  float32  trained       0  n=1 p=1 levels=none  24 B  24 B
       2 leaves of 8 elements: 32 B here and 16 B of padding, 32 B in full
-
-      What travels in the place of values has a column of its own:
-
-      >>> params = {"b": torch.ones(2), "w": torch.ones(2, 3)}
-      >>> summary(shard(params, groups, precision="gather=int8[8]@rank, hop2=bf16; *b*: hop2=f32"))
-      path   shape   dtype    kind     bucket  groups  sent                            here  full
-      b      (2,)    float32  trained       0  p=1     gather=int8[8]@rank              8 B   8 B
-      w      (2, 3)  float32  trained       1  p=1     gather=int8[8]@rank, hop2=bf16  24 B  24 B
-      2 leaves of 8 elements: 32 B here and 32 B of padding, 32 B in full
     """
-    checks.integer("summary", "rows", rows, 2, optional=True)
-    shards = shards.in_place() if isinstance(shards, GradSum) else shards
     found = leaves_of("summary", shards, groups, local=True)
     listed = [_row(found, i) for i, path in enumerate(found.paths) if path is not None]
     shown = [row for row in listed if row is not None]
     if shards is None or (found.all and not shown and not any(map(is_leaf, found.all))):
         fix = "pass a tree of shards, or a TrainState such as trainer.state"
         checks.refuse("summary", "shards", shards, "shards or tensors", fix, LeafError)
-    return Summary(tuple(shown), _padding(found), rows)
+    return Summary(tuple(shown), _padding(found))
 
 
 def _row(found: Leaves, at: int) -> SummaryRow | None:
@@ -298,9 +270,8 @@ def _row(found: Leaves, at: int) -> SummaryRow | None:
         kept, here, full = f"{data.codes.codec}", data.size_bytes, data.bytes_of(prod(leaf.shape))
     index = None if bucket is None else bucket.index
     parts = "" if bucket is None else f"p={bucket.parts}" if home is None else home.describe()
-    sent = "" if bucket is None or found.in_optimizer(at) else _sent(bucket)
     place, kind, shape = _place(data, home), _kind(leaf), tuple(leaf.shape)
-    return SummaryRow(path, shape, kept, kind, index, parts, here, full, place, sent)
+    return SummaryRow(path, shape, kept, kind, index, parts, here, full, place)
 
 
 def _kind(leaf: Any) -> str:
@@ -315,12 +286,6 @@ def _place(data: Tensor | None, home: Any) -> str:
         return "disk"
     on_other_device = data is not None and home is not None and data.device != home.device
     return "host" if on_other_device and data.is_cpu else "device"  # pyright: ignore
-
-
-def _sent(bucket: Bucket) -> str:
-    """Return the wires of a bucket; without gradients only that of gathers."""
-    found = filter(None, bucket.wires.split(", "))
-    return ", ".join(x for x in found if bucket.trainable or x.startswith("gather="))
 
 
 def _padding(found: Leaves) -> int:
@@ -525,8 +490,7 @@ def _survives(moved: Tensor, cast: Tensor) -> bool:
     """Return whether a cast kept integers equal and finite numbers finite."""
     if not cast.is_floating_point():
         return torch.equal(cast.to(moved.dtype), moved)
-    wide = cast.float() if cast.itemsize == 1 else cast  # 8-bit floats have few ops of their own
-    return bool((wide.isfinite() | ~moved.isfinite()).all())
+    return bool((cast.double().isfinite() | ~moved.isfinite()).all())
 
 
 def _replaced(found: Leaves, at: int, value: Any) -> dict[int, Any]:

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mics_fn import _torch, spans
-from mics_fn.errors import human_bytes, runs_of
+from mics_fn.errors import human_bytes
 from mics_fn.spans import Span
 
 # `StepMemory`: the memory of a step by kind.
@@ -49,11 +49,9 @@ class StepMemory(NamedTuple):
         return "\n".join(f"{name:<24}{nbytes:>10}" for name, nbytes in rows)
 
 
-# `Timeline`: what happened in a step and when, as a value and a chart of text.
+# `Timeline`: what happened in a step and when, as a value and a table of text.
 
-_BAR = 22  # characters
-_WIDTH = 100
-_SHOWN = 80  # rows
+_WIDTH = 100  # characters
 
 
 class Event(NamedTuple):
@@ -88,7 +86,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """Events of a step on this rank, in the order of their starts; prints as a chart.
+    """Events of a step on this rank, in the order of their starts; prints as a table.
 
     Args:
       name: "step 12"; empty for a block that is not a step.
@@ -117,57 +115,29 @@ class Timeline:
         return dict(found)
 
     def __str__(self) -> str:
-        lines = [_row(event, self.seconds) for event in self.events]
-        if len(lines) > _SHOWN:
-            lines[_SHOWN // 2 : -(_SHOWN // 2)] = [f"... {len(lines) - _SHOWN} more ..."]
-        bar = "when".ljust(_BAR)
-        head = f"{'at ms':>7}  {'took':>7}  {'sent':>9}  {bar}  {'what':<13} {'over':<11} leaves"
-        return "\n".join([self.summary(), head, *lines])
-
-    __repr__ = __str__
-
-    def summary(self) -> str:
-        """Summarize the duration, the bytes sent, and the waits in one line."""
         sent, waited = sum(self.sent_bytes().values()), self.waited_s()
         longest = sorted(waited.items(), key=lambda one: -one[1])
         parts = ", ".join(f"{kind} {_ms(s)}" for kind, s in longest)
         text = f"{self.name or 'block'}: {_ms(self.seconds)}, sent {human_bytes(sent)}, "
-        return _cut(f"{text}waited {_ms(sum(waited.values()))}{f' ({parts})' if parts else ''}")
+        text += f"waited {_ms(sum(waited.values()))}{f' ({parts})' if parts else ''}"
+        head = f"{'at ms':>7}  {'took':>7}  {'sent':>9}  {'what':<13} {'over':<11} leaves"
+        return "\n".join([_cut(text), head, *map(_row, self.events)])
+
+    __repr__ = __str__
 
 
-def _row(event: Event, seconds: float) -> str:
+def _row(event: Event) -> str:
     sent = human_bytes(event.sent_bytes) if event.level else ""
-    what, about = f"{event.kind} {_folded(event.buckets)}", event.about
+    what, about = f"{event.kind} {'+'.join(map(str, event.buckets))}", event.about
     if event.kind == "wait":
         what, _, about = about.partition(": ")
         what = f"wait {what.replace('bucket ', '')}"
-    bar = _bar(event, seconds)
-    text = f"{1e3 * event.start_s:>7.2f}  {1e3 * event.seconds:>7.2f}  {sent:>9}  {bar}  "
-    text += f"{what:<13} {event.level:<11} {about}"
-    return _cut(text)
+    times = f"{1e3 * event.start_s:>7.2f}  {1e3 * event.seconds:>7.2f}"
+    return _cut(f"{times}  {sent:>9}  {what:<13} {event.level:<11} {about}")
 
 
 def _cut(text: str) -> str:
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
-
-
-def _bar(event: Event, seconds: float) -> str:
-    """Draw the place of an event in the step, as text."""
-    scale = _BAR / seconds if seconds else 0.0
-    start = min(_BAR - 1, int(event.start_s * scale))
-    stop = max(start + 1, min(_BAR, round(event.end_s * scale)))
-    mark = "#" if event.kind == "wait" else "="
-    return (" " * start + mark * (stop - start)).ljust(_BAR)
-
-
-def _folded(numbers: Sequence[int]) -> str:
-    """Format numbers as a short text.
-
-    >>> _folded([3]), _folded([0, 1, 2, 5])
-    ('3', '0-2+5')
-    """
-    runs = runs_of(numbers)
-    return "+".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else f"{p[0]}" for p in runs)
 
 
 def _ms(seconds: float) -> str:
@@ -193,7 +163,7 @@ class Watched:
         self._marks: dict[torch.device, tuple[float, torch.Event]] = {}
 
     def timeline(self) -> Timeline:
-        """Return the events, which print as a chart and draw themselves: see `Timeline`.
+        """Return the events, which print as a table.
 
         Communication: none. On an accelerator the host waits for the work of the block.
         """

@@ -24,8 +24,7 @@ a part in ten million, as the second moment of AdamW needs, which changes by a t
 nearest would leave a moment where it is for ever. Here a value is rounded up with the probability
 of its distance from the code below, so its mean over steps is right. The random number comes from
 the bits of the value itself: ranks, buckets and parts of a column have no influence, and the same
-step gives the same bits. A value that is a code already stays one. Below 2**-6 of fp8, which has
-no normal numbers there, rounding is to nearest.
+step gives the same bits. A value that is a code already stays one.
 
 [Note: roots] A second moment is never negative and goes into an update by its root, so the root is
 what is coded. One that is not zero never becomes zero, or an update would be divided by `eps`
@@ -33,9 +32,9 @@ alone: its code is at least the least one. Roots are at least 2**-45, so that no
 lost below the normal numbers of float32; `eps` of any use is far above.
 
 So a root that is smaller than the least code counts as larger than it is, and the step of its
-element becomes smaller by the same factor. With int8 the least code is 1/127 of the largest root of
-the block, with fp8 1/229,376. Where gradients of one block differ by more than a hundred times, as
-those of rows of an embedding may, fp8 is the better choice, or shorter blocks.
+element becomes smaller by the same factor. The least code is 1/127 of the largest root of a block.
+Where gradients of one block differ by more than a hundred times, as those of rows of an embedding
+may, choose shorter blocks.
 
 [Note: two kinds of codes] Moments change in every step, so they are rounded at random and have the
 scales above: a `MomentCodec`. Frozen parameters are coded once, as what travels is: to nearest,
@@ -49,8 +48,9 @@ which takes values part by part and codes them once all of them are there.
 """
 
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any, ClassVar
@@ -62,17 +62,12 @@ from torch import Tensor
 from mics_fn import _torch, spans
 from mics_fn.collectives import Codec, needs_derivative, refuse_derivative
 from mics_fn.offload.read_only import ReadOnly
-from mics_fn.offload.scratch import DEVICE, DISK, Extent, Scratch, aligned, padded
+from mics_fn.offload.scratch import DEVICE, DISK, PAGE, Extent, Scratch, aligned, padded
 
 # Tensors without memory: an op gets their values, and a view is one of them again.
 
 aten = torch.ops.aten
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, offset; in elements
-
-# The results of view ops on tensors, as metadata, and whether an op gives a list; None if it gives
-# another dtype.
-_VIEWS: dict[Hashable, tuple[list[Geometry], bool] | None] = {}
-_MOST_VIEWS = 20_000  # slices at ever new offsets would make it grow without bound
 
 
 class Absent(ReadOnly):
@@ -158,25 +153,23 @@ def view(cls: type[Absent], func: Any, args: tuple, kwargs: dict) -> Any:
         return compute(cls, func, args, kwargs)
     rest = tuple([tuple(a) if type(a) is list else a for a in args[1:]])
     own = value.geometry, value.dtype, cls.in_one_range
-    key = (func, own, rest, tuple(kwargs.items()) if kwargs else ())
-    if key not in _VIEWS:
-        if len(_VIEWS) >= _MOST_VIEWS:
-            _VIEWS.clear()
-        _VIEWS[key] = _geometries(lambda base: func(base, *args[1:], **kwargs), *own)
-    if (found := _VIEWS[key]) is None:
+    found = _geometries(func, rest, tuple(kwargs.items()), *own)
+    if found is None:
         return compute(cls, func, args, kwargs)
     made = list(map(value.view_with, found[0]))
     return made if found[1] else made[0]
 
 
+@lru_cache(maxsize=20_000)
 @torch.inference_mode(mode=False)  # in which nothing is a view of tensors from outside
 def _geometries(
-    op: Callable[[Tensor], Any], own: Geometry, dtype: torch.dtype, in_one_range: bool
+    func: Any, rest: tuple, kwargs: tuple, own: Geometry, dtype: torch.dtype, in_one_range: bool
 ) -> tuple[list[Geometry], bool] | None:
-    """Find what a view op gives; see `_VIEWS`."""
+    """Find what a view op gives, and whether that is a list; None if it has another dtype."""
     size, stride, offset = own
     extent = offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True) if n)
-    out = op(torch.empty(extent, dtype=dtype, device="meta").as_strided(size, stride, offset))
+    base = torch.empty(extent, dtype=dtype, device="meta").as_strided(size, stride, offset)
+    out = func(base, *rest, **dict(kwargs))
     several = isinstance(out, list | tuple)
     metas = list(out) if several else [out]
     if any(m.dtype != dtype or m.is_neg() or m.is_conj() for m in metas):
@@ -313,17 +306,22 @@ class FileTensor(Placed):
     def plain(self) -> Tensor:
         """Read the file into new memory, on its device."""
         with _torch.without_torch_func():  # what a file holds is a constant
-            memory = aligned(self.reaches())
-            self.extent.read(self.start, memory[: self.reaches()], self.leaf)
+            memory = aligned(self.size_bytes)
+            self.move(self.extent.read, memory)
             made = memory[: self.size_bytes].view(self.dtype).view(self.shape)
             return made.to(self.device)
 
-    def reaches(self) -> int:
-        """The bytes to move for it: in whole pages where the rest of its last page is its own."""
-        size, extent = self.size_bytes, self.extent
-        at_end = self.start + size == extent.length
-        whole = self.start + padded(size) == extent.nbytes
-        return padded(size) if at_end and whole else size
+    def move(self, how: Callable[..., None], memory: Tensor) -> None:
+        """Read or write its bytes, in whole pages where the rest of its last page is its own.
+
+        Args:
+          how: `read` or `write` of its extent.
+          memory: of whole pages, that begins with its bytes.
+        """
+        size = self.size_bytes
+        if self.start % PAGE == 0 and self.start + size == self.extent.length:
+            size = padded(size)
+        how(self.start, memory[:size], self.leaf)
 
     def unset(self) -> "FileTensor":
         """Allocate a tensor in the same file."""
@@ -343,7 +341,7 @@ class FileTensor(Placed):
         """
         if not self.numel():
             return torch.empty(self.shape, dtype=self.dtype)
-        raw = self.extent.view(self.start, self.size_bytes, self.leaf)
+        raw = self.extent.view(self.start, self.size_bytes)
         return raw.view(self.dtype).view(self.shape)
 
 
@@ -365,12 +363,9 @@ def in_file(value: Any) -> bool:
 
 # Codes at rest: the arithmetic that keeps moments of an optimizer in a byte each.
 
-_TOPS = {"int8": 127.0, "fp8": 448.0}
-_LEAST = {"int8": 1.0, "fp8": 2.0**-9}  # codes above zero
+_LARGEST = 127.0  # of the codes; the least one above zero is 1
 _ROOT, _TOP = 2.0**-45, 2.0**-100  # the least root, and the least `top`
-_KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _HASH = -1640531535  # 2**32 divided by the golden ratio, as an odd int32
-_MANTISSA = 2**20  # what float32 has below the three bits of mantissa that fp8 has
 
 
 @dataclass(frozen=True)
@@ -397,27 +392,23 @@ class MomentCodec(Codec):
 
     def encode_blocks(self, values: Tensor, elements: Tensor, tops: Tensor) -> None:
         """Write the codes of values (blocks, length), float32."""
-        top, x, above = _TOPS[self.name], values.clone(), None
+        x, above = values.clone(), None
         if self.root:
             above = (x > 0).to(torch.float32)
             x.sqrt_().clamp_(min=_ROOT).mul_(above)
         largest = torch.maximum(x.amax(1, keepdim=True), x.amin(1, keepdim=True).neg_())
         # What is not finite makes its whole block NaN.
         torch.add(largest, largest * 0, out=tops).clamp_(min=_TOP)
-        x.mul_(top / tops)
+        x.mul_(_LARGEST / tops)
         random = x.view(torch.int32).mul(_HASH).bitwise_right_shift_(16)  # -2**15 to 2**15 - 1
-        if self.name == "int8":
-            x.add_(random, alpha=2.0**-16 * (1 - 2.0**-10)).round_()
-        else:
-            bits = random.add_(2**15).mul_(16).add_(8).add_(x.view(torch.int32))
-            x = bits.bitwise_and_(-_MANTISSA).view(torch.float32)
+        x.add_(random, alpha=2.0**-16 * (1 - 2.0**-10)).round_()
         if above is not None:
-            x = torch.maximum(x, above.mul_(_LEAST[self.name]))
-        elements.view(_KINDS[self.name]).copy_(x.nan_to_num_(0.0))
+            x = torch.maximum(x, above)
+        elements.view(torch.int8).copy_(x.nan_to_num_(0.0))
 
     def decode_blocks(self, elements: Tensor, tops: Tensor, out: Tensor) -> None:
         """Write the values of such codes to `out` (blocks, length), float32."""
-        out.copy_(elements.view(_KINDS[self.name])).div_(_TOPS[self.name]).mul_(tops)
+        out.copy_(elements.view(torch.int8)).div_(_LARGEST).mul_(tops)
         if self.root:
             out.mul_(out)
 
@@ -567,10 +558,6 @@ class Coded(Placed):
         """Zeros of the same kind in memory of their own."""
         return Coded(self.codes.unset(self.numel()), 0, like_of(self), self.leaf)
 
-    def whole(self) -> "Coded":
-        """All of the memory that it is a part of."""
-        return Coded(self.codes, 0, torch.empty(self.codes.numel, device="meta"), self.leaf)
-
     def within(self, row: Tensor) -> "Coded":
         """The same elements of another row of codes, which has as many bytes."""
         codes = CodedMemory(self.codes.codec, self.codes.numel, row.device, row)
@@ -594,15 +581,6 @@ class Coded(Placed):
 
     def __deepcopy__(self, memo: dict) -> "Coded":
         return self.copied()
-
-    def __reduce_ex__(self, protocol: Any) -> tuple:
-        own = self.copied()
-        memory = own.codes.codec, own.codes.numel, self.device, own.codes.row
-        return _from_parts, (memory, own.start, tuple(self.shape), self.leaf)
-
-
-def _from_parts(memory: tuple, start: int, shape: tuple, leaf: str) -> Coded:
-    return Coded(CodedMemory(*memory), start, torch.empty(shape, device="meta"), leaf)
 
 
 def is_coded(value: Any) -> bool:
@@ -724,7 +702,7 @@ def empty(
       >>> from tempfile import TemporaryDirectory
       >>> with TemporaryDirectory() as folder:
       ...     x = offload.empty(offload.Scratch(folder), (3,), torch.float32, leaf="w")
-      ...     for block, (part,) in offload.stream([offload.Block([None], [x])]):
+      ...     for block, (part,) in offload.stream([offload.Block([x], [x])]):
       ...         part[:] = 2.0
       ...     print(x + 0)
       tensor([2., 2., 2.])
@@ -794,13 +772,12 @@ def transfer(source: Tensor, goal: Tensor) -> Iterator[None]:
     step = PORTION_BYTES // file.dtype.itemsize
     for low in range(0, file.numel(), step):
         part: Any = file[low : low + step]
-        memory = staging[: part.reaches()]
         found = staging[: part.size_bytes].view(file.dtype)
         if file is goal:
             found.copy_(source[low : low + step])
-            part.extent.write(part.start, memory, part.leaf)
+            part.move(part.extent.write, staging)
         else:
-            part.extent.read(part.start, memory, part.leaf)
+            part.move(part.extent.read, staging)
             goal.narrow(0, low, len(found)).copy_(found)
         yield
     scratch.give(staging)

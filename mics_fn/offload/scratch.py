@@ -19,11 +19,9 @@ import contextlib
 import ctypes
 import mmap
 import os
-import re
 import tempfile
 import threading
 import time
-import warnings
 import weakref
 from bisect import insort
 from collections import deque
@@ -32,7 +30,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import cycle, islice
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -52,18 +49,16 @@ LEAST_HOST_BYTES = 2**20
 # its own in that folder, so a disk of the node is best.
 DEVICE, HOST, DISK = "device", "host", "disk:"
 _FIELDS = ("params", "states", "grads")
-# A pattern, and its fields or a place.
-_OVERRIDE = re.compile(r"(?!disk:)([^=]*?):\s*((?:\w+\s*=|device|host|disk:).*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Where:
-    """Where leaves live. `str` gives its text, which `parse` reads.
+    """Where leaves live. `str` gives the text of its rules, which `parse` reads.
 
     Args:
       rules: each a pattern, a field ("params", "states" or "grads") and the place that this has for
         leaves whose whole path matches; the last one counts. The pattern "" is that of all leaves.
-      host_bytes: host memory through which data of files travel, on each rank; at least 1 MiB.
+      host_bytes: host memory through which data of files travel, on this rank; at least 1 MiB.
 
     Example:
       >>> where = Where.parse("states=disk:/nvme/run1, params=host; *norm*: states=device")
@@ -81,34 +76,33 @@ class Where:
     def parse(cls, value: "Where | str | None") -> "Where":
         """Read the text form; `parse(str(where))` equals `where`. None is the device for all.
 
-        A text is `field=place, ...`, followed by `; pattern: field=place, ...` for each override. A
-        place without a field means `states`. `host_bytes=` may stand among the first fields.
+        A text is `field=place, ...`, followed by `; pattern: field=place, ...` for each override.
 
         Raises:
-          PlanError: a clause does not give a place for a field, or gives two for the same one.
+          PlanError: a clause does not give a place for a field.
         """
         if isinstance(value, Where):
             return value
-        rules, sizes = list[tuple[str, str, str]](), dict[str, int]()
+        rules = list[tuple[str, str, str]]()
         for number, clause in enumerate(filter(None, map(str.strip, (value or "").split(";")))):
-            found = _OVERRIDE.fullmatch(clause)
-            if number and not found:
+            head, colon, rest = clause.partition(":")
+            pattern, fields = (head.strip(), rest) if colon and "=" not in head else ("", clause)
+            if number and not pattern:
                 fix = "write overrides as in '*norm*: states=device', after the rest"
                 raise PlanError(f"where: no pattern in {clause!r}", fix=fix)
-            pattern, fields = found.groups() if found else ("", clause)
-            for name, text in _fields_in(clause, fields):
-                if name == "host_bytes":
-                    sizes[name] = checks.nbytes("where", name, text)
-                else:
-                    rules.append((pattern.strip(), name, _place(text)))
-        return cls(tuple(rules), **sizes)
+            for part in filter(None, map(str.strip, fields.split(","))):
+                field, _, place = map(str.strip, part.partition("="))
+                if field not in _FIELDS:
+                    text = f"where: {part!r} in {clause!r} gives no place for a field"
+                    raise PlanError(text, fix=f"write field=place; fields are {', '.join(_FIELDS)}")
+                rules.append((pattern, field, _place(place)))
+        return cls(tuple(rules))
 
     def __str__(self) -> str:
-        own = [] if self.host_bytes == HOST_BYTES else [f"host_bytes={self.host_bytes}"]
-        clauses = {"": own}
+        clauses = dict[str, list[str]]()
         for pattern, field, place in self.rules:
             clauses.setdefault(pattern, []).append(f"{field}={place}")
-        texts = {pattern: ", ".join(parts) for pattern, parts in clauses.items() if parts}
+        texts = {pattern: ", ".join(parts) for pattern, parts in clauses.items()}
         return "; ".join(f"{p}: {text}" if p else text for p, text in texts.items())
 
     def at(self, path: str, field: str, device: torch.device) -> str:
@@ -147,27 +141,13 @@ def where(value: "Where | str | None" = "", *, host_bytes: int | str | None = No
       PlanError: the text has no such form, or a place does not exist.
 
     Example:
-      >>> str(where("states=disk:/nvme/run1,params=host", host_bytes="128MiB"))
-      'host_bytes=134217728, states=disk:/nvme/run1, params=host'
+      >>> where("states=disk:/nvme/run1,params=host", host_bytes="128MiB").host_bytes
+      134217728
     """
     found = Where.parse(value)
     if host_bytes is None:
         return found
-    nbytes = checks.nbytes("where", "host_bytes", host_bytes, LEAST_HOST_BYTES)
-    return replace(found, host_bytes=nbytes)
-
-
-def _fields_in(clause: str, fields: str) -> Iterator[tuple[str, str]]:
-    """The fields that a clause of a text sets, each with its text."""
-    seen = set[str]()
-    for part in filter(None, map(str.strip, fields.split(","))):
-        name, equals, value = map(str.strip, part.partition("="))
-        name, value = (name, value) if equals else ("states", part)
-        if name in seen or name not in (*_FIELDS, "host_bytes"):
-            text = f"where: {part!r} in {clause!r} gives no place for another field"
-            raise PlanError(text, [f"fields are {', '.join(_FIELDS)}, host_bytes"])
-        seen.add(name)
-        yield name, value
+    return replace(found, host_bytes=checks.nbytes("where", "host_bytes", host_bytes))
 
 
 def _place(text: str) -> str:
@@ -297,11 +277,7 @@ class Scratch:
     """
 
     def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        direct: bool = True,
-        host_bytes: int = HOST_BYTES,
+        self, folder: str | os.PathLike[str], *, direct: bool = True, host_bytes: int = HOST_BYTES
     ) -> None:
         self.host_bytes, self.folder = host_bytes, Path(os.path.abspath(os.fspath(folder)))
         with self._errors("cannot be made", _ROOM, ""):
@@ -313,13 +289,6 @@ class Scratch:
         self._lock = threading.Lock()
         self._memory: dict[int, Tensor] = {}  # that a stream or copy leaves to the next, by bytes
         self._to_free: deque[tuple[int, int]] = deque()  # by finalizers, which may not wait
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that tensors take, in whole pages."""
-        with self._lock:
-            self._take_back()
-            return sum(end - offset for offset, end in self._taken)
 
     def reserve(self, nbytes: int, leaf: str = "") -> "Extent":
         """Allocate bytes of the file on disk, without values: in the first gap, or at its end.
@@ -420,16 +389,12 @@ class Extent:
             at = self.offset + start
             write_all(self.scratch.file_for(memory, at), memory, at)
 
-    def view(self, start: int, nbytes: int, leaf: str = "") -> Tensor:
+    def view(self, start: int, nbytes: int) -> Tensor:
         """Map bytes of this part, which must not be written: the system reads what is touched."""
-        before = (self.offset + start) % mmap.ALLOCATIONGRANULARITY
-        with self.scratch._errors("cannot be read", _AGAIN, leaf or self.leaf):
-            how = {"flags": mmap.MAP_SHARED, "prot": mmap.PROT_READ}
-            at = self.offset + start - before
-            view = mmap.mmap(self.scratch._files[0], before + nbytes, **how, offset=at)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that it cannot be written to
-            return torch.frombuffer(view, dtype=torch.uint8)[before:]
+        begin = self.offset + start
+        name = f"/proc/self/fd/{self.scratch._files[0]}"
+        how: Any = {"shared": True, "size": begin + nbytes, "dtype": torch.uint8}
+        return torch.from_file(name, **how)[begin:]
 
 
 # `stream`: blocks of files through a fixed amount of host memory, read ahead and written behind.
@@ -444,38 +409,25 @@ class Block(NamedTuple):
     """What travels together, and is in host memory at the same time.
 
     Args:
-      reads: tensors in files that are read; None for memory whose values the caller sets.
-      writes: where each of them goes afterwards; None for one that is only read. () writes nothing.
-        The same tensor is written in place; a new one, made by `empty`, leaves the old as it is.
+      reads: tensors in files that are read.
+      writes: where each of them goes afterwards; () writes nothing. The same tensor is written in
+        place; a new one, made by `empty`, leaves the old as it is.
       key: whatever tells the caller what it is.
     """
 
-    reads: Sequence[Tensor | None]
-    writes: Sequence[Tensor | None] = ()
+    reads: Sequence[Any]
+    writes: Sequence[Any] = ()
     key: Any = None
 
-    def likes(self) -> list[Any]:
-        """A tensor in a file of the shape and dtype of each."""
-        pairs = zip(self.reads, self.writes or self.reads, strict=True)
-        return [into if source is None else source for source, into in pairs]
-
-    def memory(self, window: Tensor) -> list[Tensor]:
-        """The part of a window that each of its tensors has, in whole pages."""
-        sizes = [padded(x.size_bytes) for x in self.likes()]
-        if sum(sizes) > len(window):
-            text = f"stream: a block of {sum(sizes)} bytes, with windows of {len(window)}"
-            raise PlanError(text, fix="cut it, as cuts() says, or pass a larger host_bytes")
-        return list(window[: sum(sizes)].split(sizes))
+    def moves(self, window: Tensor, tensors: Sequence[Any]) -> list[tuple[Tensor, Any]]:
+        """What it reads or writes, each with its part of a window, in whole pages."""
+        sizes = [padded(x.size_bytes) for x in self.reads]
+        return list(zip(window[: sum(sizes)].split(sizes), tensors, strict=False))
 
     def tensors(self, window: Tensor) -> list[Tensor]:
         """Its tensors in a window."""
-        pairs = zip(self.likes(), self.memory(window), strict=True)
-        return [part[: x.size_bytes].view(x.dtype).view(x.shape) for x, part in pairs]
-
-    def moves(self, window: Tensor, tensors: Sequence[Any]) -> list[tuple[Tensor, Any]]:
-        """What it reads or writes, with the memory of each in a window."""
-        pairs = zip(self.memory(window), tensors, strict=False)  # () writes nothing
-        return [(memory, x) for memory, x in pairs if x is not None]
+        moves = self.moves(window, self.reads)
+        return [part[: x.size_bytes].view(x.dtype).view(x.shape) for part, x in moves]
 
 
 def stream(
@@ -506,7 +458,7 @@ def stream(
     Memory: `host_bytes`, which stay for the next stream while some scratch file is open.
 
     Raises:
-      PlanError: a block is larger than a fourth of `host_bytes`.
+      RuntimeError: a block is larger than a fourth of `host_bytes`; `cuts` gives parts that fit.
       FileError: a file cannot be read or written within `timeout_s`.
       LeafError: it runs inside torch.func.
 
@@ -532,14 +484,12 @@ def _streamed(
     ahead = deque(islice(source, WINDOWS))
     if not ahead:
         return
-    first = ahead[0].likes()[0]
+    first = ahead[0].reads[0]
     scratch, device = first.extent.scratch, first.device
     memory, size = scratch.take(host_bytes, device), block_bytes(host_bytes)
     windows = memory[: WINDOWS * size].split(size)
-    jobs, turns = list[Job](), SimpleQueue[int]()
-    for turn in range(threads):
-        turns.put(turn)
-    begin = partial(_begin, turns)
+    jobs = list[Job]()
+    begin = partial(_begin, threading.Semaphore(threads))
     try:
         for window, block in zip(windows, ahead, strict=False):
             jobs.append(begin(window, None, block))
@@ -562,7 +512,7 @@ def _streamed(
 
 
 def _begin(
-    turns: SimpleQueue[int], window: Tensor, done: Block | None, following: Block | None
+    turns: threading.Semaphore, window: Tensor, done: Block | None, following: Block | None
 ) -> Job:
     """Begin to write a block and to read another one into its window."""
     writes = [] if done is None else done.moves(window, done.writes)
@@ -575,16 +525,13 @@ def _begin(
     return Job(partial(_move, turns, writes, reads)).begin("mics_fn offload")
 
 
-def _move(turns: SimpleQueue[int], writes: Sequence[Any], reads: Sequence[Any]) -> None:
+def _move(turns: threading.Semaphore, writes: Sequence[Any], reads: Sequence[Any]) -> None:
     """Write a block and read the next one; runs in a thread, of which so many do as have a turn."""
-    turn = turns.get()
-    try:
+    with turns:
         for memory, x in writes:
-            x.extent.write(x.start, memory[: x.reaches()], x.leaf)
+            x.move(x.extent.write, memory)
         for memory, x in reads:
-            x.extent.read(x.start, memory[: x.reaches()], x.leaf)
-    finally:
-        turns.put(turn)
+            x.move(x.extent.read, memory)
 
 
 def _await(job: Job, timeout_s: float, scratch: Scratch) -> None:

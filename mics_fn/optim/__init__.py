@@ -70,8 +70,7 @@ Rules:
   average, and the numbers of these leaves do not depend on ranks or buckets; see [Note: coded
   moments] in `flat`. The loss of a small GPT after 250 steps was within 0.3 % of that with
   values. int8 has 127 sizes in a block: where gradients stay below about 1/127 of the largest one
-  of their block, AdamW takes smaller steps, a tenth of its own at a thousandth. fp8 reaches down to
-  1/200,000 and is the choice for such blocks; the larger elements have fewer digits in it.
+  of their block, AdamW takes smaller steps, a tenth of its own at a thousandth: use short blocks.
   On one core of a CPU a step of AdamW takes 13 ns an element, not 2. Such states stay on
   the device and have no derivatives. An optimizer whose state has no codes (`Rprop`, `ASGD`,
   `Adamax`), and one of one's own, raise. `get`, `set` and checkpoints give and take values; a save

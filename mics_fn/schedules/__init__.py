@@ -54,7 +54,6 @@ the data, and asks a `Run` what to fetch and drop.
 from mics_fn.schedules.schedule import (
     Action,
     Learned,
-    Offsets,
     OnDemand,
     Run,
     Schedule,

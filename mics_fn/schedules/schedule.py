@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from operator import attrgetter
 from random import Random
 from typing import Any, Literal, NamedTuple, cast
@@ -39,11 +39,8 @@ Kind = Literal["fetch", "use", "drop", "reduce", "backward"]
 Uses = Sequence[tuple[int, ...]]  # the buckets of each use
 
 _CHANGE = {"fetch": 1, "use": 0, "drop": -1, "reduce": 0}  # times the size: of live bytes
-_TEXT = re.compile(rf"({'|'.join(_CHANGE)})\s+([0-9]+(?:\s*\+\s*[0-9]+)*)")
-_MARK = "backward"
-_EXPECTED = (
-    "expected fetch, drop or reduce and one bucket, use and ascending buckets, or backward alone"
-)
+_TEXT = re.compile(r"(?:fetch|drop|reduce)\s+[0-9]+|use\s+[0-9]+(?:\s*\+\s*[0-9]+)*|backward")
+_EXPECTED = "expected fetch, drop or reduce and one bucket, use and buckets, or backward alone"
 _LINE_CHARS = 92  # of `str`, so that an indented text fits in 100
 
 
@@ -66,22 +63,15 @@ class Action(NamedTuple):
 class Schedule:
     """Actions in order, compared and hashed by value. `str` gives its text, and `parse` reads it.
 
-    Raises:
-      PlanError: these are not actions, there is no such kind, or it cannot have these buckets.
-
     Example:
       >>> Schedule.parse("fetch 0; fetch 1; use 0+1  # a comment")
-      Schedule(3 actions, 2 buckets)
+      Schedule(3 actions)
     """
 
     actions: tuple[Action, ...]  # given as any iterable
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "actions", tuple(self.actions))
-        for i, action in enumerate(self.actions):
-            if not isinstance(action, Action) or not _fit(*action):
-                fix = "give a list of Action, or read a text with Schedule.parse(text)"
-                raise PlanError(f"Schedule: actions[{i}] is {action!r}", [_EXPECTED], fix)
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
@@ -113,12 +103,12 @@ class Schedule:
         """For each backward pass that is marked, how many uses come before it."""
         uses = accumulate(action.kind == "use" for action in self.actions)
         pairs = zip(self.actions, uses, strict=True)
-        return tuple(before for action, before in pairs if action.kind == _MARK)
+        return tuple(before for action, before in pairs if action.kind == "backward")
 
     @property
     def unmarked(self) -> "Schedule":
         """The schedule without marks of backward passes."""
-        return Schedule(tuple(action for action in self.actions if action.kind != _MARK))
+        return Schedule(tuple(action for action in self.actions if action.kind != "backward"))
 
     def fetched_bytes(self, sizes: Sequence[int]) -> int:
         """Bytes of full buckets over all fetches."""
@@ -140,9 +130,12 @@ class Schedule:
 
         Raises:
           PlanError: a bucket is used or dropped that is not live, or fetched although it is live,
-            or too many bytes are live.
+            or has no size; too many bytes are live; or there is no such kind of action.
         """
-        check_buckets("Schedule.check", self, sizes)
+        for i, action in enumerate(self.actions):
+            if (most := max(action.buckets, default=-1)) >= len(sizes):
+                why = f"bucket {most} has no size; there are {len(sizes)} sizes"
+                raise PlanError(f"Schedule.check: actions[{i}] is '{action}'", [why])
         needs = (sum(sizes[bucket] for bucket in buckets) for buckets in self.uses)
         limit = sum(sizes) if live_bytes is None else live_bytes + max(sizes, default=0)
         most = max([limit, *needs])
@@ -153,6 +146,8 @@ class Schedule:
                 wrong = [f"bucket {b} is not live; fetch it" for b in buckets if b not in live]
             elif kind == "fetch" and buckets[0] in live:
                 wrong = [f"bucket {buckets[0]} is live; drop it before"]
+            elif kind not in _CHANGE and kind != "backward":
+                wrong = [_EXPECTED]
             if change := _CHANGE.get(kind, 0):
                 nbytes += change * sizes[buckets[0]]
                 live.symmetric_difference_update(buckets)
@@ -172,32 +167,15 @@ class Schedule:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        buckets = {bucket for action in self.actions for bucket in action.buckets}
-        return f"Schedule({len(self.actions)} actions, {len(buckets)} buckets)"
+        return f"Schedule({len(self.actions)} actions)"
 
 
 def _action(text: str) -> Action:
     """The action with this text."""
-    found = _TEXT.fullmatch(text)
-    kind, buckets = (found[1], tuple(map(int, found[2].split("+")))) if found else (text, ())
-    return Action(cast(Kind, kind), buckets)
-
-
-def _fit(kind: Any, buckets: Any) -> bool:
-    """Whether an action of this kind can have these buckets."""
-    if type(buckets) is not tuple or any(type(i) is not int or i < 0 for i in buckets):
-        return False
-    if kind == "use":
-        return bool(buckets) and all(a < b for a, b in pairwise(buckets))
-    return len(buckets) == (kind != _MARK) and kind in ("fetch", "reduce", "drop", _MARK)
-
-
-def check_buckets(where: str, schedule: Schedule, sizes: Sequence[int]) -> None:
-    """Raise PlanError if a bucket has no size; `where` is the function, for the text."""
-    for i, action in enumerate(schedule.actions):
-        if action.buckets and action.buckets[-1] >= len(sizes):  # they ascend
-            why = f"bucket {action.buckets[-1]} has no size; there are {len(sizes)} sizes"
-            raise PlanError(f"{where}: actions[{i}] is '{action}'", [why])
+    if not _TEXT.fullmatch(text):
+        raise PlanError(f"Schedule.parse: {text!r} is no action", [_EXPECTED])
+    kind, *buckets = re.split(r"[\s+]+", text)
+    return Action(cast(Kind, kind), tuple(sorted(map(int, buckets))))
 
 
 # `plan`: what to fetch and drop around each use, for a budget of live bytes.
@@ -227,7 +205,8 @@ def plan(
       (Belady, 1966); a larger `prefetch` never has more.
 
     Raises:
-      PlanError: a bucket has no size, or `live_bytes` is negative or not a number.
+      PlanError: `live_bytes` is negative or not a number.
+      IndexError: a bucket has no size.
 
     Example:
       >>> record = Schedule.parse("use 0; use 1; use 2; use 1; reduce 1; use 0; reduce 0")
@@ -235,7 +214,6 @@ def plan(
       fetch 0; fetch 1; use 0; drop 0; fetch 2; use 1; use 2; drop 2; fetch 0; use 1; drop 1
       reduce 1; use 0; drop 0; reduce 0
     """
-    check_buckets("plan", record, sizes)
     limit = sum(sizes) if live_bytes is None else checks.nbytes("plan", "live_bytes", live_bytes)
     around = zip(*_fetch_ahead(record.uses, sizes, limit, prefetch), strict=True)
     actions: list[Action] = []
@@ -326,14 +304,9 @@ def _fetch_ahead(uses: Uses, sizes: Sequence[int], limit: int, prefetch: int) ->
 _TRIES, _WORK, _STARTS = 600, 30_000, 6
 
 
-class Offsets(NamedTuple):
-    """Where the fetches of a schedule lie; those of one pool share one piece of memory."""
-
-    starts: tuple[int, ...]  # of each fetch, in order, where its bucket begins; in bytes
-    nbytes: tuple[int, ...]  # of each bucket, the bytes of the memory that its pool has for all
-
-
-def offsets(schedule: Schedule, sizes: Sequence[int], pools: Sequence[Hashable]) -> Offsets:
+def offsets(
+    schedule: Schedule, sizes: Sequence[int], pools: Sequence[Hashable]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Choose where each fetch of a schedule lies, beside those that are live at the same time.
 
     Fetches choose in turn, the largest first. Each takes the lowest place that is free for as long
@@ -349,10 +322,14 @@ def offsets(schedule: Schedule, sizes: Sequence[int], pools: Sequence[Hashable])
       sizes: bytes of each bucket.
       pools: of each bucket, what has its memory.
 
+    Returns:
+      Of each fetch, in order, where its bucket begins, and of each bucket, how much memory its pool
+      has for all; in bytes.
+
     Example:
       >>> text = "fetch 0; fetch 1; use 0+1; drop 0; fetch 2; fetch 3; use 1; use 2+3; drop 1"
       >>> offsets(Schedule.parse(text), [9, 4, 3, 6], [None] * 4)
-      Offsets(starts=(0, 9, 6, 0), nbytes=(13, 13, 13, 13))
+      ((0, 9, 6, 0), (13, 13, 13, 13))
     """
     fetches, live = schedule.fetches, dict[int, int]()  # bucket -> number of its latest fetch
     beside: list[list[int]] = []  # of each fetch, those of its pool that are live with it
@@ -375,7 +352,7 @@ def offsets(schedule: Schedule, sizes: Sequence[int], pools: Sequence[Hashable])
         for i, start in found.items():
             starts[i] = start
             most[pool] = max(most[pool], start + sizes[fetches[i]])
-    return Offsets(tuple(starts), tuple(most[pool] for pool in pools))
+    return tuple(starts), tuple(most[pool] for pool in pools)
 
 
 def _least(
@@ -439,7 +416,7 @@ class Learned:
     schedule: Schedule | None = None  # what the next run follows
     order: tuple[int, ...] | None = None  # of reductions; the same on all ranks of the job
     firsts: tuple[int, ...] | None = None  # order of first uses; the same on all ranks of the job
-    offsets: tuple[Any, Any] = (None, None)  # what they were found for, and the `Offsets`
+    offsets: tuple[Any, Any] = (None, None)  # what they were found for, and what `offsets` gave
     last: Any = None  # the last `Run`, which has perhaps not settled yet
     warned: bool = False  # whether the warning of a changed order of use was given
     examined: bool = False  # whether a loss was searched for parameters that nobody trains

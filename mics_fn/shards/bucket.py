@@ -377,9 +377,9 @@ def read_field(name: str, given: Any) -> torch.dtype | Codec | Wire:
             fix = "codecs of gather and hop1 may name a level behind @, as in int8[256]@node"
             raise PlanError(f"Precision: {name}={given}: it has no such level", fix=fix)
     if name == "state" and value != torch.float32:
-        if isinstance(value, Codec) and value.name != "int4" and value.block in _STATE_BLOCKS:
+        if isinstance(value, Codec) and value.name == "int8" and value.block in _STATE_BLOCKS:
             return value
-        fix = "use int8 or fp8, as in state=int8[256], with a block of 64 to 4096 elements; or f32"
+        fix = "use int8, as in state=int8[256], with a block of 64 to 4096 elements; or f32"
         raise PlanError(f"Precision: state={_text(value)} is not a way to keep moments", fix=fix)
     if isinstance(value, Codec) and name in _CODED:
         return Wire(value, level) if name in _LEVELED else value
@@ -424,12 +424,11 @@ class Precision:
       hop1: what hop 1 sends, in the same way; None means `reduce`, and another dtype is that of
         hop 1 alone. A rank's own part of a mean is not rounded.
       hop2: what hop 2 sends, a dtype or a `Codec`; None means `reduce`. It has no levels.
-      state: how moments of an optimizer are kept: a `Codec` "int8" or "fp8", whose blocks have 64
-        to 4096 elements, or float32; None means values in `param`. It needs
-        shards in float32, and leaves with at least 4,096 elements in full; those of others stay
-        values. With "int8" an element whose gradients are below about 1/127 of the largest of its
-        block takes smaller steps than without codes; "fp8" has room for 1/229,376. See
-        [Note: coded moments] in `optim.flat`, and [Note: roots] in `offload.placed`.
+      state: how moments of an optimizer are kept: a `Codec` "int8", whose blocks have 64 to 4096
+        elements, or float32; None means values in `param`. It needs shards in float32, and leaves
+        with at least 4,096 elements in full; those of others stay values. An element whose
+        gradients are below about 1/127 of the largest of its block takes smaller steps than without
+        codes. See [Note: coded moments] in `optim.flat`, and [Note: roots] in `offload.placed`.
 
     Leaves are padded to the longest of the blocks of their codecs.
 

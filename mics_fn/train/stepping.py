@@ -410,7 +410,7 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
     state, counts = trainer.ahead, count(batch)
     drift = start_comparison(trainer, trainer.program.buffers.averaged)
     where = trainer.where if "grads" in trainer.where.moved else None
-    total = GradSum(len(parts), dtype=trainer.grad_dtype, where=where)
+    total = GradSum(len(parts), where=where)
     commit = Commit()
     weights = None if trainer.weight is None else Weights(trainer, parts)
     total.other_backward = _BACKWARD
@@ -574,7 +574,6 @@ def _facts(trainer: Any, paths: Sequence[str], several: bool) -> dict[str, str]:
     changes = {*scale.CHANGING} - ({"value"} if scale.kind != "dynamic" else set())
     facts = {
         "accumulate": f"{trainer.accumulate}",
-        "grad_dtype": f"{trainer.grad_dtype}",
         "precision": f"{trainer.precision}" or "as given",
         "replica_sync": sync.name,
         "weight": "none" if trainer.weight is None else "a function",

@@ -148,8 +148,6 @@ def check_options(trainer: Any, schedule: Any, checkpoint: Any) -> None:
         fix = "pass guard=optim.Guard(on_nonfinite='ignore'), or leave overlap_step= out"
         warnings.warn(message(text, fix=fix), stacklevel=4)
     trainer.where = Where.parse(trainer.where)
-    if trainer.grad_dtype is not None:
-        shards.check_dtype(verb, "grad_dtype", trainer.grad_dtype)
     fix, kinds = "pass a Schedule, on_demand(...) or keep_all()", Schedule | OnDemand | None
     checks.instance(verb, "schedule", schedule, kinds, "a Schedule or a policy", fix)
     if checkpoint is not None and not hasattr(checkpoint, "begin"):
@@ -334,8 +332,6 @@ class Trainer:
         beside the budget: one bucket per level of links and one more, with 0 one bucket alone.
       prefetch: as for `on_demand`.
       schedule: a `Schedule` or a policy, used instead of `live_bytes` and `prefetch`.
-      grad_dtype: dtype of the sum of gradients over micro-steps; default that of the precision, at
-        least float32.
       where: where trained leaves, the optimizer's states and sums of gradients live; see `where`.
       overlap_step: step each bucket once its hop 2 is done, while others are still reduced, with
         `guard=optim.Guard(on_nonfinite="ignore")`; see [Note: steps that overlap hop 2] in
@@ -401,7 +397,6 @@ class Trainer:
         live_bytes: float | str | None = "auto",
         prefetch: int = 4,
         schedule: Schedule | OnDemand | None = None,
-        grad_dtype: torch.dtype | None = None,
         where: Where | str | None = None,
         overlap_step: bool = False,
         replicas: Literal["check", "broadcast"] | None = None,
@@ -417,7 +412,7 @@ class Trainer:
         self.recoverable, self.check_replicas, self.on_drift = recoverable, check_replicas, on_drift
         self.where, self.overlap_step = where, overlap_step
         self.precision, self.guard = shards.Precision.parse(precision), guard or Guard()
-        self.replica_sync, self.grad_dtype = policy_of(replica_sync, hop2), grad_dtype
+        self.replica_sync = policy_of(replica_sync, hop2)
         check_options(self, schedule, checkpoint)
         program: Any = ModuleProgram if isinstance(model, nn.Module) else FunctionProgram
         self.program, self.passes = program(model, loss, self.precision), DataPasses()

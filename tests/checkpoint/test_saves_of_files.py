@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import Layout, groups_of, random, same_bits
+from disks import taken
 from torch import Tensor
 
 import mics_fn as mf
@@ -68,7 +69,7 @@ def saved(layout: Layout, place: str, folder: str, donate: bool) -> None:
 
     twin, state = stepped(made(""), groups, 5), stepped(made(where), groups, 5)
     (scratch, *_) = files_in(state)
-    before = [file.nbytes for file in files_in(state)]
+    before = list(map(taken, files_in(state)))
     at_once, go = copy_of(state), threading.Event()
     saving.FREE.clear()
     with paused(go):
@@ -77,7 +78,7 @@ def saved(layout: Layout, place: str, folder: str, donate: bool) -> None:
             twin = stepped(twin, groups, seed)
             state = stepped(state, groups, seed, donate=donate)
             same_bits(copy_of(state), copy_of(twin))
-        assert scratch.nbytes > before[0]
+        assert taken(scratch) > before[0]
         go.set()
         pending.wait()
     copies = sum(map(len, saving.FREE.values()))
@@ -87,7 +88,7 @@ def saved(layout: Layout, place: str, folder: str, donate: bool) -> None:
     same_bits(copy_of(loaded), at_once)
     del loaded, pending
     state, twin = stepped(state, groups, 21, donate=True), stepped(twin, groups, 21)
-    assert [file.nbytes for file in files_in(state)] == before, "what was held is free again"
+    assert list(map(taken, files_in(state))) == before, "what was held is free again"
     same_bits(copy_of(state), copy_of(twin))
 
 

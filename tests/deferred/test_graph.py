@@ -155,12 +155,3 @@ def test_a_loss_that_also_uses_other_parameters_says_so_once():
             trainer.step(random(0, 2, 3))
         trainer.step(random(1, 2, 3))
         assert OUTER.weight.grad is None
-
-
-def test_what_has_no_parameters_that_are_trained_has_nothing_to_miss():
-    groups = mf.make_groups(1)
-    for frozen in ({"n": torch.ones(2, dtype=torch.int64)}, {"e": torch.ones(0)}):
-        total = mf.GradSum()
-        mf.defer(mf.shard(frozen, groups), groups, mf.on_demand(), into=total)
-        total.backward(torch.zeros(()))
-        total.grads()

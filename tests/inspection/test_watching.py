@@ -3,11 +3,9 @@
 import io
 import logging
 import sys
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,9 +17,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import mics_fn as mf
-from mics_fn import _torch, spans
+from mics_fn import spans
 from mics_fn.deferred.memory import LEAST_RING
-from mics_fn.inspection.watching import Event, Timeline
+from mics_fn.inspection.watching import Timeline
 from mics_fn.schedules.schedule import Schedule
 
 DIM, DEPTH = 16, 4
@@ -103,85 +101,6 @@ def test_a_trace_reads_like_the_schedule(ranks):
             "hop1",
         }
         assert (begun[0], begun[-2]) == ("step 3", "opt_step 3")
-
-
-def test_every_level_is_a_range_that_names_it(ranks):
-    for found in ranks(4).run(traced, TWO_LEVELS):
-        count = Counter(
-            text.rpartition(" over ")[2] for text in found["ranges"] if " over " in text
-        )
-        gathers = dict.fromkeys(("gather node", "gather rank"), len(found["schedule"].fetches))
-        assert count == {**gathers, "reduce node": DEPTH, "reduce rank": DEPTH, "step totals": 1}
-    (one, *_) = ranks(4).run(traced, TWO_REPLICAS)
-    hop_2 = [text for text in one["ranges"] if text.startswith("hop2")]
-    assert hop_2 == [
-        f"hop2 bucket {i}: {i}.weight ... (2 leaves) over replicas" for i in reversed(range(DEPTH))
-    ]
-
-
-def transformed(layout: Layout) -> tuple[bool, Counter[tuple[str, str]]]:
-    """torch.func over gathers by hand and deferred ones; watched or not they give the same."""
-    groups = groups_of(layout)
-    values = {f"w{i}": random(i, DIM, DIM) for i in range(2)}
-    shards = mf.shard(values, groups, bucket_bytes=BUCKET_BYTES)
-    policy, x = mf.on_demand(live_bytes=0), batch_of()
-
-    def loss(full: Any) -> torch.Tensor:
-        return ((x @ full["w0"]).tanh() @ full["w1"]).sum()
-
-    def deferred(shards: Any) -> torch.Tensor:
-        with mf.defer(shards, groups, policy) as full:
-            return loss(full)
-
-    def run() -> list[torch.Tensor]:
-        ways = lambda shards: loss(mf.gather(shards, groups)), deferred
-        found = [mf.reduce_grads(torch.func.grad(f)(shards), groups) for f in ways]
-        return [grads[name].data for grads in found for name in values]
-
-    before = [run() for _ in range(3)][-1]
-    with mf.inspection.watch() as watched:
-        after = run()
-    events = watched.timeline().events
-    return all(map(torch.equal, before, after)), Counter((e.kind, e.level) for e in events)
-
-
-def test_transforms_are_seen_and_not_changed(ranks):
-    for same, seen in ranks(2).run(transformed, TWO):
-        assert same
-        assert (seen["gather", "gather rank"], seen["hop1", "reduce rank"]) == (2, 4)
-        assert seen["fetch", ""] + seen["fetch", "gather rank"] >= 2
-
-
-def unseen(layout: Layout) -> tuple[Counter[str], Counter[str]]:
-    """The ranges that are entered, and the spans that are made, before and with a profiler."""
-    trainer, counts = trainer_of(groups_of(layout)), (Counter[str](), Counter[str]())
-    enter, make = _torch.enter_range, spans.Span.__init__
-    for count, watching in zip(
-        counts, (nullcontext(), profile(activities=[ProfilerActivity.CPU])), strict=True
-    ):
-
-        def entered(name: str, count: Any = count) -> Any:
-            count["ranges"] += 1
-            return enter(name)
-
-        def made(self: Any, *args: Any, count: Any = count, **kwargs: Any) -> None:
-            count["spans"] += 1
-            make(self, *args, **kwargs)
-
-        with (
-            mock.patch.object(_torch, "enter_range", entered),
-            mock.patch.object(spans.Span, "__init__", made),
-            watching,
-        ):
-            for _ in range(2):
-                trainer.step(batch_of())
-    return counts
-
-
-def test_while_nobody_looks_nothing_is_entered_or_made(ranks):
-    for quiet, seen in ranks(2).run(unseen, TWO):
-        assert not quiet
-        assert seen["spans"] >= seen["ranges"] > 60
 
 
 # Timelines
@@ -277,19 +196,6 @@ def test_a_refused_step_has_its_memory_all_the_same():
         memory = trainer.last_step.memory()
         assert memory.moments == 2 * memory.shards + 4  # the number of steps
         assert "opt" not in {event.kind for event in trainer.last_step.timeline().events}
-
-
-def test_long_timelines_are_cut():
-    made = [
-        Event("fetch", "w", (i,), "gather rank", 10, 0.01 * i, 0.01 * i + 0.02) for i in range(90)
-    ]
-    made.append(Event("wait", "fetch bucket 3: a.very.long.name ... (9 leaves)", (3,), "", 0, 0, 2))
-    made.append(Event("wait", "collect w", (), "", 0, 0, 1))
-    timeline = Timeline("step 7", tuple(made), 2.0)
-    lines = str(timeline).splitlines()
-    assert (len(lines), "... 12 more ..." in lines) == (2 + 80 + 1, True)
-    assert max(map(len, lines)) <= 100
-    assert timeline.waited_s() == {"fetch": 2, "collect": 1}
 
 
 # Memory

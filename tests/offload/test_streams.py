@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mics_fn.errors import FileError, PlanError
+from mics_fn.errors import FileError
 from mics_fn.offload import Block, Scratch, block_bytes, cuts, empty, store, stream
 from mics_fn.offload import scratch as _scratch
 from mics_fn.offload.scratch import PAGE
@@ -90,23 +90,6 @@ def test_cuts(numel: int, sizes: list[int]):
                 host_bytes
             )
             assert all(a * size % PAGE == 0 for size in sizes)
-
-
-def test_no_thread_is_left(scratch: Scratch):
-    kept = [store(torch.ones(1000), scratch) for _ in range(30)]
-    before = threading.active_count()
-    found = stream([Block([x], [x]) for x in kept])
-    for i, _ in enumerate(found):
-        if i == 5:
-            break
-    found.close()  # pyright: ignore[reportAttributeAccessIssue]
-    assert threading.active_count() == before
-
-
-def test_a_block_that_is_too_large_is_refused(scratch: Scratch):
-    large = store(torch.ones(MIB), scratch)
-    with pytest.raises(PlanError, match="a block of 4194304 bytes, with windows of 262144"):
-        list(stream([Block([large])], MIB))
 
 
 def test_a_disk_that_hangs(scratch: Scratch, monkeypatch: pytest.MonkeyPatch):

@@ -17,10 +17,10 @@ CUDA = torch.device("cuda")
     ("text", "path", "expected"),
     [
         ("", "w", "device device device"),
-        ("host", "w", "device host device"),
+        ("states=host", "w", "device host device"),
         ("states=host, grads = host", "w", "device host host"),
         ("params=disk:/a:b;*norm*: params=device", "norm.w", "device device device"),
-        ("*w*: host; w: params=host", "w", "host host device"),
+        ("*w*: states=host; w: params=host", "w", "host host device"),
         ("states=host; *a*: states=disk:/x; *b*: states=device", "ab", "device device device"),
     ],
 )
@@ -35,11 +35,11 @@ def test_places_of_a_leaf(text: str, path: str, expected: str):
     ("text", "said"),
     [
         ("states=gpu", "'gpu' is no place"),
-        ("state=host", "'state=host' in 'state=host' gives no place for another field"),
-        ("host; device", "no pattern in 'device'"),
+        ("state=host", "'state=host' in 'state=host' gives no place for a field"),
+        ("states=host; device", "no pattern in 'device'"),
         ("states=disk:", "'disk:' is no place"),
         ("states=host:/nvme", "'host:/nvme' is no place"),
-        ("host_bytes=10", "host_bytes=10"),
+        ("host", "'host' in 'host' gives no place for a field"),
     ],
 )
 def test_refusals(text: str, said: str):

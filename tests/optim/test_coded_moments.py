@@ -1,8 +1,6 @@
 """Moments as codes: numbers that no layout changes, memory by formula, and errors by name."""
 
 import copy
-import pickle
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,7 +48,7 @@ def memories(state: Any) -> list[Coded]:
 # Codes
 
 
-@pytest.mark.parametrize("kind", ["int8[256]", "fp8[1024]"])
+@pytest.mark.parametrize("kind", ["int8[256]", "int8[1024]"])
 @pytest.mark.parametrize("root", [False, True])
 @pytest.mark.parametrize("size", [-44, -3, 18])
 def test_codes_are_near_and_stay_what_they_are(kind: str, root: bool, size: int):
@@ -67,8 +65,7 @@ def test_codes_are_near_and_stay_what_they_are(kind: str, root: bool, size: int)
     top = blocks.abs().amax(1, keepdim=True).expand_as(blocks).reshape(-1)[:5001]
     near = got.sqrt() if root else got
     far = (near - (x.sqrt() if root else x)).abs()
-    step = top / 127 if "int8" in kind else torch.maximum(near.abs() / 8, top / 448 / 512)
-    assert (far <= step * 1.001 + (2.0**-45 if root else 2.0**-100)).all()
+    assert (far <= top / 127 * 1.001 + (2.0**-45 if root else 2.0**-100)).all()
     assert torch.equal(got == 0, x == 0) if root else (got[x == 0] == 0).all()
 
 
@@ -102,9 +99,9 @@ def test_views_and_copies():
         assert is_coded(view)
     assert torch.equal(kept[130:700], want[130:700])
     assert torch.equal(kept.view(10, 100)[:, 3], want.view(10, 100)[:, 3])
-    for copied in (copy.deepcopy(kept[130:700]), pickle.loads(pickle.dumps(kept[130:700]))):
-        assert is_coded(copied)
-        assert torch.equal(copied, want[130:700])
+    copied = copy.deepcopy(kept[130:700])
+    assert is_coded(copied)
+    assert torch.equal(copied, want[130:700])
 
 
 # Steps
@@ -132,7 +129,7 @@ def large(got: Any, want: Any) -> None:
             assert torch.equal(a, b)
 
 
-NUMBERS = [("int8[64]", "by mask"), ("fp8[64]", "lion")]
+NUMBERS = [("int8[64]", "by mask"), ("int8[256]", "lion")]
 
 
 @pytest.mark.parametrize(("kind", "make"), NUMBERS)
@@ -222,10 +219,9 @@ def test_copies_and_what_is_read_and_set():
     state = steps(state_of(groups), groups, 0, 2)
     name = "opt.moments.exp_avg_sq.c"
     same = mf.set(state, name, mf.get(state, name, groups), groups)
-    pickled = replace(pickle.loads(pickle.dumps(state)), transform=state.transform)
     moved = mf.move(state, "params=host, states=host")
     want = full_of(steps(state, groups, 2, 1, donate=False), groups)
-    for other in (same, pickled, moved, copy.deepcopy(state)):
+    for other in (same, moved, copy.deepcopy(state)):
         assert len(memories(other)) == len(memories(state)) == 2
         same_bits(full_of(steps(other, groups, 2, 1, donate=False), groups), want)
     zero = mf.set(state, name, 0, groups)

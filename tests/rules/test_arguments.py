@@ -87,8 +87,8 @@ LeafError: opt_step: grads.b does not match its parameter
 # Schedules
 >>> mf.on_demand(live_bytes=1.5)
 PlanError: on_demand: live_bytes=1.5, expected a number of bytes of at least 0
->>> schedules.Schedule([schedules.Action("fech", (0,))])
-PlanError: Schedule: actions[0] is Action(kind='fech', buckets=(0,))
+>>> schedules.Schedule([schedules.Action("fech", (0,))]).check([8])
+PlanError: Schedule.check: actions[0] is 'fech 0'
 >>> mf.defer(shards(), groups, None)
 PlanError: defer: schedule=None, expected a schedule or a policy
 >>> mf.record(lambda full, x: full["w"], shards(), x)
@@ -96,7 +96,7 @@ LeafError: record: the loss has shape (2,), expected one number
 >>> mf.GradSum(0)
 PlanError: GradSum: micro_steps=0, expected an int of at least 1
 >>> mf.GradSum(where="params: host")
-PlanError: GradSum: where='params: states=host' has no effect: it does not say where grads lie
+PlanError: where: 'host' in 'params: host' gives no place for a field
 >>> summed(lambda full: full["w"])
 LeafError: GradSum.backward: the loss has shape (2,), expected one number
 >>> summed(lambda full: full["w"].sum().backward())

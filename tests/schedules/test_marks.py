@@ -31,15 +31,13 @@ def loss_fn(full: Any, x: Any) -> Any:
 
 
 def records() -> None:
-    """Without data, in a real step, and for a planner; a schedule with marks is followed."""
+    """Without data, and for a planner; a schedule with marks is followed."""
     groups, seen = groups_of(PAIR), []
     full = {"a": random(1, 3, 4), "b": random(2, 4, 2)}
     shards, x = mf.shard(full, groups, bucket=lambda path: path), random(3, 5, 3)
-    how: Any
-    for how in ({}, {"groups": groups}):
-        found = mf.record(loss_fn, shards, x, mark_backward=True, **how)
-        assert found.backwards == (2,)
-        assert found.unmarked == mf.record(loss_fn, shards, x, **how)
+    found = mf.record(loss_fn, shards, x, mark_backward=True)
+    assert found.backwards == (2,)
+    assert found.unmarked == mf.record(loss_fn, shards, x)
 
     def plan(record: mf.schedules.Schedule, sizes: Any) -> mf.schedules.Schedule:
         seen.append(record)

@@ -1,7 +1,6 @@
 """Frozen leaves kept as codes: values that no layout changes, bytes by formula, errors by name."""
 
 import copy
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -238,13 +237,11 @@ def test_one_chunk_of_values_at_a_time_is_in_memory():
 
 
 def used(layout: Layout) -> Any:
-    """Values after a copy, a pickle, a cut, a change of one leaf, and over a part of the tree."""
+    """Values after a copy, a cut, a change of one leaf, and over a part of the tree."""
     groups, kind = groups_of(layout), "int8[32]"
     shards, found = coded(groups, kind), {}
     full = mf.unshard(shards, groups)
     found["copied"] = mf.unshard(copy.deepcopy(shards), groups)
-    found["pickled"] = mf.unshard(pickle.loads(pickle.dumps(shards)), groups)
-    assert as_list(pickle.loads(pickle.dumps(shards))) == as_list(shards)
     found["cut"] = mf.unshard(mf.shards.cut(full, groups, like=shards), groups)
     found["mapped"] = mf.unshard(mf.shards.map(torch.clone, shards), groups)
     found["synced"] = mf.unshard(mf.shards.sync_replicas(shards, groups), groups)

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from mics_fn.errors import FileError, MicsError
-from mics_fn.offload import placed
+from mics_fn.offload import Scratch, placed
 from mics_fn.offload import scratch as scratch_module
 
 LIMIT_S = 30.0  # for what takes about half a second where nothing else runs
@@ -25,6 +25,12 @@ CALLS = {
 def files_of(folder: str) -> list[Path]:
     """The folders of scratch files that this process has open below a folder."""
     return [x.folder for x in placed._SCRATCHES.values() if x.folder.is_relative_to(folder)]
+
+
+def taken(scratch: Scratch) -> int:
+    """The bytes of a scratch file that tensors take."""
+    scratch._take_back()
+    return sum(end - offset for offset, end in scratch._taken)
 
 
 def no_call(code: int, real: Callable[..., Any], after: int) -> Callable[..., Any]:

@@ -44,7 +44,6 @@ OPTIONS: dict[str, tuple[str, Any, Any]] = {
     "accumulate": ("accumulate", 1, 2),
     "guard max_norm": ("guard", optim.Guard(max_norm=1.0), optim.Guard(max_norm=0.1)),
     "precision": ("precision", None, "output=f32"),
-    "grad_dtype": ("grad_dtype", None, torch.float64),
     "outer lr": ("replica_sync", mf.replicas.diloco(2), mf.replicas.diloco(2, outer)),
 }
 CASES = {name: ("optimizer", *pair) for name, pair in OPTIMIZERS.items()} | OPTIONS

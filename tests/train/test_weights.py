@@ -124,7 +124,7 @@ def by_hand(layout, accumulate, kind):
 
 OPTIONS = [
     {"overlap_step": True, "guard": mf.optim.Guard(on_nonfinite="ignore")},
-    {"grad_dtype": torch.float64, "recoverable": True, "where": "states=host, grads=host"},
+    {"recoverable": True, "where": "states=host, grads=host"},
     {"hop2": mf.sync_replicas, "place": "zero1"},
     {"place": "hybrid"},
 ]
@@ -145,7 +145,7 @@ OPTIONS = [
     "2-p2-1-numbers-",
     "4-p1-3-samples-",
     "2x2-p2-3-tokens-overlap_step guard",
-    "2x2-p2-3-tokens-grad_dtype recoverable where",
+    "2x2-p2-3-tokens-recoverable where",
     "2x2-p2-3-tokens-hop2 place",
 )
 def test_any_counts_are_those_of_one_process(ranks, layout, accumulate, kind, options):
