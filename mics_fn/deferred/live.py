@@ -31,7 +31,7 @@ from mics_fn.collectives import Pending, SentCodes, Task, levels, push_all
 from mics_fn.deferred.memory import Arena
 from mics_fn.errors import DonatedError, GroupsError, LeafError
 from mics_fn.groups import Buffers
-from mics_fn.offload import COMPILED, Absent, Geometry, compute, refuse_writes, search, view
+from mics_fn.offload import Absent, Geometry, compute, refuse_writes, search, view
 from mics_fn.schedules import Learned, OnDemand, Run, Schedule, offsets
 
 aten = torch.ops.aten
