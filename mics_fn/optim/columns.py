@@ -2,7 +2,8 @@
 
 If all trees have the pieces of a run in one stretch of memory, a column is a whole run; see
 [Note: runs] in `flat`. Otherwise columns are single pieces. That is so in groups of one rank, where
-gradients lie wherever autograd made them.
+gradients lie wherever autograd made them. There small ones are copied to one tensor first: that
+takes less time than a column for each, whose objects Python would search for garbage as well.
 
 [Note: dense] In groups of one rank a gradient is what autograd gave: expanded, strided, negated as
 a view. torch's fused kernels, and whoever looks at memory, take a tensor for `numel` numbers in a
@@ -52,6 +53,7 @@ from mics_fn.tree import Tree
 
 
 _PLACED = {offload.FileTensor, offload.Coded}
+_SMALL = 4096  # elements of a gradient, on average, below which those of a run are copied together
 
 
 def _nothing() -> None:
@@ -211,29 +213,6 @@ def written_storages(targets: Sequence[WorkingTree]) -> set[int] | None:
     return set(map(itemgetter(0), found))
 
 
-def make_readable(
-    each: WorkingTree, home: WorkingTree, written: set[int], runs: Iterable[int]
-) -> None:
-    """Copy runs that are elsewhere, or in files, or not dense, or going to be written to.
-
-    Args:
-      each: the tree.
-      home: the parameters, on whose device each run is computed.
-      written: the storages that are written.
-      runs: the numbers of the runs.
-    """
-    for r in runs:
-        device, parts, whole = home.device(r), each.parts(r), each.wholes[r]
-        there = each.device(r) == device and _PLACED.isdisjoint(map(type, parts))
-        dense = there and flat.all_dense(parts)
-        if dense and written.isdisjoint(map(_torch.storage_id, parts)):
-            continue
-        if whole is None:
-            each.spread(r, each.joined(r, device))  # columns stay single pieces
-        else:
-            each.wholes[r] = each.spread(r, flat.copied(each.runs[r], whole.to(device)))
-
-
 # Parts of a column that give the bits of the whole one.
 
 LINE = 64  # elements
@@ -382,7 +361,7 @@ class Columns:
       donate: write to the targets themselves; to copies only where pieces are not dense, or overlap
         with other pieces of any target.
 
-    Memory: a copy of the targets, none with `donate`.
+    Memory: a copy of the targets, none with `donate`; at most `_SMALL` elements for each gradient.
 
     Raises:
       PlanError: `donate` where a derivative is asked for.
@@ -467,21 +446,42 @@ class Columns:
         any parameter; but those are here at once, and copied before anything is written.
         """
         remaining, there, stream = list(range(len(self._runs))), set[int](), self._stream
-        home, *_ = self._every
         if stream is None:
             for each in self._every[self._written :]:
-                make_readable(each, home, self._own, remaining)
+                self._make_readable(each, remaining)
             yield remaining
             return
-        self._decide()
+        stream.stream.first()  # what has to be known before any gradient can be taken
         for numbers in stream.given.completed():
             there.update(numbers)
             ready = [r for r in remaining if there.issuperset(self._runs[r].members)]
             remaining = [r for r in remaining if r not in ready]
             for r in ready:
                 stream.join(r)
-            make_readable(stream, home, self._own, ready)
+            self._make_readable(stream, ready)
             yield ready
+
+    def _make_readable(self, each: WorkingTree, runs: Iterable[int]) -> None:
+        """Copy runs that are elsewhere, in files, not dense, or going to be written to.
+
+        Those of many small gradients become one tensor, too.
+        """
+        home = self._every[0]
+        for r in runs:
+            run, whole, device = each.runs[r], each.wholes[r], home.device(r)
+            parts = each.parts(r)
+            small = self._keys is None and run.numel < _SMALL * len(run.index)
+            small = small and whole is None and home.wholes[r] is not None
+            there = each.device(r) == device and _PLACED.isdisjoint(map(type, parts))
+            dense = there and flat.all_dense(parts)
+            if small:
+                each.wholes[r] = each.joined(r, device)
+            elif dense and self._own.isdisjoint(map(_torch.storage_id, parts)):
+                continue
+            elif whole is None:
+                each.spread(r, each.joined(r, device))  # columns stay single pieces
+            else:
+                each.wholes[r] = each.spread(r, flat.copied(run, whole.to(device)))
 
     def _drop(self, runs: Iterable[int]) -> None:
         """Free the gradients of runs, which were used."""
@@ -539,7 +539,6 @@ class Columns:
                 self._encode(part, here)
                 if self._stream is not None and part.high == self._runs[r].numel:
                     self._drop([r])
-        self._decide()  # where this rank has no part of what is placed
         for each in self._every[: self._written]:  # put what was written into their pieces
             for r, whole in enumerate(each.wholes):
                 if whole is not None:
@@ -570,17 +569,12 @@ class Columns:
         blocks = [part.block() for part in parts]
         windows: Any = offload.stream([x for x in blocks if x.key], host_bytes)  # begins to read
         with closing(windows):
-            if sizes:
-                self._decide()
+            if sizes and self._stream is not None:
+                self._stream.stream.first()
             for device, near in groupby(parts, lambda part: self._every[0].device(part.run)):
                 yield from staged((x.through(windows) for x in near), device, ahead=not sizes)
             for _ in windows:  # its end is when all is written
                 pass
-
-    def _decide(self) -> None:
-        """Wait for what has to be known before any gradient of a stream can be taken."""
-        if self._stream is not None:
-            self._stream.stream.first()
 
     def _parts(self, r: int, host_bytes: int) -> Iterator[Part]:
         """The parts of a run, of which nothing is fetched yet."""

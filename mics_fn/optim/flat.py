@@ -76,9 +76,9 @@ def split(run: FlatRun, whole: Tensor) -> list[Tensor]:
 
 def joined(run: FlatRun, pieces: Sequence[Tensor]) -> Tensor:
     """A copy of the pieces of a run, one per member, as one tensor; differentiable."""
-    parts = []
+    blank, parts = pieces[0].new_zeros((*pieces[0].shape[:-1], max(run.gaps))), []
     for gap, piece in zip(run.gaps, pieces, strict=True):
-        parts += [piece.new_zeros((*piece.shape[:-1], gap)), piece] if gap else [piece]
+        parts += [blank[..., :gap], piece] if gap else [piece]
     return torch.cat(parts, -1)
 
 

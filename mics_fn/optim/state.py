@@ -350,7 +350,7 @@ def opt_step(state: TrainState[P], grads: Tree, *, donate: bool = False) -> Trai
       options of the optimizer; see [Note: one step] in `faults.comparing`. With `donate` it waits
       for gathers of these shards under way.
 
-    Memory: a second copy of the state; none with `donate`.
+    Memory: a second copy of the state; with `donate` only that of small gradients, see `Columns`.
 
     Raises:
       LeafError: `grads` does not match `state.params`, or still owes hop 1.

@@ -95,11 +95,12 @@ class Kernels(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("make", [mf.optim.adamw, mf.optim.lion], ids=["adamw", "lion"])
-def test_a_step_takes_as_many_kernels_for_many_leaves_as_for_few(make):
+@pytest.mark.parametrize("of_shards", [mf.shard, mf.reduce_grads], ids=["in a chunk", "apart"])
+def test_a_step_takes_as_many_kernels_for_many_leaves_as_for_few(make, of_shards):
     groups, found = mf.make_groups(1), []
     for n in (2, 300):
         full = {f"w{i}": random(i, 1 + i % 9) for i in range(n)}
-        state, grads = mf.init_state(mf.shard(full, groups), make(0.1)), mf.shard(full, groups)
+        state, grads = mf.init_state(mf.shard(full, groups), make(0.1)), of_shards(full, groups)
         with Kernels() as kernels:
             mf.opt_step(state, grads, donate=True)
         found.append(+kernels.seen)
