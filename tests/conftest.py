@@ -95,17 +95,6 @@ class TimeLimit:
         self.stderr_fd = stderr_fd
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        return (yield from self.bounded(item))
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        return (yield from self.bounded(item))
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        return (yield from self.bounded(item))
-
     def bounded(self, item: pytest.Item) -> Generator[None, Any, Any]:
         marker = item.get_closest_marker("limit")
         limit_s = float(marker.args[0]) if marker else LIMIT_S
@@ -124,6 +113,8 @@ class TimeLimit:
             faulthandler.cancel_dump_traceback_later()
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+
+    pytest_runtest_setup = pytest_runtest_call = pytest_runtest_teardown = bounded
 
 
 def all_stacks() -> str:

@@ -352,8 +352,6 @@ class RankPool:
     """
 
     def __init__(self, n: int, *, timeout_s: float = 60.0, grace_s: float = 10.0):
-        if n < 1:
-            raise ValueError(f"RankPool: n must be at least 1, got {n}")
         self.n, self.timeout_s, self.grace_s = n, timeout_s, grace_s
         self._procs: list[Any] = []
         self._conns: list[Connection] = []

@@ -73,26 +73,15 @@ def bound_of(name: str, key: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def one_order(name: str, run: Run) -> list[str]:
-    """All ranks issue the same collectives in one order, over all communicators."""
-    wrong = []
-    for mode, first in run[0][1].items():
-        for rank, (_, modes) in enumerate(run):
-            mine, other = first.issued, modes[mode].issued
-            pairs = zip(mine, other, strict=False)
-            differs = next((f"{a}, {b}" for a, b in pairs if a != b), "")
-            if differs or len(mine) != len(other) or (len(run) > 1 and not mine):
-                counts = f"{len(mine)} and {len(other)} collectives"
-                wrong.append(f"rank {rank}, events {mode} over: {counts} {differs}")
+    """All ranks issue the same collectives in one order, whatever the device says when asked."""
+    first = next(iter(run[0][1].values())).issued
+    wrong = ["nothing was issued"] if len(run) > 1 and not first else []
+    for where, _, seen in _each(run):
+        pairs = zip(first, seen.issued, strict=False)
+        differs = next((f"{a}, {b}" for a, b in pairs if a != b), "")
+        if seen.issued != first:
+            wrong.append(f"{where}: {len(first)} and {len(seen.issued)} collectives {differs}")
     return wrong
-
-
-def no_timing(name: str, run: Run) -> list[str]:
-    """Which collectives are issued does not depend on what the device answers when asked."""
-    return [
-        f"rank {rank}: {[len(seen.issued) for seen in modes.values()]} collectives"
-        for rank, (_, modes) in enumerate(run)
-        if len({tuple(seen.issued) for seen in modes.values()}) > 1
-    ]
 
 
 def kept_by_references(name: str, run: Run) -> list[str]:
@@ -118,7 +107,6 @@ LAWS: tuple[Law, ...] = (
     no_host_waits,
     equal_numbers,
     one_order,
-    no_timing,
     kept_by_references,
     within_plan,
 )

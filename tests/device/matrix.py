@@ -155,13 +155,11 @@ SCENARIOS: dict[str, Scenario] = {
     "a use that does not come": _of(4, 4, program="unused", live_bytes=None),
     "an update before the run has ended": _of(program="updated_early"),
     "float16 on the wire": _of(program="in_float16"),
-    "made as shards": _of(program="made_as_shards"),
     "two trainers": _of(program="two_trainers", waits=1),  # for the totals of each
     "a stream of the user's": _of(program="own_stream", live_bytes=0),
     "two compute streams, budget": _of(program="forked", live_bytes=0),
     "two compute streams, keep all": _of(program="forked", live_bytes=None),
     "torch.func": _of(program="transformed"),
     "torch.func, deferred": _of(program="transformed_deferred"),
-    "verbs by hand": _of(4, program="by_hand"),
     "never waited for": _of(4, 4, program="left_in_flight"),
 }

@@ -4,7 +4,6 @@ import contextlib
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -104,10 +103,9 @@ def watched(groups: Any, watch: Watch, **options: Any) -> Numbers:
         ledger = dict(groups.traffic.sent_bytes)
     timeline = trainer.last_step.timeline()
     transfers = sorted(f"{e.kind} {e.buckets} {e.level}" for e in timeline.events if e.level)
-    if timeline.sent_bytes() != ledger or not transfers:
-        raise AssertionError(f"{timeline.sent_bytes()} is not the ledger {ledger}")
-    if any(event.end_s < event.start_s for event in timeline.events):
-        raise AssertionError("an event ends before it begins")
+    assert timeline.sent_bytes() == ledger
+    assert transfers
+    assert all(event.end_s >= event.start_s for event in timeline.events)
     same = torch.tensor([sum(map(ord, text)) for text in transfers])
     memory = torch.tensor(trainer.last_step.memory()[:4])
     return {"losses": torch.stack(losses), "transfers": same, "memory": memory, **trainer.params()}
@@ -117,14 +115,13 @@ def saved(groups: Any, watch: Watch, **options: Any) -> Numbers:
     """A state is copied to the host and written while steps go on in its memory, and is read."""
     folder = f"{tempfile.gettempdir()}/mics_fn-{os.getppid()}-{watch.device.type}"
     trainer = _trainer(groups, Net(), optim.adamw(1e-2), **options)
-    pending, numbers = None, {}
+    pending, numbers = [], {}
     for k, batch in enumerate(batches(watch.device)):
         with watch.step(groups, trainer):
             trainer.step(batch)
         if k == 1:
-            pending = mf.checkpoint.start_save(folder, trainer.state, groups, step=k)
-    if pending is not None:
-        pending.wait()
+            pending.append(mf.checkpoint.start_save(folder, trainer.state, groups, step=k))
+    pending[0].wait()
     for donate in (False, True):
         found = mf.checkpoint.load(folder, trainer.state, groups, donate=donate)
         for name, x in mf.unshard(found.state.params, groups).items():
@@ -193,53 +190,17 @@ def transformed(groups: Any, watch: Watch, where: str = "", policy: Any = None) 
     found = {"losses": torch.stack(losses), **mf.unshard(state.params, groups)}
 
     def hidden(row: Tensor) -> Tensor:
-        gathered = mf.gather(state.params, groups)
-        return functional_call(model.blocks[0], _inner(gathered, "blocks.0."), (row,)).sum()
+        gathered, begin = mf.gather(state.params, groups), "blocks.0."
+        inner = {k.removeprefix(begin): v for k, v in gathered.items() if k.startswith(begin)}
+        return functional_call(model.blocks[0], inner, (row,)).sum()
 
     x = mf.gather(state.params, groups)["embedding.weight"].detach()
     return found if policy else {**found, "vmapped": vmap(grad(hidden))(x)}
 
 
-def _inner(params: Any, prefix: str) -> dict[str, Tensor]:
-    return {k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)}
-
-
 def transformed_deferred(groups: Any, watch: Watch, where: str = "") -> Numbers:
     """Parameters are fetched at the op that needs them."""
     return transformed(groups, watch, where, mf.on_demand(live_bytes=BUCKET_BYTES))
-
-
-def by_hand(groups: Any, watch: Watch, where: str = "") -> Numbers:
-    """The steps of a trainer written out, with a module that has no values of its own."""
-    model, state = _by_hand(watch, groups, where)
-    model, policy = model.to("meta"), mf.on_demand(live_bytes=0)
-    model.head.weight = model.embedding.weight  # which `to` has made two
-    losses = []
-    for x, y in batches(watch.device):
-        with watch.step():
-            total = mf.GradSum(micro_steps=2)
-            with mf.defer(state.params, groups, policy, into=total) as full:
-                for part in zip(x.chunk(2), y.chunk(2), strict=True):
-                    loss = loss_of(lambda x, full=full: functional_call(model, full, (x,)), part)
-                    total.backward(loss)
-            state = mf.opt_step(state, total.grads(), donate=True)
-            total.release()
-        losses.append(loss.detach())
-    return {"losses": torch.stack(losses), **mf.unshard(state.params, groups)}
-
-
-def made_as_shards(groups: Any, watch: Watch) -> Numbers:
-    """How far a model that is made as shards is from one that is made in full, on one device."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # one says that each rank makes the whole model
-        _, shards = mf.init_model(Net, groups, seed=3)
-    drawn = torch.rand(8, device=watch.device)
-    torch.manual_seed(3)
-    with torch.device(watch.device):
-        plain = Net()
-    full = mf.unshard(shards, groups)
-    far = {name: full[name] - value for name, value in plain.named_parameters()}
-    return {**far, "drawn after it": drawn - torch.rand(8, device=watch.device)}
 
 
 def updated_early(groups: Any, watch: Watch) -> Numbers:

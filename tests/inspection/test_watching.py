@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Layout, groups_of, random
-from costs import memory_formula
-from placements import cut_of
+from costs import cut_of, memory_formula
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 

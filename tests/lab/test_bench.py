@@ -158,7 +158,6 @@ def test_opt(forked_bench: Callable) -> None:
     assert figures["making"]["seconds"] > 0
     assert all(min(step["us_a_leaf"].values()) > 0 for step in figures["steps"])
     assert "opt_step(donate=True)" in printed
-    assert "22 leaves" in printed
 
 
 @pytest.mark.thorough
@@ -223,10 +222,8 @@ def test_peers_take_turns_and_each_begins() -> None:
 
 def test_memory_and_its_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = reset_peak(CPU)
-    if before is not None:
-        before = reset_peak(CPU) or 0
-        torch.ones(8_000_000)
-        assert (peak_bytes(CPU) or 0) >= before + 30e6
+    torch.ones(8_000_000)
+    assert before is None or (peak_bytes(CPU) or 0) >= before + 30e6
     monkeypatch.setattr(turns_module, "STATUS", tmp_path / "status")
     assert memory_bytes(CPU) is None
     (tmp_path / "status").write_text("VmHWM:\t    50 kB\nVmRSS:\t    40 kB\n")

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from costs import memory_formula
-from placements import cut_of, make_place
+from costs import cut_of, memory_formula
 from storage_count import StorageCount
 
 import mics_fn as mf
@@ -30,7 +29,8 @@ TOLERANCE = 0.02  # of the formula, on top of one bucket
 
 def held_bytes(name: str, precision: str) -> dict[str, Any]:
     """The bytes of tensors on this rank between and within steps, and the formula for them."""
-    groups = make_place(name, 4, NODE, device="cpu")
+    groups = mf.make_groups(cut_of(name, 4, NODE).states, node_size=NODE, device="cpu")
+    groups = mf.placement.place(groups, name)
     batch = TrainingTask(model=SMALL).batch(load_text(100_000), 0, 0, groups.rank)
     checksum(torch.zeros(1))  # the first call in a process makes a table of 8 MiB
     itemsize = mf.Precision.parse(precision).formats("", F32).compute.itemsize

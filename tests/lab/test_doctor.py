@@ -139,7 +139,6 @@ HUNG = RankFailure("RankTimeout", "process was stopped", 'File "/home/ann/x.py",
     [
         ([None, None], [FINE], "ok", ""),
         ([None, None], [FINE, FINE._replace(value=1)], "WRONG", "WRONG"),
-        ([BAD, None], [FINE], "FAILED", "rank 0: KeyError: 'x'"),
         (
             [None, HUNG],
             [FINE],
@@ -184,8 +183,7 @@ def test_whatever_becomes_of_a_part_is_a_line_and_the_next_one_runs(
         ("[/__w/gloo/pair.cc:5] peer [10.0.0.7]:4 left", "[pair.cc:5] peer [<address>]:4 left"),
         ("fe80:0:0:0:12ab::1 is down at 12:30:01", "<address> is down at 12:30:01"),
         ("Box-7, box-7.lab.org, sandbox-7", "<host>, <host>, sandbox-7"),
-        ("user anna of annabel", "user <user> of annabel"),
-        ("1.5 GB/s, 3/4 of it, torch.nn", "1.5 GB/s, 3/4 of it, torch.nn"),
+        ("user anna of annabel, 3/4 of it", "user <user> of annabel, 3/4 of it"),
         (r"C:\Users\ann\x.py failed", "x.py failed"),
         ("<Thing at 0x7f3a>", "<Thing at 0x..>"),
     ],
@@ -223,19 +221,3 @@ def test_ranks_end_in_time_and_say_how(tmp_path: Path):
     if (tmp_path / "pid").exists():  # else it was stopped before it began
         assert "in one_of_two\n" in found[0].traceback
         assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
-
-
-@pytest.mark.thorough
-@pytest.mark.limit(400)
-def test_the_command_runs_parts_in_processes_of_their_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    file = tmp_path / "report.json"
-    argv = ["doctor", "--gpu", "--device", "cpu", "--parts", "alone", "ends", "--out", str(file)]
-    assert main(argv) == 0
-    found = {part["name"]: part for part in json.loads(file.read_text())["parts"]}
-    assert list(found) == ["environment", "loopback", "alone", "ends"]
-    assert {part["verdict"] for part in found.values()} == {"ok"}
-    wrong, *times = found["ends"]["checks"]
-    assert (wrong["value"], len(times)) == (0, 2)
-    assert "nothing is wrong" in capsys.readouterr().out

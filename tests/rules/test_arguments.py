@@ -157,25 +157,18 @@ PlanError: Trainer: loss=cross_entropy takes (input, target), expected loss(mode
   fix: call the model in it: lambda model, batch: cross_entropy(model(batch[0]), batch[1])
 >>> trainer(Giving(lambda out: {"out": out}), loss=None).step(x)
 LeafError: Trainer: the Giving gave dict, and without loss= that is the loss
-  expected one number, or a result with a .loss
-  fix: pass loss=, such as lambda model, batch: cross_entropy(model(batch[0]), batch[1])
 >>> trainer(loss=lambda model, x: None).step(x)
 LeafError: Trainer: the loss is NoneType, expected one number
 >>> trainer(loss=None).step((x, y))
 LeafError: Trainer: the Linear cannot be called with this batch, as model(Tensor, Tensor)
   its forward takes (input: torch.Tensor) -> torch.Tensor: too many positional arguments
-  fix: pass loss=, such as lambda model, batch: cross_entropy(model(batch[0]), batch[1])
 >>> trainer(loss=None).step({"x": x, "y": y})
 LeafError: Trainer: the Linear cannot be called with this batch, as model(x=, y=)
   its forward takes (input: torch.Tensor) -> torch.Tensor: missing a required argument: 'input'
-  fix: name the arguments of forward in the batch, or pass loss=: it is given (model, batch)
 >>> trainer(loss=None).step(x)
 LeafError: Trainer: the Linear gave shape (4, 1), and without loss= that is the loss
-  expected one number, or a result with a .loss
-  fix: pass loss=, such as lambda model, batch: cross_entropy(model(batch[0]), batch[1])
 >>> trainer(Giving(lambda out: SimpleNamespace(loss=None)), loss=None).step(x)
 LeafError: Trainer: the Giving gave no loss: its .loss is None
-  fix: give the batch what it computes the loss from: labels
 >>> trainer(Giving(lambda out: out + None), loss=None).step(x)
 TypeError: unsupported operand type(s) for +: 'Tensor' and 'NoneType'
 >>> trainer(loss=lambda model, x, y: nn.functional.mse_loss(model(x), y))
@@ -201,7 +194,6 @@ LeafError: Trainer: the loss called backward(), which Trainer does once the loss
   fix: return the loss, and leave out backward(), zero_grad() and the optimizer's step()
 >>> mf.shard(nn.Linear(2, 1), groups)
 LeafError: shard: params is Linear, expected torch.Tensor
-  fix: pass tensors, as dict(model.named_parameters()); a Trainer takes the module itself
 >>> functional_call(nn.Linear(2, 1), of_linear(), (x,))
 TypeError: Sharded(...) is not an instance of torch.Tensor
 >>> trainer().save("run")
@@ -215,7 +207,6 @@ AttributeError: Trainer has no attribute 'optimizer'
   fix: trainer.state.opt is its state; the optimizer itself is a function of values
 >>> pickle.dumps(trainer())
 GroupsError: a Trainer belongs to this process: it cannot be in a pickle or a deep copy
-  fix: take trainer.state_dict(), or save it with Trainer(checkpoint=Checkpoints(folder))
 
 # Checkpoints
 >>> checkpoint.save("a", 5, groups, step=2)

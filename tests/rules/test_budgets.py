@@ -25,7 +25,7 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
-    "lines": 20_404,
+    "lines": 20_304,
     "lines without lab": 17_808,
     "lines of the core": 6_630,
     "lines of the longest file": 488,

@@ -141,6 +141,26 @@ class Cut(NamedTuple):
     grads: int  # gradients, after each micro-step
 
 
+# Over how many ranks a placement cuts states, parameters and gradients: "n" are all ranks, "k"
+# those of a node, "1" is whole.
+PLACES = {
+    "ddp": "111",
+    "zero1": "n11",
+    "zero2": "n1n",
+    "zero3": "nnn",
+    "mics": "kkk",
+    "fsdp": "kkk",
+    "hpz": "nkn",
+    "hybrid": "nkk",
+}
+
+
+def cut_of(name: str, num_ranks: int, node_size: int) -> Cut:
+    """The numbers of a placement in a world."""
+    sizes = {"n": num_ranks, "k": node_size, "1": 1}
+    return Cut(*(sizes[letter] for letter in PLACES[name]))
+
+
 def memory_formula(
     buckets: Sequence[Bucket],
     cut: Cut,
