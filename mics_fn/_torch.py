@@ -206,15 +206,6 @@ def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
 default_store: Callable[[], Any] = c10d._get_default_store
 
 
-def store_host(store: Any) -> tuple[int | None, str]:
-    """The rank that holds a store, if a rank does, and the address of the store, if it has one."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    of_tcp = hasattr(store, "port")
-    return None if agent or not of_tcp else 0, f"{store.host}:{store.port}" if of_tcp else ""
-
-
 def groups_named(name: str | None) -> list[dist.ProcessGroup]:
     """The process groups that `new_group` has made, or is about to return, of a name, or of any."""
     return [group for group, own in list(c10d._world.pg_names.items()) if name in (None, own)]
@@ -567,21 +558,6 @@ class Queued:
         if not self.has_ended():
             self.lost = True
             self._lose()
-
-
-class HostCopy:
-    """Numbers of a device on their way to the host; see `Queued`."""
-
-    def __init__(self, numbers: torch.Tensor) -> None:
-        buffer = host_buffer(numbers.nbytes, numbers.device).view(numbers.dtype)
-        self._host = buffer.view(numbers.shape).copy_(numbers, non_blocking=True)
-        self.queued = Queued(numbers.device)
-
-    @functools.cached_property
-    def numbers(self) -> list[float]:
-        """The host waits for them, and for nothing that was queued later."""
-        self.queued.wait()
-        return self._host.tolist()
 
 
 _LOCK = threading.RLock()  # of these two, which the monitor empties; a signal may come in between

@@ -22,10 +22,7 @@ from mics_fn.errors import LeafError, MicsError, PlanError, message
 
 _SHORT = 60  # characters of a value that an error shows
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), list, tuple)
-_UNITS = {"": 1, "b": 1}
-_UNITS |= {f"{unit}b": 1000**i for i, unit in enumerate("kmgt", 1)}
-_UNITS |= {f"{unit}ib": 1024**i for i, unit in enumerate("kmgt", 1)}
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:(?:([kmgt])(i)?)?b)?")
 
 
 def given(name: str, value: Any) -> str:
@@ -182,10 +179,10 @@ def nbytes(verb: str, name: str, value: Any, least: int = 0) -> int:
     (1000000000, 536870912, 25000000)
     """
     found: Any = value
-    if isinstance(value, str):
-        parts = _SIZE.fullmatch(value.strip().lower())
-        unit = _UNITS.get(parts[2]) if parts else None
-        found = None if parts is None or unit is None else round(float(parts[1]) * unit)
+    parts = _SIZE.fullmatch(value.strip().lower()) if isinstance(value, str) else None
+    if parts is not None:
+        unit = 1024 if parts[3] else 1000
+        found = round(float(parts[1]) * unit ** " kmgt".index(parts[2] or " "))
     whole = isinstance(found, float) and found.is_integer()
     if not (whole or type(found) is int) or found < least:
         expected = f"a number of bytes of at least {least}"

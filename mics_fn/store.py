@@ -5,20 +5,12 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakSet
 
-
-class Store(Protocol):
-    """The part of `torch.distributed.Store` that this library uses."""
-
-    def set(self, key: str, value: str, /) -> Any: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-    def delete_key(self, key: str, /) -> bool: ...
-    def list_keys(self) -> list[str]: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+# A `torch.distributed.Store`, or what has `set`, `get`, `check`, `add`, `delete_key`, `list_keys`
+# and `compare_set` as that has.
+Store = Any
 
 
 class StoreLost(RuntimeError):

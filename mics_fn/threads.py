@@ -51,11 +51,8 @@ T = TypeVar("T")
 
 # Not SIGPROF, whose handlers look at the program again and again, and those of faults. DataLoader
 # raises where SIGCHLD tells it that a worker has died, and a batch system's limit is SIGXCPU.
-_NAMES = (
-    *("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2"),
-    *("SIGCHLD", "SIGXCPU", "SIGVTALRM", "SIGQUIT"),
-)
-_SIGNALS = [int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name)]
+_NAMES = "SIGINT SIGTERM SIGHUP SIGALRM SIGUSR1 SIGUSR2 SIGCHLD SIGXCPU SIGVTALRM SIGQUIT"
+_SIGNALS = [int(getattr(signal, name)) for name in _NAMES.split()]
 _MOMENT_S = 0.001  # in which a result is assigned
 _PATIENCE_S = 1.0  # how long a wait without progress keeps a signal before anything is written
 
@@ -307,31 +304,6 @@ def ended(jobs: Iterable[Job], timeout_s: float = inf) -> bool:
                 thread.join(_WAIT_S)
                 give_way(0.0)
     return not any(thread.is_alive() for thread in begun)
-
-
-def each(work: Callable[[T], Any], items: Iterable[T], count: int, name: str) -> list[Any]:
-    """What some work gives for each item, done by several threads; raises the first error.
-
-    Nobody works on any of them once this has returned or raised.
-
-    >>> each(abs, [-1, 2, -3], 2, "example")
-    [1, 2, 3]
-    """
-    jobs = [Job(partial(work, item)) for item in items]
-    left = iter(jobs)  # its `next` is one instruction
-    readers = [Job(partial(_run_all, left)) for _ in range(min(count, len(jobs)))]
-    try:
-        for reader in readers:
-            reader.begin(name)
-        return [job.result() for job in jobs]
-    finally:
-        deque(left, 0)
-        ended(readers)
-
-
-def _run_all(jobs: Iterable[Job]) -> None:
-    for job in jobs:
-        job.run()
 
 
 def bounded(

@@ -1,7 +1,8 @@
 """`load`: a state as it was saved, on these ranks, however many wrote it and however it was cut."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from mics_fn.groups import Groups
 from mics_fn.offload import is_placed
 from mics_fn.optim import by_leaf, replaced
 from mics_fn.spans import LOG
-from mics_fn.threads import each
+from mics_fn.threads import Job, ended
 from mics_fn.tree import Tree
 
 # Whether the files of a step fit a state, and what a rank reads from them.
@@ -145,6 +146,31 @@ def _read(path: Path, files: Sequence[directory.SavedFile], wanted: list[Wanted]
                 raise
 
         each(read_on, range(_READERS), _READERS, "mics_fn load")
+
+
+def each(work: Callable[[Any], Any], items: Iterable[Any], count: int, name: str) -> list[Any]:
+    """What some work gives for each item, done by several threads; raises the first error.
+
+    Nobody works on any of them once this has returned or raised.
+
+    >>> each(abs, [-1, 2, -3], 2, "example")
+    [1, 2, 3]
+    """
+    jobs = [Job(partial(work, item)) for item in items]
+    left = iter(jobs)  # its `next` is one instruction
+    readers = [Job(partial(_run_all, left)) for _ in range(min(count, len(jobs)))]
+    try:
+        for reader in readers:
+            reader.begin(name)
+        return [job.result() for job in jobs]
+    finally:
+        deque(left, 0)
+        ended(readers)
+
+
+def _run_all(jobs: Iterable[Job]) -> None:
+    for job in jobs:
+        job.run()
 
 
 class Loaded(NamedTuple):

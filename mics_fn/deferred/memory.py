@@ -3,6 +3,7 @@
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,7 +133,7 @@ class Ring:
     def __init__(self) -> None:
         self.made = 0  # how often it was allocated
         self.nbytes = 0  # that it holds
-        self._pool, self._raw = Buffers(), torch.empty(0, dtype=torch.uint8)
+        self._pool, self._raw = Buffers(), None  # 1D, uint8; no tensor is made in a transform
         self._next = 0  # where the next part begins, if it fits there
         self._lent: deque[Lease] = deque()
 
@@ -146,13 +147,15 @@ class Ring:
           device: of the memory.
         """
         nbytes, device = sum(sizes), _torch.with_index(device)
-        if self.nbytes < max(nbytes, capacity) or self._raw.device != device:
+        raw: Any = self._raw
+        if raw is None or self.nbytes < max(nbytes, capacity) or raw.device != device:
             while self._lent:
                 self._lent.popleft().until()
-            self._pool.let_go(self._raw)
-            self._raw = torch.empty(0, dtype=torch.uint8)  # freed before the next is made
+            if raw is not None:
+                self._pool.let_go(raw)
+            raw = self._raw = None  # freed before the next is made
             self.nbytes = max(nbytes, capacity)
-            self._raw = self._pool.take((self.nbytes,), torch.uint8, device)
+            raw = self._raw = self._pool.take((self.nbytes,), torch.uint8, device)
             self._next, self.made = 0, self.made + 1
         start = self._next if self._next + nbytes <= self.nbytes else 0
         stop = self._next = start + nbytes
@@ -160,7 +163,7 @@ class Ring:
             start < lease.stop and lease.start < stop for lease in self._lent
         ):
             self._lent.popleft().until()
-        self._lent.append(Lease(self._raw, start, sizes))
+        self._lent.append(Lease(raw, start, sizes))
         return self._lent[-1]
 
 

@@ -53,6 +53,16 @@ from mics_fn.groups import Groups, GroupState, announce_all, end_aborts, never_d
 from mics_fn.store import Store, StoreLost, later, poll
 from mics_fn.threads import Job, Latch, start
 
+
+def store_host(store: Any) -> tuple[int | None, str]:
+    """The rank that holds a store, if a rank does, and the address of the store, if it has one."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    of_tcp = hasattr(store, "port")
+    return None if agent or not of_tcp else 0, f"{store.host}:{store.port}" if of_tcp else ""
+
+
 # The launcher of this process, and what becomes of a rank that has outlived it.
 
 
@@ -181,7 +191,7 @@ class Monitor:
 
     def linger(self) -> None:
         """Keep the store open for a moment, if this rank hosts it, for others to read."""
-        if self._said and _torch.store_host(self._store)[0] == self._rank:
+        if self._said and store_host(self._store)[0] == self._rank:
             time.sleep(max(0.0, self._said + 2 * self._interval_s() - time.monotonic()))
 
     def end(self) -> None:
@@ -225,7 +235,7 @@ class Monitor:
         return error
 
     def _failure_of(self, lost: StoreLost) -> Failure:
-        return of_store(self._rank, *_torch.store_host(self._store), lost)
+        return of_store(self._rank, *store_host(self._store), lost)
 
     # The threads.
 

@@ -144,16 +144,17 @@ def make_groups(
 
 def _agreed(state: GroupState, mine: startup.Facts, deadline: float) -> tuple[Any, int]:
     """Meet the other ranks, or find what they agreed on; return the store and a node's size."""
-    verb, judge = "make_groups", partial(startup.judged, "make_groups")
+    judge = partial(startup.judged, "make_groups")
     before = hooks.agreed_before(state.ranks, state.rank, state.timeout_s)
     if before is not None:
+        judge({state.rank: mine})  # whether it has its device
         state.key, state.rejoining = before.key, True
         return None, before.verdict
     if len(state.ranks) == 1:
         return None, judge({state.rank: mine})
     store = hooks.join(state, state.timeout_s)
-    wait = {"timeout_s": state.timeout_s, "check": partial(state.watch.check, ())}
-    how: Any = {"verb": verb, "deadline": deadline, **wait}
+    how: Any = {"verb": "make_groups", "timeout_s": state.timeout_s, "deadline": deadline}
+    how["check"] = partial(state.watch.check, ())
     meeting = startup.meet(store, state.ranks, state.rank, mine, judge, **how)
     state.watch.begin(meeting)
     return store, meeting.verdict

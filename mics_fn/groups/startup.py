@@ -322,10 +322,9 @@ def node_size_of(nodes: Mapping[int, str]) -> int:
     sizes = [len(list(run)) for _, run in groupby(nodes.values())]
     if len(set(sizes)) > 1 or len(sizes) > len(set(nodes.values())):
         what = "make_groups: these ranks do not fill nodes of one size, one after the other"
-        found = errors.by_value(nodes)[:8]
-        lines = [f"{node}: {errors.name_ranks(ranks)}" for node, ranks in found]
         fix = "start equally many ranks on every node, node by node (Slurm: --distribution=block), "
-        raise errors.PlanError(what, lines, f"{fix}or pass node_size= or topology=")
+        fix += "or pass node_size= or topology="
+        raise errors.PlanError(what, errors.rank_lines(nodes)[:8], fix)
     return sizes[0]
 
 

@@ -225,6 +225,7 @@ class Watched:
         if isinstance(at, int | float):
             return at
         began, first = self._marks[device]
+        first.synchronize()
         at.synchronize()
         return began + first.elapsed_time(at) / 1e3
 

@@ -43,6 +43,22 @@ from mics_fn.optim import norms
 from mics_fn.optim.flat import unpacked
 from mics_fn.tree import Tree
 
+
+class HostCopy:
+    """Numbers of a device on their way to the host; see `_torch.Queued`."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        buffer = _torch.host_buffer(numbers.nbytes, numbers.device).view(numbers.dtype)
+        self._host = buffer.view(numbers.shape).copy_(numbers, non_blocking=True)
+        self.queued = _torch.Queued(numbers.device)
+
+    @cached_property
+    def numbers(self) -> list[float]:
+        """The host waits for them, and for nothing that was queued later."""
+        self.queued.wait()
+        return self._host.tolist()
+
+
 # The scale of a loss, as a value, so that small float16 gradients do not become 0.
 
 
@@ -319,7 +335,7 @@ class StepTotals:
         self.home, self.own_loss, self._counts = home, loss, (samples, tokens)
         self._ranks, self._weighted = home.world_size, weighted
         self._found = self.loss = torch.empty(0)  # what came back, and in it the mean of losses
-        self._copy: _torch.HostCopy | None = None  # of what came back, on the host
+        self._copy: HostCopy | None = None  # of what came back, on the host
 
     def exchange(self, squares: Tensor | None = None) -> Tensor:
         """Send it, once; the host does not wait on an accelerator.
@@ -352,13 +368,13 @@ class StepTotals:
         if found_inf is not None:
             flag = self.flag.to(found_inf.device, non_blocking=True)
             torch.maximum(found_inf, flag, out=found_inf)
-            self._copy = _torch.HostCopy(torch.cat([self._found, torch.stack([found_inf, flag])]))
+            self._copy = HostCopy(torch.cat([self._found, torch.stack([found_inf, flag])]))
         elif _torch.is_async(self.home.device):
-            self._copy = _torch.HostCopy(self._found)
+            self._copy = HostCopy(self._found)
 
     def outcome(self) -> tuple[bool, bool]:
         """Of a masked step, whether it was refused, and whether that was since it was aborted."""
-        *_, refused, aborted = cast(_torch.HostCopy, self._copy).numbers
+        *_, refused, aborted = cast(HostCopy, self._copy).numbers
         return bool(refused), bool(aborted)
 
     @cached_property

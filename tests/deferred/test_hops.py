@@ -9,7 +9,7 @@ from costs import Cut, buckets_of, counted, memory_formula
 from torch import nn
 
 import mics_fn as mf
-from mics_fn.deferred.memory import LEAST_RING
+from mics_fn.deferred.memory import LEAST_RING, Ring
 
 WIDTH = 192
 LARGE = 6 * WIDTH  # width of one layer
@@ -31,7 +31,7 @@ def hops(layout, cases):
     found = []
     for scheme, precision, accumulate, live, large in cases:
         groups = counted(placed_as(groups_of(layout), scheme))
-        route, ring = groups.hierarchy.route, groups.hierarchy.pools.sums["ring"]
+        route, ring = groups.hierarchy.route, groups.hierarchy.pools.sums.setdefault("ring", Ring())
         trainer = mf.Trainer(
             make(large), mf.optim.sgd(0.1), groups, accumulate=accumulate, live_bytes=live,
             precision=precision, bucket_bytes=UNIT,

@@ -40,17 +40,15 @@ PATTERNS: dict[str, Callable[[mf.Groups, Any, str], set[str]]] = {
         g, lambda x: in_file(x.data), where=f"{by}: params=disk:{folder}", bucket=lambda p: p
     ),
     "init_state(where=)": lambda g, by, folder: placed(g, f"{by}: states=disk:{folder}"),
-    "move(where=)": lambda g, by, folder: placed(g, "", f"{by}: states=disk:{folder}"),
     "by_path": lambda g, by, _: stepped(
         g, mf.optim.by_path({by: mf.optim.adamw(1.0, weight_decay=0.5)}, default=mf.optim.sgd(0.0))
     ),
 }
 
 
-def placed(groups: mf.Groups, first: str, then: str | None = None) -> set[str]:
+def placed(groups: mf.Groups, where: str) -> set[str]:
     shards = mf.shard(params(), groups, bucket=lambda path: path)
-    state = mf.init_state(shards, mf.optim.sgd(1.0, momentum=0.5), where=first)
-    state = state if then is None else mf.move(state, then)
+    state = mf.init_state(shards, mf.optim.sgd(1.0, momentum=0.5), where=where)
     moments = by_leaf(state.opt).moments["momentum_buffer"]
     return {name for name, leaf in moments.items() if in_file(leaf.data)}
 

@@ -16,9 +16,11 @@ from children import in_child
 
 import mics_fn
 from mics_fn import threads
-from mics_fn.threads import Job, Latch, each, ended
+from mics_fn.checkpoint import loading
+from mics_fn.checkpoint.loading import each
+from mics_fn.threads import Job, Latch, ended
 
-TRACED = {threads.__file__, threading.__file__}
+TRACED = {threads.__file__, threading.__file__, loading.__file__}
 
 
 def settle(before: int, limit_s: float = 10.0) -> None:

@@ -52,14 +52,14 @@ def same_error(results: list[Any], within_s: float = 5.0) -> tuple[type, str]:
 @pytest.mark.parametrize(
     ("kwargs", "env", "hosts", "text"),
     [
-        ({}, {}, "aaab", "of one size, one after the other\n  hostnames a: ranks 0-2\n"),
+        ({}, {}, "aaab", "of one size, one after the other\n  ranks 0-2: hostnames a\n"),
         (
             {"node_size": 3},
             {},
             "",
-            "node_size=3 0: ranks 0-2\n  node_size=3 1: rank 3\n",
+            "ranks 0-2: node_size=3 0\n  rank 3: node_size=3 1\n",
         ),
-        ({}, {}, "abab", "after the other\n  hostnames a: ranks 0, 2\n"),
+        ({}, {}, "abab", "after the other\n  ranks 0, 2: hostnames a\n"),
         ({"topology": Topology((2, 4))}, {}, "", "topology node 2 x rank 4 has 8 ranks, the job "),
         ({"topology": Topology((2, 2)), "node_size": 2}, {}, "", "and node sizes are both given"),
         ({"partition_size": 3}, {}, "", "partition_size=3 does not fit 4 ranks"),
