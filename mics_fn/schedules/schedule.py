@@ -25,6 +25,7 @@ import re
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from heapq import heappop, heappush
 from itertools import accumulate
 from operator import attrgetter
@@ -104,6 +105,18 @@ class Schedule:
         uses = accumulate(action.kind == "use" for action in self.actions)
         pairs = zip(self.actions, uses, strict=True)
         return tuple(before for action, before in pairs if action.kind == "backward")
+
+    @cached_property
+    def steps(self) -> list[tuple[tuple[int, ...], list[tuple[Kind, int]]]]:
+        """The buckets of each use, with the fetches and drops before it."""
+        found, before = [], list[tuple[Kind, int]]()
+        for kind, buckets in self.actions:
+            if kind in ("fetch", "drop"):
+                before.append((kind, buckets[0]))
+            elif kind == "use":
+                found.append((buckets, before))
+                before = []
+        return found
 
     @property
     def unmarked(self) -> "Schedule":
@@ -582,8 +595,8 @@ class Run:
         self.following = learned.schedule is not None
         self._cause = ""  # why it does not follow its schedule any more; see `end` for the warning
         self._ended = False
-        self._actions = () if learned.schedule is None else learned.schedule.actions
-        self._next = 0  # index of the next action to follow
+        self._steps = [] if learned.schedule is None else learned.schedule.steps
+        self._next = 0  # index of the next step to follow
         # In which order buckets are reduced, on every rank, whichever is complete first.
         self.order = learned.order or tuple(reversed(range(len(sizes))))
         # Whether it may fetch something after its start, in which ranks have to agree.
@@ -609,9 +622,9 @@ class Run:
         """Return what to fetch and drop before an op that needs these buckets."""
         self._events.append(("use", ids))
         if self.following:
-            found = self._until(ids)
-            if found is not None:
-                return [self.apply(*action) for action in found]
+            if self._next < len(self._steps) and self._steps[self._next][0] == ids:
+                self._next += 1
+                return [self.apply(*action) for action in self._steps[self._next - 1][1]]
             self.following = False
             self._cause = f"a use is of {' and '.join(map(self.name, ids))}"
         for i in ids:
@@ -634,20 +647,6 @@ class Run:
     def tally(self, event: str, amount: int) -> int:
         """Add to a number of this run that all ranks share, and return the sum; never waits."""
         return self._widest.tally(f"{event}/{self.number}", amount)
-
-    def _until(self, ids: tuple[int, ...]) -> list[tuple[Kind, int]] | None:
-        """The schedule's fetches and drops up to this use; None if its next use is another one."""
-        found = []
-        for place in range(self._next, len(self._actions)):
-            kind, buckets = self._actions[place]
-            if kind == "use":
-                if buckets != ids:
-                    return None
-                self._next = place + 1
-                return found
-            if kind in ("fetch", "drop"):
-                found.append((kind, buckets[0]))
-        return None
 
     def apply(self, kind: Kind, index: int) -> tuple[Kind, int]:
         """Note that a bucket is fetched or dropped."""
@@ -692,10 +691,9 @@ class Run:
         """
         if not self._ended:
             self._ended = True
-            if self.following and Schedule(self._actions[self._next :]).uses:
-                used = len(self.marked.uses)
+            if self.following and self._next < len(self._steps):
                 self.following = False
-                self._cause = f"run {self.number} ends after {used} uses of buckets"
+                self._cause = f"run {self.number} ends after {self._next} uses of buckets"
             if self._cause and not self.learned.warned:
                 self.learned.warned = True
                 text = (

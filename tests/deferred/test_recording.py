@@ -41,6 +41,8 @@ def recorded(layout):
     real = run.record
     assert groups.traffic.snapshot()["gather rank"][0] > 1
     assert hollow == real, (str(hollow), str(real))
+    marked = mf.record(loss_fn, shards, tokens, mark_backward=True)
+    assert (len(marked.backwards), marked.unmarked) == (1, hollow)
     assert shards["2.bias"].bucket.index not in hollow.reduces, "it is frozen"
     buckets = {x.bucket.index: x.bucket.nbytes for x in shards.values() if x.bucket}
     schedule = mf.schedules.plan(hollow, [buckets[i] for i in sorted(buckets)], live_bytes=0)

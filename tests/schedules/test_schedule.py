@@ -142,6 +142,20 @@ def test_a_plan_as_it_reads(made_from: tuple[str, list[int], int, int], planned:
     assert str(Case(Schedule.parse(text), sizes, live_bytes, prefetch).plan()) == planned
 
 
+def test_a_mark_is_text_and_has_no_bucket():
+    text = "use 0; use 1; backward; use 1; reduce 1; use 0; backward; reduce 0"
+    schedule = Schedule.parse(text)
+    assert str(schedule) == text
+    assert schedule.backwards == (2, 4)
+    assert schedule.uses == ((0,), (1,), (1,), (0,))
+    assert "backward" not in str(schedule.unmarked)
+    planned = plan(schedule, [8, 8], live_bytes=0)
+    assert planned.backwards == (2, 4)
+    assert planned.unmarked == plan(schedule.unmarked, [8, 8], live_bytes=0)
+    with pytest.raises(PlanError, match="'backward 1'"):
+        Schedule.parse("backward 1")
+
+
 @examples(40, 100)
 @given(anything)
 def test_text_and_value_say_the_same(schedule: Schedule) -> None:
