@@ -512,7 +512,19 @@ def save_pretrained(
         directory.finish_file(file)
 
     def finish(folder: Path, files: Files, said: list[Any]) -> None:
-        _finish(folder, files, config)
+        if isinstance(config, dict):
+            _write_json(folder / _CONFIG, config)
+        elif config is not None:
+            config.save_pretrained(folder)
+        _note_dtype(folder / _CONFIG, list(chain(*files)))
+        for extra in folder.iterdir():
+            directory.sync(extra)
+        if len(files) > 1:  # the index comes last
+            names = [(leaf.name, i) for i, file in enumerate(files) for leaf in file]
+            places = {name: _file_name(i, len(files)) for name, i in sorted(names)}
+            total = sum(leaf.nbytes for leaf in chain(*files))
+            index = {"metadata": {"total_size": total}, "weight_map": places}
+            _write_json(folder / "model.safetensors.index.json", index)
 
     export(_VERB, path, params, groups, options, write, finish)
 
@@ -524,23 +536,6 @@ def _file_name(number: int, count: int) -> str:
     ('model.safetensors', 'model-00001-of-00002.safetensors')
     """
     return f"model-{number + 1:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors"
-
-
-def _finish(folder: Path, files: Files, config: Any) -> None:
-    """Write what describes the files, and the index last."""
-    if isinstance(config, dict):
-        _write_json(folder / _CONFIG, config)
-    elif config is not None:
-        config.save_pretrained(folder)
-    _note_dtype(folder / _CONFIG, list(chain(*files)))
-    for extra in folder.iterdir():
-        directory.sync(extra)
-    if len(files) > 1:
-        names = [(leaf.name, i) for i, file in enumerate(files) for leaf in file]
-        places = {name: _file_name(i, len(files)) for name, i in sorted(names)}
-        total = sum(leaf.nbytes for leaf in chain(*files))
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        _write_json(folder / "model.safetensors.index.json", index)
 
 
 def _note_dtype(path: Path, leaves: Sequence[Saved]) -> None:

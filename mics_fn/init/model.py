@@ -217,6 +217,9 @@ def on_meta_copy(model: nn.Module, values: Sequence[Tensor]) -> nn.Module:
     Args:
       model: the model.
       values: those parameters and buffers.
+
+    Raises:
+      RuntimeError: of torch, where an op has made a tensor of the model of parameters.
     """
     memo: dict[int, Any] = {}
     for x, owner in zip(values, shards.owners_of(values), strict=True):
@@ -486,6 +489,7 @@ def init_model(
     Raises:
       DesyncError: the ranks gave different seeds, or made different trees or values.
       LeafError: something in `model_fn` cannot be recorded or repeated.
+      RuntimeError: the module holds a tensor that an op made of parameters, which has no copy.
       LeafError, PlanError: as `shard` and, with weights, `load_shards`.
       FileError, OSError: with weights, as `load_shards`.
       FileError: with `where=`, as `load_shards`.
