@@ -127,7 +127,6 @@ Checkpoints:
   `checkpoint.verify` - compares every value of a step with its checksum
   `checkpoint.save_pretrained` - a directory that transformers loads - (p-1)/p M in one replica
   `checkpoint.save_dcp` - one that torch.distributed.checkpoint loads - (p-1)/p M in one replica
-  `checkpoint.load_dcp` - shards from such a directory, without trust - digests
 
 Looking inside:
   `get` - one leaf in full, by path - small messages, p-1 times its largest piece

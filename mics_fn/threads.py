@@ -254,13 +254,13 @@ class Job:
         self.error: BaseException | None = None
         self.thread: threading.Thread | None = None  # of its own
 
-    def begin(self, name: str) -> "Job":
+    def begin(self, name: str, *, daemon: bool = True) -> "Job":
         """Do it on a thread of its own; here and now, if none can be started any more.
 
         >>> Job(lambda: 6 * 7).begin("example").result()
         42
         """
-        self.thread = threading.Thread(target=self.run, name=name, daemon=True)
+        self.thread = threading.Thread(target=self.run, name=name, daemon=daemon)
         try:
             start(self.thread)
         except RuntimeError:  # at its end the interpreter starts none, or there is no memory

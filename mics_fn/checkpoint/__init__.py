@@ -51,15 +51,16 @@ but nothing in a file is run, and no file outside of the folder is opened.
 Checkpoints of others: `save_pretrained` writes what `from_pretrained` of transformers loads, and
 `load_shards` reads it. `save_dcp` writes what `torch.distributed.checkpoint.load` reads into plain
 tensors or DTensors, so that FSDP2 and torchtitan go on from it, with the optimizer if a
-`TrainState` is given; `load_dcp` reads what these wrote, and each rank only the chunks that overlap
-its part. The ranks of the first replica write, (p-1)/p M travels, and a rank holds a file and twice
-a bucket. Such a directory is there as a whole or not at all, and nothing is overwritten. Nothing in
-one that is read is run: DCP's `.metadata` is a pickle, but its opcodes are read as a description,
-so it needs no trust. `trust=True` only allows names that lead out of the directory.
+`TrainState` is given; `load_shards` reads what these wrote, each rank only the chunks that overlap
+its part; `names=` takes off what names begin with. The ranks of the first replica write, (p-1)/p M
+travels, and a rank holds a file and twice a bucket. Such a directory is there as a whole or not at
+all, and nothing is overwritten. Nothing in one that is read is run: DCP's `.metadata` is a pickle,
+but its opcodes are read as a description, so it needs no trust. `trust=True` only allows names that
+lead out of the directory.
 
   >>> shards = shard({"w": torch.ones(2, 3)}, groups)
   >>> save_dcp(f"{folder}/a", shards, groups, prefix="model.")
-  >>> load_dcp(f"{folder}/a", groups, like={"w": torch.empty(2, 3)}, prefix="model.")
+  >>> load_shards(f"{folder}/a", groups, names=lambda name: name.removeprefix("model."))
   {'w': Sharded(shape=(2, 3), float32, here 6 of 6)}
 
 Start reading at `directory` (what is on the disk: the table of slices, and which steps count); then
@@ -73,14 +74,13 @@ what is kept with a `Trainer`, add it to `carried` in the wing `train`. To chang
 """
 
 from mics_fn.checkpoint.directory import Folder
-from mics_fn.checkpoint.exported import load_dcp, save_dcp, save_pretrained
+from mics_fn.checkpoint.exported import save_dcp, save_pretrained
 from mics_fn.checkpoint.loading import Loaded, Verified, latest, load, steps, verify
 from mics_fn.checkpoint.saving import PendingSave, save, start_save, take_folder
 
 __all__ = [
     "latest",
     "load",
-    "load_dcp",
     "save",
     "save_dcp",
     "save_pretrained",

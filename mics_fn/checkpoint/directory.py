@@ -42,7 +42,6 @@ instant, if there were two before; `load(step=)` finds a replaced one while it i
 import errno
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -51,8 +50,7 @@ import threading
 import time
 import uuid
 import zlib
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -86,27 +84,21 @@ def savable(verb: str, name: str, x: Tensor) -> Tensor:
     """A tensor without its graph, if it is one that can be saved, and loaded.
 
     Raises:
-      LeafError: it is not dense, has no values, or is of a dtype that is not saved.
+      LeafError: it is not dense, keeps no values of its own, or is of a dtype that is not saved.
     """
-    what, fix = "", "pass dense tensors with values"
-    if _torch.has_no_data(x):
-        what = "has no values"
-    elif _torch.is_wrapper(x) and not is_placed(x):
-        what = f"is {type(x).__name__}, which keeps its values in other tensors"
-        fix = "pass a plain tensor, such as a DTensor's full_tensor() or to_local()"
-    elif x.layout != torch.strided or x.is_nested:
-        what = f"is not dense: {'nested' if x.is_nested else x.layout}"
-    elif dtype_name(x.dtype) not in SAVED:
-        what = f"is of {x.dtype}, which is not saved"
-        fix = "pass the integers or floats that it stands for, such as x.view(torch.uint8)"
-    if what:
-        raise LeafError(f"{verb}: {name} {what}", fix=fix)
+    whole = not (_torch.has_no_data(x) or (_torch.is_wrapper(x) and not is_placed(x)))
+    dense = x.layout == torch.strided and not x.is_nested
+    if not (whole and dense and dtype_name(x.dtype) in SAVED):
+        fix = "pass dense tensors with values, such as a DTensor's full_tensor() or to_local(), of"
+        fix += " integers or floats that can be saved, such as x.view(torch.uint8)"
+        kind = f"{type(x).__name__} of {x.dtype}, {'nested' if x.is_nested else x.layout}"
+        raise LeafError(f"{verb}: {name} is {kind} on {x.device}", fix=fix)
     return x.detach()
 
 
 # JSON with tensors, tuples and every float: what a rank saves besides its state.
 
-_TENSOR, _TUPLE, _FLOAT = "$tensor", "$tuple", "$float"
+_TENSOR, _TUPLE = "$tensor", "$tuple"
 EXTRA = "$extra"  # what the names of its tensors begin with
 
 
@@ -116,9 +108,9 @@ def encoded(value: Any, root: str = EXTRA) -> tuple[str, dict[str, Tensor]]:
     Raises:
       LeafError: something in it is neither of JSON nor a tensor nor a tuple; it is named.
 
-    >>> text, tensors = encoded({"rate": math.inf, "order": (1, 2)})
+    >>> text, tensors = encoded({"rate": inf, "order": (1, 2)})
     >>> text, decoded(text, tensors)
-    ('{"rate":{"$float":"inf"},"order":{"$tuple":[1,2]}}', {'rate': inf, 'order': (1, 2)})
+    ('{"rate":Infinity,"order":{"$tuple":[1,2]}}', {'rate': inf, 'order': (1, 2)})
     """
     tensors: dict[str, Tensor] = {}
 
@@ -129,10 +121,8 @@ def encoded(value: Any, root: str = EXTRA) -> tuple[str, dict[str, Tensor]]:
                 raise LeafError(text, fix=fix)
             tensors[path] = savable("save", path, x)
             return {_TENSOR: [path, dtype_name(x.dtype), *x.shape]}
-        if x is None or isinstance(x, bool | int | str):
+        if x is None or isinstance(x, bool | int | float | str):
             return x
-        if isinstance(x, float):
-            return float(x) if math.isfinite(x) else {_FLOAT: repr(float(x))}
         if isinstance(x, dict) and all(isinstance(k, str) and k[:1] != "$" for k in x):
             return {key: plain(each, f"{path}.{key}") for key, each in x.items()}
         if isinstance(x, list | tuple):
@@ -152,9 +142,7 @@ def decoded(text: str, tensors: Mapping[str, Tensor]) -> Any:
             name, dtype, *shape = x[_TENSOR]
             raw = tensors.get(name, torch.empty(0, dtype=torch.uint8))  # none of it is in a file
             return raw.view(SAVED[dtype]).view(shape)
-        if _TUPLE in x:
-            return tuple(x[_TUPLE])
-        return float(x[_FLOAT]) if _FLOAT in x else x
+        return tuple(x[_TUPLE]) if _TUPLE in x else x
 
     return json.loads(text, object_hook=known)
 
@@ -162,33 +150,18 @@ def decoded(text: str, tensors: Mapping[str, Tensor]) -> Any:
 # What the manifest says.
 
 NAME = "MANIFEST.json"
-FORMAT, VERSION = "mics_fn checkpoint", 2
+FORMAT, VERSION = "mics_fn checkpoint", 3
 MAX_BYTES = 256 * 2**20
 SLICE_BYTES = 4 * 2**20
 DIGEST_BYTES = 64  # hexadecimal digits of sha256
-
-
-class SavedTensor(NamedTuple):
-    """A tensor of a step.
-
-    Args:
-      dtype: the name of the dtype of its elements.
-      shape: its full shape.
-      copies: 1 for a tensor that all ranks save together; else each replica has values of its own,
-        and it is saved so often.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    copies: int = 1
+Form = tuple[str, tuple[int, ...]]  # of a tensor: the name of its dtype, and its full shape
 
 
 class Slice(NamedTuple):
-    """A range of one copy of a flattened tensor, and where it lies; see [Note: slices].
+    """A range of a flattened tensor, and where it lies; see [Note: slices].
 
     Args:
       name: of the tensor; of one of the extra, the range is one of its bytes.
-      copy: which of its copies.
       start: its first element.
       stop: the element behind its last one.
       offset: the byte of the file at which it begins.
@@ -196,7 +169,6 @@ class Slice(NamedTuple):
     """
 
     name: str
-    copy: int
     start: int
     stop: int
     offset: int = 0
@@ -250,71 +222,56 @@ class Manifest:
 
     Args:
       step: the number of the step.
-      replicas: "independent" if each replica has values of its own, else "equal".
-      tensors: by name.
+      tensors: the form of each, by name.
       values: numbers and texts by name.
       files: by position in the groups.
     """
 
     step: int
-    replicas: Replicas
-    tensors: dict[str, SavedTensor]
+    tensors: dict[str, Form]
     values: dict[str, Any]
     files: list[SavedFile] = field(default_factory=list)
 
-    def slices(self, name: str, copy: int) -> list[tuple[Slice, int]]:
-        """The slices of a copy of a tensor, each with the number of its file, in their order."""
-        return self._slices.get((name, copy), [])
-
     @cached_property
-    def _slices(self) -> dict[tuple[str, int], list[tuple[Slice, int]]]:
-        found: dict[tuple[str, int], list[tuple[Slice, int]]] = {}
+    def slices(self) -> dict[str, list[tuple[Slice, int]]]:
+        """The slices of each tensor, each with the number of its file, in their order."""
+        found: dict[str, list[tuple[Slice, int]]] = {}
         for number, file in enumerate(self.files):
             for each in file.slices:
-                found.setdefault((each.name, each.copy), []).append((each, number))
+                found.setdefault(each.name, []).append((each, number))
         for slices in found.values():
-            slices.sort()  # of one copy of one tensor, so by where they start
+            slices.sort()  # of one tensor, so by where they start
         return found
 
     def nbytes(self, part: Slice) -> int:
         """The bytes of a slice."""
-        tensor = self.tensors.get(part.name)
-        return (part.stop - part.start) * (SAVED[tensor.dtype].itemsize if tensor else 1)
+        kind = self.tensors[part.name][0] if part.name in self.tensors else "uint8"
+        return (part.stop - part.start) * SAVED[kind].itemsize
 
     def check(self) -> None:
         """Raise ValueError unless each tensor lies in the files, whole and once."""
-        whole = Counter[str]()
-        for (name, copy), slices in self._slices.items():
-            end, tensor = 0, self.tensors.get(name)
+        ends = dict[str, int]()
+        for name, slices in self.slices.items():
+            _require(name in self.tensors or name.startswith(EXTRA), f"{name} is not a tensor")
             for each, _ in slices:
-                _require(each.start == end < each.stop, f"{each} after {end}")
-                end = each.stop
-            if tensor is None:
-                _require(name.startswith(EXTRA), f"{name} is not a tensor of the state")
-            else:
-                right = end == prod(tensor.shape) and copy < tensor.copies
-                _require(right, f"{name} has {end} elements in its slices")
-            whole[name] += 1
-        for name, tensor in self.tensors.items():
-            right = whole[name] == (tensor.copies if prod(tensor.shape) else 0)
-            _require(right, f"{name} has no slices")
-        names = set[str]()
+                _require(each.start == ends.get(name, 0) < each.stop, f"{each} is not the next")
+                ends[name] = each.stop
+        for name, (_, shape) in self.tensors.items():
+            has = ends.get(name, 0)
+            _require(has == prod(shape), f"{name} of {shape} has {has} elements in its slices")
         for file in self.files:
-            end = file.header_bytes
-            for each in file.slices:
-                nbytes = self.nbytes(each)
-                _require(nbytes <= SLICE_BYTES, f"a slice of {file.name} is too large")
-                end += nbytes
-            _require(end == file.nbytes, f"{file.name} has other bytes")
-            names.add(file.name)
+            sizes = [self.nbytes(each) for each in file.slices]
+            _require(max(sizes, default=0) <= SLICE_BYTES, f"a slice of {file.name} is too large")
+            right = file.header_bytes + sum(sizes) == file.nbytes
+            _require(right, f"{file.name} has other bytes")
+        names = {file.name for file in self.files}
         _require(0 < len(self.files) == len(names), "a file is there twice, or none is")
 
     def to_bytes(self) -> bytes:
         """The content of the file."""
         body = {"format": FORMAT, "version": VERSION, **vars(self)}
-        body.pop("_slices", None)
-        body["values"] = json.loads(encoded(self.values)[0])  # which has infinite numbers, too
-        text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+        body.pop("slices", None)
+        text = json.dumps(body, separators=(",", ":")).encode()
         return b'{"sha256":"' + hashlib.sha256(text).hexdigest().encode() + b'",' + text[1:]
 
 
@@ -336,13 +293,11 @@ def read_manifest(data: bytes, path: str) -> Manifest:
         body = strict_json(tail.decode())
         found = body["format"], body["version"]
         _require(found == (FORMAT, VERSION), f"{found}, known here is version {VERSION}")
-        tensors = {name: _tensor(name, *facts) for name, facts in body["tensors"].items()}
+        tensors = {name: _form(name, *facts) for name, facts in body["tensors"].items()}
         files = [SavedFile.of_json(facts) for facts in body["files"]]
-        _require(body["replicas"] in ("equal", "independent"), f"replicas {body['replicas']!r}")
         _require_counts(body["step"])
         _require(isinstance(body["values"], dict), "its values are not an object")
-        values = decoded(json.dumps(body["values"]), {})
-        manifest = Manifest(body["step"], body["replicas"], tensors, values, files)
+        manifest = Manifest(body["step"], tensors, body["values"], files)
         manifest.check()
     except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
         fix = "load an older step, or copy the whole folder again from where you know it"
@@ -351,12 +306,11 @@ def read_manifest(data: bytes, path: str) -> Manifest:
     return manifest
 
 
-def _tensor(name: str, kind: Any, shape: Any, copies: Any) -> SavedTensor:
+def _form(name: str, kind: Any, shape: Any) -> Form:
     _require(is_text(name), f"{name!r}")
     _require(isinstance(kind, str) and kind in SAVED, f"{name!r} is of {kind!r}")
     check_shape(shape, SAVED[kind])
-    _require_counts(copies)
-    return SavedTensor(kind, tuple(shape), copies)
+    return kind, tuple(shape)
 
 
 def _require_counts(*found: Any) -> None:
@@ -452,8 +406,7 @@ def write_errors(what: str, path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         fix = "make room or give the right to write there, and save again; all else is as it was"
-        kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
-        lines = [f"{kind}{first_line(error)}"]
+        lines = [f"{type(error).__name__}: {first_line(error)}"]
         raise FileError(message(f"{what} {path}", lines, fix), str(path)) from error
 
 
@@ -476,9 +429,6 @@ def write_part(path: Path, tensors: Mapping[Slice, Tensor]) -> SavedFile:
         facts = {"dtype": word or "U8", "shape": [x.numel() if word else x.nbytes]}
         header[f"{part}"] = facts | {"data_offsets": [end, end + x.nbytes]}
         end += x.nbytes
-    disk = os.statvfs(path.parent)
-    if end > (free := disk.f_bavail * disk.f_frsize):
-        raise OSError(f"{end} bytes are needed, {free} bytes are free")
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
@@ -502,44 +452,34 @@ def memory_of(x: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())
 
 
-class PartFile:
-    """A file of a step, open for reading; `check` it first.
+ReadSlice = Callable[[Slice, memoryview], None]  # as a whole, and compare it
 
-    Args:
-      folder: the folder of the step.
-      record: what the manifest says of it.
+
+@contextmanager
+def part_file(folder: Path, record: SavedFile) -> Iterator[ReadSlice]:
+    """A file of a step, open for reading slices; `record` is what the manifest says of it.
 
     Raises:
-      FileError: there is no such file, or the system cannot open it.
+      FileError: it is not there, or not as it was saved, up to its values; or the system cannot
+        read it. In the block: a slice has not the bytes that were saved.
     """
+    turn = threading.Lock()  # one thread reads, so that the system can read ahead
 
-    def __init__(self, folder: Path, record: SavedFile) -> None:
-        self._record, self._file = record, open_file(folder / record.name)
-        self._turn = threading.Lock()  # one thread reads, so that the system can read ahead
-        self.close = self._file.close
-
-    def check(self) -> None:
-        """Raise FileError unless it is the file that was saved, up to its values."""
-        file, nbytes = self._file, self._record.nbytes
-        if file.size != nbytes:
-            raise file.error("is damaged", [f"it has {file.size} bytes, had {nbytes}"])
-        header = file.header(0, self._record.header_bytes)
-        if hashlib.sha256(header).hexdigest() != self._record.header:
-            raise file.error("is damaged", ["its header is not the one that was saved"])
-
-    def read(self, part: Slice, out: memoryview) -> None:
-        """Read a slice as a whole, and compare it.
-
-        Raises:
-          FileError: these are not the bytes that were saved.
-        """
-        with self._turn:
-            self._file.read_into(out, part.offset, f"{part}")
+    def read(part: Slice, out: memoryview) -> None:
+        with turn:
+            file.read_into(out, part.offset, f"{part}")
         if zlib.crc32(out) != part.crc:
             why = [f"{part}: its values are not those that were saved"]
-            wrong = self._file.error("is damaged", why)
+            wrong = file.error("is damaged", why)
             wrong.leaf = f"{part}"
             raise wrong
+
+    with closing(open_file(folder / record.name)) as file:
+        if file.size != record.nbytes:
+            raise file.error("is damaged", [f"it has {file.size} bytes, had {record.nbytes}"])
+        if hashlib.sha256(file.header(0, record.header_bytes)).hexdigest() != record.header:
+            raise file.error("is damaged", ["its header is not the one that was saved"])
+        yield read
 
 
 # Files that cannot be read: whether that shows that they are damaged.
@@ -658,17 +598,14 @@ class Folder:
         """
         names = self.names()
         counting, replaced = divided(names)
-        if step is None:
-            step = max(counting, default=None)
+        step = max(counting, default=None) if step is None else step
         every = dict(reversed(replaced)) | counting
         if step in every:
             return step, self.path / every[step]
         has = ", ".join(sorted(names)[:8]) if self.path.is_dir() else "no folder"
-        lines = [f"committed steps: {', '.join(map(str, sorted(counting))) or 'none'}"]
-        lines.append(f"it has: {has}")
         what = "no committed checkpoint" if step is None else f"no committed step {step}"
         fix = "pass the folder that save was given, and one of its steps"
-        text = message(f"load: {what} in {self.path}", lines, fix)
+        text = message(f"load: {what} in {self.path}", [f"it has: {has}"], fix)
         raise CheckpointNotFound(text, str(self.path))
 
     # Whose it is.
@@ -749,16 +686,14 @@ class Folder:
             raise FileError(message(what, fix=fix), str(self.path))
         return newest >= step
 
-    def commit(self, found: Manifest) -> Path:
-        """Commit a step whose files are on disk; see [Note: commit].
+    def commit(self, new: Path, found: Manifest) -> Path:
+        """Commit a step whose files are on disk, in the folder of `begin`; see [Note: commit].
 
         Raises:
           FileError: another job has taken the folder.
           OSError, ValueError: a file cannot be written, or would not be read.
         """
-        data, new = found.to_bytes(), self._new
-        if new is None:
-            raise ValueError("this save has ended")
+        data = found.to_bytes()
         if len(data) > MAX_BYTES:
             raise ValueError(f"no reader would take a manifest of {len(data)} bytes")
         epoch = f".{self.epoch:06d}" if self.epoch > 1 else ""
@@ -778,19 +713,17 @@ class Folder:
             remove_folder(self._new)
             self._new = None
 
-    def prune(self, keep: int | None, keep_every: int | None) -> None:
+    def prune(self, keep: int | None) -> None:
         """Remove replaced and old steps after one was committed; at least two whole ones stay.
 
         Args:
           keep: how many of the newest to keep; None keeps all.
-          keep_every: steps that are a multiple of it are kept, too.
         """
         counting, replaced = divided(self.names())
         self.check_owned()  # after the look, so that no step of a newer epoch was seen
         if len(counting) < _LEAST:
             return
         old = list(counting.items())[max(keep, _LEAST) :] if keep is not None else []
-        old = [(step, name) for step, name in old if not keep_every or step % keep_every]
         # Those first that are replaced: without what replaces them, they would count again.
         for _, name in (*replaced, *old):
             if not remove_folder(self.path / name):

@@ -9,33 +9,31 @@ their values may be their own.
 `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, flattened as torchtitan does,
 has `state.<parameter>.<moment>` for tensors and `param_groups.<parameter>.<option>` for options.
 
-Each file of such a directory has values in the form of `torch.save`, one after the other. At the
-end torch's own planner and writer make `.metadata` on the first rank. They are used without their
-collectives, so that waits are bounded and errors are named as everywhere here. How such a directory
-is read without running anything in it is described in `init/files.py`.
+Each file of such a directory has values in the form of `torch.save`, one after the other; the
+first rank writes `.metadata`, which says where each lies. How such a directory is read without
+running anything in it is described in `init/files.py`.
 """
 
 import json
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from functools import partial
 from itertools import chain, groupby
 from math import prod
 from operator import attrgetter
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mics_fn import _torch, checks, shards, tree
 from mics_fn.checkpoint import directory
-from mics_fn.collectives import Exchange, agree, together
+from mics_fn.collectives import agree, together
 from mics_fn.errors import FileError, LeafError, PlanError, message
 from mics_fn.groups import Groups
-from mics_fn.init import read_shards
 from mics_fn.optim import TrainState, by_leaf
 
 
@@ -54,6 +52,9 @@ class Saved(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of its values."""
         return prod(self.shape) * self.dtype.itemsize
+
+
+Files = Sequence[Sequence[Saved]]  # what each file has
 
 
 def saved_leaves(
@@ -141,7 +142,7 @@ def in_files(verb: str, leaves: Sequence[Saved], max_file_bytes: float | str) ->
 
 @torch.no_grad()
 def rounds(
-    params: Mapping[str, Any], groups: Groups, files: Sequence[Sequence[Saved]]
+    params: Mapping[str, Any], groups: Groups, files: Files
 ) -> Iterator[tuple[int | None, dict[str, Tensor]]]:
     """What this rank writes, round after round; all ranks have the same number of rounds.
 
@@ -160,26 +161,17 @@ def rounds(
         mine = set(batch[here]) if here is not None and here < len(batch) else set()
         kept: dict[str, Tensor] = {}
         every = [] if here is None else sorted(chain(*batch), key=_bucket_of)
-        for _, leaves in groupby(every, key=_bucket_of):
-            kept |= _gathered(params, groups, list(leaves), mine)
+        for _, group in groupby(every, key=_bucket_of):
+            leaves = list(group)
+            cut = {x.key: params[x.key] for x in leaves if shards.is_leaf(params[x.key])}
+            full = shards.unshard(cut, groups.hierarchy)
+            for leaf in [each for each in leaves if each in mine]:
+                given = params[leaf.key]
+                x = full.pop(leaf.key, given)
+                copy = x is given  # its memory may be that of others
+                kept[leaf.name] = x.detach().to("cpu", leaf.dtype, copy=copy).contiguous()
         yield (start + (here or 0) if mine else None), kept
         kept.clear()  # so that nobody holds two files
-
-
-def _gathered(
-    params: Mapping[str, Any], groups: Groups, leaves: Sequence[Saved], mine: set[Saved]
-) -> dict[str, Tensor]:
-    """The leaves of a bucket that belong to this rank's file, contiguous and on the CPU."""
-    cut = {leaf.key: params[leaf.key] for leaf in leaves if shards.is_leaf(params[leaf.key])}
-    full = shards.unshard(cut, groups.hierarchy)
-    found: dict[str, Tensor] = {}
-    for leaf in [each for each in leaves if each in mine]:
-        given = params[leaf.key]
-        whole = full.pop(leaf.key, given)
-        copy = whole is given  # its memory may be that of others
-        x = whole.detach().to(device="cpu", dtype=leaf.dtype, copy=copy)
-        found[leaf.name] = x.contiguous()
-    return found
 
 
 _bucket_of = attrgetter("tree", "bucket")
@@ -197,55 +189,21 @@ def free_path(verb: str, path: str | os.PathLike) -> Path:
     checks.path(verb, "path", path)
     real = Path(os.path.realpath(path))
     if os.path.lexists(real) and not (real.is_dir() and not any(real.iterdir())):
-        what = "a directory that is not empty" if real.is_dir() else "a file"
         fix = "pass a new path, or move away what is there; nothing is overwritten"
-        raise FileError(message(f"{verb}: {real} is {what}", fix=fix), str(real))
+        text = f"{verb}: {real} is neither new nor an empty directory"
+        raise FileError(message(text, fix=fix), str(real))
     return real
-
-
-def begin(
-    verb: str,
-    path: Any,
-    params: Any,
-    groups: Any,
-    names: Any,
-    dtype: Any,
-    max_file_bytes: Any,
-    more: Callable[[list[Saved]], list[Saved]] = lambda leaves: leaves,
-) -> tuple[Path, list[list[Saved]]]:
-    """Compare what ranks are to write; returns where, and the leaves of each file.
-
-    Given the leaves of the parameters, `more` gives all that are written.
-
-    Communication: two small all-gathers over the partition group and over the replication group,
-      and 32 bytes.
-
-    Raises:
-      GroupsError, LeafError, PlanError, FileError: an argument is not what it should be.
-      DesyncError: ranks differ in it; the first leaf is named.
-    """
-    shards.require_groups(verb, groups)
-    shards.refuse_derivative(verb, (), "call it outside of torch.func")
-    groups.partition.check_open()
-    with together(verb, groups) as exchange:
-        target = free_path(verb, path)
-        exchange.fact = f"path={str(target)!r}, max_file_bytes={max_file_bytes}, {dtype}"
-        leaves = more(saved_leaves(verb, params, groups, names, dtype))
-        files = in_files(verb, leaves, max_file_bytes)
-    # Even if these were compared before, another rank may now come with different ones.
-    groups.agreed.difference_update([seen for seen in groups.agreed if seen[0] == verb])
-    agree(groups, verb, [(f"params.{x.key}", f"{x.name!r} {x.shape} {x.dtype}") for x in leaves])
-    return target, files
 
 
 def export(
     verb: str,
-    path: Path,
-    home: Groups,
+    path: Any,
     params: Mapping[str, Any],
-    files: Sequence[Sequence[Saved]],
-    write: Callable[[Path, int, dict[str, Tensor]], Any],
-    finish: Callable[[Path, list[Any]], None],
+    groups: Any,
+    options: Mapping[str, Any],
+    write: Callable[[Path, Files, int, dict[str, Tensor]], Any],
+    finish: Callable[[Path, Files, list[Any]], None],
+    more: Callable[[list[Saved]], tuple[Mapping[str, Any], list[Saved]]] | None = None,
 ) -> None:
     """Write files into a folder beside the path, which gets its name when all are complete.
 
@@ -255,48 +213,60 @@ def export(
     Args:
       verb: for errors.
       path: what the folder will be called.
-      home: the ranks that write, or wait until it is there.
       params: shards and tensors by name.
-      files: what each file has of them.
+      groups: whose ranks write, or wait until it is there.
+      options: `names`, `dtype` and `max_file_bytes`.
       write: writes a file, and gives what the first rank is to know of it.
       finish: writes on the first rank what makes the rest readable.
+      more: given the leaves of the parameters, gives other values, and all leaves to write.
 
-    Communication: two small all-gathers over the partition group and over the replication group for
-      each round, and two more.
+    Communication: five small all-gathers over the partition group and over the replication group,
+      two more for each round, and 32 bytes.
 
     Raises:
+      GroupsError, LeafError, PlanError: an argument is not what it should be.
       FileError: some rank cannot write; on every rank.
+      DesyncError: ranks differ in what they write; the first leaf is named.
     """
-    first = home.ranks[home.plan.partition_groups[0][0]]
+    shards.require_groups(verb, groups)
+    shards.refuse_derivative(verb, (), "call it outside of torch.func")
+    groups.partition.check_open()
+    with together(verb, groups) as exchange:
+        target, most, dtype = free_path(verb, path), options["max_file_bytes"], options["dtype"]
+        exchange.fact = f"path={str(target)!r}, max_file_bytes={most}, {dtype}"
+        leaves = saved_leaves(verb, params, groups, options["names"], dtype)
+        if more is not None:
+            others, leaves = more(leaves)
+            params = {**params, **others}
+        files = in_files(verb, leaves, most)
+    # Even if these were compared before, another rank may now come with different ones.
+    groups.agreed.difference_update([seen for seen in groups.agreed if seen[0] == verb])
+    agree(groups, verb, [(f"params.{x.key}", f"{x.name!r} {x.shape} {x.dtype}") for x in leaves])
+    first = groups.ranks[groups.plan.partition_groups[0][0]]
     made, said = None, list[Any]()
+    errors = partial(directory.write_errors, f"{verb}: cannot write", target)
     try:
-        with _together(verb, path, home) as exchange:
-            if home.rank == first:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                exchange.mine = f".{path.name}.{secrets.token_hex(4)}.tmp"
-                path.with_name(exchange.mine).mkdir()
-                made = path.with_name(exchange.mine)
-        folder = path.with_name(exchange.all[first])
-        for number, tensors in rounds(params, home, files):
-            with _together(verb, path, home) as exchange:
+        with together(verb, groups) as exchange, errors():
+            if groups.rank == first:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                exchange.mine = f".{target.name}.{secrets.token_hex(4)}.tmp"
+                target.with_name(exchange.mine).mkdir()
+                made = target.with_name(exchange.mine)
+        folder = target.with_name(exchange.all[first])
+        for number, tensors in rounds(params, groups, files):
+            with together(verb, groups) as exchange, errors():
                 if number is not None:
-                    exchange.mine = write(folder, number, tensors)
+                    exchange.mine = write(folder, files, number, tensors)
             said += [each for each in exchange.all.values() if each is not None]
-        with _together(verb, path, home):
+        with together(verb, groups), errors():
             if made is not None:
-                finish(folder, said)
-                directory.publish(made, path)
+                finish(folder, files, said)
+                directory.publish(made, target)
                 made = None
     except BaseException:
         if made is not None:
             directory.remove_folder(made)
         raise
-
-
-@contextmanager
-def _together(verb: str, path: Path, home: Groups) -> Iterator[Exchange]:
-    with together(verb, home) as exchange, directory.write_errors(f"{verb}: cannot write", path):
-        yield exchange
 
 
 # What an optimizer keeps, under the names that torch gives it in a state dict.
@@ -337,76 +307,9 @@ def optimizer_leaves(
     return values, leaves
 
 
-# `save_dcp` and `load_dcp`: directories of torch.distributed.checkpoint (DCP).
+# `save_dcp`: directories of torch.distributed.checkpoint (DCP).
 
-Place = tuple[str, str, int, int]  # of a value: its name, its file, first byte and length
-
-
-def load_dcp(
-    path: str | PathLike,
-    groups: Any,
-    *,
-    like: nn.Module | Mapping[str, Tensor] | None,
-    prefix: str = "",
-    names: Callable[[str], str | None] | None = None,
-    strict: bool = True,
-    dtype: torch.dtype | None = None,
-    trust: bool = False,
-    **options: Unpack[shards.LayoutOptions],
-) -> dict[str, shards.Leaf]:
-    """Shards of the parameters in a directory that torch.distributed.checkpoint wrote.
-
-    Each rank reads only the chunks that overlap its own part, however many ranks wrote them. The
-    directory needs no trust to be read: `.metadata` is a pickle, but it is read as a description,
-    and nothing that it names is imported or called.
-
-    Args:
-      path: the directory, as FSDP2 and torchtitan save it.
-      groups: as for `shard`.
-      like: as for `load_shards`.
-      prefix: what the names begin with that are meant; behind it they are the names of
-        parameters: "model." for `dcp.save({"model": ...})`, "" for torchtitan. Tensors whose names
-        begin otherwise are ignored.
-      names: gives the parameter's name for a name in the directory without its prefix, or None to
-        ignore that tensor.
-      strict: as for `load_shards`. Objects that are not tensors are ignored.
-      dtype: as for `load_shards`.
-      trust: whether a file that `.metadata` names may be a symbolic link or lie elsewhere. Nothing
-        is run in any case.
-      options: as for `load_shards`.
-
-    Returns:
-      The shards by name, as `load_shards` gives them.
-
-    Communication: digests of the tree and the shards (tens of bytes per leaf).
-
-    Memory: this rank's shards, what `.metadata` describes (about 2 KB per chunk), and 16 MiB at a
-      time while it reads.
-
-    Raises:
-      FileError: a file is damaged, is missing, holds something else, or does not match `.metadata`;
-        it names the file and the leaf.
-      OSError: there is no `.metadata`, or it cannot be opened.
-      LeafError, DesyncError, PlanError, FileError: as `load_shards`.
-
-    Example:
-      >>> import tempfile
-      >>> groups = make_groups(1)
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     save_dcp(f"{folder}/a", shard({"w": torch.ones(2)}, groups), groups, prefix="model.")
-      ...     load_dcp(f"{folder}/a", groups, like={"w": torch.empty(2)}, prefix="model.")
-      {'w': Sharded(shape=(2,), float32, here 2 of 2)}
-    """
-
-    def meant(name: str) -> str | None:
-        if not name.startswith(prefix):
-            return None
-        bare = name.removeprefix(prefix)
-        return bare if names is None else names(bare)
-
-    how = {"like": like, "names": meant, "strict": strict, "dtype": dtype, "trust": trust}
-    described = Path(fspath(path)) / ".metadata"
-    return read_shards("load_dcp", described, groups, how, {**options})
+Place = tuple[str, tuple[str, int, int]]  # of a value: its name; its file, first byte and length
 
 
 def save_dcp(
@@ -423,7 +326,7 @@ def save_dcp(
     """Write shards as a directory that `torch.distributed.checkpoint.load` reads.
 
     It reads them into a state dict of plain tensors or of DTensors (FSDP2, torchtitan), on any
-    number of ranks. The directory is there as a whole or not at all.
+    number of ranks; `load_shards` reads it, too. The directory is there as a whole or not at all.
 
     Args:
       path: of the directory, as for `save_pretrained`.
@@ -458,45 +361,41 @@ def save_dcp(
       >>> state = init_state(shard({"w": torch.ones(2)}, groups), optim.adamw(0.1))
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     save_dcp(f"{folder}/a", state, groups)
-      ...     sorted(load_dcp(f"{folder}/a", groups, like=None))
+      ...     sorted(load_shards(f"{folder}/a", groups))
       ['optimizer.state.w.exp_avg', 'optimizer.state.w.exp_avg_sq', 'optimizer.state.w.step', 'w']
     """
     verb, opt = "save_dcp", params.opt if isinstance(params, TrainState) else None
     values = params.params if isinstance(params, TrainState) else params
-    moments, objects = dict[str, Any](), dict[str, Any]()
+    objects = dict[str, Any]()
 
-    def with_optimizer(leaves: Sequence[Saved]) -> list[Saved]:
-        found, more = ({}, []) if opt is None else optimizer_leaves(verb, opt, leaves)
-        moments.update(found)
+    def more(leaves: Sequence[Saved]) -> tuple[Mapping[str, Any], list[Saved]]:
+        moments, others = ({}, []) if opt is None else optimizer_leaves(verb, opt, leaves)
         given = {} if opt is None or param_group is None else param_group
-        for leaf in leaves:  # frozen ones have them, too
-            for key in given.keys() - {"params"}:
+        found = list[Saved]()
+        for leaf in leaves:
+            for key in given.keys() - {"params"}:  # frozen ones have them, too
                 objects[f"{OPTIMIZER}param_groups.{leaf.name}.{key}"] = given[key]
-        return [*(_prefixed(leaf, prefix) for leaf in leaves), *more]
+            name, *also = [prefix + name for name in (leaf.name, *leaf.also)]
+            found.append(leaf._replace(name=name, also=tuple(also)))
+        return moments, found + others
 
-    which = names, dtype, max_file_bytes
-    target, files = begin(verb, path, values, groups, *which, with_optimizer)
-
-    def finish(folder: Path, said: list[list[Place]]) -> None:
+    def finish(folder: Path, files: Files, said: list[list[Place]]) -> None:
         if objects:  # the last file is theirs
-            said.append(_write_dcp(folder, len(files), objects))
+            said.append(_write_dcp(folder, files, len(files), objects))
         _describe(folder, list(chain(*files)), objects, prefix, list(chain(*said)))
 
-    export(verb, target, groups, {**values, **moments}, files, _write_dcp, finish)
+    options = {"names": names, "dtype": dtype, "max_file_bytes": max_file_bytes}
+    export(verb, path, values, groups, options, _write_dcp, finish, more)
 
 
-def _prefixed(leaf: Saved, prefix: str) -> Saved:
-    return leaf._replace(name=prefix + leaf.name, also=tuple(prefix + name for name in leaf.also))
-
-
-def _write_dcp(folder: Path, number: int, values: Mapping[str, Any]) -> list[Place]:
+def _write_dcp(folder: Path, files: Files, number: int, values: Mapping[str, Any]) -> list[Place]:
     """Write a file and sync it, one value after the other in the form of `torch.save`."""
     name, places = f"__{number}_0.distcp", list[Place]()
     with open(folder / name, "xb") as file:
         for key, value in values.items():
             start = file.tell()
             torch.save(value, file)
-            places.append((key, name, start, file.tell() - start))
+            places.append((key, (name, start, file.tell() - start)))
     directory.sync(folder / name)
     return places
 
@@ -512,28 +411,26 @@ def _describe(
 
     That is flat, but for the part of a prefix up to its last dot, which is a key of an outer dict.
     """
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.storage import WriteResult
 
-    place_of: dict[str, Any] = {name: place for name, *place in places}
-    state, outer = dict(objects), dict.fromkeys(objects, OPTIMIZER)
+    place_of = {name: _torch.place_in_dcp(*place) for name, place in places}
+    described: dict[str, Any] = {name: dcp.BytesStorageMetadata() for name in objects}
+    results = [WriteResult(dcp.MetadataIndex(name), 0, place_of[name]) for name in objects]
+    outer = dict.fromkeys(objects, OPTIMIZER)
     for leaf in leaves:
+        start, shape = torch.Size([0] * len(leaf.shape)), torch.Size(leaf.shape)
+        chunks, kind = [dcp.ChunkStorageMetadata(start, shape)], dcp.TensorProperties(leaf.dtype)
         for name in (leaf.name, *leaf.also):
-            state[name] = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+            described[name] = dcp.TensorStorageMetadata(kind, shape, chunks)
+            index = dcp.MetadataIndex(name, start, 0)
+            results.append(WriteResult(index, leaf.nbytes, place_of[leaf.name]))
             outer[name] = OPTIMIZER if leaf.tree else prefix[: prefix.rfind(".") + 1]
-            place_of[name] = place_of[leaf.name]
-    planner = DefaultSavePlanner(flatten_state_dict=False)
-    planner.set_up_planner(state, is_coordinator=True)
-    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-    metadata.planner_data = {
+    paths = {
         name: (*begin.split(".")[:-1], name.removeprefix(begin)) for name, begin in outer.items()
     }
-    results = list[WriteResult]()
-    for item in plans[0].items:
-        file, start, length = place_of[item.index.fqn]
-        results.append(WriteResult(item.index, length, _torch.place_in_dcp(file, start, length)))
-    FileSystemWriter(folder).finish(metadata, [results])
+    FileSystemWriter(folder).finish(dcp.Metadata(described, paths), [results])
 
 
 # `save_pretrained`: a directory that `from_pretrained` of transformers loads.
@@ -607,17 +504,29 @@ def save_pretrained(
         if wrong or not (config is None or isinstance(config, dict) or saves):
             what = f"{_VERB}: config is {type(config).__name__}, expected a dict, or an object with"
             raise LeafError(f"{what} save_pretrained(path)", fix="pass model.config")
-    target, files = begin(_VERB, path, params, groups, names, dtype, max_file_bytes)
+    options = {"names": names, "dtype": dtype, "max_file_bytes": max_file_bytes}
 
-    def write(folder: Path, number: int, tensors: dict[str, Tensor]) -> None:
+    def write(folder: Path, files: Files, number: int, tensors: dict[str, Tensor]) -> None:
         file = folder / _file_name(number, len(files))
         save_file(tensors, file, metadata={"format": "pt"})
         directory.finish_file(file)
 
-    def finish(folder: Path, said: list[Any]) -> None:
-        _finish(folder, files, config)
+    def finish(folder: Path, files: Files, said: list[Any]) -> None:
+        if isinstance(config, dict):
+            _write_json(folder / _CONFIG, config)
+        elif config is not None:
+            config.save_pretrained(folder)
+        _note_dtype(folder / _CONFIG, list(chain(*files)))
+        for extra in folder.iterdir():
+            directory.sync(extra)
+        if len(files) > 1:  # the index comes last
+            names = [(leaf.name, i) for i, file in enumerate(files) for leaf in file]
+            places = {name: _file_name(i, len(files)) for name, i in sorted(names)}
+            total = sum(leaf.nbytes for leaf in chain(*files))
+            index = {"metadata": {"total_size": total}, "weight_map": places}
+            _write_json(folder / "model.safetensors.index.json", index)
 
-    export(_VERB, target, groups, params, files, write, finish)
+    export(_VERB, path, params, groups, options, write, finish)
 
 
 def _file_name(number: int, count: int) -> str:
@@ -627,23 +536,6 @@ def _file_name(number: int, count: int) -> str:
     ('model.safetensors', 'model-00001-of-00002.safetensors')
     """
     return f"model-{number + 1:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors"
-
-
-def _finish(folder: Path, files: Sequence[Sequence[Saved]], config: Any) -> None:
-    """Write what describes the files, and the index last."""
-    if isinstance(config, dict):
-        _write_json(folder / _CONFIG, config)
-    elif config is not None:
-        config.save_pretrained(folder)
-    _note_dtype(folder / _CONFIG, list(chain(*files)))
-    for extra in folder.iterdir():
-        directory.sync(extra)
-    if len(files) > 1:
-        names = [(leaf.name, i) for i, file in enumerate(files) for leaf in file]
-        places = {name: _file_name(i, len(files)) for name, i in sorted(names)}
-        total = sum(leaf.nbytes for leaf in chain(*files))
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        _write_json(folder / "model.safetensors.index.json", index)
 
 
 def _note_dtype(path: Path, leaves: Sequence[Saved]) -> None:

@@ -3,7 +3,7 @@
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -32,13 +32,9 @@ _SHOWN = 8  # at most so many mismatches are listed
 _KINDS = (bool, int, float, str)  # of values; one of numpy has that of Python in a file
 
 
-def refuse_other_state(
-    path: Path, saved: directory.Manifest, target: Contents, replicas: directory.Replicas
-) -> None:
+def refuse_other_state(path: Path, saved: directory.Manifest, target: Contents) -> None:
     """Raise FileError unless everything in the target is in a step, and nothing else."""
-    tensors = {name: x.saved for name, x in target.pieces.items()}
-    want = _described(tensors, target.values, replicas)
-    got = _described(saved.tensors, saved.values, saved.replicas)
+    want, got = _described(target), _described(saved)
     wrong = [
         f"{name}: saved {got.get(name, 'nothing')}, expected {want.get(name, 'nothing')}"
         for name in want | got
@@ -51,40 +47,32 @@ def refuse_other_state(
         raise FileError(message(text, [*wrong[:_SHOWN], *more], fix), str(path))
 
 
-def _described(
-    tensors: Mapping[str, directory.SavedTensor], values: Mapping[str, Any], replicas: str
-) -> dict[str, str]:
+def _described(state: Contents | directory.Manifest) -> dict[str, str]:
     """What is compared of a state: the forms of its tensors, and the types of its values."""
-    found = {name: f"{x.shape} {x.dtype}, {x.copies} of it" for name, x in tensors.items()}
-    for name, x in values.items():
+    found = {name: f"{shape} {kind}" for name, (kind, shape) in state.tensors.items()}
+    for name, x in state.values.items():
         kind = next((k for k in _KINDS if isinstance(x, k)), type(x))
         found[name] = kind.__name__
-    return found | {"replicas": replicas}
+    return found
 
 
 def fill(path: Path, saved: directory.Manifest, target: Contents) -> Any:
     """Read all that the target has on this rank; returns what this rank gave as extra."""
-    wanted, copies = list[Wanted](), list[tuple[Tensor, Tensor]]()
+    wanted = list[Wanted]()
     for name, piece in target.pieces.items():
-        x = piece.data
-        if not (is_placed(x) or x.is_contiguous()):
-            copies.append((x, torch.empty(x.shape, dtype=x.dtype)))
-            x = copies[-1][1]
-        stop = piece.origin + x.numel()
-        for part, file in saved.slices(name, piece.copy):
+        stop = piece.origin + piece.data.numel()
+        for part, file in saved.slices.get(name, ()):
             if part.start < stop and part.stop > piece.origin:
-                wanted.append(Wanted(file, part, x, piece.origin))
+                wanted.append((file, part, piece.data, piece.origin))
     files, given = saved.files, dict[str, Tensor]()
     me = target.home.position % len(files)  # on fewer or more ranks that of another one
     giver = me if files[me].extra else 0
     for part in files[giver].slices:
         if part.name not in saved.tensors:
-            nbytes = saved.slices(part.name, part.copy)[-1][0].stop
-            memory = given.setdefault(part.name, torch.empty(nbytes, dtype=torch.uint8))
-            wanted.append(Wanted(giver, part, memory, 0))
+            name, nbytes = part.name.rpartition(" of rank ")[0], saved.slices[part.name][-1][0].stop
+            memory = given.setdefault(name, torch.empty(nbytes, dtype=torch.uint8))
+            wanted.append((giver, part, memory, 0))
     _read(path, files, wanted)
-    for x, values in copies:
-        x.copy_(values)
     try:
         return directory.decoded(files[giver].extra, given)
     except (LookupError, TypeError, ValueError, RuntimeError) as error:  # also of recursion
@@ -93,54 +81,43 @@ def fill(path: Path, saved: directory.Manifest, target: Contents) -> Any:
         raise FileError(what, str(path), damaged=True) from error
 
 
-class Wanted(NamedTuple):
-    """A slice that is read, and the tensor that some of its elements go to.
+Wanted = tuple[int, directory.Slice, Tensor, int]  # file, slice, target, its first element
 
-    Args:
-      file: the number of the file that has it.
-      part: the slice.
-      target: a part of the same flattened tensor.
-      origin: the element that the target begins with.
-    """
 
-    file: int
-    part: directory.Slice
-    target: Tensor
-    origin: int
-
-    def read(self, file: directory.PartFile) -> None:
-        """Read the slice, and write what the target wants of it."""
-        x, start, stop = self.target, self.part.start, self.part.stop
-        low, high = max(start, self.origin), min(stop, self.origin + x.numel())
-        flat: Any = x if is_placed(x) else x.as_strided((x.numel(),), (1,))
-        place = slice(low - self.origin, high - self.origin)
-        if x.is_cpu and not is_placed(x) and (low, high) == (start, stop):
-            file.read(self.part, directory.memory_of(flat[place]))
-            return
-        values = torch.empty(stop - start, dtype=x.dtype)
-        file.read(self.part, directory.memory_of(values))
-        values = values[low - start : high - start]
-        if is_placed(x):
-            flat.fill(place.start, values)
-        else:
-            flat[place].copy_(values)
+def _read_slice(
+    read: directory.ReadSlice, part: directory.Slice, target: Tensor, origin: int
+) -> None:
+    """Read a slice, and write what a part of the same flattened tensor wants of it."""
+    low, high = max(part.start, origin), min(part.stop, origin + target.numel())
+    placed = is_placed(target)
+    flat: Any = target if placed else target.view(-1)
+    place = slice(low - origin, high - origin)
+    if target.is_cpu and not placed and (low, high) == (part.start, part.stop):
+        read(part, directory.memory_of(flat[place]))
+        return
+    values = torch.empty(part.stop - part.start, dtype=target.dtype)
+    read(part, directory.memory_of(values))
+    values = values[low - part.start : high - part.start]
+    if placed:
+        flat.fill(place.start, values)
+    else:
+        flat[place].copy_(values)
 
 
 def _read(path: Path, files: Sequence[directory.SavedFile], wanted: list[Wanted]) -> None:
     """Read slices with a few threads, in the order in which they lie."""
-    wanted.sort(key=lambda want: (want.file, want.part.offset))
+    wanted.sort(key=lambda want: (want[0], want[1].offset))
     with ExitStack() as opened:
-        parts = dict[int, directory.PartFile]()
-        for number in sorted({want.file for want in wanted}):
-            part = opened.enter_context(closing(directory.PartFile(path, files[number])))
-            part.check()
-            parts[number] = part
+        reads = {
+            number: opened.enter_context(directory.part_file(path, files[number]))
+            for number in sorted({number for number, *_ in wanted})
+        }
         rest = iter(wanted)  # each thread takes the next one, with nothing to do for a small slice
 
         def read_on(_: int) -> None:
             try:
-                for want in rest:
-                    want.read(parts[want.file])
+                for number, part, target, origin in rest:
+                    _read_slice(reads[number], part, target, origin)
             except BaseException:
                 wanted.clear()  # which ends the other threads, too
                 raise
@@ -298,7 +275,7 @@ def _load(
     with together("load", home) as exchange:
         saved, digest = directory.manifest_in(path, step)
         target = contents_of("load", like, groups, home, replicas)
-        refuse_other_state(path, saved, target, replicas)
+        refuse_other_state(path, saved, target)
         exchange.mine = digest
     if len(set(exchange.all.values())) > 1:
         text = f"load: ranks see different files in {path}"
@@ -319,7 +296,8 @@ def memory_like(state: Tree, *, donate: bool = False) -> Tree:
     Args:
       state: any pytree of shards and tensors.
       donate: whether that is their own memory; else it is new, of zeros. In the place of tensors in
-        files come new ones, in these files; and of those that are codes, of their kind.
+        files come new ones, in these files; of those that are codes, of their kind; and of those
+        that do not lie in one piece, or whose memory has other values, such that do.
     """
     kept: dict[tuple[Any, ...], Tensor] = {}  # new memory, by that in whose place it is
 
@@ -336,8 +314,9 @@ def memory_like(state: Tree, *, donate: bool = False) -> Tree:
             return x.within(x.codes.row if donate else renewed(x.codes.row))
         if is_placed(x):
             return x.unset()
-        lazy = x.is_conj() or x.is_neg()  # memory that is read into holds the values themselves
-        return x if donate and not lazy else renewed(x)
+        if x.is_conj() or x.is_neg() or not x.is_contiguous():
+            return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return x if donate else renewed(x)
 
     def leaf_of(x: Any) -> Any:
         if isinstance(x, shards.Sharded | shards.Fixed):
@@ -459,7 +438,6 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verified:
 
 
 def _check_file(place: Path, saved: directory.Manifest, file: directory.SavedFile) -> None:
-    with closing(directory.PartFile(place, file)) as part:
-        part.check()
+    with directory.part_file(place, file) as read:
         for one in file.slices:
-            part.read(one, memoryview(bytearray(saved.nbytes(one))))
+            read(one, memoryview(bytearray(saved.nbytes(one))))

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from mics_fn import _torch, checks, collectives, errors, shards, spans, tree
+from mics_fn import _torch, checks, collectives, shards, spans, tree
 from mics_fn.checkpoint import directory
 from mics_fn.collectives import agree, together
 from mics_fn.errors import FileError, LeafError, PlanError, message
@@ -34,7 +34,7 @@ from mics_fn.optim import TrainState, by_leaf
 from mics_fn.shards import is_leaf
 from mics_fn.spans import LOG
 from mics_fn.store import later, poll
-from mics_fn.threads import Job, start
+from mics_fn.threads import Job
 from mics_fn.tree import Tree
 
 # What a state holds, as named tensors and numbers; which slices this rank writes, and copies.
@@ -49,22 +49,13 @@ class LocalPiece(NamedTuple):
       data: elements `origin` to `origin + data.numel()` of the flattened tensor.
       origin: where it begins.
       shape: of the tensor, in full.
-      home: the groups in which it is cut; None if every rank has all of it.
-      copy: which of its copies this is, where replicas have values of their own.
-      copies: how many there are.
+      home: the groups in which it is cut, whose replicas have the same; None if every rank has all.
     """
 
     data: Tensor
     origin: int
     shape: tuple[int, ...]
     home: Groups | None = None
-    copy: int = 0
-    copies: int = 1
-
-    @property
-    def saved(self) -> directory.SavedTensor:
-        """How the tensor is described."""
-        return directory.SavedTensor(shards.dtype_name(self.data.dtype), self.shape, self.copies)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,20 +65,33 @@ class Contents:
     Args:
       home: the groups whose ranks save it.
       pieces: of the tensors that are cut, and those that this rank has in full, by name.
+      tensors: the form of each, and of those that only other replicas have.
       values: numbers and texts, by name.
     """
 
     home: Groups
     pieces: dict[str, LocalPiece] = field(default_factory=dict)
+    tensors: dict[str, directory.Form] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, name: str, piece: LocalPiece, replicas: directory.Replicas) -> None:
+        """Add what this rank has of a tensor, of which each independent replica has its own."""
+        home, names = piece.home, [name]
+        if home and replicas == "independent":
+            names = [f"{name} of replica {i}" for i in range(home.num_replicas)]
+            name, piece = names[home.replicas.rank], piece._replace(home=home.replica)
+        form = shards.dtype_name(piece.data.dtype), piece.shape
+        self.tensors.update(dict.fromkeys(names, form))
+        self.pieces[name] = piece
 
     def facts(self) -> list[tuple[str, str]]:
         """What ranks compare of it: of what each of them has in full, its values too."""
-        facts = [(name, f"{x!r}") for name, x in self.values.items()]
+        facts = {name: f"{x!r}" for name, x in self.values.items()}
+        facts |= {name: f"{shape} {kind}" for name, (kind, shape) in self.tensors.items()}
         for name, x in self.pieces.items():
-            value = "" if x.home else f", values {int(collectives.checksum(x.data)):x}"
-            facts.append((name, f"{x.saved.shape} {x.saved.dtype} {x.copies}{value}"))
-        return facts
+            if not x.home:
+                facts[name] += f", values {int(collectives.checksum(x.data)):x}"
+        return [*facts.items()]
 
 
 def written_here(contents: Contents, extras: Mapping[str, Tensor]) -> dict[directory.Slice, Tensor]:
@@ -100,19 +104,17 @@ def written_here(contents: Contents, extras: Mapping[str, Tensor]) -> dict[direc
       contents: of the state.
       extras: other tensors that this rank alone saves.
     """
-    main, pieces = contents.home, dict(contents.pieces)
+    main, own = contents.home, dict[str, LocalPiece]()
     for name, x in extras.items():
         raw = _dense(x).as_strided((x.numel(),), (1,)).view(torch.uint8)
-        pieces[name] = LocalPiece(raw, 0, (), copy=main.position, copies=main.world_size)
+        own[f"{name} of rank {main.position}"] = LocalPiece(raw, 0, ())
     heaps: dict[Any, list[tuple[int, int]]] = {}
     found: dict[directory.Slice, Tensor] = {}
-    for name, piece in pieces.items():
-        me, ranks, home = 0, 1, piece.home
-        if piece.copies == 1 and home is None:
-            me, ranks = main.position, main.world_size
-        elif piece.copies == 1 and home is not None:
-            me, ranks = home.replicas.rank, home.num_replicas
-        heap = heaps.setdefault((home, ranks), [(0, i) for i in range(ranks)])
+    for name, piece in (contents.pieces | own).items():
+        me, ranks = (0, 1) if name in own else (main.position, main.world_size)
+        if piece.home is not None:
+            me, ranks = piece.home.replicas.rank, piece.home.num_replicas
+        heap = heaps.setdefault((piece.home, ranks), [(0, i) for i in range(ranks)])
         data = piece.data if piece.data.dim() == 1 else piece.data.reshape(-1)
         at_once = directory.SLICE_BYTES // data.dtype.itemsize
         for low in range(0, len(data), at_once):
@@ -121,7 +123,7 @@ def written_here(contents: Contents, extras: Mapping[str, Tensor]) -> dict[direc
             heapq.heapreplace(heap, (load + len(part) * data.dtype.itemsize, writer))
             if writer == me:
                 first = piece.origin + low
-                found[directory.Slice(name, piece.copy, first, first + len(part))] = part
+                found[directory.Slice(name, first, first + len(part))] = part
     return found
 
 
@@ -142,11 +144,11 @@ def contents_of(
             continue
         if is_leaf(leaf) and leaf.bucket is not None:
             own = homes.get(leaf.bucket, home)
-            copy = (own.replicas.rank, own.num_replicas) if replicas == "independent" else (0, 1)
-            found.pieces.update(_pieces_of(verb, name, leaf, own, copy))
+            for key, piece in _pieces_of(verb, name, leaf, own).items():
+                found.add(key, piece, replicas)
         elif isinstance(leaf, Tensor) or is_leaf(leaf):
             x = directory.savable(verb, name, leaf.data if is_leaf(leaf) else leaf)
-            found.pieces[name] = LocalPiece(x, 0, tuple(x.shape))
+            found.add(name, LocalPiece(x, 0, tuple(x.shape)), replicas)
         elif isinstance(leaf, bool | int | float | str):
             found.values[name] = leaf
         else:
@@ -155,9 +157,7 @@ def contents_of(
     return found
 
 
-def _pieces_of(
-    verb: str, name: str, leaf: Any, home: Groups, copy: tuple[int, int]
-) -> dict[str, LocalPiece]:
+def _pieces_of(verb: str, name: str, leaf: Any, home: Groups) -> dict[str, LocalPiece]:
     """What this rank has of a shard, by the names under which it is saved.
 
     Codes are saved as they are kept, under names that say which they are, so that no state takes
@@ -173,14 +173,14 @@ def _pieces_of(
         raise PlanError(f"{text}; its groups have {route.size} ranks", fix=fix)
     codec: collectives.Codec | None = bucket.codes
     if codec is None or not is_coded(leaf.data):
-        return {name: LocalPiece(data, piece.origin, leaf.shape, home, *copy)}
+        return {name: LocalPiece(data, piece.origin, leaf.shape, home)}
     kept: Any = data
     codes, scales = kept.part_codes()
     nbytes, block = kept.codes.elements.shape[1], codec.block
     first, blocks = piece.origin // block, -(-bucket.numels[leaf.slot] // block)
     return {
-        f"{name} as {codec}": LocalPiece(codes, first * nbytes, (blocks * nbytes,), home, *copy),
-        f"{name} as {codec}, scales": LocalPiece(scales, first, (blocks,), home, *copy),
+        f"{name} as {codec}": LocalPiece(codes, first * nbytes, (blocks * nbytes,), home),
+        f"{name} as {codec}, scales": LocalPiece(scales, first, (blocks,), home),
     }
 
 
@@ -290,7 +290,6 @@ class SaveOptions(TypedDict, total=False):
     overwrite: directory.Overwrite
     replicas: directory.Replicas
     keep: int | None
-    keep_every: int | None
 
 
 def _check(step: int, options: SaveOptions) -> None:
@@ -299,7 +298,6 @@ def _check(step: int, options: SaveOptions) -> None:
         raise TypeError(f"save() got an unexpected keyword argument {name!r}")
     checks.integer("save", "step", step, 0)
     checks.integer("save", "keep", options.get("keep"), optional=True)
-    checks.integer("save", "keep_every", options.get("keep_every"), optional=True)
     checks.choice("save", "overwrite", options.get("overwrite", "never"), "never", "newer")
     checks.choice("save", "replicas", options.get("replicas", "equal"), "equal", "independent")
 
@@ -323,7 +321,6 @@ def agree_on(
     Raises:
       FileError: on all ranks, if it cannot begin; also if the save before this one failed.
       DesyncError: ranks save other steps or other states.
-      LostStateError: their states have taken different numbers of steps.
     """
     shards.refuse_derivative(f"checkpoint.{verb}", (), "call it outside of torch.func")
     checks.path(verb, "path", path)
@@ -345,36 +342,28 @@ def agree_on(
             if isinstance(extra, Exception):
                 raise extra
             text, extras = directory.encoded(extra)
-            of_extra = {name: int(collectives.checksum(x)) for name, x in extras.items()}
+            of_extra = [text, *(f"{int(collectives.checksum(x))}" for x in extras.values())]
             facts, values = contents.facts(), contents.values
-            steps = [f"{k}={x!r}" for k, x in values.items() if f".{k}".endswith(".step")]
             exchange.fact = f"step {step} in {folder.path}, {sorted(options.items())}"
-            exchange.mine = {
-                "steps": ", ".join(steps),
-                "state": tree.digest([f"{facts}"]).hex(),
-                "extra": tree.digest([f"{text}{of_extra}"]).hex(),
-            }
+            exchange.mine = {"state": tree.digest([f"{facts}"]).hex()}
+            exchange.mine["extra"] = tree.digest(of_extra).hex()
             if home.position == 0:
                 new = folder.begin(step, options.get("overwrite", "never"))
                 exchange.mine["new"] = str(new), folder.epoch
-        if texts := exchange.differing("steps"):
-            fix = "same_step(state, groups, heal=True) takes the newer state from a replica"
-            lines = errors.rank_lines(texts)
-            raise errors.LostStateError("save: ranks differ in their steps", lines, fix)
         if exchange.differing("state"):
             # Ranks that differ now may have saved each of these states together before.
             home.agreed.difference_update([seen for seen in home.agreed if seen[0] == _STATE])
-            fix = "let it be equal on all ranks, or pass it in extra=, where each rank has its own"
-            cut = {name for name, x in contents.pieces.items() if x.home}
-            agree(home, _STATE, facts, {name: fix for name, _ in facts if name not in cut})
+            fix = "let it be equal on all ranks, or pass it in extra=, where each rank has its own;"
+            fix += " a state that is torn is mended by same_step(state, groups, heal=True)"
+            full = [*values, *(name for name, x in contents.pieces.items() if not x.home)]
+            agree(home, _STATE, facts, dict.fromkeys(full, fix))
     except BaseException:
         folder.abandon()
         raise
     if home.position and not exchange.differing("extra"):
         text, extras = "", {}
     new, folder.epoch = exchange.all[home.ranks[0]]["new"]  # any rank may be the first one later
-    tensors = {name: x.saved for name, x in contents.pieces.items()}
-    found = directory.Manifest(step, replicas, tensors, values)
+    found = directory.Manifest(step, contents.tensors, values)
     pending = PendingSave(home, folder, Path(new), options, found, text)
     return pending, partial(written_here, contents, extras)
 
@@ -388,7 +377,7 @@ _WAIT_S = 0.1  # between two looks of whoever waits for a save
 _BEHIND = 19  # how nice a thread is that only writes
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PendingSave:
     """A save that all ranks have agreed on, without anything of the state; made by `start_save`.
 
@@ -407,16 +396,11 @@ class PendingSave:
     options: SaveOptions
     found: directory.Manifest
     extra: str
-    _path: Path | None = None
-    _error: BaseException | None = None
 
     @property
     def step(self) -> int:
         """The number of the step."""
         return self.found.step
-
-    def __repr__(self) -> str:
-        return f"PendingSave(step={self.step}, done={self.done})"
 
     def write(self, block: OnHost) -> directory.SavedFile:
         """Write this rank's file, of what a block has."""
@@ -441,18 +425,21 @@ class PendingSave:
         self._reported = not follows  # whether the program knows how it ended: it waits for itself
         self._stop = StopRequest(home, ()).__enter__() if follows else None
         state.endings.append(self.finish)
-        # A process that ends waits for this thread, as it is not a daemon.
-        self._thread = threading.Thread(target=self._run, name="mics_fn save")
+        self._job = Job(self._run)
         _UNDER_WAY[self._place] = self
-        try:
-            start(self._thread)
-        except RuntimeError:  # the system has no thread left, and the other ranks wait for this one
-            self._run()
+        # A process that ends waits for this thread, as it is not a daemon.
+        self._job.begin("mics_fn save", daemon=False)
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it ended with, if it failed."""
+        return self._job.error
 
     @property
     def done(self) -> bool:
         """Whether it has ended on this rank; ranks may see that in different steps."""
-        return not self._thread.is_alive()
+        thread = self._job.thread
+        return thread is None or not thread.is_alive()  # of a fork it never is
 
     def due(self) -> bool:
         """Whether it has failed, and `wait` would raise; all ranks call it at the end of each step.
@@ -475,58 +462,36 @@ class PendingSave:
         """
         self.finish()
         self._reported = True
-        if self._error is not None:
-            raise self._error
-        if self._path is None:
+        if not self._job.done.is_set():
             text = f"save: step {self.step} is saved by the process that this one was forked from"
             raise FileError(text, self._place)
-        return self._path
+        return self._job.result()
 
     def finish(self) -> None:
         """Wait for the end of the save."""
-        while self._thread.is_alive():
-            self._thread.join(_WAIT_S)
-        if _UNDER_WAY.get(self._place) is self and (self._reported or self._error is None):
+        while not self.done:
+            self._job.done.wait(_WAIT_S)
+        if _UNDER_WAY.get(self._place) is self and (self._reported or self.error is None):
             del _UNDER_WAY[self._place]
         if self.finish in self.home.state.endings:
             self.home.state.endings.remove(self.finish)
             if self._stop is not None:
                 self._stop.__exit__(None, None, None)
 
-    def conclude(self, verb: str, *, raises: bool = True) -> None:
-        """Wait for it, and raise its error if nobody was told of it.
-
-        Args:
-          verb: for errors.
-          raises: whether all ranks call this; else the error is logged, and raised later. If the
-            groups of the save are closed, other ranks may have heard something else: then it is
-            logged too.
-        """
-        self.finish()  # if Ctrl-C ends this wait, the next save still waits for it
-        if raises:
-            _UNDER_WAY.pop(self._place, None)
-        if self._reported:
-            return
-        if raises and not self.home.state.closed:
-            self.wait()
-        self._reported = raises
-        if self._error is not None:
-            LOG.warning("%s: step %d was not saved: %s", verb, self.step, self._error)
-
     # On the thread.
 
-    def _run(self) -> None:
+    def _run(self) -> Path:
         if self._stop is not None:
             with suppress(AttributeError, OSError):  # below the threads that compute, if it can be
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BEHIND)
         written = Job(self._write)
         written.run()
         try:
-            self._path = self._end(written)
-        except BaseException as error:
-            self._error = error
+            return self._end(written)
+        except BaseException:
             if self._stop is not None:
                 self._stop.ask()
+            raise
         finally:
             self.folder.abandon()  # which keeps what is committed
             del self._write, written  # they refer to the state, which may have been replaced
@@ -589,9 +554,9 @@ class PendingSave:
         with directory.write_errors("save: cannot commit", self.new):
             found = replace(self.found, files=files)
             found.check()
-            path = folder.commit(found)
+            path = folder.commit(self.new, found)
         try:
-            folder.prune(options.get("keep"), options.get("keep_every"))
+            folder.prune(options.get("keep"))
         except (OSError, FileError) as error:  # the step is committed all the same
             LOG.warning("save: older steps in %s stay: %s", folder.path, error)
         LOG.info("saved step %d in %s", self.step, path)
@@ -658,14 +623,19 @@ def folder_to_read(
       verb: for errors.
       path: the folder, by any of its names.
       raises: whether all ranks call this, so that a save that failed is raised if nobody was told;
-        else it is logged, and the next save or load raises it.
+        else the next save or load raises it. If the groups of the save are closed, other ranks may
+        have heard something else: then it is logged.
 
     Raises:
       FileError: it failed.
     """
     pending = _UNDER_WAY.get(os.path.realpath(path))
     if pending is not None:
-        pending.conclude(verb, raises=raises)
+        pending.finish()  # if Ctrl-C ends this wait, the next save still waits for it
+        if raises and _UNDER_WAY.pop(os.path.realpath(path), None) is not None:
+            if not pending.home.state.closed:
+                pending.wait()
+            LOG.warning("%s: step %d was not saved: %s", verb, pending.step, pending.error)
     return directory.Folder(path)
 
 
@@ -688,13 +658,13 @@ def save(
       step: the number of the step, at least 0.
       extra: what else to keep: dicts, lists, tuples, numbers, texts and tensors. It may differ
         between ranks, and each of them has its own again; on other ranks one of these.
-      options: `overwrite`, `replicas`, `keep` and `keep_every`. With `overwrite="never"`, the
+      options: `overwrite`, `replicas` and `keep`. With `overwrite="never"`, the
         default, a step that is not above all committed ones is refused. "newer" writes it, and
         the steps from it on that were there do not count any more, as after a rollback. They are
         removed as soon as two others count; see [Note: epochs] in `checkpoint.directory`. Say
         `replicas="independent"` while replicas have values of their own, as with `local_sgd`; each
         is saved. `keep` is how many of the newest steps are kept, at least 2; None, the default,
-        keeps all. Steps that are a multiple of `keep_every` are kept, too.
+        keeps all.
 
     Returns:
       The folder of the step.

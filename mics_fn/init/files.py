@@ -179,33 +179,15 @@ class File:
                 raise self.error("was cut while it was read", [problem], leaf, fix)
             rest, offset = rest[count:], offset + count
 
-    def entry(
-        self, leaf: str, base: int, kind: torch.dtype, shape: Sequence[int], strides: Sequence[int]
-    ) -> Entry:
-        """A tensor of the file, read in parts.
-
-        Args:
-          leaf: its name.
-          base: where its first element lies.
-          kind: its dtype.
-          shape: its sizes.
-          strides: in elements; the caller has compared them with the size of the file.
-        """
-        sizes, steps = tuple(shape), tuple(strides)
-        plain = zip(sizes, steps, contiguous(sizes), strict=True)
-        if all(n == 1 or step == dense for n, step, dense in plain):
-            sizes, steps = (prod(sizes),), (1,)
-        inner = max(1, prod(sizes[1:]))
+    def entry(self, leaf: str, base: int, kind: torch.dtype, shape: Sequence[int]) -> Entry:
+        """A tensor of the file, read in parts; its first element lies at `base`, in bytes."""
 
         def read(start: int, stop: int) -> Tensor:
             if start == stop:
                 return torch.empty(0, dtype=kind)
-            first, end = start // inner, -(-stop // inner)
-            rows = (end - first, *sizes[1:])
-            length = kind.itemsize * span(rows, steps)
-            data = self.read(base + first * steps[0] * kind.itemsize, length, leaf)
-            part = torch.frombuffer(data, dtype=kind).as_strided(rows, steps).reshape(-1)
-            return part[start - first * inner : stop - first * inner]
+            size = kind.itemsize
+            data = self.read(base + start * size, (stop - start) * size, leaf)
+            return torch.frombuffer(data, dtype=kind)
 
         return Entry(tuple(shape), kind, read)
 
@@ -225,16 +207,6 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     (12, 4, 1)
     """
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-
-
-def span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """How many elements lie between the first and the last one of a tensor, both included.
-
-    >>> span((2, 3), (10, 2)), span((2, 0), (1, 1))
-    (15, 0)
-    """
-    steps = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-    return 1 + steps if all(shape) else 0
 
 
 def sizes_in(value: Any) -> tuple[int, ...]:
@@ -306,12 +278,12 @@ def read_json(file: File, start: int, length: int, wrong: str) -> dict[str, Any]
 
 
 def strict_json(text: str) -> Any:
-    """The value of a JSON text without names that are there twice, and without NaN.
+    """The value of a JSON text without names that are there twice.
 
     Raises:
       ValueError, RecursionError: it is something else.
     """
-    return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+    return json.loads(text, object_pairs_hook=_once)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -322,10 +294,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"{shown(name)} is there twice")
         found[name] = value
     return found
-
-
-def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is not a number of JSON")
 
 
 def of_safetensors(file: File) -> Weights:
@@ -349,7 +317,7 @@ def of_safetensors(file: File) -> Weights:
             kind, shape, begin, end = _facts(leaf, facts, file.size - base)
         except ValueError as error:
             raise file.error("is damaged", [f"{error}"], leaf) from None
-        found[leaf] = file.entry(leaf, base + begin, kind, shape, contiguous(shape))
+        found[leaf] = file.entry(leaf, base + begin, kind, shape)
         places.append((begin, end, leaf))
     last = 0
     for begin, end, leaf in sorted(places):
@@ -377,14 +345,10 @@ def _facts(leaf: str, facts: Any, room: int) -> tuple[torch.dtype, list[int], in
     if kind is None:
         raise ValueError(f"torch has no dtype {shown(code)}")
     check_shape(shape, kind)
-    pair: Any = offsets if isinstance(offsets, list) and len(offsets) == 2 else [None, None]
-    if not all(type(n) is int for n in pair):
-        raise ValueError(f"data_offsets {shown(offsets)} are not two whole numbers")
-    begin, end = pair
-    if end - begin != prod(shape) * kind.itemsize or not 0 <= begin <= end <= room:
-        raise ValueError(
-            f"shape {shown(shape)} of {code} does not fit bytes {shown(begin)} to {shown(end)}"
-        )
+    begin, end = sizes_in(offsets)
+    if end - begin != prod(shape) * kind.itemsize or not begin <= end <= room:
+        text = f"shape {shown(shape)} of {code} does not fit bytes {shown(begin)} to {shown(end)}"
+        raise ValueError(text)
     return kind, shape, begin, end
 
 
@@ -519,10 +483,10 @@ def _dtype(value: Any) -> torch.dtype:
 
 _STORED = "Double Float Half BFloat16 Long Int Short Char Byte Bool ComplexDouble ComplexFloat"
 _AS = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex128 complex64"
-_NEWER = "uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz"
-_NAMES = [*zip([f"{x}Storage" for x in _STORED.split()], _AS.split(), strict=True)]
-_NAMES += [(x, x) for x in f"{_AS} {_NEWER} float8_e8m0fnu".split()]
-_DTYPES = {f"torch.{name}": getattr(torch, x) for name, x in _NAMES}
+_NAMES = dict(zip([f"{x}Storage" for x in _STORED.split()], _AS.split(), strict=True))
+_NAMES |= {x: x for x in [*DTYPES.values(), *_AS.split()]}
+_NAMES |= {f"float8_{x}": f"float8_{x}" for x in ("e4m3fnuz", "e5m2fnuz", "e8m0fnu")}
+_DTYPES = {f"torch.{name}": getattr(torch, x) for name, x in _NAMES.items()}
 
 
 # The tensors that a file of `torch.save` describes.
@@ -587,20 +551,19 @@ def _entry(file: File, storages: dict[str, File], leaf: str, described: Any) -> 
                 raise ValueError(f"its storage is {_kind(storage)}")
         shape, strides, (first,) = _sizes(shape), _sizes(strides), _sizes((first,))
         check_shape(shape, dtype)
-        if len(shape) != len(strides):
-            raise ValueError(f"strides {strides} do not fit the shape {shape}")
+        dense = zip(shape, strides, contiguous(shape), strict=True)
+        if prod(shape) and any(n > 1 and step != want for n, step, want in dense):
+            raise ValueError("it has strides of its own: save it with contiguous()")
         if any(bits):
             raise ValueError("a view that negates or conjugates is not read")
         if key not in storages:
             raise ValueError(f"its storage {shown(key)} is missing")
         record = storages[key]
-        end = (first + span(shape, strides)) * dtype.itemsize
-        if max(end, prod(shape) * dtype.itemsize) > record.size:
-            what = f"shape {shape} and strides {strides} of {dtype}"
-            raise ValueError(f"{what} do not fit {record.size} bytes")
+        if (first + prod(shape)) * dtype.itemsize > record.size:
+            raise ValueError(f"shape {shape} of {dtype} does not fit {record.size} bytes")
     except ValueError as error:
         raise file.error("is damaged", [f"{error}"], leaf) from None
-    return record.entry(leaf, first * dtype.itemsize, dtype, shape, strides)
+    return record.entry(leaf, first * dtype.itemsize, dtype, shape)
 
 
 def _bare(value: Any) -> Any:
@@ -682,10 +645,6 @@ def _places(described: dict[str, Any]) -> dict[tuple[Any, Sizes], tuple[Any, int
         name, offset = at.get("fqn"), at.get("offset")
         if offset is None or not isinstance(name, str):  # an object that is not a tensor
             continue
-        if how := info.get("transform_descriptors"):
-            raise ValueError(f"{shown(name)} is transformed: {shown(how)}")
-        if (name, _sizes(offset)) in places:
-            raise ValueError(f"chunk {_sizes(offset)} of {shown(name)} is there twice")
         start, length = _sizes((info.get("offset"), info.get("length")))
         places[name, _sizes(offset)] = info.get("relative_path"), start, length
     return places

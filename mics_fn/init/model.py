@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from mics_fn import checks, shards, tree
 from mics_fn._torch import compiles_itself
 from mics_fn.collectives import checksum, refuse_unequal, together
-from mics_fn.errors import FileError, LeafError, PlanError, message, name_some
+from mics_fn.errors import FileError, LeafError, message, name_some
 from mics_fn.groups import Groups
 from mics_fn.init import files
 from mics_fn.init.files import Entry, File, Weights
-from mics_fn.init.tape import META, Recorded, Recorder, marks_of, tensors_in
+from mics_fn.init.tape import META, Recorded, Recorder, marks_of
 from mics_fn.offload import Where
 
 # Weights that are read: which files a path stands for, and which parameter takes which tensor.
@@ -40,10 +40,6 @@ NAMES = ("model.safetensors", "pytorch_model.bin")  # in a folder; or an index o
 _IN_FOLDER = [found for name in NAMES for found in (name, f"{name}.index.json")]
 _IN_FOLDER += [files.METADATA]
 Source = str | PathLike | Mapping[str, Tensor]
-
-
-class WeightsNotFound(FileError, FileNotFoundError):
-    """There is no file or folder at the path that was given."""
 
 
 @contextmanager
@@ -57,8 +53,7 @@ def open_weights(verb: str, source: Source, *, trust: bool) -> Iterator[Weights]
 
     Raises:
       FileError: the file is damaged, or holds something else.
-      WeightsNotFound: there is no such file.
-      OSError: it cannot be opened.
+      OSError: there is no such file, or it cannot be opened.
     """
     if isinstance(source, Mapping):
         yield {key: _of_tensor(value.detach()) for key, value in source.items()}
@@ -66,15 +61,9 @@ def open_weights(verb: str, source: Source, *, trust: bool) -> Iterator[Weights]
     checks.choice(verb, "trust", trust, True, False)
     with ExitStack() as opened:
         path = Path(source)
-        try:
-            if path.is_dir():
-                path = _file_in(verb, path, trust)
-            file = File(verb, path)
-        except FileNotFoundError as error:
-            name = "weights" if verb == "init_model" else "path"
-            fix = "pass a file of weights, an index of such, or a folder that has one of them"
-            text = f"{verb}: {name}={str(source)!r} does not exist"
-            raise WeightsNotFound(message(text, fix=fix), str(source)) from error
+        if path.is_dir():
+            path = _file_in(verb, path, trust)
+        file = File(verb, path)
         opened.callback(file.close)
         if path.name == files.METADATA:
             yield files.of_dcp(file, trust=trust)
@@ -167,7 +156,7 @@ def matched(
     for name, owner in zip(params, shards.owners_of(list(params.values())), strict=True):
         same.setdefault(owner, []).append(name)
     sources: Weights = {}
-    wrong, absent = [], []
+    wrong = list[str]()
     for aliases in same.values():
         given = [name for name in aliases if name in found]
         for name in given:
@@ -177,20 +166,20 @@ def matched(
         elif missing is None or not all(
             checks.answer(verb, f"missing({name!r})", missing(name)) for name in aliases
         ):
-            absent.append(f"params.{aliases[0]} is missing")
+            wrong.append(f"params.{aliases[0]} is missing")
     for name, value in others.items():
         if name in found and value is not None:
             wrong += _difference("buffers", name, value, found[name])
             sources[name] = found[name]
-    extra = [f"{k!r} is not expected" for k in found if k not in params and k not in others]
-    problems = wrong + absent + (extra if strict else [])
-    if problems:
-        more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        fix = "load what was saved for this model; names= can rename or ignore tensors, and "
-        makes = verb == "init_model"  # which can also make what a file lacks
-        fix += "missing= says which are new" if makes else "strict=False takes a file with more"
+    if strict:
+        rest = [name for name in found if name not in params and name not in others]
+        wrong += [f"{name!r} is not expected" for name in rest]
+    if wrong:
+        more = [f"and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
+        fix = "load what was saved for this model; names= can rename or ignore tensors, missing= of"
+        fix += " init_model says which are new, strict=False of load_shards takes a file with more"
         text = f"{verb}: the weights do not match the parameters"
-        raise LeafError(text, problems[:SHOWN] + more, fix=fix)
+        raise LeafError(text, wrong[:SHOWN] + more, fix=fix)
     return sources
 
 
@@ -204,33 +193,6 @@ def _difference(root: str, name: str, want: Tensor, got: Entry) -> list[str]:
 
 
 # The structure of a model: its parameters on meta, and everything else that it holds as it is.
-
-
-class Computed(Tensor):
-    """Stands in a skeleton for a tensor that its module computed from parameters.
-
-    Such a tensor is out of date once the parameters are trained. Modules that compute it again in
-    each forward, as those of `weight_norm` and `prune` do, replace it before they use it. On meta
-    it would be no error to use it: torch multiplies a matrix by one on meta, and the result is what
-    happens to be in memory.
-    """
-
-    where: str
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        found = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Computed)]
-        what = found[0].where if found else "a tensor of the model"
-        text = f"{what} was computed from parameters before the model was trained, and is used"
-        raise LeafError(text, fix="compute it in forward, from the parameters given there")
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"Computed({self.where})"
-
-    def __deepcopy__(self, memo: dict) -> "Computed":
-        return self
 
 
 def refuse_lazy(model: nn.Module) -> None:
@@ -255,14 +217,11 @@ def on_meta_copy(model: nn.Module, values: Sequence[Tensor]) -> nn.Module:
     Args:
       model: the model.
       values: those parameters and buffers.
+
+    Raises:
+      RuntimeError: of torch, where an op has made a tensor of the model of parameters.
     """
     memo: dict[int, Any] = {}
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            for x in tensors_in(value):
-                if not isinstance(x, Computed) and not x.is_leaf:  # torch cannot copy it, either
-                    stand_in = memo[id(x)] = torch.empty(0, device=META).as_subclass(Computed)
-                    stand_in.where = f"model.{name}.{key}".replace("..", ".")
     for x, owner in zip(values, shards.owners_of(values), strict=True):
         first = values[owner]
         memo[id(x)] = memo.setdefault(id(first), meta_like(first))
@@ -271,22 +230,17 @@ def on_meta_copy(model: nn.Module, values: Sequence[Tensor]) -> nn.Module:
     except TypeError:  # of a lock, a file or a process group, which the copy shares with the model
         for module in model.modules():
             for key, value in vars(module).items():
-                if key != "_modules" and not _has_copy(value, memo):
+                try:
+                    if key != "_modules":
+                        copy.deepcopy(value, dict(memo))
+                except TypeError:
                     memo[id(value)] = value
         return copy.deepcopy(model, memo)
 
 
-def _has_copy(value: Any, memo: Mapping[int, Any]) -> bool:
-    try:
-        copy.deepcopy(value, dict(memo))
-    except TypeError:
-        return False
-    return True
-
-
-def meta_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def meta_like(x: Tensor) -> Tensor:
     """A plain tensor of the same shape and strides on meta; a parameter gives a parameter."""
-    empty = torch.empty_strided(x.shape, x.stride(), dtype=dtype or x.dtype, device=META)
+    empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=META)
     made = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
     vars(made).update(marks_of(x))
     return made
@@ -354,27 +308,25 @@ class Filling:
           DesyncError: the block raised on other ranks, or shards differ, with the first leaf that
             does.
         """
+        buckets: dict[tuple[Groups, shards.Bucket], dict[int, str]] = {}  # names by slot
         with together(self.verb, self.groups):
-            self._fill(source)
+            for name, leaf in self.shards.items():
+                if isinstance(leaf, shards.Sharded | shards.Fixed) and leaf.bucket is not None:
+                    buckets.setdefault((self.homes[name], leaf.bucket), {})[leaf.slot] = name
+                elif isinstance(leaf, shards.Fixed):
+                    whole = torch.zeros(
+                        leaf.shape, dtype=leaf.dtype, device=self.homes[name].device
+                    )
+                    self._copy(source(name), whole.view(-1), 0)
+                    self.shards[name] = replace(leaf, data=whole)
+            for (home, bucket), by_slot in buckets.items():
+                self._fill_bucket(home, bucket, [by_slot[i] for i in sorted(by_slot)], source)
             made = then()
-            sums = {home: self._add_up(home) for home in self.groups if home.num_replicas > 1}
+            sums = {home: self._sums(home) for home in self.groups if home.num_replicas > 1}
         fix = "let all ranks make or read the same values, on machines that compute alike"
         for home, found in sums.items():
-            here = {name: x.to(home.device) for name, x in found.items()}
-            refuse_unequal(self.verb, home, here, fix)
+            refuse_unequal(self.verb, home, found, fix)
         return made
-
-    def _fill(self, source: Callable[[str], Read]) -> None:
-        buckets: dict[tuple[Groups, shards.Bucket], dict[int, str]] = {}  # names by slot
-        for name, leaf in self.shards.items():
-            if isinstance(leaf, shards.Sharded | shards.Fixed) and leaf.bucket is not None:
-                buckets.setdefault((self.homes[name], leaf.bucket), {})[leaf.slot] = name
-            elif isinstance(leaf, shards.Fixed):
-                whole = torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.homes[name].device)
-                self._copy(source(name), whole.view(-1), 0)
-                self.shards[name] = replace(leaf, data=whole)
-        for (home, bucket), by_slot in buckets.items():
-            self._fill_bucket(home, bucket, [by_slot[slot] for slot in sorted(by_slot)], source)
 
     def _fill_bucket(
         self, home: Groups, bucket: shards.Bucket, names: list[str], source: Callable[[str], Read]
@@ -398,10 +350,10 @@ class Filling:
             part = data[low : low + step]
             part.copy_(read(origin + low, origin + low + len(part)))
 
-    def _add_up(self, home: Groups) -> dict[str, Tensor]:
-        """Take the checksums that ranks compare, which reads what lies in files."""
+    def _sums(self, home: Groups) -> dict[str, Tensor]:
+        """The checksums that ranks compare, which reads what lies in files."""
         return {
-            f"params.{name}": checksum(leaf.data.view(-1))
+            f"params.{name}": checksum(leaf.data.view(-1)).to(home.device)
             for name, leaf in self.shards.items()
             if self.homes[name] is home and isinstance(leaf, shards.Sharded | shards.Fixed)
         }
@@ -414,7 +366,6 @@ def load_shards(
     like: nn.Module | Mapping[str, Tensor] | None = None,
     names: Callable[[str], str | None] | None = None,
     strict: bool = True,
-    dtype: torch.dtype | None = None,
     trust: bool = False,
     **options: Unpack[shards.LayoutOptions],
 ) -> dict[str, shards.Leaf]:
@@ -431,11 +382,11 @@ def load_shards(
       names: gives the parameter's name for a name in the file, or None to ignore that tensor.
       strict: whether a tensor that `like` does not have is an error. A tensor that is missing
         always is one. Buffers of a module are ignored.
-      dtype: of the floating-point shards; by default that of `like`, or else that of the file.
       trust: whether a file in a folder, or one that an index names, may be a symbolic link or lie
         elsewhere, as in a cache of Hugging Face. Nothing in a file is run in any case.
       options: `frozen`, `precision`, `bucket_bytes`, `order`, `bucket` and `where` as for `shard`;
-        by default leaves lie in buckets in the order of `like`.
+        by default leaves lie in buckets in the order of `like`. The dtype of shards is that of
+        `like`, or else that of the file; `precision="param=bfloat16"` says another one.
 
     Returns:
       The shards by name, as `shard` would give them for the same tensors in full.
@@ -449,8 +400,7 @@ def load_shards(
       FileError: the file is damaged, is cut while it is read, holds something else than tensors,
         or is not a regular file; it names the file and the leaf.
       LeafError: the file does not match `like`.
-      OSError: there is no such file, which is a `FileNotFoundError` and a `FileError`; or it cannot
-        be opened.
+      OSError: there is no such file, or it cannot be opened.
       FileError: with `where=`, a scratch file cannot be made or written on some rank; on all of
         them, with the same text, which names the rank.
       DesyncError: one of the others happened on some ranks only, or the ranks read different names,
@@ -462,29 +412,17 @@ def load_shards(
       >>> load_shards({"w": torch.ones(2, 3)}, groups, like={"w": torch.empty(2, 3).double()})
       {'w': Sharded(shape=(2, 3), float64, here 6 of 6)}
     """
-    how = {"like": like, "names": names, "strict": strict, "dtype": dtype, "trust": trust}
-    return read_shards("load_shards", path, groups, how, {**options})
-
-
-def read_shards(
-    verb: str, path: Source, groups: Any, how: Mapping[str, Any], options: dict[str, Any]
-) -> dict[str, shards.Leaf]:
-    """`load_shards` for a verb of any name; `how` has all its arguments but the options."""
-    like, dtype = how["like"], how["dtype"]
+    verb = "load_shards"
     shards.require_groups(verb, groups)
     with ExitStack() as opened:
         with together(verb, groups):
-            if dtype is not None:
-                shards.check_dtype(verb, "dtype", dtype)
-            found = opened.enter_context(open_weights(verb, path, trust=how["trust"]))
-            found = renamed(found, how["names"])
+            found = opened.enter_context(open_weights(verb, path, trust=trust))
+            found = renamed(found, names)
             params, others = _wanted(like, found)
-            if dtype is not None:
-                params = _cast(params, dtype)
-            sources = matched(verb, found, params, others, strict=how["strict"])
+            sources = matched(verb, found, params, others, strict=strict)
         if like is not None:
             options.setdefault("order", tree.own_order(params))
-        filling = Filling(verb, params, groups, options)
+        filling = Filling(verb, params, groups, {**options})
         filling.fill(lambda name: sources[name].read)
     return filling.shards
 
@@ -500,13 +438,6 @@ def _wanted(
         return dict(like), {}
     empty = {k: torch.empty(e.shape, dtype=e.dtype, device="meta") for k, e in found.items()}
     return empty, {}
-
-
-def _cast(params: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The parameters, with floating-point ones on meta in another dtype; tied ones stay tied."""
-    values = list(params.values())
-    cast = [meta_like(x, dtype) if x.is_floating_point() else x for x in values]
-    return {name: cast[owner] for name, owner in zip(params, shards.owners_of(values), strict=True)}
 
 
 def init_model(
@@ -558,6 +489,7 @@ def init_model(
     Raises:
       DesyncError: the ranks gave different seeds, or made different trees or values.
       LeafError: something in `model_fn` cannot be recorded or repeated.
+      RuntimeError: the module holds a tensor that an op made of parameters, which has no copy.
       LeafError, PlanError: as `shard` and, with weights, `load_shards`.
       FileError, OSError: with weights, as `load_shards`.
       FileError: with `where=`, as `load_shards`.
@@ -581,9 +513,6 @@ def init_model(
             checks.integer("init_model", "seed", seed, 0, fix="pass the same number on all ranks")
             made = _Construction(model_fn, device, seed)
             sources: Weights = {}
-            if weights is None and (names or missing):
-                fix = "pass weights= too, or leave them out"
-                raise PlanError("init_model: names= and missing= need weights=", fix=fix)
             if weights is not None:
                 given = open_weights("init_model", weights, trust=trust)
                 found = renamed(opened.enter_context(given), names)

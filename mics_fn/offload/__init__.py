@@ -46,7 +46,7 @@ Verbs leave leaves where they lie: what they give is in the files, on the host o
 where their arguments were, but where a derivative is asked for. An error of a file in `opt_step`,
 `move`, `init_state` or a step of `Trainer` is told to all ranks, which raise `PeerFileError`,
 with the same folder and leaf. After one in a step all call `reset`: some may have taken that step.
-After one in `shard`, `load_shards`, `load_dcp` or `init_model` nothing is left on any rank, and the
+After one in `shard`, `load_shards` or `init_model` nothing is left on any rank, and the
 groups can be used.
 
 Data go past the cache of the system where the file system has direct I/O, elsewhere through it;

@@ -241,7 +241,6 @@ class Checkpoints:
         relative one belongs to the working directory in which this is made.
       every: a step is saved if its number is a multiple of this.
       keep: how many of the newest steps are kept, at least 2; None keeps all.
-      keep_every: steps that are a multiple of it are kept, too.
       resume: whether a new `Trainer` goes on from the newest committed step, if there is one. If it
         does not, the first save raises FileError where it would replace steps of another
         run; steps are replaced only by a run that went on from this folder, or was put back by
@@ -279,7 +278,6 @@ class Checkpoints:
     _: KW_ONLY
     every: int = 1000
     keep: int | None = 2
-    keep_every: int | None = None
     resume: bool = True
     background: bool = True
     on_corrupt: Literal["raise", "previous"] = "raise"
@@ -287,9 +285,8 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         checks.path("Checkpoints", "folder", self.folder)
-        for name in ("every", "keep", "keep_every"):
-            optional = name != "every"
-            checks.integer("Checkpoints", name, getattr(self, name), optional=optional)
+        checks.integer("Checkpoints", "every", self.every)
+        checks.integer("Checkpoints", "keep", self.keep, optional=True)
         checks.choice("Checkpoints", "on_corrupt", self.on_corrupt, "raise", "previous")
         checks.choice("Checkpoints", "other_options", self.other_options, "raise", "warn")
         self.folder = os.path.abspath(self.folder)  # wherever the program goes meanwhile
@@ -421,7 +418,7 @@ class Checkpoints:
             state, extra = carried(trainer)
         except Exception as error:  # the save raises it, on all ranks
             state, extra = _split(trainer)[0], error
-        step, options = trainer.state.step, {"keep": self.keep, "keep_every": self.keep_every}
+        step, options = trainer.state.step, {"keep": self.keep}
         # Steps of another run are not replaced, unless this one has gone on from this folder.
         options |= {"overwrite": "newer" if self._ours else "never", "replicas": _replicas(trainer)}
         begin: Any = checkpoint.start_save if background else checkpoint.save

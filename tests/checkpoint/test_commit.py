@@ -94,13 +94,14 @@ def test_the_disk_has_each_thing_before_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups, folder = mf.make_groups(1), tmp_path / "new" / "jobs"
-    save_at(folder, 1, groups)
-    for step in (2, 3):
-        save_at(folder, step, groups)
-    recorder = Recorder()
-    with monkeypatch.context() as patch:
-        recorder.install(patch.setattr)
-        save_at(folder, 4, groups, keep=2)
+    for step in (1, 2, 3, 4):
+        recorder = Recorder()
+        with monkeypatch.context() as patch:
+            recorder.install(patch.setattr)
+            save_at(folder, step, groups, keep=None if step < 4 else 2)
+        if step == 1:  # also a new folder, with all above it
+            synced = [path for name, path in recorder.did if name == "fsync"]
+            assert {str(tmp_path), str(folder.parent), str(folder)} <= set(synced)
     did = [(name, Path(path).name) for name, path in recorder.did]
     synced = [path for name, path in did if name == "fsync"]
     part, manifest = "rank-00000.safetensors", "MANIFEST.json"
@@ -124,14 +125,3 @@ def test_what_is_written_can_be_read_by_those_whom_the_umask_lets(tmp_path: Path
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.glob("step-*/*")}
     assert set(modes.values()) == {0o640}, modes
-
-
-def test_a_new_folder_is_on_the_disk_with_all_above_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorder = Recorder()
-    with monkeypatch.context() as patch:
-        recorder.install(patch.setattr)
-        save_at(tmp_path / "a" / "b", 1, mf.make_groups(1))
-    synced = [path for name, path in recorder.did if name == "fsync"]
-    assert {str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")} <= set(synced)

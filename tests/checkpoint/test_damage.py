@@ -16,7 +16,7 @@ from steps import damage_values, load_at, save_at
 
 import mics_fn as mf
 from mics_fn import checkpoint
-from mics_fn.errors import DesyncError, FileError
+from mics_fn.errors import FileError
 from mics_fn.lab.ranks import run_ranks
 
 STEPS = (1, 2)
@@ -173,32 +173,3 @@ def test_all_ranks_go_back_if_one_of_them_sees_damage(ranks, tmp_path: Path) -> 
         assert {step for step, _ in found} == {1}
         assert len({text for _, text in found}) == 1
         assert "rank-00003.safetensors" in found[0][1]
-
-
-def with_another_error(layout: Layout, folder: str) -> str:
-    """One rank meets damage, another one an error of the program."""
-    from mics_fn.checkpoint import loading
-
-    groups = groups_of(layout)
-    plain = loading.fill
-
-    def fill(*args: Any) -> Any:
-        raise MemoryError("no memory")
-
-    if groups.rank == 3:
-        loading.fill = fill
-    try:
-        load_at(folder, groups, on_corrupt="previous")
-    except (DesyncError, MemoryError) as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        loading.fill = plain
-    return "none"
-
-
-def test_an_error_of_the_program_is_no_reason_to_go_back(ranks, tmp_path: Path) -> None:
-    ranks(4).run(save_steps, LAYOUT, str(tmp_path))
-    damage_values(tmp_path / "step-00000002" / "rank-00000.safetensors")
-    texts = ranks(4).run(with_another_error, LAYOUT, str(tmp_path))
-    assert [text.partition(":")[0] for text in texts] == ["DesyncError"] * 3 + ["MemoryError"]
-    assert all("no memory" in text for text in texts)

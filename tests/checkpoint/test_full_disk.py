@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -299,31 +298,6 @@ def test_a_rank_that_is_killed_in_a_save_is_named(
     assert checkpoint.latest(tmp_path) == 1
     groups = mf.make_groups(1)
     save_at(tmp_path, 2, groups)
-    check_step(tmp_path, 2, groups)
-    assert left_in(tmp_path) == 0
-
-
-def test_of_two_jobs_in_one_folder_the_newer_one_goes_on(tmp_path: Path) -> None:
-    groups = mf.make_groups(1)
-    (read, write), (wait, go) = os.pipe(), os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        text = "nothing was raised"
-        try:
-            with at("save: commit", lambda: (os.write(write, b"x"), os.read(wait, 1))):
-                save_at(tmp_path, 1, groups)
-        except FileError as error:
-            text = str(error)
-        os.write(write, text.encode())
-        os._exit(0)
-    assert os.read(read, 1) == b"x"
-    for step in (1, 2):
-        save_at(tmp_path, step, groups, background=step == 2)
-    os.write(go, b"x")
-    text = os.read(read, 4000).decode()
-    os.waitpid(pid, 0)
-    assert f"host {socket.gethostname()}, process {os.getpid()}, since " in text
-    assert checkpoint.steps(tmp_path) == [1, 2]
     check_step(tmp_path, 2, groups)
     assert left_in(tmp_path) == 0
 

@@ -5,7 +5,6 @@ import json
 import os
 import random
 import resource
-import stat
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -59,7 +58,7 @@ def change_part(folder: Path, change: Callable[[dict[str, Any]], Any], tail: byt
     def know(body: dict[str, Any]) -> None:
         body["files"][0][1:4] = size, len(new), hashlib.sha256(new).hexdigest()
         for each in body["files"][0][4]:
-            each[4] += grown
+            each[3] += grown
 
     change_manifest(folder, know)
 
@@ -111,14 +110,7 @@ def extra(text: str) -> Callable[[Path], None]:
 def extra_slices(body: dict[str, Any]) -> None:
     """Slices of a tensor of the extra that take the same bytes again and again."""
     for low in range(8, 2**24, 2**20):
-        body["files"][0][4].append(["$extra.x.1", 0, low, low + 2**20, 0, 0])
-
-
-def device(path: Path) -> None:
-    try:
-        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # endless zeros
-    except PermissionError:
-        pytest.skip("only root makes devices")
+        body["files"][0][4].append(["$extra.x.1 of rank 0", low, low + 2**20, 0, 0])
 
 
 # What is done to a checkpoint, and what the error says.
@@ -127,34 +119,30 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "deep nesting": (raw(b'{"a":' + b"[" * 10**6), "is damaged"),
     "deep values": (in_text(b'epoch":3', b'epoch":' + b"[" * 900 + b"]" * 900), ""),
     "empty": (lambda folder: os.truncate(folder / STEP / MANIFEST, 0), "is damaged"),
-    "unknown version": (put("version", 3), "known here is version 2"),
-    "NaN": (in_text(b'epoch":3', b'epoch":NaN'), "NaN is not a number"),
+    "unknown version": (put("version", 2), "known here is version 3"),
     "twice": (in_text(b'"step":1', b'"step":1,"step":1'), "'step' is there twice"),
     "out of the folder": (put("files", 0, 0, "../x"), "'../x', which is not opened"),
     "half a character": (put("files", 0, 0, "\ud800"), "which is not opened"),
     "a link": (instead(PART, lambda path: path.symlink_to("/etc/passwd")), "a symbolic link"),
     "a FIFO": (instead(PART, os.mkfifo), "is a FIFO, not a regular file"),
-    "a device": (instead(PART, device), "is a device, not a regular file"),
     "a link as folder": (
         lambda folder: [(folder / STEP).rename(folder / "x"), (folder / STEP).symlink_to("x")],
         "it is a symbolic link",
     ),
     "twice a file": (
         lambda folder: change_manifest(folder, lambda b: b["files"].append(b["files"][0])),
-        "plain[0:5] after 5",
+        "plain[0:5] is not the next",
     ),
-    "no file": (put("files", []), "has no slices"),
-    "huge copies": (put("tensors", "w.w", 2, 2**40), "w.w has no slices"),
-    "another copy": (put("files", 0, 4, 0, 1, 1), "plain has 5 elements"),
+    "no file": (put("files", []), "has 0 elements in its slices"),
     "overflow": (put("tensors", "w.w", 1, [2**40, 2**40]), "overflows"),
-    "more than its slices": (put("tensors", "w.w", 1, [7]), "w.w has 6 elements"),
-    "a gap": (put("files", 0, 4, 0, 2, 1), "plain[1:5] after 0"),
-    "no elements": (put("files", 0, 4, 0, 3, 0), "plain[0:0] after 0"),
-    "beyond the file": (put("files", 0, 4, 0, 4, 2**40), "it ends early"),
+    "more than its slices": (put("tensors", "w.w", 1, [7]), "has 6 elements in its slices"),
+    "a gap": (put("files", 0, 4, 0, 1, 1), "plain[1:5] is not the next"),
+    "no elements": (put("files", 0, 4, 0, 2, 0), "plain[0:0] is not the next"),
+    "beyond the file": (put("files", 0, 4, 0, 3, 2**40), "it ends early"),
     "of another tensor": (put("files", 0, 4, 0, 0, "v"), "v is not a tensor"),
     "dtype of a module": (put("tensors", "w.w", 0, "_dynamo"), "is of '_dynamo'"),
-    "checksum wrong": (put("files", 0, 4, 0, 5, 0), "are not those that were saved"),
-    "huge shape": (put("tensors", "w.w", 1, [2**50]), "w.w has 6 elements"),
+    "checksum wrong": (put("files", 0, 4, 0, 4, 0), "are not those that were saved"),
+    "huge shape": (put("tensors", "w.w", 1, [2**50]), "has 6 elements in its slices"),
     "other dtype": (put("tensors", "w.w", 0, "float64"), "has other bytes"),
     "more bytes": (lambda folder: change_part(folder, lambda h: None, b"x" * 9), "has other bytes"),
     "the same bytes again": (lambda folder: change_manifest(folder, extra_slices), "other bytes"),
@@ -238,21 +226,15 @@ def test_any_value_at_any_place_is_refused_or_read(tmp_path: Path, count: int) -
     assert refused > count / 2
 
 
-@pytest.mark.parametrize(
-    ("make", "seen"),
-    [
-        (lambda path: None, "it has: no folder"),
-        (lambda path: (path / ".tmp-step-00000001-ab").mkdir(parents=True), "it has: .tmp-step"),
-    ],
-)
-def test_where_no_step_is(tmp_path: Path, make: Callable[[Path], Any], seen: str) -> None:
+def test_where_no_step_is(tmp_path: Path) -> None:
     path, groups = tmp_path / "jobs", mf.make_groups(1)
-    make(path)
-    assert (checkpoint.steps(path), checkpoint.latest(path)) == ([], None)
-    for verb in (checkpoint.verify, lambda p: checkpoint.load(p, state(groups), groups)):
-        with pytest.raises(CheckpointNotFound, match=seen) as raised:
-            verb(path)
-        assert str(path) in str(raised.value)
+    for seen in ("it has: no folder", "it has: .tmp-step"):
+        assert (checkpoint.steps(path), checkpoint.latest(path)) == ([], None)
+        for verb in (checkpoint.verify, lambda p: checkpoint.load(p, state(groups), groups)):
+            with pytest.raises(CheckpointNotFound, match=seen) as raised:
+                verb(path)
+            assert str(path) in str(raised.value)
+        (path / ".tmp-step-00000001-ab").mkdir(parents=True, exist_ok=True)
 
 
 def test_a_step_that_lost_its_manifest_is_not_passed_over(tmp_path: Path) -> None:

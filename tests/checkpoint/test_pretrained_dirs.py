@@ -45,15 +45,12 @@ def whole(name: str) -> Any:
     return make(name)
 
 
-def names_in(folder: Path) -> list[str]:
-    """The names in the files of a directory, read without this library."""
-    from safetensors import safe_open
+def read_all(folder: Path) -> dict[str, torch.Tensor]:
+    """What is in the files of a directory, read without this library."""
+    from safetensors.torch import load_file
 
-    found: list[str] = []
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            found += opened.keys()
-    return sorted(found)
+    files = [load_file(file) for file in folder.glob("*.safetensors")]
+    return {name: x for file in files for name, x in file.items()}
 
 
 @pytest.mark.parametrize(
@@ -76,7 +73,7 @@ def test_transformers_loads_it_bit_for_bit(
     assert not any(info.values()), info
     same_bits(found.state_dict(), want.state_dict())
     want.save_pretrained(tmp_path / "theirs")
-    assert names_in(path) == names_in(tmp_path / "theirs")  # tied ones under the same name
+    assert {*read_all(path)} == {*read_all(tmp_path / "theirs")}  # tied ones under the same name
     assert sorted(os.listdir(tmp_path)) == ["saved", "theirs"]
     files = sorted(path.glob("*.safetensors"))
     index = path / "model.safetensors.index.json"
@@ -86,10 +83,8 @@ def test_transformers_loads_it_bit_for_bit(
         return
     held = json.loads(index.read_text())
     assert set(held["weight_map"].values()) == {file.name for file in files}
-    sizes = [x.nbytes for x in want.state_dict().values()]
-    written = sum(x.nbytes for x in want.parameters())  # tied ones once
-    assert len(files) >= max(2, -(-written // max(6000, *sizes)))
-    assert held["metadata"]["total_size"] == written
+    sizes = [x.nbytes for x in want.parameters()]  # tied ones once
+    assert held["metadata"]["total_size"] == sum(sizes)
     assert max(file.stat().st_size for file in files) <= max(6000, *sizes) + 2000
 
 
@@ -99,15 +94,6 @@ def test_transformers_loads_it_bit_for_bit(
 def save_tree(layout: Layout, path: Path, **options: Any) -> None:
     groups = groups_of(layout)
     save_pretrained(path, every_shard(groups), groups, **options)
-
-
-def read_all(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    found: dict[str, torch.Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
 
 
 @pytest.mark.parametrize(
@@ -170,10 +156,9 @@ def test_what_is_there_is_not_overwritten(ranks, tmp_path: Path):
     empty.mkdir()
     (full / "note").write_text("mine")
     file.write_text("mine")
-    for path, what in ((full, "a directory that is not empty"), (file, "a file")):
+    for path in (full, file):
         (text,) = set(ranks(2).run(refused, LAYOUTS[1], {0: path, 1: path}))
-        assert text.startswith(f"FileError save_pretrained: {path} is {what}\n")
-        assert "nothing is overwritten" in text
+        assert text.startswith(f"FileError save_pretrained: {path} is neither new nor an empty")
     assert (full / "note").read_text() == file.read_text() == "mine"
     assert set(ranks(2).run(refused, LAYOUTS[1], {0: empty, 1: empty})) == {""}
     assert sorted(os.listdir(tmp_path)) == ["empty", "file", "full"]

@@ -33,11 +33,11 @@ PLANTED = [
         "init/test_strangers.py -k regular",
     ),
     (
-        "a range of a tensor is read from the beginning of its row",
+        "a range of a tensor is read from its beginning",
         _S,
-        "return part[start - first * inner : stop - first * inner]",
-        "return part[: stop - start]",
-        "init/test_files.py -k strided_tensor",
+        "data = self.read(base + start * size, (stop - start) * size, leaf)",
+        "data = self.read(base, (stop - start) * size, leaf)",
+        "init/test_files.py -k every_dtype",
     ),
     (
         "the writer of a file chooses the hashes of its names",
@@ -112,8 +112,8 @@ PLANTED = [
     (
         "a tensor of the file that no parameter takes is dropped without a word",
         "init/model.py",
-        "problems = wrong + absent + (extra if strict else [])",
-        "problems = wrong + absent",
+        "    if strict:\n",
+        "    if strict is None:\n",
         "init/test_files.py -k does_not_match",
     ),
 ]

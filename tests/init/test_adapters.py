@@ -87,5 +87,3 @@ def test_what_is_missing_and_not_new_is_an_error(tmp_path: Path):
             missing=is_new,
         )
     assert "  params.0.base.bias is missing\n  fix: " in str(caught.value)
-    with pytest.raises(mf.errors.PlanError, match="names= and missing= need weights="):
-        mf.init_model(adapted, groups, seed=0, missing=is_new)

@@ -15,7 +15,6 @@ import pytest
 import torch
 from cases import Layout, groups_of
 from torch import Tensor, nn
-from torch.func import functional_call
 
 import mics_fn as mf
 from mics_fn.lab.bench.turns import give_back_at_once
@@ -56,23 +55,14 @@ def trained(layout: Layout, folder: str, limit_bytes: int = 0) -> Numbers:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
     adapters = "; *down*: params=device; *up*: params=device"
     places = where(f"params=disk:{folder}{adapters}", host_bytes=2**20) if folder else None
-    how: Any = {"bucket_bytes": LAYER_BYTES, "where": places}
-    model, shards = mf.init_model(Adapted, groups, seed=0, **how)
-    state, policy = mf.init_state(shards, mf.optim.adamw(1e-2)), mf.on_demand(live_bytes=0)
+    how: Any = {"bucket_bytes": LAYER_BYTES}
+    model, shards = mf.init_model(Adapted, groups, seed=0, where=places, **how)
+    how = {"params": shards, "live_bytes": 0, "loss": lambda model, x: model(x).square().mean()}
+    trainer = mf.Trainer(model, mf.optim.adamw(1e-2), groups, **how)
     torch.manual_seed(groups.position)
-    losses = []
-    for _ in range(STEPS):
-        total, x = mf.GradSum(), torch.randn(4, WIDTH)
-        with mf.defer(state.params, groups, policy, into=total) as full:
-            loss = functional_call(model, full, (x,)).square().mean()
-            total.backward(loss)
-        state = mf.opt_step(state, total.grads(), donate=True)
-        total.release()
-        losses.append(loss.detach())
-    evaluated = mf.on_demand(live_bytes=0)
-    with torch.no_grad(), mf.defer(state.params, groups, evaluated) as full:
-        losses.append(functional_call(model, full, (torch.ones(1, WIDTH),)).mean())
-    return losses + [mf.get(state.params, f"up.{i}", groups) for i in (0, DEPTH - 1)]
+    losses = [trainer.step(torch.randn(4, WIDTH)).loss for _ in range(STEPS)]
+    losses.append(trainer.eval(torch.ones(1, WIDTH)))
+    return losses + [mf.get(trainer.state.params, f"up.{i}", groups) for i in (0, DEPTH - 1)]
 
 
 def trained_afresh(*args: Any) -> list[Numbers]:

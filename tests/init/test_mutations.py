@@ -23,7 +23,7 @@ TENSORS = {
     "h.0.w": torch.arange(12.0).view(3, 4),
     "h.1.w": torch.arange(5, dtype=torch.float64),
     "count": torch.tensor([5, -7]),
-    "turned": torch.arange(6.0).view(2, 3).t(),
+    "more": torch.arange(6.0).view(2, 3),
     "scalar": torch.tensor(2.0),
     "empty": torch.zeros(0, 3),
     "half": torch.ones(3, dtype=torch.bfloat16),

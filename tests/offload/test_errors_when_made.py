@@ -33,7 +33,7 @@ VERBS: dict[str, Callable[..., Any]] = {
         full(), groups, replicas="broadcast", **o
     ),
     "load_shards": lambda groups, folder, o: mf.load_shards(full(), groups, **o),
-    "load_dcp": lambda groups, folder, o: mf.checkpoint.load_dcp(
+    "load_shards, DCP": lambda groups, folder, o: mf.load_shards(
         f"{folder}/dcp", groups, like=full(), **o
     ),
     "init_model": lambda groups, folder, o: mf.init_model(make_model, groups, seed=3, **o)[1],
@@ -62,7 +62,7 @@ def trial(layout: Layout, verb: str, fault: str, folder: str) -> tuple[Any, ...]
     options: dict[str, Any] = {"bucket_bytes": 300_000}
     own = f"{folder}/{groups.position}"
     where = mf.where(f"params=disk:{own}", host_bytes=2**20)
-    if verb == "load_dcp":
+    if verb == "load_shards, DCP":
         mf.checkpoint.save_dcp(f"{folder}/dcp", mf.shard(full(), groups), groups)
     wanted = mf.unshard(mf.shard(full(), groups), groups)
     gc.disable()  # nothing may need it to end

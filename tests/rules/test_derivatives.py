@@ -750,7 +750,7 @@ def test_what_has_no_derivative_refuses(ranks, layout):
 OPTIMIZERS = "opt_step adam adamw lion sgd from_torch chain by_path from_update"
 # Those that keep their tensors as they are, take them as constants, or make them of none.
 CONSTANT = "init_state same_step same_replicas keep_all on_demand every_step init_model load_shards"
-CONSTANT += " load_dcp save_dcp save_pretrained warmup_cosine static_scale dynamic_scale inject"
+CONSTANT += " save_dcp save_pretrained warmup_cosine static_scale dynamic_scale inject"
 CONSTANT += " move"
 # Those that give no tensor that was made of tensors.
 READS = "steps latest verify record plan bucket_sizes summary watch norm_spike sampler node"
