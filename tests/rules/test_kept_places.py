@@ -112,16 +112,9 @@ OF_SHARDS: dict[str, Callable[[Any, mf.Groups], Any]] = {
 }
 
 
-def stepped_with_a_guard(state: Any, groups: mf.Groups, *, donate: bool) -> Any:
-    guard, grads = optim.Guard(max_norm=0.1), grads_of(groups, 11)
-    return mf.opt_step(state, guard.judge(grads, groups, donate).grads, donate=donate)
-
-
 OF_STATES: dict[str, Callable[[Any, mf.Groups], Any]] = {
     "opt_step": lambda x, groups: mf.opt_step(x, grads_of(groups, 11)),
     "opt_step, donated": lambda x, groups: mf.opt_step(x, grads_of(groups, 11), donate=True),
-    "Guard.judge": lambda x, groups: stepped_with_a_guard(x, groups, donate=False),
-    "Guard.judge, donated": lambda x, groups: stepped_with_a_guard(x, groups, donate=True),
     "set, a parameter": lambda x, groups: mf.set(x, "params.a", 2.0, groups),
     "set, a moment": lambda x, groups: mf.set(x, "opt.moments.exp_avg.a", 2.0, groups),
     "same_step": mf.same_step,
