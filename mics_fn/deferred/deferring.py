@@ -558,9 +558,9 @@ def defer(
     opened.agree(schedule.describe() if isinstance(schedule, OnDemand) else str(schedule))
     policy, learned = _memory_of(schedule, opened)
     pending = into is None and sharding.needs_derivative(opened.pieces)
-    closes = not pending and not _torch.inside_torch_func()
     add = None if into is None else into.add
-    live = LiveBuckets(opened, learned, policy, add, closes=closes)
+    live = LiveBuckets(opened, learned, policy, add)
+    live.closes = policy.at_once and not pending and not _torch.inside_torch_func()
     if into is None:
         full = list(opened.data)
     else:

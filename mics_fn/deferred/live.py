@@ -20,7 +20,6 @@ A chunk that lies elsewhere is brought first.
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -40,9 +39,6 @@ Names = Callable[[int], Sequence[str]]  # of the leaves of a bucket, for error t
 # Parameters without data, whose bucket is fetched at the op that needs it.
 
 
-_BUCKET = attrgetter("_bucket")
-
-
 class Deferred(Absent):
     """A full parameter, or a view or cast of one, which is fetched at an op that needs it.
 
@@ -59,12 +55,7 @@ class Deferred(Absent):
 
     @staticmethod
     def __new__(
-        cls: type,
-        source: Any,
-        bucket: Any,
-        geometry: Geometry,
-        leaf: tuple[int, int],
-        like: tuple[torch.dtype, torch.device, torch.dtype | None],
+        cls: type, source: Any, bucket: Any, geometry: Geometry, leaf: tuple[int, int], like: tuple
     ) -> Any:
         self = _torch.wrapper_without_data(cls, geometry, like[0], like[1])
         self._source, self._bucket, self._leaf = source, bucket, leaf
@@ -77,10 +68,8 @@ class Deferred(Absent):
 
     def where_text(self) -> str:
         """Its shape, and the bucket with some of its leaves, for error texts."""
-        bucket, names = self._bucket, ", ".join(self._bucket.names()[:3])
-        return (
-            f"one of bucket {bucket.ids[0]}\n  shape {tuple(self.shape)}; the bucket holds {names}"
-        )
+        names, shape = ", ".join(self._bucket.names()[:3]), tuple(self.shape)
+        return f"one of bucket {self._bucket.ids[0]}\n  shape {shape}; the bucket holds {names}"
 
     def plain(self) -> Tensor:
         """A view of its bucket, which is live; of a cast a copy."""
@@ -97,7 +86,7 @@ class Deferred(Absent):
     @classmethod
     def fetch(cls, found: Sequence[Any]) -> Sequence[range]:
         """Make all buckets of an op live together, so that fetching one does not drop another."""
-        buckets = set(map(_BUCKET, found))
+        buckets = {each._bucket for each in found}
         if len(buckets) == 1:  # the most frequent case
             (bucket,), source = buckets, found[0]._source
             if source.ids != bucket.ids and not (bucket.stays and bucket.full is not None):
@@ -305,8 +294,6 @@ class LiveBuckets:
       opened: the tree.
       learned, policy: as for `Run`.
       into: receives the gradients; None if they are the result of backward.
-      closes: whether nothing is left to be derived when the run ends; see [Note: copy on write] in
-        `deferred.live`.
     """
 
     def __init__(
@@ -315,19 +302,18 @@ class LiveBuckets:
         learned: Learned,
         policy: OnDemand,
         into: GradSink | None = None,
-        *,
-        closes: bool = False,
     ) -> None:
-        self.uses, self.into, names = opened.uses, into, opened.names
+        self.uses, self.into = opened.uses, into
         self.ids: tuple[int, ...] = ()
         self.buckets, sizes, channels = list[LiveBucket](), list[int](), list[Any]()
         for index, use in enumerate(self.uses):
-            self.buckets.append(LiveBucket(index, names, use, stays=policy.at_once))
+            self.buckets.append(LiveBucket(index, opened.names, use, stays=policy.at_once))
             sizes.append(self.buckets[index].numel * use.bucket.compute.itemsize)
             channels.append(use.hierarchy.channel)
-        self._closes = closes and policy.at_once
+        # Whether nothing is left to be derived when the run ends; see [Note: copy on write].
+        self.closes = False
         # The run may outlive these buckets, so it must not refer to their buffers.
-        self.run = Run(learned, policy, sizes, channels, lambda i: _title(i, names(i)))
+        self.run = Run(learned, policy, sizes, channels)
         # The schedule that this run follows; another run may learn a new one before this run ends.
         self._schedule = learned.schedule if self.run.following else None
         self.reduction: Any = None  # of the backward pass under way, if gradients are its result
@@ -340,7 +326,7 @@ class LiveBuckets:
     def parameters(self, index: int) -> Sequence[Tensor]:
         """The leaves of a bucket, one per member, deferred if they need a fetch."""
         each = self.buckets[index]
-        if self._closes and not each.numel:
+        if self.closes and not each.numel:
             each.share()
         if each.whole is not None:
             return each.leaves
@@ -365,7 +351,7 @@ class LiveBuckets:
         for each in needed:
             buckets.append(each.use.bucket)
             if _torch.version(each.chunk) != each.version:
-                text = f"{self.run.name(each.ids[0])} was changed after its run began"
+                text = f"{_title(*each.ids, each.names())} was changed after its run began"
                 raise DonatedError(text, fix="call defer again after an update")
         with _torch.without_torch_func():
             for kind, index in self.run.use(ids):

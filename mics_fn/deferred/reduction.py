@@ -37,10 +37,9 @@ device a stream: they run beside backward, and beside the hops of other buckets.
 a thread copies; on a device it is the host, which waits for the bucket.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median_low
 from typing import Any, NamedTuple
 
 import torch
@@ -204,11 +203,7 @@ class Reduction:
         self._released = False  # whether its memory was given back
 
     def begin(
-        self,
-        uses: Sequence[BucketUse],
-        run: Run,
-        let_go: LetGo = lambda: None,
-        places: Mapping[int, tuple[str, str, int]] | None = None,
+        self, uses: Sequence[BucketUse], run: Run, let_go: LetGo = lambda: None, places: Any = None
     ) -> "Reduction":
         """Prepare for the gradients of some buckets.
 
@@ -217,7 +212,7 @@ class Reduction:
           run: has the order of all their reductions and the budget, and hears of each before it
             starts.
           let_go: as `LiveBuckets.let_go`, if that is still there.
-          places: of buckets whose sums lie elsewhere than on the device; see `places_of_sums`.
+          places: of buckets whose sums lie elsewhere, as `places_of_sums` gives them.
 
         Raises:
           FileError: a file cannot be made, or the disk has not so much room.
@@ -258,7 +253,8 @@ class Reduction:
         # Of each ring its bytes, and the most parts; see [Note: gradients in flight].
         self._rooms, least = dict[int, tuple[int, int]](), self.run.policy.live_bytes == 0
         for ring, sizes in needs.items():
-            few = 0 if least else parts[ring] * median_low(sizes)
+            median = sorted(sizes)[(len(sizes) - 1) // 2]
+            few = 0 if least else parts[ring] * median
             self._rooms[ring] = max(*sizes, few, LEAST_RING), parts[ring]
 
     def add(self, index: int, grads: Sequence[Tensor | None]) -> None:

@@ -11,7 +11,6 @@ import torch
 
 from mics_fn import _torch, spans
 from mics_fn.errors import human_bytes
-from mics_fn.spans import Span
 
 # `StepMemory`: the memory of a step by kind.
 
@@ -157,7 +156,7 @@ class Watched:
     def __init__(self, name: str = "") -> None:
         self._name, self._began = name, time.monotonic()
         self._ended: float | None = None
-        self._seen: list[tuple[Span, Time, Time]] = []  # with begin and end
+        self._seen: list[tuple[spans.Span, Time, Time]] = []  # with begin and end
         self._resident: dict[tuple[str, Hashable], int] = {}  # bytes now, by kind and holder
         self._sums, self._peaks = Counter[str](), Counter[str]()  # bytes by kind, now and at most
         self._marks: dict[torch.device, tuple[float, torch.Event]] = {}
@@ -179,14 +178,14 @@ class Watched:
         peaks = [self._peaks[kind] for kind in kinds]
         return StepMemory(*peaks, total=sum(peaks))
 
-    def begin(self, span: Span) -> "Time | Watched":
+    def begin(self, span: spans.Span) -> "Time | Watched":
         """Note the begin of a span; a step in a block is watched by itself, too."""
         if span.kind != "step" or self._name:
             return self._now(span)
         spans.watchers.append(step := Watched(span.text))
         return step
 
-    def end(self, span: Span, begun: Any) -> None:
+    def end(self, span: spans.Span, begun: Any) -> None:
         """Note the end of a span."""
         if isinstance(begun, Watched):
             begun._close()
@@ -198,7 +197,7 @@ class Watched:
         spans.watchers.remove(self)
         self._ended = time.monotonic()
 
-    def _now(self, span: Span) -> Time:
+    def _now(self, span: spans.Span) -> Time:
         device = span.device
         if device is None or not _torch.is_async(device) or span.parts:
             return time.monotonic()
@@ -212,7 +211,7 @@ class Watched:
         self._resident[kind, key] = nbytes
         self._peaks[kind] = max(self._peaks[kind], self._sums[kind])
 
-    def _event(self, span: Span, begin: Time, end: Time) -> Event:
+    def _event(self, span: spans.Span, begin: Time, end: Time) -> Event:
         wait = span.kind == "wait"
         about = spans.title(span.about)
         about = about if wait else about.partition(": ")[2] or about

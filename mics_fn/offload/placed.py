@@ -51,7 +51,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from threading import Lock
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -677,12 +676,7 @@ def scratch_in(folder: str, host_bytes: int) -> Scratch:
 
 
 def empty(
-    scratch: Scratch,
-    shape: Any,
-    dtype: torch.dtype,
-    *,
-    leaf: str = "",
-    device: torch.device | str = "cpu",
+    scratch: Scratch, shape: Any, dtype: torch.dtype, *, leaf: str = "", device: torch.device = _CPU
 ) -> FileTensor:
     """Allocate a tensor in a file, without values.
 
@@ -709,7 +703,7 @@ def empty(
     """
     like = torch.empty(shape, dtype=dtype, device="meta")
     extent = scratch.reserve(like.numel() * like.itemsize, leaf)
-    return FileTensor(extent, 0, like, torch.device(device), leaf)
+    return FileTensor(extent, 0, like, device, leaf)
 
 
 def store(tensor: Tensor, scratch: Scratch, leaf: str = "") -> FileTensor:
@@ -813,7 +807,7 @@ def place_tensor(x: Any, place: str, device: torch.device, host_bytes: int, leaf
         return read(x).to(device)
     if place.startswith(DISK):
         folder = place.removeprefix(DISK)
-        if in_file(x) and x.extent.scratch.folder == Path(folder):
+        if in_file(x) and f"{x.extent.scratch.folder}" == folder:
             return x
         return store(x, scratch_in(folder, host_bytes), leaf)
     if x.is_cpu and not isinstance(x, Placed):

@@ -401,7 +401,7 @@ class Extent:
 
 WINDOWS = 4
 THREADS = 3
-TIMEOUT_S = 600.0
+TIMEOUT_S = 600.0  # the longest wait for the disk
 _LOOK_S = 0.5  # after which a wait lets Python look for signals, and for the time limit
 
 
@@ -431,11 +431,7 @@ class Block(NamedTuple):
 
 
 def stream(
-    blocks: Iterable[Block],
-    host_bytes: int = HOST_BYTES,
-    *,
-    threads: int = THREADS,
-    timeout_s: float = TIMEOUT_S,
+    blocks: Iterable[Block], host_bytes: int = HOST_BYTES, *, threads: int = THREADS
 ) -> Iterator[tuple[Block, list[Tensor]]]:
     """Fetch blocks into host memory one after the other, and write them back.
 
@@ -449,7 +445,6 @@ def stream(
       blocks: in the order in which they are wanted; `WINDOWS` of them are taken ahead.
       host_bytes: memory for all blocks under way, at least 1 MiB. A block gets a fourth of it.
       threads: that read and write at a time.
-      timeout_s: the longest wait for the disk.
 
     Returns:
       An iterator over each block with its tensors on the host, in locked memory if they belong to a
@@ -459,7 +454,7 @@ def stream(
 
     Raises:
       RuntimeError: a block is larger than a fourth of `host_bytes`; `cuts` gives parts that fit.
-      FileError: a file cannot be read or written within `timeout_s`.
+      FileError: a file cannot be read or written, or a block takes longer than 10 minutes.
       LeafError: it runs inside torch.func.
 
     Example:
@@ -472,14 +467,12 @@ def stream(
       tensor([1., 2., 3.])
     """
     refuse_derivative("stream", (), "take steps on data in files outside of torch.func")
-    begun = _streamed(iter(blocks), host_bytes, threads, timeout_s)
+    begun = _streamed(iter(blocks), host_bytes, threads)
     next(begun, None)
     return begun
 
 
-def _streamed(
-    source: Iterator[Block], host_bytes: int, threads: int, timeout_s: float
-) -> Generator[Any]:
+def _streamed(source: Iterator[Block], host_bytes: int, threads: int) -> Generator[Any]:
     """`stream`, which gives None once the first blocks are being read."""
     ahead = deque(islice(source, WINDOWS))
     if not ahead:
@@ -498,16 +491,16 @@ def _streamed(
             if not ahead:
                 break
             block = ahead.popleft()
-            _await(jobs[i], timeout_s, scratch)
+            _await(jobs[i], scratch)
             yield block, block.tensors(windows[i])
             following = next(source, None)
             if following is not None:
                 ahead.append(following)
             jobs[i] = begin(windows[i], block, following)
         for job in jobs:
-            _await(job, timeout_s, scratch)
+            _await(job, scratch)
     finally:
-        ended(jobs, timeout_s)  # a thread that the disk keeps for too long ends by itself
+        ended(jobs, TIMEOUT_S)  # a thread that the disk keeps for too long ends by itself
     scratch.give(memory)  # no thread has it any more
 
 
@@ -534,12 +527,12 @@ def _move(turns: threading.Semaphore, writes: Sequence[Any], reads: Sequence[Any
             x.move(x.extent.read, memory)
 
 
-def _await(job: Job, timeout_s: float, scratch: Scratch) -> None:
+def _await(job: Job, scratch: Scratch) -> None:
     """Wait for a job, and raise its error."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + TIMEOUT_S
     while not job.done.wait(_LOOK_S):
         if time.monotonic() > deadline:
-            text = f"offload: the disk took longer than {timeout_s:g} s: {scratch.folder}"
+            text = f"offload: the disk took longer than {TIMEOUT_S:g} s: {scratch.folder}"
             raise FileError(message(text, fix="look at the disk"), str(scratch.folder))
     job.result()
 

@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import accumulate
-from operator import attrgetter
 from random import Random
 from typing import Any, Literal, NamedTuple, cast
 
@@ -566,6 +565,10 @@ def keep_all() -> OnDemand:
 # `Channel`, and `Run`.
 
 
+_CHANGED = """defer: the order of use changed: buckets are fetched on demand until it repeats
+  this warning is given once"""
+
+
 class Run:
     """Follows a schedule or records one, and keeps account of live buckets; it moves no data.
 
@@ -574,16 +577,10 @@ class Run:
       policy: makes schedules, and has the budget.
       sizes: bytes of each bucket.
       channels: for messages to the other ranks, one per set of groups that the tree lives on.
-      name: text of a bucket, for errors.
     """
 
     def __init__(
-        self,
-        learned: Learned,
-        policy: OnDemand,
-        sizes: Sequence[int],
-        channels: Iterable[Channel],
-        name: Callable[[int], str],
+        self, learned: Learned, policy: OnDemand, sizes: Sequence[int], channels: Iterable[Channel]
     ) -> None:
         if learned.last is not None:
             learned.last.end()
@@ -593,7 +590,6 @@ class Run:
         self.live: dict[int, None] = {}  # least recently used first
         self.live_bytes = 0
         self.following = learned.schedule is not None
-        self._cause = ""  # why it does not follow its schedule any more; see `end` for the warning
         self._ended = False
         self._steps = [] if learned.schedule is None else learned.schedule.steps
         self._next = 0  # index of the next step to follow
@@ -601,10 +597,10 @@ class Run:
         self.order = learned.order or tuple(reversed(range(len(sizes))))
         # Whether it may fetch something after its start, in which ranks have to agree.
         self._polls = not policy.at_once or policy.lets_go
-        self._channels, self.name = list(dict.fromkeys(channels)) or [Channel()], name
+        self._channels = list(dict.fromkeys(channels)) or [Channel()]
         for channel in self._channels:
             channel.learned.add(learned)
-        self._widest = max(self._channels, key=attrgetter("job_size"))
+        self._widest = max(self._channels, key=lambda channel: channel.job_size)
         self._widest.runs += 1
         self.number = self._widest.runs
         if self._widest.run_keys:
@@ -626,7 +622,6 @@ class Run:
                 self._next += 1
                 return [self.apply(*action) for action in self._steps[self._next - 1][1]]
             self.following = False
-            self._cause = f"a use is of {' and '.join(map(self.name, ids))}"
         for i in ids:
             if i in self.live:  # it is the most recently used one now
                 self.live[i] = self.live.pop(i)
@@ -691,15 +686,11 @@ class Run:
         """
         if not self._ended:
             self._ended = True
-            if self.following and self._next < len(self._steps):
+            if self._next < len(self._steps):
                 self.following = False
-                self._cause = f"run {self.number} ends after {self._next} uses of buckets"
-            if self._cause and not self.learned.warned:
+            if self._steps and not self.following and not self.learned.warned:
                 self.learned.warned = True
-                text = (
-                    f"defer: the order of use changed: {self._cause}. Buckets are fetched on demand"
-                )
-                warnings.warn(f"{text} until it repeats; this warning is given once", stacklevel=2)
+                warnings.warn(_CHANGED, stacklevel=2)
             self._learn()
         return None if self.following else self.learned.schedule
 

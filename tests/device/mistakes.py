@@ -94,8 +94,8 @@ MISTAKES: dict[str, Mistake] = {
         "two replicas, budget",
         Change(
             "deferred/deferring.py",
-            'self._check("grads")\n        self.wait()',
-            'self._check("grads")',
+            "self._check()\n        self.wait()",
+            "self._check()",
         ),
     ),
     "a reduction writes what it reads": _of(

@@ -185,18 +185,6 @@ def test_an_error_in_a_step_leaves_nothing_open():
     assert spans.watchers == []
 
 
-def test_a_refused_step_has_its_memory_all_the_same():
-    guard = mf.optim.Guard(on_nonfinite="skip")
-    with mf.make_groups(1) as groups:
-        trainer = trainer_of(groups, guard=guard)
-        with mf.inspection.watch():
-            metrics = trainer.step(torch.full((4, DIM), torch.nan))
-        assert not metrics.accepted
-        memory = trainer.last_step.memory()
-        assert memory.moments == 2 * memory.shards + 4  # the number of steps
-        assert "opt" not in {event.kind for event in trainer.last_step.timeline().events}
-
-
 # Memory
 
 

@@ -209,7 +209,7 @@ def test_check_names_what_cannot_be_done(text: str, shown: str):
 def test_a_rank_without_others_follows_whatever_it_reduces():
     learned = Learned()
     for program in ([0, 1], [0, 1], [0, None, 1], [None, 0, 1]):
-        run = Run(learned, on_demand(live_bytes=0, prefetch=0), [8] * 2, [], str)
+        run = Run(learned, on_demand(live_bytes=0, prefetch=0), [8] * 2, [])
         for step in program:  # a use of a bucket, or a reduction
             if step is None:
                 run.note("reduce", 0)
