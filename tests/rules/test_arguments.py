@@ -50,7 +50,7 @@ PlanError: lion: lr=-1, expected a finite number of at least 0
 >>> optim.adam(True)
 PlanError: adam: lr=True, expected a finite number of at least 0
 >>> optim.lion(torch.ones(2))
-PlanError: lion: lr is a tensor of shape (2,) and torch.float32 on cpu, expected a number
+PlanError: lion: lr is a tensor of shape (2,)
 >>> optim.adam(0.1, betas=(0.9, 1.0))
 PlanError: adam: betas[1]=1.0, expected a finite number of at least 0 and below 1
 >>> mf.opt_step(state(optim.adamw(0.1, decay_mask=lambda path: "no")), shards())
@@ -59,18 +59,14 @@ PlanError: adamw: decay_mask('b')='no', expected True or False
 PlanError: lion: lr(0)=nan, expected a finite number of at least 0
 >>> optim.warmup_cosine(1.0, 100, 10)
 PlanError: warmup_cosine: warmup_steps=100, total_steps=10
->>> optim.from_torch(torch.optim.Muon, lr=0.1, elementwise=True)
+>>> optim.from_torch(torch.optim.Muon, lr=0.1)
 PlanError: from_torch: Muon is not known to be elementwise, and a shard is a flat piece
 >>> optim.chain([optim.sgd(0.1)])
 PlanError: list is not an optimizer of init and update
 >>> optim.clip_by_value(None)
 PlanError: clip_by_value: max_value=None, expected a number above 0
->>> optim.clip_by_global_norm(1.0, None)
-GroupsError: clip_by_global_norm: groups is None
 >>> optim.Guard(max_norm="1")
 PlanError: Guard: max_norm='1', expected a number above 0
->>> optim.Guard(spike=True)
-PlanError: Guard: spike=True, expected a watch
 >>> optim.Guard(on_nonfinite="stop")
 PlanError: Guard: on_nonfinite='stop', expected 'skip', 'raise', 'ignore' or None
 >>> optim.Guard(optim.LossScale("static", nan))
@@ -79,8 +75,6 @@ PlanError: LossScale: value=nan, expected a finite number above 0
 PlanError: LossScale: max=4.0, expected a finite number of at least 8
 >>> optim.norm_spike(warmup=200)
 PlanError: norm_spike: warmup=200, expected at most window=100
->>> optim.norm_spike(action="warn")
-PlanError: norm_spike: action='warn', expected 'skip' or 'report'
 
 # States
 >>> mf.init_state(None, optim.sgd(0.1))
@@ -335,7 +329,7 @@ PlanError: make_groups: ranks=[tensor([1., 1.]), ...] are not distinct ranks of 
 
 # Places
 >>> mf.move(None, "states=host")
-LeafError: move: value=None, expected a TrainState or a tree of shards
+LeafError: move: value is None
 
 # Looking inside, faults, trees
 >>> mf.get(shards(), groups, "w")
