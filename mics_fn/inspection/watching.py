@@ -11,6 +11,7 @@ import torch
 
 from mics_fn import _torch, spans
 from mics_fn.errors import human_bytes
+from mics_fn.spans import Span
 
 # `StepMemory`: the memory of a step by kind.
 

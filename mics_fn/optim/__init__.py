@@ -33,10 +33,10 @@ Its words:
 Rules:
 
 - An optimizer must be elementwise, because a shard is a flat piece. `from_torch` takes 11 of the 15
-  classes of torch, all but `Adafactor`, `Muon`, `LBFGS` and `SparseAdam`; it takes any other class
-  whose caller says `elementwise=True`. The arithmetic is torch's; that of lion alone is
-  written here. `sgd`, `adam` and `adamw` call torch's functions; an object of a class, as
-  `from_torch` makes for each step, imports `torch._dynamo`: 80 MB and a second in every process.
+  classes of torch, all but `Adafactor`, `Muon`, `LBFGS` and `SparseAdam`, and others with
+  `elementwise=True`. The arithmetic is torch's; that of lion alone is written here. `sgd`, `adam`
+  and `adamw` call torch's functions; an object of a class, as `from_torch` makes for each step,
+  imports `torch._dynamo`: 80 MB and a second in every process.
 - With a scale, a watch or `on_nonfinite="skip"` a gradient that is not finite, in any dtype,
   refuses the step on all ranks: nothing changes but the scale and its counts, and the host reads
   two numbers per step. `Verdict.nonfinite` names the leaf and the ranks on which it arose; "raise"

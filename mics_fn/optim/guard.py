@@ -27,7 +27,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from statistics import median
 from typing import Any, ClassVar, Literal, NamedTuple, cast
@@ -96,8 +96,7 @@ class LossScale:
         if self.kind == "dynamic":
             checks.number(verb, "factor", self.factor, above=1)
             checks.number(verb, "value", self.value, least=low, fix=f"min={low:g} is the lowest")
-            fix = "a scale lies between min and max"
-            checks.number(verb, "max", self.max, least=self.value, fix=fix)
+            checks.number(verb, "max", self.max, least=self.value)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the scale; keep it in float32, since float16 has no number above 65504."""
@@ -333,7 +332,7 @@ class StepTotals:
         self, home: Groups, loss: Tensor, samples: int, tokens: int, *, weighted: bool = False
     ) -> None:
         self.home, self.own_loss, self._counts = home, loss, (samples, tokens)
-        self._ranks, self._weighted = home.world_size, weighted
+        self._weighted = weighted
         self._found = self.loss = torch.empty(0)  # what came back, and in it the mean of losses
         self._copy: HostCopy | None = None  # of what came back, on the host
 
@@ -347,14 +346,10 @@ class StepTotals:
           The mean of `squares` over ranks.
         """
         zero = self.own_loss.new_zeros(())
-        numbers = [self.own_loss, zero if squares is None else squares]
-        for count in self._counts:
-            numbers.append(torch.full_like(zero, count))
-        sent = torch.stack(numbers)
-        alone = self.home.world_size == 1
-        self._found = (
-            sent if alone else levels.start_mean_over_ranks(self.home, sent, TOTALS).wait()
-        )
+        counts = map(partial(torch.full_like, zero), self._counts)
+        self._found = torch.stack([self.own_loss, zero if squares is None else squares, *counts])
+        if self.home.world_size > 1:
+            self._found = levels.start_mean_over_ranks(self.home, self._found, TOTALS).wait()
         self.loss = self._found[0]
         return self._found[1]
 
@@ -383,14 +378,15 @@ class StepTotals:
 
         The host waits for that, and for nothing that was queued later.
         """
-        found, n = self._found.tolist() if self._copy is None else self._copy.numbers, self._ranks
+        found = self._found.tolist() if self._copy is None else self._copy.numbers
+        n = self.home.world_size
         if self._copy is not None and self._copy.queued.lost:
             self.home.partition.check_open()  # which raises
         return math.isfinite(found[0]), round(found[2] * n), round(found[3] * n)
 
     def warn_of_unequal(self) -> None:
         """Warn once if ranks had unlike numbers of samples, whose mean of means is another one."""
-        own, n, (_, samples, _) = self._counts[0], self._ranks, self.of_all
+        own, n, (_, samples, _) = self._counts[0], self.home.world_size, self.of_all
         if self._weighted or own * n == samples or "samples" in _warned:
             return
         _warned.add("samples")
@@ -410,14 +406,13 @@ class NormSpike:
     """A watch for gradients whose norm is far above earlier ones; made by `norm_spike`.
 
     Args:
-      factor, window, warmup, action: as for `norm_spike`.
+      factor, window, warmup: as for `norm_spike`.
       norms: those of the last steps that were taken, oldest first.
     """
 
     factor: float
     window: int
     warmup: int
-    action: Literal["skip", "report"]
     norms: tuple[float, ...] = field(default=(), repr=False)
 
     def observe(self, norm: float) -> tuple[bool, "NormSpike"]:
@@ -426,35 +421,27 @@ class NormSpike:
             return False, self
         # If half of the norms were 0, every later one would be a spike.
         usual = median(self.norms) if len(self.norms) >= self.warmup else 0.0
-        spike = 0.0 < usual * self.factor < norm
-        if spike and self.action == "skip":
+        if 0.0 < usual * self.factor < norm:
             return True, self
-        return spike, replace(self, norms=(*self.norms, norm)[-self.window :])
+        return False, replace(self, norms=(*self.norms, norm)[-self.window :])
 
 
-def norm_spike(
-    factor: float = 10.0,
-    *,
-    window: int = 100,
-    warmup: int = 20,
-    action: Literal["skip", "report"] = "skip",
-) -> NormSpike:
+def norm_spike(factor: float = 10.0, *, window: int = 100, warmup: int = 20) -> NormSpike:
     """A watch for `Guard`: a norm above `factor` times the median of the last ones is a spike.
 
-    If norms stay that high, "skip" refuses every step: look at `Verdict.spike`, and go on with a
-    new watch.
+    Such a step is refused, and its norm is not remembered. If norms stay that high, every step is:
+    look at `Verdict.spike`, and go on with a new watch.
 
     Args:
       factor: above 1.
       window: how many norms are remembered, of steps that were taken.
       warmup: how many norms must be known before one can be a spike; at most `window`.
-      action: "skip" refuses the step and does not remember its norm; "report" takes it and tells.
 
     Returns:
       A value with `observe(norm) -> (is_spike, next)`.
 
     Raises:
-      PlanError: a number is out of its range, or `action` is something else.
+      PlanError: `factor` is not above 1, or `warmup` is above `window`.
 
     Example:
       >>> watch = norm_spike(factor=3.0, warmup=2)
@@ -469,8 +456,7 @@ def norm_spike(
     checks.number("norm_spike", "factor", factor, above=1)
     if warmup > window:
         checks.refuse("norm_spike", "warmup", warmup, f"at most window={window}")
-    checks.choice("norm_spike", "action", action, "skip", "report")
-    return NormSpike(float(factor), window, warmup, action)
+    return NormSpike(float(factor), window, warmup)
 
 
 class Verdict(NamedTuple):
@@ -521,8 +507,8 @@ class Guard:
       skipped: how many steps were refused so far, for whatever reason.
 
     Raises:
-      PlanError: a limit is not above 0; `spike` or `on_nonfinite` is something else; or "ignore"
-        with a dynamic scale, whose overflows are never taken.
+      PlanError: a limit is not above 0; `on_nonfinite` is something else; or "ignore" with a
+        dynamic scale, whose overflows are never taken.
 
     Example:
       >>> groups, guard = make_groups(1), Guard(optim.dynamic_scale(8.0), max_norm=1.0)
@@ -550,8 +536,6 @@ class Guard:
         for name, limit in (("max_norm", self.max_norm), ("max_value", self.max_value)):
             if limit is not None:
                 checks.number("Guard", name, limit, above=0, finite=False)
-        fix = "make one with norm_spike"
-        checks.instance("Guard", "spike", self.spike, NormSpike | None, "a watch", fix)
         words = "skip", "raise", "ignore", None
         checks.choice("Guard", "on_nonfinite", self.on_nonfinite, *words)
         if self.on_nonfinite == "ignore" and self.scale.kind == "dynamic":
@@ -630,15 +614,14 @@ class Guard:
         elif totals is not None:
             totals.exchange()
         limits = {"max_value": self.max_value, "donate": donate}
+        found_inf = None
         if decides and totals is not None and not (wait or self.chosen or self.in_row):
             found_inf = (highest + totals.loss).isfinite().logical_not().float()
+        elif totals is not None:
+            totals.fetch()
+        if found_inf is not None or not decides:
             out = norms.clipped(found.given, factor, **limits)
             return Verdict(out, norm, None, False, True, self, None, found_inf)
-        if totals is not None:
-            totals.fetch()
-        if not decides:
-            out = norms.clipped(found.given, factor, **limits)
-            return Verdict(out, norm, None, False, True, self)
         # The host waits once for both numbers.
         times, most = torch.stack([torch.ones_like(highest) * factor, highest]).tolist()
         for home in found.homes:
@@ -661,7 +644,7 @@ class Guard:
             return False, False, self
         spike, watch = (False, None) if self.spike is None else self.spike.observe(norm)
         skips = not finite and self.on_nonfinite != "ignore"
-        refused = skips or (spike and watch is not None and watch.action == "skip")
+        refused = skips or spike
         falls = self.scale.kind == "dynamic" and self.scale.value > self.scale.min
         in_row = self.in_row + 1 if skips and not falls else 0
         scale, skipped = self.scale.adjust(finite), self.skipped + refused

@@ -290,20 +290,13 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
     Memory: a copy of the gradients' shards.
 
     Raises:
-      PlanError: `max_norm` is not above 0.
-      GroupsError: `groups` are none.
-      PlanError: as `global_norm`; raised here already unless `groups` is a function.
+      PlanError: `max_norm` is not above 0; and in a step, as `global_norm`.
 
     Example:
       >>> groups = make_groups(1)
       >>> optimizer = optim.chain(clip_by_global_norm(1.0, groups), optim.sgd(0.1))
     """
     checks.number("clip_by_global_norm", "max_norm", max_norm, above=0, finite=False)
-    shards.require_groups("clip_by_global_norm", groups)
-    homes = [x for x in tree.flatten(groups)[0] if not callable(groups)]
-    problem = norm_problem("clip_by_global_norm", homes)
-    if problem is not None:
-        raise problem
 
     def update(grads: Tree, state: tuple, params: Tree) -> tuple[Tree, tuple]:
         factor = clip_factor(global_norm(grads, groups), max_norm)

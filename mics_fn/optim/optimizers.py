@@ -142,21 +142,19 @@ def from_update(
     return Transform(init, update, step, facts)
 
 
-def check_rate(verb: str, name: str, lr: Any, fix: str) -> None:
-    """Raise PlanError unless a rate is a number of at least 0, or a tensor with such a number.
+def check_rate(verb: str, name: str, lr: Any) -> None:
+    """Raise PlanError unless a rate is a number of at least 0, or a tensor of one number.
 
     The number in a tensor on an accelerator is not looked at, because the host would wait for it.
     """
-    if isinstance(lr, Tensor):
-        if lr.ndim or lr.is_complex() or lr.is_meta or lr.dtype == torch.bool:
-            what = f"a tensor of shape {tuple(lr.shape)} and {lr.dtype} on {lr.device}"
-            text = f"{verb}: {name} is {what}, expected a number"
-            raise PlanError(text, fix="pass a number, or torch.tensor(number)")
-        # The number is looked at where nothing is waited for or cut off by that.
-        if not lr.is_cpu or _torch.is_wrapped(lr) or _torch.is_tracing():
-            return
+    fix = "pass a number such as 1e-3, a 0-dim tensor, or a function of the step that gives one"
+    known = isinstance(lr, Tensor) and lr.is_cpu and not (_torch.is_wrapped(lr) or lr.ndim)
+    if known and not _torch.is_tracing():
         lr = lr.item()
-    checks.number(verb, name, lr, least=0, fix=fix)
+    if not isinstance(lr, Tensor):
+        checks.number(verb, name, lr, least=0, fix=fix)
+    elif lr.ndim:
+        raise PlanError(f"{verb}: {name} is a tensor of shape {tuple(lr.shape)}", fix=fix)
 
 
 def of_another(kind: str, state: Any) -> PlanError:
@@ -177,15 +175,12 @@ def check_rule(verb: str, lr: Rate, **numbers: Any) -> None:
     Raises:
       PlanError: an option is not what it should be.
     """
-    if not callable(lr) or isinstance(lr, type):
-        fix = "pass a number such as 1e-3, a 0-dim tensor, or a function of the step"
-        check_rate(verb, "lr", lr, fix)
+    if not callable(lr):
+        check_rate(verb, "lr", lr)
+    for i, beta in enumerate(numbers.pop("betas", ())):
+        checks.number(verb, f"betas[{i}]", beta, least=0, below=1)
     for name, value in numbers.items():
-        if name != "betas":
-            checks.number(verb, name, value, least=0)
-            continue
-        for i, beta in zip(range(2), value, strict=True):
-            checks.number(verb, f"betas[{i}]", beta, least=0, below=1)
+        checks.number(verb, name, value, least=0)
 
 
 def as_transform(optimizer: Any) -> Transform:
@@ -193,7 +188,8 @@ def as_transform(optimizer: Any) -> Transform:
 
     Args:
       optimizer: a `Transform`, or an object with `init` and `update` as optax and torchopt define
-        them. Such an object gets this rank's pieces as a dict from path to 1D tensor.
+        them, with the parameters as `params=`. It gets this rank's pieces as a dict from path to
+        1D tensor.
 
     Raises:
       PlanError: it has no `init` and `update`.
@@ -206,13 +202,10 @@ def as_transform(optimizer: Any) -> Transform:
             fix = "pass a Transform: adamw(1e-3), from_torch(torch.optim.SGD, lr=0.1), chain(a, b)"
             raise PlanError(f"{what} is not an optimizer of init and update", fix=fix)
     takes = inspect.signature(optimizer.update).parameters
-    options = {"inplace": False} if "inplace" in takes else {}
-    by_name = "params" in takes and takes["params"].kind is inspect.Parameter.KEYWORD_ONLY
+    options: Any = {"inplace": False} if "inplace" in takes else {}  # of torchopt
 
     def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
-        plain = _plain(params)
-        given, named = ((), {"params": plain}) if by_name else ((plain,), {})
-        updates, state = optimizer.update(_plain(grads), state, *given, **named, **options)
+        updates, state = optimizer.update(_plain(grads), state, params=_plain(params), **options)
         return tree.flatten(grads)[1].unflatten([updates[path] for path in names(grads)]), state
 
     return from_update(lambda params: optimizer.init(_plain(params)), update)
@@ -464,8 +457,8 @@ def _by_rule(
             raise of_another(verb, state)
         keys, rate = None if mask is None else decays(tuple(params.paths)), lr
         if callable(lr):
-            rate, fix = lr(state.count), "let the function of the step give a rate for every step"
-            check_rate(verb, f"lr({state.count})", rate, fix)
+            rate = lr(state.count)
+            check_rate(verb, f"lr({state.count})", rate)
         targets = [params, *state.moments.values()]
         work = Columns(targets, [grads], keys, by=[rate], donate=donate)
         now = _Now(state.scalars, state.count == 0, rate, True, work.live)
@@ -724,11 +717,10 @@ def from_torch(
     """
     if lr is not None:
         check_rule("from_torch", lr)
-    checks.choice("from_torch", "elementwise", elementwise, True, False)
     if cls in REFUSED or not (cls in ELEMENTWISE or elementwise):
         name = getattr(cls, "__name__", type(cls).__name__)
-        fix = f"use one of {_NAMES}; or elementwise=True, if a class of your own is"
         text = f"from_torch: {name} is not known to be elementwise, and a shard is a flat piece"
+        fix = f"use one of {_NAMES}; or elementwise=True, if a class of your own is"
         raise PlanError(text, fix=fix)
     with _torch.without_torch_func():
         moments, scalars = _names_of(cls, options if lr is None else {**options, "lr": 1e-2})
@@ -841,8 +833,7 @@ def warmup_cosine(
     """
     if not 0 <= warmup_steps < total_steps:
         text = f"warmup_cosine: warmup_steps={warmup_steps}, total_steps={total_steps}"
-        why = "the rate would never fall: the warmup is a part of the whole"
-        raise PlanError(text, [why], "the order is peak, warmup_steps, total_steps, floor")
+        raise PlanError(text, fix="the order is peak, warmup_steps, total_steps, floor")
 
     def lr(step: int) -> float:
         if step < warmup_steps:

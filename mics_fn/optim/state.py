@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from mics_fn import _torch, checks, shards, spans, tree
+from mics_fn import _torch, shards, spans, tree
 from mics_fn.checks import check_matched
 from mics_fn.collectives import refuse_derivative
 from mics_fn.errors import FileError, LeafError, MicsError, PlanError
@@ -39,9 +39,9 @@ def check_grads(want: flat.Unpacked, got: flat.Unpacked) -> bool:
         for path, a, b in rows:
             if not _fits(flat.unpacked(a), flat.unpacked(b)):
                 text = f"opt_step: {tree.join('grads', path)} does not match its parameter"
-                lines = [f"expected {_described(a)}", f"got {_described(b)}"]
+                odd = "of another shape, dtype, device or bucket"
                 fix = "do both hops first: reduce_grads(grads, groups, like=state.params)"
-                raise LeafError(text, lines, fix)
+                raise LeafError(text, [f"expected {a}", f"got {b} {odd}"], fix)
     if not flat.any_requires_grad(want.pieces):
         return False
     if flat.any_requires_grad(got.pieces) or _torch.inside_torch_func():
@@ -56,14 +56,6 @@ def _fits(want: flat.Unpacked, got: flat.Unpacked) -> bool:
     for home, own in set(devices):
         fits = fits and (home == own or (home.type == "cpu" and _torch.is_async(own)))
     return fits
-
-
-def _described(leaf: Any) -> str:
-    if not isinstance(leaf, shards.Sharded):
-        return f"{leaf}" if shards.is_leaf(leaf) else type(leaf).__name__
-    bucket = leaf.bucket
-    place = f"{bucket.offsets[leaf.slot]} of bucket {bucket.index} ({bucket.numel} elements)"
-    return f"{leaf} on {leaf.data.device}, at {place}"
 
 
 P = TypeVar("P")  # a tree of shards
@@ -249,10 +241,7 @@ def move(value: V, where: Where | str | None, *, device: str | torch.device | No
     """
     state: Any = value
     params, opt = (state.params, state.opt) if isinstance(value, TrainState) else (value, ())
-    leaves = tree.flatten(params, shards.is_leaf)[0]
-    if params is value and not any(map(shards.is_leaf, leaves)):
-        fix = "make one with init_state, or with shard"
-        checks.refuse("move", "value", value, "a TrainState or a tree of shards", fix, LeafError)
+    shards.check_leaves("move", params, tree.flatten(params, shards.is_leaf)[0], "value")
     given, found = [x for x in tree.flatten(opt)[0] if isinstance(x, Tensor)], flat.unpacked(params)
     given += found.pieces
     why = "move outside, and differentiate by what came back"

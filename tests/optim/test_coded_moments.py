@@ -91,19 +91,6 @@ def test_what_is_not_finite_makes_its_own_block_nan():
     assert torch.equal(got[512:], x[512:])
 
 
-def test_views_and_copies():
-    x = random(0, 1000)
-    kept = coded(x, Codec("int8", 64))
-    want = read(kept)
-    for view in (kept[130:700], kept.view(10, 100)[3], kept.split([64, 900, 36])[1]):
-        assert is_coded(view)
-    assert torch.equal(kept[130:700], want[130:700])
-    assert torch.equal(kept.view(10, 100)[:, 3], want.view(10, 100)[:, 3])
-    copied = copy.deepcopy(kept[130:700])
-    assert is_coded(copied)
-    assert torch.equal(copied, want[130:700])
-
-
 # Steps
 
 

@@ -1,6 +1,8 @@
-"""States in files and on the host: the bits of states in memory, and errors that lose nothing."""
+"""Steps on states in files, and on gradients that still arrive: the bits of a step in memory."""
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +17,11 @@ from mics_fn import optim, tree
 from mics_fn.offload import in_file, where
 from mics_fn.optim.columns import Stretch, parts_of
 from mics_fn.optim.flat import by_leaf
+from mics_fn.shards import grad_stream
 
 LEAST = 2**20  # bytes of host memory: blocks of 32,768 elements with two moments
 SHAPES = {"a": (70_001,), "b": (7,), "c": (301, 203), "none": (0, 3), "d": (40, 5)}
+BUCKET_BYTES = 300_000
 
 
 def values(seed: int) -> dict[str, Tensor]:
@@ -28,14 +32,17 @@ def spares_small(path: str) -> bool:
     return "b" not in path and "d" not in path
 
 
-OPTIMIZERS: dict[str, Callable[[], Any]] = {
-    "adamw": lambda: optim.adamw(1e-2, decay_mask=spares_small),
-    "sgd": lambda: optim.sgd(0.1, momentum=0.9),
-    "lion": lambda: optim.lion(1e-3, weight_decay=0.1),
-    "adagrad": lambda: optim.from_torch(torch.optim.Adagrad, lr=0.1),
-    "by_path": lambda: optim.by_path({"*c*": optim.lion(1e-3)}, default=optim.adam(1e-2)),
-    "chain": lambda: optim.chain(optim.clip_by_value(0.5), optim.adamw(1e-2)),
-    "own": lambda: optim.from_update(
+PATTERNS = {"*c*": optim.lion(1e-3), "*b*": optim.sgd(0.1, momentum=0.9)}
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "adamw": lambda groups: optim.adamw(1e-2, decay_mask=spares_small),
+    "sgd": lambda groups: optim.sgd(0.1, momentum=0.9),
+    "lion": lambda groups: optim.lion(1e-3, weight_decay=0.1, decay_mask=spares_small),
+    "adagrad": lambda groups: optim.from_torch(torch.optim.Adagrad, lr=0.1),
+    "by_path": lambda groups: optim.by_path(PATTERNS, default=optim.adam(1e-2)),
+    "chain": lambda groups: optim.chain(
+        optim.clip_by_global_norm(0.1, groups), optim.clip_by_value(0.5), optim.adamw(1e-2)
+    ),
+    "own": lambda groups: optim.from_update(
         lambda params: mf.shards.map(torch.zeros_like, params),
         lambda grads, mean, params: (
             mf.shards.map(lambda m, g: -0.1 * (m + g), mean, grads),
@@ -45,40 +52,95 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def stepped(groups: Any, make: Any, place: Any, *, donate: bool) -> Any:
-    params = mf.shard(values(0), groups, bucket_bytes=300_000)
-    state = mf.init_state(params, make(), where=place)
+def total_of(shards: Any, groups: Any, seed: int) -> mf.GradSum:
+    """Gradients of two micro-steps."""
+    total, policy = mf.GradSum(2), mf.on_demand(live_bytes=BUCKET_BYTES)
+    with mf.defer(shards, groups, policy, into=total) as full:
+        for part in range(2):
+            grads = values(100 * seed + 10 * part + groups.rank)
+            total.backward(torch.stack([(full[k] * grads[k]).sum() for k in SHAPES]).sum())
+    return total
+
+
+def stepped(groups: Any, make: Any, *, early: bool, donate: bool, place: Any = None) -> Any:
+    params = mf.shard(values(0), groups, bucket_bytes=BUCKET_BYTES)
+    state = mf.init_state(params, make(groups), where=place)
     for step in range(2):
-        grads = mf.reduce_grads(values(10 * step + 5), groups, like=state.params)
-        state = mf.opt_step(state, grads, donate=donate)
+        total = total_of(state.params, groups, step)
+        old, before = state, copy.deepcopy((state.params, by_leaf(mf.move(state, "").opt)))
+        state = mf.opt_step(state, total if early else total.grads(), donate=donate)
+        if not donate:
+            same_bits((old.params, by_leaf(mf.move(old, "").opt)), before)
+        total.release()
     return state
-
-
-def moments(state: Any) -> list[Tensor]:
-    return [x for x in tree.flatten(state.opt)[0] if isinstance(x, Tensor) and x.ndim]
-
-
-def same_state(got: Any, want: Any) -> None:
-    same_bits(got.params, want.params)
-    same_bits(by_leaf(mf.move(got, "").opt), by_leaf(want.opt))
 
 
 def of_bits(folder: str, name: str, layout: Layout) -> None:
     groups, make = groups_of(layout), OPTIMIZERS[name]
-    place = where(f"states=disk:{folder}", host_bytes=LEAST)
-    want = stepped(groups, make, None, donate=False)
-    for donate in (False, True):
-        got = stepped(groups, make, place, donate=donate)
-        assert all(map(in_file, moments(got)))
-        same_state(got, want)
+    files = where(f"states=disk:{folder}", host_bytes=LEAST)
+    want = stepped(groups, make, early=False, donate=False)
+    for place, early in ((None, True), (files, False)):
+        for donate in (False, True):
+            got = stepped(groups, make, early=early, donate=donate, place=place)
+            moments = [x for x in tree.flatten(got.opt)[0] if isinstance(x, Tensor) and x.ndim]
+            assert early or all(map(in_file, moments))
+            same_bits(got.params, want.params)
+            same_bits(by_leaf(mf.move(got, "").opt), by_leaf(want.opt))
 
 
-CASES = [*((Layout((1,), 1), name) for name in OPTIMIZERS), (Layout((2, 2), 2), "adamw")]
+LAYOUTS = [Layout((1,), 1), Layout((2,), 1), Layout((2, 2), 2), Layout((2, 2), 4)]
+CASES = [(layout, "adamw") for layout in LAYOUTS]
+CASES += [(LAYOUTS[i], name) for name in OPTIMIZERS for i in (0, 1) if name != "adamw"]
 
 
 @pytest.mark.parametrize(("layout", "name"), CASES, ids=str)
-def test_a_step_on_states_in_files_has_the_bits_of_one_in_memory(ranks, tmp_path, layout, name):
+def test_a_step_on_files_or_on_a_stream_has_the_bits_of_one_in_memory(
+    ranks, tmp_path, layout, name
+):
     ranks(layout.world_size).run(of_bits, f"{tmp_path}", name, layout)
+
+
+class Fault(Exception):
+    pass
+
+
+class Broken:
+    """Gradients of which one bucket never comes."""
+
+    def __init__(self, total: mf.GradSum, at: int):
+        self.total, self.at = total, at
+
+    def __grad_stream__(self) -> Any:
+        found: Any = grad_stream(self.total)
+        calls = iter(range(100))
+
+        def take(place: int) -> Any:
+            if next(calls) == self.at:
+                raise Fault
+            return found.take(place)
+
+        return replace(found, take=take, here=lambda place: False)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_state_is_whole_or_known_to_be_lost(donate, at):
+    groups = mf.make_groups(1)
+    params = mf.shard(values(0), groups, bucket_bytes=BUCKET_BYTES)
+    state = mf.init_state(params, optim.adamw(1e-2))
+    before = tree.map_leaves(torch.clone, state.params)
+    total = total_of(state.params, groups, 0)
+    with pytest.raises(Fault):
+        mf.opt_step(state, Broken(total, at), donate=donate)
+    if at and donate:
+        lost = "is lost: opt_step at step 0 was cut short while it wrote it"
+        with pytest.raises(mf.errors.LostStateError, match=lost):
+            mf.gather(state.params, groups)
+        with pytest.raises(mf.errors.LostStateError, match=lost):
+            by_leaf(state.opt)
+    else:
+        same_bits(state.params, before)
+    total.release()
 
 
 @settings(max_examples=40)
