@@ -75,16 +75,7 @@ from weakref import WeakSet
 from mics_fn import errors
 from mics_fn.faults.heartbeat import CHANGES, departure_of
 from mics_fn.groups import GroupState, Watch, withdraw_all
-from mics_fn.store import (
-    Call,
-    Calls,
-    Channel,
-    Stuck,
-    call_text,
-    later,
-    poll,
-    value_of,
-)
+from mics_fn.store import Call, Calls, Channel, Stuck, call_text, later, poll, value_of
 
 # `CallPattern`: what comes next in a sequence that repeats, found from the sequence alone.
 
