@@ -42,7 +42,7 @@ from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.groups import Hierarchy, announce_all, require_replicas
 from mics_fn.offload import Where
 from mics_fn.schedules import Learned, OnDemand, Run, Schedule
-from mics_fn.shards import check_leaves, grouped, is_leaf, needs_derivative, open_shards, with_parts
+from mics_fn.shards import check_leaves, grouped, is_leaf, needs_derivative, open_shards
 from mics_fn.tree import Tree
 
 # Losses: one number, which depends on parameters that were given.
@@ -607,15 +607,12 @@ def defer(
     return DeferredParams(opened.build(full), live, pending)
 
 
-def bucket_sizes(
-    shards: Tree, groups: Any = None, *, partition_size: int | None = None
-) -> list[int]:
+def bucket_sizes(shards: Tree, groups: Any = None) -> list[int]:
     """Bytes that each bucket of a tree takes while it is live, in the order of bucket numbers.
 
     Args:
       shards: tree of shards.
       groups: as for `defer`; they matter only with a placement that keeps copies.
-      partition_size: the sizes in partition groups of so many ranks, to plan for them elsewhere.
 
     Returns:
       One number per bucket; 0 if this rank holds it in full already, because the group has one rank
@@ -623,25 +620,17 @@ def bucket_sizes(
 
     Raises:
       LeafError: there is no tree, or a leaf is not a shard.
-      PlanError: `partition_size` is not an int of at least 1, or comes with groups.
 
     Example:
       >>> shards = shard([torch.ones(6)], make_groups(1))
-      >>> bucket_sizes(shards), bucket_sizes(shards, partition_size=2)
-      ([0], [32])
+      >>> bucket_sizes(shards)
+      [0]
     """
-    if groups is not None and partition_size is not None:
-        text = "bucket_sizes: groups and partition_size= are both given"
-        raise PlanError(text, fix="pass groups, or the size of others without them")
     if groups is not None:
         return sizes_of(open_shards("bucket_sizes", shards, groups).uses)
-    checks.integer("bucket_sizes", "partition_size", partition_size, optional=True)
     leaves, _ = tree.flatten(shards, is_leaf)
     check_leaves("bucket_sizes", shards, leaves, "shards")
-    uses, parts = grouped(leaves, [None] * len(leaves)), partition_size
-    if parts is not None:
-        uses = [replace(use, bucket=with_parts(use.bucket, parts)) for use in uses]
-    return sizes_of(uses)
+    return sizes_of(grouped(leaves, [None] * len(leaves)))
 
 
 def _memory_of(schedule: Schedule | OnDemand, opened: shards.Opened) -> tuple[OnDemand, Learned]:

@@ -6,10 +6,6 @@ rank's piece, so maps, optimizers and `torch.func` see exactly what is trained, 
 have no children, so nothing differentiates, reduces, counts or updates them, and no code needs to
 treat them as a special case. Their structure is the same on every rank, so tree specs compare
 across ranks.
-
-A view in a pickle brings the whole storage with it. So leaves refer to one object per chunk, which
-is found by its storage for as long as a pickler or a copy holds it, and come back as views of one
-chunk again.
 """
 
 import weakref
@@ -26,40 +22,9 @@ from torch import Tensor
 
 from mics_fn import _torch, tree
 from mics_fn.errors import DonatedError, LeafError, LostStateError, message
+from mics_fn.offload import Placed, is_coded
 from mics_fn.shards.bucket import Bucket
 from mics_fn.tree import Tree
-
-# Shards in a pickle, and their deep copies: each chunk once, however many leaves are views of it.
-
-_CHUNKS: weakref.WeakValueDictionary[tuple, Tensor] = weakref.WeakValueDictionary()
-
-
-def parts_of(leaf: Any) -> tuple[Any, ...]:
-    """The arguments of `from_parts` for a leaf with data.
-
-    Raises:
-      LeafError: its piece was computed under autograd or inside torch.func, which cannot be kept.
-    """
-    x, whole, place = leaf.data, leaf.data, None
-    if _torch.is_wrapped(x) or x.grad_fn is not None:
-        text = f"{leaf!r} is computed from a tensor that requires a gradient, and cannot be copied"
-        raise LeafError(text, fix="detach it first, or copy what it was computed from")
-    if leaf.bucket is not None and not _torch.has_no_data(x) and not hasattr(x, "codes"):
-        x = x if type(x) in _torch.PLAIN else x.clone()  # a copy is in memory
-        numel = x.untyped_storage().nbytes() // x.itemsize
-        whole = x.detach().as_strided((numel,), (1,), 0)
-        whole = _CHUNKS.setdefault((_torch.storage_id(x), x.dtype), whole)
-        place = x.shape, x.stride(), x.storage_offset()
-    return type(leaf), whole, place, leaf.data.requires_grad, leaf.bucket, leaf.slot
-
-
-def from_parts(
-    kind: Any, whole: Tensor, place: tuple | None, variable: bool, bucket: Any, slot: int
-) -> Any:
-    """The leaf of these parts."""
-    data = whole if place is None else whole.as_strided(*place).requires_grad_(variable)
-    return kind(data, bucket, slot)
-
 
 V = TypeVar("V")  # a tree
 
@@ -97,6 +62,13 @@ class _Leaf:
         return self.data.dtype if self.bucket is None else self.bucket.dtype
 
 
+def _reduced(self: Any) -> tuple:
+    """What a copy or a pickle of a leaf with data is made of; the copy is in memory."""
+    x = self.data
+    x = x.clone() if isinstance(x, Placed) and not is_coded(x) else x
+    return type(self), (x, self.bucket, self.slot)
+
+
 @tree.node
 @dataclass(frozen=True, eq=False, repr=False)
 class Sharded(_Leaf):
@@ -112,6 +84,7 @@ class Sharded(_Leaf):
     data: Tensor
     bucket: Bucket = tree.static()
     slot: int = tree.static()
+    __reduce__ = _reduced
 
     def refuse_children(self) -> None:
         """Raise LeafError for shards of shards, which torch.func makes for a Jacobian of shards."""
@@ -132,9 +105,6 @@ class Sharded(_Leaf):
             raise DonatedError(self._story(), fix=fix)
         fix = _GATHER if hasattr(Tensor, name) else ""
         raise AttributeError(message(f"Sharded has no attribute {name!r}", fix=fix))
-
-    def __reduce__(self) -> tuple:
-        return from_parts, parts_of(self)
 
     def _story(self) -> str:
         (spec, root, to, _), number = self._donated
@@ -164,6 +134,7 @@ class Fixed(_Leaf):
     data: Tensor
     bucket: Bucket | None = None
     slot: int = 0
+    __reduce__ = _reduced
 
     def _structure(self) -> tuple:
         return self.bucket, self.slot, self.shape, self.dtype
@@ -173,9 +144,6 @@ class Fixed(_Leaf):
 
     def __hash__(self) -> int:
         return hash(self._structure())
-
-    def __reduce__(self) -> tuple:
-        return from_parts, parts_of(self)
 
     def __repr__(self) -> str:
         how = "replicated" if self.bucket is None else "frozen"

@@ -216,7 +216,7 @@ def test_a_tensor_on_another_device():
     expect(mf.errors.LeafError, text, lambda: mf.shard({"w": torch.zeros(2)}, away))
 
 
-@pytest.mark.parametrize("verb", [mf.reduce_grads, mf.scatter_grads, mf.shards.start_scatter_grads])
+@pytest.mark.parametrize("verb", [mf.reduce_grads, mf.scatter_grads])
 def test_gradients_of_the_wrong_kind(verb):
     groups, good = mf.make_groups(1), torch.ones(2, 3)
     like = mf.shard({"n": torch.tensor([1, 2]), "v": good, "w": good.clone()}, groups)
@@ -237,7 +237,7 @@ def test_gradients_of_the_wrong_kind(verb):
         verb({"b": good.to_sparse(), "w": "no"}, groups)
 
 
-@pytest.mark.parametrize("verb", [mf.gather, mf.shards.start_gather, mf.unshard])
+@pytest.mark.parametrize("verb", [mf.gather, mf.unshard])
 def test_errors_of_gathers_name_the_verb_that_was_called(verb):
     with mf.make_groups(1) as groups:
         for shards in (None, {"w": torch.ones(2)}):
@@ -259,11 +259,6 @@ def test_verbs_without_groups_and_with_the_wrong_thing():
         (e.LeafError, "groups: not a prefix of the tree", lambda: mf.shard(full, {"v": groups})),
         (e.LeafError, ".a is Sharded, expected torch.Ten", lambda: mf.shard(partly, groups)),
         (e.LeafError, ".a is Sharded, expected torch.T", lambda: mf.reduce_grads(partly, groups)),
-        (
-            e.PlanError,
-            "source_rank=3 is not one of rank 0",
-            lambda: mf.shard(full, groups, replicas="broadcast", source_rank=3),
-        ),
         (e.PlanError, "bucket_bytes=0, expected", lambda: mf.shard(full, groups, bucket_bytes=0)),
     ):
         expect(error, text, call)
