@@ -147,7 +147,7 @@ class GradSum(Reduction):
         self.void: bool | Tensor = False
         self.other_backward = _OTHER  # the error of a backward that is not that of this object
         self._opened: Any = None  # the tree, from `expect` on
-        self._variables: list[Tensor] = []  # its pieces, as leaves of autograd
+        self._variables: list[Tensor] = []  # one per trained bucket, which have no data
         self._running = False  # whether `backward` is running
         self._reached = False  # whether a gradient arose on this rank
         self._cause = ""  # why none did
@@ -155,21 +155,17 @@ class GradSum(Reduction):
         # Of the loss of the first pass under this policy; nobody trains them.
         self._strangers: Sequence[Tensor] = ()
 
-    def expect(self, opened: shards.Opened, run: Run, let_go: LetGo) -> list[Any]:
+    def expect(self, opened: shards.Opened, run: Run, let_go: LetGo) -> list[Tensor]:
         """Called by `defer`: prepare for the gradients of this tree, from this run.
 
         Returns:
-          The data of each leaf, pieces as leaves of autograd.
+          A leaf of autograd for each trained bucket, in whose place the gradients are taken.
         """
         shards.refuse_derivative("defer(into=)", (), "leave into= out inside torch.func")
         if self._opened is not None:
             text = "defer: into= is in use by another run"
             raise LeafError(text, fix="make a new GradSum for each step")
-        full = list(opened.data)
-        for i, leaf in enumerate(opened.leaves):
-            if isinstance(leaf, shards.Sharded):
-                full[i] = leaf.data.detach().requires_grad_()
-                self._variables.append(full[i])
+        self._variables = [torch.empty(0, requires_grad=True) for _ in opened.trained]
         places = places_of_sums(self._where, opened) if self._where else None
         self.begin(opened.uses, run, let_go, places)
         for use in opened.uses:  # what was seen may be of a step that was not judged
@@ -177,7 +173,7 @@ class GradSum(Reduction):
             if use.bucket.trainable and use.bucket.numel:
                 self._ranks = max(self._ranks, use.home.ranks, key=len)
         self._opened = opened
-        return full
+        return self._variables
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Run one backward pass and add its gradients to the sum.
@@ -435,7 +431,7 @@ class _Fetch(torch.autograd.Function):
         live.run.note("reduce", ctx.index)
         if live.into is not None:
             live.into(ctx.index, grads)
-            return (None,) * (2 + len(grads))
+            return (None,) * len(ctx.needs_input_grad)
         return (None, None, *_started(_pass_of(live), ctx.index, grads))
 
     @staticmethod
@@ -448,12 +444,15 @@ class _Fetch(torch.autograd.Function):
     vmap = staticmethod(_refuse_batch)
 
 
-def fetch_all(live: LiveBuckets, data: list[Any]) -> None:
+def fetch_all(
+    live: LiveBuckets, data: list[Any], variables: Sequence[Tensor] | None = None
+) -> None:
     """Make deferred parameters of all buckets, differentiable if a bucket is trained.
 
     Args:
       live: a new one, whose chunks are loaded here.
       data: the data of each leaf of the tree; that of members of buckets is replaced.
+      variables: of each trained bucket what they are differentiated by, in the place of its pieces.
 
     Raises:
       LeafError: torch is recording ops in order to repeat them later.
@@ -474,9 +473,12 @@ def fetch_all(live: LiveBuckets, data: list[Any]) -> None:
         for index in joined:
             pieces[index] = [next(dealt) for _ in pieces[index]]
     fetch, found = _torch.quick_apply(_Fetch), []
+    own = None if variables is None else iter(variables)
     for index, use in enumerate(live.uses):
-        trained = use.bucket.trainable
-        found += fetch(live, index, *pieces[index]) if trained else live.parameters(index)
+        if not use.bucket.trainable:
+            found += live.parameters(index)
+        else:
+            found += fetch(live, index, *(pieces[index] if own is None else [next(own)]))
     shards.put(data, live.uses, found)
 
 
@@ -598,11 +600,10 @@ def defer(
     closes = not pending and not _torch.inside_torch_func()
     add = None if into is None else into.add
     live = LiveBuckets(opened, learned, policy, add, closes=closes)
-    if into is None:
-        full = list(opened.data)
-    else:
-        full = into.expect(opened, live.run, WeakMethod(live.let_go))
-    fetch_all(live, full)
+    full, variables = list(opened.data), None
+    if into is not None:
+        variables = into.expect(opened, live.run, WeakMethod(live.let_go))
+    fetch_all(live, full, variables)
     live.start()
     return DeferredParams(opened.build(full), live, pending)
 

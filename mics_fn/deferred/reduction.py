@@ -348,7 +348,7 @@ class Reduction:
         """
         use, dtype, each = self.uses[index], self.uses[index].bucket.dtype, self._buckets[index]
         if each.hops.alone:
-            return [total.to(dtype) for total in each.total]
+            return [total if total.dtype == dtype else total.to(dtype) for total in each.total]
         if index in self.placed:
             placed = self.placed[index]
             chunk = (placed.in_place if in_place else placed.fetched)(use.bucket.chunk, dtype)
@@ -415,11 +415,14 @@ class Reduction:
         # torch may give one tensor as two gradients, so what is written needs memory of its own.
         copy = not self.passes and (self.micro_steps > 1 or hops.divisor != 1)
         numels, device = use.by_member(use.bucket.numels), use.home.device
-        flat = [
-            torch.zeros(n, dtype=hops.dtype, device=device) if value is None else value.reshape(n)
-            for n, value in zip(numels, values, strict=True)
-        ]
-        total = self._sum(index, hops, [x.to(hops.dtype, copy=copy) for x in flat])
+        flat = list[Tensor]()
+        for n, value in zip(numels, values, strict=True):
+            if value is None:
+                value = torch.zeros(n, dtype=hops.dtype, device=device)
+            flat.append(value if value.ndim == 1 else value.reshape(n))
+        if copy or {x.dtype for x in flat} != {hops.dtype}:
+            flat = [x.to(hops.dtype, copy=copy) for x in flat]
+        total = self._sum(index, hops, flat)
         spans.resident("gradient shards", (id(self), -1 - index), sum(x.nbytes for x in total))
 
     def _sum(self, index: int, hops: Hops, values: list[Tensor]) -> list[Tensor]:
