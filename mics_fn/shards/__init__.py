@@ -123,7 +123,6 @@ from mics_fn.shards.leaf import (
     reduction_groups,
     refuse_overlaps,
     refuse_tracing,
-    same_tensor,
 )
 from mics_fn.shards.linear import as_part, deal, linear_map, put, with_zeros
 from mics_fn.shards.opened import (

@@ -518,26 +518,6 @@ class MemoryPlace(NamedTuple):
         width = self.dtype.itemsize
         return self.offset * width, (self.offset + last + 1) * width
 
-    def shares(self, other: "MemoryPlace") -> bool:
-        """Whether places whose spans overlap share bytes; columns of a matrix do not."""
-        start, stop = min(self.span[0], other.span[0]), max(self.span[1], other.span[1])
-        used, views = torch.zeros(stop - start, dtype=torch.bool), list[Tensor]()
-        for size, steps, place in ((x.size, x.stride, x) for x in (self, other)):
-            width = place.dtype.itemsize
-            each_once = [n if step else 1 for n, step in zip(size, steps, strict=True)]
-            steps_of_bytes = (*(width * step for step in steps), 1)
-            at = place.span[0] - start
-            views.append(used.as_strided((*each_once, width), steps_of_bytes, at))
-        views[0].fill_(True)
-        return self == other or bool(views[1].any())
-
-
-def same_tensor(x: object, y: object) -> bool:
-    """Whether both are tensors with elements, in the same memory, with equal shape and strides."""
-    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        return False
-    return x.numel() > 0 and y.numel() > 0 and MemoryPlace.of(x) == MemoryPlace.of(y)
-
 
 def owners_of(leaves: Sequence[Tensor]) -> list[int]:
     """For each leaf the first one that is the same tensor: the same object or the same place."""
@@ -552,27 +532,27 @@ def owners_of(leaves: Sequence[Tensor]) -> list[int]:
 
 
 def overlaps(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Groups of tensors, by their numbers, that are connected by shared memory.
+    """Groups of tensors, by their numbers, that reach into each other's stretch of memory.
+
+    So do columns of a matrix, of which no byte is shared.
 
     Example:
       >>> x = torch.zeros(4, 2)
-      >>> overlaps([x[:, 0], torch.ones(2), x[:, 1], x[2:], x[0, :1]])
-      [[0, 2, 3, 4]]
+      >>> overlaps([x[:2], torch.ones(2), x[1, :1], x[2:]])
+      [[0, 2]]
     """
     with_memory = [i for i, x in enumerate(tensors) if x.numel() and x.layout is torch.strided]
     places = {i: MemoryPlace.of(tensors[i]) for i in with_memory}
-    groups = {i: [i] for i in places}
-    near: list[int] = []  # those before that reach to where this one begins
+    groups, storage, end = list[list[int]](), None, 0
     for i in sorted(places, key=lambda i: (places[i].storage, places[i].span)):
-        near = [j for j in near if places[j].storage == places[i].storage]
-        near = [j for j in near if places[j].span[1] > places[i].span[0]]
-        for j in near:
-            if groups[j] is not groups[i] and places[j].shares(places[i]):
-                groups[j] += groups[i]
-                groups.update(dict.fromkeys(groups[i], groups[j]))
-        near.append(i)
-    every = {id(group): sorted(group) for group in groups.values() if len(group) > 1}
-    return sorted(every.values())
+        start, stop = places[i].span
+        if places[i].storage == storage and start < end:
+            groups[-1].append(i)
+            end = max(end, stop)
+        else:
+            groups.append([i])
+            storage, end = places[i].storage, stop
+    return sorted(sorted(group) for group in groups if len(group) > 1)
 
 
 def refuse_overlaps(verb: str, leaves: Mapping[str, Tensor], trained: Collection[str]) -> None:
