@@ -165,11 +165,12 @@ class GradSum(Reduction):
         if self._opened is not None:
             text = "defer: into= is in use by another run"
             raise LeafError(text, fix="make a new GradSum for each step")
-        self._variables = [torch.empty(0, requires_grad=True) for _ in opened.trained]
         places = places_of_sums(self._where, opened) if self._where else None
         self.begin(opened.uses, run, let_go, places)
         for use in opened.uses:  # what was seen may be of a step that was not judged
             shards.pack.observe(use.bucket, None)
+            if use.bucket.trainable:
+                self._variables.append(torch.empty(0, requires_grad=True))
             if use.bucket.trainable and use.bucket.numel:
                 self._ranks = max(self._ranks, use.home.ranks, key=len)
         self._opened = opened

@@ -520,7 +520,8 @@ def _fetched_numels(use: Any) -> tuple[int, int]:
     """Elements of the buffers of a fetch: what the outer levels keep, and the whole bucket."""
     bucket, inner, kept = use.bucket, use.bucket.parts, False
     if use.home:
-        outer, inner = (route.size for route in use.route.split(use.route.outer_params))
+        before, behind = use.route.split(use.route.outer_params)
+        outer, inner = before.size, behind.size
         wire = use.gather_wire
         coded = wire is not None and wire.levels(use.route) > use.route.outer_params
         kept = outer > 1 and not coded

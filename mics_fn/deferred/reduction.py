@@ -43,6 +43,7 @@ as locking memory and making files take time. What that step does not take is le
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from statistics import median_low
 from typing import Any, NamedTuple
 
@@ -179,6 +180,8 @@ def free_lease(lease: Lease) -> None:
 
 # The gradients of a step on their way to shards.
 
+_DTYPE = attrgetter("dtype")
+
 LetGo = Callable[[], Callable[[int], Tensor | None] | None]  # what a weak reference gives
 
 
@@ -289,7 +292,7 @@ class Reduction:
             fix = "use torch.utils.checkpoint, instead of a backward that runs in backward"
             raise LeafError(text, [f"bucket {index}"], fix)
         del self.missing[index]
-        values = [None if grad is None else pack.dense(grad) for grad in grads]
+        values = list(map(pack.dense, grads))
         if each.hops.alone:
             self._add_alone(index, values)
         else:
@@ -348,7 +351,8 @@ class Reduction:
         """
         use, dtype, each = self.uses[index], self.uses[index].bucket.dtype, self._buckets[index]
         if each.hops.alone:
-            return [total if total.dtype == dtype else total.to(dtype) for total in each.total]
+            is_same = each.hops.dtype == dtype
+            return list(each.total) if is_same else [total.to(dtype) for total in each.total]
         if index in self.placed:
             placed = self.placed[index]
             chunk = (placed.in_place if in_place else placed.fetched)(use.bucket.chunk, dtype)
@@ -420,10 +424,12 @@ class Reduction:
             if value is None:
                 value = torch.zeros(n, dtype=hops.dtype, device=device)
             flat.append(value if value.ndim == 1 else value.reshape(n))
-        if copy or {x.dtype for x in flat} != {hops.dtype}:
+        if copy or set(map(_DTYPE, flat)) != {hops.dtype}:
             flat = [x.to(hops.dtype, copy=copy) for x in flat]
         total = self._sum(index, hops, flat)
-        spans.resident("gradient shards", (id(self), -1 - index), sum(x.nbytes for x in total))
+        if spans.watchers:
+            nbytes = sum(x.nbytes for x in total)
+            spans.resident("gradient shards", (id(self), -1 - index), nbytes)
 
     def _sum(self, index: int, hops: Hops, values: list[Tensor]) -> list[Tensor]:
         """Add to a bucket's total; in the last pass it becomes the mean over passes."""

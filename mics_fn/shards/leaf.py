@@ -389,7 +389,10 @@ def reduction_groups(leaves: Iterable[Any]) -> Any:
 
 
 def _first_trained(leaves: Iterable[Any]) -> Any:
-    return next((leaf for leaf in leaves if isinstance(leaf, Sharded)), None)
+    for leaf in leaves:
+        if isinstance(leaf, Sharded):
+            return leaf
+    return None
 
 
 # Where a leaf lies: its kind, and its bucket, if it lies in one, with its slot.

@@ -26,6 +26,7 @@ On the CPU host memory is the memory that computes, and nothing is elsewhere but
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -239,8 +240,10 @@ def split_chunk(bucket: Bucket, chunk: int, flat: Tensor) -> list[Tensor]:
 def split_full(bucket: Bucket, flat: Tensor) -> list[Tensor]:
     """The full leaves, by slot, as views of `flat` (*batch, bucket.numel)."""
     if flat.ndim == 1 and flat.is_contiguous():
-        begin = int(flat.storage_offset())
-        return [flat.as_strided(x, steps, begin + at) for x, steps, at in geometries(bucket)]
+        places = geometries(bucket)
+        if begin := int(flat.storage_offset()):
+            places = [(shape, strides, begin + at) for shape, strides, at in places]
+        return list(starmap(flat.as_strided, places))
     parts = zip(bucket.shapes, bucket.offsets, bucket.numels, strict=True)
     return [flat.narrow(-1, at, n).view(*flat.shape[:-1], *shape) for shape, at, n in parts]
 
@@ -257,12 +260,11 @@ def whole_chunk(bucket: Bucket, chunk: int, data: Sequence[Tensor | None]) -> Te
     if type(None) in kinds:
         starts = tuple([start for start, x in zip(starts, own, strict=True) if x is not None])
         own = [x for x in own if x is not None]
-    if not own or any(issubclass(kind, offload.Placed) for kind in kinds):
-        return None
-    if (
-        tuple(map(Tensor.storage_offset, own)) != starts
-        or len(set(map(_torch.storage_id, own))) > 1
-    ):
+    for kind in kinds:
+        if issubclass(kind, offload.Placed):
+            return None
+    begins, storages = tuple(map(Tensor.storage_offset, own)), set(map(_torch.storage_id, own))
+    if begins != starts or len(storages) != 1:
         return None
     first = own[0]
     nbytes = bucket.chunk * first.itemsize
