@@ -48,14 +48,12 @@ Models as shards:
   `Precision` - dtypes of parameters and gradients, and codecs that are sent, by path; has a text
   `shards` - the namespace of what a rank holds
   `shards.map` - an elementwise function of all trained leaves
-  `shards.cut` - full values that all ranks have to shards
   `shards.Sharded` - a leaf: this rank's piece of a trained tensor
 
 Full parameters:
   `gather` - shards to full tensors; its gradient is hop 1 - (p-1)/p M, and as much for the gradient
   `unshard` - gathers to plain tensors of their own memory - (p-1)/p M
   `defer` - full parameters that are fetched at the op that uses them - (p-1)/p M per fetch of all
-  `shards.start_gather` - a gather under way while the program goes on - (p-1)/p M
 
 Schedules of fetches:
   `on_demand` - a policy: fetch what an op needs, then ahead - about 100 bytes per unforeseen fetch
@@ -73,7 +71,6 @@ Gradients:
   `scatter_grads` - hop 1: full gradients to shards - (p-1)/p M
   `sync_replicas` - hop 2: averages shards over replicas - 2(r-1)/r M/p
   `weighted` - a loss whose mean over ranks and micro-steps is exact for any counts - 8 bytes
-  `shards.start_scatter_grads` - hop 1 under way while the next micro-step runs - (p-1)/p M
 
 Steps:
   `TrainState` - step, parameters, optimizer state and buffers as one value

@@ -25,14 +25,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as torch_pytree
 from torch.autograd import forward_ad, profiler
 from torch.distributed import distributed_c10d as c10d
-from torch.nn.utils import stateless
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Ranges of torch's profilers, by private names of torch.
@@ -223,9 +222,46 @@ register_node = torch_pytree.register_pytree_node
 # value of that structure with other leaves.
 flatten, unflatten = torch_pytree.tree_flatten, torch_pytree.tree_unflatten
 
+
 # A block in which a module has other tensors by name, as in `torch.func.functional_call`; after it
 # the dict has what the module had at the end.
-swapped_in = stateless._reparametrize_module
+class SwappedIn:
+    """Places of a module's parameters and buffers, where values by name replace them in a block.
+
+    Args:
+      module: its structure stays as it is; what a forward assigns to a name is in the values
+        afterwards.
+      names: of all tensors that may be replaced.
+    """
+
+    def __init__(self, module: torch.nn.Module, names: Iterable[str]) -> None:
+        self._places: dict[str, tuple[dict[str, Any], str]] = {}
+        for path in names:
+            prefix, _, name = path.rpartition(".")
+            owner = module.get_submodule(prefix)
+            own = owner._parameters if name in owner._parameters else owner._buffers
+            self._places[path] = cast(Any, own), name
+
+    @contextmanager
+    def __call__(self, values: dict[str, Any]) -> Iterator[None]:
+        kept: list[tuple[str, Any]] = []
+        try:
+            for path, value in values.items():
+                own, name = self._places[path]
+                kept.append((path, own[name]))
+                own[name] = value
+            yield
+        finally:
+            for path, _ in kept:
+                own, name = self._places[path]
+                values[path] = own.get(name, values[path])
+            for path, before in reversed(kept):  # two names may be of one place
+                own, name = self._places[path]
+                own[name] = before
+
+
+# Views made in such a block are no views to autograd.
+below_autograd = torch._C._AutoDispatchBelowADInplaceOrView  # pyright: ignore
 
 
 def optimizer_init_group(optimizer: torch.optim.Optimizer, group: dict) -> None:
@@ -235,9 +271,8 @@ def optimizer_init_group(optimizer: torch.optim.Optimizer, group: dict) -> None:
     init(group, *([] for _ in range(num_lists)))
 
 
-def storage_id(tensor: torch.Tensor) -> int:
-    """A number that is equal for tensors of one storage and for no others, on meta or fake too."""
-    return tensor.untyped_storage()._cdata
+# A number that is equal for tensors of one storage and for no others, on meta or fake too.
+storage_id: Callable[[torch.Tensor], int] = torch._C._storage_address  # pyright: ignore
 
 
 # The `torch.func` transform that is running around the caller, if there is one.

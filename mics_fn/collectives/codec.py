@@ -183,36 +183,13 @@ class Codec:
         Raises:
           LeafError: a derivative is asked for.
         """
+        refuse_derivative(f"{self}.decode", [codes], _DETACH)
         out = torch.empty(*codes.shape[:-1], n, dtype=dtype, device=codes.device)
-        return self.decode_mean([codes], out)
-
-    def decode_mean(self, parts: Sequence[Tensor], out: Tensor) -> Tensor:
-        """The mean of decoded parts and of parts that were not coded, in one pass.
-
-        Parts are added in float32 (float64 if `out` is) in the order in which they are given. So
-        ranks that give the same parts in the same order get the same bits, and a rank puts its own
-        part into its place among the others. A sum beyond the range of float32 is infinite, even if
-        the mean is inside of it: that of two values of 3e38.
-
-        Args:
-          parts: codes, uint8 (*batch, nbytes(n)), or values of any float dtype here, (*batch, n).
-          out: the mean is written to it; (*batch, n). It may be one of `parts`, but not overlap
-            them in another way.
-
-        Returns:
-          `out`.
-
-        Memory: about 1.5 MiB on the CPU.
-
-        Raises:
-          LeafError: a derivative is asked for.
-        """
-        refuse_derivative(f"{self}.decode", [out, *parts], _DETACH)
-        n = out.shape[-1]
         if out.numel():
-            rows = [part.detach().reshape(-1, part.shape[-1]) for part in parts]
-            for values, *given in zip(out.detach().view(-1, n), *rows, strict=True):
-                self.decode_row([self.blocks_of(part, n) for part in given], values)
+            for row, values in zip(
+                codes.reshape(-1, codes.shape[-1]), out.view(-1, n), strict=True
+            ):
+                self.decode_row([self.blocks(row, n)], values)
         return out
 
     def encode_row(self, values: Tensor, codes: Tensor) -> None:
@@ -221,7 +198,13 @@ class Codec:
         self.encode_blocks(blocks, *self.blocks(codes, len(values)))
 
     def decode_row(self, parts: Sequence[Blocks], out: Tensor) -> None:
-        """Write the mean of some parts, which may go on behind `out`, to that, which is 1D."""
+        """Write the mean of some parts, which may go on behind `out`, to that, which is 1D.
+
+        Parts are added in float32 (float64 if `out` is) in the order in which they are given. So
+        ranks that give the same parts in the same order get the same bits, and a rank puts its own
+        part into its place among the others. A sum beyond the range of float32 is infinite, even if
+        the mean is inside of it: that of two values of 3e38. `out` may be the memory of a part.
+        """
         missing = -len(out) % self.block
         whole = functional.pad(out, (0, missing)) if missing else out
         self.decode_mean_blocks(parts, whole.view(-1, self.block))

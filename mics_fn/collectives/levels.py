@@ -558,15 +558,12 @@ def send_from(comm: Comm, tensor: Tensor, source_rank: int) -> None:
         Pending(steps(), [comm], keep=(tensor,), device=tensor.device, what=what).wait()
 
 
-def broadcast(groups: Groups, tensor: Tensor, source_rank: int) -> None:
-    """Overwrite `tensor` on all ranks with that of the source: over replicas, then inside them."""
-    place = groups.ranks.index(source_rank) % groups.partition_size
-    row = groups.position % groups.partition_size == place
-    hops = [(groups.replicas, source_rank)] if row else []
-    own = groups.plan.partition_groups[groups.position // groups.partition_size]
-    hops.append((groups.partition, groups.ranks[own[place]]))
-    for comm, source in hops:
-        send_from(comm, tensor, source)
+def broadcast(groups: Groups, tensor: Tensor) -> None:
+    """Overwrite `tensor` on all ranks with that of the first: over replicas, then inside them."""
+    place = groups.position % groups.partition_size
+    if not place:
+        send_from(groups.replicas, tensor, groups.ranks[0])
+    send_from(groups.partition, tensor, groups.ranks[groups.position - place])
 
 
 # What users call: collectives of their own, and weights of losses.

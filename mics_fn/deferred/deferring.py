@@ -131,35 +131,32 @@ class GradSum(Reduction):
         self.void: bool | Tensor = False
         self.other_backward = _OTHER  # the error of a backward that is not that of this object
         self._opened: Any = None  # the tree, from `expect` on
-        self._variables: list[Tensor] = []  # its pieces, as leaves of autograd
+        self._variables: list[Tensor] = []  # one per trained bucket, which have no data
         self._running = False  # whether `backward` is running
         self._reached = False  # whether a gradient arose on this rank
         self._cause = ""  # why none did
         self._ranks: Sequence[int] = ()  # that reduce together; none where nothing is trained
 
-    def expect(self, opened: sharding.Opened, run: Run, let_go: LetGo) -> list[Any]:
+    def expect(self, opened: sharding.Opened, run: Run, let_go: LetGo) -> list[Tensor]:
         """Called by `defer`: prepare for the gradients of this tree, from this run.
 
         Returns:
-          The data of each leaf, pieces as leaves of autograd.
+          A leaf of autograd for each trained bucket, in whose place the gradients are taken.
         """
         sharding.refuse_derivative("defer(into=)", (), "leave into= out inside torch.func")
         if self._opened is not None:
             text = "defer: into= is in use by another run"
             raise LeafError(text, fix="make a new GradSum for each step")
-        full = list(opened.data)
-        for i, leaf in enumerate(opened.leaves):
-            if isinstance(leaf, sharding.Sharded):
-                full[i] = leaf.data.detach().requires_grad_()
-                self._variables.append(full[i])
         places = places_of_sums(self._where, opened) if self._where else None
         self.begin(opened.uses, run, let_go, places)
         for use in opened.uses:  # what was seen may be of a step that was not judged
             sharding.pack.observe(use.bucket, None)
+            if use.bucket.trainable:
+                self._variables.append(torch.empty(0, requires_grad=True))
             if use.bucket.trainable and use.bucket.numel:
                 self._ranks = max(self._ranks, use.home.ranks, key=len)
         self._opened = opened
-        return full
+        return self._variables
 
     def backward(self, loss: Tensor) -> None:
         """Run one backward pass and add its gradients to the sum.
@@ -409,7 +406,7 @@ class _Fetch(torch.autograd.Function):
         live.run.note("reduce", ctx.index)
         if live.into is not None:
             live.into(ctx.index, grads)
-            return (None,) * (2 + len(grads))
+            return (None,) * len(ctx.needs_input_grad)
         return (None, None, *_started(_pass_of(live), ctx.index, grads))
 
     @staticmethod
@@ -422,12 +419,15 @@ class _Fetch(torch.autograd.Function):
     vmap = staticmethod(_refuse_batch)
 
 
-def fetch_all(live: LiveBuckets, data: list[Any]) -> None:
+def fetch_all(
+    live: LiveBuckets, data: list[Any], variables: Sequence[Tensor] | None = None
+) -> None:
     """Make deferred parameters of all buckets, differentiable if a bucket is trained.
 
     Args:
       live: a new one, whose chunks are loaded here.
       data: the data of each leaf of the tree; that of members of buckets is replaced.
+      variables: of each trained bucket what they are differentiated by, in the place of its pieces.
 
     Raises:
       LeafError: torch is recording ops in order to repeat them later.
@@ -447,9 +447,12 @@ def fetch_all(live: LiveBuckets, data: list[Any]) -> None:
         for index in joined:
             pieces[index] = [next(dealt) for _ in pieces[index]]
     fetch, found = _torch.quick_apply(_Fetch), []
+    own = None if variables is None else iter(variables)
     for index, use in enumerate(live.uses):
-        trained = use.bucket.trainable
-        found += fetch(live, index, *pieces[index]) if trained else live.parameters(index)
+        if not use.bucket.trainable:
+            found += live.parameters(index)
+        else:
+            found += fetch(live, index, *(pieces[index] if own is None else [next(own)]))
     sharding.put(data, live.uses, found)
 
 
@@ -561,24 +564,20 @@ def defer(
     add = None if into is None else into.add
     live = LiveBuckets(opened, learned, policy, add)
     live.closes = policy.at_once and not pending and not _torch.inside_torch_func()
-    if into is None:
-        full = list(opened.data)
-    else:
-        full = into.expect(opened, live.run, WeakMethod(live.let_go))
-    fetch_all(live, full)
+    full, variables = list(opened.data), None
+    if into is not None:
+        variables = into.expect(opened, live.run, WeakMethod(live.let_go))
+    fetch_all(live, full, variables)
     live.start()
     return DeferredParams(opened.build(full), live, pending)
 
 
-def bucket_sizes(
-    shards: Tree, groups: Any = None, *, partition_size: int | None = None
-) -> list[int]:
+def bucket_sizes(shards: Tree, groups: Any = None) -> list[int]:
     """Bytes that each bucket of a tree takes while it is live, in the order of bucket numbers.
 
     Args:
       shards: tree of shards.
       groups: as for `defer`; they matter only with a placement that keeps copies.
-      partition_size: the sizes in partition groups of so many ranks instead, to plan for them.
 
     Returns:
       One number per bucket; 0 if this rank holds it in full already, because the group has one rank
@@ -586,22 +585,17 @@ def bucket_sizes(
 
     Raises:
       LeafError: there is no tree, or a leaf is not a shard.
-      PlanError: `partition_size` is not an int of at least 1.
 
     Example:
       >>> shards = shard([torch.ones(6)], make_groups(1))
-      >>> bucket_sizes(shards), bucket_sizes(shards, partition_size=2)
-      ([0], [32])
+      >>> bucket_sizes(shards)
+      [0]
     """
-    if groups is not None and partition_size is None:
+    if groups is not None:
         return sizes_of(sharding.open_shards("bucket_sizes", shards, groups).uses)
-    checks.integer("bucket_sizes", "partition_size", partition_size, optional=True)
     leaves, _ = tree.flatten(shards, sharding.is_leaf)
     sharding.check_leaves("bucket_sizes", shards, leaves, "shards")
-    uses, parts = sharding.grouped(leaves, [None] * len(leaves)), partition_size
-    if parts is not None:
-        uses = [replace(use, bucket=sharding.with_parts(use.bucket, parts)) for use in uses]
-    return sizes_of(uses)
+    return sizes_of(sharding.grouped(leaves, [None] * len(leaves)))
 
 
 def _memory_of(schedule: Schedule | OnDemand, opened: sharding.Opened) -> tuple[OnDemand, Learned]:

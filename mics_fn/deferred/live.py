@@ -19,7 +19,7 @@ A chunk that lies elsewhere is brought first.
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -230,8 +230,8 @@ class LiveBucket:
         if not (needed or _torch.is_async(chunk.device) or _torch.has_no_data(chunk)):
             self.whole = _torch.lazy_clone(chunk)
         if self.whole is not None:
-            # Through `.data`, autograd does not take them for views of one another.
-            self.leaves = [view.data for view in self._views(self.whole)]
+            with _torch.below_autograd():  # which does not take them for views of one another
+                self.leaves = self._views(self.whole)
 
     def _views(self, whole: Tensor) -> list[Tensor]:
         return self.use.by_member(shards.pack.split_full(self.use.bucket, whole))
@@ -240,7 +240,7 @@ class LiveBucket:
         """Raise LeafError if a plain leaf was written to, or was given other memory."""
         whole, leaves, self.whole, self.leaves = self.whole, self.leaves, None, []
         storage, same = _torch.storage_id(whole), _torch.is_lazy_clone(whole)
-        if same and all(_torch.storage_id(leaf) == storage for leaf in leaves):
+        if same and set(map(_torch.storage_id, leaves)) == {storage}:
             return
         pairs = zip(self._views(whole), self._views(self.chunk), strict=True)
         for name, leaf, (now, before) in zip(self.names(), leaves, pairs, strict=True):
@@ -330,10 +330,11 @@ class LiveBuckets:
             each.share()
         if each.whole is not None:
             return each.leaves
-        like = (each.use.bucket.compute, each.device, None)
+        bucket, like = each.use.bucket, (each.use.bucket.compute, each.device, None)
+        places = zip(shards.pack.geometries(bucket), bucket.numels, strict=True)
         return [
-            Deferred(self, each, geometry, leaf, like)
-            for geometry, leaf in each.use.by_member(_leaves(each.use.bucket))
+            Deferred(self, each, (shape, stride, 0), (begin, numel), like)
+            for (shape, stride, begin), numel in each.use.by_member(list(places))
         ]
 
     def start(self) -> None:
@@ -483,16 +484,6 @@ class LiveBuckets:
                 each.check_copies()
 
 
-@lru_cache(maxsize=4096)
-def _leaves(bucket: shards.Bucket) -> list[tuple[Geometry, tuple[int, int]]]:
-    """The geometry of each leaf of a bucket, and where in the bucket it lies."""
-    found = []
-    for shape, offset, numel in zip(bucket.shapes, bucket.offsets, bucket.numels, strict=True):
-        stride = torch.empty(shape, device="meta").stride()
-        found.append(((shape, stride, 0), (offset, numel)))
-    return found
-
-
 def _title(index: int, names: Sequence[str]) -> str:
     """A bucket by its number and some of its leaves."""
     return f"bucket {index} ({', '.join(names[:2])}{', ...' if len(names) > 2 else ''})"
@@ -502,7 +493,8 @@ def _fetched_numels(use: Any) -> tuple[int, int]:
     """Elements of the buffers of a fetch: what the outer levels keep, and the whole bucket."""
     bucket, inner, kept = use.bucket, use.bucket.parts, False
     if use.home:
-        outer, inner = (route.size for route in use.route.split(use.route.outer_params))
+        before, behind = use.route.split(use.route.outer_params)
+        outer, inner = before.size, behind.size
         wire = use.gather_wire
         coded = wire is not None and wire.levels(use.route) > use.route.outer_params
         kept = outer > 1 and not coded

@@ -40,6 +40,7 @@ a thread copies; on a device it is the host, which waits for the bucket.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -164,6 +165,8 @@ def free_lease(lease: Lease) -> None:
 
 # The gradients of a step on their way to shards.
 
+_DTYPE = attrgetter("dtype")
+
 LetGo = Callable[[], Callable[[int], Tensor | None] | None]  # what a weak reference gives
 
 
@@ -269,7 +272,7 @@ class Reduction:
             fix = "use torch.utils.checkpoint, instead of a backward that runs in backward"
             raise LeafError(text, [f"bucket {index}"], fix)
         del self.missing[index]
-        values = [None if grad is None else pack.dense(grad) for grad in grads]
+        values = list(map(pack.dense, grads))
         if each.hops.alone:
             self._add_alone(index, values)
         else:
@@ -328,7 +331,8 @@ class Reduction:
         """
         use, dtype, each = self.uses[index], self.uses[index].bucket.dtype, self._buckets[index]
         if each.hops.alone:
-            return [total.to(dtype) for total in each.total]
+            is_same = each.hops.dtype == dtype
+            return list(each.total) if is_same else [total.to(dtype) for total in each.total]
         if index in self.placed:
             chunk = read(self.placed[index].room[: use.bucket.chunk]).to(use.home.device, dtype)
         else:
@@ -392,12 +396,17 @@ class Reduction:
         # torch may give one tensor as two gradients, so what is written needs memory of its own.
         copy = not self.passes and (self.micro_steps > 1 or hops.divisor != 1)
         numels, device = use.by_member(use.bucket.numels), use.home.device
-        flat = [
-            torch.zeros(n, dtype=hops.dtype, device=device) if value is None else value.reshape(n)
-            for n, value in zip(numels, values, strict=True)
-        ]
-        total = self._sum(index, hops, [x.to(hops.dtype, copy=copy) for x in flat])
-        spans.resident("gradient shards", (id(self), -1 - index), sum(x.nbytes for x in total))
+        flat = list[Tensor]()
+        for n, value in zip(numels, values, strict=True):
+            if value is None:
+                value = torch.zeros(n, dtype=hops.dtype, device=device)
+            flat.append(value if value.ndim == 1 else value.reshape(n))
+        if copy or set(map(_DTYPE, flat)) != {hops.dtype}:
+            flat = [x.to(hops.dtype, copy=copy) for x in flat]
+        total = self._sum(index, hops, flat)
+        if spans.watchers:
+            nbytes = sum(x.nbytes for x in total)
+            spans.resident("gradient shards", (id(self), -1 - index), nbytes)
 
     def _sum(self, index: int, hops: Hops, values: list[Tensor]) -> list[Tensor]:
         """Add to a bucket's total; in the last pass it becomes the mean over passes."""

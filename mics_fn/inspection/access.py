@@ -500,7 +500,9 @@ def _replaced(found: Leaves, at: int, value: Any) -> dict[int, Any]:
         if isinstance(value, Tensor):  # since the caller may write to this one
             value = value.clone(memory_format=torch.contiguous_format)
         if isinstance(leaf, Tensor):  # a buffer may have several names
-            alike = (i for i, x in enumerate(found.all) if sharding.same_tensor(x, leaf))
+            tensors = {i: x for i, x in enumerate(found.all) if isinstance(x, Tensor) and x.numel()}
+            place = sharding.MemoryPlace.of
+            alike = (i for i, x in tensors.items() if place(x) == place(leaf))
             return dict.fromkeys([at, *alike], value)
         return {at: Fixed(value) if is_leaf(leaf) else value}
     places, slot = found.shards, leaf.slot

@@ -207,8 +207,9 @@ def _squares(pieces: Sequence[Tensor], live: bool = False) -> Tensor:
     if live:
         return torch.stack([x.double().square().sum() for x in pieces])
     norms = [torch.zeros((), device=pieces[0].device)] * len(pieces)
+    sizes = list(map(Tensor.numel, pieces))
     for narrow in (True, False):
-        index = [i for i, x in enumerate(pieces) if x.numel() and (x.itemsize < 4) is narrow]
+        index = [i for i, x in enumerate(pieces) if sizes[i] and (x.itemsize < 4) is narrow]
         if index:
             # The norm of a float16 tensor may exceed float16 although no element does.
             dtype = torch.float32 if narrow else None

@@ -27,11 +27,10 @@ budget of one bucket, the next one is fetched while that one is in use. No sched
 The first run of `on_demand` records the order of use, and later runs follow the plan made from it;
 from the second run on, `str(policy.schedule)` shows it. `Schedule.check` refuses what cannot be
 run. `record(loss_fn, shards, batch)` finds the uses without data or ranks, also of a model on meta,
-and `bucket_sizes` gives the sizes, with `partition_size=` those on other groups than these, so that
-a laptop can plan for a cluster. `mark_backward=True` marks where backward begins, and the records
-that a function for `plan=` gets are marked so. An edited text runs as `defer(shards, groups,
-Schedule.parse(text))`, and a rule of your own as `on_demand(plan=function)`; `tests/recipes` has
-several, such as that of FSDP2.
+and `bucket_sizes` gives the sizes. `mark_backward=True` marks where backward begins, and the
+records that a function for `plan=` gets are marked so. An edited text runs as `defer(shards,
+groups, Schedule.parse(text))`, and a rule of your own as `on_demand(plan=function)`;
+`tests/recipes` has several, such as that of FSDP2.
 
 `keep_all()` starts all fetches at once and drops nothing before the run ends; `Trainer` takes it if
 everything fits, but lets a bucket go in the last backward pass once its gradients are complete,

@@ -58,13 +58,14 @@ number of ranks; see [Note: kept codes] in `pack`.
 
 Arithmetic of your own: `map` applies an elementwise function to the pieces of trees, and numbers of
 whole tensors (`optim.leaf_norms`, `optim.inner`) are passed to it, so that it has a derivative.
-`cut` makes shards of full values that all ranks have computed, and sends nothing. Trees of shards
-may be copied and pickled, each rank's by itself, and come back with their chunks.
+Trees of
+shards may be copied, and saved by `torch.save`, each rank's by itself; `pickle` takes the whole
+chunk with each leaf.
 
 One bucket on its way through a step, as file and function in the order in which they run. Files
 are of this wing, if they are not of `collectives` or `optim`:
 
-1. `sharding.shard` puts leaves into buckets (`bucket.plan_buckets`). It packs one bucket after the
+1. `verbs.shard` puts leaves into buckets (`bucket.plan_buckets`). It packs one bucket after the
    other in full (`pack.pack_full`), and keeps this rank's chunk of it. The shards are the pieces
    of leaves in this chunk, as views (`pack.split_chunk`).
 2. `verbs.gather` finds the buckets of a tree, and their groups (`opened.open_shards`). All of them
@@ -80,22 +81,20 @@ are of this wing, if they are not of `collectives` or `optim`:
    other replicas (`collectives.start_mean`). Where it is given full gradients, it does hop 1 first.
 5. `optim.opt_step` updates this rank's chunks, which are shards of the next step.
 
-Where to start reading: the notes of `bucket`, `leaf` and `linear`, in this order. Then `sharding`
-(shard), `opened` (what every verb does first) and `verbs` (the other verbs). `pack` is about
-buffers and where pieces lie, and the end of `bucket` about dtypes.
+Where to start reading: the notes of `bucket`, `leaf` and `linear`, in this order. Then `opened`
+(what every verb does first) and `verbs`. `pack` is about buffers and where pieces lie, and the end
+of `bucket` about dtypes.
 
 To add a verb, begin it with `open_shards`, which checks the tree and its groups and gives the
 leaves by bucket, and end it with `build` or `rebuild`. If it moves data, add its map and the
 transpose of that to the tables in `linear`. `tests/rules/test_derivatives.py` asks of every public
 verb for its derivative, or for the reason why it has none. To add a property of the layout, give
 `Formats` or `Bucket` a field: ranks compare all of them.
-
-`start_gather` and `start_scatter_grads` return a `PendingTree`, whose `wait()` gives the tree.
 """
 
 from mics_fn.collectives import needs_derivative, refuse_derivative
 from mics_fn.shards import pack
-from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, Precision, check_dtype, pieces, with_parts
+from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, Precision, check_dtype, pieces
 from mics_fn.shards.leaf import (
     Fixed,
     GradStream,
@@ -124,7 +123,6 @@ from mics_fn.shards.leaf import (
     reduction_groups,
     refuse_overlaps,
     refuse_tracing,
-    same_tensor,
 )
 from mics_fn.shards.linear import as_part, deal, linear_map, put, with_zeros
 from mics_fn.shards.opened import (
@@ -139,18 +137,18 @@ from mics_fn.shards.opened import (
     open_shards,
     require_groups,
 )
-from mics_fn.shards.sharding import LayoutOptions, check_tensor, layout_of, place_chunk, shard
 from mics_fn.shards.verbs import (
-    PendingTree,
-    cut,
+    LayoutOptions,
+    check_tensor,
     gather,
+    layout_of,
     map,
+    place_chunk,
     reduce_grads,
     scatter_grads,
-    start_gather,
-    start_scatter_grads,
+    shard,
     sync_replicas,
     unshard,
 )
 
-__all__ = ["Sharded", "cut", "map", "start_gather", "start_scatter_grads"]
+__all__ = ["Sharded", "map"]

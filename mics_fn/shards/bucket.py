@@ -333,17 +333,6 @@ def _named(paths: Sequence[str]) -> str:
     return f"{paths[0]}, {paths[1]}, ..., paths {short_digest(paths)}"
 
 
-def with_parts(bucket: Bucket, parts: int) -> Bucket:
-    """The bucket of the same leaves in groups of another size.
-
-    >>> [(bucket, _)] = plan_buckets([LeafSpec("w", (6,), Formats(torch.float32), 1)])
-    >>> bucket.numel, with_parts(bucket, 4).numel
-    (8, 16)
-    """
-    whole, end = parts * bucket.align, bucket.offsets[-1] + bucket.numels[-1]
-    return replace(bucket, parts=parts, numel=-(-end // whole) * whole)
-
-
 # The fields of a `Precision`, and what each of them may be.
 
 NAMES = {

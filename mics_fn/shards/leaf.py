@@ -6,10 +6,6 @@ rank's piece, so maps, optimizers and `torch.func` see exactly what is trained, 
 have no children, so nothing differentiates, reduces, counts or updates them, and no code needs to
 treat them as a special case. Their structure is the same on every rank, so tree specs compare
 across ranks.
-
-A view in a pickle brings the whole storage with it. So leaves refer to one object per chunk, which
-is found by its storage for as long as a pickler or a copy holds it, and come back as views of one
-chunk again.
 """
 
 import weakref
@@ -26,40 +22,9 @@ from torch import Tensor
 
 from mics_fn import _torch, tree
 from mics_fn.errors import DonatedError, LeafError, LostStateError, message
+from mics_fn.offload import Placed, is_coded
 from mics_fn.shards.bucket import Bucket
 from mics_fn.tree import Tree
-
-# Shards in a pickle, and their deep copies: each chunk once, however many leaves are views of it.
-
-_CHUNKS: weakref.WeakValueDictionary[tuple, Tensor] = weakref.WeakValueDictionary()
-
-
-def parts_of(leaf: Any) -> tuple[Any, ...]:
-    """The arguments of `from_parts` for a leaf with data.
-
-    Raises:
-      LeafError: its piece was computed under autograd or inside torch.func, which cannot be kept.
-    """
-    x, whole, place = leaf.data, leaf.data, None
-    if _torch.is_wrapped(x) or x.grad_fn is not None:
-        text = f"{leaf!r} is computed from a tensor that requires a gradient, and cannot be copied"
-        raise LeafError(text, fix="detach it first, or copy what it was computed from")
-    if leaf.bucket is not None and not _torch.has_no_data(x) and not hasattr(x, "codes"):
-        x = x if type(x) in _torch.PLAIN else x.clone()  # a copy is in memory
-        numel = x.untyped_storage().nbytes() // x.itemsize
-        whole = x.detach().as_strided((numel,), (1,), 0)
-        whole = _CHUNKS.setdefault((_torch.storage_id(x), x.dtype), whole)
-        place = x.shape, x.stride(), x.storage_offset()
-    return type(leaf), whole, place, leaf.data.requires_grad, leaf.bucket, leaf.slot
-
-
-def from_parts(
-    kind: Any, whole: Tensor, place: tuple | None, variable: bool, bucket: Any, slot: int
-) -> Any:
-    """The leaf of these parts."""
-    data = whole if place is None else whole.as_strided(*place).requires_grad_(variable)
-    return kind(data, bucket, slot)
-
 
 V = TypeVar("V")  # a tree
 
@@ -97,6 +62,13 @@ class _Leaf:
         return self.data.dtype if self.bucket is None else self.bucket.dtype
 
 
+def _reduced(self: Any) -> tuple:
+    """What a copy or a pickle of a leaf with data is made of; the copy is in memory."""
+    x = self.data
+    x = x.clone() if isinstance(x, Placed) and not is_coded(x) else x
+    return type(self), (x, self.bucket, self.slot)
+
+
 @tree.node
 @dataclass(frozen=True, eq=False, repr=False)
 class Sharded(_Leaf):
@@ -112,6 +84,7 @@ class Sharded(_Leaf):
     data: Tensor
     bucket: Bucket = tree.static()
     slot: int = tree.static()
+    __reduce__ = _reduced
 
     def refuse_children(self) -> None:
         """Raise LeafError for shards of shards, which torch.func makes for a Jacobian of shards."""
@@ -132,9 +105,6 @@ class Sharded(_Leaf):
             raise DonatedError(self._story(), fix=fix)
         fix = _GATHER if hasattr(Tensor, name) else ""
         raise AttributeError(message(f"Sharded has no attribute {name!r}", fix=fix))
-
-    def __reduce__(self) -> tuple:
-        return from_parts, parts_of(self)
 
     def _story(self) -> str:
         (spec, root, to, _), number = self._donated
@@ -164,6 +134,7 @@ class Fixed(_Leaf):
     data: Tensor
     bucket: Bucket | None = None
     slot: int = 0
+    __reduce__ = _reduced
 
     def _structure(self) -> tuple:
         return self.bucket, self.slot, self.shape, self.dtype
@@ -173,9 +144,6 @@ class Fixed(_Leaf):
 
     def __hash__(self) -> int:
         return hash(self._structure())
-
-    def __reduce__(self) -> tuple:
-        return from_parts, parts_of(self)
 
     def __repr__(self) -> str:
         how = "replicated" if self.bucket is None else "frozen"
@@ -421,7 +389,10 @@ def reduction_groups(leaves: Iterable[Any]) -> Any:
 
 
 def _first_trained(leaves: Iterable[Any]) -> Any:
-    return next((leaf for leaf in leaves if isinstance(leaf, Sharded)), None)
+    for leaf in leaves:
+        if isinstance(leaf, Sharded):
+            return leaf
+    return None
 
 
 # Where a leaf lies: its kind, and its bucket, if it lies in one, with its slot.
@@ -550,26 +521,6 @@ class MemoryPlace(NamedTuple):
         width = self.dtype.itemsize
         return self.offset * width, (self.offset + last + 1) * width
 
-    def shares(self, other: "MemoryPlace") -> bool:
-        """Whether places whose spans overlap share bytes; columns of a matrix do not."""
-        start, stop = min(self.span[0], other.span[0]), max(self.span[1], other.span[1])
-        used, views = torch.zeros(stop - start, dtype=torch.bool), list[Tensor]()
-        for size, steps, place in ((x.size, x.stride, x) for x in (self, other)):
-            width = place.dtype.itemsize
-            each_once = [n if step else 1 for n, step in zip(size, steps, strict=True)]
-            steps_of_bytes = (*(width * step for step in steps), 1)
-            at = place.span[0] - start
-            views.append(used.as_strided((*each_once, width), steps_of_bytes, at))
-        views[0].fill_(True)
-        return self == other or bool(views[1].any())
-
-
-def same_tensor(x: object, y: object) -> bool:
-    """Whether both are tensors with elements, in the same memory, with equal shape and strides."""
-    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        return False
-    return x.numel() > 0 and y.numel() > 0 and MemoryPlace.of(x) == MemoryPlace.of(y)
-
 
 def owners_of(leaves: Sequence[Tensor]) -> list[int]:
     """For each leaf the first one that is the same tensor: the same object or the same place."""
@@ -584,27 +535,27 @@ def owners_of(leaves: Sequence[Tensor]) -> list[int]:
 
 
 def overlaps(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Groups of tensors, by their numbers, that are connected by shared memory.
+    """Groups of tensors, by their numbers, that reach into each other's stretch of memory.
+
+    So do columns of a matrix, of which no byte is shared.
 
     Example:
       >>> x = torch.zeros(4, 2)
-      >>> overlaps([x[:, 0], torch.ones(2), x[:, 1], x[2:], x[0, :1]])
-      [[0, 2, 3, 4]]
+      >>> overlaps([x[:2], torch.ones(2), x[1, :1], x[2:]])
+      [[0, 2]]
     """
     with_memory = [i for i, x in enumerate(tensors) if x.numel() and x.layout is torch.strided]
     places = {i: MemoryPlace.of(tensors[i]) for i in with_memory}
-    groups = {i: [i] for i in places}
-    near: list[int] = []  # those before that reach to where this one begins
+    groups, storage, end = list[list[int]](), None, 0
     for i in sorted(places, key=lambda i: (places[i].storage, places[i].span)):
-        near = [j for j in near if places[j].storage == places[i].storage]
-        near = [j for j in near if places[j].span[1] > places[i].span[0]]
-        for j in near:
-            if groups[j] is not groups[i] and places[j].shares(places[i]):
-                groups[j] += groups[i]
-                groups.update(dict.fromkeys(groups[i], groups[j]))
-        near.append(i)
-    every = {id(group): sorted(group) for group in groups.values() if len(group) > 1}
-    return sorted(every.values())
+        start, stop = places[i].span
+        if places[i].storage == storage and start < end:
+            groups[-1].append(i)
+            end = max(end, stop)
+        else:
+            groups.append([i])
+            storage, end = places[i].storage, stop
+    return sorted(sorted(group) for group in groups if len(group) > 1)
 
 
 def refuse_overlaps(verb: str, leaves: Mapping[str, Tensor], trained: Collection[str]) -> None:

@@ -300,12 +300,6 @@ def with_zeros(values: Sequence[Tensor | None], like: Sequence[Any]) -> list[Ten
     ]
 
 
-def start(name: str, uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Finish]:
-    """Start a map of plain tensors, one value per member of each use."""
-    like = _like(uses, data, full=name == "scatter")
-    return [_MAPS[name](use, values, like) for use, values in deal(uses, data)]
-
-
 def run(name: str, uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Tensor]:
     """Apply a map to plain tensors, one value per member of each use."""
     like = _like(uses, data, full=name == "scatter")

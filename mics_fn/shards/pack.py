@@ -26,6 +26,7 @@ On the CPU host memory is the memory that computes, and nothing is elsewhere but
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -210,11 +211,25 @@ def _chunk_sizes(bucket: Bucket, chunk: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _full_sizes(bucket: Bucket) -> tuple[int, ...]:
-    """Lengths that split the full buffer into (leaf, padding, leaf, padding, ...)."""
+def _starts(bucket: Bucket, chunk: int) -> tuple[list[int], tuple[int, ...]]:
+    """The slots of which a chunk has a part, and where in it each begins."""
+    found = {slot: x.start for slot, x in enumerate(pieces(bucket, chunk)) if x.length}
+    return list(found), tuple(found.values())
+
+
+@lru_cache(maxsize=4096)
+def _padding(bucket: Bucket) -> list[tuple[int, int]]:
+    """Where padding begins in the full buffer, and how long it is."""
     ends = (*bucket.offsets[1:], bucket.numel)
-    sizes = zip(bucket.offsets, bucket.numels, ends, strict=True)
-    return tuple(size for start, n, end in sizes for size in (n, end - start - n))
+    found = zip(bucket.offsets, bucket.numels, ends, strict=True)
+    return [(start + n, end - start - n) for start, n, end in found if end > start + n]
+
+
+@lru_cache(maxsize=4096)
+def geometries(bucket: Bucket) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Shape, strides and begin of each full leaf in the full buffer, by slot."""
+    strides = [torch.empty(shape, device="meta").stride() for shape in bucket.shapes]
+    return list(zip(bucket.shapes, strides, bucket.offsets, strict=True))
 
 
 def split_chunk(bucket: Bucket, chunk: int, flat: Tensor) -> list[Tensor]:
@@ -224,9 +239,13 @@ def split_chunk(bucket: Bucket, chunk: int, flat: Tensor) -> list[Tensor]:
 
 def split_full(bucket: Bucket, flat: Tensor) -> list[Tensor]:
     """The full leaves, by slot, as views of `flat` (*batch, bucket.numel)."""
-    batch, leaves = flat.shape[:-1], flat.split_with_sizes(_full_sizes(bucket), -1)[::2]
-    shapes = [(*batch, *shape) for shape in bucket.shapes] if batch else bucket.shapes
-    return list(map(Tensor.view, leaves, shapes))
+    if flat.ndim == 1 and flat.is_contiguous():
+        places = geometries(bucket)
+        if begin := int(flat.storage_offset()):
+            places = [(shape, strides, begin + at) for shape, strides, at in places]
+        return list(starmap(flat.as_strided, places))
+    parts = zip(bucket.shapes, bucket.offsets, bucket.numels, strict=True)
+    return [flat.narrow(-1, at, n).view(*flat.shape[:-1], *shape) for shape, at, n in parts]
 
 
 def whole_chunk(bucket: Bucket, chunk: int, data: Sequence[Tensor | None]) -> Tensor | None:
@@ -235,21 +254,23 @@ def whole_chunk(bucket: Bucket, chunk: int, data: Sequence[Tensor | None]) -> Te
     The storage must have exactly the size of the chunk, so that an in-place update of the result
     changes only these pieces and their padding.
     """
-    base, first = None, None
-    for piece, tensor in zip(pieces(bucket, chunk), data, strict=True):
-        if not piece.length or tensor is None:
-            continue
-        if isinstance(tensor, offload.Placed):
+    slots, starts = _starts(bucket, chunk)
+    own: list[Any] = list(map(data.__getitem__, slots))
+    kinds = set(map(type, own))
+    if type(None) in kinds:
+        starts = tuple([start for start, x in zip(starts, own, strict=True) if x is not None])
+        own = [x for x in own if x is not None]
+    for kind in kinds:
+        if issubclass(kind, offload.Placed):
             return None
-        if tensor.ndim != 1 or tensor.storage_offset() != piece.start or tensor.stride(0) != 1:
-            return None
-        if first is None:
-            base, first = _torch.storage_id(tensor), tensor
-            if tensor.untyped_storage().nbytes() != bucket.chunk * tensor.itemsize:
-                return None
-        elif _torch.storage_id(tensor) != base:
-            return None
-    return None if first is None else first.detach().as_strided((bucket.chunk,), (1,), 0)
+    begins, storages = tuple(map(Tensor.storage_offset, own)), set(map(_torch.storage_id, own))
+    if begins != starts or len(storages) != 1:
+        return None
+    first = own[0]
+    nbytes = bucket.chunk * first.itemsize
+    if set(map(Tensor.stride, own)) != {(1,)} or first.untyped_storage().nbytes() != nbytes:
+        return None
+    return first.detach().as_strided((bucket.chunk,), (1,), 0)
 
 
 def pack_chunk(
@@ -323,7 +344,7 @@ def pack_full(
     shape, dtype = (*batch, bucket.numel), dtype or bucket.dtype
     flat = (buffers or Buffers()).take(shape, dtype, device) if out is None else out
     empty = _copy(split_full(bucket, flat), leaves)
-    empty += [x for x in flat.split_with_sizes(_full_sizes(bucket), -1)[1::2] if x.numel()]
+    empty += [flat.narrow(-1, start, length) for start, length in _padding(bucket)]
     if empty:
         _torch.foreach_zero(empty)
     return flat

@@ -1,27 +1,26 @@
-"""The verbs: `gather`, `reduce_grads` and what makes shards of full values without a message.
+"""The verbs on shards: `shard`, `gather`, `reduce_grads` and `map`.
 
-A full value is what every rank has a copy of, and a shard is one value held in parts. The VJP of a
-cut multiplies a rank's part of the gradient by the number of parts, as its mean over ranks is then
-the gradient; see [Note: adjoint] in `linear`.
+A full value is what every rank has a copy of, and a shard is one value held in parts. For what
+`shard` makes see [Note: kinds of leaves] in `leaf`, and for gradients [Note: adjoint] in `linear`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, overload
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mics_fn import _torch, tree
-from mics_fn.collectives import needs_derivative, refuse_derivative
-from mics_fn.errors import DonatedError, LeafError
-from mics_fn.groups import require_replicas
-from mics_fn.offload import placed_like
+from mics_fn import _torch, checks, collectives, spans, tree
+from mics_fn.collectives import SHORT_NAMES, needs_derivative
+from mics_fn.errors import DonatedError, LeafError, PlanError
+from mics_fn.groups import Groups, Home, require_replicas
+from mics_fn.offload import DEVICE, Where, place_tensor, placed_like
 from mics_fn.shards import pack
-from mics_fn.shards.bucket import pieces
+from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, Formats, LeafSpec, Precision, plan_buckets
 from mics_fn.shards.leaf import (
     Fixed,
-    Leaf,
     Nothing,
     Sharded,
     Tied,
@@ -30,34 +29,370 @@ from mics_fn.shards.leaf import (
     is_leaf,
     mark_reduced,
     note_write,
+    owners_of,
     reduction_groups,
-    same_tensor,
+    refuse_overlaps,
 )
-from mics_fn.shards.linear import Finish, apply, as_part, deal, linear_map, put, run, start
+from mics_fn.shards.linear import apply, as_part, deal, put, run
 from mics_fn.shards.opened import (
     BucketUse,
-    GroupsTree,
     Opened,
     check_leaves,
+    compare_values,
+    homes_of,
     open_shards,
     values_up_to,
 )
-from mics_fn.shards.sharding import layout_of
 from mics_fn.tree import Tree
+
+# What may become shards.
+
+# Floats are trained or frozen, and the others are replicated.
+_WHOLE = (f"{prefix}int{bits}" for prefix in ("", "u") for bits in (8, 16, 32, 64))
+_DTYPES = {*SHORT_NAMES, torch.bool, *(getattr(torch, name) for name in _WHOLE)}
+
+
+def refuse_computed(verb: str, paths: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """Raise LeafError for a tensor whose connection to the graph of autograd would be lost.
+
+    A leaf of autograd, such as an `nn.Parameter`, has no such connection: its values are read, and
+    it gets no gradient.
+    """
+    for path, x in zip(paths, tensors, strict=True):
+        computed = x.requires_grad and not x.is_leaf and torch.is_grad_enabled()
+        if x.is_floating_point() and (computed or _torch.is_wrapped(x)):
+            text = f"{verb}: {path} is computed from a tensor that requires a gradient, which would"
+            text += " not get it"
+            fix = f"{verb} outside, and differentiate through gather; or pass its detach()"
+            raise LeafError(text, fix=fix)
+
+
+def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None:
+    """Raise LeafError unless a leaf is a tensor that can be sharded on this device."""
+    kind, wrong = type(leaf).__name__, ""
+    if not isinstance(leaf, Tensor):
+        wrong = f"{kind}, expected torch.Tensor"
+        fix = "pass tensors, as dict(model.named_parameters()); a Trainer takes the module itself"
+    elif leaf.layout != torch.strided or leaf.is_nested or leaf.dtype not in _DTYPES:
+        wrong = f"{leaf.layout}, {leaf.dtype}".replace("torch.", "")
+        fix = f"pass a dense tensor of {', '.join(SHORT_NAMES.values())}, bool or whole numbers"
+    elif type(leaf).__name__ == "DTensor":
+        wrong = "a DTensor"
+        fix = (
+            "of a tensor parallel model pass its to_local(), with groups of the data-parallel part "
+            "of the mesh: make_groups(mesh=mesh['dp']); else its full_tensor()"
+        )
+    elif _torch.is_wrapper(leaf):
+        wrong = f"{kind}, which keeps its values in other tensors"
+        fix = "pass a plain tensor, as its clone() or dequantize() may be, or leave it out"
+    elif not leaf.is_meta and leaf.device != device:
+        wrong = f"on {leaf.device}, its groups are on {device}"
+        fix = f"move it with .to('{device}'), or make groups with device='{leaf.device}'"
+    if wrong:
+        raise LeafError(f"{verb}: {where} is {wrong}", fix=fix)  # pyright: ignore
+    hooks = _torch.hooks_of(leaf) if leaf.is_leaf else ()
+    if hooks:
+        text = f"{verb}: {where} has hooks ({', '.join(hooks)}), which nothing would call"
+        fix = "remove them; to change gradients, chain a Transform before the optimizer"
+        raise LeafError(text, fix=fix)
+
+
+# The options of `shard`, which other verbs hand on.
+
+
+class LayoutOptions(TypedDict, total=False):
+    """Options of `shard` that say how leaves become buckets; other verbs take them, too."""
+
+    frozen: Callable[[str], bool] | None
+    precision: Precision | str | None
+    bucket_bytes: float | str
+    order: Callable[[str], object] | None
+    bucket: Callable[[str], object] | None
+    where: Where | str | None
+
+
+# Where the chunks of new shards go: `where=` of the verbs that make some.
+
+
+def place_chunk(
+    home: Home,
+    bucket: Bucket,
+    flat: Tensor,
+    places: Sequence[str],
+    names: Sequence[str],
+    host_bytes: int,
+) -> list[Tensor]:
+    """Cut a chunk into its pieces, by slot, each in its place.
+
+    Args:
+      home: the groups of the bucket.
+      bucket: the bucket.
+      flat: this rank's chunk, in memory of its own.
+      places: one per slot, as the device of the groups sees them.
+      names: paths of the leaves, for errors.
+      host_bytes: of the `Where` that the places come from.
+
+    Raises:
+      FileError: a file cannot be made or written.
+      LeafError: a value is not finite, and is to be kept as codes.
+    """
+    chunk, device = home.hierarchy.route.chunk, home.device
+    empty = _torch.has_no_data(flat) or not flat.numel()
+    if bucket.codes is not None and not empty:
+        return pack.coded_pieces(bucket, chunk, flat, names)
+    if empty or set(places) == {DEVICE}:
+        return pack.split_chunk(bucket, chunk, flat)
+    if len(set(places)) == 1:  # so that they are parts of one tensor there, too
+        title = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        flat = place_tensor(flat, places[0], device, host_bytes, title)
+        return pack.split_chunk(bucket, chunk, flat)
+    own = [piece.clone() for piece in pack.split_chunk(bucket, chunk, flat)]
+    return [
+        place_tensor(x, place, device, host_bytes, name) if x.numel() else x
+        for x, place, name in zip(own, places, names, strict=True)
+    ]
+
+
+# The layout of a tree that is about to be cut: what decides it, and how ranks compare it.
+
+
+class Layout(NamedTuple):
+    """The leaves of a tree, and where each of them will lie."""
+
+    verb: str
+    spec: Any
+    leaves: list[Tensor]
+    paths: list[str]  # beginning with the name of the tree
+    homes: list[Groups]
+    owners: list[int]  # for each leaf the first one that is the same tensor
+    slots: dict[int, tuple[Bucket, int]]  # for the float leaves that own their data
+    places: list[str]  # where their pieces will lie
+    host_bytes: int  # through which data of files travel
+
+
+def layout_for(verb: str, root: str, params: Tree, groups: Any, options: LayoutOptions) -> Layout:
+    """Check the tensors of a tree and the options of `shard`, and decide where each will lie."""
+    for name in options.keys() - LayoutOptions.__annotations__.keys():
+        raise TypeError(f"{verb}() got an unexpected keyword argument {name!r}")
+    frozen, order, bucket = (options.get(name) for name in ("frozen", "order", "bucket"))
+    chosen, where = Precision.parse(options.get("precision")), Where.parse(options.get("where"))
+    given = options.get("bucket_bytes", BUCKET_BYTES)
+    nbytes = checks.nbytes(verb, "bucket_bytes", given, 1)
+    homes = homes_of(verb, groups, params, root, Groups)
+    leaves, spec = tree.flatten(params, is_leaf)
+    tree.refuse_equal_paths(verb, tree.replace_none(params, Nothing(), is_leaf), root, is_leaf)
+    bare = tree.paths(params, "", is_leaf)
+    paths = [tree.join(root, path) for path in bare]
+    checks.check_matched(f"{verb}: precision", chosen.patterns, bare)
+    checks.check_matched(f"{verb}: where", where.patterns, bare)
+    for leaf, path, home in zip(leaves, paths, homes, strict=True):
+        check_tensor(verb, path, leaf, home.device)
+    owners, numbers = owners_of(leaves), {home: k for k, home in enumerate(dict.fromkeys(homes))}
+    specs: dict[int, LeafSpec] = {}
+    for i, (leaf, path, home) in enumerate(zip(leaves, bare, homes, strict=True)):
+        if home is not homes[owners[i]]:
+            text = f"{verb}: {paths[i]} is tied to {paths[owners[i]]}, but on other groups"
+            lines = [f"{homes[owners[i]].describe()} against {home.describe()}"]
+            raise PlanError(text, lines, "give tied leaves the same groups, or clone one of them")
+        if leaf.is_floating_point() and owners[i] == i:
+            trained = not isinstance(leaf, nn.Parameter) or leaf.requires_grad
+            if frozen is not None:
+                trained &= not checks.answer(verb, f"frozen({path!r})", frozen(path))
+            formats = chosen.formats(path, leaf.dtype, leaf.numel(), trained)
+            _check_formats(verb, paths[i], formats, home, trained)
+            facts = formats, home.partition_size, trained, (numbers[home], leaf.is_meta)
+            specs[i] = LeafSpec(path, tuple(leaf.shape), *facts)
+    slots = plan_buckets(list(specs.values()), bucket_bytes=nbytes, order=order, bucket=bucket)
+    pairs = zip(bare, homes, strict=True)
+    places = [where.at(path, "params", home.device) for path, home in pairs]
+    by_leaf = dict(zip(specs, slots, strict=True))
+    for i, (made, _) in by_leaf.items():
+        pack.check_kept_place(verb, made, places[i])
+    return Layout(verb, spec, leaves, paths, homes, owners, by_leaf, places, where.host_bytes)
+
+
+def _check_formats(verb: str, path: str, formats: Formats, home: Groups, trained: bool) -> None:
+    """Raise PlanError for a leaf that cannot be kept or sent as its formats say."""
+    if trained and formats.codes is not None:
+        text = f"{verb}: leaves that are trained cannot be kept as codes: updates would be lost"
+        fix = "name them in frozen=, or give param= behind a pattern that leaves them out"
+        raise PlanError(text, [f"{path}: param={formats.codes}"], fix)
+    for wire in filter(None, (formats.gather, formats.hop1)):
+        collectives.check_level(wire, home.plan.topology.names)
+
+
+def agree_on(layout: Layout) -> None:
+    """Compare paths, shapes, dtypes, groups and layout between ranks."""
+    for home in dict.fromkeys(layout.homes):
+        facts = [("groups", home.describe())]
+        for i, leaf in enumerate(layout.leaves):
+            if layout.homes[i] is home:
+                text = f"{tuple(leaf.shape)} {leaf.dtype}".replace("torch.", "")
+                text += " meta" if leaf.is_meta else ""
+                if layout.owners[i] != i:
+                    text += f" tied to {layout.paths[layout.owners[i]]}"
+                elif i in layout.slots:
+                    bucket, slot = layout.slots[i]
+                    text += "" if bucket.trainable else " frozen"
+                    if f"{bucket.formats}" != SHORT_NAMES[leaf.dtype]:
+                        text += f" as {bucket.formats}"
+                    text += f" at {bucket.offsets[slot]} of bucket {bucket.index}"
+                    if layout.places[i] != DEVICE:
+                        text += f" on {layout.places[i].partition(':')[0]}"
+                facts.append((layout.paths[i], text))
+        collectives.agree(home, layout.verb, facts)
+
+
+def shard(
+    params: Tree,
+    groups: Any,
+    *,
+    replicas: Literal["check", "broadcast"] = "check",
+    frozen: Callable[[str], bool] | None = None,
+    precision: Precision | str | None = None,
+    bucket_bytes: float | str = BUCKET_BYTES,
+    order: Callable[[str], object] | None = None,
+    bucket: Callable[[str], object] | None = None,
+    where: Where | str | None = None,
+) -> Tree:
+    """Cut a pytree of tensors into shards: this rank keeps 1/p of every float leaf.
+
+    Args:
+      params: any pytree of tensors. Meta tensors give shards without values. An `nn.Parameter` with
+        `requires_grad=False` is frozen. Leaves that are not floats are replicated. A tensor that
+        occurs twice (in the same memory) becomes one shard, and stays tied.
+      groups: `Groups`, or a prefix pytree of them, or a function from path to `Groups`.
+      replicas: 'check' compares a digest of the values between ranks; 'broadcast' takes the values
+        of the first rank of the groups.
+      frozen: says which further leaves are frozen, by path, such as `h.0.bias`.
+      precision: a `Precision` or its text, which gives the dtypes of shards, of full tensors, and
+        of gradients while they are reduced; default the tensors' own. Frozen leaves may be kept as
+        codes, as in "*base*: param=int4[64]".
+      bucket_bytes: the largest size of a bucket; only a single larger leaf may exceed it. A text
+        such as "16MiB" is a number of bytes, too.
+      order: sort key of a path, for the order of leaves in buckets. By default numbers in paths
+        compare as numbers.
+      bucket: key of a path, for the borders of buckets: neighbours in `order` share one only if
+        their keys are equal, as with `lambda path: path.split(".")[1]` for one per layer.
+        `bucket_bytes` bounds them in any case.
+      where: the places where float leaves live, by `params=` of a `Where` or its text; default the
+        device. Those elsewhere are brought where they are gathered. Leaves are in the same buckets
+        for all places; those of one bucket should have one place, or each is brought by itself.
+
+    Returns:
+      The same tree with `Sharded` leaves, `Fixed` ones for tensors that are not trained, and `Tied`
+      ones for tensors that occurred before.
+
+    Communication: a digest of the tree and the values (tens of bytes per leaf); with 'broadcast'
+      also every float bucket, once.
+
+    Memory: this rank's shards (1/p of the floats), and one full bucket while it is cut.
+
+    Raises:
+      LeafError: a leaf is not a dense tensor, is on another device than its groups, overlaps with
+        another one in memory, or was computed under autograd: only `gather` has a derivative.
+      DesyncError: ranks disagree on the tree, or hold different values.
+      LeafError: `groups` is not a prefix of `params`, or two leaves have the same path.
+      PlanError: a tied leaf lives on two groups, an option has no effect or is not what it should
+        be, or a pattern matches no leaf.
+      FileError: with `where`, a file cannot be made or written on some rank; on all of them, with
+        the same text, which names the rank.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> for leaf in shard([torch.ones(2, 3), torch.tensor(7)], groups):
+      ...     print(leaf)
+      Sharded(shape=(2, 3), float32, here 6 of 6)
+      Fixed(shape=(), int64, replicated)
+
+    References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.2.
+    """
+    if spans.observers:
+        spans.passing("build: shard")
+    checks.choice("shard", "replicas", replicas, "check", "broadcast")
+    how: Any = {"precision": precision, "bucket_bytes": bucket_bytes, "where": where}
+    how |= {"frozen": frozen, "order": order, "bucket": bucket}
+    layout = layout_for("shard", "params", params, groups, how)
+    refuse_computed("shard", layout.paths, layout.leaves)
+    trained = [layout.paths[i] for i, (bucket, _) in layout.slots.items() if bucket.trainable]
+    refuse_overlaps("shard", dict(zip(layout.paths, layout.leaves, strict=True)), trained)
+    for home in dict.fromkeys(layout.homes):
+        # Ranks may have compared two trees before, and come with one of them each.
+        home.agreed.difference_update([seen for seen in home.agreed if seen[0] == "shard"])
+    agree_on(layout)
+    if replicas == "check":
+        values = [None if layout.owners[i] != i else x for i, x in enumerate(layout.leaves)]
+        fix = "use the same seed or checkpoint on every rank, or pass replicas='broadcast'"
+        compare_values("shard", layout.homes, layout.paths, values, fix, whole=True)
+    slots, sends = layout.slots.items(), replicas == "broadcast"
+    if not any(bucket.codes or layout.places[i] != DEVICE for i, (bucket, _) in slots):
+        return _assemble(layout, sends)
+    # A disk may be full on one rank alone, or what codes cannot hold may lie in its part.
+    with collectives.together("shard", layout.homes) as exchange:
+        return _assemble(layout, sends, exchange)
+
+
+def layout_of(
+    verb: str, root: str, values: Tree, groups: Any, **options: Unpack[LayoutOptions]
+) -> Tree:
+    """Shards on meta, laid out as `shard` would lay out these tensors.
+
+    Communication: a digest of the tree, to compare it between ranks.
+    """
+    layout = layout_for(verb, root, values, groups, options)
+    agree_on(layout)
+    meta = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in layout.leaves]
+    return _assemble(layout._replace(leaves=meta), False)
+
+
+def _assemble(layout: Layout, sends: bool, exchange: collectives.Exchange | None = None) -> Tree:
+    out = _cut(layout, sends, exchange)
+    for i, (leaf, home) in enumerate(zip(layout.leaves, layout.homes, strict=True)):
+        if layout.owners[i] != i:
+            out[i] = Tied(*layout.slots[layout.owners[i]])
+        elif i not in layout.slots:
+            value = leaf.detach().clone(memory_format=torch.contiguous_format)
+            if sends and not value.is_meta and value.numel():
+                collectives.levels.broadcast(home, value)
+            out[i] = Fixed(value)
+    shards = layout.spec.unflatten([out[i] for i in range(len(layout.leaves))])
+    return tree.replace_none(shards, Nothing(), is_leaf)
+
+
+def _cut(layout: Layout, sends: bool, exchange: collectives.Exchange | None) -> dict[int, Any]:
+    """This rank's chunk of each bucket, as leaves; one bucket at a time is in memory in full.
+
+    Where this rank has failed, which `exchange` says at the end, there are no leaves.
+    """
+    members: dict[Bucket, dict[int, int]] = {}
+    for i, (bucket, slot) in layout.slots.items():
+        members.setdefault(bucket, {})[slot] = i
+    out: dict[int, Any] = {}
+    for bucket, by_slot in members.items():
+        index = [by_slot[slot] for slot in range(len(by_slot))]
+        home, device = layout.homes[index[0]], layout.leaves[index[0]].device
+        with torch.no_grad():
+            # Each chunk gets its own storage, so that `whole_chunk` can recognise its pieces; and
+            # before the bucket in full, whose memory then serves the next bucket as well.
+            chunk = torch.empty(bucket.chunk, dtype=bucket.dtype, device=device)
+            full = pack.pack_full(bucket, [layout.leaves[i].detach() for i in index], device=device)
+            if sends and not full.is_meta:
+                collectives.levels.broadcast(home, full)
+            chunk.copy_(full.view(bucket.parts, -1)[home.hierarchy.route.chunk])
+            del full
+        kind = Sharded if bucket.trainable else Fixed
+        places, names = zip(*((layout.places[i], layout.paths[i]) for i in index), strict=True)
+        given = (home, bucket, chunk, places, names, layout.host_bytes)
+        place = partial(place_chunk, *given)
+        placed = place() if exchange is None else exchange.part(place)
+        pieces = zip(index, placed or [None] * len(index), strict=True)
+        out.update({i: kind(piece, bucket, slot) for slot, (i, piece) in enumerate(pieces)})  # pyright: ignore
+    return out
+
 
 # `gather` and `unshard`: shards become full tensors. For the gradient see [Note: adjoint].
 
 
-K = TypeVar("K")
-T = TypeVar("T")
-
-
-@overload
-def gather(shards: Mapping[K, Leaf], hierarchy: GroupsTree) -> dict[K, Tensor]: ...
-@overload
-def gather(shards: list[Sharded], hierarchy: GroupsTree) -> list[Tensor]: ...
-@overload
-def gather(shards: T, hierarchy: GroupsTree) -> T: ...
 def gather(shards: Tree, hierarchy: Any) -> Tree:
     """Rebuild full tensors from shards now. It is differentiable, and its VJP is hop 1.
 
@@ -108,85 +443,6 @@ def gather(shards: Tree, hierarchy: Any) -> Tree:
     return opened.build(_gathered(opened.data, opened.uses))
 
 
-class PendingTree:
-    """A tree that is being transferred; `wait()` returns it.
-
-    Args:
-      started: waits for the transfers of each bucket.
-      build: makes the tree of their results.
-
-    Communication: on gloo `wait()` starts the levels that remain; see the verb that made this.
-
-    Example:
-      >>> groups = make_groups(1)
-      >>> pending = shards.start_gather(shard({"w": torch.ones(2)}, groups), groups)
-      >>> pending.wait()["w"]
-      tensor([1., 1.])
-    """
-
-    def __init__(self, started: Sequence[Finish], build: Callable[[list[Tensor]], Tree]) -> None:
-        self._started: Sequence[Finish] | None = started
-        self._build, self._tree = build, None
-
-    def wait(self) -> Tree:
-        """The tree. All ranks must wait for their trees in the same order.
-
-        A second call gives the same tree and does not communicate.
-        """
-        if self._started is not None:
-            found = [value for finish in self._started for value in finish()]
-            self._tree, self._started = self._build(found), None
-        return self._tree
-
-
-def _start(
-    verb: str, name: str, uses: Sequence[BucketUse], values: Sequence[Any], build: Callable
-) -> PendingTree:
-    """Start a map on plain tensors. Its result has no derivative, so it raises if one is needed."""
-    refuse_derivative(f"start_{verb}", values, f"use {verb}, or torch.no_grad()")
-    data = [values[i] for use in uses for i in use.members]
-    return PendingTree(start(name, uses, data), build)
-
-
-def start_gather(shards: Tree, hierarchy: Any) -> PendingTree:
-    """Start a gather and return at once; `wait()` gives the full tensors.
-
-    Args:
-      shards: as for `gather`; they must not change until `wait()`. A verb with `donate` waits
-        for the gather before it writes to them.
-      hierarchy: as for `gather`.
-
-    Returns:
-      A `PendingTree`.
-
-    Communication: as for `gather`. On gloo the outermost level runs in the background and the
-      others run in `wait()`. On CUDA all levels run on a side stream, and `wait()` does not block
-      the host.
-
-    Memory: as for `gather`.
-
-    Raises:
-      LeafError: called inside torch.func, or a shard requires a gradient; the result has no
-        derivative. Other errors are those of `gather`.
-
-    Example:
-      >>> groups = make_groups(1)
-      >>> start_gather(shard([torch.ones(2)], groups), groups).wait()
-      [tensor([1., 1.])]
-    """
-    opened = open_shards("start_gather", shards, hierarchy).agree()
-    full, sent = list(opened.data), [use for use in opened.uses if use.crosses_ranks]
-    for use in opened.uses:
-        if not use.crosses_ranks:
-            _view_local(use, full)
-
-    def build(found: list[Tensor]) -> Tree:
-        put(full, sent, found)
-        return opened.build(full)
-
-    return _start("gather", "gather", sent, opened.data, build)
-
-
 def _gathered(data: Sequence[Any], uses: Sequence[BucketUse]) -> list[Any]:
     """One full tensor per leaf of the tree, from the data of each leaf."""
     full, trained, frozen = list(data), list[BucketUse](), list[BucketUse]()
@@ -213,12 +469,6 @@ def _view_local(use: BucketUse, data: list[Any]) -> None:
         data[i] = piece.to(compute).reshape((*piece.shape[:-1], *shape))
 
 
-@overload
-def unshard(shards: Mapping[K, Leaf], hierarchy: GroupsTree) -> dict[K, Tensor]: ...
-@overload
-def unshard(shards: list[Sharded], hierarchy: GroupsTree) -> list[Tensor]: ...
-@overload
-def unshard(shards: T, hierarchy: GroupsTree) -> T: ...
 def unshard(shards: Tree, hierarchy: Any) -> Tree:
     """Gather into tensors that own their memory, one bucket at a time, for export.
 
@@ -321,50 +571,8 @@ def scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree
     return _scattered("scatter_grads", grads, groups, like)
 
 
-def start_scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> PendingTree:
-    """Start hop 1 and return at once, so that the next micro-step can begin; `wait()` gives shards.
-
-    Args:
-      grads: as for `scatter_grads`. They are copied, so they may change after the call.
-      groups: as for `shard`.
-      like: as for `scatter_grads`.
-
-    Returns:
-      A `PendingTree`.
-
-    Communication: as for `scatter_grads`. On gloo the innermost level runs in the background and
-      the others run in `wait()`. On CUDA all levels run on a side stream, and `wait()` does not
-      block the host.
-
-    Memory: a flat copy of the full gradients until `wait()`.
-
-    Raises:
-      LeafError: called inside torch.func, or a gradient requires a gradient; the result has no
-        derivative. Other errors are those of `scatter_grads`.
-
-    Example:
-      >>> groups = make_groups(1)
-      >>> start_scatter_grads([torch.ones(2)], groups).wait()[0].data
-      tensor([1., 1.])
-    """
-    sent, full, build = _owed("start_scatter_grads", grads, groups, like)
-    return _start("scatter_grads", "scatter", sent, full, build)
-
-
 def _scattered(verb: str, grads: Tree, groups: Any, like: Tree | None) -> Tree:
-    sent, full, build = _owed(verb, grads, groups, like)
-    return build(apply("scatter", sent, full))
-
-
-def _owed(
-    verb: str, grads: Tree, groups: Any, like: Tree | None
-) -> tuple[list[BucketUse], list[Tensor | None], Callable[[list[Tensor]], Tree]]:
-    """Match gradients with the layout of their parameters, and finish those of local buckets.
-
-    Returns:
-      The buckets that need hop 1, one full gradient per leaf, and what makes the tree of shards
-      with the results of hop 1.
-    """
+    """Do hop 1 of the full gradients among `grads`, as shards that lie as those of `like` do."""
     if like is not None:
         check_leaves(verb, like, tree.flatten(like, is_leaf)[0], "like")
     else:
@@ -372,7 +580,7 @@ def _owed(
     opened = open_shards(verb, like, groups, root="grads")
     given = values_up_to(opened.spec, opened.given, grads, f"{verb}: grads")
     full, sent, out = _full_grads(opened, given), list[BucketUse](), list[Any](opened.leaves)
-    for use in (each for each in opened.uses if each.bucket.trainable):
+    for use in opened.trained:
         done = [i for i in use.members if isinstance(given[i], Sharded)]
         if done and len(done) < len(use.members):
             text = f"{verb}: {opened.path(done[0])} is reduced already, others of its bucket"
@@ -383,14 +591,10 @@ def _owed(
             continue
         for i in use.members:
             out[i] = given[i] if done else _local(full[i], out[i], use.home.device)
-
-    def build(found: Sequence[Tensor]) -> Tree:
-        for use, values in deal(sent, found):
-            for i, piece in zip(use.members, values, strict=True):
-                out[i] = Sharded(piece, use.bucket, opened.leaves[i].slot)
-        return opened.spec.unflatten(out)
-
-    return sent, full, build
+    for use, values in deal(sent, apply("scatter", sent, full)):
+        for i, piece in zip(use.members, values, strict=True):
+            out[i] = Sharded(piece, use.bucket, opened.leaves[i].slot)
+    return opened.spec.unflatten(out)
 
 
 def _full_grads(opened: Opened, given: Sequence[Any]) -> list[Tensor | None]:
@@ -401,7 +605,7 @@ def _full_grads(opened: Opened, given: Sequence[Any]) -> list[Tensor | None]:
         if grad is None or is_leaf(grad):
             continue
         grad = pack.dense(grad)
-        wrong = _misfit(slot, grad, batched=True)
+        wrong = _misfit(slot, grad)
         if wrong or not slot.dtype.is_floating_point:
             text = f"{opened.verb}: {opened.path(i)} {wrong or 'is of a leaf without gradients'}"
             raise LeafError(text, fix="give the gradient of the full parameter")
@@ -411,19 +615,15 @@ def _full_grads(opened: Opened, given: Sequence[Any]) -> list[Tensor | None]:
     return full
 
 
-def _misfit(leaf: Any, value: Any, *, batched: bool = False) -> str:
-    """Why a value cannot be the full tensor of a leaf; "" if it can.
+def _misfit(leaf: Any, value: Any) -> str:
+    """Why a value cannot be a full gradient of a leaf, perhaps with dims of a batch; "" if it can.
 
-    Args:
-      leaf: the leaf, in whose dtype or in that of its computation the value has to be.
-      value: anything.
-      batched: whether dims of a batch may come before its own.
+    Its dtype is that of the leaf, or that of its computation.
     """
     allowed = (leaf.dtype, leaf.bucket.compute if leaf.bucket else leaf.dtype)
     got = type(value).__name__
     if isinstance(value, Tensor):
-        shape = value.shape[value.ndim - len(leaf.shape) :] if batched else value.shape
-        if shape == leaf.shape and value.dtype in allowed:
+        if value.shape[value.ndim - len(leaf.shape) :] == leaf.shape and value.dtype in allowed:
             return ""
         got = f"{dtype_name(value.dtype)} of shape {tuple(value.shape)}"
     dtypes = " or ".join([dtype_name(dtype) for dtype in dict.fromkeys(allowed)])
@@ -504,97 +704,6 @@ def _mean_over_replicas(
         out = build(run("mean in place", uses, [data[i] for use in uses for i in use.members]))
         writing.mark_donated(tree.flatten(out, is_leaf)[0])
     return out
-
-
-# `cut`: full values that all ranks know become shards, and nothing is sent.
-
-
-def cut(full: Tree, groups: Any, *, like: Tree) -> Tree:
-    """Shards of full values that are the same on all ranks: each rank keeps its part.
-
-    Args:
-      full: tree of full tensors, equal on all ranks, as what was computed from gathered values is,
-        or from a seed that ranks share. Dtypes are those of the shards, or of their computation. In
-        the place of a tied leaf the tensor of its owner, an equal one, or None.
-      groups: as for `shard`.
-      like: the shards that say how to cut, as parameters do; only their layout is read.
-
-    Returns:
-      The tree of shards, frozen and replicated leaves too, in memory of its own. It is
-      differentiable.
-
-    Memory: this rank's shards.
-
-    Raises:
-      LeafError: a shape, dtype or device differs from the shard's, or a tied leaf has a value of
-        its own.
-
-    Example:
-      >>> groups = make_groups(1)
-      >>> params = shard({"w": torch.ones(3)}, groups)
-      >>> shards.cut({"w": torch.arange(3.0)}, groups, like=params)["w"].data
-      tensor([0., 1., 2.])
-    """
-    opened = open_shards("cut", like, groups, root="like")
-    values = _checked(opened, full)
-    out: list[Any] = list(opened.leaves)
-    for i, leaf in enumerate(opened.leaves):
-        if isinstance(leaf, Fixed) and leaf.bucket is None:
-            out[i] = Fixed(values[i].detach().clone())
-    for use in opened.uses:
-        parts = _parts(use, [values[i] for i in use.members])
-        for i, piece in zip(use.members, parts, strict=True):
-            out[i] = type(out[i])(piece, use.bucket, out[i].slot)
-    return opened.spec.unflatten(out)
-
-
-def _parts(use: BucketUse, values: Sequence[Tensor]) -> list[Tensor]:
-    """This rank's part of each member."""
-    bucket, number, found = use.bucket, use.route.chunk, []
-    live = needs_derivative(values) and bucket.trainable
-    for piece, value in zip(use.by_member(pieces(bucket, number)), values, strict=True):
-        flat = (value if live else value.detach()).reshape(-1)
-        found.append(flat.narrow(0, piece.origin, piece.length).to(bucket.dtype))
-    if live:  # copies, since a gather in a group of one gives views
-        return linear_map("part", [use], *[x.clone() for x in found])
-    chunk = found[0].new_zeros(bucket.chunk)
-    views = use.by_member(pack.split_chunk(bucket, number, chunk))
-    for view, value in zip(views, found, strict=True):
-        view.copy_(value)
-    if bucket.codes is not None and chunk.numel() and not chunk.is_meta:
-        names = [""] * len(bucket.shapes)  # `_checked` has found all values to be finite
-        return use.by_member(pack.coded_pieces(bucket, number, chunk, names))
-    return views
-
-
-def _checked(opened: Opened, full: Tree) -> list[Any]:
-    """One full value per leaf of the tree; None for those that are tied or `Nothing`."""
-    given = values_up_to(opened.spec, opened.given, full, "cut: full")
-    paths = tree.paths(opened.given, "full", is_leaf)
-    for path, leaf, x, home, owner in zip(
-        paths, opened.leaves, given, opened.homes, opened.layout.owner, strict=True
-    ):
-        if isinstance(leaf, Tied):
-            if not (x is None or _are_equal(x, given[owner])):
-                text = f"cut: {path} is tied to {paths[owner]}, and has a value of its own"
-                raise LeafError(text, fix="pass the same tensor for both, or None for this one")
-        elif not isinstance(leaf, Nothing):
-            wrong = _misfit(leaf, x)
-            if not wrong and not x.is_meta and x.device != home.device:
-                wrong = f"is on {x.device}, expected {home.device}"
-            if wrong:
-                fix = "pass the full tensor, on the device of the groups"
-                raise LeafError(f"cut: {path} {wrong}", fix=fix)
-            if leaf.bucket is not None and leaf.bucket.codes is not None and not x.is_meta:
-                pack.check_finite(f"cut: {path}", leaf.bucket.codes, x)
-    return given
-
-
-def _are_equal(x: Any, y: Any) -> bool:
-    if x is y or same_tensor(x, y):
-        return True
-    plain = all(isinstance(each, Tensor) and not _torch.is_wrapped(each) for each in (x, y))
-    return plain and torch.equal(x, y)
 
 
 # `map`: an elementwise function of this rank's pieces.

@@ -409,6 +409,7 @@ class ModuleProgram:
         self.skeleton = on_meta_copy(model, [*params.values(), *buffers.values()])
         self._values = params, self.buffers.copies({k: x.detach() for k, x in buffers.items()})
         self._loss = loss or _own_loss
+        self._swapped_in = _torch.SwappedIn(self.skeleton, [*params, *buffers])
         casts = precision.inputs is not None or precision.output is not None
         self._model: Any = Casting(self.skeleton, precision) if casts else self.skeleton
 
@@ -421,7 +422,7 @@ class ModuleProgram:
         """
 
         values = {**params, **buffers}
-        with _torch.swapped_in(self.skeleton, values):
+        with self._swapped_in(values):
             try:
                 loss = self._loss(self._model, batch)
             except (AttributeError, TypeError) as error:
@@ -449,7 +450,7 @@ class ModuleProgram:
           LeafError: something in it has no value, since the skeleton alone has it.
         """
         values = {**params(), **self.buffers.copies(buffers)}
-        with _torch.swapped_in(self.skeleton, values):
+        with self._swapped_in(values):
             found = self.skeleton.state_dict()
         for name, value in found.items():
             if isinstance(value, Tensor) and value.is_meta:

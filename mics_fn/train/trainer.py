@@ -336,8 +336,7 @@ class Trainer:
       overlap_step: step each bucket once its hop 2 is done, while others are still reduced, with
         `guard=optim.Guard(on_nonfinite="ignore")`; see [Note: steps that overlap hop 2] in
         `stepping`.
-      replicas, source_rank, frozen: as for `shard`. These and the next three cannot be given with
-        shards.
+      replicas, frozen: as for `shard`. These and the next three cannot be given with shards.
       bucket_bytes: as for `shard`; default a sixteenth of the parameters, from 1 to 25 MiB.
       order, bucket: as for `shard`; the default order is the module's own.
       checkpoint: saves this trainer after steps, and lets it go on; see `Checkpoints`.
@@ -400,7 +399,6 @@ class Trainer:
         where: Where | str | None = None,
         overlap_step: bool = False,
         replicas: Literal["check", "broadcast"] | None = None,
-        source_rank: int | None = None,
         frozen: Callable[[str], bool] | None = None,
         bucket_bytes: float | str | None = None,
         order: Callable[[str], object] | None = None,
@@ -420,7 +418,7 @@ class Trainer:
         groups, home = stepping.homes_for(groups, own if params is None else params, deterministic)
         self.groups, independent = cast(Any, groups), self.replica_sync.independent
         self.member = Member(home, compared=independent, lost=home.state.rejoining)
-        options: dict[str, Any] = {"replicas": replicas, "source_rank": source_rank, "order": order}
+        options: dict[str, Any] = {"replicas": replicas, "order": order}
         options |= {"frozen": frozen, "bucket_bytes": bucket_bytes, "bucket": bucket}
         options["precision"] = None if precision is None else self.precision
         params = as_shards(self, own, params, buffers, options)

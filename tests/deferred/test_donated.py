@@ -53,12 +53,7 @@ def kept(state, groups):
     return lambda: coming.wait().view(-1)[:SIZE].clone(), run.close
 
 
-def started(state, groups):
-    pending = mf.shards.start_gather(state.params, groups)
-    return lambda: pending.wait()["b"], lambda: None
-
-
-def written_early(layout, way, write):
+def written_early(layout, write):
     """The first rank of each group writes before its gather of "b" is done, the others later."""
     groups, rank = groups_of(layout), dist.get_rank()
     shards = mf.shard(values(), groups, bucket_bytes=4)
@@ -72,7 +67,7 @@ def written_early(layout, way, write):
     mf.opt_step(state, grads)  # the first one on new groups compares the step
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         slow = Slow(patch, shards["b"].data)
-        use, close = way(state, groups)
+        use, close = kept(state, groups)
         if rank % layout.partition_size:
             got = use()
             after = write(state, grads, groups)
@@ -90,8 +85,7 @@ def written_early(layout, way, write):
 CASES = [(PAIR, update), (REPLICAS, update), (REPLICAS, merge)]
 
 
-@pytest.mark.parametrize("way", [kept, started])
 @pytest.mark.parametrize(("layout", "write"), CASES, ids=lambda x: getattr(x, "__name__", str(x)))
 @pytest.mark.covering
-def test_a_gather_sends_what_was_there_when_it_began(ranks, layout, write, way):
-    ranks(layout.world_size).run(written_early, layout, way, write)
+def test_a_gather_sends_what_was_there_when_it_began(ranks, layout, write):
+    ranks(layout.world_size).run(written_early, layout, write)

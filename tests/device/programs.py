@@ -232,23 +232,18 @@ def in_float16(groups: Any, watch: Watch) -> Numbers:
 
 
 def left_in_flight(groups: Any, watch: Watch) -> Numbers:
-    """Gathers and reductions under way beside compute; some are let go without a wait."""
+    """Gathers under way beside compute; some are let go without a wait."""
     _, state = _by_hand(watch, groups)
     for _ in range(STEPS):
         with watch.step():
-            pending = mf.shards.start_gather(state.params, groups)
-            left = mf.shards.start_gather(state.params, groups)
+            run, left = (mf.defer(state.params, groups, mf.keep_all()) for _ in range(2))
             x = torch.full((64, 64), 0.5, device=watch.device)
             y = x @ x
-            full = pending.wait()
-            grads = {name: torch.ones_like(value) for name, value in full.items()}
-            del full, left, pending
-            reduced = mf.shards.start_scatter_grads(grads, groups, like=state.params)
-            left = mf.shards.start_scatter_grads(grads, groups, like=state.params)
+            grads = {name: value * 0 + 1 for name, value in run.params.items()}
+            del run, left
+            shards = mf.scatter_grads(grads, groups, like=state.params)
             del grads
             z = y @ x
-            shards = reduced.wait()
-            del left
             state = mf.opt_step(state, mf.sync_replicas(shards, groups), donate=True)
             scratch = [torch.ones(1000, device=watch.device) for _ in range(5)]
     return {"z": z, "scratch": torch.stack(scratch), **mf.unshard(state.params, groups)}

@@ -159,19 +159,12 @@ def optimizer_by_path(peak: float) -> mf.optim.Transform:
 def overlapped_grads(
     loss: Callable[[Any, Any], Tensor], params: Any, batches: Sequence[Any], groups: mf.Groups
 ) -> Any:
-    """The mean gradient over micro-batches and ranks; at most two are in flight."""
-    full = mf.unshard(params, groups)
-    waiting: list[Any] = []
-    total = None
-    for i, batch in enumerate([*batches, None]):
-        if batch is not None:
-            grads = torch.func.grad(loss)(full, batch)
-            waiting.append(mf.shards.start_scatter_grads(grads, groups, like=params))
-        if waiting and (batch is None or i):
-            found = waiting.pop(0).wait()
-            total = found if total is None else mf.shards.map(torch.add, total, found)
-    mean = mf.shards.map(lambda x: x / len(batches), total)
-    return mf.sync_replicas(mean, groups)
+    """The mean gradient over micro-batches and ranks; nothing waits before `grads`."""
+    total = mf.GradSum(len(batches))
+    with mf.defer(params, groups, mf.keep_all(), into=total) as full:
+        for batch in batches:
+            total.backward(loss(full, batch))
+    return total.grads()
 
 
 # 8. LAMB, whose trust ratios are norms of whole leaves

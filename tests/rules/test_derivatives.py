@@ -141,12 +141,6 @@ def by_norms(s: Any, at: Place) -> Any:
     return mf.shards.map(lambda x, norm: x * (1 + norm), s, norms)
 
 
-def sines(s: Any, at: Place) -> Any:
-    """Full values that are the same on all ranks of a partition group; the tied one once."""
-    found = sine(mf.gather(s, at.groups))
-    return {**found, "tied": [found["tied"][0], None]}
-
-
 def within_one(full: Any) -> Any:
     """What torch's clip_grad_norm_ multiplies by."""
     norm = norm_of([full["a"], full["tied"][0], full["zero"]])
@@ -235,7 +229,6 @@ PROGRAMS: dict[str, Program] = {
         by_norms,
         lambda p: {**changed(p, lambda x: x * (1 + norm_of([x]))), "zero": p["zero"]},
     ),
-    "cut": of_shards(lambda s, at: mf.shards.cut(sines(s, at), at.groups, like=at.like), sine),
     "clip_by_value": of_shards(
         lambda s, at: clipped(mf.optim.clip_by_value(0.5), s),
         lambda p: changed(p, lambda x: x.clamp(-0.5, 0.5)),
@@ -355,7 +348,7 @@ def check_transforms(layout: Layout, name: str, where: str) -> None:
 
 # Of the others some parts are the same.
 FIRST = ["gather", "defer, on demand", "defer, keep_all", "sync_replicas", "reduce_grads"]
-FIRST += ["unshard", "leaf_norms", "inner", "map", "cut"]
+FIRST += ["unshard", "leaf_norms", "inner", "map"]
 
 
 @pytest.mark.thorough
@@ -667,10 +660,6 @@ def own_hop_2(s: Any, groups: mf.Groups) -> Any:
 
 
 REFUSALS: dict[str, Callable[[Any, Setting], Any]] = {
-    "start_gather": lambda s, at: mf.shards.start_gather(s, at.groups).wait(),
-    "start_scatter_grads": lambda s, at: mf.shards.start_scatter_grads(
-        mf.gather(s, at.groups), at.groups
-    ).wait(),
     "sync_replicas(donate=True)": lambda s, at: mf.sync_replicas(s, at.groups, donate=True),
     "shard": lambda s, at: mf.shard(mf.gather(s, at.groups), at.groups),
     "Guard.judge": lambda s, at: mf.optim.Guard(max_norm=1.0).judge(s, at.groups).grads,
@@ -762,8 +751,8 @@ OTHER_METHODS = {
     *("Timeline.summary", "PendingSave.due", "PendingSave.wait", "GradSum.release", "Groups.close"),
     # The trainer's own state, which nobody differentiates.
     *("Trainer.params", "Trainer.state_dict", "Trainer.reset"),
-    # See what makes them: start_gather, GradSum, diloco, local_sgd and reduced_by.
-    *("PendingTree.wait", "GradSum.grads", "ReplicaSync.groups", "ReplicaSync.init"),
+    # See what makes them: GradSum, diloco, local_sgd and reduced_by.
+    *("GradSum.grads", "ReplicaSync.groups", "ReplicaSync.init"),
     *("ReplicaSync.reduced", "ReplicaSync.after"),
 }
 

@@ -123,13 +123,12 @@ OF_STATES: dict[str, Callable[[Any, mf.Groups], Any]] = {
 }
 # Public functions of shards or states that give none, or whose places are an argument.
 OTHERS = {
-    *("gather", "unshard", "defer", "shards.start_gather", "get", "summary"),  # full values
+    *("gather", "unshard", "defer", "get", "summary"),  # full values
     *("record", "bucket_sizes", "optim.global_norm", "optim.leaf_norms", "optim.inner"),  # numbers
     *("checkpoint.save", "checkpoint.start_save", "checkpoint.save_pretrained"),
     *("checkpoint.save_dcp", "checkpoint.verify", "sampler", "placement.place"),
     *("move", "shard", "load_shards"),  # they have `where=`
-    # Gradients of full values arise on the device.
-    *("scatter_grads", "shards.start_scatter_grads", "shards.cut"),
+    "scatter_grads",  # gradients of full values arise on the device
 }
 
 

@@ -67,7 +67,7 @@ def computed(full: Any) -> Any:
 
 def gathered(shards: Any, groups: mf.Groups) -> list[Any]:
     """What each verb gives that gathers, or looks at leaves."""
-    found = [mf.gather(shards, groups), mf.shards.start_gather(shards, groups).wait()]
+    found: list[Any] = [mf.gather(shards, groups)]
     found.append([mf.get(shards, path, groups) for path in tree.paths(shards, "", is_leaf)])
     found += [mf.unshard(copy.deepcopy(shards), groups), mf.summary(shards).here_bytes]
     with torch.no_grad():

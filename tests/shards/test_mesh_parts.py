@@ -101,13 +101,6 @@ WAYS = {
     "GradSum of two": lambda here: summed(here, 2),
     "GradSum, reduced at the end": lambda here: summed(here, 2, zero1),
     "full": lambda here: mf.reduce_grads(full_grads(here), here.groups, like=here.shards),
-    "started": lambda here: mf.sync_replicas(
-        mf.shards.start_scatter_grads(full_grads(here), here.groups, like=here.shards).wait(),
-        here.groups,
-    ),
-    "hop 2 again": lambda here: mf.reduce_grads(
-        mf.reduce_grads(full_grads(here), here.groups, like=here.shards), here.groups
-    ),
 }
 
 

@@ -102,7 +102,6 @@ def ways(groups, shards):
     """Every way to gather, as a tree of plain tensors."""
     for route in (groups, groups.hierarchy, groups.flat):
         yield mf.gather(shards, route)
-    yield mf.shards.start_gather(shards, groups).wait()
     yield mf.gather(tree.map_leaves(torch.clone, shards), groups)  # pieces that are no chunk
     schemes = ["zero1", "hpz", "fsdp"] if groups.partition_size > 1 else []
     for scheme in ("mics", *schemes):

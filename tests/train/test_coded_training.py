@@ -108,7 +108,7 @@ def derivatives(layout):
 
     for precision in (CODED, None):
         shards = mf.shard(params, groups, precision=precision)
-        direction = mf.shards.cut({"w": vector}, groups, like=shards)
+        direction = mf.shard({"w": vector}, groups, precision=precision)
         twice = torch.func.jvp(torch.func.grad(loss), (shards,), (direction,))[1]
         found.append(mf.unshard(twice, groups))
         assert torch.equal(mf.gather(shards, groups)["w"], params["w"]) is (precision is None)

@@ -371,7 +371,7 @@ def right() -> None:
         trainer_of(model, groups),
         trainer_of(model, groups, params=full, bucket_bytes=64),
         trainer_of(skeleton, groups, params=shards),
-        trainer_of(skeleton, groups, params=full, replicas="broadcast", source_rank=0),
+        trainer_of(skeleton, groups, params=full, replicas="broadcast"),
         trainer_of(model, groups, params=cut),
     ]
     for each in found:
