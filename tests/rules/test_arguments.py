@@ -181,16 +181,14 @@ LeafError: Trainer: no parameter is trained: all are frozen, or there is none
 TypeError: Trainer.__init__() got an unexpected keyword argument 'shedule'
 >>> trainer(loss="mse")
 PlanError: Trainer: loss='mse', expected a function loss(model, batch)
->>> trainer(accumulate=0)
-PlanError: Trainer: accumulate=0, expected an int of at least 1
->>> trainer(guard="skip")
-PlanError: Trainer: guard='skip', expected a Guard
->>> trainer(on_drift=None)
-PlanError: Trainer: on_drift=None, expected 'raise' or 'heal'
->>> trainer(schedule="fetch 0")
-PlanError: Trainer: schedule='fetch 0', expected a Schedule or a policy
->>> trainer(grad_dtype=torch.int32)
-PlanError: Trainer: grad_dtype=torch.int32 is not a float dtype of torch
+>>> trainer(hop2=lambda grads, groups: grads)
+TypeError: Trainer.__init__() got an unexpected keyword argument 'hop2'
+>>> mf.FaultPolicy(on_drift=None)
+PlanError: FaultPolicy: on_drift=None, expected 'raise' or 'heal'
+>>> trainer(schedule="fetch 0").step(x)
+PlanError: defer: schedule='fetch 0', expected a schedule or a policy
+>>> trainer(grad_dtype=torch.int32).step(x)
+PlanError: GradSum: dtype=torch.int32 is not a float dtype of torch
 >>> trainer(checkpoint="folder")
 PlanError: Trainer: checkpoint='folder', expected a Checkpoints
 >>> trainer().step(x[:0])
@@ -207,16 +205,12 @@ PlanError: Trainer: loss cannot be called as loss(model, batch)
 PlanError: reduced_by: hop2 cannot be called as hop2(grads, state, groups)
 >>> replicas.reduced_by(lambda grads, state, groups: grads, init=lambda: 0)
 PlanError: reduced_by: init cannot be called as init(params)
->>> trainer().fit(None, 1)
-PlanError: Trainer.fit: loader=None, expected batches
->>> trainer().fit([x], -1)
-PlanError: Trainer.fit: steps=-1, expected an int of at least 0
->>> trainer().fit([x], 1, stop=True)
-PlanError: Trainer.fit: stop=True, expected a StopRequest
+>>> trainer().fit("data", 1)
+PlanError: Trainer.fit: loader='data', expected batches
 >>> trainer().fit([], 1, progress=False)
 LeafError: Trainer.fit: the loader gave no batch
 >>> trainer().fit((x for _ in range(2)), 3, progress=False)
-LeafError: Trainer.fit: the loader gave no batch in this pass: generator can be gone through only once
+LeafError: Trainer.fit: the loader gave no batch: generator can be gone through only once
 >>> mf.sampler(groups, range(4))
 GroupsError: sampler: groups is range
 >>> mf.Checkpoints("a", every=0)
@@ -236,7 +230,7 @@ PlanError: Trainer: loss=cross_entropy takes (input, target), expected loss(mode
   fix: call the model in it: lambda model, batch: cross_entropy(model(batch[0]), batch[1])
 >>> trainer(Giving(lambda out: {"out": out}), loss=None).step(x)
 LeafError: Trainer: the Giving gave dict, and without loss= that is the loss
-  expected one number, or a result with a .loss
+  expected one number, or a result whose .loss is one: give the batch its labels
   fix: pass loss=, such as lambda model, batch: cross_entropy(model(batch[0]), batch[1])
 >>> trainer(loss=lambda model, x: None).step(x)
 LeafError: Trainer: the loss is NoneType, expected one number
@@ -250,11 +244,12 @@ LeafError: Trainer: the Linear cannot be called with this batch, as model(x=, y=
   fix: name the arguments of forward in the batch, or pass loss=: it is given (model, batch)
 >>> trainer(loss=None).step(x)
 LeafError: Trainer: the Linear gave shape (4, 1), and without loss= that is the loss
-  expected one number, or a result with a .loss
+  expected one number, or a result whose .loss is one: give the batch its labels
   fix: pass loss=, such as lambda model, batch: cross_entropy(model(batch[0]), batch[1])
 >>> trainer(Giving(lambda out: SimpleNamespace(loss=None)), loss=None).step(x)
-LeafError: Trainer: the Giving gave no loss: its .loss is None
-  fix: give the batch what it computes the loss from: labels
+LeafError: Trainer: the Giving gave SimpleNamespace, and without loss= that is the loss
+  expected one number, or a result whose .loss is one: give the batch its labels
+  fix: pass loss=, such as lambda model, batch: cross_entropy(model(batch[0]), batch[1])
 >>> trainer(Giving(lambda out: out + None), loss=None).step(x)
 TypeError: unsupported operand type(s) for +: 'Tensor' and 'NoneType'
 >>> trainer(loss=nn.MSELoss())
@@ -303,9 +298,6 @@ AttributeError: Trainer has no attribute 'optimizer'
   fix: trainer.state.opt is its state; the optimizer itself is a function of values
 >>> trainer().nope
 AttributeError: Trainer has no attribute 'nope'
->>> pickle.dumps(trainer())
-GroupsError: a Trainer belongs to this process: it cannot be in a pickle or a deep copy
-  fix: take trainer.state_dict(), or save it with Trainer(checkpoint=Checkpoints(folder))
 
 # Checkpoints
 >>> checkpoint.save(None, state(), groups, step=1)
