@@ -13,11 +13,11 @@ a module and never changes it. One call is one step, with `accumulate` micro-ste
   >>> round(trainer.params()["weight"].item(), 2), round(metrics[-1].loss.item(), 4)
   (2.0, 0.0)
 
-Its step is `train_step` in `step`, a pure function, here with nothing around it. A copy of its text
-behind `from mics_fn.train.step import *` runs in a notebook, too: change there what you like.
+Its step is `train_step` in `stepping`, a pure function, here with nothing around it. A copy of its
+text behind `from mics_fn.train.stepping import *` runs in a notebook: change there what you like.
 
   >>> from mics_fn.train.program import ModuleProgram
-  >>> from mics_fn.train.step import RunState, StepOptions, train_step
+  >>> from mics_fn.train.stepping import RunState, StepOptions, train_step
   >>> model, loss = torch.nn.Linear(2, 1), lambda model, x: model(x).square().mean()
   >>> program = ModuleProgram(model, loss)
   >>> params, buffers = program.take()
@@ -105,8 +105,8 @@ the inputs that it gets, since only calls of the model are cast. A refused step 
 the guard. On NCCL the host does not wait for collectives, so it notices a rank that left a schedule
 only when a run ends.
 
-Start reading at `train_step` in `step`, then `program`, and `trainer`, which has the arguments and
-what a job adds to a step. `loop` is about samples and going through them, `replicas` about merges,
+Start reading at `train_step` in `stepping`, then `program`, and `trainer`, which has the arguments
+and what a job adds to a step. `loop` is about samples and going through them, `replicas` about merges,
 and `resuming` about going on: from a replica after a fault, or from a save.
 
 To add a way of merging, write a function in `replicas` that returns a `ReplicaSync` with a `begin`
@@ -119,5 +119,5 @@ A step returns its `StepMetrics`.
 from mics_fn.train import replicas
 from mics_fn.train.loop import sampler
 from mics_fn.train.resuming import Checkpoints
-from mics_fn.train.step import StepMetrics
+from mics_fn.train.stepping import StepMetrics
 from mics_fn.train.trainer import FaultPolicy, Trainer

@@ -38,7 +38,6 @@ from mics_fn.errors import GroupsError, LeafError, message
 from mics_fn.faults import StopRequest
 from mics_fn.groups import Groups, reports_step
 from mics_fn.train.program import count
-from mics_fn.train.step import StepMetrics
 
 # Which samples a rank takes.
 
@@ -370,7 +369,7 @@ class DataPasses:
 
 
 @contextmanager
-def _shown(steps: int, log_every: int) -> Iterator[Callable[[Sequence[StepMetrics]], None]]:
+def _shown(steps: int, log_every: int) -> Iterator[Callable[[Sequence[Any]], None]]:
     """Give what shows one more step: in a bar, or in lines where tqdm is not installed.
 
     Args:
@@ -383,7 +382,7 @@ def _shown(steps: int, log_every: int) -> Iterator[Callable[[Sequence[StepMetric
 
         bar = tqdm(total=steps, unit="step", disable=not log_every)
 
-    def show(found: Sequence[StepMetrics]) -> None:
+    def show(found: Sequence[Any]) -> None:
         done = len(found)
         if shown is not None:
             shown.update()
@@ -403,13 +402,13 @@ def _shown(steps: int, log_every: int) -> Iterator[Callable[[Sequence[StepMetric
 
 def train_for(
     trainer: Any, loader: Iterable[Any], steps: int, log_every: int, stop: StopRequest | None
-) -> list[StepMetrics]:
+) -> list[Any]:
     """Take steps until there are so many, or all ranks stop after the same one; see `Trainer.fit`.
 
     Args:
       log_every: 0 shows nothing.
     """
-    metrics, home, passes = list[StepMetrics](), trainer.options.home, trainer.passes
+    metrics, home, passes = list[Any](), trainer.options.home, trainer.passes
     with (
         reports_step(home.state, trainer.state.step + 1),  # of the loader, or of what is shown
         _shown(steps, log_every) as show,

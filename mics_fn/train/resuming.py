@@ -40,7 +40,7 @@ from mics_fn.shards import Writing
 from mics_fn.spans import LOG
 from mics_fn.train.loop import Position, put_back
 from mics_fn.train.replicas import has_own_state
-from mics_fn.train.step import write
+from mics_fn.train.stepping import write
 
 # What changes in a guard from step to step, as numbers that ranks and later runs take over.
 
@@ -177,7 +177,7 @@ def at_one_step(trainer: Any, *, heal: bool) -> None:
     ready = [rank for rank in ready if found[rank].calls == last.calls - 1]
     if home.rank in ready:
         with Writing():
-            trainer.put(write(trainer.options, trainer.run, member.ready)[0])
+            trainer._put(write(trainer.options, trainer.run, member.ready)[0])
     member.ready = None
     behind = [rank for rank in behind if rank not in ready]
     if behind and has_own_state(sync, trainer.sync_state):
@@ -193,7 +193,7 @@ def at_one_step(trainer: Any, *, heal: bool) -> None:
     if not sync.independent:
         _take(trainer, found, last)
     if last.merges:
-        trainer.merge()
+        trainer._merge()
     if any(said.passes[0] for said in found.values()):
         trainer.passes.go_on(trainer.sync_state.step)
 

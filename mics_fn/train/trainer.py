@@ -28,11 +28,11 @@ from mics_fn.offload import Where
 from mics_fn.optim import Guard, Optimizer, StepTotals, TrainState, init_state, move
 from mics_fn.schedules import OnDemand, Schedule, keep_all, on_demand
 from mics_fn.threads import Commit
-from mics_fn.train import resuming, step
+from mics_fn.train import resuming, stepping
 from mics_fn.train.loop import DataPasses, train_for
 from mics_fn.train.program import FunctionProgram, ModuleProgram, to_device
 from mics_fn.train.replicas import ReplicaSync, SyncState, every_step
-from mics_fn.train.step import Between, Judged, RunState, StepMetrics, StepOptions
+from mics_fn.train.stepping import Between, Judged, RunState, StepMetrics, StepOptions
 from mics_fn.tree import Tree
 
 # What trainers of other libraries have, and what is there instead.
@@ -324,7 +324,7 @@ def _between(trainer: Any, commit: Commit) -> Between:
         names = [] if sync.independent else trainer.program.buffers.averaged
         given = "Trainer", trainer.state, trainer.groups, names
         drift = faults.Comparison(*given, moments=not sync.independent)
-    between = Between(commit.block, written=trainer.put)
+    between = Between(commit.block, written=trainer._put)
     flag = _torch.abort_flag(device) if _torch.is_async(device) else None
     between.judged = partial(_judged, trainer, commit, flag)
     if drift is not None or trainer.member.masked is not None:
@@ -472,7 +472,8 @@ class Trainer:
         least float32.
       where: where trained leaves, the optimizer's states and sums of gradients live; see `where`.
       overlap_step: step each bucket once its hop 2 is done, while others are still reduced, with
-        `guard=optim.Guard(on_nonfinite="ignore")`; see [Note: steps that overlap hop 2] in `step`.
+        `guard=optim.Guard(on_nonfinite="ignore")`; see [Note: steps that overlap hop 2] in
+        `stepping`.
       frozen: as for `shard`; this and the next one cannot be given with shards.
       bucket_bytes: as for `shard`; default a sixteenth of the parameters, from 1 to 25 MiB. For its
         other options call `shard`, and pass `params=`.
@@ -561,8 +562,8 @@ class Trainer:
             self.program, groups, home, accumulate, weight, sync, schedule or chosen, grad_dtype,
             place, overlap_step,
         )  # fmt: skip
-        known_late = self.faults.recoverable or not step.can_overlap(self.options, self.guard)
-        if overlap_step and known_late:
+        more = self.faults.recoverable or not stepping.can_overlap(self.options, self.guard)
+        if overlap_step and more:
             text = "Trainer: overlap_step=True writes a step before all is known that is asked for"
             raise PlanError(text, fix="pass optim.Guard(on_nonfinite='ignore') and nothing else")
         resuming.compare_options(self)
@@ -591,16 +592,16 @@ class Trainer:
         """All that a step changes."""
         return RunState(self.ahead, self.sync_state, self.guard)
 
-    def put(self, run: RunState, *, merges: bool = False) -> None:
+    def _put(self, run: RunState, *, merges: bool = False) -> None:
         """Put what a step has changed in its place."""
         member = self.member
         # Between these nothing can interrupt; see [Note: between two instructions] in `threads`.
         self.ahead, self.sync_state, self.guard = run
         member.merges, member.masked, member.begun = merges, member.begun, None
 
-    def merge(self) -> None:
+    def _merge(self) -> None:
         """Merge replicas, which is left to do of the last step."""
-        step.merge(self.options, self.run, self.put)
+        stepping.merge(self.options, self.run, self._put)
 
     @property
     def state(self) -> TrainState:
@@ -653,7 +654,7 @@ class Trainer:
         with home.state.turns.alone(step=True), reports_step(home.state, self.ahead.step + 1), seen:
             home.partition.check_open()  # a state may be lost because they have failed
             if member.merges:  # as that of the last step was cut short
-                self.merge()
+                self._merge()
             if not member.compared:  # a state may have been put in its place since
                 faults.same_step(self.ahead, self.groups)
                 member.compared = True
@@ -665,7 +666,7 @@ class Trainer:
                 torch.set_grad_enabled(True)
                 with commit, _deterministic() if self.deterministic else nullcontext():
                     run = RunState(self.ahead, self.sync_state, self.guard)
-                    _, metrics = step.train_step(self.options, run, batch, between)
+                    _, metrics = stepping.train_step(self.options, run, batch, between)
             except BaseException as error:
                 # Of this library it is raised before the last message of the step, or on all ranks.
                 if commit.began and home.world_size > 1 and not isinstance(error, errors.MicsError):
@@ -701,7 +702,7 @@ class Trainer:
             deferred = defer(self.ahead.params, self.groups, self.eval_schedule)
             with self.program.evaluating(), deferred as full:
                 loss, _ = self.program(full, before, batch)
-            return step.evaluated(self.options, loss.clone(), batch)
+            return stepping.evaluated(self.options, loss.clone(), batch)
 
     def params(self) -> Tree:
         """Full parameters as plain tensors, on every rank, for export.

@@ -783,7 +783,7 @@ def test_a_step_is_differentiated(ranks, layout):
 # The functions that need no row above: optimizers are in `test_a_step_is_differentiated`.
 OPTIMIZERS = "opt_step adam adamw lion sgd from_torch chain by_path from_update"
 # Those that keep their tensors as they are, take them as constants, or make them of none.
-CONSTANT = "init_state same_step same_replicas keep_all on_demand every_step init_model load_shards"
+CONSTANT = "init_state same_step same_replicas keep_all on_demand init_model load_shards"
 CONSTANT += " load_dcp save_dcp save_pretrained warmup_cosine static_scale dynamic_scale inject"
 CONSTANT += " move"  # see tests/offload/test_derivatives_of_files.py
 # Those that give no tensor that was made of tensors.

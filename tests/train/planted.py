@@ -2,7 +2,7 @@
 
 _L = "train/loop.py"
 _C = "train/resuming.py"
-_S = "train/step.py"
+_S = "train/stepping.py"
 
 PLANTED = [
     (
@@ -50,7 +50,7 @@ PLANTED = [
     (
         "a step that some ranks have written is not written by the others",
         _C,
-        "trainer.put(write(trainer.options, trainer.run, member.ready)[0])",
+        "trainer._put(write(trainer.options, trainer.run, member.ready)[0])",
         "pass",
         "train/test_trainer_reset.py -k written_by_all",
     ),

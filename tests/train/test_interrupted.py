@@ -31,7 +31,7 @@ from mics_fn.lab.ranks import run_ranks
 from mics_fn.optim import by_leaf
 from mics_fn.shards import any_lost
 from mics_fn.train import Checkpoints
-from mics_fn.train import step as pure
+from mics_fn.train import stepping as pure
 
 KINDS: dict[str, Callable[[str], dict[str, Any]]] = {
     "plain": lambda folder: {"optimizer": mf.optim.adamw(1e-2)},
@@ -340,7 +340,7 @@ def ends_of(path: str, folder: str, every: bool, patch: pytest.MonkeyPatch) -> l
             continue
         ends.append(next((name for name, x in known.items() if equal(now, x)), "torn"))
         if trainer.member.merges:  # the next step begins with it
-            trainer.merge()
+            trainer._merge()
             assert equal(bits(trainer), known["new"])
     return ends
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import mics_fn as mf
 from mics_fn import train
-from mics_fn.train import step as pure
+from mics_fn.train import stepping as pure
 from mics_fn.train.program import ModuleProgram
 
 ALONE, FOUR = Layout((1,), 1), Layout((2, 2), 2)
@@ -21,7 +21,7 @@ ALONE, FOUR = Layout((1,), 1), Layout((2, 2), 2)
 def copied() -> dict[str, Any]:
     """What a notebook has after the text of the function ran in it."""
     names: dict[str, Any] = {}
-    exec("from mics_fn.train.step import *", names)
+    exec("from mics_fn.train.stepping import *", names)
     exec(inspect.getsource(pure.train_step), names)
     assert names["train_step"] is not pure.train_step
     return names

@@ -36,7 +36,7 @@ def untouched(layout):
     model[0].weight.grad = torch.ones(4, 3)
     model.register_forward_hook(lambda *args: None)
     before = snapshot(model)
-    how = {"loss": lambda model, x: model(x).square().mean()}
+    how: Any = {"loss": lambda model, x: model(x).square().mean()}
     trainer = mf.Trainer(model, mf.optim.sgd(0.1), groups_of(layout), **how)
     trainer.step(random(dist.get_rank(), 4, 3))
     trainer.eval(random(0, 4, 3))

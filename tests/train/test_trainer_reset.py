@@ -19,7 +19,7 @@ from mics_fn import _torch, tree
 from mics_fn.errors import GroupsError, LostStateError, MicsError, PeerFailed
 from mics_fn.groups import Topology
 from mics_fn.optim import Guard, adamw, dynamic_scale, norm_spike
-from mics_fn.train import step as pure
+from mics_fn.train import stepping as pure
 from mics_fn.train import trainer as of_trainer
 
 SIZE = 16
