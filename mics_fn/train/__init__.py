@@ -106,8 +106,8 @@ the guard. On NCCL the host does not wait for collectives, so it notices a rank 
 only when a run ends.
 
 Start reading at `train_step` in `stepping`, then `program`, and `trainer`, which has the arguments
-and what a job adds to a step. `loop` is about samples and going through them, `replicas` about merges,
-and `resuming` about going on: from a replica after a fault, or from a save.
+and what a job adds to a step. `loop` is about samples and going through them, `replicas` about
+merges, and `resuming` about going on: from a replica after a fault, or from a save.
 
 To add a way of merging, write a function in `replicas` that returns a `ReplicaSync` with a `begin`
 and a `merge`. To add an option of the step, build it as a value of a lower wing first, so that
