@@ -511,7 +511,7 @@ class Trainer:
     sync_state: SyncState
     guard: Guard
     options: StepOptions
-    checkpoint: resuming.Checkpoints | None
+    checkpoint: Any  # a `Checkpoints`, or None
     last_step: Watched  # if it was watched
 
     def __init__(

@@ -363,7 +363,7 @@ def names_for(groups: Any) -> dict[str, Any]:
 
     def trainer(*given: Any, **options: Any) -> Any:
         usual: list[Any] = [nn.Linear(2, 1), optim.sgd(0.1), groups]
-        options = {"loss": mse, "replicas": "broadcast", **options}
+        options = {"loss": mse, **options}
         return mf.Trainer(*given, *usual[len(given) :], **options)
 
     def injected(**given: Any) -> None:

@@ -165,7 +165,8 @@ def cut_in_two(
     loader = loader_of(kind, groups, workers)
     found = fit(first, loader, at)
     used = 4 * groups.world_size * ((at - 1) % PER_PASS + 1)
-    assert first.passes.kept(at)["samples"] == used
+    kept: Any = first.passes.kept(at)
+    assert kept["samples"] == used
     saver.save(first)
     del loader
     fit(first, loader_of(kind, groups), 2)  # which writes into its own memory

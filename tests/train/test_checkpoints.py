@@ -303,7 +303,8 @@ def with_a_fault(layout: World, at: int) -> bool:
                 trainer.fit(loader, steps, progress=False)
             trainer.reset()
         trainer.fit(loader, steps - trainer.state.step, progress=False)
-        runs.append([trainer.passes.kept(13)[x] for x in ("epoch", "samples")])
+        kept: Any = trainer.passes.kept(13)
+        runs.append([kept[x] for x in ("epoch", "samples")])
         runs[-1] += [x.tolist() for x in trainer.params().values()]
         trainer.groups.close()
     return runs[0] == runs[1]
