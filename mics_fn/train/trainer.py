@@ -207,7 +207,7 @@ def as_shards(
 def _check_names(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
     """Raise unless parameters have the names, shapes, kinds of dtypes and ties of the model's."""
     want, got = _described(own), _described(given)
-    odd = [name for name in want | got if want.get(name) != got.get(name)]
+    odd = [name for name in {**own, **given} if want.get(name) != got.get(name)]
     if odd:
         text, name = "Trainer: params= are not those of the model", odd[0]
         lines = [f"params.{name}: expected {want.get(name)}, got {got.get(name)}"]
