@@ -174,10 +174,7 @@ def as_shards(
       PlanError: shards were made for other groups or another precision, or an option has no effect.
     """
     options = {name: value for name, value in options.items() if value is not None}
-    if params is None:
-        params = own
-    elif own is not None:
-        _check_names(own, params)
+    given, params = params is not None, own if params is None else params
     leaves, _ = tree.flatten(params, shards.is_leaf)
     paths = tree.paths(params, "params", shards.is_leaf)
     named = {f"buffer {name!r}": x for name, x in buffers.items()} | dict(
@@ -190,6 +187,8 @@ def as_shards(
             text = f"Trainer: {name} is {where}; its groups are on {home.device}"
             fix = "pass what init_model gives, or move it to the device of its groups first"
             raise LeafError(text, fix=fix)
+    if given and own is not None:
+        _check_names(own, params)
     if any(map(shards.is_leaf, leaves)):
         _check_shards(params, groups, options.pop("precision", None), options)
     else:
