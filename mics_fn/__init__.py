@@ -107,9 +107,9 @@ Where leaves live:
 Training loops:
   `Trainer` - a short loop around the verbs - a step: gathers by schedule, hop 1s, one hop 2
   `Checkpoints` - saves a `Trainer` every so many steps; a new one goes on - as `start_save`
+  `FaultPolicy` - how a `Trainer` compares replicas and writes steps
   `sampler` - torch's `DistributedSampler` over the ranks of groups - small messages
   `replicas` - the namespace of when replicas become one
-  `replicas.every_step` - a policy: hop 2 in every step, as in MiCS
   `replicas.local_sgd` - parameters averaged every H steps - a run with it: hop 2 every H steps
   `replicas.diloco` - an outer optimizer every H steps - a run with it: hop 2 every H steps
   `replicas.reduced_by` - hop 2 by a function of one's own in every step - what that sends
@@ -182,15 +182,15 @@ from mics_fn.shards import (
     sync_replicas,
     unshard,
 )
-from mics_fn.train import Checkpoints, Trainer, replicas, sampler
+from mics_fn.train import Checkpoints, FaultPolicy, Trainer, replicas, sampler
 
 # And `set`, which `from mics_fn import *` leaves out: it would hide Python's own.
-__all__ = ["Checkpoints", "GradSum", "Groups", "MicsError", "Precision", "StopRequest"]
+__all__ = ["Checkpoints", "FaultPolicy", "GradSum", "Groups", "MicsError", "Precision"]
 __all__ += ["TrainState", "Trainer", "bucket_sizes", "checkpoint", "collectives", "defer", "errors"]
 __all__ += ["gather", "get", "groups", "init_distributed", "init_model", "init_state", "inspection"]
 __all__ += ["keep_all", "load_shards", "make_groups", "move", "notebook", "offload", "on_demand"]
 __all__ += ["opt_step", "optim", "placement", "record", "reduce_grads", "replicas", "reset"]
-__all__ += ["same_replicas", "same_step"]
+__all__ += ["StopRequest", "same_replicas", "same_step"]
 __all__ += ["sampler", "scatter_grads", "schedules", "shard", "shards", "summary", "sync_replicas"]
 __all__ += ["testing", "tree", "unshard", "weighted", "where"]
 

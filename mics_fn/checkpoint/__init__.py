@@ -67,7 +67,7 @@ Start reading at `directory` (what is on the disk: the table of slices, and whic
 `saving` (what a state holds, who writes it, and how all ranks come to one end), and `loading` for
 what is read. Directories of others are written by `exported`, and read by `init`. To add another
 format to write, take `saved_leaves` and `in_files`, and give `export` what writes a file. To add
-what is kept with a `Trainer`, add it to `carried` in the wing `train`. To change the format, raise
+what is kept with a `Trainer`, add it to `resuming` in the wing `train`. To change the format, raise
 `VERSION` in `directory`.
 
 `load` returns a `Loaded` of state, step and extra, and `verify` a `Verified` of what it compared.

@@ -13,6 +13,23 @@ a module and never changes it. One call is one step, with `accumulate` micro-ste
   >>> round(trainer.params()["weight"].item(), 2), round(metrics[-1].loss.item(), 4)
   (2.0, 0.0)
 
+Its step is `train_step` in `stepping`, a pure function, here with nothing around it. A copy of its
+text behind `from mics_fn.train.stepping import *` runs in a notebook: change there what you like.
+
+  >>> from mics_fn.train.program import ModuleProgram
+  >>> from mics_fn.train.stepping import RunState, StepOptions, train_step
+  >>> model, loss = torch.nn.Linear(2, 1), lambda model, x: model(x).square().mean()
+  >>> program = ModuleProgram(model, loss)
+  >>> params, buffers = program.take()
+  >>> groups = make_groups(1)
+  >>> train = init_state(shard(params, groups), optim.adamw(1e-2), buffers=buffers)
+  >>> state = RunState(train, guard=optim.Guard(max_norm=1.0))
+  >>> options = StepOptions(program, groups, groups, accumulate=2)
+  >>> for _ in range(3):
+  ...     state, metrics = train_step(options, state, torch.ones(4, 2))
+  >>> state.train.step, metrics.samples
+  (3, 4)
+
 Its words:
 
 - A *program* is a model or a loss function as one call, which gives a loss and runs its backward
@@ -33,8 +50,8 @@ Its words:
   gradients in each; with `diloco(16)` an outer optimizer follows what the replicas did. Between
   merges `unshard` gives the parameters of this replica. The state of the inner optimizer always
   stays its own.
-- Hop 2 may be a function of your own: `Trainer(hop2=f)`, or with a state on each rank, such as what
-  a compressed mean leaves out, `replica_sync=reduced_by(f, init=g)`.
+- Hop 2 may be a function of your own: `replica_sync=reduced_by(f)`, or with a state on each rank,
+  such as what a compressed mean leaves out, `reduced_by(f, init=g)`.
 
 Equal runs: `Trainer(deterministic=True)` uses torch's deterministic algorithms and
 `placement.fixed_order(groups)`, with which every reduction adds up in the order of ranks: hop 1
@@ -49,8 +66,8 @@ What cannot wait, such as memory that runs out while a step is written, leaves n
 on each use of it raises LostStateError, and so does the next step. `reset` takes the state from a
 replica, or goes back to a save; or load one, `trainer.state = loaded`. A step that had not begun to
 write leaves the state as it was. Other ranks may have taken the step, so the groups are finished in
-either case. A merge that fails leaves all replicas whole, and `reset` makes it again; for replicas
-that are independent, steps that only others have taken count as refused.
+either case. A merge that fails leaves all replicas whole, and `reset` makes it again. Replicas that
+are independent go on only if all have taken the same steps.
 
 Lost ranks: replicas are checkpoints. A rank that is killed, or a whole partition group, is started
 again with the same script, and takes parameters, moments, buffers, the guard and its place in the
@@ -64,13 +81,13 @@ after a fault, on ranks old and new:
             trainer.reset()
 
 A rank that is killed while others write a step may tear it: some have written it, and some that
-held the same parts as the lost rank have not. `Trainer(recoverable=True)` excludes that, for one
-small all-gather over each of the two groups per step. If no replica holds some part, all ranks
-go back to the newest step that was saved; without one they raise LostStateError, on groups that are
-good. Independent replicas hold nothing for each other. A model with dropout goes on, but not to the
-same bits, as nobody else has the random numbers of a rank. A rank that is lost before all have
-built their `Trainer` ends the job. `groups` says what the launcher has to do, and [Note: replicas
-are checkpoints] in `stepping` how it is done.
+held the same parts as the lost rank have not. `Trainer(faults=FaultPolicy(recoverable=True))`
+excludes that, for one small all-gather over each of the two groups per step. If no replica holds
+some part, all ranks go back to the newest step that was saved; without one they raise
+LostStateError, on groups that are good. Independent replicas hold nothing for each other. A model
+with dropout goes on, but not to the same bits, as nobody else has the random numbers of a rank. A
+rank that is lost before all have built their `Trainer` ends the job. `groups` says what the
+launcher has to do, and [Note: replicas are checkpoints] in `resuming` how it is done.
 
 Preemption: `with mf.StopRequest(groups) as stop:` around `trainer.fit(loader, steps,
 stop=stop)` lets SIGTERM or SIGUSR1, on any rank, end the loop on all ranks after the same step.
@@ -78,25 +95,19 @@ Then `stop.stopping` is true, and a `Trainer` with `checkpoint=` is saved: exit 
 hand asks `stop.due()` after a step.
 
 Going on: `Trainer(checkpoint=Checkpoints(folder, every=100))` saves while it trains, and a new one
-goes on from the newest step: `trainer.fit(loader, steps=1000 - trainer.state.step)`. What it saves
-is `carried`, a value, and `take_back` puts it into another trainer; see [Note: going on in a pass]
-in `loop` for the place in the data. With the same options on as many ranks it has the bits of a
-run that was not cut.
-
-What is carried: all that a `Trainer` carries is a value. `carried(trainer)` gives a tree of shards
-and numbers, and what belongs to this rank: random states, the place in its data, what the guard
-found. `take_back` lets another trainer go on from them, to the same bits, in the middle of a pass
-too. It checks all of it first, and refuses options that would change numbers. An object that saves
-steps, `Trainer(checkpoint=)`, is told of each one; see `Checkpoints`.
+goes on from the newest step: `trainer.fit(loader, steps=1000 - trainer.state.step)`. See [Note:
+going on in a pass] in `loop` for the place in the data. With the same options on as many ranks it
+has the bits of a run that was not cut, in the middle of a pass, too; options that would change
+numbers are refused.
 
 Limits: a layer that mixes dtypes, such as a norm in float32 inside a bfloat16 model, must accept
 the inputs that it gets, since only calls of the model are cast. A refused step changes nothing but
 the guard. On NCCL the host does not wait for collectives, so it notices a rank that left a schedule
 only when a run ends.
 
-Start reading at `Trainer.step` in `trainer`, which has the arguments and their checks too, then
-`program` and `stepping`, which has the way back to one step after a fault, too. `loop` is about
-samples and going through them, `replicas` about merges, and `resuming` about what is saved.
+Start reading at `train_step` in `stepping`, then `program`, and `trainer`, which has the arguments
+and what a job adds to a step. `loop` is about samples and going through them, `replicas` about
+merges, and `resuming` about going on: from a replica after a fault, or from a save.
 
 To add a way of merging, write a function in `replicas` that returns a `ReplicaSync` with a `begin`
 and a `merge`. To add an option of the step, build it as a value of a lower wing first, so that
@@ -109,4 +120,4 @@ from mics_fn.train import replicas
 from mics_fn.train.loop import sampler
 from mics_fn.train.resuming import Checkpoints
 from mics_fn.train.stepping import StepMetrics
-from mics_fn.train.trainer import Trainer
+from mics_fn.train.trainer import FaultPolicy, Trainer

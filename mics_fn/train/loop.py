@@ -24,8 +24,9 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import closing, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import closing, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -37,7 +38,6 @@ from mics_fn.errors import GroupsError, LeafError, message
 from mics_fn.faults import StopRequest
 from mics_fn.groups import Groups, reports_step
 from mics_fn.train.program import count
-from mics_fn.train.stepping import StepMetrics
 
 # Which samples a rank takes.
 
@@ -104,59 +104,44 @@ def sampler(
 States = Mapping[str, Any]
 
 
-def random_states(device: torch.device, own: Sequence[torch.Generator] = ()) -> States:
+def _generators(device: torch.device, loader: Any) -> dict[str, tuple[Callable, Callable]]:
+    """How the state of each generator is read and set; of the loader's own ones, too."""
+    found = {
+        "cpu": (torch.get_rng_state, torch.set_rng_state),
+        "python": (random.getstate, random.setstate),
+    }
+    numpy, more = sys.modules.get("numpy"), {}
+    if numpy is not None:
+        found["numpy"] = (partial(_numpy_state, numpy), numpy.random.set_state)
+    if device.type != "cpu":
+        more[device.type] = _torch.default_generator(device)  # None if it keeps none
+    more |= {f"loader {i}": each for i, each in enumerate(generators_of(loader))}
+    for name, each in more.items():
+        if each is not None:
+            found[name] = (each.get_state, each.set_state)
+    return found
+
+
+def _numpy_state(numpy: Any) -> list[Any]:
+    name, words, *rest = numpy.random.get_state()
+    return [name, words.tolist(), *rest]
+
+
+def random_states(device: torch.device, loader: Any = None) -> States:
     """Return the states at this moment, in the form in which they are saved: about 15 kB.
 
     Args:
       device: of this rank; its generator is asked unless it is the CPU.
-      own: the generators of a loader.
+      loader: its own generators are asked, too.
     """
-    accelerator, numpy, twister = _generator(device), sys.modules.get("numpy"), None
-    if numpy is not None:
-        name, words, *rest = numpy.random.get_state()
-        twister = [name, words.tolist(), *rest]
-    return {
-        "cpu": torch.get_rng_state(),
-        "device": None if accelerator is None else accelerator.get_state(),
-        "kind": device.type,
-        "own": [each.get_state() for each in own],
-        "python": random.getstate(),
-        "numpy": twister,
-    }
+    return {name: read() for name, (read, _) in _generators(device, loader).items()}
 
 
-def put_back(
-    states: States, device: torch.device, own: Sequence[Any] = (), *, trial: bool = False
-) -> None:
-    """Set the generators of this process to such states; that of another type of device stays.
-
-    Args:
-      states: what `random_states` gave.
-      device, own: as there.
-      trial: set new generators instead, which raise if these are no such states, whatever a file
-        may make them raise.
-    """
-    numpy: Any = sys.modules.get("numpy")
-    accelerator, twister = _generator(device), numpy and numpy.random
-    cpu, python = torch.default_generator, random
-    if trial:
-        accelerator = accelerator and torch.Generator(device)
-        cpu, python = torch.Generator(), random.Random()
-        twister = numpy and twister.RandomState()
-        own = [torch.Generator() for _ in states["own"]]
-    cpu.set_state(states["cpu"])
-    if accelerator is not None and states["device"] is not None and states["kind"] == device.type:
-        accelerator.set_state(states["device"])
-    python.setstate(states["python"])
-    if twister is not None and states["numpy"] is not None:
-        twister.set_state(tuple(states["numpy"]))
-    for each, state in zip(own, states["own"], strict=False):
-        each.set_state(state)
-
-
-def _generator(device: torch.device) -> torch.Generator | None:
-    """Return torch's generator of an accelerator; None on the CPU, or if it keeps none."""
-    return None if device.type == "cpu" else _torch.default_generator(device)
+def put_back(states: States, device: torch.device, loader: Any = None) -> None:
+    """Set the generators of this process to such states; that of another type of device stays."""
+    for name, (_, put) in _generators(device, loader).items():
+        if name in states:
+            put(states[name])
 
 
 # How far a pass over a loader has come, as a value; and a loader that goes on from there.
@@ -211,10 +196,9 @@ class Position(NamedTuple):
         Raises:
           LeafError: the loader has fewer samples than were used.
         """
-        own = generators_of(loader)
-        now = now or random_states(device, own)
+        now = now or random_states(device, loader)
         if self.start is not None:
-            put_back(self.start, device, own)
+            put_back(self.start, device, loader)
         if self.loader is not None and has_state(loader) and facts_of(loader) == self.facts:
             loader.load_state_dict(self.loader)
             batches = iter(loader)
@@ -228,7 +212,7 @@ class Position(NamedTuple):
                     raise LeafError(f"{text} that steps had used", fix=fix)
                 used += ranks * max(1, count(batch)[0])
         if self.start is not None and self.samples:  # else the pass has yet to draw its order
-            put_back(now, device, own)
+            put_back(now, device, loader)
         return batches
 
 
@@ -285,7 +269,7 @@ class DataPasses:
 
     def __init__(self) -> None:
         self.next = 0  # the number of the next pass
-        self.interrupted = False  # whether an error has ended the last run
+        self.interrupted = False  # whether a run has begun that has not ended well
         self._at: Position | None = None  # behind the last batch
         # Of the last two batches: calls and position before each, which may be in an earlier pass.
         # The step of one before them cannot be taken back any more.
@@ -309,14 +293,14 @@ class DataPasses:
         Raises:
           LeafError: a pass gave no batch, or the loader does not fit where the run resumes.
         """
-        shuffler, self._loader, self.interrupted = shuffler_of(loader), loader, False
+        shuffler, self._loader, self.interrupted = shuffler_of(loader), loader, True
         self._once = isinstance(loader, Iterator)
         try:
             while True:
                 at, empty = self._resume, False  # one that is gone on with may have nothing left
                 if at is None or not at.fits(loader, strict=self._strict):
                     epoch = max(self.next, getattr(shuffler, "epoch", 0))
-                    start = random_states(device, generators_of(loader))
+                    start = random_states(device, loader)
                     at, empty = Position(epoch, facts_of(loader), 0, start), True
                 if shuffler is not None:
                     shuffler.set_epoch(at.epoch)
@@ -328,7 +312,11 @@ class DataPasses:
                     empty = False
                     yield batch
                 if empty:
-                    raise _no_batch(loader)
+                    text = "Trainer.fit: the loader gave no batch"
+                    if self._once:
+                        text += f": {type(loader).__name__} can be gone through only once"
+                    fix = "pass a list or a DataLoader, with at least one sample per rank"
+                    raise LeafError(text, fix=fix)
         finally:
             self._loader = None  # nothing here keeps it alive: it may have processes of its own
 
@@ -354,7 +342,7 @@ class DataPasses:
 
     def randoms(self, device: torch.device) -> States:
         """Return the random states of this moment, those of the loader among them."""
-        return self._now or random_states(device, generators_of(self._loader))
+        return self._now or random_states(device, self._loader)
 
     def resume(self, at: Position | None, now: States | None = None, *, strict: bool) -> None:
         """Let the next run begin at a position; None begins a new pass."""
@@ -377,98 +365,65 @@ class DataPasses:
             self.resume(self.at(calls), strict=False)
 
 
-def _no_batch(loader: Any) -> LeafError:
-    """The error of a pass without a batch."""
-    text, fix = "Trainer.fit: the loader gave no batch", "give it at least one sample per rank"
-    if isinstance(loader, Iterator):
-        text += f" in this pass: {type(loader).__name__} can be gone through only once"
-        fix = "pass a list, a DataLoader, or another object that can be gone through again"
-    return LeafError(text, fix=fix)
-
-
-def check_fit(loader: Any, steps: Any, log_every: Any, stop: Any) -> None:
-    """Raise PlanError unless the arguments of `Trainer.fit` are what they should be."""
-    verb, fix = "Trainer.fit", "the order is fit(loader, steps); a loader gives a batch per step"
-    if isinstance(loader, str | bytes | Mapping):  # would be gone through by character or by key
-        checks.refuse(verb, "loader", loader, "batches", fix)
-    checks.instance(verb, "loader", loader, Iterable, "batches", fix)
-    checks.integer(verb, "steps", steps, 0, fix="pass the number of optimizer steps to take")
-    checks.integer(verb, "log_every", log_every, fix="progress=False shows nothing")
-    fix = "with StopRequest(groups) as stop: trainer.fit(loader, steps, stop=stop)"
-    checks.instance(verb, "stop", stop, StopRequest | None, "a StopRequest", fix)
-
-
 # Steps one after the other, over a loader.
 
 
-class Progress:
-    """A bar that shows how far a run is, or lines where tqdm is not installed.
+@contextmanager
+def _shown(steps: int, log_every: int) -> Iterator[Callable[[Sequence[Any]], None]]:
+    """Give what shows one more step: in a bar, or in lines where tqdm is not installed.
 
     Args:
-      steps: how many it has.
+      steps: how many the run has.
       log_every: steps from one reading of the loss to the next; 0 shows nothing.
     """
+    began, bar = time.perf_counter(), nullcontext()
+    with suppress(ImportError):
+        from tqdm import tqdm
 
-    def __init__(self, steps: int, log_every: int) -> None:
-        self._steps, self._every, self._began, self._bar = (
-            steps,
-            log_every,
-            time.perf_counter(),
-            None,
-        )
-        with suppress(ImportError):
-            from tqdm import tqdm
+        bar = tqdm(total=steps, unit="step", disable=not log_every)
 
-            self._bar = tqdm(total=steps, unit="step", disable=not log_every)
-
-    def show(self, found: Sequence[StepMetrics]) -> None:
-        """Show one more step."""
+    def show(found: Sequence[Any]) -> None:
         done = len(found)
-        if self._bar is not None:
-            self._bar.update()
-        if not self._every or (done % self._every and done != self._steps):
+        if shown is not None:
+            shown.update()
+        if not log_every or (done % log_every and done != steps):
             return
-        seconds, tokens = time.perf_counter() - self._began, sum(m.tokens for m in found)
+        seconds, tokens = time.perf_counter() - began, sum(m.tokens for m in found)
         amount, unit = (tokens or sum(m.samples for m in found)), "tokens" if tokens else "samples"
         text = f"loss {found[-1].loss.item():.3f}, {amount / seconds:,.0f} {unit}/s"
-        if self._bar is not None:
-            self._bar.set_postfix_str(text)
+        if shown is not None:
+            shown.set_postfix_str(text)
         else:
-            print(f"step {done}/{self._steps}: {text}", file=sys.stderr, flush=True)
+            print(f"step {done}/{steps}: {text}", file=sys.stderr, flush=True)
 
-    def close(self) -> None:
-        """End the bar."""
-        if self._bar is not None:
-            self._bar.close()
+    with bar as shown:
+        yield show
 
 
 def train_for(
     trainer: Any, loader: Iterable[Any], steps: int, log_every: int, stop: StopRequest | None
-) -> list[StepMetrics]:
+) -> list[Any]:
     """Take steps until there are so many, or all ranks stop after the same one; see `Trainer.fit`.
 
     Args:
       log_every: 0 shows nothing.
     """
-    metrics, home, passes = list[StepMetrics](), trainer.member.home, trainer.passes
-    try:
-        with (
-            reports_step(home.state, trainer.state.step + 1),  # of the loader, or of what is shown
-            closing(Progress(steps, log_every)) as progress,
-            closing(passes.batches(loader, home.device, home.world_size)) as batches,
-        ):
-            for _ in range(steps):
-                batch = next(batches)
-                passes.give(home.world_size * count(batch)[0], trainer.sync_state.step)
-                metrics.append(trainer.step(batch))
-                progress.show(metrics)
-                if stop is not None and stop.due():
-                    if trainer.checkpoint is not None:
-                        trainer.checkpoint.save(trainer)
-                    break
-    except BaseException:
-        passes.interrupted = True
-        raise
+    metrics, home, passes = list[Any](), trainer.options.home, trainer.passes
+    with (
+        reports_step(home.state, trainer.state.step + 1),  # of the loader, or of what is shown
+        _shown(steps, log_every) as show,
+        closing(passes.batches(loader, home.device, home.world_size)) as batches,
+    ):
+        for _ in range(steps):
+            batch = next(batches)
+            passes.give(home.world_size * count(batch)[0], trainer.sync_state.step)
+            metrics.append(trainer.step(batch))
+            show(metrics)
+            if stop is not None and stop.due():
+                if trainer.checkpoint is not None:
+                    trainer.checkpoint.save(trainer)
+                break
+        passes.interrupted = False
     if trainer.checkpoint is not None:
         trainer.checkpoint.close()
     return metrics

@@ -14,7 +14,6 @@ import enum
 import math
 import numbers
 import os
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
@@ -35,6 +34,8 @@ from mics_fn.groups import Groups
 from mics_fn.init import on_meta_copy, refuse_lazy
 from mics_fn.shards import MemoryPlace, Precision, overlaps
 from mics_fn.tree import Tree
+
+AS_GIVEN = Precision()
 
 # Contents of batches, and of the arguments and results of models. Trees of parameters are the
 # pytrees of `mics_fn.tree`; these come in those of torch, whose dicts keep their order, and in
@@ -164,8 +165,6 @@ def cut(batch: Any, parts: int) -> list[Any]:
     Raises:
       LeafError: a tensor's dim 0 is not a multiple of `parts`, or an object cannot be opened.
     """
-    if parts == 1:
-        return [batch]
     samples, _ = count(batch)
 
     def texts(x: Any) -> bool:
@@ -378,7 +377,11 @@ class FunctionProgram:
     ) -> Result:
         """The loss of a batch, after `backward` was called with it."""
         loss = self.loss_fn(params, cast_floats(batch, self.precision.inputs))
-        return _finished(cast_floats(loss, self.precision.output), backward), buffers
+        loss = cast_floats(loss, self.precision.output)
+        check_loss("Trainer", loss)
+        if backward is not None:
+            backward(loss)
+        return loss.detach().reshape(()), buffers
 
     def take(self) -> tuple[None, Values]:
         """Parameters and buffers, of which a function has none of its own."""
@@ -399,8 +402,8 @@ class ModuleProgram:
     def __init__(
         self,
         model: nn.Module,
-        loss: Callable[[nn.Module, Any], Tensor] | None,
-        precision: Precision,
+        loss: Callable[[nn.Module, Any], Tensor] | None = None,
+        precision: Precision = AS_GIVEN,
     ) -> None:
         refuse_lazy(model)
         params: Values = dict(model.named_parameters(remove_duplicate=False))
@@ -426,13 +429,17 @@ class ModuleProgram:
             try:
                 loss = self._loss(self._model, batch)
             except (AttributeError, TypeError) as error:
-                _say_how_called(error, self.skeleton, batch)
+                given = f"the {type(self.skeleton).__name__} and a {type(batch).__name__}"
+                error.add_note(f"  Trainer called loss(model, batch) with {given}, the whole batch")
                 raise
-            loss = _finished(loss, backward)
+            check_loss("Trainer", loss)
+            if backward is not None:
+                backward(loss)
         # If a module replaces a buffer instead of writing to it, the new one is in the dict.
         if backward is not None and self.buffers.shared:
             self.buffers.replaced([k for k, x in buffers.items() if values[k] is not x])
-        return loss, {name: values[name].detach() for name in buffers} if buffers else {}
+        after = {name: values[name].detach() for name in buffers} if buffers else {}
+        return loss.detach().reshape(()), after
 
     def take(self) -> tuple[Values, Values]:
         """Parameters and buffers by name, once: nothing here refers to them afterwards."""
@@ -480,42 +487,23 @@ def _own_loss(model: nn.Module, batch: Any) -> Tensor:
     """
     named = isinstance(batch, Mapping)
     args = () if named else batch if isinstance(batch, tuple | list) else (batch,)
-    kwargs = dict(batch) if named else {}
+    kwargs, name = dict(batch) if named else {}, type(model).__name__
     try:
         out = model(*args, **kwargs)
     except TypeError as error:
         if (why := checks.misfit(model.forward, args, kwargs)) is None:
             raise  # from inside of the model
         given = ", ".join([*(type(x).__name__ for x in args), *(f"{key}=" for key in kwargs)])
-        text = f"Trainer: the {model.__class__.__name__} cannot be called with this batch, as "
-        text, fix = f"{text}model({given})", _NAMED if named else _PASS_LOSS
+        text = f"Trainer: the {name} cannot be called with this batch, as model({given})"
+        fix = _NAMED if named else _PASS_LOSS
         raise LeafError(text, [f"its forward takes {why}"], fix) from error
     loss = out if isinstance(out, Tensor) else getattr(out, "loss", None)
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
-    name = model.__class__.__name__
-    if loss is None and hasattr(out, "loss"):
-        text = f"Trainer: the {name} gave no loss: its .loss is None"
-        raise LeafError(text, fix="give the batch what it computes the loss from: labels")
     got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
     text = f"Trainer: the {name} gave {got}, and without loss= that is the loss"
-    raise LeafError(text, ["expected one number, or a result with a .loss"], _PASS_LOSS)
-
-
-def _say_how_called(error: Exception, model: nn.Module, batch: Any) -> None:
-    """Add a note to an error of the call of a loss."""
-    frames = traceback.walk_tb(error.__traceback__)
-    if not any(frame.f_code is nn.Module.__call__.__code__ for frame, _ in frames):
-        given = f"the {type(model).__name__} and a {type(batch).__name__}, the whole batch"
-        error.add_note(f"  Trainer called loss(model, batch) with {given}")
-
-
-def _finished(loss: Any, backward: Backward | None) -> Tensor:
-    """The loss as a detached number, after a check of its shape and `backward` of it."""
-    check_loss("Trainer", loss)
-    if backward is not None:
-        backward(loss)
-    return loss.detach().reshape(())
+    lines = ["expected one number, or a result whose .loss is one: give the batch its labels"]
+    raise LeafError(text, lines, _PASS_LOSS)
 
 
 # Weights of losses: of how many things each is the mean.
@@ -525,17 +513,16 @@ class Weights:
     """The weights of the micro-batches of a step; see [Note: weighted means] in `levels`.
 
     Args:
-      trainer: the `Trainer`, which has a weight.
+      options: the `StepOptions`, which have a weight.
       parts: this rank's micro-batches.
 
     Communication: 8 bytes over the partition group and over the replication group, under way while
       the first micro-step computes.
     """
 
-    def __init__(self, trainer: Any, parts: Sequence[Any]) -> None:
-        home = trainer.member.home
-        home = home.replica if trainer.replica_sync.independent else home
-        found = [weight_of(trainer.weight, part, home.device) for part in parts]
+    def __init__(self, options: Any, parts: Sequence[Any]) -> None:
+        home = options.home.replica if options.replica_sync.independent else options.home
+        found = [weight_of(options.weight, part, home.device) for part in parts]
         self._values = torch.stack(found)
         self._mean = levels.start_mean_over_ranks(home, self._values.mean())
         void = self._values == 0

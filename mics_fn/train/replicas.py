@@ -17,7 +17,7 @@ import torch
 
 from mics_fn import checks, optim, shards, tree
 from mics_fn.collectives import together
-from mics_fn.errors import LeafError, PlanError
+from mics_fn.errors import LeafError
 from mics_fn.tree import Tree
 
 # `ReplicaSync`: a policy that says when replicas are merged, and how; and what it carries.
@@ -246,6 +246,11 @@ _EVERY = "give the steps from one merge to the next"
 __all__ = ["ReplicaSync", "SyncState", "diloco", "every_step", "local_sgd", "reduced_by"]
 
 
+def _no_sync(params: Tree, outer: Any, groups: Any, donate: bool) -> tuple[Tree, Any]:
+    """The merge of replicas that are equal after each step."""
+    return params, outer
+
+
 def every_step() -> ReplicaSync:
     """Run hop 2 in every step, as in MiCS, so that replicas stay equal.
 
@@ -258,11 +263,6 @@ def every_step() -> ReplicaSync:
       True
     """
     return ReplicaSync("every_step()", 1, False, lambda params: (), _no_sync)
-
-
-def _no_sync(params: Tree, outer: Any, groups: Any, donate: bool) -> tuple[Tree, Any]:
-    """The merge of replicas that are equal after each step."""
-    return params, outer
 
 
 def local_sgd(every: int) -> ReplicaSync:
@@ -377,7 +377,7 @@ def reduced_by(
         cannot take it from another one.
 
     Returns:
-      A `ReplicaSync`. `Trainer(hop2=f)` is `Trainer(replica_sync=reduced_by(f))`.
+      A `ReplicaSync`.
 
     Communication: what `hop2` sends, once per step.
 
@@ -389,7 +389,8 @@ def reduced_by(
     Example:
       >>> groups, loss = make_groups(1), lambda model, x: model(x).sum()
       >>> halved = lambda grads, groups: shards.map(lambda g: g / 2, grads)
-      >>> trainer = Trainer(torch.nn.Linear(1, 1), optim.sgd(0.1), groups, loss=loss, hop2=halved)
+      >>> how = {"loss": loss, "replica_sync": reduced_by(halved)}
+      >>> trainer = Trainer(torch.nn.Linear(1, 1), optim.sgd(0.1), groups, **how)
       >>> before = trainer.params()["bias"]
       >>> metrics = trainer.step(torch.ones(1, 1))
       >>> before - trainer.params()["bias"]
@@ -406,17 +407,3 @@ def reduced_by(
 
     name = f"reduced_by({getattr(hop2, '__qualname__', type(hop2).__name__)})"
     return ReplicaSync(name, 1, False, init or (lambda _: ()), _no_sync, reduce=reduce)
-
-
-def policy_of(replica_sync: ReplicaSync | None, hop2: Any) -> ReplicaSync:
-    """The policy that two arguments of `Trainer` mean.
-
-    Raises:
-      PlanError: both are given.
-    """
-    if hop2 is None:
-        return every_step() if replica_sync is None else replica_sync
-    if replica_sync is not None:
-        text = "Trainer: replica_sync= and hop2= are both given"
-        raise PlanError(text, fix="pass one; hop2=f is replica_sync=reduced_by(f)")
-    return reduced_by(hop2)

@@ -1,236 +1,364 @@
-"""All that a `Trainer` carries from step to step, as values: what a checkpoint saves of it.
+"""How a `Trainer` goes on: from a replica after a fault, or from a save in another job.
 
-  >>> groups, loss = make_groups(1), lambda model, x: model(x).sum()
-  >>> trainer = Trainer(torch.nn.Linear(1, 1), optim.sgd(0.1), groups, loss=loss)
-  >>> metrics = trainer.step(torch.ones(1, 1))
-  >>> state, extra = carried(trainer)
-  >>> kept = tree.map_leaves(lambda x: x + 0, state)  # as steps write into it
-  >>> for _ in range(2):
-  ...     take_back(trainer, kept, extra)
-  ...     print(trainer.step(torch.ones(1, 1)).step)
-  2
-  2
+What is saved is in two parts. The *state* is a tree of shards, tensors and numbers that is the
+same on all ranks, up to who holds which piece, so that it can go on with other ranks. The *extra*
+belongs to this rank: random states, the position in its data, and buffers that each rank computes
+for itself.
 
-It is in two parts. The *state* is a tree of shards, tensors and numbers that is the same on all
-ranks, up to who holds which piece, so that it can go on with other ranks. The *extra* belongs to
-this rank: random states, the position in its data, and buffers that each rank computes for itself.
+[Note: one step again] A step that some rank has completed was sent by all of them, so a rank may be
+behind by what it had not written yet: parameters and optimizer state, or, if the step was refused,
+only the scale and the watch of the guard. Ranks compare both numbers, that of steps and that of
+steps with those that were refused. One that is behind takes what it lacks from a rank that is not.
+Replicas that are independent have states of their own: if a rank has no state, or is behind, nobody
+holds what is missing. A merge that has failed is made again. Ranks that come back have nothing; see
+[Note: replicas are checkpoints].
+
+[Note: replicas are checkpoints] Every rank of a replication group holds the same shards and the
+same optimizer state. So a rank that was killed and comes back, or a whole partition group of them,
+takes its part from one that still has it: each part travels once, over the links of hop 2. No step
+is lost as long as one rank of each replication group holds the newest state. If none does, all
+ranks raise LostStateError on groups that are good, and can go on from a state that was saved.
+
+Leaves that are not trained do not travel: a rank that comes back has made them again, as its script
+says. So they are compared between replicas, and all ranks raise if they are not the same.
 """
 
 import json
 import os
 import warnings
-from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
-from mics_fn import checkpoint, checks, errors, shards, tree
-from mics_fn.collectives import collect_bytes, finish_readers, together
-from mics_fn.faults import differing
-from mics_fn.offload import is_placed, placed_like, read
+from mics_fn import checkpoint, checks, errors, faults, shards, tree
+from mics_fn.collectives import collect_bytes
+from mics_fn.groups import reports
+from mics_fn.optim import Guard
+from mics_fn.shards import Writing
 from mics_fn.spans import LOG
-from mics_fn.threads import Commit
 from mics_fn.train.loop import Position, put_back
 from mics_fn.train.replicas import has_own_state
-from mics_fn.train.stepping import guard_numbers, lasting_options, with_numbers
-from mics_fn.tree import Tree
+from mics_fn.train.stepping import write
 
-# The state as a value.
-
-OnChange = Literal["raise", "warn"]
+# What changes in a guard from step to step, as numbers that ranks and later runs take over.
 
 
-def carried(trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All that a `Trainer` carries, for `take_back` of another one.
+def guard_numbers(guard: Guard) -> list[Any]:
+    """What changes in a guard from step to step: of its scale, its own, and the norms it watches.
 
-    Call it between two steps. Nothing is copied: the next step writes into the memory of `state`,
-    so copy or save it before that.
+    JSON keeps every bit of them.
+    """
+    scale, norms = guard.scale, guard.spike and list(guard.spike.norms)
+    return [scale.value, scale.good_steps, scale.overflows, guard.in_row, guard.skipped, norms]
+
+
+def with_numbers(guard: Guard, numbers: Sequence[Any]) -> Guard:
+    """The guard with what `guard_numbers` gave of one like it."""
+    value, good_steps, overflows, in_row, skipped, norms = numbers
+    spike = guard.spike and replace(guard.spike, norms=tuple(norms or ())[-guard.spike.window :])
+    scale = replace(guard.scale, value=value, good_steps=good_steps, overflows=overflows)
+    return replace(guard, scale=scale, spike=spike, in_row=in_row, skipped=skipped)
+
+
+# What is compared between ranks, and with a save: options that change numbers.
+
+
+def compare_options(trainer: Any) -> None:
+    """Compare the options of a `Trainer`, which has its state, between ranks.
+
+    Communication: that of `same_options`.
+
+    Raises:
+      DesyncError: ranks have other options.
+    """
+    params, guard = shards.reclaimed(trainer.state.params), trainer.guard
+    guard.check_groups(params, trainer.groups)
+    homes = list(dict.fromkeys(shards.homes_of("Trainer", trainer.groups, params)))
+    several = any(home.world_size > 1 for home in homes)
+    facts = _facts(trainer, shards.names(params), several) | {
+        "deterministic": f"{trainer.deterministic}",
+        "recoverable": f"{trainer.faults.recoverable}",
+        "placement": "; ".join(home.describe() for home in homes),
+        "guard numbers": f"{guard_numbers(guard)}",
+    }
+    faults.same_options("Trainer", facts, homes)
+
+
+def lasting_options(trainer: Any) -> dict[str, str]:
+    """Return the options and versions that a resumed run must share, as texts by name.
+
+    Where ranks are and what they hold at a time may differ: that changes only how sums are rounded.
+    """
+    paths = shards.names(trainer.state.params)
+    return {**_facts(trainer, paths, several=False), **faults.versions()}
+
+
+def _facts(trainer: Any, paths: Sequence[str], several: bool) -> dict[str, str]:
+    """The options that ranks and later runs must share."""
+    sync, guard, scale = trainer.options.replica_sync, trainer.guard, trainer.guard.scale
+    changes = {*scale.CHANGING} - ({"value"} if scale.kind != "dynamic" else set())
+    facts = {
+        "accumulate": f"{trainer.options.accumulate}",
+        "precision": f"{trainer.precision}" or "as given",
+        "replica_sync": sync.name,
+        "weight": "none" if trainer.options.weight is None else "a function",
+    }
+    texts = {f.name: f"{getattr(guard, f.name)}" for f in fields(guard) if f.repr}
+    facts |= {f"guard {name}": text for name, text in texts.items() if name != "scale"}
+    texts = {f.name: f"{getattr(scale, f.name)}" for f in fields(scale) if f.name not in changes}
+    facts |= {f"guard scale {name}": text for name, text in texts.items()}
+    outer = faults.texts_of(sync.facts or {}, paths)
+    facts |= {f"outer {name}": text for name, text in outer.items()}
+    return {**facts, **faults.optimizer_facts("Trainer", trainer.state.transform, paths, several)}
+
+
+# Ranks that lack the newest state take it from their replicas, as those that come back do.
+
+
+class Said(NamedTuple):
+    """Report of a rank on new groups; JSON keeps every bit of it."""
+
+    calls: int  # steps, including those that were refused
+    step: int
+    guard: list[Any]  # its `guard_numbers`
+    lost: str  # why it has no state; "" if it has one
+    ready: bool  # whether it has kept what it needs to write one more step
+    merges: bool  # whether a merge of replicas is left to do of its last step
+    passes: list[Any]  # what `DataPasses.report` gave
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """Return the calls and the steps that it has done."""
+        return self.calls, self.step
+
+    def __str__(self) -> str:
+        before = ", before its merge" * self.merges
+        return self.lost or f"step {self.step}, in {self.calls} calls{before}"
+
+
+def reported_by_all(trainer: Any) -> dict[int, Said]:
+    """Exchange the reports of all ranks, by global rank.
+
+    Communication: two small all-gathers over each of the two groups.
+    """
+    member, sync, lost = trainer.member, trainer.sync_state, ""
+    if shards.any_lost((trainer.state, sync)):
+        lost = "was cut short while it wrote a step"
+    if member.lost:
+        lost = "came back without a state"
+    mine = [sync.step, trainer.state.step, guard_numbers(trainer.guard), lost]
+    mine += [member.ready is not None, member.merges, trainer.passes.report(sync.step)]
+    said = collect_bytes(trainer.options.home, json.dumps(mine).encode())
+    return {rank: Said(*json.loads(text)) for rank, text in said.items()}
+
+
+def at_one_step(trainer: Any, *, heal: bool) -> None:
+    """Bring state, guard and place in the data to one step; see [Note: one step again].
+
+    Args:
+      trainer: the `Trainer`, on new groups.
+      heal: whether a rank that is behind takes what it lacks from a replica.
+
+    Raises:
+      LostStateError, DesyncError: on all ranks; see `Trainer.reset`.
+    """
+    member, sync, home = trainer.member, trainer.options.replica_sync, trainer.options.home
+    found = reported_by_all(trainer)
+    last = max(found.values(), key=lambda said: (not said.lost, said.at))
+    # Each of replicas that are independent refuses steps on its own.
+    part = slice(1 if sync.independent else 2)
+    behind = [rank for rank, said in found.items() if said.lost or said.at[part] < last.at[part]]
+    if sync.independent and (behind or len({said.merges for said in found.values()}) > 1):
+        raise _lost(found, "replicas are independent, so each has a state of its own")
+    ready = [rank for rank in behind if found[rank].ready and not found[rank].lost]
+    ready = [rank for rank in ready if found[rank].calls == last.calls - 1]
+    if home.rank in ready:
+        with Writing():
+            trainer._put(write(trainer.options, trainer.run, member.ready)[0])
+    member.ready = None
+    behind = [rank for rank in behind if rank not in ready]
+    if behind and has_own_state(sync, trainer.sync_state):
+        raise _lost(found, f"{sync.name} keeps a state on each rank that no other one has")
+    if behind and not heal:
+        raise _lost(found, "heal=False takes nothing from a replica")
+    if behind and home.position == 0:
+        text = "reset: all go on at step %d, which %s did not have"
+        LOG.warning(text, last.step, errors.name_ranks(behind))
+    if home.rank in behind:
+        trainer.sync_state = replace(trainer.sync_state, step=last.calls)
+        trainer.guard = with_numbers(trainer.guard, last.guard)
+    if not sync.independent:
+        _take(trainer, found, last)
+    if last.merges:
+        trainer._merge()
+    if any(said.passes[0] for said in found.values()):
+        trainer.passes.go_on(trainer.sync_state.step)
+
+
+def _take(trainer: Any, found: Mapping[int, Said], last: Said) -> None:
+    """Let ranks take the state, and the place in the data, from those that have them."""
+    member, lost = trainer.member, any(said.lost for said in found.values())
+    if lost:
+        compare_options(trainer)
+    try:
+        state = replace(trainer.state, step=faults.NO_STEP) if member.lost else trainer.state
+        trainer.state = faults.same_step(state, trainer.groups, heal=True)
+    except errors.LostStateError:
+        raise _lost(found, "some part of it is nowhere, or leaves are on several groups") from None
+    if member.lost:
+        trainer.passes.take(last.passes)
+        member.lost = False
+    if lost:
+        if trainer.budget[0] == "auto":
+            trainer.plan_memory()  # so that all plan the same
+        with reports(errors.FileError):  # leaves may lie in files
+            home = trainer.options.home
+            compared = faults.Comparison("Trainer.reset", trainer.state, home, [], moments=False)
+        compared.finish("raise")
+
+
+def _lost(found: Mapping[int, Said], why: str) -> errors.LostStateError:
+    """Return the error of a state that no rank holds, with the saves to resume from."""
+    what = "the newest state, as ranks are at different steps"
+    if any(said.lost for said in found.values()):
+        what = "the state that a lost rank had"
+    newest = max(said.step for said in found.values())
+    fix = f"put a state in its place that all ranks have saved, of step {newest} or before"
+    fix += "; with checkpoint= the Trainer goes back to the newest by itself"
+    lines = errors.rank_lines({rank: f"{said}" for rank, said in found.items()})
+    return errors.LostStateError(f"Trainer.reset: no replica holds {what}: {why}", lines, fix)
+
+
+_ATTEMPTS = 5  # as a rank may be lost while another one is healed
+
+
+def renew(trainer: Any, *, heal: bool) -> None:
+    """Put a `Trainer` on new groups, at one step; tries again if a rank is lost meanwhile.
+
+    Where no replica holds what a rank lacks, all go back to the newest step that was saved.
 
     Args:
       trainer: the `Trainer`.
+      heal: whether a rank that is behind takes what it lacks from a replica.
 
-    Returns:
-      `(state, extra)`. `state` is `{"train": TrainState, "sync": SyncState}`, whose plain tensors
-      are equal on all ranks (or, while replicas are independent, on all ranks of a replica).
-      `extra` is what `checkpoint.save` takes as such: this rank's random states, its position in
-      the data of the last `fit`, what the guard has found, and buffers that ranks do not average:
-      these buffers and about 30 kB.
-
-    Communication: none.
+    Raises:
+      LostStateError: see `Trainer.reset`.
     """
-    home, (state, own) = trainer.member.home, _split(trainer)
-    extra = {
-        "options": lasting_options(trainer),
-        "ranks": [home.position, home.world_size],
-        "guard": guard_numbers(trainer.guard),
-        "buffers": own,
-        "data": trainer.passes.kept(trainer.sync_state.step),
-        "random": trainer.passes.randoms(home.device),
-    }
-    return state, extra
+    member, saver = trainer.member, trainer.checkpoint
+    for attempt in reversed(range(_ATTEMPTS)):
+        options = trainer.options
+        new = faults.replaced([options.home, *tree.flatten(options.groups)[0]])
+        groups, home = tree.map_leaves(new.get, options.groups), new[options.home]
+        trainer.options = replace(options, groups=groups, home=home)
+        member.compared, member.begun = False, None
+        try:
+            at_one_step(trainer, heal=heal)
+            break
+        except (errors.CollectiveError, errors.PeerFailed):
+            if not attempt:
+                raise
+        except errors.LostStateError:
+            # Whoever goes on puts a saved state in its place, and the next step compares it.
+            member.lost, member.ready, member.merges = False, None, False
+            if saver is not None and saver.begin(trainer):
+                return
+            raise
+    member.compared = True
+    if saver is not None:
+        saver.reset(trainer)
+
+
+# All that a `Trainer` carries from step to step, as a value.
 
 
 def _split(trainer: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The state, with those buffers that are known to be equal on all ranks; and the others."""
-    own, independent = dict(trainer.state.buffers), trainer.replica_sync.independent
+    own, independent = dict(trainer.state.buffers), trainer.options.replica_sync.independent
     averaged = () if independent else trainer.program.buffers.averaged
     shared = {name: own.pop(name) for name in averaged}
     return {"train": replace(trainer.state, buffers=shared), "sync": trainer.sync_state}, own
 
 
-def take_back(
-    trainer: Any, state: Tree, extra: Mapping[str, Any], *, other_options: OnChange = "raise"
-) -> None:
-    """Restore a `Trainer` from the result of `carried`; all ranks call it.
+def _extra(trainer: Any, own: dict[str, Tensor]) -> dict[str, Any]:
+    """What belongs to this rank: its own buffers and about 30 kB."""
+    home = trainer.options.home
+    return {
+        "options": lasting_options(trainer),
+        "ranks": [home.position, home.world_size, home.device.type],
+        "guard": guard_numbers(trainer.guard),
+        "buffers": own,
+        "data": trainer.passes.kept(trainer.sync_state.step),
+        "random": trainer.passes.randoms(home.device),
+    }
 
-    It goes on to the same bits, if it was made with the same options for as many ranks, and if the
-    next `fit` gets a loader like that of the saved run: this `fit` goes on in the middle of its
-    pass, see [Note: going on in a pass] in `loop`. Placement, the size of partition groups,
-    budgets and buckets may differ, and change only how sums are rounded. With another number of
-    ranks the pass goes on behind the samples that were used, random states are not taken, and
-    `accumulate` may differ.
+
+def _take_back(trainer: Any, found: checkpoint.Loaded, *, strict: bool) -> None:
+    """Let a `Trainer` go on from a step that was loaded into its memory.
+
+    Placement, the size of partition groups, budgets and buckets may differ from those of the save,
+    and change only how sums are rounded. With another number of ranks the pass goes on behind the
+    samples that were used, random states are not taken, and `accumulate` may differ.
 
     Args:
-      trainer: made as the saved one was. It does not change if anything does not fit.
-      state: a tree like `carried(trainer)[0]`. Shards are copied into the memory of the trainer's
-        own, since bits can depend on how pieces lie; other tensors are taken as they are.
-      extra: what was saved by the rank of this position. With another number of ranks, by any rank.
-      other_options: whether options that change numbers, or a loader, that are not as they were
-        raise, or are used with a warning.
-
-    Communication: two small all-gathers over each of the two groups: if one rank raises, all do.
-
-    Memory: none.
-
-    Raises:
-      LeafError: `state` or `extra` does not fit this trainer; the first thing that does not is
-        named.
-      PlanError: the options of the trainer are not those of the saved run.
-      DesyncError: ranks were given different steps, or another rank raises.
+      trainer: made as the saved one was.
+      found: what `load` gave.
+      strict: whether options that change numbers, or a loader, that are not as they were raise; if
+        not, they are used with a warning.
     """
-    with together("take_back", trainer.member.home) as exchange:
-        try:
-            taken = _checked(trainer, state, extra, other_options)
-        except errors.MicsError:
-            raise
-        except Exception as wrong:  # whatever a file may hold
-            text, why = "take_back: this is not what was saved", f"{type(wrong).__name__}: {wrong}"
-            fix = "take what `carried` gave"
-            raise errors.LeafError(text, [why.partition("\n")[0]], fix) from None
-        exchange.fact = f"go on at call {taken[0]['sync'].step}"
-    state, buffers, guard, randoms, resume = taken
-    own = shards.reclaimed(_split(trainer)[0])
-    with Commit() as commit, shards.Writing() as writing:
-        commit.write()
-        writing.covers(own, "state", "take_back")
-        shards.note_write()
-        state = _written(own, state)
-        trainer.state = replace(state["train"], buffers=buffers)
-        trainer.sync_state, trainer.guard = state["sync"], guard
-        trainer.member.compared, trainer.member.merges = trainer.replica_sync.independent, False
-        trainer.passes.resume(resume, resume and randoms, strict=other_options == "raise")
-        if trainer.checkpoint is not None:
-            trainer.checkpoint.took_back(trainer)
-        if randoms is not None:
-            put_back(randoms, trainer.member.home.device)
-
-
-def _checked(trainer: Any, state: Tree, extra: Any, other_options: OnChange) -> tuple[Any, ...]:
-    """State, buffers, guard, random states and position to be assigned, if all of it fits."""
-    checks.choice("take_back", "other_options", other_options, "raise", "warn")
-    home = trainer.member.home
-    here = [home.position, home.world_size, home.device.type]
-    was = [*extra["ranks"], extra["random"]["kind"]]
-    saved, now = dict(extra["options"]), lasting_options(trainer)
+    home, extra, options = trainer.options.home, found.extra, lasting_options(trainer)
+    was, here = extra["ranks"], [home.position, home.world_size, home.device.type]
+    saved, randoms, data = dict(extra["options"]), extra["random"], extra["data"]
+    position = data and Position(**data)
     if was[1] != here[1]:  # so that the batch can stay as it was
-        saved["accumulate"] = now["accumulate"]
-    new_guard = _compare_options(saved, now, other_options == "raise")
-    shared, own = _split(trainer)
-    _check_like(shards.reclaimed(shared), state, "state")
-    _check_like(own, extra["buffers"], "extra.buffers")
-    found = {**state["train"].buffers, **extra["buffers"]}
-    buffers = {name: found[name] for name in trainer.state.buffers}
-    guard = with_numbers(trainer.guard, extra["guard"])
-    data, randoms = extra["data"], extra["random"]
-    resume = data and Position(**data)
-    for states in filter(None, (randoms, data and resume.start)):
-        put_back(states, home.device, trial=True)
-    if data and not type(resume.epoch) is type(resume.samples) is int:
-        raise TypeError("extra.data is not the position in a pass")
+        saved["accumulate"] = options["accumulate"]
     if was != here:
         places = [f"rank {rank} of {ranks} on {kind}" for rank, ranks, kind in (here, was)]
-        text = f"take_back: {places[0]} was given what was saved by {places[1]}"
+        text = f"Checkpoints: {places[0]} was given what was saved by {places[1]}"
         lines = ["random numbers will not be those of the saved run"]
         warnings.warn(errors.message(text, lines), stacklevel=3)
     if was[:2] != here[:2]:  # the states belong to a rank
-        randoms, resume = None, data and resume._replace(start=None, loader=None)
-    return state, buffers, trainer.guard if new_guard else guard, randoms, resume
-
-
-def _written(own: Tree, given: Tree) -> Tree:
-    """The trainer's own state with given values, in the memory and the files of its shards."""
-    (leaves, spec), new = tree.flatten(own, shards.is_leaf), tree.flatten(given, shards.is_leaf)[0]
-    mine = {i: x.data for i, x in enumerate(leaves) if shards.is_leaf(x)}
-    placed = [i for i, data in mine.items() if is_placed(data)]
-    finish_readers([data for data in mine.values() if not is_placed(data)])
-    with torch.no_grad():
-        for i in mine.keys() - placed:
-            mine[i].copy_(new[i].data)
-        moved = placed_like([read(new[i].data) for i in placed], [mine[i] for i in placed])
-    for i in mine:
-        new[i] = leaves[i]
-    for i, data in zip(placed, moved, strict=True):
-        new[i] = type(leaves[i])(data, leaves[i].bucket, leaves[i].slot)
-    return spec.unflatten(new)
+        randoms, position = None, data and position._replace(start=None, loader=None)
+    if not _compare_options(saved, options, strict):
+        trainer.guard = with_numbers(trainer.guard, extra["guard"])
+    buffers = {**found.state["train"].buffers, **extra["buffers"]}
+    for name, own in trainer.state.buffers.items():
+        if name not in buffers or buffers[name].shape != own.shape:
+            fix = "make the model as it was"
+            raise errors.LeafError(f"Checkpoints: buffer {name!r} is not as it was saved", fix=fix)
+    buffers = {name: buffers[name] for name in trainer.state.buffers}
+    trainer.state = replace(found.state["train"], buffers=buffers)
+    trainer.sync_state, member = found.state["sync"], trainer.member
+    member.compared, member.merges = trainer.options.replica_sync.independent, False
+    trainer.passes.resume(position, position and randoms, strict=strict)
+    if randoms is not None:
+        put_back(randoms, home.device)
 
 
 def _compare_options(saved: Mapping[str, str], now: Mapping[str, str], strict: bool) -> bool:
     """Raise or warn of options that differ; gives whether those of the guard do."""
-    grave, small = differing([saved, now])
+    grave, small = faults.differing([saved, now])
     if names := grave or small:
         has = {name: (saved.get(name, "not given"), now.get(name, "not given")) for name in names}
         lines = [f"{name}: saved {old}, now {new}" for name, (old, new) in has.items()]
-        text = "take_back: this Trainer differs from the saved one"
+        text = "Checkpoints: this Trainer differs from the saved one"
         text += f" in what changes numbers: {', '.join(grave)}" if grave else " in versions"
         if grave and strict:
-            fix = "make the Trainer as it was, or pass other_options='warn' to go on with the new"
+            fix = "make the Trainer as it was, or Checkpoints(other_options='warn') takes the new"
             raise errors.PlanError(text, lines, fix)
         warnings.warn(errors.message(text, lines), stacklevel=4)
     return any(name.startswith("guard ") for name in grave)
 
 
-def _check_like(want: Tree, got: Tree, root: str) -> None:
-    """Raise LeafError unless two trees have the same structure and leaves of the same kinds."""
-    odd = [tree.first_mismatch(want, got, root)]
-    if odd == [""]:
-        wanted, given = (map(_kind, tree.flatten(x, shards.is_leaf)[0]) for x in (want, got))
-        kinds = zip(tree.paths(want, root, shards.is_leaf), given, wanted, strict=True)
-        odd = [f"{path}: got {new}, expected {old}" for path, new, old in kinds if new != old]
-    if odd:
-        fix = "load it like what `carried` gives of this trainer"
-        raise errors.LeafError("take_back: it does not fit this trainer", odd[:1], fix)
-
-
-def _kind(leaf: Any) -> str:
-    """What must be equal of two leaves."""
-    leaf = leaf.data if isinstance(leaf, shards.Sharded | shards.Fixed) else leaf
-    if isinstance(leaf, Tensor):
-        return f"a tensor of {tuple(leaf.shape)}, {leaf.dtype}, on {leaf.device}"
-    return type(leaf).__name__
-
-
 # `Checkpoints`: a `Trainer` that is saved every so many steps, and goes on where it was saved.
+
+OnChange = Literal["raise", "warn"]
 
 
 @dataclass(eq=False, repr=False)
 class Checkpoints:
     """Save a `Trainer` every so many steps; a new `Trainer` resumes from the newest save.
-
-    Another object with its methods `begin`, `after`, `save`, `reset`, `took_back` and `close` can
-    take its place. All ranks call each of them, so they may call collectives, and what one raises
-    has to be raised on all ranks.
 
     What is saved is all that decides the steps to come: parameters, optimizer state, buffers, the
     guard, what merges of replicas need, the place in the data, and random states. A `Trainer` made
@@ -243,8 +371,7 @@ class Checkpoints:
       keep: how many of the newest steps are kept, at least 2; None keeps all.
       resume: whether a new `Trainer` goes on from the newest committed step, if there is one. If it
         does not, the first save raises FileError where it would replace steps of another
-        run; steps are replaced only by a run that went on from this folder, or was put back by
-        `take_back`.
+        run; steps are replaced only by a run that went on from this folder.
       background: whether training goes on while files are written; each step that is saved then
         waits for a copy in memory only.
       on_corrupt: "previous" lets it go on from an older step, if the newest one is damaged.
@@ -324,7 +451,7 @@ class Checkpoints:
           LeafError: a buffer cannot be saved.
         """
         self._end()
-        where = self._writer, trainer.member.home, trainer.state.buffers
+        where = self._writer, trainer.options.home, trainer.state.buffers
         resumed, seen = False, checkpoint.take_folder(*where, own=False)
         while self.resume:  # a job that cannot go on from here takes nothing from another one
             resumed, tried = self._resume(trainer), seen
@@ -338,24 +465,18 @@ class Checkpoints:
         where = self.folder, _split(trainer)[0], trainer.groups
         how: dict[str, Any] = {"on_corrupt": self.on_corrupt, "replicas": _replicas(trainer)}
         try:
-            with shards.Writing() as writing:  # until all of it is that of the trainer
+            with Writing() as writing:  # until all of it is that of the trainer
                 found = checkpoint.load(*where, donate=True, **how)
                 writing.covers(found.state, "state", "load")
-                trainer.state = replace(found.state["train"], buffers=trainer.state.buffers)
-                trainer.sync_state = found.state["sync"]
-                take_back(trainer, found.state, found.extra, other_options=self.other_options)
+                _take_back(trainer, found, strict=self.other_options == "raise")
         except errors.CheckpointNotFound:
-            if trainer.member.home.position == 0:
+            if trainer.options.home.position == 0:
                 LOG.info("no checkpoint in %s: beginning at step 0", self.folder)
             return False
-        self._saved, self._retries = found.step, False
-        if trainer.member.home.position == 0:
+        self._saved, self._retries, self._ours = found.step, False, True
+        if trainer.options.home.position == 0:
             LOG.info("going on from step %d in %s", found.step, self.folder)
         return True
-
-    def took_back(self, trainer: Any) -> None:
-        """Allow later steps to replace saved ones; called by `take_back`."""
-        self._saved, self._ours = None, True
 
     def reset(self, trainer: Any) -> None:
         """Called by `Trainer.reset`, with all ranks at one step, on its new groups.
@@ -366,7 +487,7 @@ class Checkpoints:
         each other.
         """
         said = json.dumps([self._end(), self._ours, self._writer.epoch]).encode()
-        found = [json.loads(text) for text in collect_bytes(trainer.member.home, said).values()]
+        found = [json.loads(text) for text in collect_bytes(trainer.options.home, said).values()]
         self._retries, self._ours, self._writer.epoch = map(max, zip(*found, strict=True))
         self._saved = trainer.state.step
 
@@ -415,7 +536,8 @@ class Checkpoints:
     def _begin_save(self, trainer: Any, *, background: bool) -> None:
         extra: Any
         try:
-            state, extra = carried(trainer)
+            state, own = _split(trainer)
+            extra = _extra(trainer, own)
         except Exception as error:  # the save raises it, on all ranks
             state, extra = _split(trainer)[0], error
         step, options = trainer.state.step, {"keep": self.keep}
@@ -428,5 +550,5 @@ class Checkpoints:
 
 
 def _replicas(trainer: Any) -> Literal["equal", "independent"]:
-    sync = trainer.replica_sync
+    sync = trainer.options.replica_sync
     return "independent" if sync.independent or has_own_state(sync, trainer.sync_state) else "equal"

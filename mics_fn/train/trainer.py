@@ -1,64 +1,82 @@
-"""A short stateful loop around the verbs; a hand-written step can do everything that it does."""
+"""A short stateful loop around the verbs; a hand-written step can do everything that it does.
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, cast
+[Note: steps written together] A rank that is killed in the last collectives of a step may have let
+some ranks finish it and others not, and the newest state may then be nowhere in full. With
+`FaultPolicy(recoverable=True)` every rank says, before it writes a step, that it has all that it
+needs to do so, and writes only once all have said it. If one is killed meanwhile, each of the
+others either has written the step or can do so later, on new groups, from what it has kept.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import deterministic as torch_deterministic
 
-from mics_fn import _torch, checks, optim, shards, spans, tree
+from mics_fn import _torch, checks, errors, faults, optim, shards, spans, tree
 from mics_fn.collectives import collect_values
-from mics_fn.deferred import bucket_sizes, defer
+from mics_fn.deferred import GradSum, bucket_sizes, defer
 from mics_fn.errors import GroupsError, LeafError, PlanError, message, name_some
-from mics_fn.faults import StopRequest
-from mics_fn.groups import Groups, rejoin_error, reports_step
+from mics_fn.groups import Groups, current, placement, rejoin_error, reports_step
 from mics_fn.init import warn_of_compile
 from mics_fn.inspection import Watched
 from mics_fn.offload import Where
-from mics_fn.optim import Guard, Optimizer, TrainState, init_state, move
+from mics_fn.optim import Guard, Optimizer, StepTotals, TrainState, init_state, move
 from mics_fn.schedules import OnDemand, Schedule, keep_all, on_demand
-from mics_fn.train import stepping
-from mics_fn.train.loop import DataPasses, check_fit, train_for
+from mics_fn.threads import Commit
+from mics_fn.train import resuming, stepping
+from mics_fn.train.loop import DataPasses, train_for
 from mics_fn.train.program import FunctionProgram, ModuleProgram, to_device
-from mics_fn.train.replicas import ReplicaSync, SyncState, policy_of
-from mics_fn.train.stepping import Member, StepMetrics
+from mics_fn.train.replicas import ReplicaSync, SyncState, every_step
+from mics_fn.train.stepping import Between, Judged, RunState, StepMetrics, StepOptions
 from mics_fn.tree import Tree
 
 # What trainers of other libraries have, and what is there instead.
 
-_SAVE = "pass checkpoint=Checkpoints(folder, every=100); weights alone are trainer.state_dict()"
-_LOAD = "checkpoint=Checkpoints(folder) goes on from the newest step; init_model takes weights="
-_STEP = "trainer.step(batch) is one step, with backward and optimizer; trainer.fit(loader, steps)"
-_EVAL = "trainer.eval(batch) is the loss of a batch in evaluation mode, over all ranks"
-_MODEL = "model.load_state_dict(trainer.state_dict()); your model is read once, and not changed"
-_RATE = "a rate is a function of the step: optim.adamw(optim.warmup_cosine(1e-3, 100, 1000))"
 _INSTEAD = {
-    **dict.fromkeys(("save", "save_checkpoint", "save_model", "save_state"), _SAVE),
-    **dict.fromkeys(("load", "load_checkpoint", "load_state_dict", "resume"), _LOAD),
-    **dict.fromkeys(("train", "train_step", "training_step", "backward", "zero_grad"), _STEP),
-    **dict.fromkeys(("evaluate", "validate", "test", "predict", "forward"), _EVAL),
-    **dict.fromkeys(("model", "module", "unwrap_model"), _MODEL),
-    **dict.fromkeys(("lr", "scheduler", "lr_scheduler", "param_groups"), _RATE),
+    "save save_checkpoint save_model save_state": "pass checkpoint=Checkpoints(folder, every=100); "
+    "weights alone are trainer.state_dict()",
+    "load load_checkpoint load_state_dict resume": "checkpoint=Checkpoints(folder) goes on from "
+    "the newest step; init_model takes weights=",
+    "train train_step training_step backward zero_grad": "trainer.step(batch) is one step, with "
+    "backward and optimizer; trainer.fit(loader, steps)",
+    "evaluate validate test predict forward": "trainer.eval(batch) is the loss of a batch in "
+    "evaluation mode, over all ranks",
+    "model module unwrap_model": "model.load_state_dict(trainer.state_dict()); your model is read "
+    "once, and not changed",
+    "lr scheduler lr_scheduler param_groups": "a rate is a function of the step: "
+    "optim.adamw(optim.warmup_cosine(1e-3, 100, 1000))",
     "optimizer": "trainer.state.opt is its state; the optimizer itself is a function of values",
     "last_step": "nobody has watched that step: with mf.inspection.watch(): trainer.step(batch)",
 }
 
 
-# Defaults of `Trainer`: the size of buckets, and the schedules for its memory budget.
+# Defaults of `Trainer`: the schedules for its memory budget, and the size of buckets.
 
 
 def schedules_for(
-    live_bytes: float | str | None, prefetch: int, full_bytes: int, home: Groups
+    live_bytes: float | str | None, full_bytes: int, home: Groups
 ) -> tuple[OnDemand, OnDemand]:
     """A policy for training, and one for evaluation, which uses parameters in another order."""
-    if isinstance(live_bytes, str) and live_bytes == "auto":
+    if live_bytes == "auto":
         live_bytes = _quarter_of_memory(home)
     budget = None if live_bytes is None else checks.nbytes("Trainer", "live_bytes", live_bytes)
     if budget is None or budget >= full_bytes:
         return OnDemand(None, 0, at_once=True, lets_go=True), keep_all()
-    training, evaluation = (on_demand(live_bytes=budget, prefetch=prefetch) for _ in range(2))
-    return training, evaluation
+    return on_demand(live_bytes=budget), on_demand(live_bytes=budget)
+
+
+def _quarter_of_memory(home: Groups) -> int:
+    """A quarter of the memory of the rank that has least; the same number on all ranks."""
+    found = _torch.total_memory(home.device)
+    if not _torch.is_async(home.device):  # the ranks of a machine share its memory
+        found //= home.plan.topology.sizes[-1]
+    mine = torch.tensor(found // 4, dtype=torch.int64, device=home.device)
+    return min(collect_values(home, mine).values())
 
 
 def bucket_bytes_for(params: Tree, home: Groups) -> int:
@@ -73,15 +91,6 @@ def bucket_bytes_for(params: Tree, home: Groups) -> int:
     return min(shards.BUCKET_BYTES, max(2**20, nbytes // (4 if home.partition_size == 1 else 16)))
 
 
-def _quarter_of_memory(home: Groups) -> int:
-    """A quarter of the memory of the rank that has least; the same number on all ranks."""
-    found = _torch.total_memory(home.device)
-    if not _torch.is_async(home.device):  # the ranks of a machine share its memory
-        found //= home.plan.topology.sizes[-1]
-    mine = torch.tensor(found // 4, dtype=torch.int64, device=home.device)
-    return min(collect_values(home, mine).values())
-
-
 _COUNT = "return of how many things the loss of this batch is the mean, such as its valid tokens"
 _FUNCTION = "write loss_fn(params, batch), with full tensors as params, and return one number"
 _LOSS = "call the model in it: lambda model, batch: cross_entropy(model(batch[0]), batch[1])"
@@ -91,16 +100,13 @@ _OUTPUTS |= {"predictions", "y_hat", "yhat", "y_pred"}
 _TARGETS = {"target", "targets", "label", "labels", "y", "y_true", "ground_truth"}
 
 
-def check_model(model: Any, loss: Any, optimizer: Any, groups: Any, guard: Any) -> None:
+def check_model(model: Any, loss: Any, weight: Any, groups: Any, checkpoint: Any) -> None:
     """Raise unless a `Trainer` is given a model, an optimizer and groups, in this order.
 
     Raises:
-      PlanError: the model, the loss or the guard is something else.
-      PlanError: the optimizer is none.
+      PlanError: the model, the loss, the weight or the checkpoints are something else.
       GroupsError: there are no groups.
     """
-    if spans.observers:
-        spans.passing("build: Trainer")
     verb, fix = "Trainer", "the order is Trainer(model, optimizer, groups, loss=...)"
     if isinstance(model, type):
         name = model.__name__
@@ -112,10 +118,11 @@ def check_model(model: Any, loss: Any, optimizer: Any, groups: Any, guard: Any) 
         checks.call(verb, model, "model(params, batch)", _FUNCTION)
     if loss is not None:
         _check_loss(loss)
+    checks.call(verb, weight, "weight(batch)", _COUNT)
     if groups is None or isinstance(groups, nn.Module | optim.Transform):
         checks.refuse(verb, "groups", groups, "groups", fix, GroupsError)
-    optim.as_transform(optimizer)
-    checks.instance(verb, "guard", guard, Guard | None, "a Guard", "make one: optim.Guard(...)")
+    kind, fix = resuming.Checkpoints | None, "pass Checkpoints(folder)"
+    checks.instance(verb, "checkpoint", checkpoint, kind, "a Checkpoints", fix)
 
 
 def _check_loss(loss: Any) -> None:
@@ -127,31 +134,6 @@ def _check_loss(loss: Any) -> None:
         name = getattr(loss, "__name__", type(loss).__name__)
         text = f"Trainer: loss={name} takes ({', '.join(names)}), expected loss(model, batch)"
         raise PlanError(text, fix=_LOSS)
-
-
-def check_options(trainer: Any, schedule: Any, checkpoint: Any) -> None:
-    """Raise PlanError unless the options of a `Trainer` are what they should be.
-
-    Args:
-      trainer: with its first attributes, named as the options.
-      schedule, checkpoint: as they were given. Options of `shard` are checked there.
-    """
-    verb = "Trainer"
-    checks.call(verb, trainer.weight, "weight(batch)", _COUNT)
-    checks.integer(verb, "accumulate", trainer.accumulate)
-    checks.choice(verb, "on_drift", trainer.on_drift, "raise", "heal")
-    if trainer.overlap_step and trainer.recoverable:
-        text = "Trainer: overlap_step=True with recoverable=True, which keeps states whole"
-        raise PlanError(text, fix="leave one of them out")
-    if trainer.overlap_step and trainer.guard == Guard():
-        text = "Trainer: overlap_step=True has no effect with a guard that may refuse a step"
-        fix = "pass guard=optim.Guard(on_nonfinite='ignore'), or leave overlap_step= out"
-        warnings.warn(message(text, fix=fix), stacklevel=4)
-    trainer.where = Where.parse(trainer.where)
-    fix, kinds = "pass a Schedule, on_demand(...) or keep_all()", Schedule | OnDemand | None
-    checks.instance(verb, "schedule", schedule, kinds, "a Schedule or a policy", fix)
-    if checkpoint is not None and not hasattr(checkpoint, "begin"):
-        checks.refuse(verb, "checkpoint", checkpoint, "a Checkpoints", "pass Checkpoints(folder)")
 
 
 def check_compiled(model: Any, loss: Any, full_bytes: int) -> None:
@@ -167,33 +149,32 @@ def check_compiled(model: Any, loss: Any, full_bytes: int) -> None:
       PlanError: such code would be given parameters that are gathered while it runs, or those of
         the model as it was given.
     """
-    made, bound = {"model": model}, []
+    calls, bound = {"model": model, "loss": loss}, set[str]()
     if isinstance(model, nn.Module):
         warn_of_compile("Trainer", model, stacklevel=5)
-        named = {f"model.{name}".rstrip("."): module for name, module in model.named_modules()}
-        made |= {name: module.forward for name, module in named.items()}
-        own = [name for name, module in named.items() if "forward" in vars(module)]
-        bound = [name for name in own if not hasattr(named[name], "_orig_mod")]
-    compiled = [name for name, call in {**made, "loss": loss}.items() if _torch.is_compiled(call)]
-    bound = [name for name in bound if name in compiled]
-    if bound or (compiled and full_bytes):
-        why = "it would go on with the parameters of the modules as they were given"
-        if not bound:
-            why = "it would be given parameters that are gathered while it runs"
-        text = f"Trainer: torch.compile wraps {name_some(bound or compiled)}"
+        for name, module in model.named_modules():
+            name = f"model.{name}".rstrip(".")
+            calls[name] = module.forward
+            if "forward" in vars(module) and not hasattr(module, "_orig_mod"):
+                bound.add(name)  # to the parameters of the model as it was given
+    compiled = [name for name, call in calls.items() if _torch.is_compiled(call)]
+    if bound & {*compiled} or (compiled and full_bytes):
+        text = f"Trainer: torch.compile wraps {name_some(compiled)}"
+        why = "it takes neither parameters that are gathered while it runs, nor others than its own"
         fix = "use its _orig_mod, or the function itself; or partition_size=1; see Limits in README"
         raise PlanError(text, [why], fix)
 
 
 def as_shards(
-    trainer: Any, own: Any, given: Tree, buffers: Mapping[str, Tensor], options: dict[str, Any]
+    groups: Any, home: Groups, own: Any, params: Tree, buffers: Any, options: dict[str, Any]
 ) -> Tree:
     """The shards to train.
 
     Args:
-      trainer: the `Trainer`, with its groups.
+      groups: those of the tree.
+      home: the first of them.
       own: the module's parameters by name; None for a function.
-      given: the argument `params`: shards or full tensors; None takes the module's own.
+      params: as for `Trainer`: shards or full tensors; None takes the module's own.
       buffers: of the module, which are on the device of its groups too.
       options: options of `shard`; of those that are None, defaults are taken here.
 
@@ -205,64 +186,56 @@ def as_shards(
         or none is trained.
       PlanError: shards were made for other groups or another precision, or an option has no effect.
     """
-    groups, home = trainer.groups, trainer.member.home
-    for name, value in buffers.items():
-        _check_place(f"buffer {name!r}", value, home)
-    params = own if given is None else given
     options = {name: value for name, value in options.items() if value is not None}
+    given, params = params is not None, own if params is None else params
     leaves, _ = tree.flatten(params, shards.is_leaf)
-    if own is not None and given is not None:
-        _check_names(own, given)
+    paths = tree.paths(params, "params", shards.is_leaf)
+    named = {f"buffer {name!r}": x for name, x in buffers.items()} | dict(
+        zip(paths, leaves, strict=True)
+    )
+    for name, leaf in named.items():
+        data = leaf if isinstance(leaf, Tensor) else getattr(leaf, "data", None)
+        if isinstance(data, Tensor) and data.device != home.device:
+            where = "on meta, without a value" if data.is_meta else f"on {data.device}"
+            text = f"Trainer: {name} is {where}; its groups are on {home.device}"
+            fix = "pass what init_model gives, or move it to the device of its groups first"
+            raise LeafError(text, fix=fix)
+    if given and own is not None:
+        _check_names(own, params)
     if any(map(shards.is_leaf, leaves)):
         _check_shards(params, groups, options.pop("precision", None), options)
-        found = params
     else:
-        for path, leaf in zip(tree.paths(params, "params", shards.is_leaf), leaves, strict=True):
-            _check_place(path, leaf, home)
         if own is not None:
             options.setdefault("order", tree.own_order(own))
         options.setdefault("bucket_bytes", bucket_bytes_for(params, home))
-        found = shards.shard(params, groups, **options)
-    if not any(isinstance(leaf, shards.Sharded) for leaf in tree.flatten(found, shards.is_leaf)[0]):
+        params = shards.shard(params, groups, **options)
+        leaves = tree.flatten(params, shards.is_leaf)[0]
+    if not any(isinstance(leaf, shards.Sharded) for leaf in leaves):
         text = "Trainer: no parameter is trained: all are frozen, or there is none"
         raise LeafError(text, fix="leave requires_grad=True on some, and out of frozen=")
-    return found
+    return params
 
 
-def _check_place(name: str, leaf: Any, home: Any) -> None:
-    """Raise LeafError unless a tensor, or a shard, has a value and is on the device of groups."""
-    data = leaf if isinstance(leaf, Tensor) else getattr(leaf, "data", None)
-    if isinstance(data, Tensor) and data.device != home.device:
-        where = "on meta, without a value" if data.is_meta else f"on {data.device}"
-        text = f"Trainer: {name} is {where}; its groups are on {home.device}"
-        fix = "pass what init_model gives, or move it to the device of its groups first"
-        raise LeafError(text, fix=fix)
-
-
-def _check_names(own: Mapping[str, Tensor], given: Tree) -> None:
+def _check_names(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
     """Raise unless parameters have the names, shapes, kinds of dtypes and ties of the model's."""
-    odd = [tree.first_mismatch(dict.fromkeys(own, 0), given, "params", shards.is_leaf)]
-    if odd == [""]:
-        want, got = _described(own), _described(given)
-        pairs = [(name, want[name], got[name]) for name in own]
-        odd = [f"params.{name}: expected {x}, got {y}" for name, x, y in pairs if x != y]
+    want, got = _described(own), _described(given)
+    odd = [name for name in {**own, **given} if want.get(name) != got.get(name)]
     if odd:
-        text = "Trainer: params= are not those of the model"
-        raise LeafError(text, odd[:1], "pass what init_model or load_shards made for this model")
+        text, name = "Trainer: params= are not those of the model", odd[0]
+        lines = [f"params.{name}: expected {want.get(name)}, got {got.get(name)}"]
+        raise LeafError(text, lines, "pass what init_model or load_shards made for this model")
 
 
 def _described(values: Mapping[str, Any]) -> dict[str, str]:
     """The shape of each leaf, whether it has floats, and the first leaf that is the same tensor."""
     found, first = dict[str, str](), dict[Any, str]()
     for name, x in sorted(values.items()):
-        own = isinstance(x, Tensor)
+        own, floats = isinstance(x, Tensor), x.dtype.is_floating_point
         key = shards.MemoryPlace.of(x) if own else (x.bucket, getattr(x, "slot", name))
-        if x.dtype.is_floating_point:
-            owner = first.setdefault(key, name)
-            tied = f"tied to {owner!r}" if owner != name else "not tied"
-            found[name] = f"floats of {tuple(x.shape)}, {tied}"
-        else:
-            found[name] = f"{shards.dtype_name(x.dtype)} of {tuple(x.shape)}"
+        owner = first.setdefault(key, name) if floats else name
+        tied = f"tied to {owner!r}" if owner != name else "not tied"
+        kind = "floats" if floats else shards.dtype_name(x.dtype)
+        found[name] = f"{kind} of {tuple(x.shape)}, {tied}"
     return found
 
 
@@ -277,20 +250,200 @@ def _check_shards(
     tree.refuse_equal_paths("Trainer", params, "params", shards.is_leaf)
     opened = shards.open_shards("Trainer", params, groups)
     paths = tree.paths(params, "", shards.is_leaf)
-    if precision is not None:
-        checks.check_matched("Trainer: precision", precision.patterns, paths)
-    for leaf, home, path in zip(opened.leaves, opened.homes, paths, strict=True):
-        name = tree.join("params", path)
-        _check_place(name, leaf, home)
-        if precision is None or (bucket := leaf.bucket) is None:
+    for leaf, path in zip(opened.leaves, paths, strict=True):
+        bucket = leaf.bucket
+        if precision is None or bucket is None:
             continue
         own = bucket.dtype if bucket.codes is None else bucket.compute  # of what became codes
         numel = bucket.numels[getattr(leaf, "slot", 0)]
         want = precision.formats(path, own, numel, bucket.trainable)
         if want != bucket.formats:
-            lines = [f"expected {want}", f"got {bucket.formats}"]
-            text = f"Trainer: {name} was not made with this precision="
-            raise PlanError(text, lines, fix="make the shards with the same precision")
+            text = f"Trainer: params.{path} was not made with this precision="
+            raise PlanError(text, [f"it was made with {bucket.formats}"])
+
+
+@dataclass(frozen=True)
+class FaultPolicy:
+    """Decide what a `Trainer` does against faults.
+
+    Args:
+      check_replicas: every so many steps replicas are compared bit by bit; 0 for never.
+      on_drift: raise DesyncError if they differ, or "heal" as `same_replicas` does.
+      recoverable: write each step only once all ranks can, so that those that are left when one is
+        killed are at one step; see [Note: steps written together] in `trainer`.
+
+    Raises:
+      PlanError: `on_drift` is something else.
+
+    Example:
+      >>> FaultPolicy(on_drift="heal").check_replicas
+      100
+    """
+
+    check_replicas: int = 100
+    on_drift: Literal["raise", "heal"] = "raise"
+    recoverable: bool = False
+
+    def __post_init__(self) -> None:
+        checks.choice("FaultPolicy", "on_drift", self.on_drift, "raise", "heal")
+
+
+# This rank as a member of its job, which may go on with other processes after a fault.
+
+
+class Masked(NamedTuple):
+    """A step that a device may not have taken; see [Note: masked steps] in `optim.optimizers`."""
+
+    totals: StepTotals  # they say whether it was
+    before: list[Any]  # the leaves of the optimizer's state before it that are no tensors
+    sync: SyncState  # before it
+
+
+@dataclass(eq=False)
+class Member:
+    """What a `Trainer` knows of its job, besides what it trains; steps and `reset` change it.
+
+    Args:
+      compared: whether all ranks are known to be at one step; replicas that are independent need
+        not be.
+      lost: whether this rank is to take its state from others.
+      ready: what is left to do of a step that all ranks can write; None if nothing is.
+      merges: whether the last step is written, and the merge of replicas after it is left to do.
+      masked: the last step, as long as the host has not looked whether it was taken.
+      begun: the same, of a step that is not written yet.
+    """
+
+    compared: bool
+    lost: bool
+    ready: Judged | None = None
+    merges: bool = False
+    masked: Masked | None = None
+    begun: Masked | None = None
+
+
+def _between(trainer: Any, commit: Commit) -> Between:
+    """What a job asks for in a step: compare replicas, agree on the write, mask, hold signals.
+
+    Args:
+      trainer: the `Trainer`, before the step.
+      commit: holds signals while the step is written; see [Note: commit] in `threads`.
+    """
+    sync, every, drift = trainer.options.replica_sync, trainer.faults.check_replicas, None
+    calls, device = trainer.sync_state.step, trainer.options.home.device
+    if sync.independent:  # equal after a merge alone, and only in their parameters
+        every = -(-every // sync.every) * sync.every
+    if every and calls and calls % every == 0:
+        names = [] if sync.independent else trainer.program.buffers.averaged
+        given = "Trainer", trainer.state, trainer.groups, names
+        drift = faults.Comparison(*given, moments=not sync.independent)
+    between = Between(commit.block, written=trainer._put)
+    flag = _torch.abort_flag(device) if _torch.is_async(device) else None
+    between.judged = partial(_judged, trainer, commit, flag)
+    if drift is not None or trainer.member.masked is not None:
+        between.reduced = partial(_reduced, trainer, drift)
+    if flag is not None:
+        between.masks = partial(_masks, trainer)
+    return between
+
+
+def _reduced(trainer: Any, drift: Any, total: GradSum, state: RunState) -> RunState:
+    """Compare replicas if that is due, and look at the last step if it was masked."""
+    if drift is not None:
+        total.wait()
+        trainer.state = drift.finish(trainer.faults.on_drift)
+    else:  # the guard counts steps in a row
+        _finish_step(trainer)
+    return trainer.run
+
+
+def _masks(trainer: Any, state: RunState, grads: Any) -> bool:
+    """Whether a step on an accelerator can be launched before the host knows if it is taken.
+
+    Where more than parameters, moments and buffers changes with a step, or a step writes without
+    torch's fused kernels, the host waits. See [Note: masked steps] in `optim.optimizers`.
+    """
+    options, sync = trainer.options, trainer.options.replica_sync
+    more = options.where.moved & {"params", "states"} or sync.independent or sync.reduce is not None
+    leaves = tree.flatten(state.train.params, shards.is_leaf)[0]
+    buckets = [getattr(x, "bucket", None) for x in leaves]
+    coded = any(x is not None and (x.state or x.codes) for x in buckets)
+    more = more or coded or trainer.faults.recoverable or isinstance(grads, GradSum)
+    return state.train.transform.masked and not more
+
+
+def _judged(
+    trainer: Any, commit: Commit, flag: Any, state: RunState, judged: Judged, totals: StepTotals
+) -> None:
+    """Mask the step, or agree that all ranks can write it; no collective is left then."""
+    found_inf, home, trainer.member.begun = judged.verdict.found_inf, trainer.options.home, None
+    if found_inf is not None:
+        totals.flag = flag
+        totals.fetch(found_inf)
+        counts = [x for x in tree.flatten(state.train.opt)[0] if not isinstance(x, Tensor)]
+        trainer.member.begun = Masked(totals, counts, state.sync)
+        for name, new in judged.buffers.items():
+            before = state.train.buffers[name]
+            if new.shape == before.shape:
+                new.copy_(torch.where(found_inf > 0, before, new))
+    if trainer.faults.recoverable:  # see [Note: steps written together]
+        trainer.member.ready = judged
+        collect_values(home, torch.zeros(1, dtype=torch.int64, device=home.device))
+        trainer.member.ready = None  # from here on a part of it may be written
+    commit.write()
+
+
+def _finish_step(trainer: Any) -> None:
+    """Look whether the last step, which was masked, was taken, and take its counts back if not.
+
+    The host waits for it. If a rank is lost, that ends when collectives are aborted.
+    """
+    masked, state, guard = trainer.member.masked, trainer.ahead, trainer.guard
+    refused, aborted = masked.totals.outcome()
+    if aborted:  # the step is to be made again, with the same batch
+        trainer.sync_state = masked.sync
+    else:
+        masked.totals.warn_of_unequal()
+    if refused:
+        leaves, spec = tree.flatten(state.opt)
+        before = iter(masked.before)
+        leaves = [x if isinstance(x, Tensor) else next(before) for x in leaves]
+        state = replace(state, step=state.step - 1, opt=spec.unflatten(leaves))
+        more = 0 if aborted else 1
+        guard = replace(guard, in_row=guard.in_row + more, skipped=guard.skipped + more)
+    trainer.ahead, trainer.guard, trainer.member.masked = state, guard, None
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Let torch take algorithms that give equal bits.
+
+    Its mode would also write to all new memory, to reveal code that reads it too early.
+    """
+    mode, cudnn, own = (
+        torch.get_deterministic_debug_mode(),
+        torch.backends.cudnn,
+        torch_deterministic,
+    )
+    before = cudnn.benchmark, own.fill_uninitialized_memory  # pyright: ignore
+    try:
+        torch.set_deterministic_debug_mode("error")
+        cudnn.benchmark = own.fill_uninitialized_memory = False  # pyright: ignore
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        cudnn.benchmark, own.fill_uninitialized_memory = before  # pyright: ignore
+
+
+def homes_for(groups: Any, params: Tree, deterministic: bool) -> tuple[Any, Groups]:
+    """The groups of a tree, in a fixed order if `deterministic`; and the first of them."""
+    homes = shards.homes_of("Trainer", groups, params, "params", Groups)
+    if callable(groups):
+        groups = tree.flatten(params, shards.is_leaf)[1].unflatten(homes)
+    groups = tree.map_leaves(current, groups)
+    if deterministic:
+        new = {home: placement.fixed_order(home) for home in dict.fromkeys(homes)}
+        groups, homes = tree.map_leaves(new.get, groups), [new[home] for home in homes]
+    return groups, homes[0] if homes else groups
 
 
 class Trainer:
@@ -317,29 +470,26 @@ class Trainer:
       precision: a `Precision` or its text. At each call of the model its inputs are cast to
         `compute` and its result to `output`; `loss` gets a stand-in for the model that does this.
       guard: scales the loss, clips gradients, and decides which steps are refused.
-      replica_sync: when replicas are merged; by default hop 2 in every step.
-      hop2: `hop2(grads, groups) -> grads` in place of hop 2; see `replicas.reduced_by`.
+      replica_sync: when replicas are merged; by default hop 2 in every step. With
+        `replicas.reduced_by(f)` that is a function of your own.
       deterministic: make equal runs give equal bits. In a step torch then uses deterministic
         algorithms, and reductions add up in the order of ranks; see the page of this wing.
-      check_replicas: every so many steps replicas are compared bit by bit; 0 for never.
-      on_drift: raise DesyncError if they differ, or "heal" as `same_replicas` does.
-      recoverable: write each step only once all ranks can, so that those that are left when one is
-        killed are at one step; see [Note: steps written together] in `stepping`.
       live_bytes: budget for gathered parameters, as for `on_demand`. "auto" is a quarter of the
         memory of the smallest device, or of a rank's share of the CPU's memory. With None, or if
         all parameters fit, it is as with `keep_all`, until the last backward pass: there gradients
         take the memory of their parameters, once nothing needs these. Gradients on their way lie
         beside the budget: one bucket per level of links and one more, with 0 one bucket alone.
-      prefetch: as for `on_demand`.
-      schedule: a `Schedule` or a policy, used instead of `live_bytes` and `prefetch`.
+      schedule: a `Schedule` or a policy, used instead of `live_bytes`, such as
+        `on_demand(live_bytes=0, prefetch=2)`.
       where: where trained leaves, the optimizer's states and sums of gradients live; see `where`.
       overlap_step: step each bucket once its hop 2 is done, while others are still reduced, with
         `guard=optim.Guard(on_nonfinite="ignore")`; see [Note: steps that overlap hop 2] in
         `stepping`.
-      replicas, frozen: as for `shard`. These and the next three cannot be given with shards.
-      bucket_bytes: as for `shard`; default a sixteenth of the parameters, from 1 to 25 MiB.
-      order, bucket: as for `shard`; the default order is the module's own.
+      frozen: as for `shard`; this and the next one cannot be given with shards.
+      bucket_bytes: as for `shard`; default a sixteenth of the parameters, from 1 to 25 MiB. For its
+        other options call `shard`, and pass `params=`.
       checkpoint: saves this trainer after steps, and lets it go on; see `Checkpoints`.
+      faults: how replicas are compared, and steps written; see `FaultPolicy`.
 
     Communication: that of `shard` when it is made, and 32 bytes to compare options. In a step each
       bucket is gathered once if all fit the budget, else each time that it is needed again. There
@@ -370,9 +520,9 @@ class Trainer:
 
     ahead: TrainState  # as if the last step was taken, if the host has not looked yet
     sync_state: SyncState
-    program: Any
-    checkpoint: Any  # a `Checkpoints`, another object with its methods, or None
-    on_drift: Literal["raise", "heal"]
+    guard: Guard
+    options: StepOptions
+    checkpoint: Any  # a `Checkpoints`, or None
     last_step: Watched  # if it was watched
 
     def __init__(
@@ -388,68 +538,85 @@ class Trainer:
         precision: shards.Precision | str | None = None,
         guard: Guard | None = None,
         replica_sync: ReplicaSync | None = None,
-        hop2: Callable[[Tree, Any], Tree] | None = None,
         deterministic: bool = False,
-        check_replicas: int = 100,
-        on_drift: Literal["raise", "heal"] = "raise",
-        recoverable: bool = False,
         live_bytes: float | str | None = "auto",
-        prefetch: int = 4,
         schedule: Schedule | OnDemand | None = None,
         where: Where | str | None = None,
         overlap_step: bool = False,
-        replicas: Literal["check", "broadcast"] | None = None,
         frozen: Callable[[str], bool] | None = None,
         bucket_bytes: float | str | None = None,
-        order: Callable[[str], object] | None = None,
-        bucket: Callable[[str], object] | None = None,
-        checkpoint: Any = None,  # a `Checkpoints`
+        checkpoint: resuming.Checkpoints | None = None,
+        faults: FaultPolicy | None = None,
     ) -> None:
-        check_model(model, loss, optimizer, groups, guard)
-        self.accumulate, self.deterministic, self.weight = accumulate, deterministic, weight
-        self.recoverable, self.check_replicas, self.on_drift = recoverable, check_replicas, on_drift
-        self.where, self.overlap_step = where, overlap_step
-        self.precision, self.guard = shards.Precision.parse(precision), guard or Guard()
-        self.replica_sync = policy_of(replica_sync, hop2)
-        check_options(self, schedule, checkpoint)
+        if spans.observers:
+            spans.passing("build: Trainer")
+        check_model(model, loss, weight, groups, checkpoint)
+        self.precision, place = shards.Precision.parse(precision), Where.parse(where)
         program: Any = ModuleProgram if isinstance(model, nn.Module) else FunctionProgram
         self.program, self.passes = program(model, loss, self.precision), DataPasses()
         own, buffers = self.program.take()
-        groups, home = stepping.homes_for(groups, own if params is None else params, deterministic)
-        self.groups, independent = cast(Any, groups), self.replica_sync.independent
-        self.member = Member(home, compared=independent, lost=home.state.rejoining)
-        options: dict[str, Any] = {"replicas": replicas, "order": order}
-        options |= {"frozen": frozen, "bucket_bytes": bucket_bytes, "bucket": bucket}
+        groups, home = homes_for(groups, own if params is None else params, deterministic)
+        sync = replica_sync or every_step()
+        self.member = Member(compared=sync.independent, lost=home.state.rejoining)
+        options: dict[str, Any] = {"frozen": frozen, "bucket_bytes": bucket_bytes}
         options["precision"] = None if precision is None else self.precision
-        params = as_shards(self, own, params, buffers, options)
+        params = as_shards(groups, home, own, params, buffers, options)
         full_bytes = sum(bucket_sizes(params, groups))
         check_compiled(model, loss, full_bytes)
-        self.budget, self._given_schedule = (live_bytes, prefetch, full_bytes), schedule
+        params = move(params, place, device=home.device)
+        self.state = init_state(params, optimizer, buffers=buffers, where=place)
+        self.guard, self.deterministic = guard or Guard(), deterministic
+        self.faults, self.checkpoint = faults or FaultPolicy(), checkpoint
+        self.budget, self._given = (live_bytes, full_bytes), schedule
+        self.options = StepOptions(
+            self.program, groups, home, accumulate, weight, sync, schedule, place, overlap_step
+        )
         self.plan_memory()
-        params = move(params, self.where, device=home.device)
-        self.state = init_state(params, optimizer, buffers=buffers, where=self.where)
-        stepping.compare_options(self)
-        self.sync_state = self.replica_sync.init(params, self.groups)
-        self.checkpoint = checkpoint
+        more = self.faults.recoverable or not stepping.can_overlap(self.options, self.guard)
+        if overlap_step and more:
+            text = "Trainer: overlap_step=True writes a step before all is known that is asked for"
+            raise PlanError(text, fix="pass optim.Guard(on_nonfinite='ignore') and nothing else")
+        resuming.compare_options(self)
+        self.sync_state = sync.init(params, self.groups)
         if checkpoint is not None and not self.member.lost:
             checkpoint.begin(self)
 
     if not TYPE_CHECKING:  # for which there is no other attribute
 
         def __getattr__(self, name: str) -> Any:
-            raise AttributeError(
-                message(f"Trainer has no attribute {name!r}", fix=_INSTEAD.get(name, ""))
-            )
+            fix = next((_INSTEAD[names] for names in _INSTEAD if name in names.split()), "")
+            raise AttributeError(message(f"Trainer has no attribute {name!r}", fix=fix))
+
+    @property
+    def groups(self) -> Any:
+        """The groups that it trains on, in the form in which they were given."""
+        return self.options.groups
+
+    @property
+    def schedule(self) -> Any:
+        """The schedule or the policy of its gathers."""
+        return self.options.schedule
+
+    @property
+    def run(self) -> RunState:
+        """All that a step changes."""
+        return RunState(self.ahead, self.sync_state, self.guard)
+
+    def _put(self, run: RunState, *, merges: bool = False) -> None:
+        """Put what a step has changed in its place."""
+        member = self.member
+        # Between these nothing can interrupt; see [Note: between two instructions] in `threads`.
+        self.ahead, self.sync_state, self.guard = run
+        member.merges, member.masked, member.begun = merges, member.begun, None
+
+    def _merge(self) -> None:
+        """Merge replicas, which is left to do of the last step."""
+        stepping.merge(self.options, self.run, self._put)
 
     def plan_memory(self) -> None:
         """Set the schedules for its budget; ranks that plan together take the least of "auto"."""
-        chosen, self.eval_schedule = schedules_for(*self.budget, self.member.home)
-        self.schedule = self._given_schedule or chosen
-
-    def __reduce__(self) -> tuple:
-        text = "a Trainer belongs to this process: it cannot be in a pickle or a deep copy"
-        fix = "take trainer.state_dict(), or save it with Trainer(checkpoint=Checkpoints(folder))"
-        raise GroupsError(text, fix=fix)
+        chosen, self.eval_schedule = schedules_for(*self.budget, self.options.home)
+        self.options = replace(self.options, schedule=self._given or chosen)
 
     @property
     def state(self) -> TrainState:
@@ -458,7 +625,7 @@ class Trainer:
         On an accelerator, to read it waits for the verdict on the last step.
         """
         if self.member.masked is not None:
-            stepping.finish_step(self)
+            _finish_step(self)
         return self.ahead
 
     @state.setter
@@ -494,13 +661,32 @@ class Trainer:
           NonFiniteError: the guard raises it; the step was not taken.
         """
         shards.refuse_derivative("Trainer.step", (), "call it outside of torch.func")
-        member, home = self.member, self.member.home
+        member, home = self.member, self.options.home
         if member.lost:  # the batch is that of the first step, and the others have come further
             raise rejoin_error("Trainer.step", home.rank)
         seen = spans.span("step", self.ahead.step + 1, parts=True)
         vars(self).pop("last_step", None)
         with home.state.turns.alone(step=True), reports_step(home.state, self.ahead.step + 1), seen:
-            metrics = stepping.one_step(self, batch)
+            home.partition.check_open()  # a state may be lost because they have failed
+            if member.merges:  # as that of the last step was cut short
+                self._merge()
+            if not member.compared:  # a state may have been put in its place since
+                faults.same_step(self.ahead, self.groups)
+                member.compared = True
+            member.ready, commit = None, Commit()
+            if spans.observers:
+                spans.passing("step", self.state.step + 1)
+            between = _between(self, commit)
+            try:
+                torch.set_grad_enabled(True)
+                with commit, _deterministic() if self.deterministic else nullcontext():
+                    run = RunState(self.ahead, self.sync_state, self.guard)
+                    _, metrics = stepping.train_step(self.options, run, batch, between)
+            except BaseException as error:
+                # Of this library it is raised before the last message of the step, or on all ranks.
+                if commit.began and home.world_size > 1 and not isinstance(error, errors.MicsError):
+                    home.state.finish(error)  # so that `reset` compares
+                raise
             if self.checkpoint is not None:
                 self.checkpoint.after(self)
         if seen.result is not None:
@@ -523,7 +709,7 @@ class Trainer:
           LeafError: it is called inside torch.func, where the result has no derivative.
         """
         shards.refuse_derivative("Trainer.eval", (), "call it outside of torch.func")
-        home = self.member.home
+        home = self.options.home
         with reports_step(home.state, self.ahead.step), home.state.turns.alone(), torch.no_grad():
             batch = to_device(batch, home.device)
             before = self.program.buffers.copies(self.ahead.buffers)
@@ -531,7 +717,7 @@ class Trainer:
             deferred = defer(self.ahead.params, self.groups, self.eval_schedule)
             with self.program.evaluating(), deferred as full:
                 loss, _ = self.program(full, before, batch)
-            return stepping.evaluated(self, loss.clone(), batch)
+            return stepping.evaluated(self.options, loss.clone(), batch)
 
     def params(self) -> Tree:
         """Full parameters as plain tensors, on every rank, for export.
@@ -603,7 +789,7 @@ class Trainer:
           CollectiveError: some rank did not call it in time.
           PeerFailed: the store of the job is lost.
         """
-        stepping.renew(self, heal=heal)
+        resuming.renew(self, heal=heal)
 
     def fit(
         self,
@@ -612,14 +798,14 @@ class Trainer:
         *,
         log_every: int = 10,
         progress: bool = True,
-        stop: StopRequest | None = None,
+        stop: faults.StopRequest | None = None,
     ) -> list[StepMetrics]:
         """Train for a number of steps; the first rank shows how far it is.
 
         Args:
           loader: gives this rank's batches, and is started again when it ends. If it or its sampler
             has `set_epoch`, that is called before each pass, so that each has another order. A
-            later `fit` goes on with the next epoch; after `take_back` or `reset`, in its pass.
+            later `fit` goes on with the next epoch; after a resume or `reset`, in its pass.
           steps: the number of optimizer steps.
           log_every: steps between updates of the loss and the rate that are shown.
           progress: whether to show a bar; or, where tqdm is not installed, lines. It is written to
@@ -633,8 +819,10 @@ class Trainer:
         Communication: that of the steps.
 
         Raises:
-          PlanError, LeafError: an argument is of no use, or the loader is empty.
+          PlanError, LeafError: the loader gives no batches, or none in a pass.
         """
-        check_fit(loader, steps, log_every, stop)
-        shown = log_every if progress and self.member.home.position == 0 else 0
+        if isinstance(loader, str | bytes | Mapping):  # would be gone through by character or key
+            fix = "the order is fit(loader, steps); a loader gives a batch per step"
+            checks.refuse("Trainer.fit", "loader", loader, "batches", fix)
+        shown = log_every if progress and self.options.home.position == 0 else 0
         return train_for(self, loader, steps, shown, stop)

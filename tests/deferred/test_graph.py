@@ -129,7 +129,7 @@ def some_train(layout: Layout) -> dict:
     """Only one rank, and only in one micro-step, has a loss that uses the parameters."""
     trainer = mf.Trainer(
         copy.deepcopy(OUTER), mf.optim.sgd(RATE), groups_of(layout),
-        replicas="broadcast", accumulate=2,
+        accumulate=2,
         loss=lambda model, x: model(x).sum() if x.min() > 0 else x.sum(), live_bytes=None,
     )  # fmt: skip
     x = torch.tensor([[0.0] * 3, [float(dist.get_rank())] * 3])

@@ -106,7 +106,8 @@ def pinned(layout, live, prefetch, accumulate, want):
     groups = groups_of(layout)
     with pytest.MonkeyPatch.context() as patch:
         log = Log(patch)
-        trainer = make_trainer(groups, live_bytes=live, prefetch=prefetch, accumulate=accumulate)
+        schedule = mf.on_demand(live_bytes=live, prefetch=prefetch)
+        trainer = make_trainer(groups, schedule=schedule, accumulate=accumulate)
         found = []
         for _ in range(4):
             log.events.clear()

@@ -73,7 +73,7 @@ def train(folder: Path, rank: int, where: str, name: str, *, again: bool) -> Non
         mf.optim.sgd(0.01),
         groups,
         loss=lambda model, x: model(x).square().mean(),
-        recoverable=True,
+        faults=mf.FaultPolicy(recoverable=True),
     )
     resets, frozen = int(again), False
     while trainer.state.step < last_step(folder):

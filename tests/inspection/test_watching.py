@@ -128,7 +128,7 @@ def timed(layout: Layout, options: Any) -> dict[str, Any]:
     ("layout", "options"),
     [
         (TWO_LEVELS, {"live_bytes": 2 * BUCKET_BYTES, "accumulate": 2}),
-        (TWO_REPLICAS, {"guard": mf.optim.Guard(max_norm=1.0), "check_replicas": 1}),
+        (TWO_REPLICAS, {"guard": mf.optim.Guard(max_norm=1.0), "faults": mf.FaultPolicy(1)}),
         (Layout((2,), 1), {"deterministic": True}),
     ],
     ids=["two levels", "compared and clipped", "ddp"],
@@ -143,7 +143,7 @@ def test_a_timeline_has_the_bytes_of_the_ledger_and_changes_no_number(layout, op
         assert timeline.events == tuple(sorted(timeline.events, key=lambda e: (e.start_s, e.end_s)))
         for event in timeline.events:
             assert 0 <= event.start_s <= event.end_s <= timeline.seconds, event
-        assert timeline.events[-1].kind == "opt" or "check_replicas" in options
+        assert timeline.events[-1].kind == "opt" or "faults" in options
         assert len(found["whole"].events) == len(timeline.events)
         lines = str(timeline).splitlines()
         assert all(len(line) <= 100 for line in lines)

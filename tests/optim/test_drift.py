@@ -53,9 +53,8 @@ def trained(layout: Layout, what: str, every: int, **how: Any) -> tuple[int, Any
         Net(),
         mf.optim.adamw(1e-2),
         groups_of(layout),
-        check_replicas=every,
+        faults=mf.FaultPolicy(every, **how),
         bucket_bytes=100,
-        **how,
     )
     for step in range(6):
         if step == 2 and rank == 2:
@@ -115,9 +114,8 @@ def apart(layout: Layout) -> None:
     """Replicas on their own differ, and are compared after merges alone."""
     torch.manual_seed(0)
     sync = mf.replicas.local_sgd(2)
-    trainer = mf.Trainer(
-        Net(), mf.optim.adamw(1e-2), groups_of(layout), replica_sync=sync, check_replicas=1
-    )
+    how: Any = {"replica_sync": sync, "faults": mf.FaultPolicy(1)}
+    trainer = mf.Trainer(Net(), mf.optim.adamw(1e-2), groups_of(layout), **how)
     for step in range(5):
         trainer.step(batch_of(step, dist.get_rank()))
     spoil(trainer.state, "params" if dist.get_rank() == 2 else "")

@@ -175,7 +175,7 @@ def run(layout: Layout, guard: Any, bad: dict[int, Any], leave_out: bool, by: st
     if by == "trainer":
         trainer = mf.Trainer(
             loss_of, mf.optim.adamw(0.1), groups, params=params(), accumulate=MICRO_STEPS,
-            guard=guard, bucket_bytes=64, check_replicas=1,
+            guard=guard, bucket_bytes=64, faults=mf.FaultPolicy(1),
         )  # fmt: skip
     else:
         shards = mf.shard(params(), groups, bucket_bytes=64)

@@ -87,18 +87,24 @@ def run(trainer: mf.Trainer, steps: int = STEPS) -> Any:
     return trainer.params()
 
 
+def by_leaf(groups: Any) -> dict[str, Any]:
+    """Options of `trainer_of`: a bucket for each leaf."""
+    params = mf.shard(make_params(), groups, bucket=lambda path: path)
+    return {"params": params, "bucket_bytes": None}
+
+
 # 1 and 9: policies
 
 
 def own_policy(layout: Layout, name: str) -> None:
     groups = groups_of(layout)
-    params = mf.shard(make_params(), groups, bucket=lambda path: path)
+    params = by_leaf(groups)["params"]
     leaves = tree.flatten(params, lambda x: isinstance(x, mf.shards.Sharded))[0]
     paths = dict(zip((leaf.bucket.index for leaf in leaves), tree.paths(params), strict=True))
     attention = [i for i, path in paths.items() if "attn" in path]
     kept = recipes.prefetch_two_and_keep(attention)
     policy = kept if name == "keep" else recipes.as_fsdp2()
-    trainer = trainer_of(groups, mf.optim.sgd(0.1), schedule=policy, bucket=lambda path: path)
+    trainer = trainer_of(groups, mf.optim.sgd(0.1), schedule=policy, **by_leaf(groups))
     close(run(trainer), sgd_twin(layout.world_size))
     schedule, sizes = policy.schedule, mf.bucket_sizes(params, groups)
     fetches = [schedule.fetches.count(i) for i in range(len(sizes))]
@@ -120,8 +126,7 @@ def hybrid(layout: Layout) -> None:
     groups, sent = groups_of(layout), []
     by_path = recipes.hybrid_by_layer(groups, lambda path: "attn" in path)
     for given in (groups, by_path):
-        how = {"live_bytes": 0, "bucket": lambda path: path}
-        trainer = trainer_of(given, mf.optim.sgd(0.1), **how)
+        trainer = trainer_of(given, mf.optim.sgd(0.1), live_bytes=0, **by_leaf(given))
         run(trainer, STEPS - 1)
         groups.traffic.clear()
         trainer.step(batch_of(STEPS - 1, dist.get_rank()))

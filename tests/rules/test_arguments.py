@@ -128,8 +128,12 @@ GroupsError: Trainer: groups is of type Transform, expected groups
 LeafError: Trainer: no parameter is trained: all are frozen, or there is none
 >>> trainer(loss="mse")
 PlanError: Trainer: loss='mse', expected a function loss(model, batch)
->>> trainer(accumulate=0)
-PlanError: Trainer: accumulate=0, expected an int of at least 1
+>>> trainer(hop2=lambda grads, groups: grads)
+TypeError: Trainer.__init__() got an unexpected keyword argument 'hop2'
+>>> mf.FaultPolicy(on_drift=None)
+PlanError: FaultPolicy: on_drift=None, expected 'raise' or 'heal'
+>>> trainer(schedule="fetch 0").step(x)
+PlanError: defer: schedule='fetch 0', expected a schedule or a policy
 >>> trainer(checkpoint="folder")
 PlanError: Trainer: checkpoint='folder', expected a Checkpoints
 >>> trainer().step(x[:0])
@@ -143,7 +147,7 @@ PlanError: reduced_by: hop2 cannot be called as hop2(grads, state, groups)
 >>> trainer().fit([], 1, progress=False)
 LeafError: Trainer.fit: the loader gave no batch
 >>> trainer().fit((x for _ in range(2)), 3, progress=False)
-LeafError: Trainer.fit: the loader gave no batch in this pass: generator can be gone through only once
+LeafError: Trainer.fit: the loader gave no batch: generator can be gone through only once
 >>> mf.sampler(groups, range(4))
 GroupsError: sampler: groups is range
 >>> trainer(checkpoint=mf.Checkpoints("/proc/nope"))
@@ -168,7 +172,9 @@ LeafError: Trainer: the Linear cannot be called with this batch, as model(x=, y=
 >>> trainer(loss=None).step(x)
 LeafError: Trainer: the Linear gave shape (4, 1), and without loss= that is the loss
 >>> trainer(Giving(lambda out: SimpleNamespace(loss=None)), loss=None).step(x)
-LeafError: Trainer: the Giving gave no loss: its .loss is None
+LeafError: Trainer: the Giving gave SimpleNamespace, and without loss= that is the loss
+  expected one number, or a result whose .loss is one: give the batch its labels
+  fix: pass loss=, such as lambda model, batch: cross_entropy(model(batch[0]), batch[1])
 >>> trainer(Giving(lambda out: out + None), loss=None).step(x)
 TypeError: unsupported operand type(s) for +: 'Tensor' and 'NoneType'
 >>> trainer(loss=lambda model, x, y: nn.functional.mse_loss(model(x), y))
@@ -205,8 +211,6 @@ AttributeError: Trainer has no attribute 'train'
 >>> trainer().optimizer.zero_grad()
 AttributeError: Trainer has no attribute 'optimizer'
   fix: trainer.state.opt is its state; the optimizer itself is a function of values
->>> pickle.dumps(trainer())
-GroupsError: a Trainer belongs to this process: it cannot be in a pickle or a deep copy
 
 # Checkpoints
 >>> checkpoint.save("a", 5, groups, step=2)
@@ -248,7 +252,7 @@ def names_for(groups: Any) -> dict[str, Any]:
 
     def trainer(*given: Any, **options: Any) -> Any:
         usual: list[Any] = [nn.Linear(2, 1), optim.sgd(0.1), groups]
-        options = {"loss": mse, "replicas": "broadcast", **options}
+        options = {"loss": mse, **options}
         return mf.Trainer(*given, *usual[len(given) :], **options)
 
     def injected(**given: Any) -> None:

@@ -21,7 +21,6 @@ from mics_fn import offload, optim, tree
 from mics_fn.collectives import collect_bytes
 from mics_fn.offload import Scratch, in_file, placed_like, store
 from mics_fn.optim.flat import by_leaf
-from mics_fn.train.resuming import carried, take_back
 
 SHAPES = {"a": (301, 23), "b": (7,), "c": (64, 33), "none": (0, 3), "still": (5, 2)}
 PARAMS = "params=disk:{0}; *b*: params=device"
@@ -198,7 +197,8 @@ def test_a_trainer_that_takes_its_state_back(tmp_path):
     first, second = made(), made(where=f"params=disk:{tmp_path}, states=disk:{tmp_path}")
     first.step(random(1, 4, 40))
     before = places(second.state)
-    take_back(second, *carried(first))
+    mf.Checkpoints(tmp_path / "saved").save(first)
+    mf.Checkpoints(tmp_path / "saved").begin(second)
     assert places(second.state) == before
     same_bits(as_read(second.state.params), first.state.params)
     for trainer in (first, second):

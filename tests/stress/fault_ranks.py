@@ -233,7 +233,8 @@ def trainer_for(groups: mf.Groups) -> mf.Trainer:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)), nn.Linear(16, 1))
     guard = mf.optim.Guard(on_nonfinite="skip")
-    how: dict[str, Any] = {"guard": guard, "bucket_bytes": 2_000, "check_replicas": 1}
+    how: dict[str, Any] = {"guard": guard, "bucket_bytes": 2_000}
+    how["faults"] = mf.FaultPolicy(check_replicas=1)
     how["deterministic"] = True
     return mf.Trainer(model, mf.optim.adamw(1e-2), groups, loss=loss, **how)
 

@@ -76,7 +76,7 @@ def made(trial: Loss, **options: Any) -> mf.Trainer:
     spike = mf.optim.norm_spike(warmup=1, factor=100.0)
     guard = mf.optim.Guard(mf.optim.dynamic_scale(8.0, interval=3), max_norm=1.0, spike=spike)
     how: dict[str, Any] = {"guard": guard, "bucket_bytes": 3_000, "accumulate": trial.accumulate}
-    how |= {"deterministic": True, "check_replicas": 4, "recoverable": True}
+    how |= {"deterministic": True, "faults": mf.FaultPolicy(4, recoverable=True)}
     return mf.Trainer(
         Net(), options.pop("optimizer", mf.optim.adamw(1e-2)), groups, **how | options
     )

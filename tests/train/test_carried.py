@@ -14,12 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import mics_fn as mf
 from mics_fn import optim, tree
-from mics_fn.checkpoint.directory import decoded, encoded
 from mics_fn.optim import Guard, dynamic_scale, norm_spike
-from mics_fn.shards import Fixed, Sharded, is_leaf
 from mics_fn.train import StepMetrics
-from mics_fn.train.resuming import carried, take_back
-from mics_fn.train.stepping import guard_numbers
+from mics_fn.train.resuming import guard_numbers
 
 STEPS, SIZE, PER_PASS = 14, 6, 5
 ONE = World((1,), 1)
@@ -122,29 +119,6 @@ def made(groups: Any, optimizer: str, options: str, seed: int, **more: Any) -> m
     return mf.Trainer(model, optimizers(optimizer, groups), groups, **more)
 
 
-def saved(trainer: mf.Trainer) -> tuple[list[Any], str, dict[str, Tensor]]:
-    """What `carried` gives, as copies: leaves, JSON, and the tensors that are named in it."""
-    state, extra = carried(trainer)
-    leaves, _ = tree.flatten(state, is_leaf)
-    text, tensors = encoded(extra)
-    values = [getattr(x, "data", None) if is_leaf(x) else x for x in leaves]
-    kept = {name: x.clone() for name, x in tensors.items()}
-    return [x.clone() if isinstance(x, Tensor) else x for x in values], text, kept
-
-
-def loaded(trainer: mf.Trainer, found: tuple[list[Any], str, dict[str, Tensor]]) -> tuple[Any, Any]:
-    """What `saved` gave, for another trainer."""
-    values, text, tensors = found
-    like, spec = tree.flatten(carried(trainer)[0], is_leaf)
-    held: list[Any] = [x if isinstance(x, Sharded | Fixed) else None for x in like]
-    leaves = [
-        value if leaf is None else type(leaf)(value, leaf.bucket, leaf.slot)
-        for leaf, value in zip(held, values, strict=True)
-    ]
-
-    return spec.unflatten(leaves), decoded(text, tensors)
-
-
 def fit(trainer: mf.Trainer, loader: Any, steps: int) -> list[StepMetrics]:
     """`fit`, with this rank's own losses: how a mean over ranks is rounded depends on `steps`."""
     found, plain = [], trainer.step
@@ -170,25 +144,34 @@ def held(trainer: mf.Trainer) -> Any:
 
 
 def cut_in_two(
-    world: World, optimizer: str, options: str, kind: str, at: int, scheme: str = "", workers=0
+    folder: Any,
+    world: World,
+    optimizer: str,
+    options: str,
+    kind: str,
+    at: int,
+    scheme="",
+    workers=0,
 ) -> None:
     """All steps in one `fit`, and in two of different trainers."""
     groups = groups_of(world)
     place = placed_as(groups, scheme) if scheme else groups
-    whole, first, second = (made(place, optimizer, options, seed) for seed in (1, 1, 3))
+    saver = mf.Checkpoints(folder, every=10_000)
+    whole, first = (made(place, optimizer, options, 1) for _ in range(2))
     torch.manual_seed(groups.position)
     want = fit(whole, loader_of(kind, groups, workers), STEPS)
     end = torch.get_rng_state()
     torch.manual_seed(groups.position)
     loader = loader_of(kind, groups, workers)
     found = fit(first, loader, at)
-    kept = saved(first)
     used = 4 * groups.world_size * ((at - 1) % PER_PASS + 1)
-    assert carried(first)[1]["data"]["samples"] == used
+    kept: Any = first.passes.kept(at)
+    assert kept["samples"] == used
+    saver.save(first)
     del loader
     fit(first, loader_of(kind, groups), 2)  # which writes into its own memory
     torch.manual_seed(99)
-    take_back(second, *loaded(second, kept))
+    second = made(place, optimizer, options, 3, checkpoint=saver)
     loader = loader_of(kind, groups, workers)  # made at another time: draws other random numbers
     found += fit(second, loader, STEPS - at)
     same_bits([vars(each) for each in found], [vars(each) for each in want])
@@ -206,103 +189,12 @@ def cut_in_two(
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("at", [3, 7, 10])
 @pytest.mark.covering
-def test_alone(optimizer: str, options: str, kind: str, at: int) -> None:
-    cut_in_two(ONE, optimizer, options, kind, at)
-
-
-FOUR = World((2, 2), 2)
-
-
-ON_RANKS: dict[str, tuple[World, tuple]] = {
-    "diloco": (FOUR, ("adamw", "diloco", "stateful by epoch", 7)),
-    "budget": (FOUR, ("chain", "budget", "shuffle", 7)),
-    "guard": (World((2, 2), 4), ("adamw", "guard", "epochs", 7, "hpz")),
-    "local_sgd": (World((2, 2), 4), ("rmsprop", "local_sgd", "epochs", 10, "zero2")),
-    "bf16": (World((2,), 2), ("lion", "bf16", "generator", 3, "fixed_order")),
-}
-
-
-@pytest.mark.parametrize("name", ON_RANKS)
-@pytest.mark.short("diloco")
-def test_on_ranks(ranks, name: str) -> None:
-    world, given = ON_RANKS[name]
-    ranks(world.world_size).run(cut_in_two, world, *given)
+def test_alone(tmp_path, optimizer: str, options: str, kind: str, at: int) -> None:
+    cut_in_two(tmp_path, ONE, optimizer, options, kind, at)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["shuffle", "stateful", "stateful by epoch"])
-def test_workers(kind: str) -> None:
+def test_workers(tmp_path, kind: str) -> None:
     """Batches come from processes that run ahead of the steps."""
-    cut_in_two(ONE, "sgd", "plain", kind, 7, workers=2)
-
-
-# Another object in the place of `Checkpoints`, and what it is told.
-
-
-class Memory:
-    """Saves into a dict by the number of calls, every so many steps, and loads the newest."""
-
-    def __init__(self, kept: dict[int, Any], every: int = 1) -> None:
-        self.kept, self.every, self.told = kept, every, []
-
-    def begin(self, trainer: mf.Trainer) -> bool:
-        self.told.append("begin")
-        if self.kept:
-            take_back(trainer, *loaded(trainer, self.kept[max(self.kept)]))
-        return bool(self.kept)
-
-    def after(self, trainer: mf.Trainer) -> None:
-        self.told.append(step := trainer.sync_state.step)
-        if step % self.every == 0:
-            self.kept[step] = saved(trainer)
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *given: self.told.append(name)
-
-
-class Stumbling(Net):
-    """Raises before some forward."""
-
-    at, forgiving = -1, True
-
-    def forward(self, x: Tensor, numbers: Tensor) -> Tensor:
-        self.at -= 1
-        if self.at == 0:
-            raise ValueError("stumbled")
-        return super().forward(x, numbers)
-
-
-def stumbling(groups: Any, saver: Any = None, seed: int = 0, at: int = -1) -> mf.Trainer:
-    torch.manual_seed(seed)
-    model = Stumbling()
-    model.at = at
-    return mf.Trainer(model, optim.adam(1e-2), groups, checkpoint=saver)
-
-
-def test_a_run_that_failed_goes_on() -> None:
-    """A run that fails in a step, and another trainer that goes on from the last save before it."""
-    groups, kept = mf.make_groups(1), dict[int, Any]()
-    savers = Memory(kept, 3), Memory(kept, 3)
-    whole, first = stumbling(groups), stumbling(groups, savers[0], at=9)
-    torch.manual_seed(0)
-    whole.fit(DataLoader(Rows(1), 4, shuffle=True), 12, progress=False)
-    torch.manual_seed(0)
-    with pytest.raises(ValueError, match="stumbled"):
-        first.fit(DataLoader(Rows(1), 4, shuffle=True), 12, progress=False)
-    second = stumbling(groups, savers[1], seed=5)
-    second.fit(DataLoader(Rows(1), 4, shuffle=True), 12 - second.sync_state.step, progress=False)
-    same_bits(held(second), held(whole))
-    assert savers[0].told == ["begin", *range(1, 9)]
-    assert savers[1].told == ["begin", "took_back", *range(7, 13), "close"]
-
-
-def test_a_save_that_fails_leaves_the_step_done() -> None:
-    class Full(Memory):
-        def after(self, trainer: mf.Trainer) -> None:
-            raise OSError("disk full")
-
-    saver = Full({})
-    trainer = stumbling(mf.make_groups(1), saver)
-    with pytest.raises(OSError, match="disk full"):
-        trainer.fit(DataLoader(Rows(1), 4), 2, progress=False)
-    assert (trainer.state.step, saver.told) == (1, ["begin"])
+    cut_in_two(tmp_path, ONE, "sgd", "plain", kind, 7, workers=2)

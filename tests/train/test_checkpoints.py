@@ -23,8 +23,7 @@ from mics_fn.checkpoint import directory, saving
 from mics_fn.errors import DesyncError, FileError, LeafError, MicsError
 from mics_fn.lab.ranks import RankPool
 from mics_fn.spans import LOG
-from mics_fn.train.resuming import carried, take_back
-from mics_fn.train.stepping import guard_numbers
+from mics_fn.train.resuming import guard_numbers
 
 FOUR, TWO = World((2, 2), 2), World((2,), 2)
 
@@ -219,18 +218,6 @@ def test_a_run_that_did_not_go_on_from_a_folder_replaces_nothing(ranks, tmp_path
     assert found[0][1] == [2, 4, 6]
 
 
-def test_a_trainer_that_was_put_back_saves_its_steps_again(tmp_path: Path) -> None:
-    groups = mf.make_groups(1)
-    trainer = simple(groups, tmp_path, every=2, keep=None)
-    trainer.fit(batches(), 8, progress=False)
-    back = checkpoint.load(tmp_path, carried(trainer)[0], groups, step=4)
-    take_back(trainer, back.state, back.extra)
-    trainer.fit(batches(seed=1), 2, progress=False)
-    assert checkpoint.steps(tmp_path) == [2, 4, 6]
-    saved = checkpoint.load(tmp_path, carried(trainer)[0], groups).state["train"]
-    same_bits(mf.unshard(saved.params, groups), trainer.params())
-
-
 def test_after_a_failed_save_one_that_is_due_and_one_by_hand_are_made(
     tmp_path: Path, caplog: Any
 ) -> None:
@@ -316,7 +303,8 @@ def with_a_fault(layout: World, at: int) -> bool:
                 trainer.fit(loader, steps, progress=False)
             trainer.reset()
         trainer.fit(loader, steps - trainer.state.step, progress=False)
-        runs.append([carried(trainer)[1]["data"][x] for x in ("epoch", "samples")])
+        kept: Any = trainer.passes.kept(13)
+        runs.append([kept[x] for x in ("epoch", "samples")])
         runs[-1] += [x.tolist() for x in trainer.params().values()]
         trainer.groups.close()
     return runs[0] == runs[1]

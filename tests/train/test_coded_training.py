@@ -65,17 +65,6 @@ def test_a_dtype_that_is_the_default_changes_no_bit_and_no_byte(ranks):
         assert [r[::2] for r in got] == [r[::2] for r in want]
 
 
-@pytest.mark.parametrize(
-    ("size", "precision", "silent"),
-    [(1, "gather=int8[64],hop1=int8[64]", "gather"), (2, "hop2=int8[64]", "replicas")],
-)
-def test_one_rank_or_one_replica_sends_and_codes_nothing(ranks, size, precision, silent):
-    layout = Layout((2,), size)
-    _, seen, sent = ranks(2).run(steps, layout, precision, 2, {})[0]
-    assert not any(name.startswith(silent) for name in sent)
-    same_bits(seen, ranks(2).run(steps, layout, None, 2, {})[0][1])
-
-
 # Merges of replicas.
 
 

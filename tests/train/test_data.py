@@ -2,11 +2,9 @@
 
 import copy
 import json
-import math
 import random
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -169,36 +167,6 @@ def test_cut_anywhere(kind: str, size: int, batch_size: int, cuts: list[int], en
 
 
 # Which samples
-
-
-def passes(layout, size, batch_size, epochs, options):
-    """What this rank's loader gives, by epoch."""
-    groups = groups_of(layout)
-    sampler = mf.sampler(Numbers(size), groups, **options)
-    assert isinstance(sampler, DistributedSampler)
-    loader = DataLoader(Numbers(size), batch_size, sampler=sampler)
-    found = []
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        found.append([int(i) for batch in loader for i in batch])
-    return found
-
-
-@pytest.mark.parametrize("layout", [Layout((1,), 1), FOUR], ids=str)
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_every_sample_once_an_epoch(ranks, layout, shuffle):
-    n = layout.world_size
-    for size in (n, 24, 31):
-        found = ranks(n).run(passes, layout, size, 3, 2, {"shuffle": shuffle})
-        for epoch in range(2):
-            shares = [one[epoch] for one in found]
-            assert {len(share) for share in shares} == {math.ceil(size / n)}
-            counts = Counter(i for share in shares for i in share)
-            assert set(counts) == set(range(size))
-            assert sum(counts.values()) - size == -size % n, "more than padding comes twice"
-            assert max(counts.values()) <= 2
-        if size > n:  # a single sample has one order
-            assert all(one[0] == one[1] for one in found) == (not shuffle)
 
 
 def data_parallel_part(names):

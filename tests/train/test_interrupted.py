@@ -30,8 +30,8 @@ from mics_fn.errors import LostStateError
 from mics_fn.lab.ranks import run_ranks
 from mics_fn.optim import by_leaf
 from mics_fn.shards import any_lost
-from mics_fn.train import Checkpoints, stepping
-from mics_fn.train.resuming import carried, take_back
+from mics_fn.train import Checkpoints
+from mics_fn.train import stepping as pure
 
 KINDS: dict[str, Callable[[str], dict[str, Any]]] = {
     "plain": lambda folder: {"optimizer": mf.optim.adamw(1e-2)},
@@ -57,7 +57,7 @@ PATHS: dict[str, Callable[[str], dict[str, Any]]] = {
         "guard": mf.optim.Guard(max_norm=1.0, on_nonfinite="skip"),
     },
     "recoverable": lambda folder: {
-        "optimizer": mf.optim.sgd(0.1, momentum=0.9), "recoverable": True
+        "optimizer": mf.optim.sgd(0.1, momentum=0.9), "faults": mf.FaultPolicy(recoverable=True),
     },
 }  # fmt: skip
 
@@ -281,7 +281,7 @@ def codes_of(*functions: Any) -> list[Any]:
 
 
 HOLDING = codes_of(*(x for x in vars(threads.Commit).values() if hasattr(x, "__code__")))
-UPDATES = codes_of(stepping.update, stepping.merge)
+UPDATES = codes_of(pure.update, pure.merge)
 
 
 def equal(found: list[Any], want: list[Any]) -> bool:
@@ -313,12 +313,12 @@ def ends_of(path: str, folder: str, every: bool, patch: pytest.MonkeyPatch) -> l
 
     def put_back() -> None:
         (state, sync), trainer.guard = copy.deepcopy(kept[0]), kept[1]
-        trainer.state, trainer.sync_state = mf.optim.move(state, trainer.where), sync
+        trainer.state, trainer.sync_state = mf.optim.move(state, trainer.options.where), sync
         trainer.member.merges = False
 
     put_back()
     with patch.context() as patched:
-        patched.setattr(stepping, "merge", lambda trainer: None)
+        patched.setattr(pure, "merge", lambda options, state, written: state)
         known = {"old": bits(trainer)}
         trainer.step(batch())
         known["not merged"] = bits(trainer)
@@ -340,7 +340,7 @@ def ends_of(path: str, folder: str, every: bool, patch: pytest.MonkeyPatch) -> l
             continue
         ends.append(next((name for name, x in known.items() if equal(now, x)), "torn"))
         if trainer.member.merges:  # the next step begins with it
-            stepping.merge(trainer)
+            trainer._merge()
             assert equal(bits(trainer), known["new"])
     return ends
 
@@ -393,22 +393,18 @@ def test_grad_mode_is_as_before_wherever_it_is_cut(verb, mode):
 
 
 def test_a_load_that_is_cut_leaves_the_old_state_or_none(tmp_path):
-    """Into the memory of the state: by `load`, by `take_back`, and as `reset` does both."""
+    """Into the memory of the state: by `load`, and as `reset` goes back to a save."""
     trainer = made(mf.make_groups(1), "plain")
     trainer.step(batch())
     mf.checkpoint.save(f"{tmp_path}/one", trainer.state, trainer.groups, step=1)
     Checkpoints(f"{tmp_path}/all").save(trainer)
-    saved, extra = copy.deepcopy(carried(trainer))
     want, resumed = bits(trainer), Checkpoints(f"{tmp_path}/all")
 
     def load() -> None:
         found = mf.checkpoint.load(f"{tmp_path}/one", trainer.state, trainer.groups, donate=True)
         trainer.state = found.state
 
-    ways: list[Callable[[], Any]] = [
-        load, lambda: take_back(trainer, saved, extra), lambda: resumed.begin(trainer)
-    ]  # fmt: skip
-    for way in ways:
+    for way in (load, lambda: resumed.begin(trainer)):
         trainer.step(batch())
         old, kept = bits(trainer), copy.deepcopy((trainer.state, trainer.sync_state))
         codes, ends, number = [way.__code__], list[str](), 1

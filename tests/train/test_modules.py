@@ -171,10 +171,3 @@ def taken_by_trainer(model):
 def test_parameters_that_would_lose_something_are_refused(take, text):
     with pytest.raises(mf.errors.LeafError, match=text):
         take()
-
-
-def test_what_a_gather_gives_may_be_cut_again():
-    groups = mf.make_groups(1)
-    with torch.no_grad():
-        shards = mf.shard({"w": torch.ones(4, requires_grad=True)}, groups)
-        mf.shard(mf.gather(shards, groups), groups)

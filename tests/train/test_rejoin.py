@@ -75,7 +75,7 @@ def test_a_run_with_a_loss_equals_one_without(name: str) -> None:
 
 class Apart(Rank):
     def make(self) -> mf.Trainer:
-        return made(self.trial, replica_sync=mf.replicas.diloco(4), recoverable=False)
+        return made(self.trial, replica_sync=mf.replicas.diloco(4), faults=mf.FaultPolicy())
 
 
 class Odd(Rank):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import LAYOUTS, Layout, groups_of, plain_values, poison, random, same_bits
+from cases import LAYOUTS, Layout, groups_of, plain_values, poison, same_bits
 from torch import nn
 from torch.func import grad
 
@@ -183,29 +183,6 @@ def test_the_outer_optimizer_is_that_of_the_paper():
 # The groups of the steps.
 
 
-def of_one_replica(layout):
-    groups, sync = groups_of(layout), mf.replicas.local_sgd(2)
-    inner = sync.groups(groups)
-    p, rank = layout.partition_size, dist.get_rank()
-    assert mf.replicas.diloco(5).groups(groups) is sync.groups(inner) is inner
-    assert mf.replicas.every_step().groups(groups) is groups
-    first = rank // p * p
-    assert inner.ranks == tuple(range(first, first + p))
-    # A world of its own for every verb: another replica may hold other values, and another tree.
-    shapes = {"w": (9, 5), f"only{first}": (3 + first,)}
-    params = {k: random(first + i, *s) for i, (k, s) in enumerate(shapes.items())}
-    same_bits(mf.unshard(mf.shard(params, inner), inner), params)
-    assert "disagree on the tree" in caught_of(lambda: mf.shard(params, groups))[1]
-    own = mf.make_groups(p, topology=mf.groups.Topology(layout.sizes))
-    inner = sync.groups(own)
-    own.close()
-    assert inner.closed
-
-
-def test_a_replica_is_a_world_of_its_own_as_long_as_its_groups(ranks):
-    ranks(4).run(of_one_replica, FOUR)
-
-
 def with_experts(layout, policy):
     """Experts on other groups, with more replicas: a prefix tree, and a function of the path."""
     dense, experts = groups_of(layout), groups_of(Layout(layout.sizes, 1))
@@ -288,34 +265,6 @@ def pure_and_donated(layout, policy):
 @pytest.mark.covering
 def test_pure_by_default_and_in_place_on_request(ranks, layout, policy):
     ranks(layout.world_size).run(pure_and_donated, layout, policy)
-
-
-def failing(policy, donate):
-    """The peer is gone at a merge: what was given is whole, and the anchor too."""
-    groups = mf.make_groups(1, topology=mf.groups.Topology((2,)), timeout_s=3.0)
-    sync = POLICIES[policy]()
-    params = {"w": random(0, 1000), "v": random(1, 10).double()}
-    shards = mf.shard(params, groups)
-    state = sync.init(shards, groups)
-    dist.barrier()
-    if dist.get_rank() == 1:
-        groups.close()
-        return "left"
-    due = replace(state, step=sync.every - 1)
-    text = caught_of(lambda: sync.after(shards, due, groups, donate=donate))[1]
-    if outer_of(state):
-        same_bits([x.data for x in state.outer.params.values()], list(params.values()))
-    same_bits([x.data for x in shards.values()], list(params.values()))
-    return text
-
-
-@pytest.mark.parametrize("policy", ["local1", "diloco2"])
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.covering
-def test_a_merge_that_fails_leaves_nothing_half_done(ranks, policy, donate):
-    text, left = ranks(2).run(failing, policy, donate)
-    assert left == "left"
-    assert "a call that rank 1 will not make, since it closed its groups" in text
 
 
 # What is refused.

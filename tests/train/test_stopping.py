@@ -65,9 +65,8 @@ def fitted(layout: Layout) -> tuple[int, int, bool, float]:
         return model(x).square().mean()
 
     before = signal.getsignal(signal.SIGUSR1)
-    trainer = mf.Trainer(
-        nn.Linear(3, 1), mf.optim.sgd(0.1), groups, loss=loss, replicas="broadcast"
-    )
+    torch.manual_seed(0)
+    trainer = mf.Trainer(nn.Linear(3, 1), mf.optim.sgd(0.1), groups, loss=loss)
     with StopRequest(groups, [signal.SIGUSR1]) as stop:
         steps = len(trainer.fit([torch.ones(2, 3)], 2000, progress=False, stop=stop))
     assert signal.getsignal(signal.SIGUSR1) == before

@@ -31,11 +31,12 @@ def snapshot(module):
 
 
 def untouched(layout):
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1, bias=False))
     model[0].weight.grad = torch.ones(4, 3)
     model.register_forward_hook(lambda *args: None)
     before = snapshot(model)
-    how = {"replicas": "broadcast", "loss": lambda model, x: model(x).square().mean()}
+    how: Any = {"loss": lambda model, x: model(x).square().mean()}
     trainer = mf.Trainer(model, mf.optim.sgd(0.1), groups_of(layout), **how)
     trainer.step(random(dist.get_rank(), 4, 3))
     trainer.eval(random(0, 4, 3))
@@ -153,8 +154,8 @@ def test_default_loss_spreads_the_batch():
 def nothing_used(layout):
     """On one rank the loss uses no parameter: the others must not wait for it."""
     loss = lambda model, x: model(x).sum() if dist.get_rank() else x.sum()  # noqa: E731
-    how = {"replicas": "broadcast", "loss": loss}
-    trainer = mf.Trainer(nn.Linear(2, 1), mf.optim.sgd(0.1), groups_of(layout), **how)
+    torch.manual_seed(0)
+    trainer = mf.Trainer(nn.Linear(2, 1), mf.optim.sgd(0.1), groups_of(layout), loss=loss)
     before = trainer.params()["weight"].clone()
     trainer.step(torch.ones(1, 2))
     share = (layout.world_size - 1) / layout.world_size
@@ -329,8 +330,8 @@ def wrong() -> None:
         return x
 
     cases: list[tuple[type, str, Any, Any]] = [
-        (LeafError, names + "a.weight is missing", skeleton, {"params": lacks}),
-        (LeafError, names + "d is not expected", skeleton, {"params": more}),
+        (LeafError, names + "a.weight: expected .* got None", skeleton, {"params": lacks}),
+        (LeafError, names + "d: expected None", skeleton, {"params": more}),
         (LeafError, names + r"a.weight: expected .* \(4, 3\), .*, got .* \(5, 3\)", skeleton,
          {"params": of_wide}),
         (LeafError, names + "c.weight: expected .* tied to 'a.weight', got .* not tied", skeleton,
@@ -341,8 +342,8 @@ def wrong() -> None:
         (LeafError, "params.a.bias is on meta, without a value", skeleton, {}),
         (LeafError, names + "c.weight: expected .* tied to 'a.weight', got .* not tied", skeleton,
          {"params": {k: x.clone() for k, x in full.items()}}),
-        (PlanError, "Trainer: replicas=: params= are shards already", skeleton,
-         {"params": shards, "replicas": "check"}),
+        (PlanError, "Trainer: bucket_bytes=: params= are shards already", skeleton,
+         {"params": shards, "bucket_bytes": 64}),
         (LeafError, "buffer 'seen' is on meta, without a value", TiedParts().to("meta"),
          {"params": shards}),
         (LeafError, "params.w is on meta", loss, {"params": {"w": torch.ones(2, device="meta")}}),
@@ -371,7 +372,7 @@ def right() -> None:
         trainer_of(model, groups),
         trainer_of(model, groups, params=full, bucket_bytes=64),
         trainer_of(skeleton, groups, params=shards),
-        trainer_of(skeleton, groups, params=full, replicas="broadcast"),
+        trainer_of(skeleton, groups, params=full),
         trainer_of(model, groups, params=cut),
     ]
     for each in found:

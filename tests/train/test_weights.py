@@ -81,6 +81,8 @@ def by_trainer(layout, accumulate, kind, options):
     options = {"guard": mf.optim.Guard(max_norm=0.05), **options}
     limits = options["guard"].max_norm
     params, losses, norms = twin(layout.world_size, accumulate, kind, limits or 1e9)
+    if "hop2" in options:
+        options["replica_sync"] = mf.replicas.reduced_by(options.pop("hop2"))
     options |= {"loss": mean_of, "weight": COUNTS[kind], "accumulate": accumulate}
     trainer = mf.Trainer(model(), mf.optim.adamw(0.1), placed, bucket_bytes=128, **options)
     for step in range(3):
@@ -124,7 +126,7 @@ def by_hand(layout, accumulate, kind):
 
 OPTIONS = [
     {"overlap_step": True, "guard": mf.optim.Guard(on_nonfinite="ignore")},
-    {"recoverable": True, "where": "states=host, grads=host"},
+    {"faults": mf.FaultPolicy(recoverable=True), "where": "states=host, grads=host"},
     {"hop2": mf.sync_replicas, "place": "zero1"},
     {"place": "hybrid"},
 ]
@@ -145,7 +147,7 @@ OPTIONS = [
     "2-p2-1-numbers-",
     "4-p1-3-samples-",
     "2x2-p2-3-tokens-overlap_step guard",
-    "2x2-p2-3-tokens-recoverable where",
+    "2x2-p2-3-tokens-faults where",
     "2x2-p2-3-tokens-hop2 place",
 )
 def test_any_counts_are_those_of_one_process(ranks, layout, accumulate, kind, options):
