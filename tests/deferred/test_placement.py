@@ -141,7 +141,8 @@ def by_hand(layout, groups, placed, accumulate, live, prefetch):
         ledgers.append(groups.traffic.snapshot())
         sums.append(checksum(torch.cat(tree.flatten(state.params)[0])).item())
         losses.append(mean)
-        made.append([getattr(pools, name).made for name in (*POOLS, "hops")])
+        ring = pools.sums.get("ring")
+        made.append([*(getattr(pools, name).made for name in POOLS), ring and ring.made])
     check_ledgers(layout, groups, placed, accumulate, live, prefetch, buckets, policy, ledgers)
     assert made[1] == made[2], f"a later step makes memory: {made}"
     assert made[0] == made[1] or live not in (None, 0), f"a later step makes memory: {made}"

@@ -185,13 +185,12 @@ def test_one_rank_with_a_mean_over_more():
 
 REFUSED = {
     "global_norm": mf.optim.global_norm,
-    "clip": lambda grads, groups: mf.optim.clip_by_global_norm(1.0, groups),
     "max_norm": mf.optim.Guard(max_norm=1.0).judge,
     "spike": mf.optim.Guard(spike=mf.optim.norm_spike()).judge,
     "check": mf.optim.Guard(on_nonfinite="skip").judge,
     "scale": mf.optim.Guard(mf.optim.dynamic_scale()).judge,
 }
-NEED_A_NORM = ("global_norm", "clip", "max_norm", "spike")
+NEED_A_NORM = ("global_norm", "max_norm", "spike")
 
 
 def a_part(how):
