@@ -237,8 +237,8 @@ class Channel:
     def raise_reported(self) -> None:
         """Raise an error that another rank reported."""
 
-    def refuse(self, text: str) -> None:
-        """Make the other ranks raise an error that this rank and some others raise now."""
+    def report(self, text: str) -> None:
+        """Make all ranks of the groups raise this error at their next poll."""
 
     def depart(self, how: str) -> Callable[[], None]:
         """Say that this rank makes no more calls; return what frees the rest."""

@@ -27,33 +27,25 @@ _WAIT_S = 0.1  # between two looks of whoever waits for an answer
 _LOST = dist.DistNetworkError, dist.DistStoreError  # pyright: ignore[reportPrivateImportUsage]
 
 
-_GIVEN_UP = StoreLost("another connection has taken its place", silent=True)
-
-
 class StoreThread:
     """A thread with a connection to a store of its own; see [Note: the store thread].
 
     Args:
-      store: of torch.distributed, or what does the same.
+      store: of torch.distributed.
     """
 
     def __init__(self, store: Any) -> None:
         self._given = store
-        self.before: Callable[[Any], None] = lambda own: None  # called with it before each call
-        self.renew()
-
-    def renew(self) -> None:
-        """Begin anew on another thread with another connection, once this one was lost."""
         self._jobs = SimpleQueue[Job | None]()
-        self.connected = False
+        self.own: Any = None  # its connection, once there is one
+        self.before: Callable[[Any], None] = lambda own: None  # called with it before each call
         self.lost: StoreLost | None = None  # why it can do nothing any more
-        serve = partial(self._serve, self._jobs)
-        self._thread = threading.Thread(target=serve, name="mics_fn store", daemon=True)
-        start(self._thread)
+        thread = threading.Thread(target=self._serve, name="mics_fn store", daemon=True)
+        self._thread = start(thread)
 
     def ask(self, call: Callable[[Any], Any]) -> Job:
         """Hand in a call, which gets the thread's own connection, and do not wait."""
-        job = Job(partial(self._call, self._jobs, call))
+        job = Job(partial(self._call, call))
         if self.lost is None:
             self._jobs.put(job)
         else:
@@ -74,46 +66,35 @@ class StoreThread:
                 raise StoreLost(f"it did not answer within {patience_s:g} s", silent=True)
         return job.result()
 
-    def end(self) -> None:
-        """Let the thread end once it has done all that it was asked."""
+    def end(self, patience_s: float = 0.0) -> None:
+        """Let the thread end once it has done all that it was asked.
+
+        Args:
+          patience_s: how long to wait for that; nothing can be asked afterwards.
+        """
         self._jobs.put(None)
+        if patience_s:
+            self._thread.join(patience_s)
+            self.lost = self.lost or StoreLost("this process ends", silent=False)
 
-    def end_now(self, patience_s: float) -> None:
-        """`end`, and wait for that; nothing is asked afterwards."""
-        self.end()
-        self._thread.join(patience_s)
-        self.lost = self.lost or StoreLost("this process ends", silent=False)
-
-    def _serve(self, jobs: SimpleQueue[Job | None]) -> None:
-        own: list[Any] = []  # the connection, once there is one
-        while (job := jobs.get()) is not None:
-            given_up = self.lost or (jobs is not self._jobs and _GIVEN_UP)
-            if given_up:
-                job.drop(given_up)
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self.lost is None:
+                job.run()
             else:
-                job.run(own)
+                job.drop(self.lost)
 
-    def _call(self, jobs: SimpleQueue[Job | None], call: Callable[[Any], Any], own: list) -> Any:
+    def _call(self, call: Callable[[Any], Any]) -> Any:
         try:
-            if not own:
-                own.append(_connected(self._given))
-                self.connected = True
-            self.before(own[0])
-            return call(own[0])
-        except (*_LOST, Replaced) as error:
-            replaced = isinstance(error, Replaced)
-            lost = error if replaced else StoreLost(first_line(error), silent=False)
-            if jobs is self._jobs:
-                self.lost = lost
-            raise lost from error
-
-
-def _connected(store: Any) -> Any:
-    """Another connection to the same store; the store itself if it cannot be cloned."""
-    try:
-        return store.clone()
-    except (AttributeError, NotImplementedError):
-        return store
+            self.own = self.own or self._given.clone()
+            self.before(self.own)
+            return call(self.own)
+        except Replaced as replaced:
+            self.lost = replaced
+            raise
+        except _LOST as error:
+            self.lost = StoreLost(first_line(error), silent=False)
+            raise self.lost from error
 
 
 def _asked(name: str) -> Callable[..., Any]:

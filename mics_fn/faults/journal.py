@@ -14,11 +14,10 @@ of itself, so that those who wait for it give up as well.
 [Note: a rank that makes no call] A rank may give signs of life and make no call: its loader hangs,
 it is in a debugger, or its loop has ended before those of the others, who wait for it. Nothing says
 whether it will go on, so it has `timeout_s`, as any rank that is slow. Each rank that has made no
-call for `heartbeat_s`, or half of `timeout_s` if that is less, writes how many calls it has made,
-for which others it waits, and where its main thread is. A rank that waits follows those for whom it
-waits, and for whom these wait in turn, up to ranks that wait for nobody and lack such a call. Of
-these the one with the fewest calls is behind. The first of the others names it in a warning, and
-after `timeout_s` all do in their error.
+call for `heartbeat_s`, or half of `timeout_s` if that is less, writes how many calls it has made
+and issued, whether it waits for others, and where its main thread is. Of those that wait for nobody
+and have not issued a call that another one has made, the one with the fewest calls is behind. The
+first of the others names it in a warning, and after `timeout_s` all do in their error.
 """
 
 import json
@@ -27,8 +26,8 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
@@ -97,7 +96,7 @@ class Failure:
         return errors.PeerFileError(failed, path, leaf) if said else failed
 
 
-_GONE = "look at its own output, start it again or the job"
+_GONE = "look at its own output, and start it again, or the job if it held the store"
 _FIXES = {  # by the kind of a failure
     **dict.fromkeys(("killed", "exited", "silent"), _GONE),
     "replaced": "end this process; the job goes on with the one that took its place",
@@ -175,66 +174,58 @@ class Journal:
             self._take(store.get(self._at()))
 
     def say(self, store: Any, failure: Failure) -> bool:
-        """Append a failure, unless the same stands; returns whether it was appended.
+        """Append a failure, unless the same stands; returns whether it was appended."""
 
-        All ranks read what it appends at their next tick.
-        """
-        self.read(store)
-        while (known := self.standing.get(failure.rank)) is None or not known.final:
-            if known is not None and not failure.final:
-                return False
-            if self._append(store, {"fails": asdict(failure)}):
-                store.add(CHANGES, 1)
-                return True
-        return False
+        def added(known: Failure | None) -> Failure:
+            if known is not None and (known.final or not failure.final):
+                return known
+            first = known or failure  # it may have said why before
+            made, issued = failure.made or first.made, failure.issued or first.issued
+            return replace(first, final=failure.final, made=made, issued=issued)
+
+        return self._change(store, failure.rank, added)
 
     def withdraw(self, store: Any, rank: int) -> bool:
         """Withdraw a rank's own failure; return False if another rank gave up because of it."""
-        try:
-            return self._change(store, rank, "withdraws")
-        finally:
-            store.add(CHANGES, 1)
+        self._change(store, rank, lambda known: known if known and known.final else None)
+        return rank not in self.standing
 
     def make_final(self, store: Any, rank: int | None) -> bool:
         """Make a failure final; False if it was withdrawn before."""
-        return not self._change(store, rank, "settles")
+        self._change(store, rank, lambda known: known and replace(known, final=True))
+        return rank in self.standing
 
-    def _change(self, store: Any, rank: int | None, how: str) -> bool:
-        """Say it of a failure as long as that stands and is not final; whether none stands then."""
-        self.read(store)
-        while (known := self.standing.get(rank)) is not None:
-            if known.final:
+    def _change(
+        self, store: Any, rank: int | None, change: Callable[[Failure | None], Failure | None]
+    ) -> bool:
+        """Append what a function makes of the failure of a rank; False if that stays the same.
+
+        All ranks read it at their next tick.
+        """
+        while True:
+            self.read(store)
+            known = self.standing.get(rank)
+            new = change(known)
+            if new == known:
                 return False
-            self._append(store, {how: rank})
-        return True
+            mine = json.dumps([rank, new and asdict(new)])
+            found = store.compare_set(self._at(), "", mine)
+            self._take(found)
+            if found.decode() == mine:
+                store.add(CHANGES, 1)
+                return True
 
     def _at(self) -> str:
         return f"{self._key}/{self._read}"
 
-    def _append(self, store: Any, entry: dict[str, Any]) -> bool:
-        mine = json.dumps(entry)
-        found = store.compare_set(self._at(), "", mine)
-        self._take(found)
-        return found.decode() == mine
-
     def _take(self, found: bytes) -> None:
-        self._read += 1
         # Whoever wrote it had read all that was written before, so it can be taken as it stands.
-        entry, standing = json.loads(found), dict(self.standing)
-        if "withdraws" in entry:
-            del standing[entry["withdraws"]]
-        elif "settles" in entry:
-            standing[entry["settles"]] = replace(standing[entry["settles"]], final=True)
+        self._read += 1
+        rank, failure = json.loads(found)
+        if failure is None:
+            self.standing = {each: self.standing[each] for each in self.standing if each != rank}
         else:
-            failure = Failure(**entry["fails"])
-            first = standing.get(failure.rank, failure)  # it may have said why before
-            standing[failure.rank] = replace(
-                first,
-                final=failure.final,
-                made=failure.made or first.made,
-                issued=failure.issued or first.issued,
-            )
-        self.standing = standing
+            self.standing = {**self.standing, rank: Failure(**failure)}
 
 
 # `Idle`: for how long a rank has made no call, where it is, and which rank the others wait for.
@@ -254,14 +245,9 @@ class Idle:
     def __init__(self, state: GroupState) -> None:
         self._state = state
         self.seconds = 0.0  # without a call, by the ticks of the monitor
+        self.waited = 0.0  # when this rank was in a wait for others last
         self._facts: Mapping[str, Any] = {}
-        self._waits: tuple[float, Sequence[Stuck], Sequence[int]] = (0.0, (), ())
         self._said, self._warned = "", False
-
-    def waits(self, stuck: Sequence[Stuck], missing: Sequence[int] = ()) -> None:
-        """Note what this rank waits for: calls, or ranks whatever they have called."""
-        if stuck or missing:
-            self._waits = time.monotonic(), stuck, missing
 
     def pass_time(self, passed_s: float) -> None:
         """Count the time without a call."""
@@ -287,57 +273,38 @@ class Idle:
             LOG.warning(errors.message(text, [failure.trace.replace("\n", " < ")]))
 
     def _text(self) -> str:
-        """What this rank waits for, and the failure that it is if it waits for nothing."""
+        """Whether this rank waits for others, and the failure that it is if it does not."""
         rank, (at, frames) = self._state.rank, main_thread()
-        since, *waits = self._waits
-        waits = waits if time.monotonic() - since < _WAITS_S else [(), ()]
-        text = f"rank {rank} is behind: it lives, but makes no call; it is {at}"
+        text = f"rank {rank} is behind: it lives, but makes no call; it is at {at}"
         failure = Failure(rank, "stalled", text, trace="\n".join(frames), **self._facts)
-        return json.dumps([waits, asdict(failure)])
+        return json.dumps([time.monotonic() - self.waited < _WAITS_S, asdict(failure)])
 
-    def behind(self, store: Any, stuck: Sequence[Stuck] = ()) -> Failure | None:
-        """The failure of the rank that this one waits for in the end, if that makes no call.
-
-        Args:
-          store: of the job.
-          stuck: what this rank waits for; by default all that it has called.
-        """
-        state, found = self._state, list[Failure]()
-        made = self._facts.get("made", {}).items()
-        done = [Stuck(group, number, state.ranks, "") for group, number in made]
-        asked: list[Any] = [(stuck or done, ())]
-        notes: dict[int, Failure | None] = {state.rank: None}
-        while asked:
-            calls, missing = asked.pop()
-            for rank in dict.fromkeys([*missing, *(x for each in calls for x in each.ranks)]):
-                if rank not in notes:
-                    text = value_of(store, f"{state.key}/idle/{rank}")  # none while it makes calls
-                    (others, ranks), said = json.loads(text or "[[[], []], null]")
-                    asked.append(([Stuck(*each) for each in others], ranks))
-                    notes[rank] = Failure(**said) if said and not (others or ranks) else None
-                failure = notes[rank]
-                if failure and failure.lacks(calls, missing, made=False):
-                    found.append(failure)
+    def behind(self, store: Any) -> Failure | None:
+        """The failure of the rank that others wait for, if that makes no call."""
+        state, most, idle = self._state, Counter[str](self._facts.get("made")), list[Failure]()
+        for rank in state.ranks:
+            text = value_of(store, f"{state.key}/idle/{rank}")  # none while it makes calls
+            waits, said = json.loads(text or "[true, null]")
+            most |= Counter(said and said["made"])
+            if not waits and rank != state.rank:
+                idle.append(Failure(**said))
+        # What is counted under a key are the calls of a communicator, and all of these are in it.
+        found = [x for x in idle if any(most[key] > n for key, n in (x.issued or {}).items())]
         return min(found, key=lambda each: sum((each.made or {}).values()), default=None)
 
 
 def main_thread() -> tuple[str, list[str]]:
-    """Where the main thread of this process is: in words, and its frames, the innermost first.
+    """Where the main thread of this process is: in the user's code, and its frames.
 
     It may run meanwhile, but not in the instant that it takes to walk a few frames.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    stack = [(each.f_code, line) for each, line in islice(traceback.walk_stack(frame), _FRAMES)]
-    frames = [
-        f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}" for code, line in stack
-    ]
-    users = [
-        text
-        for (code, _), text in zip(stack, frames, strict=True)
-        if not any(other in code.co_filename for other in _OTHERS) and code.co_filename[:1] != "<"
-    ]
-    inner = f"at {frames[0]}" if frames else "nowhere"
-    return inner if users[:1] in ([], frames[:1]) else f"{inner}, called at {users[0]}", frames
+    frames, users = list[str](), list[str]()
+    for each, line in islice(traceback.walk_stack(frame), _FRAMES):
+        path = each.f_code.co_filename
+        frames.append(f"{os.path.basename(path)}:{line} in {each.f_code.co_name}")
+        users += [] if any(other in path for other in _OTHERS) else frames[-1:]
+    return [*users, *frames, "its end"][0], frames
 
 
 # `Watcher`: what a rank does about failures, its own and those that it reads of.
@@ -392,8 +359,9 @@ class Watcher(Watch):
           PeerFailed: another rank failed.
           DesyncError: ranks have told why they fail.
         """
-        self.idle.waits(stuck, missing)
         state = self.state
+        if stuck or missing:
+            self.idle.waited = time.monotonic()
         if not state.standing or idle_s < _IDLE_S:
             return
         for failure in list(state.standing.values()):
@@ -438,7 +406,7 @@ class Watcher(Watch):
         """
         state = self.state
         store = state.channel.store
-        failure = self.idle.behind(store, stuck) if store else None
+        failure = self.idle.behind(store) if store else None
         if failure is None:
             state.fail(error)
             return error

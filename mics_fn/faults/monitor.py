@@ -17,12 +17,6 @@ ticks, and finds out that the store thread is stuck: then the store, or the rank
 failed. They are at work while some groups of more than one rank are open in this process; where
 none are, a count of 0 says that nobody has to wait for signs of it.
 
-[Note: outlived] A launcher that is killed cannot end its ranks, and they would train on, with
-nobody to stop them or to start them again. So each rank notices at a tick of its monitor that its
-parent is another process, tells the other ranks, and ends at once, whatever it computes or waits
-for. Only what a launcher has started is ended so: a shell or a kernel may go and leave a program
-alone.
-
 [Note: the last step] A signal reaches ranks at different instants, or only one of them, and none
 may stop while others go on. So the rank that is asked writes that into the store. The monitor of
 each rank answers with the number of the step that this rank has begun, whatever its main thread
@@ -49,46 +43,9 @@ from mics_fn import _torch, errors
 from mics_fn.faults import heartbeat
 from mics_fn.faults.heartbeat import BoundedStore, Peers, Process, StoreThread, heartbeat_of
 from mics_fn.faults.journal import Failure, Watcher, of_store, without_a_word
-from mics_fn.groups import Groups, GroupState, announce_all, end_aborts, never_destruct, read_launch
+from mics_fn.groups import Groups, GroupState, announce_all, end_aborts, never_destruct
 from mics_fn.store import CHANGES, Store, StoreLost, claim, later, poll
 from mics_fn.threads import Job, Latch, start
-
-# The launcher of this process, and what becomes of a rank that has outlived it.
-
-
-def was_launched(env: Mapping[str, str]) -> bool:
-    """Whether the parent of a process with this environment is a launcher of several ranks.
-
-    Ranks that a shell has started have the variables of torchrun, too, but no run of it.
-
-    >>> was_launched({"TORCHELASTIC_RUN_ID": "none"}), was_launched({})
-    (True, False)
-    """
-    with suppress(errors.GroupsError):  # of variables that are missing
-        launch = read_launch(env)
-        return "TORCHELASTIC_RUN_ID" in env or (launch is not None and launch.source != "torchrun")
-    return False
-
-
-class Launcher:
-    """The parent of this process, if it is a launcher; see [Note: outlived]."""
-
-    def __init__(self) -> None:
-        self._pid = os.getppid() if was_launched(os.environ) else None
-
-    def check(self, states: Sequence[GroupState]) -> None:
-        """End this process if it is gone; called at each tick of the monitor."""
-        if self._pid is None or not states or os.getppid() == self._pid:
-            return
-        text = f"the launcher of rank {states[0].rank} (process {self._pid}) is gone"
-        error = errors.GroupsError(text, fix="start the job again")
-        announce_all(error, final=True, kind="exited")
-        monitor.linger()
-        print(error, file=sys.stderr, flush=True)
-        os._exit(1)
-
-
-launcher = Launcher()
 
 _PATIENCE_S = 0.5  # how long a rank that fails waits for the store
 _DOUBT_S = 0.6  # after a connection was closed, ranks that are silent for this long may be gone
@@ -99,14 +56,14 @@ class Monitor:
 
     def __init__(self) -> None:
         self._states: dict[GroupState, Watcher] = {}
-        self._store_thread: StoreThread | None = None
+        self._store_thread: Any = None
         self._store: Any = None  # that the store thread is connected to
         self._peers = Peers()
         self._count = self._rank = 0
         self._since = 0  # the epoch from which on this process is a member; 0 before it has entered
         self._last, self._last_s = "", 0.0  # the sign of life that it wrote last, and when
         self._changes = b""
-        self._own = Process("", 0, "")
+        self._own: Any = None  # this process
         self._stop, self._wake = Latch(), SimpleQueue[None]()
         self._request: Job | None = None  # the tick that the store thread is at
         self._waited_s = 0.0  # how long it has been at it
@@ -124,15 +81,9 @@ class Monitor:
           waits: whether ranks that are gone may come back.
         """
         store = _torch.default_store()
+        if store is not self._store:  # of a torch.distributed that is new
+            self._begin(store)
         thread = self._store_thread
-        if thread is None or store is not self._store:  # of a torch.distributed that is new
-            self._states.clear()
-            self._store, self._since = store, 0
-            self._store_thread = thread = StoreThread(store)
-            thread.before = self._confirm
-            self._begin(thread)
-        elif thread.lost is not None:
-            self._reconnect(thread)
         self._rank = state.rank
         state.standing = {} if waits else self._ended_of(dict.fromkeys(state.ranks))
         state.watch = self._states[state] = Watcher(state, self)
@@ -144,30 +95,16 @@ class Monitor:
         return BoundedStore(thread, timeout_s, failed, self._since)
 
     def check_store(self, state: GroupState) -> None:
-        """Raise PeerFailed if the store is gone, without which these ranks cannot meet.
-
-        If it only gave no answer, what it could not be told is said again.
-        """
+        """Raise PeerFailed if the store is gone, without which these ranks cannot meet."""
         thread = self._store_thread
-        if thread is None or thread.lost is None or len(state.ranks) == 1:
-            return
-        if not thread.lost.silent:
+        if thread is not None and thread.lost is not None and len(state.ranks) > 1:
             raise self._store_failed(state, thread.lost)
-        self._reconnect(thread)
-
-    def _reconnect(self, store_thread: StoreThread) -> None:
-        """Reconnect to a store, and repeat the messages that it may have lost."""
-        store_thread.renew()
-        self._begin(store_thread)
-        for state, watch in self._states.items():
-            if watch.announced is not None and state.key:
-                store_thread.ask(partial(watch.journal.say, failure=watch.announced))
 
     def begin(self, state: GroupState) -> None:
         """Begin to read the journal of groups, once all ranks have met."""
         state.standing = self._ended_of(dict.fromkeys(state.ranks, 1) | {**state.members})
         for failure in state.standing.values():
-            self._ask(partial(self._states[state].say, failure))
+            self._store_thread.ask(partial(self._states[state].say, failure))
         self._wake.put(None)
 
     def _ended_of(self, members: Mapping[int, int | None]) -> dict[int | None, Failure]:
@@ -189,7 +126,7 @@ class Monitor:
         self._stop.set()
         self._wake.put(None)
         if self._store_thread is not None and self._store_thread.lost is None:
-            self._store_thread.end_now(_PATIENCE_S)
+            self._store_thread.end(_PATIENCE_S)
 
     # What a `Watcher` calls.
 
@@ -204,19 +141,11 @@ class Monitor:
         self._wake.put(None)
         return bool(self._peers.silent(ranks, _DOUBT_S))
 
-    def _ask(self, call: Callable[[Any], Any]) -> None:
-        if self._store_thread is not None:
-            self._store_thread.ask(call)
-
     def bounded(self, call: Any, default: Any) -> Any:
         """What the store thread answers, or a default if it does not in time."""
-        store_thread = self._store_thread
-        if store_thread is None:
-            return default
-        try:
-            return store_thread.answer(store_thread.ask(call), _PATIENCE_S)
-        except Exception:
-            return default
+        with suppress(Exception):
+            return self._store_thread.answer(self._store_thread.ask(call), _PATIENCE_S)
+        return default
 
     def _store_failed(self, state: GroupState, lost: StoreLost) -> errors.PeerFailed:
         """The error of a call to the store that has no end."""
@@ -229,11 +158,12 @@ class Monitor:
 
     # The threads.
 
-    def _begin(self, store_thread: StoreThread) -> None:
-        self._stop.set()  # of a thread that watched with a store that was lost
-        self._peers, self._own = Peers(), Process.own()
-        self._stop, self._request, self._changes = Latch(), None, b""
-        watch = partial(self._watch, self._stop, store_thread)
+    def _begin(self, store: Any) -> None:
+        self._stop.set()  # of a thread that watched with another store
+        self.__init__()
+        self._own, self._store, self._store_thread = Process.own(), store, StoreThread(store)
+        self._store_thread.before = self._confirm
+        watch = partial(self._watch, self._stop, self._store_thread)
         start(threading.Thread(target=watch, name="mics_fn monitor", daemon=True))
 
     def _watch(self, stop: Latch, store_thread: StoreThread) -> None:
@@ -253,11 +183,10 @@ class Monitor:
 
     def _iterate(self, store_thread: StoreThread, passed_s: float) -> None:
         """Check all ranks once for failures."""
-        launcher.check(list(self._states))
         request, self._waited_s = self._request, self._waited_s + passed_s
         if request is not None and not request.done.is_set():
             limit_s = min((state.heartbeat_s for state in list(self._states)), default=60.0)
-            if store_thread.lost is None and store_thread.connected and self._waited_s > limit_s:
+            if store_thread.lost is None and store_thread.own and self._waited_s > limit_s:
                 store_thread.lost = StoreLost(f"no answer for {limit_s:g} s", silent=True)
         for watch in list(self._states.values()):
             watch.pass_time(passed_s)
@@ -290,7 +219,7 @@ class Monitor:
             if rank not in state.ranks or (known is not None and known.final):
                 continue
             if state.key and state.members.get(rank, 1) <= until:
-                self._ask(partial(watch.say, failure))
+                self._store_thread.ask(partial(watch.say, failure))
             elif not state.key and until == last:  # groups that are still to be made
                 state.standing = {**state.standing, rank: failure}
 
@@ -325,10 +254,7 @@ class Monitor:
         others = dict[int, None]()
         for state in list(self._states):
             others.update(dict.fromkeys(heartbeat.followed(state.rank, state.ranks)))
-        known = [rank for rank in others if rank != self._rank]
-        new = any(rank not in self._peers for rank in known)
-        if new and not store.check([*map(heartbeat_of, known)]):
-            known = [rank for rank in known if store.check([heartbeat_of(rank)])]
+        known = [x for x in others if x in self._peers or store.check([heartbeat_of(x)])]
         if not self._changes:
             store.add(CHANGES, 0)
         changes, *said = store.multi_get([CHANGES, *map(heartbeat_of, known)])
@@ -343,13 +269,11 @@ monitor = Monitor()  # of this process
 
 
 def _forget() -> None:
-    """Begin anew in a forked child: it has no threads, no groups, and no launcher as its parent."""
-    launcher._pid = None
+    """Begin anew in a forked child: it has no threads, and no groups."""
     monitor.__init__()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_forget)
 
 
 # Errors that no block of the groups hears of, and the end of this process: other ranks are told.
@@ -427,7 +351,7 @@ def _at_exit() -> None:
 
 # `StopRequest`: a wish to stop, as before preemption, agreed on at the end of a step.
 
-_SIGNALS = (signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:

@@ -5,7 +5,6 @@ one, which has imported everything, and ended as Python ends a script.
 and its exit code, as JSON.
 """
 
-import ctypes
 import json
 import os
 import signal
@@ -13,17 +12,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import mics_fn as mf
-from mics_fn.faults.monitor import launcher
 
 WORLD, LIMIT_S, LONGEST_S = 2, 2.0, 50.0
-PR_SET_CHILD_SUBREAPER = 36
 
 
 def trainer_of(groups: mf.Groups, pause_s: float) -> mf.Trainer:
@@ -42,7 +38,6 @@ def stepping(folder: Path, rank: int, cause: Callable[[], None]) -> None:
     trainer = trainer_of(groups, 0.05)
     for step in range(1000):
         if step == 3:
-            mark(folder / f"ready{rank}")
             cause()
         trainer.step(torch.ones(2, 3))
 
@@ -69,25 +64,11 @@ def exits(folder: Path, rank: int) -> None:
     stepping(folder, rank, cause)
 
 
-def steps_on(folder: Path, rank: int) -> None:
-    stepping(folder, rank, lambda: None)
+# By case: what each rank does.
+CASES: dict[str, Callable[[Path, int], None]] = {"raises": raises, "exits": exits}
 
 
-def sleeps(folder: Path, rank: int) -> None:
-    """Nothing that it calls ends before the limit."""
-    stepping(folder, rank, lambda: time.sleep(60))
-
-
-# By case: what each rank does, and whether they have a launcher, which is killed.
-CASES: dict[str, tuple[Callable[[Path, int], None], bool]] = {
-    "raises": (raises, False),
-    "exits": (exits, False),
-    "outlives": (steps_on, True),
-    "outlives, asleep": (sleeps, True),
-}
-
-
-def start(case: str, folder: Path, port: int, rank: int, launched: bool) -> int:
+def start(case: str, folder: Path, port: int, rank: int) -> int:
     """Fork a rank, which ends as a script does."""
     pid = os.fork()
     if pid:
@@ -97,68 +78,28 @@ def start(case: str, folder: Path, port: int, rank: int, launched: bool) -> int:
     # Else the store may look for names of hosts for seconds, and answers nobody meanwhile.
     os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if launched:
-        os.environ["TORCHELASTIC_RUN_ID"] = "test"
-    launcher.__init__()  # as in a new process
     with open(folder / f"output{rank}", "w") as file:
         os.dup2(file.fileno(), 2)
-    CASES[case][0](folder, rank)
+    CASES[case](folder, rank)
     sys.exit(0)
 
 
-def start_all(case: str, folder: Path) -> list[int]:
-    """Fork the launcher, which forks the ranks; returns its process number and theirs."""
+def run(case: str, folder: Path) -> dict[str, Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    pid = os.fork()
-    if not pid:
-        ranks = [start(case, folder, port, rank, CASES[case][1]) for rank in range(WORLD)]
-        (folder / "pids.part").write_text(json.dumps(ranks))
-        (folder / "pids.part").rename(folder / "pids")
-        for rank in ranks:
-            code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
-            (folder / "part").write_text(f"{code} {time.monotonic()}")
-            (folder / "part").rename(folder / f"code{rank}")
-        os._exit(0)
-    return [pid, *json.loads(wait_for(folder / "pids"))]
-
-
-def wait_for(path: Path) -> str:
-    deadline = time.monotonic() + LONGEST_S
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(path)
-        time.sleep(0.01)
-    return path.read_text()
-
-
-def run(case: str, folder: Path) -> dict[str, Any]:
-    launched = CASES[case][1]
     folder.mkdir()
-    first, *ranks = start_all(case, folder)
-    if launched:
-        for rank in range(WORLD):
-            wait_for(folder / f"ready{rank}")
-        mark(folder / "cause")
-        os.kill(first, signal.SIGKILL)
-        os.waitpid(first, 0)
+    ranks = [start(case, folder, port, rank) for rank in range(WORLD)]
     ended: dict[int, tuple[int, float]] = {}
     deadline = time.monotonic() + LONGEST_S
     while len(ended) < WORLD and time.monotonic() < deadline:
-        for pid in ranks:
-            if launched:
-                found, status = os.waitpid(pid, os.WNOHANG) if pid not in ended else (0, 0)
-                if found:
-                    ended[pid] = os.waitstatus_to_exitcode(status), time.monotonic()
-            elif pid not in ended and (text := folder / f"code{pid}").exists():
-                code, when = text.read_text().split()
-                ended[pid] = int(code), float(when)
+        for pid in set(ranks) - set(ended):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                ended[pid] = os.waitstatus_to_exitcode(status), time.monotonic()
         time.sleep(0.02)
-    for pid in [first, *ranks]:
-        if pid not in ended:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    for pid in set(ranks) - set(ended):
+        os.kill(pid, signal.SIGKILL)
     cause = float((folder / "cause").read_text())
     return {
         "codes": [ended.get(pid, (None, 0))[0] for pid in ranks],
@@ -169,8 +110,5 @@ def run(case: str, folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    # Ranks whose launcher is gone become children of this process, which so learns how they end.
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    where = Path(sys.argv[1])
-    found = {case: run(case, where / case.replace(" ", "_")) for case in sys.argv[2:]}
+    found = {case: run(case, Path(sys.argv[1], case)) for case in sys.argv[2:]}
     sys.stdout.write(json.dumps(found))
