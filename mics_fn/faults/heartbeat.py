@@ -9,7 +9,7 @@ longer than it may. The thread may be stuck for good; then nobody else is.
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -157,7 +157,6 @@ _TICK_S = 0.25
 # One store serves all ranks: at 4,096 signs per second it takes 15 % of a core, so the more ranks
 # there are beyond that, the more seldom each of them writes.
 RANKS_PER_TICK = 1024
-_LEAST_TICKS = 3  # without a sign of life, before a rank is taken for lost
 
 
 def interval_s(ranks: int) -> float:
@@ -167,11 +166,6 @@ def interval_s(ranks: int) -> float:
     (0.25, 4.0)
     """
     return _TICK_S * max(1.0, ranks / RANKS_PER_TICK)
-
-
-def least_s(ranks: int) -> float:
-    """The least time without a sign that shows that a rank is lost."""
-    return interval_s(ranks) * _LEAST_TICKS
 
 
 @dataclass(frozen=True)
@@ -234,11 +228,6 @@ def heartbeat_of(rank: int) -> str:
     return f"mics_fn/beat/{rank}"
 
 
-def name_in(heartbeat: str) -> str:
-    """The name of the process that wrote a sign of life; "" if there is none."""
-    return heartbeat.split(" ", 2)[2] if heartbeat else ""
-
-
 def register(store: Any, key: str, name: str) -> tuple[int, str]:
     """Enter a process under the key of its rank, in the place of another one if there was one.
 
@@ -252,7 +241,8 @@ def register(store: Any, key: str, name: str) -> tuple[int, str]:
     """
     while True:
         before = store.get(key).decode() if store.check([key]) else ""
-        since, other = int(before.partition(" ")[0] or 1), name_in(before)
+        first, _, other = (before or "1  ").split(" ", 2)
+        since = int(first)
         if other not in ("", name):
             since = max(since, store.add(startup.EPOCH, 0)) + 1
         mine = f"{since} 0 {name}"
@@ -281,45 +271,11 @@ class Peer:
         self.heartbeat, self.silent_s, self.since = heartbeat, 0.0, int(since)
         self.count, self.dead = int(count), False
 
+    def has_ended(self) -> bool:
+        """Whether its process is on this host, and has ended."""
+        return self.process is not None and self.process.has_ended()
+
     def is_silent(self, limit_s: float) -> bool:
         """Whether it has failed; one that waits for a processor is given twice the time."""
         waits = self.process is not None and self.process.is_ready()
         return self.silent_s > limit_s * (2 if waits else 1)
-
-
-class Peers(dict[int, Peer]):
-    """What is known of other ranks, by rank."""
-
-    def ended(self) -> list[int]:
-        """Mark the ranks whose processes on this host have ended as gone; return the new ones."""
-        ended = []
-        for rank, peer in list(self.items()):
-            if not peer.dead and peer.process is not None and peer.process.has_ended():
-                peer.dead = True
-                ended.append(rank)
-        return ended
-
-    def anew(self, members: Mapping[int, int | None]) -> list[int]:
-        """Measure signs of life anew, as these ranks meet: silence before it means nothing.
-
-        Args:
-          members: since which epoch the process of each rank is one; None for the last one that was
-            heard of.
-
-        Returns:
-          Those of them whose process was seen to end.
-        """
-        dead = []
-        for rank, since in members.items():
-            peer = self.get(rank, Peer())
-            ended = peer.process is not None and peer.process.has_ended()
-            if ended and since in (None, peer.since):
-                dead.append(rank)
-            elif not ended:
-                peer.silent_s, peer.dead = 0.0, False
-        return dead
-
-    def silent(self, ranks: Iterable[int], limit_s: float) -> list[int]:
-        """Those of these ranks that gave no sign for so long."""
-        known = [rank for rank in ranks if rank in self and self[rank].count]
-        return [rank for rank in known if self[rank].silent_s > limit_s]

@@ -77,15 +77,14 @@ class Failure:
     def error(self, waits: str) -> errors.PeerFailed:
         """Return the PeerFailed of ranks that wait for this one; it ends their groups."""
         path, leaf, *said = self.file_error or ["", ""]
-        at = "" if self.step is None else f"in step {self.step}"
-        last = f"its last call: {self.operation}" if self.operation else ""
-        own = f"this rank waits for {waits}" if waits and self.kind != "replaced" else ""
-        lines = [*said[:-1], ", ".join(part for part in (at, last) if part), own]
+        facts = {"in step": self.step, "its last call:": self.operation or None}
+        facts["this rank waits for"] = waits or None
+        known = [f"{name} {value}" for name, value in facts.items() if value is not None]
         fix = said[-1] if said else _FIXES.get(self.kind, "look at its own error")
         if self.kind != "replaced":
             fix += ", then call groups = mf.reset(groups) on all ranks"
         failed = errors.PeerFailed(
-            errors.message(self.text, [line for line in lines if line], fix),
+            errors.message(self.text, [*said[:-1], *known], fix),
             self.rank,
             self.kind,
             step=self.step,
@@ -106,12 +105,11 @@ _FIXES = {  # by the kind of a failure
 
 def facts_of(state: GroupState) -> dict[str, Any]:
     """What this rank is at in some groups: its step, its last call, and how many it has made."""
-    verb = {} if state.call is None else {"operation": call_text(state.call)}
-    leaf = {} if state.call is None else {"leaf": str(state.call[2])}
-    calls = list(state.channel.calls)
+    call, calls = state.call, list(state.channel.calls)
+    last = {} if call is None else {"operation": call_text(call), "leaf": str(call[2])}
     made = {each.key: each.number for each in calls}
     issued = {each.key: each.issued for each in calls}
-    return {"step": state.step, **verb, **leaf, "made": made, "issued": issued}
+    return {"step": state.step, **last, "made": made, "issued": issued}
 
 
 def failure_of(error: BaseException, state: GroupState, final: bool, kind: str) -> Failure:
@@ -133,10 +131,11 @@ def failure_of(error: BaseException, state: GroupState, final: bool, kind: str) 
 
 def without_a_word(rank: int, kind: str) -> Failure:
     """The failure of a rank that could not say so itself."""
-    what = "gone: its process ended without a word"
-    if kind == "silent":
-        what = "silent: it is stopped, cut off, or something holds its interpreter"
-    return Failure(rank, kind, f"rank {rank} is {what}")
+    what = {
+        "killed": "gone: its process ended without a word",
+        "silent": "silent: it is stopped, cut off, or something holds its interpreter",
+    }
+    return Failure(rank, kind, f"rank {rank} is {what[kind]}")
 
 
 def of_store(own: int, rank: int | None, address: str, lost: StoreLost) -> Failure:
@@ -149,9 +148,8 @@ def of_store(own: int, rank: int | None, address: str, lost: StoreLost) -> Failu
         text = f"rank {own}: this process was replaced by process {pid}, epoch {since}"
         return Failure(own, "replaced", text)
     who = "the store" if rank is None else f"rank {rank}, which holds the store,"
-    what = "gives no answer" if lost.silent else f"is gone: {lost}"
-    kind = "silent" if lost.silent else "killed"
-    return Failure(rank, kind, f"{who}{' at ' if address else ''}{address} {what}")
+    kind, what = ("silent", "gives no answer") if lost.silent else ("killed", f"is gone: {lost}")
+    return Failure(rank, kind, f"{who}{address and ' at '}{address} {what}")
 
 
 class Journal:
@@ -327,11 +325,9 @@ class Watcher(Watch):
         self._monitor = monitor
         self.journal = Journal("")
         self.idle = Idle(state)
-        self.announced: Failure | None = None  # what this rank said of itself last
-        self._stands = False  # whether it has not withdrawn that
+        self.announced: Failure | None = None  # what this rank said of itself, and stands
+        self._raised = deque[Failure](maxlen=64)  # the last ones; other ranks may be behind
         self._failed_s = 0.0  # seconds since a rank failed; counted only on an accelerator
-        # Calls by communicator when this rank raised, of the last times; others may be behind.
-        self._raised_at: deque[Mapping[str, int]] = deque(maxlen=64)
 
     def begin(self, meeting: Meeting) -> None:
         """Begin to read the journal, as all have met."""
@@ -362,7 +358,8 @@ class Watcher(Watch):
         state = self.state
         if stuck or missing:
             self.idle.waited = time.monotonic()
-        if not state.standing or idle_s < _IDLE_S:
+        # A job without its store is over, and its launcher may be gone with it.
+        if not state.standing or (idle_s < _IDLE_S and None not in state.standing):
             return
         for failure in list(state.standing.values()):
             if failure.rank == state.rank and not failure.final:
@@ -376,13 +373,11 @@ class Watcher(Watch):
 
         Both have made equally many calls on each communicator that both are in.
         """
-        if failure.final or self.announced is None:
+        if failure.final or not self._raised:
             return False
-        both = {failure.kind, self.announced.kind} == {"interrupted"}
-        theirs = failure.made or {}
-        return both or any(
-            all(theirs[key] == count for key, count in made.items() if key in theirs)
-            for made in self._raised_at
+        theirs, mine = failure.made or {}, [each.made or {} for each in self._raised]
+        return {failure.kind, self._raised[-1].kind} == {"interrupted"} or any(
+            all(theirs[key] == made[key] for key in made if key in theirs) for made in mine
         )
 
     def _give_up(self, failure: Failure, waits: str) -> None:
@@ -404,14 +399,11 @@ class Watcher(Watch):
           error: to raise if none is.
           stuck: what this rank waits for; by default all that it has called.
         """
-        state = self.state
-        store = state.channel.store
-        failure = self.idle.behind(store) if store else None
+        failure = self.idle.behind(self.state.channel.store)
         if failure is None:
-            state.fail(error)
+            self.state.fail(error)
             return error
         self._report(failure)
-        state.standing = {**state.standing, failure.rank: failure}
         return self.state.finish(failure.error(stuck[0].text if stuck else ""))
 
     def first(self, failure: Failure) -> Failure:
@@ -460,8 +452,8 @@ class Watcher(Watch):
         if self.announced is not None and self.announced.final:
             return
         self.announced = failure_of(error, self.state, final, kind)
-        self.state.channel.raised = self._stands = not final
-        self._raised_at.append(self.announced.made or {})
+        self.state.channel.raised = not final
+        self._raised.append(self.announced)
         self._report(self.announced)
 
     def _report(self, failure: Failure) -> None:
@@ -472,10 +464,9 @@ class Watcher(Watch):
         """Withdraw what this rank has announced; the error if another one has given up by then."""
         announced = self.announced
         if announced is None or announced.final:
-            self._stands = False
             return None
         if self._monitor.bounded(partial(self.journal.withdraw, rank=self.state.rank), True):
-            self._stands, self.state.standing = False, self.journal.standing
+            self.announced, self.state.standing = None, self.journal.standing
             return None
         self.announced = replace(announced, final=True)
         error = announced.error("")
@@ -486,7 +477,7 @@ class Watcher(Watch):
         """Whether other ranks were told of an error that was not withdrawn; then it is final."""
         if self.announced is not None:
             self._make_final(self.announced)
-        return self._stands and self.announced is not None
+        return self.announced is not None
 
     def close(self) -> None:
         """End the watch, as this rank closes the groups."""
@@ -550,7 +541,7 @@ class Watcher(Watch):
           passed_s: since this was called last.
         """
         state = self.state
-        if not state.on_device or state.aborted:
+        if not state.on_device or state.aborted or not state.key:
             return
         if state.failed is None and not any(each.final for each in state.standing.values()):
             self._failed_s = 0.0

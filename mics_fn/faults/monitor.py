@@ -24,6 +24,31 @@ does meanwhile, and the last step is the highest of these numbers. A rank that c
 step after its monitor has answered reads the answers of all, and waits for those that are missing:
 they do not depend on how far the others are, so this wait ends. Until some rank is asked, the end
 of a step is a comparison in this process, without a message.
+
+[Note: what is found again] Which ranks there are, and how they are wired, does not change by a
+failure, so `reset` detects nothing. Ranks meet once, under a key that is new. There they compare
+which groups they reset. What they have learned about the order of use is forgotten: a rank that was
+behind may have learned less, and to learn it takes one run. No name is used twice, so a rank that
+is already on the new groups never meets one that is still on the old ones. A rank that was lost
+meets the others here, too, once it was started again: see [Note: rejoining].
+
+[Note: rejoining] A rank that was killed is started again, with the same environment and the same
+script. The store of the job, which outlives it, says which process had its number before, and what
+the ranks have agreed on since. So `init_distributed` and `make_groups` ask nobody: they take from
+the store what the first process had agreed on with the others, and give groups that are connected
+to nobody. On these a comparison finds that all agree, as they did when the first process made it,
+and whatever would move data raises. `reset` is where this process and the others meet: there all
+get new groups, and the state that this rank lacks comes from a replica. The default group of torch
+is not made again, as groups are made from its store alone, and never move data over it.
+
+A launcher that ends all ranks and starts all of them again gives them a new store: with the old one
+each of them would come back to nobody, and says so. Only torchrun, which says in the environment
+that it always starts all, needs none.
+
+In the store it registers before anything else, so that a process of its rank which was only frozen
+finds out at its first word that it was replaced, and says no other. What the lost process had
+written for a meeting that came to no end is taken back; see [Note: the epoch of membership] in
+`groups.startup`.
 """
 
 import atexit
@@ -32,22 +57,42 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
-from mics_fn import _torch, errors
-from mics_fn.faults import heartbeat
-from mics_fn.faults.heartbeat import BoundedStore, Peers, Process, StoreThread, heartbeat_of
+from mics_fn import _torch, errors, tree
+from mics_fn.faults.heartbeat import (
+    BoundedStore,
+    Peer,
+    Process,
+    StoreThread,
+    followed,
+    heartbeat_of,
+    interval_s,
+    register,
+)
 from mics_fn.faults.journal import Failure, Watcher, of_store, without_a_word
-from mics_fn.groups import Groups, GroupState, announce_all, end_aborts, never_destruct
+from mics_fn.groups import (
+    Groups,
+    GroupState,
+    Meeting,
+    announce_all,
+    check_fork,
+    end_aborts,
+    hooks,
+    never_destruct,
+    startup,
+)
 from mics_fn.store import CHANGES, Store, StoreLost, claim, later, poll
 from mics_fn.threads import Job, Latch, start
 
 _PATIENCE_S = 0.5  # how long a rank that fails waits for the store
+_LEAST_TICKS = 3  # without a sign of life, before a rank is taken for lost
 _DOUBT_S = 0.6  # after a connection was closed, ranks that are silent for this long may be gone
 
 
@@ -58,7 +103,7 @@ class Monitor:
         self._states: dict[GroupState, Watcher] = {}
         self._store_thread: Any = None
         self._store: Any = None  # that the store thread is connected to
-        self._peers = Peers()
+        self._peers: dict[int, Peer] = {}
         self._count = self._rank = 0
         self._since = 0  # the epoch from which on this process is a member; 0 before it has entered
         self._last, self._last_s = "", 0.0  # the sign of life that it wrote last, and when
@@ -68,31 +113,28 @@ class Monitor:
         self._request: Job | None = None  # the tick that the store thread is at
         self._waited_s = 0.0  # how long it has been at it
         self._said = 0.0  # when this rank last said that it failed
-        self._reread = False  # whether the journals are to be read, whatever the news
 
     # What groups call.
 
-    def join(self, state: GroupState, timeout_s: float, *, waits: bool = False) -> BoundedStore:
-        """Watch the ranks of groups; returns the store for their messages.
+    def join(self, state: GroupState) -> BoundedStore:
+        """Watch the ranks of groups that are about to be made; returns the store of their messages.
 
-        Args:
-          life: of the groups.
-          timeout_s: bound in seconds of each call to the store.
-          waits: whether ranks that are gone may come back.
+        Silence before they meet means nothing, and who has ended by then is found once more.
         """
+        listen()
         store = _torch.default_store()
         if store is not self._store:  # of a torch.distributed that is new
             self._begin(store)
         thread = self._store_thread
         self._rank = state.rank
-        state.standing = {} if waits else self._ended_of(dict.fromkeys(state.ranks))
         state.watch = self._states[state] = Watcher(state, self)
+        self._measure_anew(state)
         failed = partial(self._store_failed, state)
         try:  # to connect may take long, as it looks for names of hosts
-            thread.answer(thread.ask(self._write_heartbeat), timeout_s)
+            thread.answer(thread.ask(self._write_heartbeat), state.timeout_s)
         except StoreLost as lost:
             raise failed(lost) from None
-        return BoundedStore(thread, timeout_s, failed, self._since)
+        return BoundedStore(thread, state.timeout_s, failed, self._since)
 
     def check_store(self, state: GroupState) -> None:
         """Raise PeerFailed if the store is gone, without which these ranks cannot meet."""
@@ -102,14 +144,14 @@ class Monitor:
 
     def begin(self, state: GroupState) -> None:
         """Begin to read the journal of groups, once all ranks have met."""
-        state.standing = self._ended_of(dict.fromkeys(state.ranks, 1) | {**state.members})
-        for failure in state.standing.values():
-            self._store_thread.ask(partial(self._states[state].say, failure))
+        self._measure_anew(state)
         self._wake.put(None)
 
-    def _ended_of(self, members: Mapping[int, int | None]) -> dict[int | None, Failure]:
-        """The failures of those that have ended, of ranks which meet; see `Peers.anew`."""
-        return {rank: without_a_word(rank, "killed") for rank in self._peers.anew(members)}
+    def _measure_anew(self, state: GroupState) -> None:
+        state.standing = {}
+        for rank, peer in list(self._peers.items()):
+            if rank in state.ranks:
+                peer.silent_s, peer.dead = 0.0, False
 
     def close(self, state: GroupState) -> None:
         """Stop watching for these groups, which this rank has closed."""
@@ -137,9 +179,9 @@ class Monitor:
 
     def listen(self, ranks: Sequence[int]) -> bool:
         """Have the next tick at once; whether some rank may be found silent, for `explained`."""
-        self._reread = True
         self._wake.put(None)
-        return bool(self._peers.silent(ranks, _DOUBT_S))
+        peers = [self._peers[rank] for rank in ranks if rank in self._peers]
+        return any(peer.count and peer.silent_s > _DOUBT_S for peer in peers)
 
     def bounded(self, call: Any, default: Any) -> Any:
         """What the store thread answers, or a default if it does not in time."""
@@ -177,9 +219,7 @@ class Monitor:
                 self._iterate(store_thread, passed_s)
 
     def _interval_s(self) -> float:
-        return heartbeat.interval_s(
-            max((len(state.ranks) for state in list(self._states)), default=1)
-        )
+        return interval_s(max((len(state.ranks) for state in list(self._states)), default=1))
 
     def _iterate(self, store_thread: StoreThread, passed_s: float) -> None:
         """Check all ranks once for failures."""
@@ -197,13 +237,15 @@ class Monitor:
                 self._judge(request.value, passed_s)
             self._waited_s = 0.0
             self._request = store_thread.ask(self._exchange)
-        for rank in self._peers.ended():
-            self._accuse(rank, "killed", self._peers[rank].since)
+        for rank, peer in list(self._peers.items()):
+            if not peer.dead and peer.has_ended():
+                peer.dead = True
+                self._accuse(rank, "killed", peer.since)
 
     def _judge(self, heartbeats: dict[int, str], passed_s: float) -> None:
         """Find the ranks that are silent."""
         for rank, said in heartbeats.items():
-            peer = self._peers.setdefault(rank, heartbeat.Peer())
+            peer = self._peers.setdefault(rank, Peer())
             peer.observe(said, self._own, passed_s)
             self._accuse(rank, "killed", peer.since - 1)  # an earlier process of it
             limits = [state.heartbeat_s for state in list(self._states) if rank in state.ranks]
@@ -225,10 +267,9 @@ class Monitor:
 
     def _all_fail(self, failure: Failure) -> None:
         for state in list(self._states):
-            if failure.kind == "replaced":  # whatever others have said
-                state.standing = {failure.rank: failure}
-            elif failure.rank not in state.standing:
-                state.standing = {**state.standing, failure.rank: failure}
+            # One that was replaced is so whatever others have said.
+            known = {} if failure.kind == "replaced" else state.standing
+            state.standing = {**known, failure.rank: known.get(failure.rank, failure)}
 
     # On the store thread's thread.
 
@@ -236,7 +277,7 @@ class Monitor:
         """Write a sign of life; raises `Replaced` if another process has this one's place."""
         key, name = heartbeat_of(self._rank), self._own.name
         if not self._since:
-            self._since, _ = heartbeat.register(store, key, name)
+            self._since, _ = register(store, key, name)
         self._count = self._count + 1 if self._states else 0
         self._last = claim(store, key, self._since, f"{self._count} {name}", self._last)
         self._last_s = time.monotonic()
@@ -251,26 +292,23 @@ class Monitor:
         if not self._states:  # the last ones were closed meanwhile
             return {}
         self._write_heartbeat(store)
-        others = dict[int, None]()
-        for state in list(self._states):
-            others.update(dict.fromkeys(heartbeat.followed(state.rank, state.ranks)))
+        others = {x for each in list(self._states) for x in followed(each.rank, each.ranks)}
         known = [x for x in others if x in self._peers or store.check([heartbeat_of(x)])]
         if not self._changes:
             store.add(CHANGES, 0)
         changes, *said = store.multi_get([CHANGES, *map(heartbeat_of, known)])
-        reread, self._reread = self._reread, False
         for watch in list(self._states.values()):
-            watch.read(store, changed=reread or changes != self._changes)
+            watch.read(store, changed=changes != self._changes)
         self._changes = changes
         return {rank: text.decode() for rank, text in zip(known, said, strict=False)}
 
 
-monitor = Monitor()  # of this process
+MONITOR = Monitor()  # of this process
 
 
 def _forget() -> None:
     """Begin anew in a forked child: it has no threads, and no groups."""
-    monitor.__init__()
+    MONITOR.__init__()
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -293,21 +331,15 @@ def limit_s(given: float | None, ranks: int) -> float:
     Raises:
       PlanError: so few would take ranks for lost that are well.
     """
-    least = heartbeat.least_s(ranks)
-    if given is not None and given < least:
+    tick_s = interval_s(ranks)
+    least_s = _LEAST_TICKS * tick_s
+    if given is None:
+        return max(10.0 if hasattr(sys, "ps1") or _shell() is not None else 60.0, least_s)
+    if given < least_s:
         text = f"make_groups: heartbeat_s={given!r} would take ranks for lost that are well"
-        every = f"signs of life come every {heartbeat.interval_s(ranks):g} s"
-        raise errors.PlanError(text, fix=f"pass at least {least:g}, as {every}")
-    if given is not None:
-        return given
-    usual = 10.0 if hasattr(sys, "ps1") or _shell() is not None else 60.0
-    return max(usual, least)
-
-
-def watched(state: GroupState, timeout_s: float) -> Store:
-    """Watch the ranks of groups that are about to be made; returns the store of their messages."""
-    listen()
-    return monitor.join(state, timeout_s)
+        fix = f"pass at least {least_s:g}, as signs of life come every {tick_s:g} s"
+        raise errors.PlanError(text, fix=fix)
+    return given
 
 
 @cache
@@ -344,8 +376,8 @@ def _at_exit() -> None:
     else:
         announce_all(error, final=True)
         never_destruct()
-    monitor.linger()
-    monitor.end()
+    MONITOR.linger()
+    MONITOR.end()
     end_aborts(patience_s=5.0)
 
 
@@ -381,8 +413,7 @@ class StopRequest:
 
     def __init__(self, groups: Groups, signals: Iterable[int] = _SIGNALS) -> None:
         self.stopping = False  # whether all ranks stop after the step that has ended
-        self._state, self._signals = groups.state, [int(each) for each in signals]
-        self._timeout_s = groups.timeout_s
+        self._state, self._signals = groups.state, list(signals)
         self._state.stops += 1
         self._key = f"{self._state.key}/stop/{self._state.stops}"
         self._before: dict[int, Any] = {}
@@ -427,14 +458,14 @@ class StopRequest:
         """The last step; see [Note: the last step]."""
         state, store = self._state, self._state.channel.store
         keys = {rank: f"{self._key}/{rank}" for rank in state.ranks}
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + state.timeout_s
 
         def check(idle_s: float) -> None:
             state.watch.check((), idle_s, state.ranks)
 
         if not poll(lambda: store.check([*keys.values()]), len(keys), deadline, check):
             who = errors.name_ranks([rank for rank in keys if not store.check([keys[rank]])])
-            what = f"StopRequest: {who} did not answer in {self._timeout_s:g} s"
+            what = f"StopRequest: {who} did not answer in {state.timeout_s:g} s"
             fix = "look for a rank that stopped, or that is not in a StopRequest of its own"
             raise errors.CollectiveError(what, fix=fix)
         return max(int(store.get(key)) for key in keys.values())
@@ -481,3 +512,169 @@ class StopRequest:
         if len(self._state.ranks) > 1 and error is None and not self._state.closed:
             with suppress(errors.MicsError):  # a rank or the store is gone, and nobody will ask
                 self._depart(self._state.channel.store)
+
+
+# A process that takes the place of a rank that was lost, while the other ranks still hold theirs:
+# what the start of ranks, and of groups, asks; see `groups.Hooks`.
+
+_ATTEMPTS = 5  # to make groups, as ranks may be lost while others make them
+
+
+@contextmanager
+def entering(
+    store: Any, rank: int, world_size: int, timeout_s: float, lost: Callable[..., Exception]
+) -> Iterator[tuple[Store, int | None]]:
+    """A block in which ranks meet before any groups exist.
+
+    Yields:
+      A store whose calls are bounded, and the number of the start that this process comes back
+      into, if it takes a lost rank's place.
+    """
+    thread, part = StoreThread(store), None
+    served = BoundedStore(thread, timeout_s, lost)
+    try:
+        start = joined(served, rank, world_size)
+        if start is not None:
+            own = StoreThread(_torch.default_part(startup.part_of_start(store, start)))
+            part = BoundedStore(own, timeout_s, lost)
+        hooks.agreed_before = partial(_agreed_before, part, Counter())
+        yield served, start
+    finally:
+        thread.end()
+
+
+def joined(store: Any, rank: int, world_size: int) -> int | None:
+    """Write down which process this rank is now.
+
+    Args:
+      store: of the job.
+      rank: this rank.
+      world_size: number of ranks.
+
+    Returns:
+      The number of the start that it comes back into; None if it is to start with the others.
+    """
+    store.since, before = register(store, f"mics_fn/process/{rank}", Process.own().name)
+    ranks, verb = range(world_size), "init_distributed"
+    start = startup.last_of(store, ranks, verb)
+    begun = startup.past(store, ranks, verb, start) is not None
+    return start if before and begun and "TORCHELASTIC_RUN_ID" not in os.environ else None
+
+
+def _agreed_before(
+    store: Any, calls: Counter[Sequence[int]], ranks: Sequence[int], rank: int, timeout_s: float
+) -> Meeting | None:
+    """The earlier agreement of these ranks, in a process that replaces a lost one."""
+    if store is None or len(ranks) == 1:
+        return None
+    listen()
+    calls[ranks] += 1
+    register(store, heartbeat_of(rank), Process.own().name)
+    return startup.past(store, ranks, "make_groups", calls[ranks])
+
+
+# New groups.
+
+
+def reset(groups: Any) -> Any:
+    """New groups among the same ranks, after an error has ended the old ones. All ranks call it.
+
+    Ranks whose processes are gone are waited for: each may be started again, with the same
+    environment and script, and call it, too. Until then its groups move no data.
+
+    Shards, states, policies, guards and samplers remain valid, and what holds the old groups, such
+    as a part of an optimizer, goes on with the new ones. `same_step` compares the step
+    of a state between ranks, and `Trainer.reset` does all that a `Trainer` needs.
+
+    Args:
+      groups: `Groups`, with or without a placement, or a pytree of them. They may have failed, or
+        be closed. Where they are given to a verb afterwards, it uses the new ones.
+
+    Returns:
+      New groups in the same form. Use them in a `with` block, or close them.
+
+    Communication: a few small messages through the store of torch.distributed, and the connections
+      of the new groups. Nothing is detected again.
+
+    Memory: that of the old groups is freed, once all ranks have called this.
+
+    Raises:
+      GroupsError: `groups` are not `Groups`, or a rank cannot connect.
+      DesyncError: ranks reset other groups.
+      CollectiveError: some rank did not call it within `timeout_s` of the groups.
+      PeerFailed: the store of the job is lost; or ranks are lost again and again meanwhile.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> groups = reset(groups)
+      >>> groups
+      Groups(n=1 p=1 levels=none, rank 0, cpu)
+    """
+    old = tree.flatten(groups)[0]
+    wrong = [type(home).__name__ for home in old if not isinstance(home, Groups)]
+    if wrong or not old:
+        text = f"reset: got {wrong[0] if wrong else 'no groups'}, expected Groups"
+        raise errors.GroupsError(text, fix="pass what make_groups or place gave")
+    return tree.map_leaves(replaced(old).__getitem__, groups)
+
+
+def replaced(homes: Iterable[Groups]) -> Mapping[Groups, Groups]:
+    """What takes the place of each of these groups; see `reset`.
+
+    Those that share process groups, such as placements of the same groups, share the new ones.
+    """
+    homes = list(dict.fromkeys(homes))
+    whose = {home.state: home for home in homes}
+    check_fork("reset")
+    for state, home in whose.items():
+        base = _rebuilt(state, home.hierarchy.channel)
+        state.follows = base
+    return {home: home.state.follows.derived(home.derive) for home in homes}
+
+
+def _rebuilt(state: GroupState, channel: Any) -> Groups:
+    """Groups like those of a life, in the same place but without placements."""
+    state.fail(errors.GroupsError("reset was called"))
+    state.watch.stands()  # others need not ask whether this rank goes on
+    if channel.key == state.first:  # which one that comes back looks for
+        channel.kept = f"{channel.key}/verdict"
+    state.channel.depart("called reset")
+    for learned in channel.learned:
+        learned.forget()
+    # One that comes back knows the first groups alone, and these may have been reset since.
+    key = "" if state.rejoining else channel.key
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return _remade(state, key)
+        except (errors.GroupsError, errors.PeerFailed):
+            MONITOR.check_store(state)
+    return _remade(state, key)
+
+
+def _remade(old: GroupState, mine: str) -> Groups:
+    """New groups, once all ranks have met, who compare the key of the old ones."""
+    state, deadline = old.fresh(), time.monotonic() + old.timeout_s
+    store = None
+    try:
+        if len(old.ranks) > 1:
+            store = MONITOR.join(state)
+            wait = {"verb": "reset", "timeout_s": old.timeout_s}
+            meeting = startup.meet(store, old.ranks, old.rank, mine, _judged, **wait)
+            state.watch.begin(meeting)
+        old.retire()
+        return old.recipe(state, store, deadline)
+    except BaseException:
+        state.watch.close()
+        raise
+
+
+def _judged(found: Mapping[int, str]) -> None:
+    """Compare which groups the ranks reset.
+
+    Raises:
+      DesyncError: they reset other groups.
+    """
+    keys = {rank: key for rank, key in found.items() if key}
+    if len(set(keys.values())) > 1:
+        fix = "reset the same groups on all ranks, in the same order"
+        raise errors.disagreement("reset: ranks reset different groups", keys, fix)

@@ -151,7 +151,7 @@ def _agreed(state: GroupState, mine: Any) -> tuple[Any, int]:
         return None, before.verdict
     if len(state.ranks) == 1:
         return None, 1
-    store, judge = hooks.join(state, state.timeout_s), partial(startup.judged, "make_groups")
+    store, judge = hooks.join(state), partial(startup.judged, "make_groups")
     wait = {"timeout_s": state.timeout_s, "check": partial(state.watch.check, ())}
     meeting = startup.meet(store, state.ranks, state.rank, mine, judge, verb="make_groups", **wait)
     state.watch.begin(meeting)

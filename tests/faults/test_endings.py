@@ -41,7 +41,7 @@ def test_ranks_end_together(tmp_path):
 def test_a_rank_that_left_its_groups_in_order_may_end(left: bool):
     store: Any = HashStore()
     life = GroupState(ranks=(0, 1), key="groups")
-    watch = Watcher(life, monitor.monitor)
+    watch = Watcher(life, monitor.MONITOR)
     if left:
         store.set(departure_of("groups", 1), "")
     watch.say(without_a_word(1, "killed"), store)

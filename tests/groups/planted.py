@@ -25,8 +25,8 @@ PLANTED = [
     (
         "a rank goes on though another has given up on it",
         "faults/journal.py",
-        "            if known.final:\n                return False\n",
-        "",
+        "if known and known.final else None",
+        "if False else None",
         "faults/test_journal.py -k whoever_reads_when",
     ),
     (
@@ -45,7 +45,7 @@ PLANTED = [
     ),
     (
         "silence before a meeting is counted after it",
-        "faults/heartbeat.py",
+        "faults/monitor.py",
         "                peer.silent_s, peer.dead = 0.0, False\n",
         "                pass\n",
         "faults/test_journal.py -k before_a_meeting",
@@ -60,8 +60,8 @@ PLANTED = [
     (
         "a rank that is in no call is never behind",
         "faults/journal.py",
-        "if said and not (others or ranks) else None",
-        "if False else None",
+        "if not waits and rank != state.rank:",
+        "if False:",
         "faults/test_peers.py -k makes_no_call",
     ),
     (
