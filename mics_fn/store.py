@@ -231,9 +231,6 @@ class Channel:
     def glance(self) -> None:
         """Call `poll_peers` now and then."""
 
-    def moved(self) -> None:
-        """Note that a wait has ended in which this rank polled."""
-
     def raise_reported(self) -> None:
         """Raise an error that another rank reported."""
 

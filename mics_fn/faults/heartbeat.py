@@ -212,15 +212,13 @@ def _stat(pid: int) -> tuple[str, str]:
 
 
 def followed(rank: int, ranks: Sequence[int], most: int = 16) -> list[int]:
-    """The ranks that a rank follows: all of a few, else those next to it on both sides.
+    """The ranks that a rank follows: those that come next.
 
-    >>> followed(1, range(4)), followed(0, range(100), most=4)
-    ([0, 2, 3], [98, 99, 1, 2])
+    >>> followed(1, range(4)), followed(98, range(100), most=4)
+    ([2, 3, 0], [99, 0, 1, 2])
     """
-    if rank not in ranks or len(ranks) <= most:
-        return [other for other in ranks if other != rank]
-    at, half = ranks.index(rank), most // 2
-    return [ranks[(at + i) % len(ranks)] for i in range(-half, half + 1) if i]
+    at = ranks.index(rank)
+    return [ranks[(at + i) % len(ranks)] for i in range(1, min(len(ranks), most + 1))]
 
 
 def heartbeat_of(rank: int) -> str:

@@ -1,4 +1,4 @@
-"""The `Journal` in which all ranks read of failures, and how one rank acts on it: `Watch`, `Idle`.
+"""The `Journal` in which all ranks read of failures, and how one rank acts on it: `Watcher`.
 
 [Note: the journal] The first failure wins, an exception that is caught may be withdrawn, and a rank
 that waits may have given up before that. All ranks must come to the same end, so what they say is
@@ -226,90 +226,23 @@ class Journal:
             self.standing = {**self.standing, rank: Failure(**failure)}
 
 
-# `Idle`: for how long a rank has made no call, where it is, and which rank the others wait for.
+# `Watcher`: what a rank does about failures, its own and those that it reads of.
 
 _WAITS_S = 1.5  # a wait that was noted longer ago has ended
 _FRAMES = 12  # of the main thread, the innermost first
-_OTHERS = (
-    os.path.dirname(os.__file__),
-    "site-packages",
-    os.path.dirname(os.path.dirname(__file__)),
-)
+_IDLE_S = 0.25  # a wait that long without progress asks whether it can still end
+_GRACE_S = 5.0  # after which groups on a device are aborted if their rank has not heard why
+_LEARN_S = 1.0  # how long a collective that failed waits to learn which rank was the cause
 
 
-class Idle:
-    """What one rank has done on some groups, and since when nothing; see the note of this page."""
-
-    def __init__(self, state: GroupState) -> None:
-        self._state = state
-        self.seconds = 0.0  # without a call, by the ticks of the monitor
-        self.waited = 0.0  # when this rank was in a wait for others last
-        self._facts: Mapping[str, Any] = {}
-        self._said, self._warned = "", False
-
-    def pass_time(self, passed_s: float) -> None:
-        """Count the time without a call."""
-        facts = facts_of(self._state)
-        same = facts == self._facts
-        self.seconds = self.seconds + passed_s if same else 0.0
-        self._facts, self._warned = facts, self._warned and same
-
-    def exchange(self, store: Any) -> None:
-        """Write where this rank is if that is of interest, and warn of one that is behind."""
-        state = self._state
-        limit_s = min(state.heartbeat_s, state.timeout_s / 2)
-        text = self._text() if self.seconds > limit_s else ""
-        if text != self._said:
-            self._said = text
-            store.set(f"{state.key}/idle/{state.rank}", text)
-        if self._warned or self.seconds < limit_s + 4 * interval_s(len(state.ranks)):
-            return
-        self._warned = True
-        failure = self.behind(store)
-        if failure and state.rank == next(rank for rank in state.ranks if rank != failure.rank):
-            text = f"{failure.text}; others wait for it up to timeout_s={state.timeout_s:g}"
-            LOG.warning(errors.message(text, [failure.trace.replace("\n", " < ")]))
-
-    def _text(self) -> str:
-        """Whether this rank waits for others, and the failure that it is if it does not."""
-        rank, (at, frames) = self._state.rank, main_thread()
-        text = f"rank {rank} is behind: it lives, but makes no call; it is at {at}"
-        failure = Failure(rank, "stalled", text, trace="\n".join(frames), **self._facts)
-        return json.dumps([time.monotonic() - self.waited < _WAITS_S, asdict(failure)])
-
-    def behind(self, store: Any) -> Failure | None:
-        """The failure of the rank that others wait for, if that makes no call."""
-        state, most, idle = self._state, Counter[str](self._facts.get("made")), list[Failure]()
-        for rank in state.ranks:
-            text = value_of(store, f"{state.key}/idle/{rank}")  # none while it makes calls
-            waits, said = json.loads(text or "[true, null]")
-            most |= Counter(said and said["made"])
-            if not waits and rank != state.rank:
-                idle.append(Failure(**said))
-        # What is counted under a key are the calls of a communicator, and all of these are in it.
-        found = [x for x in idle if any(most[key] > n for key, n in (x.issued or {}).items())]
-        return min(found, key=lambda each: sum((each.made or {}).values()), default=None)
-
-
-def main_thread() -> tuple[str, list[str]]:
-    """Where the main thread of this process is: in the user's code, and its frames.
+def main_thread() -> list[str]:
+    """The frames of the main thread of this process, the innermost first.
 
     It may run meanwhile, but not in the instant that it takes to walk a few frames.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    frames, users = list[str](), list[str]()
-    for each, line in islice(traceback.walk_stack(frame), _FRAMES):
-        path = each.f_code.co_filename
-        frames.append(f"{os.path.basename(path)}:{line} in {each.f_code.co_name}")
-        users += [] if any(other in path for other in _OTHERS) else frames[-1:]
-    return [*users, *frames, "its end"][0], frames
-
-
-# `Watcher`: what a rank does about failures, its own and those that it reads of.
-
-_IDLE_S = 0.25  # a wait that long without progress asks whether it can still end
-_GRACE_S = 5.0  # after which groups on a device are aborted if their rank has not heard why
-_LEARN_S = 1.0  # how long a collective that failed waits to learn which rank was the cause
+    stack = [(each.f_code, line) for each, line in islice(traceback.walk_stack(frame), _FRAMES)]
+    return [f"{os.path.basename(x.co_filename)}:{line} in {x.co_name}" for x, line in stack]
 
 
 class Watcher(Watch):
@@ -324,7 +257,10 @@ class Watcher(Watch):
         super().__init__(state)
         self._monitor = monitor
         self.journal = Journal("")
-        self.idle = Idle(state)
+        self.idle_s = 0.0  # without a call, by the ticks of the monitor
+        self._waited = 0.0  # when this rank was in a wait for others last
+        self._facts: Mapping[str, Any] = {}
+        self._written, self._warned = "", False  # of a rank that makes no call
         self.announced: Failure | None = None  # what this rank said of itself, and stands
         self._raised = deque[Failure](maxlen=64)  # the last ones; other ranks may be behind
         self._failed_s = 0.0  # seconds since a rank failed; counted only on an accelerator
@@ -357,7 +293,7 @@ class Watcher(Watch):
         """
         state = self.state
         if stuck or missing:
-            self.idle.waited = time.monotonic()
+            self._waited = time.monotonic()
         # A job without its store is over, and its launcher may be gone with it.
         if not state.standing or (idle_s < _IDLE_S and None not in state.standing):
             return
@@ -399,7 +335,7 @@ class Watcher(Watch):
           error: to raise if none is.
           stuck: what this rank waits for; by default all that it has called.
         """
-        failure = self.idle.behind(self.state.channel.store)
+        failure = self._behind(self.state.channel.store)
         if failure is None:
             self.state.fail(error)
             return error
@@ -487,7 +423,10 @@ class Watcher(Watch):
 
     def pass_time(self, passed_s: float) -> None:
         """Count the time without a call, and end waits of a host for its device."""
-        self.idle.pass_time(passed_s)
+        facts = facts_of(self.state)
+        same = facts == self._facts
+        self.idle_s = self.idle_s + passed_s if same else 0.0
+        self._facts, self._warned = facts, self._warned and same
         self._end_blocked_waits(passed_s)
 
     def read(self, store: Any, *, changed: bool) -> None:
@@ -502,9 +441,9 @@ class Watcher(Watch):
             self.journal.read(store)
             state.standing = self.journal.standing
         for listener in list(state.listeners):
-            listener(store, changed)
+            listener(store)
         if state.key and not state.closed:
-            self.idle.exchange(store)
+            self._write_idle(store)
             overdue = self._overdue(store)
             if overdue is not None:
                 self.say(overdue, store)
@@ -515,16 +454,53 @@ class Watcher(Watch):
             self.journal.say(store, failure)
         self.state.standing = self.journal.standing
 
+    def _write_idle(self, store: Any) -> None:
+        """Write where this rank is if that is of interest, and warn of one that is behind."""
+        state = self.state
+        limit_s = min(state.heartbeat_s, state.timeout_s / 2)
+        text = self._idle_text() if self.idle_s > limit_s else ""
+        if text != self._written:
+            self._written = text
+            store.set(f"{state.key}/idle/{state.rank}", text)
+        if self._warned or self.idle_s < limit_s + 4 * interval_s(len(state.ranks)):
+            return
+        self._warned = True
+        failure = self._behind(store)
+        if failure and state.rank == next(rank for rank in state.ranks if rank != failure.rank):
+            text = f"{failure.text}; others wait for it up to timeout_s={state.timeout_s:g}"
+            LOG.warning(errors.message(text, [failure.trace.replace("\n", " < ")]))
+
+    def _idle_text(self) -> str:
+        """Whether this rank waits for others, and the failure that it is if it does not."""
+        rank, frames = self.state.rank, main_thread()
+        at = " < ".join(frames[:3])
+        text = f"rank {rank} is behind: it lives, but makes no call; it is at {at}"
+        failure = Failure(rank, "stalled", text, trace="\n".join(frames), **self._facts)
+        return json.dumps([time.monotonic() - self._waited < _WAITS_S, asdict(failure)])
+
+    def _behind(self, store: Any) -> Failure | None:
+        """The failure of the rank that others wait for, if that makes no call."""
+        state, most, idle = self.state, Counter[str](self._facts.get("made")), list[Failure]()
+        for rank in state.ranks:
+            text = value_of(store, f"{state.key}/idle/{rank}")  # none while it makes calls
+            waits, said = json.loads(text or "[true, null]")
+            most |= Counter(said and said["made"])
+            if not waits and rank != state.rank:
+                idle.append(Failure(**said))
+        # What is counted under a key are the calls of a communicator, and all of these are in it.
+        found = [x for x in idle if any(most[key] > n for key, n in (x.issued or {}).items())]
+        return min(found, key=lambda each: sum((each.made or {}).values()), default=None)
+
     def _overdue(self, store: Any) -> Failure | None:
         """The rank that is behind, if this one's device has waited for `timeout_s`.
 
         If none is, the groups have failed: a host that waits for a device finds that out nowhere.
         """
         state = self.state
-        waits = state.on_device and self.idle.seconds > state.timeout_s and state.failed is None
+        waits = state.on_device and self.idle_s > state.timeout_s and state.failed is None
         if not waits or state.ready is None or state.ready.query():
             return None
-        failure = self.idle.behind(store)
+        failure = self._behind(store)
         if failure is None:
             text = f"the device of rank {state.rank} waits for a collective for "
             state.fail(errors.CollectiveError(f"{text}{state.timeout_s:g} s"), raised=False)

@@ -231,7 +231,11 @@ class Monitor:
         for watch in list(self._states.values()):
             watch.pass_time(passed_s)
         if store_thread.lost is not None:
-            self._all_fail(self._failure_of(store_thread.lost))
+            failure = self._failure_of(store_thread.lost)
+            for state in list(self._states):
+                # One that was replaced is so whatever others have said.
+                known = {} if failure.kind == "replaced" else state.standing
+                state.standing = {**known, failure.rank: known.get(failure.rank, failure)}
         elif request is None or request.done.is_set():
             if request is not None and request.error is None:
                 self._judge(request.value, passed_s)
@@ -264,12 +268,6 @@ class Monitor:
                 self._store_thread.ask(partial(watch.say, failure))
             elif not state.key and until == last:  # groups that are still to be made
                 state.standing = {**state.standing, rank: failure}
-
-    def _all_fail(self, failure: Failure) -> None:
-        for state in list(self._states):
-            # One that was replaced is so whatever others have said.
-            known = {} if failure.kind == "replaced" else state.standing
-            state.standing = {**known, failure.rank: known.get(failure.rank, failure)}
 
     # On the store thread's thread.
 
@@ -422,7 +420,6 @@ class StopRequest:
         self._step = 1  # that this rank has begun
         self._wanted = False  # whether this rank was asked
         self._said: int | None = None  # what the monitor has answered
-        self._new = True  # whether the monitor has not looked yet
         self._last: int | None = None
 
     def ask(self) -> None:
@@ -444,14 +441,14 @@ class StopRequest:
         if self.stopping:
             return True
         with self._lock:
-            alone = len(self._state.ranks) == 1
-            if self._said is None and not (alone and self._wanted):
-                self._step += 1
+            ended, self._step = self._step, self._step + 1
+            if len(self._state.ranks) == 1 and self._wanted:
+                self._said = self._last = ended
+            if self._said is None:
                 return False
         if self._last is None:
-            self._last = self._step if alone else self._agreed()
-        self.stopping = self._step >= self._last
-        self._step += 1
+            self._last = self._agreed()
+        self.stopping = ended >= self._last
         return self.stopping
 
     def _agreed(self) -> int:
@@ -470,15 +467,13 @@ class StopRequest:
             raise errors.CollectiveError(what, fix=fix)
         return max(int(store.get(key)) for key in keys.values())
 
-    def _listen(self, store: Any, changed: bool) -> None:
+    def _listen(self, store: Any) -> None:
         """Called by the monitor at each tick, with its own connection to the store."""
         if self._said is not None:
             return
-        asked, changed, self._new = f"{self._key}/asked", changed or self._new, False
         if self._wanted:
-            store.set(asked, "")
-            store.add(CHANGES, 1)
-        elif not (changed and store.check([asked])):
+            store.set(f"{self._key}/asked", "")
+        elif not store.check([f"{self._key}/asked"]):
             return
         with self._lock:
             self._said = self._step
@@ -611,9 +606,8 @@ def reset(groups: Any) -> Any:
       Groups(n=1 p=1 levels=none, rank 0, cpu)
     """
     old = tree.flatten(groups)[0]
-    wrong = [type(home).__name__ for home in old if not isinstance(home, Groups)]
-    if wrong or not old:
-        text = f"reset: got {wrong[0] if wrong else 'no groups'}, expected Groups"
+    if not old or not all(isinstance(home, Groups) for home in old):
+        text = f"reset: got {type(groups).__name__}, expected Groups"
         raise errors.GroupsError(text, fix="pass what make_groups or place gave")
     return tree.map_leaves(replaced(old).__getitem__, groups)
 

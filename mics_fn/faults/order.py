@@ -334,7 +334,7 @@ class JobChannel(Channel):
         self.watch: Any = Watch(GroupState())  # of the groups
         self.kept = ""  # a key that outlives the groups
         self._trouble = f"{self.key}/all/trouble"
-        self._read = self._seen = 0  # changes
+        self._seen = 0  # changes
         self._polled = -math.inf
         self._notes: dict[int, Any] = {}  # what other ranks wrote about their waits
         self._note = ""  # what this rank wrote down about its wait
@@ -380,14 +380,14 @@ class JobChannel(Channel):
           stuck: what this rank waits for.
         """
         store, self._polled = self.store, time.monotonic()
-        self._read = store.add(CHANGES, 0)
-        if self._read != self._seen:
+        changes = store.add(CHANGES, 0)
+        if changes != self._seen:
             self.raise_reported()
             for calls in self.calls:
                 calls.read()
             self._notes.clear()
             self._any_departed = store.add(f"{self.key}/gone", 0) > 0
-            self._seen = self._read  # only once all of it was read without an error
+            self._seen = changes  # only once all of it was read without an error
         for call in stuck:
             self.check_departed(call)
         if stuck:
@@ -397,12 +397,6 @@ class JobChannel(Channel):
         """Call `poll_peers` at most once per second."""
         if time.monotonic() - self._polled >= _GLANCE_S:
             self.poll_peers()
-
-    def moved(self) -> None:
-        """Withdraw this rank's note: what it waited for is done, or was given up."""
-        if self._note:
-            self._note = ""
-            later(self.store, "set", f"mics_fn/stuck/{self.rank}", "")
 
     def _find_stuck(self, stuck: Sequence[Stuck]) -> None:
         """See [Note: waiting in two places]."""

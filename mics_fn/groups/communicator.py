@@ -288,8 +288,8 @@ class GroupState:
     follows: Any = None  # what took the place of these groups in a `reset`, without placements
     turns: Turns = field(default_factory=Turns)
     ready: Any = None  # on an accelerator, the event behind the last collective
-    # Called by the monitor at each tick, with its store and whether there is news in it.
-    listeners: list[Callable[[Any, bool], None]] = field(default_factory=list)
+    # Called by the monitor at each tick, with its store.
+    listeners: list[Callable[[Any], None]] = field(default_factory=list)
     stops: int = 0  # number of `StopRequest`s so far
     saves: int = 0  # number of checkpoints that were begun on these groups
     layouts: dict[Any, Any] = field(default_factory=dict)  # of trees; see `shards.opened`
