@@ -412,6 +412,7 @@ class StopRequest:
     def __init__(self, groups: Groups, signals: Iterable[int] = _SIGNALS) -> None:
         self.stopping = False  # whether all ranks stop after the step that has ended
         self._state, self._signals = groups.state, list(signals)
+        self._timeout_s = groups.timeout_s
         self._state.stops += 1
         self._key = f"{self._state.key}/stop/{self._state.stops}"
         self._before: dict[int, Any] = {}
@@ -455,14 +456,14 @@ class StopRequest:
         """The last step; see [Note: the last step]."""
         state, store = self._state, self._state.channel.store
         keys = {rank: f"{self._key}/{rank}" for rank in state.ranks}
-        deadline = time.monotonic() + state.timeout_s
+        deadline = time.monotonic() + self._timeout_s
 
         def check(idle_s: float) -> None:
             state.watch.check((), idle_s, state.ranks)
 
         if not poll(lambda: store.check([*keys.values()]), len(keys), deadline, check):
             who = errors.name_ranks([rank for rank in keys if not store.check([keys[rank]])])
-            what = f"StopRequest: {who} did not answer in {state.timeout_s:g} s"
+            what = f"StopRequest: {who} did not answer in {self._timeout_s:g} s"
             fix = "look for a rank that stopped, or that is not in a StopRequest of its own"
             raise errors.CollectiveError(what, fix=fix)
         return max(int(store.get(key)) for key in keys.values())
