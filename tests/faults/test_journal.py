@@ -103,20 +103,6 @@ def test_a_rank_that_fails_in_two_ways_failed_in_the_first():
     assert not other.say(store, Failure(1, "silent", "rank 1 is silent"))
 
 
-def test_a_wait_is_in_vain_if_a_rank_has_not_issued_its_part():
-    failure = Failure(1, "raised", "", made={"a": 3}, issued={"a": 2})
-
-    def lacks(number: int, ranks: tuple[int, ...] = (0, 1), group: str = "a", **given: Any) -> bool:
-        return failure.lacks([Stuck(group, number, ranks, "")], (), made=False, **given)
-
-    assert [lacks(number) for number in (1, 2, 3)] == [False, False, True]
-    assert not lacks(3, (0, 2)), "it takes no part"
-    assert lacks(1, group="b"), "it has issued nothing there"
-    assert not failure.lacks([Stuck("a", 3, (0, 1), "")], (), made=True)
-    assert failure.lacks([], [1], made=True)
-    assert Failure(1, "killed", "").lacks([], (), made=False)
-
-
 def sign(number: int, process: Process | None = None, since: int = 1) -> str:
     return f"{since} {number} {(process or Process.own()).name}"
 
