@@ -24,9 +24,10 @@ where one is stuck inside C++, `cluster.restart()` starts all anew, and their na
 *Processes.* The fork server of `multiprocessing` imports torch once, and forks ipyparallel's
 controller, which passes messages, and the ranks. So a start takes about as long as one import of
 torch, and `restart()` a few seconds. The store in which ranks meet is held by the kernel, and
-outlives each of them. All of these processes end once the kernel is gone, also by `kill -9`; `stop()` leaves
-the fork server alone for the next start. Nothing listens beyond loopback, where messages are signed
-and not encrypted. A script that calls `start` does so under `if __name__ == "__main__":`.
+outlives each of them. All of these processes end once the kernel is gone, also by `kill -9`;
+`stop()` leaves the fork server alone for the next start. Nothing listens beyond loopback, where
+messages are signed and not encrypted. A script that calls `start` does so under `if __name__ ==
+"__main__":`.
 
 *Several machines.* `start` starts ranks on this machine alone. ipyparallel's own engines run the
 same code on several: any launcher that `init_distributed` knows starts an engine as each rank, in a
