@@ -329,13 +329,13 @@ def limit_s(given: float | None, ranks: int) -> float:
     Raises:
       PlanError: so few would take ranks for lost that are well.
     """
-    tick_s = interval_s(ranks)
-    least_s = _LEAST_TICKS * tick_s
+    every_s = interval_s(ranks)
+    least_s = _LEAST_TICKS * every_s
     if given is None:
         return max(10.0 if hasattr(sys, "ps1") or _shell() is not None else 60.0, least_s)
     if given < least_s:
         text = f"make_groups: heartbeat_s={given!r} would take ranks for lost that are well"
-        fix = f"pass at least {least_s:g}, as signs of life come every {tick_s:g} s"
+        fix = f"pass at least {least_s:g}, as signs of life come every {every_s:g} s"
         raise errors.PlanError(text, fix=fix)
     return given
 

@@ -108,12 +108,12 @@ def sign(number: int, process: Process | None = None, since: int = 1) -> str:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "tick_s", "least_s"), [(64, 0.25, 0.75), (1024, 0.25, 0.75), (16_384, 4.0, 12.0)]
+    ("ranks", "every_s", "least_s"), [(64, 0.25, 0.75), (1024, 0.25, 0.75), (16_384, 4.0, 12.0)]
 )
-def test_signs_of_life_come_so_often(ranks: int, tick_s: float, least_s: float) -> None:
-    assert heartbeat.interval_s(ranks) == tick_s
+def test_signs_of_life_come_so_often(ranks: int, every_s: float, least_s: float) -> None:
+    assert heartbeat.interval_s(ranks) == every_s
     assert monitor.limit_s(least_s, ranks) == least_s
-    with pytest.raises(PlanError, match=f"signs of life come every {tick_s:g} s"):
+    with pytest.raises(PlanError, match=f"signs of life come every {every_s:g} s"):
         monitor.limit_s(least_s * 0.99, ranks)
 
 

@@ -156,7 +156,7 @@ PlanError: make_groups: heartbeat_s=0.1 would take ranks for lost that are well
 >>> mf.make_groups(mean_over=1.5)
 PlanError: make_groups: mean_over=1.5 is not an int of at least 1
 >>> mf.reset(None)
-GroupsError: reset: got no groups, expected Groups
+GroupsError: reset: got NoneType, expected Groups
 
 # Models
 >>> mf.init_model(lambda: nn.Linear(2, 1), groups, seed="0")
