@@ -178,14 +178,11 @@ class Channel:
     def glance(self) -> None:
         """Call `poll_peers` now and then."""
 
-    def moved(self) -> None:
-        """Note that a wait has ended in which this rank polled."""
-
     def raise_reported(self) -> None:
         """Raise an error that another rank reported."""
 
-    def refuse(self, text: str) -> None:
-        """Make the other ranks raise an error that this rank and some others raise now."""
+    def report(self, text: str) -> None:
+        """Make all ranks of the groups raise this error at their next poll."""
 
     def depart(self, how: str) -> Callable[[], None]:
         """Say that this rank makes no more calls; return what frees the rest."""

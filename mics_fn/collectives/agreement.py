@@ -81,7 +81,7 @@ def report_outside(home: Home, error: E) -> E:
     """Report an error that all ranks of `home` raise to the other ranks of the groups."""
     channel = home.hierarchy.channel
     if channel.job_size > home.partition_size * home.num_replicas:
-        channel.refuse(str(error))
+        channel.report(str(error))
     return error
 
 

@@ -319,7 +319,7 @@ def _await(pending: Pending, levels: int) -> None:
     pending._comms[0].check_open()
     state.turns.enter()
     since = stalled = time.monotonic()
-    polled, patience = False, max(_STALL_S, _STALL_S_PER_RANK * len(state.ranks))
+    patience = max(_STALL_S, _STALL_S_PER_RANK * len(state.ranks))
     try:
         while True:
             if push_all(state):
@@ -332,7 +332,7 @@ def _await(pending: Pending, levels: int) -> None:
             if state.standing:
                 state.watch.check(pending.stuck, now - since)
             if now - stalled > patience:
-                stalled, polled = now, True
+                stalled = now
                 state.watch.check(pending.stuck, 0.0)  # others may ask where this rank waits
                 state.channel.poll_peers(pending.stuck)
             give_way(now - since)
@@ -341,8 +341,6 @@ def _await(pending: Pending, levels: int) -> None:
             _sleep(pending, _ALONE if len(state.active) == 1 else _BESIDE)
     finally:
         state.turns.exit()
-        if polled:
-            state.channel.moved()
 
 
 def _sleep(pending: Pending, most: timedelta) -> None:

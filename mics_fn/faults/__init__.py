@@ -16,12 +16,12 @@ MASTER_ADDR and MASTER_PORT, and sets TORCHELASTIC_USE_AGENT_STORE=True, as torc
 over, and the error says so. In a process that comes back `init_distributed` and `make_groups` do
 not wait for the other ranks. What it compares is taken to be equal, what would move data raises
 PeerFailed of kind "returned", and `reset` is where it meets the others, which wait for it there,
-`timeout_s` at most; see [Note: rejoining] in `rejoin`. torch's default group is made once,
+`timeout_s` at most; see [Note: rejoining] in `monitor`. torch's default group is made once,
 and not again: it is of no use after a rank was lost, and nothing here moves data over it.
 
 Start reading at `heartbeat.py` (the thread that talks to the store, and what is known of other
 processes), then `journal.py` (what ranks say of failures, and what a rank does about them),
-`monitor.py` (the threads that do all this, and the end of a process) and `rejoin.py`;
+`monitor.py` (the threads that do all this, the end of a process, and what a rank does afterwards);
 `comparing.py` is what ranks compare of states, and how one is mended.
 """
 
@@ -38,9 +38,8 @@ from mics_fn.faults.comparing import (
     texts_of,
     versions,
 )
-from mics_fn.faults.monitor import StopRequest, limit_s, watched
-from mics_fn.faults.rejoin import entering, replaced, reset
+from mics_fn.faults.monitor import MONITOR, StopRequest, entering, limit_s, replaced, reset
 from mics_fn.groups import hooks
 
-hooks.enter, hooks.join, hooks.limit_s = entering, watched, limit_s
+hooks.enter, hooks.join, hooks.limit_s = entering, MONITOR.join, limit_s
 hooks.compare = compare_states

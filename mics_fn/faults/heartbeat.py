@@ -9,7 +9,7 @@ longer than it may. The thread may be stuck for good; then nobody else is.
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,8 +26,6 @@ from mics_fn.threads import Job, start
 
 _WAIT_S = 0.1  # between two looks of whoever waits for an answer
 _LOST = dist.DistNetworkError, dist.DistStoreError  # pyright: ignore[reportPrivateImportUsage]
-
-_GIVEN_UP = StoreLost("another connection has taken its place", silent=True)
 
 # What ranks write for each other.
 
@@ -81,26 +79,21 @@ class StoreThread:
     """A thread with a connection to a store of its own; see [Note: the store thread].
 
     Args:
-      store: of torch.distributed, or what does the same.
+      store: of torch.distributed.
     """
 
     def __init__(self, store: Any) -> None:
         self._given = store
-        self.before: Callable[[Any], None] = lambda own: None  # called with it before each call
-        self.renew()
-
-    def renew(self) -> None:
-        """Begin anew on another thread with another connection, once this one was lost."""
         self._jobs = SimpleQueue[Job | None]()
-        self.connected = False
+        self.own: Any = None  # its connection, once there is one
+        self.before: Callable[[Any], None] = lambda own: None  # called with it before each call
         self.lost: StoreLost | None = None  # why it can do nothing any more
-        serve = partial(self._serve, self._jobs)
-        self._thread = threading.Thread(target=serve, name="mics_fn store", daemon=True)
-        start(self._thread)
+        thread = threading.Thread(target=self._serve, name="mics_fn store", daemon=True)
+        self._thread = start(thread)
 
     def ask(self, call: Callable[[Any], Any]) -> Job:
         """Hand in a call, which gets the thread's own connection, and do not wait."""
-        job = Job(partial(self._call, self._jobs, call))
+        job = Job(partial(self._call, call))
         if self.lost is None:
             self._jobs.put(job)
         else:
@@ -121,38 +114,35 @@ class StoreThread:
                 raise StoreLost(f"it did not answer within {patience_s:g} s", silent=True)
         return job.result()
 
-    def end(self) -> None:
-        """Let the thread end once it has done all that it was asked."""
+    def end(self, patience_s: float = 0.0) -> None:
+        """Let the thread end once it has done all that it was asked.
+
+        Args:
+          patience_s: how long to wait for that; nothing can be asked afterwards.
+        """
         self._jobs.put(None)
+        if patience_s:
+            self._thread.join(patience_s)
+            self.lost = self.lost or StoreLost("this process ends", silent=False)
 
-    def end_now(self, patience_s: float) -> None:
-        """`end`, and wait for that; nothing is asked afterwards."""
-        self.end()
-        self._thread.join(patience_s)
-        self.lost = self.lost or StoreLost("this process ends", silent=False)
-
-    def _serve(self, jobs: SimpleQueue[Job | None]) -> None:
-        own: list[Any] = []  # the connection, once there is one
-        while (job := jobs.get()) is not None:
-            given_up = self.lost or (jobs is not self._jobs and _GIVEN_UP)
-            if given_up:
-                job.drop(given_up)
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self.lost is None:
+                job.run()
             else:
-                job.run(own)
+                job.drop(self.lost)
 
-    def _call(self, jobs: SimpleQueue[Job | None], call: Callable[[Any], Any], own: list) -> Any:
+    def _call(self, call: Callable[[Any], Any]) -> Any:
         try:
-            if not own:
-                own.append(_torch.cloned(self._given))
-                self.connected = True
-            self.before(own[0])
-            return call(own[0])
-        except (*_LOST, Replaced) as error:
-            replaced = isinstance(error, Replaced)
-            lost = error if replaced else StoreLost(first_line(error), silent=False)
-            if jobs is self._jobs:
-                self.lost = lost
-            raise lost from error
+            self.own = self.own or _torch.cloned(self._given)
+            self.before(self.own)
+            return call(self.own)
+        except Replaced as replaced:
+            self.lost = replaced
+            raise
+        except _LOST as error:
+            self.lost = StoreLost(first_line(error), silent=False)
+            raise self.lost from error
 
 
 def _asked(name: str) -> Callable[..., Any]:
@@ -215,7 +205,6 @@ _TICK_S = 0.25
 # One store serves all ranks: at 4,096 signs per second it takes 15 % of a core, so the more ranks
 # there are beyond that, the more seldom each of them writes.
 RANKS_PER_TICK = 1024
-_LEAST_TICKS = 3  # without a sign of life, before a rank is taken for lost
 
 
 def interval_s(ranks: int) -> float:
@@ -225,11 +214,6 @@ def interval_s(ranks: int) -> float:
     (0.25, 4.0)
     """
     return _TICK_S * max(1.0, ranks / RANKS_PER_TICK)
-
-
-def least_s(ranks: int) -> float:
-    """The least time without a sign that shows that a rank is lost."""
-    return interval_s(ranks) * _LEAST_TICKS
 
 
 @dataclass(frozen=True)
@@ -276,25 +260,18 @@ def _stat(pid: int) -> tuple[str, str]:
 
 
 def followed(rank: int, ranks: Sequence[int], most: int = 16) -> list[int]:
-    """The ranks that a rank follows: all of a few, else those next to it on both sides.
+    """The ranks that a rank follows: those that come next.
 
-    >>> followed(1, range(4)), followed(0, range(100), most=4)
-    ([0, 2, 3], [98, 99, 1, 2])
+    >>> followed(1, range(4)), followed(98, range(100), most=4)
+    ([2, 3, 0], [99, 0, 1, 2])
     """
-    if rank not in ranks or len(ranks) <= most:
-        return [other for other in ranks if other != rank]
-    at, half = ranks.index(rank), most // 2
-    return [ranks[(at + i) % len(ranks)] for i in range(-half, half + 1) if i]
+    at = ranks.index(rank)
+    return [ranks[(at + i) % len(ranks)] for i in range(1, min(len(ranks), most + 1))]
 
 
 def heartbeat_of(rank: int) -> str:
     """The key under which a rank writes signs of life."""
     return f"mics_fn/beat/{rank}"
-
-
-def name_in(heartbeat: str) -> str:
-    """The name of the process that wrote a sign of life; "" if there is none."""
-    return heartbeat.split(" ", 2)[2] if heartbeat else ""
 
 
 def register(store: Any, key: str, name: str) -> tuple[int, str]:
@@ -310,7 +287,8 @@ def register(store: Any, key: str, name: str) -> tuple[int, str]:
     """
     while True:
         before = store.get(key).decode() if store.check([key]) else ""
-        since, other = int(before.partition(" ")[0] or 1), name_in(before)
+        first, _, other = (before or "1  ").split(" ", 2)
+        since = int(first)
         if other not in ("", name):
             since = max(since, store.add(startup.EPOCH, 0)) + 1
         mine = f"{since} 0 {name}"
@@ -339,45 +317,11 @@ class Peer:
         self.heartbeat, self.silent_s, self.since = heartbeat, 0.0, int(since)
         self.count, self.dead = int(count), False
 
+    def has_ended(self) -> bool:
+        """Whether its process is on this host, and has ended."""
+        return self.process is not None and self.process.has_ended()
+
     def is_silent(self, limit_s: float) -> bool:
         """Whether it has failed; one that waits for a processor is given twice the time."""
         waits = self.process is not None and self.process.is_ready()
         return self.silent_s > limit_s * (2 if waits else 1)
-
-
-class Peers(dict[int, Peer]):
-    """What is known of other ranks, by rank."""
-
-    def ended(self) -> list[int]:
-        """Mark the ranks whose processes on this host have ended as gone; return the new ones."""
-        ended = []
-        for rank, peer in list(self.items()):
-            if not peer.dead and peer.process is not None and peer.process.has_ended():
-                peer.dead = True
-                ended.append(rank)
-        return ended
-
-    def anew(self, members: Mapping[int, int | None]) -> list[int]:
-        """Measure signs of life anew, as these ranks meet: silence before it means nothing.
-
-        Args:
-          members: since which epoch the process of each rank is one; None for the last one that was
-            heard of.
-
-        Returns:
-          Those of them whose process was seen to end.
-        """
-        dead = []
-        for rank, since in members.items():
-            peer = self.get(rank, Peer())
-            ended = peer.process is not None and peer.process.has_ended()
-            if ended and since in (None, peer.since):
-                dead.append(rank)
-            elif not ended:
-                peer.silent_s, peer.dead = 0.0, False
-        return dead
-
-    def silent(self, ranks: Iterable[int], limit_s: float) -> list[int]:
-        """Those of these ranks that gave no sign for so long."""
-        known = [rank for rank in ranks if rank in self and self[rank].count]
-        return [rank for rank in known if self[rank].silent_s > limit_s]

@@ -1,4 +1,4 @@
-"""The `Journal` in which all ranks read of failures, and how one rank acts on it: `Watch`, `Idle`.
+"""The `Journal` in which all ranks read of failures, and how one rank acts on it: `Watcher`.
 
 [Note: the journal] The first failure wins, an exception that is caught may be withdrawn, and a rank
 that waits may have given up before that. All ranks must come to the same end, so what they say is
@@ -14,11 +14,10 @@ of itself, so that those who wait for it give up as well.
 [Note: a rank that makes no call] A rank may give signs of life and make no call: its loader hangs,
 it is in a debugger, or its loop has ended before those of the others, who wait for it. Nothing says
 whether it will go on, so it has `timeout_s`, as any rank that is slow. Each rank that has made no
-call for `heartbeat_s`, or half of `timeout_s` if that is less, writes how many calls it has made,
-for which others it waits, and where its main thread is. A rank that waits follows those for whom it
-waits, and for whom these wait in turn, up to ranks that wait for nobody and lack such a call. Of
-these the one with the fewest calls is behind. The first of the others names it in a warning, and
-after `timeout_s` all do in their error.
+call for `heartbeat_s`, or half of `timeout_s` if that is less, writes how many calls it has made
+and issued, whether it waits for others, and where its main thread is. Of those that wait for nobody
+and have not issued a call that another one has made, the one with the fewest calls is behind. The
+first of the others names it in a warning, and after `timeout_s` all do in their error.
 """
 
 import json
@@ -27,8 +26,8 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
@@ -78,15 +77,14 @@ class Failure:
     def error(self, waits: str) -> errors.PeerFailed:
         """Return the PeerFailed of ranks that wait for this one; it ends their groups."""
         path, leaf, *said = self.file_error or ["", ""]
-        at = "" if self.step is None else f"in step {self.step}"
-        last = f"its last call: {self.operation}" if self.operation else ""
-        own = f"this rank waits for {waits}" if waits and self.kind != "replaced" else ""
-        lines = [*said[:-1], ", ".join(part for part in (at, last) if part), own]
+        facts = {"in step": self.step, "its last call:": self.operation or None}
+        facts["this rank waits for"] = waits or None
+        known = [f"{name} {value}" for name, value in facts.items() if value is not None]
         fix = said[-1] if said else _FIXES.get(self.kind, "look at its own error")
         if self.kind != "replaced":
             fix += ", then call groups = mf.reset(groups) on all ranks"
         failed = errors.PeerFailed(
-            errors.message(self.text, [line for line in lines if line], fix),
+            errors.message(self.text, [*said[:-1], *known], fix),
             self.rank,
             self.kind,
             step=self.step,
@@ -97,7 +95,7 @@ class Failure:
         return errors.PeerFileError(failed, path, leaf) if said else failed
 
 
-_GONE = "look at its own output, start it again or the job"
+_GONE = "look at its own output, and start it again, or the job if it held the store"
 _FIXES = {  # by the kind of a failure
     **dict.fromkeys(("killed", "exited", "silent"), _GONE),
     "replaced": "end this process; the job goes on with the one that took its place",
@@ -107,12 +105,11 @@ _FIXES = {  # by the kind of a failure
 
 def facts_of(state: GroupState) -> dict[str, Any]:
     """What this rank is at in some groups: its step, its last call, and how many it has made."""
-    verb = {} if state.call is None else {"operation": call_text(state.call)}
-    leaf = {} if state.call is None else {"leaf": str(state.call[2])}
-    calls = list(state.channel.calls)
+    call, calls = state.call, list(state.channel.calls)
+    last = {} if call is None else {"operation": call_text(call), "leaf": str(call[2])}
     made = {each.key: each.number for each in calls}
     issued = {each.key: each.issued for each in calls}
-    return {"step": state.step, **verb, **leaf, "made": made, "issued": issued}
+    return {"step": state.step, **last, "made": made, "issued": issued}
 
 
 def failure_of(error: BaseException, state: GroupState, final: bool, kind: str) -> Failure:
@@ -134,10 +131,11 @@ def failure_of(error: BaseException, state: GroupState, final: bool, kind: str) 
 
 def without_a_word(rank: int, kind: str) -> Failure:
     """The failure of a rank that could not say so itself."""
-    what = "gone: its process ended without a word"
-    if kind == "silent":
-        what = "silent: it is stopped, cut off, or something holds its interpreter"
-    return Failure(rank, kind, f"rank {rank} is {what}")
+    what = {
+        "killed": "gone: its process ended without a word",
+        "silent": "silent: it is stopped, cut off, or something holds its interpreter",
+    }
+    return Failure(rank, kind, f"rank {rank} is {what[kind]}")
 
 
 def of_store(own: int, rank: int | None, address: str, lost: StoreLost) -> Failure:
@@ -150,9 +148,8 @@ def of_store(own: int, rank: int | None, address: str, lost: StoreLost) -> Failu
         text = f"rank {own}: this process was replaced by process {pid}, epoch {since}"
         return Failure(own, "replaced", text)
     who = "the store" if rank is None else f"rank {rank}, which holds the store,"
-    what = "gives no answer" if lost.silent else f"is gone: {lost}"
-    kind = "silent" if lost.silent else "killed"
-    return Failure(rank, kind, f"{who}{' at ' if address else ''}{address} {what}")
+    kind, what = ("silent", "gives no answer") if lost.silent else ("killed", f"is gone: {lost}")
+    return Failure(rank, kind, f"{who}{address and ' at '}{address} {what}")
 
 
 class Journal:
@@ -175,176 +172,77 @@ class Journal:
             self._take(store.get(self._at()))
 
     def say(self, store: Any, failure: Failure) -> bool:
-        """Append a failure, unless the same stands; returns whether it was appended.
+        """Append a failure, unless the same stands; returns whether it was appended."""
 
-        All ranks read what it appends at their next tick.
-        """
-        self.read(store)
-        while (known := self.standing.get(failure.rank)) is None or not known.final:
-            if known is not None and not failure.final:
-                return False
-            if self._append(store, {"fails": asdict(failure)}):
-                store.add(CHANGES, 1)
-                return True
-        return False
+        def added(known: Failure | None) -> Failure:
+            if known is not None and (known.final or not failure.final):
+                return known
+            first = known or failure  # it may have said why before
+            made, issued = failure.made or first.made, failure.issued or first.issued
+            return replace(first, final=failure.final, made=made, issued=issued)
+
+        return self._change(store, failure.rank, added)
 
     def withdraw(self, store: Any, rank: int) -> bool:
         """Withdraw a rank's own failure; return False if another rank gave up because of it."""
-        try:
-            return self._change(store, rank, "withdraws")
-        finally:
-            store.add(CHANGES, 1)
+        self._change(store, rank, lambda known: known if known and known.final else None)
+        return rank not in self.standing
 
     def make_final(self, store: Any, rank: int | None) -> bool:
         """Make a failure final; False if it was withdrawn before."""
-        return not self._change(store, rank, "settles")
+        self._change(store, rank, lambda known: known and replace(known, final=True))
+        return rank in self.standing
 
-    def _change(self, store: Any, rank: int | None, how: str) -> bool:
-        """Say it of a failure as long as that stands and is not final; whether none stands then."""
-        self.read(store)
-        while (known := self.standing.get(rank)) is not None:
-            if known.final:
+    def _change(
+        self, store: Any, rank: int | None, change: Callable[[Failure | None], Failure | None]
+    ) -> bool:
+        """Append what a function makes of the failure of a rank; False if that stays the same.
+
+        All ranks read it at their next tick.
+        """
+        while True:
+            self.read(store)
+            known = self.standing.get(rank)
+            new = change(known)
+            if new == known:
                 return False
-            self._append(store, {how: rank})
-        return True
+            mine = json.dumps([rank, new and asdict(new)])
+            found = store.compare_set(self._at(), "", mine)
+            self._take(found)
+            if found.decode() == mine:
+                store.add(CHANGES, 1)
+                return True
 
     def _at(self) -> str:
         return f"{self._key}/{self._read}"
 
-    def _append(self, store: Any, entry: dict[str, Any]) -> bool:
-        mine = json.dumps(entry)
-        found = store.compare_set(self._at(), "", mine)
-        self._take(found)
-        return found.decode() == mine
-
     def _take(self, found: bytes) -> None:
-        self._read += 1
         # Whoever wrote it had read all that was written before, so it can be taken as it stands.
-        entry, standing = json.loads(found), dict(self.standing)
-        if "withdraws" in entry:
-            del standing[entry["withdraws"]]
-        elif "settles" in entry:
-            standing[entry["settles"]] = replace(standing[entry["settles"]], final=True)
+        self._read += 1
+        rank, failure = json.loads(found)
+        if failure is None:
+            self.standing = {each: self.standing[each] for each in self.standing if each != rank}
         else:
-            failure = Failure(**entry["fails"])
-            first = standing.get(failure.rank, failure)  # it may have said why before
-            standing[failure.rank] = replace(
-                first,
-                final=failure.final,
-                made=failure.made or first.made,
-                issued=failure.issued or first.issued,
-            )
-        self.standing = standing
+            self.standing = {**self.standing, rank: Failure(**failure)}
 
 
-# `Idle`: for how long a rank has made no call, where it is, and which rank the others wait for.
+# `Watcher`: what a rank does about failures, its own and those that it reads of.
 
 _WAITS_S = 1.5  # a wait that was noted longer ago has ended
 _FRAMES = 12  # of the main thread, the innermost first
-_OTHERS = (
-    os.path.dirname(os.__file__),
-    "site-packages",
-    os.path.dirname(os.path.dirname(__file__)),
-)
+_IDLE_S = 0.25  # a wait that long without progress asks whether it can still end
+_GRACE_S = 5.0  # after which groups on a device are aborted if their rank has not heard why
+_LEARN_S = 1.0  # how long a collective that failed waits to learn which rank was the cause
 
 
-class Idle:
-    """What one rank has done on some groups, and since when nothing; see the note of this page."""
-
-    def __init__(self, state: GroupState) -> None:
-        self._state = state
-        self.seconds = 0.0  # without a call, by the ticks of the monitor
-        self._facts: Mapping[str, Any] = {}
-        self._waits: tuple[float, Sequence[Stuck], Sequence[int]] = (0.0, (), ())
-        self._said, self._warned = "", False
-
-    def waits(self, stuck: Sequence[Stuck], missing: Sequence[int] = ()) -> None:
-        """Note what this rank waits for: calls, or ranks whatever they have called."""
-        if stuck or missing:
-            self._waits = time.monotonic(), stuck, missing
-
-    def pass_time(self, passed_s: float) -> None:
-        """Count the time without a call."""
-        facts = facts_of(self._state)
-        same = facts == self._facts
-        self.seconds = self.seconds + passed_s if same else 0.0
-        self._facts, self._warned = facts, self._warned and same
-
-    def exchange(self, store: Any) -> None:
-        """Write where this rank is if that is of interest, and warn of one that is behind."""
-        state = self._state
-        limit_s = min(state.heartbeat_s, state.timeout_s / 2)
-        text = self._text() if self.seconds > limit_s else ""
-        if text != self._said:
-            self._said = text
-            store.set(f"{state.key}/idle/{state.rank}", text)
-        if self._warned or self.seconds < limit_s + 4 * interval_s(len(state.ranks)):
-            return
-        self._warned = True
-        failure = self.behind(store)
-        if failure and state.rank == next(rank for rank in state.ranks if rank != failure.rank):
-            text = f"{failure.text}; others wait for it up to timeout_s={state.timeout_s:g}"
-            LOG.warning(errors.message(text, [failure.trace.replace("\n", " < ")]))
-
-    def _text(self) -> str:
-        """What this rank waits for, and the failure that it is if it waits for nothing."""
-        rank, (at, frames) = self._state.rank, main_thread()
-        since, *waits = self._waits
-        waits = waits if time.monotonic() - since < _WAITS_S else [(), ()]
-        text = f"rank {rank} is behind: it lives, but makes no call; it is {at}"
-        failure = Failure(rank, "stalled", text, trace="\n".join(frames), **self._facts)
-        return json.dumps([waits, asdict(failure)])
-
-    def behind(self, store: Any, stuck: Sequence[Stuck] = ()) -> Failure | None:
-        """The failure of the rank that this one waits for in the end, if that makes no call.
-
-        Args:
-          store: of the job.
-          stuck: what this rank waits for; by default all that it has called.
-        """
-        state, found = self._state, list[Failure]()
-        made = self._facts.get("made", {}).items()
-        done = [Stuck(group, number, state.ranks, "") for group, number in made]
-        asked: list[Any] = [(stuck or done, ())]
-        notes: dict[int, Failure | None] = {state.rank: None}
-        while asked:
-            calls, missing = asked.pop()
-            for rank in dict.fromkeys([*missing, *(x for each in calls for x in each.ranks)]):
-                if rank not in notes:
-                    text = value_of(store, f"{state.key}/idle/{rank}")  # none while it makes calls
-                    (others, ranks), said = json.loads(text or "[[[], []], null]")
-                    asked.append(([Stuck(*each) for each in others], ranks))
-                    notes[rank] = Failure(**said) if said and not (others or ranks) else None
-                failure = notes[rank]
-                if failure and failure.lacks(calls, missing, made=False):
-                    found.append(failure)
-        return min(found, key=lambda each: sum((each.made or {}).values()), default=None)
-
-
-def main_thread() -> tuple[str, list[str]]:
-    """Where the main thread of this process is: in words, and its frames, the innermost first.
+def main_thread() -> list[str]:
+    """The frames of the main thread of this process, the innermost first.
 
     It may run meanwhile, but not in the instant that it takes to walk a few frames.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = [(each.f_code, line) for each, line in islice(traceback.walk_stack(frame), _FRAMES)]
-    frames = [
-        f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}" for code, line in stack
-    ]
-    users = [
-        text
-        for (code, _), text in zip(stack, frames, strict=True)
-        if not any(other in code.co_filename for other in _OTHERS) and code.co_filename[:1] != "<"
-    ]
-    inner = f"at {frames[0]}" if frames else "nowhere"
-    return inner if users[:1] in ([], frames[:1]) else f"{inner}, called at {users[0]}", frames
-
-
-# `Watcher`: what a rank does about failures, its own and those that it reads of.
-
-_IDLE_S = 0.25  # a wait that long without progress asks whether it can still end
-_GRACE_S = 5.0  # after which groups on a device are aborted if their rank has not heard why
-_LEARN_S = 1.0  # how long a collective that failed waits to learn which rank was the cause
+    return [f"{os.path.basename(x.co_filename)}:{line} in {x.co_name}" for x, line in stack]
 
 
 class Watcher(Watch):
@@ -359,12 +257,13 @@ class Watcher(Watch):
         super().__init__(state)
         self._monitor = monitor
         self.journal = Journal("")
-        self.idle = Idle(state)
-        self.announced: Failure | None = None  # what this rank said of itself last
-        self._stands = False  # whether it has not withdrawn that
+        self.idle_s = 0.0  # without a call, by the ticks of the monitor
+        self._waited = 0.0  # when this rank was in a wait for others last
+        self._facts: Mapping[str, Any] = {}
+        self._written, self._warned = "", False  # of a rank that makes no call
+        self.announced: Failure | None = None  # what this rank said of itself, and stands
+        self._raised = deque[Failure](maxlen=64)  # the last ones; other ranks may be behind
         self._failed_s = 0.0  # seconds since a rank failed; counted only on an accelerator
-        # Calls by communicator when this rank raised, of the last times; others may be behind.
-        self._raised_at: deque[Mapping[str, int]] = deque(maxlen=64)
 
     def begin(self, meeting: Meeting) -> None:
         """Begin to read the journal, as all have met."""
@@ -392,9 +291,11 @@ class Watcher(Watch):
           PeerFailed: another rank failed.
           DesyncError: ranks have told why they fail.
         """
-        self.idle.waits(stuck, missing)
         state = self.state
-        if not state.standing or idle_s < _IDLE_S:
+        if stuck or missing:
+            self._waited = time.monotonic()
+        # A job without its store is over, and its launcher may be gone with it.
+        if not state.standing or (idle_s < _IDLE_S and None not in state.standing):
             return
         for failure in list(state.standing.values()):
             if failure.rank == state.rank and not failure.final:
@@ -408,13 +309,11 @@ class Watcher(Watch):
 
         Both have made equally many calls on each communicator that both are in.
         """
-        if failure.final or self.announced is None:
+        if failure.final or not self._raised:
             return False
-        both = {failure.kind, self.announced.kind} == {"interrupted"}
-        theirs = failure.made or {}
-        return both or any(
-            all(theirs[key] == count for key, count in made.items() if key in theirs)
-            for made in self._raised_at
+        theirs, mine = failure.made or {}, [each.made or {} for each in self._raised]
+        return {failure.kind, self._raised[-1].kind} == {"interrupted"} or any(
+            all(theirs[key] == made[key] for key in made if key in theirs) for made in mine
         )
 
     def _give_up(self, failure: Failure, waits: str) -> None:
@@ -436,14 +335,11 @@ class Watcher(Watch):
           error: to raise if none is.
           stuck: what this rank waits for; by default all that it has called.
         """
-        state = self.state
-        store = state.channel.store
-        failure = self.idle.behind(store, stuck) if store else None
+        failure = self._behind(self.state.channel.store)
         if failure is None:
-            state.fail(error)
+            self.state.fail(error)
             return error
         self._report(failure)
-        state.standing = {**state.standing, failure.rank: failure}
         return self.state.finish(failure.error(stuck[0].text if stuck else ""))
 
     def first(self, failure: Failure) -> Failure:
@@ -492,8 +388,8 @@ class Watcher(Watch):
         if self.announced is not None and self.announced.final:
             return
         self.announced = failure_of(error, self.state, final, kind)
-        self.state.channel.raised = self._stands = not final
-        self._raised_at.append(self.announced.made or {})
+        self.state.channel.raised = not final
+        self._raised.append(self.announced)
         self._report(self.announced)
 
     def _report(self, failure: Failure) -> None:
@@ -504,10 +400,9 @@ class Watcher(Watch):
         """Withdraw what this rank has announced; the error if another one has given up by then."""
         announced = self.announced
         if announced is None or announced.final:
-            self._stands = False
             return None
         if self._monitor.bounded(partial(self.journal.withdraw, rank=self.state.rank), True):
-            self._stands, self.state.standing = False, self.journal.standing
+            self.announced, self.state.standing = None, self.journal.standing
             return None
         self.announced = replace(announced, final=True)
         error = announced.error("")
@@ -518,7 +413,7 @@ class Watcher(Watch):
         """Whether other ranks were told of an error that was not withdrawn; then it is final."""
         if self.announced is not None:
             self._make_final(self.announced)
-        return self._stands and self.announced is not None
+        return self.announced is not None
 
     def close(self) -> None:
         """End the watch, as this rank closes the groups."""
@@ -528,7 +423,10 @@ class Watcher(Watch):
 
     def pass_time(self, passed_s: float) -> None:
         """Count the time without a call, and end waits of a host for its device."""
-        self.idle.pass_time(passed_s)
+        facts = facts_of(self.state)
+        same = facts == self._facts
+        self.idle_s = self.idle_s + passed_s if same else 0.0
+        self._facts, self._warned = facts, self._warned and same
         self._end_blocked_waits(passed_s)
 
     def read(self, store: Any, *, changed: bool) -> None:
@@ -543,9 +441,9 @@ class Watcher(Watch):
             self.journal.read(store)
             state.standing = self.journal.standing
         for listener in list(state.listeners):
-            listener(store, changed)
+            listener(store)
         if state.key and not state.closed:
-            self.idle.exchange(store)
+            self._write_idle(store)
             overdue = self._overdue(store)
             if overdue is not None:
                 self.say(overdue, store)
@@ -556,16 +454,53 @@ class Watcher(Watch):
             self.journal.say(store, failure)
         self.state.standing = self.journal.standing
 
+    def _write_idle(self, store: Any) -> None:
+        """Write where this rank is if that is of interest, and warn of one that is behind."""
+        state = self.state
+        limit_s = min(state.heartbeat_s, state.timeout_s / 2)
+        text = self._idle_text() if self.idle_s > limit_s else ""
+        if text != self._written:
+            self._written = text
+            store.set(f"{state.key}/idle/{state.rank}", text)
+        if self._warned or self.idle_s < limit_s + 4 * interval_s(len(state.ranks)):
+            return
+        self._warned = True
+        failure = self._behind(store)
+        if failure and state.rank == next(rank for rank in state.ranks if rank != failure.rank):
+            text = f"{failure.text}; others wait for it up to timeout_s={state.timeout_s:g}"
+            LOG.warning(errors.message(text, [failure.trace.replace("\n", " < ")]))
+
+    def _idle_text(self) -> str:
+        """Whether this rank waits for others, and the failure that it is if it does not."""
+        rank, frames = self.state.rank, main_thread()
+        at = " < ".join(frames[:3])
+        text = f"rank {rank} is behind: it lives, but makes no call; it is at {at}"
+        failure = Failure(rank, "stalled", text, trace="\n".join(frames), **self._facts)
+        return json.dumps([time.monotonic() - self._waited < _WAITS_S, asdict(failure)])
+
+    def _behind(self, store: Any) -> Failure | None:
+        """The failure of the rank that others wait for, if that makes no call."""
+        state, most, idle = self.state, Counter[str](self._facts.get("made")), list[Failure]()
+        for rank in state.ranks:
+            text = value_of(store, f"{state.key}/idle/{rank}")  # none while it makes calls
+            waits, said = json.loads(text or "[true, null]")
+            most |= Counter(said and said["made"])
+            if not waits and rank != state.rank:
+                idle.append(Failure(**said))
+        # What is counted under a key are the calls of a communicator, and all of these are in it.
+        found = [x for x in idle if any(most[key] > n for key, n in (x.issued or {}).items())]
+        return min(found, key=lambda each: sum((each.made or {}).values()), default=None)
+
     def _overdue(self, store: Any) -> Failure | None:
         """The rank that is behind, if this one's device has waited for `timeout_s`.
 
         If none is, the groups have failed: a host that waits for a device finds that out nowhere.
         """
         state = self.state
-        waits = state.on_device and self.idle.seconds > state.timeout_s and state.failed is None
+        waits = state.on_device and self.idle_s > state.timeout_s and state.failed is None
         if not waits or state.ready is None or state.ready.query():
             return None
-        failure = self.idle.behind(store)
+        failure = self._behind(store)
         if failure is None:
             text = f"the device of rank {state.rank} waits for a collective for "
             state.fail(errors.CollectiveError(f"{text}{state.timeout_s:g} s"), raised=False)
@@ -582,7 +517,7 @@ class Watcher(Watch):
           passed_s: since this was called last.
         """
         state = self.state
-        if not state.on_device or state.aborted:
+        if not state.on_device or state.aborted or not state.key:
             return
         if state.failed is None and not any(each.final for each in state.standing.values()):
             self._failed_s = 0.0

@@ -17,12 +17,6 @@ ticks, and finds out that the store thread is stuck: then the store, or the rank
 failed. They are at work while some groups of more than one rank are open in this process; where
 none are, a count of 0 says that nobody has to wait for signs of it.
 
-[Note: outlived] A launcher that is killed cannot end its ranks, and they would train on, with
-nobody to stop them or to start them again. So each rank notices at a tick of its monitor that its
-parent is another process, tells the other ranks, and ends at once, whatever it computes or waits
-for. Only what a launcher has started is ended so: a shell or a kernel may go and leave a program
-alone.
-
 [Note: the last step] A signal reaches ranks at different instants, or only one of them, and none
 may stop while others go on. So the rank that is asked writes that into the store. The monitor of
 each rank answers with the number of the step that this rank has begun, whatever its main thread
@@ -30,27 +24,74 @@ does meanwhile, and the last step is the highest of these numbers. A rank that c
 step after its monitor has answered reads the answers of all, and waits for those that are missing:
 they do not depend on how far the others are, so this wait ends. Until some rank is asked, the end
 of a step is a comparison in this process, without a message.
+
+[Note: what is found again] Which ranks there are, and how they are wired, does not change by a
+failure, so `reset` detects nothing. Ranks meet once, under a key that is new. There they compare
+which groups they reset. What they have learned about the order of use is forgotten: a rank that was
+behind may have learned less, and to learn it takes one run. No name is used twice, so a rank that
+is already on the new groups never meets one that is still on the old ones. A rank that was lost
+meets the others here, too, once it was started again: see [Note: rejoining].
+
+[Note: rejoining] A rank that was killed is started again, with the same environment and the same
+script. The store of the job, which outlives it, says which process had its number before, and what
+the ranks have agreed on since. So `init_distributed` and `make_groups` ask nobody: they take from
+the store what the first process had agreed on with the others, and give groups that are connected
+to nobody. On these a comparison finds that all agree, as they did when the first process made it,
+and whatever would move data raises. `reset` is where this process and the others meet: there all
+get new groups, and the state that this rank lacks comes from a replica. The default group of torch
+is not made again, as groups are made from its store alone, and never move data over it.
+
+A launcher that ends all ranks and starts all of them again gives them a new store: with the old one
+each of them would come back to nobody, and says so. Only torchrun, which says in the environment
+that it always starts all, needs none.
+
+In the store it registers before anything else, so that a process of its rank which was only frozen
+finds out at its first word that it was replaced, and says no other. What the lost process had
+written for a meeting that came to no end is taken back; see [Note: the epoch of membership] in
+`groups.startup`.
 """
 
 import atexit
+import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
-from mics_fn import _torch, errors
-from mics_fn.faults import heartbeat
-from mics_fn.faults.heartbeat import BoundedStore, Peers, Process, StoreThread, heartbeat_of
+from mics_fn import _torch, errors, tree
+from mics_fn.faults.heartbeat import (
+    CHANGES,
+    BoundedStore,
+    Peer,
+    Process,
+    StoreThread,
+    claim,
+    followed,
+    heartbeat_of,
+    interval_s,
+    register,
+)
 from mics_fn.faults.journal import Failure, Watcher, of_store, without_a_word
-from mics_fn.groups import Groups, GroupState, announce_all, end_aborts, never_destruct, read_launch
-from mics_fn.store import Store, StoreLost, later, poll
+from mics_fn.groups import (
+    Groups,
+    GroupState,
+    Meeting,
+    announce_all,
+    check_fork,
+    end_aborts,
+    hooks,
+    never_destruct,
+    startup,
+)
+from mics_fn.store import Store, StoreLost, later, poll, value_of
 from mics_fn.threads import Job, Latch, start
 
 
@@ -63,44 +104,8 @@ def store_host(store: Any) -> tuple[int | None, str]:
     return None if agent or not of_tcp else 0, f"{store.host}:{store.port}" if of_tcp else ""
 
 
-# The launcher of this process, and what becomes of a rank that has outlived it.
-
-
-def was_launched(env: Mapping[str, str]) -> bool:
-    """Whether the parent of a process with this environment is a launcher of several ranks.
-
-    Ranks that a shell has started have the variables of torchrun, too, but no run of it.
-
-    >>> was_launched({"TORCHELASTIC_RUN_ID": "none"}), was_launched({})
-    (True, False)
-    """
-    with suppress(errors.GroupsError):  # of variables that are missing
-        launch = read_launch(env)
-        return "TORCHELASTIC_RUN_ID" in env or (launch is not None and launch.source != "torchrun")
-    return False
-
-
-class Launcher:
-    """The parent of this process, if it is a launcher; see [Note: outlived]."""
-
-    def __init__(self) -> None:
-        self._pid = os.getppid() if was_launched(os.environ) else None
-
-    def check(self, states: Sequence[GroupState]) -> None:
-        """End this process if it is gone; called at each tick of the monitor."""
-        if self._pid is None or not states or os.getppid() == self._pid:
-            return
-        text = f"the launcher of rank {states[0].rank} (process {self._pid}) is gone"
-        error = errors.GroupsError(text, fix="start the job again")
-        announce_all(error, final=True, kind="exited")
-        monitor.linger()
-        print(error, file=sys.stderr, flush=True)
-        os._exit(1)
-
-
-launcher = Launcher()
-
 _PATIENCE_S = 0.5  # how long a rank that fails waits for the store
+_LEAST_TICKS = 3  # without a sign of life, before a rank is taken for lost
 _DOUBT_S = 0.6  # after a connection was closed, ranks that are silent for this long may be gone
 
 
@@ -109,80 +114,57 @@ class Monitor:
 
     def __init__(self) -> None:
         self._states: dict[GroupState, Watcher] = {}
-        self._store_thread: StoreThread | None = None
+        self._store_thread: Any = None
         self._store: Any = None  # that the store thread is connected to
-        self._peers = Peers()
+        self._peers: dict[int, Peer] = {}
         self._count = self._rank = 0
         self._since = 0  # the epoch from which on this process is a member; 0 before it has entered
         self._last, self._last_s = "", 0.0  # the sign of life that it wrote last, and when
         self._changes = b""
-        self._own = Process("", 0, "")
+        self._own: Any = None  # this process
         self._stop, self._wake = Latch(), SimpleQueue[None]()
         self._request: Job | None = None  # the tick that the store thread is at
         self._waited_s = 0.0  # how long it has been at it
         self._said = 0.0  # when this rank last said that it failed
-        self._reread = False  # whether the journals are to be read, whatever the news
 
     # What groups call.
 
-    def join(self, state: GroupState, timeout_s: float, *, waits: bool = False) -> BoundedStore:
-        """Watch the ranks of groups; returns the store for their messages.
+    def join(self, state: GroupState) -> BoundedStore:
+        """Watch the ranks of groups that are about to be made; returns the store of their messages.
 
-        Args:
-          life: of the groups.
-          timeout_s: bound in seconds of each call to the store.
-          waits: whether ranks that are gone may come back.
+        Silence before they meet means nothing, and who has ended by then is found once more.
         """
+        listen()
         store = _torch.default_store()
+        if store is not self._store:  # of a torch.distributed that is new
+            self._begin(store)
         thread = self._store_thread
-        if thread is None or store is not self._store:  # of a torch.distributed that is new
-            self._states.clear()
-            self._store, self._since = store, 0
-            self._store_thread = thread = StoreThread(store)
-            thread.before = self._confirm
-            self._begin(thread)
-        elif thread.lost is not None:
-            self._reconnect(thread)
         self._rank = state.rank
-        state.standing = {} if waits else self._ended_of(dict.fromkeys(state.ranks))
         state.watch = self._states[state] = Watcher(state, self)
+        self._measure_anew(state)
         failed = partial(self._store_failed, state)
         try:  # to connect may take long, as it looks for names of hosts
-            thread.answer(thread.ask(self._write_heartbeat), timeout_s)
+            thread.answer(thread.ask(self._write_heartbeat), state.timeout_s)
         except StoreLost as lost:
             raise failed(lost) from None
-        return BoundedStore(thread, timeout_s, failed, self._since)
+        return BoundedStore(thread, state.timeout_s, failed, self._since)
 
     def check_store(self, state: GroupState) -> None:
-        """Raise PeerFailed if the store is gone, without which these ranks cannot meet.
-
-        If it only gave no answer, what it could not be told is said again.
-        """
+        """Raise PeerFailed if the store is gone, without which these ranks cannot meet."""
         thread = self._store_thread
-        if thread is None or thread.lost is None or len(state.ranks) == 1:
-            return
-        if not thread.lost.silent:
+        if thread is not None and thread.lost is not None and len(state.ranks) > 1:
             raise self._store_failed(state, thread.lost)
-        self._reconnect(thread)
-
-    def _reconnect(self, store_thread: StoreThread) -> None:
-        """Reconnect to a store, and repeat the messages that it may have lost."""
-        store_thread.renew()
-        self._begin(store_thread)
-        for state, watch in self._states.items():
-            if watch.announced is not None and state.key:
-                store_thread.ask(partial(watch.journal.say, failure=watch.announced))
 
     def begin(self, state: GroupState) -> None:
         """Begin to read the journal of groups, once all ranks have met."""
-        state.standing = self._ended_of(dict.fromkeys(state.ranks, 1) | {**state.members})
-        for failure in state.standing.values():
-            self._ask(partial(self._states[state].say, failure))
+        self._measure_anew(state)
         self._wake.put(None)
 
-    def _ended_of(self, members: Mapping[int, int | None]) -> dict[int | None, Failure]:
-        """The failures of those that have ended, of ranks which meet; see `Peers.anew`."""
-        return {rank: without_a_word(rank, "killed") for rank in self._peers.anew(members)}
+    def _measure_anew(self, state: GroupState) -> None:
+        state.standing = {}
+        for rank, peer in list(self._peers.items()):
+            if rank in state.ranks:
+                peer.silent_s, peer.dead = 0.0, False
 
     def close(self, state: GroupState) -> None:
         """Stop watching for these groups, which this rank has closed."""
@@ -199,7 +181,7 @@ class Monitor:
         self._stop.set()
         self._wake.put(None)
         if self._store_thread is not None and self._store_thread.lost is None:
-            self._store_thread.end_now(_PATIENCE_S)
+            self._store_thread.end(_PATIENCE_S)
 
     # What a `Watcher` calls.
 
@@ -210,23 +192,15 @@ class Monitor:
 
     def listen(self, ranks: Sequence[int]) -> bool:
         """Have the next tick at once; whether some rank may be found silent, for `explained`."""
-        self._reread = True
         self._wake.put(None)
-        return bool(self._peers.silent(ranks, _DOUBT_S))
-
-    def _ask(self, call: Callable[[Any], Any]) -> None:
-        if self._store_thread is not None:
-            self._store_thread.ask(call)
+        peers = [self._peers[rank] for rank in ranks if rank in self._peers]
+        return any(peer.count and peer.silent_s > _DOUBT_S for peer in peers)
 
     def bounded(self, call: Any, default: Any) -> Any:
         """What the store thread answers, or a default if it does not in time."""
-        store_thread = self._store_thread
-        if store_thread is None:
-            return default
-        try:
-            return store_thread.answer(store_thread.ask(call), _PATIENCE_S)
-        except Exception:
-            return default
+        with suppress(Exception):
+            return self._store_thread.answer(self._store_thread.ask(call), _PATIENCE_S)
+        return default
 
     def _store_failed(self, state: GroupState, lost: StoreLost) -> errors.PeerFailed:
         """The error of a call to the store that has no end."""
@@ -239,11 +213,12 @@ class Monitor:
 
     # The threads.
 
-    def _begin(self, store_thread: StoreThread) -> None:
-        self._stop.set()  # of a thread that watched with a store that was lost
-        self._peers, self._own = Peers(), Process.own()
-        self._stop, self._request, self._changes = Latch(), None, b""
-        watch = partial(self._watch, self._stop, store_thread)
+    def _begin(self, store: Any) -> None:
+        self._stop.set()  # of a thread that watched with another store
+        self.__init__()
+        self._own, self._store, self._store_thread = Process.own(), store, StoreThread(store)
+        self._store_thread.before = self._confirm
+        watch = partial(self._watch, self._stop, self._store_thread)
         start(threading.Thread(target=watch, name="mics_fn monitor", daemon=True))
 
     def _watch(self, stop: Latch, store_thread: StoreThread) -> None:
@@ -257,34 +232,37 @@ class Monitor:
                 self._iterate(store_thread, passed_s)
 
     def _interval_s(self) -> float:
-        return heartbeat.interval_s(
-            max((len(state.ranks) for state in list(self._states)), default=1)
-        )
+        return interval_s(max((len(state.ranks) for state in list(self._states)), default=1))
 
     def _iterate(self, store_thread: StoreThread, passed_s: float) -> None:
         """Check all ranks once for failures."""
-        launcher.check(list(self._states))
         request, self._waited_s = self._request, self._waited_s + passed_s
         if request is not None and not request.done.is_set():
             limit_s = min((state.heartbeat_s for state in list(self._states)), default=60.0)
-            if store_thread.lost is None and store_thread.connected and self._waited_s > limit_s:
+            if store_thread.lost is None and store_thread.own and self._waited_s > limit_s:
                 store_thread.lost = StoreLost(f"no answer for {limit_s:g} s", silent=True)
         for watch in list(self._states.values()):
             watch.pass_time(passed_s)
         if store_thread.lost is not None:
-            self._all_fail(self._failure_of(store_thread.lost))
+            failure = self._failure_of(store_thread.lost)
+            for state in list(self._states):
+                # One that was replaced is so whatever others have said.
+                known = {} if failure.kind == "replaced" else state.standing
+                state.standing = {**known, failure.rank: known.get(failure.rank, failure)}
         elif request is None or request.done.is_set():
             if request is not None and request.error is None:
                 self._judge(request.value, passed_s)
             self._waited_s = 0.0
             self._request = store_thread.ask(self._exchange)
-        for rank in self._peers.ended():
-            self._accuse(rank, "killed", self._peers[rank].since)
+        for rank, peer in list(self._peers.items()):
+            if not peer.dead and peer.has_ended():
+                peer.dead = True
+                self._accuse(rank, "killed", peer.since)
 
     def _judge(self, heartbeats: dict[int, str], passed_s: float) -> None:
         """Find the ranks that are silent."""
         for rank, said in heartbeats.items():
-            peer = self._peers.setdefault(rank, heartbeat.Peer())
+            peer = self._peers.setdefault(rank, Peer())
             peer.observe(said, self._own, passed_s)
             self._accuse(rank, "killed", peer.since - 1)  # an earlier process of it
             limits = [state.heartbeat_s for state in list(self._states) if rank in state.ranks]
@@ -300,16 +278,9 @@ class Monitor:
             if rank not in state.ranks or (known is not None and known.final):
                 continue
             if state.key and state.members.get(rank, 1) <= until:
-                self._ask(partial(watch.say, failure))
+                self._store_thread.ask(partial(watch.say, failure))
             elif not state.key and until == last:  # groups that are still to be made
                 state.standing = {**state.standing, rank: failure}
-
-    def _all_fail(self, failure: Failure) -> None:
-        for state in list(self._states):
-            if failure.kind == "replaced":  # whatever others have said
-                state.standing = {failure.rank: failure}
-            elif failure.rank not in state.standing:
-                state.standing = {**state.standing, failure.rank: failure}
 
     # On the store thread's thread.
 
@@ -317,9 +288,9 @@ class Monitor:
         """Write a sign of life; raises `Replaced` if another process has this one's place."""
         key, name = heartbeat_of(self._rank), self._own.name
         if not self._since:
-            self._since, _ = heartbeat.register(store, key, name)
+            self._since, _ = register(store, key, name)
         self._count = self._count + 1 if self._states else 0
-        self._last = heartbeat.claim(store, key, self._since, f"{self._count} {name}", self._last)
+        self._last = claim(store, key, self._since, f"{self._count} {name}", self._last)
         self._last_s = time.monotonic()
 
     def _confirm(self, store: Any) -> None:
@@ -332,34 +303,26 @@ class Monitor:
         if not self._states:  # the last ones were closed meanwhile
             return {}
         self._write_heartbeat(store)
-        others = dict[int, None]()
-        for state in list(self._states):
-            others.update(dict.fromkeys(heartbeat.followed(state.rank, state.ranks)))
-        known = [rank for rank in others if rank != self._rank]
-        new = any(rank not in self._peers for rank in known)
-        if new and not store.check([*map(heartbeat_of, known)]):
-            known = [rank for rank in known if store.check([heartbeat_of(rank)])]
+        others = {x for each in list(self._states) for x in followed(each.rank, each.ranks)}
+        known = [x for x in others if x in self._peers or store.check([heartbeat_of(x)])]
         if not self._changes:
-            store.add(heartbeat.CHANGES, 0)
-        changes, *said = store.multi_get([heartbeat.CHANGES, *map(heartbeat_of, known)])
-        reread, self._reread = self._reread, False
+            store.add(CHANGES, 0)
+        changes, *said = store.multi_get([CHANGES, *map(heartbeat_of, known)])
         for watch in list(self._states.values()):
-            watch.read(store, changed=reread or changes != self._changes)
+            watch.read(store, changed=changes != self._changes)
         self._changes = changes
         return {rank: text.decode() for rank, text in zip(known, said, strict=False)}
 
 
-monitor = Monitor()  # of this process
+MONITOR = Monitor()  # of this process
 
 
 def _forget() -> None:
-    """Begin anew in a forked child: it has no threads, no groups, and no launcher as its parent."""
-    launcher._pid = None
-    monitor.__init__()
+    """Begin anew in a forked child: it has no threads, and no groups."""
+    MONITOR.__init__()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_forget)
 
 
 # Errors that no block of the groups hears of, and the end of this process: other ranks are told.
@@ -379,21 +342,15 @@ def limit_s(given: float | None, ranks: int) -> float:
     Raises:
       PlanError: so few would take ranks for lost that are well.
     """
-    least = heartbeat.least_s(ranks)
-    if given is not None and given < least:
+    every_s = interval_s(ranks)
+    least_s = _LEAST_TICKS * every_s
+    if given is None:
+        return max(10.0 if hasattr(sys, "ps1") or _shell() is not None else 60.0, least_s)
+    if given < least_s:
         text = f"make_groups: heartbeat_s={given!r} would take ranks for lost that are well"
-        every = f"signs of life come every {heartbeat.interval_s(ranks):g} s"
-        raise errors.PlanError(text, fix=f"pass at least {least:g}, as {every}")
-    if given is not None:
-        return given
-    usual = 10.0 if hasattr(sys, "ps1") or _shell() is not None else 60.0
-    return max(usual, least)
-
-
-def watched(state: GroupState, timeout_s: float) -> Store:
-    """Watch the ranks of groups that are about to be made; returns the store of their messages."""
-    listen()
-    return monitor.join(state, timeout_s)
+        fix = f"pass at least {least_s:g}, as signs of life come every {every_s:g} s"
+        raise errors.PlanError(text, fix=fix)
+    return given
 
 
 @cache
@@ -430,14 +387,14 @@ def _at_exit() -> None:
     else:
         announce_all(error, final=True)
         never_destruct()
-    monitor.linger()
-    monitor.end()
+    MONITOR.linger()
+    MONITOR.end()
     end_aborts(patience_s=5.0)
 
 
 # `StopRequest`: a wish to stop, as before preemption, agreed on at the end of a step.
 
-_SIGNALS = (signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
@@ -467,7 +424,7 @@ class StopRequest:
 
     def __init__(self, groups: Groups, signals: Iterable[int] = _SIGNALS) -> None:
         self.stopping = False  # whether all ranks stop after the step that has ended
-        self._state, self._signals = groups.state, [int(each) for each in signals]
+        self._state, self._signals = groups.state, list(signals)
         self._timeout_s = groups.timeout_s
         self._state.stops += 1
         self._key = f"{self._state.key}/stop/{self._state.stops}"
@@ -477,7 +434,6 @@ class StopRequest:
         self._step = 1  # that this rank has begun
         self._wanted = False  # whether this rank was asked
         self._said: int | None = None  # what the monitor has answered
-        self._new = True  # whether the monitor has not looked yet
         self._last: int | None = None
 
     def ask(self) -> None:
@@ -499,14 +455,14 @@ class StopRequest:
         if self.stopping:
             return True
         with self._lock:
-            alone = len(self._state.ranks) == 1
-            if self._said is None and not (alone and self._wanted):
-                self._step += 1
+            ended, self._step = self._step, self._step + 1
+            if len(self._state.ranks) == 1 and self._wanted:
+                self._said = self._last = ended
+            if self._said is None:
                 return False
         if self._last is None:
-            self._last = self._step if alone else self._agreed()
-        self.stopping = self._step >= self._last
-        self._step += 1
+            self._last = self._agreed()
+        self.stopping = ended >= self._last
         return self.stopping
 
     def _agreed(self) -> int:
@@ -525,15 +481,13 @@ class StopRequest:
             raise errors.CollectiveError(what, fix=fix)
         return max(int(store.get(key)) for key in keys.values())
 
-    def _listen(self, store: Any, changed: bool) -> None:
+    def _listen(self, store: Any) -> None:
         """Called by the monitor at each tick, with its own connection to the store."""
         if self._said is not None:
             return
-        asked, changed, self._new = f"{self._key}/asked", changed or self._new, False
         if self._wanted:
-            store.set(asked, "")
-            store.add(heartbeat.CHANGES, 1)
-        elif not (changed and store.check([asked])):
+            store.set(f"{self._key}/asked", "")
+        elif not store.check([f"{self._key}/asked"]):
             return
         with self._lock:
             self._said = self._step
@@ -567,3 +521,175 @@ class StopRequest:
         if len(self._state.ranks) > 1 and error is None and not self._state.closed:
             with suppress(errors.MicsError):  # a rank or the store is gone, and nobody will ask
                 self._depart(self._state.channel.store)
+
+
+# A process that takes the place of a rank that was lost, while the other ranks still hold theirs:
+# what the start of ranks, and of groups, asks; see `groups.Hooks`.
+
+_ATTEMPTS = 5  # to make groups, as ranks may be lost while others make them
+
+
+@contextmanager
+def entering(
+    store: Any, rank: int, world_size: int, timeout_s: float, lost: Callable[..., Exception]
+) -> Iterator[tuple[Store, int | None]]:
+    """A block in which ranks meet before any groups exist.
+
+    Yields:
+      A store whose calls are bounded, and the number of the start that this process comes back
+      into, if it takes a lost rank's place.
+    """
+    thread, part = StoreThread(store), None
+    served = BoundedStore(thread, timeout_s, lost)
+    try:
+        start = joined(served, rank, world_size)
+        if start is not None:
+            own = StoreThread(_torch.default_part(startup.part_of_start(store, start)))
+            part = BoundedStore(own, timeout_s, lost)
+        hooks.agreed_before = partial(_agreed_before, part, Counter())
+        yield served, start
+    finally:
+        thread.end()
+
+
+def joined(store: Any, rank: int, world_size: int) -> int | None:
+    """Write down which process this rank is now.
+
+    Args:
+      store: of the job.
+      rank: this rank.
+      world_size: number of ranks.
+
+    Returns:
+      The number of the start that it comes back into; None if it is to start with the others.
+    """
+    store.since, before = register(store, f"mics_fn/process/{rank}", Process.own().name)
+    ranks, verb = range(world_size), "init_distributed"
+    start = startup.last_of(store, ranks, verb)
+    begun = past(store, ranks, verb, start) is not None
+    return start if before and begun and "TORCHELASTIC_RUN_ID" not in os.environ else None
+
+
+def past(store: Store, ranks: Sequence[int], verb: str, call: int) -> Meeting | None:
+    """What the n-th meeting of these ranks agreed on; None if there was none, or if it failed."""
+    key = f"{startup.prefix_of(ranks, verb)}/{call}"
+    verdict = json.loads(value_of(store, f"{key}/verdict") or '{"error": ""}')
+    return None if "error" in verdict else Meeting(key, verdict["found"])
+
+
+def _agreed_before(
+    store: Any, calls: Counter[Sequence[int]], ranks: Sequence[int], rank: int, timeout_s: float
+) -> Meeting | None:
+    """The earlier agreement of these ranks, in a process that replaces a lost one."""
+    if store is None or len(ranks) == 1:
+        return None
+    listen()
+    calls[ranks] += 1
+    register(store, heartbeat_of(rank), Process.own().name)
+    return past(store, ranks, "make_groups", calls[ranks])
+
+
+# New groups.
+
+
+def reset(groups: Any) -> Any:
+    """New groups among the same ranks, after an error has ended the old ones. All ranks call it.
+
+    Ranks whose processes are gone are waited for: each may be started again, with the same
+    environment and script, and call it, too. Until then its groups move no data.
+
+    Shards, states, policies, guards and samplers remain valid, and what holds the old groups, such
+    as a part of an optimizer, goes on with the new ones. `same_step` compares the step
+    of a state between ranks, and `Trainer.reset` does all that a `Trainer` needs.
+
+    Args:
+      groups: `Groups`, with or without a placement, or a pytree of them. They may have failed, or
+        be closed. Where they are given to a verb afterwards, it uses the new ones.
+
+    Returns:
+      New groups in the same form. Use them in a `with` block, or close them.
+
+    Communication: a few small messages through the store of torch.distributed, and the connections
+      of the new groups. Nothing is detected again.
+
+    Memory: that of the old groups is freed, once all ranks have called this.
+
+    Raises:
+      GroupsError: `groups` are not `Groups`, or a rank cannot connect.
+      DesyncError: ranks reset other groups.
+      CollectiveError: some rank did not call it within `timeout_s` of the groups.
+      PeerFailed: the store of the job is lost; or ranks are lost again and again meanwhile.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> groups = reset(groups)
+      >>> groups
+      Groups(n=1 p=1 levels=none, rank 0, cpu)
+    """
+    old = tree.flatten(groups)[0]
+    if not old or not all(isinstance(home, Groups) for home in old):
+        text = f"reset: got {type(groups).__name__}, expected Groups"
+        raise errors.GroupsError(text, fix="pass what make_groups or place gave")
+    return tree.map_leaves(replaced(old).__getitem__, groups)
+
+
+def replaced(homes: Iterable[Groups]) -> Mapping[Groups, Groups]:
+    """What takes the place of each of these groups; see `reset`.
+
+    Those that share process groups, such as placements of the same groups, share the new ones.
+    """
+    homes = list(dict.fromkeys(homes))
+    whose = {home.state: home for home in homes}
+    check_fork("reset")
+    for state, home in whose.items():
+        base = _rebuilt(state, home.hierarchy.channel)
+        state.follows = base
+    return {home: home.state.follows.derived(home.derive) for home in homes}
+
+
+def _rebuilt(state: GroupState, channel: Any) -> Groups:
+    """Groups like those of a life, in the same place but without placements."""
+    state.fail(errors.GroupsError("reset was called"))
+    state.watch.stands()  # others need not ask whether this rank goes on
+    if channel.key == state.first:  # which one that comes back looks for
+        channel.kept = f"{channel.key}/verdict"
+    state.channel.depart("called reset")
+    for learned in channel.learned:
+        learned.forget()
+    # One that comes back knows the first groups alone, and these may have been reset since.
+    key = "" if state.rejoining else channel.key
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return _remade(state, key)
+        except (errors.GroupsError, errors.PeerFailed):
+            MONITOR.check_store(state)
+    return _remade(state, key)
+
+
+def _remade(old: GroupState, mine: str) -> Groups:
+    """New groups, once all ranks have met, who compare the key of the old ones."""
+    state, deadline = old.fresh(), time.monotonic() + old.timeout_s
+    store = None
+    try:
+        if len(old.ranks) > 1:
+            store = MONITOR.join(state)
+            wait: Any = {"verb": "reset", "timeout_s": old.timeout_s, "deadline": deadline}
+            meeting = startup.meet(store, old.ranks, old.rank, mine, _judged, **wait)
+            state.watch.begin(meeting)
+        old.end("called reset", waits=False)
+        return old.recipe(state, store, deadline)
+    except BaseException:
+        state.watch.close()
+        raise
+
+
+def _judged(found: Mapping[int, str]) -> None:
+    """Compare which groups the ranks reset.
+
+    Raises:
+      DesyncError: they reset other groups.
+    """
+    keys = {rank: key for rank, key in found.items() if key}
+    if len(set(keys.values())) > 1:
+        fix = "reset the same groups on all ranks, in the same order"
+        raise errors.disagreement("reset: ranks reset different groups", keys, fix)

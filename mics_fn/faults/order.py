@@ -51,10 +51,9 @@ left knows no communicator of the meetings since, and says nothing of them.
 
 [Note: raised by all] An error that some ranks find is raised by all of them, since the others would
 wait for these sooner or later. A rank that cannot go on writes its error as the trouble of the
-groups, which are finished then. But ranks that compare something by collectives raise together, and
-may go on if their program catches the error. If they are only a part of the groups, they write for
-the others what they refused, and withdraw it with their next call. Until then the others raise it
-at a poll, except those that refuse something themselves at that time.
+groups, which are finished then. Ranks that compare something by collectives raise together, and may
+go on if their program catches the error; if they are only a part of the groups, they write it for
+the others, too, and all groups are finished.
 
 [Note: ranks that have left] A rank that closes its groups issues no more collectives. If others
 still wait for one that it has issued, they get it; but for one that it has not, they would wait
@@ -184,7 +183,8 @@ class OrderedCalls(Calls):
           CollectiveError: some rank made no call in time, nor polled.
         """
         if self._channel.raised:
-            self._channel.go_on()
+            withdraw_all(self._channel.watch.state)
+            self._channel.raised = False
         number, guess, text = self.number, self._pattern.guess, ""
         silent = call == guess and number not in self._due
         if not silent:
@@ -320,13 +320,11 @@ class JobChannel(Channel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # `refusing`: this rank raised an error together with others, and has made no call since.
-        # `raised`: the same, or an error of its own.
-        self.refusing = self.raised = False
+        self.raised = False  # whether this rank raised an error, and has made no call since
         self.watch: Any = Watch(GroupState())  # of the groups
         self.kept = ""  # a key that outlives the groups
-        self._trouble, self._refused = f"{self.key}/all/trouble", f"{self.key}/all/refused"
-        self._read = self._seen = 0  # changes
+        self._trouble = f"{self.key}/all/trouble"
+        self._seen = 0  # changes
         self._polled = -math.inf
         self._notes: dict[int, Any] = {}  # what other ranks wrote about their waits
         self._note = ""  # what this rank wrote down about its wait
@@ -348,29 +346,13 @@ class JobChannel(Channel):
         self.store.compare_set(self._trouble, "", text)
         self.mark_changed()
 
-    def refuse(self, text: str) -> None:
-        """Make the other ranks raise an error that this rank and some others raise now."""
-        self.refusing = self.raised = True
-        self.store.compare_set(self._refused, "", text)
-        self.mark_changed()
-
-    def go_on(self) -> None:
-        """Withdraw this rank's refusal or error."""
-        if self.refusing:
-            self.refusing = False
-            self.store.set(self._refused, "")
-        withdraw_all(self.watch.state)
-        self.raised = False
-
     def raise_reported(self) -> None:
         """Raise the error that another rank reported, in this replica or another."""
-        for key in (self._trouble, *([] if self.refusing else [self._refused])):
-            text = value_of(self.store, key)
-            if text:
-                error = errors.DesyncError(text)
-                if key == self._trouble:
-                    self.watch.state.fail(error)
-                raise error
+        text = value_of(self.store, self._trouble)
+        if text:
+            error = errors.DesyncError(text)
+            self.watch.state.fail(error)
+            raise error
 
     def raise_everywhere(self, what: str, texts: Mapping[int, str]) -> NoReturn:
         """Raise, here and on the other ranks, that ranks did different things."""
@@ -388,14 +370,14 @@ class JobChannel(Channel):
           stuck: what this rank waits for.
         """
         store, self._polled = self.store, time.monotonic()
-        self._read = store.add(CHANGES, 0)
-        if self._read != self._seen:
+        changes = store.add(CHANGES, 0)
+        if changes != self._seen:
             self.raise_reported()
             for calls in self.calls:
                 calls.read()
             self._notes.clear()
             self._any_departed = store.add(f"{self.key}/gone", 0) > 0
-            self._seen = self._read  # only once all of it was read without an error
+            self._seen = changes  # only once all of it was read without an error
         for call in stuck:
             self.check_departed(call)
         if stuck:
@@ -405,12 +387,6 @@ class JobChannel(Channel):
         """Call `poll_peers` at most once per second."""
         if time.monotonic() - self._polled >= _GLANCE_S:
             self.poll_peers()
-
-    def moved(self) -> None:
-        """Withdraw this rank's note: what it waited for is done, or was given up."""
-        if self._note:
-            self._note = ""
-            later(self.store, "set", f"mics_fn/stuck/{self.rank}", "")
 
     def _find_stuck(self, stuck: Sequence[Stuck]) -> None:
         """See [Note: waiting in two places]."""

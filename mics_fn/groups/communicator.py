@@ -207,7 +207,7 @@ class Hooks:
     # What ranks agreed on in this call of `make_groups`, in a process that comes back.
     agreed_before: Callable[[Sequence[int], int, float], Any] = lambda ranks, rank, timeout_s: None
     # Watch the ranks of groups that are about to be made; gives the store of their messages.
-    join: Callable[["GroupState", float], Store] = lambda state, timeout_s: _torch.default_store()
+    join: Callable[["GroupState"], Store] = lambda state: _torch.default_store()
     # Seconds without a sign of life after which a rank has failed, from the argument.
     limit_s: Callable[[float | None, int], float] = lambda given, ranks: given or 60.0
     # Compare states between ranks, for a call: at which step they are, and with which options.
@@ -290,11 +290,11 @@ class GroupState:
     traffic: Traffic = field(default_factory=Traffic)
     recipe: Any = None  # makes groups with another state; it refers to nothing of these
     first: str = ""  # the key of the first of all these groups, which a rank that comes back knows
-    follows: Any = None  # gives what took the place of these groups in a `reset`
+    follows: Any = None  # what took the place of these groups in a `reset`, without placements
     turns: Turns = field(default_factory=Turns)
     ready: Any = None  # on an accelerator, the event behind the last collective
-    # Called by the monitor at each tick, with its store and whether there is news in it.
-    listeners: list[Callable[[Any, bool], None]] = field(default_factory=list)
+    # Called by the monitor at each tick, with its store.
+    listeners: list[Callable[[Any], None]] = field(default_factory=list)
     stops: int = 0  # number of `StopRequest`s so far
     saves: int = 0  # number of checkpoints that were begun on these groups
     layouts: dict[Any, Any] = field(default_factory=dict)  # of trees; see `shards.opened`

@@ -523,5 +523,5 @@ Home = Groups | Hierarchy  # the groups of a leaf, as the verbs take them
 def current(home: Any) -> Any:
     """What has taken the place of groups in a `reset`, as often as there was one; else the same."""
     while isinstance(home, Groups) and home.state.follows is not None:
-        home = home.state.follows(home)
+        home = home.state.follows.derived(home.derive)
     return home

@@ -152,7 +152,7 @@ def _agreed(state: GroupState, mine: startup.Facts, deadline: float) -> tuple[An
         return None, before.verdict
     if len(state.ranks) == 1:
         return None, judge({state.rank: mine})
-    store = hooks.join(state, state.timeout_s)
+    store = hooks.join(state)
     how: Any = {"verb": "make_groups", "timeout_s": state.timeout_s, "deadline": deadline}
     how["check"] = partial(state.watch.check, ())
     meeting = startup.meet(store, state.ranks, state.rank, mine, judge, **how)

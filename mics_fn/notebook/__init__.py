@@ -17,16 +17,17 @@ the first rank. An error that ranks share is one traceback, without frames of th
 error explains itself; ranks that only waited for one that failed are one line.
 
 *Faults.* A cell ends on all ranks within ten seconds, whatever happens to one of them; see [Note:
-no cell hangs] in `cluster.py`, and [Note: a cell is a unit] in `engine.py`. After an error that
+no cell hangs] and [Note: a cell is a unit] in `cluster.py`. After an error that
 ended the groups `cluster.reset()` makes new ones, and states stay. After a rank was killed, or
 where one is stuck inside C++, `cluster.restart()` starts all anew, and their names are gone.
 
 *Processes.* The fork server of `multiprocessing` imports torch once, and forks ipyparallel's
 controller, which passes messages, and the ranks. So a start takes about as long as one import of
-torch, and `restart()` a second. The store in which ranks meet is held by the kernel, and outlives
-each of them. All of these processes end once the kernel is gone, also by `kill -9`; `stop()` leaves
-the fork server alone for the next start. Nothing listens beyond loopback, where messages are signed
-and not encrypted. A script that calls `start` does so under `if __name__ == "__main__":`.
+torch, and `restart()` a few seconds. The store in which ranks meet is held by the kernel, and
+outlives each of them. All of these processes end once the kernel is gone, also by `kill -9`;
+`stop()` leaves the fork server alone for the next start. Nothing listens beyond loopback, where
+messages are signed and not encrypted. A script that calls `start` does so under `if __name__ ==
+"__main__":`.
 
 *Several machines.* `start` starts ranks on this machine alone. ipyparallel's own engines run the
 same code on several: any launcher that `init_distributed` knows starts an engine as each rank, in a
@@ -44,10 +45,9 @@ cell asks `groups.rank`. Output is that of each engine. A rank that waits for on
 waits for `timeout_s`, `ranks.client.send_signal(signal.SIGINT)` interrupts all, `mf.reset(groups)`
 goes on, and after a rank was killed the launcher starts all of them anew.
 
-Start reading at `cluster.py`, which has `start` and the processes, waits for a cell and makes one
-text of many; `engine.py` is what runs in each of these processes. To add something that a person
-asks of ranks, write a function for `engine.py`, which runs on each of them, and a method of
-`Cluster` that sends it by `_apply`.
+Start reading at `cluster.py`: what a cell shows, how it is waited for, what runs in each process,
+and `start`. To add something that a person asks of ranks, write a function there, which runs on
+each of them, and a method of `Cluster` that sends it by `_apply`.
 """
 
 from mics_fn.notebook.cluster import Cluster, offer_magic, start

@@ -4,11 +4,17 @@
 each other in collectives, so one that fails must not leave the others waiting:
 
 - One that raises, is killed or has ended its cell is known to the others, see [Note: a cell is a
-  unit] in `engine`; what waits for it raises `PeerFailed`.
+  unit]; what waits for it raises `PeerFailed`.
 - Where a rank failed, the others are interrupted after `_GRACE_S`: their cell cannot succeed, and
   they may wait for it in a way that this library does not know, such as a collective of torch.
 - An interrupt of the kernel interrupts the ranks. Those that do not react to it, since they are
   inside C++, are left behind after `_REACT_S`: the kernel is free, and `restart()` ends them.
+
+[Note: a cell is a unit] Ranks begin a cell together, and a rank that has ended it calls nothing
+until the next one. So while some ranks still run, those that have ended, or take no part, say so in
+the journal of their groups, as they would say that they raised an error. A rank that waits for a
+collective that they never called raises `PeerFailed` at once, instead of waiting for `timeout_s`;
+one that waits for nothing goes on. The next cell takes back what they said.
 """
 
 import atexit
@@ -21,19 +27,22 @@ import signal
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from multiprocessing import parent_process
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 
-from mics_fn import errors
+import mics_fn
+from mics_fn import errors, threads
 from mics_fn._torch import serve_store
-from mics_fn.groups import Topology, plan_groups
-from mics_fn.notebook import engine
+from mics_fn.groups import announce_all, withdraw_all
 
-BUSY = "does not react to an interrupt, as it is inside C++ or stopped"
 RESTART = "cluster.restart() starts new ranks, without what cells defined"
 _POLL_S = 0.02
 
@@ -154,17 +163,14 @@ class Cell:
 
     Args:
       sent: ipyparallel's result of each rank that takes part.
-      processes: of the cluster.
-      aside: lets a rank tell the others that it has ended the cell.
+      cluster: whose cell it is.
     """
 
-    def __init__(
-        self, sent: Mapping[int, Any], processes: "Processes", aside: Callable[[int], None]
-    ) -> None:
+    def __init__(self, sent: Mapping[int, Any], cluster: "Cluster") -> None:
         self.values: dict[int, Any] = {}  # of ranks that ended it well
         self.failures: dict[int, Failed] = {}
         self.interrupts = 0  # of the kernel
-        self._sent, self._processes, self._aside = sent, processes, aside
+        self._sent, self._cluster = sent, cluster
         self._first = min(sent)
         self._shown = {"stdout": "", "stderr": ""}  # what the first rank printed, so far
         self._reported = set[int]()  # ranks that said that they have ended it
@@ -189,11 +195,11 @@ class Cell:
         return now - self._begun.setdefault(what, now)
 
     def _running(self) -> list[int]:
-        ended = self._processes.ended()
+        ended = self._cluster._ended()
         return [x for x, sent in self._sent.items() if not sent.ready() and x not in ended]
 
     def _stop(self) -> None:
-        self._processes.signal(self._running(), signal.SIGINT)
+        self._cluster._signal(self._running(), signal.SIGINT)
         self._seconds("stopped")
 
     def _wait(self) -> None:
@@ -202,12 +208,12 @@ class Cell:
             if self._seconds("running") > _SHORT_S:
                 for name in self._shown:
                     self._stream(name)
-            ended, done = self._processes.ended(), [x for x in self._sent if x not in running]
-            every = range(len(self._processes.ranks))
+            ended, done = self._cluster._ended(), [x for x in self._sent if x not in running]
+            every = range(self._cluster.size)
             idle = {*every} - {*running, *ended} - self._reported
             if idle and self._seconds("idle") > _ASIDE_S:
                 for rank in sorted(idle):
-                    self._aside(rank)
+                    self._cluster._aside(rank)
                 self._reported |= idle
             failed = any(x in ended or not self._sent[x].successful() for x in done)
             stopped = "stopped" in self._begun
@@ -218,13 +224,16 @@ class Cell:
 
     def _collect(self) -> None:
         """Receive the values and the errors of all ranks."""
-        ended, deadline = self._processes.ended(), time.monotonic() + _OUTPUT_S
+        ended, deadline = self._cluster._ended(), time.monotonic() + _OUTPUT_S
         for rank, sent in self._sent.items():
             if sent.ready():
                 sent.wait_for_output(max(0.0, deadline - time.monotonic()))
             if not sent.ready():
                 ending = Failed("gone", ended[rank]) if rank in ended else None
-                self.failures[rank] = ending or Failed("busy", BUSY)
+                busy = Failed(
+                    "busy", "does not react to an interrupt, as it is inside C++ or stopped"
+                )
+                self.failures[rank] = ending or busy
             elif sent.successful():
                 self.values[rank] = sent.get()
             else:
@@ -282,96 +291,165 @@ def shell_here() -> Any:
     return None if get is None else get()
 
 
-# The processes of a cluster as the kernel sees them.
+# What a rank is: a forked process with an engine of ipyparallel, and what it runs for the kernel.
 
-# What the process that forks imports once; torch.func imports the last one.
-_IMPORTED = ("mics_fn.notebook.engine", "ipyparallel.controller.app", "ipyparallel.engine.app")
-_IMPORTED += ("torch._dynamo",)
+LOOPBACK = "127.0.0.1"
+# Files of frames that a user has not written: what calls the functions of a notebook, and below.
+_CALLERS = re.compile(r"<string>|.*/(mics_fn/notebook|ipyparallel)/")
+_INSIDE = re.compile(r"<string>|.*/(mics_fn|ipyparallel|torch|optree)/")
 
 
-class Processes:
-    """Processes of a cluster: ipyparallel's controller, and the ranks.
+class CellEnded(RuntimeError):
+    """Error of a rank that has ended its cell; see [Note: a cell is a unit]."""
 
-    The fork server of `multiprocessing` imports torch once, and forks them. Each is the leader of a
-    session, and ends with this process.
+
+def run_forked(work: Callable[..., None], folder: str, name: str, place: str, *args: Any) -> None:
+    """Run the work of a process that was forked for a cluster; it ends with the kernel.
 
     Args:
-      folder: the folder of the cluster, which nobody else can read.
+      work: takes the folder and `args`.
+      folder: the folder for files of the cluster.
+      name: of the file in it for what the process prints.
+      place: the current folder of the kernel.
+      args: of the work.
     """
+    os.setsid()  # the Ctrl-C of a terminal does not reach it
+    threads.start(threading.Thread(target=_end_with_kernel, args=(folder,), daemon=True))
+    with open(f"{folder}/{name}.txt", "ab") as output:
+        for descriptor in (1, 2):
+            os.dup2(output.fileno(), descriptor)
+    os.chdir(place)
+    os.environ["IPYTHONDIR"] = f"{folder}/ipython"
+    work(folder, *args)
 
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-        self._forks = multiprocessing.get_context("forkserver")
-        self._forks.set_forkserver_preload(list(_IMPORTED))
-        self.controller = self._fork("controller", engine.control)
-        self.ranks: list[Any] = []
 
-    def _fork(self, name: str, work: Callable[..., None], *args: Any) -> Any:
-        given = (work, self._folder, name, os.getcwd(), *args)
-        process = self._forks.Process(target=engine.run_forked, args=given, name=name)
-        Path(self._folder, f"{name}.txt").write_bytes(b"")
-        process.start()
-        return process
+def _end_with_kernel(folder: str) -> None:
+    """Wait for the end of the kernel, and end this process with all that it has started."""
+    kernel = parent_process()
+    if kernel is not None:
+        kernel.join()
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
-    def wait_for_controller(self, deadline: float) -> str:
-        """Wait for the controller; return its file for clients."""
-        folder = Path(self._folder, "security")
-        files = folder / "ipcontroller-client.json", folder / "ipcontroller-engine.json"
-        while not all(file.exists() and file.read_text().endswith("}") for file in files):
-            self.check_start(deadline)
-        return str(files[0])
 
-    def start(self, environments: Sequence[Mapping[str, str]], engines: Sequence[int]) -> None:
-        """Fork all ranks, each with its variables and the number of its engine."""
-        self.ranks = []
-        for rank, environment in enumerate(environments):
-            given = dict(os.environ) | dict(environment)
-            self.ranks.append(self._fork(f"rank{rank}", engine.serve, given, engines[rank]))
+def control(folder: str) -> None:
+    """Run ipyparallel's controller, which passes messages between kernel and engines."""
+    from ipyparallel.controller.app import IPController
 
-    def signal(self, ranks: Sequence[int], number: int) -> None:
-        """Send a signal to ranks."""
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                if self.ranks[rank].exitcode is None:
-                    os.kill(self.ranks[rank].pid, number)
+    options = {
+        "IPController.ip": LOOPBACK,
+        "IPController.location": LOOPBACK,
+        "IPController.use_threads": True,  # one process and one for heartbeats, instead of nine
+        "IPController.db_class": "nodb",  # which else keeps all messages for ever
+        "TaskScheduler.scheme_name": "none",
+        "HeartMonitor.period": 100,  # an engine is registered after its first heartbeat
+        "HeartMonitor.max_heartmonitor_misses": 600,
+    }
+    argv = [f"--{name}={value}" for name, value in options.items()]
+    IPController.launch_instance([f"--profile-dir={folder}", "--log-level=50", *argv])
 
-    def ended(self) -> dict[int, str]:
-        """Return how ranks ended since the start, by rank; never wait."""
-        found = {rank: self._ending(process) for rank, process in enumerate(self.ranks)}
-        return {rank: how for rank, how in found.items() if how}
 
-    def _ending(self, process: Any) -> str:
-        """Describe how a process ended, and the last lines that it printed; "" if it lives."""
-        code = process.exitcode
-        if code is None:
-            return ""
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        printed = Path(self._folder, f"{process.name}.txt").read_text(errors="replace")
-        return "\n".join([how, *printed.strip().splitlines()[-4:]])
+def serve(folder: str, environment: Mapping[str, str]) -> None:
+    """Serve as the engine of a rank until the process ends.
 
-    def check_start(self, deadline: float) -> None:
-        """Raise if a process has ended, or at the time limit; then wait for a moment.
+    Args:
+      folder: the folder for files of the cluster.
+      environment: the variables of the rank.
+    """
+    from ipyparallel.engine.app import IPEngine
 
-        Raises:
-          GroupsError: a process ended.
-          CollectiveError: time is up.
-        """
-        for process in (self.controller, *self.ranks):
-            if how := self._ending(process):
-                text = f"notebook.start: {process.name} ended"
-                raise errors.GroupsError(text, [how], "look at what it says, and start again")
-        if time.monotonic() > deadline:
-            raise errors.CollectiveError("notebook.start: it took too long", fix="pass timeout_s=")
-        time.sleep(_POLL_S)
+    os.environ.update(environment)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+    os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"
+    if "OMP_NUM_THREADS" not in os.environ:  # as torchrun does; the variable was read long ago
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["WORLD_SIZE"])))
+    if "numpy" in sys.modules:  # a fork has the random state of its parent
+        sys.modules["numpy"].random.seed()
+    options = {
+        "IPEngine.id": int(environment["RANK"]),
+        "IPEngine.url_file": f"{folder}/security/ipcontroller-engine.json",
+        "IPEngine.enable_nanny": False,  # the kernel watches it
+        "IPEngine.max_heartbeat_misses": 0,
+        "IPEngine.timeout": 30,
+        "HistoryManager.enabled": False,
+        "InteractiveShell.colors": "nocolor" if "NO_COLOR" in os.environ else "neutral",
+    }
+    argv = [f"--{name}={value}" for name, value in options.items()]
+    IPEngine.launch_instance([f"--profile-dir={folder}", "--log-level=50", *argv])
 
-    def kill(self, processes: Sequence[Any]) -> None:
-        """End some of the processes, with all that they have started, and wait for their end."""
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.kill()  # one that is too young for a session of its own
-        for process in processes:
-            process.join()
+
+def begin(device: str, partition_size: int | None, timeout_s: float) -> dict[str, Any]:
+    """Start torch.distributed and make groups; return what `Cluster` shows of them.
+
+    The arguments are those of `start`.
+    """
+    chosen = mics_fn.init_distributed(device=device, timeout_s=timeout_s)
+    groups = mics_fn.make_groups(partition_size, device=chosen)
+    shell = shell_here()
+    shell.events.register("pre_run_cell", lambda info: withdraw_all())
+    shell.showtraceback = partial(_show_error, shell.showtraceback)
+    # With ipykernel 7.4 a cell of an engine that awaits would never end: now it is a SyntaxError.
+    shell.autoawait = False
+    known = {"mf": mics_fn, "torch": torch, "groups": groups, "rank": groups.rank, "device": chosen}
+    shell.user_ns.update(known)
+    return {"device": str(chosen), "groups": groups.describe()}
+
+
+def _show_error(show: Callable[..., None], *args: Any, **options: Any) -> None:
+    """Show the error of a cell; where it explains itself, without the frames below the user's own.
+
+    IPython would read and parse their files, which takes seconds where ranks share few cores.
+    """
+    error = sys.exc_info()[1]
+    if error is not None:
+        explained = isinstance(error, errors.MicsError | KeyboardInterrupt)
+        error.__traceback__ = _outside(error.__traceback__, _INSIDE if explained else _CALLERS)
+    show(*args, **options)
+
+
+def _outside(trace: TracebackType | None, inside: re.Pattern[str]) -> TracebackType | None:
+    """Remove frames of some files from a traceback."""
+    found = list[TracebackType]()
+    while trace is not None:
+        found.append(trace)
+        trace = trace.tb_next
+    kept = [x for x in found if not inside.match(x.tb_frame.f_code.co_filename)]
+    for each in reversed(kept or found):
+        trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return trace
+
+
+def aside() -> None:
+    """Report to the other ranks that this one has ended the cell, or takes no part."""
+    announce_all(CellEnded("it has ended this cell, or takes no part in it"))
+
+
+def call(fn: Any, args: tuple[Any, ...]) -> list[Any]:
+    """Call a function as a cell would: its error is reported to the other ranks.
+
+    Returns:
+      Its result in a list, since ipyparallel sorts a dict that it copies, but not one in a list.
+    """
+    withdraw_all()
+    try:
+        return [fn(*args)]
+    except BaseException as error:
+        announce_all(error)
+        raise
+
+
+def define(keys: list[str], values: list[Any]) -> None:
+    """Define names for cells; ipyparallel copies functions of a notebook if they are in a list."""
+    shell_here().user_ns.update(zip(keys, values, strict=True))
+
+
+def value_of(name: str) -> list[Any]:
+    """Return the value of a name in cells, in a list as that of `call`."""
+    return [shell_here().user_ns[name]]
+
+
+# The processes of a cluster as the kernel sees them.
 
 
 def ended_text(ended: Mapping[int, str]) -> str:
@@ -390,17 +468,21 @@ class Cluster:
     Args:
       size: number of ranks.
       node_size: number of ranks that pretend to be one node.
-      options: the arguments of `engine.begin`.
+      options: the arguments of `begin`.
     """
 
     def __init__(self, size: int, node_size: int, options: Sequence[Any]) -> None:
         self.size = size
         self._node_size, self._options = node_size, options
-        self._folder = tempfile.mkdtemp(prefix="mics_fn_notebook_")
-        self._processes = Processes(self._folder)
+        # It imports this once, and forks the processes; torch.func imports the last one.
+        imported = ["mics_fn", "ipyparallel.controller.app", "ipyparallel.engine.app"]
+        self._forks = multiprocessing.get_context("forkserver")
+        self._forks.set_forkserver_preload([*imported, "torch._dynamo"])
+        self._folder = ""  # which nobody else can read
+        self._controller: Any = None  # the process of ipyparallel's controller
+        self._ranks: list[Any] = []  # those of the ranks
         self._client: Any = None  # of ipyparallel
         self._store: Any = None  # which ranks meet in; it outlives each of them
-        self._engines: list[int] = []  # ipyparallel's number of each rank
         self._busy: dict[int, Any] = {}  # what ranks were left with that did not react
         self._facts: dict[int, dict[str, str]] = {}
         self._owner = os.getpid()  # a fork of it ends nothing
@@ -440,7 +522,7 @@ class Cluster:
         Raises:
           CellError, GroupsError: as `cell`.
         """
-        return [value for (value,) in self._apply(ranks, engine.call, fn, args)]
+        return [value for (value,) in self._apply(ranks, call, fn, args)]
 
     def push(self, ranks: Sequence[int] | None = None, **values: Any) -> None:
         """Define names on ranks, such as `cluster.push(x=1)`; values are copied by ipyparallel.
@@ -452,7 +534,7 @@ class Cluster:
         Raises:
           CellError, GroupsError: as `cell`.
         """
-        self._apply(ranks, engine.define, list(values), list(values.values()))
+        self._apply(ranks, define, list(values), list(values.values()))
 
     def pull(self, name: str, rank: int | None = None) -> Any:
         """Return the value of a name on a rank; of all ranks, a list.
@@ -468,14 +550,14 @@ class Cluster:
           CellError, GroupsError: as `cell`.
         """
         chosen = None if rank is None else [rank]
-        every = [value for (value,) in self._apply(chosen, engine.value_of, name)]
+        every = [value for (value,) in self._apply(chosen, value_of, name)]
         return every if rank is None else every[0]
 
     # After a fault
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt on all ranks, as the stop button of a notebook does."""
-        self._processes.signal(range(self.size), signal.SIGINT)
+        self._signal(range(self.size), signal.SIGINT)
 
     def reset(self) -> None:
         """Rebuild groups on all ranks after an error, by `groups = mf.reset(groups)`.
@@ -498,8 +580,7 @@ class Cluster:
           GroupsError, CollectiveError: they do not start.
         """
         self._check_open()
-        self._processes.kill(self._processes.ranks)
-        self._busy.clear()
+        self._end()
         self.begin()
         print("all ranks are new: what cells had defined is gone, so run those cells again")
 
@@ -508,10 +589,21 @@ class Cluster:
         if self.stopped or self._owner != os.getpid():
             return
         self.stopped = True
+        self._end()
+
+    def _end(self) -> None:
+        """End all processes, with all that they have started, and wait for their end."""
         with contextlib.suppress(Exception):  # of sockets whose other end is gone
             self._client.close(linger=0)
-        self._processes.kill([self._processes.controller, *self._processes.ranks])
+        processes = [x for x in (self._controller, *self._ranks) if x is not None]
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # one that is too young for a session of its own
+        for process in processes:
+            process.join()
         self._store = None
+        self._busy.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> "Cluster":
@@ -523,7 +615,7 @@ class Cluster:
     def __repr__(self) -> str:
         if self.stopped:
             return f"Cluster({self.size} ranks, stopped)"
-        ended, busy = self._processes.ended(), self._still_busy()
+        ended, busy = self._ended(), self._still_busy()
         lines = errors.rank_lines({rank: f"on {x['device']}" for rank, x in self._facts.items()})
         lines += sorted({f"groups: {facts['groups']}" for facts in self._facts.values()})
         if ended:
@@ -541,43 +633,91 @@ class Cluster:
         Args:
           timeout_s: for all of it.
         """
-        deadline = time.monotonic() + timeout_s
-        if self._client is None:
-            from ipyparallel import Client
+        from ipyparallel import Client
 
-            self._client = Client(self._processes.wait_for_controller(deadline))
-        self._store = serve_store(engine.LOOPBACK)
-        first = self._engines[-1] + 1 if self._engines else 0  # no number is used twice
-        self._engines = list(range(first, first + self.size))
-        self._processes.start([self._environment(rank) for rank in range(self.size)], self._engines)
-        while not set(self._engines) <= set(self._client.ids):
-            self._processes.check_start(deadline)
-        self._facts = dict(enumerate(self._apply(None, engine.begin, *self._options)))
+        deadline = time.monotonic() + timeout_s
+        self._folder = tempfile.mkdtemp(prefix="mics_fn_notebook_")
+        self._controller, self._ranks = self._fork("controller", control), []
+        self._client = Client(self._wait_for_controller(deadline))
+        self._store = serve_store(LOOPBACK)
+        for rank in range(self.size):
+            given = dict(os.environ) | self._environment(rank)
+            self._ranks.append(self._fork(f"rank{rank}", serve, given))
+        while len(self._client.ids) < self.size:
+            self._check_start(deadline)
+        self._facts = dict(enumerate(self._apply(None, begin, *self._options)))
+
+    def _fork(self, name: str, work: Callable[..., None], *args: Any) -> Any:
+        """Start a process, which is the leader of a session, and ends with this one."""
+        given = (work, self._folder, name, os.getcwd(), *args)
+        process = self._forks.Process(target=run_forked, args=given, name=name)
+        Path(self._folder, f"{name}.txt").write_bytes(b"")
+        process.start()
+        return process
+
+    def _wait_for_controller(self, deadline: float) -> str:
+        """Wait for the controller; return its file for clients."""
+        folder = Path(self._folder, "security")
+        files = folder / "ipcontroller-client.json", folder / "ipcontroller-engine.json"
+        while not all(file.exists() and file.read_text().endswith("}") for file in files):
+            self._check_start(deadline)
+        return str(files[0])
+
+    def _signal(self, ranks: Sequence[int], number: int) -> None:
+        """Send a signal to ranks."""
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                if self._ranks[rank].exitcode is None:
+                    os.kill(self._ranks[rank].pid, number)
+
+    def _ended(self) -> dict[int, str]:
+        """Return how ranks ended since the start, by rank; never wait."""
+        found = {rank: self._ending(process) for rank, process in enumerate(self._ranks)}
+        return {rank: how for rank, how in found.items() if how}
+
+    def _ending(self, process: Any) -> str:
+        """Describe how a process ended, and the last lines that it printed; "" if it lives."""
+        code = process.exitcode
+        if code is None:
+            return ""
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        printed = Path(self._folder, f"{process.name}.txt").read_text(errors="replace")
+        return "\n".join([how, *printed.strip().splitlines()[-4:]])
+
+    def _check_start(self, deadline: float) -> None:
+        """Raise if a process has ended, or at the time limit; then wait for a moment.
+
+        Raises:
+          GroupsError: a process ended.
+          CollectiveError: time is up.
+        """
+        for process in (self._controller, *self._ranks):
+            if how := self._ending(process):
+                text = f"notebook.start: {process.name} ended"
+                raise errors.GroupsError(text, [how], "look at what it says, and start again")
+        if time.monotonic() > deadline:
+            raise errors.CollectiveError("notebook.start: it took too long", fix="pass timeout_s=")
+        time.sleep(_POLL_S)
 
     def _environment(self, rank: int) -> dict[str, str]:
         """Return the variables of a rank, as a launcher sets them."""
-        return {
-            "RANK": f"{rank}",
-            "WORLD_SIZE": f"{self.size}",
-            "LOCAL_RANK": f"{rank}",
-            "LOCAL_WORLD_SIZE": f"{self._node_size}",
-            "GROUP_RANK": f"{rank // self._node_size}",
-            "MASTER_ADDR": engine.LOOPBACK,
-            "MASTER_PORT": f"{self._store.port}",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is not that of rank 0
-        }
+        found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size}
+        found |= {"LOCAL_WORLD_SIZE": self._node_size, "GROUP_RANK": rank // self._node_size}
+        found |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": self._store.port}
+        found["TORCHELASTIC_USE_AGENT_STORE"] = True  # the store is not that of rank 0
+        return {name: f"{value}" for name, value in found.items()}
 
     # How cells run
 
     def _apply(self, ranks: Sequence[int] | None, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call a function of `engine` on ranks; return the results in the order of ranks."""
+        """Call a function of this page on ranks; return the results in the order of ranks."""
         return self._run(ranks, lambda view: view.apply_async(fn, *args))
 
     def _run(self, ranks: Sequence[int] | None, send: Callable[[Any], Any]) -> list[Any]:
         """Send something to ranks, and wait for what comes of it, in their order."""
         chosen = self._chosen(ranks)
-        sent = {rank: send(self._client[self._engines[rank]]) for rank in chosen}
-        cell = Cell(sent, self._processes, self._aside)
+        sent = {rank: send(self._client[rank]) for rank in chosen}
+        cell = Cell(sent, self)
         cell.wait()
         busy = [rank for rank, failed in cell.failures.items() if failed.kind == "busy"]
         self._busy |= {rank: sent[rank] for rank in busy}
@@ -595,8 +735,9 @@ class Cluster:
         raise errors.CellError(plain, texts, lines)
 
     def _aside(self, rank: int) -> None:
+        """Let a rank tell the others that it has ended the cell."""
         if rank not in self._busy:
-            self._client[self._engines[rank]].apply_async(engine.aside)
+            self._client[rank].apply_async(aside)
 
     def _chosen(self, ranks: Sequence[int] | None) -> list[int]:
         """Return the ranks that are to run a cell, if they can."""
@@ -606,7 +747,7 @@ class Cluster:
             text = f"ranks={ranks!r} of a cluster of {self.size}"
             raise refused(text, f"give a list of some of 0 to {self.size - 1}")
         chosen = sorted(set(every if ranks is None else ranks))
-        ended = {rank: how for rank, how in self._processes.ended().items() if rank in chosen}
+        ended = {rank: how for rank, how in self._ended().items() if rank in chosen}
         if ended:
             raise refused(ended_text(ended), RESTART)
         if busy := [rank for rank in self._still_busy() if rank in chosen]:
@@ -637,7 +778,7 @@ def offer_magic() -> None:
 
 
 def run_cell(line: str, cell: str) -> None:
-    """Run this cell on all ranks; `%%ranks 0` and `%%ranks 0,2-3` run it on some."""
+    """Run this cell on all ranks; `%%ranks 0` and `%%ranks 0,2` run it on some."""
     if current is None:
         fix = "cluster = mf.notebook.start()"
         raise shown(errors.GroupsError("%%ranks: no cluster was started", fix=fix))
@@ -647,24 +788,18 @@ def run_cell(line: str, cell: str) -> None:
 def ranks_in(line: str, size: int) -> list[int] | None:
     """Parse the ranks of `size` in the first line of a cell; None if there are none.
 
-    >>> ranks_in("", 8), ranks_in("0", 8), ranks_in("0, 2-4", 8)
-    (None, [0], [0, 2, 3, 4])
+    >>> ranks_in("", 8), ranks_in("0", 8), ranks_in("0, 2", 8)
+    (None, [0], [0, 2])
     """
-    ranks: list[int] = []
-    for part in re.split(r"[,\s]+", line.strip()):
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
-        if first <= last < size:
-            ranks += range(first, last + 1)
-        elif part:
+    parts = line.replace(",", " ").split()
+    for part in parts:
+        if not part.isdecimal() or int(part) >= size:
             text = f"%%ranks {line.strip()}: {part!r} is not a rank of a cluster of {size}"
-            raise refused(text, "write %%ranks, %%ranks 0 or %%ranks 0,2-3")
-    return ranks or None
+            raise refused(text, "write %%ranks, %%ranks 0 or %%ranks 0,2")
+    return [int(part) for part in parts] or None
 
 
 # `start`: the ranks of a notebook.
-
-RANKS_ON_CPU = 4  # where there is no accelerator
 
 
 def start(
@@ -708,14 +843,10 @@ def start(
       41
     """
     gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    size = (gpus or RANKS_ON_CPU) if n is None else n
-    if device != "auto":
-        torch.device(device)  # ranks would find much later that there is none of this name
+    size = (gpus or 4) if n is None else n
     if size % (nodes or 1):
         what = f"notebook.start: {size} ranks cannot be {nodes} equal nodes"
         raise errors.PlanError(what, fix=f"choose nodes= from the divisors of {size}")
-    if partition_size is not None:  # as each rank would find, but at once
-        plan_groups(Topology.of(size), partition_size)
     stop_earlier()
     cluster = Cluster(size, size // (nodes or 1), [device, partition_size, timeout_s])
     try:

@@ -1,4 +1,4 @@
-"""How processes end: all soon if one fails, and none outlives its launcher."""
+"""How processes end: all soon if one fails."""
 
 import json
 import os
@@ -16,12 +16,7 @@ from mics_fn.faults.journal import Watcher, without_a_word
 from mics_fn.groups import GroupState
 
 ENDINGS = Path(__file__).parents[1] / "support" / "endings.py"
-LIMIT_S = 2.0  # `heartbeat_s` there
-# With two idle processors ranks end within 3 s of an error, and within the limit of their launcher.
-# A whole process ends more slowly where others compete for them.
-SLACK_S = 5.0
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it asks Linux for its children")
+LIMIT_S = 10.0  # with two idle processors 3; a process ends slowly where others compete for them
 
 
 def ended(folder: Path, *cases: str) -> dict[str, Any]:
@@ -35,44 +30,18 @@ def ended(folder: Path, *cases: str) -> dict[str, Any]:
 @pytest.mark.thorough
 @pytest.mark.limit(240)
 def test_ranks_end_together(tmp_path):
-    found = ended(tmp_path, "raises", "exits", "outlives", "outlives, asleep")
+    found = ended(tmp_path, "raises", "exits")
     for how, codes in (("raises", [1, 1]), ("exits", [1, 3])):
         assert found[how]["codes"] == codes, found
-        assert max(found[how]["seconds"]) <= 5 + SLACK_S, found
+        assert max(found[how]["seconds"]) <= LIMIT_S, found
     assert "PeerFailed: rank 1 left its groups: KeyError: 'mine'" in found["raises"]["output"][0]
-    for how in ("outlives", "outlives, asleep"):
-        assert all(found[how]["codes"]), found
-        assert max(found[how]["seconds"]) <= LIMIT_S + 1 + SLACK_S, found
-        for text in found[how]["output"]:  # its own, or that of the rank that it waits for
-            assert "the launcher of rank " in text
-
-
-# Who has a launcher, and what is done when that is gone.
-
-
-def test_a_process_ends_once_the_launcher_is_gone(monkeypatch):
-    seen, mine = list[Any](), monitor.Launcher()
-    monkeypatch.setattr(os, "_exit", seen.append)
-    life = GroupState((0, 1), 1)
-    monkeypatch.setattr(
-        monitor, "announce_all", lambda error, **how: seen.append((f"{error}", how))
-    )
-    mine.check([life])
-    mine._pid = os.getppid()
-    mine.check([life])
-    mine._pid += 1
-    mine.check([])  # no groups are open
-    assert seen == []
-    mine.check([life])
-    text = f"the launcher of rank 1 (process {mine._pid}) is gone\n  fix: start the job again"
-    assert seen == [(text, {"final": True, "kind": "exited"}), 1], "others are told before"
 
 
 @pytest.mark.parametrize("left", [False, True])
 def test_a_rank_that_left_its_groups_in_order_may_end(left: bool):
     store: Any = HashStore()
     life = GroupState(ranks=(0, 1), key="groups")
-    watch = Watcher(life, monitor.monitor)
+    watch = Watcher(life, monitor.MONITOR)
     if left:
         store.set(departure_of("groups", 1), "")
     watch.say(without_a_word(1, "killed"), store)

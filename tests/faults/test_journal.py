@@ -16,8 +16,9 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from mics_fn.errors import PeerFailed, PlanError
 from mics_fn.faults import heartbeat, monitor
-from mics_fn.faults.heartbeat import Peer, Peers, Process
+from mics_fn.faults.heartbeat import Peer, Process
 from mics_fn.faults.journal import Failure, Journal, Watcher
+from mics_fn.faults.monitor import Monitor
 from mics_fn.groups import GroupState, communicator
 from mics_fn.store import Calls, Stuck
 
@@ -102,31 +103,17 @@ def test_a_rank_that_fails_in_two_ways_failed_in_the_first():
     assert not other.say(store, Failure(1, "silent", "rank 1 is silent"))
 
 
-def test_a_wait_is_in_vain_if_a_rank_has_not_issued_its_part():
-    failure = Failure(1, "raised", "", made={"a": 3}, issued={"a": 2})
-
-    def lacks(number: int, ranks: tuple[int, ...] = (0, 1), group: str = "a", **given: Any) -> bool:
-        return failure.lacks([Stuck(group, number, ranks, "")], (), made=False, **given)
-
-    assert [lacks(number) for number in (1, 2, 3)] == [False, False, True]
-    assert not lacks(3, (0, 2)), "it takes no part"
-    assert lacks(1, group="b"), "it has issued nothing there"
-    assert not failure.lacks([Stuck("a", 3, (0, 1), "")], (), made=True)
-    assert failure.lacks([], [1], made=True)
-    assert Failure(1, "killed", "").lacks([], (), made=False)
-
-
 def sign(number: int, process: Process | None = None, since: int = 1) -> str:
     return f"{since} {number} {(process or Process.own()).name}"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "tick_s", "least_s"), [(64, 0.25, 0.75), (1024, 0.25, 0.75), (16_384, 4.0, 12.0)]
+    ("ranks", "every_s", "least_s"), [(64, 0.25, 0.75), (1024, 0.25, 0.75), (16_384, 4.0, 12.0)]
 )
-def test_signs_of_life_come_so_often(ranks: int, tick_s: float, least_s: float) -> None:
-    assert heartbeat.interval_s(ranks) == tick_s
+def test_signs_of_life_come_so_often(ranks: int, every_s: float, least_s: float) -> None:
+    assert heartbeat.interval_s(ranks) == every_s
     assert monitor.limit_s(least_s, ranks) == least_s
-    with pytest.raises(PlanError, match=f"signs of life come every {tick_s:g} s"):
+    with pytest.raises(PlanError, match=f"signs of life come every {every_s:g} s"):
         monitor.limit_s(least_s * 0.99, ranks)
 
 
@@ -143,21 +130,31 @@ def test_silence_is_added_up_from_the_ticks_of_the_reader(host: str, most_s: flo
 
 
 def test_silence_before_a_meeting_is_forgotten_and_the_end_of_a_process_is_not():
-    peers, own = Peers({1: Peer(), 2: Peer()}), Process.own()
+    watching: Any = Monitor()
+    own, told = Process.own(), list[Any]()
     ended = Process(own.host, own.pid, "1")  # another one has its number
+    state = GroupState((0, 1, 2), 0, key="groups")
+    watching._peers = peers = {1: Peer(), 2: Peer()}
+    watching._states = {state: SimpleNamespace(say=print, pass_time=lambda passed_s: None)}
+    watching._request = SimpleNamespace(done=SimpleNamespace(is_set=lambda: False))
+    watching._store_thread = thread = SimpleNamespace(lost=None, own=None)
+    thread.ask = lambda call: told.append(call.args[0].rank)
     for _ in range(9):
         peers[1].observe(sign(1, process=Process("elsewhere", 7, "1")), own, 0.25)
         peers[2].observe(sign(1, process=ended), own, 0.25)
     assert peers[1].is_silent(1.5)
-    peers[1].dead = True
-    assert peers.anew({1: None, 2: None}) == [2]
-    assert peers.anew({1: 1, 2: 2}) == [], "another process is a member now"
-    assert not peers[1].is_silent(0.0)
-    assert not peers[1].dead, "its next silence is found again"
+    peers[1].dead = peers[2].dead = True
+    for members in ({}, {2: 2}):  # then another process is a member
+        state.members = members
+        watching.begin(state)
+        assert not peers[1].is_silent(0.0)
+        assert not peers[1].dead, "its next silence is found again"
+        watching._iterate(thread, 0.25)
+    assert told == [2]
 
 
 def test_a_process_that_ended_is_seen_although_its_parent_has_not_looked():
-    peers, own = Peers({1: Peer(), 2: Peer()}), Process.own()
+    peers, own = {1: Peer(), 2: Peer()}, Process.own()
 
     def child() -> Process:
         pid = os.fork()
@@ -170,15 +167,14 @@ def test_a_process_that_ended_is_seen_although_its_parent_has_not_looked():
         peers[rank].observe(sign(1, process=process), own, 0.25)
 
     hear(2, Process(own.host, os.getpid(), "1"))
-    assert peers.ended() == [2], "another process has its number now"
+    assert peers[2].has_ended(), "another process has its number now"
     for _ in range(2):  # the second one takes the place of the first
         hear(1, process := child())
-        assert peers.ended() == []
+        assert not peers[1].has_ended()
         os.kill(process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert peers.ended() == [1]
+        assert peers[1].has_ended()
         os.waitpid(process.pid, 0)
-        assert peers.ended() == [], "it is told of once"
 
 
 @pytest.fixture

@@ -46,19 +46,6 @@ def test_a_look_without_news_is_one_call_and_a_report_is_found_by_all(partition)
     Channel().glance()
 
 
-def test_what_some_ranks_refuse_is_raised_by_the_others_until_these_go_on():
-    _, channels = job(partition=2)
-    for channel in channels[:2]:
-        channel.refuse("another tree")
-    assert found_by(channels) == found_by(channels) == [None] * 2 + ["another tree"] * (N - 2)
-    for channel in channels[:2]:
-        channel.go_on()
-    assert found_by(channels) == [None] * N
-    for channel in channels:
-        channel.refuse("each its own")
-    assert found_by(channels) == [None] * N, "all of them have raised it"
-
-
 def test_a_note_of_a_wait_is_found_by_those_that_wait_for_it(monkeypatch):
     store, channels = job(partition=2)
 

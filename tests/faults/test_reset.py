@@ -176,6 +176,6 @@ def test_a_world_of_one():
     assert old.closed
     assert mf.gather(mf.shard({"w": torch.ones(2)}, groups), groups)["w"].tolist() == [1.0, 1.0]
     assert mf.reset([groups, {"a": groups}])[1]["a"].closed is False
-    for wrong, says in (({}, "no groups"), (3, "got int")):
+    for wrong, says in (({}, "got dict"), (3, "got int")):
         with pytest.raises(MicsError, match=says):
             mf.reset(wrong)

@@ -13,9 +13,9 @@ from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mics_fn.faults import rejoin
+from mics_fn.faults import monitor
 from mics_fn.faults.heartbeat import BoundedStore, Process, Replaced, StoreThread, claim
-from mics_fn.faults.rejoin import joined
+from mics_fn.faults.monitor import joined
 from mics_fn.groups import startup
 
 VERB = "reset"
@@ -43,7 +43,7 @@ def test_counting_goes_on_at_the_last_verdict(ended: int, begun: bool):
         told: Any = {"verb": VERB, "timeout_s": 1.0, "deadline": math.inf}
         for call in range(1, ended + 1):
             meeting = startup.meet(store, range(1), 0, call, lambda found: found[0], **told)
-            assert rejoin.past(store, range(1), VERB, call) == meeting._replace(members={})
+            assert monitor.past(store, range(1), VERB, call) == meeting._replace(members={})
         key = startup.prefix_of(range(1), VERB)
         if begun:
             store.set(f"{key}/{ended + 1}/0", '1 "of the process that was lost"')
@@ -54,24 +54,23 @@ def test_counting_goes_on_at_the_last_verdict(ended: int, begun: bool):
 
 
 @pytest.mark.parametrize(
-    ("begun", "lives", "env", "start"),
+    ("begun", "env", "start"),
     [
-        (True, True, {}, 1),
-        (False, True, {}, None),  # there is no job yet
-        (True, False, {}, None),  # nobody is left of it
-        (True, True, {"TORCHELASTIC_RUN_ID": "none"}, None),  # torchrun starts all ranks
+        (True, {}, 1),
+        (False, {}, None),  # there is no job yet
+        (True, {"TORCHELASTIC_RUN_ID": "none"}, None),  # torchrun starts all ranks
     ],
 )
-def test_who_comes_back(begun: bool, lives: bool, env: dict[str, str], start: int | None):
+def test_who_comes_back(begun: bool, env: dict[str, str], start: int | None):
     with new_store() as store, mock.patch.dict(os.environ):
         os.environ.pop("TORCHELASTIC_RUN_ID", None)
-        assert joined(store, 1, 4, lambda start: True) is None  # the first process
+        assert joined(store, 1, 4) is None  # the first process
         if begun:
             started(store)
-        assert joined(store, 1, 4, lambda start: True) is None  # the same one
+        assert joined(store, 1, 4) is None  # the same one
         os.environ |= env
         with mock.patch.object(Process, "own", return_value=Process("host", 1, "2")):
-            assert joined(store, 1, 4, lambda start: lives and start == 1) == start
+            assert joined(store, 1, 4) == start
         assert store.since == 2
         with pytest.raises(Replaced):
             claim(store, "mics_fn/process/1", 1, "of the first one, which thaws")

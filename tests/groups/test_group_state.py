@@ -18,7 +18,7 @@ from mics_fn.collectives import levels
 from mics_fn.collectives.levels import start_all_gather
 from mics_fn.errors import GroupsError, PeerFailed, first_line
 from mics_fn.faults.journal import _GRACE_S, Watcher, without_a_word
-from mics_fn.faults.monitor import monitor
+from mics_fn.faults.monitor import MONITOR
 from mics_fn.groups import Groups, make_groups, reports_step, withdraw_all
 from mics_fn.optim import init_state, sgd
 from mics_fn.shards import gather, shard
@@ -117,8 +117,9 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Groups, list[A
 
 def test_a_device_that_waits_for_a_lost_rank_is_freed_and_the_next_call_says_why(fakes: Any):
     groups, owned = fakes(False, False)
-    life, watch = groups.state, Watcher(groups.state, monitor)
+    life, watch = groups.state, Watcher(groups.state, MONITOR)
     life.on_device, life.standing = True, {3: without_a_word(3, "killed")}
+    life.key = "they have met"
     for _ in range(2):  # collectives may still end by themselves
         watch.pass_time(_GRACE_S / 2)
     assert (life.aborted, life.failed) == (False, None)

@@ -112,6 +112,8 @@ GroupsError: make_groups: a rank does not have the device that was asked for
 PlanError: make_groups: timeout_s=nan, expected a finite number above 0 and below 1e+08
 >>> mf.make_groups(heartbeat_s=0.1)
 PlanError: make_groups: heartbeat_s=0.1 would take ranks for lost that are well
+>>> mf.reset(None)
+GroupsError: reset: got NoneType, expected Groups
 
 # Models
 >>> mf.init_model(lambda: nn.Linear(2, 1), groups, seed="0")

@@ -32,7 +32,4 @@ PLANTED = [
     ("a rank that is past a call that others did not make goes on", "faults/order.py",
      "        if number < self.number:\n", "        if number < self.number - 1:\n",
      "faults/test_order.py -k never_meet"),
-    ("what some ranks refused is raised after they went on", "faults/order.py",
-     "            self.store.set(self._refused, \"\")\n", "            pass\n",
-     "faults/test_reports.py -k refuse"),
 ]  # fmt: skip

@@ -3,6 +3,14 @@
 Each job is judged against one without a fault, bit for bit. What may not happen: a rank that lives
 and neither ends nor raises, a process that dies although nothing ended it, a state that is none of
 the twin's, an alarm without a cause, an error that does not say which rank began it.
+
+seconds: from the fault to the last error of a living rank; goal in the next column. hang: ranks
+that live and say nothing. death: processes that nothing ended. wrong: a state that the same job
+without a fault never has. alarm: an error although nothing was wrong. untyped: an error of another
+library. unnamed: an error that does not name the rank. late: later than the goal. reset: not right
+after `reset`. unreached: the fault did not happen, or nobody noticed it. made again: some rank, or
+the store at the start, was not heard in time, with nothing worse; tried once more, alone and with
+eight times the limits; at most 5 % of trials.
 """
 
 import importlib
@@ -46,14 +54,6 @@ LATE_SHARE, AGAIN_SHARE = 0.05, 0.05  # of all trials may be so
 TIMED = {"unnamed", "late", "unreached"}
 NO_ANSWER = "no answer"
 TIMES = 8  # the limits of the trials that are made again
-LEGEND = """\
-seconds: from the fault to the last error of a living rank; goal in the next column. hang: ranks
-that live and say nothing. death: processes that nothing ended. wrong: a state that the same job
-without a fault never has. alarm: an error although nothing was wrong. untyped: an error of another
-library. unnamed: an error that does not name the rank. late: later than the goal. reset: not right
-after `reset`. unreached: the fault did not happen, or nobody noticed it. made again: some rank, or
-the store at the start, was not heard in time, with nothing worse; tried once more, alone and with
-eight times the limits; at most 5 % of trials."""
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ def render_faults(figures: dict[str, Any], config: FaultsConfig) -> str:
     bad = [row for row in figures["rows"] if row["problems"]][:5]
     shown = ("number", "fault", "operation", "rank", "problems", "texts", "again", "stacks", "died")
     wrong = [str({key: row[key] for key in shown}) for row in bad]
-    return "\n".join([table(title, lines), "", LEGEND, *wrong, verdict])
+    return "\n".join([table(title, lines), "", __doc__ or "", *wrong, verdict])
 
 
 def _line(name: str, rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:

@@ -4,6 +4,11 @@ Each job goes on in the folder that the one before it left: it loads the newest 
 bit, and saves one step after the other, until one to all of its ranks are killed at some moment.
 What may not happen: a step that any rank was told is committed and that is lost, a newest step that
 does not load, a wrong bit, a job that cannot go on, a rank that hangs.
+
+lost: a step that a rank was told is committed, and that the next job did not find. unloadable: a
+newest step that does not load or verify. wrong: other bits than those of its step. stuck: a job
+that could not go on. hang: a survivor that neither ends nor raises. untyped: a survivor with an
+error of another library. left over: more in the folder than the steps that are kept.
 """
 
 import importlib
@@ -30,11 +35,6 @@ from tests.stress.fault_trials import end, fork, free_port, host_store
 from tests.stress.kill_ranks import KEPT, SAVING, Job, Rank
 
 PROBLEMS = ("lost", "unloadable", "wrong", "stuck", "hang", "untyped", "left over")
-LEGEND = """\
-lost: a step that a rank was told is committed, and that the next job did not find. unloadable: a
-newest step that does not load or verify. wrong: other bits than those of its step. stuck: a job
-that could not go on. hang: a survivor that neither ends nor raises. untyped: a survivor with an
-error of another library. left over: more in the folder than the steps that are kept."""
 # Where a process that is killed loses nothing that the kernel has, a disk would only cost time.
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 START_S, END_S = 30.0, 12.0  # within which a job is at its first save, and survivors end
@@ -248,4 +248,4 @@ def render_kills(figures: dict[str, Any], config: KillsConfig) -> str:
     rows = [(name, str(found[name] or "-")) for name in names]
     lines = [table(title, [("", "number"), *rows]), "", "inside: of those killed inside a save."]
     goals = f"goals missed: {', '.join(figures['missed'])}" if figures["missed"] else "goals met"
-    return "\n".join([*lines, LEGEND, *figures["texts"][:5], goals])
+    return "\n".join([*lines, __doc__ or "", *figures["texts"][:5], goals])

@@ -3,7 +3,6 @@
 import pytest
 
 from mics_fn.lab.ranks import run_ranks
-from tests.stress.__main__ import main
 from tests.stress.cost import CostConfig, measure_cost, render_cost
 from tests.stress.faults import FaultsConfig, measure_faults, render_faults
 from tests.stress.soak import SoakConfig, render_soak, soak
@@ -35,13 +34,3 @@ def test_what_watching_costs():
     figures = run_ranks(measure_cost, config.ranks, config)[0]
     assert figures["messages"] == 0, render_cost(figures, config)
     assert 0 < figures["cpu_share"]["most"] < 1
-
-
-@pytest.mark.thorough
-def test_its_flags(capsys: pytest.CaptureFixture):
-    code = main(["faults", "--trials", "1", "--ranks", "2", "--lanes", "1"])
-    printed = capsys.readouterr().out.rstrip()
-    assert "1 faults on 2 ranks" in printed
-    # A machine that runs other tests, too, is no clock.
-    assert code == int(printed.endswith("goals missed: late"))
-    assert code or "goals missed" not in printed

@@ -1,10 +1,6 @@
 """Each fault does what its name says, at the point that was asked for, once, on that rank alone."""
 
-import faulthandler
-import importlib
-import os
 import signal
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,10 +14,8 @@ from cases import Layout, forget_groups, groups_of
 import mics_fn as mf
 from mics_fn import spans, testing
 from mics_fn.errors import DesyncError
-from mics_fn.testing.injector import EXIT_CODE
 from mics_fn.train import StepMetrics
 from tests.stress.fault_ranks import batch_of, digest, trainer_for
-from tests.stress.fault_trials import fork
 
 LIMIT_S = 30.0
 
@@ -57,42 +51,6 @@ def test_a_fault_that_does_not_happen_gives_a_warning():
     assert at is None
     with pytest.warns(UserWarning, match="no point of step 9 had 'step' in its name"):
         trained(step=9, operation="step", fault="raise")
-
-
-def ended(work: Callable[[], Any]) -> int:
-    """How a forked process ends that does this: its exit code as `subprocess` gives it.
-
-    The code is that of a signal, negative, also where it only stopped the process.
-    """
-    importlib.import_module("torch._dynamo")  # which each of them would import
-
-    def coded() -> None:
-        try:
-            work()
-        except SystemExit as leaving:
-            os._exit(int(leaving.code or 0))
-
-    child = fork(coded)
-    killer = threading.Timer(LIMIT_S, os.kill, (child, signal.SIGKILL))
-    killer.start()
-    _, status = os.waitpid(child, os.WUNTRACED)
-    killer.cancel()
-    if not os.WIFSTOPPED(status):
-        return os.waitstatus_to_exitcode(status)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return -os.WSTOPSIG(status)
-
-
-@pytest.mark.parametrize(
-    ("fault", "code"), [("exit", EXIT_CODE), ("kill", -signal.SIGKILL), ("stop", -signal.SIGSTOP)]
-)
-def test_a_fault_that_ends_or_stops_the_process(fault: str, code: int):
-    def work() -> None:
-        faulthandler.disable()
-        trained(step=2, operation="opt_step", fault=fault)
-
-    assert ended(work) == code
 
 
 @pytest.mark.parametrize("operation", ["step", "fetch of bucket 1", "commit"])
@@ -152,18 +110,14 @@ def test_a_bit_or_an_element_changes_as_the_seed_says():
 
 
 def test_a_full_disk_until_the_block_ends(tmp_path: Path):
-    def work() -> None:
-        trainer = made(mf.make_groups(1))
-        with testing.inject(0, 1, "step", "disk_full") as injection:
-            (tmp_path / "before").write_text("fits")
-            fit(trainer)
-            with pytest.raises(OSError, match="File too large|No space left"):
-                (tmp_path / "meanwhile").write_text("does not fit")
-        (tmp_path / "after").write_text("fits again")
-        assert injection.at == "step"
-
-    assert ended(work) == 0
-    assert (tmp_path / "after").read_text() == "fits again"
+    trainer = made(mf.make_groups(1))
+    with testing.inject(0, 1, "step", "disk_full") as injection:
+        (tmp_path / "before").write_text("fits")
+        fit(trainer)
+        with pytest.raises(OSError, match="File too large|No space left"):
+            (tmp_path / "meanwhile").write_text("does not fit")
+    (tmp_path / "after").write_text("fits again")
+    assert injection.at == "step"
 
 
 def with_faults_on_rank_one() -> dict[str, Any]:
