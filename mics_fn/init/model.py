@@ -214,14 +214,15 @@ def warn_of_compile(verb: str, model: nn.Module, stacklevel: int) -> None:
 def on_meta_copy(model: nn.Module, values: Sequence[Tensor]) -> nn.Module:
     """A copy of a model in which some of its parameters and buffers are on meta; tied ones are one.
 
+    A tensor that an op has made of parameters is None in it, since it is out of date after a step:
+    `weight_norm` and `prune` make theirs again in each forward.
+
     Args:
       model: the model.
       values: those parameters and buffers.
-
-    Raises:
-      RuntimeError: of torch, where an op has made a tensor of the model of parameters.
     """
-    memo: dict[int, Any] = {}
+    made = [x for each in model.modules() for x in vars(each).values() if isinstance(x, Tensor)]
+    memo: dict[int, Any] = {id(x): None for x in made if not x.is_leaf}
     for x, owner in zip(values, shards.owners_of(values), strict=True):
         first = values[owner]
         memo[id(x)] = memo.setdefault(id(first), meta_like(first))

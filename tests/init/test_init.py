@@ -114,7 +114,7 @@ def pieces_of_one() -> nn.Module:
     """Parameters that are parts of one tensor, some of them views of it."""
     big, model = torch.randn(6, 5), nn.Module()
     model.rows = nn.ParameterList(row.clone() for row in big)
-    model.left, model.right = nn.Parameter(big[:, :2]), nn.Parameter(big[:, 2:].t())
+    model.left, model.right = nn.Parameter(big[:2]), nn.Parameter(big[2:].t())
     return model
 
 
