@@ -110,6 +110,7 @@ Training loops:
   `FaultPolicy` - how a `Trainer` compares replicas and writes steps
   `sampler` - torch's `DistributedSampler` over the ranks of groups - small messages
   `replicas` - the namespace of when replicas become one
+  `replicas.every_step` - a policy: hop 2 in every step, as in MiCS
   `replicas.local_sgd` - parameters averaged every H steps - a run with it: hop 2 every H steps
   `replicas.diloco` - an outer optimizer every H steps - a run with it: hop 2 every H steps
   `replicas.reduced_by` - hop 2 by a function of one's own in every step - what that sends

@@ -433,7 +433,9 @@ def fetch_all(
       LeafError: torch is recording ops in order to repeat them later.
     """
     sharding.refuse_tracing()
-    pieces = [[data[i] for i in use.members] for use in live.uses]
+    pieces = list[Sequence[Any]]()
+    for use in live.uses:
+        pieces.append(list(map(data.__getitem__, use.members)))
     joined = list[int]()  # `into` takes gradients, and then there are none to join
     with _torch.without_torch_func(), torch.no_grad():  # else chunks would have no memory to send
         for index, use in enumerate(live.uses):

@@ -250,7 +250,9 @@ class Reduction:
             each = self._buckets.setdefault(index, _Reducing(hops, to_room))
             each.hops, each.to_room, each.out = hops, to_room, None
             if not hops.alone:
-                ring = id(kept.sums.setdefault("ring", Ring()))
+                if "ring" not in kept.sums:
+                    kept.sums["ring"] = Ring()
+                ring = id(kept.sums["ring"])
                 needs.setdefault(ring, []).append(sum(hops.sizes[to_room]))
                 parts[ring] = max(parts.get(ring, 0), 1 + hops.in_flight)
         # Of each ring its bytes, and the most parts; see [Note: gradients in flight].

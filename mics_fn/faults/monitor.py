@@ -67,18 +67,7 @@ from types import FrameType
 from typing import Any
 
 from mics_fn import _torch, errors, tree
-from mics_fn.faults.heartbeat import (
-    CHANGES,
-    BoundedStore,
-    Peer,
-    Process,
-    StoreThread,
-    claim,
-    followed,
-    heartbeat_of,
-    interval_s,
-    register,
-)
+from mics_fn.faults import heartbeat
 from mics_fn.faults.journal import Failure, Watcher, of_store, without_a_word
 from mics_fn.groups import (
     Groups,
@@ -116,7 +105,7 @@ class Monitor:
         self._states: dict[GroupState, Watcher] = {}
         self._store_thread: Any = None
         self._store: Any = None  # that the store thread is connected to
-        self._peers: dict[int, Peer] = {}
+        self._peers: dict[int, heartbeat.Peer] = {}
         self._count = self._rank = 0
         self._since = 0  # the epoch from which on this process is a member; 0 before it has entered
         self._last, self._last_s = "", 0.0  # the sign of life that it wrote last, and when
@@ -129,7 +118,7 @@ class Monitor:
 
     # What groups call.
 
-    def join(self, state: GroupState) -> BoundedStore:
+    def join(self, state: GroupState) -> heartbeat.BoundedStore:
         """Watch the ranks of groups that are about to be made; returns the store of their messages.
 
         Silence before they meet means nothing, and who has ended by then is found once more.
@@ -147,7 +136,7 @@ class Monitor:
             thread.answer(thread.ask(self._write_heartbeat), state.timeout_s)
         except StoreLost as lost:
             raise failed(lost) from None
-        return BoundedStore(thread, state.timeout_s, failed, self._since)
+        return heartbeat.BoundedStore(thread, state.timeout_s, failed, self._since)
 
     def check_store(self, state: GroupState) -> None:
         """Raise PeerFailed if the store is gone, without which these ranks cannot meet."""
@@ -216,12 +205,16 @@ class Monitor:
     def _begin(self, store: Any) -> None:
         self._stop.set()  # of a thread that watched with another store
         self.__init__()
-        self._own, self._store, self._store_thread = Process.own(), store, StoreThread(store)
+        self._own, self._store, self._store_thread = (
+            heartbeat.Process.own(),
+            store,
+            heartbeat.StoreThread(store),
+        )
         self._store_thread.before = self._confirm
         watch = partial(self._watch, self._stop, self._store_thread)
         start(threading.Thread(target=watch, name="mics_fn monitor", daemon=True))
 
-    def _watch(self, stop: Latch, store_thread: StoreThread) -> None:
+    def _watch(self, stop: Latch, store_thread: heartbeat.StoreThread) -> None:
         last = time.monotonic()
         while not stop.is_set():
             with suppress(Empty):
@@ -232,9 +225,11 @@ class Monitor:
                 self._iterate(store_thread, passed_s)
 
     def _interval_s(self) -> float:
-        return interval_s(max((len(state.ranks) for state in list(self._states)), default=1))
+        return heartbeat.interval_s(
+            max((len(state.ranks) for state in list(self._states)), default=1)
+        )
 
-    def _iterate(self, store_thread: StoreThread, passed_s: float) -> None:
+    def _iterate(self, store_thread: heartbeat.StoreThread, passed_s: float) -> None:
         """Check all ranks once for failures."""
         request, self._waited_s = self._request, self._waited_s + passed_s
         if request is not None and not request.done.is_set():
@@ -262,7 +257,7 @@ class Monitor:
     def _judge(self, heartbeats: dict[int, str], passed_s: float) -> None:
         """Find the ranks that are silent."""
         for rank, said in heartbeats.items():
-            peer = self._peers.setdefault(rank, Peer())
+            peer = self._peers.setdefault(rank, heartbeat.Peer())
             peer.observe(said, self._own, passed_s)
             self._accuse(rank, "killed", peer.since - 1)  # an earlier process of it
             limits = [state.heartbeat_s for state in list(self._states) if rank in state.ranks]
@@ -286,11 +281,11 @@ class Monitor:
 
     def _write_heartbeat(self, store: Any) -> None:
         """Write a sign of life; raises `Replaced` if another process has this one's place."""
-        key, name = heartbeat_of(self._rank), self._own.name
+        key, name = heartbeat.heartbeat_of(self._rank), self._own.name
         if not self._since:
-            self._since, _ = register(store, key, name)
+            self._since, _ = heartbeat.register(store, key, name)
         self._count = self._count + 1 if self._states else 0
-        self._last = claim(store, key, self._since, f"{self._count} {name}", self._last)
+        self._last = heartbeat.claim(store, key, self._since, f"{self._count} {name}", self._last)
         self._last_s = time.monotonic()
 
     def _confirm(self, store: Any) -> None:
@@ -303,11 +298,13 @@ class Monitor:
         if not self._states:  # the last ones were closed meanwhile
             return {}
         self._write_heartbeat(store)
-        others = {x for each in list(self._states) for x in followed(each.rank, each.ranks)}
-        known = [x for x in others if x in self._peers or store.check([heartbeat_of(x)])]
+        others = {
+            x for each in list(self._states) for x in heartbeat.followed(each.rank, each.ranks)
+        }
+        known = [x for x in others if x in self._peers or store.check([heartbeat.heartbeat_of(x)])]
         if not self._changes:
-            store.add(CHANGES, 0)
-        changes, *said = store.multi_get([CHANGES, *map(heartbeat_of, known)])
+            store.add(heartbeat.CHANGES, 0)
+        changes, *said = store.multi_get([heartbeat.CHANGES, *map(heartbeat.heartbeat_of, known)])
         for watch in list(self._states.values()):
             watch.read(store, changed=changes != self._changes)
         self._changes = changes
@@ -342,7 +339,7 @@ def limit_s(given: float | None, ranks: int) -> float:
     Raises:
       PlanError: so few would take ranks for lost that are well.
     """
-    every_s = interval_s(ranks)
+    every_s = heartbeat.interval_s(ranks)
     least_s = _LEAST_TICKS * every_s
     if given is None:
         return max(10.0 if hasattr(sys, "ps1") or _shell() is not None else 60.0, least_s)
@@ -539,13 +536,13 @@ def entering(
       A store whose calls are bounded, and the number of the start that this process comes back
       into, if it takes a lost rank's place.
     """
-    thread, part = StoreThread(store), None
-    served = BoundedStore(thread, timeout_s, lost)
+    thread, part = heartbeat.StoreThread(store), None
+    served = heartbeat.BoundedStore(thread, timeout_s, lost)
     try:
         start = joined(served, rank, world_size)
         if start is not None:
-            own = StoreThread(_torch.default_part(startup.part_of_start(store, start)))
-            part = BoundedStore(own, timeout_s, lost)
+            own = heartbeat.StoreThread(_torch.default_part(startup.part_of_start(store, start)))
+            part = heartbeat.BoundedStore(own, timeout_s, lost)
         hooks.agreed_before = partial(_agreed_before, part, Counter())
         yield served, start
     finally:
@@ -563,7 +560,9 @@ def joined(store: Any, rank: int, world_size: int) -> int | None:
     Returns:
       The number of the start that it comes back into; None if it is to start with the others.
     """
-    store.since, before = register(store, f"mics_fn/process/{rank}", Process.own().name)
+    store.since, before = heartbeat.register(
+        store, f"mics_fn/process/{rank}", heartbeat.Process.own().name
+    )
     ranks, verb = range(world_size), "init_distributed"
     start = startup.last_of(store, ranks, verb)
     begun = past(store, ranks, verb, start) is not None
@@ -585,7 +584,7 @@ def _agreed_before(
         return None
     listen()
     calls[ranks] += 1
-    register(store, heartbeat_of(rank), Process.own().name)
+    heartbeat.register(store, heartbeat.heartbeat_of(rank), heartbeat.Process.own().name)
     return past(store, ranks, "make_groups", calls[ranks])
 
 

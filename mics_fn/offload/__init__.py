@@ -117,7 +117,6 @@ from mics_fn.offload.placed import (
     transfer,
     view,
 )
-from mics_fn.offload.read_only import COMPILED
 from mics_fn.offload.scratch import (
     DEVICE,
     HOST_BYTES,

@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import cycle, islice
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -481,8 +482,10 @@ def _streamed(source: Iterator[Block], host_bytes: int, threads: int) -> Generat
     scratch, device = first.extent.scratch, first.device
     memory, size = scratch.take(host_bytes, device), block_bytes(host_bytes)
     windows = memory[: WINDOWS * size].split(size)
-    jobs = list[Job]()
-    begin = partial(_begin, threading.Semaphore(threads))
+    jobs, turns = list[Job](), SimpleQueue[int]()
+    for turn in range(threads):
+        turns.put(turn)
+    begin = partial(_begin, turns)
     try:
         for window, block in zip(windows, ahead, strict=False):
             jobs.append(begin(window, None, block))
@@ -505,7 +508,7 @@ def _streamed(source: Iterator[Block], host_bytes: int, threads: int) -> Generat
 
 
 def _begin(
-    turns: threading.Semaphore, window: Tensor, done: Block | None, following: Block | None
+    turns: SimpleQueue[int], window: Tensor, done: Block | None, following: Block | None
 ) -> Job:
     """Begin to write a block and to read another one into its window."""
     writes = [] if done is None else done.moves(window, done.writes)
@@ -518,13 +521,16 @@ def _begin(
     return Job(partial(_move, turns, writes, reads)).begin("mics_fn offload")
 
 
-def _move(turns: threading.Semaphore, writes: Sequence[Any], reads: Sequence[Any]) -> None:
+def _move(turns: SimpleQueue[int], writes: Sequence[Any], reads: Sequence[Any]) -> None:
     """Write a block and read the next one; runs in a thread, of which so many do as have a turn."""
-    with turns:
+    turn = turns.get()
+    try:
         for memory, x in writes:
             x.move(x.extent.write, memory)
         for memory, x in reads:
             x.move(x.extent.read, memory)
+    finally:
+        turns.put(turn)
 
 
 def _await(job: Job, scratch: Scratch) -> None:

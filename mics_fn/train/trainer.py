@@ -149,7 +149,7 @@ def check_compiled(model: Any, loss: Any, full_bytes: int) -> None:
       PlanError: such code would be given parameters that are gathered while it runs, or those of
         the model as it was given.
     """
-    calls, bound = {"model": model, "loss": loss}, set[str]()
+    calls, bound = {"model": model}, set[str]()
     if isinstance(model, nn.Module):
         warn_of_compile("Trainer", model, stacklevel=5)
         for name, module in model.named_modules():
@@ -157,7 +157,7 @@ def check_compiled(model: Any, loss: Any, full_bytes: int) -> None:
             calls[name] = module.forward
             if "forward" in vars(module) and not hasattr(module, "_orig_mod"):
                 bound.add(name)  # to the parameters of the model as it was given
-    compiled = [name for name, call in calls.items() if _torch.is_compiled(call)]
+    compiled = [name for name, x in {**calls, "loss": loss}.items() if _torch.is_compiled(x)]
     if bound & {*compiled} or (compiled and full_bytes):
         text = f"Trainer: torch.compile wraps {name_some(compiled)}"
         why = "it takes neither parameters that are gathered while it runs, nor others than its own"

@@ -56,7 +56,7 @@ def trained(groups, *, late=False, **options):
         make(late), mf.optim.adamw(1e-2), groups, loss=loss_of, bucket_bytes=UNIT, **options
     )
     for step in range(STEPS):
-        trainer.step(batch(dist.get_rank(), step, trainer.accumulate))
+        trainer.step(batch(dist.get_rank(), step, trainer.options.accumulate))
     return tree.flatten(trainer.params())[0], trainer
 
 

@@ -57,8 +57,6 @@ PlanError: warmup_cosine: warmup_steps=100, total_steps=10
 PlanError: from_torch: Muon is not known to be elementwise, and a shard is a flat piece
 >>> optim.chain([optim.sgd(0.1)])
 PlanError: list is not an optimizer of init and update
->>> optim.clip_by_global_norm(1.0, None)
-GroupsError: clip_by_global_norm: groups is None
 >>> optim.Guard(on_nonfinite="stop")
 PlanError: Guard: on_nonfinite='stop', expected 'skip', 'raise', 'ignore' or None
 
