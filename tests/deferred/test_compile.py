@@ -127,7 +127,7 @@ def refused():
         mf.Trainer(skeleton, mf.optim.sgd(0.1), groups, params=shards, loss=square)
     for each in (groups, mf.make_groups(1)):
         with pytest.raises(
-            mf.errors.PlanError, match="it would go on with the parameters of the modules"
+            mf.errors.PlanError, match="it takes neither .*, nor others than its own"
         ):
             trained(each, with_forward)
 

@@ -738,7 +738,7 @@ def test_what_has_no_derivative_refuses(ranks, layout):
 # The functions that need no row above: optimizers are in tests/optim/test_unrolled.py.
 OPTIMIZERS = "opt_step adam adamw lion sgd from_torch chain by_path from_update"
 # Those that keep their tensors as they are, take them as constants, or make them of none.
-CONSTANT = "init_state same_step same_replicas keep_all on_demand init_model load_shards"
+CONSTANT = "init_state same_step same_replicas keep_all on_demand every_step init_model load_shards"
 CONSTANT += " save_dcp save_pretrained warmup_cosine static_scale dynamic_scale inject"
 CONSTANT += " move"
 # Those that give no tensor that was made of tensors.
