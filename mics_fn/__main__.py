@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args) or 0
     except (MicsError, KeyboardInterrupt) as error:
-        print(f"\n{parser.prog} {args.command}: {error or 'interrupted'}", file=sys.stderr)
+        print(f"\n{parser.prog} {args.command}: {str(error) or 'interrupted'}", file=sys.stderr)
         return {PlanError: 2, KeyboardInterrupt: 130}.get(type(error), 1)
 
 

@@ -41,9 +41,9 @@ and whatever would move data raises. `reset` is where this process and the other
 get new groups, and the state that this rank lacks comes from a replica. The default group of torch
 is not made again, as groups are made from its store alone, and never move data over it.
 
-A launcher that ends all ranks and starts all of them again gives them a new store: with the old one
-each of them would come back to nobody, and says so. Only torchrun, which says in the environment
-that it always starts all, needs none.
+A launcher may have started all ranks again, with the store of their last start: so a process that
+finds a rank's earlier process there waits for a sign of life of some other rank, and starts anew if
+there is none. torchrun says in the environment that it always starts all.
 
 In the store it registers before anything else, so that a process of its rank which was only frozen
 finds out at its first word that it was replaced, and says no other. What the lost process had
@@ -523,6 +523,8 @@ class StopRequest:
 # A process that takes the place of a rank that was lost, while the other ranks still hold theirs:
 # what the start of ranks, and of groups, asks; see `groups.Hooks`.
 
+_SIGN_S = 3.0  # in which a rank that lives writes signs of life; longer where these are rare
+_POLLED = 64  # ranks that are asked for signs of life, at most about twice as many
 _ATTEMPTS = 5  # to make groups, as ranks may be lost while others make them
 
 
@@ -543,6 +545,9 @@ def entering(
         if start is not None:
             own = heartbeat.StoreThread(_torch.default_part(startup.part_of_start(store, start)))
             part = heartbeat.BoundedStore(own, timeout_s, lost)
+            if not some_rank_lives(part, rank, world_size):  # the whole job is started again
+                own.end()
+                start = part = None
         hooks.agreed_before = partial(_agreed_before, part, Counter())
         yield served, start
     finally:
@@ -567,6 +572,18 @@ def joined(store: Any, rank: int, world_size: int) -> int | None:
     start = startup.last_of(store, ranks, verb)
     begun = past(store, ranks, verb, start) is not None
     return start if before and begun and "TORCHELASTIC_RUN_ID" not in os.environ else None
+
+
+def some_rank_lives(store: Any, rank: int, world_size: int) -> bool:
+    """Whether another rank writes heartbeats; some are polled for a few seconds."""
+    others = range(0, world_size, max(1, world_size // _POLLED))
+    keys = [heartbeat.heartbeat_of(other) for other in others if other != rank]
+
+    def heartbeats() -> list[bytes]:
+        return [store.get(key) for key in keys if store.check([key])]
+
+    first, limit_s = heartbeats(), max(_SIGN_S, _LEAST_TICKS * heartbeat.interval_s(world_size))
+    return poll(lambda: heartbeats() != first, 1, time.monotonic() + limit_s)
 
 
 def past(store: Store, ranks: Sequence[int], verb: str, call: int) -> Meeting | None:

@@ -4,10 +4,10 @@ A full value is what every rank has a copy of, and a shard is one value held in 
 `shard` makes see [Note: kinds of leaves] in `leaf`, and for gradients [Note: adjoint] in `linear`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from mics_fn.shards import pack
 from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, Formats, LeafSpec, Precision, plan_buckets
 from mics_fn.shards.leaf import (
     Fixed,
+    Leaf,
     Nothing,
     Sharded,
     Tied,
@@ -36,6 +37,7 @@ from mics_fn.shards.leaf import (
 from mics_fn.shards.linear import apply, as_part, deal, put, run
 from mics_fn.shards.opened import (
     BucketUse,
+    GroupsTree,
     Opened,
     check_leaves,
     compare_values,
@@ -109,6 +111,16 @@ class LayoutOptions(TypedDict, total=False):
     order: Callable[[str], object] | None
     bucket: Callable[[str], object] | None
     where: Where | str | None
+
+
+class ShardOptions(LayoutOptions, total=False):
+    """All options of `shard`."""
+
+    replicas: Literal["check", "broadcast"]
+
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 # Where the chunks of new shards go: `where=` of the verbs that make some.
@@ -243,6 +255,16 @@ def agree_on(layout: Layout) -> None:
         collectives.agree(home, layout.verb, facts)
 
 
+@overload
+def shard(
+    params: Mapping[K, Tensor], groups: GroupsTree, **options: Unpack[ShardOptions]
+) -> dict[K, Sharded]: ...
+@overload
+def shard(
+    params: list[Tensor], groups: GroupsTree, **options: Unpack[ShardOptions]
+) -> list[Sharded]: ...
+@overload
+def shard(params: T, groups: GroupsTree, **options: Unpack[ShardOptions]) -> T: ...
 def shard(
     params: Tree,
     groups: Any,
@@ -393,6 +415,12 @@ def _cut(layout: Layout, sends: bool, exchange: collectives.Exchange | None) -> 
 # `gather` and `unshard`: shards become full tensors. For the gradient see [Note: adjoint].
 
 
+@overload
+def gather(shards: Mapping[K, Leaf], hierarchy: GroupsTree) -> dict[K, Tensor]: ...
+@overload
+def gather(shards: list[Sharded], hierarchy: GroupsTree) -> list[Tensor]: ...
+@overload
+def gather(shards: T, hierarchy: GroupsTree) -> T: ...
 def gather(shards: Tree, hierarchy: Any) -> Tree:
     """Rebuild full tensors from shards now. It is differentiable, and its VJP is hop 1.
 
@@ -469,6 +497,12 @@ def _view_local(use: BucketUse, data: list[Any]) -> None:
         data[i] = piece.to(compute).reshape((*piece.shape[:-1], *shape))
 
 
+@overload
+def unshard(shards: Mapping[K, Leaf], hierarchy: GroupsTree) -> dict[K, Tensor]: ...
+@overload
+def unshard(shards: list[Sharded], hierarchy: GroupsTree) -> list[Tensor]: ...
+@overload
+def unshard(shards: T, hierarchy: GroupsTree) -> T: ...
 def unshard(shards: Tree, hierarchy: Any) -> Tree:
     """Gather into tensors that own their memory, one bucket at a time, for export.
 

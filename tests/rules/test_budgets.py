@@ -25,9 +25,9 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
-    "lines": 19_191,
-    "lines without lab": 16_695,
-    "lines of the core": 6_130,
+    "lines": 19_231,
+    "lines without lab": 16_735,
+    "lines of the core": 6_158,
     "lines of the longest file": 486,
     "files": 91,
     "percent of lines that import": 7.4,
