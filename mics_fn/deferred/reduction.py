@@ -51,7 +51,7 @@ from mics_fn.checks import check_matched
 from mics_fn.deferred.memory import LEAST_RING, Lease, Ring, lease_sizes
 from mics_fn.errors import LeafError
 from mics_fn.groups import Buffers, Comm, Route
-from mics_fn.offload import DEVICE, Where, empty_at, read, transfer
+from mics_fn.offload import DEVICE, Where, empty_at, transfer
 from mics_fn.schedules import Run
 from mics_fn.shards import BucketUse, Opened, pack
 
@@ -336,7 +336,9 @@ class Reduction:
             is_same = each.hops.dtype == dtype
             return list(each.total) if is_same else [total.to(dtype) for total in each.total]
         if index in self.placed:
-            chunk = read(self.placed[index].room[: use.bucket.chunk]).to(use.home.device, dtype)
+            chunk = torch.empty(use.bucket.chunk, dtype=dtype, device=use.home.device)
+            for _ in transfer(self.placed[index].room[: use.bucket.chunk], chunk):
+                pass
         else:
             chunk = each.total[0].to(dtype)
         found = use.by_member(pack.split_chunk(use.bucket, use.route.chunk, chunk))
