@@ -1,9 +1,9 @@
 """Mistakes in shards, gathers and precisions; `planting.py` checks that tests catch them."""
 
 PLANTED = [
-    ("a cut takes the wrong part of a leaf", "shards/bucket.py",
+    ("a file is read at the wrong part of a leaf", "shards/bucket.py",
      "found.append(Piece(start - low, stop - start, start - offset))",
-     "found.append(Piece(start - low, stop - start, 0))", "shards/test_cutting.py -k cut_is_what"),
+     "found.append(Piece(start - low, stop - start, 0))", "init/test_files.py -k in_the_file"),
     ("padding sets the scale of a block that is gathered", "shards/linear.py",
      "            return None\n        chunk = pack.zero_padding(bucket, number, chunk)\n",
      "            return None\n", "shards/test_wires.py -k decode_the_same"),
@@ -14,8 +14,8 @@ PLANTED = [
      "shards/test_contracts.py -k check_names"),
     ("unshard rounds to the dtype of computation", "shards/verbs.py",
      "[replace(use, bucket=use.bucket.exact)]", "[use]", "shards/test_mixed.py -k rounded_value"),
-    ("the derivative of a cut lacks the number of parts", "shards/linear.py",
-     '"times parts": _times_parts', '"times parts": _own', "shards/test_cutting.py -k cuts"),
+    ("the derivative of a factor lacks the number of parts", "shards/linear.py",
+     '"times parts": _times_parts', '"times parts": _own', "rules/test_derivatives.py -k unsharded -m thorough"),
     ("a bucket goes on where its key changes", "shards/bucket.py", " > bucket_bytes or key != own:",
      " > bucket_bytes:", "shards/test_cutting.py -k border"),
     ("one override that matches hides the others", "shards/bucket.py",
