@@ -8,9 +8,9 @@ rounds, with the least and the most; below 1 is in favour of this library. The m
 - `Trainer` over a plain torch loop, world of 1: 1.09 (1.05 to 1.15); that is host time at ops of
   1 ms and less. The same over FSDP2 in a world of 1: 0.66 (0.65 to 0.71). `keep` and `zero3` do
   the same there. `python -m mics_fn bench step --ranks 1 --peers keep zero3 plain fsdp2`
-- `opt_step(donate=True)` over torch's fused AdamW, time per element: 1.07 (1.03 to 1.10) with 53
-  leaves, the median of rounds, and the least and the most; 0.95 and 1.08 (0.52 to 2.50) with 2,000
-  leaves of 400 elements, in two runs on a machine that was busy. `python -m mics_fn bench opt`
+- `opt_step(donate=True)` over torch's fused AdamW, time per element: 1.06 (0.97 to 1.41) with 53
+  leaves, 0.97 (0.85 to 1.56) with 2,000 leaves of 400 elements; the median of rounds, and the least
+  and the most. `python -m mics_fn bench opt`
 - Bytes on each level over the formulas, on 2 nodes of 2 ranks: 1.0000 for p = 2 and p = 4.
   `python -m mics_fn bench bytes --ranks 4 --node-size 2 --partition-size 2` (or 4)
 - Bytes of codes over the formulas, and what leaves a node of two ranks in MB, beside values. p = 2,
