@@ -80,7 +80,7 @@ class Where:
         A text is `field=place, ...`, followed by `; pattern: field=place, ...` for each override.
 
         Raises:
-          PlanError: a clause does not give a place for a field.
+          PlanError: a clause does not give a place for a field, or gives two.
         """
         if isinstance(value, Where):
             return value
@@ -91,11 +91,13 @@ class Where:
             if number and not pattern:
                 fix = "write overrides as in '*norm*: states=device', after the rest"
                 raise PlanError(f"where: no pattern in {clause!r}", fix=fix)
+            seen = list[str]()
             for part in filter(None, map(str.strip, fields.split(","))):
                 field, _, place = map(str.strip, part.partition("="))
-                if field not in _FIELDS:
-                    text = f"where: {part!r} in {clause!r} gives no place for a field"
+                if field not in _FIELDS or field in seen:
+                    text = f"where: {part!r} in {clause!r} gives no place for a field, or two"
                     raise PlanError(text, fix=f"write field=place; fields are {', '.join(_FIELDS)}")
+                seen.append(field)
                 rules.append((pattern, field, _place(place)))
         return cls(tuple(rules))
 

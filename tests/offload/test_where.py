@@ -40,6 +40,7 @@ def test_places_of_a_leaf(text: str, path: str, expected: str):
         ("states=disk:", "'disk:' is no place"),
         ("states=host:/nvme", "'host:/nvme' is no place"),
         ("host", "'host' in 'host' gives no place for a field"),
+        ("states=host, states=disk", "gives no place for a field, or two"),
     ],
 )
 def test_refusals(text: str, said: str):

@@ -25,8 +25,8 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
-    "lines": 19_231,
-    "lines without lab": 16_735,
+    "lines": 19_235,
+    "lines without lab": 16_739,
     "lines of the core": 6_158,
     "lines of the longest file": 486,
     "files": 91,
