@@ -163,6 +163,6 @@ PLANTED = [
         _C,
         "        folder.epoch = max(exchange.all.values())\n",
         "        pass\n",
-        "checkpoint/test_two_jobs.py",
+        "checkpoint/test_epochs.py -k takes_no_folder_back",
     ),
 ]

@@ -21,6 +21,7 @@ from steps import at, damage_values, load_at, save_at, trainer_in
 
 import mics_fn as mf
 from mics_fn import checkpoint
+from mics_fn.checkpoint import saving
 from mics_fn.checkpoint.directory import Folder, Manifest, SavedFile, divided
 from mics_fn.errors import FileError
 
@@ -312,6 +313,26 @@ def test_all_ranks_hear_who_has_taken_the_folder(ranks, tmp_path: Path) -> None:
     assert one == two
     assert "has been taken over by another job\n  on rank 0\n  host " in one[0]
     assert one[2] == "[1]"
+
+
+def with_a_new_first_rank(layout: Layout, folder: str) -> list[str]:
+    groups = groups_of(layout)
+    save_at(folder, 1, groups)
+    if groups.rank == 0:
+        take(Path(folder))
+        saving._WRITERS.clear()  # as in a process that has just begun
+    with mf.make_groups(layout.world_size) as again:
+        again.state.members = {0: 2}  # what a meeting with such a process says
+        with pytest.raises(FileError) as caught:
+            save_at(folder, 2, again)
+    return [str(caught.value), str(checkpoint.steps(folder))]
+
+
+def test_a_process_in_the_place_of_the_first_rank_takes_no_folder_back(ranks, tmp_path) -> None:
+    one, two = ranks(2).run(with_a_new_first_rank, Layout((2,), 2), str(tmp_path))
+    assert one == two
+    assert "has been taken over by another job\n  on rank 0\n  host " in one[0]
+    assert one[1] == "[1]"
 
 
 def trainer_here(folder: Path, width: int = 2) -> mf.Trainer:
