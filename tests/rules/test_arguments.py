@@ -94,7 +94,7 @@ LeafError: record: the loss has shape (2,), expected one number
 >>> mf.GradSum(0)
 PlanError: GradSum: micro_steps=0, expected an int of at least 1
 >>> mf.GradSum(where="params: host")
-PlanError: where: 'host' in 'params: host' gives no place for a field
+PlanError: where: 'host' in 'params: host' gives no place for a field, or two
 >>> summed(lambda full: full["w"])
 LeafError: GradSum.backward: the loss has shape (2,), expected one number
 >>> summed(lambda full: full["w"].sum().backward())
