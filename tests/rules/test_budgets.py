@@ -51,10 +51,10 @@ REPLACED = {
 # that waits for another runs a few more.
 FLOWS = {
     "gather of one leaf": (12, 55),
-    "opt_step with both hops": (19, 154),
-    "Trainer.step": (29, 283),
-    "checkpoint.save": (19, 189),
-    "make_groups": (14, 114),
+    "opt_step with both hops": (19, 160),
+    "Trainer.step": (29, 287),
+    "checkpoint.save": (19, 190),
+    "make_groups": (14, 116),
 }  # files, functions
 ALIKE = "gather of one leaf", "opt_step with both hops", "Trainer.step"  # on all ranks
 
