@@ -620,7 +620,10 @@ def is_locked(memory: torch.Tensor) -> bool:
 def lose_queued(patience_s: float = 0.0) -> None:
     """Judge all that is queued, before collectives are aborted; it has so much time to end."""
     deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline and not all(each.has_ended() for each in list(_QUEUED)):
+    while time.monotonic() < deadline:
+        with _LOCK:  # other threads queue, too
+            if all(each.has_ended() for each in _QUEUED):
+                break
         time.sleep(1e-3)
     with _LOCK:
         while _FLAGS:
