@@ -36,7 +36,7 @@ from mics_fn import _torch, checks, tree
 from mics_fn import shards as sharding
 from mics_fn.deferred.live import LiveBuckets, sizes_of
 from mics_fn.deferred.reduction import LetGo, Reduction, places_of_sums
-from mics_fn.errors import LeafError, message
+from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.groups import Hierarchy, announce_all, require_replicas
 from mics_fn.offload import Where
 from mics_fn.schedules import Learned, OnDemand, Run, Schedule
@@ -108,7 +108,8 @@ class GradSum(Reduction):
     Memory: this rank's shards of the gradients, where `where` says, and a few buckets in full.
 
     Raises:
-      PlanError: `micro_steps` is not a positive int, or `where` is not a place.
+      PlanError: `micro_steps` is not a positive int, or `where` is not a place,
+        or says nothing about `grads`.
 
     Example:
       >>> groups = make_groups(1)
@@ -127,6 +128,9 @@ class GradSum(Reduction):
         checks.integer("GradSum", "micro_steps", micro_steps)
         super().__init__(micro_steps)
         self._where = None if where is None else Where.parse(where)
+        if self._where and self._where.moved and "grads" not in self._where.moved:
+            text = f"GradSum: where='{self._where}' has no effect: it does not say where grads lie"
+            raise PlanError(text, fix="write grads=, as in where='grads=host'")
         # Whether a pass counts nothing, so that its gradients are zeros whatever they are.
         self.void: bool | Tensor = False
         self.other_backward = _OTHER  # the error of a backward that is not that of this object

@@ -93,6 +93,8 @@ PlanError: defer: schedule=None, expected a schedule or a policy
 LeafError: record: the loss has shape (2,), expected one number
 >>> mf.GradSum(0)
 PlanError: GradSum: micro_steps=0, expected an int of at least 1
+>>> mf.GradSum(where="states=host")
+PlanError: GradSum: where='states=host' has no effect: it does not say where grads lie
 >>> mf.GradSum(where="params: host")
 PlanError: where: 'host' in 'params: host' gives no place for a field, or two
 >>> summed(lambda full: full["w"])
