@@ -19,7 +19,7 @@ effect.
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache, partial
 from math import prod
@@ -90,15 +90,12 @@ class Formats:
         """The dtype, and what differs from it."""
         found = {field.name: getattr(self, field.name) for field in fields(Formats)}
         own = found.pop("dtype")
-        return ", ".join([_text(own), *_texts({n: x for n, x in found.items() if x != own})])
+        others = [f"{n}={_text(x)}" for n, x in found.items() if x not in (own, None)]
+        return ", ".join([_text(own), *others])
 
 
 def _text(value: Any) -> str:
     return SHORT_NAMES.get(value, f"{value}")
-
-
-def _texts(found: Mapping[str, Any]) -> list[str]:
-    return [f"{name}={_text(value)}" for name, value in found.items() if value is not None]
 
 
 _BUCKETS: weakref.WeakValueDictionary[tuple, "Bucket"] = weakref.WeakValueDictionary()
@@ -175,11 +172,6 @@ class Bucket(Formats, metaclass=_Unique):
     def gather_wire(self) -> Wire | None:
         """What a gather sends in the place of values: the codes that leaves are kept as, if any."""
         return self.gather if self.codes is None else Wire(self.codes)
-
-    @cached_property
-    def wires(self) -> str:
-        """What travels where that is not a value in `compute` or `reduce`, as text."""
-        return ", ".join(_texts({"gather": self.gather, "hop1": self.hop1, "hop2": self.hop2}))
 
     @cached_property
     def _title(self) -> str:

@@ -25,9 +25,9 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
-    "lines": 19_235,
-    "lines without lab": 16_739,
-    "lines of the core": 6_158,
+    "lines": 19_237,
+    "lines without lab": 16_741,
+    "lines of the core": 6_157,
     "lines of the longest file": 486,
     "files": 91,
     "percent of lines that import": 7.4,

@@ -65,8 +65,9 @@ def test_leaves_and_chunks_of_a_coded_bucket_begin_on_blocks():
     assert bucket.offsets == (0, 256, 512)
     assert bucket.numel == 1024
     assert bucket.chunk % 256 == 0
-    assert "gather=int8[64], hop1=int4[256]" in bucket.wires
-    assert bucket.exact.wires == bucket.uncoded.wires == ""
+    assert "gather=int8[64], hop1=int4[256]" in str(bucket.formats)
+    for plain in (bucket.exact, bucket.uncoded):
+        assert (plain.gather, plain.hop1, plain.hop2) == (None, None, None)
 
 
 # Law 1 and 3: gathers.

@@ -186,7 +186,7 @@ def memory_formula(
         "parameters" (a copy kept for the step, and gathered buckets), "sums" (sums of gradients,
         and this rank's means if these are cut further), "hops" (the few buckets that are being
         reduced), and "in full" (gradients that backward is making). Activations are not included,
-        nor is the least memory for hops, `groups.LEAST_RING`.
+        nor is the least memory for hops, `LEAST_RING` of `deferred.memory`.
     """
     compute = [bucket.nbytes for bucket in buckets]
     live = 0
