@@ -268,7 +268,8 @@ def encoded(name: str, blocks: Tensor) -> tuple[Tensor, Tensor]:
     """The codes of blocks, as bytes, and their scales."""
     blocks = blocks.to(torch.float32)
     largest, least = blocks.amax(-1, keepdim=True), blocks.amin(-1, keepdim=True)
-    wide = torch.maximum(largest, least.neg_()).div_(KINDS[name].top).clamp_(min=FLOOR)
+    # A factor, since CUDA divides by a number by multiplying with its inverse, and a CPU does not.
+    wide = torch.maximum(largest, least.neg_()).mul_(1 / KINDS[name].top).clamp_(min=FLOOR)
     finite, scales = wide.isfinite(), wide.to(torch.bfloat16)
     quotient = torch.where(finite, blocks * scales.to(torch.float32).reciprocal(), 0.0)
     scales.masked_fill_(~finite, float("nan"))  # of which there is one

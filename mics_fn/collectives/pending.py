@@ -383,8 +383,9 @@ class Collective:
             with _torch.unrecorded(async_op):
                 work = self.call(group=group, async_op=async_op)
         except (RuntimeError, ValueError) as error:
-            # NCCL says here, too, that an earlier collective lost its peer.
-            lost = isinstance(error, dist.DistBackendError)
+            # NCCL says here, too, that an earlier collective lost its peer: at an all-to-all in a
+            # plain RuntimeError.
+            lost = isinstance(error, dist.DistBackendError) or "NCCL" in str(error)
             raise self.failed(error, number, wait=lost) from error
         comm.calls.issued += 1
         return work

@@ -136,14 +136,13 @@ def _check_loss(loss: Any) -> None:
         raise PlanError(text, fix=_LOSS)
 
 
-def check_compiled(model: Any, loss: Any, full_bytes: int) -> None:
+def check_compiled(model: Any, loss: Any, *, plain: bool) -> None:
     """Warn of modules whose `compile()` is dropped, and refuse what `torch.compile` wraps.
-
-    Compiled code takes only plain tensors, which parameters are where each rank holds all of them.
 
     Args:
       model, loss: as they were given.
-      full_bytes: bytes of the parameters that are gathered.
+      plain: whether parameters are plain tensors, which compiled code takes alone: where each rank
+        holds all of them, on a CPU.
 
     Raises:
       PlanError: such code would be given parameters that are gathered while it runs, or those of
@@ -158,10 +157,10 @@ def check_compiled(model: Any, loss: Any, full_bytes: int) -> None:
             if "forward" in vars(module) and not hasattr(module, "_orig_mod"):
                 bound.add(name)  # to the parameters of the model as it was given
     compiled = [name for name, x in {**calls, "loss": loss}.items() if _torch.is_compiled(x)]
-    if bound & {*compiled} or (compiled and full_bytes):
+    if bound & {*compiled} or (compiled and not plain):
         text = f"Trainer: torch.compile wraps {name_some(compiled)}"
         why = "it takes neither parameters that are gathered while it runs, nor others than its own"
-        fix = "use its _orig_mod, or the function itself; or partition_size=1; see Limits in README"
+        fix = "use its _orig_mod, or the function itself; on CPUs partition_size=1; see Limits"
         raise PlanError(text, [why], fix)
 
 
@@ -562,7 +561,7 @@ class Trainer:
         options["precision"] = None if precision is None else self.precision
         params = as_shards(groups, home, own, params, buffers, options)
         full_bytes = sum(bucket_sizes(params, groups))
-        check_compiled(model, loss, full_bytes)
+        check_compiled(model, loss, plain=not full_bytes and not _torch.is_async(home.device))
         params = move(params, place, device=home.device)
         self.state = init_state(params, optimizer, buffers=buffers, where=place)
         self.guard, self.deterministic = guard or Guard(), deterministic

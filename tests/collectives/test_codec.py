@@ -37,9 +37,14 @@ def bfloat16(x: float) -> float:
     return struct.unpack("<f", struct.pack("<I", bits >> 16 << 16))[0]
 
 
+def float32(x: float) -> float:
+    """The nearest float32."""
+    return struct.unpack("<f", struct.pack("<f", x))[0]
+
+
 def scale_of(codec: Codec, block: Sequence[float]) -> float:
     top = {"int8": 127, "int4": 7, "fp8": 448}[codec.name]
-    return bfloat16(max(2.0**-126, max(map(abs, block)) / top))
+    return bfloat16(max(2.0**-126, float32(max(map(abs, block))) * float32(1 / top)))
 
 
 def float8s() -> list[float]:

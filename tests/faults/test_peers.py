@@ -175,6 +175,31 @@ def test_all_others_raise_soon_and_name_the_rank(fork, faults, odd, most_s):
             assert "fix: " in text
 
 
+def refused() -> str:
+    """Rank 1 is gone, and NCCL says at the next call of an all-to-all that it lost its peer."""
+    groups, text = grouped(), "NCCL Error 6: remote process exited or there was a network error"
+    shards = mf.shard({"w": torch.ones(8)}, groups)
+    if os.environ["RANK"] == "1":
+        until(Path("called").exists)
+        os._exit(3)
+
+    def lost(*args: Any, **kwargs: Any) -> None:
+        Path("called").touch()
+        raise RuntimeError(text)  # as the functions do that torch calls for an all-to-all
+
+    setattr(_torch, "all_gather_single", lost)  # noqa: B010
+    try:
+        mf.gather(shards, groups)
+    except MicsError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_call_that_nccl_refuses_waits_for_the_name_of_the_rank(fork: Any):
+    found = fork(refused, n=2).wait({0})
+    assert found[0].startswith("PeerFailed: rank 1 is gone"), found
+
+
 def test_a_rank_that_is_late_is_no_alarm(fork: Any):
     found = fork(train, {1: "holds its interpreter", 2: "late"}).wait(set(range(N)))
     assert {tuple(each) for each in found.values()} == {(STEPS, "", None, 0.0, "")}
