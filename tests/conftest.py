@@ -15,8 +15,7 @@ import one_device
 import pytest
 import torch
 from covering import choose, mark_the_rest
-
-from mics_fn.lab.ranks import RankPool
+from rank_pool import RankPool
 
 LIMIT_S = 120.0
 

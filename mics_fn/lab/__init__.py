@@ -4,15 +4,14 @@ Nothing in the library imports this wing, and a user needs none of it. It is her
 library works, to measure it, and to test it.
 
 - `ranks.py` starts processes. `launch` runs a function as n ranks of a job on this machine, as
-  `torchrun` would, `run_bounded` also with a time limit; `RankPool` keeps ranks alive for tests,
-  runs functions on them, and names the rank, the traceback and the collective if one of them fails
-  or hangs. All of them listen on loopback alone.
+  `torchrun` would, `run_bounded` also with a time limit; both name the rank, the traceback and the
+  stack if one of them fails or hangs, and listen on loopback alone.
 - `models.py` has a small GPT, written plainly, text that exists on every machine, and
   `TrainingTask`, which has batches of it by rank, for all that trains.
 - `demo.py` is `python -m mics_fn demo`: it trains the GPT sharded over ranks, trains it again in
   one process of plain torch, and compares the two.
 - `bench/` is `python -m mics_fn bench WHAT`: `step` and `opt` compare times with torch and FSDP2,
-  `bytes` traffic with formulas, `checkpoint` and `disk` with plain reading and writing.
+  `bytes` traffic with formulas, `checkpoint` with plain reading and writing.
 - `doctor.py` is `python -m mics_fn doctor`: what this machine and its torch are, and whether two
   ranks reach each other. With `--gpu` it checks, in eight minutes at most, what
   `doctor_parts.py` has: numbers against float64
@@ -40,10 +39,10 @@ Example:
     rank   600 B
 
 Start reading at `demo.py`, which has both ways to train side by side, or at
-`bench/opt.py`, the shortest bench. To add a bench, write a file in `bench/` with a frozen dataclass
-for its config, a function that measures as one rank and returns figures as plain data, and a
-function that renders them as text; then add a line to `BENCHES` in `bench/command.py`, with a
-function that makes the config from the flags. To add a peer of `bench step`, write a function from
+`bench/alone.py`, the shortest benches. To add a bench, write a frozen dataclass for its config, a
+function that measures as one rank and returns figures as plain data, and a function that renders
+them as text; then add a line to `BENCHES` in `bench/command.py`, with a function that makes the
+config from the flags. To add a peer of `bench step`, write a function from
 `Stage` to `BenchPeer` and add it to `PEERS` in `bench/step.py`. To add a part of the doctor, write
 a function of a `Job` that calls `Rank.say` with what it finds, and add it to `PARTS` in
 `doctor_parts.py`.

@@ -1,25 +1,16 @@
-"""Ranks on this machine: a function as n fresh processes, or on n forked ones that go on.
+"""Ranks on this machine: a function as n fresh processes.
 
 `launch` starts processes as `torchrun` would, fresh ones, because a forked process could not use a
 GPU; `run_bounded` does so with a time limit, and says how each of them ended. Their store lives in
-this process, as under torchrun it lives in the agent, so that it outlives any rank.
-
-`RankPool` forks ranks of gloo, and keeps them alive between calls (0.1 s to fork, then a call costs
-a pipe round trip); `run_ranks` forks ranks for one call, so that closures and functions typed into
-a notebook work. Every wait is bounded. A hang comes back as an error that quotes each rank's stack.
+this process, as under torchrun it lives in the agent, so that it outlives any rank. Every wait is
+bounded. A hang comes back as an error that quotes each rank's stack.
 
 The store has a socket that is bound to loopback alone: torch's own listens on every address of the
 host, and what is in a store is trusted.
-
-[Note: What a fork may inherit] A forked child has one thread and a copy of everything else. CUDA
-contexts and process groups do not survive that (their threads are gone), so both are refused. After
-a parallel region of OpenMP in the parent, one in the child would hang: children use one thread.
 """
 
 import contextlib
 import faulthandler
-import gc
-import importlib
 import math
 import multiprocessing as mp
 import os
@@ -27,27 +18,21 @@ import pickle
 import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import time
 import traceback
-import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
-from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
-import torch.distributed as dist
 
 from mics_fn import _torch
-from mics_fn.errors import GroupsError, MicsError, message, name_ranks
+from mics_fn.errors import MicsError, message, name_ranks
 from mics_fn.groups import announce_all
 from mics_fn.threads import blocked
 
@@ -143,7 +128,7 @@ def launch(fn: Callable[..., Any], n: int, *args: Any) -> list[Any]:
         RankError: a rank failed, and the others were ended.
     """
     replies = run_bounded(fn, n, *args, limit_s=math.inf, grace_s=1.0, shown=True)
-    return _values(getattr(fn, "__name__", "launch"), replies)
+    return values(getattr(fn, "__name__", "launch"), replies)
 
 
 def run_bounded(
@@ -173,15 +158,40 @@ def run_bounded(
     meeting = {"GROUP_RANK": "0", "MASTER_ADDR": ADDRESS, "MASTER_PORT": f"{store.port}"}
     meeting["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     own = [{**meeting, **environment(rank)} for rank in range(n)]
-    with RankPool(n, timeout_s=limit_s, grace_s=grace_s) as pool:
-        call = partial(_loads_call, dumps_call(_announced, (fn, args)))
-        pool._start("spawn", partial(_set_up, own, shown), call)
-        return {rank: value for rank, (value, _) in pool._collect(limit_s).items()}
+    with RankProcesses(n, grace_s) as processes:
+        resource_tracker.ensure_running()  # which would let through the Ctrl-C that waits below
+        with blocked():
+            processes.start("spawn", _run_fresh, own, shown, pickle.dumps((fn, args)))
+        return processes.collect(limit_s)
 
 
-def _set_up(own: Sequence[Mapping[str, str]], shown: bool, rank: int, folder: Path) -> None:
+def _run_fresh(
+    rank: int,
+    n: int,
+    folder: Path,
+    conn: Connection,
+    own: Sequence[Mapping],
+    shown: bool,
+    call: Any,
+) -> None:
+    """Run a call as a rank in a fresh process, and answer."""
+
+    def work() -> Any:
+        _set_up(folder, rank, own[rank], shown)
+        fn, args = pickle.loads(call)
+        return _announced(fn, args)
+
+    prepare(rank, n, folder)
+    with contextlib.suppress(EOFError, OSError):  # the parent has ended
+        conn.send_bytes(answer(work))
+        conn.recv_bytes()  # never: ranks end together, since others may still need this one
+    # Without interpreter shutdown: it would wait for gloo's threads, whose peers may be gone.
+    os._exit(0)
+
+
+def _set_up(folder: Path, rank: int, own: Mapping[str, str], shown: bool) -> None:
     """Give a fresh process the variables of its rank, and the place of what it prints."""
-    os.environ.update({**DEFAULTS, **os.environ, **own[rank]})
+    os.environ.update({**DEFAULTS, **os.environ, **own})
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with contextlib.suppress(ImportError):
         from tqdm import tqdm
@@ -201,12 +211,6 @@ def _announced(fn: Callable[..., Any], args: tuple) -> Any:
         announce_all(error, final=True)
         time.sleep(LINGER_S)
         raise
-
-
-def variables(rank: int, n: int) -> dict[str, str]:
-    """Return the variables that torchrun would set for a rank of one machine, without its store."""
-    found = {"RANK": rank, "WORLD_SIZE": n, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": n}
-    return {name: str(number) for name, number in found.items()}
 
 
 def end_with_parent(parent: int) -> None:
@@ -229,268 +233,123 @@ def failure_of(error: BaseException) -> RankFailure:
     return RankFailure(type(error).__name__, str(error), text)
 
 
-# The child's side: a rank that answers calls until its parent is gone.
+def prepare(rank: int, n: int, folder: Path) -> None:
+    """Make this process a rank that ends with its parent, and writes its stacks on SIGUSR1.
 
-Call = tuple[Callable[..., Any], tuple]
-Reply = tuple[Any, int]  # a result or a RankFailure, and how many process groups the rank has made
-LOST = -1  # process groups of a rank that is gone, or gave no answer
-
-
-SetUp = Callable[[int, Path], None]  # of a process, by its rank and the folder of all
-First = Callable[[], Call] | None  # what a rank is asked at its start
-
-
-def serve(rank: int, n: int, folder: Path, conn: Connection, set_up: SetUp, first: First) -> None:
-    """Set this process up, answer `first` if given, then calls from `conn` until it ends.
-
-    An error of the set-up is the answer to every call. Ctrl-C does not reach this process.
+    It has the variables of torchrun for a rank of one machine, without its store. Ctrl-C does not
+    reach it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent(os.getppid())
-    os.environ.update(variables(rank, n))
+    found = {"RANK": rank, "WORLD_SIZE": n, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": n}
+    os.environ.update({name: str(number) for name, number in found.items()})
     stacks = open(folder / f"stacks{rank}", "w")  # noqa: SIM115  the fault handler keeps it
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
-    failure = None
+
+
+def answer(work: Callable[[], Any]) -> bytes:
+    """Do a rank's work and pack its result; never raise for an error of the work."""
     try:
-        set_up(rank, folder)
-    except Exception as error:
-        failure = failure_of(error)
-    with contextlib.suppress(EOFError, OSError):  # the parent has ended
-        if first is not None:
-            conn.send_bytes(_answer(first, failure))
-        while True:
-            payload = conn.recv_bytes()
-            conn.send_bytes(_answer(partial(_loads_call, payload), failure))
-    # Without interpreter shutdown: it would wait for gloo's threads, whose peers may be gone.
-    os._exit(0)
+        return pickle.dumps(work())
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        return pickle.dumps(failure_of(error))
 
 
-def _join_group(n: int, timeout_s: float, rank: int, folder: Path) -> None:
-    """Make a forked process a member of the default group."""
-    gc.freeze()  # else each collection would look through, and copy, all that the parent has
-    torch.set_num_threads(1)
-    # Otherwise gloo looks up the host's name, which on many machines resolves to nothing.
-    if LOOPBACK in (name for _, name in socket.if_nameindex()):
-        os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
-    store = dist.FileStore(str(folder / "store"), n)  # pyright: ignore[reportPrivateImportUsage]
-    limit = timedelta(seconds=timeout_s)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=limit)
-
-
-def dumps_call(fn: Callable[..., Any], args: tuple) -> bytes:
-    """Pickle a call, with the caller's `sys.path` so that its modules are found."""
-    try:
-        # Plain pickle, not multiprocessing's: tensors go by value, with no shared memory behind.
-        return pickle.dumps((list(sys.path), pickle.dumps((fn, args))))
-    except Exception as err:
-        raise TypeError(
-            f"{call_name(fn)}: cannot travel to a rank that is already running: {err}\n"
-            "  fix: define it at the top of a module, or use run_ranks, whose ranks inherit it"
-        ) from err
-
-
-def _loads_call(payload: bytes) -> Call:
-    sys.path[:], call = pickle.loads(payload)
-    return pickle.loads(call)
-
-
-def call_name(fn: Callable[..., Any]) -> str:
-    """Return the name of a callable for messages."""
-    return getattr(fn, "__qualname__", None) or repr(fn)
-
-
-def _answer(load: Callable[[], Call], failure: RankFailure | None) -> bytes:
-    """Run one call and pack its result; never raise for an error of the function."""
-    value: Any = failure
-    try:
-        if failure is None:
-            fn, args = load()
-            value = fn(*args)
-        return pickle.dumps((value, _torch.num_process_groups()))
-    except (Exception, SystemExit, KeyboardInterrupt) as err:
-        return pickle.dumps((failure_of(err), _torch.num_process_groups()))
-
-
-def check_in_step() -> bool:
-    """Return whether this rank's default group works and all made as many groups."""
-    mine = torch.tensor([dist.get_rank(), _torch.num_process_groups()])
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    expected = [[rank, _torch.num_process_groups()] for rank in range(dist.get_world_size())]
-    return [row.tolist() for row in everyone] == expected
-
-
-# Ranks that have made more groups are forked anew: those that were broken on purpose are never
-# destroyed, which would wait for what is under way, and keep their threads and connections.
-MOST_GROUPS = 400
-HEALTH_TIMEOUT_S = 5.0
-
-
-class RankPool:
-    """Pool of n forked processes in a default gloo group, until `close()`.
+class RankProcesses:
+    """Processes of n ranks, each at the other end of a pipe; `close` ends them all.
 
     Args:
         n: number of ranks.
-        timeout_s: bound of one call in seconds, and the timeout of the ranks' default group.
         grace_s: how long the other ranks may take to answer once one has failed.
-
-    Ranks are forked at the first call, and anew after one that hung or left them out of step.
-    They see RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in their environment, use one
-    thread each, ignore Ctrl-C (it interrupts the caller) and die with this process.
-
-    Raises:
-        GroupsError: CUDA or a process group is initialised here; neither survives a fork.
-
-    Example:
-        >>> import operator
-        >>> with RankPool(1) as pool:
-        ...     pool.run(operator.add, 2, 3)
-        [5]
     """
 
-    def __init__(self, n: int, *, timeout_s: float = 60.0, grace_s: float = 10.0):
-        self.n, self.timeout_s, self.grace_s = n, timeout_s, grace_s
-        self._procs: list[Any] = []
-        self._conns: list[Connection] = []
-        self._dirs: list[Path] = []  # of the ranks alive: one, or none
-        # Holds the lists, not the pool; runs at exit too, before multiprocessing joins children.
-        self._finalizer = weakref.finalize(self, _end, self._procs, self._dirs, os.getpid())
+    def __init__(self, n: int, grace_s: float) -> None:
+        self.n, self.grace_s = n, grace_s
+        self.procs: list[Any] = []
+        self.conns: list[Connection] = []
+        self.folders: list[Path] = []  # of the ranks alive: one, or none
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """Call `fn(*args)` on every rank and return the results in rank order.
-
-        Args:
-            fn: a function of a module; it travels by reference, `args` and results by value.
-            timeout_s: bound in seconds, instead of the pool's.
-
-        Raises:
-            RankError: naming the ranks that raised, died or gave no answer, with each distinct
-                traceback or stack once.
-        """
-        results = self.try_run(fn, *args, timeout_s=timeout_s)
-        return _values(call_name(fn), dict(enumerate(results)))
-
-    def try_run(
-        self, fn: Callable[..., Any], *args: Any, timeout_s: float | None = None
-    ) -> list[Any]:
-        """Call `fn(*args)` on every rank; a `RankFailure` is in the place of a failed result."""
-        payload = dumps_call(fn, args)
-        if not self._procs or not all(proc.is_alive() for proc in self._procs):
-            self._fork()
-        self._send(payload)
-        return self._finish(timeout_s)
-
-    def close(self) -> None:
-        """End all ranks. The pool forks new ones if it is used again."""
-        _end(self._procs, self._dirs, os.getpid())
-        for conn in self._conns:
-            conn.close()
-        self._conns.clear()
-
-    def __enter__(self) -> "RankPool":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def _fork(self, first: First = None) -> None:
-        """Start all ranks; with `first`, they inherit that call and answer it at once."""
-        _refuse_unsafe_fork()
-        importlib.import_module("torch._dynamo")  # which torch.func would import in each of them
-        self._start("fork", partial(_join_group, self.n, self.timeout_s), first)
-
-    def _start(self, method: str, set_up: SetUp, first: First) -> None:
-        """Start the processes of all ranks, in place of those that there are."""
+    def start(self, method: str, target: Callable[..., None], *args: Any) -> None:
+        """Start all: each calls `target` with its rank, n, their folder, its pipe and `args`."""
         self.close()
         folder = Path(tempfile.mkdtemp(prefix="mics_ranks_"))
-        self._dirs.append(folder)
+        self.folders.append(folder)
         context: Any = mp.get_context(method)
         # Until a rank ignores it, the Ctrl-C of a terminal waits, whichever thread here it reaches.
-        if method == "spawn":
-            resource_tracker.ensure_running()  # which would unblock it
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            with blocked() if method == "spawn" else contextlib.nullcontext():
-                self._start_each(context, folder, set_up, first)
+            for rank in range(self.n):
+                ours, theirs = context.Pipe()
+                self.conns.append(ours)
+                job = (rank, self.n, folder, theirs, *args)
+                proc = context.Process(target=target, args=job, name=f"rank {rank}")
+                proc.start()
+                self.procs.append(proc)
+                theirs.close()  # so that the death of its owner is an end of file here
         except BaseException:
             self.close()
             raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def _start_each(self, context: Any, folder: Path, set_up: SetUp, first: First) -> None:
-        for rank in range(self.n):
-            ours, theirs = context.Pipe()
-            self._conns.append(ours)
-            job = (rank, self.n, folder, theirs, set_up, first)
-            proc = context.Process(target=serve, args=job, name=f"rank {rank}")
-            with warnings.catch_warnings():
-                # Python 3.12 warns about any fork with threads: see [Note: What a fork may
-                # inherit].
-                warnings.simplefilter("ignore", DeprecationWarning)
-                proc.start()
-            self._procs.append(proc)
-            theirs.close()  # so that the death of its owner is an end of file here
-
-    def _send(self, payload: bytes) -> None:
-        for conn in self._conns:
-            # A rank that died since is found when its answer is read.
-            with contextlib.suppress(BrokenPipeError):
-                conn.send_bytes(payload)
-
-    def _finish(self, timeout_s: float | None) -> list[Any]:
-        """Collect the answers of a call; keep the pool fit for the next one, or empty."""
-        try:
-            replies = self._collect(self.timeout_s if timeout_s is None else timeout_s)
-            groups = {made for _, made in replies.values()}
-            worn = len(groups) > 1 or max(groups) > MOST_GROUPS or LOST in groups
-            failed = any(isinstance(value, RankFailure) for value, _ in replies.values())
-            if worn or (failed and not self._healthy()):
-                self.close()
-        except BaseException:
-            self.close()
-            raise
-        return [replies[rank][0] for rank in range(self.n)]
-
-    def _collect(self, limit_s: float) -> dict[int, Reply]:
+    def collect(self, limit_s: float) -> dict[int, Any]:
         """Receive replies by rank; last those of ranks that gave none within the bound."""
-        replies: dict[int, Reply] = {}
+        replies: dict[int, Any] = {}
         why = f"{limit_s:g} s"
-        waiting = dict(zip(self._conns, range(self.n), strict=True))
+        waiting = dict(zip(self.conns, range(self.n), strict=True))
         deadline = time.monotonic() + limit_s
         while waiting and (remaining_s := deadline - time.monotonic()) > 0:
             for conn in wait(list(waiting), min(remaining_s, LONGEST_WAIT_S)):
                 rank = waiting.pop(conn)  # pyright: ignore[reportArgumentType]
                 replies[rank] = self._receive(rank)
-                if isinstance(replies[rank][0], RankFailure):
+                if isinstance(replies[rank], RankFailure):
                     deadline = min(deadline, time.monotonic() + self.grace_s)
                     why = f"{self.grace_s:g} s after another failed"
         if silent := sorted(waiting.values()):
-            dump_stacks(self._dirs[0], {rank: self._procs[rank].pid for rank in silent})
+            dump_stacks(self.folders[0], {rank: self.procs[rank].pid for rank in silent})
         for rank in silent:
-            trace = said_by(self._dirs[0], rank) or "no stack: stopped"
-            replies[rank] = RankFailure("RankTimeout", f"no answer within {why}", trace), LOST
+            trace = said_by(self.folders[0], rank) or "no stack: stopped"
+            replies[rank] = RankFailure("RankTimeout", f"no answer within {why}", trace)
         return replies
 
-    def _receive(self, rank: int) -> Reply:
+    def _receive(self, rank: int) -> Any:
         try:
-            payload = self._conns[rank].recv_bytes()
+            return pickle.loads(self.conns[rank].recv_bytes())
         except (EOFError, OSError):
-            self._procs[rank].join(1.0)
-            code = self._procs[rank].exitcode or 0
+            self.procs[rank].join(1.0)
+            code = self.procs[rank].exitcode or 0
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited: {code}"
-            trace = said_by(self._dirs[0], rank) or f"no traceback: it {how}"
-            return RankFailure("RankDied", f"process {how}", trace), LOST
-        return pickle.loads(payload)
+            trace = said_by(self.folders[0], rank) or f"no traceback: it {how}"
+            return RankFailure("RankDied", f"process {how}", trace)
 
-    def _healthy(self) -> bool:
-        """Return whether the default group works: a failed collective breaks gloo's connections."""
-        self._send(dumps_call(check_in_step, ()))
-        replies = self._collect(HEALTH_TIMEOUT_S)
-        return [value for value, _ in replies.values()] == [True] * self.n
+    def close(self) -> None:
+        """Kill the processes and remove their folder."""
+        end(self.procs, self.folders)
+        for conn in self.conns:
+            conn.close()
+        self.conns.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def end(procs: list[Any], folders: list[Path]) -> None:
+    """Kill processes and remove folders."""
+    for proc in procs:
+        proc.kill()
+    for proc in procs:
+        proc.join()
+        proc.close()
+    procs.clear()
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    folders.clear()
 
 
 def dump_stacks(folder: Path, pids: Mapping[int, int]) -> None:
@@ -513,59 +372,10 @@ def _text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def run_ranks(
-    fn: Callable[..., Any], n: int, *args: Any, timeout_s: float = 60.0, grace_s: float = 10.0
-) -> list[Any]:
-    """Call `fn(*args)` on n ranks forked for this call; closures and notebook functions work.
-
-    Args:
-        fn: any callable; the ranks inherit it and `args`. Results travel by value.
-        n: number of ranks.
-        timeout_s: bound of the call in seconds.
-        grace_s: how long the other ranks may take to answer once one has failed.
-
-    Raises:
-        RankError, GroupsError: as `RankPool.run`.
-
-    Example:
-        >>> run_ranks(lambda x: x + 1, 1, 2)
-        [3]
-    """
-    with RankPool(n, timeout_s=timeout_s, grace_s=grace_s) as pool:
-        pool._fork(first=lambda: (fn, args))
-        results = pool._finish(None)
-    return _values(call_name(fn), dict(enumerate(results)))
-
-
-def _values(name: str, results: Mapping[int, Any]) -> list[Any]:
+def values(name: str, results: Mapping[int, Any]) -> list[Any]:
     """Return the results in rank order; raise if one is a failure."""
     failures = {r: value for r, value in results.items() if isinstance(value, RankFailure)}
     if failures:
         what = f"{name}: {len(failures)} of {len(results)} ranks failed"
         raise RankError(describe(what, failures), failures)
     return [results[rank] for rank in range(len(results))]
-
-
-def _refuse_unsafe_fork() -> None:
-    """Refuse to fork what is unsafe; see [Note: What a fork may inherit]."""
-    if torch.cuda.is_initialized():
-        what = "ranks: CUDA is initialised in this process, and a forked rank cannot use it"
-        raise GroupsError(what, fix="fork them before the first use of CUDA, or use launch")
-    if dist.is_initialized():
-        what = "ranks: a process group is initialised here; a forked rank would have it dead"
-        raise GroupsError(what, fix="call torch.distributed.destroy_process_group() first")
-
-
-def _end(procs: list[Any], folders: list[Path], owner: int) -> None:
-    """Kill the processes and remove the folders; in a forked copy of the owner, do nothing."""
-    if os.getpid() != owner:
-        return
-    for proc in procs:
-        proc.kill()
-    for proc in procs:
-        proc.join()
-        proc.close()
-    procs.clear()
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
-    folders.clear()

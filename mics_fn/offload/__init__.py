@@ -23,8 +23,9 @@ which has a shape and a dtype but no memory: an op on it reads the file.
   mics_fn.errors.LeafError: aten.zero_.default: writes to a tensor in a file, w, shape (6,) in ...
     fix: write through stream(), or move() it to the device first
 
-What lies in a file is written by `stream`. It fetches blocks of files through a fixed amount of
-host memory (`host_bytes`, 64 MiB), reads ahead and writes behind while the caller computes:
+What `store` puts into a file of a `Scratch` is written by `stream`. It fetches blocks of files
+through a fixed amount of host memory (`host_bytes`, 64 MiB), reads ahead and writes behind while
+the caller computes:
 
   >>> parts = [momentum[a:b] for a, b in cuts(6, [4])]
   >>> for block, (part,) in stream([Block([part], [part]) for part in parts]):
@@ -53,8 +54,7 @@ Data go past the cache of the system where the file system has direct I/O, elsew
 `Scratch.direct` says which. Three threads read and write, and each of four blocks under way is one
 task after the other, so that four copies of the largest block are all the memory that is needed.
 That memory is asked for in huge pages, from which a disk takes fewer and larger requests.
-How near a step comes to the speed of the disk, with these and other numbers, is what the bench
-measures (`python -m mics_fn bench disk --threads 1 2 3 4 --host-mib 16 64`).
+What that costs a step is what `python -m mics_fn bench step --peers keep disk` measures.
 
 The options of DeepSpeed's config and what stands for each here, or why nothing does:
 
@@ -123,8 +123,6 @@ from mics_fn.offload.scratch import (
     Block,
     Scratch,
     Where,
-    aligned,
-    block_bytes,
     cuts,
     read_all,
     stream,

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from cases import Layout, groups_of
 from mutating import BYTES, Watch
+from rank_pool import run_ranks
 from steps import damage_values, load_at, save_at
 
 import mics_fn as mf
 from mics_fn import checkpoint
 from mics_fn.errors import FileError
-from mics_fn.lab.ranks import run_ranks
 
 STEPS = (1, 2)
 LAYOUT = Layout((2, 2), 2)

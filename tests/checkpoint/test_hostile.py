@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from mutating import Watch, replace_in_json
+from rank_pool import run_ranks
 
 import mics_fn as mf
 from mics_fn import checkpoint
 from mics_fn.errors import CheckpointNotFound, FileError
-from mics_fn.lab.ranks import run_ranks
 
 PART, STEP, MANIFEST = "rank-00000.safetensors", "step-00000001", "MANIFEST.json"
 GROWTH = 100 * 2**20  # bytes that a process may grow by while it reads small files

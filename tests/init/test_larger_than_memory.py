@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from cases import Layout, groups_of
+from rank_pool import RankPool
 from torch import Tensor, nn
 
 import mics_fn as mf
 from mics_fn.lab.bench.turns import give_back_at_once
-from mics_fn.lab.ranks import RankPool
 from mics_fn.offload import where
 
 WIDTH, DEPTH = 1024, 12  # 4 MiB of frozen weights per block

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from mutating import BYTES, Watch, flip, replace_in_json
+from rank_pool import run_ranks
 from safetensors.torch import load as load_safetensors
 from test_files import write_indexed, write_safetensors, write_torch
 
 import mics_fn as mf
-from mics_fn.lab.ranks import run_ranks
 
 TENSORS = {
     "h.0.w": torch.arange(12.0).view(3, 4),

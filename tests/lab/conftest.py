@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_pool import run_ranks
 
 from mics_fn.__main__ import main
-from mics_fn.lab.ranks import run_ranks
 
 Bench = Callable[..., tuple[dict[str, Any], str]]
 

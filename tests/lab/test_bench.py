@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from rank_pool import run_ranks
 
 from mics_fn.__main__ import main
 from mics_fn.lab.bench import turns as turns_module
@@ -24,7 +25,6 @@ from mics_fn.lab.bench.turns import (
     take_turns,
 )
 from mics_fn.lab.models import GPT, GPTConfig
-from mics_fn.lab.ranks import run_ranks
 
 TINY = ["--dim", "16", "--heads", "2", "--blocks", "1", "--vocab", "256", "--context", "8"]
 MODEL = GPT(GPTConfig(256, context=8, dim=16, num_heads=2, num_blocks=1))
@@ -61,12 +61,14 @@ def test_step(
     argv = ["step", "--ranks", f"{n}", "--rounds", "2", "--accumulate", "2"]
     argv += ["--rates", "1gbit:2"] if n == 4 else ["--steps", "2"]
     peers = ["keep", "zero3", "fsdp2", "fsdp2-keep", "fsdp2-full" if n == 4 else "plain"]
-    peers += ["ddp"]
+    peers += ["ddp", "disk"]
+    argv += ["--folder", f"{tmp_path}"]
     figures, printed = forked_bench(*argv, *TINY, "--peers", *peers)
-    p, ours = min(n, 2), ["keep", "zero3"]
+    p, ours = min(n, 2), ["keep", "zero3", "disk"]
     titles = [f"Trainer p={p}, keep", f"Trainer p={p}, two buckets"]
     titles += [f"FSDP2 p={p}, default", f"FSDP2 p={p}, keep"]
     titles += ["FSDP2 full p=4, default" if n == 4 else "plain torch loop", "DDP"]
+    titles += [f"Trainer p={p}, keep, on disk"]
     found = {peer["name"]: peer for peer in figures["peers"]}
     assert [*found] == peers
     assert [peer["title"] for peer in found.values()] == titles

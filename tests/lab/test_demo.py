@@ -14,10 +14,10 @@ from unittest import mock
 
 import pytest
 from children import left_of
+from rank_pool import run_ranks
 
 from mics_fn.__main__ import main
 from mics_fn.lab import demo
-from mics_fn.lab.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--sequences", "2", "--context", "16", "--dim", "16"]

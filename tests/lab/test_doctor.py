@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import run_ranks
 from test_bench import said_in_a_job
 
 import mics_fn as mf
@@ -21,7 +22,7 @@ from mics_fn.__main__ import main
 from mics_fn.lab import doctor as command
 from mics_fn.lab import doctor_parts as parts
 from mics_fn.lab.models import GPTConfig
-from mics_fn.lab.ranks import RankFailure, run_bounded, run_ranks
+from mics_fn.lab.ranks import RankFailure, run_bounded
 
 ROOT = Path(__file__).parents[2]
 SMALL = parts.DoctorConfig(model=GPTConfig(context=16, dim=32, num_blocks=2))

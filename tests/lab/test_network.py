@@ -5,10 +5,11 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import run_ranks
 from sockets import HAS_LIST, listening
 
 import mics_fn as mf
-from mics_fn.lab.ranks import launch, run_ranks
+from mics_fn.lab.ranks import launch
 
 pytestmark = pytest.mark.skipif(not HAS_LIST, reason="needs /proc/net/tcp")
 

@@ -1,8 +1,8 @@
 """`python -m tests.stress faults`: a few faults of each kind, and its parts on tiny sizes."""
 
 import pytest
+from rank_pool import run_ranks
 
-from mics_fn.lab.ranks import run_ranks
 from tests.stress.cost import CostConfig, measure_cost, render_cost
 from tests.stress.faults import FaultsConfig, measure_faults, render_faults
 from tests.stress.soak import SoakConfig, render_soak, soak

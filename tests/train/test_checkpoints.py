@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases import Layout as World
 from cases import groups_of, placed_as, same_bits
+from rank_pool import RankPool
 from test_carried import STEPS, fit, held, loader_of, made
 from test_data import stateful
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,7 +22,6 @@ import mics_fn as mf
 from mics_fn import checkpoint, optim
 from mics_fn.checkpoint import directory, saving
 from mics_fn.errors import DesyncError, FileError, LeafError, MicsError
-from mics_fn.lab.ranks import RankPool
 from mics_fn.spans import LOG
 from mics_fn.train.resuming import guard_numbers
 

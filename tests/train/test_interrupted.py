@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import same_bits
+from rank_pool import run_ranks
 from torch import Tensor, nn
 from torch.autograd import grad_mode
 from torch.utils import _contextlib
@@ -27,7 +28,6 @@ from torch.utils import _contextlib
 import mics_fn as mf
 from mics_fn import threads, tree
 from mics_fn.errors import LostStateError
-from mics_fn.lab.ranks import run_ranks
 from mics_fn.optim import by_leaf
 from mics_fn.shards import any_lost
 from mics_fn.train import Checkpoints

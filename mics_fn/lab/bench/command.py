@@ -4,13 +4,14 @@ import argparse
 import json
 import os
 import re
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from mics_fn.errors import PlanError
 from mics_fn.groups import Topology, plan_groups
-from mics_fn.lab.bench import disk, opt, step
+from mics_fn.lab.bench import alone, step
 from mics_fn.lab.bench.step import DEFAULT_PEERS, LINKS, OVERLAP_PEERS, PEERS, StepConfig
 from mics_fn.lab.bench.turns import BenchTurns, num_ranks, on_ranks
 from mics_fn.lab.models import GPTConfig
@@ -57,6 +58,17 @@ def _add_opt_flags(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "small-leaves", 2000, "leaves of the second tree")
 
 
+def _add_save_flags(parser: argparse.ArgumentParser) -> None:
+    add_count(parser, "mib", 384, "size of the state, in MiB")
+    add_count(parser, "rounds", 5, "turns of each peer")
+    _add_folder(parser)
+
+
+def _add_folder(parser: argparse.ArgumentParser) -> None:
+    folder = tempfile.gettempdir()
+    parser.add_argument("--folder", default=folder, help=f"where to write (default {folder})")
+
+
 def _add_step_flags(parser: argparse.ArgumentParser) -> None:
     _add_rank_flags(parser)
     add_count(parser, "rounds", 5, "turns of each peer")
@@ -68,6 +80,7 @@ def _add_step_flags(parser: argparse.ArgumentParser) -> None:
     text = "rate of the links between nodes, such as 1gbit, or 200mbit:1 for turns of one step;"
     text += f" a module that {LINKS} names sets it (default: as it is)"
     parser.add_argument("--rates", default="", help=text, metavar="RATE")
+    _add_folder(parser)
     instead = parser.add_mutually_exclusive_group()
     text = "measure memory instead of time, with each peer in new processes"
     instead.add_argument("--rss", action="store_true", help=text)
@@ -148,7 +161,8 @@ def _step(args: argparse.Namespace, ranks: int) -> tuple[StepConfig, dict, Rende
     rate, args.steps = _read_rate(args.rates, args.steps)
     peers = tuple(dict.fromkeys(args.peers)) or (OVERLAP_PEERS if args.overlap else DEFAULT_PEERS)
     how = {"peers": peers, "rate": rate, "overlap": args.overlap, "rss": args.rss}
-    config = StepConfig(**_of_ranks(args, args.rounds, ranks, [args.partition_size]), **how)
+    how |= _of_ranks(args, args.rounds, ranks, [args.partition_size])
+    config = StepConfig(folder=args.folder, **how)
     step.check_peers(config, ranks)
     if config.rss:
         return config, step.run_rss(config, ranks), step.render_rss
@@ -177,19 +191,14 @@ def _bytes(args: argparse.Namespace, ranks: int) -> tuple[StepConfig, dict, Rend
     return config, on_ranks(step.measure_bytes, ranks, config), step.render_bytes
 
 
-def _opt(args: argparse.Namespace, ranks: int) -> tuple[opt.OptConfig, dict, Render]:
-    config = opt.OptConfig(args.small_leaves, **_of_gpt(args, args.rounds))
-    return config, on_ranks(opt.measure_opt, ranks, config), opt.render_opt
+def _opt(args: argparse.Namespace, ranks: int) -> tuple[alone.OptConfig, dict, Render]:
+    config = alone.OptConfig(args.small_leaves, **_of_gpt(args, args.rounds))
+    return config, on_ranks(alone.measure_opt, ranks, config), alone.render_opt
 
 
-def _saves(args: argparse.Namespace, ranks: int) -> tuple[disk.DiskConfig, dict, Render]:
-    config = disk.DiskConfig(args.mib, args.rounds, args.folder)
-    return config, on_ranks(disk.measure_saves, ranks, config), disk.render_saves
-
-
-def _disk(args: argparse.Namespace, ranks: int) -> tuple[disk.DiskConfig, dict, Render]:
-    config = disk.DiskConfig(args.mib, args.rounds, args.folder, args.host_mib, args.threads)
-    return config, disk.measure_disk(config), disk.render_disk
+def _saves(args: argparse.Namespace, ranks: int) -> tuple[alone.SaveConfig, dict, Render]:
+    config = alone.SaveConfig(args.mib, args.rounds, args.folder)
+    return config, on_ranks(alone.measure_saves, ranks, config), alone.render_saves
 
 
 BENCHES = {
@@ -204,12 +213,7 @@ BENCHES = {
     ),
     "checkpoint": Bench(
         "saving and loading, against plain writing and reading of the same bytes",
-        lambda parser: disk.add_file_flags(parser, 384, 5),
+        _add_save_flags,
         _saves,
-    ),
-    "disk": Bench(
-        "a step on states in a file, against plain reading and writing of the same bytes",
-        disk.add_disk_flags,
-        _disk,
     ),
 }

@@ -68,6 +68,7 @@ class StepConfig(TrainingTask):
             then not part of a peer's label.
         device: "auto", "cpu" or "cuda".
         peers: names from `PEERS`.
+        folder: where the states of the peer "disk" lie.
         rate: of the links between nodes; "" leaves them as they are.
         overlap: measure also what is hidden behind hop 2.
         rss: measure memory instead, each peer in processes of its own.
@@ -81,6 +82,7 @@ class StepConfig(TrainingTask):
     precisions: tuple[str, ...] = ()
     device: str = "auto"
     peers: tuple[str, ...] = DEFAULT_PEERS
+    folder: str = ""
     rate: str = ""
     overlap: bool = False
     rss: bool = False
@@ -110,24 +112,26 @@ def make_batches(config: StepConfig, device: torch.device, steps: int) -> list[l
 
 
 def _trainer(
-    stage: Stage, *, live: int | None, wide: bool = False, place: str = "", overlap: bool = False
+    stage: Stage, *, live: int | None, wide: bool = False, place: str = "", more: str = ""
 ) -> BenchPeer:
     """Build a `Trainer` that keeps all gathered parameters, or has a budget of `live` buckets.
 
     Two give the memory of ZeRO-3: a bucket in use, the next one, and one more that `live_bytes`
     allows. Its partition groups are those of the stage, or `wide` ones of all ranks. Parameters
-    may have a placement, and buckets be stepped while others are in hop 2.
+    may have a placement. With `more`, buckets are stepped while others are in hop 2, or the states
+    of the optimizer lie in files.
     """
     config = stage.config
     p = dist.get_world_size() if wide else config.partition_sizes[0]
     groups = mf.make_groups(p, node_size=config.node_size, device=stage.device)
     groups = stage.closing.enter_context(placement.place(groups, place) if place else groups)
-    guard = mf.optim.Guard(on_nonfinite="ignore") if overlap else None
-    how = {"overlap_step": overlap, "guard": guard}
+    how: dict[str, Any] = {"where": f"states=disk:{config.folder}"} if more == "on disk" else {}
+    if more == "overlapped":
+        how = {"overlap_step": True, "guard": mf.optim.Guard(on_nonfinite="ignore")}
     trainer = make_trainer(config, groups, live, stage.precision, **how)
     batches = [join(micros) for micros in stage.batches]
     kind = place or {None: "keep", 0: "least", 2: "two buckets"}[live]
-    name = f"Trainer p={p}, {kind}{', overlapped' * overlap}"
+    name = f"Trainer p={p}, {kind}{more and f', {more}'}"
     return BenchPeer(name, lambda step: trainer.step(batches[step]).loss)
 
 
@@ -232,7 +236,8 @@ PEERS = {
     "least": PeerKind(partial(_trainer, live=0), ours=True),
     "wide-zero3": PeerKind(partial(_trainer, wide=True, live=2), ours=True, alone=False),
     "hpz": PeerKind(partial(_trainer, wide=True, live=2, place="hpz"), ours=True, alone=False),
-    "overlap": PeerKind(partial(_trainer, live=None, overlap=True), ours=True, alone=False),
+    "overlap": PeerKind(partial(_trainer, live=None, more="overlapped"), ours=True, alone=False),
+    "disk": PeerKind(partial(_trainer, live=None, more="on disk"), ours=True),
     "fsdp2": PeerKind(partial(_fsdp2, full=False, keep=False)),
     "fsdp2-keep": PeerKind(partial(_fsdp2, full=False, keep=True)),
     "fsdp2-full": PeerKind(partial(_fsdp2, full=True, keep=False), alone=False),

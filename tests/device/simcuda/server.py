@@ -96,7 +96,7 @@ def serve(conn: Connection) -> None:
 def _answer(conn: Connection, request: Request) -> None:
     sys.path.insert(0, request.root)
     try:
-        ranks: Any = importlib.import_module("mics_fn.lab.ranks")
+        ranks: Any = importlib.import_module("rank_pool")
         lending: Any = importlib.import_module("mics_fn.deferred.reduction")
         lending.LEAST_RING = 0  # the ring of a small model is short, too
         modules = [importlib.import_module(name) for name in ("programs", "apart")]
