@@ -58,15 +58,11 @@ class Leaves(NamedTuple):
         hits = [i for i, own in enumerate(self.paths) if own in wanted]
         if len(hits) == 1:
             return self._owner(hits[0])
-        if hits:
-            root = "state" if self.is_state else "params"
-            full = [tree.join(root, self.paths[i] or "") for i in hits]
-            lines, fix = [f"it may be {' or '.join(full)}"], "write it in full"
-            raise LeafError(f"{self.verb}: {path!r} names several leaves", lines, fix)
-        near = self._near(path)
-        lines = [f"nearest: {', '.join(near)}"] if near else []
-        fix = "print(summary(...)) shows all paths"
-        raise LeafError(f"{self.verb}: no leaf {path!r} here", lines, fix)
+        root = "state" if self.is_state else "params"
+        full = [tree.join(root, self.paths[i] or "") for i in hits]
+        what = f"{path!r} names several leaves" if hits else f"no leaf {path!r} here"
+        near = f"it may be {' or '.join(full)}" if hits else f"nearest: {self._near(path)}"
+        raise LeafError(f"{self.verb}: {what}", [near], "print(summary(...)) shows all paths")
 
     def _owner(self, at: int) -> int:
         if not isinstance(self.all[at], Tied):
@@ -82,11 +78,11 @@ class Leaves(NamedTuple):
             return {text, bare} if root in _ROOTS else {text}
         return {bare} if root == "state" else {text, tree.join("params", text), f"buffers.{text}"}
 
-    def _near(self, text: str) -> list[str]:
-        """Return paths below a branch of the tree; otherwise paths of similar spelling."""
+    def _near(self, text: str) -> str:
+        """List paths below a branch of the tree; otherwise paths of similar spelling."""
         named = [own for own in self.paths if own is not None]
-        below = [own for own in named if own.startswith(f"{text}.")]
-        return below[:3] or difflib.get_close_matches(text, named, n=3, cutoff=0.5)
+        below = [own for own in named if own.startswith(f"{text}.")][:3]
+        return ", ".join(below or difflib.get_close_matches(text, named, n=3, cutoff=0.5)) or "none"
 
 
 def leaves_of(verb: str, shards: Tree, groups: Any, *, local: bool = False) -> Leaves:
@@ -110,9 +106,7 @@ def leaves_of(verb: str, shards: Tree, groups: Any, *, local: bool = False) -> L
     paths: list[str | None] = [*tree.paths(shown, "", is_leaf)]
     is_state = isinstance(shards, TrainState)
     named = shards.params if is_state else shown
-    given: list[Any] = []
-    if groups is not None or not local:
-        given = sharding.homes_of(verb, groups, named)
+    given = [] if local and groups is None else sharding.homes_of(verb, groups, named)
     homes = given or [None] * len(values)
     distinct = list(dict.fromkeys(given))
     if isinstance(groups, Groups | Hierarchy):
@@ -466,8 +460,8 @@ def _fitting(where: str, leaf: Any, value: Any) -> Any:
         value = torch.tensor(value, dtype=kind).expand(leaf.shape)
     if tuple(value.shape) != tuple(leaf.shape) or type(value) not in _torch.PLAIN:
         fix = "pass the full tensor, or a number to fill the leaf with"
-        got = f"got {tuple(value.shape)}, {type(value).__name__}"
-        lines = [f"expected {tuple(leaf.shape)}", got]
+        found = f"got {tuple(value.shape)}, {type(value).__name__}"
+        lines = [f"expected {tuple(leaf.shape)}", found]
         raise LeafError(f"{where}: a value of another shape", lines, fix)
     moved = value.detach().to(data.device)
     if pack.has_codes(data):
@@ -480,9 +474,8 @@ def _fitting(where: str, leaf: Any, value: Any) -> Any:
     cast = moved.to(data.dtype) if torch.can_cast(moved.dtype, data.dtype) else None
     if cast is None or not _survives(moved, cast):
         want, got = (sharding.dtype_name(x.dtype) for x in (data, value))
-        lines = [f"expected {want}", f"got {got}"]
-        fix = "pass values that the leaf's dtype can hold"
-        raise LeafError(f"{where}: the value does not fit its dtype", lines, fix)
+        text = f"{where}: the value does not fit its dtype"
+        raise LeafError(text, [f"expected {want}", f"got {got}"], "pass values that it can hold")
     return cast
 
 

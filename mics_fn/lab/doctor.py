@@ -21,7 +21,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +74,7 @@ class Finding(NamedTuple):
     seconds: float = 0.0
     checks: Sequence[Check] = ()
     errors: Sequence[str] = ()
-    facts: Mapping[str, Any] = MappingProxyType({})
+    facts: Mapping[str, Any] = {}
 
     @property
     def well(self) -> bool:
@@ -113,7 +112,7 @@ def main(args: argparse.Namespace) -> int:
     findings = [run_part("environment", ReportPart(environment, 1, 60), gloo, args.limit)]
     facts = findings[0].facts
     device = _device_of(args, facts) if facts else "not known"
-    devices = 0 if device == "cpu" else len(facts.get("devices", ()))
+    devices = 0 if device == "cpu" else facts.get("devices", 0)
 
     def show() -> None:
         print(as_text(findings[-1]) + "\n", flush=True)
@@ -242,10 +241,8 @@ def clean(text: str) -> str:
 
 def _own_names() -> dict[str, str]:
     """Return the names that identify this machine and its user, with their replacements."""
-    found = {}
     host = socket.gethostname()
-    for name in (host, host.partition(".")[0]):
-        found[name] = "<host>"
+    found = dict.fromkeys((host, host.partition(".")[0]), "<host>")
     with suppress(OSError, KeyError, ImportError):
         found[getpass.getuser()] = "<user>"
     found[Path.home().name] = "<user>"
@@ -266,29 +263,21 @@ def as_text(finding: Finding) -> str:
     """Render one part: its verdict, its checks, and its errors."""
     if finding.verdict == LEFT_OUT:
         return f"{finding.name}: {LEFT_OUT}, because {finding.errors[0]}"
-    ranks = f"{finding.ranks} rank" + ("s" if finding.ranks > 1 else "")
+    ranks = f"{finding.ranks} rank{'s' * (finding.ranks > 1)}"
     title = f"{finding.name}: {finding.verdict} ({ranks}, {finding.seconds:.0f} s)"
-    lines = [table(title, _rows(finding.checks))]
-    if finding.facts:
-        lines = [title, *(f"  {name}: {_fact(fact)}" for name, fact in finding.facts.items())]
+    lines = [title, *(f"  {name}: {fact}" for name, fact in finding.facts.items())]
+    if not finding.facts:
+        rows = [_row(check) for check in finding.checks]
+        lines = [table(title, rows or [("nothing was found", "")])]
     lines += [f"  {line}" for error in finding.errors for line in error.splitlines()]
     return "\n".join(lines)
 
 
-def _fact(fact: Any) -> str:
-    return ("; ".join(fact) or "none") if isinstance(fact, list) else str(fact)
-
-
-def _rows(checks: Sequence[Check]) -> list[tuple[str, ...]]:
-    rows = []
-    for check in checks:
-        if check.value is None:
-            rows.append((check.what, "not available", "", ""))
-            continue
-        limit = "" if check.limit is None else f"of {_figure(check.limit, check.unit)}"
-        mark = "" if check.ok else WRONG
-        rows.append((check.what, _figure(check.value, check.unit), limit, mark))
-    return rows or [("nothing was found", "")]
+def _row(check: Check) -> tuple[str, ...]:
+    if check.value is None:
+        return check.what, "not available", "", ""
+    limit = "" if check.limit is None else f"of {_figure(check.limit, check.unit)}"
+    return check.what, _figure(check.value, check.unit), limit, "" if check.ok else WRONG
 
 
 def _figure(value: float, unit: str) -> str:
@@ -337,7 +326,7 @@ def check_job(device: str) -> int:
 
 
 def environment(job: DoctorConfig) -> dict[str, Any]:
-    """Return the facts of this machine by name, as text; the devices are a list.
+    """Return the facts of this machine by name.
 
     Args:
         job: of a rank; it has no part in this.
@@ -356,17 +345,16 @@ def environment(job: DoctorConfig) -> dict[str, Any]:
     found: dict[str, Any] = {name: _or_why_not(fact) for name, fact in facts.items()}
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     found["accelerator"] = "none" if accelerator is None else accelerator.type
-    count = 0 if accelerator is None else torch.accelerator.device_count()
-    kind = found["accelerator"]
-    found["devices"] = [
-        _or_why_not(lambda i=i: _device_text(torch.device(kind, i))) for i in range(count)
-    ]
+    found["devices"] = 0 if accelerator is None else torch.accelerator.device_count()
+    for i in range(found["devices"]):
+        device = torch.device(found["accelerator"], i)
+        found[f"device {i}"] = _or_why_not(partial(_device_text, device))
     return found
 
 
-def _nccl_settings() -> list[str] | str:
-    found = nccl_problems(dict(os.environ))
-    return [f"{name}: {why}" for name, why in found.items()] or "as init_distributed sets them"
+def _nccl_settings() -> str:
+    found = [f"{name}: {why}" for name, why in nccl_problems(dict(os.environ)).items()]
+    return "; ".join(found) or "as init_distributed sets them"
 
 
 def _or_why_not(fact: Callable[[], Any]) -> Any:

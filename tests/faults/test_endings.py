@@ -20,7 +20,8 @@ LIMIT_S = 10.0  # with two idle processors 3; a process ends slowly where others
 
 
 def ended(folder: Path, *cases: str) -> dict[str, Any]:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = str(ENDINGS.parents[2])
     command = [sys.executable, str(ENDINGS), str(folder), *cases]
     done = subprocess.run(command, capture_output=True, text=True, timeout=220, env=env)
     assert not done.returncode, done.stderr

@@ -28,7 +28,6 @@ JOB |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
         ("bench step --rates 1gbit", "MICS_FN_LINKS=no_such_module: No module named"),
         ("bench step --rss", "--rss in a job"),
         ("bench step --ranks 2", "--ranks 2 in a job of 4"),
-        ("demo --precision hop2=int9", "Codec.parse: 'int9' is not a codec"),
         ("demo --ranks 4 --partition-size 3", "partition_size=3 does not fit 4 ranks"),
         ("demo --steps 1", "argument --steps: 1 is less than 2"),
         ("demo --out /dev/null", "--out /dev/null: File exists\n  fix: pass --out with a folder"),

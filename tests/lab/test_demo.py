@@ -91,19 +91,6 @@ def test_the_demo_trains_counts_and_agrees_with_one_process(layout: str, tmp_pat
     assert len(image) > 10_000
 
 
-@pytest.mark.thorough
-def test_with_a_precision_the_demo_says_how_far_losses_are_from_float32(tmp_path: Path) -> None:
-    flags = ["--ranks", "2", "--node-size", "1", "--steps", "4", "--seed", "3", "--lr", "3e-4"]
-    said, figures = forked_demo(tmp_path, *flags, "--precision", "hop2=int8[64]; *norm*: hop2=f32")
-    check = figures["check"]
-    assert (check["ok"], check["loss_bound"], check["last_steps"]) == (None, None, 2)
-    assert 1e-7 < check["loss_max_rel"] < 1e-2, "codes round, and only a little"
-    sent = figures["traffic"]["replicas"]
-    assert sent["counted"] == [sent["formula"]] * 2
-    assert sent["why"] == "2 (r-1)/r M/p as int8[64], f32"
-    assert "no bounds: they are for float32" in said
-
-
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     for name in ("run", "run-2", "run-3"):
         folder = demo.folder_for(tmp_path / "run")

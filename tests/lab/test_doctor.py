@@ -159,7 +159,7 @@ def test_whatever_becomes_of_a_part_is_a_line_and_the_next_one_runs(
 ):
     def run(fn: Any, n: int, *args: Any, **options: Any) -> dict[int, Any]:
         if fn is command.environment:
-            return {0: {"accelerator": "none", "devices": []}}
+            return {0: {"accelerator": "none", "devices": 0}}
         if fn is parts.ways:
             lines = "".join(json.dumps(check) + "\n" for check in checks)
             Path(args[0].folder, "checks0").write_text(lines)

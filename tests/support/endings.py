@@ -8,64 +8,37 @@ and its exit code, as JSON.
 import json
 import os
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import mics_fn as mf
+from tests.stress.fault_ranks import take_place
+from tests.stress.fault_trials import free_port
 
 WORLD, LIMIT_S, LONGEST_S = 2, 2.0, 50.0
 
 
-def trainer_of(groups: mf.Groups, pause_s: float) -> mf.Trainer:
+def step_until_the_end(case: str, folder: Path, rank: int) -> None:
+    """Steps until something ends them; in the fourth rank 1 is the cause."""
+
     def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(pause_s)
+        time.sleep(0.05)
         return model(x).square().mean()
 
-    torch.manual_seed(0)
-    return mf.Trainer(torch.nn.Linear(3, 1), mf.optim.sgd(0.1), groups, loss=loss)
-
-
-def stepping(folder: Path, rank: int, cause: Callable[[], None]) -> None:
-    """Steps until something ends them; in the fourth there may be a cause."""
     mf.init_distributed(device="cpu")
     groups = mf.make_groups(heartbeat_s=LIMIT_S, timeout_s=30)
-    trainer = trainer_of(groups, 0.05)
+    trainer = mf.Trainer(torch.nn.Linear(3, 1), mf.optim.sgd(0.1), groups, loss=loss)
     for step in range(1000):
-        if step == 3:
-            cause()
-        trainer.step(torch.ones(2, 3))
-
-
-def mark(path: Path) -> None:
-    path.write_text(f"{time.monotonic()}")
-
-
-def raises(folder: Path, rank: int) -> None:
-    def cause() -> None:
-        if rank == 1:
-            mark(folder / "cause")
+        if step == 3 and rank == 1:
+            (folder / "cause").write_text(f"{time.monotonic()}")
+            if case == "exits":
+                sys.exit(3)
             raise KeyError("mine")
-
-    stepping(folder, rank, cause)
-
-
-def exits(folder: Path, rank: int) -> None:
-    def cause() -> None:
-        if rank == 1:
-            mark(folder / "cause")
-            sys.exit(3)
-
-    stepping(folder, rank, cause)
-
-
-# By case: what each rank does.
-CASES: dict[str, Callable[[Path, int], None]] = {"raises": raises, "exits": exits}
+        trainer.step(torch.ones(2, 3))
 
 
 def start(case: str, folder: Path, port: int, rank: int) -> int:
@@ -73,22 +46,17 @@ def start(case: str, folder: Path, port: int, rank: int) -> int:
     pid = os.fork()
     if pid:
         return pid
-    env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
-    os.environ |= {name: str(value) for name, value in env.items()}
-    # Else the store may look for names of hosts for seconds, and answers nobody meanwhile.
-    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    take_place(rank, WORLD, port, apart=False)
     with open(folder / f"output{rank}", "w") as file:
         os.dup2(file.fileno(), 2)
-    CASES[case](folder, rank)
+    torch.manual_seed(0)
+    step_until_the_end(case, folder, rank)
     sys.exit(0)
 
 
 def run(case: str, folder: Path) -> dict[str, Any]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     folder.mkdir()
+    port = free_port(0)
     ranks = [start(case, folder, port, rank) for rank in range(WORLD)]
     ended: dict[int, tuple[int, float]] = {}
     deadline = time.monotonic() + LONGEST_S

@@ -7,7 +7,7 @@ import re
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 from mics_fn.errors import PlanError
 from mics_fn.groups import Topology, plan_groups
@@ -89,30 +89,17 @@ def _add_step_flags(parser: argparse.ArgumentParser) -> None:
     instead.add_argument("--overlap", action="store_true", help=text)
 
 
-Render = Callable[[dict, Any], str]  # tables of the figures and the config
-
-
-class Bench(NamedTuple):
-    """Subcommand of `bench`.
-
-    Args:
-        summary: its help text.
-        flags: adds its flags.
-        run: measures as the flags say, on so many ranks.
-    """
-
-    summary: str
-    flags: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace, int], tuple[Any, dict, Render]]
+# The config, the figures, and what renders both as tables.
+Measured = tuple[Any, dict, Callable[[dict, Any], str]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of each bench."""
     kinds = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
-    for name, bench in BENCHES.items():
-        one = kinds.add_parser(name, help=bench.summary, description=bench.summary)
+    for name, (summary, add_flags, _) in BENCHES.items():
+        one = kinds.add_parser(name, help=summary, description=summary)
         one.add_argument("--json", type=new_file, metavar="FILE", help="a file for all figures")
-        bench.flags(one)
+        add_flags(one)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -124,9 +111,9 @@ def main(args: argparse.Namespace) -> int:
         PlanError: sizes do not fit. No process has started.
         RankError: a rank failed.
     """
-    bench = BENCHES[args.bench]
+    *_, run = BENCHES[args.bench]
     ranks = num_ranks(args.ranks, DEFAULT_RANKS) if "ranks" in args else 1
-    config, figures, render = bench.run(args, ranks)
+    config, figures, render = run(args, ranks)
     if figures:
         print("\n" + render(figures, config), flush=True)
         if args.json is not None:
@@ -157,7 +144,7 @@ def _of_ranks(
     return {**_of_gpt(args, rounds), **fields, "partition_sizes": partition_sizes}
 
 
-def _step(args: argparse.Namespace, ranks: int) -> tuple[StepConfig, dict, Render]:
+def _step(args: argparse.Namespace, ranks: int) -> Measured:
     rate, args.steps = _read_rate(args.rates, args.steps)
     peers = tuple(dict.fromkeys(args.peers)) or (OVERLAP_PEERS if args.overlap else DEFAULT_PEERS)
     how = {"peers": peers, "rate": rate, "overlap": args.overlap, "rss": args.rss}
@@ -185,35 +172,26 @@ def _read_rate(text: str, steps: int) -> tuple[str, int]:
     return match[1], int(match[2] or steps)
 
 
-def _bytes(args: argparse.Namespace, ranks: int) -> tuple[StepConfig, dict, Render]:
+def _bytes(args: argparse.Namespace, ranks: int) -> Measured:
     fields = _of_ranks(args, 1, ranks, args.partition_size or ())
     config = StepConfig(live_buckets=args.live_buckets, **fields)
     return config, on_ranks(step.measure_bytes, ranks, config), step.render_bytes
 
 
-def _opt(args: argparse.Namespace, ranks: int) -> tuple[alone.OptConfig, dict, Render]:
+def _opt(args: argparse.Namespace, ranks: int) -> Measured:
     config = alone.OptConfig(args.small_leaves, **_of_gpt(args, args.rounds))
     return config, on_ranks(alone.measure_opt, ranks, config), alone.render_opt
 
 
-def _saves(args: argparse.Namespace, ranks: int) -> tuple[alone.SaveConfig, dict, Render]:
+def _saves(args: argparse.Namespace, ranks: int) -> Measured:
     config = alone.SaveConfig(args.mib, args.rounds, args.folder)
     return config, on_ranks(alone.measure_saves, ranks, config), alone.render_saves
 
 
-BENCHES = {
-    "step": Bench(
-        "whole steps: Trainer against a plain torch loop, and against FSDP2", _add_step_flags, _step
-    ),
-    "opt": Bench(
-        "optimizer steps: opt_step on flat shards against torch's fused AdamW", _add_opt_flags, _opt
-    ),
-    "bytes": Bench(
-        "bytes of a step at each level: counted and by formula", _add_bytes_flags, _bytes
-    ),
-    "checkpoint": Bench(
-        "saving and loading, against plain writing and reading of the same bytes",
-        _add_save_flags,
-        _saves,
-    ),
+# By name: its help text, what adds its flags, and what measures as they say, on so many ranks.
+BENCHES: dict[str, tuple[str, Callable, Callable[[argparse.Namespace, int], Measured]]] = {
+    "step": ("whole steps, against a plain torch loop and FSDP2", _add_step_flags, _step),
+    "opt": ("steps of the optimizer, against torch's fused AdamW", _add_opt_flags, _opt),
+    "bytes": ("bytes of a step by level: counted, and by formula", _add_bytes_flags, _bytes),
+    "checkpoint": ("saving and loading, against plain files", _add_save_flags, _saves),
 }
