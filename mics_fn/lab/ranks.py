@@ -224,15 +224,6 @@ def end_with_parent(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def failure_of(error: BaseException) -> RankFailure:
-    """Return an error as text, without the frames of this file on top."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next
-    text = "".join(traceback.format_exception(type(error), error, frames))
-    return RankFailure(type(error).__name__, str(error), text)
-
-
 def prepare(rank: int, n: int, folder: Path) -> None:
     """Make this process a rank that ends with its parent, and writes its stacks on SIGUSR1.
 
@@ -255,7 +246,8 @@ def answer(work: Callable[[], Any]) -> bytes:
     try:
         return pickle.dumps(work())
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        return pickle.dumps(failure_of(error))
+        text = "".join(traceback.format_exception(error))
+        return pickle.dumps(RankFailure(type(error).__name__, str(error), text))
 
 
 class RankProcesses:

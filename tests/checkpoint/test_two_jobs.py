@@ -16,8 +16,7 @@ import mics_fn as mf
 from mics_fn import checkpoint
 from mics_fn.errors import FileError, MicsError
 from mics_fn.store import poll
-from tests.stress.fault_ranks import take_place
-from tests.stress.fault_trials import end, fork, free_port, host_store
+from tests.stress.fault_trials import end, fork, free_port, host_store, take_place
 
 LAST = {"a": 10**6, "b": 40}  # step; only the newer job comes to its own
 

@@ -28,7 +28,7 @@ from mics_fn.faults.heartbeat import Process
 from mics_fn.groups import startup
 from mics_fn.spans import LOG
 from mics_fn.store import poll
-from tests.stress.fault_ranks import take_place
+from tests.stress.fault_trials import take_place
 
 N, STEPS, AT = 4, 6, 3  # ranks, steps, and the step in which one of them fails
 LIMIT_S = 1.5

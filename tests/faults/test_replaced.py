@@ -21,7 +21,7 @@ from mics_fn.errors import MicsError
 from mics_fn.faults import heartbeat, monitor
 from mics_fn.faults.heartbeat import BoundedStore, heartbeat_of
 from mics_fn.store import poll
-from tests.stress.fault_ranks import take_place
+from tests.stress.fault_trials import take_place
 
 N, ODD, AT = 4, 1, 3  # ranks, the one that is replaced, and the step at which that begins
 AFTER = 40  # steps of the others once it has thawed, in more than a second

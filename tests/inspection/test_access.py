@@ -142,8 +142,8 @@ def gets_state(groups, state):
         for name in set(full) - {"frozen"}:
             same_leaf(mf.get(state, f"opt.1.moments.{moment}.{name}", groups), whole[name])
     for name, value in state.buffers.items():
-        same_leaf(mf.get(state, f"buffers.{name}", groups), value)
-        same_leaf(mf.get(state, name, groups), value)
+        for path in (f"buffers.{name}", name):
+            same_leaf(mf.get(state, path, groups), value)
     assert mf.get(state, "step", groups) == mf.get(state, "opt.1.count", groups) == 2
     mf.get(state, "opt.1.scalars.step", groups).add_(1)  # a copy: the state is as it was
     assert torch.equal(mf.get(state, "opt.1.scalars.step", groups), torch.tensor(2.0))
@@ -186,17 +186,13 @@ def chunks_are_whole(shards, groups) -> None:
 
 def sets_loose_pieces(layout):
     """Pieces that have their own memory, in another dtype than that of their bucket."""
-    groups = groups_of(layout)
-    params = TREES["plain"](torch.float32, 5)
-    shards = mf.shard(params, groups)
-    for wide in (False, True):
-        loose = tree.map_leaves(lambda x: x.double() if wide else x.clone(), shards)  # noqa: B023
-        new = mf.set(loose, "w", random(1, 5, 3), groups)
-        want = {k: v.double() if wide else v for k, v in params.items()}
-        for name, value in want.items():
-            same_leaf(mf.get(loose, name, groups), value)
-            changed = random(1, 5, 3).to(value.dtype)
-            same_leaf(mf.get(new, name, groups), changed if name == "w" else value)
+    groups, params = groups_of(layout), TREES["plain"](torch.float32, 5)
+    loose = tree.map_leaves(lambda x: x.double(), mf.shard(params, groups))
+    new = mf.set(loose, "w", random(1, 5, 3), groups)
+    for name, value in params.items():
+        same_leaf(mf.get(loose, name, groups), value.double())
+        changed = random(1, 5, 3) if name == "w" else value
+        same_leaf(mf.get(new, name, groups), changed.double())
 
 
 def test_set_joins_pieces_that_lie_apart(ranks):
@@ -239,10 +235,9 @@ def of_state(layout):
     ]
     for path, value in cases:
         new = mf.set(state, path, value, groups)
-        held = mf.get(state, path, groups)
-        want = (
-            torch.as_tensor(value).expand(held.shape).to(held) if torch.is_tensor(held) else value
-        )
+        held, want = mf.get(state, path, groups), value
+        if torch.is_tensor(held):
+            want = torch.as_tensor(value).expand(held.shape).to(held)
         same_here({"": mf.get(new, path, groups)}, {"": want})
         written = {path, *moments} if path in moments else {path}
         same_here(here(new), before, written)
@@ -252,9 +247,8 @@ def of_state(layout):
     for name in ("head.weight", "embed.weight"):
         same_leaf(mf.get(new, name, groups), tied)
     kept = mf.set(state, "frozen", random(6, 5), groups).opt[1].moments["exp_avg"].by_leaf()
-    assert not any(isinstance(leaf, mf.shards.Fixed) for leaf in tree.flatten(kept, is_leaf)[0]), (
-        "the old tensor is kept alive"
-    )
+    held = tree.flatten(kept, is_leaf)[0]
+    assert not any(isinstance(x, mf.shards.Fixed) for x in held), "the old tensor is kept alive"
 
 
 @two_layouts
@@ -267,9 +261,9 @@ def test_get_reads_all_of_a_state_and_set_changes_one_value_of_it(ranks, layout)
 
 
 def ambiguous(value, path, groups, choices):
-    with pytest.raises(mf.errors.LeafError, match=f"{path!r} names several leaves") as error:
+    text = f"{path!r} names several leaves\n  it may be {choices}"
+    with pytest.raises(mf.errors.LeafError, match=text):
         mf.get(value, path, groups)
-    assert f"it may be {choices}" in str(error.value)
 
 
 def test_paths_are_read_as_they_are_written():
@@ -372,13 +366,6 @@ def wrong_groups():
         mf.get(shards, "w", groups_of(Layout((2, 2), 4)))
     with pytest.raises(mf.errors.GroupsError, match="set: got a hierarchy"):
         mf.set(shards, "w", 0, groups.hierarchy)
-    with pytest.raises(mf.errors.GroupsError, match="get: groups is None"):
-        mf.get(shards, "w", None)
-    own = mf.make_groups(2, node_size=2, timeout_s=20)
-    other = mf.shard({"w": random(0, 4, 3)}, own)
-    own.close()
-    with pytest.raises(mf.errors.GroupsError, match="closed"):
-        mf.get(other, "w", own)
 
 
 def test_groups_must_be_those_of_the_shards(ranks):
@@ -436,15 +423,12 @@ def summarised(layout):
     kinds = {"frozen": "frozen", "head.weight": "tied"}
     for name, value in full.items():
         kind = kinds.get(name, "trained")
-        tied = kind == "tied"
-        paths = [f"params.{name}"]
-        if kind != "frozen":
-            paths += [f"opt.1.moments.{m}.{name}" for m in ("exp_avg", "exp_avg_sq")]
-        for path in paths:
+        roots = ["params", "opt.1.moments.exp_avg", "opt.1.moments.exp_avg_sq"]
+        for path in (f"{root}.{name}" for root in roots[: 1 if kind == "frozen" else 3]):
             row = rows.pop(path)
             assert (row.shape, row.dtype, row.kind) == (tuple(value.shape), "float64", kind)
             assert row.groups == groups.describe()
-            assert row.full_bytes == (0 if tied else value.numel() * 8)
+            assert row.full_bytes == (0 if kind == "tied" else value.numel() * 8)
             held = everywhere(torch.tensor(row.here_bytes), layout.world_size)
             assert sum(map(int, held[first : first + p])) == row.full_bytes, path
     for name, value in trainer.state.buffers.items():

@@ -118,8 +118,6 @@ GroupsError: reset: got NoneType, expected Groups
 # Models
 >>> mf.init_model(lambda: nn.Linear(2, 1), groups, seed="0")
 PlanError: init_model: seed='0', expected an int of at least 0
->>> mf.init_model(lambda: nn.Linear(2, 1), groups, seed=0, weights="nope.safetensors")
-FileNotFoundError: [Errno 2] No such file or directory: '...nope.safetensors'
 
 # Trainers
 >>> trainer(None)
@@ -130,8 +128,6 @@ GroupsError: Trainer: groups is of type Transform, expected groups
 LeafError: Trainer: no parameter is trained: all are frozen, or there is none
 >>> trainer(loss="mse")
 PlanError: Trainer: loss='mse', expected a function loss(model, batch)
->>> trainer(hop2=lambda grads, groups: grads)
-TypeError: Trainer.__init__() got an unexpected keyword argument 'hop2'
 >>> mf.FaultPolicy(on_drift=None)
 PlanError: FaultPolicy: on_drift=None, expected 'raise' or 'heal'
 >>> trainer(schedule="fetch 0").step(x)
@@ -320,12 +316,10 @@ def test_the_errors_of_the_first_day_are_those_of_all_ranks(ranks):
 
 def test_sizes_can_be_written_with_units():
     with mf.make_groups(1) as groups:
-        given: dict[str, Any] = {"live_bytes": "1 GiB", "bucket_bytes": "25MB"}
-        trainer = mf.Trainer(nn.Linear(2, 1), optim.sgd(0.1), groups, loss=mse, **given)
-        trainer.step(x)
-        assert mf.on_demand(live_bytes="0.5kB").live_bytes == 500
-        assert mf.on_demand(live_bytes=1e9).live_bytes == 1_000_000_000
-        assert mf.on_demand(live_bytes="4096").live_bytes == 4096
+        sizes: Any = {"live_bytes": "1 GiB", "bucket_bytes": "25MB"}
+        mf.Trainer(nn.Linear(2, 1), optim.sgd(0.1), groups, loss=mse, **sizes).step(x)
+    given: tuple[Any, ...] = ("0.5kB", 1e9, "4096")
+    assert [mf.on_demand(live_bytes=x).live_bytes for x in given] == [500, 1_000_000_000, 4096]
 
 
 # What people of other libraries try first
@@ -355,42 +349,22 @@ def pickled() -> list[float]:
     groups = mf.make_groups(2)
     shards = mf.shard({"w": torch.ones(2)}, groups)
     with mf.defer(shards, groups, mf.on_demand(live_bytes=0)) as full:
-        with pytest.raises(mf.errors.LeafError) as caught:
+        with pytest.raises(mf.errors.LeafError, match=r"bucket 0\n.*holds w\n  fix: save shards"):
             torch.save(full["w"], BytesIO())
-        assert str(caught.value) == (
-            "torch.save and pickle want the memory of a gathered parameter, one of bucket 0\n"
-            "  shape (2,); the bucket holds w\n"
-            "  fix: save shards, as checkpoint.save does, or a clone()"
-        )
         return deepcopy(full["w"]).tolist()
 
 
 def test_ranks_with_other_budgets_are_told_of_budgets(ranks):
     for found in ranks(2).try_run(other_budgets):
-        assert (found.type_name, found.message) == (
-            "DesyncError",
-            "defer: ranks disagree on the schedule\n"
-            "  rank 0: schedule on_demand(live_bytes=0, prefetch=4)\n"
-            "  rank 1: schedule on_demand(live_bytes=1, prefetch=4)\n"
-            "  fix: pass the same live_bytes=, prefetch= or schedule on every rank",
-        )
+        first, *budgets, fix = found.message.splitlines()
+        assert (found.type_name, first) == ("DesyncError", "defer: ranks disagree on the schedule")
+        assert [f"rank {i}:" in x and f"live_bytes={i}," in x for i, x in enumerate(budgets)] == [
+            True
+        ] * 2
+        assert "live_bytes=" in fix
 
 
 def other_budgets() -> None:
     groups = mf.make_groups(2)
     shards = mf.shard({"w": torch.ones(2)}, groups)
     mf.defer(shards, groups, mf.on_demand(live_bytes=groups.rank))
-
-
-def test_a_rank_that_is_refused_keeps_no_other_waiting(ranks):
-    failures = ranks(2).try_run(refused_alone)
-    assert [f"{each.type_name}: {each.message}".partition("\n")[0] for each in failures] == [
-        "DesyncError: init_model: it failed on other ranks",
-        "PlanError: init_model: seed='0', expected an int of at least 0",
-    ]
-
-
-def refused_alone() -> None:
-    groups = mf.make_groups(2)
-    seed: Any = "0" if groups.rank else 0
-    mf.init_model(lambda: nn.Linear(2, 1), groups, seed=seed)

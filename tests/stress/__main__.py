@@ -56,12 +56,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         add_count(parser, name, getattr(SoakConfig, name), f"{name} of --soak")
     add_count(parser, "rounds", CostConfig.rounds, "turns of --cost")
     instead: Any = parser.add_mutually_exclusive_group()
-    for name, text in (
-        ("soak", "look instead at what grows over many steps, resets and trainers"),
-        ("cost", "look instead at what the monitor takes: processor time and messages"),
-        ("rejoin", "kill ranks instead, and start them again, so that they go on from replicas"),
-    ):
-        instead.add_argument(f"--{name}", action="store_true", help=text)
+    instead.add_argument("--soak", action="store_true", help="look at what grows instead")
+    instead.add_argument("--cost", action="store_true", help="look at what the monitor takes")
+    instead.add_argument("--rejoin", action="store_true", help="kill ranks, and start them again")
     text = "kill instead so many jobs while they save, and look at what the next one finds"
     add_count(instead, "kills", None, text)
 
@@ -86,10 +83,8 @@ STRESS = {"faults": add_flags}  # by name, what adds the flags of a stress test
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a stress test and return its exit code: 1 where a goal was missed."""
     parser = argparse.ArgumentParser(prog="python -m tests.stress", description="stress tests")
-    kinds = parser.add_subparsers(dest="stress", required=True, metavar="WHAT")
-    summary = "faults of every kind in small jobs: who hangs, who dies, who is wrong, who is named"
-    for name, add in STRESS.items():
-        add(kinds.add_parser(name, help=summary, description=summary))
+    parser.add_argument("stress", choices=STRESS, help="who hangs, dies, is wrong, is named")
+    add_flags(parser)
     config = config_of(parser.parse_args(argv))
     run, render = PARTS[type(config)]
     figures = run(config)

@@ -27,8 +27,7 @@ import torch
 
 from mics_fn.errors import GroupsError
 from mics_fn.lab.report import table
-from tests.stress.fault_ranks import SAVED, STEPS, STORE, Told, Trial
-from tests.stress.fault_trials import Found, run_trial
+from tests.stress.fault_trials import SAVED, STEPS, STORE, Found, Told, Trial, run_trial
 
 LANE_LIMIT_S = 240.0  # of one trial, if all else fails
 HARMLESS = ("slow", "gil", "disk_full")

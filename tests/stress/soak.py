@@ -20,7 +20,7 @@ from mics_fn.collectives.levels import start_all_gather
 from mics_fn.errors import MicsError, human_bytes
 from mics_fn.lab.bench.turns import memory_bytes, of_all_ranks, on_ranks, say
 from mics_fn.lab.report import table
-from tests.stress.fault_ranks import batch_of, trainer_for
+from tests.stress.fault_trials import batch_of, trainer_for
 
 GROWTH_BYTES = 3e6  # of resident memory, from the first look to the last
 SETTLES_S = 3.0  # how long threads that end saves and free groups may take

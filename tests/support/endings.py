@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 import mics_fn as mf
-from tests.stress.fault_ranks import take_place
-from tests.stress.fault_trials import free_port
+from tests.stress.fault_trials import free_port, take_place
 
 WORLD, LIMIT_S, LONGEST_S = 2, 2.0, 50.0
 

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.stress.fault_ranks import take_place
-from tests.stress.fault_trials import end, fork, free_port, hear, host_store
+from tests.stress.fault_trials import end, fork, free_port, hear, host_store, take_place
 
 
 class Ended(NamedTuple):

@@ -15,7 +15,7 @@ import mics_fn as mf
 from mics_fn import spans, testing
 from mics_fn.errors import DesyncError
 from mics_fn.train import StepMetrics
-from tests.stress.fault_ranks import batch_of, digest, trainer_for
+from tests.stress.fault_trials import batch_of, digest, trainer_for
 
 LIMIT_S = 30.0
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 import mics_fn as mf
-from tests.stress.rejoin import judged, run_loss
-from tests.stress.rejoin_ranks import Loss, Rank, made
+from tests.stress.rejoin import Loss, Rank, judged, made, run_loss
 
 SHORT = Loss(0, 4, 2, (3,), 3, 0.0, steps=6, timeout_s=15.0)
 
