@@ -216,7 +216,7 @@ def _take(trainer: Any, found: Mapping[int, Said], last: Said) -> None:
         with reports(errors.FileError):  # leaves may lie in files
             home = trainer.options.home
             compared = faults.Comparison("Trainer.reset", trainer.state, home, [], moments=False)
-        compared.finish("raise")
+        compared.finish()
 
 
 def _lost(found: Mapping[int, Said], why: str) -> errors.LostStateError:

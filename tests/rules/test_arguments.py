@@ -132,8 +132,6 @@ LeafError: Trainer: no parameter is trained: all are frozen, or there is none
 PlanError: Trainer: loss='mse', expected a function loss(model, batch)
 >>> trainer(hop2=lambda grads, groups: grads)
 TypeError: Trainer.__init__() got an unexpected keyword argument 'hop2'
->>> mf.FaultPolicy(on_drift=None)
-PlanError: FaultPolicy: on_drift=None, expected 'raise' or 'heal'
 >>> trainer(schedule="fetch 0").step(x)
 PlanError: defer: schedule='fetch 0', expected a schedule or a policy
 >>> trainer(checkpoint="folder")
