@@ -30,7 +30,6 @@ def make_groups(
     partition_size: int | None = None,
     *,
     node_size: int | None = None,
-    nodes_per_rack: int | None = None,
     topology: Topology | None = None,
     mesh: DeviceMesh | None = None,
     ranks: Sequence[int] | None = None,
@@ -51,8 +50,7 @@ def make_groups(
         `mesh` (replicate, shard), else the number of the job's ranks on one node.
       node_size: number of ranks of the world on one node. None takes it from LOCAL_WORLD_SIZE
         (torchrun), else it counts equal host names.
-      nodes_per_rack: number of the job's nodes in one rack, if racks matter.
-      topology: how the job's ranks are wired, instead of `node_size` and `nodes_per_rack`.
+      topology: how the job's ranks are wired, instead of `node_size`, as where racks matter.
       mesh: a `DeviceMesh`, or its data-parallel part: `mesh["dp"]`, `mesh["replicate", "shard"]`.
         The groups cover its ranks only, and never those of tensor or pipeline parallelism.
       ranks: global ranks of the job by position, instead of `mesh`; None takes all.
@@ -131,8 +129,8 @@ def make_groups(
         if mean_over is not None:
             check_count(mean_over, "make_groups: mean_over")
         if topology is not None:
-            _check_topology(topology, len(universe), node_size, nodes_per_rack)
-        wired = topology or Topology.of(len(universe), found, nodes_per_rack)
+            _check_topology(topology, len(universe), node_size)
+        wired = topology or Topology.of(len(universe), found)
         plan = plan_groups(wired, wired.sizes[-1] if partition_size is None else partition_size)
         state.recipe = partial(_create, plan=plan, device=chosen, mean_over=mean_over)
         state.first = state.key
@@ -226,11 +224,10 @@ def _shard_dim(mesh: DeviceMesh) -> int | None:
     return mesh.size(1) if mesh.ndim == 2 else None
 
 
-def _check_topology(topology: Topology, num_ranks: int, *others: int | None) -> None:
+def _check_topology(topology: Topology, num_ranks: int, node_size: int | None) -> None:
     """Raise PlanError unless a topology has all ranks; all ranks were given the same."""
-    if others != (None, None):
-        fix = "pass topology= alone, or node_size= and nodes_per_rack="
-        raise PlanError("make_groups: topology= and node sizes are both given", fix=fix)
+    if node_size is not None:
+        raise PlanError("make_groups: topology= and node_size= are both given", fix="pass one")
     if topology.world_size != num_ranks:
         what = f"topology {topology} has {topology.world_size} ranks, the job has {num_ranks}"
         raise PlanError(f"make_groups: {what}", fix="give sizes whose product is that number")

@@ -68,28 +68,22 @@ class Topology:
         object.__setattr__(self, "names", names)
 
     @classmethod
-    def of(
-        cls, world_size: int, node_size: int | None = None, nodes_per_rack: int | None = None
-    ) -> "Topology":
-        """The topology of equal nodes (None: one flat node), and of equal racks if given.
+    def of(cls, world_size: int, node_size: int | None = None) -> "Topology":
+        """The topology of equal nodes; None: one flat node.
 
         Raises:
-          PlanError: a number does not divide the next one.
+          PlanError: the number does not divide that of ranks.
 
         Example:
-          >>> print(Topology.of(24, node_size=4, nodes_per_rack=3))
-          rack 2 x node 3 x rank 4
+          >>> print(Topology.of(24, node_size=4))
+          node 6 x rank 4
         """
-        sizes = [world_size]
-        for name, given in (("node_size", node_size), ("nodes_per_rack", nodes_per_rack)):
-            if given is None and nodes_per_rack is None:
-                break
-            size = check_count(given, name)
-            if sizes[0] % size:
-                what = f"{name}={size} does not divide {sizes[0]}"
-                raise PlanError(what, fix="pass a number that does")
-            sizes[:1] = [sizes[0] // size, size]
-        return cls(tuple(sizes))
+        if node_size is None:
+            return cls((world_size,))
+        if world_size % check_count(node_size, "node_size"):
+            what = f"node_size={node_size} does not divide {world_size}"
+            raise PlanError(what, fix="pass a number that does")
+        return cls((world_size // node_size, node_size))
 
     @property
     def world_size(self) -> int:

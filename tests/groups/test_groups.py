@@ -105,7 +105,6 @@ TWO = "LOCAL_WORLD_SIZE"
         ({}, {}, "aabb", "node 2 x rank 2", 2),
         ({}, {}, "aaaa", "node 1 x rank 4", 4),
         ({"node_size": 2, "partition_size": 4}, {TWO: "4"}, "", "node 2 x rank 2", 4),
-        ({"node_size": 1, "nodes_per_rack": 2}, {TWO: "4"}, "", "rack 2 x node 2 x rank 1", 1),
     ],
     ids=str,
 )

@@ -61,7 +61,7 @@ def same_error(results: list[Any], within_s: float = 5.0) -> tuple[type, str]:
         ),
         ({}, {}, "abab", "after the other\n  ranks 0, 2: hostnames a\n"),
         ({"topology": Topology((2, 4))}, {}, "", "topology node 2 x rank 4 has 8 ranks, the job "),
-        ({"topology": Topology((2, 2)), "node_size": 2}, {}, "", "and node sizes are both given"),
+        ({"topology": Topology((2, 2)), "node_size": 2}, {}, "", "and node_size= are both given"),
         ({"partition_size": 3}, {}, "", "partition_size=3 does not fit 4 ranks"),
         ({"timeout_s": 0}, {}, "", "make_groups: timeout_s=0, expected a finite number above 0"),
         ({"ranks": [0, 0, 1, 2, 3]}, {}, "", "are not distinct ranks of a world of 4"),
