@@ -225,8 +225,9 @@ def _steps(step: int, home: Groups) -> dict[int, int]:
 
 
 def _torn(verb: str, steps: dict[int, int], home: Groups) -> errors.LostStateError:
-    said = {rank: f"step {step}" if step >= 0 else "lost" for rank, step in steps.items()}
-    lines = errors.rank_lines(said)
+    lines = errors.rank_lines(
+        {rank: f"step {x}" if x >= 0 else "lost" for rank, x in steps.items()}
+    )
     fix = "same_step(state, groups, heal=True) takes the newer state from a replica"
     if _lost(steps, home):
         fix = "no replica has all of the newest state: go back to one that all ranks have saved"

@@ -160,13 +160,10 @@ class Monitor:
         if self._states.pop(state, None) is not None and not self._states:
             self.bounded(self._write_heartbeat, None)
 
-    def linger(self) -> None:
-        """Keep the store open for a moment, if this rank hosts it, for others to read."""
-        if self._said and store_host(self._store)[0] == self._rank:
-            time.sleep(max(0.0, self._said + 2 * self._interval_s() - time.monotonic()))
-
     def end(self) -> None:
         """Stop the threads at exit: Python must not meet one that returns from C++."""
+        if self._said and store_host(self._store)[0] == self._rank:  # others read why from it
+            time.sleep(max(0.0, self._said + 2 * self._interval_s() - time.monotonic()))
         self._stop.set()
         self._wake.put(None)
         if self._store_thread is not None and self._store_thread.lost is None:
@@ -312,14 +309,7 @@ class Monitor:
 
 
 MONITOR = Monitor()  # of this process
-
-
-def _forget() -> None:
-    """Begin anew in a forked child: it has no threads, and no groups."""
-    MONITOR.__init__()
-
-
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=MONITOR.__init__)  # which has no threads, and no groups
 
 
 # Errors that no block of the groups hears of, and the end of this process: other ranks are told.
@@ -384,7 +374,6 @@ def _at_exit() -> None:
     else:
         announce_all(error, final=True)
         never_destruct()
-    MONITOR.linger()
     MONITOR.end()
     end_aborts(patience_s=5.0)
 
@@ -474,8 +463,7 @@ class StopRequest:
         if not poll(lambda: store.check([*keys.values()]), len(keys), deadline, check):
             who = errors.name_ranks([rank for rank in keys if not store.check([keys[rank]])])
             what = f"StopRequest: {who} did not answer in {self._timeout_s:g} s"
-            fix = "look for a rank that stopped, or that is not in a StopRequest of its own"
-            raise errors.CollectiveError(what, fix=fix)
+            raise errors.CollectiveError(what, fix="enter a StopRequest on all ranks")
         return max(int(store.get(key)) for key in keys.values())
 
     def _listen(self, store: Any) -> None:
@@ -707,5 +695,5 @@ def _judged(found: Mapping[int, str]) -> None:
     """
     keys = {rank: key for rank, key in found.items() if key}
     if len(set(keys.values())) > 1:
-        fix = "reset the same groups on all ranks, in the same order"
-        raise errors.disagreement("reset: ranks reset different groups", keys, fix)
+        what = "reset: ranks reset different groups"
+        raise errors.disagreement(what, keys, "reset them in one order on all ranks")

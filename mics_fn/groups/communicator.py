@@ -104,8 +104,7 @@ class Turns:
 
 
 def _refused() -> GroupsError:
-    name = threading.current_thread().name
-    text = f"thread {name!r} uses groups that another thread is using"
+    text = f"thread {threading.current_thread().name!r} uses groups that another thread is using"
     return GroupsError(text, fix="call the verbs of one set of groups in one thread")
 
 
@@ -552,8 +551,7 @@ class Comm:
             raise unraised
         what = f"'{self.name}' of ranks {fold_ranks(self.ranks)} is used after its groups"
         if state.failed is None:
-            fix = "keep them open, or call make_groups again"
-            raise GroupsError(f"{what} were closed", fix=fix)
+            raise GroupsError(f"{what} were closed", fix="call make_groups again")
         fix = "call groups = mics_fn.reset(groups), or trainer.reset(), on all ranks"
         raise GroupsError(f"{what} have failed", [f"rank {state.rank}: {state.failed}"], fix)
 

@@ -21,7 +21,7 @@ from mics_fn.errors import GroupsError, PeerFailed, PlanError, first_line, name_
 from mics_fn.groups import startup
 from mics_fn.groups.communicator import Comm, GroupState, check_fork, hooks
 from mics_fn.groups.groups import Groups, Hierarchy, Level, Route
-from mics_fn.groups.topology import FLAT, Plan, Topology, check_count, plan_groups
+from mics_fn.groups.topology import FLAT, Plan, Topology, plan_groups
 from mics_fn.store import Channel, poll
 from mics_fn.threads import bounded
 
@@ -126,8 +126,7 @@ def make_groups(
     deadline = time.monotonic() + timeout_s
     try:
         store, found = _agreed(state, mine, deadline)
-        if mean_over is not None:
-            check_count(mean_over, "make_groups: mean_over")
+        checks.integer("make_groups", "mean_over", mean_over, optional=True)
         if topology is not None:
             _check_topology(topology, len(universe), node_size)
         wired = topology or Topology.of(len(universe), found)
@@ -169,8 +168,7 @@ def require_distributed() -> bool:
     source = startup.launcher_of(os.environ)
     if source is not None and os.environ.get("WORLD_SIZE") != "1":
         what = f"make_groups: {source} started several ranks, without torch.distributed"
-        fix = "call mics_fn.init_distributed() or torch.distributed.init_process_group() first"
-        raise GroupsError(what, fix=fix)
+        raise GroupsError(what, fix="call mics_fn.init_distributed() first")
     return False
 
 
@@ -219,8 +217,7 @@ def _shard_dim(mesh: DeviceMesh) -> int | None:
     """The partition size that a mesh implies, by the (replicate, shard) convention."""
     if mesh.ndim > 2:
         what = f"make_groups: no shard dimension in a mesh of dimensions {mesh.mesh_dim_names}"
-        fix = "pass partition_size=, or a 2-D part such as mesh['replicate', 'shard']"
-        raise PlanError(what, fix=fix)
+        raise PlanError(what, fix="pass partition_size=, or mesh['replicate', 'shard']")
     return mesh.size(1) if mesh.ndim == 2 else None
 
 
@@ -238,7 +235,7 @@ def _node_of(rank: int, node_size: int | None, topology: Topology | None) -> str
     if topology is not None:
         return "one of topology="
     if node_size is not None:
-        check_count(node_size, "make_groups: node_size")
+        checks.integer("make_groups", "node_size", node_size)
         return f"node_size={node_size} {rank // node_size}"
     size = os.environ.get("LOCAL_WORLD_SIZE")
     if size is None:
@@ -258,7 +255,9 @@ def _create(
     position = state.ranks.index(state.rank)
     chunk, order = plan.chunk(position), state.ranks_at(plan.chunk_order(position))
     rows = state.ranks_at(plan.replication_group(position))
-    channel = state.channel = _channel(state, store, order)
+    make = Channel if store is None else Channel.of_several
+    channel: Any = make(store, state.key, order, state.rank, state.timeout_s, len(state.ranks))
+    channel.check, channel.watch, state.channel = state.watch.check, state.watch, channel
     made = list[Comm]()
     comm = partial(_comm, state, made)
 
@@ -290,15 +289,6 @@ def _create(
     parts = {"hierarchy": hierarchy, "flat": flat, "partition": partition, "replicas": replicas}
     known = {"timeout_s": state.timeout_s, "traffic": state.traffic, "state": state}
     return Groups(plan, **where, **parts, **known, mean_over=mean_over)
-
-
-def _channel(state: GroupState, store: Any, ranks: tuple[int, ...]) -> Channel:
-    """The channel of a partition group, which every wait for a collective consults."""
-    make = Channel if store is None else Channel.of_several
-    facts = state.key, ranks, state.rank, state.timeout_s, len(state.ranks)
-    channel: Any = make(store, *facts)
-    channel.check, channel.watch = state.watch.check, state.watch
-    return channel
 
 
 def _comm(state: GroupState, made: list[Comm], name: str, ranks: tuple[int, ...]) -> Comm:
@@ -388,6 +378,5 @@ def _overdue(state: GroupState, ranks: Sequence[int]) -> GroupsError:
 
 
 def _failed(did: str, comm: Comm, error: Exception) -> GroupsError:
-    rank, members = comm.ranks[comm.rank], name_ranks(comm.ranks)
-    what = f"make_groups: rank {rank} cannot {did} '{comm.name}' of {members}"
-    return GroupsError(what, [first_line(error)], _FIX)
+    what = f"rank {comm.ranks[comm.rank]} cannot {did} '{comm.name}' of {name_ranks(comm.ranks)}"
+    return GroupsError(f"make_groups: {what}", [first_line(error)], _FIX)

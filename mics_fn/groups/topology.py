@@ -14,17 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
 
+from mics_fn import checks
 from mics_fn.errors import PlanError, message, name_ranks
-
-# Numbers of ranks: what divides what, and the errors of those that do not fit.
-
-
-def check_count(value: object, what: str) -> int:
-    """Raise PlanError unless a value is an int of at least 1, and return it; `what` names it."""
-    if type(value) is not int or value < 1:
-        raise PlanError(f"{what}={value!r} is not an int of at least 1")
-    return value
-
 
 FLAT = "flat"  # the name of all levels as one, in communicators and in the ledger
 _NAMES = ("rack", "node", "rank")
@@ -57,13 +48,12 @@ class Topology:
     def __post_init__(self) -> None:
         sizes = tuple(self.sizes)
         for i, size in enumerate(sizes):
-            check_count(size, f"Topology: sizes[{i}]")
+            checks.integer("Topology", f"sizes[{i}]", size)
         extra = tuple(f"level{i}" for i in range(len(sizes) - len(_NAMES)))
         names = tuple(self.names) or (extra + _NAMES)[-len(sizes) :]
         if not len(names) == len(sizes) == len(set(names) - {FLAT}):
             what = f"Topology: names {names} do not name {len(sizes)} sizes {sizes}"
-            fix = f"pass one distinct name per size, and not {FLAT!r}, or no names"
-            raise PlanError(what, fix=fix)
+            raise PlanError(what, fix=f"pass one name per size, and not {FLAT!r}, or none")
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "names", names)
 
@@ -80,7 +70,8 @@ class Topology:
         """
         if node_size is None:
             return cls((world_size,))
-        if world_size % check_count(node_size, "node_size"):
+        checks.integer("Topology", "node_size", node_size)
+        if world_size % node_size:
             what = f"node_size={node_size} does not divide {world_size}"
             raise PlanError(what, fix="pass a number that does")
         return cls((world_size // node_size, node_size))

@@ -129,7 +129,7 @@ def test_sixteen_thousand_ranks():
             "  fix: pass one of the sizes that work: 1, 2, 4, 12, 24",
         ),
         (lambda: Topology.of(8, 3), "node_size=3 does not divide 8"),
-        (lambda: Topology((2, 0)), "Topology: sizes[1]=0 is not an int of at least 1"),
+        (lambda: Topology((2, 0)), "Topology: sizes[1]=0, expected an int of at least 1"),
         (lambda: Topology((2, 2), ("node", "node")), "names ('node', 'node') do not name"),
         (lambda: Topology((2, 2), ("flat", "rank")), "names ('flat', 'rank') do not name"),
     ],

@@ -25,7 +25,7 @@ def test_make_groups_before_init(monkeypatch: pytest.MonkeyPatch, name: str, sou
         make_groups()
     assert str(caught.value) == (
         f"make_groups: {source} started several ranks, without torch.distributed\n"
-        "  fix: call mics_fn.init_distributed() or torch.distributed.init_process_group() first"
+        "  fix: call mics_fn.init_distributed() first"
     )
 
 
