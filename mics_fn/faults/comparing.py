@@ -313,6 +313,9 @@ def same_replicas(state: Any, groups: Any) -> Any:
       state: a `TrainState`.
       groups: those of its parameters, with all replicas.
 
+    Returns:
+      The state.
+
     Communication: 8 bytes per leaf, of parameters and of each moment, over the partition group and
       over the replication group.
 

@@ -160,13 +160,7 @@ class BoundedStore:
       since: the epoch from which on this process is a member.
     """
 
-    def __init__(
-        self,
-        thread: StoreThread,
-        patience_s: float,
-        failed: Callable[..., Exception],
-        since: int = 1,
-    ) -> None:
+    def __init__(self, thread: StoreThread, patience_s: float, failed: Any, since: int = 1) -> None:
         self._thread, self._patience_s, self._failed = thread, patience_s, failed
         self.since = since
 

@@ -69,17 +69,7 @@ from typing import Any
 from mics_fn import _torch, errors, tree
 from mics_fn.faults import heartbeat
 from mics_fn.faults.journal import Failure, Watcher, of_store, without_a_word
-from mics_fn.groups import (
-    Groups,
-    GroupState,
-    Meeting,
-    announce_all,
-    check_fork,
-    end_aborts,
-    hooks,
-    never_destruct,
-    startup,
-)
+from mics_fn.groups import Groups, GroupState, Meeting, communicator, hooks, startup
 from mics_fn.store import Store, StoreLost, later, poll, value_of
 from mics_fn.threads import Job, Latch, start
 
@@ -137,12 +127,6 @@ class Monitor:
         except StoreLost as lost:
             raise failed(lost) from None
         return heartbeat.BoundedStore(thread, state.timeout_s, failed, self._since)
-
-    def check_store(self, state: GroupState) -> None:
-        """Raise PeerFailed if the store is gone, without which these ranks cannot meet."""
-        thread = self._store_thread
-        if thread is not None and thread.lost is not None and len(state.ranks) > 1:
-            raise self._store_failed(state, thread.lost)
 
     def begin(self, state: GroupState) -> None:
         """Begin to read the journal of groups, once all ranks have met."""
@@ -202,11 +186,8 @@ class Monitor:
     def _begin(self, store: Any) -> None:
         self._stop.set()  # of a thread that watched with another store
         self.__init__()
-        self._own, self._store, self._store_thread = (
-            heartbeat.Process.own(),
-            store,
-            heartbeat.StoreThread(store),
-        )
+        self._own, self._store = heartbeat.Process.own(), store
+        self._store_thread = heartbeat.StoreThread(store)
         self._store_thread.before = self._confirm
         watch = partial(self._watch, self._stop, self._store_thread)
         start(threading.Thread(target=watch, name="mics_fn monitor", daemon=True))
@@ -350,7 +331,7 @@ def listen() -> None:
     before = sys.excepthook
 
     def announce_and_show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        announce_all(error, final=not (hasattr(sys, "ps1") or sys.flags.interactive))
+        communicator.announce_all(error, final=not (hasattr(sys, "ps1") or sys.flags.interactive))
         before(kind, error, trace)
 
     sys.excepthook = announce_and_show
@@ -359,7 +340,7 @@ def listen() -> None:
 def _after_cell(result: Any) -> None:
     """Report the error of a cell; the next cell may continue."""
     if result.error_in_exec is not None:
-        announce_all(result.error_in_exec)
+        communicator.announce_all(result.error_in_exec)
 
 
 @atexit.register
@@ -370,12 +351,12 @@ def _at_exit() -> None:
     """
     error = getattr(sys, "last_value", None)
     if error is None:
-        announce_all(SystemExit(), final=True, kind="exited")
+        communicator.announce_all(SystemExit(), final=True, kind="exited")
     else:
-        announce_all(error, final=True)
-        never_destruct()
+        communicator.announce_all(error, final=True)
+        communicator.never_destruct()
     MONITOR.end()
-    end_aborts(patience_s=5.0)
+    communicator.end_aborts(patience_s=5.0)
 
 
 # `StopRequest`: a wish to stop, as before preemption, agreed on at the end of a step.
@@ -456,10 +437,7 @@ class StopRequest:
         state, store = self._state, self._state.channel.store
         keys = {rank: f"{self._key}/{rank}" for rank in state.ranks}
         deadline = time.monotonic() + self._timeout_s
-
-        def check(idle_s: float) -> None:
-            state.watch.check((), idle_s, state.ranks)
-
+        check = partial(state.watch.check, (), missing=state.ranks)
         if not poll(lambda: store.check([*keys.values()]), len(keys), deadline, check):
             who = errors.name_ranks([rank for rank in keys if not store.check([keys[rank]])])
             what = f"StopRequest: {who} did not answer in {self._timeout_s:g} s"
@@ -481,9 +459,8 @@ class StopRequest:
     def _depart(self, store: Store) -> None:
         """Write the answers that others may ask for later; the last rank deletes the keys."""
         with self._lock:
-            said, self._said = self._said, self._said or self._step
-        if said is None:
-            store.set(f"{self._key}/{self._state.rank}", str(self._said))
+            self._said = self._said or self._step
+        store.set(f"{self._key}/{self._state.rank}", str(self._said))
         if store.add(f"{self._key}/left", 1) == len(self._state.ranks):
             for name in ("asked", "left", *self._state.ranks):
                 later(store, "delete_key", f"{self._key}/{name}")
@@ -644,7 +621,7 @@ def replaced(homes: Iterable[Groups]) -> Mapping[Groups, Groups]:
     """
     homes = list(dict.fromkeys(homes))
     whose = {home.state: home for home in homes}
-    check_fork("reset")
+    communicator.check_fork("reset")
     for state, home in whose.items():
         base = _rebuilt(state, home.hierarchy.channel)
         state.follows = base
@@ -663,10 +640,8 @@ def _rebuilt(state: GroupState, channel: Any) -> Groups:
     # One that comes back knows the first groups alone, and these may have been reset since.
     key = "" if state.rejoining else channel.key
     for _ in range(_ATTEMPTS - 1):
-        try:
+        with suppress(errors.GroupsError, errors.PeerFailed):
             return _remade(state, key)
-        except (errors.GroupsError, errors.PeerFailed):
-            MONITOR.check_store(state)
     return _remade(state, key)
 
 

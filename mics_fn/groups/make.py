@@ -288,7 +288,7 @@ def _create(
     where = {"ranks": state.ranks, "rank": state.rank, "position": position, "device": device}
     parts = {"hierarchy": hierarchy, "flat": flat, "partition": partition, "replicas": replicas}
     known = {"timeout_s": state.timeout_s, "traffic": state.traffic, "state": state}
-    return Groups(plan, **where, **parts, **known, mean_over=mean_over)
+    return Groups(plan, **where, **parts, **known)
 
 
 def _comm(state: GroupState, made: list[Comm], name: str, ranks: tuple[int, ...]) -> Comm:

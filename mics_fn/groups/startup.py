@@ -37,7 +37,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from mics_fn import _torch, checks, errors, spans
 from mics_fn.errors import GroupsError
@@ -412,10 +411,9 @@ def _agreed_store(
     limit, judge = timedelta(seconds=timeout_s), partial(judged, "init_distributed")
 
     def connect() -> Any:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # that of torchrun's agent
-            return next(rendezvous("env://", rank, size, timeout=limit))[0]
+        holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun
         # `meet` waits for the other ranks, and names those that are missing.
-        options = {"is_master": rank == 0, "wait_for_workers": False, "multi_tenant": True}
+        options = {"is_master": holds, "wait_for_workers": False, "multi_tenant": True}
         where = launch.master_addr, launch.master_port, size
         return dist.TCPStore(*where, timeout=limit, **options)  # pyright: ignore
 

@@ -183,40 +183,6 @@ def test_a_rank_that_is_late_is_no_alarm(fork: Any):
     assert {tuple(each) for each in found.values()} == {(STEPS, "", None, 0.0, "")}
 
 
-def thawed() -> Any:
-    """A rank is stopped until the others have failed; they meet again once it goes on."""
-    groups, errors = grouped(), []
-    shards = mf.shard({"w": torch.ones(8)}, groups)
-    rank, began = int(os.environ["RANK"]), time.monotonic()
-    while time.monotonic() < began + 12.0:
-        try:
-            mf.gather(shards, groups)
-            mf.reduce_grads({"w": torch.ones(8)}, groups, like=shards)
-            Path(f"ready{rank}").touch()
-            if errors:
-                break
-            time.sleep(0.01)
-        except MicsError as error:
-            errors.append(f"{type(error).__name__}: {error}")
-            Path(f"failed{rank}").touch()
-            if len(errors) > 1:
-                break
-            groups = mf.reset(groups)
-    return errors
-
-
-@pytest.mark.thorough
-def test_silence_before_a_meeting_means_nothing_after_it(fork: Any):
-    started, odd = fork(thawed), 2
-    assert until((started.folder / f"ready{odd}").exists)
-    os.kill(started.pids[odd], signal.SIGSTOP)
-    assert until(lambda: len([*started.folder.glob("failed*")]) == N - 1)
-    os.kill(started.pids[odd], signal.SIGCONT)
-    for rank, errors in started.wait(set(range(N))).items():
-        assert len(errors) == 1, (rank, errors)
-        assert f"rank {odd}" in errors[0] or rank == odd, (rank, errors)
-
-
 def stalled(is_slow: bool) -> Any:
     """A rank that lives and makes no call; what the others raise, and of what they are warned."""
     groups, rank = grouped(heartbeat_s=1.0, timeout_s=4.0), int(os.environ["RANK"])

@@ -53,12 +53,7 @@ def same_error(results: list[Any], within_s: float = 5.0) -> tuple[type, str]:
     ("kwargs", "env", "hosts", "text"),
     [
         ({}, {}, "aaab", "of one size, one after the other\n  ranks 0-2: hostnames a\n"),
-        (
-            {"node_size": 3},
-            {},
-            "",
-            "ranks 0-2: node_size=3 0\n  rank 3: node_size=3 1\n",
-        ),
+        ({"node_size": 3}, {}, "", "ranks 0-2: node_size=3 0\n  rank 3: node_size=3 1\n"),
         ({}, {}, "abab", "after the other\n  ranks 0, 2: hostnames a\n"),
         ({"topology": Topology((2, 4))}, {}, "", "topology node 2 x rank 4 has 8 ranks, the job "),
         ({"topology": Topology((2, 2)), "node_size": 2}, {}, "", "and node_size= are both given"),

@@ -123,7 +123,7 @@ def experts_as_one_process(sizes):
         assert torch.equal(trainer.params()["dense"], PARAMS["dense"] - 0.5 * want["dense"])
         moved = PARAMS["experts"][here.mine] - 0.5 * want["experts"][here.mine]
         assert torch.equal(trainer.params()["expert"], moved)
-        assert "mean over 4" in here.groups["expert"].describe()
+        assert "gradients times 0.5" in here.groups["expert"].describe()
 
 
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 1), (1, 1)], ids=str)
