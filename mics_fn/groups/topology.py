@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
 
-from mics_fn import checks
 from mics_fn.errors import PlanError, message, name_ranks
 
 FLAT = "flat"  # the name of all levels as one, in communicators and in the ledger
@@ -48,7 +47,8 @@ class Topology:
     def __post_init__(self) -> None:
         sizes = tuple(self.sizes)
         for i, size in enumerate(sizes):
-            checks.integer("Topology", f"sizes[{i}]", size)
+            if type(size) is not int or size < 1:
+                raise PlanError(f"Topology: sizes[{i}]={size!r}, expected an int of at least 1")
         extra = tuple(f"level{i}" for i in range(len(sizes) - len(_NAMES)))
         names = tuple(self.names) or (extra + _NAMES)[-len(sizes) :]
         if not len(names) == len(sizes) == len(set(names) - {FLAT}):
@@ -70,8 +70,7 @@ class Topology:
         """
         if node_size is None:
             return cls((world_size,))
-        checks.integer("Topology", "node_size", node_size)
-        if world_size % node_size:
+        if node_size < 1 or world_size % node_size:
             what = f"node_size={node_size} does not divide {world_size}"
             raise PlanError(what, fix="pass a number that does")
         return cls((world_size // node_size, node_size))
