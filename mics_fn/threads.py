@@ -245,7 +245,7 @@ class Job:
       work: what to do.
     """
 
-    __slots__ = ("_work", "done", "error", "thread", "value")
+    __slots__ = ("__weakref__", "_work", "done", "error", "thread", "value")
 
     def __init__(self, work: Callable[..., Any]) -> None:
         self._work: Callable[..., Any] | None = work

@@ -26,18 +26,8 @@ processes), then `journal.py` (what ranks say of failures, and what a rank does 
 """
 
 import mics_fn.faults.order  # noqa: F401  (it takes the place of the plain `Channel`)
-from mics_fn.faults.comparing import (
-    NO_STEP,
-    Comparison,
-    compare_states,
-    differing,
-    optimizer_facts,
-    same_options,
-    same_replicas,
-    same_step,
-    texts_of,
-    versions,
-)
+from mics_fn.faults import comparing
+from mics_fn.faults.comparing import NO_STEP, Comparison, compare_states, same_replicas, same_step
 from mics_fn.faults.monitor import MONITOR, StopRequest, entering, limit_s, replaced, reset
 from mics_fn.groups import hooks
 

@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -128,77 +128,6 @@ def _text(value: Any) -> str:
     return "a function" if callable(value) else f"{value}"
 
 
-# A state that ranks take from a replica.
-
-
-def from_replica(
-    state: Any, home: Groups, source: int | None, *, takes: bool, in_place: bool = False
-) -> Any:
-    """Take the state of a rank of the replication group; all ranks of the groups call it.
-
-    Args:
-      state: a `TrainState`, of equal structure and sizes on the ranks of a replication group.
-      home: the groups.
-      source: global rank, the same on all ranks of a replication group; None if none lacks a state.
-      takes: whether this rank lacks it.
-      in_place: whether a rank that takes one may do so in the memory of its own.
-
-    Returns:
-      A new state on ranks that take one, else the same.
-
-    Communication: 32 bytes, and in replication groups with a source a broadcast of each tensor.
-
-    Memory: one tensor, and without `in_place` a second copy of the state where one is taken.
-
-    Raises:
-      DesyncError: on all ranks, if states of a replication group have other sizes.
-    """
-    before = state
-    if takes:
-        state = _room_for(state) if in_place else _in_new_memory(state)
-    leaves, spec = tree.flatten(state)
-    plain = [i for i, x in enumerate(leaves) if isinstance(x, int | float)]
-    numbers = torch.tensor([leaves[i] for i in plain], dtype=torch.float64, device=home.device)
-    sent = [numbers, *(x.detach() for x in leaves if isinstance(x, Tensor) and x.numel())]
-    fix = "start the rank that came back with the same script and the same options"
-    sizes = tree.digest(f"{tuple(x.shape)} {x.dtype}" for x in sent)
-    number = torch.tensor(int.from_bytes(sizes[:8], signed=True), device=home.device)
-    refuse_unequal("reset", home, {"the sizes of the state": number}, fix)
-    if source is None:
-        return before
-    with torch.no_grad():
-        for x in sent:
-            if takes or home.rank == source:
-                data = read(x).to(home.device).contiguous()
-            else:  # what this rank has stays as it is
-                data = torch.empty(x.shape, dtype=x.dtype, device=home.device)
-            levels.send_from(home.replicas, data.view(-1).view(torch.uint8), source)
-            if takes and data.data_ptr() != x.data_ptr():
-                x.copy_(data)
-    if not takes:
-        return before
-    for i, number in zip(plain, numbers.tolist(), strict=True):
-        leaves[i] = type(leaves[i])(number)
-    return as_before(spec.unflatten(leaves), before)
-
-
-def _room_for(state: Any) -> Any:
-    """A state in memory that is to be overwritten: what is in files, or is codes, is not read."""
-
-    def room(x: Any) -> Any:
-        return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if is_placed(x) else x
-
-    return tree.map_leaves(room, state)
-
-
-def _in_new_memory(state: Any) -> Any:
-    """Copy a state to write another one into, without what is in files or is codes."""
-    state = _room_for(state)
-    copied = lambda x: x.clone() if isinstance(x, Tensor) else x  # noqa: E731
-    opt, buffers = tree.map_leaves(copied, (state.opt, state.buffers))
-    return replace(state, params=fresh(state.params), opt=opt, buffers=buffers)
-
-
 def _replicas(home: Groups) -> list[Sequence[int]]:
     """List the ranks of each replication group."""
     return [home.ranks[place :: home.partition_size] for place in range(home.partition_size)]
@@ -296,8 +225,9 @@ def _steps(step: int, home: Groups) -> dict[int, int]:
 
 
 def _torn(verb: str, steps: dict[int, int], home: Groups) -> errors.LostStateError:
-    said = {rank: f"step {step}" if step >= 0 else "lost" for rank, step in steps.items()}
-    lines = errors.rank_lines(said)
+    lines = errors.rank_lines(
+        {rank: f"step {x}" if x >= 0 else "lost" for rank, x in steps.items()}
+    )
     fix = "same_step(state, groups, heal=True) takes the newer state from a replica"
     if _lost(steps, home):
         fix = "no replica has all of the newest state: go back to one that all ranks have saved"
@@ -311,41 +241,87 @@ def _lost(steps: dict[int, int], home: Groups) -> bool:
     return newest == NO_STEP or any(newest not in part for part in parts)
 
 
+@torch.no_grad()
 def _healed(state: Any, steps: dict[int, int], home: Groups) -> Any:
-    newest, ranks = max(steps.values()), home.replicas.ranks
+    """Take the newest state from a replica; all ranks of the groups call it.
+
+    Args:
+      state: a `TrainState`, of equal structure and sizes on the ranks of a replication group.
+      steps: of each rank, by global rank; NO_STEP if its state is lost.
+      home: the groups.
+
+    Returns:
+      A new state on ranks that are behind, else the same.
+
+    Raises:
+      DesyncError: on all ranks, if states of a replication group have other sizes.
+    """
+    newest, own, before = max(steps.values()), steps[home.rank], state
+    ranks, takes = home.replicas.ranks, own < newest
     source = next(rank for rank in ranks if steps[rank] == newest)
-    behind = any(steps[rank] < newest for rank in ranks)
-    takes = steps[home.rank] < newest
-    in_place = steps[home.rank] == NO_STEP
-    return from_replica(state, home, source if behind else None, takes=takes, in_place=in_place)
+    if takes:  # one that is lost may be written over
+        state = _room_for(state) if own == NO_STEP else _in_new_memory(state)
+    leaves, spec = tree.flatten(state)
+    plain = [i for i, x in enumerate(leaves) if isinstance(x, int | float)]
+    numbers = torch.tensor([leaves[i] for i in plain], dtype=torch.float64, device=home.device)
+    sent = [numbers, *(x.detach() for x in leaves if isinstance(x, Tensor) and x.numel())]
+    fix = "start the rank that came back with the same script and the same options"
+    sizes = tree.digest(f"{tuple(x.shape)} {x.dtype}" for x in sent)
+    number = torch.tensor(int.from_bytes(sizes[:8], signed=True), device=home.device)
+    refuse_unequal("reset", home, {"the sizes of the state": number}, fix)
+    if all(steps[rank] == newest for rank in ranks):
+        return before
+    for x in sent:  # one at a time
+        if takes or home.rank == source:
+            data = read(x).to(home.device).contiguous()
+        else:  # what this rank has stays as it is
+            data = torch.empty(x.shape, dtype=x.dtype, device=home.device)
+        levels.send_from(home.replicas, data.view(-1).view(torch.uint8), source)
+        if takes and data.data_ptr() != x.data_ptr():
+            x.copy_(data)
+    if not takes:
+        return before
+    for i, number in zip(plain, numbers.tolist(), strict=True):
+        leaves[i] = type(leaves[i])(number)
+    return as_before(spec.unflatten(leaves), before)
+
+
+def _room_for(state: Any) -> Any:
+    """A state in memory that is to be overwritten: what is in files, or is codes, is not read."""
+
+    def room(x: Any) -> Any:
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if is_placed(x) else x
+
+    return tree.map_leaves(room, state)
+
+
+def _in_new_memory(state: Any) -> Any:
+    """Copy a state to write another one into, without what is in files or is codes."""
+    state = _room_for(state)
+    copied = lambda x: x.clone() if isinstance(x, Tensor) else x  # noqa: E731
+    opt, buffers = tree.map_leaves(copied, (state.opt, state.buffers))
+    return replace(state, params=fresh(state.params), opt=opt, buffers=buffers)
 
 
 # Whether replicas still hold the same bits, which nothing later in training would show.
 
-Action = Literal["raise", "heal"]
 
-
-def same_replicas(state: Any, groups: Any, *, on_drift: Action = "raise") -> Any:
+def same_replicas(state: Any, groups: Any) -> Any:
     """The same state, once all replicas are known to hold the same bits.
 
     Args:
       state: a `TrainState`.
       groups: those of its parameters, with all replicas.
-      on_drift: "heal" gives ranks that differ the state of those that most replicas agree with; of
-        two replicas, that of the first.
 
     Returns:
-      The state; a new one on ranks that differed and were healed.
+      The state.
 
     Communication: 8 bytes per leaf, of parameters and of each moment, over the partition group and
-      over the replication group. To heal, the states of ranks that differ.
-
-    Memory: to heal, a second copy of the state on ranks that differ.
+      over the replication group.
 
     Raises:
       DesyncError: on all ranks of the groups of the first leaf that differs, naming it, and which
-        ranks have what; with "heal" only if it is not trained, or leaves live on several groups.
-      PlanError: `on_drift` is something else.
+        ranks have what.
 
     Example:
       >>> groups = make_groups(1)
@@ -353,8 +329,8 @@ def same_replicas(state: Any, groups: Any, *, on_drift: Action = "raise") -> Any
       >>> same_replicas(state, groups) is state
       True
     """
-    checks.choice("same_replicas", "on_drift", on_drift, "raise", "heal")
-    return Comparison("same_replicas", state, groups, list(state.buffers)).finish(on_drift)
+    Comparison("same_replicas", state, groups, list(state.buffers)).finish()
+    return state
 
 
 class _Compared(NamedTuple):
@@ -363,11 +339,10 @@ class _Compared(NamedTuple):
     path: str
     data: Tensor
     home: Any  # whose replicas hold it; None for those of all groups
-    trained: bool
 
 
 class Comparison:
-    """A pending comparison of replicas; `finish` returns its result.
+    """A pending comparison of replicas; `finish` raises what it has found.
 
     Args:
       verb: the call, for errors.
@@ -380,9 +355,7 @@ class Comparison:
     def __init__(
         self, verb: str, state: Any, groups: Any, buffers: Sequence[str], *, moments: bool = True
     ) -> None:
-        self._verb, self._state = verb, state
-        owners = shards.homes_of(verb, groups, state.params)
-        self._several = len(dict.fromkeys(owners)) > 1
+        self._verb, owners = verb, shards.homes_of(verb, groups, state.params)
         leaves = list(_compared(state, owners, buffers, moments))
         self._parts: list[tuple[Groups, list[_Compared], collectives.Pending]] = []
         for home in dict.fromkeys(owners):
@@ -393,26 +366,16 @@ class Comparison:
                 pending = levels.start_collect([home.partition, home.replicas], torch.stack(sums))
                 self._parts.append((home, mine, pending))
 
-    def finish(self, on_drift: Action) -> Any:
-        """The state, as `same_replicas` gives it."""
+    def finish(self) -> None:
+        """Raise DesyncError if replicas differ, as `same_replicas` does."""
         for home, leaves, pending in self._parts:
             table = pending.wait().view(home.world_size, -1).tolist()
             home.partition.check_open()  # else these may be no values of any rank
-            rows = dict(zip(home.stacked_ranks, map(tuple, table), strict=True))
-            groups = _replicas(home)
-            sums = [[set(_column(rows, x, i).values()) for x in groups] for i in range(len(leaves))]
-            odd = [i for i, found in enumerate(sums) if max(map(len, found)) > 1]
-            if not odd:
-                continue
-            # What one rank lacks, several groups would have to give.
-            if on_drift == "raise" or not leaves[odd[0]].trained or self._several:
-                raise self._error(leaves[odd[0]], [_column(rows, x, odd[0]) for x in groups])
-            (right, ranks), *others = errors.by_value(
-                {rank: rows[rank] for rank in home.replicas.ranks}
-            )
-            source, takes = ranks[0] if others else None, rows[home.rank] != right
-            return from_replica(self._state, home, source, takes=takes)
-        return self._state
+            rows = dict(zip(home.stacked_ranks, table, strict=True))
+            for i, leaf in enumerate(leaves):
+                found = [{rank: rows[rank][i] for rank in ranks} for ranks in _replicas(home)]
+                if any(len(set(sums.values())) > 1 for sums in found):
+                    raise self._error(leaf, found)
 
     def _error(self, leaf: _Compared, found: Sequence[Mapping[int, int]]) -> errors.DesyncError:
         """Name the first leaf that differs, from its sums by replication group."""
@@ -424,9 +387,7 @@ class Comparison:
             if others:
                 lines.append(f"{errors.name_ranks(most)}: {known} bits")
                 lines += [f"{errors.name_ranks(ranks)}: {odd}" for _, ranks in others]
-        fix = "find what differs between these ranks, or pass on_drift='heal'"
-        if not leaf.trained:
-            fix = "start all ranks with the same leaves that are not trained"
+        fix = "find what differs there; a rank that is started again takes its state from a replica"
         return errors.DesyncError(f"{self._verb}: replicas have drifted apart", lines, fix)
 
 
@@ -434,7 +395,7 @@ def _compared(
     state: Any, owners: Sequence[Any], buffers: Sequence[str], moments: bool
 ) -> Iterator[_Compared]:
     """Yield the step and the leaves of a state, which are equal on all replicas."""
-    yield _Compared("state.step", torch.tensor(state.step), None, True)
+    yield _Compared("state.step", torch.tensor(state.step), None)
     params = tree.flatten(state.params, shards.is_leaf)[0]
     homes = {id(x): home for x, home in zip(params, owners, strict=True)}
     homes |= {
@@ -448,8 +409,4 @@ def _compared(
             data = getattr(x, "data", x)
             if isinstance(data, Tensor):
                 home = homes.get(id(x)) or homes.get(getattr(x, "bucket", 0))
-                yield _Compared(path, data, home, isinstance(x, shards.Sharded | Tensor))
-
-
-def _column(rows: Mapping[int, Sequence[int]], ranks: Sequence[int], at: int) -> dict[int, int]:
-    return {rank: rows[rank][at] for rank in ranks}
+                yield _Compared(path, data, home)

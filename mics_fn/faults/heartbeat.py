@@ -160,13 +160,7 @@ class BoundedStore:
       since: the epoch from which on this process is a member.
     """
 
-    def __init__(
-        self,
-        thread: StoreThread,
-        patience_s: float,
-        failed: Callable[..., Exception],
-        since: int = 1,
-    ) -> None:
+    def __init__(self, thread: StoreThread, patience_s: float, failed: Any, since: int = 1) -> None:
         self._thread, self._patience_s, self._failed = thread, patience_s, failed
         self.since = since
 
@@ -240,14 +234,6 @@ class Process:
         """A text that no other process of the job has."""
         return f"{self.host} {self.pid} {self.started}"
 
-    def has_ended(self) -> bool:
-        """Whether it has ended; only asked on its own host."""
-        return _stat(self.pid)[1] != self.started
-
-    def is_ready(self) -> bool:
-        """Whether it computes, or waits for a processor; only asked on its own host."""
-        return _stat(self.pid) == ("R", self.started)
-
 
 def _stat(pid: int) -> tuple[str, str]:
     """The state of a process, and when it was started; "" if it has ended."""
@@ -319,9 +305,11 @@ class Peer:
 
     def has_ended(self) -> bool:
         """Whether its process is on this host, and has ended."""
-        return self.process is not None and self.process.has_ended()
+        found = self.process
+        return found is not None and _stat(found.pid)[1] != found.started
 
     def is_silent(self, limit_s: float) -> bool:
         """Whether it has failed; one that waits for a processor is given twice the time."""
-        waits = self.process is not None and self.process.is_ready()
+        found = self.process
+        waits = found is not None and _stat(found.pid) == ("R", found.started)
         return self.silent_s > limit_s * (2 if waits else 1)

@@ -83,15 +83,10 @@ class Failure:
         fix = said[-1] if said else _FIXES.get(self.kind, "look at its own error")
         if self.kind != "replaced":
             fix += ", then call groups = mf.reset(groups) on all ranks"
-        failed = errors.PeerFailed(
-            errors.message(self.text, [*said[:-1], *known], fix),
-            self.rank,
-            self.kind,
-            step=self.step,
-            operation=self.operation or waits,
-            leaf=self.leaf,
-            remote_traceback=self.trace,
-        )
+        text, operation = errors.message(self.text, [*said[:-1], *known], fix), self.operation
+        more: Any = {"leaf": self.leaf, "remote_traceback": self.trace}
+        more |= {"step": self.step, "operation": operation or waits}
+        failed = errors.PeerFailed(text, self.rank, self.kind, **more)
         return errors.PeerFileError(failed, path, leaf) if said else failed
 
 

@@ -69,17 +69,7 @@ from typing import Any
 from mics_fn import _torch, errors, tree
 from mics_fn.faults import heartbeat
 from mics_fn.faults.journal import Failure, Watcher, of_store, without_a_word
-from mics_fn.groups import (
-    Groups,
-    GroupState,
-    Meeting,
-    announce_all,
-    check_fork,
-    end_aborts,
-    hooks,
-    never_destruct,
-    startup,
-)
+from mics_fn.groups import Groups, GroupState, Meeting, communicator, hooks, startup
 from mics_fn.store import Store, StoreLost, later, poll, value_of
 from mics_fn.threads import Job, Latch, start
 
@@ -138,12 +128,6 @@ class Monitor:
             raise failed(lost) from None
         return heartbeat.BoundedStore(thread, state.timeout_s, failed, self._since)
 
-    def check_store(self, state: GroupState) -> None:
-        """Raise PeerFailed if the store is gone, without which these ranks cannot meet."""
-        thread = self._store_thread
-        if thread is not None and thread.lost is not None and len(state.ranks) > 1:
-            raise self._store_failed(state, thread.lost)
-
     def begin(self, state: GroupState) -> None:
         """Begin to read the journal of groups, once all ranks have met."""
         self._measure_anew(state)
@@ -160,13 +144,10 @@ class Monitor:
         if self._states.pop(state, None) is not None and not self._states:
             self.bounded(self._write_heartbeat, None)
 
-    def linger(self) -> None:
-        """Keep the store open for a moment, if this rank hosts it, for others to read."""
-        if self._said and store_host(self._store)[0] == self._rank:
-            time.sleep(max(0.0, self._said + 2 * self._interval_s() - time.monotonic()))
-
     def end(self) -> None:
         """Stop the threads at exit: Python must not meet one that returns from C++."""
+        if self._said and store_host(self._store)[0] == self._rank:  # others read why from it
+            time.sleep(max(0.0, self._said + 2 * self._interval_s() - time.monotonic()))
         self._stop.set()
         self._wake.put(None)
         if self._store_thread is not None and self._store_thread.lost is None:
@@ -205,11 +186,8 @@ class Monitor:
     def _begin(self, store: Any) -> None:
         self._stop.set()  # of a thread that watched with another store
         self.__init__()
-        self._own, self._store, self._store_thread = (
-            heartbeat.Process.own(),
-            store,
-            heartbeat.StoreThread(store),
-        )
+        self._own, self._store = heartbeat.Process.own(), store
+        self._store_thread = heartbeat.StoreThread(store)
         self._store_thread.before = self._confirm
         watch = partial(self._watch, self._stop, self._store_thread)
         start(threading.Thread(target=watch, name="mics_fn monitor", daemon=True))
@@ -312,14 +290,7 @@ class Monitor:
 
 
 MONITOR = Monitor()  # of this process
-
-
-def _forget() -> None:
-    """Begin anew in a forked child: it has no threads, and no groups."""
-    MONITOR.__init__()
-
-
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=MONITOR.__init__)  # which has no threads, and no groups
 
 
 # Errors that no block of the groups hears of, and the end of this process: other ranks are told.
@@ -360,7 +331,7 @@ def listen() -> None:
     before = sys.excepthook
 
     def announce_and_show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        announce_all(error, final=not (hasattr(sys, "ps1") or sys.flags.interactive))
+        communicator.announce_all(error, final=not (hasattr(sys, "ps1") or sys.flags.interactive))
         before(kind, error, trace)
 
     sys.excepthook = announce_and_show
@@ -369,7 +340,7 @@ def listen() -> None:
 def _after_cell(result: Any) -> None:
     """Report the error of a cell; the next cell may continue."""
     if result.error_in_exec is not None:
-        announce_all(result.error_in_exec)
+        communicator.announce_all(result.error_in_exec)
 
 
 @atexit.register
@@ -380,13 +351,12 @@ def _at_exit() -> None:
     """
     error = getattr(sys, "last_value", None)
     if error is None:
-        announce_all(SystemExit(), final=True, kind="exited")
+        communicator.announce_all(SystemExit(), final=True, kind="exited")
     else:
-        announce_all(error, final=True)
-        never_destruct()
-    MONITOR.linger()
+        communicator.announce_all(error, final=True)
+        communicator.never_destruct()
     MONITOR.end()
-    end_aborts(patience_s=5.0)
+    communicator.end_aborts(patience_s=5.0)
 
 
 # `StopRequest`: a wish to stop, as before preemption, agreed on at the end of a step.
@@ -467,15 +437,11 @@ class StopRequest:
         state, store = self._state, self._state.channel.store
         keys = {rank: f"{self._key}/{rank}" for rank in state.ranks}
         deadline = time.monotonic() + self._timeout_s
-
-        def check(idle_s: float) -> None:
-            state.watch.check((), idle_s, state.ranks)
-
+        check = partial(state.watch.check, (), missing=state.ranks)
         if not poll(lambda: store.check([*keys.values()]), len(keys), deadline, check):
             who = errors.name_ranks([rank for rank in keys if not store.check([keys[rank]])])
             what = f"StopRequest: {who} did not answer in {self._timeout_s:g} s"
-            fix = "look for a rank that stopped, or that is not in a StopRequest of its own"
-            raise errors.CollectiveError(what, fix=fix)
+            raise errors.CollectiveError(what, fix="enter a StopRequest on all ranks")
         return max(int(store.get(key)) for key in keys.values())
 
     def _listen(self, store: Any) -> None:
@@ -493,9 +459,8 @@ class StopRequest:
     def _depart(self, store: Store) -> None:
         """Write the answers that others may ask for later; the last rank deletes the keys."""
         with self._lock:
-            said, self._said = self._said, self._said or self._step
-        if said is None:
-            store.set(f"{self._key}/{self._state.rank}", str(self._said))
+            self._said = self._said or self._step
+        store.set(f"{self._key}/{self._state.rank}", str(self._said))
         if store.add(f"{self._key}/left", 1) == len(self._state.ranks):
             for name in ("asked", "left", *self._state.ranks):
                 later(store, "delete_key", f"{self._key}/{name}")
@@ -656,7 +621,7 @@ def replaced(homes: Iterable[Groups]) -> Mapping[Groups, Groups]:
     """
     homes = list(dict.fromkeys(homes))
     whose = {home.state: home for home in homes}
-    check_fork("reset")
+    communicator.check_fork("reset")
     for state, home in whose.items():
         base = _rebuilt(state, home.hierarchy.channel)
         state.follows = base
@@ -675,10 +640,8 @@ def _rebuilt(state: GroupState, channel: Any) -> Groups:
     # One that comes back knows the first groups alone, and these may have been reset since.
     key = "" if state.rejoining else channel.key
     for _ in range(_ATTEMPTS - 1):
-        try:
+        with suppress(errors.GroupsError, errors.PeerFailed):
             return _remade(state, key)
-        except (errors.GroupsError, errors.PeerFailed):
-            MONITOR.check_store(state)
     return _remade(state, key)
 
 
@@ -707,5 +670,5 @@ def _judged(found: Mapping[int, str]) -> None:
     """
     keys = {rank: key for rank, key in found.items() if key}
     if len(set(keys.values())) > 1:
-        fix = "reset the same groups on all ranks, in the same order"
-        raise errors.disagreement("reset: ranks reset different groups", keys, fix)
+        what = "reset: ranks reset different groups"
+        raise errors.disagreement(what, keys, "reset them in one order on all ranks")

@@ -454,9 +454,8 @@ class JobChannel(Channel):
             how, counts = json.loads(text or '["", {}]')
             if how and call.lacks(rank, counts):
                 what = f"a call that rank {rank} will not make, since it {how}"
-                lines = [f"rank {self.rank}: waits for {call.text}"]
                 fix = "call the same verbs, or mf.reset, on all ranks before one closes its groups"
-                return errors.GroupsError(what, lines, fix)
+                return errors.GroupsError(what, [f"rank {self.rank}: waits for {call.text}"], fix)
         return None
 
 

@@ -63,16 +63,13 @@ its cases to `tests/groups/test_launcher.py`. To add a placement, add a row to `
 `placement.py`, and its formula to `tests/deferred/test_placement.py`.
 """
 
-from mics_fn.groups import placement, startup
+from mics_fn.groups import communicator, placement, startup
 from mics_fn.groups.communicator import (
     Comm,
     GroupState,
     Watch,
     announce_all,
-    check_fork,
-    end_aborts,
     hooks,
-    never_destruct,
     rejoin_error,
     reports,
     reports_step,

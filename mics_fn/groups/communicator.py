@@ -38,7 +38,6 @@ for it fail then. So a thread waits for it, one group after the other, in one or
 import os
 import sys
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -54,7 +53,7 @@ from mics_fn import _torch, errors
 from mics_fn.errors import GroupsError, name_ranks
 from mics_fn.groups.topology import fold_ranks
 from mics_fn.store import Calls, Channel, Store, Stuck
-from mics_fn.threads import start
+from mics_fn.threads import Job, ended
 
 _PATIENCE_S = 0.5  # how long a rank that leaves by an error waits for its groups to be aborted
 _GRACE_S = 5.0  # what is in flight on a device has to end, once all ranks let go of their groups
@@ -105,34 +104,26 @@ class Turns:
 
 
 def _refused() -> GroupsError:
-    name = threading.current_thread().name
-    text = f"thread {name!r} uses groups that another thread is using"
+    text = f"thread {threading.current_thread().name!r} uses groups that another thread is using"
     return GroupsError(text, fix="call the verbs of one set of groups in one thread")
 
 
 # How process groups are let go of that nobody uses any more.
 
 
-_ABORTS = WeakSet[threading.Thread]()
+_ABORTS = WeakSet[Job]()
 
 
-def abort_group(group: dist.ProcessGroup) -> threading.Thread:
-    """Abort a process group on a thread, which is returned."""
-    thread = _started(partial(_torch.abort, group))
-    _ABORTS.add(thread)
-    return thread
+def abort_group(group: dist.ProcessGroup) -> Job:
+    """Abort a process group on a thread of its own."""
+    job = Job(partial(_torch.abort, group)).begin("mics_fn abort")
+    _ABORTS.add(job)
+    return job
 
 
 def end_aborts(patience_s: float) -> None:
     """Wait for aborts at exit: a thread that returns from C++ after Python ends the process."""
-    _join(_ABORTS, patience_s)
-
-
-def _join(threads: Iterable[threading.Thread], patience_s: float) -> None:
-    """Wait for threads, for so many seconds at most."""
-    deadline = time.monotonic() + patience_s
-    for thread in list(threads):
-        thread.join(max(0.0, deadline - time.monotonic()))
+    ended(_ABORTS, patience_s)
 
 
 def free(groups: list[dist.ProcessGroup], tidy: Callable[[], None]) -> None:
@@ -344,10 +335,10 @@ class GroupState:
         """
         if error is not None:  # first: what is aborted fails elsewhere
             quietly(partial(self.watch.announce, error, final=True))
-        tasks = self.watch.close, self.channel.depart("")
-        threads = [*self.abort(_PATIENCE_S), *map(_started, tasks)]
+        rest = [Job(self.watch.close), Job(self.channel.depart(""))]
+        jobs = [*self.abort(_PATIENCE_S), *(job.begin("mics_fn abandon") for job in rest)]
         self.let_go()
-        _join(threads, _PATIENCE_S)
+        ended(jobs, _PATIENCE_S)
 
     def close(self, error: BaseException | None = None) -> None:
         """Destroy the owned process groups, newest first; a second call has no effect.
@@ -389,9 +380,10 @@ class GroupState:
         # These refer to what is to be freed.
         self.channel, self.watch = Channel(), Watch(self)
         if groups:
-            _started(partial(free, groups, tidy)).join(_PATIENCE_S if waits else 0.0)
+            job = Job(partial(free, groups, tidy)).begin("mics_fn free")
+            ended([job], _PATIENCE_S if waits else 0.0)
 
-    def abort(self, patience_s: float = 0.0) -> list[threading.Thread]:
+    def abort(self, patience_s: float = 0.0) -> list[Job]:
         """Abort each process group on a thread; see [Note: aborted collectives] in `_torch`."""
         self._lose_queued(patience_s)
         return [abort_group(group) for group in self.live()]
@@ -424,10 +416,6 @@ def never_destruct() -> None:
     for group in [group for state in OPEN for group in state.live()]:
         if dist.get_backend(group) == "gloo":
             _torch.never_destruct(group)
-
-
-def _started(task: Callable[[], None]) -> threading.Thread:
-    return start(threading.Thread(target=quietly, args=(task,), daemon=True))
 
 
 # Errors of a program, of which the other ranks hear.
@@ -563,8 +551,7 @@ class Comm:
             raise unraised
         what = f"'{self.name}' of ranks {fold_ranks(self.ranks)} is used after its groups"
         if state.failed is None:
-            fix = "keep them open, or call make_groups again"
-            raise GroupsError(f"{what} were closed", fix=fix)
+            raise GroupsError(f"{what} were closed", fix="call make_groups again")
         fix = "call groups = mics_fn.reset(groups), or trainer.reset(), on all ranks"
         raise GroupsError(f"{what} have failed", [f"rank {state.rank}: {state.failed}"], fix)
 

@@ -354,7 +354,6 @@ class Groups:
       timeout_s: bound in seconds of each wait.
       traffic: the ledger of bytes that this rank sent.
       state: what is in flight, and what `close` destroys.
-      mean_over: number of ranks that gradients are averaged over; None for those of the job.
       independent: whether other replicas of the job step on their own; see `replica`.
       agreed: digests of trees that were compared before.
       derive: what made these of the groups that `make_groups` gave, in order; see `reset`.
@@ -382,7 +381,6 @@ class Groups:
     timeout_s: float
     traffic: Traffic
     state: GroupState
-    mean_over: int | None = None
     independent: bool = False
     agreed: set = field(default_factory=set)
     derive: tuple[Callable[[Any], Any], ...] = ()
@@ -489,8 +487,6 @@ class Groups:
         """The facts that must be equal on every rank, as text for digests."""
         route = self.hierarchy.route
         text = f"n={self.world_size} p={self.partition_size} levels={route.facts}"
-        if self.mean_over is not None:
-            text += f" mean over {self.mean_over}"
         return text if route.levels else text + _adds(self.replicas)
 
     def __repr__(self) -> str:

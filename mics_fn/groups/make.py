@@ -21,7 +21,7 @@ from mics_fn.errors import GroupsError, PeerFailed, PlanError, first_line, name_
 from mics_fn.groups import startup
 from mics_fn.groups.communicator import Comm, GroupState, check_fork, hooks
 from mics_fn.groups.groups import Groups, Hierarchy, Level, Route
-from mics_fn.groups.topology import FLAT, Plan, Topology, check_count, plan_groups
+from mics_fn.groups.topology import FLAT, Plan, Topology, plan_groups
 from mics_fn.store import Channel, poll
 from mics_fn.threads import bounded
 
@@ -30,7 +30,6 @@ def make_groups(
     partition_size: int | None = None,
     *,
     node_size: int | None = None,
-    nodes_per_rack: int | None = None,
     topology: Topology | None = None,
     mesh: DeviceMesh | None = None,
     ranks: Sequence[int] | None = None,
@@ -51,8 +50,7 @@ def make_groups(
         `mesh` (replicate, shard), else the number of the job's ranks on one node.
       node_size: number of ranks of the world on one node. None takes it from LOCAL_WORLD_SIZE
         (torchrun), else it counts equal host names.
-      nodes_per_rack: number of the job's nodes in one rack, if racks matter.
-      topology: how the job's ranks are wired, instead of `node_size` and `nodes_per_rack`.
+      topology: how the job's ranks are wired, instead of `node_size`, as where racks matter.
       mesh: a `DeviceMesh`, or its data-parallel part: `mesh["dp"]`, `mesh["replicate", "shard"]`.
         The groups cover its ranks only, and never those of tensor or pipeline parallelism.
       ranks: global ranks of the job by position, instead of `mesh`; None takes all.
@@ -128,11 +126,10 @@ def make_groups(
     deadline = time.monotonic() + timeout_s
     try:
         store, found = _agreed(state, mine, deadline)
-        if mean_over is not None:
-            check_count(mean_over, "make_groups: mean_over")
+        checks.integer("make_groups", "mean_over", mean_over, optional=True)
         if topology is not None:
-            _check_topology(topology, len(universe), node_size, nodes_per_rack)
-        wired = topology or Topology.of(len(universe), found, nodes_per_rack)
+            _check_topology(topology, len(universe), node_size)
+        wired = topology or Topology.of(len(universe), found)
         plan = plan_groups(wired, wired.sizes[-1] if partition_size is None else partition_size)
         state.recipe = partial(_create, plan=plan, device=chosen, mean_over=mean_over)
         state.first = state.key
@@ -171,8 +168,7 @@ def require_distributed() -> bool:
     source = startup.launcher_of(os.environ)
     if source is not None and os.environ.get("WORLD_SIZE") != "1":
         what = f"make_groups: {source} started several ranks, without torch.distributed"
-        fix = "call mics_fn.init_distributed() or torch.distributed.init_process_group() first"
-        raise GroupsError(what, fix=fix)
+        raise GroupsError(what, fix="call mics_fn.init_distributed() first")
     return False
 
 
@@ -221,16 +217,14 @@ def _shard_dim(mesh: DeviceMesh) -> int | None:
     """The partition size that a mesh implies, by the (replicate, shard) convention."""
     if mesh.ndim > 2:
         what = f"make_groups: no shard dimension in a mesh of dimensions {mesh.mesh_dim_names}"
-        fix = "pass partition_size=, or a 2-D part such as mesh['replicate', 'shard']"
-        raise PlanError(what, fix=fix)
+        raise PlanError(what, fix="pass partition_size=, or mesh['replicate', 'shard']")
     return mesh.size(1) if mesh.ndim == 2 else None
 
 
-def _check_topology(topology: Topology, num_ranks: int, *others: int | None) -> None:
+def _check_topology(topology: Topology, num_ranks: int, node_size: int | None) -> None:
     """Raise PlanError unless a topology has all ranks; all ranks were given the same."""
-    if others != (None, None):
-        fix = "pass topology= alone, or node_size= and nodes_per_rack="
-        raise PlanError("make_groups: topology= and node sizes are both given", fix=fix)
+    if node_size is not None:
+        raise PlanError("make_groups: topology= and node_size= are both given", fix="pass one")
     if topology.world_size != num_ranks:
         what = f"topology {topology} has {topology.world_size} ranks, the job has {num_ranks}"
         raise PlanError(f"make_groups: {what}", fix="give sizes whose product is that number")
@@ -241,7 +235,7 @@ def _node_of(rank: int, node_size: int | None, topology: Topology | None) -> str
     if topology is not None:
         return "one of topology="
     if node_size is not None:
-        check_count(node_size, "make_groups: node_size")
+        checks.integer("make_groups", "node_size", node_size)
         return f"node_size={node_size} {rank // node_size}"
     size = os.environ.get("LOCAL_WORLD_SIZE")
     if size is None:
@@ -261,7 +255,9 @@ def _create(
     position = state.ranks.index(state.rank)
     chunk, order = plan.chunk(position), state.ranks_at(plan.chunk_order(position))
     rows = state.ranks_at(plan.replication_group(position))
-    channel = state.channel = _channel(state, store, order)
+    make = Channel if store is None else Channel.of_several
+    channel: Any = make(store, state.key, order, state.rank, state.timeout_s, len(state.ranks))
+    channel.check, channel.watch, state.channel = state.watch.check, state.watch, channel
     made = list[Comm]()
     comm = partial(_comm, state, made)
 
@@ -292,16 +288,7 @@ def _create(
     where = {"ranks": state.ranks, "rank": state.rank, "position": position, "device": device}
     parts = {"hierarchy": hierarchy, "flat": flat, "partition": partition, "replicas": replicas}
     known = {"timeout_s": state.timeout_s, "traffic": state.traffic, "state": state}
-    return Groups(plan, **where, **parts, **known, mean_over=mean_over)
-
-
-def _channel(state: GroupState, store: Any, ranks: tuple[int, ...]) -> Channel:
-    """The channel of a partition group, which every wait for a collective consults."""
-    make = Channel if store is None else Channel.of_several
-    facts = state.key, ranks, state.rank, state.timeout_s, len(state.ranks)
-    channel: Any = make(store, *facts)
-    channel.check, channel.watch = state.watch.check, state.watch
-    return channel
+    return Groups(plan, **where, **parts, **known)
 
 
 def _comm(state: GroupState, made: list[Comm], name: str, ranks: tuple[int, ...]) -> Comm:
@@ -391,6 +378,5 @@ def _overdue(state: GroupState, ranks: Sequence[int]) -> GroupsError:
 
 
 def _failed(did: str, comm: Comm, error: Exception) -> GroupsError:
-    rank, members = comm.ranks[comm.rank], name_ranks(comm.ranks)
-    what = f"make_groups: rank {rank} cannot {did} '{comm.name}' of {members}"
-    return GroupsError(what, [first_line(error)], _FIX)
+    what = f"rank {comm.ranks[comm.rank]} cannot {did} '{comm.name}' of {name_ranks(comm.ranks)}"
+    return GroupsError(f"make_groups: {what}", [first_line(error)], _FIX)

@@ -100,9 +100,8 @@ def place(
     for name, size in (("outer_params", params), ("outer_grads", grads)):
         inner = [prod(sizes[level:]) for level in range(len(sizes) + 1)]
         if size is not None and size not in inner:
-            lines = [f"the levels of a partition group are {sizes}, outermost first"]
-            fix = f"pass one of {', '.join(map(str, inner))}, or make groups with other levels"
-            raise PlanError(f"place: {name[6:]}={size} ends inside a level", lines, fix=fix)
+            text = f"place: {name[6:]}={size} ends inside a level of {sizes}, outermost first"
+            raise PlanError(text, fix=f"pass one of {', '.join(map(str, inner))}")
         found[name] = 0 if size is None else inner.index(size)
     flat = {name: int(count > 0 and count == len(sizes)) for name, count in found.items()}
     return replace(

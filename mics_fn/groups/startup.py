@@ -37,7 +37,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from mics_fn import _torch, checks, errors, spans
 from mics_fn.errors import GroupsError
@@ -45,7 +44,7 @@ from mics_fn.groups.communicator import hooks
 from mics_fn.store import Store, StoreLost, later, poll, value_of
 from mics_fn.threads import bounded
 
-# What a launcher wrote into the
+# What a launcher wrote into the environment.
 
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 # By launcher, nearest first: the variables of the number of a rank, of all ranks, and on the node.
@@ -279,15 +278,13 @@ def judged(verb: str, found: Mapping[int, Any]) -> int:
     wrong = {rank: f"{x.problem}, on {x.place}" for rank, x in facts.items() if x.problem}
     if wrong:
         what = f"{verb}: a rank does not have the device that was asked for"
-        fix = "pass device='auto' or 'cpu', use a torch and a driver for this device, or let "
-        fix += "init_distributed(cpu_groups=True) start the default group for the CPU, too"
+        fix = "pass device='auto' or 'cpu', or use a torch, driver and backend for this device"
         raise GroupsError(what, errors.rank_lines(wrong), fix)
     _compare(verb, {rank: x.compared for rank, x in facts.items()})
     units = {rank: x.unit or f"rank {rank}" for rank, x in facts.items()}
     unit, users = errors.by_value(units)[0]
     if len(users) > 1:
-        fix = "start one rank per device, show each rank one of its own (srun --gpus-per-task=1), "
-        fix += "or pass device='cpu'; to share one in a test, set another NCCL_HOSTID on each rank"
+        fix = "start one rank per device; to share one in a test, NCCL_HOSTID differs on each rank"
         lines = [f"{errors.name_ranks(users)} on {facts[users[0]].place}, {unit}"]
         raise GroupsError(f"{verb}: several ranks use one device", lines, fix)
     return node_size_of({rank: x.node for rank, x in facts.items()})
@@ -322,14 +319,13 @@ def node_size_of(nodes: Mapping[int, str]) -> int:
     sizes = [len(list(run)) for _, run in groupby(nodes.values())]
     if len(set(sizes)) > 1 or len(sizes) > len(set(nodes.values())):
         what = "make_groups: these ranks do not fill nodes of one size, one after the other"
-        fix = "start equally many ranks on every node, node by node (Slurm: --distribution=block), "
-        fix += "or pass node_size= or topology="
+        fix = "start equally many ranks on each, node by node, or pass node_size= or topology="
         raise errors.PlanError(what, errors.rank_lines(nodes)[:8], fix)
     return sizes[0]
 
 
 def init_distributed(
-    *, device: str | torch.device = "auto", cpu_groups: bool = False, timeout_s: float = 600.0
+    *, device: str | torch.device = "auto", timeout_s: float = 600.0
 ) -> torch.device:
     """Start torch.distributed from the launcher's environment, and choose this rank's device.
 
@@ -345,8 +341,6 @@ def init_distributed(
     Args:
       device: "auto" takes an accelerator if this process sees one, else the CPU. Of several that it
         sees, it takes the one with its number on the node; all ranks must get different ones.
-      cpu_groups: whether the default group also has gloo, for tensors on the CPU. Otherwise it has
-        only the backend of the device.
       timeout_s: bound in seconds of the start, and of collectives on the default group.
 
     Returns:
@@ -381,14 +375,13 @@ def init_distributed(
         torch.accelerator.set_device_index(chosen)
     if launch is None:
         return chosen
-    own = dist.get_default_backend_for_device(chosen)
-    own_failures(own, begun=False)
-    backend = f"cpu:gloo,{chosen.type}:{own}" if cpu_groups and own != "gloo" else own
+    backend = dist.get_default_backend_for_device(chosen)
+    own_failures(backend, begun=False)
     how = {"store": store, "rank": launch.rank, "world_size": launch.world_size}
     connect = partial(dist.init_process_group, backend, timeout=timedelta(seconds=timeout_s), **how)
     if start is not None:
         _torch.start_alone(backend, timeout_s=timeout_s, **how)
-    elif own != "gloo":
+    elif backend != "gloo":
         connect()
     else:
         _connect(connect, launch.rank, timeout_s, deadline)
@@ -403,8 +396,7 @@ def _connect(connect: Callable[[], Any], rank: int, timeout_s: float, deadline: 
         first = errors.first_line(error, f"they did not connect within {timeout_s:g} s")
         what = f"init_distributed: rank {rank} found the store, but gloo could not connect"
         # A host's name often leads to its own loopback address.
-        fix = "look whether another rank has ended, and set GLOO_SOCKET_IFNAME, on each node, to"
-        fix += " the interface that the other nodes reach, such as eth0; `ip -br addr` lists them"
+        fix = "set GLOO_SOCKET_IFNAME, on each node, to what the others reach: `ip -br addr`"
         raise errors.CollectiveError(f"{what} it with the other ranks", [first], fix) from error
 
 
@@ -419,10 +411,9 @@ def _agreed_store(
     limit, judge = timedelta(seconds=timeout_s), partial(judged, "init_distributed")
 
     def connect() -> Any:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # that of torchrun's agent
-            return next(rendezvous("env://", rank, size, timeout=limit))[0]
+        holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun
         # `meet` waits for the other ranks, and names those that are missing.
-        options = {"is_master": rank == 0, "wait_for_workers": False, "multi_tenant": True}
+        options = {"is_master": holds, "wait_for_workers": False, "multi_tenant": True}
         where = launch.master_addr, launch.master_port, size
         return dist.TCPStore(*where, timeout=limit, **options)  # pyright: ignore
 

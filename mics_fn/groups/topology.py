@@ -16,16 +16,6 @@ from math import prod
 
 from mics_fn.errors import PlanError, message, name_ranks
 
-# Numbers of ranks: what divides what, and the errors of those that do not fit.
-
-
-def check_count(value: object, what: str) -> int:
-    """Raise PlanError unless a value is an int of at least 1, and return it; `what` names it."""
-    if type(value) is not int or value < 1:
-        raise PlanError(f"{what}={value!r} is not an int of at least 1")
-    return value
-
-
 FLAT = "flat"  # the name of all levels as one, in communicators and in the ledger
 _NAMES = ("rack", "node", "rank")
 _SHOWN = 8  # a printed plan shortens longer lists of groups, or of members of a group
@@ -57,39 +47,33 @@ class Topology:
     def __post_init__(self) -> None:
         sizes = tuple(self.sizes)
         for i, size in enumerate(sizes):
-            check_count(size, f"Topology: sizes[{i}]")
+            if type(size) is not int or size < 1:
+                raise PlanError(f"Topology: sizes[{i}]={size!r}, expected an int of at least 1")
         extra = tuple(f"level{i}" for i in range(len(sizes) - len(_NAMES)))
         names = tuple(self.names) or (extra + _NAMES)[-len(sizes) :]
         if not len(names) == len(sizes) == len(set(names) - {FLAT}):
             what = f"Topology: names {names} do not name {len(sizes)} sizes {sizes}"
-            fix = f"pass one distinct name per size, and not {FLAT!r}, or no names"
-            raise PlanError(what, fix=fix)
+            raise PlanError(what, fix=f"pass one name per size, and not {FLAT!r}, or none")
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "names", names)
 
     @classmethod
-    def of(
-        cls, world_size: int, node_size: int | None = None, nodes_per_rack: int | None = None
-    ) -> "Topology":
-        """The topology of equal nodes (None: one flat node), and of equal racks if given.
+    def of(cls, world_size: int, node_size: int | None = None) -> "Topology":
+        """The topology of equal nodes; None: one flat node.
 
         Raises:
-          PlanError: a number does not divide the next one.
+          PlanError: the number does not divide that of ranks.
 
         Example:
-          >>> print(Topology.of(24, node_size=4, nodes_per_rack=3))
-          rack 2 x node 3 x rank 4
+          >>> print(Topology.of(24, node_size=4))
+          node 6 x rank 4
         """
-        sizes = [world_size]
-        for name, given in (("node_size", node_size), ("nodes_per_rack", nodes_per_rack)):
-            if given is None and nodes_per_rack is None:
-                break
-            size = check_count(given, name)
-            if sizes[0] % size:
-                what = f"{name}={size} does not divide {sizes[0]}"
-                raise PlanError(what, fix="pass a number that does")
-            sizes[:1] = [sizes[0] // size, size]
-        return cls(tuple(sizes))
+        if node_size is None:
+            return cls((world_size,))
+        if node_size < 1 or world_size % node_size:
+            what = f"node_size={node_size} does not divide {world_size}"
+            raise PlanError(what, fix="pass a number that does")
+        return cls((world_size // node_size, node_size))
 
     @property
     def world_size(self) -> int:

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from mics_fn import checkpoint, checks, errors, faults, shards, tree
 from mics_fn.collectives import collect_bytes
+from mics_fn.faults import comparing
 from mics_fn.groups import reports
 from mics_fn.optim import Guard
 from mics_fn.shards import Writing
@@ -83,7 +84,7 @@ def compare_options(trainer: Any) -> None:
         "placement": "; ".join(home.describe() for home in homes),
         "guard numbers": f"{guard_numbers(guard)}",
     }
-    faults.same_options("Trainer", facts, homes)
+    comparing.same_options("Trainer", facts, homes)
 
 
 def lasting_options(trainer: Any) -> dict[str, str]:
@@ -92,7 +93,7 @@ def lasting_options(trainer: Any) -> dict[str, str]:
     Where ranks are and what they hold at a time may differ: that changes only how sums are rounded.
     """
     paths = shards.names(trainer.state.params)
-    return {**_facts(trainer, paths, several=False), **faults.versions()}
+    return {**_facts(trainer, paths, several=False), **comparing.versions()}
 
 
 def _facts(trainer: Any, paths: Sequence[str], several: bool) -> dict[str, str]:
@@ -109,9 +110,10 @@ def _facts(trainer: Any, paths: Sequence[str], several: bool) -> dict[str, str]:
     facts |= {f"guard {name}": text for name, text in texts.items() if name != "scale"}
     texts = {f.name: f"{getattr(scale, f.name)}" for f in fields(scale) if f.name not in changes}
     facts |= {f"guard scale {name}": text for name, text in texts.items()}
-    outer = faults.texts_of(sync.facts or {}, paths)
+    outer = comparing.texts_of(sync.facts or {}, paths)
     facts |= {f"outer {name}": text for name, text in outer.items()}
-    return {**facts, **faults.optimizer_facts("Trainer", trainer.state.transform, paths, several)}
+    own = comparing.optimizer_facts("Trainer", trainer.state.transform, paths, several)
+    return {**facts, **own}
 
 
 # Ranks that lack the newest state take it from their replicas, as those that come back do.
@@ -216,7 +218,7 @@ def _take(trainer: Any, found: Mapping[int, Said], last: Said) -> None:
         with reports(errors.FileError):  # leaves may lie in files
             home = trainer.options.home
             compared = faults.Comparison("Trainer.reset", trainer.state, home, [], moments=False)
-        compared.finish("raise")
+        compared.finish()
 
 
 def _lost(found: Mapping[int, Said], why: str) -> errors.LostStateError:
@@ -338,7 +340,7 @@ def _take_back(trainer: Any, found: checkpoint.Loaded, *, strict: bool) -> None:
 
 def _compare_options(saved: Mapping[str, str], now: Mapping[str, str], strict: bool) -> bool:
     """Raise or warn of options that differ; gives whether those of the guard do."""
-    grave, small = faults.differing([saved, now])
+    grave, small = comparing.differing([saved, now])
     if names := grave or small:
         has = {name: (saved.get(name, "not given"), now.get(name, "not given")) for name in names}
         lines = [f"{name}: saved {old}, now {new}" for name, (old, new) in has.items()]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -266,25 +266,18 @@ class FaultPolicy:
     """Decide what a `Trainer` does against faults.
 
     Args:
-      check_replicas: every so many steps replicas are compared bit by bit; 0 for never.
-      on_drift: raise DesyncError if they differ, or "heal" as `same_replicas` does.
+      check_replicas: every so many steps replicas are compared bit by bit, and a DesyncError names
+        what differs; 0 for never.
       recoverable: write each step only once all ranks can, so that those that are left when one is
         killed are at one step; see [Note: steps written together] in `trainer`.
 
-    Raises:
-      PlanError: `on_drift` is something else.
-
     Example:
-      >>> FaultPolicy(on_drift="heal").check_replicas
+      >>> FaultPolicy().check_replicas
       100
     """
 
     check_replicas: int = 100
-    on_drift: Literal["raise", "heal"] = "raise"
     recoverable: bool = False
-
-    def __post_init__(self) -> None:
-        checks.choice("FaultPolicy", "on_drift", self.on_drift, "raise", "heal")
 
 
 # This rank as a member of its job, which may go on with other processes after a fault.
@@ -349,7 +342,7 @@ def _reduced(trainer: Any, drift: Any, total: GradSum, state: RunState) -> RunSt
     """Compare replicas if that is due, and look at the last step if it was masked."""
     if drift is not None:
         total.wait()
-        trainer.state = drift.finish(trainer.faults.on_drift)
+        drift.finish()
     else:  # the guard counts steps in a row
         _finish_step(trainer)
     return trainer.run

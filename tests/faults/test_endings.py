@@ -1,10 +1,9 @@
 """How processes end: all soon if one fails."""
 
-import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+import time
 from typing import Any
 
 import pytest
@@ -14,28 +13,49 @@ from mics_fn.faults import monitor
 from mics_fn.faults.heartbeat import departure_of
 from mics_fn.faults.journal import Watcher, without_a_word
 from mics_fn.groups import GroupState
+from tests.stress.fault_trials import free_port
 
-ENDINGS = Path(__file__).parents[1] / "support" / "endings.py"
 LIMIT_S = 10.0  # with two idle processors 3; a process ends slowly where others compete for them
-
-
-def ended(folder: Path, *cases: str) -> dict[str, Any]:
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    env["PYTHONPATH"] = str(ENDINGS.parents[2])
-    command = [sys.executable, str(ENDINGS), str(folder), *cases]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=220, env=env)
-    assert not done.returncode, done.stderr
-    return json.loads(done.stdout)
+SCRIPT = """
+import sys, time, torch, mics_fn as mf
+mf.init_distributed(device="cpu")
+torch.manual_seed(0)
+groups = mf.make_groups(heartbeat_s=2.0, timeout_s=30)
+loss, sgd = lambda model, x: model(x).square().mean(), mf.optim.sgd(0.1)
+trainer = mf.Trainer(torch.nn.Linear(3, 1), sgd, groups, loss=loss)
+for step in range(1000):
+    if step == 3 and groups.rank == 1:
+        print(time.monotonic(), flush=True)
+        {cause}
+    trainer.step(torch.ones(2, 3))
+"""
 
 
 @pytest.mark.thorough
 @pytest.mark.limit(240)
-def test_ranks_end_together(tmp_path):
-    found = ended(tmp_path, "raises", "exits")
-    for how, codes in (("raises", [1, 1]), ("exits", [1, 3])):
-        assert found[how]["codes"] == codes, found
-        assert max(found[how]["seconds"]) <= LIMIT_S, found
-    assert "PeerFailed: rank 1 left its groups: KeyError: 'mine'" in found["raises"]["output"][0]
+@pytest.mark.parametrize(
+    ("cause", "codes", "named"),
+    [
+        ("raise KeyError('mine')", [1, 1], "rank 1 left its groups: KeyError: 'mine'"),
+        ("sys.exit(3)", [1, 3], "rank 1 exited"),
+    ],
+)
+def test_ranks_end_together(cause: str, codes: list[int], named: str):
+    env = os.environ | {"WORLD_SIZE": "2", "MASTER_PORT": f"{free_port(0)}", "OMP_NUM_THREADS": "1"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "LOCAL_WORLD_SIZE": "2"}
+    env |= {"RES_OPTIONS": "timeout:1 attempts:1"}  # else the store looks for names of hosts
+    command = [sys.executable, "-c", SCRIPT.format(cause=cause)]
+    how: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    places = [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    ranks = [subprocess.Popen(command, env=env | place, **how) for place in places]
+    try:
+        (began, _), (_, said) = (rank.communicate(timeout=200) for rank in reversed(ranks))
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert time.monotonic() - float(began) < LIMIT_S
+    assert [rank.returncode for rank in ranks] == codes
+    assert f"PeerFailed: {named}" in said
 
 
 @pytest.mark.parametrize("left", [False, True])

@@ -184,7 +184,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def announce_all(error: BaseException, *, final: bool = False, kind: str = "") -> None:
         found.append((error, final))
 
-    monkeypatch.setattr(monitor, "announce_all", announce_all)
+    monkeypatch.setattr(communicator, "announce_all", announce_all)
     return found
 
 

@@ -9,16 +9,17 @@ import logging
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from children import left_of
 
 import mics_fn as mf
 from mics_fn import _torch
@@ -28,6 +29,7 @@ from mics_fn.faults.heartbeat import Process
 from mics_fn.groups import startup
 from mics_fn.spans import LOG
 from mics_fn.store import poll
+from tests.stress import fault_trials as processes
 from tests.stress.fault_trials import take_place
 
 N, STEPS, AT = 4, 6, 3  # ranks, steps, and the step in which one of them fails
@@ -37,27 +39,16 @@ LIMIT_S = 1.5
 class Ranks:
     """Forked processes, each of which calls a function and leaves what it returned in a file."""
 
-    def __init__(self, folder: Path, program: Callable[..., Any], args: Any, n: int, served: bool):
-        self.folder, self.pids, self.alive = folder, [], set(range(n))
-        # One of loopback alone, so that the store looks for no names of hosts, which may take long.
-        self.listening = socket.create_server(("127.0.0.1", 0))
-        self.port = self.listening.getsockname()[1]
-        if not served:
-            self.listening.close()
+    def __init__(self, folder: Path, port: int, program: Callable[..., Any], args: Any, n: int):
+        self.folder, self.port = folder, port
         importlib.import_module("torch._dynamo")  # else each of them would
-        for rank in range(n):
-            self.pids.append(pid := os.fork())
-            if pid == 0:
-                self.child(rank, n, lambda: program(*args))
-        self.listening.close()
+        start = partial(self.child, n, lambda: program(*args))
+        self.pids = [processes.fork(partial(start, rank)) for rank in range(n)]
 
-    def child(self, rank: int, n: int, program: Callable[[], Any]) -> None:
+    def child(self, n: int, program: Callable[[], Any], rank: int) -> None:
         take_place(rank, n, self.port, apart=False)
-        os.environ["LISTENING"] = f"{self.listening.fileno()}"
         os.chdir(self.folder)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        with open(f"out{rank}", "w") as out:
-            os.dup2(out.fileno(), 2)
         try:
             found = program()
         except SystemExit:
@@ -67,24 +58,12 @@ class Ranks:
         Path(f"tmp{rank}").write_text(json.dumps(found))
         Path(f"tmp{rank}").rename(f"{rank}")
         monitor._at_exit()  # as at the exit of any process
-        os._exit(0)
 
     def wait(self, ranks: set[int], limit_s: float = 30.0) -> dict[int, Any]:
         """What these ranks found; they have ended."""
-
-        def ended() -> bool:
-            gone = {rank for rank in self.alive if os.waitpid(self.pids[rank], os.WNOHANG)[0]}
-            self.alive -= gone
-            return not self.alive & ranks
-
-        assert until(ended, limit_s), f"{self.alive & ranks} hang"
+        left = left_of([self.pids[rank] for rank in ranks], limit_s)
+        assert not left, f"{left} hang"
         return {rank: json.loads((self.folder / f"{rank}").read_text()) for rank in ranks}
-
-    def end(self) -> None:
-        for rank in self.alive:
-            os.kill(self.pids[rank], signal.SIGKILL)
-            os.waitpid(self.pids[rank], 0)
-        self.alive.clear()
 
 
 def until(done: Callable[[], Any], limit_s: float = 12.0) -> bool:
@@ -96,22 +75,21 @@ def until(done: Callable[[], Any], limit_s: float = 12.0) -> bool:
 def fork(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
     made: list[Ranks] = []
 
-    def start(program: Callable[..., Any], *args: Any, n: int = N, served: bool = True) -> Ranks:
+    def start(program: Callable[..., Any], *args: Any, n: int = N) -> Ranks:
         (folder := tmp_path / f"{len(made)}").mkdir()
-        made.append(Ranks(folder, program, args, n, served))
+        made.append(Ranks(folder, processes.free_port(len(made)), program, args, n))
         return made[-1]
 
     yield start
-    for each in made:
-        each.end()
+    processes.end(pid for each in made for pid in each.pids)
 
 
 def grouped(heartbeat_s: float = LIMIT_S, timeout_s: float = 30.0) -> Any:
     rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    given: dict[str, Any] = {"master_listen_fd": int(os.environ["LISTENING"])} if rank == 0 else {}
-    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        "127.0.0.1", port, size, rank == 0, wait_for_workers=False, **given
-    )
+    if rank == 0:
+        store = _torch.serve_store("127.0.0.1", port)
+    else:
+        store: Any = dist.TCPStore("127.0.0.1", port, size, False)  # pyright: ignore
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     return mf.make_groups(2, timeout_s=timeout_s, heartbeat_s=heartbeat_s)
 
@@ -203,40 +181,6 @@ def test_a_call_that_nccl_refuses_waits_for_the_name_of_the_rank(fork: Any):
 def test_a_rank_that_is_late_is_no_alarm(fork: Any):
     found = fork(train, {1: "holds its interpreter", 2: "late"}).wait(set(range(N)))
     assert {tuple(each) for each in found.values()} == {(STEPS, "", None, 0.0, "")}
-
-
-def thawed() -> Any:
-    """A rank is stopped until the others have failed; they meet again once it goes on."""
-    groups, errors = grouped(), []
-    shards = mf.shard({"w": torch.ones(8)}, groups)
-    rank, began = int(os.environ["RANK"]), time.monotonic()
-    while time.monotonic() < began + 12.0:
-        try:
-            mf.gather(shards, groups)
-            mf.reduce_grads({"w": torch.ones(8)}, groups, like=shards)
-            Path(f"ready{rank}").touch()
-            if errors:
-                break
-            time.sleep(0.01)
-        except MicsError as error:
-            errors.append(f"{type(error).__name__}: {error}")
-            Path(f"failed{rank}").touch()
-            if len(errors) > 1:
-                break
-            groups = mf.reset(groups)
-    return errors
-
-
-@pytest.mark.thorough
-def test_silence_before_a_meeting_means_nothing_after_it(fork: Any):
-    started, odd = fork(thawed), 2
-    assert until((started.folder / f"ready{odd}").exists)
-    os.kill(started.pids[odd], signal.SIGSTOP)
-    assert until(lambda: len([*started.folder.glob("failed*")]) == N - 1)
-    os.kill(started.pids[odd], signal.SIGCONT)
-    for rank, errors in started.wait(set(range(N))).items():
-        assert len(errors) == 1, (rank, errors)
-        assert f"rank {odd}" in errors[0] or rank == odd, (rank, errors)
 
 
 def stalled(is_slow: bool) -> Any:
@@ -377,7 +321,7 @@ def start_without_a_store() -> Any:
 
 
 def test_a_start_is_bounded_and_names_the_store_that_is_missing(fork: Any):
-    started = fork(start_without_a_store, n=2, served=False)
+    started = fork(start_without_a_store, n=2)
     name, said, seconds = started.wait({1})[1]
     assert name == "CollectiveError", said
     assert f"127.0.0.1:{started.port}" in said
@@ -419,6 +363,6 @@ def killed_at(place: str) -> Any:
     ],
 )
 def test_a_rank_that_is_killed_at_the_start_ends_it_and_is_named(fork, place, kind, named):
-    for rank, (name, text) in fork(killed_at, place, served=False).wait({0, 1, 3}).items():
+    for rank, (name, text) in fork(killed_at, place).wait({0, 1, 3}).items():
         assert name == kind, text
         assert re.findall(r"rank (\d) ", text) == (["2"] if named else [f"{rank}"])

@@ -4,8 +4,6 @@ import importlib
 import json
 import os
 import signal
-import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import mics_fn as mf
 from mics_fn import _torch
@@ -21,7 +18,7 @@ from mics_fn.errors import MicsError
 from mics_fn.faults import heartbeat, monitor
 from mics_fn.faults.heartbeat import BoundedStore, heartbeat_of
 from mics_fn.store import poll
-from tests.stress.fault_trials import take_place
+from tests.stress.fault_trials import end, fork, free_port, host_store, take_place
 
 N, ODD, AT = 4, 1, 3  # ranks, the one that is replaced, and the step at which that begins
 AFTER = 40  # steps of the others once it has thawed, in more than a second
@@ -98,51 +95,23 @@ def train(folder: Path, rank: int, where: str, name: str, *, again: bool) -> Non
     say(folder, name, total=float(sum(x.sum() for x in trainer.params().values())))
 
 
-def fork(program: Callable[[], None], out: Path) -> int:
-    if pid := os.fork():
-        return pid
-    try:
-        file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        program()
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-    monitor._at_exit()
-    os._exit(0)
-
-
-def serve(port: int) -> None:
-    """Hold the store of the job, which outlives every rank."""
-    kept = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        "127.0.0.1", port, None, True, wait_for_workers=False
-    )
-    while os.getppid() != 1:
-        time.sleep(0.1)
-    del kept
-
-
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[tuple[Path, Callable[..., int]]]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     importlib.import_module("torch._dynamo")  # else each of them would
-    pids = [fork(lambda: serve(port), tmp_path / "store.txt")]
+    port = free_port(0)
+    pids = [fork(lambda: host_store(port))]  # the store outlives every rank
 
     def start(rank: int, where: str = "", *, again: bool = False) -> int:
-        name = f"{rank}{'b' * again}"
-
         def program() -> None:
             take_place(rank, N, port, apart=True)
-            train(tmp_path, rank, where, name, again=again)
+            train(tmp_path, rank, where, f"{rank}{'b' * again}", again=again)
+            monitor._at_exit()
 
-        pids.append(fork(program, tmp_path / f"out{name}.txt"))
+        pids.append(fork(program))
         return pids[-1]
 
     yield tmp_path, start
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+    end(pids)
 
 
 def until(done: Callable[[], Any]) -> bool:

@@ -37,7 +37,7 @@ def text_of(call: Callable[[], Any], kind: type[Exception] = GroupsError) -> str
 
 def fail_and_reset() -> tuple[list[str], float, bool]:
     """Rank 1 joins no gather; returns what later uses raise, how long they take, and the end."""
-    groups, subset = mf.make_groups(timeout_s=1.5), None
+    groups = mf.make_groups(timeout_s=1.5)
     shards = mf.shard({"w": torch.ones(4)}, groups)
     texts, seconds = [], 0.0
     if dist.get_rank() == 1:
@@ -49,13 +49,9 @@ def fail_and_reset() -> tuple[list[str], float, bool]:
         uses = (lambda: mf.gather(shards, groups), lambda: mf.unshard(shards, groups))
         texts = [text_of(use) for use in uses]
         seconds = time.perf_counter() - started
-        # The number of other people's groups is no condition.
-        subset: Any = dist.new_group([0], use_local_synchronization=True)
     old, groups = groups, mf.reset(groups)
     good = old.closed and works(groups)
     groups.close()
-    if subset is not None:
-        dist.destroy_process_group(subset)
     return texts, seconds, good
 
 

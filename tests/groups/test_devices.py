@@ -127,13 +127,7 @@ MISSING = (
 @pytest.mark.parametrize(
     ("seen", "hostid", "options", "want"),
     [
-        (ONE_EACH, "", {}, [("cuda:0", 0, "nccl", 600, "1")] * 2),
-        (
-            ONE_EACH,
-            "",
-            {"cpu_groups": True, "timeout_s": 700},
-            [("cuda:0", 0, "cpu:gloo,cuda:nccl", 700, "1")] * 2,
-        ),
+        (ONE_EACH, "", {"timeout_s": 700}, [("cuda:0", 0, "nccl", 700, "1")] * 2),
         (ONE_FOR_ALL, "host", {}, [("cuda:0", 0, "nccl", 600, "1")] * 2),
         (ONE_FOR_ALL, "", {"device": "cpu"}, [("cpu", -1, "gloo", 600, "")] * 2),
         ([()] * 2, "", {}, [("cpu", -1, "gloo", 600, "")] * 2),

@@ -128,9 +128,8 @@ def test_sixteen_thousand_ranks():
             "partition_size=8 does not fit 24 ranks = rack 2 x node 3 x rank 4\n"
             "  fix: pass one of the sizes that work: 1, 2, 4, 12, 24",
         ),
-        (lambda: Topology.of(8, 2, 3), "nodes_per_rack=3 does not divide 4"),
-        (lambda: Topology.of(8, None, 2), "node_size=None is not an int of at least 1"),
-        (lambda: Topology((2, 0)), "Topology: sizes[1]=0 is not an int of at least 1"),
+        (lambda: Topology.of(8, 3), "node_size=3 does not divide 8"),
+        (lambda: Topology((2, 0)), "Topology: sizes[1]=0, expected an int of at least 1"),
         (lambda: Topology((2, 2), ("node", "node")), "names ('node', 'node') do not name"),
         (lambda: Topology((2, 2), ("flat", "rank")), "names ('flat', 'rank') do not name"),
     ],

@@ -11,8 +11,6 @@ PLANTED = [
     ("a state is healed although no replica has all of it", _D,
      "any(newest not in part for part in parts)", "all(newest not in part for part in parts)",
      "optim/test_steps.py"),
-    ("replicas are healed from the odd one", _D, "(right, ranks), *others = errors.by_value(",
-     "*others, (right, ranks) = errors.by_value(", "optim/test_drift.py -k healed"),
     ("ranks of a partition group decide for themselves", _G,
      "comms = [home.partition, home.replicas] if len(homes) > 1 else [home.replicas]",
      "comms = [home.replicas]", "optim/test_guard.py -k share_only"),

@@ -128,8 +128,6 @@ GroupsError: Trainer: groups is of type Transform, expected groups
 LeafError: Trainer: no parameter is trained: all are frozen, or there is none
 >>> trainer(loss="mse")
 PlanError: Trainer: loss='mse', expected a function loss(model, batch)
->>> mf.FaultPolicy(on_drift=None)
-PlanError: FaultPolicy: on_drift=None, expected 'raise' or 'heal'
 >>> trainer(schedule="fetch 0").step(x)
 PlanError: defer: schedule='fetch 0', expected a schedule or a policy
 >>> trainer(checkpoint="folder")
