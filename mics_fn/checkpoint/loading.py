@@ -84,70 +84,64 @@ def fill(path: Path, saved: directory.Manifest, target: Contents) -> Any:
 Wanted = tuple[int, directory.Slice, Tensor, int]  # file, slice, target, its first element
 
 
-def _read_slice(
-    read: directory.ReadSlice, part: directory.Slice, target: Tensor, origin: int
-) -> None:
-    """Read a slice, and write what a part of the same flattened tensor wants of it."""
-    low, high = max(part.start, origin), min(part.stop, origin + target.numel())
-    placed = is_placed(target)
-    flat: Any = target if placed else target.view(-1)
-    place = slice(low - origin, high - origin)
-    if target.is_cpu and not placed and (low, high) == (part.start, part.stop):
-        read(part, directory.memory_of(flat[place]))
-        return
-    values = torch.empty(part.stop - part.start, dtype=target.dtype)
-    read(part, directory.memory_of(values))
-    values = values[low - part.start : high - part.start]
-    if placed:
-        flat.fill(place.start, values)
-    else:
-        flat[place].copy_(values)
-
-
 def _read(path: Path, files: Sequence[directory.SavedFile], wanted: list[Wanted]) -> None:
-    """Read slices with a few threads, in the order in which they lie."""
+    """Read slices with a few threads, in the order in which they lie.
+
+    Each slice is read as a whole; what a part of the same flattened tensor wants of it is kept.
+    """
     wanted.sort(key=lambda want: (want[0], want[1].offset))
+
+    def read(want: Wanted) -> None:
+        number, part, target, origin = want
+        low, high = max(part.start, origin), min(part.stop, origin + target.numel())
+        placed = is_placed(target)
+        flat: Any = target if placed else target.view(-1)
+        place = slice(low - origin, high - origin)
+        if target.is_cpu and not placed and (low, high) == (part.start, part.stop):
+            reads[number](part, directory.memory_of(flat[place]))
+            return
+        values = torch.empty(part.stop - part.start, dtype=target.dtype)
+        reads[number](part, directory.memory_of(values))
+        values = values[low - part.start : high - part.start]
+        if placed:
+            flat.fill(place.start, values)
+        else:
+            flat[place].copy_(values)
+
     with ExitStack() as opened:
         reads = {
             number: opened.enter_context(directory.part_file(path, files[number]))
             for number in sorted({number for number, *_ in wanted})
         }
-        rest = iter(wanted)  # each thread takes the next one, with nothing to do for a small slice
-
-        def read_on(_: int) -> None:
-            try:
-                for number, part, target, origin in rest:
-                    _read_slice(reads[number], part, target, origin)
-            except BaseException:
-                wanted.clear()  # which ends the other threads, too
-                raise
-
-        each(read_on, range(_READERS), _READERS, "mics_fn load")
+        each(read, wanted, _READERS, "mics_fn load")
 
 
-def each(work: Callable[[Any], Any], items: Iterable[Any], count: int, name: str) -> list[Any]:
-    """What some work gives for each item, done by several threads; raises the first error.
+def each(work: Callable[[Any], Any], items: Iterable[Any], count: int, name: str) -> None:
+    """Do some work for each item on several threads; raise the first error.
 
     Nobody works on any of them once this has returned or raised.
 
-    >>> each(abs, [-1, 2, -3], 2, "example")
-    [1, 2, 3]
+    >>> each(print, ["one item"], 1, "example")
+    one item
     """
-    jobs = [Job(partial(work, item)) for item in items]
-    left = iter(jobs)  # its `next` is one instruction
-    readers = [Job(partial(_run_all, left)) for _ in range(min(count, len(jobs)))]
+    rest = iter(items)  # its `next` is one instruction; a small item costs nothing else
+
+    def run() -> None:
+        try:
+            for item in rest:
+                work(item)
+        finally:
+            deque(rest, 0)  # after an error the other threads end, too
+
+    jobs = [Job(run) for _ in range(count)]
     try:
-        for reader in readers:
-            reader.begin(name)
-        return [job.result() for job in jobs]
+        for job in jobs:
+            job.begin(name)
+        for job in jobs:
+            job.result()
     finally:
-        deque(left, 0)
-        ended(readers)
-
-
-def _run_all(jobs: Iterable[Job]) -> None:
-    for job in jobs:
-        job.run()
+        deque(rest, 0)
+        ended(jobs)
 
 
 class Loaded(NamedTuple):
@@ -223,7 +217,6 @@ def load(
     shards.refuse_derivative("checkpoint.load", (), "call it outside of torch.func")
     checks.integer("load", "step", step, 0, optional=True, fix="None takes the newest one")
     checks.choice("load", "on_corrupt", on_corrupt, "raise", "previous")
-    checks.choice("load", "donate", donate, True, False)
     spans.passing("load")
     like = shards.reclaimed(like)  # of what a write that was cut short has left, only the memory
     home = main_home("load", like, groups)

@@ -34,8 +34,10 @@ import reprlib
 import stat
 import struct
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from math import prod
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -98,9 +100,7 @@ class File:
 
     def _require_regular(self, facts: os.stat_result) -> os.stat_result:
         if not stat.S_ISREG(facts.st_mode):
-            kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
-            kind = kinds.get(stat.S_IFMT(facts.st_mode), "a device")
-            raise self.error(f"is {kind}, not a regular file", fix="pass a file of weights")
+            raise self.error("is not a regular file", fix="pass a file of weights")
         return facts
 
     def close(self) -> None:
@@ -125,9 +125,7 @@ class File:
 
     def part(self, start: int, length: int) -> "File":
         """A part of the file as a file of its own, which can be read until this one is closed."""
-        if not 0 <= start <= start + length <= self.size:
-            where = f"byte {shown(start)} to {shown(start + length)}"
-            raise self.error("is damaged", [f"it has {self.size} bytes, and not {where}"])
+        self._require(start, length)
         found = copy.copy(self)
         found._start, found.size = self._start + start, length
         return found
@@ -154,7 +152,7 @@ class File:
         self.read_into(memoryview(data), offset, leaf)
         return data
 
-    def _require(self, offset: int, length: int, leaf: str) -> None:
+    def _require(self, offset: int, length: int, leaf: str = "") -> None:
         if not 0 <= offset <= offset + length <= self.size:
             problem = f"it ends early, at byte {self.size} of {shown(offset + length)}"
             raise self.error("is damaged", [problem], leaf)
@@ -239,11 +237,7 @@ def refusal(folder: Path, name: Any, *, trust: bool) -> str:
 
 def is_text(name: str) -> bool:
     """Whether a string can be written; JSON and pickles may hold halves of characters."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return name.encode(errors="ignore").decode() == name
 
 
 # Safetensors files: 8 bytes of length, a header of JSON, and the values of all tensors.
@@ -288,11 +282,9 @@ def strict_json(text: str) -> Any:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON; raises ValueError if a name is there twice."""
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{shown(name)} is there twice")
-        found[name] = value
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a name is there twice: {shown([name for name, _ in pairs])}")
     return found
 
 
@@ -645,6 +637,8 @@ def _places(described: dict[str, Any]) -> dict[tuple[Any, Sizes], tuple[Any, int
         name, offset = at.get("fqn"), at.get("offset")
         if offset is None or not isinstance(name, str):  # an object that is not a tensor
             continue
+        if (name, _sizes(offset)) in places:
+            raise ValueError(f"{shown(name)}: it lists chunk {_sizes(offset)} twice")
         start, length = _sizes((info.get("offset"), info.get("length")))
         places[name, _sizes(offset)] = info.get("relative_path"), start, length
     return places
@@ -681,33 +675,37 @@ class _CutTensor(NamedTuple):
     trust: bool  # whether these files may lie elsewhere
 
     def read(self, start: int, stop: int) -> Tensor:
-        """The elements between two indices, from the chunks that have some of them."""
-        out = torch.empty(stop - start, dtype=self.dtype)
-        done = 0
-        for offsets, sizes in boxes(self.shape, start, stop):
-            numel = prod(sizes)
-            self._read_box(offsets, out[done : done + numel].view(sizes))
-            done += numel
-        return out
+        """The elements between two indices, from the chunks that have some of them.
 
-    def _read_box(self, offsets: Sizes, box: Tensor) -> None:
-        """Fill a box of the tensor; within each chunk its elements lie one after the other."""
-        seen = torch.zeros(box.shape, dtype=torch.int8)  # how many chunks have an element
+        In a chunk these lie one after the other, as its elements have the order of the tensor's.
+        """
+        out = torch.empty(stop - start, dtype=self.dtype)
+        seen = torch.zeros(stop - start, dtype=torch.int8)  # how many chunks have an element
         for chunk in self.chunks:
-            edges = zip(offsets, box.shape, chunk.offsets, chunk.sizes, strict=True)
-            both = [range(max(a, b), min(a + n, b + m)) for a, n, b, m in edges]
-            if not all(both):
+            place, numel = partial(self._place_of, chunk), prod(chunk.sizes)
+            if place(0) >= stop or place(numel - 1) < start:
                 continue
-            inside = zip(both, chunk.offsets, contiguous(chunk.sizes), strict=True)
-            start = sum((x.start - b) * stride for x, b, stride in inside)
-            sizes = [len(x) for x in both]
-            where = tuple(
-                slice(x.start - a, x.stop - a) for x, a in zip(both, offsets, strict=True)
-            )
-            seen[where] += 1
-            box[where] = self._read_chunk(chunk, start, start + prod(sizes)).view(sizes)
+            low, high = (bisect_left(range(numel), end, key=place) for end in (start, stop))
+            values, run = self._read_chunk(chunk, low, high), 1
+            for size, whole in zip(reversed(chunk.sizes), reversed(self.shape), strict=True):
+                run *= size  # elements that lie one after the other in the tensor, too
+                if size != whole:
+                    break
+            for first in range(low - low % run, high, run):
+                part = slice(max(first, low) - low, min(first + run, high) - low)
+                at = place(low + part.start) - start
+                where = slice(at, at + part.stop - part.start)
+                out[where] = values[part]
+                seen[where] += 1
         if not bool((seen == 1).all()):
             raise self.index.error("is damaged", ["its chunks overlap, or leave a gap"], self.leaf)
+        return out
+
+    def _place_of(self, chunk: Chunk, element: int) -> int:
+        """The index in the flattened tensor of an element of a chunk."""
+        strides = contiguous(chunk.sizes), contiguous(self.shape)
+        every = zip(*strides, chunk.sizes, chunk.offsets, strict=True)
+        return sum((element // own % n + offset) * full for own, full, n, offset in every)
 
     def _read_chunk(self, chunk: Chunk, start: int, stop: int) -> Tensor:
         """Elements of a chunk, from its file."""
@@ -720,29 +718,3 @@ class _CutTensor(NamedTuple):
                 wrong += f"is {entry.dtype} of {entry.shape}"
                 raise file.error("does not match .metadata", [wrong], self.leaf, TOGETHER)
             return entry.read(start, stop)
-
-
-def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Sizes, Sizes]]:
-    """Offsets and sizes of boxes that one after the other are a range of the flattened tensor.
-
-    A box spans all of its dimensions but the first one in which it has more than one index, so it
-    is a range of each chunk, too.
-
-    >>> list(boxes((4, 3), 2, 10))
-    [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
-    """
-    if start >= stop:
-        return
-    if not shape:
-        yield (), ()
-        return
-    inner = prod(shape[1:])
-    first, last = -(-start // inner), stop // inner  # the rows that are meant as a whole
-    parts = [(first - 1, start, min(stop, first * inner))]
-    if first <= last:
-        parts.append((last, last * inner, stop))
-    for part, (row, begin, end) in enumerate(parts):
-        if part and first < last:
-            yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-        for offsets, sizes in boxes(shape[1:], begin - row * inner, end - row * inner):
-            yield (row, *offsets), (1, *sizes)

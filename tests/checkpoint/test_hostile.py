@@ -120,11 +120,11 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "deep values": (in_text(b'epoch":3', b'epoch":' + b"[" * 900 + b"]" * 900), ""),
     "empty": (lambda folder: os.truncate(folder / STEP / MANIFEST, 0), "is damaged"),
     "unknown version": (put("version", 2), "known here is version 3"),
-    "twice": (in_text(b'"step":1', b'"step":1,"step":1'), "'step' is there twice"),
+    "twice": (in_text(b'"step":1', b'"step":1,"step":1'), "a name is there twice"),
     "out of the folder": (put("files", 0, 0, "../x"), "'../x', which is not opened"),
     "half a character": (put("files", 0, 0, "\ud800"), "which is not opened"),
     "a link": (instead(PART, lambda path: path.symlink_to("/etc/passwd")), "a symbolic link"),
-    "a FIFO": (instead(PART, os.mkfifo), "is a FIFO, not a regular file"),
+    "a FIFO": (instead(PART, os.mkfifo), "is not a regular file"),
     "a link as folder": (
         lambda folder: [(folder / STEP).rename(folder / "x"), (folder / STEP).symlink_to("x")],
         "it is a symbolic link",

@@ -1,6 +1,7 @@
 """`init_model(weights=, names=, missing=)`: what the weights lack is as the model makes it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +73,12 @@ def test_old_parameters_are_read_and_new_ones_are_made(ranks, tmp_path: Path, la
         same_bits(params, {name: x.detach() for name, x in want.named_parameters()})
         same_bits(buffers, dict(want.named_buffers()))
         assert frozen == {name for name in params if not is_new(name)}
+
+
+@pytest.mark.parametrize("how", [{"names": name_here}, {"missing": is_new}])
+def test_what_is_said_of_weights_that_are_not_given_is_refused(how: dict[str, Any]):
+    with pytest.raises(mf.errors.PlanError, match="names= and missing= are about weights="):
+        mf.init_model(adapted, mf.make_groups(1), seed=0, **how)
 
 
 def test_what_is_missing_and_not_new_is_an_error(tmp_path: Path):

@@ -154,7 +154,7 @@ def outside(folder: Path) -> Path:
         ("../other/secret.safetensors", "it leads out of the folder"),
         ("link", "it is a symbolic link, or behind one"),
         ("folder/secret.safetensors", "it is a symbolic link, or behind one"),
-        ("fifo", "is a FIFO, not a regular file"),
+        ("fifo", "is not a regular file"),
         ("model.safetensors.index.json", "is neither a safetensors file nor"),
         ("absent", "No such file"),
         ("a\0b", "that is not the name of a file"),
@@ -187,8 +187,8 @@ def test_an_index_of_something_else_is_refused(tmp_path, groups, text):
 
 def test_only_regular_files_are_opened(tmp_path, groups):
     os.mkfifo(tmp_path / "fifo")
-    for path, kind in ((tmp_path / "fifo", "a FIFO"), (Path("/dev/zero"), "a device")):
-        with pytest.raises(mf.errors.FileError, match=f"{path} is {kind}, not a regular file"):
+    for path in (tmp_path / "fifo", Path("/dev/zero")):
+        with pytest.raises(mf.errors.FileError, match=f"{path} is not a regular file"):
             mf.load_shards(path, groups, trust=True)
 
 
