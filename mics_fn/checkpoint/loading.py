@@ -2,10 +2,9 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -72,7 +71,7 @@ def fill(path: Path, saved: directory.Manifest, target: Contents) -> Any:
             name, nbytes = part.name.rpartition(" of rank ")[0], saved.slices[part.name][-1][0].stop
             memory = given.setdefault(name, torch.empty(nbytes, dtype=torch.uint8))
             wanted.append((giver, part, memory, 0))
-    _read(path, files, wanted)
+    _read(path, saved, wanted)
     try:
         return directory.decoded(files[giver].extra, given)
     except (LookupError, TypeError, ValueError, RuntimeError) as error:  # also of recursion
@@ -84,7 +83,7 @@ def fill(path: Path, saved: directory.Manifest, target: Contents) -> Any:
 Wanted = tuple[int, directory.Slice, Tensor, int]  # file, slice, target, its first element
 
 
-def _read(path: Path, files: Sequence[directory.SavedFile], wanted: list[Wanted]) -> None:
+def _read(path: Path, saved: directory.Manifest, wanted: list[Wanted]) -> None:
     """Read slices with a few threads, in the order in which they lie.
 
     Each slice is read as a whole; what a part of the same flattened tensor wants of it is kept.
@@ -110,7 +109,7 @@ def _read(path: Path, files: Sequence[directory.SavedFile], wanted: list[Wanted]
 
     with ExitStack() as opened:
         reads = {
-            number: opened.enter_context(directory.part_file(path, files[number]))
+            number: opened.enter_context(directory.part_file(path, saved, number))
             for number in sorted({number for number, *_ in wanted})
         }
         each(read, wanted, _READERS, "mics_fn load")
@@ -424,13 +423,13 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verified:
     checks.integer("verify", "step", step, 0, optional=True, fix="None takes the newest one")
     number, place = folder_to_read("verify", path).find(step)
     saved, _ = directory.manifest_in(place, number)
-    check = partial(_check_file, place, saved)
-    each(check, saved.files, _VERIFY_THREADS, "mics_fn verify")
-    nbytes = sum(file.nbytes for file in saved.files)
-    return Verified(number, place, len(saved.files), len(saved.tensors), nbytes)
 
+    def check(position: int) -> None:
+        with directory.part_file(place, saved, position) as read:
+            for one in saved.files[position].slices:
+                read(one, memoryview(bytearray(saved.nbytes(one))))
 
-def _check_file(place: Path, saved: directory.Manifest, file: directory.SavedFile) -> None:
-    with directory.part_file(place, file) as read:
-        for one in file.slices:
-            read(one, memoryview(bytearray(saved.nbytes(one))))
+    count = len(saved.files)
+    each(check, range(count), _VERIFY_THREADS, "mics_fn verify")
+    nbytes = sum((place / directory.part_name(i)).stat().st_size for i in range(count))
+    return Verified(number, place, count, len(saved.tensors), nbytes)

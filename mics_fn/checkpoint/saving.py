@@ -404,7 +404,7 @@ class PendingSave:
 
     def write(self, block: OnHost) -> directory.SavedFile:
         """Write this rank's file, of what a block has."""
-        path = self.new / f"rank-{self.home.position:05d}.safetensors"
+        path = self.new / directory.part_name(self.home.position)
         with block as tensors:
             spans.passing("save: write", self.step)
             with directory.write_errors("save: cannot write", path):
@@ -543,9 +543,9 @@ class PendingSave:
     def _commit(self, files: list[directory.SavedFile]) -> Path:
         home, folder, options = self.home, self.folder, self.options
         spans.passing("save: commit", self.step)
-        for file, rank in zip(files, home.ranks, strict=True):
-            path = self.new / file.name
-            if not (path.is_file() and path.stat().st_size == file.nbytes):
+        for position, rank in enumerate(home.ranks):
+            path = self.new / directory.part_name(position)
+            if not path.is_file():
                 folder.check_owned()
                 text = f"save: {path} of rank {rank} is not seen by rank {home.rank}"
                 fix = "save to a folder that all ranks share"

@@ -105,8 +105,8 @@ PLANTED = [
     (
         "the header of a file is not compared with the manifest",
         _D,
-        "if hashlib.sha256(file.header(0, record.header_bytes)).hexdigest() != record.header:",
-        "if not record.header:",
+        "if file.size != nbytes or file.read(0, len(head)) != head:",
+        "if file.size != nbytes:",
         "checkpoint/test_damage.py -k flipped",
     ),
     (

@@ -150,7 +150,7 @@ def commit_empty(writer: Folder, step: int) -> None:
     try:
         new = writer.begin(step, "newer")
         (new / "part").write_text("x")
-        file = SavedFile("part", 1, 1, "", [])
+        file = SavedFile([])
         writer.commit(new, Manifest(step, {}, {}, [file]))
         writer.prune(3)
     finally:
