@@ -30,6 +30,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mics_fn import _torch, tree
 from mics_fn.collectives import checksum
 from mics_fn.errors import LeafError, first_line
+from mics_fn.init.files import contiguous
 from mics_fn.shards import MemoryPlace
 
 
@@ -72,13 +74,9 @@ class View:
         return empty.set_(memory, self.offset, self.shape, self.stride)
 
     def covers(self, nbytes: int) -> bool:
-        """Whether its elements fill so many bytes, in any order of dims, and none of them twice."""
-        expected = 1
-        for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return expected * self.dtype.itemsize == nbytes
+        """Whether its elements fill so many bytes, one after the other."""
+        dense = self.stride == contiguous(self.shape)
+        return dense and prod(self.shape) * self.dtype.itemsize == nbytes
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from children import in_child
-from steps import OPERATIONS, check_step, save_at
+from steps import Recorder, check_step, save_at
 
 import mics_fn as mf
 from mics_fn import checkpoint
@@ -28,33 +28,6 @@ def test_no_step_is_lost_when_ranks_are_killed(kills: int, lanes: int) -> None:
     assert figures["found"]["inside"] >= kills / 2
 
 
-class Recorder:
-    """Notes what a save does to the disk, and kills this process at one of these operations."""
-
-    def __init__(self, deadly: int | None = None) -> None:
-        self.deadly, self.did = deadly, list[tuple[str, str]]()
-
-    def install(self, put: Callable[[Any, str, Any], Any]) -> None:
-        """Stand before these functions of `os`; `put` is `setattr`."""
-        for name in OPERATIONS:
-            put(os, name, self.watched(name, getattr(os, name)))
-
-    def watched(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if name == "open" and not args[1] & os.O_CREAT:
-                return plain(*args, **kwargs)
-            is_open = name in ("write", "pwrite", "ftruncate", "fsync")
-            path = os.readlink(f"/proc/self/fd/{args[0]}") if is_open else os.fsdecode(args[0])
-            if len(self.did) == self.deadly:
-                if name == "write":
-                    plain(args[0], bytes(args[1])[: len(args[1]) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-            self.did.append((name, path))
-            return plain(*args, **kwargs)
-
-        return call
-
-
 @pytest.mark.parametrize(
     "kind", ["pruning", pytest.param("rolled back", marks=pytest.mark.thorough)]
 )
@@ -64,8 +37,12 @@ def test_a_kill_at_any_operation_loses_nothing(tmp_path: Path, kind: str) -> Non
     step = 4 if kind == "pruning" else 2
 
     def save(folder: Path, deadly: int) -> None:
-        recorder = Recorder(deadly)
-        recorder.install(setattr)
+        def kill(number: int, write: Callable[[], Any]) -> None:
+            if number == deadly:
+                write()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Recorder(kill).install(setattr)
         save_at(folder, step, groups, **how)
 
     killed, plain = 0, tmp_path / "plain"

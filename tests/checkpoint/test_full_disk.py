@@ -15,17 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Layout, groups_of
 from jobs import Ended, run_job
-from steps import OPERATIONS, at, check_step, save_at, state_at
+from steps import Recorder, at, check_step, save_at, state_at
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import mics_fn as mf
 from mics_fn import checkpoint, spans, tree
-from mics_fn.checkpoint.directory import Folder
 from mics_fn.errors import FileError
 
-LAYOUT = Layout((2, 2), 2)
 # Errors come within a second on a quiet machine, and at the limit after 200.
 TIMEOUT_S, SOON_S = 200.0, 20.0
 
@@ -101,22 +98,6 @@ def test_a_full_disk_is_the_same_error_on_all_ranks(tmp_path: Path, count: int) 
 # Disks that fail.
 
 
-class Failing:
-    """Functions of `os` that fail, from one operation on, so many times."""
-
-    def __init__(self, first: int, times: int) -> None:
-        self.first, self.times, self.did = first, times, 0
-
-    def watched(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.did += 1
-            if self.first < self.did <= self.first + self.times:
-                raise OSError(errno.EIO, "Input/output error")
-            return plain(*args, **kwargs)
-
-        return call
-
-
 @pytest.mark.parametrize(
     ("times", "apart"), [(1, False), pytest.param(10**6, True, marks=pytest.mark.thorough)]
 )
@@ -128,13 +109,17 @@ def test_each_operation_may_fail(
         save_at(plain, step, groups)
     for first in range(0, 100, 1 + apart):
         folder = shutil.copytree(plain, tmp_path / f"{first}")
-        failing = Failing(first, times)
+
+        def fail(number: int, _: Any) -> None:
+            if first <= number < first + times:  # noqa: B023
+                raise OSError(errno.EIO, "Input/output error")
+
+        recorder = Recorder(fail)
         with monkeypatch.context() as patch:
-            for name in OPERATIONS:
-                patch.setattr(os, name, failing.watched(getattr(os, name)))
+            recorder.install(patch.setattr)
             how: dict[str, Any] = {"background": apart, "keep": 2}
             kind, text, _ = error_of(lambda: save_at(folder, 3, groups, **how))  # noqa: B023
-        if failing.did <= first:
+        if len(recorder.did) <= first:
             break
         failed += bool(kind)
         assert kind in ("", "FileError"), (first, text)
@@ -146,46 +131,6 @@ def test_each_operation_may_fail(
         assert left_in(folder) == 0, (first, os.listdir(folder))
         assert checkpoint.steps(folder) == [2, 3]
     assert failed >= 5 / (1 + apart)
-
-
-# While training goes on.
-
-
-def steps_until_due(layout: Layout, folder: str) -> Any:
-    """A save fails on one rank, and all hear of it after the same step; also without asking."""
-    groups = groups_of(layout)
-
-    def fail() -> None:
-        time.sleep(0.1 * groups.rank)
-        if groups.rank == 2:
-            raise OSError(errno.EIO, "Input/output error")
-
-    with at("save: write", fail):
-        pending = checkpoint.start_save(folder, state_at(1, groups), groups, step=1)
-        step = 0
-        while not pending.due():
-            step += 1
-            mf.unshard(mf.shard({"w": torch.ones(4)}, groups), groups)  # ranks take steps together
-            assert not Folder(folder).committed()
-            assert step < 20_000
-        first = error_of(pending.wait)
-        checkpoint.start_save(folder, state_at(1, groups), groups, step=1)
-        second = error_of(lambda: save_at(folder, 1, groups))
-    save_at(folder, 1, groups)
-    check_step(folder, 1, groups)
-    return step, first[:2], second[:2]
-
-
-@pytest.mark.thorough
-def test_all_ranks_hear_of_a_failed_save_after_the_same_step(ranks, tmp_path: Path) -> None:
-    found = ranks(4).run(steps_until_due, LAYOUT, str(tmp_path))
-    assert all(each == found[0] for each in found)
-    step, first, second = found[0]
-    assert step >= 1
-    for kind, text in (first, second):
-        assert kind == "FileError"
-        assert "on rank 2" in text
-        assert "Input/output error" in text
 
 
 def test_a_finished_save_keeps_nothing_of_the_state(tmp_path: Path) -> None:

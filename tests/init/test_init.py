@@ -19,7 +19,6 @@ from zoo import CASES, Case
 
 import mics_fn as mf
 from mics_fn.init.tape import start_of
-from mics_fn.lab.models import GPT, GPTConfig
 
 if importlib.util.find_spec("transformers"):
     from zoo_transformers import CASES as TRANSFORMERS
@@ -35,12 +34,6 @@ def zoo_model(name: str) -> nn.Module:
 
 
 # Models that are made in other ways than by modules' own resets.
-
-
-def tied_gpt() -> nn.Module:
-    model = GPT(GPTConfig(64, 16, 16, num_heads=2, num_blocks=2))
-    model.head.weight = model.tokens.weight
-    return model
 
 
 class Reader(nn.Module):
@@ -110,14 +103,6 @@ def from_numpy() -> nn.Module:
     return model
 
 
-def pieces_of_one() -> nn.Module:
-    """Parameters that are parts of one tensor, some of them views of it."""
-    big, model = torch.randn(6, 5), nn.Module()
-    model.rows = nn.ParameterList(row.clone() for row in big)
-    model.left, model.right = nn.Parameter(big[:2]), nn.Parameter(big[2:].t())
-    return model
-
-
 def memory_ties() -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     first, second, third = cast(Any, model)
@@ -143,18 +128,19 @@ def odd_parameters() -> nn.Module:
     model.turned = nn.Parameter(torch.randn(3, 4).t())
     model.complex_part = nn.Parameter(torch.view_as_real(torch.randn(3, dtype=torch.complex64)))
     model.multinomial = nn.Parameter(torch.multinomial(torch.rand(9), 4).float())
+    big = torch.randn(6, 5)  # of which some are views
+    model.rows = nn.ParameterList(row.clone() for row in big)
+    model.left, model.right = nn.Parameter(big[:2]), nn.Parameter(big[2:].t())
     model.register_buffer("none", None)
     model.register_buffer("frequencies", torch.polar(torch.ones(3), torch.rand(3)), False)
     return model
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "tied-gpt": tied_gpt,
     "reader": Reader,
     "generators": OwnGenerator,
     "attributes": OddAttributes,
     "numpy": from_numpy,
-    "pieces": pieces_of_one,
     "ties": memory_ties,
     "halves": halves,
     "odd": odd_parameters,
