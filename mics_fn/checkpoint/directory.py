@@ -54,7 +54,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from math import inf, prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -422,8 +421,10 @@ def write_part(path: Path, tensors: Mapping[Slice, Tensor]) -> SavedFile:
       OSError: it cannot be written.
     """
     values = [memory_of(x) for x in tensors.values()]
-    ends = accumulate(map(len, values), initial=0)
-    slices = [part._replace(offset=end) for part, end in zip(tensors, ends, strict=False)]
+    slices, end = list[Slice](), 0
+    for part, value in zip(tensors, values, strict=True):
+        slices.append(part._replace(offset=end))
+        end += len(value)
     head = header_of(slices, [x.dtype for x in tensors.values()])
     summed = Job(lambda: [zlib.crc32(each) for each in values]).begin("mics_fn sums")
     try:

@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
 from math import prod
-from operator import attrgetter
-from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,7 +172,8 @@ def rounds(
         kept.clear()  # so that nobody holds two files
 
 
-_bucket_of = attrgetter("tree", "bucket")
+def _bucket_of(leaf: Saved) -> tuple[int, int]:
+    return leaf.tree, leaf.bucket
 
 
 # The directory, which is there as a whole or not at all.
@@ -313,7 +312,7 @@ Place = tuple[str, tuple[str, int, int]]  # of a value: its name; its file, firs
 
 
 def save_dcp(
-    path: str | PathLike,
+    path: str | os.PathLike,
     params: Mapping[str, Any] | TrainState,
     groups: Any,
     *,
@@ -437,7 +436,7 @@ def _describe(
 
 
 def save_pretrained(
-    path: str | PathLike,
+    path: str | os.PathLike,
     params: Mapping[str, Any],
     groups: Any,
     *,

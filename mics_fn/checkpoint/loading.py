@@ -4,7 +4,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -264,19 +263,17 @@ def _load(
     writing: shards.Writing | None,
 ) -> Loaded:
     """Read one step; with `writing` into the memory of `like`, which it covers."""
-    with together("load", home) as exchange:
-        saved, digest = directory.manifest_in(path, step)
-        target = contents_of("load", like, groups, home, replicas)
+    with together("load", home) as exchange, torch.no_grad():
+        saved, exchange.mine = directory.manifest_in(path, step)
+        state = memory_like(like, donate=writing is not None)
+        target = contents_of("load", state, groups, home, replicas)
         refuse_other_state(path, saved, target)
-        exchange.mine = digest
     if len(set(exchange.all.values())) > 1:
         text = f"load: ranks see different files in {path}"
         raise FileError(message(text, fix="load from a folder that ranks share"), damaged=True)
     with together("load", home), torch.no_grad():
-        state = memory_like(like, donate=writing is not None)
         if writing is not None:
             writing.mark_donated()
-        target = contents_of("load", state, groups, home, replicas)
         extra = fill(path, saved, target)
         state = with_values(state, saved.values)
     return Loaded(state, step, extra)
@@ -372,8 +369,7 @@ def latest(path: str | os.PathLike[str]) -> int | None:
     return max(folder_to_read("latest", path).committed(), default=None)
 
 
-@dataclass(frozen=True)
-class Verified:
+class Verified(NamedTuple):
     """Result of `verify`: a step whose files equal what was saved.
 
     Args:

@@ -34,10 +34,8 @@ import reprlib
 import stat
 import struct
 import zipfile
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import partial
 from math import prod
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -675,37 +673,33 @@ class _CutTensor(NamedTuple):
     trust: bool  # whether these files may lie elsewhere
 
     def read(self, start: int, stop: int) -> Tensor:
-        """The elements between two indices, from the chunks that have some of them.
-
-        In a chunk these lie one after the other, as its elements have the order of the tensor's.
-        """
+        """The elements between two indices, from the chunks that have some of them."""
         out = torch.empty(stop - start, dtype=self.dtype)
-        seen = torch.zeros(stop - start, dtype=torch.int8)  # how many chunks have an element
-        for chunk in self.chunks:
-            place, numel = partial(self._place_of, chunk), prod(chunk.sizes)
-            if place(0) >= stop or place(numel - 1) < start:
-                continue
-            low, high = (bisect_left(range(numel), end, key=place) for end in (start, stop))
-            values, run = self._read_chunk(chunk, low, high), 1
-            for size, whole in zip(reversed(chunk.sizes), reversed(self.shape), strict=True):
-                run *= size  # elements that lie one after the other in the tensor, too
-                if size != whole:
-                    break
-            for first in range(low - low % run, high, run):
-                part = slice(max(first, low) - low, min(first + run, high) - low)
-                at = place(low + part.start) - start
-                where = slice(at, at + part.stop - part.start)
-                out[where] = values[part]
-                seen[where] += 1
-        if not bool((seen == 1).all()):
-            raise self.index.error("is damaged", ["its chunks overlap, or leave a gap"], self.leaf)
+        done = 0
+        for offsets, sizes in boxes(self.shape, start, stop):
+            numel = prod(sizes)
+            self._read_box(offsets, out[done : done + numel].view(sizes))
+            done += numel
         return out
 
-    def _place_of(self, chunk: Chunk, element: int) -> int:
-        """The index in the flattened tensor of an element of a chunk."""
-        strides = contiguous(chunk.sizes), contiguous(self.shape)
-        every = zip(*strides, chunk.sizes, chunk.offsets, strict=True)
-        return sum((element // own % n + offset) * full for own, full, n, offset in every)
+    def _read_box(self, offsets: Sizes, box: Tensor) -> None:
+        """Fill a box of the tensor; within each chunk its elements lie one after the other."""
+        seen = torch.zeros(box.shape, dtype=torch.int8)  # how many chunks have an element
+        for chunk in self.chunks:
+            edges = zip(offsets, box.shape, chunk.offsets, chunk.sizes, strict=True)
+            both = [range(max(a, b), min(a + n, b + m)) for a, n, b, m in edges]
+            if not all(both):
+                continue
+            inside = zip(both, chunk.offsets, contiguous(chunk.sizes), strict=True)
+            start = sum((x.start - b) * stride for x, b, stride in inside)
+            sizes = [len(x) for x in both]
+            where = tuple(
+                slice(x.start - a, x.stop - a) for x, a in zip(both, offsets, strict=True)
+            )
+            seen[where] += 1
+            box[where] = self._read_chunk(chunk, start, start + prod(sizes)).view(sizes)
+        if not bool((seen == 1).all()):
+            raise self.index.error("is damaged", ["its chunks overlap, or leave a gap"], self.leaf)
 
     def _read_chunk(self, chunk: Chunk, start: int, stop: int) -> Tensor:
         """Elements of a chunk, from its file."""
@@ -718,3 +712,29 @@ class _CutTensor(NamedTuple):
                 wrong += f"is {entry.dtype} of {entry.shape}"
                 raise file.error("does not match .metadata", [wrong], self.leaf, TOGETHER)
             return entry.read(start, stop)
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Sizes, Sizes]]:
+    """Offsets and sizes of boxes that one after the other are a range of the flattened tensor.
+
+    A box spans all of its dimensions but the first one in which it has more than one index, so it
+    is a range of each chunk, too.
+
+    >>> list(boxes((4, 3), 2, 10))
+    [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    inner = prod(shape[1:])
+    first, last = -(-start // inner), stop // inner  # the rows that are meant as a whole
+    parts = [(first - 1, start, min(stop, first * inner))]
+    if first <= last:
+        parts.append((last, last * inner, stop))
+    for part, (row, begin, end) in enumerate(parts):
+        if part and first < last:
+            yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+        for offsets, sizes in boxes(shape[1:], begin - row * inner, end - row * inner):
+            yield (row, *offsets), (1, *sizes)

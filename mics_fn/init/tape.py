@@ -30,7 +30,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +39,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mics_fn import _torch, tree
 from mics_fn.collectives import checksum
 from mics_fn.errors import LeafError, first_line
-from mics_fn.init.files import contiguous
 from mics_fn.shards import MemoryPlace
 
 
@@ -75,8 +73,8 @@ class View:
 
     def covers(self, nbytes: int) -> bool:
         """Whether its elements fill so many bytes, one after the other."""
-        dense = self.stride == contiguous(self.shape)
-        return dense and prod(self.shape) * self.dtype.itemsize == nbytes
+        dense = torch.empty(self.shape, dtype=self.dtype, device=META)
+        return dense.stride() == self.stride and dense.nbytes == nbytes
 
 
 @dataclass

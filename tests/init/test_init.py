@@ -19,6 +19,7 @@ from zoo import CASES, Case
 
 import mics_fn as mf
 from mics_fn.init.tape import start_of
+from mics_fn.shards import owners_of
 
 if importlib.util.find_spec("transformers"):
     from zoo_transformers import CASES as TRANSFORMERS
@@ -194,6 +195,8 @@ def same_structure(skeleton: nn.Module, model: nn.Module) -> None:
         assert got[name].is_meta, name
         facts = [(p.requires_grad, p.shape, p.dtype, p.stride()) for p in (got[name], x)]
         assert facts[0] == facts[1], name
+    every = [list(x.parameters()) for x in (skeleton, model)]
+    assert len(every[0]) == len(set(owners_of(every[1]))), "one for those that share memory"
     buffers = [
         {k: torch.view_as_real(x) if x.is_complex() else x for k, x in each.named_buffers()}
         for each in (skeleton, model)
@@ -349,16 +352,6 @@ def test_a_model_of_somebody_else_stays_as_it_is():
             same_bits(mf.gather(shards, groups)["1.weight"], before["1.weight"])
     same_bits(dict(model.state_dict()), dict(before))
     assert all(type(p) is nn.Parameter and p.requires_grad for p in model.parameters())
-
-
-def test_parameters_that_share_memory_are_one_in_the_skeleton():
-    with mf.make_groups(1) as groups:
-        skeleton, shards = mf.init_model(memory_ties, groups, seed=SEED)
-        first, second, third = cast(Any, skeleton)
-        assert first.weight is second.weight
-        assert first.weight is third.weight
-        again = mf.load_shards(mf.gather(shards, groups), groups, like=skeleton)
-        same_shards(again, shards)
 
 
 # Options, groups and mistakes.
