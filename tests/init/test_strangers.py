@@ -95,7 +95,6 @@ DAMAGED: dict[str, tuple[bytes, str, str]] = {
     "runs": (saved({"x": X, "run": Runs()}), "run", "got posix.system"),
     "sparse": (saved({"x": X.to_sparse()}), "x", "got torch._utils._rebuild_sparse_tensor"),
     "expanded": (saved({"x": torch.ones(1).expand(10)}), "x", "save it with contiguous()"),
-    "turned": (saved({"x": torch.ones(2, 3).t()}), "x", "save it with contiguous()"),
     "negated": (saved({"x": torch.ones(1, dtype=torch.cfloat).conj().imag}), "x", "negates"),
 }
 
