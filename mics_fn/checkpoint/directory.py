@@ -50,7 +50,7 @@ import threading
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -150,7 +150,7 @@ def decoded(text: str, tensors: Mapping[str, Tensor]) -> Any:
 # What the manifest says.
 
 NAME = "MANIFEST.json"
-FORMAT, VERSION = "mics_fn checkpoint", 3
+FORMAT, VERSION = "mics_fn checkpoint", 4
 MAX_BYTES = 256 * 2**20
 SLICE_BYTES = 4 * 2**20
 DIGEST_BYTES = 64  # hexadecimal digits of sha256
@@ -164,7 +164,7 @@ class Slice(NamedTuple):
       name: of the tensor; of one of the extra, the range is one of its bytes.
       start: its first element.
       stop: the element behind its last one.
-      offset: the byte of the file at which it begins.
+      offset: of its first byte among the values of its file.
       crc: the CRC-32 of its bytes.
     """
 
@@ -179,21 +179,13 @@ class Slice(NamedTuple):
 
 
 class SavedFile(NamedTuple):
-    """A file of a step, which one rank wrote.
+    """A file of a step, which one rank wrote; `part_name` gives its name.
 
     Args:
-      name: its name in the folder.
-      nbytes: its size.
-      header_bytes: the size of what stands in front of the values.
-      header: sha256 of that.
-      slices: what it has.
+      slices: what it has, in the order in which they lie in it.
       extra: what the rank gave besides the state, as JSON; "" for what the first rank gave.
     """
 
-    name: str
-    nbytes: int
-    header_bytes: int
-    header: str
     slices: list[Slice]
     extra: str = ""
 
@@ -204,16 +196,18 @@ class SavedFile(NamedTuple):
         Raises:
           ValueError, TypeError: it is not one.
         """
-        name, nbytes, header_bytes, header, rows, extra = facts
-        found = cls(name, nbytes, header_bytes, header, [Slice(*row) for row in rows], extra)
-        _require(all(isinstance(x, str) for x in (name, header, extra)), f"file {name!r}")
-        if "/" in name or name in ("", ".", "..") or "\0" in name or not is_text(name):
-            raise ValueError(f"{name[:200]!r}, which is not opened: it leads out of the folder")
-        _require_counts(nbytes, header_bytes)
+        rows, extra = facts
+        found = cls([Slice(*row) for row in rows], extra)
+        _require(isinstance(extra, str), "an extra is no text")
         for tensor, *numbers in found.slices:
             _require(isinstance(tensor, str) and is_text(tensor), f"{tensor!r}")
             _require_counts(*numbers)
         return found
+
+
+def part_name(position: int) -> str:
+    """The name of the file of the rank at a position in the groups."""
+    return f"rank-{position:05d}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -243,10 +237,14 @@ class Manifest:
             slices.sort()  # of one tensor, so by where they start
         return found
 
+    def dtype(self, part: Slice) -> torch.dtype:
+        """The dtype of the elements that a slice counts."""
+        kind = self.tensors[part.name][0] if part.name in self.tensors else "uint8"
+        return SAVED[kind]
+
     def nbytes(self, part: Slice) -> int:
         """The bytes of a slice."""
-        kind = self.tensors[part.name][0] if part.name in self.tensors else "uint8"
-        return (part.stop - part.start) * SAVED[kind].itemsize
+        return (part.stop - part.start) * self.dtype(part).itemsize
 
     def check(self) -> None:
         """Raise ValueError unless each tensor lies in the files, whole and once."""
@@ -260,12 +258,11 @@ class Manifest:
             has = ends.get(name, 0)
             _require(has == prod(shape), f"{name} of {shape} has {has} elements in its slices")
         for file in self.files:
-            sizes = [self.nbytes(each) for each in file.slices]
-            _require(max(sizes, default=0) <= SLICE_BYTES, f"a slice of {file.name} is too large")
-            right = file.header_bytes + sum(sizes) == file.nbytes
-            _require(right, f"{file.name} has other bytes")
-        names = {file.name for file in self.files}
-        _require(0 < len(self.files) == len(names), "a file is there twice, or none is")
+            end = 0
+            for each in file.slices:
+                right = each.offset == end and self.nbytes(each) <= SLICE_BYTES
+                _require(right, f"{each} is too large, or not behind the slice before it")
+                end += self.nbytes(each)
 
     def to_bytes(self) -> bytes:
         """The content of the file."""
@@ -423,27 +420,34 @@ def write_part(path: Path, tensors: Mapping[Slice, Tensor]) -> SavedFile:
     Raises:
       OSError: it cannot be written.
     """
-    header, end = dict[str, Any](), 0
-    for part, x in tensors.items():
-        word = WORDS.get(x.dtype)  # what has none is there as its bytes
-        facts = {"dtype": word or "U8", "shape": [x.numel() if word else x.nbytes]}
-        header[f"{part}"] = facts | {"data_offsets": [end, end + x.nbytes]}
-        end += x.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
     values = [memory_of(x) for x in tensors.values()]
+    slices, end = list[Slice](), 0
+    for part, value in zip(tensors, values, strict=True):
+        slices.append(part._replace(offset=end))
+        end += len(value)
+    head = header_of(slices, [x.dtype for x in tensors.values()])
     summed = Job(lambda: [zlib.crc32(each) for each in values]).begin("mics_fn sums")
     try:
         write_file(path, head, *values)
     finally:
         sums = summed.result()
-    slices, at = list[Slice](), len(head)
-    for part, crc, value in zip(tensors, sums, values, strict=True):
-        slices.append(part._replace(offset=at, crc=crc))
-        at += len(value)
-    digest = hashlib.sha256(head).hexdigest()
-    return SavedFile(path.name, at, len(head), digest, slices)
+    return SavedFile([part._replace(crc=crc) for part, crc in zip(slices, sums, strict=True)])
+
+
+def header_of(slices: Sequence[Slice], dtypes: Sequence[torch.dtype]) -> bytes:
+    """What stands in front of the values: the size of a text, and the JSON that says what they are.
+
+    It follows from the slices, so a reader compares all of it.
+    """
+    header = dict[str, Any]()
+    for part, dtype in zip(slices, dtypes, strict=True):
+        word, count = WORDS.get(dtype), part.stop - part.start  # without a word it is bytes
+        place = [part.offset, part.offset + count * dtype.itemsize]
+        shape = [count if word else count * dtype.itemsize]
+        header[f"{part}"] = {"dtype": word or "U8", "shape": shape, "data_offsets": place}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def memory_of(x: Tensor) -> memoryview:
@@ -456,29 +460,29 @@ ReadSlice = Callable[[Slice, memoryview], None]  # as a whole, and compare it
 
 
 @contextmanager
-def part_file(folder: Path, record: SavedFile) -> Iterator[ReadSlice]:
-    """A file of a step, open for reading slices; `record` is what the manifest says of it.
+def part_file(folder: Path, saved: Manifest, number: int) -> Iterator[ReadSlice]:
+    """A file of a step, open for reading slices, by its number in the manifest.
 
     Raises:
       FileError: it is not there, or not as it was saved, up to its values; or the system cannot
         read it. In the block: a slice has not the bytes that were saved.
     """
-    turn = threading.Lock()  # one thread reads, so that the system can read ahead
+    turn, slices = threading.Lock(), saved.files[number].slices
+    head = header_of(slices, [saved.dtype(part) for part in slices])
+    nbytes = len(head) + sum(map(saved.nbytes, slices))
 
     def read(part: Slice, out: memoryview) -> None:
-        with turn:
-            file.read_into(out, part.offset, f"{part}")
+        with turn:  # one thread reads, so that the system can read ahead
+            file.read_into(out, len(head) + part.offset, f"{part}")
         if zlib.crc32(out) != part.crc:
             why = [f"{part}: its values are not those that were saved"]
             wrong = file.error("is damaged", why)
             wrong.leaf = f"{part}"
             raise wrong
 
-    with closing(open_file(folder / record.name)) as file:
-        if file.size != record.nbytes:
-            raise file.error("is damaged", [f"it has {file.size} bytes, had {record.nbytes}"])
-        if hashlib.sha256(file.header(0, record.header_bytes)).hexdigest() != record.header:
-            raise file.error("is damaged", ["its header is not the one that was saved"])
+    with closing(open_file(folder / part_name(number))) as file:
+        if file.size != nbytes or file.read(0, len(head)) != head:
+            raise file.error("is damaged", [f"it had another header, and {nbytes} bytes"])
         yield read
 
 

@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
 from math import prod
-from operator import attrgetter
-from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,7 +172,8 @@ def rounds(
         kept.clear()  # so that nobody holds two files
 
 
-_bucket_of = attrgetter("tree", "bucket")
+def _bucket_of(leaf: Saved) -> tuple[int, int]:
+    return leaf.tree, leaf.bucket
 
 
 # The directory, which is there as a whole or not at all.
@@ -313,7 +312,7 @@ Place = tuple[str, tuple[str, int, int]]  # of a value: its name; its file, firs
 
 
 def save_dcp(
-    path: str | PathLike,
+    path: str | os.PathLike,
     params: Mapping[str, Any] | TrainState,
     groups: Any,
     *,
@@ -435,12 +434,9 @@ def _describe(
 
 # `save_pretrained`: a directory that `from_pretrained` of transformers loads.
 
-_VERB = "save_pretrained"
-_CONFIG = "config.json"
-
 
 def save_pretrained(
-    path: str | PathLike,
+    path: str | os.PathLike,
     params: Mapping[str, Any],
     groups: Any,
     *,
@@ -498,11 +494,12 @@ def save_pretrained(
     """
     from safetensors.torch import save_file
 
-    with together(_VERB, groups):
+    verb = "save_pretrained"
+    with together(verb, groups):
         saves = callable(getattr(config, "save_pretrained", None))
         wrong = isinstance(config, nn.Module)  # which would save its own weights
         if wrong or not (config is None or isinstance(config, dict) or saves):
-            what = f"{_VERB}: config is {type(config).__name__}, expected a dict, or an object with"
+            what = f"{verb}: config is {type(config).__name__}, expected a dict, or an object with"
             raise LeafError(f"{what} save_pretrained(path)", fix="pass model.config")
     options = {"names": names, "dtype": dtype, "max_file_bytes": max_file_bytes}
 
@@ -513,10 +510,10 @@ def save_pretrained(
 
     def finish(folder: Path, files: Files, said: list[Any]) -> None:
         if isinstance(config, dict):
-            _write_json(folder / _CONFIG, config)
+            _write_json(folder / "config.json", config)
         elif config is not None:
             config.save_pretrained(folder)
-        _note_dtype(folder / _CONFIG, list(chain(*files)))
+        _note_dtype(folder / "config.json", list(chain(*files)))
         for extra in folder.iterdir():
             directory.sync(extra)
         if len(files) > 1:  # the index comes last
@@ -526,7 +523,7 @@ def save_pretrained(
             index = {"metadata": {"total_size": total}, "weight_map": places}
             _write_json(folder / "model.safetensors.index.json", index)
 
-    export(_VERB, path, params, groups, options, write, finish)
+    export(verb, path, params, groups, options, write, finish)
 
 
 def _file_name(number: int, count: int) -> str:

@@ -2,10 +2,8 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -72,7 +70,7 @@ def fill(path: Path, saved: directory.Manifest, target: Contents) -> Any:
             name, nbytes = part.name.rpartition(" of rank ")[0], saved.slices[part.name][-1][0].stop
             memory = given.setdefault(name, torch.empty(nbytes, dtype=torch.uint8))
             wanted.append((giver, part, memory, 0))
-    _read(path, files, wanted)
+    _read(path, saved, wanted)
     try:
         return directory.decoded(files[giver].extra, given)
     except (LookupError, TypeError, ValueError, RuntimeError) as error:  # also of recursion
@@ -84,70 +82,64 @@ def fill(path: Path, saved: directory.Manifest, target: Contents) -> Any:
 Wanted = tuple[int, directory.Slice, Tensor, int]  # file, slice, target, its first element
 
 
-def _read_slice(
-    read: directory.ReadSlice, part: directory.Slice, target: Tensor, origin: int
-) -> None:
-    """Read a slice, and write what a part of the same flattened tensor wants of it."""
-    low, high = max(part.start, origin), min(part.stop, origin + target.numel())
-    placed = is_placed(target)
-    flat: Any = target if placed else target.view(-1)
-    place = slice(low - origin, high - origin)
-    if target.is_cpu and not placed and (low, high) == (part.start, part.stop):
-        read(part, directory.memory_of(flat[place]))
-        return
-    values = torch.empty(part.stop - part.start, dtype=target.dtype)
-    read(part, directory.memory_of(values))
-    values = values[low - part.start : high - part.start]
-    if placed:
-        flat.fill(place.start, values)
-    else:
-        flat[place].copy_(values)
+def _read(path: Path, saved: directory.Manifest, wanted: list[Wanted]) -> None:
+    """Read slices with a few threads, in the order in which they lie.
 
-
-def _read(path: Path, files: Sequence[directory.SavedFile], wanted: list[Wanted]) -> None:
-    """Read slices with a few threads, in the order in which they lie."""
+    Each slice is read as a whole; what a part of the same flattened tensor wants of it is kept.
+    """
     wanted.sort(key=lambda want: (want[0], want[1].offset))
+
+    def read(want: Wanted) -> None:
+        number, part, target, origin = want
+        low, high = max(part.start, origin), min(part.stop, origin + target.numel())
+        placed = is_placed(target)
+        flat: Any = target if placed else target.view(-1)
+        place = slice(low - origin, high - origin)
+        if target.is_cpu and not placed and (low, high) == (part.start, part.stop):
+            reads[number](part, directory.memory_of(flat[place]))
+            return
+        values = torch.empty(part.stop - part.start, dtype=target.dtype)
+        reads[number](part, directory.memory_of(values))
+        values = values[low - part.start : high - part.start]
+        if placed:
+            flat.fill(place.start, values)
+        else:
+            flat[place].copy_(values)
+
     with ExitStack() as opened:
         reads = {
-            number: opened.enter_context(directory.part_file(path, files[number]))
+            number: opened.enter_context(directory.part_file(path, saved, number))
             for number in sorted({number for number, *_ in wanted})
         }
-        rest = iter(wanted)  # each thread takes the next one, with nothing to do for a small slice
-
-        def read_on(_: int) -> None:
-            try:
-                for number, part, target, origin in rest:
-                    _read_slice(reads[number], part, target, origin)
-            except BaseException:
-                wanted.clear()  # which ends the other threads, too
-                raise
-
-        each(read_on, range(_READERS), _READERS, "mics_fn load")
+        each(read, wanted, _READERS, "mics_fn load")
 
 
-def each(work: Callable[[Any], Any], items: Iterable[Any], count: int, name: str) -> list[Any]:
-    """What some work gives for each item, done by several threads; raises the first error.
+def each(work: Callable[[Any], Any], items: Iterable[Any], count: int, name: str) -> None:
+    """Do some work for each item on several threads; raise the first error.
 
     Nobody works on any of them once this has returned or raised.
 
-    >>> each(abs, [-1, 2, -3], 2, "example")
-    [1, 2, 3]
+    >>> each(print, ["one item"], 1, "example")
+    one item
     """
-    jobs = [Job(partial(work, item)) for item in items]
-    left = iter(jobs)  # its `next` is one instruction
-    readers = [Job(partial(_run_all, left)) for _ in range(min(count, len(jobs)))]
+    rest = iter(items)  # its `next` is one instruction; a small item costs nothing else
+
+    def run() -> None:
+        try:
+            for item in rest:
+                work(item)
+        finally:
+            deque(rest, 0)  # after an error the other threads end, too
+
+    jobs = [Job(run) for _ in range(count)]
     try:
-        for reader in readers:
-            reader.begin(name)
-        return [job.result() for job in jobs]
+        for job in jobs:
+            job.begin(name)
+        for job in jobs:
+            job.result()
     finally:
-        deque(left, 0)
-        ended(readers)
-
-
-def _run_all(jobs: Iterable[Job]) -> None:
-    for job in jobs:
-        job.run()
+        deque(rest, 0)
+        ended(jobs)
 
 
 class Loaded(NamedTuple):
@@ -223,7 +215,6 @@ def load(
     shards.refuse_derivative("checkpoint.load", (), "call it outside of torch.func")
     checks.integer("load", "step", step, 0, optional=True, fix="None takes the newest one")
     checks.choice("load", "on_corrupt", on_corrupt, "raise", "previous")
-    checks.choice("load", "donate", donate, True, False)
     spans.passing("load")
     like = shards.reclaimed(like)  # of what a write that was cut short has left, only the memory
     home = main_home("load", like, groups)
@@ -272,19 +263,17 @@ def _load(
     writing: shards.Writing | None,
 ) -> Loaded:
     """Read one step; with `writing` into the memory of `like`, which it covers."""
-    with together("load", home) as exchange:
-        saved, digest = directory.manifest_in(path, step)
-        target = contents_of("load", like, groups, home, replicas)
+    with together("load", home) as exchange, torch.no_grad():
+        saved, exchange.mine = directory.manifest_in(path, step)
+        state = memory_like(like, donate=writing is not None)
+        target = contents_of("load", state, groups, home, replicas)
         refuse_other_state(path, saved, target)
-        exchange.mine = digest
     if len(set(exchange.all.values())) > 1:
         text = f"load: ranks see different files in {path}"
         raise FileError(message(text, fix="load from a folder that ranks share"), damaged=True)
     with together("load", home), torch.no_grad():
-        state = memory_like(like, donate=writing is not None)
         if writing is not None:
             writing.mark_donated()
-        target = contents_of("load", state, groups, home, replicas)
         extra = fill(path, saved, target)
         state = with_values(state, saved.values)
     return Loaded(state, step, extra)
@@ -380,8 +369,7 @@ def latest(path: str | os.PathLike[str]) -> int | None:
     return max(folder_to_read("latest", path).committed(), default=None)
 
 
-@dataclass(frozen=True)
-class Verified:
+class Verified(NamedTuple):
     """Result of `verify`: a step whose files equal what was saved.
 
     Args:
@@ -431,13 +419,13 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verified:
     checks.integer("verify", "step", step, 0, optional=True, fix="None takes the newest one")
     number, place = folder_to_read("verify", path).find(step)
     saved, _ = directory.manifest_in(place, number)
-    check = partial(_check_file, place, saved)
-    each(check, saved.files, _VERIFY_THREADS, "mics_fn verify")
-    nbytes = sum(file.nbytes for file in saved.files)
-    return Verified(number, place, len(saved.files), len(saved.tensors), nbytes)
 
+    def check(position: int) -> None:
+        with directory.part_file(place, saved, position) as read:
+            for one in saved.files[position].slices:
+                read(one, memoryview(bytearray(saved.nbytes(one))))
 
-def _check_file(place: Path, saved: directory.Manifest, file: directory.SavedFile) -> None:
-    with directory.part_file(place, file) as read:
-        for one in file.slices:
-            read(one, memoryview(bytearray(saved.nbytes(one))))
+    count = len(saved.files)
+    each(check, range(count), _VERIFY_THREADS, "mics_fn verify")
+    nbytes = sum((place / directory.part_name(i)).stat().st_size for i in range(count))
+    return Verified(number, place, count, len(saved.tensors), nbytes)

@@ -107,11 +107,11 @@ def written_here(contents: Contents, extras: Mapping[str, Tensor]) -> dict[direc
     main, own = contents.home, dict[str, LocalPiece]()
     for name, x in extras.items():
         raw = _dense(x).as_strided((x.numel(),), (1,)).view(torch.uint8)
-        own[f"{name} of rank {main.position}"] = LocalPiece(raw, 0, ())
+        own[f"{name} of rank {main.position}"] = LocalPiece(raw, 0, (), main.replica)
     heaps: dict[Any, list[tuple[int, int]]] = {}
     found: dict[directory.Slice, Tensor] = {}
     for name, piece in (contents.pieces | own).items():
-        me, ranks = (0, 1) if name in own else (main.position, main.world_size)
+        me, ranks = main.position, main.world_size
         if piece.home is not None:
             me, ranks = piece.home.replicas.rank, piece.home.num_replicas
         heap = heaps.setdefault((piece.home, ranks), [(0, i) for i in range(ranks)])
@@ -404,7 +404,7 @@ class PendingSave:
 
     def write(self, block: OnHost) -> directory.SavedFile:
         """Write this rank's file, of what a block has."""
-        path = self.new / f"rank-{self.home.position:05d}.safetensors"
+        path = self.new / directory.part_name(self.home.position)
         with block as tensors:
             spans.passing("save: write", self.step)
             with directory.write_errors("save: cannot write", path):
@@ -505,12 +505,11 @@ class PendingSave:
             return self._commit([written.result()])
         record = [collectives.encoded_error(written.error), written.value]
         store.set(f"{key}/{home.position}", json.dumps(record))
-        store.add(f"{key}/written", 1)
         if home.position == 0:
             store.set(f"{key}/end", json.dumps(self._judged(key)))
             # All ranks have read the end of the save before this one, or had not begun this one.
             before = f"{self._key}/{self._number - 1}/end"
-            for done in (f"{key}/written", *(f"{key}/{i}" for i in range(home.world_size)), before):
+            for done in (*(f"{key}/{i}" for i in range(home.world_size)), before):
                 later(store, "delete_key", done)
         first, end = home.ranks[0], [f"{key}/end"]
         # The first rank waits for the others itself, so it may take as long as that again.
@@ -523,11 +522,11 @@ class PendingSave:
 
     def _judged(self, key: str) -> tuple[dict[int, Any], str]:
         """Commit once all files are written; return the ranks that failed, and the step's path."""
-        home, store, n = self.home, self._store, self.home.world_size
+        home, store = self.home, self._store
         places = {rank: f"{key}/{i}" for i, rank in enumerate(home.ranks)}
         try:
             self._await(
-                lambda: store.add(f"{key}/written", 0) >= n,
+                lambda: store.check([*places.values()]),
                 "the files of all ranks",
                 lambda: [rank for rank, place in places.items() if not store.check([place])],
             )
@@ -544,9 +543,9 @@ class PendingSave:
     def _commit(self, files: list[directory.SavedFile]) -> Path:
         home, folder, options = self.home, self.folder, self.options
         spans.passing("save: commit", self.step)
-        for file, rank in zip(files, home.ranks, strict=True):
-            path = self.new / file.name
-            if not (path.is_file() and path.stat().st_size == file.nbytes):
+        for position, rank in enumerate(home.ranks):
+            path = self.new / directory.part_name(position)
+            if not path.is_file():
                 folder.check_owned()
                 text = f"save: {path} of rank {rank} is not seen by rank {home.rank}"
                 fix = "save to a folder that all ranks share"

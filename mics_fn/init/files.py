@@ -98,9 +98,7 @@ class File:
 
     def _require_regular(self, facts: os.stat_result) -> os.stat_result:
         if not stat.S_ISREG(facts.st_mode):
-            kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
-            kind = kinds.get(stat.S_IFMT(facts.st_mode), "a device")
-            raise self.error(f"is {kind}, not a regular file", fix="pass a file of weights")
+            raise self.error("is not a regular file", fix="pass a file of weights")
         return facts
 
     def close(self) -> None:
@@ -125,9 +123,7 @@ class File:
 
     def part(self, start: int, length: int) -> "File":
         """A part of the file as a file of its own, which can be read until this one is closed."""
-        if not 0 <= start <= start + length <= self.size:
-            where = f"byte {shown(start)} to {shown(start + length)}"
-            raise self.error("is damaged", [f"it has {self.size} bytes, and not {where}"])
+        self._require(start, length)
         found = copy.copy(self)
         found._start, found.size = self._start + start, length
         return found
@@ -154,7 +150,7 @@ class File:
         self.read_into(memoryview(data), offset, leaf)
         return data
 
-    def _require(self, offset: int, length: int, leaf: str) -> None:
+    def _require(self, offset: int, length: int, leaf: str = "") -> None:
         if not 0 <= offset <= offset + length <= self.size:
             problem = f"it ends early, at byte {self.size} of {shown(offset + length)}"
             raise self.error("is damaged", [problem], leaf)
@@ -239,11 +235,7 @@ def refusal(folder: Path, name: Any, *, trust: bool) -> str:
 
 def is_text(name: str) -> bool:
     """Whether a string can be written; JSON and pickles may hold halves of characters."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return name.encode(errors="ignore").decode() == name
 
 
 # Safetensors files: 8 bytes of length, a header of JSON, and the values of all tensors.
@@ -288,11 +280,9 @@ def strict_json(text: str) -> Any:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON; raises ValueError if a name is there twice."""
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{shown(name)} is there twice")
-        found[name] = value
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a name is there twice: {shown([name for name, _ in pairs])}")
     return found
 
 
@@ -645,6 +635,8 @@ def _places(described: dict[str, Any]) -> dict[tuple[Any, Sizes], tuple[Any, int
         name, offset = at.get("fqn"), at.get("offset")
         if offset is None or not isinstance(name, str):  # an object that is not a tensor
             continue
+        if (name, _sizes(offset)) in places:
+            raise ValueError(f"{shown(name)}: it lists chunk {_sizes(offset)} twice")
         start, length = _sizes((info.get("offset"), info.get("length")))
         places[name, _sizes(offset)] = info.get("relative_path"), start, length
     return places

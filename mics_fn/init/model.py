@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from mics_fn import checks, shards, tree
 from mics_fn._torch import compiles_itself
 from mics_fn.collectives import checksum, refuse_unequal, together
-from mics_fn.errors import FileError, LeafError, message, name_some
+from mics_fn.errors import FileError, LeafError, PlanError, message, name_some
 from mics_fn.groups import Groups
 from mics_fn.init import files
 from mics_fn.init.files import Entry, File, Weights
@@ -58,7 +58,6 @@ def open_weights(verb: str, source: Source, *, trust: bool) -> Iterator[Weights]
     if isinstance(source, Mapping):
         yield {key: _of_tensor(value.detach()) for key, value in source.items()}
         return
-    checks.choice(verb, "trust", trust, True, False)
     with ExitStack() as opened:
         path = Path(source)
         if path.is_dir():
@@ -512,6 +511,9 @@ def init_model(
     with ExitStack() as opened:
         with together("init_model", groups, f"seed={seed}"):
             checks.integer("init_model", "seed", seed, 0, fix="pass the same number on all ranks")
+            if weights is None and (names is not None or missing is not None):
+                text = "init_model: names= and missing= are about weights=, which is not given"
+                raise PlanError(text, fix="pass weights=, or leave them out")
             made = _Construction(model_fn, device, seed)
             sources: Weights = {}
             if weights is not None:

@@ -72,13 +72,9 @@ class View:
         return empty.set_(memory, self.offset, self.shape, self.stride)
 
     def covers(self, nbytes: int) -> bool:
-        """Whether its elements fill so many bytes, in any order of dims, and none of them twice."""
-        expected = 1
-        for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return expected * self.dtype.itemsize == nbytes
+        """Whether its elements fill so many bytes, one after the other."""
+        dense = torch.empty(self.shape, dtype=self.dtype, device=META)
+        return dense.stride() == self.stride and dense.nbytes == nbytes
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """States that are functions of their step: what is saved as a step is known when it is loaded."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,6 +64,35 @@ def trainer_in(folder: Any, groups: mf.Groups, width: int = 2) -> mf.Trainer:
     model, loss = torch.nn.Linear(2, width), lambda model, x: model(x).mean()
     saved = mf.Checkpoints(folder, every=1, keep=2)
     return mf.Trainer(model, mf.optim.adamw(0.01), groups, loss=loss, checkpoint=saved)
+
+
+class Recorder:
+    """Notes what is done to the disk.
+
+    Args:
+      before: called with the number of each operation, and what writes half of what it would.
+    """
+
+    def __init__(self, before: Callable[[int, Callable[[], Any]], Any] = lambda *_: None) -> None:
+        self.before, self.did = before, list[tuple[str, str]]()
+
+    def install(self, put: Callable[[Any, str, Any], Any]) -> None:
+        """Stand before these functions of `os`; `put` is `setattr`."""
+        for name in OPERATIONS:
+            put(os, name, self.watched(name, getattr(os, name)))
+
+    def watched(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if name == "open" and not args[1] & os.O_CREAT:
+                return plain(*args, **kwargs)
+            is_open = name in ("write", "pwrite", "ftruncate", "fsync")
+            path = os.readlink(f"/proc/self/fd/{args[0]}") if is_open else os.fsdecode(args[0])
+            half = lambda: plain(args[0], bytes(args[1])[: len(args[1]) // 2])  # noqa: E731
+            self.did.append((name, path))
+            self.before(len(self.did) - 1, half if name == "write" else lambda: None)
+            return plain(*args, **kwargs)
+
+        return call
 
 
 def every_kind() -> dict[str, Tensor]:

@@ -339,7 +339,7 @@ DAMAGED: dict[str, tuple[Callable[[Metadata], Any], str, str]] = {
         FILE,
         "should be torch.float64 of shape (2, 4)",
     ),
-    "beyond the file": (lambda m: put(places(m)[1], "length", 10**9), FILE, "it has"),
+    "beyond the file": (lambda m: put(places(m)[1], "length", 10**9), FILE, "it ends early"),
     "another place": (lambda m: put(places(m)[0], "offset", 3), FILE, "is damaged"),
     "a file elsewhere": (
         lambda m: put(places(m)[0], "relative_path", "../other"),
@@ -369,6 +369,17 @@ def test_what_is_damaged_is_refused_by_name(tmp_path: Path, what: str):
     assert line in text
     assert "\n  fix: " in text
     assert error.value.path == str(here / name)
+
+
+def test_a_chunk_that_is_listed_twice_is_refused_by_name(tmp_path: Path):
+    found: Any = write_dcp(tmp_path, {"w": (random(0, 4, 4), [[2], []])})
+    found.storage_data[MetadataIndex("W", torch.Size((0, 0)))] = places(found)[1]
+    write_metadata(tmp_path, found)
+    index = tmp_path / INDEX
+    index.write_bytes(index.read_bytes().replace(b"\x8c\x01W", b"\x8c\x01w"))
+    text = r"'w': it lists chunk \(0, 0\) twice"
+    with mf.make_groups(1) as groups, pytest.raises(mf.errors.FileError, match=text):
+        mf.load_shards(tmp_path, groups)
 
 
 def test_changed_bytes_never_do_harm(tmp_path: Path):

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,40 +42,30 @@ def damage(folder: Path, step: int) -> None:
     damage_values(file)
 
 
-@contextmanager
-def without_files(monkeypatch: pytest.MonkeyPatch, folder: str) -> Iterator[None]:
-    """The system has no file left to open in a folder of this name."""
-    plain = os.open
+def failing(name: str, number: int, after: int) -> Callable[..., Any]:
+    """A function of `os` that fails once it was called so many times."""
+    left, plain = iter(range(after)), getattr(os, name)
 
-    def opened(path: Any, *args: Any, **kwargs: Any) -> int:
-        if Path(os.fsdecode(path)).parent.name == folder:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
-        return plain(path, *args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(left, None) is None:
+            raise OSError(number, os.strerror(number))
+        return plain(*args, **kwargs)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", opened)
-        yield
+    return call
 
 
-def stale() -> Any:
-    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
-
+@pytest.mark.parametrize(
+    ("name", "number", "after"), [("open", errno.EMFILE, 0), ("preadv", errno.ESTALE, 2)]
+)
 def test_a_file_that_the_system_cannot_read_is_no_reason_to_go_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int, after: int
 ) -> None:
     save_all(tmp_path, 2, 4, 6)
-    with without_files(monkeypatch, "step-00000006"):
-        with pytest.raises(FileError, match="Too many open files") as raised:
-            load_here(tmp_path, on_corrupt="previous")
-        assert raised.value.damaged is False
-        with pytest.raises(FileError, match="Too many open files"):
-            checkpoint.verify(tmp_path)
-    with monkeypatch.context() as patch:
-        left, plain = iter(range(1, 3)), os.preadv
-        patch.setattr(os, "preadv", lambda *args: plain(*args) if next(left, None) else stale())
-        with pytest.raises(FileError, match="Stale file handle") as raised:
-            load_here(tmp_path, on_corrupt="previous")
+    for verb in (checkpoint.verify, partial(load_here, on_corrupt="previous")):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, failing(name, number, after))
+            with pytest.raises(FileError, match=os.strerror(number)) as raised:
+                verb(tmp_path)
         assert raised.value.damaged is False
     assert load_here(tmp_path, on_corrupt="previous") == 6
 
@@ -150,7 +141,7 @@ def commit_empty(writer: Folder, step: int) -> None:
     try:
         new = writer.begin(step, "newer")
         (new / "part").write_text("x")
-        file = SavedFile("part", 1, 1, "", [])
+        file = SavedFile([])
         writer.commit(new, Manifest(step, {}, {}, [file]))
         writer.prune(3)
     finally:
@@ -377,9 +368,4 @@ def test_a_folder_without_epochs_is_taken_after_its_steps(tmp_path: Path) -> Non
     (tmp_path / ".epoch-000001").unlink()
     trained = in_child(lambda: save_all(tmp_path, 3))
     assert trained == 0
-    assert sorted(os.listdir(tmp_path)) == [
-        ".epoch-000002",
-        "step-00000001",
-        "step-00000002",
-        "step-00000003.000002",
-    ]
+    assert {".epoch-000002", "step-00000003.000002"} < {*os.listdir(tmp_path)}

@@ -65,7 +65,9 @@ def by_hand() -> None:
 
 
 def shared() -> None:
-    assert each(abs, [-1, 2, -3], 2, "test") == [1, 2, 3]
+    found = list[int]()
+    each(found.append, [1, 2, 3], 2, "test")
+    assert sorted(found) == [1, 2, 3]
 
 
 def latched() -> None:
@@ -121,15 +123,15 @@ def test_errors_of_jobs_are_raised_and_the_rest_is_dropped():
     before, done, slow = threading.active_count(), list[int](), Latch()
 
     def work(i: int) -> None:
-        if i == 0:
-            raise ValueError("of the first")
+        if i == 1:
+            raise ValueError("of the second")
         slow.wait(0.05)
         done.append(i)
 
-    with pytest.raises(ValueError, match="of the first"):
+    with pytest.raises(ValueError, match="of the second"):
         each(work, range(100), 2, "test")
     assert threading.active_count() == before
-    assert len(done) < 99
+    assert len(done) < 50
 
 
 def test_jobs_end_in_time_or_it_is_said_that_they_have_not():

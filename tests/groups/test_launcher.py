@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import free_port
+from rank_pool import run_ranks
 from test_groups import heard
 
 from mics_fn.errors import GroupsError
 from mics_fn.groups.make import make_groups
 from mics_fn.groups.startup import Launch, init_distributed, launcher_of, read_launch
-from mics_fn.lab.ranks import run_ranks
 
 TORCHRUN = {
     "RANK": "5",

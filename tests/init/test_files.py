@@ -2,6 +2,7 @@
 
 import json
 import struct
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from mics_fn.init import model as init_module
 from mics_fn.init.files import DTYPES as CODED
 from mics_fn.init.files import File
 from mics_fn.init.model import open_weights
-from mics_fn.shards.bucket import pieces
 from mics_fn.shards.leaf import is_leaf
 
 LAYOUTS = [Layout((1,), 1), Layout((2,), 2), Layout((2, 2), 2), Layout((4,), 4)]
@@ -132,53 +132,26 @@ def test_every_dtype_of_safetensors_that_torch_has(tmp_path):
 # Only this rank's part is read.
 
 
-def mine(layout: Layout, shards: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """The elements of each leaf that this rank keeps."""
-    chunk, parts = groups_of(layout).hierarchy.route.chunk, {}
-    for name, leaf in shards.items():
-        piece = pieces(leaf.bucket, chunk)[leaf.slot]
-        parts[name] = (piece.origin, piece.origin + piece.length)
-    return parts
-
-
-def counted(layout: Layout, path: Path, bases: dict[str, int]) -> int:
-    """Bytes of tensors that a rank reads of a file, which are exactly those of its part."""
-    spans: list[tuple[str, int, int]] = []
-    plain = File.read
+def counted(layout: Layout, path: Path) -> int:
+    """Bytes of tensors that a rank reads of a file, which are as many as its part of each has."""
+    read, plain = Counter[str](), File.read
 
     def watched(self: File, offset: int, length: int, leaf: str = "") -> bytearray:
-        spans.append((leaf, self._start + offset, length))
+        read[leaf] += length
         return plain(self, offset, length, leaf)
 
     with mock.patch.object(File, "read", watched):
-        shards = mf.load_shards(path, groups_of(layout), bucket_bytes=4096)
-    parts = mine(layout, shards)
-    expected = [
-        (name, bases[name] + 4 * start, 4 * (stop - start))
-        for name, (start, stop) in parts.items()
-        if start < stop
-    ]
-    values = [span for span in spans if span[0]]
-    assert sorted(values) == sorted(expected)
-    return sum(length for _, _, length in values)
-
-
-def places_in(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Where the bytes of each tensor begin, found by looking for them."""
-    data = path.read_bytes()
-    places = {k: data.find(bytes(x.view(torch.uint8).flatten())) for k, x in tensors.items()}
-    assert -1 not in places.values()
-    return places
+        shards: Any = mf.load_shards(path, groups_of(layout), bucket_bytes=4096)
+    del read[""]
+    assert read == {name: x.data.nbytes for name, x in shards.items() if x.data.numel()}
+    return read.total()
 
 
 @pytest.mark.parametrize(("layout", "kind"), [(LAYOUTS[2], "torch"), (LAYOUTS[3], "safetensors")])
 def test_exactly_a_ranks_bytes_of_a_file_are_read(ranks, tmp_path, layout, kind):
     name, write = WRITERS[kind]
-    tensors = {f"w{i}": random(i, 61, 17) for i in range(9)}
-    write(tmp_path / name, tensors)
-    found = ranks(layout.world_size).run(
-        counted, layout, tmp_path / name, places_in(tmp_path / name, tensors)
-    )
+    write(tmp_path / name, {f"w{i}": random(i, 61, 17) for i in range(9)})
+    found = ranks(layout.world_size).run(counted, layout, tmp_path / name)
     assert sum(found) == layout.world_size // layout.partition_size * 9 * 61 * 17 * 4
 
 
@@ -296,3 +269,91 @@ def test_files_that_differ_between_ranks_are_refused_on_all(ranks, tmp_path, kin
         own = kind == "absent" and rank == 2
         assert text.startswith("FileNotFoundError: " if own else "DesyncError: load_")
         assert all(line in text for line in lines), text
+
+
+# `init_model(weights=, names=, missing=)`: what the weights lack is as the model makes it.
+
+
+class Adapted(nn.Module):
+    """A linear layer with a product of two narrow ones beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def plain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+
+
+def adapted() -> nn.Sequential:
+    model = plain()
+    model[0], model[2] = Adapted(model[0]), Adapted(model[2])  # type: ignore[arg-type]
+    return model
+
+
+def is_new(name: str) -> bool:
+    return ".down." in name or ".up." in name
+
+
+def name_here(name: str) -> str:
+    layer, _, rest = name.partition(".")
+    return name if layer == "1" else f"{layer}.base.{rest}"
+
+
+def saved(path: Path) -> nn.Module:
+    torch.manual_seed(9)
+    model = plain()
+    model[1].running_mean += 3.0  # pyright: ignore
+    torch.save(model.state_dict(), path)
+    return model
+
+
+def made(layout: Layout, path: Path):
+    groups = groups_of(layout)
+    options = {"names": name_here, "missing": is_new, "frozen": lambda name: not is_new(name)}
+    skeleton, shards = mf.init_model(adapted, groups, seed=4, weights=path, **options)
+    frozen = {name for name, leaf in shards.items() if not isinstance(leaf, mf.shards.Sharded)}
+    return mf.unshard(shards, groups), dict(skeleton.named_buffers()), frozen
+
+
+@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2, 2), 2)], ids=str)
+def test_old_parameters_are_read_and_new_ones_are_made(ranks, tmp_path: Path, layout: Layout):
+    old = saved(tmp_path / "old.pt")
+    torch.manual_seed(4)
+    want = adapted()
+    missing, extra = want.load_state_dict(
+        {name_here(k): x for k, x in old.state_dict().items()}, strict=False
+    )
+    assert extra == []
+    assert all(map(is_new, missing))
+    for params, buffers, frozen in ranks(layout.world_size).run(made, layout, tmp_path / "old.pt"):
+        same_bits(params, {name: x.detach() for name, x in want.named_parameters()})
+        same_bits(buffers, dict(want.named_buffers()))
+        assert frozen == {name for name in params if not is_new(name)}
+
+
+@pytest.mark.parametrize("how", [{"names": name_here}, {"missing": is_new}])
+def test_what_is_said_of_weights_that_are_not_given_is_refused(how: dict[str, Any]):
+    with pytest.raises(mf.errors.PlanError, match="names= and missing= are about weights="):
+        mf.init_model(adapted, mf.make_groups(1), seed=0, **how)
+
+
+def test_what_is_missing_and_not_new_is_an_error(tmp_path: Path):
+    saved(tmp_path / "old.pt")
+    groups = mf.make_groups(1)
+    with pytest.raises(mf.errors.LeafError) as caught:
+        mf.init_model(
+            adapted,
+            groups,
+            seed=0,
+            weights=tmp_path / "old.pt",
+            names=lambda name: None if name == "0.bias" else name_here(name),
+            missing=is_new,
+        )
+    assert "  params.0.base.bias is missing\n  fix: " in str(caught.value)

@@ -19,7 +19,7 @@ from zoo import CASES, Case
 
 import mics_fn as mf
 from mics_fn.init.tape import start_of
-from mics_fn.lab.models import GPT, GPTConfig
+from mics_fn.shards import owners_of
 
 if importlib.util.find_spec("transformers"):
     from zoo_transformers import CASES as TRANSFORMERS
@@ -35,12 +35,6 @@ def zoo_model(name: str) -> nn.Module:
 
 
 # Models that are made in other ways than by modules' own resets.
-
-
-def tied_gpt() -> nn.Module:
-    model = GPT(GPTConfig(64, 16, 16, num_heads=2, num_blocks=2))
-    model.head.weight = model.tokens.weight
-    return model
 
 
 class Reader(nn.Module):
@@ -110,14 +104,6 @@ def from_numpy() -> nn.Module:
     return model
 
 
-def pieces_of_one() -> nn.Module:
-    """Parameters that are parts of one tensor, some of them views of it."""
-    big, model = torch.randn(6, 5), nn.Module()
-    model.rows = nn.ParameterList(row.clone() for row in big)
-    model.left, model.right = nn.Parameter(big[:2]), nn.Parameter(big[2:].t())
-    return model
-
-
 def memory_ties() -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     first, second, third = cast(Any, model)
@@ -143,18 +129,19 @@ def odd_parameters() -> nn.Module:
     model.turned = nn.Parameter(torch.randn(3, 4).t())
     model.complex_part = nn.Parameter(torch.view_as_real(torch.randn(3, dtype=torch.complex64)))
     model.multinomial = nn.Parameter(torch.multinomial(torch.rand(9), 4).float())
+    big = torch.randn(6, 5)  # of which some are views
+    model.rows = nn.ParameterList(row.clone() for row in big)
+    model.left, model.right = nn.Parameter(big[:2]), nn.Parameter(big[2:].t())
     model.register_buffer("none", None)
     model.register_buffer("frequencies", torch.polar(torch.ones(3), torch.rand(3)), False)
     return model
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "tied-gpt": tied_gpt,
     "reader": Reader,
     "generators": OwnGenerator,
     "attributes": OddAttributes,
     "numpy": from_numpy,
-    "pieces": pieces_of_one,
     "ties": memory_ties,
     "halves": halves,
     "odd": odd_parameters,
@@ -208,6 +195,8 @@ def same_structure(skeleton: nn.Module, model: nn.Module) -> None:
         assert got[name].is_meta, name
         facts = [(p.requires_grad, p.shape, p.dtype, p.stride()) for p in (got[name], x)]
         assert facts[0] == facts[1], name
+    every = [list(x.parameters()) for x in (skeleton, model)]
+    assert len(every[0]) == len(set(owners_of(every[1]))), "one for those that share memory"
     buffers = [
         {k: torch.view_as_real(x) if x.is_complex() else x for k, x in each.named_buffers()}
         for each in (skeleton, model)
@@ -363,16 +352,6 @@ def test_a_model_of_somebody_else_stays_as_it_is():
             same_bits(mf.gather(shards, groups)["1.weight"], before["1.weight"])
     same_bits(dict(model.state_dict()), dict(before))
     assert all(type(p) is nn.Parameter and p.requires_grad for p in model.parameters())
-
-
-def test_parameters_that_share_memory_are_one_in_the_skeleton():
-    with mf.make_groups(1) as groups:
-        skeleton, shards = mf.init_model(memory_ties, groups, seed=SEED)
-        first, second, third = cast(Any, skeleton)
-        assert first.weight is second.weight
-        assert first.weight is third.weight
-        again = mf.load_shards(mf.gather(shards, groups), groups, like=skeleton)
-        same_shards(again, shards)
 
 
 # Options, groups and mistakes.

@@ -19,7 +19,7 @@ PLANTED = [
     ("a step writes to what a save is reading", _S,
      "        if self.holders:\n            text =",
      "        if self.holders is None:\n            text =",
-     "checkpoint/test_saves_of_files.py -k what_is_held"),
+     "checkpoint/test_snapshot.py -k what_is_held"),
     ("other ranks are not told that a step failed on a disk", "optim/state.py",
      "        home.state.finish(error)  # the others may have taken this step", "        pass",
      "offload/test_errors_on_all_ranks.py -k same_error"),
