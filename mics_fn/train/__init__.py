@@ -16,10 +16,10 @@ a module and never changes it. One call is one step, with `accumulate` micro-ste
 Its step is `train_step` in `stepping`, a pure function, here with nothing around it. A copy of its
 text behind `from mics_fn.train.stepping import *` runs in a notebook: change there what you like.
 
-  >>> from mics_fn.train.program import ModuleProgram
+  >>> from mics_fn.train.program import Program
   >>> from mics_fn.train.stepping import RunState, StepOptions, train_step
   >>> model, loss = torch.nn.Linear(2, 1), lambda model, x: model(x).square().mean()
-  >>> program = ModuleProgram(model, loss)
+  >>> program = Program(model, loss)
   >>> params, buffers = program.take()
   >>> groups = make_groups(1)
   >>> train = init_state(shard(params, groups), optim.adamw(1e-2), buffers=buffers)

@@ -25,7 +25,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -35,8 +35,7 @@ from torch.utils.data import DistributedSampler, Sampler, SequentialSampler
 from mics_fn import _torch, checks
 from mics_fn.collectives import together
 from mics_fn.errors import GroupsError, LeafError, message
-from mics_fn.faults import StopRequest
-from mics_fn.groups import Groups, reports_step
+from mics_fn.groups import Groups
 from mics_fn.train.program import count
 
 # Which samples a rank takes.
@@ -166,60 +165,6 @@ class Position(NamedTuple):
     start: States | None = None
     loader: Any = None
 
-    def fits(self, loader: Any, *, strict: bool) -> bool:
-        """Return whether a loader has this order, or raise if it must have.
-
-        Raises:
-          LeafError: it has another one.
-        """
-        now = facts_of(loader)
-        odd = [name for name in _MUST_AGREE if now[name] != self.facts[name]]
-        if not odd:
-            return True
-        lines = [f"{name}: saved {self.facts[name]}, now {now[name]}" for name in odd]
-        text = "Trainer.fit: this loader is not like the one of the pass that was begun"
-        if strict:
-            fix = "pass a loader like that one; Checkpoints(other_options='warn') begins a new pass"
-            raise LeafError(text, lines, fix)
-        warnings.warn(message(text, [*lines, "a new pass begins"]), stacklevel=5)
-        return False
-
-    def behind(
-        self, loader: Any, device: torch.device, ranks: int, now: States | None
-    ) -> Iterator[Any]:
-        """Return the batches of the pass that were not used yet.
-
-        Args:
-          loader, device, ranks: as for `DataPasses.batches`.
-          now: the random states behind these samples; None takes those of the moment.
-
-        Raises:
-          LeafError: the loader has fewer samples than were used.
-        """
-        now = now or random_states(device, loader)
-        if self.start is not None:
-            put_back(self.start, device, loader)
-        if self.loader is not None and has_state(loader) and facts_of(loader) == self.facts:
-            loader.load_state_dict(self.loader)
-            batches = iter(loader)
-        else:
-            batches, used = iter(loader), 0
-            while used < self.samples:
-                batch = next(batches, None)
-                if batch is None:
-                    text = f"Trainer.fit: a pass ended before the {self.samples} samples of it"
-                    fix = "pass a loader of the same data"
-                    raise LeafError(f"{text} that steps had used", fix=fix)
-                used += ranks * max(1, count(batch)[0])
-        if self.start is not None and self.samples:  # else the pass has yet to draw its order
-            put_back(now, device, loader)
-        return batches
-
-
-def has_state(loader: Any) -> bool:
-    """Return whether a loader can save its own position."""
-    return all(callable(getattr(loader, f"{verb}state_dict", None)) for verb in ("", "load_"))
-
 
 def parts_of(loader: Any) -> tuple[Any, ...]:
     """Return a loader of torch and its samplers; None where it has none."""
@@ -293,22 +238,13 @@ class DataPasses:
         Raises:
           LeafError: a pass gave no batch, or the loader does not fit where the run resumes.
         """
-        shuffler, self._loader, self.interrupted = shuffler_of(loader), loader, True
-        self._once = isinstance(loader, Iterator)
+        self._loader, self.interrupted, self._once = loader, True, isinstance(loader, Iterator)
         try:
             while True:
-                at, empty = self._resume, False  # one that is gone on with may have nothing left
-                if at is None or not at.fits(loader, strict=self._strict):
-                    epoch = max(self.next, getattr(shuffler, "epoch", 0))
-                    start = random_states(device, loader)
-                    at, empty = Position(epoch, facts_of(loader), 0, start), True
-                if shuffler is not None:
-                    shuffler.set_epoch(at.epoch)
-                rest = at.behind(loader, device, ranks, self._now)
-                # What it resumed from is no state of the batches that follow.
-                self._at, self._resume, self._now = at._replace(loader=None), None, None
-                self.next = at.epoch + 1
-                for batch in rest:
+                batches = self._begin(loader, device, ranks)
+                at: Any = self._at
+                empty = not at.samples  # one that is gone on with may have nothing left
+                for batch in batches:
                     empty = False
                     yield batch
                 if empty:
@@ -319,6 +255,46 @@ class DataPasses:
                     raise LeafError(text, fix=fix)
         finally:
             self._loader = None  # nothing here keeps it alive: it may have processes of its own
+
+    def _begin(self, loader: Any, device: torch.device, ranks: int) -> Iterator[Any]:
+        """Begin a pass, or go on in the one that is resumed, behind the samples that were used."""
+        facts, at, shuffler = facts_of(loader), self._resume, shuffler_of(loader)
+        now = self._now or random_states(device, loader)
+        if at is None or not self._fits(at, facts):
+            at = Position(max(self.next, getattr(shuffler, "epoch", 0)), facts, 0, now)
+        if shuffler is not None:
+            shuffler.set_epoch(at.epoch)
+        # What it resumes from is no state of the batches that follow.
+        self._at, self._resume, self._now = at._replace(loader=None), None, None
+        self.next, used = at.epoch + 1, 0
+        if at.start is not None:
+            put_back(at.start, device, loader)
+        if at.loader is not None and hasattr(loader, "load_state_dict") and at.facts == facts:
+            loader.load_state_dict(at.loader)
+            used = at.samples
+        batches = iter(loader)
+        while used < at.samples:
+            batch = next(batches, None)
+            if batch is None:
+                text = f"Trainer.fit: a pass ended before the {at.samples} samples of it"
+                fix = "pass a loader of the same data"
+                raise LeafError(f"{text} that steps had used", fix=fix)
+            used += ranks * max(1, count(batch)[0])
+        if at.start is not None and used:  # else the pass has yet to draw its order
+            put_back(now, device, loader)
+        return batches
+
+    def _fits(self, at: Position, facts: Mapping[str, str]) -> bool:
+        """Whether a loader has the order of a pass; if it has another, raise or warn."""
+        odd = [name for name in _MUST_AGREE if facts[name] != at.facts[name]]
+        lines = [f"{name}: saved {at.facts[name]}, now {facts[name]}" for name in odd]
+        text = "Trainer.fit: this loader is not like the one of the pass that was begun"
+        if odd and self._strict:
+            fix = "pass a loader like that one; Checkpoints(other_options='warn') begins a new pass"
+            raise LeafError(text, lines, fix)
+        if odd:
+            warnings.warn(message(text, [*lines, "a new pass begins"]), stacklevel=6)
+        return not odd
 
     def give(self, samples: int, calls: int) -> None:
         """Note the samples of a batch on all ranks, and the calls of `step` before it."""
@@ -336,7 +312,7 @@ class DataPasses:
         if at is None:
             return None
         behind = self._resume is None and all(before < calls for before, _ in self._given)
-        if behind and has_state(self._loader):
+        if behind and hasattr(self._loader, "load_state_dict"):
             at = at._replace(loader=copy.deepcopy(self._loader.state_dict()))
         return at._asdict()
 
@@ -365,65 +341,18 @@ class DataPasses:
             self.resume(self.at(calls), strict=False)
 
 
-# Steps one after the other, over a loader.
+# What a loop shows.
 
 
-@contextmanager
-def _shown(steps: int, log_every: int) -> Iterator[Callable[[Sequence[Any]], None]]:
-    """Give what shows one more step: in a bar, or in lines where tqdm is not installed.
-
-    Args:
-      steps: how many the run has.
-      log_every: steps from one reading of the loss to the next; 0 shows nothing.
-    """
-    began, bar = time.perf_counter(), nullcontext()
-    with suppress(ImportError):
-        from tqdm import tqdm
-
-        bar = tqdm(total=steps, unit="step", disable=not log_every)
-
-    def show(found: Sequence[Any]) -> None:
-        done = len(found)
-        if shown is not None:
-            shown.update()
-        if not log_every or (done % log_every and done != steps):
-            return
-        seconds, tokens = time.perf_counter() - began, sum(m.tokens for m in found)
-        amount, unit = (tokens or sum(m.samples for m in found)), "tokens" if tokens else "samples"
-        text = f"loss {found[-1].loss.item():.3f}, {amount / seconds:,.0f} {unit}/s"
-        if shown is not None:
-            shown.set_postfix_str(text)
-        else:
-            print(f"step {done}/{steps}: {text}", file=sys.stderr, flush=True)
-
-    with bar as shown:
-        yield show
-
-
-def train_for(
-    trainer: Any, loader: Iterable[Any], steps: int, log_every: int, stop: StopRequest | None
-) -> list[Any]:
-    """Take steps until there are so many, or all ranks stop after the same one; see `Trainer.fit`.
-
-    Args:
-      log_every: 0 shows nothing.
-    """
-    metrics, home, passes = list[Any](), trainer.options.home, trainer.passes
-    with (
-        reports_step(home.state, trainer.state.step + 1),  # of the loader, or of what is shown
-        _shown(steps, log_every) as show,
-        closing(passes.batches(loader, home.device, home.world_size)) as batches,
-    ):
-        for _ in range(steps):
-            batch = next(batches)
-            passes.give(home.world_size * count(batch)[0], trainer.sync_state.step)
-            metrics.append(trainer.step(batch))
-            show(metrics)
-            if stop is not None and stop.due():
-                if trainer.checkpoint is not None:
-                    trainer.checkpoint.save(trainer)
-                break
-        passes.interrupted = False
-    if trainer.checkpoint is not None:
-        trainer.checkpoint.close()
-    return metrics
+def show(found: Sequence[Any], steps: int, began: float) -> None:
+    """Show how far a run is on the standard error output: a bar at a terminal, else a line."""
+    done, seconds = len(found), time.perf_counter() - began
+    tokens = sum(m.tokens for m in found)
+    amount, unit = (tokens, "tokens") if tokens else (sum(m.samples for m in found), "samples")
+    text = (
+        f"step {done}/{steps}: loss {found[-1].loss.item():.3f}, {amount / seconds:,.0f} {unit}/s"
+    )
+    at_terminal = sys.stderr.isatty()
+    if at_terminal:
+        text = f"\r[{'#' * (20 * done // steps):<20}] {text} "
+    print(text, end="" if at_terminal and done < steps else "\n", file=sys.stderr, flush=True)

@@ -14,10 +14,10 @@ import enum
 import math
 import numbers
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
-from operator import is_, setitem
+from operator import getitem, is_, setitem
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
-from mics_fn import _torch, checks, tree
+from mics_fn import _torch
 from mics_fn.collectives import levels
 from mics_fn.deferred import check_loss
 from mics_fn.errors import LeafError
@@ -48,81 +48,61 @@ PLAIN += (FunctionType, BuiltinFunctionType, MethodType)
 _CLOSED = (Tensor, *PLAIN, nn.Module, PackedSequence)
 
 
-def map_contents(
-    fn: Callable[[Any, str], Any],
-    value: Any,
-    path: str = "",
-    is_leaf: Callable[[Any], bool] | None = None,
-) -> Any:
-    """Apply `fn` to everything that a value holds, together with its path.
+def map_contents(fn: Callable[[Any], Any], value: Any, is_leaf: Any = None) -> Any:
+    """Apply `fn` to everything that a value holds.
 
     Args:
       fn: called with each tensor and each object that cannot be opened.
       value: anything.
-      path: the beginning of every path.
       is_leaf: says which containers are not to be opened.
 
     Returns:
       The value with the results in it, or the same object if `fn` changed nothing.
 
     Example:
-      >>> map_contents(lambda x, path: path, {"b": [0, 1], "a": 2}, "batch")
-      {'b': ['batch.b.0', 'batch.b.1'], 'a': 'batch.a'}
+      >>> map_contents(lambda x: x + 1, {"b": [0, 1], "a": 2})
+      {'b': [1, 2], 'a': 3}
     """
-    opened = None if is_leaf is not None and is_leaf(value) else _open_up(value)
-    if opened is None:
-        return fn(value, path)
-    values, names, rebuild = opened
-    pairs = zip(values, names, strict=True)
-    new = [map_contents(fn, x, tree.join(path, f"{name}"), is_leaf) for x, name in pairs]
-    return value if all(map(is_, new, values)) else rebuild(new)
+
+    def closed(x: Any) -> bool:
+        return isinstance(x, _CLOSED) or (is_leaf is not None and is_leaf(x))
+
+    leaves, spec = _torch.flatten(value, closed)
+    new = [fn(x) if closed(x) else _map_others(fn, x, is_leaf) for x in leaves]
+    return value if all(map(is_, new, leaves)) else _torch.unflatten(new, spec)
 
 
-def leaves_of(value: Any) -> list[Any]:
-    """Everything that `map_contents` would call its function with, in order."""
-    opened = _open_up(value)
-    return [value] if opened is None else [x for each in opened[0] for x in leaves_of(each)]
-
-
-def _open_up(value: Any) -> tuple[list[Any], Iterable[Any], Callable[[list[Any]], Any]] | None:
-    """The values in a container, their names in paths, and what rebuilds it; else None."""
-    if isinstance(value, _CLOSED):
-        return None
-    values, spec = _torch.flatten(value, lambda x: x is not value)
-    if len(values) != 1 or values[0] is not value:  # a node of torch
-        fields = getattr(value, "_fields", range(len(values)))
-        names = list(value) if isinstance(value, Mapping) else fields
-        return values, names, lambda new: _torch.unflatten(new, spec)
+def _map_others(fn: Callable[[Any], Any], value: Any, is_leaf: Any) -> Any:
+    """Do the same with a list, mapping or dataclass that torch does not open, or another object."""
+    get: Any = getitem
+    put: Any = setitem
     if isinstance(value, list | Mapping):
         names = list(value) if isinstance(value, Mapping) else range(len(value))
-        return [value[name] for name in names], names, partial(_put, value, setitem, names)
-    if not dataclasses.is_dataclass(value):
-        return None
-    names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
-    values = [getattr(value, name) for name in names]
-    return values, names, partial(_put, value, object.__setattr__, names)
-
-
-def _put(value: Any, put: Callable, names: Iterable[Any], new: list[Any]) -> Any:
-    """A copy of a container with other values."""
+    elif dataclasses.is_dataclass(value):
+        get, put = getattr, object.__setattr__
+        names: Any = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+    else:
+        return fn(value)
+    old = {name: get(value, name) for name in names}
+    new = {name: map_contents(fn, x, is_leaf) for name, x in old.items()}
+    if all(map(is_, new.values(), old.values())):
+        return value
     made = copy.copy(value)
-    for name, each in zip(names, new, strict=True):
-        put(made, name, each)
+    for name, x in new.items():
+        put(made, name, x)
     return made
 
 
 def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
     """A value with its float tensors in a dtype; the same object if nothing changes."""
 
-    def one(x: Any, _path: str) -> Any:
+    def one(x: Any) -> Any:
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     return value if dtype is None else map_contents(one, value)
 
 
 # Batches: moved to the device, cut into micro-batches, counted.
-
-_KINDS = "tensors in tuples, lists, mappings, dataclasses and registered pytree nodes"
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -141,7 +121,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
         raise LeafError(text, fix=fix)
     rows: list[int] = []
 
-    def moved(x: Any, path: str) -> Any:
+    def moved(x: Any) -> Any:
         if isinstance(x, Tensor):
             rows.extend(x.shape[:1])
             return x.to(device, non_blocking=True)
@@ -149,7 +129,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
             return x
         return x.to(device)
 
-    found = map_contents(moved, batch, "batch")
+    found = map_contents(moved, batch)
     if (rows and not any(rows)) or (isinstance(batch, list | tuple | dict) and not batch):
         fix = "give each rank a sample in each step, as DataLoader(..., drop_last=True) does"
         raise LeafError("Trainer: the batch has no sample", fix=fix)
@@ -171,32 +151,36 @@ def cut(batch: Any, parts: int) -> list[Any]:
         fits = type(x) in (list, tuple) and len(x) == samples
         return fits and all(isinstance(each, str | bytes) for each in x)
 
-    def part(i: int, x: Any, path: str) -> Any:
+    def part(i: int, x: Any) -> Any:
         if texts(x):
             n = samples // parts
             return x[i * n : (i + 1) * n]
         if not isinstance(x, (Tensor, *PLAIN)):
-            text = f"Trainer.step: {path} is {type(x).__name__}, which cannot be cut in {parts}"
-            raise LeafError(text, fix=f"use {_KINDS}, or accumulate=1")
+            text = f"Trainer.step: a {type(x).__name__} in the batch cannot be cut in {parts}"
+            fix = "use tensors in tuples, lists, mappings and dataclasses, or accumulate=1"
+            raise LeafError(text, fix=fix)
         if not isinstance(x, Tensor):
             return x
         if x.ndim == 0 or x.shape[0] % parts:
-            text = f"Trainer.step: {path} has shape {tuple(x.shape)}, accumulate={parts}"
+            text = f"Trainer.step: a batch has shape {tuple(x.shape)}, accumulate={parts}"
             raise LeafError(text, fix="make dim 0 a multiple of accumulate")
         return x.chunk(parts)[i]
 
-    return [map_contents(partial(part, i), batch, "batch", texts) for i in range(parts)]
+    return [map_contents(partial(part, i), batch, texts) for i in range(parts)]
 
 
 def count(batch: Any) -> tuple[int, int]:
     """The number of samples and of tokens in a batch; see `StepMetrics`."""
-    samples, tokens = None, None
-    for x in leaves_of(batch):
+    found: list[Tensor] = []
+
+    def note(x: Any) -> Any:
         if isinstance(x, Tensor) and x.ndim:
-            samples = x.shape[0] if samples is None else samples
-            if tokens is None and x.ndim > 1 and not x.is_floating_point():
-                tokens = x.numel()
-    return 1 if samples is None else samples, tokens or 0
+            found.append(x)
+        return x
+
+    map_contents(note, batch)
+    tokens = (x.numel() for x in found if x.ndim > 1 and not x.is_floating_point())
+    return found[0].shape[0] if found else 1, next(tokens, 0)
 
 
 # The buffers of a module as values: copied at each step, averaged over ranks after it.
@@ -258,14 +242,18 @@ class ModuleBuffers:
             return values
         for dtype in dict.fromkeys(values[name].dtype for name in self.averaged):
             mine = [name for name in self.averaged if values[name].dtype == dtype]
-            flat = torch.cat([values[name].flatten() for name in mine])
-            sizes = [values[name].numel() for name in mine]
-            real = torch.view_as_real(flat.resolve_conj()) if dtype.is_complex else flat
-            mean = levels.mean_over_ranks(home, real.flatten()).view(real.shape)
-            means = (torch.view_as_complex(mean) if dtype.is_complex else mean).split(sizes)
-            for name, mean in zip(mine, means, strict=True):
-                values[name] = mean.view(values[name].shape)
+            mine = {name: _real(values[name]) for name in mine}
+            flat = torch.cat([x.flatten() for x in mine.values()])
+            means = levels.mean_over_ranks(home, flat).split([x.numel() for x in mine.values()])
+            for (name, x), mean in zip(mine.items(), means, strict=True):
+                mean = mean.view(x.shape)
+                values[name] = torch.view_as_complex(mean) if dtype.is_complex else mean
         return self.copies(values) if self.shared else values
+
+
+def _real(x: Tensor) -> Tensor:
+    """A tensor as real numbers, two for each that is complex."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 # A stand-in for a model, whose calls cast their inputs and outputs as a `Precision` says.
@@ -321,9 +309,6 @@ class Casting:
     def __len__(self) -> int:
         return len(self._module)  # pyright: ignore[reportArgumentType]
 
-    def __bool__(self) -> bool:
-        return bool(self._module)
-
     def _stand_in(self, value: Any, name: str = "") -> Any:
         """The stand-in for a submodule or a method; any other value as it is."""
         if isinstance(value, nn.Module):
@@ -343,78 +328,45 @@ class Casting:
 
 
 _PASS_LOSS = "pass loss=, such as lambda model, batch: cross_entropy(model(batch[0]), batch[1])"
-_NAMED = "name the arguments of forward in the batch, or pass loss=: it is given (model, batch)"
 Backward = Callable[[Tensor], None]
 
 
 Result = tuple[Tensor, Values]  # of a call: the loss, 0-dim and detached; the buffers after it
 
 
-class FunctionProgram:
-    """A pure `loss_fn(params, batch)`, which has no buffers and no modes.
+class Program:
+    """A module and a `loss(model, batch)`, or a pure `loss_fn(params, batch)`, as one call.
 
     Args:
-      loss_fn: the function.
-      loss: None.
-      precision: the batch is cast to its `compute`, the loss to its `output`.
+      model: a module, which is read once: its parameters and buffers become values, and its
+        structure a skeleton on meta. Or a function, which has no buffers and no modes.
+      loss: called with the skeleton while the given values are swapped in; None for a function.
+      precision: at each call of the skeleton inputs are cast to its `compute`, and outputs to its
+        `output`; of a function the batch and the loss.
 
     Raises:
-      LeafError: there is another loss.
+      LeafError: a function is given with another loss.
     """
 
-    evaluating = nullcontext  # a function has no modes
-
-    def __init__(
-        self, loss_fn: Callable[[Tree, Any], Tensor], loss: None, precision: Precision
-    ) -> None:
-        if loss is not None:
-            raise LeafError("Trainer: a loss_fn takes no loss=", fix="it gives the loss itself")
-        self.loss_fn, self.precision = loss_fn, precision
-        self.buffers = ModuleBuffers({}, {}, {})
-
-    def __call__(
-        self, params: Tree, buffers: Values, batch: Any, backward: Backward | None = None
-    ) -> Result:
-        """The loss of a batch, after `backward` was called with it."""
-        loss = self.loss_fn(params, cast_floats(batch, self.precision.inputs))
-        loss = cast_floats(loss, self.precision.output)
-        check_loss("Trainer", loss)
-        if backward is not None:
-            backward(loss)
-        return loss.detach().reshape(()), buffers
-
-    def take(self) -> tuple[None, Values]:
-        """Parameters and buffers, of which a function has none of its own."""
-        return None, {}
-
-
-class ModuleProgram:
-    """A module and a `loss(model, batch)`.
-
-    Args:
-      model: read once. Its parameters and buffers become values, and its structure a skeleton on
-        meta.
-      loss: called with the skeleton while the given values are swapped in.
-      precision: at each call of the skeleton inputs are cast to its `compute`, and outputs to its
-        `output`.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Callable[[nn.Module, Any], Tensor] | None = None,
-        precision: Precision = AS_GIVEN,
-    ) -> None:
+    def __init__(self, model: Any, loss: Any = None, precision: Precision = AS_GIVEN) -> None:
+        self.skeleton: Any = None
+        self._values: tuple[Any, Values] = None, {}
+        if not isinstance(model, nn.Module):
+            if loss is not None:
+                raise LeafError("Trainer: a loss_fn takes no loss=", fix="it gives the loss itself")
+            self.buffers, self._swapped_in = ModuleBuffers({}, {}, {}), nullcontext
+            self._model, self._loss = None, partial(_cast_loss, model, precision)
+            return
         refuse_lazy(model)
         params: Values = dict(model.named_parameters(remove_duplicate=False))
         buffers = dict(model.named_buffers(remove_duplicate=False))
         self.buffers = ModuleBuffers(params, buffers, model.state_dict(keep_vars=True))
         self.skeleton = on_meta_copy(model, [*params.values(), *buffers.values()])
         self._values = params, self.buffers.copies({k: x.detach() for k, x in buffers.items()})
-        self._loss = loss or _own_loss
         self._swapped_in = _torch.SwappedIn(self.skeleton, [*params, *buffers])
         casts = precision.inputs is not None or precision.output is not None
         self._model: Any = Casting(self.skeleton, precision) if casts else self.skeleton
+        self._loss = loss or _own_loss
 
     def __call__(
         self, params: Tree, buffers: Values, batch: Any, backward: Backward | None = None
@@ -423,14 +375,17 @@ class ModuleProgram:
 
         A model that recomputes activations in backward would else do so on meta.
         """
-
-        values = {**params, **buffers}
+        of_function = self.skeleton is None
+        values = params if of_function else {**params, **buffers}
         with self._swapped_in(values):
             try:
-                loss = self._loss(self._model, batch)
+                loss = self._loss(params if of_function else self._model, batch)
             except (AttributeError, TypeError) as error:
-                given = f"the {type(self.skeleton).__name__} and a {type(batch).__name__}"
-                error.add_note(f"  Trainer called loss(model, batch) with {given}, the whole batch")
+                given = "the parameters" if of_function else f"the {type(self.skeleton).__name__}"
+                text = f"  Trainer called the loss with {given} and a {type(batch).__name__}"
+                if self._loss is _own_loss:
+                    text = f"  Trainer called {given} with the parts of the batch; {_PASS_LOSS}"
+                error.add_note(text)
                 raise
             check_loss("Trainer", loss)
             if backward is not None:
@@ -441,9 +396,9 @@ class ModuleProgram:
         after = {name: values[name].detach() for name in buffers} if buffers else {}
         return loss.detach().reshape(()), after
 
-    def take(self) -> tuple[Values, Values]:
+    def take(self) -> tuple[Values | None, Values]:
         """Parameters and buffers by name, once: nothing here refers to them afterwards."""
-        values, self._values = self._values, ({}, {})
+        values, self._values = self._values, (None, {})
         return values
 
     def state_dict(self, params: Callable[[], Tree], buffers: Values) -> Values:
@@ -455,10 +410,12 @@ class ModuleProgram:
 
         Raises:
           LeafError: something in it has no value, since the skeleton alone has it.
+          AttributeError: there is no module.
         """
+        read = self.skeleton.state_dict
         values = {**params(), **self.buffers.copies(buffers)}
         with self._swapped_in(values):
-            found = self.skeleton.state_dict()
+            found = read()
         for name, value in found.items():
             if isinstance(value, Tensor) and value.is_meta:
                 text = f"Trainer.state_dict: the model saves {name!r}, which is neither a parameter"
@@ -469,39 +426,38 @@ class ModuleProgram:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """A block in evaluation mode; afterwards every module is in its previous mode again."""
-        modes = {module: module.training for module in self.skeleton.modules()}
+        modules = () if self.skeleton is None else tuple(self.skeleton.modules())
+        modes = {module: module.training for module in modules}
         try:
-            self.skeleton.eval()
+            for module in modules[:1]:
+                module.eval()
             yield
         finally:
             for module, mode in modes.items():
                 module.training = mode
 
 
+def _cast_loss(loss_fn: Callable, precision: Precision, params: Tree, batch: Any) -> Any:
+    """The loss of a function, whose batch and result are cast."""
+    loss = loss_fn(params, cast_floats(batch, precision.inputs))
+    return cast_floats(loss, precision.output)
+
+
 def _own_loss(model: nn.Module, batch: Any) -> Tensor:
     """The result of the model for a batch, or the `.loss` of that result.
 
     Raises:
-      LeafError: the model does not take the parts of the batch as its arguments.
       LeafError: the result is not one number, and has none as its `.loss`.
     """
-    named = isinstance(batch, Mapping)
-    args = () if named else batch if isinstance(batch, tuple | list) else (batch,)
-    kwargs, name = dict(batch) if named else {}, type(model).__name__
-    try:
-        out = model(*args, **kwargs)
-    except TypeError as error:
-        if (why := checks.misfit(model.forward, args, kwargs)) is None:
-            raise  # from inside of the model
-        given = ", ".join([*(type(x).__name__ for x in args), *(f"{key}=" for key in kwargs)])
-        text = f"Trainer: the {name} cannot be called with this batch, as model({given})"
-        fix = _NAMED if named else _PASS_LOSS
-        raise LeafError(text, [f"its forward takes {why}"], fix) from error
+    if isinstance(batch, Mapping):
+        out = model(**batch)
+    else:
+        out = model(*batch) if isinstance(batch, tuple | list) else model(batch)
     loss = out if isinstance(out, Tensor) else getattr(out, "loss", None)
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
     got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-    text = f"Trainer: the {name} gave {got}, and without loss= that is the loss"
+    text = f"Trainer: the {type(model).__name__} gave {got}, and without loss= that is the loss"
     lines = ["expected one number, or a result whose .loss is one: give the batch its labels"]
     raise LeafError(text, lines, _PASS_LOSS)
 

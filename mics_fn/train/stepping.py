@@ -44,7 +44,7 @@ class StepOptions:
     """Name what stays as it is from step to step.
 
     Args:
-      program: a `ModuleProgram` or a `FunctionProgram`.
+      program: a `Program`.
       groups: as for `shard`.
       home: the first of them, whose ranks share losses and buffers.
       accumulate, weight, replica_sync, where, overlap_step: as for `Trainer`.

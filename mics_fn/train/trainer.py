@@ -7,11 +7,12 @@ needs to do so, and writes only once all have said it. If one is killed meanwhil
 others either has written the step or can do so later, on new groups, from what it has kept.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +30,8 @@ from mics_fn.optim import Guard, Optimizer, StepTotals, TrainState, init_state, 
 from mics_fn.schedules import OnDemand, Schedule, keep_all, on_demand
 from mics_fn.threads import Commit
 from mics_fn.train import resuming, stepping
-from mics_fn.train.loop import DataPasses, train_for
-from mics_fn.train.program import FunctionProgram, ModuleProgram, to_device
+from mics_fn.train.loop import DataPasses, show
+from mics_fn.train.program import Program, count, to_device
 from mics_fn.train.replicas import ReplicaSync, SyncState, every_step
 from mics_fn.train.stepping import Between, Judged, RunState, StepMetrics, StepOptions
 from mics_fn.tree import Tree
@@ -266,25 +267,18 @@ class FaultPolicy:
     """Decide what a `Trainer` does against faults.
 
     Args:
-      check_replicas: every so many steps replicas are compared bit by bit; 0 for never.
-      on_drift: raise DesyncError if they differ, or "heal" as `same_replicas` does.
+      check_replicas: every so many steps replicas are compared bit by bit, and raise DesyncError if
+        they differ; 0 for never.
       recoverable: write each step only once all ranks can, so that those that are left when one is
         killed are at one step; see [Note: steps written together] in `trainer`.
 
-    Raises:
-      PlanError: `on_drift` is something else.
-
     Example:
-      >>> FaultPolicy(on_drift="heal").check_replicas
+      >>> FaultPolicy().check_replicas
       100
     """
 
     check_replicas: int = 100
-    on_drift: Literal["raise", "heal"] = "raise"
     recoverable: bool = False
-
-    def __post_init__(self) -> None:
-        checks.choice("FaultPolicy", "on_drift", self.on_drift, "raise", "heal")
 
 
 # This rank as a member of its job, which may go on with other processes after a fault.
@@ -349,7 +343,7 @@ def _reduced(trainer: Any, drift: Any, total: GradSum, state: RunState) -> RunSt
     """Compare replicas if that is due, and look at the last step if it was masked."""
     if drift is not None:
         total.wait()
-        trainer.state = drift.finish(trainer.faults.on_drift)
+        drift.finish("raise")
     else:  # the guard counts steps in a row
         _finish_step(trainer)
     return trainer.run
@@ -551,8 +545,7 @@ class Trainer:
             spans.passing("build: Trainer")
         check_model(model, loss, weight, groups, checkpoint)
         self.precision, place = shards.Precision.parse(precision), Where.parse(where)
-        program: Any = ModuleProgram if isinstance(model, nn.Module) else FunctionProgram
-        self.program, self.passes = program(model, loss, self.precision), DataPasses()
+        self.program, self.passes = Program(model, loss, self.precision), DataPasses()
         own, buffers = self.program.take()
         groups, home = homes_for(groups, own if params is None else params, deterministic)
         sync = replica_sync or every_step()
@@ -806,8 +799,8 @@ class Trainer:
             has `set_epoch`, that is called before each pass, so that each has another order. A
             later `fit` goes on with the next epoch; after a resume or `reset`, in its pass.
           steps: the number of optimizer steps.
-          log_every: steps between updates of the loss and the rate that are shown.
-          progress: whether to show a bar; or, where tqdm is not installed, lines. It is written to
+          log_every: steps between updates of what is shown.
+          progress: whether to show a bar at a terminal, and lines elsewhere. They are written to
             the standard error output.
           stop: with it, a signal ends the loop on all ranks after the same step, in which
             `stop.stopping` becomes true; its metrics are the last ones.
@@ -823,5 +816,23 @@ class Trainer:
         if isinstance(loader, str | bytes | Mapping):  # would be gone through by character or key
             fix = "the order is fit(loader, steps); a loader gives a batch per step"
             checks.refuse("Trainer.fit", "loader", loader, "batches", fix)
-        shown = log_every if progress and self.options.home.position == 0 else 0
-        return train_for(self, loader, steps, shown, stop)
+        metrics, home, passes = list[StepMetrics](), self.options.home, self.passes
+        shows, began = progress and log_every and home.position == 0, time.perf_counter()
+        with (
+            reports_step(home.state, self.state.step + 1),  # of the loader, or of what is shown
+            closing(passes.batches(loader, home.device, home.world_size)) as batches,
+        ):
+            for k in range(1, steps + 1):
+                batch = next(batches)
+                passes.give(home.world_size * count(batch)[0], self.sync_state.step)
+                metrics.append(self.step(batch))
+                if shows and (k % log_every == 0 or k == steps):
+                    show(metrics, steps, began)
+                if stop is not None and stop.due():
+                    if self.checkpoint is not None:
+                        self.checkpoint.save(self)
+                    break
+            passes.interrupted = False
+        if self.checkpoint is not None:
+            self.checkpoint.close()
+        return metrics

@@ -45,7 +45,7 @@ def batch_of(step: int, rank: int) -> Tensor:
     return random(9 * step + rank, 4, 5)
 
 
-def trained(layout: Layout, what: str, every: int, **how: Any) -> tuple[int, Any]:
+def trained(layout: Layout, what: str, every: int, *, heals: bool = False) -> tuple[int, Any]:
     """How many steps after a fault it was reported, and the report; or the parameters."""
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -53,12 +53,14 @@ def trained(layout: Layout, what: str, every: int, **how: Any) -> tuple[int, Any
         Net(),
         mf.optim.adamw(1e-2),
         groups_of(layout),
-        faults=mf.FaultPolicy(every, **how),
+        faults=mf.FaultPolicy(every),
         bucket_bytes=100,
     )
     for step in range(6):
         if step == 2 and rank == 2:
             spoil(trainer.state, what)
+        if heals:
+            trainer.state = mf.same_replicas(trainer.state, trainer.groups, on_drift="heal")
         before = trainer.state
         try:
             trainer.step(batch_of(step, rank))
@@ -101,7 +103,7 @@ def healed() -> None:
     """All ranks have what they would have without the fault."""
     _, want = trained(FOUR, "none", 1)
     for what in ("params", "opt", "buffers"):
-        steps, found = trained(FOUR, what, 1, on_drift="heal")
+        steps, found = trained(FOUR, what, 1, heals=True)
         assert steps == -1
         same_bits(found, want)
 

@@ -132,8 +132,6 @@ LeafError: Trainer: no parameter is trained: all are frozen, or there is none
 PlanError: Trainer: loss='mse', expected a function loss(model, batch)
 >>> trainer(hop2=lambda grads, groups: grads)
 TypeError: Trainer.__init__() got an unexpected keyword argument 'hop2'
->>> mf.FaultPolicy(on_drift=None)
-PlanError: FaultPolicy: on_drift=None, expected 'raise' or 'heal'
 >>> trainer(schedule="fetch 0").step(x)
 PlanError: defer: schedule='fetch 0', expected a schedule or a policy
 >>> trainer(checkpoint="folder")
@@ -166,11 +164,10 @@ LeafError: Trainer: the Giving gave dict, and without loss= that is the loss
 >>> trainer(loss=lambda model, x: None).step(x)
 LeafError: Trainer: the loss is NoneType, expected one number
 >>> trainer(loss=None).step((x, y))
-LeafError: Trainer: the Linear cannot be called with this batch, as model(Tensor, Tensor)
-  its forward takes (input: torch.Tensor) -> torch.Tensor: too many positional arguments
+TypeError: Linear.forward() takes 2 positional arguments but 3 were given
+  Trainer called the Linear with the parts of the batch; pass loss=, such as lambda model, batch: cross_entropy(model(batch[0]), batch[1])
 >>> trainer(loss=None).step({"x": x, "y": y})
-LeafError: Trainer: the Linear cannot be called with this batch, as model(x=, y=)
-  its forward takes (input: torch.Tensor) -> torch.Tensor: missing a required argument: 'input'
+TypeError: Linear.forward() got an unexpected keyword argument 'x'
 >>> trainer(loss=None).step(x)
 LeafError: Trainer: the Linear gave shape (4, 1), and without loss= that is the loss
 >>> trainer(Giving(lambda out: SimpleNamespace(loss=None)), loss=None).step(x)
@@ -185,10 +182,10 @@ PlanError: Trainer: loss cannot be called as loss(model, batch)
   fix: call the model in it: lambda model, batch: cross_entropy(model(batch[0]), batch[1])
 >>> trainer(loss=lambda a, b: (a - b).square().mean()).step((x, y))
 TypeError: unsupported operand type(s) for -: 'Linear' and 'tuple'
-  Trainer called loss(model, batch) with the Linear and a tuple, the whole batch
+  Trainer called the loss with the Linear and a tuple
 >>> trainer(loss=lambda model, batch: model(batch.inputs).mean()).step({"inputs": x})
 AttributeError: 'dict' object has no attribute 'inputs'
-  Trainer called loss(model, batch) with the Linear and a dict, the whole batch
+  Trainer called the loss with the Linear and a dict
 >>> trainer(Giving(lambda out: out.nope), loss=mse).step(x)
 AttributeError: 'Tensor' object has no attribute 'nope'
 >>> trainer(loss=lambda model, x: (mse(model, x), model(x))).step(x)
