@@ -19,7 +19,7 @@ from torch.utils import _pytree as torch_pytree
 
 import mics_fn as mf
 from mics_fn.shards.bucket import Precision
-from mics_fn.train.program import cast_floats, count, cut, to_device
+from mics_fn.train.loop import cast_floats, count, cut, to_device
 
 Pair = namedtuple("Pair", "left right")
 

@@ -13,7 +13,7 @@ from torch import nn
 import mics_fn as mf
 from mics_fn import train
 from mics_fn.train import stepping as pure
-from mics_fn.train.program import Program
+from mics_fn.train.stepping import Program
 
 ALONE, FOUR = Layout((1,), 1), Layout((2, 2), 2)
 
