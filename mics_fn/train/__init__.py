@@ -16,10 +16,9 @@ a module and never changes it. One call is one step, with `accumulate` micro-ste
 Its step is `train_step` in `stepping`, a pure function, here with nothing around it. A copy of its
 text behind `from mics_fn.train.stepping import *` runs in a notebook: change there what you like.
 
-  >>> from mics_fn.train.program import ModuleProgram
-  >>> from mics_fn.train.stepping import RunState, StepOptions, train_step
+  >>> from mics_fn.train.stepping import Program, RunState, StepOptions, train_step
   >>> model, loss = torch.nn.Linear(2, 1), lambda model, x: model(x).square().mean()
-  >>> program = ModuleProgram(model, loss)
+  >>> program = Program(model, loss)
   >>> params, buffers = program.take()
   >>> groups = make_groups(1)
   >>> train = init_state(shard(params, groups), optim.adamw(1e-2), buffers=buffers)
@@ -105,9 +104,9 @@ the inputs that it gets, since only calls of the model are cast. A refused step 
 the guard. On NCCL the host does not wait for collectives, so it notices a rank that left a schedule
 only when a run ends.
 
-Start reading at `train_step` in `stepping`, then `program`, and `trainer`, which has the arguments
-and what a job adds to a step. `loop` is about samples and going through them, `replicas` about
-merges, and `resuming` about going on: from a replica after a fault, or from a save.
+Start reading at `train_step` in `stepping`, then `trainer`, which has the arguments and what a job
+adds to a step. `loop` is about samples, batches and passes, `replicas` about merges, and `resuming`
+about going on: from a replica after a fault, or from a save.
 
 To add a way of merging, write a function in `replicas` that returns a `ReplicaSync` with a `begin`
 and a `merge`. To add an option of the step, build it as a value of a lower wing first, so that

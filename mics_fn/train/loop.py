@@ -1,4 +1,4 @@
-"""What a loop of steps needs around them: samples, reproducible numbers, and how far it is.
+"""What a loop of steps needs around them: samples, batches, random states, and how far it is.
 
 The sampler is torch's `DistributedSampler`, so any loader that accepts one can be used.
 
@@ -20,24 +20,30 @@ give a batch again, so it goes on behind that batch.
 """
 
 import copy
+import dataclasses
+import enum
+import numbers
+import os
 import random
 import sys
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
+from operator import getitem, is_, setitem
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.utils.data import DistributedSampler, Sampler, SequentialSampler
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, SequentialSampler
 
 from mics_fn import _torch, checks
 from mics_fn.collectives import together
 from mics_fn.errors import GroupsError, LeafError, message
-from mics_fn.faults import StopRequest
-from mics_fn.groups import Groups, reports_step
-from mics_fn.train.program import count
+from mics_fn.groups import Groups
 
 # Which samples a rank takes.
 
@@ -99,6 +105,148 @@ def sampler(
     return DistributedSampler(samples, ranks, groups.position, shuffle, seed, drop_last)
 
 
+# Contents of batches, and of the arguments and results of models. Trees of parameters are the
+# pytrees of `mics_fn.tree`; these come in those of torch, whose dicts keep their order, and in
+# other mappings, lists and dataclasses.
+
+# Kinds of values that hold no tensor and mean the same for any part of a batch.
+PLAIN = (type(None), numbers.Number, str, bytes, enum.Enum, os.PathLike, range, slice, type)
+PLAIN += (torch.dtype, torch.device, torch.layout, torch.Size, torch.Generator)
+PLAIN += (FunctionType, BuiltinFunctionType, MethodType)
+_CLOSED = (Tensor, *PLAIN, nn.Module, PackedSequence)
+
+
+def map_contents(fn: Callable[[Any], Any], value: Any, is_leaf: Any = None) -> Any:
+    """Apply `fn` to everything that a value holds.
+
+    Args:
+      fn: called with each tensor and each object that cannot be opened.
+      value: anything.
+      is_leaf: says which containers are not to be opened.
+
+    Returns:
+      The value with the results in it, or the same object if `fn` changed nothing.
+
+    Example:
+      >>> map_contents(lambda x: x + 1, {"b": [0, 1], "a": 2})
+      {'b': [1, 2], 'a': 3}
+    """
+
+    def closed(x: Any) -> bool:
+        return isinstance(x, _CLOSED) or (is_leaf is not None and is_leaf(x))
+
+    leaves, spec = _torch.flatten(value, closed)
+    new = [fn(x) if closed(x) else _map_others(fn, x, is_leaf) for x in leaves]
+    return value if all(map(is_, new, leaves)) else _torch.unflatten(new, spec)
+
+
+def _map_others(fn: Callable[[Any], Any], value: Any, is_leaf: Any) -> Any:
+    """Do the same with a list, mapping or dataclass that torch does not open, or another object."""
+    get: Any = getitem
+    put: Any = setitem
+    if isinstance(value, list | Mapping):
+        names = list(value) if isinstance(value, Mapping) else range(len(value))
+    elif dataclasses.is_dataclass(value):
+        get, put = getattr, object.__setattr__
+        names: Any = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+    else:
+        return fn(value)
+    old = {name: get(value, name) for name in names}
+    new = {name: map_contents(fn, x, is_leaf) for name, x in old.items()}
+    if all(map(is_, new.values(), old.values())):
+        return value
+    made = copy.copy(value)
+    for name, x in new.items():
+        put(made, name, x)
+    return made
+
+
+def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
+    """A value with its float tensors in a dtype; the same object if nothing changes."""
+
+    def one(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return value if dtype is None else map_contents(one, value)
+
+
+# Batches: moved to the device, cut into micro-batches, counted.
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """A batch with its tensors on a device.
+
+    Raises:
+      LeafError: it is None, or what gives batches; or it holds no sample, whose mean would be NaN.
+      AttributeError: it holds an object that cannot be opened and has no `.to` of its own.
+    """
+    if isinstance(batch, DataLoader | Iterator | None):
+        fix = "pass a batch, or what gives batches to trainer.fit(loader, steps)"
+        raise LeafError(f"Trainer: the batch is a {type(batch).__name__}", fix=fix)
+    rows: list[int] = []
+
+    def moved(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            rows.extend(x.shape[:1])
+            return x.to(device, non_blocking=True)
+        if device.type == "cpu" or isinstance(x, PLAIN) or type(x).__module__ == "numpy":
+            return x
+        return x.to(device)
+
+    found = map_contents(moved, batch)
+    if (rows and not any(rows)) or (isinstance(batch, list | tuple | dict) and not batch):
+        fix = "give each rank a sample in each step, as DataLoader(..., drop_last=True) does"
+        raise LeafError("Trainer: the batch has no sample", fix=fix)
+    return found
+
+
+def cut(batch: Any, parts: int) -> list[Any]:
+    """Cut a batch into equal micro-batches along dim 0.
+
+    Lists of strings with one string per sample, as torch's loader makes them, are cut as well.
+    Anything else that holds no tensor goes to each micro-batch.
+
+    Raises:
+      LeafError: a tensor's dim 0 is not a multiple of `parts`, or an object cannot be opened.
+    """
+    samples, _ = count(batch)
+
+    def texts(x: Any) -> bool:
+        fits = type(x) in (list, tuple) and len(x) == samples
+        return fits and all(isinstance(each, str | bytes) for each in x)
+
+    def part(i: int, x: Any) -> Any:
+        if texts(x):
+            n = samples // parts
+            return x[i * n : (i + 1) * n]
+        if not isinstance(x, (Tensor, *PLAIN)):
+            text = f"Trainer.step: a {type(x).__name__} in the batch cannot be cut in {parts}"
+            fix = "use tensors in tuples, lists, mappings and dataclasses, or accumulate=1"
+            raise LeafError(text, fix=fix)
+        if not isinstance(x, Tensor):
+            return x
+        if x.ndim == 0 or x.shape[0] % parts:
+            text = f"Trainer.step: a batch has shape {tuple(x.shape)}, accumulate={parts}"
+            raise LeafError(text, fix="make dim 0 a multiple of accumulate")
+        return x.chunk(parts)[i]
+
+    return [map_contents(partial(part, i), batch, texts) for i in range(parts)]
+
+
+def count(batch: Any) -> tuple[int, int]:
+    """The number of samples and of tokens in a batch; see `StepMetrics`."""
+    found: list[Tensor] = []
+
+    def note(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.ndim:
+            found.append(x)
+        return x
+
+    map_contents(note, batch)
+    tokens = (x.numel() for x in found if x.ndim > 1 and not x.is_floating_point())
+    return found[0].shape[0] if found else 1, next(tokens, 0)
+
+
 # The states of the generators that a step or a loader may draw from.
 
 States = Mapping[str, Any]
@@ -110,16 +258,14 @@ def _generators(device: torch.device, loader: Any) -> dict[str, tuple[Callable, 
         "cpu": (torch.get_rng_state, torch.set_rng_state),
         "python": (random.getstate, random.setstate),
     }
-    numpy, more = sys.modules.get("numpy"), {}
-    if numpy is not None:
+    if numpy := sys.modules.get("numpy"):
         found["numpy"] = (partial(_numpy_state, numpy), numpy.random.set_state)
+    parts = [getattr(part, "generator", None) for part in parts_of(loader)]
+    more = {f"loader {i}": each for i, each in enumerate(dict.fromkeys(parts))}
     if device.type != "cpu":
         more[device.type] = _torch.default_generator(device)  # None if it keeps none
-    more |= {f"loader {i}": each for i, each in enumerate(generators_of(loader))}
-    for name, each in more.items():
-        if each is not None:
-            found[name] = (each.get_state, each.set_state)
-    return found
+    own = {name: each for name, each in more.items() if isinstance(each, torch.Generator)}
+    return found | {name: (each.get_state, each.set_state) for name, each in own.items()}
 
 
 def _numpy_state(numpy: Any) -> list[Any]:
@@ -146,79 +292,29 @@ def put_back(states: States, device: torch.device, loader: Any = None) -> None:
 
 # How far a pass over a loader has come, as a value; and a loader that goes on from there.
 
-_MUST_AGREE = ("samples", "shuffle", "seed")  # facts of a loader, also for other numbers of ranks
-
 
 class Position(NamedTuple):
     """Position in a pass over a loader, as it is saved.
 
     Args:
       epoch: the number of the pass.
-      facts: those of the loader that decide its order; see `facts_of`.
+      order: what decides the order of the loader's samples; see `order_of`.
       samples: how many samples steps have used, on all ranks together.
       start: the random states when it began; None on another rank than the one that had them.
-      loader: the state that the loader gave behind these samples; None if it gave none.
+      loader: the state that the loader gave behind these samples, and the size of its batches;
+        None if it gave none.
     """
 
     epoch: int
-    facts: Mapping[str, str]
+    order: str
     samples: int = 0
     start: States | None = None
     loader: Any = None
 
-    def fits(self, loader: Any, *, strict: bool) -> bool:
-        """Return whether a loader has this order, or raise if it must have.
-
-        Raises:
-          LeafError: it has another one.
-        """
-        now = facts_of(loader)
-        odd = [name for name in _MUST_AGREE if now[name] != self.facts[name]]
-        if not odd:
-            return True
-        lines = [f"{name}: saved {self.facts[name]}, now {now[name]}" for name in odd]
-        text = "Trainer.fit: this loader is not like the one of the pass that was begun"
-        if strict:
-            fix = "pass a loader like that one; Checkpoints(other_options='warn') begins a new pass"
-            raise LeafError(text, lines, fix)
-        warnings.warn(message(text, [*lines, "a new pass begins"]), stacklevel=5)
-        return False
-
-    def behind(
-        self, loader: Any, device: torch.device, ranks: int, now: States | None
-    ) -> Iterator[Any]:
-        """Return the batches of the pass that were not used yet.
-
-        Args:
-          loader, device, ranks: as for `DataPasses.batches`.
-          now: the random states behind these samples; None takes those of the moment.
-
-        Raises:
-          LeafError: the loader has fewer samples than were used.
-        """
-        now = now or random_states(device, loader)
-        if self.start is not None:
-            put_back(self.start, device, loader)
-        if self.loader is not None and has_state(loader) and facts_of(loader) == self.facts:
-            loader.load_state_dict(self.loader)
-            batches = iter(loader)
-        else:
-            batches, used = iter(loader), 0
-            while used < self.samples:
-                batch = next(batches, None)
-                if batch is None:
-                    text = f"Trainer.fit: a pass ended before the {self.samples} samples of it"
-                    fix = "pass a loader of the same data"
-                    raise LeafError(f"{text} that steps had used", fix=fix)
-                used += ranks * max(1, count(batch)[0])
-        if self.start is not None and self.samples:  # else the pass has yet to draw its order
-            put_back(now, device, loader)
-        return batches
-
 
 def has_state(loader: Any) -> bool:
-    """Return whether a loader can save its own position."""
-    return all(callable(getattr(loader, f"{verb}state_dict", None)) for verb in ("", "load_"))
+    """Return whether a loader saves its own position, for batches of its size."""
+    return all(hasattr(loader, name) for name in ("load_state_dict", "batch_size"))
 
 
 def parts_of(loader: Any) -> tuple[Any, ...]:
@@ -232,14 +328,8 @@ def shuffler_of(loader: Any) -> Any:
     return next((x for x in parts_of(loader) if callable(getattr(x, "set_epoch", None))), None)
 
 
-def generators_of(loader: Any) -> list[torch.Generator]:
-    """Return the generators that a loader and its samplers were given, each once."""
-    found = [getattr(part, "generator", None) for part in parts_of(loader)]
-    return list({id(x): x for x in found if isinstance(x, torch.Generator)}.values())
-
-
-def facts_of(loader: Any) -> dict[str, str]:
-    """Return what decides the order of a loader's samples, as texts by name."""
+def order_of(loader: Any) -> str:
+    """Return what decides the order of a loader's samples, for any number of ranks."""
     samples = None
     with suppress(Exception):  # a stream of samples need not have a length
         samples = len(loader.dataset)
@@ -248,12 +338,7 @@ def facts_of(loader: Any) -> dict[str, str]:
     if not isinstance(shuffle, bool):
         shuffle = isinstance(sampler, Sampler) and not isinstance(sampler, SequentialSampler)
     seed = getattr(sampler, "seed", None) if shuffle else None
-    return {
-        "samples": f"{samples}",
-        "shuffle": f"{shuffle}",
-        "seed": f"{seed if isinstance(seed, int) else None}",
-        "batch_size": f"{getattr(loader, 'batch_size', None)}",
-    }
+    return f"samples={samples}, shuffle={shuffle}, seed={seed if isinstance(seed, int) else None}"
 
 
 # Passes over loaders, each in an order of its own, and how far the last one has come.
@@ -293,22 +378,13 @@ class DataPasses:
         Raises:
           LeafError: a pass gave no batch, or the loader does not fit where the run resumes.
         """
-        shuffler, self._loader, self.interrupted = shuffler_of(loader), loader, True
-        self._once = isinstance(loader, Iterator)
+        self._loader, self.interrupted, self._once = loader, True, isinstance(loader, Iterator)
         try:
             while True:
-                at, empty = self._resume, False  # one that is gone on with may have nothing left
-                if at is None or not at.fits(loader, strict=self._strict):
-                    epoch = max(self.next, getattr(shuffler, "epoch", 0))
-                    start = random_states(device, loader)
-                    at, empty = Position(epoch, facts_of(loader), 0, start), True
-                if shuffler is not None:
-                    shuffler.set_epoch(at.epoch)
-                rest = at.behind(loader, device, ranks, self._now)
-                # What it resumed from is no state of the batches that follow.
-                self._at, self._resume, self._now = at._replace(loader=None), None, None
-                self.next = at.epoch + 1
-                for batch in rest:
+                batches = self._begin(loader, device, ranks)
+                at: Any = self._at
+                empty = not at.samples  # one that is gone on with may have nothing left
+                for batch in batches:
                     empty = False
                     yield batch
                 if empty:
@@ -319,6 +395,47 @@ class DataPasses:
                     raise LeafError(text, fix=fix)
         finally:
             self._loader = None  # nothing here keeps it alive: it may have processes of its own
+
+    def _begin(self, loader: Any, device: torch.device, ranks: int) -> Iterator[Any]:
+        """Begin a pass, or go on in the one that is resumed, behind the samples that were used."""
+        order, at, shuffler = order_of(loader), self._resume, shuffler_of(loader)
+        now = self._now or random_states(device, loader)
+        if at is None or not self._fits(at, order):
+            at = Position(max(self.next, getattr(shuffler, "epoch", 0)), order, 0, now)
+        if shuffler is not None:
+            shuffler.set_epoch(at.epoch)
+        if at.start is not None:
+            put_back(at.start, device, loader)
+        used, (state, size) = 0, at.loader or (None, None)
+        if state and has_state(loader) and loader.batch_size == size:
+            loader.load_state_dict(state)
+            used = at.samples
+        batches = iter(loader)
+        while used < at.samples:
+            batch = next(batches, None)
+            if batch is None:
+                text = f"Trainer.fit: a pass ended before the {at.samples} samples of it"
+                fix = "pass a loader of the same data"
+                raise LeafError(f"{text} that steps had used", fix=fix)
+            used += ranks * max(1, count(batch)[0])
+        if at.start is not None and used:  # else the pass has yet to draw its order
+            put_back(now, device, loader)
+        # What it resumes from is no state of the batches that follow.
+        self._at, self._resume, self._now = at._replace(loader=None), None, None
+        self.next = at.epoch + 1
+        return batches
+
+    def _fits(self, at: Position, order: str) -> bool:
+        """Whether a loader has the order of a pass; if it has another, raise or warn."""
+        if order == at.order:
+            return True
+        text = "Trainer.fit: this loader is not like the one of the pass that was begun"
+        lines = [f"saved: {at.order}", f"now: {order}"]
+        if self._strict:
+            fix = "pass a loader like that one; Checkpoints(other_options='warn') begins a new pass"
+            raise LeafError(text, lines, fix)
+        warnings.warn(message(text, [*lines, "a new pass begins"]), stacklevel=6)
+        return False
 
     def give(self, samples: int, calls: int) -> None:
         """Note the samples of a batch on all ranks, and the calls of `step` before it."""
@@ -337,7 +454,8 @@ class DataPasses:
             return None
         behind = self._resume is None and all(before < calls for before, _ in self._given)
         if behind and has_state(self._loader):
-            at = at._replace(loader=copy.deepcopy(self._loader.state_dict()))
+            state = copy.deepcopy(self._loader.state_dict())
+            at = at._replace(loader=(state, self._loader.batch_size))
         return at._asdict()
 
     def randoms(self, device: torch.device) -> States:
@@ -365,65 +483,18 @@ class DataPasses:
             self.resume(self.at(calls), strict=False)
 
 
-# Steps one after the other, over a loader.
+# What a loop shows.
 
 
-@contextmanager
-def _shown(steps: int, log_every: int) -> Iterator[Callable[[Sequence[Any]], None]]:
-    """Give what shows one more step: in a bar, or in lines where tqdm is not installed.
-
-    Args:
-      steps: how many the run has.
-      log_every: steps from one reading of the loss to the next; 0 shows nothing.
-    """
-    began, bar = time.perf_counter(), nullcontext()
-    with suppress(ImportError):
-        from tqdm import tqdm
-
-        bar = tqdm(total=steps, unit="step", disable=not log_every)
-
-    def show(found: Sequence[Any]) -> None:
-        done = len(found)
-        if shown is not None:
-            shown.update()
-        if not log_every or (done % log_every and done != steps):
-            return
-        seconds, tokens = time.perf_counter() - began, sum(m.tokens for m in found)
-        amount, unit = (tokens or sum(m.samples for m in found)), "tokens" if tokens else "samples"
-        text = f"loss {found[-1].loss.item():.3f}, {amount / seconds:,.0f} {unit}/s"
-        if shown is not None:
-            shown.set_postfix_str(text)
-        else:
-            print(f"step {done}/{steps}: {text}", file=sys.stderr, flush=True)
-
-    with bar as shown:
-        yield show
-
-
-def train_for(
-    trainer: Any, loader: Iterable[Any], steps: int, log_every: int, stop: StopRequest | None
-) -> list[Any]:
-    """Take steps until there are so many, or all ranks stop after the same one; see `Trainer.fit`.
-
-    Args:
-      log_every: 0 shows nothing.
-    """
-    metrics, home, passes = list[Any](), trainer.options.home, trainer.passes
-    with (
-        reports_step(home.state, trainer.state.step + 1),  # of the loader, or of what is shown
-        _shown(steps, log_every) as show,
-        closing(passes.batches(loader, home.device, home.world_size)) as batches,
-    ):
-        for _ in range(steps):
-            batch = next(batches)
-            passes.give(home.world_size * count(batch)[0], trainer.sync_state.step)
-            metrics.append(trainer.step(batch))
-            show(metrics)
-            if stop is not None and stop.due():
-                if trainer.checkpoint is not None:
-                    trainer.checkpoint.save(trainer)
-                break
-        passes.interrupted = False
-    if trainer.checkpoint is not None:
-        trainer.checkpoint.close()
-    return metrics
+def show(found: Sequence[Any], steps: int, began: float) -> None:
+    """Show how far a run is on the standard error output: a bar at a terminal, else a line."""
+    done, seconds = len(found), time.perf_counter() - began
+    tokens = sum(m.tokens for m in found)
+    amount, unit = (tokens, "tokens") if tokens else (sum(m.samples for m in found), "samples")
+    text = (
+        f"step {done}/{steps}: loss {found[-1].loss.item():.3f}, {amount / seconds:,.0f} {unit}/s"
+    )
+    at_terminal = sys.stderr.isatty()
+    if at_terminal:
+        text = f"\r[{'#' * (20 * done // steps):<20}] {text} "
+    print(text, end="" if at_terminal and done < steps else "\n", file=sys.stderr, flush=True)

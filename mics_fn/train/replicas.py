@@ -17,7 +17,6 @@ import torch
 
 from mics_fn import checks, optim, shards, tree
 from mics_fn.collectives import together
-from mics_fn.errors import LeafError
 from mics_fn.tree import Tree
 
 # `ReplicaSync`: a policy that says when replicas are merged, and how; and what it carries.
@@ -142,7 +141,6 @@ class ReplicaSync:
         Communication: what `reduce` sends; none without it.
 
         Raises:
-          LeafError: `reduce` gave something else than two values, or gradients of another tree.
           LeafError: a derivative is asked for.
         """
         if self.reduce is None:
@@ -151,12 +149,8 @@ class ReplicaSync:
         keeps = bool(tree.flatten(state.outer)[0])
         with torch.no_grad():
             # The memory of gradients is used again, and a state may be made of them.
-            found = self.reduce(optim.fresh(grads) if keeps else grads, state.outer, groups)
-            if not isinstance(found, tuple) or len(found) != 2 or not _is_like(found[0], grads):
-                text = f"{self.name}: it gave no gradients like those that it was given"
-                fix = "return a tree of shards, as shards.map gives; with init= also the next state"
-                raise LeafError(text, fix=fix)
-            mean, outer = found
+            given = optim.fresh(grads) if keeps else grads
+            mean, outer = self.reduce(given, state.outer, groups)
             return (optim.fresh(mean) if keeps else mean), replace(state, outer=outer)
 
     def due(self, state: SyncState) -> bool:
@@ -230,15 +224,6 @@ def _refuse_derivative(verb: str, params: Tree) -> None:
 def has_own_state(sync: ReplicaSync, state: SyncState) -> bool:
     """Whether hop 2 keeps something on each rank that no other rank has."""
     return sync.reduce is not None and bool(tree.flatten(state.outer)[0])
-
-
-def _is_like(found: Tree, grads: Tree) -> bool:
-    """Whether a tree has the structure, the layout and the sizes of another."""
-    (x, spec), (y, like) = tree.flatten(found), tree.flatten(grads)
-    return spec == like and all(
-        isinstance(a, torch.Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype)
-        for a, b in zip(x, y, strict=True)
-    )
 
 
 _EVERY = "give the steps from one merge to the next"

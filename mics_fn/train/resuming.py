@@ -318,8 +318,7 @@ def _take_back(trainer: Any, found: checkpoint.Loaded, *, strict: bool) -> None:
     if was != here:
         places = [f"rank {rank} of {ranks} on {kind}" for rank, ranks, kind in (here, was)]
         text = f"Checkpoints: {places[0]} was given what was saved by {places[1]}"
-        lines = ["random numbers will not be those of the saved run"]
-        warnings.warn(errors.message(text, lines), stacklevel=3)
+        warnings.warn(f"{text}: random numbers will not be those of that run", stacklevel=3)
     if was[:2] != here[:2]:  # the states belong to a rank
         randoms, position = None, data and position._replace(start=None, loader=None)
     if not _compare_options(saved, options, strict):
@@ -415,7 +414,6 @@ class Checkpoints:
     def __post_init__(self) -> None:
         checks.path("Checkpoints", "folder", self.folder)
         checks.integer("Checkpoints", "every", self.every)
-        checks.integer("Checkpoints", "keep", self.keep, optional=True)
         checks.choice("Checkpoints", "on_corrupt", self.on_corrupt, "raise", "previous")
         checks.choice("Checkpoints", "other_options", self.other_options, "raise", "warn")
         self.folder = os.path.abspath(self.folder)  # wherever the program goes meanwhile

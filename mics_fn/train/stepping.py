@@ -3,6 +3,14 @@
 `train_step` is the page of the algorithm: it needs nothing else of a `Trainer`, and the page of
 this wing shows how it is called. The state that is given is used up, as by `opt_step(donate=True)`.
 
+A `Program` is a model or a loss function as one call, from full parameters to the loss and its
+backward. Modules are read and never changed: parameters are swapped into a copy on meta.
+
+[Note: shared buffers] A buffer that two modules hold is one tensor under two names, so that one
+module reads what the other writes. A step begins with one copy for both, even if the state has been
+copied tensor by tensor. If a module assigns a new tensor to a name, that name no longer shares
+memory, as in any module.
+
 [Note: steps that overlap hop 2] With `overlap_step=True` a bucket is stepped while others are still
 reduced, so nothing may have to be known of all gradients before: no guard that has a limit or may
 refuse, as the default one does; no mean of buffers; no hop 2 of one's own. A bucket that is written
@@ -16,25 +24,361 @@ in `optim.columns`. A rank that cannot read its files has not written anything t
 them it takes from a replica, too.
 """
 
+import math
+import numbers
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import partial, wraps
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mics_fn import _torch, errors, optim, spans
-from mics_fn.deferred import GradSum, defer
+from mics_fn import _torch, errors, optim, shards, spans
+from mics_fn.collectives import levels
+from mics_fn.deferred import GradSum, check_loss, defer
+from mics_fn.errors import LeafError
 from mics_fn.groups import Groups
+from mics_fn.init import on_meta_copy, refuse_lazy
 from mics_fn.offload import Where
 from mics_fn.optim import Guard, StepTotals, TrainState, Verdict, opt_step
 from mics_fn.schedules import keep_all
-from mics_fn.shards import Writing, grad_stream
-from mics_fn.train.program import Values, Weights, count, counted, cut, to_device, weight_of
+from mics_fn.shards import Precision
+from mics_fn.train.loop import cast_floats, count, cut, to_device
 from mics_fn.train.replicas import ReplicaSync, SyncState, every_step
 from mics_fn.tree import Tree
+
+AS_GIVEN = Precision()
+
+# The buffers of a module as values: copied at each step, averaged over ranks after it.
+
+Values = dict[str, Tensor]
+
+
+class ModuleBuffers:
+    """Which buffers of a module are averaged, and which names stand for one tensor.
+
+    Args:
+      params: the module's parameters by name.
+      buffers: the module's buffers by name.
+      saved: the module's state dict, whose names tell which buffers are persistent.
+
+    Raises:
+      LeafError: a buffer lies in the memory of a parameter, or is another view of a buffer.
+    """
+
+    def __init__(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], saved: Mapping
+    ) -> None:
+        names, self.shared = [*params, *buffers], list[list[str]]()
+        tensors = [*params.values(), *buffers.values()]
+        for group in shards.overlaps(tensors):
+            if group[-1] < len(params):  # tied weights
+                continue
+            first, *others = (names[i] for i in group)
+            places = {(shards.MemoryPlace.of(tensors[i]), tensors[i].dtype) for i in group}
+            if group[0] < len(params) or len(places) > 1:
+                kind = "parameter" if group[0] < len(params) else "buffer"
+                text = f"Trainer: buffer {others[-1]!r} lies in the memory of {kind} {first!r}"
+                raise LeafError(text, fix="clone it, or take the view of it in forward")
+            self.shared.append([first, *others])
+        persistent = {name for name in buffers if name in saved}
+        for group in self.shared:
+            persistent |= set(group) if persistent & set(group) else set()
+        numbers = [k for k, x in buffers.items() if x.is_floating_point() or x.is_complex()]
+        self.averaged = [name for name in numbers if name in persistent]
+
+    def copies(self, values: Values) -> Values:
+        """Return copies, one for all names of a tensor; see [Note: shared buffers]."""
+        found = {name: x.clone() for name, x in values.items()}
+        for first, *others in self.shared:
+            found |= dict.fromkeys(others, found[first])
+        return found
+
+    def replaced(self, names: list[str]) -> None:
+        """Take note of names to which modules assigned new tensors."""
+        kept = ([name for name in group if name not in names] for group in self.shared)
+        self.shared = [group for group in kept if len(group) > 1]
+
+    def average(self, values: Values, home: Groups) -> Values:
+        """The values with persistent buffers of floats and complex numbers averaged over ranks.
+
+        Communication: for each dtype one mean of all of them, over each of the two groups.
+        """
+        if home.world_size == 1 or not self.averaged:
+            return values
+        for dtype in dict.fromkeys(values[name].dtype for name in self.averaged):
+            mine = [name for name in self.averaged if values[name].dtype == dtype]
+            mine = {name: _real(values[name]) for name in mine}
+            flat = torch.cat([x.flatten() for x in mine.values()])
+            means = levels.mean_over_ranks(home, flat).split([x.numel() for x in mine.values()])
+            for (name, x), mean in zip(mine.items(), means, strict=True):
+                mean = mean.view(x.shape)
+                values[name] = torch.view_as_complex(mean) if dtype.is_complex else mean
+        return self.copies(values) if self.shared else values
+
+
+def _real(x: Tensor) -> Tensor:
+    """A tensor as real numbers, two for each that is complex."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+# A stand-in for a model, whose calls cast their inputs and outputs as a `Precision` says.
+
+
+class Casting:
+    """Takes the place of a module in a loss: calls are cast, everything else reaches the module.
+
+    The calls of the module itself are cast, those of the methods that its class adds to
+    `nn.Module`, and those of its submodules, whether they are reached by name, index or iteration.
+    Nothing is cast inside a call. For `isinstance` a stand-in has the class of its module.
+
+    Args:
+      module: the module, which also receives assignments to attributes.
+      precision: float tensors among the arguments of a call are cast to its `compute`, and those in
+        the result to its `output`.
+
+    Example:
+      >>> layers = nn.Sequential(nn.Linear(2, 2).bfloat16())
+      >>> model = Casting(layers, Precision.parse("compute=bf16"))
+      >>> model(torch.ones(1, 2)).dtype, model[0](torch.ones(1, 2)).dtype
+      (torch.bfloat16, torch.bfloat16)
+      >>> len(model), isinstance(model, nn.Sequential)
+      (1, True)
+    """
+
+    __slots__ = ("_module", "_precision")
+
+    def __init__(self, module: nn.Module, precision: Precision) -> None:
+        # Plain assignments would set attributes of the module.
+        object.__setattr__(self, "_module", module)
+        object.__setattr__(self, "_precision", precision)
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return type(self._module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._cast(self._module)(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._stand_in(getattr(self._module, name), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value._module if type(value) is Casting else value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._stand_in(self._module[key])  # pyright: ignore[reportIndexIssue]
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._stand_in, iter(self._module))  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+    def __len__(self) -> int:
+        return len(self._module)  # pyright: ignore[reportArgumentType]
+
+    def _stand_in(self, value: Any, name: str = "") -> Any:
+        """The stand-in for a submodule or a method; any other value as it is."""
+        if isinstance(value, nn.Module):
+            return Casting(value, self._precision)
+        added = isinstance(value, MethodType) and not hasattr(nn.Module, name)
+        if added or (name == "forward" and callable(value)):
+            return self._cast(value)
+        return value
+
+    def _cast(self, call: Callable) -> Callable:
+        @wraps(call, updated=())  # a module's attributes are not those of its call
+        def cast(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = cast_floats((args, kwargs), self._precision.inputs)
+            return cast_floats(call(*args, **kwargs), self._precision.output)
+
+        return cast
+
+
+_PASS_LOSS = "pass loss=, such as lambda model, batch: cross_entropy(model(batch[0]), batch[1])"
+Backward = Callable[[Tensor], None]
+
+
+Result = tuple[Tensor, Values]  # of a call: the loss, 0-dim and detached; the buffers after it
+
+
+class Program:
+    """A module and a `loss(model, batch)`, or a pure `loss_fn(params, batch)`, as one call.
+
+    Args:
+      model: a module, which is read once: its parameters and buffers become values, and its
+        structure a skeleton on meta. Or a function, which has no buffers and no modes.
+      loss: called with the skeleton while the given values are swapped in; None for a function.
+      precision: at each call of the skeleton inputs are cast to its `compute`, and outputs to its
+        `output`; of a function the batch and the loss.
+
+    Raises:
+      LeafError: a function is given with another loss.
+    """
+
+    def __init__(self, model: Any, loss: Any = None, precision: Precision = AS_GIVEN) -> None:
+        self.skeleton: Any = None
+        self._values: tuple[Any, Values] = None, {}
+        if not isinstance(model, nn.Module):
+            if loss is not None:
+                raise LeafError("Trainer: a loss_fn takes no loss=", fix="it gives the loss itself")
+            self.buffers, self._swapped_in = ModuleBuffers({}, {}, {}), nullcontext
+            self._model, self._loss = None, partial(_cast_loss, model, precision)
+            return
+        refuse_lazy(model)
+        params: Values = dict(model.named_parameters(remove_duplicate=False))
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        self.buffers = ModuleBuffers(params, buffers, model.state_dict(keep_vars=True))
+        self.skeleton = on_meta_copy(model, [*params.values(), *buffers.values()])
+        self._values = params, self.buffers.copies({k: x.detach() for k, x in buffers.items()})
+        self._swapped_in = _torch.SwappedIn(self.skeleton, [*params, *buffers])
+        casts = precision.inputs is not None or precision.output is not None
+        self._model: Any = Casting(self.skeleton, precision) if casts else self.skeleton
+        self._loss = loss or _own_loss
+
+    def __call__(
+        self, params: Tree, buffers: Values, batch: Any, backward: Backward | None = None
+    ) -> Result:
+        """The loss of a batch, after `backward` was called with it while values are swapped in.
+
+        A model that recomputes activations in backward would else do so on meta.
+        """
+        of_function = self.skeleton is None
+        given, name = (params, "the parameters") if of_function else (self._model, "the model")
+        values = params if of_function else {**params, **buffers}
+        with self._swapped_in(values):
+            try:
+                loss = self._loss(given, batch)
+            except (AttributeError, TypeError) as error:
+                text = f"  Trainer called the loss with {name} and a {type(batch).__name__}"
+                if self._loss is _own_loss:
+                    text = f"  Trainer called the model with parts of the batch; {_PASS_LOSS}"
+                error.add_note(text)
+                raise
+            check_loss("Trainer", loss)
+            if backward is not None:
+                backward(loss)
+        # If a module replaces a buffer instead of writing to it, the new one is in the dict.
+        if backward is not None and self.buffers.shared:
+            self.buffers.replaced([k for k, x in buffers.items() if values[k] is not x])
+        after = {name: values[name].detach() for name in buffers} if buffers else {}
+        return loss.detach().reshape(()), after
+
+    def take(self) -> tuple[Values | None, Values]:
+        """Parameters and buffers by name, once: nothing here refers to them afterwards."""
+        values, self._values = self._values, (None, {})
+        return values
+
+    def state_dict(self, params: Callable[[], Tree], buffers: Values) -> Values:
+        """What the module itself gives as its state dict while these values are swapped in.
+
+        Args:
+          params: gives full parameters by name, in memory of their own.
+          buffers: by name, and still in use: they are copied.
+
+        Raises:
+          LeafError: something in it has no value, since the skeleton alone has it.
+          AttributeError: there is no module.
+        """
+        read = self.skeleton.state_dict
+        values = {**params(), **self.buffers.copies(buffers)}
+        with self._swapped_in(values):
+            found = read()
+        for name, value in found.items():
+            if isinstance(value, Tensor) and value.is_meta:
+                text = f"Trainer.state_dict: the model saves {name!r}, which is neither a parameter"
+                fix = "register it as a buffer, or take trainer.params() and state.buffers"
+                raise LeafError(f"{text} nor a buffer", fix=fix)
+        return found
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A block in evaluation mode; afterwards every module is in its previous mode again."""
+        skeleton = nn.Module() if self.skeleton is None else self.skeleton
+        modes = {module: module.training for module in skeleton.modules()}
+        try:
+            skeleton.eval()
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+
+def _cast_loss(loss_fn: Callable, precision: Precision, params: Tree, batch: Any) -> Any:
+    """The loss of a function, whose batch and result are cast."""
+    loss = loss_fn(params, cast_floats(batch, precision.inputs))
+    return cast_floats(loss, precision.output)
+
+
+def _own_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The result of the model for a batch, or the `.loss` of that result.
+
+    Raises:
+      LeafError: the result is not one number, and has none as its `.loss`.
+    """
+    if isinstance(batch, Mapping):
+        out = model(**batch)
+    else:
+        out = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    loss = out if isinstance(out, Tensor) else getattr(out, "loss", None)
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+    text = f"Trainer: the {type(model).__name__} gave {got}, and without loss= that is the loss"
+    lines = ["expected one number, or a result whose .loss is one: give the batch its labels"]
+    raise LeafError(text, lines, _PASS_LOSS)
+
+
+# Weights of losses: of how many things each is the mean.
+
+
+class Weights:
+    """The weights of the micro-batches of a step; see [Note: weighted means] in `levels`.
+
+    Args:
+      options: the `StepOptions`, which have a weight.
+      parts: this rank's micro-batches.
+
+    Communication: 8 bytes over the partition group and over the replication group, under way while
+      the first micro-step computes.
+    """
+
+    def __init__(self, options: Any, parts: Sequence[Any]) -> None:
+        home = options.home.replica if options.replica_sync.independent else options.home
+        found = [weight_of(options.weight, part, home.device) for part in parts]
+        self._values = torch.stack(found)
+        self._mean = levels.start_mean_over_ranks(home, self._values.mean())
+        void = self._values == 0
+        self.void = list(void) if _torch.is_async(home.device) else void.tolist()
+
+    def factor(self, i: int, loss: Tensor) -> Tensor:
+        """What the loss of a micro-step is multiplied by; NaN if all weights of all ranks are 0."""
+        factor = self._values[i] / self._mean.wait()
+        return factor.to(torch.promote_types(loss.dtype, torch.float32))
+
+
+def weight_of(weight: Callable[[Any], Any], batch: Any, device: torch.device) -> Tensor:
+    """The weight of a batch, 0-dim and float64 on the device; the host does not wait for it.
+
+    Raises:
+      LeafError: it is not one number of at least 0.
+    """
+    found = weight(batch)
+    one = isinstance(found, Tensor) and found.numel() == 1 and not found.is_complex()
+    if not one and not (isinstance(found, numbers.Real) and 0 <= float(found) < math.inf):
+        got = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else found
+        text, fix = f"Trainer: weight gave {got!r:.80}", "return one number of at least 0"
+        raise LeafError(text, fix=fix)
+    one = torch.as_tensor(found).detach().reshape(())
+    return one.to(device, torch.float64, non_blocking=True)
+
+
+def counted(loss: Tensor, void: bool | Tensor) -> Tensor:
+    """A loss, or 0 where it counts nothing."""
+    return torch.where(torch.as_tensor(void, device=loss.device), 0.0, loss)
+
 
 # What stays as it is from step to step, what a step changes, and what it reports.
 
@@ -44,7 +388,7 @@ class StepOptions:
     """Name what stays as it is from step to step.
 
     Args:
-      program: a `ModuleProgram` or a `FunctionProgram`.
+      program: a `Program`.
       groups: as for `shard`.
       home: the first of them, whose ranks share losses and buffers.
       accumulate, weight, replica_sync, where, overlap_step: as for `Trainer`.
@@ -135,27 +479,25 @@ class Judged(NamedTuple):
     sync: SyncState  # if it is taken
 
 
-@dataclass
 class Between:
-    """Say what a caller, such as a `Trainer`, does between the parts of a step.
+    """Do what a caller, such as a `Trainer`, adds between the parts of a step; here nothing."""
 
-    Args:
-      block: called before the last gradients are sent.
-      reduced: `reduced(total, state) -> state`, called with all gradients on their way; gives the
-        state that is stepped.
-      masks: `masks(state, grads)`, whether the step is launched before the host knows if it is
-        taken.
-      judged: `judged(state, judged, totals)`, called before the first write, behind which no other
-        rank is needed.
-      written: `written(state, merges=)`, called within the write; `merges` says whether a merge of
-        replicas is left to do.
-    """
+    def block(self) -> None:
+        """Hold signals; called before the last gradients are sent."""
 
-    block: Callable[[], None] = lambda: None
-    reduced: Callable[[GradSum, RunState], RunState] | None = None
-    masks: Callable[[RunState, Any], bool] | None = None
-    judged: Callable[[RunState, Judged, StepTotals], None] | None = None
-    written: Callable[..., None] | None = None
+    def reduced(self, total: GradSum, state: RunState) -> RunState:
+        """Return the state that is stepped, with all gradients on their way."""
+        return state
+
+    def masks(self, state: RunState, grads: Any) -> bool:
+        """Return whether the step is launched before the host knows if it is taken."""
+        return False
+
+    def judged(self, state: RunState, judged: Judged, totals: StepTotals) -> None:
+        """Begin to write; from here on no other rank is needed."""
+
+    def written(self, state: RunState, *, merges: bool) -> None:
+        """Take the state within the write; `merges` if a merge of replicas is left to do."""
 
 
 NO_BACKWARD = errors.message(
@@ -195,8 +537,7 @@ def train_step(
         losses, buffers = micro_steps(options, state, total, full, parts)
     del full  # else the update would copy shards that parameters share
     between.block()
-    if between.reduced is not None:
-        state = between.reduced(total, state)
+    state = between.reduced(total, state)
     # One message of 32 bytes: is all finite, how long is the gradient, what is the loss.
     totals = StepTotals(home, losses.mean(dtype=torch.float64), *count(batch), weighted=weighted)
     state, verdict, merges = update(options, state, total, buffers, totals, between)
@@ -271,33 +612,31 @@ def update(
         grads, kept, after = total, state.sync, buffers
         if not early and total.placed and sync.reduce is None:
             total.wait()
-            grad_stream(total)  # which raises where a step has no gradient
+            shards.grad_stream(total)  # which raises where a step has no gradient
         elif not early:
             grads = total.grads()
         if sync.reduce is not None:
             grads, kept = sync.reduced(grads, kept, options.groups)
-        how: dict[str, Any] = {"wait": between.masks is None or not between.masks(state, grads)}
-        how["totals"] = None if early else totals  # else that message would wait for every hop 2
-        verdict = state.guard.judge(grads, options.groups, donate=True, **how)
+        said = None if early else totals  # else that message would wait for every hop 2
+        wait = not between.masks(state, grads)
+        verdict = state.guard.judge(grads, options.groups, donate=True, wait=wait, totals=said)
         if verdict.accept and options.program.buffers.averaged:
             over = options.home if sync.due(state.sync) else sync.groups(options.home)
             after = options.program.buffers.average(buffers, over)
         found.append(Judged(verdict, after, kept))
-        if between.judged is not None:
-            between.judged(state, found[0], totals)
+        between.judged(state, found[0], totals)
         if not verdict.accept:
             raise optim.StepRefused
         return verdict.grads
 
-    with Writing():
+    with shards.Writing():
         with suppress(optim.StepRefused):
             if early or not options.where.moved & {"params", "states"}:
                 judged()
             else:
                 stepped = opt_step(state.train, optim.lazy_grads(total, judged), donate=True)
         after, merges = write(options, state, found[0], stepped)
-        if between.written is not None:
-            between.written(after, merges=merges)
+        between.written(after, merges=merges)
     if early:
         totals.exchange()
         totals.fetch()
@@ -331,17 +670,16 @@ def write(
 
 
 @torch.no_grad()
-def merge(options: StepOptions, state: RunState, written: Any = None) -> RunState:
+def merge(options: StepOptions, state: RunState, written: Callable) -> RunState:
     """Merge replicas, which is left to do of a step; the state is whole until it is done.
 
     Communication: that of `ReplicaSync.after`.
     """
     (train, kept, _), sync = state, options.replica_sync
-    with Writing():
+    with shards.Writing():
         params, kept = sync.merged(train.params, kept, options.groups, donate=True)
         state = state._replace(train=replace(train, params=params), sync=kept)
-        if written is not None:
-            written(state, merges=False)
+        written(state, merges=False)
     return state
 
 
@@ -382,11 +720,10 @@ def metrics_of(
     def rest() -> dict[str, Any]:
         refused, aborted = totals.outcome() if masked else (False, False)
         _, samples, tokens = totals.of_all
-        why = verdict.nonfinite
-        if refused:
-            why = "collectives were aborted" if aborted else "a loss or a gradient is not finite"
-        found = {"step": step - refused, "samples": samples, "tokens": tokens, "nonfinite": why}
-        return {**found, "accepted": verdict.accept and not refused, "skipped": skipped + refused}
+        why = "collectives were aborted" if aborted else "a loss or a gradient is not finite"
+        found = {"step": step - refused, "samples": samples, "tokens": tokens}
+        found |= {"nonfinite": why if refused else verdict.nonfinite, "skipped": skipped + refused}
+        return {**found, "accepted": verdict.accept and not refused}
 
     if masked:
         return StepMetrics.known_later(rest, **known)

@@ -7,10 +7,10 @@ needs to do so, and writes only once all have said it. If one is killed meanwhil
 others either has written the step or can do so later, on new groups, from what it has kept.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,27 +29,20 @@ from mics_fn.optim import Guard, Optimizer, StepTotals, TrainState, init_state, 
 from mics_fn.schedules import OnDemand, Schedule, keep_all, on_demand
 from mics_fn.threads import Commit
 from mics_fn.train import resuming, stepping
-from mics_fn.train.loop import DataPasses, train_for
-from mics_fn.train.program import FunctionProgram, ModuleProgram, to_device
+from mics_fn.train.loop import DataPasses, count, show, to_device
 from mics_fn.train.replicas import ReplicaSync, SyncState, every_step
-from mics_fn.train.stepping import Between, Judged, RunState, StepMetrics, StepOptions
+from mics_fn.train.stepping import Between, Judged, Program, RunState, StepMetrics, StepOptions
 from mics_fn.tree import Tree
 
 # What trainers of other libraries have, and what is there instead.
 
 _INSTEAD = {
-    "save save_checkpoint save_model save_state": "pass checkpoint=Checkpoints(folder, every=100); "
-    "weights alone are trainer.state_dict()",
-    "load load_checkpoint load_state_dict resume": "checkpoint=Checkpoints(folder) goes on from "
-    "the newest step; init_model takes weights=",
-    "train train_step training_step backward zero_grad": "trainer.step(batch) is one step, with "
-    "backward and optimizer; trainer.fit(loader, steps)",
-    "evaluate validate test predict forward": "trainer.eval(batch) is the loss of a batch in "
-    "evaluation mode, over all ranks",
-    "model module unwrap_model": "model.load_state_dict(trainer.state_dict()); your model is read "
-    "once, and not changed",
-    "lr scheduler lr_scheduler param_groups": "a rate is a function of the step: "
-    "optim.adamw(optim.warmup_cosine(1e-3, 100, 1000))",
+    "save save_checkpoint save_model save_state": "pass checkpoint=; weights are state_dict()",
+    "load load_checkpoint load_state_dict resume": "checkpoint=Checkpoints(folder) goes on",
+    "train train_step training_step backward zero_grad": "trainer.step(batch) is a whole step",
+    "evaluate validate test predict forward": "trainer.eval(batch) is the loss of a batch",
+    "model module unwrap_model": "model.load_state_dict(trainer.state_dict())",
+    "lr scheduler lr_scheduler param_groups": "a rate is a function of the step, as warmup_cosine",
     "optimizer": "trainer.state.opt is its state; the optimizer itself is a function of values",
     "last_step": "nobody has watched that step: with mf.inspection.watch(): trainer.step(batch)",
 }
@@ -95,45 +88,36 @@ _COUNT = "return of how many things the loss of this batch is the mean, such as 
 _FUNCTION = "write loss_fn(params, batch), with full tensors as params, and return one number"
 _LOSS = "call the model in it: lambda model, batch: cross_entropy(model(batch[0]), batch[1])"
 # Names of arguments of losses of torch, and of such as people write.
-_OUTPUTS = {"input", "inputs", "out", "output", "outputs", "logits", "pred", "preds", "prediction"}
-_OUTPUTS |= {"predictions", "y_hat", "yhat", "y_pred"}
-_TARGETS = {"target", "targets", "label", "labels", "y", "y_true", "ground_truth"}
+_OUTPUTS = {"input", "inputs", "out", "output", "outputs", "logits", "pred", "preds", "y_pred"}
+_TARGETS = {"target", "targets", "label", "labels", "y", "y_true"}
 
 
 def check_model(model: Any, loss: Any, weight: Any, groups: Any, checkpoint: Any) -> None:
     """Raise unless a `Trainer` is given a model, an optimizer and groups, in this order.
 
     Raises:
-      PlanError: the model, the loss, the weight or the checkpoints are something else.
+      PlanError: the model, the loss, the weight or the checkpoints are something else; such as a
+        loss of other arguments, as those of torch.
       GroupsError: there are no groups.
     """
     verb, fix = "Trainer", "the order is Trainer(model, optimizer, groups, loss=...)"
-    if isinstance(model, type):
-        name = model.__name__
-        checks.refuse(verb, "model", model, "an instance", f"pass {name}(...), not {name}")
-    if not isinstance(model, nn.Module):
+    if isinstance(model, type) or not (isinstance(model, nn.Module) or callable(model)):
         expected = "an nn.Module or a function loss_fn(params, batch)"
-        if not callable(model):
-            checks.refuse(verb, "model", model, expected, fix)
+        checks.refuse(verb, "model", model, expected, fix)
+    if not isinstance(model, nn.Module):
         checks.call(verb, model, "model(params, batch)", _FUNCTION)
-    if loss is not None:
-        _check_loss(loss)
+    call = loss.forward if isinstance(loss, nn.Module) else loss
+    checks.call(verb, call, "loss(model, batch)", _LOSS)
+    names = list(checks.parameters(call))[:2] if call is not None else []
+    if len(names) == 2 and names[0] in _OUTPUTS and names[1] in _TARGETS:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        text = f"Trainer: loss={name} takes ({', '.join(names)}), expected loss(model, batch)"
+        raise PlanError(text, fix=_LOSS)
     checks.call(verb, weight, "weight(batch)", _COUNT)
     if groups is None or isinstance(groups, nn.Module | optim.Transform):
         checks.refuse(verb, "groups", groups, "groups", fix, GroupsError)
     kind, fix = resuming.Checkpoints | None, "pass Checkpoints(folder)"
     checks.instance(verb, "checkpoint", checkpoint, kind, "a Checkpoints", fix)
-
-
-def _check_loss(loss: Any) -> None:
-    """Raise PlanError for a loss of other arguments, such as `loss(output, target)` of torch."""
-    call = loss.forward if isinstance(loss, nn.Module) else loss
-    checks.call("Trainer", call, "loss(model, batch)", _LOSS)
-    names = list(checks.parameters(call))[:2]
-    if len(names) == 2 and names[0] in _OUTPUTS and names[1] in _TARGETS:
-        name = getattr(loss, "__name__", type(loss).__name__)
-        text = f"Trainer: loss={name} takes ({', '.join(names)}), expected loss(model, batch)"
-        raise PlanError(text, fix=_LOSS)
 
 
 def check_compiled(model: Any, loss: Any, *, plain: bool) -> None:
@@ -193,10 +177,9 @@ def as_shards(
         zip(paths, leaves, strict=True)
     )
     for name, leaf in named.items():
-        data = leaf if isinstance(leaf, Tensor) else getattr(leaf, "data", None)
+        data = getattr(leaf, "data", None)
         if isinstance(data, Tensor) and data.device != home.device:
-            where = "on meta, without a value" if data.is_meta else f"on {data.device}"
-            text = f"Trainer: {name} is {where}; its groups are on {home.device}"
+            text = f"Trainer: {name} is on {data.device}; its groups are on {home.device}"
             fix = "pass what init_model gives, or move it to the device of its groups first"
             raise LeafError(text, fix=fix)
     if given and own is not None:
@@ -218,23 +201,23 @@ def as_shards(
 def _check_names(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
     """Raise unless parameters have the names, shapes, kinds of dtypes and ties of the model's."""
     want, got = _described(own), _described(given)
-    odd = [name for name in {**own, **given} if want.get(name) != got.get(name)]
-    if odd:
-        text, name = "Trainer: params= are not those of the model", odd[0]
-        lines = [f"params.{name}: expected {want.get(name)}, got {got.get(name)}"]
-        raise LeafError(text, lines, "pass what init_model or load_shards made for this model")
+    for name in {**own, **given}:
+        if want.get(name) != got.get(name):
+            lines = [f"params.{name}: expected {want.get(name)}, got {got.get(name)}"]
+            fix = "pass what init_model or load_shards made for this model"
+            raise LeafError("Trainer: params= are not those of the model", lines, fix)
 
 
 def _described(values: Mapping[str, Any]) -> dict[str, str]:
     """The shape of each leaf, whether it has floats, and the first leaf that is the same tensor."""
     found, first = dict[str, str](), dict[Any, str]()
     for name, x in sorted(values.items()):
-        own, floats = isinstance(x, Tensor), x.dtype.is_floating_point
+        own, kind = isinstance(x, Tensor), shards.dtype_name(x.dtype)
         key = shards.MemoryPlace.of(x) if own else (x.bucket, getattr(x, "slot", name))
-        owner = first.setdefault(key, name) if floats else name
-        tied = f"tied to {owner!r}" if owner != name else "not tied"
-        kind = "floats" if floats else shards.dtype_name(x.dtype)
-        found[name] = f"{kind} of {tuple(x.shape)}, {tied}"
+        if x.dtype.is_floating_point:
+            owner = first.setdefault(key, name)
+            kind = "floats" if owner == name else f"floats tied to {owner!r}"
+        found[name] = f"{kind} of {tuple(x.shape)}"
     return found
 
 
@@ -313,83 +296,79 @@ class Member:
     begun: Masked | None = None
 
 
-def _between(trainer: Any, commit: Commit) -> Between:
-    """What a job asks for in a step: compare replicas, agree on the write, mask, hold signals.
+class JobStep(Between):
+    """Do what a job adds to a step: compare replicas, agree on the write, mask, hold signals.
 
     Args:
       trainer: the `Trainer`, before the step.
-      commit: holds signals while the step is written; see [Note: commit] in `threads`.
     """
-    sync, every, drift = trainer.options.replica_sync, trainer.faults.check_replicas, None
-    calls, device = trainer.sync_state.step, trainer.options.home.device
-    if sync.independent:  # equal after a merge alone, and only in their parameters
-        every = -(-every // sync.every) * sync.every
-    if every and calls and calls % every == 0:
-        names = [] if sync.independent else trainer.program.buffers.averaged
-        given = "Trainer", trainer.state, trainer.groups, names
-        drift = faults.Comparison(*given, moments=not sync.independent)
-    between = Between(commit.block, written=trainer._put)
-    flag = _torch.abort_flag(device) if _torch.is_async(device) else None
-    between.judged = partial(_judged, trainer, commit, flag)
-    if drift is not None or trainer.member.masked is not None:
-        between.reduced = partial(_reduced, trainer, drift)
-    if flag is not None:
-        between.masks = partial(_masks, trainer)
-    return between
+
+    def __init__(self, trainer: Any) -> None:
+        sync, every = trainer.options.replica_sync, trainer.faults.check_replicas
+        self.trainer, self.drift, self.commit = trainer, None, Commit()
+        self.block, self.written = self.commit.block, trainer._put
+        calls, device = trainer.sync_state.step, trainer.options.home.device
+        if sync.independent:  # equal after a merge alone, and only in their parameters
+            every = -(-every // sync.every) * sync.every
+        if every and calls and calls % every == 0:
+            names = [] if sync.independent else trainer.program.buffers.averaged
+            given = "Trainer", trainer.state, trainer.groups, names
+            self.drift = faults.Comparison(*given, moments=not sync.independent)
+        self.flag = _torch.abort_flag(device) if _torch.is_async(device) else None
+
+    def reduced(self, total: GradSum, state: RunState) -> RunState:
+        """Compare replicas if that is due, and look at the last step if it was masked."""
+        if self.drift is not None:
+            total.wait()
+            self.drift.finish()
+        check_masked(self.trainer)  # the guard counts steps in a row
+        return self.trainer.run
+
+    def masks(self, state: RunState, grads: Any) -> bool:
+        """Return whether a step can be launched before the host knows if it is taken.
+
+        Where more than parameters, moments and buffers changes with a step, or a step writes
+        without torch's fused kernels, the host waits. See [Note: masked steps] in
+        `optim.optimizers`.
+        """
+        options = self.trainer.options
+        sync, recoverable = options.replica_sync, self.trainer.faults.recoverable
+        if self.flag is None or recoverable or sync.independent or sync.reduce is not None:
+            return False
+        leaves = tree.flatten(state.train.params, shards.is_leaf)[0]
+        buckets = [getattr(x, "bucket", None) for x in leaves]
+        coded = any(x is not None and (x.state or x.codes) for x in buckets)
+        more = options.where.moved & {"params", "states"} or isinstance(grads, GradSum)
+        return state.train.transform.masked and not (coded or more)
+
+    def judged(self, state: RunState, judged: Judged, totals: StepTotals) -> None:
+        """Mask the step, or agree that all ranks can write it; no collective is left then."""
+        found_inf, member, home = judged.verdict.found_inf, self.trainer.member, totals.home
+        member.begun = None
+        if found_inf is not None:
+            totals.flag = self.flag
+            totals.fetch(found_inf)
+            counts = [x for x in tree.flatten(state.train.opt)[0] if not isinstance(x, Tensor)]
+            member.begun = Masked(totals, counts, state.sync)
+            for name, new in judged.buffers.items():
+                before = state.train.buffers[name]
+                if new.shape == before.shape:
+                    new.copy_(torch.where(found_inf > 0, before, new))
+        if self.trainer.faults.recoverable:  # see [Note: steps written together]
+            member.ready = judged
+            collect_values(home, torch.zeros(1, dtype=torch.int64, device=home.device))
+            member.ready = None  # from here on a part of it may be written
+        self.commit.write()
 
 
-def _reduced(trainer: Any, drift: Any, total: GradSum, state: RunState) -> RunState:
-    """Compare replicas if that is due, and look at the last step if it was masked."""
-    if drift is not None:
-        total.wait()
-        drift.finish()
-    else:  # the guard counts steps in a row
-        _finish_step(trainer)
-    return trainer.run
-
-
-def _masks(trainer: Any, state: RunState, grads: Any) -> bool:
-    """Whether a step on an accelerator can be launched before the host knows if it is taken.
-
-    Where more than parameters, moments and buffers changes with a step, or a step writes without
-    torch's fused kernels, the host waits. See [Note: masked steps] in `optim.optimizers`.
-    """
-    options, sync = trainer.options, trainer.options.replica_sync
-    more = options.where.moved & {"params", "states"} or sync.independent or sync.reduce is not None
-    leaves = tree.flatten(state.train.params, shards.is_leaf)[0]
-    buckets = [getattr(x, "bucket", None) for x in leaves]
-    coded = any(x is not None and (x.state or x.codes) for x in buckets)
-    more = more or coded or trainer.faults.recoverable or isinstance(grads, GradSum)
-    return state.train.transform.masked and not more
-
-
-def _judged(
-    trainer: Any, commit: Commit, flag: Any, state: RunState, judged: Judged, totals: StepTotals
-) -> None:
-    """Mask the step, or agree that all ranks can write it; no collective is left then."""
-    found_inf, home, trainer.member.begun = judged.verdict.found_inf, trainer.options.home, None
-    if found_inf is not None:
-        totals.flag = flag
-        totals.fetch(found_inf)
-        counts = [x for x in tree.flatten(state.train.opt)[0] if not isinstance(x, Tensor)]
-        trainer.member.begun = Masked(totals, counts, state.sync)
-        for name, new in judged.buffers.items():
-            before = state.train.buffers[name]
-            if new.shape == before.shape:
-                new.copy_(torch.where(found_inf > 0, before, new))
-    if trainer.faults.recoverable:  # see [Note: steps written together]
-        trainer.member.ready = judged
-        collect_values(home, torch.zeros(1, dtype=torch.int64, device=home.device))
-        trainer.member.ready = None  # from here on a part of it may be written
-    commit.write()
-
-
-def _finish_step(trainer: Any) -> None:
-    """Look whether the last step, which was masked, was taken, and take its counts back if not.
+def check_masked(trainer: Any) -> None:
+    """Look whether the last step, if it was masked, was taken, and take its counts back if not.
 
     The host waits for it. If a rank is lost, that ends when collectives are aborted.
     """
     masked, state, guard = trainer.member.masked, trainer.ahead, trainer.guard
+    if masked is None:
+        return
     refused, aborted = masked.totals.outcome()
     if aborted:  # the step is to be made again, with the same batch
         trainer.sync_state = masked.sync
@@ -411,19 +390,17 @@ def _deterministic() -> Iterator[None]:
 
     Its mode would also write to all new memory, to reveal code that reads it too early.
     """
-    mode, cudnn, own = (
-        torch.get_deterministic_debug_mode(),
-        torch.backends.cudnn,
-        torch_deterministic,
-    )
-    before = cudnn.benchmark, own.fill_uninitialized_memory  # pyright: ignore
+    cudnn: Any = torch.backends.cudnn
+    own: Any = torch_deterministic
+    mode = torch.get_deterministic_debug_mode()
+    before = cudnn.benchmark, own.fill_uninitialized_memory
     try:
         torch.set_deterministic_debug_mode("error")
-        cudnn.benchmark = own.fill_uninitialized_memory = False  # pyright: ignore
+        cudnn.benchmark = own.fill_uninitialized_memory = False
         yield
     finally:
         torch.set_deterministic_debug_mode(mode)
-        cudnn.benchmark, own.fill_uninitialized_memory = before  # pyright: ignore
+        cudnn.benchmark, own.fill_uninitialized_memory = before
 
 
 def homes_for(groups: Any, params: Tree, deterministic: bool) -> tuple[Any, Groups]:
@@ -512,8 +489,6 @@ class Trainer:
 
     ahead: TrainState  # as if the last step was taken, if the host has not looked yet
     sync_state: SyncState
-    guard: Guard
-    options: StepOptions
     checkpoint: Any  # a `Checkpoints`, or None
     last_step: Watched  # if it was watched
 
@@ -544,14 +519,13 @@ class Trainer:
             spans.passing("build: Trainer")
         check_model(model, loss, weight, groups, checkpoint)
         self.precision, place = shards.Precision.parse(precision), Where.parse(where)
-        program: Any = ModuleProgram if isinstance(model, nn.Module) else FunctionProgram
-        self.program, self.passes = program(model, loss, self.precision), DataPasses()
+        self.program, self.passes = Program(model, loss, self.precision), DataPasses()
         own, buffers = self.program.take()
         groups, home = homes_for(groups, own if params is None else params, deterministic)
         sync = replica_sync or every_step()
         self.member = Member(compared=sync.independent, lost=home.state.rejoining)
-        options: dict[str, Any] = {"frozen": frozen, "bucket_bytes": bucket_bytes}
-        options["precision"] = None if precision is None else self.precision
+        given = None if precision is None else self.precision
+        options = {"frozen": frozen, "bucket_bytes": bucket_bytes, "precision": given}
         params = as_shards(groups, home, own, params, buffers, options)
         full_bytes = sum(bucket_sizes(params, groups))
         check_compiled(model, loss, plain=not full_bytes and not _torch.is_async(home.device))
@@ -616,8 +590,7 @@ class Trainer:
 
         On an accelerator, to read it waits for the verdict on the last step.
         """
-        if self.member.masked is not None:
-            _finish_step(self)
+        check_masked(self)
         return self.ahead
 
     @state.setter
@@ -665,18 +638,21 @@ class Trainer:
             if not member.compared:  # a state may have been put in its place since
                 faults.same_step(self.ahead, self.groups)
                 member.compared = True
-            member.ready, commit = None, Commit()
+            member.ready = None
             if spans.observers:
                 spans.passing("step", self.state.step + 1)
-            between = _between(self, commit)
+            job = JobStep(self)
             try:
                 torch.set_grad_enabled(True)
-                with commit, _deterministic() if self.deterministic else nullcontext():
-                    run = RunState(self.ahead, self.sync_state, self.guard)
-                    _, metrics = stepping.train_step(self.options, run, batch, between)
+                with job.commit, _deterministic() if self.deterministic else nullcontext():
+                    _, metrics = stepping.train_step(self.options, self.run, batch, job)
             except BaseException as error:
                 # Of this library it is raised before the last message of the step, or on all ranks.
-                if commit.began and home.world_size > 1 and not isinstance(error, errors.MicsError):
+                if (
+                    job.commit.began
+                    and home.world_size > 1
+                    and not isinstance(error, errors.MicsError)
+                ):
                     home.state.finish(error)  # so that `reset` compares
                 raise
             if self.checkpoint is not None:
@@ -799,8 +775,8 @@ class Trainer:
             has `set_epoch`, that is called before each pass, so that each has another order. A
             later `fit` goes on with the next epoch; after a resume or `reset`, in its pass.
           steps: the number of optimizer steps.
-          log_every: steps between updates of the loss and the rate that are shown.
-          progress: whether to show a bar; or, where tqdm is not installed, lines. It is written to
+          log_every: steps between updates of what is shown.
+          progress: whether to show a bar at a terminal, and lines elsewhere. They are written to
             the standard error output.
           stop: with it, a signal ends the loop on all ranks after the same step, in which
             `stop.stopping` becomes true; its metrics are the last ones.
@@ -813,8 +789,23 @@ class Trainer:
         Raises:
           PlanError, LeafError: the loader gives no batches, or none in a pass.
         """
-        if isinstance(loader, str | bytes | Mapping):  # would be gone through by character or key
-            fix = "the order is fit(loader, steps); a loader gives a batch per step"
-            checks.refuse("Trainer.fit", "loader", loader, "batches", fix)
-        shown = log_every if progress and self.options.home.position == 0 else 0
-        return train_for(self, loader, steps, shown, stop)
+        metrics, home, passes = list[StepMetrics](), self.options.home, self.passes
+        shows, began = progress and log_every and home.position == 0, time.perf_counter()
+        with (
+            reports_step(home.state, self.state.step + 1),  # of the loader, or of what is shown
+            closing(passes.batches(loader, home.device, home.world_size)) as batches,
+        ):
+            for k in range(1, steps + 1):
+                batch = next(batches)
+                passes.give(home.world_size * count(batch)[0], self.sync_state.step)
+                metrics.append(self.step(batch))
+                if shows and (k % log_every == 0 or k == steps):
+                    show(metrics, steps, began)
+                if stop is not None and stop.due():
+                    if self.checkpoint is not None:
+                        self.checkpoint.save(self)
+                    break
+            passes.interrupted = False
+        if self.checkpoint is not None:
+            self.checkpoint.close()
+        return metrics

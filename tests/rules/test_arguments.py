@@ -135,7 +135,7 @@ PlanError: Trainer: checkpoint='folder', expected a Checkpoints
 >>> trainer().step(x[:0])
 LeafError: Trainer: the batch has no sample
 >>> trainer().step(DataLoader([1.0]))
-LeafError: Trainer: the batch is a DataLoader, which gives batches
+LeafError: Trainer: the batch is a DataLoader
 >>> trainer(loss=lambda model: model(x).sum())
 PlanError: Trainer: loss cannot be called as loss(model, batch)
 >>> replicas.reduced_by(lambda grads, groups: grads, init=lambda params: 0)
@@ -160,11 +160,10 @@ LeafError: Trainer: the Giving gave dict, and without loss= that is the loss
 >>> trainer(loss=lambda model, x: None).step(x)
 LeafError: Trainer: the loss is NoneType, expected one number
 >>> trainer(loss=None).step((x, y))
-LeafError: Trainer: the Linear cannot be called with this batch, as model(Tensor, Tensor)
-  its forward takes (input: torch.Tensor) -> torch.Tensor: too many positional arguments
+TypeError: Linear.forward() takes 2 positional arguments but 3 were given
+  Trainer called the model with parts of the batch; pass loss=, such as lambda model, batch: cross_entropy(model(batch[0]), batch[1])
 >>> trainer(loss=None).step({"x": x, "y": y})
-LeafError: Trainer: the Linear cannot be called with this batch, as model(x=, y=)
-  its forward takes (input: torch.Tensor) -> torch.Tensor: missing a required argument: 'input'
+TypeError: Linear.forward() got an unexpected keyword argument 'x'
 >>> trainer(loss=None).step(x)
 LeafError: Trainer: the Linear gave shape (4, 1), and without loss= that is the loss
 >>> trainer(Giving(lambda out: SimpleNamespace(loss=None)), loss=None).step(x)
@@ -179,10 +178,10 @@ PlanError: Trainer: loss cannot be called as loss(model, batch)
   fix: call the model in it: lambda model, batch: cross_entropy(model(batch[0]), batch[1])
 >>> trainer(loss=lambda a, b: (a - b).square().mean()).step((x, y))
 TypeError: unsupported operand type(s) for -: 'Linear' and 'tuple'
-  Trainer called loss(model, batch) with the Linear and a tuple, the whole batch
+  Trainer called the loss with the model and a tuple
 >>> trainer(loss=lambda model, batch: model(batch.inputs).mean()).step({"inputs": x})
 AttributeError: 'dict' object has no attribute 'inputs'
-  Trainer called loss(model, batch) with the Linear and a dict, the whole batch
+  Trainer called the loss with the model and a dict
 >>> trainer(Giving(lambda out: out.nope), loss=mse).step(x)
 AttributeError: 'Tensor' object has no attribute 'nope'
 >>> trainer(loss=lambda model, x: (mse(model, x), model(x))).step(x)
@@ -200,10 +199,10 @@ LeafError: shard: params is Linear, expected torch.Tensor
 TypeError: Sharded(...) is not an instance of torch.Tensor
 >>> trainer().save("run")
 AttributeError: Trainer has no attribute 'save'
-  fix: pass checkpoint=Checkpoints(folder, every=100); weights alone are trainer.state_dict()
+  fix: pass checkpoint=; weights are state_dict()
 >>> trainer().train()
 AttributeError: Trainer has no attribute 'train'
-  fix: trainer.step(batch) is one step, with backward and optimizer; trainer.fit(loader, steps)
+  fix: trainer.step(batch) is a whole step
 >>> trainer().optimizer.zero_grad()
 AttributeError: Trainer has no attribute 'optimizer'
   fix: trainer.state.opt is its state; the optimizer itself is a function of values

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import mics_fn as mf
 from mics_fn.collectives.levels import mean_factors
 from mics_fn.shards.bucket import Precision
-from mics_fn.train.program import cast_floats
+from mics_fn.train.stepping import cast_floats
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 FIELDS = ("param", "compute", "reduce", "output", "accumulate", "gather", "hop1", "hop2", "state")

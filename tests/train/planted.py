@@ -15,8 +15,8 @@ PLANTED = [
     (
         "a pass is gone on with one batch early",
         _L,
-        "while used < self.samples:",
-        "while used < self.samples - ranks:",
+        "while used < at.samples:",
+        "while used < at.samples - ranks:",
         "train/test_data.py -k cut_anywhere",
     ),
     (
@@ -57,7 +57,7 @@ PLANTED = [
     (
         "a write that is cut leaves what looks like a state",
         _S,
-        "    with Writing():\n        with suppress(optim.StepRefused):",
+        "    with shards.Writing():\n        with suppress(optim.StepRefused):",
         "    with suppress(ValueError):\n        with suppress(optim.StepRefused):",
         "train/test_interrupted.py -k the_old_state_the_new",
     ),

@@ -13,7 +13,7 @@ from torch import nn
 import mics_fn as mf
 from mics_fn import train
 from mics_fn.train import stepping as pure
-from mics_fn.train.program import ModuleProgram
+from mics_fn.train.stepping import Program
 
 ALONE, FOUR = Layout((1,), 1), Layout((2, 2), 2)
 
@@ -31,7 +31,7 @@ def test_the_block_of_the_page_runs_with_a_copy_of_the_function():
     whole = doctest.DocTestParser().get_examples(inspect.getdoc(train) or "")
     begin = next(i for i, each in enumerate(whole) if "train_step" in each.source)
     block = [each for each in whole[begin:] if "import" not in each.source]
-    scope = {**vars(mf), "torch": torch, "ModuleProgram": ModuleProgram} | copied()
+    scope = {**vars(mf), "torch": torch, "Program": Program} | copied()
     torch.manual_seed(0)
     for each in block[:-1]:
         exec(each.source, scope)
@@ -63,7 +63,7 @@ def as_a_trainer(layout: Layout, case: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     guard = mf.optim.Guard(mf.optim.dynamic_scale(8.0), max_norm=0.1)
-    program = ModuleProgram(model, loss)
+    program = Program(model, loss)
     params, buffers = program.take()
     twin = mf.shard(params, groups)
     trainer = mf.Trainer(

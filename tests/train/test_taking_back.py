@@ -74,10 +74,10 @@ def plain(n: int = 12, batch: int = 3, **options: Any) -> DataLoader:
 
 OTHER_ORDERS: dict[str, tuple[Any, Callable[[], Any], str]] = {
     # What is saved and what is passed, and how they differ.
-    "shuffle": (by_epoch, lambda: by_epoch(shuffle=False), "shuffle: saved True, now False"),
+    "shuffle": (by_epoch, lambda: by_epoch(shuffle=False), "now: .* shuffle=False"),
     "without a sampler": (lambda: by_epoch(shuffle=False), plain, ""),
-    "of torch": (plain, lambda: plain(shuffle=True), "shuffle: saved False, now True"),
-    "samples": (plain, lambda: plain(13), "samples: saved 12, now 13"),
+    "of torch": (plain, lambda: plain(shuffle=True), "now: .* shuffle=True"),
+    "samples": (plain, lambda: plain(13), "now: samples=13"),
 }  # fmt: skip
 
 
@@ -105,8 +105,10 @@ def test_another_size_of_batches_goes_on_behind_the_same_samples() -> None:
     train(run.over(stateful(Numbers(12), 3)), run, 2)
     for make in (plain, lambda **size: stateful(Numbers(12), size["batch"])):
         assert next(gone_on(run).over(make(batch=2))).tolist() == [6, 7]
-    with pytest.raises(LeafError, match="a pass ended before the 6 samples"):
-        next(gone_on(run).over(DataLoader(Numbers(12), 3, sampler=SequentialSampler(range(3)))))
+    other = gone_on(run)
+    for _ in range(2):  # an error does not make the next `fit` begin anew
+        with pytest.raises(LeafError, match="a pass ended before the 6 samples"):
+            next(other.over(DataLoader(Numbers(12), 3, sampler=SequentialSampler(range(3)))))
 
 
 @settings(max_examples=20)

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import io
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -277,15 +276,12 @@ def test_what_has_no_state_dict_is_refused_by_name():
 # How far `fit` is.
 
 
-def test_fit_prints_lines_where_tqdm_is_missing(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "tqdm", None)
+def test_fit_prints_lines(capsys):
     trainer = mf.Trainer(made(), mf.optim.sgd(0.01), mf.make_groups(1))
     trainer.fit([X], steps=7, progress=False)
     assert capsys.readouterr() == ("", "")
     trainer.fit([X], steps=7, log_every=3)
-    out, err = capsys.readouterr()
-    lines = err.splitlines()
-    assert out == ""
+    lines = capsys.readouterr().err.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["step 3/7", "step 6/7", "step 7/7"]
     assert all("loss 0." in line and line.endswith(" samples/s") for line in lines)
 
@@ -332,19 +328,19 @@ def wrong() -> None:
     cases: list[tuple[type, str, Any, Any]] = [
         (LeafError, names + "a.weight: expected .* got None", skeleton, {"params": lacks}),
         (LeafError, names + "d: expected None", skeleton, {"params": more}),
-        (LeafError, names + r"a.weight: expected .* \(4, 3\), .*, got .* \(5, 3\)", skeleton,
+        (LeafError, names + r"a.weight: expected .* \(4, 3\), got .* \(5, 3\)", skeleton,
          {"params": of_wide}),
-        (LeafError, names + "c.weight: expected .* tied to 'a.weight', got .* not tied", skeleton,
+        (LeafError, names + "c.weight: expected .* tied to 'a.weight' .*, got floats of", skeleton,
          {"params": of_untied}),
         (LeafError, names + "b.bias: expected floats .* got int64", skeleton, {"params": counts}),
         (PlanError, r"params.a.bias was not made with this precision=", skeleton,
          {"params": half, "precision": "output=f32"}),
-        (LeafError, "params.a.bias is on meta, without a value", skeleton, {}),
-        (LeafError, names + "c.weight: expected .* tied to 'a.weight', got .* not tied", skeleton,
+        (LeafError, "params.a.bias is on meta", skeleton, {}),
+        (LeafError, names + "c.weight: expected .* tied to 'a.weight' .*, got floats of", skeleton,
          {"params": {k: x.clone() for k, x in full.items()}}),
         (PlanError, "Trainer: bucket_bytes=: params= are shards already", skeleton,
          {"params": shards, "bucket_bytes": 64}),
-        (LeafError, "buffer 'seen' is on meta, without a value", TiedParts().to("meta"),
+        (LeafError, "buffer 'seen' is on meta", TiedParts().to("meta"),
          {"params": shards}),
         (LeafError, "params.w is on meta", loss, {"params": {"w": torch.ones(2, device="meta")}}),
         (LeafError, "a loss_fn takes no loss=", loss, {"params": full, "loss": max}),
@@ -358,28 +354,3 @@ def wrong() -> None:
 
 def test_what_does_not_fit_is_refused_when_a_trainer_is_made(ranks):
     ranks(2).run(wrong)
-
-
-def right() -> None:
-    """The same model, given in several ways."""
-    groups, x = groups_of(Layout((2,), 2)), torch.ones(2, 3)
-    torch.manual_seed(0)
-    model = TiedParts()
-    full = {k: p.detach() for k, p in model.named_parameters(remove_duplicate=False)}
-    skeleton, shards = made_as_shards(groups)
-    cut = mf.shard(full, groups)
-    found = [
-        trainer_of(model, groups),
-        trainer_of(model, groups, params=full, bucket_bytes=64),
-        trainer_of(skeleton, groups, params=shards),
-        trainer_of(skeleton, groups, params=full),
-        trainer_of(model, groups, params=cut),
-    ]
-    for each in found:
-        each.step(x)
-    for each in found[1:]:
-        same_bits(each.params(), found[0].params())
-
-
-def test_what_fits_trains_alike(ranks):
-    ranks(2).run(right)

@@ -207,23 +207,6 @@ def test_a_step_that_some_have_written_is_written_by_all(ranks) -> None:
     ranks(4).run(told_late, (0, 2))
 
 
-def refused_on_some() -> tuple[int, float]:
-    """A rank did not hear that a step was refused, so only its guard is behind."""
-    trainer = made(mf.make_groups(2, timeout_s=20))
-    step((trainer,), 0)
-    if dist.get_rank() != 2:
-        trainer.sync_state = replace(trainer.sync_state, step=2)
-        trainer.guard = replace(trainer.guard, scale=trainer.guard.scale.adjust(False))
-    trainer.reset()
-    step((trainer,), 1)
-    close(trainer)
-    return trainer.sync_state.step, trainer.guard.scale.value
-
-
-def test_a_guard_that_is_behind_takes_the_newer_numbers(ranks) -> None:
-    assert ranks(4).run(refused_on_some) == [(3, 4.0)] * 4
-
-
 def by_path() -> bool:
     """Leaves live on several groups, given by a function from paths."""
     made_twice = [[mf.make_groups(p, timeout_s=20) for p in (4, 2)] for _ in range(2)]
