@@ -59,8 +59,6 @@ def trained(layout: Layout, what: str, every: int) -> tuple[int, str]:
     for step in range(6):
         if step == 2 and rank == 2:
             spoil(trainer.state, what)
-        if heals:
-            trainer.state = mf.same_replicas(trainer.state, trainer.groups, on_drift="heal")
         before = trainer.state
         try:
             trainer.step(batch_of(step, rank))
