@@ -68,8 +68,7 @@ The options of DeepSpeed's config and what stands for each here, or why nothing 
       fast_init                `init_state(where=)` makes moments at their places, run by run
       ratio                    patterns, such as `*.mlp.*: states=host`: by leaf and not by share
       super_offload            `overlap_step` steps a bucket while others arrive, but nothing is
-                               stepped on trial: a guard that clips or refuses sees all before,
-                               while the first blocks of the states are read
+                               stepped on trial: a guard that clips or refuses sees all before
       cpuadam_cores_perc       `torch.set_num_threads`, as for any op: there is no other process
     offload_param
       device, nvme_path        `params=host`, `params=disk:FOLDER`

@@ -23,13 +23,6 @@ memory, on every kind of device; and with parameters in host memory the step is 
 Parts of files travel through a fixed amount of host memory, the `host_bytes` of their `Where`.
 Parts that are codes are decoded into memory of `_CODED` elements for each, and coded again when
 they are written; padding between leaves becomes zero before, so that it sets no scale.
-
-[Note: states come first] A step on gradients of which all have to be known first, as by a guard,
-waits for hop 2 and for that norm before it writes anything. What it needs from files or
-from the host does not depend on either. So such a step is begun with `lazy_grads`: `ColumnBlocks`
-begins to bring the first parts of the states, as many as its memory holds, and only then asks for
-the gradients, which are made and judged meanwhile. If they are refused, an exception ends the step
-before its first write: what was brought is dropped, and the state is as it was.
 """
 
 from collections import deque
@@ -44,7 +37,7 @@ from torch import Tensor
 
 from mics_fn import _torch, offload, spans, tree
 from mics_fn.collectives import finish_readers
-from mics_fn.errors import LeafError, MicsError, PlanError
+from mics_fn.errors import LeafError, PlanError
 from mics_fn.optim import flat
 from mics_fn.shards import Bucket, check_leaves, closed_after, needs_derivative, note_write
 from mics_fn.tree import Tree
@@ -451,7 +444,6 @@ class Columns:
                 self._make_readable(each, remaining)
             yield remaining
             return
-        stream.stream.first()  # what has to be known before any gradient can be taken
         for numbers in stream.given.completed():
             there.update(numbers)
             ready = [r for r in remaining if there.issuperset(self._runs[r].members)]
@@ -569,8 +561,6 @@ class Columns:
         blocks = [part.block() for part in parts]
         windows: Any = offload.stream([x for x in blocks if x.key], host_bytes)  # begins to read
         with closing(windows):
-            if sizes and self._stream is not None:
-                self._stream.stream.first()
             for device, near in groupby(parts, lambda part: self._every[0].device(part.run)):
                 yield from staged((x.through(windows) for x in near), device, ahead=not sizes)
             for _ in windows:  # its end is when all is written
@@ -651,11 +641,7 @@ def _livecopied(piece: Tensor, others: Sequence[Tensor]) -> Tensor:
     return copy
 
 
-# Trees as columns, and gradients that are judged once a step has asked for its states.
-
-
-class StepRefused(MicsError):
-    """A step is not taken, since its gradients were refused; nothing was written."""
+# Trees as columns.
 
 
 def map_columns(fn: Callable[..., None], target: Tree, *rest: Tree, donate: bool = False) -> Tree:

@@ -464,38 +464,6 @@ def unpacked(given: Tree) -> Unpacked:
     return found
 
 
-def lazy_grads(like: Tree, make: Callable[[], Tree]) -> GradStream:
-    """Make gradients at the first read; see [Note: states come first] in `columns`.
-
-    Args:
-      like: a tree of shards like that of the gradients, or what they are made of as it completes.
-      make: gives them, a tree of the same leaves or what `grad_stream` takes; what it raises ends
-        the step.
-    """
-    given, found = shards.grad_stream(like), unpacked(like)
-    order: Sequence[Sequence[int]] = [range(len(found.pieces))]
-    if given is not None:
-        like, order = given.like, given.order
-    done: list[Unpacked] = []
-
-    def made() -> Unpacked:
-        if not done:
-            done.append(unpacked(make()))
-        return done[0]
-
-    def here(place: int) -> bool:
-        return bool(done) and (done[0].stream is None or done[0].stream.here(place))
-
-    def take(place: int) -> list[Tensor]:
-        stream = made().stream
-        if stream is not None:
-            return stream.take(place)
-        return [made().pieces[i] for i in order[place]]
-
-    home = shards.reduction_groups(found.trained) if given is None else given.home
-    return GradStream(like, home, order, here, take, made)
-
-
 def zeros(
     params: Tree, name: str = "", begins: Callable[[Tensor], Tensor] | None = None
 ) -> FlatShards:

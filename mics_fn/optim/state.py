@@ -397,8 +397,6 @@ def _stepped(state: TrainState, ahead: flat.Unpacked, home: Any, donate: bool) -
             writing.covers(state.opt, "opt", to)
         try:
             after, opt = state.transform.step(ahead, state.opt, start, donate)
-            if ahead.stream is not None:
-                ahead.stream.first()  # a rank without elements has taken nothing
         except BaseException as error:
             _announced(error, home)
             raise

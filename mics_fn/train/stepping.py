@@ -11,14 +11,12 @@ cannot be taken back, so a step is refused as a whole only if all of it is known
 written a part of their states. `reset` then takes whole ones from replicas; if all had begun to
 write, it raises LostStateError: go on from a checkpoint then.
 
-Where a guard has to see all, states elsewhere are fetched meanwhile; see [Note: states come first]
-in `optim.columns`. A rank that cannot read its files has not written anything then; what is lost in
-them it takes from a replica, too.
+A rank that cannot read its files has not written anything; what is lost in them it takes from a
+replica, too.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -249,7 +247,7 @@ def update(
     totals: StepTotals,
     between: Between,
 ) -> tuple[RunState, Verdict, bool]:
-    """Step on the gradients if the guard accepts them; states elsewhere are fetched meanwhile.
+    """Step on the gradients if the guard accepts them.
 
     Gradients elsewhere stay there until they are stepped; a step that overlaps still reduces all.
 
@@ -263,11 +261,10 @@ def update(
     Returns:
       The state after it, the verdict, and whether a merge of replicas is left to do.
     """
-    sync, early, found, stepped = options.replica_sync, options.overlap_step, list[Judged](), None
+    sync, early = options.replica_sync, options.overlap_step
     if spans.watchers:  # a step that is refused ends here
         optim.record_memory(state.train)
-
-    def judged() -> Any:
+    with Writing():
         grads, kept, after = total, state.sync, buffers
         if not early and total.placed and sync.reduce is None:
             total.wait()
@@ -282,47 +279,33 @@ def update(
         if verdict.accept and options.program.buffers.averaged:
             over = options.home if sync.due(state.sync) else sync.groups(options.home)
             after = options.program.buffers.average(buffers, over)
-        found.append(Judged(verdict, after, kept))
+        judged = Judged(verdict, after, kept)
         if between.judged is not None:
-            between.judged(state, found[0], totals)
-        if not verdict.accept:
-            raise optim.StepRefused
-        return verdict.grads
-
-    with Writing():
-        with suppress(optim.StepRefused):
-            if early or not options.where.moved & {"params", "states"}:
-                judged()
-            else:
-                stepped = opt_step(state.train, optim.lazy_grads(total, judged), donate=True)
-        after, merges = write(options, state, found[0], stepped)
+            between.judged(state, judged, totals)
+        written, merges = write(options, state, judged)
         if between.written is not None:
-            between.written(after, merges=merges)
+            between.written(written, merges=merges)
     if early:
         totals.exchange()
         totals.fetch()
-    return after, found[0].verdict, merges
+    return written, verdict, merges
 
 
 @torch.no_grad()
-def write(
-    options: StepOptions, state: RunState, judged: Judged, stepped: TrainState | None = None
-) -> tuple[RunState, bool]:
+def write(options: StepOptions, state: RunState, judged: Judged) -> tuple[RunState, bool]:
     """Write a step, for which no other rank is needed.
 
     Args:
       options, state: those of the step.
       judged: what is to be written.
-      stepped: the state after the optimizer's step, if that is done.
 
     Returns:
       The state after it, and whether a merge of replicas is left to do.
     """
     (verdict, buffers, kept), sync, train = judged, options.replica_sync, state.train
     if verdict.accept:
-        if stepped is None:
-            with optim.masked_by(verdict.found_inf):
-                stepped = opt_step(train, verdict.grads, donate=True)
+        with optim.masked_by(verdict.found_inf):
+            stepped = opt_step(train, verdict.grads, donate=True)
         train = replace(stepped, buffers=buffers)
     else:
         kept = state.sync

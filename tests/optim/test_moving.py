@@ -17,11 +17,14 @@ from mics_fn import optim, tree
 from mics_fn.offload import in_file, where
 from mics_fn.optim.columns import Stretch, parts_of
 from mics_fn.optim.flat import by_leaf
-from mics_fn.shards import grad_stream
+from mics_fn.shards import GradStream, grad_stream
 
 LEAST = 2**20  # bytes of host memory: blocks of 32,768 elements with two moments
 SHAPES = {"a": (70_001,), "b": (7,), "c": (301, 203), "none": (0, 3), "d": (40, 5)}
 BUCKET_BYTES = 300_000
+# Leaves of one bucket lie in several places.
+PLACES = "states=disk:{0}/x, params=disk:{0}/x; *b*: params=host; *d*: states=host"
+PLACES += "; *c*: states=disk:{0}/y, params=device"
 
 
 def values(seed: int) -> dict[str, Tensor]:
@@ -63,7 +66,7 @@ def total_of(shards: Any, groups: Any, seed: int) -> mf.GradSum:
 
 
 def stepped(groups: Any, make: Any, *, early: bool, donate: bool, place: Any = None) -> Any:
-    params = mf.shard(values(0), groups, bucket_bytes=BUCKET_BYTES)
+    params = mf.shard(values(0), groups, bucket_bytes=BUCKET_BYTES, where=place)
     state = mf.init_state(params, make(groups), where=place)
     for step in range(2):
         total = total_of(state.params, groups, step)
@@ -77,14 +80,16 @@ def stepped(groups: Any, make: Any, *, early: bool, donate: bool, place: Any = N
 
 def of_bits(folder: str, name: str, layout: Layout) -> None:
     groups, make = groups_of(layout), OPTIMIZERS[name]
-    files = where(f"states=disk:{folder}", host_bytes=LEAST)
+    files, mixed = (
+        where(x, host_bytes=LEAST) for x in (f"states=disk:{folder}", PLACES.format(folder))
+    )
     want = stepped(groups, make, early=False, donate=False)
-    for place, early in ((None, True), (files, False)):
+    for place, early in ((None, True), (files, False), (mixed, True)):
         for donate in (False, True):
             got = stepped(groups, make, early=early, donate=donate, place=place)
             moments = [x for x in tree.flatten(got.opt)[0] if isinstance(x, Tensor) and x.ndim]
             assert early or all(map(in_file, moments))
-            same_bits(got.params, want.params)
+            same_bits(mf.move(got, "").params, want.params)
             same_bits(by_leaf(mf.move(got, "").opt), by_leaf(want.opt))
 
 
@@ -170,3 +175,34 @@ def test_parts_of_a_column_have_the_bits_of_the_whole(start, length, cuts, seed)
             step(*part.tensors)
             part.finish()
     same_bits(got, want)
+
+
+class Given:
+    """Gradients by bucket, all of which are here."""
+
+    def __init__(self, grads: Any):
+        self._grads = grads
+
+    def __grad_stream__(self) -> GradStream:
+        found = [x.data for x in self._grads.values()]
+        order = [[i] for i in range(len(found))]
+        return GradStream(self._grads, None, order, lambda _: True, lambda place: [found[place]])
+
+
+@pytest.mark.parametrize("given", [dict, Given])
+def test_gradients_in_the_memory_of_parameters(tmp_path, given):
+    """Of one rank they lie where they were made: none may change before it is used."""
+    groups, plain = mf.make_groups(1), {k: random(i, 50) for i, k in enumerate("abc")}
+    for place in (None, f"states=disk:{tmp_path}"):
+        found = []
+        for shared in (False, True):
+            shards = mf.shard(plain, groups, bucket_bytes=200)
+            state = mf.init_state(shards, optim.sgd(0.5, momentum=0.9), where=place)
+            own = {k: x.data for k, x in state.params.items()}
+            grads = {"a": own["b"], "b": own["c"], "c": own["a"]}
+            grads = grads if shared else {k: x.clone() for k, x in grads.items()}
+            grads = mf.reduce_grads(grads, groups, like=state.params)
+            assert (grads["a"].data.data_ptr() == own["b"].data_ptr()) is shared
+            state = mf.opt_step(state, given(grads), donate=True)
+            found.append((state.params, by_leaf(mf.move(state, "").opt)))
+        same_bits(*found)
