@@ -114,6 +114,7 @@ from mics_fn.offload.placed import (
     search,
     store,
     transfer,
+    unset_like,
     view,
 )
 from mics_fn.offload.scratch import (

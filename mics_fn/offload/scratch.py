@@ -285,7 +285,8 @@ class Scratch:
         self.host_bytes, self.folder = host_bytes, Path(os.path.abspath(os.fspath(folder)))
         with self._errors("cannot be made", _ROOM, ""):
             self._files = open_files(self.folder, direct)
-        weakref.finalize(self, _close, self._files).atexit = False
+        for number in self._files:
+            weakref.finalize(self, os.close, number).atexit = False
         self.direct = len(self._files) > 1
         self._size = 0  # of the file
         self._taken: list[tuple[int, int]] = []  # its parts: offset and end, by offset
@@ -343,11 +344,6 @@ class Scratch:
             lines = [f"{leaf}: {error}" if leaf else f"{error}"]
             text = message(f"offload: a scratch file in {self.folder} {what}", lines, fix)
             raise FileError(text, str(self.folder), leaf) from error
-
-
-def _close(files: list[int]) -> None:
-    for number in files:
-        os.close(number)
 
 
 class Extent:
@@ -435,10 +431,10 @@ class Block(NamedTuple):
 
 def stream(
     blocks: Iterable[Block], host_bytes: int = HOST_BYTES, *, threads: int = THREADS
-) -> Iterator[tuple[Block, list[Tensor]]]:
+) -> Generator[tuple[Block, list[Tensor]]]:
     """Fetch blocks into host memory one after the other, and write them back.
 
-    The first `WINDOWS` blocks are asked for at once, and waited for as they are wanted. A block's
+    The first `WINDOWS` blocks are asked for as one is wanted. A block's
     tensors may be used and changed until the next one is asked for; work that a device has queued
     on them has to be done by then. When the iteration ends, all is written. If it ends early, by an
     error or by `close`, no thread is left, and of each block that was given nothing, a part or all
@@ -470,13 +466,7 @@ def stream(
       tensor([1., 2., 3.])
     """
     refuse_derivative("stream", (), "take steps on data in files outside of torch.func")
-    begun = _streamed(iter(blocks), host_bytes, threads)
-    next(begun, None)
-    return begun
-
-
-def _streamed(source: Iterator[Block], host_bytes: int, threads: int) -> Generator[Any]:
-    """`stream`, which gives None once the first blocks are being read."""
+    source = iter(blocks)
     ahead = deque(islice(source, WINDOWS))
     if not ahead:
         return
@@ -491,7 +481,6 @@ def _streamed(source: Iterator[Block], host_bytes: int, threads: int) -> Generat
     try:
         for window, block in zip(windows, ahead, strict=False):
             jobs.append(begin(window, None, block))
-        yield None
         for i in cycle(range(WINDOWS)):
             if not ahead:
                 break

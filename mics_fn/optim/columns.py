@@ -49,17 +49,13 @@ _PLACED = {offload.FileTensor, offload.Coded}
 _SMALL = 4096  # elements of a gradient, on average, below which those of a run are copied together
 
 
-def _nothing() -> None:
-    pass
-
-
 class Column(NamedTuple):
     """Corresponding tensors of several trees, each a run of neighbouring pieces or a single one."""
 
     key: Hashable
     tensors: tuple[Tensor, ...]
     bucket: Bucket | None = None  # the run, as `FlatRun` has it
-    finish: Callable[[], None] = _nothing  # takes results that lie elsewhere where they belong
+    finish: Callable[[], None] | None = None  # takes results that lie elsewhere where they belong
 
 
 def updating(found: Sequence[Column]) -> Any:
@@ -68,9 +64,6 @@ def updating(found: Sequence[Column]) -> Any:
         return spans.UNSEEN
     buckets = dict.fromkeys(x.bucket for x in found if x.bucket is not None)
     return spans.Span("opt", list(buckets), device=found[0].tensors[0].device if found else None)
-
-
-# Trees on their way through a step: the pieces of each run as one tensor, or one by one.
 
 
 class WorkingTree:
@@ -211,43 +204,24 @@ def written_storages(targets: Sequence[WorkingTree]) -> set[int] | None:
 LINE = 64  # elements
 
 
-class Stretch(NamedTuple):
-    """Where a column lies in its run, in elements; it is stepped as if it went on to `end`."""
-
-    start: int
-    stop: int
-    end: int
-
-
-def parts_of(
-    stretch: Stretch, low: int, high: int, cut: Callable[[int, int], Sequence[Tensor]], written: int
-) -> Iterator[Column]:
-    """What lies of a column between two elements of its run.
+def in_lines(given: Sequence[Tensor], written: int, before: int, after: int) -> Column:
+    """A part of a column, in tensors of whole lines if it does not consist of such.
 
     Args:
-      stretch: the column.
-      low, high: the range of the run.
-      cut: gives the tensors of the column between two elements of the run.
+      given: its tensors.
       written: how many of them, from the first on, are written.
+      before, after: how many elements of its first and of its last line are outside of it.
     """
-    start, stop = max(low, stretch.start), min(high, stretch.stop)
-    if start >= stop:
-        return
-    begin = start - (start - stretch.start) % LINE
-    end = min(stretch.end, stop + (stretch.start - stop) % LINE)
-    given = list(cut(start, stop))
-    if (begin, end) == (start, stop):
-        yield Column(None, tuple(given))
-        return
-    # Whole lines, in tensors of their own.
-    whole = [x.new_zeros(end - begin) for x in given]
-    mine = [x.narrow(0, start - begin, stop - start) for x in whole]
+    if not (before or after):
+        return Column(None, tuple(given))
+    whole = [x.new_zeros(before + len(x) + after) for x in given]
+    mine = [x.narrow(0, before, len(x) - before - after) for x in whole]
     _torch.foreach_copy(mine, given)
 
     def finish() -> None:
         _torch.foreach_copy(given[:written], mine[:written])
 
-    yield Column(None, tuple(whole), None, finish)
+    return Column(None, tuple(whole), None, finish)
 
 
 # Parts of runs, which hold all of what is in memory and a window of what is placed.
@@ -412,10 +386,10 @@ class Columns:
         placed, device = dict[int, Any](), self._every[0].device(r)
         for k, each in enumerate(self._every[: self._written]):
             old = each.wholes[r]
-            if isinstance(old, offload.Placed) or (old is not None and old.device != device):
+            if offload.is_placed(old) or (old is not None and old.device != device):
                 placed[k] = old
                 if not self._donate or offload.is_locked(old):  # which a save reads
-                    each.wholes[r] = _like(old, device)
+                    each.wholes[r] = offload.unset_like(old, device)
             elif not self._donate:
                 each.change(r, flat.copied)
         return placed
@@ -460,20 +434,21 @@ class Columns:
         """
         home = self._every[0]
         for r in runs:
-            run, whole, device = each.runs[r], each.wholes[r], home.device(r)
-            parts = each.parts(r)
+            run, whole, device, parts = each.runs[r], each.wholes[r], home.device(r), each.parts(r)
             small = self._keys is None and run.numel < _SMALL * len(run.index)
             small = small and whole is None and home.wholes[r] is not None
-            there = each.device(r) == device and _PLACED.isdisjoint(map(type, parts))
-            dense = there and flat.all_dense(parts)
-            if small:
-                each.wholes[r] = each.joined(r, device)
-            elif dense and self._own.isdisjoint(map(_torch.storage_id, parts)):
+            dense = each.device(r) == device and _PLACED.isdisjoint(map(type, parts))
+            dense = dense and flat.all_dense(parts)
+            if dense and not small and self._own.isdisjoint(map(_torch.storage_id, parts)):
                 continue
-            elif whole is None:
-                each.spread(r, each.joined(r, device))  # columns stay single pieces
-            else:
+            if whole is not None:
                 each.wholes[r] = each.spread(r, flat.copied(run, whole.to(device)))
+                continue
+            made = each.joined(r, device)
+            if small:
+                each.wholes[r] = made
+            else:
+                each.spread(r, made)  # columns stay single pieces
 
     def _drop(self, runs: Iterable[int]) -> None:
         """Free the gradients of runs, which were used."""
@@ -527,7 +502,8 @@ class Columns:
                     note_write()
                 yield found
                 for column in found:
-                    column.finish()
+                    if column.finish is not None:
+                        column.finish()
                 self._encode(part, here)
                 if self._stream is not None and part.high == self._runs[r].numel:
                     self._drop([r])
@@ -580,25 +556,23 @@ class Columns:
     def _of_part(self, part: Part, here: Tensors) -> Iterator[Column]:
         """The columns of a part of a run, as if they went on to a whole line if some are codes."""
         r, low, high, *_ = part
-        run, line = self._runs[r], LINE if any(map(offload.is_coded, part.goals.values())) else 1
+        run, coded = self._runs[r], any(map(offload.is_coded, part.goals.values()))
         singly = any(each.wholes[r] is None for each in self._every)
         for key, index, first, stop in _spans(run, self._keys, singly):
-
-            def cut(a: int, b: int, index: int = index, first: int = first) -> list[Tensor]:
-                found = []
-                for k, each in enumerate(self._every):
-                    whole = each.wholes[r]
-                    if k in here:
-                        found.append(here[k].narrow(0, a - low, b - a))
-                    elif whole is not None:
-                        found.append(whole.narrow(0, a, b - a))
-                    else:
-                        found.append(each.pieces[index].detach().narrow(0, a - first, b - a))
-                return found
-
-            stretch = Stretch(first, stop, stop + (first - stop) % line)
-            for column in parts_of(stretch, low, high, cut, self._written):
-                yield column._replace(key=key, bucket=run.bucket)
+            a, b, found = max(low, first), min(high, stop), list[Tensor]()
+            if a >= b:
+                continue
+            for k, each in enumerate(self._every):
+                whole = each.wholes[r]
+                if k in here:
+                    found.append(here[k].narrow(0, a - low, b - a))
+                elif whole is not None:
+                    found.append(whole.narrow(0, a, b - a))
+                else:
+                    found.append(each.pieces[index].detach().narrow(0, a - first, b - a))
+            after = (first - b) % LINE if coded else min(stop - b, (first - b) % LINE)
+            column = in_lines(found, self._written, (a - first) % LINE, after)
+            yield column._replace(key=key, bucket=run.bucket)
 
 
 def _refuse_live(tensors: Sequence[Tensor], donate: bool) -> None:
@@ -621,13 +595,6 @@ def _spans(
     ):
         first, *_, last = [*mine] * 2
         yield key, first[0], first[1], last[2]
-
-
-def _like(old: Tensor, device: torch.device) -> Tensor:
-    """Room for a new value of a tensor, where the old one lies."""
-    if offload.is_placed(old):
-        return old.unset()  # pyright: ignore[reportAttributeAccessIssue]
-    return _torch.host_buffer(old.nbytes, device).view(old.dtype).view(old.shape)
 
 
 def _livecopied(piece: Tensor, others: Sequence[Tensor]) -> Tensor:
@@ -676,14 +643,6 @@ def fresh(shards: Tree) -> Tree:
     if _torch.inside_torch_func():
         return tree.map_leaves(torch.clone, shards)
     return changed(shards, flat.copied)
-
-
-def in_chunks(shards: Tree) -> Tree:
-    """The tree with copies of everything that does not lie in a chunk of its own.
-
-    In groups of one rank a gradient is a view of what autograd gave, which may belong to others.
-    """
-    return changed(shards, lambda run, x: x if flat.is_in_chunk(run, x) else flat.copied(run, x))
 
 
 def changed(shards: Tree, fn: Callable[[flat.FlatRun, Tensor], Tensor]) -> Tree:

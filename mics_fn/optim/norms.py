@@ -70,7 +70,12 @@ def clipped(
         if max_value is not None:
             grad.clamp_min_(-max_value).clamp_max_(max_value)  # clamp_ has no rule for vmap
 
-    out = columns.map_columns(limit, columns.in_chunks(grads) if donate else grads, donate=donate)
+    given = grads
+    if donate:  # in groups of one rank a gradient is a view of what may belong to others
+        given = columns.changed(
+            grads, lambda r, x: x if flat.is_in_chunk(r, x) else flat.copied(r, x)
+        )
+    out = columns.map_columns(limit, given, donate=donate)
     if donate:
         shards.donate(grads, "grads", "Guard.judge", keep=out)
     return out

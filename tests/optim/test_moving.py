@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 import torch
 from cases import Layout, groups_of, random, same_bits
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 import mics_fn as mf
 from mics_fn import optim, tree
 from mics_fn.offload import in_file, where
-from mics_fn.optim.columns import Stretch, parts_of
 from mics_fn.optim.flat import by_leaf
 from mics_fn.shards import GradStream, grad_stream
 
@@ -146,35 +143,6 @@ def test_a_state_is_whole_or_known_to_be_lost(donate, at):
     else:
         same_bits(state.params, before)
     total.release()
-
-
-@settings(max_examples=40)
-@given(
-    start=st.integers(0, 300),
-    length=st.integers(1, 700),
-    cuts=st.lists(st.integers(0, 1000), max_size=4),
-    seed=st.integers(0, 9),
-)
-def test_parts_of_a_column_have_the_bits_of_the_whole(start, length, cuts, seed):
-    """Of a fused kernel, which rounds the last elements of a tensor in another way."""
-    every = [random(seed + i, start + length) for i in range(4)]
-    every[2] = every[2].square()
-
-    def step(p: Tensor, m: Tensor, v: Tensor, g: Tensor) -> None:
-        torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
-            *([p], [g], [m], [v], [], [torch.tensor(3.0)]), lr=1e-2, beta1=0.9, beta2=0.999,
-            weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
-        )  # fmt: skip
-
-    want = [x.clone() for x in every]
-    step(*(x[start:] for x in want))
-    got, stretch = [x.clone() for x in every], Stretch(start, start + length, start + length)
-    bounds = sorted({0, start + length, *(min(cut, start + length) for cut in cuts)})
-    for low, high in zip(bounds, bounds[1:], strict=False):
-        for part in parts_of(stretch, low, high, lambda a, b: [x[a:b] for x in got], 3):
-            step(*part.tensors)
-            part.finish()
-    same_bits(got, want)
 
 
 class Given:
