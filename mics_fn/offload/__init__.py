@@ -92,15 +92,13 @@ Start reading at `scratch.py`, with its notes; then `placed.py`. To add a place,
 it, and say in `placed.py` how tensors get there.
 """
 
+from mics_fn.offload import placed, scratch
 from mics_fn.offload.placed import (
-    Absent,
     Coded,
     FileTensor,
-    Geometry,
     Placed,
     ReadLock,
     coded,
-    compute,
     empty,
     empty_at,
     in_file,
@@ -110,24 +108,8 @@ from mics_fn.offload.placed import (
     place_tensor,
     placed_like,
     read,
-    refuse_writes,
-    search,
     store,
     transfer,
     unset_like,
-    view,
 )
-from mics_fn.offload.scratch import (
-    DEVICE,
-    HOST_BYTES,
-    Block,
-    Scratch,
-    Where,
-    aligned,
-    block_bytes,
-    cuts,
-    read_all,
-    stream,
-    where,
-    write_all,
-)
+from mics_fn.offload.scratch import DEVICE, HOST_BYTES, Block, Scratch, Where, cuts, stream, where

@@ -494,7 +494,6 @@ class Guard:
     Args:
       scale: the scale of the loss, by which gradients are divided.
       max_norm: gradients are multiplied so that their global norm is at most this.
-      max_value: after that each element is clamped to [-max_value, max_value].
       spike: a watch made by `norm_spike`.
       on_nonfinite: what is done with a loss or a gradient that is not finite on some rank: "skip"
         refuses the step, "raise" raises NonFiniteError on all ranks, "ignore" takes the step. By
@@ -526,16 +525,14 @@ class Guard:
 
     scale: LossScale = no_scale()
     max_norm: float | None = None
-    max_value: float | None = None
     spike: NormSpike | None = None
     on_nonfinite: Literal["skip", "raise", "ignore"] | None = None
     in_row: int = field(default=0, repr=False, compare=False)
     skipped: int = field(default=0, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, limit in (("max_norm", self.max_norm), ("max_value", self.max_value)):
-            if limit is not None:
-                checks.number("Guard", name, limit, above=0, finite=False)
+        if self.max_norm is not None:
+            checks.number("Guard", "max_norm", self.max_norm, above=0, finite=False)
         words = "skip", "raise", "ignore", None
         checks.choice("Guard", "on_nonfinite", self.on_nonfinite, *words)
         if self.on_nonfinite == "ignore" and self.scale.kind == "dynamic":
@@ -613,14 +610,13 @@ class Guard:
             factor = 1.0 if self.max_norm is None else norms.clip_factor(here, self.max_norm)
         elif totals is not None:
             totals.exchange()
-        limits = {"max_value": self.max_value, "donate": donate}
         found_inf = None
         if decides and totals is not None and not (wait or self.chosen or self.in_row):
             found_inf = (highest + totals.loss).isfinite().logical_not().float()
         elif totals is not None:
             totals.fetch()
         if found_inf is not None or not decides:
-            out = norms.clipped(found.given, factor, **limits)
+            out = norms.clipped(found.given, factor, donate=donate)
             return Verdict(out, norm, None, False, True, self, None, found_inf)
         # The host waits once for both numbers.
         times, most = torch.stack([torch.ones_like(highest) * factor, highest]).tolist()
@@ -635,7 +631,7 @@ class Guard:
             raise _error(*where, after.in_row)
         out = found.given
         if not refused:
-            out = norms.clipped(out, times / self.scale.value, **limits)
+            out = norms.clipped(out, times / self.scale.value, donate=donate)
         return Verdict(out, norm, finite, spike, not refused, after, where and where[2])
 
     def _after(self, norm: float, finite: bool) -> tuple[bool, bool, "Guard"]:

@@ -29,68 +29,59 @@ from mics_fn.tree import Tree
 
 def clipped(
     grads: Tree | GradStream,
-    factor: Tensor | float = 1.0,
-    max_value: float | None = None,
+    factor: Tensor | float,
     *,
     donate: bool = False,
 ) -> Any:
-    """Multiply gradients by a factor and clamp them, in one pass; all clipping is done here.
+    """Multiply gradients by a factor, in one pass.
 
     Args:
       grads: tree of shards, or a stream of gradients.
       factor: a float, or a 0-dim float64 tensor, for which the host does not wait.
-      max_value: elements are clamped to [-max_value, max_value].
       donate: write into the chunks of `grads`, which cannot be used afterwards.
 
     Returns:
-      The limited gradients; `grads` itself if the factor is 1 and there is no `max_value`.
+      The limited gradients; `grads` itself if the factor is 1.
 
     Memory: a copy of the shards; with `donate` only of those that do not lie in whole chunks.
 
     Raises:
       PlanError: `donate` where a derivative is asked for.
     """
-
-    if not isinstance(factor, Tensor) and factor == 1.0 and max_value is None:
+    if not isinstance(factor, Tensor) and factor == 1.0:
         return grads
-
     stream = shards.grad_stream(grads)
     if stream is not None:
-        return _clipped_stream(stream, factor, max_value)
+        return _clipped_stream(stream, factor)
 
     def limit(grad: Tensor) -> None:
         if not isinstance(factor, Tensor):
-            if factor != 1.0:
-                grad.mul_(factor)
+            grad.mul_(factor)
         elif grad.itemsize < 4:
             # A factor in float16 would be off by up to 1e-3, or be 0.
             grad.copy_(grad.float().mul_(factor.float()))
         else:
             grad.mul_(factor.to(grad.dtype))
-        if max_value is not None:
-            grad.clamp_min_(-max_value).clamp_max_(max_value)  # clamp_ has no rule for vmap
 
-    given = grads
-    if donate:  # in groups of one rank a gradient is a view of what may belong to others
-        given = columns.changed(
-            grads, lambda r, x: x if flat.is_in_chunk(r, x) else flat.copied(r, x)
-        )
+    def own(run: flat.FlatRun, x: Tensor) -> Tensor:
+        # In groups of one rank a gradient is a view of what autograd gave, which others may share.
+        return x if flat.is_in_chunk(run, x) else flat.copied(run, x)
+
+    given = columns.changed(grads, own) if donate else grads
     out = columns.map_columns(limit, given, donate=donate)
     if donate:
         shards.donate(grads, "grads", "Guard.judge", keep=out)
     return out
 
 
-def _clipped_stream(
-    given: GradStream, factor: Tensor | float, max_value: float | None
-) -> GradStream:
+def _clipped_stream(given: GradStream, factor: Tensor | float) -> GradStream:
     """Limit gradients as they are taken, in new memory."""
     leaves = [x for x in tree.flatten(given.like, is_leaf)[0] if isinstance(x, Sharded)]
 
     def take(place: int) -> list[Tensor]:
         pairs = zip(given.order[place], given.take(place), strict=True)
         kept = [Sharded(x.detach(), leaves[i].bucket, leaves[i].slot) for i, x in pairs]
-        return [x.data for x in clipped(kept, factor, max_value)]
+        return [x.data for x in clipped(kept, factor)]
 
     return replace(given, take=take)
 
@@ -127,11 +118,7 @@ def global_norm(grads: Tree, groups: Any) -> Tensor:
       >>> global_norm(shard([torch.tensor([3.0, 4.0])], groups), groups)
       tensor(5., dtype=torch.float64)
     """
-    found = _opened("global_norm", grads, groups, "grads")
-    problem = norm_problem("global_norm", found.owners)
-    if problem is not None:
-        raise problem
-    return norm_here(found)
+    return norm_here(_opened("global_norm", grads, groups, "grads", whole=True))
 
 
 class Measured(NamedTuple):
@@ -265,14 +252,11 @@ def norm_problem(verb: str, homes: Iterable[Home]) -> PlanError | None:
     if len(sets) < 2 and all(map(WHOLE, homes)):
         return None
     lines = [f"ranks {fold_ranks(sorted(ranks))}" for ranks in sets if ranks]
+    what = f"{verb}: these groups are a part of the world, and see the norm of their part alone"
     if len(sets) > 1:
         what = f"{verb}: leaves live on groups of different ranks, and no rank sees the whole norm"
-    else:
-        what = f"{verb}: these groups are a part of the world, and see the norm of their part alone"
-    fix = (
-        "clip by value (max_value=, clip_by_value), or take the norm over all parts yourself and "
-        "scale the gradients; if no other rank holds a part of this model: make_groups(whole=True)"
-    )
+    fix = "use clip_by_value, or take the norm over all parts yourself and scale the gradients; "
+    fix += "if no other rank holds a part of this model: make_groups(whole=True)"
     return PlanError(what, lines, fix=fix)
 
 
@@ -336,8 +320,11 @@ def clip_by_value(max_value: float) -> Transform:
     """
     checks.number("clip_by_value", "max_value", max_value, above=0, finite=False)
 
+    def clamp(grad: Tensor) -> None:
+        grad.clamp_min_(-max_value).clamp_max_(max_value)  # clamp_ has no rule for vmap
+
     def update(grads: Tree, state: tuple, params: Tree) -> tuple[Tree, tuple]:
-        return clipped(grads, max_value=max_value), state
+        return columns.map_columns(clamp, grads), state
 
     facts = {"optimizer": "clip_by_value", "max_value": max_value}
     return from_update(lambda params: (), update, facts)
@@ -377,8 +364,7 @@ def leaf_norms(shards: Tree, groups: Any) -> Tree:
 
     References: You et al. (LAMB), arXiv:1904.00962, whose trust ratios are ratios of such norms.
     """
-    found = _opened("leaf_norms", shards, groups)
-    norms: dict[int, Tensor] = {}
+    found, norms = _opened("leaf_norms", shards, groups), dict[int, Tensor]()
     for home, index in found.homes.items():
         if index:
             pieces = [found.pieces[i] for i in index]
@@ -417,10 +403,9 @@ def inner(a: Tree, b: Tree, groups: Any) -> Tensor:
       >>> inner(a, b, groups)
       tensor(30., dtype=torch.float64)
     """
-    left, right = _opened("inner", a, groups, "a"), _opened("inner", b, groups, "b")
-    problem = norm_problem("inner", left.owners)
-    if problem is not None:
-        raise problem
+    left, right = (
+        _opened("inner", x, groups, root, whole=True) for x, root in ((a, "a"), (b, "b"))
+    )
     x, y = left.found, right.found
     if x.spec != y.spec or x.geometry[:2] != y.geometry[:2]:
         raise LeafError("inner: the trees differ", fix="pass trees that were sharded together")
@@ -433,7 +418,9 @@ def inner(a: Tree, b: Tree, groups: Any) -> Tensor:
     return total
 
 
-def _opened(verb: str, given: Tree, groups: Any, root: str = "shards") -> Measured:
+def _opened(
+    verb: str, given: Tree, groups: Any, root: str = "shards", *, whole: bool = False
+) -> Measured:
     """Open a tree for numbers that may be differentiated.
 
     Then directions that only one rank differentiates by are refused, since after squares are added
@@ -441,11 +428,14 @@ def _opened(verb: str, given: Tree, groups: Any, root: str = "shards") -> Measur
     """
     given = flat.by_leaf(given)
     found = measured(verb, given, groups, root)
+    problem = norm_problem(verb, found.owners) if whole else None
+    if problem is not None:
+        raise problem
     if not shards.needs_derivative(found.pieces):
         return found
     opened, moved = shards.open_shards(verb, given, groups, root=root), dict[int, Tensor]()
     data = [opened.data[i] for use in opened.trained for i in use.members]
-    data = shards.linear_map("own", opened.trained, *data) if data else []
+    data = shards.linear_map("own", opened.trained, *data)
     for use, pieces in shards.deal(opened.trained, data):
         moved.update(zip(use.members, pieces, strict=True))
     return found._replace(pieces=[moved[i] for i in sorted(moved)], live=True)

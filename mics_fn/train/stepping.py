@@ -333,9 +333,13 @@ def can_overlap(options: StepOptions, guard: Guard) -> bool:
 
     The mean of buffers comes before the step, and on the wire behind every hop 2.
     """
-    limits = guard.max_norm is not None or guard.max_value is not None
     means = bool(options.program.buffers.averaged) and options.home.world_size > 1
-    return not (guard.decides or limits or means or options.replica_sync.reduce is not None)
+    return not (
+        guard.decides
+        or guard.max_norm is not None
+        or means
+        or options.replica_sync.reduce is not None
+    )
 
 
 def evaluated(options: StepOptions, loss: Tensor, batch: Any) -> Tensor:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mics_fn.errors import FileError
-from mics_fn.offload import Block, Scratch, block_bytes, cuts, empty, store, stream
+from mics_fn.offload import Block, Scratch, cuts, empty, store, stream
 from mics_fn.offload import scratch as _scratch
-from mics_fn.offload.scratch import PAGE
+from mics_fn.offload.scratch import PAGE, block_bytes
 
 MIB = 2**20
 

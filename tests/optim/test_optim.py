@@ -222,7 +222,7 @@ EVERY = {
 
 def odd_memory(layout, names, kinds):
     groups = groups_of(layout)
-    guard = mf.optim.Guard(max_value=0.1)
+    guard = mf.optim.Guard(mf.optim.static_scale(4.0))
     for name in names:
         start = mf.init_state(mf.shard(values(), groups), EVERY[name]())
         grads = mf.reduce_grads(grads_at(0), groups, like=start.params)
@@ -295,7 +295,7 @@ def of_parts(layout, shapes, chosen, bucket_bytes, name):
         return (state.params, state.opt), grads
 
     def judged(mine, donate):
-        guard = mf.optim.Guard(max_norm=0.1, max_value=0.05)
+        guard = mf.optim.Guard(max_norm=0.1)
         return guard.judge(mine, groups, donate=donate).grads, sharded(50)
 
     def synced(mine, donate):

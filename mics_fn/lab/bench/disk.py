@@ -24,6 +24,7 @@ from mics_fn.checkpoint import load, save, start_save
 from mics_fn.errors import human_bytes
 from mics_fn.lab.bench.turns import between, nbytes, ratio, say, spread, start
 from mics_fn.lab.report import add_count, table
+from mics_fn.offload import scratch
 
 _ADAMW: Any = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 LEAVES = 24  # of the parameters that are saved
@@ -121,14 +122,14 @@ class _SaveBench:
     def write(self) -> None:
         (self.folder / "plain").unlink(missing_ok=True)
         number = os.open(self.folder / "plain", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        offload.write_all(number, self.plain, 0)
+        scratch.write_all(number, self.plain, 0)
         os.fsync(number)
         os.close(number)
 
     def read(self) -> None:
         number = os.open(self.folder / "plain", os.O_RDONLY)
         for at in range(0, self.nbytes, 4 * 2**20):
-            offload.read_all(number, self.copy[at : at + 4 * 2**20], at)
+            scratch.read_all(number, self.copy[at : at + 4 * 2**20], at)
         os.close(number)
 
     def save(self, step: int) -> None:
@@ -224,8 +225,8 @@ class _DiskBench:
         self.scratch = offload.Scratch(folder)
         self.in_files = [offload.store(x, self.scratch) for x in self.moments]
         # Plain reading and writing is that of the same bytes, in the same places of the disk.
-        part = offload.block_bytes(config.host_mib[0] * 2**20)
-        self.memory = [offload.aligned(part) for _ in range(2)]
+        part = scratch.block_bytes(config.host_mib[0] * 2**20)
+        self.memory = [scratch.aligned(part) for _ in range(2)]
         self.places = [
             (x.extent.offset + at, min(part, x.extent.nbytes - at))
             for x in self.in_files
@@ -249,17 +250,17 @@ class _DiskBench:
     def plain(self) -> None:
         """Read part after part and write it back."""
         for number in range(len(self.places)):
-            self.move(number, offload.read_all)
-            self.move(number, offload.write_all)
+            self.move(number, scratch.read_all)
+            self.move(number, scratch.write_all)
 
     def overlapped(self) -> None:
         """Do the same, but read the next part while one is written."""
-        self.move(0, offload.read_all)
+        self.move(0, scratch.read_all)
         for number in range(len(self.places)):
-            behind = threading.Thread(target=self.move, args=[number, offload.write_all])
+            behind = threading.Thread(target=self.move, args=[number, scratch.write_all])
             behind.start()
             if number + 1 < len(self.places):
-                self.move(number + 1, offload.read_all)
+                self.move(number + 1, scratch.read_all)
             behind.join()
 
     def step(self, host_bytes: int, threads: int) -> None:
