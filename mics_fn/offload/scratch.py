@@ -85,17 +85,12 @@ class Where:
         if isinstance(value, Where):
             return value
         rules = list[tuple[str, str, str]]()
-        for number, clause in enumerate(filter(None, map(str.strip, (value or "").split(";")))):
-            head, colon, rest = clause.partition(":")
-            pattern, fields = (head.strip(), rest) if colon and "=" not in head else ("", clause)
-            if number and not pattern:
-                fix = "write overrides as in '*norm*: states=device', after the rest"
-                raise PlanError(f"where: no pattern in {clause!r}", fix=fix)
+        for pattern, parts in checks.clauses("where", value, "*norm*: states=device"):
             seen = list[str]()
-            for part in filter(None, map(str.strip, fields.split(","))):
+            for part in parts:
                 field, _, place = map(str.strip, part.partition("="))
                 if field not in _FIELDS or field in seen:
-                    text = f"where: {part!r} in {clause!r} gives no place for a field, or two"
+                    text = f"where: {part!r} gives no place for a field, or two"
                     raise PlanError(text, fix=f"write field=place; fields are {', '.join(_FIELDS)}")
                 seen.append(field)
                 rules.append((pattern, field, _place(place)))

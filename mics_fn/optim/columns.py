@@ -28,7 +28,7 @@ they are written; padding between leaves becomes zero before, so that it sets no
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import closing
-from itertools import groupby, pairwise, repeat
+from itertools import chain, groupby, pairwise, repeat
 from operator import add, itemgetter
 from typing import Any, NamedTuple
 
@@ -179,20 +179,17 @@ def written_storages(targets: Sequence[WorkingTree]) -> set[int] | None:
 
     Once it returns nobody reads them any more.
     """
-    parts, plain, found = list[Tensor](), list[Tensor](), list[tuple[int, int, int]]()
+    parts = list[Tensor]()
     for each in targets:
         for r in range(len(each.runs)):
             parts += each.parts(r)
-    for x in parts:
-        if type(x) not in _PLACED:
-            plain.append(x)
-            found.append((_torch.storage_id(x), int(x.storage_offset()), x.numel()))
-        elif type(x) is offload.FileTensor:
-            plain.append(x)
+    plain = [x for x in parts if type(x) is not offload.Coded]
     finish_readers(plain)
     if not flat.all_dense(plain):
         return None
-    found.sort()
+    here = [x for x in plain if type(x) is not offload.FileTensor]
+    offsets = map(int, map(Tensor.storage_offset, here))
+    found = sorted(zip(map(_torch.storage_id, here), offsets, map(Tensor.numel, here), strict=True))
     for a, b in pairwise(found):
         if a[0] == b[0] and b[1] < a[1] + a[2]:
             return None
@@ -345,14 +342,13 @@ class Columns:
         donate: bool = False,
     ) -> None:
         every, n = working_trees([*targets, *reads]), len(targets)
-        tensors = list[Any]()
-        self._stream: Any = None  # the gradients, if they are not all complete
+        tensors, self._stream = list[Any](), None  # the gradients, if they are not all complete
         for each in every:
             tensors += each.pieces or each.wholes
             self._stream = each if each.stream is not None else self._stream
         self._single: list[Column] | None = None  # where columns are single pieces
-        self.live = needs_derivative(by)  # whether derivatives may be asked of what is written
-        self.live = self.live or (torch.is_grad_enabled() and flat.any_requires_grad(tensors))
+        live = torch.is_grad_enabled() and flat.any_requires_grad(tensors)
+        self.live = live or needs_derivative(by)  # may derivatives be asked of what is written?
         self._every, self._written, self._keys = every, n, keys
         if self.live:
             _refuse_live(tensors, donate)
@@ -365,9 +361,8 @@ class Columns:
                     each.join(r)
         own = written_storages(every[:n]) if donate else None
         self._own, self._donate = own or set[int](), own is not None
-        self._runs, self._placed = every[0].runs, list[dict[int, Any]]()
-        for r in range(len(self._runs)):
-            self._placed.append(self._begin(r))
+        self._runs = every[0].runs
+        self._placed = list(map(self._begin, range(len(self._runs))))
 
     def __iter__(self) -> Iterator[list[Column]]:
         if self._single is not None:
@@ -376,10 +371,7 @@ class Columns:
 
     def targets(self) -> list[Any]:
         """The targets in new nodes, once the columns are written: `Unpacked`, and `FlatShards`."""
-        found = []
-        for each in self._every[: self._written]:
-            found.append(each.renewed())
-        return found
+        return list(map(WorkingTree.renewed, self._every[: self._written]))
 
     def _begin(self, r: int) -> dict[int, Any]:
         """What is fetched of the targets of a run, by their number; the others become copies."""
@@ -397,9 +389,7 @@ class Columns:
     def _in_memory(self) -> Generator[list[Column]]:
         """Yield the columns of the runs whose gradients have arrived."""
         for runs in self._ready():
-            found = list[Column]()
-            for r in runs:
-                found += self._of_run(r)
+            found = list(chain.from_iterable(map(self._of_run, runs)))
             if self._donate and found:
                 note_write()
             yield found
@@ -459,15 +449,14 @@ class Columns:
 
     def _of_run(self, r: int) -> Iterator[Column]:
         """The columns of a run in memory."""
-        run, wholes, keys = self._runs[r], list[Any](), self._keys
-        for each in self._every:
-            wholes.append(each.wholes[r])
+        run, keys = self._runs[r], self._keys
+        wholes: tuple[Any, ...] = tuple([each.wholes[r] for each in self._every])
         if type(None) in map(type, wholes):
             rows = zip(*map(WorkingTree.single, self._every, repeat(r)), strict=True)
             for i, tensors in zip(run.index, rows, strict=True):
                 yield Column(keys[i] if keys else None, tensors, run.bucket)
         elif keys is None and run.numel:
-            yield Column(None, tuple(wholes), run.bucket)
+            yield Column(None, wholes, run.bucket)
         else:
             yield from self._of_part(Part(r, 0, run.numel, {}, {}), {})
 
@@ -478,7 +467,7 @@ class Columns:
             own: Any = each.given
             own = own if each.stream is None else own.whole()
             given.append(flat.unpacked(flat.by_leaf(own)).pieces)
-        others, found = [value for value in by if isinstance(value, Tensor)], list[Column]()
+        others, found = [x for x in by if isinstance(x, Tensor)], list[Column]()
         for i, row in enumerate(zip(*given, strict=True)):
             made = [_livecopied(x, [*row, *others]) for x in row[:n]]
             found.append(Column(self._keys[i] if self._keys else None, (*made, *row[n:])))
@@ -516,12 +505,11 @@ class Columns:
         """Code what was written; padding becomes zero before."""
         run, low, high = self._runs[part.run], part.low, part.high
         gaps = list(zip(map(add, run.starts, run.lengths), run.starts[1:], strict=False))
-        bounds = [(max(low, a) - low, min(high, b) - low) for a, b in gaps]
         for k, goal in part.goals.items():
             if offload.is_coded(goal):
-                empty = [here[k][a:b] for a, b in bounds if a < b]
-                if empty:
-                    _torch.foreach_zero(empty)
+                for a, b in gaps:
+                    if a < high and low < b:
+                        here[k][max(0, a - low) : b - low] = 0.0
                 goal.write(0, here[k])
 
     def _travelling(self) -> Generator[Part]:
@@ -600,9 +588,7 @@ def _spans(
 def _livecopied(piece: Tensor, others: Sequence[Tensor]) -> Tensor:
     """A copy to write to in place; batched under vmap where any of the others is."""
     copy = piece.clone()
-    if not _torch.inside_torch_func():
-        return copy
-    for other in others:
+    for other in others if _torch.inside_torch_func() else ():
         never = torch.zeros_like(other, dtype=torch.bool)
         copy = torch.where(never, other.to(copy.dtype), copy)
     return copy

@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from operator import attrgetter
+from operator import attrgetter, mul
 from statistics import median
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
@@ -40,7 +40,6 @@ from mics_fn.collectives import collect_bytes, levels
 from mics_fn.errors import LeafError, NonFiniteError, PlanError, by_value, message, name_ranks
 from mics_fn.groups import Groups, Home, require_replicas
 from mics_fn.optim import norms
-from mics_fn.optim.flat import unpacked
 from mics_fn.tree import Tree
 
 
@@ -49,7 +48,7 @@ class HostCopy:
 
     def __init__(self, numbers: Tensor) -> None:
         buffer = _torch.host_buffer(numbers.nbytes, numbers.device).view(numbers.dtype)
-        self._host = buffer.view(numbers.shape).copy_(numbers, non_blocking=True)
+        self._host = buffer.copy_(numbers, non_blocking=True)
         self.queued = _torch.Queued(numbers.device)
 
     @cached_property
@@ -112,8 +111,8 @@ class LossScale:
         Raises:
           LeafError: `finite` is something else, such as a norm.
         """
-        if isinstance(finite, Tensor):
-            finite = bool(finite) if finite.dtype == torch.bool and finite.ndim == 0 else finite
+        if isinstance(finite, Tensor) and finite.dtype == torch.bool:
+            finite = bool(finite)
         if not isinstance(finite, bool):
             fix = "pass torch.isfinite(norm) or a bool, the same on all ranks"
             raise LeafError(f"adjust: finite is {finite!r}, not a bool", fix=fix)
@@ -216,25 +215,19 @@ def note_nonfinite(bucket: shards.Bucket, full: Tensor | None) -> None:
     if full is None:
         _seen.pop(bucket, None)
     elif full.numel() and not _torch.has_no_data(full):
-        if _torch.is_async(full.device) or not _seems_finite(full):
+        found = torch.zeros(len(bucket.shapes), dtype=full.dtype)
+        # A sum in float16 may overflow although no element does.
+        ends = full.aminmax if full.dtype == torch.float16 else lambda: (full.sum(),)
+        if _torch.is_async(full.device) or not all(math.isfinite(x.item()) for x in ends()):
             found = _magnitudes(shards.pack.split_full(bucket, full))
-        else:
-            found = torch.zeros(len(bucket.shapes), dtype=full.dtype)
         before = _seen.get(bucket)
-        if before is not None and before.device == found.device:
-            found = torch.maximum(before, found)
-        _seen[bucket] = found
+        same = before is not None and before.device == found.device
+        _seen[bucket] = torch.maximum(before, found) if same else found
 
 
 def kind_of(values: Tensor) -> str:
     """NaN, infinite or finite: the first of these that a value is."""
     return _kind(_magnitudes([values]).item())
-
-
-def _seems_finite(full: Tensor) -> bool:
-    # A sum in float16 may overflow although no element does.
-    ends = full.aminmax() if full.dtype == torch.float16 else (full.sum(),)
-    return all(math.isfinite(x.item()) for x in ends)
 
 
 def _magnitudes(leaves: list[Tensor]) -> Tensor:
@@ -264,7 +257,7 @@ def find_nonfinite(
     Communication: over the ranks of all groups a number of each rank, then two words of each.
     """
     leaves, homes = found.found.trained, list(found.homes)
-    pieces = unpacked(found.given).whole().pieces
+    pieces = found.found.whole().pieces
     odd = (i for i, x in enumerate(pieces) if x.numel() and kind_of(x) != "finite")
     (firsts,) = _said(homes, [f"{next(odd, len(leaves))}"])
     at = min(map(int, firsts.values()))
@@ -272,20 +265,20 @@ def find_nonfinite(
     if at < len(leaves):
         seen = _seen.get(leaves[at].bucket)
         kind = "" if seen is None else _kind(seen[leaves[at].slot].item())
-        home = next(home for home, index in found.homes.items() if at in index)
-        if len(home.ranks) == 1:  # it reduced nothing
-            kind = kind_of(pieces[at])
+        if any(at in index for home, index in found.homes.items() if len(home.ranks) == 1):
+            kind = kind_of(pieces[at])  # it reduced nothing
     losses, kinds = _said(homes, ["" if loss is None else kind_of(loss), kind])
     at_loss, ranks = _odd(losses)
     if at == len(leaves):
-        text = "every gradient is finite, but their norm exceeds float32"
-        if at_loss:
-            text = f"the loss is {at_loss}; every gradient is finite"
-        return "", ranks, text
-    path = tree.join("grads", found.found.paths[at])
-    where, odd = _odd(kinds)
+        why = f"the loss is {at_loss}; every gradient is finite"
+        return (
+            "",
+            ranks,
+            why if at_loss else "every gradient is finite, but their norm exceeds float32",
+        )
+    path, (where, own) = tree.join("grads", found.found.paths[at]), _odd(kinds)
     if where:
-        return path, odd, f"{path} is {where}"
+        return path, own, f"{path} is {where}"
     if all(kinds.values()):
         return path, (), f"{path} is finite on each rank, but not after the reduction"
     if at_loss:
@@ -391,12 +384,12 @@ class StepTotals:
             return
         _warned.add("samples")
         text = f"Trainer: rank {self.home.rank} has {own} samples in this step, and the {n} ranks"
-        lines = ["each rank counts the same, so this is not the mean over samples; said once"]
+        text += f" have {samples} together; each rank counts the same (said once)"
         fix = "give all ranks equally many, or pass weight=, such as the number of samples"
-        warnings.warn(message(f"{text} have {samples} together", lines, fix), stacklevel=6)
+        warnings.warn(message(text, fix=fix), stacklevel=6)
 
 
-_RANKS = attrgetter("ranks")
+_RANKS, _SIZE = attrgetter("ranks"), attrgetter("partition_size")
 # How many steps in a row may not be finite until that is an error, by `on_nonfinite`.
 _IN_ROW = {"raise": 1, None: 3}
 
@@ -594,7 +587,7 @@ class Guard:
           NonFiniteError: on all ranks, with "raise"; nothing was written.
         """
         found = norms.measured("Guard.judge", grads, groups)
-        if found.stream is None:
+        if found.found.stream is None:
             fix = "judge outside, or in torch.no_grad(); global_norm can be differentiated"
             shards.refuse_derivative("Guard.judge", found.pieces, fix)
         with torch.no_grad():
@@ -654,12 +647,10 @@ class Guard:
         ranks = set(map(frozenset, map(_RANKS, found.homes)))
         if totals is not None and ranks <= {frozenset(totals.home.ranks)}:
             # Of each of its groups there are p parts, and the message gives a mean over all ranks.
-            parts = list[Tensor]()
-            for home, squares in norms.squares_here(found).items():
-                parts.append(squares * home.partition_size)
+            sums = norms.squares_here(found)
+            parts = list(map(mul, sums.values(), map(_SIZE, sums)))
             norm = totals.exchange(torch.stack(parts).sum() if parts else None).sqrt()
-            norm = norm / self.scale.value
-            return norm, norm
+            return (norm / self.scale.value,) * 2
         norm = highest = norms.norm_here(found) / self.scale.value
         if totals is not None:
             totals.exchange()

@@ -125,17 +125,14 @@ class Measured(NamedTuple):
     """A tree of shards of which numbers are wanted that depend on all of it.
 
     Args:
-      given, groups: as they were given.
-      stream: gradients that may not all be complete; None of any other tree.
-      found: the tree, flattened; of a stream that of its parameters.
-      pieces: those of which numbers are taken.
+      given: it as it was given.
+      found: the same, flattened; it may be a stream.
+      pieces: those of which numbers are taken; of a stream those of its parameters.
       homes: the groups of any leaf, each once, with the numbers of the pieces that live on them.
       live: whether a derivative is asked for.
     """
 
     given: Any
-    groups: Any
-    stream: GradStream | None
     found: flat.Unpacked
     pieces: list[Tensor]
     homes: dict[Home, list[int]]
@@ -149,8 +146,7 @@ class Measured(NamedTuple):
 
 def measured(verb: str, grads: Tree, groups: Any, root: str = "grads") -> Measured:
     """Open gradients, or a stream of them, with the groups of each trained leaf."""
-    stream = shards.grad_stream(grads)
-    found = flat.unpacked(grads if stream is None else stream.like)
+    found = flat.unpacked(grads)
     if len(found.trained) < len(found.leaves):
         shards.check_leaves(verb, found.shards, found.leaves, root)
     homes: dict[Home, list[int]] = {}
@@ -159,7 +155,7 @@ def measured(verb: str, grads: Tree, groups: Any, root: str = "grads") -> Measur
         index = homes.setdefault(home, [])
         if isinstance(leaf, Sharded):
             index.append(next(number))
-    return Measured(grads, groups, stream, found, found.pieces, homes)
+    return Measured(grads, found, found.pieces, homes)
 
 
 def norm_here(found: Measured) -> Tensor:
@@ -176,13 +172,13 @@ def squares_here(found: Measured) -> dict[Home, Tensor]:
 
     Memory: of gradients elsewhere one bucket at a time is on the device.
     """
-    if found.stream is None:
+    stream = found.found.stream
+    if stream is None:
         every = _squares(found.pieces, found.live)
     else:
         squares: dict[int, Tensor] = {}
-        for place, numbers in enumerate(found.stream.order):
-            here = _squares(found.stream.take(place))
-            squares.update(zip(numbers, here.unbind(), strict=True))
+        for place, numbers in enumerate(stream.order):
+            squares.update(zip(numbers, _squares(stream.take(place)).unbind(), strict=True))
         every = torch.stack([squares[i] for i in range(len(squares))])
     sums = {}
     for home, index in found.homes.items():

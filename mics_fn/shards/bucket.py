@@ -462,15 +462,11 @@ class Precision:
         if isinstance(value, Precision):
             return value
         base, overrides = dict[str, Any](), list[tuple[str, Precision]]()
-        for number, clause in enumerate(filter(None, map(str.strip, (value or "").split(";")))):
-            pattern, colon, fields = clause.rpartition(":")
-            if colon:
-                overrides.append((pattern.strip(), cls(**_read(clause, fields))))
-            elif number:
-                fix = "write overrides as in '*norm*: compute=f32', after the rest"
-                raise PlanError(f"Precision.parse: no pattern in {clause!r}", fix=fix)
+        for pattern, parts in checks.clauses("Precision.parse", value, "*norm*: compute=f32"):
+            if pattern:
+                overrides.append((pattern, cls(**_read(parts))))
             else:
-                base = _read(clause, fields)
+                base = _read(parts)
         return cls(**base, overrides=tuple(overrides))
 
     def __str__(self) -> str:
@@ -538,14 +534,14 @@ class Precision:
         return self.compute or (None if isinstance(self.param, Codec) else self.param)  # pyright: ignore
 
 
-def _read(clause: str, fields: str) -> dict[str, Any]:
+def _read(parts: list[str]) -> dict[str, Any]:
     """The fields that a clause of a text sets, as texts."""
     found: dict[str, Any] = {}
-    for part in filter(None, map(str.strip, fields.split(","))):
+    for part in parts:
         name, equals, value = map(str.strip, part.rpartition("="))
         name = name if equals else "compute"
         if name in found or name not in FIELDS:
             fix = f"give each of {', '.join(FIELDS)} once at most"
-            raise PlanError(f"Precision.parse: {part!r} in {clause!r}", fix=fix)
+            raise PlanError(f"Precision.parse: {part!r} in {','.join(parts)!r}", fix=fix)
         found[name] = value
     return found
