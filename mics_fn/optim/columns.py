@@ -342,7 +342,8 @@ class Columns:
         donate: bool = False,
     ) -> None:
         every, n = working_trees([*targets, *reads]), len(targets)
-        tensors, self._stream = list[Any](), None  # the gradients, if they are not all complete
+        tensors = list[Any]()
+        self._stream: Any = None  # the gradients, if they are not all complete
         for each in every:
             tensors += each.pieces or each.wholes
             self._stream = each if each.stream is not None else self._stream

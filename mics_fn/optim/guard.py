@@ -221,8 +221,9 @@ def note_nonfinite(bucket: shards.Bucket, full: Tensor | None) -> None:
         if _torch.is_async(full.device) or not all(math.isfinite(x.item()) for x in ends()):
             found = _magnitudes(shards.pack.split_full(bucket, full))
         before = _seen.get(bucket)
-        same = before is not None and before.device == found.device
-        _seen[bucket] = torch.maximum(before, found) if same else found
+        if before is not None and before.device == found.device:
+            found = torch.maximum(before, found)
+        _seen[bucket] = found
 
 
 def kind_of(values: Tensor) -> str:
@@ -650,7 +651,8 @@ class Guard:
             sums = norms.squares_here(found)
             parts = list(map(mul, sums.values(), map(_SIZE, sums)))
             norm = totals.exchange(torch.stack(parts).sum() if parts else None).sqrt()
-            return (norm / self.scale.value,) * 2
+            norm = norm / self.scale.value
+            return norm, norm
         norm = highest = norms.norm_here(found) / self.scale.value
         if totals is not None:
             totals.exchange()
