@@ -12,7 +12,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter, signature
 from numbers import Real
 from typing import Any, NoReturn
@@ -202,24 +202,6 @@ def matches(pattern: str, path: str) -> bool:
     """
     wild = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
     return re.fullmatch(wild, path, re.DOTALL) is not None
-
-
-def clauses(verb: str, text: str | None, example: str) -> Iterator[tuple[str, list[str]]]:
-    """Read a text of clauses: pairs of a pattern, "" for all leaves, and the parts behind it.
-
-    >>> list(clauses("f", "param=f32, bf16; *norm*: compute=f32", "*norm*: f32"))
-    [('', ['param=f32', 'bf16']), ('*norm*', ['compute=f32'])]
-
-    Raises:
-      PlanError: a clause behind the first one has no pattern.
-    """
-    for number, clause in enumerate(filter(None, map(str.strip, (text or "").split(";")))):
-        head, colon, rest = clause.partition(":")
-        pattern, parts = (head.strip(), rest) if colon and "=" not in head else ("", clause)
-        if number and not pattern:
-            fix = f"write overrides as in {example!r}, after the rest"
-            raise PlanError(f"{verb}: no pattern in {clause!r}", fix=fix)
-        yield pattern, list(filter(None, map(str.strip, parts.split(","))))
 
 
 def check_matched(

@@ -84,24 +84,25 @@ class Where:
         """
         if isinstance(value, Where):
             return value
-        rules = list[tuple[str, str, str]]()
-        for pattern, parts in checks.clauses("where", value, "*norm*: states=device"):
-            seen = list[str]()
-            for part in parts:
+        rules = dict[tuple[str, str], str]()
+        for number, clause in enumerate(filter(None, map(str.strip, (value or "").split(";")))):
+            head, colon, rest = clause.partition(":")
+            pattern, fields = (head.strip(), rest) if colon and "=" not in head else ("", clause)
+            if number and not pattern:
+                fix = "write overrides as in '*norm*: states=device', after the rest"
+                raise PlanError(f"where: no pattern in {clause!r}", fix=fix)
+            for part in filter(None, map(str.strip, fields.split(","))):
                 field, _, place = map(str.strip, part.partition("="))
-                if field not in _FIELDS or field in seen:
+                if field not in _FIELDS or (pattern, field) in rules:
                     text = f"where: {part!r} gives no place for a field, or two"
                     raise PlanError(text, fix=f"write field=place; fields are {', '.join(_FIELDS)}")
-                seen.append(field)
-                rules.append((pattern, field, _place(place)))
-        return cls(tuple(rules))
+                rules[pattern, field] = _place(place)
+        return cls(tuple([(*key, place) for key, place in rules.items()]))
 
     def __str__(self) -> str:
-        clauses = dict[str, list[str]]()
-        for pattern, field, place in self.rules:
-            clauses.setdefault(pattern, []).append(f"{field}={place}")
-        texts = {pattern: ", ".join(parts) for pattern, parts in clauses.items()}
-        return "; ".join(f"{p}: {text}" if p else text for p, text in texts.items())
+        base = ", ".join(f"{field}={place}" for pattern, field, place in self.rules if not pattern)
+        rest = [f"{pattern}: {field}={place}" for pattern, field, place in self.rules if pattern]
+        return "; ".join([base, *rest] if base else rest)
 
     def at(self, path: str, field: str, device: torch.device) -> str:
         """Find the place of one leaf on a device; on the CPU the host is the device."""

@@ -27,12 +27,7 @@ from mics_fn.tree import Tree
 # Limits on gradients: a factor and a clamp, in one pass.
 
 
-def clipped(
-    grads: Tree | GradStream,
-    factor: Tensor | float,
-    *,
-    donate: bool = False,
-) -> Any:
+def clipped(grads: Tree | GradStream, factor: Tensor | float, *, donate: bool = False) -> Any:
     """Multiply gradients by a factor, in one pass.
 
     Args:

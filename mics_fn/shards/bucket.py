@@ -462,11 +462,15 @@ class Precision:
         if isinstance(value, Precision):
             return value
         base, overrides = dict[str, Any](), list[tuple[str, Precision]]()
-        for pattern, parts in checks.clauses("Precision.parse", value, "*norm*: compute=f32"):
-            if pattern:
-                overrides.append((pattern, cls(**_read(parts))))
+        for number, clause in enumerate(filter(None, map(str.strip, (value or "").split(";")))):
+            pattern, colon, fields = clause.rpartition(":")
+            if colon:
+                overrides.append((pattern.strip(), cls(**_read(clause, fields))))
+            elif number:
+                fix = "write overrides as in '*norm*: compute=f32', after the rest"
+                raise PlanError(f"Precision.parse: no pattern in {clause!r}", fix=fix)
             else:
-                base = _read(parts)
+                base = _read(clause, fields)
         return cls(**base, overrides=tuple(overrides))
 
     def __str__(self) -> str:
@@ -534,14 +538,14 @@ class Precision:
         return self.compute or (None if isinstance(self.param, Codec) else self.param)  # pyright: ignore
 
 
-def _read(parts: list[str]) -> dict[str, Any]:
+def _read(clause: str, fields: str) -> dict[str, Any]:
     """The fields that a clause of a text sets, as texts."""
     found: dict[str, Any] = {}
-    for part in parts:
+    for part in filter(None, map(str.strip, fields.split(","))):
         name, equals, value = map(str.strip, part.rpartition("="))
         name = name if equals else "compute"
         if name in found or name not in FIELDS:
             fix = f"give each of {', '.join(FIELDS)} once at most"
-            raise PlanError(f"Precision.parse: {part!r} in {','.join(parts)!r}", fix=fix)
+            raise PlanError(f"Precision.parse: {part!r} in {clause!r}", fix=fix)
         found[name] = value
     return found
