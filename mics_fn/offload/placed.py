@@ -174,16 +174,12 @@ class Absent(torch.Tensor):
 # These methods never reach an op: torch would answer them by writing to a value that is then lost,
 # by an error about fake tensors, or by reading from an invalid address. For an in-place change of a
 # view that a Function made, autograd has a less helpful error.
-_WRITES = (
-    "apply_ map_ map2_ resize_ resize_as_ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__"
-)
-_WRITES += " __imod__ __ipow__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__ __idiv__"
+_WRITES = "apply_ map_ map2_ resize_ resize_as_ __iadd__ __isub__ __imul__ __itruediv__ __imod__"
+_WRITES += " __ifloordiv__ __ipow__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__ __idiv__"
 _REFUSED = {name: (f"{name} writes to", "") for name in _WRITES.split()}
+_CLONE = "pass a clone(), which has memory of its own"
 for _name in ("data_ptr", "untyped_storage", "storage", "share_memory_", "__dlpack__"):
-    _REFUSED[_name] = (
-        f"{_name} asks for the memory of",
-        "pass a clone(), which has memory of its own",
-    )
+    _REFUSED[_name] = f"{_name} asks for the memory of", _CLONE
 _REFUSED["__reduce_ex__"] = "torch.save and pickle want the memory of", "save shards, or a clone()"
 
 
@@ -518,9 +514,7 @@ class CodedMemory:
     or float32 largest magnitudes, are views of the row.
     """
 
-    def __init__(
-        self, codec: Codec, numel: int, device: torch.device, row: Tensor | None = None
-    ) -> None:
+    def __init__(self, codec: Codec, numel: int, device: Any, row: Tensor | None = None) -> None:
         numel = -(-numel // codec.block) * codec.block
         if row is None:
             row = torch.zeros(codec.nbytes(numel), dtype=torch.uint8, device=device)

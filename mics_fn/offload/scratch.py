@@ -494,9 +494,7 @@ def stream(
     scratch.give(memory)  # no thread has it any more
 
 
-def _begin(
-    turns: SimpleQueue[int], window: Tensor, done: Block | None, following: Block | None
-) -> Job:
+def _begin(turns: Any, window: Tensor, done: Block | None, following: Block | None) -> Job:
     """Begin to write a block and to read another one into its window."""
     writes = [] if done is None else done.moves(window, done.writes)
     reads = [] if following is None else following.moves(window, following.reads)

@@ -74,9 +74,7 @@ class WorkingTree:
       runs: those of all trees of the step.
     """
 
-    def __init__(
-        self, given: flat.Unpacked | flat.FlatShards, runs: tuple[flat.FlatRun, ...]
-    ) -> None:
+    def __init__(self, given: Any, runs: tuple[flat.FlatRun, ...]) -> None:
         self.given, self.runs = given, runs
         self.stream: Any = getattr(given, "stream", None)  # of gradients that are not all complete
         self.wholes: list[Any] = [None] * len(runs)  # by run
@@ -574,14 +572,11 @@ def _refuse_live(tensors: Sequence[Tensor], donate: bool) -> None:
         raise PlanError(text, fix="pass donate=False, or call it under torch.no_grad()")
 
 
-def _spans(
-    run: flat.FlatRun, keys: Sequence[Hashable] | None, singly: bool
-) -> Iterator[tuple[Hashable, int, int, int]]:
+def _spans(run: flat.FlatRun, keys: Any, singly: bool) -> Iterator[tuple[Any, int, int, int]]:
     """Yield keys, first pieces, starts and ends of the columns of a run, or of its pieces."""
     places = zip(run.index, run.starts, map(add, run.starts, run.lengths), strict=True)
-    for (key, _), mine in groupby(
-        places, lambda x: (keys[x[0]] if keys else None, singly and x[0])
-    ):
+    key_of = lambda x: (keys[x[0]] if keys else None, singly and x[0])  # noqa: E731
+    for (key, _), mine in groupby(places, key_of):
         first, *_, last = [*mine] * 2
         yield key, first[0], first[1], last[2]
 

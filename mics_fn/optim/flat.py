@@ -39,6 +39,7 @@ from mics_fn.tree import Tree
 
 V = TypeVar("V")
 Place = tuple[Bucket, int]  # bucket and slot of a piece
+Ints = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,12 @@ class FlatRun:
     """
 
     bucket: Bucket
-    members: tuple[int, ...]
-    index: tuple[int, ...]
-    starts: tuple[int, ...]
-    lengths: tuple[int, ...]
-    gaps: tuple[int, ...]
-    sizes: tuple[int, ...]
+    members: Ints
+    index: Ints
+    starts: Ints
+    lengths: Ints
+    gaps: Ints
+    sizes: Ints
     numel: int
     complete: bool
 
@@ -118,9 +119,7 @@ def whole_run(run: FlatRun, pieces: Sequence[Any]) -> Tensor | None:
 
 
 @lru_cache(maxsize=64)
-def runs_of(
-    buckets: tuple[Bucket, ...], slots: tuple[int, ...], lengths: tuple[int, ...]
-) -> tuple[FlatRun, ...]:
+def runs_of(buckets: tuple[Bucket, ...], slots: Ints, lengths: Ints) -> tuple[FlatRun, ...]:
     """The runs of pieces of these lengths; of leaves that occur again, others than the first."""
     seen: Counter[tuple] = Counter()
     by_bucket: dict[tuple, dict[int, int]] = {}

@@ -242,9 +242,7 @@ def _kind(highest: float) -> str:
     return "NaN" if math.isnan(highest) else "infinite" if math.isinf(highest) else "finite"
 
 
-def find_nonfinite(
-    found: norms.Measured, loss: Tensor | None = None
-) -> tuple[str, tuple[int, ...], str]:
+def find_nonfinite(found: norms.Measured, loss: Tensor | None) -> tuple[str, tuple, str]:
     """Find where a gradient is not finite, the same on all ranks.
 
     Args:
@@ -272,11 +270,8 @@ def find_nonfinite(
     at_loss, ranks = _odd(losses)
     if at == len(leaves):
         why = f"the loss is {at_loss}; every gradient is finite"
-        return (
-            "",
-            ranks,
-            why if at_loss else "every gradient is finite, but their norm exceeds float32",
-        )
+        norm = "every gradient is finite, but their norm exceeds float32"
+        return "", ranks, why if at_loss else norm
     path, (where, own) = tree.join("grads", found.found.paths[at]), _odd(kinds)
     if where:
         return path, own, f"{path} is {where}"
@@ -641,9 +636,7 @@ class Guard:
         after = replace(self, scale=scale, spike=watch, in_row=in_row, skipped=skipped)
         return refused, spike, after
 
-    def _norms(
-        self, found: norms.Measured, totals: StepTotals | None, decides: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _norms(self, found: norms.Measured, totals: Any, decides: bool) -> tuple[Tensor, Tensor]:
         """Compute the unscaled norm of this rank, and the highest of any rank if that is needed."""
         ranks = set(map(frozenset, map(_RANKS, found.homes)))
         if totals is not None and ranks <= {frozenset(totals.home.ranks)}:

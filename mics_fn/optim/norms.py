@@ -113,7 +113,7 @@ def global_norm(grads: Tree, groups: Any) -> Tensor:
       >>> global_norm(shard([torch.tensor([3.0, 4.0])], groups), groups)
       tensor(5., dtype=torch.float64)
     """
-    return norm_here(_opened("global_norm", grads, groups, "grads", whole=True))
+    return norm_here(_opened("global_norm", grads, groups, "grads", True))
 
 
 class Measured(NamedTuple):
@@ -355,7 +355,7 @@ def leaf_norms(shards: Tree, groups: Any) -> Tree:
 
     References: You et al. (LAMB), arXiv:1904.00962, whose trust ratios are ratios of such norms.
     """
-    found, norms = _opened("leaf_norms", shards, groups), dict[int, Tensor]()
+    found, norms = _opened("leaf_norms", shards, groups, "shards", False), dict[int, Tensor]()
     for home, index in found.homes.items():
         if index:
             pieces = [found.pieces[i] for i in index]
@@ -394,9 +394,8 @@ def inner(a: Tree, b: Tree, groups: Any) -> Tensor:
       >>> inner(a, b, groups)
       tensor(30., dtype=torch.float64)
     """
-    left, right = (
-        _opened("inner", x, groups, root, whole=True) for x, root in ((a, "a"), (b, "b"))
-    )
+    left = _opened("inner", a, groups, "a", True)
+    right = _opened("inner", b, groups, "b", True)
     x, y = left.found, right.found
     if x.spec != y.spec or x.geometry[:2] != y.geometry[:2]:
         raise LeafError("inner: the trees differ", fix="pass trees that were sharded together")
@@ -409,9 +408,7 @@ def inner(a: Tree, b: Tree, groups: Any) -> Tensor:
     return total
 
 
-def _opened(
-    verb: str, given: Tree, groups: Any, root: str = "shards", *, whole: bool = False
-) -> Measured:
+def _opened(verb: str, given: Tree, groups: Any, root: str, whole: bool) -> Measured:
     """Open a tree for numbers that may be differentiated.
 
     Then directions that only one rank differentiates by are refused, since after squares are added

@@ -770,9 +770,7 @@ def _object_on(cls: Any, options: dict[str, Any], value: Tensor) -> tuple[Any, T
     return optimizer, param
 
 
-def _step_object(
-    cls: Any, options: dict[str, Any], names: tuple[str, ...], columns: Sequence[list], now: _Now
-) -> dict[str, Tensor]:
+def _step_object(cls: Any, options: Any, names: Any, columns: Any, now: _Now) -> dict[str, Tensor]:
     """Step in place on columns by an object of a class; gives the new scalars."""
     pieces, *moments, grads = columns
     params = list(map(_with_grad, pieces, grads))
