@@ -413,8 +413,9 @@ class FileTensor(Placed):
 
     def unset(self) -> "FileTensor":
         """Allocate a tensor in the same file."""
-        leaf, device = self.leaf, self.device
-        return empty(self.extent.scratch, self.shape, self.dtype, leaf=leaf, device=device)
+        return empty(
+            self.extent.scratch, self.shape, self.dtype, leaf=self.leaf, device=self.device
+        )
 
     def fill(self, low: int, values: Tensor) -> None:
         """Write elements."""
