@@ -70,7 +70,7 @@ class LossScale:
     Args:
       kind: which of the three functions made it.
       value: the scale.
-      factor, interval, min, max: as for `dynamic_scale`.
+      factor, interval: as for `dynamic_scale`.
       good_steps: finite steps in a row since the last overflow or growth.
       overflows: all steps with an overflow so far.
 
@@ -79,23 +79,20 @@ class LossScale:
     """
 
     CHANGING: ClassVar = ("value", "good_steps", "overflows")  # from step to step
+    LEAST, MOST = 1.0, 2.0**24  # of a dynamic scale
 
     kind: Literal["none", "static", "dynamic"]
     value: float
     factor: float = 2.0
     interval: int = 2000
-    min: float = 1.0
-    max: float = 2.0**24
     good_steps: int = 0
     overflows: int = 0
 
     def __post_init__(self) -> None:
-        verb, low = "LossScale", self.min
-        checks.number(verb, "value", self.value, above=0)
+        checks.number("LossScale", "value", self.value, above=0)
         if self.kind == "dynamic":
-            checks.number(verb, "factor", self.factor, above=1)
-            checks.number(verb, "value", self.value, least=low, fix=f"min={low:g} is the lowest")
-            checks.number(verb, "max", self.max, least=self.value)
+            checks.number("LossScale", "factor", self.factor, above=1)
+            checks.number("LossScale", "value", self.value, least=self.LEAST, below=self.MOST + 1)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the scale; keep it in float32, since float16 has no number above 65504."""
@@ -123,9 +120,9 @@ class LossScale:
             return replace(self, overflows=overflows)
         value, good = self.value, self.good_steps + 1
         if not finite:
-            value, good = max(value / self.factor, self.min), 0
+            value, good = max(value / self.factor, self.LEAST), 0
         elif good == self.interval:
-            value, good = min(value * self.factor, self.max), 0
+            value, good = min(value * self.factor, self.MOST), 0
         return replace(self, value=value, good_steps=good, overflows=overflows)
 
 
@@ -162,25 +159,16 @@ def static_scale(scale: float) -> LossScale:
     return LossScale("static", float(scale))
 
 
-def dynamic_scale(
-    init: float = 2.0**16,
-    *,
-    factor: float = 2.0,
-    interval: int = 2000,
-    min: float = 1.0,
-    max: float = 2.0**24,
-) -> LossScale:
+def dynamic_scale(init: float = 2.0**16, *, factor: float = 2.0, interval: int = 2000) -> LossScale:
     """A scale that falls at overflows and grows again after a run of finite steps.
 
     Each overflow divides the scale by `factor`. `interval` finite steps in a row multiply it by
-    `factor`; an overflow starts that count again.
+    `factor`; an overflow starts that count again. It stays between 1 and 2**24.
 
     Args:
       init: the first scale. With powers of two, here and as `factor`, nothing is rounded.
       factor: above 1.
       interval: finite steps in a row before the scale grows.
-      min: the lowest scale.
-      max: the highest scale.
 
     Returns:
       A `LossScale`.
@@ -200,7 +188,7 @@ def dynamic_scale(
     References: Mixed Precision Training, Micikevicius et al., ICLR 2018, arXiv:1710.03740, section
       3.2.
     """
-    return LossScale("dynamic", float(init), float(factor), interval, float(min), float(max))
+    return LossScale("dynamic", float(init), float(factor), interval)
 
 
 # Which leaf of a gradient is not finite, and on which ranks that arose.
@@ -630,7 +618,7 @@ class Guard:
         spike, watch = (False, None) if self.spike is None else self.spike.observe(norm)
         skips = not finite and self.on_nonfinite != "ignore"
         refused = skips or spike
-        falls = self.scale.kind == "dynamic" and self.scale.value > self.scale.min
+        falls = self.scale.kind == "dynamic" and self.scale.value > self.scale.LEAST
         in_row = self.in_row + 1 if skips and not falls else 0
         scale, skipped = self.scale.adjust(finite), self.skipped + refused
         after = replace(self, scale=scale, spike=watch, in_row=in_row, skipped=skipped)

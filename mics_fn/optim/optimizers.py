@@ -95,9 +95,7 @@ class Transform(NamedTuple):
 
 
 def from_update(
-    init: Callable[[Tree], Any],
-    update: Callable[..., tuple[Tree, Any]],
-    facts: Facts | None = None,
+    init: Callable[[Tree], Any], update: Callable[..., tuple[Tree, Any]], facts: Facts | None = None
 ) -> Transform:
     """An elementwise optimizer of one's own: a `Transform` from its `init` and `update`.
 
@@ -412,12 +410,7 @@ Rule = Callable[..., dict[str, Tensor]]
 
 
 def _by_rule(
-    verb: str,
-    rule: Rule,
-    options: dict[str, Any],
-    moments: tuple[str, ...],
-    scalars: tuple[str, ...] = (),
-    begins: Callable[[str, Tensor], Tensor] | None = None,
+    verb: str, rule: Rule, options: Any, moments: tuple, scalars: tuple = (), begins: Any = None
 ) -> Transform:
     """Make a `Transform` of a rule.
 
