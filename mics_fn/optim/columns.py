@@ -331,13 +331,7 @@ class Columns:
     """
 
     def __init__(
-        self,
-        targets: Sequence[Tree],
-        reads: Sequence[Tree] = (),
-        keys: Sequence[Hashable] | None = None,
-        *,
-        by: Sequence[Any] = (),
-        donate: bool = False,
+        self, targets: Sequence[Tree], reads: Any, keys: Any = None, *, by: Any = (), donate: bool
     ) -> None:
         every, n = working_trees([*targets, *reads]), len(targets)
         tensors = list[Any]()
