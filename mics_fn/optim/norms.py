@@ -24,7 +24,7 @@ from mics_fn.optim.optimizers import Transform, from_update
 from mics_fn.shards import Bucket, GradStream, Sharded, is_leaf
 from mics_fn.tree import Tree
 
-# Limits on gradients: a factor and a clamp, in one pass.
+# Limits on gradients: a factor, in one pass.
 
 
 def clipped(grads: Tree | GradStream, factor: Tensor | float, *, donate: bool = False) -> Any:
