@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 import torch
 from cases import Layout, groups_of, random, same_bits
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import mics_fn as mf
 from mics_fn import optim, tree
 from mics_fn.offload import in_file, where
+from mics_fn.optim.columns import LINE, in_lines
 from mics_fn.optim.flat import by_leaf
 from mics_fn.shards import GradStream, grad_stream
 
@@ -143,6 +147,32 @@ def test_a_state_is_whole_or_known_to_be_lost(donate, at):
     else:
         same_bits(state.params, before)
     total.release()
+
+
+@settings(max_examples=40)
+@drawn(st.integers(0, 300), st.integers(1, 700), st.lists(st.integers(0, 1000), max_size=4))
+def test_parts_of_a_column_have_the_bits_of_the_whole(start, length, cuts):
+    """Of a fused kernel, which rounds the last elements of a tensor in another way."""
+    stop = start + length
+    every = [random(length + i, stop) for i in range(4)]
+    every[2] = every[2].square()
+
+    def step(p: Tensor, m: Tensor, v: Tensor, g: Tensor) -> None:
+        torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
+            *([p], [g], [m], [v], [], [torch.tensor(3.0)]), lr=1e-2, beta1=0.9, beta2=0.999,
+            weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    want, got = [x.clone() for x in every], [x.clone() for x in every]
+    step(*(x[start:] for x in want))
+    bounds = sorted({start, stop, *(cut for cut in cuts if start < cut < stop)})
+    for a, b in zip(bounds, bounds[1:], strict=False):
+        after = min(stop - b, (start - b) % LINE)
+        part = in_lines([x[a:b] for x in got], 3, (a - start) % LINE, after)
+        step(*part.tensors)
+        if part.finish is not None:
+            part.finish()
+    same_bits(got, want)
 
 
 class Given:
