@@ -368,9 +368,9 @@ class StepTotals:
             return
         _warned.add("samples")
         text = f"Trainer: rank {self.home.rank} has {own} samples in this step, and the {n} ranks"
-        text += f" have {samples} together; each rank counts the same (said once)"
+        lines = ["each rank counts the same, so this is not the mean over samples; said once"]
         fix = "give all ranks equally many, or pass weight=, such as the number of samples"
-        warnings.warn(message(text, fix=fix), stacklevel=6)
+        warnings.warn(message(f"{text} have {samples} together", lines, fix), stacklevel=6)
 
 
 _RANKS, _SIZE = attrgetter("ranks"), attrgetter("partition_size")
