@@ -30,7 +30,7 @@ from mics_fn.collectives import Pending, SentCodes, Task, levels, push_all
 from mics_fn.deferred.memory import Arena
 from mics_fn.errors import DonatedError, GroupsError, LeafError
 from mics_fn.groups import Buffers
-from mics_fn.offload import Absent, Geometry, compute, refuse_writes, search, view
+from mics_fn.offload import placed
 from mics_fn.schedules import Learned, OnDemand, Run, Schedule, offsets
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ Names = Callable[[int], Sequence[str]]  # of the leaves of a bucket, for error t
 # Parameters without data, whose bucket is fetched at the op that needs it.
 
 
-class Deferred(Absent):
+class Deferred(placed.Absent):
     """A full parameter, or a view or cast of one, which is fetched at an op that needs it.
 
     Reading its shape, strides, dtype, device or repr never communicates; ops on it do.
@@ -50,12 +50,17 @@ class Deferred(Absent):
     _source: Any  # the `LiveBuckets` that it is in
     _bucket: Any  # its `LiveBucket`
     _leaf: tuple[int, int]  # where its leaf begins in the bucket, and how many elements it has
-    geometry: Geometry  # in the leaf
+    geometry: placed.Geometry  # in the leaf
     _cast: torch.dtype | None  # None unless it is a cast
 
     @staticmethod
     def __new__(
-        cls: type, source: Any, bucket: Any, geometry: Geometry, leaf: tuple[int, int], like: tuple
+        cls: type,
+        source: Any,
+        bucket: Any,
+        geometry: placed.Geometry,
+        leaf: tuple[int, int],
+        like: tuple,
     ) -> Any:
         self = _torch.wrapper_without_data(cls, geometry, like[0], like[1])
         self._source, self._bucket, self._leaf = source, bucket, leaf
@@ -77,7 +82,7 @@ class Deferred(Absent):
         view = self._bucket.read((size, stride, self._leaf[0] + offset))
         return view if self._cast is None else view.to(self._cast)
 
-    def view_with(self, geometry: Geometry, cast: torch.dtype | None = None) -> "Deferred":
+    def view_with(self, geometry: placed.Geometry, cast: torch.dtype | None = None) -> "Deferred":
         """A deferred tensor of the same leaf with another geometry or dtype."""
         cast = cast or self._cast
         like = (cast or self.dtype, self.device, cast)
@@ -101,7 +106,7 @@ class Deferred(Absent):
 
 def _as_strided(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """`view` for `as_strided`, which must stay within the leaf, since others lie next to it."""
-    made = view(cls, func, args, kwargs)
+    made = placed.view(cls, func, args, kwargs)
     if type(made) is Deferred and made.numel():
         (size, stride, at), numel = made.geometry, made._leaf[1]
         stop = at + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
@@ -112,10 +117,10 @@ def _as_strided(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _set(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Refuse `set_` with the memory of a deferred tensor, which later holds other values."""
-    source = search(cls, args[1:], [])
+    source = placed.search(cls, args[1:], [])
     if source:
         raise source[0].refusal("set_ takes the memory of", "use copy_")
-    return refuse_writes(cls, func, args, kwargs)
+    return placed.refuse_writes(cls, func, args, kwargs)
 
 
 def _to_copy(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -125,11 +130,11 @@ def _to_copy(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     casts = dtype is not None and dtype.is_floating_point and not others and deferred._cast is None
     if casts and deferred.numel() and deferred.is_contiguous():  # a copy is dense
         return deferred.view_with(deferred.geometry, dtype)
-    return compute(cls, func, args, kwargs)
+    return placed.compute(cls, func, args, kwargs)
 
 
 Deferred.handlers = {
-    **Absent.handlers,
+    **placed.Absent.handlers,
     aten.as_strided.default: _as_strided,
     aten.set_.source_Tensor: _set,
     aten.set_.source_Tensor_storage_offset: _set,
@@ -158,7 +163,7 @@ class LiveBucket:
     def __init__(self, index: int, names: Names, use: shards.BucketUse, *, stays: bool) -> None:
         self.ids, self.use, self.stays, self.names = (index,), use, stays, partial(names, index)
         self.full: Tensor | None = None  # 1D, whole bucket; None where it is not live
-        self.views: dict[Geometry, Tensor] = {}
+        self.views: dict[placed.Geometry, Tensor] = {}
         self.memory = range(0)  # the addresses of `full`
         # See [Note: several streams]; no event where work is done when a call returns.
         self._ready: torch.Event | None = None
@@ -187,7 +192,7 @@ class LiveBucket:
         if full is not None and not _torch.has_no_data(full):
             self.memory = range(full.data_ptr(), full.data_ptr() + full.nbytes)
 
-    def read(self, where: Geometry) -> Tensor:
+    def read(self, where: placed.Geometry) -> Tensor:
         """A view of the bucket, for an op on the current stream; see [Note: several streams]."""
         if self.full is None:
             raise RuntimeError("a bucket is not live where an op needs it")

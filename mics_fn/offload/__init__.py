@@ -68,8 +68,7 @@ The options of DeepSpeed's config and what stands for each here, or why nothing 
       fast_init                `init_state(where=)` makes moments at their places, run by run
       ratio                    patterns, such as `*.mlp.*: states=host`: by leaf and not by share
       super_offload            `overlap_step` steps a bucket while others arrive, but nothing is
-                               stepped on trial: a guard that clips or refuses sees all before,
-                               while the first blocks of the states are read
+                               stepped on trial: a guard that clips or refuses sees all before
       cpuadam_cores_perc       `torch.set_num_threads`, as for any op: there is no other process
     offload_param
       device, nvme_path        `params=host`, `params=disk:FOLDER`
@@ -93,15 +92,13 @@ Start reading at `scratch.py`, with its notes; then `placed.py`. To add a place,
 it, and say in `placed.py` how tensors get there.
 """
 
+from mics_fn.offload import placed, scratch
 from mics_fn.offload.placed import (
-    Absent,
     Coded,
     FileTensor,
-    Geometry,
     Placed,
     ReadLock,
     coded,
-    compute,
     empty,
     empty_at,
     in_file,
@@ -111,21 +108,8 @@ from mics_fn.offload.placed import (
     place_tensor,
     placed_like,
     read,
-    refuse_writes,
-    search,
     store,
     transfer,
-    view,
+    unset_like,
 )
-from mics_fn.offload.scratch import (
-    DEVICE,
-    HOST_BYTES,
-    Block,
-    Scratch,
-    Where,
-    cuts,
-    read_all,
-    stream,
-    where,
-    write_all,
-)
+from mics_fn.offload.scratch import DEVICE, HOST_BYTES, Block, Scratch, Where, cuts, stream, where

@@ -50,7 +50,7 @@ which takes values part by part and codes them once all of them are there.
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partialmethod
 from threading import Lock
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -60,7 +60,7 @@ from torch import Tensor
 
 from mics_fn import _torch, spans
 from mics_fn.collectives import Codec, needs_derivative, refuse_derivative
-from mics_fn.offload.read_only import ReadOnly
+from mics_fn.errors import LeafError
 from mics_fn.offload.scratch import DEVICE, DISK, PAGE, Extent, Scratch, aligned, padded
 
 # Tensors without memory: an op gets their values, and a view is one of them again.
@@ -69,8 +69,11 @@ aten = torch.ops.aten
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, offset; in elements
 
 
-class Absent(ReadOnly):
-    """A dense tensor without memory, whose values are fetched at an op that needs them."""
+class Absent(torch.Tensor):
+    """A dense tensor without memory, whose values are fetched at an op that needs them.
+
+    Ops can read it, and nothing can write to it.
+    """
 
     geometry: Any  # its size and strides, and where in its own elements it begins
     plain: Any  # fetches its values
@@ -79,6 +82,10 @@ class Absent(ReadOnly):
     in_one_range: ClassVar[bool] = True
     # What the schema of an op is not enough to choose.
     handlers: ClassVar[dict[Any, Callable[..., Any]]]
+    __torch_function__ = _torch.no_torch_function
+    noun = "a gathered parameter"  # what it is, for error texts
+    how_to_change = "change parameters between steps, in the shards; or write to a clone()"
+    how_to_compile = "clone() it before, which reads it"
 
     @classmethod
     def __torch_dispatch__(  # pyright: ignore
@@ -96,6 +103,92 @@ class Absent(ReadOnly):
     def fetch(cls, found: Sequence[Any]) -> Sequence[range]:
         """Prepare for `plain` of all arguments of an op; give the memory of what stays there."""
         return ()
+
+    def where_text(self) -> str:
+        """What and where it is, for error texts."""
+        return f"shape {tuple(self.shape)}"
+
+    def refusal(self, what: str, fix: str = "") -> LeafError:
+        """The error for something that cannot be done with this tensor."""
+        text = f"{what} {self.noun}, {self.where_text()}"
+        return LeafError(text, fix=fix or self.how_to_change)
+
+    def __tensor_flatten__(self) -> Any:
+        """Raise LeafError: torch.compile calls this, and would trace nothing."""
+        what = "torch.compile: a tensor without memory enters a compiled region:"
+        raise self.refusal(what, self.how_to_compile)
+
+    __tensor_unflatten__ = __tensor_flatten__  # torch looks for both or neither
+
+    @property
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The same tensor without a gradient."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise self.refusal(".data = writes to")
+
+    @property
+    def grad(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As for any tensor that is not a leaf of autograd: None unless it retains its gradient."""
+        return torch.Tensor.grad.__get__(self)  # pyright: ignore
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        if value is not None:
+            raise self.refusal(".grad = would be lost on", "give gradients to opt_step, as shards")
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Raises LeafError, since no `grad` is accumulated."""
+        raise self.refusal("no gradient is accumulated in", "use register_hook, on the full one")
+
+    def is_shared(self) -> bool:
+        """Whether other processes share its memory, which is never so."""
+        return False
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy as an array; read-only, since a write to it would reach no parameter."""
+        array = (self.detach() if force else self).clone().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def tolist(self) -> Any:
+        """The values as lists."""
+        return self.detach().clone().tolist()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.detach().clone(), spec) if spec else repr(self)
+
+    def __copy__(self) -> Tensor:
+        return self  # neither of them can be written to
+
+    def copied(self) -> Tensor:
+        """Copy its values, or its codes if it has such, into new memory."""
+        return self.detach().clone()
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        return self.copied()
+
+
+# These methods never reach an op: torch would answer them by writing to a value that is then lost,
+# by an error about fake tensors, or by reading from an invalid address. For an in-place change of a
+# view that a Function made, autograd has a less helpful error.
+_WRITES = "apply_ map_ map2_ resize_ resize_as_ __iadd__ __isub__ __imul__ __itruediv__ __imod__"
+_WRITES += " __ifloordiv__ __ipow__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__ __idiv__"
+_REFUSED = {name: (f"{name} writes to", "") for name in _WRITES.split()}
+_CLONE = "pass a clone(), which has memory of its own"
+for _name in ("data_ptr", "untyped_storage", "storage", "share_memory_", "__dlpack__"):
+    _REFUSED[_name] = f"{_name} asks for the memory of", _CLONE
+_REFUSED["__reduce_ex__"] = "torch.save and pickle want the memory of", "save shards, or a clone()"
+
+
+def _refuse(self: Absent, what: str, fix: str, *args: Any, **kwargs: Any) -> Any:
+    raise self.refusal(what, fix)
+
+
+for _name, _why in _REFUSED.items():
+    setattr(Absent, _name, partialmethod(_refuse, *_why))
 
 
 def search(cls: type, values: Iterable[Any], found: list[Any]) -> list[Any]:
@@ -222,10 +315,6 @@ class Placed(Absent):
         size, _, start = geometry
         return self.part(start, torch.empty(size, dtype=self.dtype, device="meta"))
 
-    def copied(self) -> Tensor:
-        """Copy it into new memory: its values, or its codes if it has such."""
-        return self.plain()
-
 
 def like_of(value: Tensor) -> Tensor:
     """Make a tensor on meta with the shape and dtype of a dense one."""
@@ -324,8 +413,9 @@ class FileTensor(Placed):
 
     def unset(self) -> "FileTensor":
         """Allocate a tensor in the same file."""
-        leaf, device = self.leaf, self.device
-        return empty(self.extent.scratch, self.shape, self.dtype, leaf=leaf, device=device)
+        return empty(
+            self.extent.scratch, self.shape, self.dtype, leaf=self.leaf, device=self.device
+        )
 
     def fill(self, low: int, values: Tensor) -> None:
         """Write elements."""
@@ -425,9 +515,7 @@ class CodedMemory:
     or float32 largest magnitudes, are views of the row.
     """
 
-    def __init__(
-        self, codec: Codec, numel: int, device: torch.device, row: Tensor | None = None
-    ) -> None:
+    def __init__(self, codec: Codec, numel: int, device: Any, row: Tensor | None = None) -> None:
         numel = -(-numel // codec.block) * codec.block
         if row is None:
             row = torch.zeros(codec.nbytes(numel), dtype=torch.uint8, device=device)
@@ -435,10 +523,6 @@ class CodedMemory:
         self.elements, self.tops = codec.blocks(row, numel)
         # Values that are not coded yet, by their start, with how many are there.
         self.incoming: dict[int, tuple[Tensor, int]] = {}
-
-    def unset(self, numel: int) -> "CodedMemory":
-        """Memory of the same kind for so many elements, whose values are to be written."""
-        return CodedMemory(self.codec, numel, self.row.device)
 
 
 _DETACH = "pass detached values, outside of torch.func: rounding to codes has no derivative"
@@ -495,11 +579,7 @@ class Coded(Placed):
         """The elements from `start` on, with the shape of `like`."""
         return Coded(self.codes, self.start + start, like, self.leaf)
 
-    def plain(self) -> Tensor:
-        """Its values, decoded."""
-        return self.decoded(torch.float32)
-
-    def decoded(self, dtype: torch.dtype) -> Tensor:
+    def plain(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Its values in a dtype, in new memory; moments are decoded in float32 alone."""
         with _torch.without_torch_func():  # codes are constants
             (first, last), length = self.blocks(), self.codes.codec.block
@@ -555,7 +635,12 @@ class Coded(Placed):
 
     def unset(self) -> "Coded":
         """Zeros of the same kind in memory of their own."""
-        return Coded(self.codes.unset(self.numel()), 0, like_of(self), self.leaf)
+        return self._beside(self.numel(), 0)
+
+    def _beside(self, numel: int, start: int) -> "Coded":
+        """A tensor like it in new memory of so many elements, from one of them on."""
+        codes = CodedMemory(self.codes.codec, numel, self.device)
+        return Coded(codes, start, like_of(self), self.leaf)
 
     def within(self, row: Tensor) -> "Coded":
         """The same elements of another row of codes, which has as many bytes."""
@@ -571,15 +656,10 @@ class Coded(Placed):
     def copied(self) -> "Coded":
         """The same codes in memory of their own, of whole blocks."""
         (first, last), length = self.blocks(), self.codes.codec.block
-        made = Coded(
-            self.codes.unset((last - first) * length), self.start % length, like_of(self), self.leaf
-        )
+        made = self._beside((last - first) * length, self.start % length)
         for to, part in zip(made.part_codes(), self.part_codes(), strict=True):
             to.copy_(part)
         return made
-
-    def __deepcopy__(self, memo: dict) -> "Coded":
-        return self.copied()
 
 
 def is_coded(value: Any) -> bool:
@@ -792,8 +872,17 @@ def empty_at(
     if place.startswith(DISK):
         scratch = scratch_in(place.removeprefix(DISK), host_bytes)
         return empty(scratch, shape, dtype, leaf=leaf, device=device)
-    size = torch.Size(shape)
-    return _torch.host_buffer(size.numel() * dtype.itemsize, device).view(dtype).view(size)
+    return host_tensor(torch.Size(shape), dtype, device)
+
+
+def host_tensor(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate a tensor in host memory, from which a device can copy by itself."""
+    return _torch.host_buffer(shape.numel() * dtype.itemsize, device).view(dtype).view(shape)
+
+
+def unset_like(x: Any, device: torch.device) -> Tensor:
+    """Allocate a tensor where another one lies, which is not on this device."""
+    return x.unset() if isinstance(x, Placed) else host_tensor(x.shape, x.dtype, device)
 
 
 def place_tensor(x: Any, place: str, device: torch.device, host_bytes: int, leaf: str) -> Tensor:
@@ -855,8 +944,7 @@ def _beside(x: Tensor, was: Any) -> Tensor:
     if not was.is_pinned():
         return x.to(was.device)
     device = torch.accelerator.current_accelerator() if x.is_cpu else x.device
-    memory = _torch.host_buffer(x.nbytes, device or x.device)
-    return memory.view(x.dtype).view(x.shape).copy_(x)
+    return host_tensor(x.shape, x.dtype, device or x.device).copy_(x)
 
 
 def _beside_in_file(extent: Extent, new: Sequence[Tensor], old: Sequence[Any]) -> list[Any]:

@@ -84,29 +84,25 @@ class Where:
         """
         if isinstance(value, Where):
             return value
-        rules = list[tuple[str, str, str]]()
+        rules = dict[tuple[str, str], str]()
         for number, clause in enumerate(filter(None, map(str.strip, (value or "").split(";")))):
             head, colon, rest = clause.partition(":")
             pattern, fields = (head.strip(), rest) if colon and "=" not in head else ("", clause)
             if number and not pattern:
                 fix = "write overrides as in '*norm*: states=device', after the rest"
                 raise PlanError(f"where: no pattern in {clause!r}", fix=fix)
-            seen = list[str]()
             for part in filter(None, map(str.strip, fields.split(","))):
                 field, _, place = map(str.strip, part.partition("="))
-                if field not in _FIELDS or field in seen:
-                    text = f"where: {part!r} in {clause!r} gives no place for a field, or two"
+                if field not in _FIELDS or (pattern, field) in rules:
+                    text = f"where: {part!r} gives no place for a field, or two"
                     raise PlanError(text, fix=f"write field=place; fields are {', '.join(_FIELDS)}")
-                seen.append(field)
-                rules.append((pattern, field, _place(place)))
-        return cls(tuple(rules))
+                rules[pattern, field] = _place(place)
+        return cls(tuple([(*key, place) for key, place in rules.items()]))
 
     def __str__(self) -> str:
-        clauses = dict[str, list[str]]()
-        for pattern, field, place in self.rules:
-            clauses.setdefault(pattern, []).append(f"{field}={place}")
-        texts = {pattern: ", ".join(parts) for pattern, parts in clauses.items()}
-        return "; ".join(f"{p}: {text}" if p else text for p, text in texts.items())
+        base = ", ".join(f"{field}={place}" for pattern, field, place in self.rules if not pattern)
+        rest = [f"{pattern}: {field}={place}" for pattern, field, place in self.rules if pattern]
+        return "; ".join([base, *rest] if base else rest)
 
     def at(self, path: str, field: str, device: torch.device) -> str:
         """Find the place of one leaf on a device; on the CPU the host is the device."""
@@ -285,7 +281,8 @@ class Scratch:
         self.host_bytes, self.folder = host_bytes, Path(os.path.abspath(os.fspath(folder)))
         with self._errors("cannot be made", _ROOM, ""):
             self._files = open_files(self.folder, direct)
-        weakref.finalize(self, _close, self._files).atexit = False
+        for number in self._files:
+            weakref.finalize(self, os.close, number).atexit = False
         self.direct = len(self._files) > 1
         self._size = 0  # of the file
         self._taken: list[tuple[int, int]] = []  # its parts: offset and end, by offset
@@ -343,11 +340,6 @@ class Scratch:
             lines = [f"{leaf}: {error}" if leaf else f"{error}"]
             text = message(f"offload: a scratch file in {self.folder} {what}", lines, fix)
             raise FileError(text, str(self.folder), leaf) from error
-
-
-def _close(files: list[int]) -> None:
-    for number in files:
-        os.close(number)
 
 
 class Extent:
@@ -435,10 +427,10 @@ class Block(NamedTuple):
 
 def stream(
     blocks: Iterable[Block], host_bytes: int = HOST_BYTES, *, threads: int = THREADS
-) -> Iterator[tuple[Block, list[Tensor]]]:
+) -> Generator[tuple[Block, list[Tensor]]]:
     """Fetch blocks into host memory one after the other, and write them back.
 
-    The first `WINDOWS` blocks are asked for at once, and waited for as they are wanted. A block's
+    The first `WINDOWS` blocks are asked for as one is wanted. A block's
     tensors may be used and changed until the next one is asked for; work that a device has queued
     on them has to be done by then. When the iteration ends, all is written. If it ends early, by an
     error or by `close`, no thread is left, and of each block that was given nothing, a part or all
@@ -470,13 +462,7 @@ def stream(
       tensor([1., 2., 3.])
     """
     refuse_derivative("stream", (), "take steps on data in files outside of torch.func")
-    begun = _streamed(iter(blocks), host_bytes, threads)
-    next(begun, None)
-    return begun
-
-
-def _streamed(source: Iterator[Block], host_bytes: int, threads: int) -> Generator[Any]:
-    """`stream`, which gives None once the first blocks are being read."""
+    source = iter(blocks)
     ahead = deque(islice(source, WINDOWS))
     if not ahead:
         return
@@ -491,7 +477,6 @@ def _streamed(source: Iterator[Block], host_bytes: int, threads: int) -> Generat
     try:
         for window, block in zip(windows, ahead, strict=False):
             jobs.append(begin(window, None, block))
-        yield None
         for i in cycle(range(WINDOWS)):
             if not ahead:
                 break
@@ -509,9 +494,7 @@ def _streamed(source: Iterator[Block], host_bytes: int, threads: int) -> Generat
     scratch.give(memory)  # no thread has it any more
 
 
-def _begin(
-    turns: SimpleQueue[int], window: Tensor, done: Block | None, following: Block | None
-) -> Job:
+def _begin(turns: Any, window: Tensor, done: Block | None, following: Block | None) -> Job:
     """Begin to write a block and to read another one into its window."""
     writes = [] if done is None else done.moves(window, done.writes)
     reads = [] if following is None else following.moves(window, following.reads)

@@ -62,9 +62,7 @@ Rules:
 - Moments may lie in host memory or in files (`init_state(where=)`, `move`). A step brings them part
   by part to where the parameter is, and its bits are those of a step in memory. `opt_step` takes a
   `GradSum`, too, of which each bucket is stepped once its hop 2 is done. So does `Guard.judge`, and
-  of a sum elsewhere (`GradSum(where=)`) both bring one bucket at a time. States elsewhere begin to
-  come before the norm is awaited in a `Trainer`; see [Note: states come first] in `columns`. Under
-  `update` of one's own, and in a `chain`, they do not.
+  of a sum elsewhere (`GradSum(where=)`) both bring one bucket at a time.
 - Moments may take a byte each: `shard(precision="state=int8[256]")` keeps those of leaves with at
   least 4,096 elements as codes, 2.03 bytes for the two of AdamW instead of 8. Rounding is right on
   average, and the numbers of these leaves do not depend on ranks or buckets; see [Note: coded
@@ -95,8 +93,8 @@ A `Rate` is a number, a tensor, or a function of the step. The scales of a `Guar
 type `LossScale`: `no_scale`, `static_scale`, `dynamic_scale`; `adjust` gives that of the next step.
 """
 
-from mics_fn.optim.columns import StepRefused, fresh, map_columns
-from mics_fn.optim.flat import as_before, by_leaf, lazy_grads, replaced
+from mics_fn.optim.columns import fresh, map_columns
+from mics_fn.optim.flat import as_before, by_leaf, replaced
 from mics_fn.optim.guard import (
     Guard,
     LossScale,

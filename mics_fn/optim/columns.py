@@ -23,19 +23,12 @@ memory, on every kind of device; and with parameters in host memory the step is 
 Parts of files travel through a fixed amount of host memory, the `host_bytes` of their `Where`.
 Parts that are codes are decoded into memory of `_CODED` elements for each, and coded again when
 they are written; padding between leaves becomes zero before, so that it sets no scale.
-
-[Note: states come first] A step on gradients of which all have to be known first, as by a guard,
-waits for hop 2 and for that norm before it writes anything. What it needs from files or
-from the host does not depend on either. So such a step is begun with `lazy_grads`: `ColumnBlocks`
-begins to bring the first parts of the states, as many as its memory holds, and only then asks for
-the gradients, which are made and judged meanwhile. If they are refused, an exception ends the step
-before its first write: what was brought is dropped, and the state is as it was.
 """
 
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import closing
-from itertools import groupby, pairwise, repeat
+from itertools import chain, groupby, pairwise, repeat
 from operator import add, itemgetter
 from typing import Any, NamedTuple
 
@@ -44,7 +37,7 @@ from torch import Tensor
 
 from mics_fn import _torch, offload, spans, tree
 from mics_fn.collectives import finish_readers
-from mics_fn.errors import LeafError, MicsError, PlanError
+from mics_fn.errors import LeafError, PlanError
 from mics_fn.optim import flat
 from mics_fn.shards import Bucket, check_leaves, closed_after, needs_derivative, note_write
 from mics_fn.tree import Tree
@@ -56,17 +49,13 @@ _PLACED = {offload.FileTensor, offload.Coded}
 _SMALL = 4096  # elements of a gradient, on average, below which those of a run are copied together
 
 
-def _nothing() -> None:
-    pass
-
-
 class Column(NamedTuple):
     """Corresponding tensors of several trees, each a run of neighbouring pieces or a single one."""
 
     key: Hashable
     tensors: tuple[Tensor, ...]
     bucket: Bucket | None = None  # the run, as `FlatRun` has it
-    finish: Callable[[], None] = _nothing  # takes results that lie elsewhere where they belong
+    finish: Callable[[], None] | None = None  # takes results that lie elsewhere where they belong
 
 
 def updating(found: Sequence[Column]) -> Any:
@@ -77,9 +66,6 @@ def updating(found: Sequence[Column]) -> Any:
     return spans.Span("opt", list(buckets), device=found[0].tensors[0].device if found else None)
 
 
-# Trees on their way through a step: the pieces of each run as one tensor, or one by one.
-
-
 class WorkingTree:
     """A tree on its way through a step: the pieces of each run as one tensor, or one by one.
 
@@ -88,9 +74,7 @@ class WorkingTree:
       runs: those of all trees of the step.
     """
 
-    def __init__(
-        self, given: flat.Unpacked | flat.FlatShards, runs: tuple[flat.FlatRun, ...]
-    ) -> None:
+    def __init__(self, given: Any, runs: tuple[flat.FlatRun, ...]) -> None:
         self.given, self.runs = given, runs
         self.stream: Any = getattr(given, "stream", None)  # of gradients that are not all complete
         self.wholes: list[Any] = [None] * len(runs)  # by run
@@ -193,20 +177,17 @@ def written_storages(targets: Sequence[WorkingTree]) -> set[int] | None:
 
     Once it returns nobody reads them any more.
     """
-    parts, plain, found = list[Tensor](), list[Tensor](), list[tuple[int, int, int]]()
+    parts = list[Tensor]()
     for each in targets:
         for r in range(len(each.runs)):
             parts += each.parts(r)
-    for x in parts:
-        if type(x) not in _PLACED:
-            plain.append(x)
-            found.append((_torch.storage_id(x), int(x.storage_offset()), x.numel()))
-        elif type(x) is offload.FileTensor:
-            plain.append(x)
+    plain = [x for x in parts if type(x) is not offload.Coded]
     finish_readers(plain)
     if not flat.all_dense(plain):
         return None
-    found.sort()
+    here = [x for x in plain if type(x) is not offload.FileTensor]
+    offsets = map(int, map(Tensor.storage_offset, here))
+    found = sorted(zip(map(_torch.storage_id, here), offsets, map(Tensor.numel, here), strict=True))
     for a, b in pairwise(found):
         if a[0] == b[0] and b[1] < a[1] + a[2]:
             return None
@@ -218,43 +199,24 @@ def written_storages(targets: Sequence[WorkingTree]) -> set[int] | None:
 LINE = 64  # elements
 
 
-class Stretch(NamedTuple):
-    """Where a column lies in its run, in elements; it is stepped as if it went on to `end`."""
-
-    start: int
-    stop: int
-    end: int
-
-
-def parts_of(
-    stretch: Stretch, low: int, high: int, cut: Callable[[int, int], Sequence[Tensor]], written: int
-) -> Iterator[Column]:
-    """What lies of a column between two elements of its run.
+def in_lines(given: Sequence[Tensor], written: int, before: int, after: int) -> Column:
+    """A part of a column, in tensors of whole lines if it does not consist of such.
 
     Args:
-      stretch: the column.
-      low, high: the range of the run.
-      cut: gives the tensors of the column between two elements of the run.
+      given: its tensors.
       written: how many of them, from the first on, are written.
+      before, after: how many elements of its first and of its last line are outside of it.
     """
-    start, stop = max(low, stretch.start), min(high, stretch.stop)
-    if start >= stop:
-        return
-    begin = start - (start - stretch.start) % LINE
-    end = min(stretch.end, stop + (stretch.start - stop) % LINE)
-    given = list(cut(start, stop))
-    if (begin, end) == (start, stop):
-        yield Column(None, tuple(given))
-        return
-    # Whole lines, in tensors of their own.
-    whole = [x.new_zeros(end - begin) for x in given]
-    mine = [x.narrow(0, start - begin, stop - start) for x in whole]
+    if not (before or after):
+        return Column(None, tuple(given))
+    whole = [x.new_zeros(before + len(x) + after) for x in given]
+    mine = [x.narrow(0, before, len(x) - before - after) for x in whole]
     _torch.foreach_copy(mine, given)
 
     def finish() -> None:
         _torch.foreach_copy(given[:written], mine[:written])
 
-    yield Column(None, tuple(whole), None, finish)
+    return Column(None, tuple(whole), None, finish)
 
 
 # Parts of runs, which hold all of what is in memory and a window of what is placed.
@@ -369,13 +331,7 @@ class Columns:
     """
 
     def __init__(
-        self,
-        targets: Sequence[Tree],
-        reads: Sequence[Tree] = (),
-        keys: Sequence[Hashable] | None = None,
-        *,
-        by: Sequence[Any] = (),
-        donate: bool = False,
+        self, targets: Sequence[Tree], reads: Any, keys: Any = None, *, by: Any = (), donate: bool
     ) -> None:
         every, n = working_trees([*targets, *reads]), len(targets)
         tensors = list[Any]()
@@ -384,8 +340,8 @@ class Columns:
             tensors += each.pieces or each.wholes
             self._stream = each if each.stream is not None else self._stream
         self._single: list[Column] | None = None  # where columns are single pieces
-        self.live = needs_derivative(by)  # whether derivatives may be asked of what is written
-        self.live = self.live or (torch.is_grad_enabled() and flat.any_requires_grad(tensors))
+        live = torch.is_grad_enabled() and flat.any_requires_grad(tensors)
+        self.live = live or needs_derivative(by)  # may derivatives be asked of what is written?
         self._every, self._written, self._keys = every, n, keys
         if self.live:
             _refuse_live(tensors, donate)
@@ -398,9 +354,8 @@ class Columns:
                     each.join(r)
         own = written_storages(every[:n]) if donate else None
         self._own, self._donate = own or set[int](), own is not None
-        self._runs, self._placed = every[0].runs, list[dict[int, Any]]()
-        for r in range(len(self._runs)):
-            self._placed.append(self._begin(r))
+        self._runs = every[0].runs
+        self._placed = list(map(self._begin, range(len(self._runs))))
 
     def __iter__(self) -> Iterator[list[Column]]:
         if self._single is not None:
@@ -409,20 +364,17 @@ class Columns:
 
     def targets(self) -> list[Any]:
         """The targets in new nodes, once the columns are written: `Unpacked`, and `FlatShards`."""
-        found = []
-        for each in self._every[: self._written]:
-            found.append(each.renewed())
-        return found
+        return list(map(WorkingTree.renewed, self._every[: self._written]))
 
     def _begin(self, r: int) -> dict[int, Any]:
         """What is fetched of the targets of a run, by their number; the others become copies."""
         placed, device = dict[int, Any](), self._every[0].device(r)
         for k, each in enumerate(self._every[: self._written]):
             old = each.wholes[r]
-            if isinstance(old, offload.Placed) or (old is not None and old.device != device):
+            if offload.is_placed(old) or (old is not None and old.device != device):
                 placed[k] = old
                 if not self._donate or offload.is_locked(old):  # which a save reads
-                    each.wholes[r] = _like(old, device)
+                    each.wholes[r] = offload.unset_like(old, device)
             elif not self._donate:
                 each.change(r, flat.copied)
         return placed
@@ -430,9 +382,7 @@ class Columns:
     def _in_memory(self) -> Generator[list[Column]]:
         """Yield the columns of the runs whose gradients have arrived."""
         for runs in self._ready():
-            found = list[Column]()
-            for r in runs:
-                found += self._of_run(r)
+            found = list(chain.from_iterable(map(self._of_run, runs)))
             if self._donate and found:
                 note_write()
             yield found
@@ -451,7 +401,6 @@ class Columns:
                 self._make_readable(each, remaining)
             yield remaining
             return
-        stream.stream.first()  # what has to be known before any gradient can be taken
         for numbers in stream.given.completed():
             there.update(numbers)
             ready = [r for r in remaining if there.issuperset(self._runs[r].members)]
@@ -468,20 +417,21 @@ class Columns:
         """
         home = self._every[0]
         for r in runs:
-            run, whole, device = each.runs[r], each.wholes[r], home.device(r)
-            parts = each.parts(r)
+            run, whole, device, parts = each.runs[r], each.wholes[r], home.device(r), each.parts(r)
             small = self._keys is None and run.numel < _SMALL * len(run.index)
             small = small and whole is None and home.wholes[r] is not None
-            there = each.device(r) == device and _PLACED.isdisjoint(map(type, parts))
-            dense = there and flat.all_dense(parts)
-            if small:
-                each.wholes[r] = each.joined(r, device)
-            elif dense and self._own.isdisjoint(map(_torch.storage_id, parts)):
+            dense = each.device(r) == device and _PLACED.isdisjoint(map(type, parts))
+            dense = dense and flat.all_dense(parts)
+            if dense and not small and self._own.isdisjoint(map(_torch.storage_id, parts)):
                 continue
-            elif whole is None:
-                each.spread(r, each.joined(r, device))  # columns stay single pieces
-            else:
+            if whole is not None:
                 each.wholes[r] = each.spread(r, flat.copied(run, whole.to(device)))
+                continue
+            made = each.joined(r, device)
+            if small:
+                each.wholes[r] = made
+            else:
+                each.spread(r, made)  # columns stay single pieces
 
     def _drop(self, runs: Iterable[int]) -> None:
         """Free the gradients of runs, which were used."""
@@ -492,15 +442,14 @@ class Columns:
 
     def _of_run(self, r: int) -> Iterator[Column]:
         """The columns of a run in memory."""
-        run, wholes, keys = self._runs[r], list[Any](), self._keys
-        for each in self._every:
-            wholes.append(each.wholes[r])
+        run, keys = self._runs[r], self._keys
+        wholes: tuple[Any, ...] = tuple([each.wholes[r] for each in self._every])
         if type(None) in map(type, wholes):
             rows = zip(*map(WorkingTree.single, self._every, repeat(r)), strict=True)
             for i, tensors in zip(run.index, rows, strict=True):
                 yield Column(keys[i] if keys else None, tensors, run.bucket)
         elif keys is None and run.numel:
-            yield Column(None, tuple(wholes), run.bucket)
+            yield Column(None, wholes, run.bucket)
         else:
             yield from self._of_part(Part(r, 0, run.numel, {}, {}), {})
 
@@ -511,7 +460,7 @@ class Columns:
             own: Any = each.given
             own = own if each.stream is None else own.whole()
             given.append(flat.unpacked(flat.by_leaf(own)).pieces)
-        others, found = [value for value in by if isinstance(value, Tensor)], list[Column]()
+        others, found = [x for x in by if isinstance(x, Tensor)], list[Column]()
         for i, row in enumerate(zip(*given, strict=True)):
             made = [_livecopied(x, [*row, *others]) for x in row[:n]]
             found.append(Column(self._keys[i] if self._keys else None, (*made, *row[n:])))
@@ -535,7 +484,8 @@ class Columns:
                     note_write()
                 yield found
                 for column in found:
-                    column.finish()
+                    if column.finish is not None:
+                        column.finish()
                 self._encode(part, here)
                 if self._stream is not None and part.high == self._runs[r].numel:
                     self._drop([r])
@@ -548,12 +498,11 @@ class Columns:
         """Code what was written; padding becomes zero before."""
         run, low, high = self._runs[part.run], part.low, part.high
         gaps = list(zip(map(add, run.starts, run.lengths), run.starts[1:], strict=False))
-        bounds = [(max(low, a) - low, min(high, b) - low) for a, b in gaps]
         for k, goal in part.goals.items():
             if offload.is_coded(goal):
-                empty = [here[k][a:b] for a, b in bounds if a < b]
-                if empty:
-                    _torch.foreach_zero(empty)
+                for a, b in gaps:
+                    if a < high and low < b:
+                        here[k][max(0, a - low) : b - low] = 0.0
                 goal.write(0, here[k])
 
     def _travelling(self) -> Generator[Part]:
@@ -569,8 +518,6 @@ class Columns:
         blocks = [part.block() for part in parts]
         windows: Any = offload.stream([x for x in blocks if x.key], host_bytes)  # begins to read
         with closing(windows):
-            if sizes and self._stream is not None:
-                self._stream.stream.first()
             for device, near in groupby(parts, lambda part: self._every[0].device(part.run)):
                 yield from staged((x.through(windows) for x in near), device, ahead=not sizes)
             for _ in windows:  # its end is when all is written
@@ -590,25 +537,23 @@ class Columns:
     def _of_part(self, part: Part, here: Tensors) -> Iterator[Column]:
         """The columns of a part of a run, as if they went on to a whole line if some are codes."""
         r, low, high, *_ = part
-        run, line = self._runs[r], LINE if any(map(offload.is_coded, part.goals.values())) else 1
+        run, coded = self._runs[r], any(map(offload.is_coded, part.goals.values()))
         singly = any(each.wholes[r] is None for each in self._every)
         for key, index, first, stop in _spans(run, self._keys, singly):
-
-            def cut(a: int, b: int, index: int = index, first: int = first) -> list[Tensor]:
-                found = []
-                for k, each in enumerate(self._every):
-                    whole = each.wholes[r]
-                    if k in here:
-                        found.append(here[k].narrow(0, a - low, b - a))
-                    elif whole is not None:
-                        found.append(whole.narrow(0, a, b - a))
-                    else:
-                        found.append(each.pieces[index].detach().narrow(0, a - first, b - a))
-                return found
-
-            stretch = Stretch(first, stop, stop + (first - stop) % line)
-            for column in parts_of(stretch, low, high, cut, self._written):
-                yield column._replace(key=key, bucket=run.bucket)
+            a, b, found = max(low, first), min(high, stop), list[Tensor]()
+            if a >= b:
+                continue
+            for k, each in enumerate(self._every):
+                whole = each.wholes[r]
+                if k in here:
+                    found.append(here[k].narrow(0, a - low, b - a))
+                elif whole is not None:
+                    found.append(whole.narrow(0, a, b - a))
+                else:
+                    found.append(each.pieces[index].detach().narrow(0, a - first, b - a))
+            after = (first - b) % LINE if coded else min(stop - b, (first - b) % LINE)
+            column = in_lines(found, self._written, (a - first) % LINE, after)
+            yield column._replace(key=key, bucket=run.bucket)
 
 
 def _refuse_live(tensors: Sequence[Tensor], donate: bool) -> None:
@@ -621,41 +566,25 @@ def _refuse_live(tensors: Sequence[Tensor], donate: bool) -> None:
         raise PlanError(text, fix="pass donate=False, or call it under torch.no_grad()")
 
 
-def _spans(
-    run: flat.FlatRun, keys: Sequence[Hashable] | None, singly: bool
-) -> Iterator[tuple[Hashable, int, int, int]]:
+def _spans(run: flat.FlatRun, keys: Any, singly: bool) -> Iterator[tuple[Any, int, int, int]]:
     """Yield keys, first pieces, starts and ends of the columns of a run, or of its pieces."""
     places = zip(run.index, run.starts, map(add, run.starts, run.lengths), strict=True)
-    for (key, _), mine in groupby(
-        places, lambda x: (keys[x[0]] if keys else None, singly and x[0])
-    ):
+    key_of = lambda x: (keys[x[0]] if keys else None, singly and x[0])  # noqa: E731
+    for (key, _), mine in groupby(places, key_of):
         first, *_, last = [*mine] * 2
         yield key, first[0], first[1], last[2]
-
-
-def _like(old: Tensor, device: torch.device) -> Tensor:
-    """Room for a new value of a tensor, where the old one lies."""
-    if offload.is_placed(old):
-        return old.unset()  # pyright: ignore[reportAttributeAccessIssue]
-    return _torch.host_buffer(old.nbytes, device).view(old.dtype).view(old.shape)
 
 
 def _livecopied(piece: Tensor, others: Sequence[Tensor]) -> Tensor:
     """A copy to write to in place; batched under vmap where any of the others is."""
     copy = piece.clone()
-    if not _torch.inside_torch_func():
-        return copy
-    for other in others:
+    for other in others if _torch.inside_torch_func() else ():
         never = torch.zeros_like(other, dtype=torch.bool)
         copy = torch.where(never, other.to(copy.dtype), copy)
     return copy
 
 
-# Trees as columns, and gradients that are judged once a step has asked for its states.
-
-
-class StepRefused(MicsError):
-    """A step is not taken, since its gradients were refused; nothing was written."""
+# Trees as columns.
 
 
 def map_columns(fn: Callable[..., None], target: Tree, *rest: Tree, donate: bool = False) -> Tree:
@@ -690,14 +619,6 @@ def fresh(shards: Tree) -> Tree:
     if _torch.inside_torch_func():
         return tree.map_leaves(torch.clone, shards)
     return changed(shards, flat.copied)
-
-
-def in_chunks(shards: Tree) -> Tree:
-    """The tree with copies of everything that does not lie in a chunk of its own.
-
-    In groups of one rank a gradient is a view of what autograd gave, which may belong to others.
-    """
-    return changed(shards, lambda run, x: x if flat.is_in_chunk(run, x) else flat.copied(run, x))
 
 
 def changed(shards: Tree, fn: Callable[[flat.FlatRun, Tensor], Tensor]) -> Tree:

@@ -39,6 +39,7 @@ from mics_fn.tree import Tree
 
 V = TypeVar("V")
 Place = tuple[Bucket, int]  # bucket and slot of a piece
+Ints = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,12 @@ class FlatRun:
     """
 
     bucket: Bucket
-    members: tuple[int, ...]
-    index: tuple[int, ...]
-    starts: tuple[int, ...]
-    lengths: tuple[int, ...]
-    gaps: tuple[int, ...]
-    sizes: tuple[int, ...]
+    members: Ints
+    index: Ints
+    starts: Ints
+    lengths: Ints
+    gaps: Ints
+    sizes: Ints
     numel: int
     complete: bool
 
@@ -118,9 +119,7 @@ def whole_run(run: FlatRun, pieces: Sequence[Any]) -> Tensor | None:
 
 
 @lru_cache(maxsize=64)
-def runs_of(
-    buckets: tuple[Bucket, ...], slots: tuple[int, ...], lengths: tuple[int, ...]
-) -> tuple[FlatRun, ...]:
+def runs_of(buckets: tuple[Bucket, ...], slots: Ints, lengths: Ints) -> tuple[FlatRun, ...]:
     """The runs of pieces of these lengths; of leaves that occur again, others than the first."""
     seen: Counter[tuple] = Counter()
     by_bucket: dict[tuple, dict[int, int]] = {}
@@ -177,10 +176,16 @@ def copied(run: FlatRun, x: Tensor) -> Tensor:
     """A dense copy of a part of a run; in a chunk of its own where it lay in one."""
     if is_placed(x):
         return x.copied()  # pyright: ignore[reportAttributeAccessIssue]
+    return by_chunk(run, x, lambda x: x.detach().clone(memory_format=torch.contiguous_format))
+
+
+def by_chunk(run: FlatRun, x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """What `fn` gives for a part of a run; for all of its chunk if it has one of its own."""
     if not is_in_chunk(run, x):
-        return x.detach().clone(memory_format=torch.contiguous_format)
+        return fn(x)
     chunk = x.detach().as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
-    return chunk.clone().narrow(0, int(x.storage_offset()), x.numel())
+    new = fn(chunk)
+    return x if new is chunk else new.narrow(0, int(x.storage_offset()), x.numel())
 
 
 def is_in_chunk(run: FlatRun, x: Tensor) -> bool:
@@ -222,12 +227,12 @@ def made(layout: Any, r: int, moment: Tensor, name: str) -> Tensor:
 def check_coded(params: Tree, opt: Any) -> None:
     """Raise PlanError if moments are to be kept as codes, and an optimizer keeps its own."""
     codecs = [x.bucket.state for x in unpacked(params).trained if x.bucket.state is not None]
-    found = tree.flatten(opt, is_leaf)[0] if codecs else []
-    for path, x in zip(tree.paths(opt, "opt", is_leaf), found, strict=False):
-        own = isinstance(x, Tensor) and x.ndim > 0
-        if isinstance(x, Sharded):
-            own = x.bucket.state is not None and not is_coded(x.data)
-        if own:
+    if not codecs:
+        return
+    for path, x in zip(tree.paths(opt, "opt", is_leaf), tree.flatten(opt, is_leaf)[0], strict=True):
+        coded = not isinstance(x, Sharded) or x.bucket.state is not None
+        data = x.data if isinstance(x, Sharded) else x
+        if coded and isinstance(data, Tensor) and data.ndim and not is_coded(data):
             text = f"init_state: {path} is not kept as the codes that precision= asks for"
             fix = "use an optimizer of this package or of torch; or shard without state="
             raise PlanError(text, [f"state={codecs[0]}"], fix)
@@ -314,9 +319,8 @@ _DTYPE, DEVICE, _REQUIRES = attrgetter("dtype"), attrgetter("device"), attrgette
 
 def by_leaf(value: Tree) -> Tree:
     """A tree in which each `FlatShards` is the tree that it stands for; the rest is the same."""
-    return tree.map_leaves(
-        lambda x: x.by_leaf() if isinstance(x, FlatShards) else x, value, is_leaf=is_node
-    )
+    fn = lambda x: x.by_leaf() if isinstance(x, FlatShards) else x  # noqa: E731
+    return tree.map_leaves(fn, value, is_leaf=is_node)
 
 
 def replaced(value: Tree, before: Tree, after: Tree) -> Tree:
@@ -327,11 +331,8 @@ def replaced(value: Tree, before: Tree, after: Tree) -> Tree:
       before: `by_leaf(value)`.
       after: the same with other leaves.
     """
-    return tree.map_leaves(
-        lambda x, old, new: x.replaced(old, new) if isinstance(x, FlatShards) else new,
-        *(value, before, after),
-        is_leaf=is_node,
-    )
+    fn = lambda x, old, new: x.replaced(old, new) if isinstance(x, FlatShards) else new  # noqa: E731
+    return tree.map_leaves(fn, value, before, after, is_leaf=is_node)
 
 
 def as_before(new: V, old: Any) -> V:
@@ -342,13 +343,9 @@ def as_before(new: V, old: Any) -> V:
     (found, spec), (before, same) = (tree.flatten(x, is_leaf) for x in (new, old))
     if spec != same:
         return new
-    own = [
-        i
-        for i, (x, old) in enumerate(zip(found, before, strict=True))
-        if isinstance(x, Sharded) and isinstance(old, Sharded) and not shards.is_donated(old)
-    ]
-    made = [found[i].data for i in own]
-    placed = placed_like(made, [before[i].data for i in own])
+    both = [i for i, x in enumerate(found) if isinstance(x, Sharded)]
+    own = [i for i in both if isinstance(before[i], Sharded) and not shards.is_donated(before[i])]
+    placed = placed_like([found[i].data for i in own], [before[i].data for i in own])
     for i, data in zip(own, placed, strict=True):
         found[i] = Sharded(data, found[i].bucket, found[i].slot)
     return spec.unflatten(found)  # pyright: ignore[reportReturnType]
@@ -462,38 +459,6 @@ def unpacked(given: Tree) -> Unpacked:
     found = Unpacked(leaves, spec, trained, list(map(_DATA, trained)))
     vars(found)["shards"] = given
     return found
-
-
-def lazy_grads(like: Tree, make: Callable[[], Tree]) -> GradStream:
-    """Make gradients at the first read; see [Note: states come first] in `columns`.
-
-    Args:
-      like: a tree of shards like that of the gradients, or what they are made of as it completes.
-      make: gives them, a tree of the same leaves or what `grad_stream` takes; what it raises ends
-        the step.
-    """
-    given, found = shards.grad_stream(like), unpacked(like)
-    order: Sequence[Sequence[int]] = [range(len(found.pieces))]
-    if given is not None:
-        like, order = given.like, given.order
-    done: list[Unpacked] = []
-
-    def made() -> Unpacked:
-        if not done:
-            done.append(unpacked(make()))
-        return done[0]
-
-    def here(place: int) -> bool:
-        return bool(done) and (done[0].stream is None or done[0].stream.here(place))
-
-    def take(place: int) -> list[Tensor]:
-        stream = made().stream
-        if stream is not None:
-            return stream.take(place)
-        return [made().pieces[i] for i in order[place]]
-
-    home = shards.reduction_groups(found.trained) if given is None else given.home
-    return GradStream(like, home, order, here, take, made)
 
 
 def zeros(

@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from operator import attrgetter
+from operator import attrgetter, mul
 from statistics import median
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
@@ -40,7 +40,6 @@ from mics_fn.collectives import collect_bytes, levels
 from mics_fn.errors import LeafError, NonFiniteError, PlanError, by_value, message, name_ranks
 from mics_fn.groups import Groups, Home, require_replicas
 from mics_fn.optim import norms
-from mics_fn.optim.flat import unpacked
 from mics_fn.tree import Tree
 
 
@@ -49,7 +48,7 @@ class HostCopy:
 
     def __init__(self, numbers: Tensor) -> None:
         buffer = _torch.host_buffer(numbers.nbytes, numbers.device).view(numbers.dtype)
-        self._host = buffer.view(numbers.shape).copy_(numbers, non_blocking=True)
+        self._host = buffer.copy_(numbers, non_blocking=True)
         self.queued = _torch.Queued(numbers.device)
 
     @cached_property
@@ -71,7 +70,7 @@ class LossScale:
     Args:
       kind: which of the three functions made it.
       value: the scale.
-      factor, interval, min, max: as for `dynamic_scale`.
+      factor, interval: as for `dynamic_scale`.
       good_steps: finite steps in a row since the last overflow or growth.
       overflows: all steps with an overflow so far.
 
@@ -80,23 +79,20 @@ class LossScale:
     """
 
     CHANGING: ClassVar = ("value", "good_steps", "overflows")  # from step to step
+    LEAST, MOST = 1.0, 2.0**24  # of a dynamic scale
 
     kind: Literal["none", "static", "dynamic"]
     value: float
     factor: float = 2.0
     interval: int = 2000
-    min: float = 1.0
-    max: float = 2.0**24
     good_steps: int = 0
     overflows: int = 0
 
     def __post_init__(self) -> None:
-        verb, low = "LossScale", self.min
-        checks.number(verb, "value", self.value, above=0)
+        checks.number("LossScale", "value", self.value, above=0)
         if self.kind == "dynamic":
-            checks.number(verb, "factor", self.factor, above=1)
-            checks.number(verb, "value", self.value, least=low, fix=f"min={low:g} is the lowest")
-            checks.number(verb, "max", self.max, least=self.value)
+            checks.number("LossScale", "factor", self.factor, above=1)
+            checks.number("LossScale", "value", self.value, least=self.LEAST, below=self.MOST + 1)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the scale; keep it in float32, since float16 has no number above 65504."""
@@ -112,8 +108,8 @@ class LossScale:
         Raises:
           LeafError: `finite` is something else, such as a norm.
         """
-        if isinstance(finite, Tensor):
-            finite = bool(finite) if finite.dtype == torch.bool and finite.ndim == 0 else finite
+        if isinstance(finite, Tensor) and finite.dtype == torch.bool:
+            finite = bool(finite)
         if not isinstance(finite, bool):
             fix = "pass torch.isfinite(norm) or a bool, the same on all ranks"
             raise LeafError(f"adjust: finite is {finite!r}, not a bool", fix=fix)
@@ -124,9 +120,9 @@ class LossScale:
             return replace(self, overflows=overflows)
         value, good = self.value, self.good_steps + 1
         if not finite:
-            value, good = max(value / self.factor, self.min), 0
+            value, good = max(value / self.factor, self.LEAST), 0
         elif good == self.interval:
-            value, good = min(value * self.factor, self.max), 0
+            value, good = min(value * self.factor, self.MOST), 0
         return replace(self, value=value, good_steps=good, overflows=overflows)
 
 
@@ -163,25 +159,16 @@ def static_scale(scale: float) -> LossScale:
     return LossScale("static", float(scale))
 
 
-def dynamic_scale(
-    init: float = 2.0**16,
-    *,
-    factor: float = 2.0,
-    interval: int = 2000,
-    min: float = 1.0,
-    max: float = 2.0**24,
-) -> LossScale:
+def dynamic_scale(init: float = 2.0**16, *, factor: float = 2.0, interval: int = 2000) -> LossScale:
     """A scale that falls at overflows and grows again after a run of finite steps.
 
     Each overflow divides the scale by `factor`. `interval` finite steps in a row multiply it by
-    `factor`; an overflow starts that count again.
+    `factor`; an overflow starts that count again. It stays between 1 and 2**24.
 
     Args:
       init: the first scale. With powers of two, here and as `factor`, nothing is rounded.
       factor: above 1.
       interval: finite steps in a row before the scale grows.
-      min: the lowest scale.
-      max: the highest scale.
 
     Returns:
       A `LossScale`.
@@ -201,7 +188,7 @@ def dynamic_scale(
     References: Mixed Precision Training, Micikevicius et al., ICLR 2018, arXiv:1710.03740, section
       3.2.
     """
-    return LossScale("dynamic", float(init), float(factor), interval, float(min), float(max))
+    return LossScale("dynamic", float(init), float(factor), interval)
 
 
 # Which leaf of a gradient is not finite, and on which ranks that arose.
@@ -216,10 +203,11 @@ def note_nonfinite(bucket: shards.Bucket, full: Tensor | None) -> None:
     if full is None:
         _seen.pop(bucket, None)
     elif full.numel() and not _torch.has_no_data(full):
-        if _torch.is_async(full.device) or not _seems_finite(full):
+        found = torch.zeros(len(bucket.shapes), dtype=full.dtype)
+        # A sum in float16 may overflow although no element does.
+        ends = full.aminmax if full.dtype == torch.float16 else lambda: (full.sum(),)
+        if _torch.is_async(full.device) or not all(math.isfinite(x.item()) for x in ends()):
             found = _magnitudes(shards.pack.split_full(bucket, full))
-        else:
-            found = torch.zeros(len(bucket.shapes), dtype=full.dtype)
         before = _seen.get(bucket)
         if before is not None and before.device == found.device:
             found = torch.maximum(before, found)
@@ -229,12 +217,6 @@ def note_nonfinite(bucket: shards.Bucket, full: Tensor | None) -> None:
 def kind_of(values: Tensor) -> str:
     """NaN, infinite or finite: the first of these that a value is."""
     return _kind(_magnitudes([values]).item())
-
-
-def _seems_finite(full: Tensor) -> bool:
-    # A sum in float16 may overflow although no element does.
-    ends = full.aminmax() if full.dtype == torch.float16 else (full.sum(),)
-    return all(math.isfinite(x.item()) for x in ends)
 
 
 def _magnitudes(leaves: list[Tensor]) -> Tensor:
@@ -248,9 +230,7 @@ def _kind(highest: float) -> str:
     return "NaN" if math.isnan(highest) else "infinite" if math.isinf(highest) else "finite"
 
 
-def find_nonfinite(
-    found: norms.Measured, loss: Tensor | None = None
-) -> tuple[str, tuple[int, ...], str]:
+def find_nonfinite(found: norms.Measured, loss: Tensor | None) -> tuple[str, tuple, str]:
     """Find where a gradient is not finite, the same on all ranks.
 
     Args:
@@ -264,7 +244,7 @@ def find_nonfinite(
     Communication: over the ranks of all groups a number of each rank, then two words of each.
     """
     leaves, homes = found.found.trained, list(found.homes)
-    pieces = unpacked(found.given).whole().pieces
+    pieces = found.found.whole().pieces
     odd = (i for i, x in enumerate(pieces) if x.numel() and kind_of(x) != "finite")
     (firsts,) = _said(homes, [f"{next(odd, len(leaves))}"])
     at = min(map(int, firsts.values()))
@@ -272,20 +252,17 @@ def find_nonfinite(
     if at < len(leaves):
         seen = _seen.get(leaves[at].bucket)
         kind = "" if seen is None else _kind(seen[leaves[at].slot].item())
-        home = next(home for home, index in found.homes.items() if at in index)
-        if len(home.ranks) == 1:  # it reduced nothing
-            kind = kind_of(pieces[at])
+        if any(at in index for home, index in found.homes.items() if len(home.ranks) == 1):
+            kind = kind_of(pieces[at])  # it reduced nothing
     losses, kinds = _said(homes, ["" if loss is None else kind_of(loss), kind])
     at_loss, ranks = _odd(losses)
     if at == len(leaves):
-        text = "every gradient is finite, but their norm exceeds float32"
-        if at_loss:
-            text = f"the loss is {at_loss}; every gradient is finite"
-        return "", ranks, text
-    path = tree.join("grads", found.found.paths[at])
-    where, odd = _odd(kinds)
+        why = f"the loss is {at_loss}; every gradient is finite"
+        norm = "every gradient is finite, but their norm exceeds float32"
+        return "", ranks, why if at_loss else norm
+    path, (where, own) = tree.join("grads", found.found.paths[at]), _odd(kinds)
     if where:
-        return path, odd, f"{path} is {where}"
+        return path, own, f"{path} is {where}"
     if all(kinds.values()):
         return path, (), f"{path} is finite on each rank, but not after the reduction"
     if at_loss:
@@ -396,7 +373,7 @@ class StepTotals:
         warnings.warn(message(f"{text} have {samples} together", lines, fix), stacklevel=6)
 
 
-_RANKS = attrgetter("ranks")
+_RANKS, _SIZE = attrgetter("ranks"), attrgetter("partition_size")
 # How many steps in a row may not be finite until that is an error, by `on_nonfinite`.
 _IN_ROW = {"raise": 1, None: 3}
 
@@ -494,7 +471,6 @@ class Guard:
     Args:
       scale: the scale of the loss, by which gradients are divided.
       max_norm: gradients are multiplied so that their global norm is at most this.
-      max_value: after that each element is clamped to [-max_value, max_value].
       spike: a watch made by `norm_spike`.
       on_nonfinite: what is done with a loss or a gradient that is not finite on some rank: "skip"
         refuses the step, "raise" raises NonFiniteError on all ranks, "ignore" takes the step. By
@@ -526,16 +502,14 @@ class Guard:
 
     scale: LossScale = no_scale()
     max_norm: float | None = None
-    max_value: float | None = None
     spike: NormSpike | None = None
     on_nonfinite: Literal["skip", "raise", "ignore"] | None = None
     in_row: int = field(default=0, repr=False, compare=False)
     skipped: int = field(default=0, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, limit in (("max_norm", self.max_norm), ("max_value", self.max_value)):
-            if limit is not None:
-                checks.number("Guard", name, limit, above=0, finite=False)
+        if self.max_norm is not None:
+            checks.number("Guard", "max_norm", self.max_norm, above=0, finite=False)
         words = "skip", "raise", "ignore", None
         checks.choice("Guard", "on_nonfinite", self.on_nonfinite, *words)
         if self.on_nonfinite == "ignore" and self.scale.kind == "dynamic":
@@ -597,7 +571,7 @@ class Guard:
           NonFiniteError: on all ranks, with "raise"; nothing was written.
         """
         found = norms.measured("Guard.judge", grads, groups)
-        if found.stream is None:
+        if found.found.stream is None:
             fix = "judge outside, or in torch.no_grad(); global_norm can be differentiated"
             shards.refuse_derivative("Guard.judge", found.pieces, fix)
         with torch.no_grad():
@@ -613,14 +587,13 @@ class Guard:
             factor = 1.0 if self.max_norm is None else norms.clip_factor(here, self.max_norm)
         elif totals is not None:
             totals.exchange()
-        limits = {"max_value": self.max_value, "donate": donate}
         found_inf = None
         if decides and totals is not None and not (wait or self.chosen or self.in_row):
             found_inf = (highest + totals.loss).isfinite().logical_not().float()
         elif totals is not None:
             totals.fetch()
         if found_inf is not None or not decides:
-            out = norms.clipped(found.given, factor, **limits)
+            out = norms.clipped(found.given, factor, donate=donate)
             return Verdict(out, norm, None, False, True, self, None, found_inf)
         # The host waits once for both numbers.
         times, most = torch.stack([torch.ones_like(highest) * factor, highest]).tolist()
@@ -635,7 +608,7 @@ class Guard:
             raise _error(*where, after.in_row)
         out = found.given
         if not refused:
-            out = norms.clipped(out, times / self.scale.value, **limits)
+            out = norms.clipped(out, times / self.scale.value, donate=donate)
         return Verdict(out, norm, finite, spike, not refused, after, where and where[2])
 
     def _after(self, norm: float, finite: bool) -> tuple[bool, bool, "Guard"]:
@@ -645,22 +618,19 @@ class Guard:
         spike, watch = (False, None) if self.spike is None else self.spike.observe(norm)
         skips = not finite and self.on_nonfinite != "ignore"
         refused = skips or spike
-        falls = self.scale.kind == "dynamic" and self.scale.value > self.scale.min
+        falls = self.scale.kind == "dynamic" and self.scale.value > self.scale.LEAST
         in_row = self.in_row + 1 if skips and not falls else 0
         scale, skipped = self.scale.adjust(finite), self.skipped + refused
         after = replace(self, scale=scale, spike=watch, in_row=in_row, skipped=skipped)
         return refused, spike, after
 
-    def _norms(
-        self, found: norms.Measured, totals: StepTotals | None, decides: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _norms(self, found: norms.Measured, totals: Any, decides: bool) -> tuple[Tensor, Tensor]:
         """Compute the unscaled norm of this rank, and the highest of any rank if that is needed."""
         ranks = set(map(frozenset, map(_RANKS, found.homes)))
         if totals is not None and ranks <= {frozenset(totals.home.ranks)}:
             # Of each of its groups there are p parts, and the message gives a mean over all ranks.
-            parts = list[Tensor]()
-            for home, squares in norms.squares_here(found).items():
-                parts.append(squares * home.partition_size)
+            sums = norms.squares_here(found)
+            parts = list(map(mul, sums.values(), map(_SIZE, sums)))
             norm = totals.exchange(torch.stack(parts).sum() if parts else None).sqrt()
             norm = norm / self.scale.value
             return norm, norm

@@ -24,68 +24,59 @@ from mics_fn.optim.optimizers import Transform, from_update
 from mics_fn.shards import Bucket, GradStream, Sharded, is_leaf
 from mics_fn.tree import Tree
 
-# Limits on gradients: a factor and a clamp, in one pass.
+# Limits on gradients: a factor, in one pass.
 
 
-def clipped(
-    grads: Tree | GradStream,
-    factor: Tensor | float = 1.0,
-    max_value: float | None = None,
-    *,
-    donate: bool = False,
-) -> Any:
-    """Multiply gradients by a factor and clamp them, in one pass; all clipping is done here.
+def clipped(grads: Tree | GradStream, factor: Tensor | float, *, donate: bool = False) -> Any:
+    """Multiply gradients by a factor, in one pass.
 
     Args:
       grads: tree of shards, or a stream of gradients.
       factor: a float, or a 0-dim float64 tensor, for which the host does not wait.
-      max_value: elements are clamped to [-max_value, max_value].
       donate: write into the chunks of `grads`, which cannot be used afterwards.
 
     Returns:
-      The limited gradients; `grads` itself if the factor is 1 and there is no `max_value`.
+      The limited gradients; `grads` itself if the factor is 1.
 
     Memory: a copy of the shards; with `donate` only of those that do not lie in whole chunks.
 
     Raises:
       PlanError: `donate` where a derivative is asked for.
     """
-
-    if not isinstance(factor, Tensor) and factor == 1.0 and max_value is None:
+    if not isinstance(factor, Tensor) and factor == 1.0:
         return grads
-
     stream = shards.grad_stream(grads)
     if stream is not None:
-        return _clipped_stream(stream, factor, max_value)
+        return _clipped_stream(stream, factor)
 
     def limit(grad: Tensor) -> None:
         if not isinstance(factor, Tensor):
-            if factor != 1.0:
-                grad.mul_(factor)
+            grad.mul_(factor)
         elif grad.itemsize < 4:
             # A factor in float16 would be off by up to 1e-3, or be 0.
             grad.copy_(grad.float().mul_(factor.float()))
         else:
             grad.mul_(factor.to(grad.dtype))
-        if max_value is not None:
-            grad.clamp_min_(-max_value).clamp_max_(max_value)  # clamp_ has no rule for vmap
 
-    out = columns.map_columns(limit, columns.in_chunks(grads) if donate else grads, donate=donate)
+    def own(run: flat.FlatRun, x: Tensor) -> Tensor:
+        # In groups of one rank a gradient is a view of what autograd gave, which others may share.
+        return x if flat.is_in_chunk(run, x) else flat.copied(run, x)
+
+    given = columns.changed(grads, own) if donate else grads
+    out = columns.map_columns(limit, given, donate=donate)
     if donate:
         shards.donate(grads, "grads", "Guard.judge", keep=out)
     return out
 
 
-def _clipped_stream(
-    given: GradStream, factor: Tensor | float, max_value: float | None
-) -> GradStream:
+def _clipped_stream(given: GradStream, factor: Tensor | float) -> GradStream:
     """Limit gradients as they are taken, in new memory."""
     leaves = [x for x in tree.flatten(given.like, is_leaf)[0] if isinstance(x, Sharded)]
 
     def take(place: int) -> list[Tensor]:
         pairs = zip(given.order[place], given.take(place), strict=True)
         kept = [Sharded(x.detach(), leaves[i].bucket, leaves[i].slot) for i, x in pairs]
-        return [x.data for x in clipped(kept, factor, max_value)]
+        return [x.data for x in clipped(kept, factor)]
 
     return replace(given, take=take)
 
@@ -122,28 +113,21 @@ def global_norm(grads: Tree, groups: Any) -> Tensor:
       >>> global_norm(shard([torch.tensor([3.0, 4.0])], groups), groups)
       tensor(5., dtype=torch.float64)
     """
-    found = _opened("global_norm", grads, groups, "grads")
-    problem = norm_problem("global_norm", found.owners)
-    if problem is not None:
-        raise problem
-    return norm_here(found)
+    return norm_here(_opened("global_norm", grads, groups, "grads", True))
 
 
 class Measured(NamedTuple):
     """A tree of shards of which numbers are wanted that depend on all of it.
 
     Args:
-      given, groups: as they were given.
-      stream: gradients that may not all be complete; None of any other tree.
-      found: the tree, flattened; of a stream that of its parameters.
-      pieces: those of which numbers are taken.
+      given: it as it was given.
+      found: the same, flattened; it may be a stream.
+      pieces: those of which numbers are taken; of a stream those of its parameters.
       homes: the groups of any leaf, each once, with the numbers of the pieces that live on them.
       live: whether a derivative is asked for.
     """
 
     given: Any
-    groups: Any
-    stream: GradStream | None
     found: flat.Unpacked
     pieces: list[Tensor]
     homes: dict[Home, list[int]]
@@ -157,8 +141,7 @@ class Measured(NamedTuple):
 
 def measured(verb: str, grads: Tree, groups: Any, root: str = "grads") -> Measured:
     """Open gradients, or a stream of them, with the groups of each trained leaf."""
-    stream = shards.grad_stream(grads)
-    found = flat.unpacked(grads if stream is None else stream.like)
+    found = flat.unpacked(grads)
     if len(found.trained) < len(found.leaves):
         shards.check_leaves(verb, found.shards, found.leaves, root)
     homes: dict[Home, list[int]] = {}
@@ -167,7 +150,7 @@ def measured(verb: str, grads: Tree, groups: Any, root: str = "grads") -> Measur
         index = homes.setdefault(home, [])
         if isinstance(leaf, Sharded):
             index.append(next(number))
-    return Measured(grads, groups, stream, found, found.pieces, homes)
+    return Measured(grads, found, found.pieces, homes)
 
 
 def norm_here(found: Measured) -> Tensor:
@@ -184,13 +167,13 @@ def squares_here(found: Measured) -> dict[Home, Tensor]:
 
     Memory: of gradients elsewhere one bucket at a time is on the device.
     """
-    if found.stream is None:
+    stream = found.found.stream
+    if stream is None:
         every = _squares(found.pieces, found.live)
     else:
         squares: dict[int, Tensor] = {}
-        for place, numbers in enumerate(found.stream.order):
-            here = _squares(found.stream.take(place))
-            squares.update(zip(numbers, here.unbind(), strict=True))
+        for place, numbers in enumerate(stream.order):
+            squares.update(zip(numbers, _squares(stream.take(place)).unbind(), strict=True))
         every = torch.stack([squares[i] for i in range(len(squares))])
     sums = {}
     for home, index in found.homes.items():
@@ -260,14 +243,11 @@ def norm_problem(verb: str, homes: Iterable[Home]) -> PlanError | None:
     if len(sets) < 2 and all(map(WHOLE, homes)):
         return None
     lines = [f"ranks {fold_ranks(sorted(ranks))}" for ranks in sets if ranks]
+    what = f"{verb}: these groups are a part of the world, and see the norm of their part alone"
     if len(sets) > 1:
         what = f"{verb}: leaves live on groups of different ranks, and no rank sees the whole norm"
-    else:
-        what = f"{verb}: these groups are a part of the world, and see the norm of their part alone"
-    fix = (
-        "clip by value (max_value=, clip_by_value), or take the norm over all parts yourself and "
-        "scale the gradients; if no other rank holds a part of this model: make_groups(whole=True)"
-    )
+    fix = "use clip_by_value, or take the norm over all parts yourself and scale the gradients; "
+    fix += "if no other rank holds a part of this model: make_groups(whole=True)"
     return PlanError(what, lines, fix=fix)
 
 
@@ -331,8 +311,11 @@ def clip_by_value(max_value: float) -> Transform:
     """
     checks.number("clip_by_value", "max_value", max_value, above=0, finite=False)
 
+    def clamp(grad: Tensor) -> None:
+        grad.clamp_min_(-max_value).clamp_max_(max_value)  # clamp_ has no rule for vmap
+
     def update(grads: Tree, state: tuple, params: Tree) -> tuple[Tree, tuple]:
-        return clipped(grads, max_value=max_value), state
+        return columns.map_columns(clamp, grads), state
 
     facts = {"optimizer": "clip_by_value", "max_value": max_value}
     return from_update(lambda params: (), update, facts)
@@ -372,8 +355,7 @@ def leaf_norms(shards: Tree, groups: Any) -> Tree:
 
     References: You et al. (LAMB), arXiv:1904.00962, whose trust ratios are ratios of such norms.
     """
-    found = _opened("leaf_norms", shards, groups)
-    norms: dict[int, Tensor] = {}
+    found, norms = _opened("leaf_norms", shards, groups, "shards", False), dict[int, Tensor]()
     for home, index in found.homes.items():
         if index:
             pieces = [found.pieces[i] for i in index]
@@ -412,10 +394,8 @@ def inner(a: Tree, b: Tree, groups: Any) -> Tensor:
       >>> inner(a, b, groups)
       tensor(30., dtype=torch.float64)
     """
-    left, right = _opened("inner", a, groups, "a"), _opened("inner", b, groups, "b")
-    problem = norm_problem("inner", left.owners)
-    if problem is not None:
-        raise problem
+    left = _opened("inner", a, groups, "a", True)
+    right = _opened("inner", b, groups, "b", True)
     x, y = left.found, right.found
     if x.spec != y.spec or x.geometry[:2] != y.geometry[:2]:
         raise LeafError("inner: the trees differ", fix="pass trees that were sharded together")
@@ -428,7 +408,7 @@ def inner(a: Tree, b: Tree, groups: Any) -> Tensor:
     return total
 
 
-def _opened(verb: str, given: Tree, groups: Any, root: str = "shards") -> Measured:
+def _opened(verb: str, given: Tree, groups: Any, root: str, whole: bool) -> Measured:
     """Open a tree for numbers that may be differentiated.
 
     Then directions that only one rank differentiates by are refused, since after squares are added
@@ -436,11 +416,14 @@ def _opened(verb: str, given: Tree, groups: Any, root: str = "shards") -> Measur
     """
     given = flat.by_leaf(given)
     found = measured(verb, given, groups, root)
+    problem = norm_problem(verb, found.owners) if whole else None
+    if problem is not None:
+        raise problem
     if not shards.needs_derivative(found.pieces):
         return found
     opened, moved = shards.open_shards(verb, given, groups, root=root), dict[int, Tensor]()
     data = [opened.data[i] for use in opened.trained for i in use.members]
-    data = shards.linear_map("own", opened.trained, *data) if data else []
+    data = shards.linear_map("own", opened.trained, *data)
     for use, pieces in shards.deal(opened.trained, data):
         moved.update(zip(use.members, pieces, strict=True))
     return found._replace(pieces=[moved[i] for i in sorted(moved)], live=True)

@@ -42,6 +42,7 @@ _TENSORS = attrgetter("tensors")
 # differentiated by.
 Rate = float | Tensor | Callable[[int], float | Tensor]
 Facts = Mapping[str, Any]  # see `Transform`
+Stepped = tuple[Unpacked, Any]  # parameters and state after a step
 Mask = Callable[[str], bool]  # from the path of a leaf to whether it is selected
 
 
@@ -88,15 +89,13 @@ class Transform(NamedTuple):
 
     init: Callable[[Tree], Any]
     update: Callable[[Tree, Any, Tree], tuple[Tree, Any]]
-    step: Callable[[Unpacked, Any, Unpacked, bool], tuple[Unpacked, Any]]
+    step: Callable[[Unpacked, Any, Unpacked, bool], Stepped]
     facts: Facts | None = None
     masked: bool = False
 
 
 def from_update(
-    init: Callable[[Tree], Any],
-    update: Callable[..., tuple[Tree, Any]],
-    facts: Facts | None = None,
+    init: Callable[[Tree], Any], update: Callable[..., tuple[Tree, Any]], facts: Facts | None = None
 ) -> Transform:
     """An elementwise optimizer of one's own: a `Transform` from its `init` and `update`.
 
@@ -128,7 +127,7 @@ def from_update(
       tensor([0.9000, 0.9000])
     """
 
-    def step(grads: Unpacked, state: Any, params: Unpacked, donate: bool) -> tuple[Unpacked, Any]:
+    def step(grads: Unpacked, state: Any, params: Unpacked, donate: bool) -> Stepped:
         updates, after = update(grads.whole().shards, state, params.shards)
         updates = unpacked(updates)
         if updates.spec != params.spec or updates.geometry[:3] != params.geometry[:3]:
@@ -204,21 +203,20 @@ def as_transform(optimizer: Any) -> Transform:
     takes = inspect.signature(optimizer.update).parameters
     options: Any = {"inplace": False} if "inplace" in takes else {}  # of torchopt
 
+    def plain(shards: Tree) -> dict[str, Tensor]:
+        return dict(zip(names(shards), tree.flatten(shards)[0], strict=True))
+
     def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
-        updates, state = optimizer.update(_plain(grads), state, params=_plain(params), **options)
+        updates, state = optimizer.update(plain(grads), state, params=plain(params), **options)
         return tree.flatten(grads)[1].unflatten([updates[path] for path in names(grads)]), state
 
-    return from_update(lambda params: optimizer.init(_plain(params)), update)
+    return from_update(lambda params: optimizer.init(plain(params)), update)
 
 
 def _facts(parts: Mapping[str, Transform]) -> Facts | None:
     """Join the facts of parts under their names; None if one has none."""
     every = {name: part.facts for name, part in parts.items()}
     return None if None in every.values() else every
-
-
-def _plain(shards: Tree) -> dict[str, Tensor]:
-    return dict(zip(names(shards), tree.flatten(shards)[0], strict=True))
 
 
 # `chain`: transforms in sequence, as clipping before an optimizer.
@@ -261,9 +259,7 @@ def chain(*transforms: Optimizer) -> Transform:
         grads, last = parts[-1].update(grads, states[-1], params)
         return grads, (*new, last)
 
-    def step(
-        grads: Unpacked, states: tuple, params: Unpacked, donate: bool
-    ) -> tuple[Unpacked, tuple]:
+    def step(grads: Unpacked, states: tuple, params: Unpacked, donate: bool) -> Stepped:
         given, new = before_last(grads.whole().shards, states, params.shards)
         new = as_before(new, list(states[:-1]))
         after, last = parts[-1].step(unpacked(given), states[-1], params, donate)
@@ -309,18 +305,18 @@ def by_path(transforms: Mapping[str, Any], *, default: Any = None) -> Transform:
     if default is not None:
         parts.append(as_transform(default))
 
-    def shares_of(*trees: Unpacked) -> tuple[Sequence[int], list[list[Unpacked]]]:
-        """The number of the transform of each leaf, and of each tree the part of each transform."""
-        owners = _owners(tuple(trees[-1].paths), patterns, default is not None)
-        return owners, [_shares(each, owners, len(parts)) for each in trees]
+    def owners_of(params: Unpacked) -> Sequence[int]:
+        return _owners(tuple(params.paths), patterns, default is not None)
 
     def init(params: Tree) -> tuple:
-        _, (shares,) = shares_of(unpacked(params))
+        found = unpacked(params)
+        shares = _shares(found, owners_of(found), len(parts))
         return tuple(part.init(share.shards) for part, share in zip(parts, shares, strict=True))
 
     def spread(call: Callable[..., Any], grads: Unpacked, states: tuple, params: Unpacked) -> Any:
         """The tree and the states that each part gives for its own leaves."""
-        owners, (given, shares) = shares_of(grads, params)
+        owners = owners_of(params)
+        given, shares = (_shares(each, owners, len(parts)) for each in (grads, params))
         pairs = list(map(call, parts, given, states, shares))
         found = [iter(unpacked(each).pieces) for each, _ in pairs]
         new = params.with_pieces([next(found[owner]) for owner in owners])
@@ -331,9 +327,7 @@ def by_path(transforms: Mapping[str, Any], *, default: Any = None) -> Transform:
         found, after = spread(call, unpacked(grads), states, unpacked(params))
         return found.shards, after
 
-    def step(
-        grads: Unpacked, states: tuple, params: Unpacked, donate: bool
-    ) -> tuple[Unpacked, tuple]:
+    def step(grads: Unpacked, states: tuple, params: Unpacked, donate: bool) -> Stepped:
         call = lambda part, g, s, p: part.step(g, s, p, donate)  # noqa: E731
         return spread(call, grads, states, params)
 
@@ -416,12 +410,7 @@ Rule = Callable[..., dict[str, Tensor]]
 
 
 def _by_rule(
-    verb: str,
-    rule: Rule,
-    options: dict[str, Any],
-    moments: tuple[str, ...],
-    scalars: tuple[str, ...] = (),
-    begins: Callable[[str, Tensor], Tensor] | None = None,
+    verb: str, rule: Rule, options: Any, moments: tuple, scalars: tuple = (), begins: Any = None
 ) -> Transform:
     """Make a `Transform` of a rule.
 
@@ -440,18 +429,15 @@ def _by_rule(
         if like.is_meta or _torch.inside_torch_func():
             like = torch.zeros(0)
         first: Any = begins or (lambda name, like: torch.zeros((), device=like.device))
-        kept = {
-            name: flat.zeros(params, name, begins and partial(begins, name)) for name in moments
-        }
-        return OptimizerState(0, kept, {name: first(name, like) for name in scalars})
+        kept = [flat.zeros(params, name, begins and partial(begins, name)) for name in moments]
+        every = dict(zip(moments, kept, strict=True))
+        return OptimizerState(0, every, {name: first(name, like) for name in scalars})
 
     @lru_cache(maxsize=8)
     def decays(paths: tuple[str, ...]) -> list[bool]:
         return [checks.answer(verb, f"decay_mask({path!r})", mask(path)) for path in paths]
 
-    def step(
-        grads: Unpacked, state: OptimizerState, params: Unpacked, donate: bool
-    ) -> tuple[Unpacked, OptimizerState]:
+    def step(grads: Unpacked, state: Any, params: Unpacked, donate: bool) -> Stepped:
         own = isinstance(state, OptimizerState)
         if not own or {*state.moments, *state.scalars} != {*moments, *scalars}:
             raise of_another(verb, state)
@@ -768,9 +754,7 @@ def _names_of(cls: Any, options: dict[str, Any]) -> tuple[tuple[str, ...], tuple
     return moments, tuple(name for name in kept if name not in moments)
 
 
-def _object_on(
-    cls: Any, options: dict[str, Any], value: Tensor
-) -> tuple[torch.optim.Optimizer, Tensor]:
+def _object_on(cls: Any, options: dict[str, Any], value: Tensor) -> tuple[Any, Tensor]:
     """An object of a class before its first step on one parameter."""
     param = _with_grad(value, torch.ones_like(value))
     optimizer = cls([param], **options)
@@ -779,9 +763,7 @@ def _object_on(
     return optimizer, param
 
 
-def _step_object(
-    cls: Any, options: dict[str, Any], names: tuple[str, ...], columns: Sequence[list], now: _Now
-) -> dict[str, Tensor]:
+def _step_object(cls: Any, options: Any, names: Any, columns: Any, now: _Now) -> dict[str, Tensor]:
     """Step in place on columns by an object of a class; gives the new scalars."""
     pieces, *moments, grads = columns
     params = list(map(_with_grad, pieces, grads))

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -42,11 +43,10 @@ def check_grads(want: flat.Unpacked, got: flat.Unpacked) -> bool:
                 odd = "of another shape, dtype, device or bucket"
                 fix = "do both hops first: reduce_grads(grads, groups, like=state.params)"
                 raise LeafError(text, [f"expected {a}", f"got {b} {odd}"], fix)
-    if not flat.any_requires_grad(want.pieces):
-        return False
     if flat.any_requires_grad(got.pieces) or _torch.inside_torch_func():
         return False
-    return all(x.is_leaf for x in want.pieces if x.requires_grad)
+    live = flat.any_requires_grad(want.pieces)
+    return live and all(x.is_leaf for x in want.pieces if x.requires_grad)
 
 
 def _fits(want: flat.Unpacked, got: flat.Unpacked) -> bool:
@@ -128,11 +128,9 @@ class _Mover:
     def __init__(self, where: Where, field: str, device: torch.device) -> None:
         self._where, self._field, self._device = where, field, device
 
-    def taken(self, x: Tensor, path: str, bucket: shards.Bucket | None = None) -> Tensor:
+    def taken(self, x: Tensor, path: str) -> Tensor:
         """A tensor at the place of a leaf; the same one if it is there."""
         place = self._where.at(path, self._field, self._device)
-        if bucket is not None:
-            shards.pack.check_kept_place("move", bucket, place)
         if not is_coded(x):
             leaf = tree.join(self._field, path)
             return place_tensor(x, place, self._device, self._where.host_bytes, leaf)
@@ -143,20 +141,11 @@ class _Mover:
         return x
 
     def of_run(self, layout: flat.FlatLayout, run: flat.FlatRun, x: Tensor) -> Tensor:
-        """`taken` for a run, with the rest of its chunk if it has one of its own."""
-        path = _leader(layout, run)
-        if not flat.is_in_chunk(run, x):
-            return self.taken(x, path, run.bucket)
-        chunk = x.detach().as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
-        new = self.taken(chunk, path, run.bucket)
-        return x if new is chunk else new.narrow(0, int(x.storage_offset()), x.numel())
-
-
-def _leader(layout: flat.FlatLayout, run: flat.FlatRun) -> str:
-    """The path of the largest leaf of a run, which says where all of it lies."""
-    rows = zip(layout.leaves, tree.spec_paths(layout.spec), strict=True)
-    pieces = [(x[0].numels[x[1]], path) for x, path in rows if isinstance(x, tuple)]
-    return pieces[max(run.members, key=lambda i: pieces[i][0])][1]
+        """`taken` for a run, all of which lies where its largest leaf should."""
+        rows = zip(layout.leaves, tree.spec_paths(layout.spec), strict=True)
+        pieces = [(x[0].numels[x[1]], path) for x, path in rows if isinstance(x, tuple)]
+        _, path = max((pieces[i] for i in run.members), key=itemgetter(0))  # of the largest leaf
+        return flat.by_chunk(run, x, lambda x: self.taken(x, path))
 
 
 def _moved_states(opt: Any, params: flat.Unpacked, mover: _Mover) -> Any:
@@ -182,10 +171,9 @@ def _device_of(every: Sequence[Tensor]) -> torch.device:
     for x in every:
         if _torch.is_async(x.device):
             return x.device
-    if any(not is_placed(x) and x.numel() and x.is_pinned() for x in every):
-        found = torch.accelerator.current_accelerator()
-        return _torch.with_index(found) if found is not None else torch.device("cpu")
-    return torch.device("cpu")
+    pinned = any(not is_placed(x) and x.numel() and x.is_pinned() for x in every)
+    found = torch.accelerator.current_accelerator() if pinned else None
+    return torch.device("cpu") if found is None else _torch.with_index(found)
 
 
 def _init_placed(init: Callable[[Any], Any], params: Any, where: Where | str | None) -> Any:
@@ -397,8 +385,6 @@ def _stepped(state: TrainState, ahead: flat.Unpacked, home: Any, donate: bool) -
             writing.covers(state.opt, "opt", to)
         try:
             after, opt = state.transform.step(ahead, state.opt, start, donate)
-            if ahead.stream is not None:
-                ahead.stream.first()  # a rank without elements has taken nothing
         except BaseException as error:
             _announced(error, home)
             raise

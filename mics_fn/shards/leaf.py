@@ -450,8 +450,6 @@ class GradStream:
         waits.
       take: waits for a bucket, and gives its pieces, one per number. What is placed elsewhere is
         fetched at each call, into memory of its own.
-      first: waits for what has to be known before any bucket can be taken, such as a verdict on all
-        of them; `take` calls it itself.
     """
 
     like: Tree
@@ -459,7 +457,6 @@ class GradStream:
     order: Sequence[Sequence[int]]
     here: Callable[[int], bool]
     take: Callable[[int], list[Tensor]]
-    first: Callable[[], object] = lambda: None
 
     def ready(self) -> Iterator[list[int]]:
         """Yield numbers of buckets to take: those that are complete, or else the next one."""

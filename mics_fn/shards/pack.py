@@ -152,7 +152,7 @@ def fetched_to(data: Tensor, device: torch.device, dtype: torch.dtype | None = N
     """
     own: Any = _torch.unwrapped(data)
     if has_codes(own):
-        return own.decoded(dtype or data.dtype)
+        return own.plain(dtype or data.dtype)
     if not must_fetch(data, device):
         return data
     if isinstance(_torch.unwrapped(data), offload.Placed):

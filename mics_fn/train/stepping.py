@@ -19,16 +19,15 @@ cannot be taken back, so a step is refused as a whole only if all of it is known
 written a part of their states. `reset` then takes whole ones from replicas; if all had begun to
 write, it raises LostStateError: go on from a checkpoint then.
 
-Where a guard has to see all, states elsewhere are fetched meanwhile; see [Note: states come first]
-in `optim.columns`. A rank that cannot read its files has not written anything then; what is lost in
-them it takes from a replica, too.
+A rank that cannot read its files has not written anything; what is lost in them it takes from a
+replica, too.
 """
 
 import math
 import numbers
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial, wraps
 from types import MethodType
@@ -590,7 +589,7 @@ def update(
     totals: StepTotals,
     between: Between,
 ) -> tuple[RunState, Verdict, bool]:
-    """Step on the gradients if the guard accepts them; states elsewhere are fetched meanwhile.
+    """Step on the gradients if the guard accepts them.
 
     Gradients elsewhere stay there until they are stepped; a step that overlaps still reduces all.
 
@@ -604,11 +603,10 @@ def update(
     Returns:
       The state after it, the verdict, and whether a merge of replicas is left to do.
     """
-    sync, early, found, stepped = options.replica_sync, options.overlap_step, list[Judged](), None
+    sync, early = options.replica_sync, options.overlap_step
     if spans.watchers:  # a step that is refused ends here
         optim.record_memory(state.train)
-
-    def judged() -> Any:
+    with shards.Writing():
         grads, kept, after = total, state.sync, buffers
         if not early and total.placed and sync.reduce is None:
             total.wait()
@@ -623,45 +621,31 @@ def update(
         if verdict.accept and options.program.buffers.averaged:
             over = options.home if sync.due(state.sync) else sync.groups(options.home)
             after = options.program.buffers.average(buffers, over)
-        found.append(Judged(verdict, after, kept))
-        between.judged(state, found[0], totals)
-        if not verdict.accept:
-            raise optim.StepRefused
-        return verdict.grads
-
-    with shards.Writing():
-        with suppress(optim.StepRefused):
-            if early or not options.where.moved & {"params", "states"}:
-                judged()
-            else:
-                stepped = opt_step(state.train, optim.lazy_grads(total, judged), donate=True)
-        after, merges = write(options, state, found[0], stepped)
-        between.written(after, merges=merges)
+        judged = Judged(verdict, after, kept)
+        between.judged(state, judged, totals)
+        written, merges = write(options, state, judged)
+        between.written(written, merges=merges)
     if early:
         totals.exchange()
         totals.fetch()
-    return after, found[0].verdict, merges
+    return written, verdict, merges
 
 
 @torch.no_grad()
-def write(
-    options: StepOptions, state: RunState, judged: Judged, stepped: TrainState | None = None
-) -> tuple[RunState, bool]:
+def write(options: StepOptions, state: RunState, judged: Judged) -> tuple[RunState, bool]:
     """Write a step, for which no other rank is needed.
 
     Args:
       options, state: those of the step.
       judged: what is to be written.
-      stepped: the state after the optimizer's step, if that is done.
 
     Returns:
       The state after it, and whether a merge of replicas is left to do.
     """
     (verdict, buffers, kept), sync, train = judged, options.replica_sync, state.train
     if verdict.accept:
-        if stepped is None:
-            with optim.masked_by(verdict.found_inf):
-                stepped = opt_step(train, verdict.grads, donate=True)
+        with optim.masked_by(verdict.found_inf):
+            stepped = opt_step(train, verdict.grads, donate=True)
         train = replace(stepped, buffers=buffers)
     else:
         kept = state.sync
@@ -688,9 +672,13 @@ def can_overlap(options: StepOptions, guard: Guard) -> bool:
 
     The mean of buffers comes before the step, and on the wire behind every hop 2.
     """
-    limits = guard.max_norm is not None or guard.max_value is not None
     means = bool(options.program.buffers.averaged) and options.home.world_size > 1
-    return not (guard.decides or limits or means or options.replica_sync.reduce is not None)
+    return not (
+        guard.decides
+        or guard.max_norm is not None
+        or means
+        or options.replica_sync.reduce is not None
+    )
 
 
 def evaluated(options: StepOptions, loss: Tensor, batch: Any) -> Tensor:

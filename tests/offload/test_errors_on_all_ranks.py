@@ -35,15 +35,13 @@ def summed(state: Any, groups: mf.Groups) -> Any:
 
 def guarded(state: Any, grads: Any, groups: mf.Groups, to: str) -> None:
     guard = optim.Guard(max_norm=1.0, on_nonfinite="skip")
-    judged = lambda: guard.judge(grads, groups, donate=True).grads  # noqa: E731
-    mf.opt_step(state, optim.lazy_grads(grads, judged), donate=True)
+    mf.opt_step(state, guard.judge(grads, groups, donate=True).grads, donate=True)
 
 
 VERBS: dict[str, Callable[..., Any]] = {
     "opt_step": lambda state, grads, groups, to: mf.opt_step(state, grads),
     "opt_step, donated": lambda state, grads, groups, to: mf.opt_step(state, grads, donate=True),
     "opt_step, arriving": lambda state, grads, groups, to: mf.opt_step(state, grads, donate=True),
-    "guarded opt_step, donated": guarded,
     "guarded opt_step, donated, arriving": guarded,
     "move": lambda state, grads, groups, to: mf.move(state, f"states=disk:{to}"),
     "init_state": lambda state, grads, groups, to: mf.init_state(

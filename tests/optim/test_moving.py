@@ -8,20 +8,24 @@ from typing import Any
 import pytest
 import torch
 from cases import Layout, groups_of, random, same_bits
-from hypothesis import given, settings
+from hypothesis import given as drawn
+from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import mics_fn as mf
 from mics_fn import optim, tree
 from mics_fn.offload import in_file, where
-from mics_fn.optim.columns import Stretch, parts_of
+from mics_fn.optim.columns import LINE, in_lines
 from mics_fn.optim.flat import by_leaf
-from mics_fn.shards import grad_stream
+from mics_fn.shards import GradStream, grad_stream
 
 LEAST = 2**20  # bytes of host memory: blocks of 32,768 elements with two moments
 SHAPES = {"a": (70_001,), "b": (7,), "c": (301, 203), "none": (0, 3), "d": (40, 5)}
 BUCKET_BYTES = 300_000
+# Leaves of one bucket lie in several places.
+PLACES = "states=disk:{0}/x, params=disk:{0}/x; *b*: params=host; *d*: states=host"
+PLACES += "; *c*: states=disk:{0}/y, params=device"
 
 
 def values(seed: int) -> dict[str, Tensor]:
@@ -63,7 +67,7 @@ def total_of(shards: Any, groups: Any, seed: int) -> mf.GradSum:
 
 
 def stepped(groups: Any, make: Any, *, early: bool, donate: bool, place: Any = None) -> Any:
-    params = mf.shard(values(0), groups, bucket_bytes=BUCKET_BYTES)
+    params = mf.shard(values(0), groups, bucket_bytes=BUCKET_BYTES, where=place)
     state = mf.init_state(params, make(groups), where=place)
     for step in range(2):
         total = total_of(state.params, groups, step)
@@ -77,14 +81,16 @@ def stepped(groups: Any, make: Any, *, early: bool, donate: bool, place: Any = N
 
 def of_bits(folder: str, name: str, layout: Layout) -> None:
     groups, make = groups_of(layout), OPTIMIZERS[name]
-    files = where(f"states=disk:{folder}", host_bytes=LEAST)
+    files, mixed = (
+        where(x, host_bytes=LEAST) for x in (f"states=disk:{folder}", PLACES.format(folder))
+    )
     want = stepped(groups, make, early=False, donate=False)
-    for place, early in ((None, True), (files, False)):
+    for place, early in ((None, True), (files, False), (mixed, True)):
         for donate in (False, True):
             got = stepped(groups, make, early=early, donate=donate, place=place)
             moments = [x for x in tree.flatten(got.opt)[0] if isinstance(x, Tensor) and x.ndim]
             assert early or all(map(in_file, moments))
-            same_bits(got.params, want.params)
+            same_bits(mf.move(got, "").params, want.params)
             same_bits(by_leaf(mf.move(got, "").opt), by_leaf(want.opt))
 
 
@@ -144,15 +150,11 @@ def test_a_state_is_whole_or_known_to_be_lost(donate, at):
 
 
 @settings(max_examples=40)
-@given(
-    start=st.integers(0, 300),
-    length=st.integers(1, 700),
-    cuts=st.lists(st.integers(0, 1000), max_size=4),
-    seed=st.integers(0, 9),
-)
-def test_parts_of_a_column_have_the_bits_of_the_whole(start, length, cuts, seed):
+@drawn(st.integers(0, 300), st.integers(1, 700), st.lists(st.integers(0, 1000), max_size=4))
+def test_parts_of_a_column_have_the_bits_of_the_whole(start, length, cuts):
     """Of a fused kernel, which rounds the last elements of a tensor in another way."""
-    every = [random(seed + i, start + length) for i in range(4)]
+    stop = start + length
+    every = [random(length + i, stop) for i in range(4)]
     every[2] = every[2].square()
 
     def step(p: Tensor, m: Tensor, v: Tensor, g: Tensor) -> None:
@@ -161,12 +163,44 @@ def test_parts_of_a_column_have_the_bits_of_the_whole(start, length, cuts, seed)
             weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
         )  # fmt: skip
 
-    want = [x.clone() for x in every]
+    want, got = [x.clone() for x in every], [x.clone() for x in every]
     step(*(x[start:] for x in want))
-    got, stretch = [x.clone() for x in every], Stretch(start, start + length, start + length)
-    bounds = sorted({0, start + length, *(min(cut, start + length) for cut in cuts)})
-    for low, high in zip(bounds, bounds[1:], strict=False):
-        for part in parts_of(stretch, low, high, lambda a, b: [x[a:b] for x in got], 3):
-            step(*part.tensors)
+    bounds = sorted({start, stop, *(cut for cut in cuts if start < cut < stop)})
+    for a, b in zip(bounds, bounds[1:], strict=False):
+        after = min(stop - b, (start - b) % LINE)
+        part = in_lines([x[a:b] for x in got], 3, (a - start) % LINE, after)
+        step(*part.tensors)
+        if part.finish is not None:
             part.finish()
     same_bits(got, want)
+
+
+class Given:
+    """Gradients by bucket, all of which are here."""
+
+    def __init__(self, grads: Any):
+        self._grads = grads
+
+    def __grad_stream__(self) -> GradStream:
+        found = [x.data for x in self._grads.values()]
+        order = [[i] for i in range(len(found))]
+        return GradStream(self._grads, None, order, lambda _: True, lambda place: [found[place]])
+
+
+@pytest.mark.parametrize("given", [dict, Given])
+def test_gradients_in_the_memory_of_parameters(tmp_path, given):
+    """Of one rank they lie where they were made: none may change before it is used."""
+    groups, plain = mf.make_groups(1), {k: random(i, 50) for i, k in enumerate("abc")}
+    for place in (None, f"states=disk:{tmp_path}"):
+        found = []
+        for shared in (False, True):
+            shards = mf.shard(plain, groups, bucket_bytes=200)
+            state = mf.init_state(shards, optim.sgd(0.5, momentum=0.9), where=place)
+            own = {k: x.data for k, x in state.params.items()}
+            grads = {"a": own["b"], "b": own["c"], "c": own["a"]}
+            grads = grads if shared else {k: x.clone() for k, x in grads.items()}
+            grads = mf.reduce_grads(grads, groups, like=state.params)
+            assert (grads["a"].data.data_ptr() == own["b"].data_ptr()) is shared
+            state = mf.opt_step(state, given(grads), donate=True)
+            found.append((state.params, by_leaf(mf.move(state, "").opt)))
+        same_bits(*found)

@@ -222,7 +222,7 @@ EVERY = {
 
 def odd_memory(layout, names, kinds):
     groups = groups_of(layout)
-    guard = mf.optim.Guard(max_value=0.1)
+    guard = mf.optim.Guard(mf.optim.static_scale(4.0))
     for name in names:
         start = mf.init_state(mf.shard(values(), groups), EVERY[name]())
         grads = mf.reduce_grads(grads_at(0), groups, like=start.params)
@@ -295,7 +295,7 @@ def of_parts(layout, shapes, chosen, bucket_bytes, name):
         return (state.params, state.opt), grads
 
     def judged(mine, donate):
-        guard = mf.optim.Guard(max_norm=0.1, max_value=0.05)
+        guard = mf.optim.Guard(max_norm=0.1)
         return guard.judge(mine, groups, donate=donate).grads, sharded(50)
 
     def synced(mine, donate):
@@ -323,17 +323,6 @@ def of_parts(layout, shapes, chosen, bucket_bytes, name):
 def test_donating_any_part_leaves_the_rest_alone(ranks, layout, shapes, bucket_bytes, name, data):
     chosen = data.draw(st.sets(st.integers(0, len(shapes) - 1)))
     ranks(layout.world_size).run(of_parts, layout, shapes, chosen, bucket_bytes, name)
-
-
-def test_gradients_may_lie_in_the_memory_that_is_written_to():
-    groups = mf.make_groups(1)
-    for make in EVERY.values():
-        want, got = (mf.init_state(mf.shard(values(), groups), make()) for _ in range(2))
-        for _ in range(2):
-            want = mf.opt_step(want, in_own_memory(want.params))
-            got = mf.opt_step(got, mf.reduce_grads(got.params, groups), donate=True)
-        for a, b in zip(tree.flatten(got.params)[0], tree.flatten(want.params)[0], strict=True):
-            assert torch.allclose(a, b, rtol=1e-6, atol=1e-6)  # fused kernels round by place
 
 
 # Structure of gradients.

@@ -35,7 +35,7 @@ def stepped(state: Any, groups: mf.Groups, donate: bool = False) -> Any:
     grads = torch.func.grad(loss_fn)(state.params)
     buffers, grads = {"mean": state.buffers["mean"] + 1}, mf.reduce_grads(grads, groups)
     if donate:  # gradients that were changed tell of new groups, too
-        grads = mf.optim.Guard(max_norm=1.0, max_value=0.5).judge(grads, groups, donate=True).grads
+        grads = mf.optim.Guard(max_norm=1.0).judge(grads, groups, donate=True).grads
     state = mf.opt_step(state, grads, donate=donate)
     return replace(state, buffers=buffers)
 

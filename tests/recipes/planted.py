@@ -5,8 +5,8 @@ _KEEPS, _LOSES = "return hop2(grads, outer, groups)", "return hop2(grads, outer,
 _SENT, _LOST = "gather_level(comm, out, raw)", "gather_level(comm, out.clone(), raw)"
 _MEAN, _MINE = 'apply("mean", uses, data)', "[data[i] for use in uses for i in use.members]"
 _OWNERS, _LAST = (
-    "owners = _owners(tuple(trees[-1].paths), patterns, default is not None)",
-    "owners = [len(parts) - 1 for _ in trees[-1].paths]",
+    "return _owners(tuple(params.paths), patterns, default is not None)",
+    "return [len(parts) - 1 for _ in params.paths]",
 )
 _HELD, _FREE = "groups.hierarchy, **found", 'groups.hierarchy, **found | {"outer_params": 0}'
 _USES, _LESS = 'self.actions if action.kind == "use"', 'self.actions[2:] if action.kind == "use"'

@@ -208,7 +208,7 @@ def a_part(how):
         clips: dict = {"params": grads, "guard": mf.optim.Guard(max_norm=1.0)}
         with pytest.raises(mf.errors.PlanError, match="Guard.judge: these groups"):
             mf.Trainer(lambda p, b: p["cut"], mf.optim.sgd(0.1), groups, **clips)
-        verdict = mf.optim.Guard(max_value=1.0).judge(grads, groups)
+        verdict = mf.optim.Guard().judge(grads, groups)
         assert (verdict.accept, verdict.norm) == (True, None)
 
 

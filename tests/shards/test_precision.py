@@ -193,35 +193,32 @@ def test_the_factors_make_a_mean(count):
 class Machine:
     """A dynamic scale as an object that changes, written down without looking."""
 
-    def __init__(self, init, factor, interval, lowest, highest):
+    def __init__(self, init, factor, interval):
         self.scale, self.run = init, 0
-        self.rules = (factor, interval, lowest, highest)
+        self.rules = (factor, interval)
 
     def step(self, finite):
-        factor, interval, lowest, highest = self.rules
+        factor, interval = self.rules
         if finite:
             self.run += 1
             if self.run == interval:
                 self.run = 0
-                self.scale = min(self.scale * factor, highest)
+                self.scale = min(self.scale * factor, 2.0**24)
             return
-        self.run, self.scale = 0, max(self.scale / factor, lowest)
+        self.run, self.scale = 0, max(self.scale / factor, 1.0)
 
 
 @examples(50, 200)
 @given(
-    st.integers(0, 20),
+    st.sampled_from([0, 3, 20, 23]),
     st.sampled_from([2.0, 4.0, 1.5]),
     st.integers(1, 4),
-    st.integers(-3, 0),
-    st.integers(20, 24),
     st.lists(st.booleans(), max_size=60),
 )
-def test_a_dynamic_scale_is_the_plain_machine(init, factor, interval, low, high, steps):
-    low, high = 2.0**low, 2.0**high
+def test_a_dynamic_scale_is_the_plain_machine(init, factor, interval, steps):
     options = {"factor": factor, "interval": interval}
-    scale = start = mf.optim.dynamic_scale(2.0**init, **options, min=low, max=high)
-    machine = Machine(2.0**init, factor, interval, low, high)
+    scale = start = mf.optim.dynamic_scale(2.0**init, **options)
+    machine = Machine(2.0**init, factor, interval)
     for i, finite in enumerate(steps):
         scale = scale.adjust(torch.tensor(finite) if i % 2 else finite)  # both forms of the answer
         machine.step(finite)
@@ -245,8 +242,8 @@ def test_no_scale_gives_everything_back_and_a_static_one_counts():
     ("options", "said"),
     [
         ({"factor": 1.0}, "factor=1.0, expected a finite number above 1"),
-        ({"init": 0.5}, "value=0.5, expected a finite number of at least 1\n  fix: min=1 is the"),
-        ({"max": math.inf}, "max=inf"),
+        ({"init": 0.5}, "value=0.5, expected a finite number of at least 1"),
+        ({"init": 2.0**25}, "value=33554432.0"),
         ({"value": 0.0}, "LossScale: value=0.0, expected a finite number above 0"),
     ],
 )

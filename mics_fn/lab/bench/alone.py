@@ -23,12 +23,13 @@ import torch
 from torch import Tensor, nn
 
 import mics_fn as mf
-from mics_fn import checkpoint, offload
+from mics_fn import checkpoint
 from mics_fn.errors import human_bytes
 from mics_fn.lab.bench import turns
 from mics_fn.lab.bench.turns import BenchPeer, BenchTurns
 from mics_fn.lab.models import GPT, GPTConfig
 from mics_fn.lab.report import table
+from mics_fn.offload import scratch
 
 SMALL_SHAPES = ((64,), (16, 64), (256,), (8, 32))
 
@@ -257,14 +258,14 @@ class _SaveBench:
     def write(self) -> None:
         (self.folder / "plain").unlink(missing_ok=True)
         number = os.open(self.folder / "plain", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        offload.write_all(number, self.plain, 0)
+        scratch.write_all(number, self.plain, 0)
         os.fsync(number)
         os.close(number)
 
     def read(self) -> None:
         number = os.open(self.folder / "plain", os.O_RDONLY)
         for at in range(0, self.nbytes, 4 * 2**20):
-            offload.read_all(number, self.copy[at : at + 4 * 2**20], at)
+            scratch.read_all(number, self.copy[at : at + 4 * 2**20], at)
         os.close(number)
 
     def load(self) -> None:
