@@ -24,7 +24,6 @@ passes the check.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -168,18 +167,14 @@ def _scatter(use: BucketUse, leaves: Sequence[Tensor | None], like: dict) -> Fin
     return finish
 
 
-def _mean(
-    use: BucketUse, values: Sequence[Tensor | None], like: dict, in_place: bool = False
-) -> Finish:
-    """Start hop 2 of one bucket; `in_place` writes into the chunk that the pieces are views of."""
+def _mean(use: BucketUse, values: Sequence[Tensor | None], like: dict) -> Finish:
+    """Start hop 2 of one bucket."""
     bucket, pieces, number = use.bucket, use.by_slot(values), use.route.chunk
     chunk = pack.whole_chunk(bucket, number, pieces)
     if chunk is None:
         chunk = pack.pack_chunk(bucket, number, pieces, **like)
-    elif not in_place or use.missing:  # leaves that the tree lacks must not change
-        chunk = chunk.clone()
     else:
-        collectives.finish_readers([chunk])
+        chunk = chunk.clone()
     if bucket.parts == 1:  # there was no hop 1
         pack.observe(bucket, chunk)
     wire = bucket.hop2_format
@@ -230,7 +225,6 @@ def _times_parts(use: BucketUse, values: Sequence[Any], like: dict) -> Finish:
 _MAPS: dict[str, Callable[..., Finish]] = {
     **{"gather": _gather, "scatter": _scatter, "mean": _mean},
     **{"own": _own, "part": _own, "times parts": _times_parts},
-    "mean in place": partial(_mean, in_place=True),
 }
 _SENT = ("gather", "scatter", "mean")
 # See [Note: adjoint]. "own" gives parts as they are, so that `refuse_local_basis` sees them. "part"

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn import _torch, checks, collectives, spans, tree
-from mics_fn.collectives import SHORT_NAMES, needs_derivative
-from mics_fn.errors import DonatedError, LeafError, PlanError
+from mics_fn.collectives import SHORT_NAMES
+from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Groups, Home, require_replicas
 from mics_fn.offload import DEVICE, Where, place_tensor, placed_like
 from mics_fn.shards import pack
@@ -25,16 +25,14 @@ from mics_fn.shards.leaf import (
     Nothing,
     Sharded,
     Tied,
-    Writing,
     dtype_name,
     is_leaf,
     mark_reduced,
-    note_write,
     owners_of,
     reduction_groups,
     refuse_overlaps,
 )
-from mics_fn.shards.linear import apply, as_part, deal, put, run
+from mics_fn.shards.linear import apply, as_part, deal, put
 from mics_fn.shards.opened import (
     BucketUse,
     GroupsTree,
@@ -672,13 +670,12 @@ def _local(grad: Tensor | None, slot: Sharded, device: torch.device) -> Sharded:
     return Sharded(grad.reshape((*batch, numel)).to(slot.dtype), slot.bucket, slot.slot)
 
 
-def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False, exact: bool = False) -> Tree:
+def sync_replicas(grads: Tree, groups: Any, *, exact: bool = False) -> Tree:
     """Hop 2: average shards of gradients over the replication group.
 
     Args:
       grads: tree of shards, hop 1 done.
       groups: as for `shard`.
-      donate: average in the given buffers; the old tree cannot be used again.
       exact: send the dtype of the shards instead of that of reductions, as parameters need it.
 
     Returns:
@@ -688,11 +685,11 @@ def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False, exact: bool
     Communication: one all-reduce per bucket over r replicas, 2(r - 1)/r of the shard's bytes; none
       if r = 1. Where `hop2` of the precision is a codec, an all-to-all and an all-gather of codes.
 
-    Memory: a copy of the shards; none with `donate`.
+    Memory: a copy of the shards.
 
     Raises:
       LeafError: a leaf is not a shard.
-      DonatedError: the tree was donated earlier, or `donate` is given under autograd.
+      DonatedError: the tree was donated earlier.
 
     Example:
       >>> groups = make_groups(1)
@@ -701,12 +698,10 @@ def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False, exact: bool
 
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.4.
     """
-    return _mean_over_replicas("sync_replicas", grads, groups, donate=donate, exact=exact)
+    return _mean_over_replicas("sync_replicas", grads, groups, exact=exact)
 
 
-def _mean_over_replicas(
-    verb: str, grads: Tree, groups: Any, *, donate: bool = False, exact: bool = False
-) -> Tree:
+def _mean_over_replicas(verb: str, grads: Tree, groups: Any, *, exact: bool = False) -> Tree:
     opened = open_shards(verb, grads, groups, root="grads")
     require_replicas(verb, opened.layout.homes)
     sent = {
@@ -716,28 +711,11 @@ def _mean_over_replicas(
         if opened.leaves:
             mark_reduced(opened.leaves, opened.layout.homes[0])
         return grads
-    uses, data = list(sent.values()), opened.data
-    if exact:
-        uses = [replace(use, bucket=use.bucket.exact) for use in uses]
-
-    def build(found: list[Tensor]) -> Tree:
-        made = {i: new for i, (_, new) in zip(sent, deal(uses, found), strict=True)}
-        for i in sent:
-            if opened.uses[i].placed:
-                made[i] = placed_like(made[i], opened.tensors(i))
-        return opened.rebuild(made)
-
-    if not donate:
-        return build(apply("mean", uses, data))
-    if needs_derivative(data):
-        fix = "pass donate=False where gradients are differentiated"
-        raise DonatedError("sync_replicas: donate=True under autograd", fix=fix)
-    with Writing() as writing, torch.no_grad():
-        writing.covers(grads, "grads", verb)
-        note_write()
-        out = build(run("mean in place", uses, [data[i] for use in uses for i in use.members]))
-        writing.mark_donated(tree.flatten(out, is_leaf)[0])
-    return out
+    uses = [replace(x, bucket=x.bucket.exact) if exact else x for x in sent.values()]
+    made = dict[int, Sequence[Tensor]]()
+    for i, (use, new) in zip(sent, deal(uses, apply("mean", uses, opened.data)), strict=True):
+        made[i] = placed_like(new, opened.tensors(i)) if use.placed else new
+    return opened.rebuild(made)
 
 
 # `map`: an elementwise function of this rank's pieces.

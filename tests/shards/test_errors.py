@@ -253,16 +253,3 @@ def test_verbs_without_groups_and_with_the_wrong_thing():
         expect(error, text, call)
 
 
-def donating():
-    groups = groups_of(Layout((2,), 1))
-    shards = mf.shard({"w": torch.ones(2)}, groups)
-    with pytest.raises(mf.errors.DonatedError, match="sync_replicas: donate=True under autograd"):
-        grad(lambda s: mf.sync_replicas(s, groups, donate=True)["w"].data.sum())(shards)
-    synced = mf.sync_replicas(shards, groups, donate=True)
-    assert synced["w"].data.tolist() == [1.0, 1.0]
-    with pytest.raises(mf.errors.DonatedError, match=r"grads.w was donated to sync_replicas"):
-        mf.gather(shards, groups)
-
-
-def test_donated_gradients(ranks):
-    ranks(2).run(donating)
