@@ -120,7 +120,7 @@ class Hops(NamedTuple):
         if self.outer.size > 1 and not same:
             packed.append(mine * reduce.itemsize)
         if self.copies and isinstance(wire, collectives.Codec):
-            codes = collectives.mean_bytes(wire, bucket.chunk, use.home.replicas.size)
+            codes = wire.mean_bytes(bucket.chunk, use.home.replicas.size)
         elif self.copies and isinstance(wire, torch.dtype):
             packed.append(mine // self.outer.size * wire.itemsize)
         if placed:  # the sum, and that of the outer levels

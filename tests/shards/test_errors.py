@@ -251,5 +251,3 @@ def test_verbs_without_groups_and_with_the_wrong_thing():
         (e.PlanError, "bucket_bytes=0, expected", lambda: mf.shard(full, groups, bucket_bytes=0)),
     ):
         expect(error, text, call)
-
-
