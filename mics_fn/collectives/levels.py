@@ -556,14 +556,6 @@ def send_from(comm: Comm, tensor: Tensor, source_rank: int) -> None:
         Pending(steps(), [comm], keep=(tensor,), device=tensor.device, what=what).wait()
 
 
-def broadcast(groups: Groups, tensor: Tensor) -> None:
-    """Overwrite `tensor` on all ranks with that of the first: over replicas, then inside them."""
-    place = groups.position % groups.partition_size
-    if not place:
-        send_from(groups.replicas, tensor, groups.ranks[0])
-    send_from(groups.partition, tensor, groups.ranks[groups.position - place])
-
-
 # What users call: collectives of their own, and weights of losses.
 
 _ISSUE = "pass functools.partial of a function of torch.distributed, with its tensors"

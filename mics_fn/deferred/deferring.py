@@ -578,12 +578,12 @@ def defer(
     return DeferredParams(opened.build(full), live, pending)
 
 
-def bucket_sizes(shards: Tree, groups: Any = None) -> list[int]:
+def bucket_sizes(shards: Tree, groups: Any) -> list[int]:
     """Bytes that each bucket of a tree takes while it is live, in the order of bucket numbers.
 
     Args:
       shards: tree of shards.
-      groups: as for `defer`; they matter only with a placement that keeps copies.
+      groups: as for `defer`.
 
     Returns:
       One number per bucket; 0 if this rank holds it in full already, because the group has one rank
@@ -593,15 +593,11 @@ def bucket_sizes(shards: Tree, groups: Any = None) -> list[int]:
       LeafError: there is no tree, or a leaf is not a shard.
 
     Example:
-      >>> shards = shard([torch.ones(6)], make_groups(1))
-      >>> bucket_sizes(shards)
+      >>> groups = make_groups(1)
+      >>> bucket_sizes(shard([torch.ones(6)], groups), groups)
       [0]
     """
-    if groups is not None:
-        return sizes_of(sharding.open_shards("bucket_sizes", shards, groups).uses)
-    leaves, _ = tree.flatten(shards, sharding.is_leaf)
-    sharding.check_leaves("bucket_sizes", shards, leaves, "shards")
-    return sizes_of(sharding.grouped(leaves, [None] * len(leaves)))
+    return sizes_of(sharding.open_shards("bucket_sizes", shards, groups).uses)
 
 
 def _memory_of(schedule: Schedule | OnDemand, opened: sharding.Opened) -> tuple[OnDemand, Learned]:

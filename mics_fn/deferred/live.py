@@ -489,21 +489,17 @@ def _title(index: int, names: Sequence[str]) -> str:
     return f"bucket {index} ({', '.join(names[:2])}{', ...' if len(names) > 2 else ''})"
 
 
-def _fetched_numels(use: Any) -> tuple[int, int]:
+def _fetched_numels(use: shards.BucketUse) -> tuple[int, int]:
     """Elements of the buffers of a fetch: what the outer levels keep, and the whole bucket."""
-    bucket, inner, kept = use.bucket, use.bucket.parts, False
-    if use.home:
-        before, behind = use.route.split(use.route.outer_params)
-        outer, inner = before.size, behind.size
-        wire = use.gather_wire
-        coded = wire is not None and wire.levels(use.route) > use.route.outer_params
-        kept = outer > 1 and not coded
-    outer_numel = bucket.numel // inner if kept else 0
+    bucket, route, wire = use.bucket, use.route, use.gather_wire
+    before, behind = route.split(route.outer_params)
+    coded = wire is not None and wire.levels(route) > route.outer_params
+    outer_numel = bucket.numel // behind.size if before.size > 1 and not coded else 0
     made = use.placed or bucket.codes is not None or bucket.compute != bucket.dtype
-    whole = inner > 1 or (not outer_numel and made)
+    whole = behind.size > 1 or (not outer_numel and made)
     return outer_numel, bucket.numel if whole else 0
 
 
-def sizes_of(uses: Sequence[Any]) -> list[int]:
+def sizes_of(uses: Sequence[shards.BucketUse]) -> list[int]:
     """Bytes that each bucket takes while it is live; 0 if it is a view of memory that is kept."""
     return [_fetched_numels(use)[1] * use.bucket.compute.itemsize for use in uses]

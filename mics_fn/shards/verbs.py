@@ -7,7 +7,7 @@ A full value is what every rank has a copy of, and a shard is one value held in 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +61,7 @@ def refuse_computed(verb: str, paths: Sequence[str], tensors: Sequence[Tensor]) 
     for path, x in zip(paths, tensors, strict=True):
         computed = x.requires_grad and not x.is_leaf and torch.is_grad_enabled()
         if x.is_floating_point() and (computed or _torch.is_wrapped(x)):
-            text = f"{verb}: {path} is computed from a tensor that requires a gradient, which would"
-            text += " not get it"
+            text = f"{verb}: {path} is computed from a tensor that would not get its gradient"
             fix = f"{verb} outside, and differentiate through gather; or pass its detach()"
             raise LeafError(text, fix=fix)
 
@@ -78,10 +77,7 @@ def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None
         fix = f"pass a dense tensor of {', '.join(SHORT_NAMES.values())}, bool or whole numbers"
     elif type(leaf).__name__ == "DTensor":
         wrong = "a DTensor"
-        fix = (
-            "of a tensor parallel model pass its to_local(), with groups of the data-parallel part "
-            "of the mesh: make_groups(mesh=mesh['dp']); else its full_tensor()"
-        )
+        fix = "pass its to_local(), with make_groups(mesh=mesh['dp']), or its full_tensor()"
     elif _torch.is_wrapper(leaf):
         wrong = f"{kind}, which keeps its values in other tensors"
         fix = "pass a plain tensor, as its clone() or dequantize() may be, or leave it out"
@@ -109,12 +105,6 @@ class LayoutOptions(TypedDict, total=False):
     order: Callable[[str], object] | None
     bucket: Callable[[str], object] | None
     where: Where | str | None
-
-
-class ShardOptions(LayoutOptions, total=False):
-    """All options of `shard`."""
-
-    replicas: Literal["check", "broadcast"]
 
 
 K = TypeVar("K")
@@ -255,19 +245,18 @@ def agree_on(layout: Layout) -> None:
 
 @overload
 def shard(
-    params: Mapping[K, Tensor], groups: GroupsTree, **options: Unpack[ShardOptions]
+    params: Mapping[K, Tensor], groups: GroupsTree, **options: Unpack[LayoutOptions]
 ) -> dict[K, Sharded]: ...
 @overload
 def shard(
-    params: list[Tensor], groups: GroupsTree, **options: Unpack[ShardOptions]
+    params: list[Tensor], groups: GroupsTree, **options: Unpack[LayoutOptions]
 ) -> list[Sharded]: ...
 @overload
-def shard(params: T, groups: GroupsTree, **options: Unpack[ShardOptions]) -> T: ...
+def shard(params: T, groups: GroupsTree, **options: Unpack[LayoutOptions]) -> T: ...
 def shard(
     params: Tree,
     groups: Any,
     *,
-    replicas: Literal["check", "broadcast"] = "check",
     frozen: Callable[[str], bool] | None = None,
     precision: Precision | str | None = None,
     bucket_bytes: float | str = BUCKET_BYTES,
@@ -282,8 +271,6 @@ def shard(
         `requires_grad=False` is frozen. Leaves that are not floats are replicated. A tensor that
         occurs twice (in the same memory) becomes one shard, and stays tied.
       groups: `Groups`, or a prefix pytree of them, or a function from path to `Groups`.
-      replicas: 'check' compares a digest of the values between ranks; 'broadcast' takes the values
-        of the first rank of the groups.
       frozen: says which further leaves are frozen, by path, such as `h.0.bias`.
       precision: a `Precision` or its text, which gives the dtypes of shards, of full tensors, and
         of gradients while they are reduced; default the tensors' own. Frozen leaves may be kept as
@@ -303,8 +290,7 @@ def shard(
       The same tree with `Sharded` leaves, `Fixed` ones for tensors that are not trained, and `Tied`
       ones for tensors that occurred before.
 
-    Communication: a digest of the tree and the values (tens of bytes per leaf); with 'broadcast'
-      also every float bucket, once.
+    Communication: a digest of the tree and the values (tens of bytes per leaf).
 
     Memory: this rank's shards (1/p of the floats), and one full bucket while it is cut.
 
@@ -329,7 +315,6 @@ def shard(
     """
     if spans.observers:
         spans.passing("build: shard")
-    checks.choice("shard", "replicas", replicas, "check", "broadcast")
     how: Any = {"precision": precision, "bucket_bytes": bucket_bytes, "where": where}
     how |= {"frozen": frozen, "order": order, "bucket": bucket}
     layout = layout_for("shard", "params", params, groups, how)
@@ -340,16 +325,15 @@ def shard(
         # Ranks may have compared two trees before, and come with one of them each.
         home.agreed.difference_update([seen for seen in home.agreed if seen[0] == "shard"])
     agree_on(layout)
-    if replicas == "check":
-        values = [None if layout.owners[i] != i else x for i, x in enumerate(layout.leaves)]
-        fix = "use the same seed or checkpoint on every rank, or pass replicas='broadcast'"
-        compare_values("shard", layout.homes, layout.paths, values, fix, whole=True)
-    slots, sends = layout.slots.items(), replicas == "broadcast"
+    values = [None if layout.owners[i] != i else x for i, x in enumerate(layout.leaves)]
+    fix = "use the same seed or checkpoint on every rank"
+    compare_values("shard", layout.homes, layout.paths, values, fix, whole=True)
+    slots = layout.slots.items()
     if not any(bucket.codes or layout.places[i] != DEVICE for i, (bucket, _) in slots):
-        return _assemble(layout, sends)
+        return _assemble(layout)
     # A disk may be full on one rank alone, or what codes cannot hold may lie in its part.
     with collectives.together("shard", layout.homes) as exchange:
-        return _assemble(layout, sends, exchange)
+        return _assemble(layout, exchange)
 
 
 def layout_of(
@@ -362,24 +346,21 @@ def layout_of(
     layout = layout_for(verb, root, values, groups, options)
     agree_on(layout)
     meta = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in layout.leaves]
-    return _assemble(layout._replace(leaves=meta), False)
+    return _assemble(layout._replace(leaves=meta))
 
 
-def _assemble(layout: Layout, sends: bool, exchange: collectives.Exchange | None = None) -> Tree:
-    out = _cut(layout, sends, exchange)
-    for i, (leaf, home) in enumerate(zip(layout.leaves, layout.homes, strict=True)):
+def _assemble(layout: Layout, exchange: collectives.Exchange | None = None) -> Tree:
+    out = _cut(layout, exchange)
+    for i, leaf in enumerate(layout.leaves):
         if layout.owners[i] != i:
             out[i] = Tied(*layout.slots[layout.owners[i]])
         elif i not in layout.slots:
-            value = leaf.detach().clone(memory_format=torch.contiguous_format)
-            if sends and not value.is_meta and value.numel():
-                collectives.levels.broadcast(home, value)
-            out[i] = Fixed(value)
+            out[i] = Fixed(leaf.detach().clone(memory_format=torch.contiguous_format))
     shards = layout.spec.unflatten([out[i] for i in range(len(layout.leaves))])
     return tree.replace_none(shards, Nothing(), is_leaf)
 
 
-def _cut(layout: Layout, sends: bool, exchange: collectives.Exchange | None) -> dict[int, Any]:
+def _cut(layout: Layout, exchange: collectives.Exchange | None) -> dict[int, Any]:
     """This rank's chunk of each bucket, as leaves; one bucket at a time is in memory in full.
 
     Where this rank has failed, which `exchange` says at the end, there are no leaves.
@@ -396,8 +377,6 @@ def _cut(layout: Layout, sends: bool, exchange: collectives.Exchange | None) -> 
             # before the bucket in full, whose memory then serves the next bucket as well.
             chunk = torch.empty(bucket.chunk, dtype=bucket.dtype, device=device)
             full = pack.pack_full(bucket, [layout.leaves[i].detach() for i in index], device=device)
-            if sends and not full.is_meta:
-                collectives.levels.broadcast(home, full)
             chunk.copy_(full.view(bucket.parts, -1)[home.hierarchy.route.chunk])
             del full
         kind = Sharded if bucket.trainable else Fixed
@@ -615,8 +594,9 @@ def _scattered(verb: str, grads: Tree, groups: Any, like: Tree | None) -> Tree:
     for use in opened.trained:
         done = [i for i in use.members if isinstance(given[i], Sharded)]
         if done and len(done) < len(use.members):
-            text = f"{verb}: {opened.path(done[0])} is reduced already, others of its bucket"
-            text += " are not"
+            text = (
+                f"{verb}: {opened.path(done[0])} is reduced already, others of its bucket are not"
+            )
             raise LeafError(text, fix="reduce a bucket's gradients together")
         if not done and use.crosses_ranks:
             sent.append(use)
@@ -786,10 +766,9 @@ def _matched(shards: Tree, leaves: Sequence[Any], spec: Any, other: Tree, root: 
         elif _is_number(value):
             given[i] = as_part(value, leaf.bucket.parts)
         else:
-            what = f"{value}, which is cut in another way"
-            what = what if isinstance(value, Sharded) else _kind(value)
-            fix = "pass shards that were sharded together, or one number per leaf"
-            raise LeafError(f"map: {tree.paths(shards, root, is_leaf)[i]} is {what}", fix=fix)
+            got = f"{tree.paths(shards, root, is_leaf)[i]} is {_kind(value)}"
+            text = f"map: {got}, expected shards that are cut in the same way, or a number"
+            raise LeafError(text, fix="pass shards that were sharded together")
     return given
 
 

@@ -66,7 +66,7 @@ def trained(groups: Any, watch: Watch, model: nn.Module | None = None, **options
     trainer = _trainer(groups, model or Net(), **options)
     losses, data = [], batches(watch.device)
     for batch in data:
-        with watch.step(groups, trainer):
+        with watch.step():
             losses.append(trainer.step(batch).loss)
     loss = trainer.eval(data[0])
     return {"losses": torch.stack(losses), "eval": loss, **trainer.params()}
@@ -98,7 +98,7 @@ def watched(groups: Any, watch: Watch, **options: Any) -> Numbers:
         trainer, losses = _trainer(groups, Net(), **options), []
         for batch in batches(watch.device):
             groups.traffic.clear()
-            with watch.step(groups):
+            with watch.step():
                 losses.append(trainer.step(batch).loss)
         ledger = dict(groups.traffic.sent_bytes)
     timeline = trainer.last_step.timeline()
@@ -117,7 +117,7 @@ def saved(groups: Any, watch: Watch, **options: Any) -> Numbers:
     trainer = _trainer(groups, Net(), optim.adamw(1e-2), **options)
     pending, numbers = [], {}
     for k, batch in enumerate(batches(watch.device)):
-        with watch.step(groups, trainer):
+        with watch.step():
             trainer.step(batch)
         if k == 1:
             pending.append(mf.checkpoint.start_save(folder, trainer.state, groups, step=k))

@@ -85,10 +85,10 @@ def weighted(full: Any, factor: float) -> Any:
     return tree.map_leaves(lambda x: x * factor if x.is_floating_point() else None, full)
 
 
-def fixed_order(shards: Any) -> mf.schedules.Schedule:
+def fixed_order(shards: Any, groups: Any) -> mf.schedules.Schedule:
     """Of one forward and backward pass; other transforms leave it."""
     found = mf.record(lambda full, batch: loss_of(full, 0), shards, None)
-    return mf.schedules.plan(found, mf.bucket_sizes(shards), live_bytes=0)
+    return mf.schedules.plan(found, mf.bucket_sizes(shards, groups), live_bytes=0)
 
 
 def frozen_too(full: Any, like: Any) -> Any:
@@ -284,7 +284,7 @@ def check_transforms(layout: Layout, name: str, where: str) -> None:
     program, groups = PROGRAMS[name], groups_of(layout)
     params = make_params()
     shards = mf.shard(params, groups, bucket_bytes=100, where=where)
-    schedule = fixed_order(shards) if "fixed" in name else mf.on_demand(live_bytes=0)
+    schedule = fixed_order(shards, groups) if "fixed" in name else mf.on_demand(live_bytes=0)
     place, start = Place(groups, shards, schedule), trained(params)
 
     def sharded(s: Any) -> Any:

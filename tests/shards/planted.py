@@ -10,7 +10,7 @@ PLANTED = [
     ("hop 2 writes to the gradients that it is given", "shards/linear.py",
      "        chunk = chunk.clone()\n", "        pass\n", "shards/test_wires.py -k coded_hop2"),
     ("values of ranks are not compared", "shards/verbs.py",
-     '        compare_values("shard", layout.homes, layout.paths, values, fix, whole=True)\n', "",
+     '    compare_values("shard", layout.homes, layout.paths, values, fix, whole=True)\n', "",
      "shards/test_contracts.py -k check_names"),
     ("unshard rounds to the dtype of computation", "shards/verbs.py",
      "[replace(use, bucket=use.bucket.exact)]", "[use]", "shards/test_mixed.py -k rounded_value"),

@@ -111,20 +111,7 @@ def test_hops_are_means(ranks, layout, dtype):
     ranks(layout.world_size).run(reductions, layout, dtype)
 
 
-# Law 5: replicas hold the same bits, whatever each rank was seeded with.
-
-
-def broadcast(layout):
-    groups = groups_of(layout)
-    params = {"w": random(dist.get_rank(), 9, 5), "n": torch.tensor(dist.get_rank())}
-    shards = mf.shard(params, groups, replicas="broadcast")
-    same_bits(mf.unshard(shards, groups), {"w": random(0, 9, 5), "n": torch.tensor(0)})
-
-
-@pytest.mark.parametrize("layout", [x for x in LAYOUTS if x.world_size in (4, 8)], ids=str)
-@pytest.mark.covering
-def test_broadcast_makes_replicas_equal(ranks, layout):
-    ranks(layout.world_size).run(broadcast, layout)
+# Law 5: replicas hold the same bits.
 
 
 def check_values(layout, odd_rank):
