@@ -350,9 +350,11 @@ class _Join(torch.autograd.Function):
         uses = [ctx.live.uses[i] for i in ctx.trained]
         homes = [use.home for use in uses for _ in use.members]
         # All are seen together: see [Note: rows of ranks] in `shards.linear`.
-        seen = sharding.linear_map(
-            "own", uses, *sharding.with_zeros(tangents, ctx.like), derived=True
-        )
+        given = [  # torch fails inside where a tangent is None
+            torch.zeros(shape, dtype=dtype, device=device) if x is None else x
+            for x, (shape, dtype, device) in zip(tangents, ctx.like, strict=True)
+        ]
+        seen = sharding.linear_map("own", uses, *given, derived=True)
         return tuple(
             sharding.pack.fetched_to(t, home.device) for t, home in zip(seen, homes, strict=True)
         )

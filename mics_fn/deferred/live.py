@@ -259,7 +259,7 @@ class LiveBucket:
         if self.placed is not None:
             facts: Any = {"bucket": use.bucket, "chunk": use.route.chunk, "data": self.placed}
             copied = partial(shards.pack.copied_to, **facts, zeros=wire is not None)
-            op = f"the copy of {_title(*self.ids, self.names())} from elsewhere"
+            op = f"the copy of {use.bucket.title} from elsewhere"
             task = Task(use.hierarchy.fetch_queue, op, copied)
         if wire is None or not levels.moves(chunk):
             return chunk, task
@@ -352,7 +352,7 @@ class LiveBuckets:
         for each in needed:
             buckets.append(each.use.bucket)
             if _torch.version(each.chunk) != each.version:
-                text = f"{_title(*each.ids, each.names())} was changed after its run began"
+                text = f"{each.use.bucket.title} was changed after its run began"
                 raise DonatedError(text, fix="call defer again after an update")
         with _torch.without_torch_func():
             for kind, index in self.run.use(ids):
@@ -482,11 +482,6 @@ class LiveBuckets:
                 each.whole = None
             elif each.whole is not None:
                 each.check_copies()
-
-
-def _title(index: int, names: Sequence[str]) -> str:
-    """A bucket by its number and some of its leaves."""
-    return f"bucket {index} ({', '.join(names[:2])}{', ...' if len(names) > 2 else ''})"
 
 
 def _fetched_numels(use: shards.BucketUse) -> tuple[int, int]:

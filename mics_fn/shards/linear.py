@@ -281,19 +281,6 @@ class _Linear(torch.autograd.Function):
         return found, (0,) * len(found)
 
 
-def with_zeros(values: Sequence[Tensor | None], like: Sequence[Any]) -> list[Tensor]:
-    """(Co)tangents, with zeros for those missing; torch fails inside where a tangent is None.
-
-    Args:
-      values: the (co)tangents.
-      like: shape, dtype and device of each.
-    """
-    return [
-        torch.zeros(shape, dtype=dtype, device=device) if value is None else value
-        for value, (shape, dtype, device) in zip(values, like, strict=True)
-    ]
-
-
 def run(name: str, uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Tensor]:
     """Apply a map to plain tensors, one value per member of each use."""
     like = _like(uses, data, full=name == "scatter")

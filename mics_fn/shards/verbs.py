@@ -253,17 +253,7 @@ def shard(
 ) -> list[Sharded]: ...
 @overload
 def shard(params: T, groups: GroupsTree, **options: Unpack[LayoutOptions]) -> T: ...
-def shard(
-    params: Tree,
-    groups: Any,
-    *,
-    frozen: Callable[[str], bool] | None = None,
-    precision: Precision | str | None = None,
-    bucket_bytes: float | str = BUCKET_BYTES,
-    order: Callable[[str], object] | None = None,
-    bucket: Callable[[str], object] | None = None,
-    where: Where | str | None = None,
-) -> Tree:
+def shard(params: Tree, groups: Any, **options: Unpack[LayoutOptions]) -> Tree:
     """Cut a pytree of tensors into shards: this rank keeps 1/p of every float leaf.
 
     Args:
@@ -315,9 +305,7 @@ def shard(
     """
     if spans.observers:
         spans.passing("build: shard")
-    how: Any = {"precision": precision, "bucket_bytes": bucket_bytes, "where": where}
-    how |= {"frozen": frozen, "order": order, "bucket": bucket}
-    layout = layout_for("shard", "params", params, groups, how)
+    layout = layout_for("shard", "params", params, groups, options)
     refuse_computed("shard", layout.paths, layout.leaves)
     trained = [layout.paths[i] for i, (bucket, _) in layout.slots.items() if bucket.trainable]
     refuse_overlaps("shard", dict(zip(layout.paths, layout.leaves, strict=True)), trained)
@@ -694,7 +682,7 @@ def _mean_over_replicas(verb: str, grads: Tree, groups: Any, *, exact: bool = Fa
     uses = [replace(x, bucket=x.bucket.exact) if exact else x for x in sent.values()]
     made = dict[int, Sequence[Tensor]]()
     for i, (use, new) in zip(sent, deal(uses, apply("mean", uses, opened.data)), strict=True):
-        made[i] = placed_like(new, opened.tensors(i)) if use.placed else new
+        made[i] = placed_like(new, [opened.data[m] for m in use.members]) if use.placed else new
     return opened.rebuild(made)
 
 
