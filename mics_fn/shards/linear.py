@@ -102,13 +102,27 @@ Runner = Callable[[Sequence[Any]], list[Tensor]]  # of one value per member of e
 
 
 def _gather(use: BucketUse, values: Sequence[Tensor | None], like: dict) -> Finish:
-    """Start the gather of one bucket, which is cast before it is sent."""
-    bucket, slots, wire = use.bucket, use.by_slot(values), use.gather_wire
-    what = _what(use, "gather", like)
-    pending = None if wire is None else _start_coded(use, wire, slots, like, what)
-    if pending is None:
-        chunk = pack.pack_chunk(bucket, use.route.chunk, slots, dtype=bucket.compute, **like)
-        pending = collectives.levels.start_all_gather(use.route, chunk, what)
+    """Start the gather of one bucket, which is cast before it is sent.
+
+    Codes are kept for no later gather. A batch is sent as values, and so is nothing, as on meta.
+    """
+    bucket, number, slots, row = use.bucket, use.route.chunk, use.by_slot(values), None
+    wire, what = None if like["batch"] else use.gather_wire, _what(use, "gather", like)
+    chunk: Any = None
+    if wire is not None:
+        row = pack.kept_row(bucket, number, slots)
+    if row is None:
+        dtype = bucket.compute if wire is None else bucket.dtype
+        chunk = pack.pack_chunk(bucket, number, slots, dtype=dtype, **like)
+    if wire is None or not (row is not None or collectives.levels.moves(chunk)):
+        pending = collectives.levels.start_all_gather(use.route, chunk.to(bucket.compute), what)
+    else:
+        chunk = chunk if row is not None else pack.zero_padding(bucket, number, chunk)
+        lone = use.route.split(0)[1]  # without levels that keep what they gather
+        how = {"chunk": chunk, "row": row, "device": like["device"]}
+        codes = collectives.SentCodes(wire, lone, Buffers(), bucket.chunk, **how)
+        out = torch.empty(bucket.numel, dtype=bucket.compute, device=like["device"])
+        pending = collectives.levels.start_fetch(lone, codes, None, out, what)
 
     def finish() -> list[Tensor]:
         full = pending.wait()
@@ -118,25 +132,6 @@ def _gather(use: BucketUse, values: Sequence[Tensor | None], like: dict) -> Fini
         return use.by_member(pack.split_full(bucket, full))
 
     return finish
-
-
-def _start_coded(
-    use: BucketUse, wire: collectives.Wire, slots: Sequence[Tensor | None], like: dict, what: tuple
-) -> collectives.Pending | None:
-    """Start a gather in which codes travel, kept for no later one; None of a batch, or on meta."""
-    bucket, number = use.bucket, use.route.chunk
-    lone, chunk = use.route.split(0)[1], None  # without levels that keep what they gather
-    row = pack.kept_row(bucket, number, slots)
-    if row is None:
-        chunk = pack.pack_chunk(bucket, number, slots, dtype=bucket.dtype, **like)
-        if chunk.ndim > 1 or not collectives.levels.moves(chunk):
-            return None
-        chunk = pack.zero_padding(bucket, number, chunk)
-    device = like["device"]
-    how = {"chunk": chunk, "row": row, "device": device}
-    codes = collectives.SentCodes(wire, lone, Buffers(), bucket.chunk, **how)
-    out = torch.empty(bucket.numel, dtype=bucket.compute, device=device)
-    return collectives.levels.start_fetch(lone, codes, None, out, what)
 
 
 def _what(use: BucketUse, hop: str, like: dict) -> tuple:
