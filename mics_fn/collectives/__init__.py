@@ -96,14 +96,7 @@ from mics_fn.collectives.agreement import (
     refuse_unequal,
     together,
 )
-from mics_fn.collectives.codec import (
-    SHORT_NAMES,
-    Codec,
-    SentCodes,
-    Wire,
-    check_level,
-    checksum,
-)
+from mics_fn.collectives.codec import SHORT_NAMES, Codec, SentCodes, Wire, check_level, checksum
 from mics_fn.collectives.levels import all_gather, start, weighted
 from mics_fn.collectives.pending import Pending, Steps, Task, finish_readers, push_all
 

@@ -144,10 +144,8 @@ SCENARIOS: dict[str, Scenario] = {
     "saved while it trains": _of(4, program="saved", live_bytes=_TWO),
     # What users do around it.
     "recomputation": _of(program="recomputed", live_bytes=0, accumulate=2),
-    "a use that does not come": _of(4, 4, program="unused", live_bytes=None),
     "an update before the run has ended": _of(program="updated_early"),
     "float16 on the wire": _of(program="in_float16"),
-    "two trainers": _of(program="two_trainers", waits=1),  # for the totals of each
     "a stream of the user's": _of(program="own_stream", live_bytes=0),
     "two compute streams, budget": _of(program="forked", live_bytes=0),
     "two compute streams, keep all": _of(program="forked", live_bytes=None),
