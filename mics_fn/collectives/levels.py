@@ -723,10 +723,6 @@ class _MeanOfCounts(torch.autograd.Function):
         ctx.mark_non_differentiable(output)
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple:  # pyright: ignore
-        return None, None
-
-    @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:  # pyright: ignore
         return None
 
