@@ -60,9 +60,8 @@ def start_all_gather(route: Route, chunk: Tensor, what: What = ("", "gather", ""
     shape = (route.size, *chunk.shape)
     nothing = route.size == 1 or not chunk.numel()
     out = chunk.expand(shape) if nothing else chunk.new_empty(shape)
-    comms, steps = route.gathers if moves(chunk) else (), gather_steps(route, chunk, out)
     how = {"keep": (chunk, out), "device": chunk.device, "what": what, "reads": chunk}
-    return Pending(steps, comms, **how)
+    return Pending(gather_steps(route, chunk, out), gather_comms(route, chunk), **how)
 
 
 def gather_comms(route: Route, chunk: Tensor) -> tuple[Comm, ...]:
