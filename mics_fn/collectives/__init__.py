@@ -69,8 +69,8 @@ for codes in gathers and hop 1): `python -m mics_fn demo --precision "hop2=int4[
 Start reading at `levels.py`, the only file that calls what moves data: gathers, then hop 1, then
 hop 2, a page each. Each is started as a `Pending`, whose page is `pending.py`, with its notes: a
 collective in flight, and which memory must not be overwritten yet. Collectives of a user's own on
-`Groups.communicators` are at the end of `levels.py`. `codec.py` makes codes, says where they
-travel and sends them, and nothing else here knows of it. `agreement.py` is what ranks
+`Groups.communicators` are at the end of `levels.py`. `codec.py` makes codes and says where they
+travel, `sent_codes.py` sends them, and nothing else here knows of it. `agreement.py` is what ranks
 compare, and blocks of work that all leave if one fails.
 
   >>> for name, comm in groups.communicators.items():
@@ -96,8 +96,9 @@ from mics_fn.collectives.agreement import (
     refuse_unequal,
     together,
 )
-from mics_fn.collectives.codec import SHORT_NAMES, Codec, SentCodes, Wire, check_level, checksum
+from mics_fn.collectives.codec import SHORT_NAMES, Codec, Wire, check_level, checksum
 from mics_fn.collectives.levels import all_gather, start, weighted
 from mics_fn.collectives.pending import Pending, Steps, Task, finish_readers, push_all
+from mics_fn.collectives.sent_codes import SentCodes, mean_bytes
 
 __all__ = ["Codec", "all_gather", "start"]

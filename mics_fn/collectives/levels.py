@@ -27,10 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mics_fn import _torch, checks
-from mics_fn.checks import refuse_derivative
 from mics_fn.collectives.pending import Collective, Pending, Steps, Task, What
 from mics_fn.errors import CollectiveError, GroupsError, LeafError
 from mics_fn.groups import Buffers, Comm, Groups, Route
+
+SENDERS: dict[type, Any] = {}  # what sends codes, by the class of a codec; see `sent_codes`
 
 
 def moves(tensor: Tensor) -> bool:
@@ -250,7 +251,7 @@ def scatter_steps(
     """
     comms, here, there = scatter_comms(route, full), full.view(-1), spare.view(-1)
     if comms and wire is not None and wire.levels(route):
-        yield from wire.scatter_steps(route, full, out, spare)
+        yield from SENDERS[type(wire.codec)].scatter_steps(wire, route, full, out, spare)
         return
     for comm in comms:
         parts, last = here.view(comm.size, -1), comm is comms[-1]
@@ -334,7 +335,7 @@ def spare_numel(
       itemsize: bytes of an element, with a wire.
     """
     if wire is not None and wire.levels(route):
-        return wire.spare_numel(route, numel, itemsize)
+        return SENDERS[type(wire.codec)].spare_numel(wire, route, numel, itemsize)
     most, here = 0, numel
     for comm in route.reductions:
         if exchanges(comm) and comm.size != 2:  # else one part arrives
@@ -444,8 +445,8 @@ def mean_comms(comm: Comm, tensor: Tensor, wire: Any = None) -> list[Comm]:
     """The communicators that `mean_steps` uses, in order: none, the given one, or two."""
     if comm.size == 1 or not moves(tensor):
         return []
-    if not isinstance(wire, torch.dtype | None):  # the next mean begins while codes are gathered
-        return [comm, comm.second or comm]
+    if type(wire) in SENDERS:
+        return SENDERS[type(wire)].mean_comms(comm)
     return [comm, comm] if comm.fixed_order else [comm]
 
 
@@ -459,8 +460,8 @@ def mean_steps(comm: Comm, tensor: Tensor, wire: Any = None, spare: Tensor | Non
     """
     if comm.size == 1 or not moves(tensor):
         return tensor
-    if not isinstance(wire, torch.dtype | None):
-        yield from wire.mean_steps(comm, tensor, spare)
+    if type(wire) in SENDERS:
+        yield from SENDERS[type(wire)].mean_steps(wire, comm, tensor, spare)
     elif comm.fixed_order:
         yield from mean_in_order(comm, tensor, wire or tensor.dtype)
     else:
@@ -666,7 +667,7 @@ def _check(verb: str, comm: Comm, tensors: Sequence[Any]) -> None:
             got = "on meta, without data" if isinstance(x, Tensor) else type(x).__name__
             text = f"{verb}: tensor {i} is {got}"
             raise LeafError(text, fix="pass tensors of the device of the groups")
-    refuse_derivative(verb, tensors, _FIX)
+    checks.refuse_derivative(verb, tensors, _FIX)
 
 
 # Weights of losses.

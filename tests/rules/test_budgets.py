@@ -99,7 +99,7 @@ def is_core(name: str) -> bool:
         return stem in ("__init__", "flat", "optimizers", "state")
     return (
         wing in ("groups", "shards")
-        or (wing == "collectives" and stem != "codec")
+        or (wing == "collectives" and stem not in ("codec", "sent_codes"))
         or "/" not in name
     )
 

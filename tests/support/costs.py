@@ -12,7 +12,7 @@ from cases import Layout
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.collectives import Codec
+from mics_fn.collectives import Codec, mean_bytes
 from mics_fn.groups import Buffers
 from mics_fn.groups.groups import Pools
 from mics_fn.lab import report
@@ -266,7 +266,7 @@ def _in_hops(
         _received(bucket, inner, numel, direct), _received(bucket, outer, numel / cut.grads, same)
     )
     if copies and isinstance(hop2, Codec):
-        received = max(received, hop2.mean_bytes(numel // cut.states, num_replicas))
+        received = max(received, mean_bytes(hop2, numel // cut.states, num_replicas))
     gathers = copies and isinstance(hop2, Codec)  # of codes, while others are exchanged
     return max(packed) + received, 1 + len(inner) + len(outer) + copies + gathers
 
