@@ -42,7 +42,7 @@ Ranks and groups:
   `placement.fixed_order` - reductions that add up in the order of ranks - hop 2 in two collectives
 
 Models as shards:
-  `shard` - pytree of tensors to pytree of shards - digests; M once with replicas="broadcast"
+  `shard` - pytree of tensors to pytree of shards - digests
   `init_model` - a model made as shards, bit for bit as in full, never held in full - digests
   `load_shards` - shards from files, of which a rank reads its own part - digests
   `Precision` - dtypes of parameters and gradients, and codecs that are sent, by path; has a text

@@ -39,7 +39,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from mics_fn import checks
-from mics_fn.checks import refuse_derivative
 from mics_fn.errors import PlanError
 
 SHORT_NAMES = {
@@ -158,7 +157,7 @@ class Codec:
         Raises:
           LeafError: a derivative is asked for.
         """
-        refuse_derivative(f"{self}.encode", [x], _DETACH)
+        checks.refuse_derivative(f"{self}.encode", [x], _DETACH)
         shape = (*x.shape[:-1], self.nbytes(x.shape[-1]))
         out = torch.empty(shape, dtype=torch.uint8, device=x.device)
         if x.numel():
@@ -183,7 +182,7 @@ class Codec:
         Raises:
           LeafError: a derivative is asked for.
         """
-        refuse_derivative(f"{self}.decode", [codes], _DETACH)
+        checks.refuse_derivative(f"{self}.decode", [codes], _DETACH)
         out = torch.empty(*codes.shape[:-1], n, dtype=dtype, device=codes.device)
         if out.numel():
             for row, values in zip(

@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mics_fn import _torch, checks
-from mics_fn.checks import refuse_derivative
 from mics_fn.collectives.pending import Collective, Pending, Steps, Task, What
 from mics_fn.errors import CollectiveError, GroupsError, LeafError
 from mics_fn.groups import Buffers, Comm, Groups, Route
@@ -62,9 +61,8 @@ def start_all_gather(route: Route, chunk: Tensor, what: What = ("", "gather", ""
     shape = (route.size, *chunk.shape)
     nothing = route.size == 1 or not chunk.numel()
     out = chunk.expand(shape) if nothing else chunk.new_empty(shape)
-    comms, steps = route.gathers if moves(chunk) else (), gather_steps(route, chunk, out)
     how = {"keep": (chunk, out), "device": chunk.device, "what": what, "reads": chunk}
-    return Pending(steps, comms, **how)
+    return Pending(gather_steps(route, chunk, out), gather_comms(route, chunk), **how)
 
 
 def gather_comms(route: Route, chunk: Tensor) -> tuple[Comm, ...]:
@@ -558,14 +556,6 @@ def send_from(comm: Comm, tensor: Tensor, source_rank: int) -> None:
         Pending(steps(), [comm], keep=(tensor,), device=tensor.device, what=what).wait()
 
 
-def broadcast(groups: Groups, tensor: Tensor) -> None:
-    """Overwrite `tensor` on all ranks with that of the first: over replicas, then inside them."""
-    place = groups.position % groups.partition_size
-    if not place:
-        send_from(groups.replicas, tensor, groups.ranks[0])
-    send_from(groups.partition, tensor, groups.ranks[groups.position - place])
-
-
 # What users call: collectives of their own, and weights of losses.
 
 _ISSUE = "pass functools.partial of a function of torch.distributed, with its tensors"
@@ -677,7 +667,7 @@ def _check(verb: str, comm: Comm, tensors: Sequence[Any]) -> None:
             got = "on meta, without data" if isinstance(x, Tensor) else type(x).__name__
             text = f"{verb}: tensor {i} is {got}"
             raise LeafError(text, fix="pass tensors of the device of the groups")
-    refuse_derivative(verb, tensors, _FIX)
+    checks.refuse_derivative(verb, tensors, _FIX)
 
 
 # Weights of losses.
@@ -731,10 +721,6 @@ class _MeanOfCounts(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.mark_non_differentiable(output)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple:  # pyright: ignore
-        return None, None
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:  # pyright: ignore

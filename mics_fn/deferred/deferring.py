@@ -350,9 +350,11 @@ class _Join(torch.autograd.Function):
         uses = [ctx.live.uses[i] for i in ctx.trained]
         homes = [use.home for use in uses for _ in use.members]
         # All are seen together: see [Note: rows of ranks] in `shards.linear`.
-        seen = sharding.linear_map(
-            "own", uses, *sharding.with_zeros(tangents, ctx.like), derived=True
-        )
+        given = [  # torch fails inside where a tangent is None
+            torch.zeros(shape, dtype=dtype, device=device) if x is None else x
+            for x, (shape, dtype, device) in zip(tangents, ctx.like, strict=True)
+        ]
+        seen = sharding.linear_map("own", uses, *given, derived=True)
         return tuple(
             sharding.pack.fetched_to(t, home.device) for t, home in zip(seen, homes, strict=True)
         )
@@ -578,12 +580,12 @@ def defer(
     return DeferredParams(opened.build(full), live, pending)
 
 
-def bucket_sizes(shards: Tree, groups: Any = None) -> list[int]:
+def bucket_sizes(shards: Tree, groups: Any) -> list[int]:
     """Bytes that each bucket of a tree takes while it is live, in the order of bucket numbers.
 
     Args:
       shards: tree of shards.
-      groups: as for `defer`; they matter only with a placement that keeps copies.
+      groups: as for `defer`.
 
     Returns:
       One number per bucket; 0 if this rank holds it in full already, because the group has one rank
@@ -593,15 +595,11 @@ def bucket_sizes(shards: Tree, groups: Any = None) -> list[int]:
       LeafError: there is no tree, or a leaf is not a shard.
 
     Example:
-      >>> shards = shard([torch.ones(6)], make_groups(1))
-      >>> bucket_sizes(shards)
+      >>> groups = make_groups(1)
+      >>> bucket_sizes(shard([torch.ones(6)], groups), groups)
       [0]
     """
-    if groups is not None:
-        return sizes_of(sharding.open_shards("bucket_sizes", shards, groups).uses)
-    leaves, _ = tree.flatten(shards, sharding.is_leaf)
-    sharding.check_leaves("bucket_sizes", shards, leaves, "shards")
-    return sizes_of(sharding.grouped(leaves, [None] * len(leaves)))
+    return sizes_of(sharding.open_shards("bucket_sizes", shards, groups).uses)
 
 
 def _memory_of(schedule: Schedule | OnDemand, opened: sharding.Opened) -> tuple[OnDemand, Learned]:

@@ -264,7 +264,7 @@ class LiveBucket:
         if self.placed is not None:
             facts: Any = {"bucket": use.bucket, "chunk": use.route.chunk, "data": self.placed}
             copied = partial(shards.pack.copied_to, **facts, zeros=wire is not None)
-            op = f"the copy of {_title(*self.ids, self.names())} from elsewhere"
+            op = f"the copy of {use.bucket.title} from elsewhere"
             task = Task(use.hierarchy.fetch_queue, op, copied)
         if wire is None or not levels.moves(chunk):
             return chunk, task
@@ -357,7 +357,7 @@ class LiveBuckets:
         for each in needed:
             buckets.append(each.use.bucket)
             if _torch.version(each.chunk) != each.version:
-                text = f"{_title(*each.ids, each.names())} was changed after its run began"
+                text = f"{each.use.bucket.title} was changed after its run began"
                 raise DonatedError(text, fix="call defer again after an update")
         with _torch.without_torch_func():
             for kind, index in self.run.use(ids):
@@ -489,26 +489,17 @@ class LiveBuckets:
                 each.check_copies()
 
 
-def _title(index: int, names: Sequence[str]) -> str:
-    """A bucket by its number and some of its leaves."""
-    return f"bucket {index} ({', '.join(names[:2])}{', ...' if len(names) > 2 else ''})"
-
-
-def _fetched_numels(use: Any) -> tuple[int, int]:
+def _fetched_numels(use: shards.BucketUse) -> tuple[int, int]:
     """Elements of the buffers of a fetch: what the outer levels keep, and the whole bucket."""
-    bucket, inner, kept = use.bucket, use.bucket.parts, False
-    if use.home:
-        before, behind = use.route.split(use.route.outer_params)
-        outer, inner = before.size, behind.size
-        wire = use.gather_wire
-        coded = wire is not None and wire.levels(use.route) > use.route.outer_params
-        kept = outer > 1 and not coded
-    outer_numel = bucket.numel // inner if kept else 0
+    bucket, route, wire = use.bucket, use.route, use.gather_wire
+    before, behind = route.split(route.outer_params)
+    coded = wire is not None and wire.levels(route) > route.outer_params
+    outer_numel = bucket.numel // behind.size if before.size > 1 and not coded else 0
     made = use.placed or bucket.codes is not None or bucket.compute != bucket.dtype
-    whole = inner > 1 or (not outer_numel and made)
+    whole = behind.size > 1 or (not outer_numel and made)
     return outer_numel, bucket.numel if whole else 0
 
 
-def sizes_of(uses: Sequence[Any]) -> list[int]:
+def sizes_of(uses: Sequence[shards.BucketUse]) -> list[int]:
     """Bytes that each bucket takes while it is live; 0 if it is a view of memory that is kept."""
     return [_fetched_numels(use)[1] * use.bucket.compute.itemsize for use in uses]

@@ -46,8 +46,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import _torch, collectives, spans, tree
-from mics_fn.checks import check_matched
+from mics_fn import _torch, checks, collectives, spans, tree
 from mics_fn.deferred.memory import LEAST_RING, Lease, Ring, lease_sizes
 from mics_fn.errors import LeafError
 from mics_fn.groups import Buffers, Comm, Route
@@ -566,7 +565,7 @@ def places_of_sums(where: Where, opened: Opened) -> dict[int, tuple[str, str, in
 
     A bucket's gradients lie together, where those of its largest leaf should.
     """
-    check_matched("GradSum: where", where.patterns, tree.spec_paths(opened.spec))
+    checks.check_matched("GradSum: where", where.patterns, tree.spec_paths(opened.spec))
     found = {}
     for index, use in enumerate(opened.uses):
         sizes = use.by_member(use.bucket.numels)

@@ -124,7 +124,7 @@ from mics_fn.shards.leaf import (
     refuse_overlaps,
     refuse_tracing,
 )
-from mics_fn.shards.linear import as_part, deal, linear_map, put, with_zeros
+from mics_fn.shards.linear import as_part, deal, linear_map, put
 from mics_fn.shards.opened import (
     BucketUse,
     GroupsTree,

@@ -184,7 +184,7 @@ class Bucket(Formats, metaclass=_Unique):
 
     @cached_property
     def title(self) -> str:
-        """Its number, its first leaf and how many there are, for `inspection.watch`."""
+        """Its number, its first leaf and how many there are, as `inspection.watch` shows it."""
         first = self.names.partition(", ")[0]
         more = " ..." if ", " in self.names else ""
         count = f" ({len(self.shapes)} leaves)" if len(self.shapes) > 1 else ""

@@ -377,22 +377,14 @@ def reclaimed(value: V) -> V:
 
 def mark_reduced(leaves: Iterable[Leaf], home: Any) -> None:
     """Note on the first trained leaf of gradients over which groups it was reduced, if on any."""
-    first = None if home is None else _first_trained(leaves)
-    if first is not None:
+    first = next((leaf for leaf in leaves if isinstance(leaf, Sharded)), None)
+    if first is not None and home is not None:
         object.__setattr__(first, "_reduction_groups", home)
 
 
 def reduction_groups(leaves: Iterable[Any]) -> Any:
     """The groups that `mark_reduced` noted; None if there are none."""
-    first = _first_trained(leaves)
-    return None if first is None else first._reduction_groups
-
-
-def _first_trained(leaves: Iterable[Any]) -> Any:
-    for leaf in leaves:
-        if isinstance(leaf, Sharded):
-            return leaf
-    return None
+    return next((leaf._reduction_groups for leaf in leaves if isinstance(leaf, Sharded)), None)
 
 
 # Where a leaf lies: its kind, and its bucket, if it lies in one, with its slot.
@@ -428,10 +420,10 @@ def names(shards: Tree) -> list[str]:
 def refuse_tracing() -> None:
     """Raise LeafError if torch is recording ops in order to repeat them later."""
     if _torch.is_tracing():
-        text = "gather: torch records this program (linearize, make_fx, export), and cannot record"
-        text += " what ranks send"
-        fix = "use jvp or vjp; or gather outside, and give full tensors to what is recorded"
-        raise LeafError(text, fix=fix)
+        text = (
+            "gather: torch records this program (linearize, make_fx, export), but not what is sent"
+        )
+        raise LeafError(text, fix="use jvp or vjp; or gather outside, and pass on full tensors")
 
 
 # Gradients of which some buckets can be used while others are still being reduced.
@@ -574,5 +566,4 @@ def refuse_overlaps(verb: str, leaves: Mapping[str, Tensor], trained: Collection
         found = [paths[i] for i in group]
         if set(found) & set(trained):
             text = f"{verb}: {' and '.join(found)} overlap in memory, and are not the same tensor"
-            fix = "clone one of them, or keep one tensor and take views of it in forward"
-            raise LeafError(text, fix=fix)
+            raise LeafError(text, fix="clone one of them, or take views of one tensor in forward")

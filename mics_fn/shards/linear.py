@@ -24,7 +24,6 @@ passes the check.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -103,13 +102,27 @@ Runner = Callable[[Sequence[Any]], list[Tensor]]  # of one value per member of e
 
 
 def _gather(use: BucketUse, values: Sequence[Tensor | None], like: dict) -> Finish:
-    """Start the gather of one bucket, which is cast before it is sent."""
-    bucket, slots, wire = use.bucket, use.by_slot(values), use.gather_wire
-    what = _what(use, "gather", like)
-    pending = None if wire is None else _start_coded(use, wire, slots, like, what)
-    if pending is None:
-        chunk = pack.pack_chunk(bucket, use.route.chunk, slots, dtype=bucket.compute, **like)
-        pending = collectives.levels.start_all_gather(use.route, chunk, what)
+    """Start the gather of one bucket, which is cast before it is sent.
+
+    Codes are kept for no later gather. A batch is sent as values, and so is nothing, as on meta.
+    """
+    bucket, number, slots, row = use.bucket, use.route.chunk, use.by_slot(values), None
+    wire, what = None if like["batch"] else use.gather_wire, _what(use, "gather", like)
+    chunk: Any = None
+    if wire is not None:
+        row = pack.kept_row(bucket, number, slots)
+    if row is None:
+        dtype = bucket.compute if wire is None else bucket.dtype
+        chunk = pack.pack_chunk(bucket, number, slots, dtype=dtype, **like)
+    if wire is None or not (row is not None or collectives.levels.moves(chunk)):
+        pending = collectives.levels.start_all_gather(use.route, chunk.to(bucket.compute), what)
+    else:
+        chunk = chunk if row is not None else pack.zero_padding(bucket, number, chunk)
+        lone = use.route.split(0)[1]  # without levels that keep what they gather
+        how = {"chunk": chunk, "row": row, "device": like["device"]}
+        codes = collectives.SentCodes(wire, lone, Buffers(), bucket.chunk, **how)
+        out = torch.empty(bucket.numel, dtype=bucket.compute, device=like["device"])
+        pending = collectives.levels.start_fetch(lone, codes, None, out, what)
 
     def finish() -> list[Tensor]:
         full = pending.wait()
@@ -119,25 +132,6 @@ def _gather(use: BucketUse, values: Sequence[Tensor | None], like: dict) -> Fini
         return use.by_member(pack.split_full(bucket, full))
 
     return finish
-
-
-def _start_coded(
-    use: BucketUse, wire: collectives.Wire, slots: Sequence[Tensor | None], like: dict, what: tuple
-) -> collectives.Pending | None:
-    """Start a gather in which codes travel, kept for no later one; None of a batch, or on meta."""
-    bucket, number = use.bucket, use.route.chunk
-    lone, chunk = use.route.split(0)[1], None  # without levels that keep what they gather
-    row = pack.kept_row(bucket, number, slots)
-    if row is None:
-        chunk = pack.pack_chunk(bucket, number, slots, dtype=bucket.dtype, **like)
-        if chunk.ndim > 1 or not collectives.levels.moves(chunk):
-            return None
-        chunk = pack.zero_padding(bucket, number, chunk)
-    device = like["device"]
-    how = {"chunk": chunk, "row": row, "device": device}
-    codes = collectives.SentCodes(wire, lone, Buffers(), bucket.chunk, **how)
-    out = torch.empty(bucket.numel, dtype=bucket.compute, device=device)
-    return collectives.levels.start_fetch(lone, codes, None, out, what)
 
 
 def _what(use: BucketUse, hop: str, like: dict) -> tuple:
@@ -168,18 +162,14 @@ def _scatter(use: BucketUse, leaves: Sequence[Tensor | None], like: dict) -> Fin
     return finish
 
 
-def _mean(
-    use: BucketUse, values: Sequence[Tensor | None], like: dict, in_place: bool = False
-) -> Finish:
-    """Start hop 2 of one bucket; `in_place` writes into the chunk that the pieces are views of."""
+def _mean(use: BucketUse, values: Sequence[Tensor | None], like: dict) -> Finish:
+    """Start hop 2 of one bucket."""
     bucket, pieces, number = use.bucket, use.by_slot(values), use.route.chunk
     chunk = pack.whole_chunk(bucket, number, pieces)
     if chunk is None:
         chunk = pack.pack_chunk(bucket, number, pieces, **like)
-    elif not in_place or use.missing:  # leaves that the tree lacks must not change
-        chunk = chunk.clone()
     else:
-        collectives.finish_readers([chunk])
+        chunk = chunk.clone()
     if bucket.parts == 1:  # there was no hop 1
         pack.observe(bucket, chunk)
     wire = bucket.hop2_format
@@ -230,7 +220,6 @@ def _times_parts(use: BucketUse, values: Sequence[Any], like: dict) -> Finish:
 _MAPS: dict[str, Callable[..., Finish]] = {
     **{"gather": _gather, "scatter": _scatter, "mean": _mean},
     **{"own": _own, "part": _own, "times parts": _times_parts},
-    "mean in place": partial(_mean, in_place=True),
 }
 _SENT = ("gather", "scatter", "mean")
 # See [Note: adjoint]. "own" gives parts as they are, so that `refuse_local_basis` sees them. "part"
@@ -285,19 +274,6 @@ class _Linear(torch.autograd.Function):
         levels = None if levels is None else levels + 1
         found = _Linear.apply(name, levels, uses, by, *in_front(info, in_dims[4:], data))
         return found, (0,) * len(found)
-
-
-def with_zeros(values: Sequence[Tensor | None], like: Sequence[Any]) -> list[Tensor]:
-    """(Co)tangents, with zeros for those missing; torch fails inside where a tangent is None.
-
-    Args:
-      values: the (co)tangents.
-      like: shape, dtype and device of each.
-    """
-    return [
-        torch.zeros(shape, dtype=dtype, device=device) if value is None else value
-        for value, (shape, dtype, device) in zip(values, like, strict=True)
-    ]
 
 
 def run(name: str, uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Tensor]:

@@ -246,10 +246,6 @@ class Opened:
         """The tree with one value per leaf; tied leaves get that of their owner."""
         return self.spec.unflatten(map(full.__getitem__, self.layout.owner))
 
-    def tensors(self, index: int) -> list[Tensor]:
-        """The pieces of a bucket, by index in `uses`."""
-        return [self.data[i] for i in self.uses[index].members]
-
     def rebuild(self, pieces: Mapping[int, Sequence[Tensor]]) -> Tree:
         """The tree with new pieces for some buckets, by index in `uses`; other leaves stay."""
         out: list[Any] = list(self.leaves)

@@ -7,14 +7,14 @@ A full value is what every rank has a copy of, and a shard is one value held in 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
 
 from mics_fn import _torch, checks, collectives, spans, tree
-from mics_fn.collectives import SHORT_NAMES, needs_derivative
-from mics_fn.errors import DonatedError, LeafError, PlanError
+from mics_fn.collectives import SHORT_NAMES
+from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Groups, Home, require_replicas
 from mics_fn.offload import DEVICE, Where, place_tensor, placed_like
 from mics_fn.shards import pack
@@ -25,16 +25,14 @@ from mics_fn.shards.leaf import (
     Nothing,
     Sharded,
     Tied,
-    Writing,
     dtype_name,
     is_leaf,
     mark_reduced,
-    note_write,
     owners_of,
     reduction_groups,
     refuse_overlaps,
 )
-from mics_fn.shards.linear import apply, as_part, deal, put, run
+from mics_fn.shards.linear import apply, as_part, deal, put
 from mics_fn.shards.opened import (
     BucketUse,
     GroupsTree,
@@ -63,8 +61,7 @@ def refuse_computed(verb: str, paths: Sequence[str], tensors: Sequence[Tensor]) 
     for path, x in zip(paths, tensors, strict=True):
         computed = x.requires_grad and not x.is_leaf and torch.is_grad_enabled()
         if x.is_floating_point() and (computed or _torch.is_wrapped(x)):
-            text = f"{verb}: {path} is computed from a tensor that requires a gradient, which would"
-            text += " not get it"
+            text = f"{verb}: {path} is computed from a tensor that would not get its gradient"
             fix = f"{verb} outside, and differentiate through gather; or pass its detach()"
             raise LeafError(text, fix=fix)
 
@@ -80,10 +77,7 @@ def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None
         fix = f"pass a dense tensor of {', '.join(SHORT_NAMES.values())}, bool or whole numbers"
     elif type(leaf).__name__ == "DTensor":
         wrong = "a DTensor"
-        fix = (
-            "of a tensor parallel model pass its to_local(), with groups of the data-parallel part "
-            "of the mesh: make_groups(mesh=mesh['dp']); else its full_tensor()"
-        )
+        fix = "pass its to_local(), with make_groups(mesh=mesh['dp']), or its full_tensor()"
     elif _torch.is_wrapper(leaf):
         wrong = f"{kind}, which keeps its values in other tensors"
         fix = "pass a plain tensor, as its clone() or dequantize() may be, or leave it out"
@@ -111,12 +105,6 @@ class LayoutOptions(TypedDict, total=False):
     order: Callable[[str], object] | None
     bucket: Callable[[str], object] | None
     where: Where | str | None
-
-
-class ShardOptions(LayoutOptions, total=False):
-    """All options of `shard`."""
-
-    replicas: Literal["check", "broadcast"]
 
 
 K = TypeVar("K")
@@ -257,26 +245,15 @@ def agree_on(layout: Layout) -> None:
 
 @overload
 def shard(
-    params: Mapping[K, Tensor], groups: GroupsTree, **options: Unpack[ShardOptions]
+    params: Mapping[K, Tensor], groups: GroupsTree, **options: Unpack[LayoutOptions]
 ) -> dict[K, Sharded]: ...
 @overload
 def shard(
-    params: list[Tensor], groups: GroupsTree, **options: Unpack[ShardOptions]
+    params: list[Tensor], groups: GroupsTree, **options: Unpack[LayoutOptions]
 ) -> list[Sharded]: ...
 @overload
-def shard(params: T, groups: GroupsTree, **options: Unpack[ShardOptions]) -> T: ...
-def shard(
-    params: Tree,
-    groups: Any,
-    *,
-    replicas: Literal["check", "broadcast"] = "check",
-    frozen: Callable[[str], bool] | None = None,
-    precision: Precision | str | None = None,
-    bucket_bytes: float | str = BUCKET_BYTES,
-    order: Callable[[str], object] | None = None,
-    bucket: Callable[[str], object] | None = None,
-    where: Where | str | None = None,
-) -> Tree:
+def shard(params: T, groups: GroupsTree, **options: Unpack[LayoutOptions]) -> T: ...
+def shard(params: Tree, groups: Any, **options: Unpack[LayoutOptions]) -> Tree:
     """Cut a pytree of tensors into shards: this rank keeps 1/p of every float leaf.
 
     Args:
@@ -284,8 +261,6 @@ def shard(
         `requires_grad=False` is frozen. Leaves that are not floats are replicated. A tensor that
         occurs twice (in the same memory) becomes one shard, and stays tied.
       groups: `Groups`, or a prefix pytree of them, or a function from path to `Groups`.
-      replicas: 'check' compares a digest of the values between ranks; 'broadcast' takes the values
-        of the first rank of the groups.
       frozen: says which further leaves are frozen, by path, such as `h.0.bias`.
       precision: a `Precision` or its text, which gives the dtypes of shards, of full tensors, and
         of gradients while they are reduced; default the tensors' own. Frozen leaves may be kept as
@@ -305,8 +280,7 @@ def shard(
       The same tree with `Sharded` leaves, `Fixed` ones for tensors that are not trained, and `Tied`
       ones for tensors that occurred before.
 
-    Communication: a digest of the tree and the values (tens of bytes per leaf); with 'broadcast'
-      also every float bucket, once.
+    Communication: a digest of the tree and the values (tens of bytes per leaf).
 
     Memory: this rank's shards (1/p of the floats), and one full bucket while it is cut.
 
@@ -331,10 +305,7 @@ def shard(
     """
     if spans.observers:
         spans.passing("build: shard")
-    checks.choice("shard", "replicas", replicas, "check", "broadcast")
-    how: Any = {"precision": precision, "bucket_bytes": bucket_bytes, "where": where}
-    how |= {"frozen": frozen, "order": order, "bucket": bucket}
-    layout = layout_for("shard", "params", params, groups, how)
+    layout = layout_for("shard", "params", params, groups, options)
     refuse_computed("shard", layout.paths, layout.leaves)
     trained = [layout.paths[i] for i, (bucket, _) in layout.slots.items() if bucket.trainable]
     refuse_overlaps("shard", dict(zip(layout.paths, layout.leaves, strict=True)), trained)
@@ -342,16 +313,15 @@ def shard(
         # Ranks may have compared two trees before, and come with one of them each.
         home.agreed.difference_update([seen for seen in home.agreed if seen[0] == "shard"])
     agree_on(layout)
-    if replicas == "check":
-        values = [None if layout.owners[i] != i else x for i, x in enumerate(layout.leaves)]
-        fix = "use the same seed or checkpoint on every rank, or pass replicas='broadcast'"
-        compare_values("shard", layout.homes, layout.paths, values, fix, whole=True)
-    slots, sends = layout.slots.items(), replicas == "broadcast"
+    values = [None if layout.owners[i] != i else x for i, x in enumerate(layout.leaves)]
+    fix = "use the same seed or checkpoint on every rank"
+    compare_values("shard", layout.homes, layout.paths, values, fix, whole=True)
+    slots = layout.slots.items()
     if not any(bucket.codes or layout.places[i] != DEVICE for i, (bucket, _) in slots):
-        return _assemble(layout, sends)
+        return _assemble(layout)
     # A disk may be full on one rank alone, or what codes cannot hold may lie in its part.
     with collectives.together("shard", layout.homes) as exchange:
-        return _assemble(layout, sends, exchange)
+        return _assemble(layout, exchange)
 
 
 def layout_of(
@@ -364,24 +334,21 @@ def layout_of(
     layout = layout_for(verb, root, values, groups, options)
     agree_on(layout)
     meta = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in layout.leaves]
-    return _assemble(layout._replace(leaves=meta), False)
+    return _assemble(layout._replace(leaves=meta))
 
 
-def _assemble(layout: Layout, sends: bool, exchange: collectives.Exchange | None = None) -> Tree:
-    out = _cut(layout, sends, exchange)
-    for i, (leaf, home) in enumerate(zip(layout.leaves, layout.homes, strict=True)):
+def _assemble(layout: Layout, exchange: collectives.Exchange | None = None) -> Tree:
+    out = _cut(layout, exchange)
+    for i, leaf in enumerate(layout.leaves):
         if layout.owners[i] != i:
             out[i] = Tied(*layout.slots[layout.owners[i]])
         elif i not in layout.slots:
-            value = leaf.detach().clone(memory_format=torch.contiguous_format)
-            if sends and not value.is_meta and value.numel():
-                collectives.levels.broadcast(home, value)
-            out[i] = Fixed(value)
+            out[i] = Fixed(leaf.detach().clone(memory_format=torch.contiguous_format))
     shards = layout.spec.unflatten([out[i] for i in range(len(layout.leaves))])
     return tree.replace_none(shards, Nothing(), is_leaf)
 
 
-def _cut(layout: Layout, sends: bool, exchange: collectives.Exchange | None) -> dict[int, Any]:
+def _cut(layout: Layout, exchange: collectives.Exchange | None) -> dict[int, Any]:
     """This rank's chunk of each bucket, as leaves; one bucket at a time is in memory in full.
 
     Where this rank has failed, which `exchange` says at the end, there are no leaves.
@@ -398,8 +365,6 @@ def _cut(layout: Layout, sends: bool, exchange: collectives.Exchange | None) -> 
             # before the bucket in full, whose memory then serves the next bucket as well.
             chunk = torch.empty(bucket.chunk, dtype=bucket.dtype, device=device)
             full = pack.pack_full(bucket, [layout.leaves[i].detach() for i in index], device=device)
-            if sends and not full.is_meta:
-                collectives.levels.broadcast(home, full)
             chunk.copy_(full.view(bucket.parts, -1)[home.hierarchy.route.chunk])
             del full
         kind = Sharded if bucket.trainable else Fixed
@@ -617,8 +582,9 @@ def _scattered(verb: str, grads: Tree, groups: Any, like: Tree | None) -> Tree:
     for use in opened.trained:
         done = [i for i in use.members if isinstance(given[i], Sharded)]
         if done and len(done) < len(use.members):
-            text = f"{verb}: {opened.path(done[0])} is reduced already, others of its bucket"
-            text += " are not"
+            text = (
+                f"{verb}: {opened.path(done[0])} is reduced already, others of its bucket are not"
+            )
             raise LeafError(text, fix="reduce a bucket's gradients together")
         if not done and use.crosses_ranks:
             sent.append(use)
@@ -672,13 +638,12 @@ def _local(grad: Tensor | None, slot: Sharded, device: torch.device) -> Sharded:
     return Sharded(grad.reshape((*batch, numel)).to(slot.dtype), slot.bucket, slot.slot)
 
 
-def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False, exact: bool = False) -> Tree:
+def sync_replicas(grads: Tree, groups: Any, *, exact: bool = False) -> Tree:
     """Hop 2: average shards of gradients over the replication group.
 
     Args:
       grads: tree of shards, hop 1 done.
       groups: as for `shard`.
-      donate: average in the given buffers; the old tree cannot be used again.
       exact: send the dtype of the shards instead of that of reductions, as parameters need it.
 
     Returns:
@@ -688,11 +653,11 @@ def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False, exact: bool
     Communication: one all-reduce per bucket over r replicas, 2(r - 1)/r of the shard's bytes; none
       if r = 1. Where `hop2` of the precision is a codec, an all-to-all and an all-gather of codes.
 
-    Memory: a copy of the shards; none with `donate`.
+    Memory: a copy of the shards.
 
     Raises:
       LeafError: a leaf is not a shard.
-      DonatedError: the tree was donated earlier, or `donate` is given under autograd.
+      DonatedError: the tree was donated earlier.
 
     Example:
       >>> groups = make_groups(1)
@@ -701,12 +666,10 @@ def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False, exact: bool
 
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.4.
     """
-    return _mean_over_replicas("sync_replicas", grads, groups, donate=donate, exact=exact)
+    return _mean_over_replicas("sync_replicas", grads, groups, exact=exact)
 
 
-def _mean_over_replicas(
-    verb: str, grads: Tree, groups: Any, *, donate: bool = False, exact: bool = False
-) -> Tree:
+def _mean_over_replicas(verb: str, grads: Tree, groups: Any, *, exact: bool = False) -> Tree:
     opened = open_shards(verb, grads, groups, root="grads")
     require_replicas(verb, opened.layout.homes)
     sent = {
@@ -716,28 +679,11 @@ def _mean_over_replicas(
         if opened.leaves:
             mark_reduced(opened.leaves, opened.layout.homes[0])
         return grads
-    uses, data = list(sent.values()), opened.data
-    if exact:
-        uses = [replace(use, bucket=use.bucket.exact) for use in uses]
-
-    def build(found: list[Tensor]) -> Tree:
-        made = {i: new for i, (_, new) in zip(sent, deal(uses, found), strict=True)}
-        for i in sent:
-            if opened.uses[i].placed:
-                made[i] = placed_like(made[i], opened.tensors(i))
-        return opened.rebuild(made)
-
-    if not donate:
-        return build(apply("mean", uses, data))
-    if needs_derivative(data):
-        fix = "pass donate=False where gradients are differentiated"
-        raise DonatedError("sync_replicas: donate=True under autograd", fix=fix)
-    with Writing() as writing, torch.no_grad():
-        writing.covers(grads, "grads", verb)
-        note_write()
-        out = build(run("mean in place", uses, [data[i] for use in uses for i in use.members]))
-        writing.mark_donated(tree.flatten(out, is_leaf)[0])
-    return out
+    uses = [replace(x, bucket=x.bucket.exact) if exact else x for x in sent.values()]
+    made = dict[int, Sequence[Tensor]]()
+    for i, (use, new) in zip(sent, deal(uses, apply("mean", uses, opened.data)), strict=True):
+        made[i] = placed_like(new, [opened.data[m] for m in use.members]) if use.placed else new
+    return opened.rebuild(made)
 
 
 # `map`: an elementwise function of this rank's pieces.
@@ -808,10 +754,9 @@ def _matched(shards: Tree, leaves: Sequence[Any], spec: Any, other: Tree, root: 
         elif _is_number(value):
             given[i] = as_part(value, leaf.bucket.parts)
         else:
-            what = f"{value}, which is cut in another way"
-            what = what if isinstance(value, Sharded) else _kind(value)
-            fix = "pass shards that were sharded together, or one number per leaf"
-            raise LeafError(f"map: {tree.paths(shards, root, is_leaf)[i]} is {what}", fix=fix)
+            got = f"{tree.paths(shards, root, is_leaf)[i]} is {_kind(value)}"
+            text = f"map: {got}, expected shards that are cut in the same way, or a number"
+            raise LeafError(text, fix="pass shards that were sharded together")
     return given
 
 

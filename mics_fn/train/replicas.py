@@ -279,7 +279,8 @@ def local_sgd(every: int) -> ReplicaSync:
 
     def merge(params: Tree, outer: Any, groups: Any, donate: bool) -> tuple[Tree, Any]:
         # Parameters, unlike differences of them, must be sent in full precision.
-        return shards.sync_replicas(optim.fresh(params), groups, donate=True, exact=True), outer
+        mean = shards.sync_replicas(params, groups, exact=True)
+        return (optim.fresh(params) if mean is params else mean), outer
 
     return ReplicaSync(f"local_sgd({every})", every, True, lambda params: (), merge)
 
@@ -336,7 +337,7 @@ def diloco(every: int, outer: optim.Optimizer | None = None) -> ReplicaSync:
         own = optim.fresh(params)  # a merge that fails leaves the parameters as they were
         moved = optim.map_columns(lambda p, a: p.neg_().add_(a), own, kept.params, donate=True)
         # A difference may be sent in fewer bits than parameters have.
-        mean = shards.sync_replicas(moved, groups, donate=True)
+        mean = shards.sync_replicas(moved, groups)
         kept = optim.opt_step(kept, mean, donate=donate)
         # Copied into other memory, or the next donated step would change the anchor too.
         return optim.map_columns(lambda p, a: p.copy_(a), mean, kept.params, donate=True), kept

@@ -110,10 +110,10 @@ def test_placements_do_not_matter(ranks, tmp_path: Path, scheme: str) -> None:
 
 def balanced(layout: Layout, folder: str) -> None:
     groups = groups_of(layout)
+    torch.manual_seed(0)
     params = {f"h.{i}.w": torch.randn(64, 65) for i in range(12)}
     params |= {f"h.{i}.b": torch.randn(65) for i in range(12)}
-    torch.manual_seed(0)
-    state = mf.init_state(mf.shard(params, groups, replicas="broadcast"), optim.adamw(0.1))
+    state = mf.init_state(mf.shard(params, groups), optim.adamw(0.1))
     checkpoint.save(folder, state, groups, step=0)
 
 

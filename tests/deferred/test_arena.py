@@ -176,18 +176,6 @@ def test_what_has_no_place_lies_in_a_gap_or_alone():
         assert pool.waiting_bytes == nbytes
 
 
-def test_arenas_that_are_used_at_one_time_are_apart():
-    pool = Buffers()
-    one, two = (Arena(pool, nbytes, CPU) for nbytes in (64, 48))
-    a, b = one.take(4, F32, 0), two.take(4, F32, 0)
-    assert a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr()
-    one.give(a)
-    two.give(b)
-    assert (pool.made, pool.waiting_bytes) == (2, 112)
-    assert Arena(pool, 60, CPU).take(4, F32, 0).data_ptr() == a.data_ptr(), "the next run has it"
-    assert pool.made == 2
-
-
 def test_a_write_beside_a_tensor_is_no_change_of_it():
     arena = Arena(Buffers(), 64, CPU)
     first, second = arena.take(4, F32, 0), arena.take(4, F32, 16)
@@ -256,15 +244,6 @@ def test_leases_are_apart_and_bounded_and_waited_for_in_order(asked, count, capa
         assert ring.nbytes == capacity
     assert over == sorted(over), "in order"
     assert ring.made == bool(asked)
-
-
-def test_leases_that_fit_do_not_wait():
-    """Equal leases fill a ring exactly, round after round."""
-    ring, sizes, waited = Ring(), (1024, 512), []
-    for i in range(9):
-        lease = ring.lend(sizes, 3 * sum(sizes), 3, CPU)
-        assert waited == list(range(i - 2))
-        lease.until = lambda i=i: waited.append(i)
 
 
 def test_a_ring_grows_when_nobody_uses_it_any_more():

@@ -141,23 +141,12 @@ def compiling(module):
     return module
 
 
-def in_init(made) -> Any:
-    """A model of which one block is compiled, and one parameter is not made in it."""
-    model: Any = nn.Sequential(Block(), nn.Linear(4, 1))
-    model[0].down.bias = made
-    return with_first(model, compiling)
-
-
 def dropped(p):
     groups = mf.make_groups(p)
     with pytest.warns(UserWarning, match="compile.. of model.0 is dropped") as caught:
         found = trained(groups, lambda m: with_first(m, compiling))
     assert [each.filename for each in caught] == [__file__]
     assert found[0] == trained(groups, lambda m: m)[0]
-    made = nn.Parameter(torch.zeros(4))
-    with pytest.warns(UserWarning, match="init_model: compile.. of model.0 is dropped") as caught:
-        mf.init_model(lambda: in_init(made), groups, seed=0)
-    assert [each.filename for each in caught] == [__file__]
 
 
 def test_compile_of_a_module_is_dropped_with_one_warning(ranks):

@@ -258,7 +258,7 @@ def misuse(layout):
     state = mf.init_state(sharded(), mf.optim.sgd(0.1))
     full = mf.defer(state.params, groups, mf.on_demand()).params
     mf.opt_step(state, tree.map_leaves(torch.ones_like, state.params), donate=True)
-    with pytest.raises(DonatedError, match=r"bucket 0 \(a, b\) was changed after"):
+    with pytest.raises(DonatedError, match=r"bucket 0: a ... \(2 leaves\) was changed after"):
         full["a"].sum()
     total = mf.GradSum()
     with pytest.raises(LeafError, match=r"0 of 1 passes are done\n  fix: defer"):

@@ -138,24 +138,6 @@ def timed(us_per_byte: dict[str, float]) -> list[Issued]:
         return [each._replace(done_us=each.done_us - start_us) for each in nccl.issued]
 
 
-class Seen(torch.nn.Module):
-    """Writes to a buffer of floats and to one of integers."""
-
-    mean: torch.Tensor
-    count: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(4))
-        self.register_buffer("count", torch.tensor(0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
-            self.count.add_(1)
-        return x
-
-
 def masked() -> list[Any]:
     """A default guard on some device: what each step said, read late, and whether it was taken.
 
@@ -166,7 +148,7 @@ def masked() -> list[Any]:
         backend: Any = {"backend": "gloo"} if device.type == "cpu" else {}
         with mf.make_groups(dist.get_world_size(), device=device, timeout_s=8, **backend) as groups:
             torch.manual_seed(0)
-            net = torch.nn.Sequential(torch.nn.Linear(5, 4), Seen()).to(device)
+            net = torch.nn.Linear(5, 4).to(device)
             rate = optim.warmup_cosine(0.1, 3, 30)
             loss = lambda model, x: model(x).square().mean() * x[0, 0].sign()  # noqa: E731
             trainer = mf.Trainer(net, optim.adamw(rate), groups, loss=loss, bucket_bytes=64)

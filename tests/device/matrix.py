@@ -20,8 +20,6 @@ class Seen(NamedTuple):
     waits: dict[str, int]  # of the host in a steady step, by cause
     recorded_streams: int  # calls of record_stream in that step
     issued: list[tuple[str, str, int]]  # group, op and bytes of each collective of the run
-    kept_bytes: int  # gathered buckets that pools keep after the last step
-    planned_bytes: int | None  # gathered buckets at once, by the schedule
     numbers: dict[str, Any]  # tensors on the CPU
 
 
@@ -36,12 +34,6 @@ class Scenario:
     place: str | None
     options: Callable[[], Mapping[str, Any]]
     host_waits: int | None  # in a steady step; None where the update is one of the host
-
-    @property
-    def plans(self) -> bool:
-        """Whether a trainer follows a schedule of gathered buckets, within a budget or not."""
-        with_trainer = self.program in ("trained", "recomputed", "forked", "own_stream")
-        return with_trainer and self.partition > 1 and self.place not in ("zero1", "zero2")
 
 
 def _of(
@@ -152,10 +144,8 @@ SCENARIOS: dict[str, Scenario] = {
     "saved while it trains": _of(4, program="saved", live_bytes=_TWO),
     # What users do around it.
     "recomputation": _of(program="recomputed", live_bytes=0, accumulate=2),
-    "a use that does not come": _of(4, 4, program="unused", live_bytes=None),
     "an update before the run has ended": _of(program="updated_early"),
     "float16 on the wire": _of(program="in_float16"),
-    "two trainers": _of(program="two_trainers", waits=1),  # for the totals of each
     "a stream of the user's": _of(program="own_stream", live_bytes=0),
     "two compute streams, budget": _of(program="forked", live_bytes=0),
     "two compute streams, keep all": _of(program="forked", live_bytes=None),

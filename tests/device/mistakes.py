@@ -69,8 +69,7 @@ MISTAKES: dict[str, Mistake] = {
         Change(_LIVE, "_torch.current_stream(each.full.device).wait_stream(stream)", "pass"),
     ),
     "a buffer is taken without a wait": _of(
-        "never waited for",
-        Change(_POOL, "_torch.wait(free.raw.device, free.event)", "pass"),
+        "never waited for", Change(_POOL, "_torch.wait(free.raw.device, free.event)", "pass")
     ),
     "a lease is taken without a wait": _of(
         "two replicas, budget",
@@ -92,11 +91,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "gradients are not waited for": _of(
         "two replicas, budget",
-        Change(
-            "deferred/deferring.py",
-            "self._check()\n        self.wait()",
-            "self._check()",
-        ),
+        Change("deferred/deferring.py", "self._check()\n        self.wait()", "self._check()"),
     ),
     "a reduction writes what it reads": _of(
         "two levels, budget", Change(_SUM, "[levels % 2 if", "[1 - levels % 2 if")
@@ -108,11 +103,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "states go back to the host before they are updated": _of(
         "states on the host",
-        Change(
-            _COLUMNS,
-            "_torch.follow(down, device)",
-            "torch.accelerator.set_stream(down)",
-        ),
+        Change(_COLUMNS, "_torch.follow(down, device)", "torch.accelerator.set_stream(down)"),
     ),
     "a file is written before states have come back": _of(
         "states in files",

@@ -66,7 +66,7 @@ def trained(groups: Any, watch: Watch, model: nn.Module | None = None, **options
     trainer = _trainer(groups, model or Net(), **options)
     losses, data = [], batches(watch.device)
     for batch in data:
-        with watch.step(groups, trainer):
+        with watch.step():
             losses.append(trainer.step(batch).loss)
     loss = trainer.eval(data[0])
     return {"losses": torch.stack(losses), "eval": loss, **trainer.params()}
@@ -98,7 +98,7 @@ def watched(groups: Any, watch: Watch, **options: Any) -> Numbers:
         trainer, losses = _trainer(groups, Net(), **options), []
         for batch in batches(watch.device):
             groups.traffic.clear()
-            with watch.step(groups):
+            with watch.step():
                 losses.append(trainer.step(batch).loss)
         ledger = dict(groups.traffic.sent_bytes)
     timeline = trainer.last_step.timeline()
@@ -117,7 +117,7 @@ def saved(groups: Any, watch: Watch, **options: Any) -> Numbers:
     trainer = _trainer(groups, Net(), optim.adamw(1e-2), **options)
     pending, numbers = [], {}
     for k, batch in enumerate(batches(watch.device)):
-        with watch.step(groups, trainer):
+        with watch.step():
             trainer.step(batch)
         if k == 1:
             pending.append(mf.checkpoint.start_save(folder, trainer.state, groups, step=k))
@@ -129,37 +129,6 @@ def saved(groups: Any, watch: Watch, **options: Any) -> Numbers:
     if groups.position == 0:
         shutil.rmtree(folder)
     return numbers
-
-
-def unused(groups: Any, watch: Watch, **options: Any) -> Numbers:
-    """Odd ranks use the embedding alone, in steps that are planned for all buckets."""
-    model, steps = Net().to(watch.device), 0
-
-    def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-        few = steps > 1 and dist.get_rank() % 2
-        return model.embedding.weight.square().mean() if few else loss_of(model, batch)
-
-    trainer, losses = _trainer(groups, model, loss=loss, **options), []
-    for batch in batches(watch.device):
-        with watch.step():
-            losses.append(trainer.step(batch).loss)
-        steps += 1
-    return {"losses": torch.stack(losses), **trainer.params()}
-
-
-def two_trainers(groups: Any, watch: Watch) -> Numbers:
-    """Two trainers on the same groups take turns, with an evaluation in between."""
-    how: dict[str, Any] = {"optimizer": optim.adamw(1e-2), "accumulate": 2}
-    trainers = [
-        _trainer(groups, Net(), live_bytes=8192, **how),
-        _trainer(groups, Net(2), live_bytes=None, bucket_bytes=9000, **how),
-    ]
-    losses = []
-    for batch in batches(watch.device):
-        with watch.step():
-            losses.extend(trainer.step(batch).loss for trainer in trainers)
-        losses.extend(trainer.eval(batch) for trainer in trainers)
-    return {"losses": torch.stack(losses), **trainers[0].params()}
 
 
 def _by_hand(watch: Watch, groups: Any, where: str = "") -> tuple[Net, Any]:

@@ -4,7 +4,6 @@ See [Note: the simulated device] in `simcuda`. Each scenario runs once, and the 
 its ranks saw.
 """
 
-import laws
 import pytest
 from laws import LAWS
 from matrix import SCENARIOS
@@ -24,9 +23,8 @@ pytestmark = pytest.mark.limit(600)
 def check_laws(device: Server, name: str):
     run = device.run("compared", SCENARIOS[name].ranks, name)
     for law in LAWS:
-        if law is not laws.within_plan or SCENARIOS[name].plans:
-            wrong = law(name, run)
-            assert not wrong, f"{law.__doc__}\n" + "\n".join(wrong)
+        wrong = law(name, run)
+        assert not wrong, f"{law.__doc__}\n" + "\n".join(wrong)
 
 
 @pytest.mark.exhaustive

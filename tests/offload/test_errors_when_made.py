@@ -29,9 +29,6 @@ def full() -> dict[str, Tensor]:
 
 VERBS: dict[str, Callable[..., Any]] = {
     "shard": lambda groups, folder, o: mf.shard(full(), groups, **o),
-    "shard, broadcast": lambda groups, folder, o: mf.shard(
-        full(), groups, replicas="broadcast", **o
-    ),
     "load_shards": lambda groups, folder, o: mf.load_shards(full(), groups, **o),
     "load_shards, DCP": lambda groups, folder, o: mf.load_shards(
         f"{folder}/dcp", groups, like=full(), **o

@@ -298,9 +298,6 @@ def of_parts(layout, shapes, chosen, bucket_bytes, name):
         guard = mf.optim.Guard(max_norm=0.1)
         return guard.judge(mine, groups, donate=donate).grads, sharded(50)
 
-    def synced(mine, donate):
-        return mf.sync_replicas(mine, groups, donate=donate), sharded(50)
-
     sync = mf.replicas.diloco(1)
 
     def merged(mine, donate):
@@ -308,7 +305,7 @@ def of_parts(layout, shapes, chosen, bucket_bytes, name):
         moved = tree.map_leaves(lambda x: x.mul_(1 + dist.get_rank()), mine)
         return sync.after(moved, state, groups, donate=donate), sharded(50)
 
-    for verb in (steps, judged, synced, merged):
+    for verb in (steps, judged, merged):
         check(verb)
 
 

@@ -3,7 +3,8 @@
 _T, _TRANSFORM = "recipes/test_recipes.py", "optim/optimizers.py"
 _KEEPS, _LOSES = "return hop2(grads, outer, groups)", "return hop2(grads, outer, groups)[0], outer"
 _SENT, _LOST = "gather_level(comm, out, raw)", "gather_level(comm, out.clone(), raw)"
-_MEAN, _MINE = 'apply("mean", uses, data)', "[data[i] for use in uses for i in use.members]"
+_MEAN = 'apply("mean", uses, opened.data)'
+_MINE = "[opened.data[i] for use in uses for i in use.members]"
 _OWNERS, _LAST = (
     "return _owners(tuple(params.paths), patterns, default is not None)",
     "return [len(parts) - 1 for _ in params.paths]",

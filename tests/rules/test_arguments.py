@@ -239,7 +239,7 @@ def names_for(groups: Any) -> dict[str, Any]:
         return mf.init_state(shards(), optimizer or optim.adam(0.1))
 
     def of_linear() -> Any:
-        return mf.shard(dict(nn.Linear(2, 1).named_parameters()), groups, replicas="broadcast")
+        return mf.shard(dict(nn.Linear(2, 1).named_parameters()), groups)
 
     def roots() -> Any:
         full = {"w": torch.zeros(4096)}

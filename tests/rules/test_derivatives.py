@@ -85,10 +85,10 @@ def weighted(full: Any, factor: float) -> Any:
     return tree.map_leaves(lambda x: x * factor if x.is_floating_point() else None, full)
 
 
-def fixed_order(shards: Any) -> mf.schedules.Schedule:
+def fixed_order(shards: Any, groups: Any) -> mf.schedules.Schedule:
     """Of one forward and backward pass; other transforms leave it."""
     found = mf.record(lambda full, batch: loss_of(full, 0), shards, None)
-    return mf.schedules.plan(found, mf.bucket_sizes(shards), live_bytes=0)
+    return mf.schedules.plan(found, mf.bucket_sizes(shards, groups), live_bytes=0)
 
 
 def frozen_too(full: Any, like: Any) -> Any:
@@ -284,7 +284,7 @@ def check_transforms(layout: Layout, name: str, where: str) -> None:
     program, groups = PROGRAMS[name], groups_of(layout)
     params = make_params()
     shards = mf.shard(params, groups, bucket_bytes=100, where=where)
-    schedule = fixed_order(shards) if "fixed" in name else mf.on_demand(live_bytes=0)
+    schedule = fixed_order(shards, groups) if "fixed" in name else mf.on_demand(live_bytes=0)
     place, start = Place(groups, shards, schedule), trained(params)
 
     def sharded(s: Any) -> Any:
@@ -660,7 +660,6 @@ def own_hop_2(s: Any, groups: mf.Groups) -> Any:
 
 
 REFUSALS: dict[str, Callable[[Any, Setting], Any]] = {
-    "sync_replicas(donate=True)": lambda s, at: mf.sync_replicas(s, at.groups, donate=True),
     "shard": lambda s, at: mf.shard(mf.gather(s, at.groups), at.groups),
     "Guard.judge": lambda s, at: mf.optim.Guard(max_norm=1.0).judge(s, at.groups).grads,
     "Guard.judge, no limit": lambda s, at: mf.optim.Guard().judge(s, at.groups).grads,
@@ -708,10 +707,7 @@ def refusals(layout: Layout) -> None:
     loss = lambda model, x: model(x).sum()  # noqa: E731
     trainer = mf.Trainer(nn.Linear(2, 1), mf.optim.sgd(0.1), groups, loss=loss)
     at = Setting(groups, shards, trainer)
-    calls = dict(REFUSALS)
-    if groups.num_replicas == 1:  # then it gives the very tree
-        del calls["sync_replicas(donate=True)"]
-    for name, call in {**calls, **REFUSALS_INSIDE}.items():
+    for name, call in {**REFUSALS, **REFUSALS_INSIDE}.items():
         for transform in (
             lambda f: grad(f)(shards),
             lambda f: jvp(f, (shards,), (shards,)),
@@ -719,7 +715,7 @@ def refusals(layout: Layout) -> None:
         ):
             program = partial(lambda s, call: total(call(s, at)), call=call)
             assert "\n  fix: " in refusal(transform, program), name
-    for name, call in calls.items():
+    for name, call in REFUSALS.items():
         s = tree.map_leaves(lambda x: x.clone().requires_grad_(), shards)
         assert "\n  fix: " in refusal(call, s, at), name
         with torch.no_grad():

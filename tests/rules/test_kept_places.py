@@ -88,7 +88,7 @@ OF_SHARDS: dict[str, Callable[[Any, mf.Groups], Any]] = {
     "set": lambda x, groups: mf.set(x, "a", 2.0, groups),
     "set, frozen": lambda x, groups: mf.set(x, "still", 2.0, groups),
     "sync_replicas": mf.sync_replicas,
-    "sync_replicas, donated": partial(mf.sync_replicas, donate=True, exact=True),
+    "sync_replicas, exact": partial(mf.sync_replicas, exact=True),
     "reduce_grads": mf.reduce_grads,
     "checkpoint.load": loaded,
     "opt_step": lambda x, groups: (

@@ -111,20 +111,7 @@ def test_hops_are_means(ranks, layout, dtype):
     ranks(layout.world_size).run(reductions, layout, dtype)
 
 
-# Law 5: replicas hold the same bits, whatever each rank was seeded with.
-
-
-def broadcast(layout):
-    groups = groups_of(layout)
-    params = {"w": random(dist.get_rank(), 9, 5), "n": torch.tensor(dist.get_rank())}
-    shards = mf.shard(params, groups, replicas="broadcast")
-    same_bits(mf.unshard(shards, groups), {"w": random(0, 9, 5), "n": torch.tensor(0)})
-
-
-@pytest.mark.parametrize("layout", [x for x in LAYOUTS if x.world_size in (4, 8)], ids=str)
-@pytest.mark.covering
-def test_broadcast_makes_replicas_equal(ranks, layout):
-    ranks(layout.world_size).run(broadcast, layout)
+# Law 5: replicas hold the same bits.
 
 
 def check_values(layout, odd_rank):
@@ -213,9 +200,6 @@ def start_and_finish(layout):
             assert full[:, 0].tolist() == [10.0 * i + c for c in range(p)]
         assert all(pendings[i].wait() is found[i] for i in pick), "waiting again is free"
         assert not groups.state.active, "what is over is kept, and its memory with it"
-    for _ in range(20):  # some are over as soon as they are issued, where the other ranks wait
-        start_all_gather(route, chunks[0]).wait()
-        assert not groups.state.active, "what was over at once is kept"
     fulls = [torch.arange(p * 2.0).view(p, 2) * (i + 1) * (rank + 1) for i in range(4)]
     buffers = groups.hierarchy.pools.reducing
     parts = [x.wait() for x in [start_reduce_scatter(route, full, buffers) for full in fulls]]

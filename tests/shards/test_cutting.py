@@ -101,7 +101,7 @@ def maps(layout: Layout) -> None:
     assert mf.unshard(state.params, groups)["a"].tolist() == [1.5] * 5
     for fn, first, rest, text in (
         (torch.neg, {"a": torch.ones(2)}, [], "shards.a is Tensor, not a shard"),
-        (torch.add, shards, [other], "which is cut in another way"),
+        (torch.add, shards, [other], "expected shards that are cut in the same way"),
         (torch.add, shards, [{"a": 1.0, "n": None}], "rest[0].b is missing"),
         (torch.add, shards, [{"a": 1.0, "b": "x", "n": None}], "rest[0].b is str"),
         (lambda x: x.double(), shards, [], "expected a tensor of"),

@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -168,26 +169,19 @@ def test_a_shard_is_no_tensor_and_says_what_makes_one():
             fn(shards)
 
 
-def functionalized(p: int) -> None:
-    groups, full = mf.make_groups(p), {"w": torch.ones(4)}
+def test_functionalize_is_refused():
+    groups, full = mf.make_groups(1), {"w": torch.ones(4)}
     shards = mf.shard(full, groups)
-    for verb, call in {
-        "shard": lambda given: mf.shard(given["full"], groups),
-        "gather": lambda given: mf.gather(given["shards"], groups)["w"] * 2,
-        "defer": lambda given: mf.defer(given["shards"], groups, mf.on_demand()).params["w"] * 2,
-        "reduce_grads": lambda given: mf.reduce_grads(given["shards"], groups),
-        "scatter_grads": lambda given: mf.scatter_grads(given["full"], groups, like=shards),
-    }.items():
+    for verb, call, given in (
+        ("shard", mf.shard, full), ("gather", mf.gather, shards),
+        ("scatter_grads", mf.scatter_grads, full), ("reduce_grads", mf.reduce_grads, shards),
+        ("defer", lambda s, groups: mf.defer(s, groups, mf.keep_all()).params, shards),
+    ):  # fmt: skip
         text = f"{verb}: it is called inside torch.func.functionalize, whose tensors have no memory"
-        with pytest.raises(mf.errors.LeafError, match=text):
-            functionalize(call)({"full": full, "shards": shards})
+        inside = functionalize(lambda x, call=call: call(x, groups))
+        expect(mf.errors.LeafError, text, partial(inside, given))
     total = functionalize(lambda w: w * 2)(mf.gather(shards, groups)["w"])
     assert total.tolist() == [2.0] * 4
-
-
-@pytest.mark.parametrize(("n", "p"), [(1, 1), (2, 2)])
-def test_functionalize_is_refused(ranks, n, p):
-    ranks(n).run(functionalized, p)
 
 
 def test_a_tensor_on_another_device():
@@ -251,18 +245,3 @@ def test_verbs_without_groups_and_with_the_wrong_thing():
         (e.PlanError, "bucket_bytes=0, expected", lambda: mf.shard(full, groups, bucket_bytes=0)),
     ):
         expect(error, text, call)
-
-
-def donating():
-    groups = groups_of(Layout((2,), 1))
-    shards = mf.shard({"w": torch.ones(2)}, groups)
-    with pytest.raises(mf.errors.DonatedError, match="sync_replicas: donate=True under autograd"):
-        grad(lambda s: mf.sync_replicas(s, groups, donate=True)["w"].data.sum())(shards)
-    synced = mf.sync_replicas(shards, groups, donate=True)
-    assert synced["w"].data.tolist() == [1.0, 1.0]
-    with pytest.raises(mf.errors.DonatedError, match=r"grads.w was donated to sync_replicas"):
-        mf.gather(shards, groups)
-
-
-def test_donated_gradients(ranks):
-    ranks(2).run(donating)

@@ -154,14 +154,6 @@ def test_buffers_that_share_memory_do_so_in_a_step(ranks, case):
             torch.testing.assert_close(buffers, values, rtol=1e-12, atol=1e-12)
 
 
-def test_set_replaces_a_shared_buffer_under_all_its_names():
-    with mf.make_groups(1) as groups:
-        model = model_of(replaced)
-        trainer = mf.Trainer(model, mf.optim.sgd(0.1), groups, loss=lambda m, x: m(x).sum())
-        trainer.state = mf.set(trainer.state, "buffers.1.stat", 1.0, groups)
-        assert mf.get(trainer.state, "buffers.3.cache", groups).tolist() == [1.0] * 3
-
-
 def test_buffers_in_the_memory_of_others_are_refused():
     first, weight = nn.Linear(2, 2), nn.Linear(2, 2).weight
     first.register_buffer("copy", first.weight.data)
@@ -229,20 +221,3 @@ def refused(layout: Layout) -> None:
 @pytest.mark.parametrize("layout", [ALONE, PAIR], ids=str)
 def test_parameters_that_overlap_are_refused(ranks, layout):
     ranks(layout.world_size).run(refused, layout)
-
-
-def made_with_shared_buffers(layout: Layout) -> None:
-    groups = groups_of(layout)
-    for case in (halves_and_counters, replaced):
-        skeleton, shards = mf.init_model(lambda case=case: model_of(case), groups, seed=0)
-        how: dict = {"loss": lambda m, x: m(x).sum()}
-        made = mf.Trainer(skeleton, mf.optim.sgd(0.1), groups, params=shards, **how)
-        plain = mf.Trainer(model_of(case), mf.optim.sgd(0.1), groups, **how)
-        for step in range(2):
-            losses = [trainer.step(batch_of(step, 0)).loss for trainer in (made, plain)]
-            assert torch.equal(*losses)
-        same_bits(dict(made.state.buffers), dict(plain.state.buffers))
-
-
-def test_a_model_made_as_shards_keeps_what_its_buffers_share(ranks):
-    ranks(2).run(made_with_shared_buffers, PAIR)

@@ -262,7 +262,7 @@ def part_of_a_dtensor():
     with mf.make_groups(1, mesh=mesh["dp"], timeout_s=20) as groups:
         with pytest.raises(mf.errors.LeafError, match=r"params.w is a DTensor") as caught:
             mf.shard({"w": weight}, groups)
-        assert "pass its to_local(), with groups of the data-parallel part" in str(caught.value)
+        assert "pass its to_local(), with make_groups(mesh=mesh['dp'])" in str(caught.value)
         shards = mf.shard({"w": weight.to_local()}, groups)
         assert mf.unshard(shards, groups)["w"].shape == (2, 3)
 

@@ -25,6 +25,7 @@ from torch.func import grad
 
 import mics_fn as mf
 from mics_fn import tree
+from mics_fn.collectives import Codec
 from mics_fn.collectives.levels import mean_over_ranks, start_mean
 from mics_fn.groups import placement
 from mics_fn.shards.bucket import Formats
@@ -162,6 +163,24 @@ def total_loss(full, ys):
     return torch.stack([(at[path] * y).sum(dtype=F64) for path, y in ys.items()]).sum()
 
 
+# Codes on all levels and on some, and dtypes of one hop.
+CODED = [
+    "gather=int8[64],hop1=int8[64],hop2=int4[32]",
+    "gather=fp8[32]@node,hop1=int4[64]@node,hop2=int8[64]",
+    "hop1=bf16",
+    "compute=bf16,hop1=int8[32],hop2=f32",
+    "reduce=bf16,hop2=f32,gather=int8[128]@node",
+]
+LARGEST_CODE = {"int8": 127, "int4": 7, "fp8": 16}
+
+
+def bound_of_codes(said, parts):
+    """A code is off by at most half a step, which is a part of the largest value, on each level."""
+    wires = [said.hop1 and said.hop1.codec, said.hop2]
+    steps = [1 / LARGEST_CODE[wire.name] for wire in wires if isinstance(wire, Codec)]
+    return 2 * sum(steps) * max((part.abs().max() for part in parts if part.numel()), default=0)
+
+
 def bound_of_mean(said, parts, layout, sizes):
     """How far the result may be from the float64 mean of what each rank computed.
 
@@ -184,10 +203,10 @@ def bound_of_mean(said, parts, layout, sizes):
 def means_and_bytes(layout, scheme, policies, accumulate):
     groups, rank, n = counted(groups_of(layout)), dist.get_rank(), layout.world_size
     groups = placed_as(groups, scheme)
-    sizes = groups.hierarchy.route.sizes
+    sizes, fixed = groups.hierarchy.route.sizes, scheme == "fixed_order"
     p, k = layout.partition_size, (level_sizes(layout) or (1,))[-1]
     table = {"ddp": (1, 1), "zero1": (1, 1), "zero2": (1, p), "hpz": (k, p), "hybrid": (k, k)}
-    placed = Placed(*table.get(scheme, (p, p)))
+    placed, means = Placed(*table.get(scheme, (p, p))), []
     for policy in policies:
         params = make_values()
         said = dtypes_by_path(policy, params)
@@ -210,7 +229,7 @@ def means_and_bytes(layout, scheme, policies, accumulate):
             total_grads = mf.unshard(found, groups)
             total.release()
         # Bucket fields are those of the policy, as `round_trip` has seen.
-        numbers = (fetches, groups.hierarchy.route, n // p, placed, accumulate)
+        numbers = (fetches, groups.hierarchy.route, n // p, placed, accumulate, fixed)
         assert ledger == sent_in_a_step(buckets_of(shards), *numbers), (policy, scheme)
         at = dict(zip(tree.paths(total_grads), tree.flatten(total_grads)[0], strict=True))
         count = layout.world_size * accumulate
@@ -225,7 +244,10 @@ def means_and_bytes(layout, scheme, policies, accumulate):
             error = (at[path].double() - torch.stack(parts).sum(0) / count).abs()
             assert at[path].dtype == said[path].dtype
             bound = bound_of_mean(said[path], parts, layout, sizes)
+            bound = bound + bound_of_codes(said[path], parts)
             assert (error <= bound).all(), (policy, scheme, path, error.max(), bound.min())
+        means.append(at)
+    return means
 
 
 @pytest.mark.parametrize("layout", PLACEMENTS, ids=str)
@@ -234,6 +256,16 @@ def test_sums_of_gradients_and_their_bytes(ranks, layout):
     for i, scheme in enumerate(PLACEMENTS[layout]):
         policies = POLICIES[i + 1 :: 3] if scheme != "ddp" else POLICIES
         ranks(layout.world_size).run(means_and_bytes, layout, scheme, policies, 2 + i % 2)
+
+
+@pytest.mark.parametrize("scheme", ["mics", "zero1", "zero2", "hpz", "hybrid", "fixed_order"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("layout", [Layout((2, 2), 4), Layout((2, 2), 2)], ids=str)
+@pytest.mark.covering(layout=Layout((2, 2), 4))
+def test_sums_travel_as_codes_by_their_formulas(ranks, layout, scheme, accumulate):
+    found = ranks(layout.world_size).run(means_and_bytes, layout, scheme, CODED, accumulate)
+    for theirs in found[1:]:
+        same_bits(theirs, found[0])  # replicas and ranks hold the same mean
 
 
 # What narrow dtypes can lose, and do not.

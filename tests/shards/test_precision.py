@@ -2,8 +2,8 @@
 
 import fnmatch
 import math
-from dataclasses import astuple, replace
-from typing import Any, NamedTuple
+from dataclasses import astuple
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import mics_fn as mf
 from mics_fn.collectives.levels import mean_factors
 from mics_fn.shards.bucket import Precision
-from mics_fn.train.stepping import cast_floats
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 FIELDS = ("param", "compute", "reduce", "output", "accumulate", "gather", "hop1", "hop2", "state")
@@ -87,7 +86,6 @@ def test_a_policys_text_gives_it_back(policy):
     ("text", "policy", "canonical"),
     [
         (" ; ; ", Precision(), ""),
-        ("half", Precision(compute=F16), "compute=f16"),
         (
             " reduce = fp32 , float16, output=torch.float64",
             Precision(None, F16, F32, F64),
@@ -140,33 +138,6 @@ def test_what_a_policy_can_not_be_is_refused(make, said):
     with pytest.raises(mf.errors.PlanError) as caught:
         Precision.parse(make) if isinstance(make, str) else make()
     assert said in str(caught.value)
-
-
-# Casts.
-
-
-class Batch(NamedTuple):
-    x: Any
-    rest: Any
-
-
-def test_only_float_tensors_are_cast():
-    ids, wave = torch.tensor([1, 2]), torch.ones(2, dtype=torch.complex64)
-    already, x = torch.ones(3, dtype=BF16), torch.ones(2, requires_grad=True)
-    value = Batch(x, {"ids": ids, "no": None, "s": "text", "n": [wave, already, 2.5]})
-    precision = Precision(compute=BF16, output=F64)
-    cast, out = (cast_floats(value, x) for x in (precision.inputs, precision.output))
-    assert isinstance(cast, Batch)
-    assert cast.x.dtype == BF16
-    assert cast.rest["ids"] is ids
-    assert (cast.rest["no"], cast.rest["s"]) == (None, "text")
-    assert all(a is b for a, b in zip(cast.rest["n"], value.rest["n"], strict=True))
-    assert (out.x.dtype, out.rest["n"][1].dtype) == (F64, F64)
-    for same in (Precision(), Precision(output=F32)):  # nothing to cast: the very object
-        assert cast_floats(value, same.inputs) is value
-    cast.x.sum().backward()
-    assert x.grad is not None
-    assert x.grad.dtype == F32
 
 
 # The factors of a mean.
@@ -225,17 +196,6 @@ def test_a_dynamic_scale_is_the_plain_machine(init, factor, interval, steps):
         assert (scale.value, scale.good_steps) == (machine.scale, machine.run)
     assert scale.overflows == steps.count(False)
     assert start.overflows == 0, "the first is as it was"
-
-
-def test_no_scale_gives_everything_back_and_a_static_one_counts():
-    scale, loss = mf.optim.no_scale(), torch.tensor(3.0)
-    assert (scale.value, scale.kind) == (1.0, "none")
-    assert scale.scale(loss) is loss
-    assert scale.adjust(False) is scale
-    scale = mf.optim.static_scale(128)
-    after = scale.adjust(False).adjust(True).adjust(torch.tensor(False))
-    assert after == replace(scale, overflows=2)
-    assert (after.value, after.kind) == (128.0, "static")
 
 
 @pytest.mark.parametrize(

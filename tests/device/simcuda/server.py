@@ -36,21 +36,13 @@ class Server:
     def __init__(self) -> None:
         self._conn, theirs = Pipe()
         paths = [str(TESTS / "device"), str(TESTS / "support")]
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(paths),
-            "OMP_NUM_THREADS": "1",
-        }
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "simcuda.server", str(theirs.fileno())]
         self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
         theirs.close()
 
     def run(
-        self,
-        name: str,
-        n: int,
-        *args: Any,
-        root: Path = REPOSITORY,
-        timeout_s: float = 90.0,
+        self, name: str, n: int, *args: Any, root: Path = REPOSITORY, timeout_s: float = 90.0
     ) -> list[Any]:
         """The results of `<name>(*args)` by rank.
 
