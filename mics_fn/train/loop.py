@@ -29,7 +29,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from operator import getitem, is_, setitem
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -486,15 +486,36 @@ class DataPasses:
 # What a loop shows.
 
 
-def show(found: Sequence[Any], steps: int, began: float) -> None:
-    """Show how far a run is on the standard error output: a bar at a terminal, else a line."""
-    done, seconds = len(found), time.perf_counter() - began
-    tokens = sum(m.tokens for m in found)
-    amount, unit = (tokens, "tokens") if tokens else (sum(m.samples for m in found), "samples")
-    text = (
-        f"step {done}/{steps}: loss {found[-1].loss.item():.3f}, {amount / seconds:,.0f} {unit}/s"
-    )
-    at_terminal = sys.stderr.isatty()
-    if at_terminal:
-        text = f"\r[{'#' * (20 * done // steps):<20}] {text} "
-    print(text, end="" if at_terminal and done < steps else "\n", file=sys.stderr, flush=True)
+@contextmanager
+def showing(steps: int, every: int) -> Iterator[Callable[[Sequence[Any]], None]]:
+    """Show how far a run is on the standard error output: in a bar, or in lines without tqdm.
+
+    Args:
+      steps: how many the run has.
+      every: steps from one reading of the loss to the next; 0 shows nothing.
+
+    Yields:
+      What is called with the metrics of all steps so far, after each.
+    """
+    began, bar = time.perf_counter(), nullcontext()
+    with suppress(ImportError):
+        from tqdm import tqdm
+
+        bar = tqdm(total=steps, unit="step", disable=not every)
+
+    def show(found: Sequence[Any]) -> None:
+        done = len(found)
+        if shown is not None:
+            shown.update()
+        if not every or (done % every and done != steps):
+            return
+        seconds, tokens = time.perf_counter() - began, sum(m.tokens for m in found)
+        amount, unit = (tokens or sum(m.samples for m in found)), "tokens" if tokens else "samples"
+        text = f"loss {found[-1].loss.item():.3f}, {amount / seconds:,.0f} {unit}/s"
+        if shown is not None:
+            shown.set_postfix_str(text)
+        else:
+            print(f"step {done}/{steps}: {text}", file=sys.stderr, flush=True)
+
+    with bar as shown:
+        yield show

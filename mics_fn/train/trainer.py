@@ -7,7 +7,6 @@ needs to do so, and writes only once all have said it. If one is killed meanwhil
 others either has written the step or can do so later, on new groups, from what it has kept.
 """
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from mics_fn.optim import Guard, Optimizer, StepTotals, TrainState, init_state, 
 from mics_fn.schedules import OnDemand, Schedule, keep_all, on_demand
 from mics_fn.threads import Commit
 from mics_fn.train import resuming, stepping
-from mics_fn.train.loop import DataPasses, count, show, to_device
+from mics_fn.train.loop import DataPasses, count, showing, to_device
 from mics_fn.train.replicas import ReplicaSync, SyncState, every_step
 from mics_fn.train.stepping import Between, Judged, Program, RunState, StepMetrics, StepOptions
 from mics_fn.tree import Tree
@@ -776,7 +775,7 @@ class Trainer:
             later `fit` goes on with the next epoch; after a resume or `reset`, in its pass.
           steps: the number of optimizer steps.
           log_every: steps between updates of what is shown.
-          progress: whether to show a bar at a terminal, and lines elsewhere. They are written to
+          progress: whether to show a bar; or, where tqdm is not installed, lines. It is written to
             the standard error output.
           stop: with it, a signal ends the loop on all ranks after the same step, in which
             `stop.stopping` becomes true; its metrics are the last ones.
@@ -790,17 +789,17 @@ class Trainer:
           PlanError, LeafError: the loader gives no batches, or none in a pass.
         """
         metrics, home, passes = list[StepMetrics](), self.options.home, self.passes
-        shows, began = progress and log_every and home.position == 0, time.perf_counter()
+        every = log_every if progress and home.position == 0 else 0
         with (
             reports_step(home.state, self.state.step + 1),  # of the loader, or of what is shown
             closing(passes.batches(loader, home.device, home.world_size)) as batches,
+            showing(steps, every) as show,
         ):
-            for k in range(1, steps + 1):
+            for _ in range(steps):
                 batch = next(batches)
                 passes.give(home.world_size * count(batch)[0], self.sync_state.step)
                 metrics.append(self.step(batch))
-                if shows and (k % log_every == 0 or k == steps):
-                    show(metrics, steps, began)
+                show(metrics)
                 if stop is not None and stop.due():
                     if self.checkpoint is not None:
                         self.checkpoint.save(self)

@@ -96,7 +96,7 @@ PlanError: GradSum: micro_steps=0, expected an int of at least 1
 >>> mf.GradSum(where="states=host")
 PlanError: GradSum: where='states=host' has no effect: it does not say where grads lie
 >>> mf.GradSum(where="params: host")
-PlanError: where: 'host' in 'params: host' gives no place for a field, or two
+PlanError: where: 'host' gives no place for a field, or two
 >>> summed(lambda full: full["w"])
 LeafError: GradSum.backward: the loss has shape (2,), expected one number
 >>> summed(lambda full: full["w"].sum().backward())

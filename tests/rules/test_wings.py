@@ -67,7 +67,7 @@ OUTSIDE = {
     "collectives": ["torch", "torch.distributed"],
     "inspection": ["torch"],
     "checkpoint": ["torch", "torch.distributed", "safetensors"],
-    "train": ["torch"],
+    "train": ["torch", "tqdm"],
     "testing": ["torch", "torch.distributed"],
     "lab": ["torch", "torch.distributed", "matplotlib", "tqdm"],
     "notebook": ["torch", "IPython", "ipyparallel"],
