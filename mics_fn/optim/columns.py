@@ -177,17 +177,18 @@ def written_storages(targets: Sequence[WorkingTree]) -> set[int] | None:
 
     Once it returns nobody reads them any more.
     """
-    parts = list[Tensor]()
+    plain, found = list[Tensor](), list[tuple[int, int, int]]()
     for each in targets:
         for r in range(len(each.runs)):
-            parts += each.parts(r)
-    plain = [x for x in parts if type(x) is not offload.Coded]
+            for x in each.parts(r):
+                if type(x) is not offload.Coded:
+                    plain.append(x)
+                    if type(x) is not offload.FileTensor:
+                        found.append((_torch.storage_id(x), int(x.storage_offset()), x.numel()))
     finish_readers(plain)
     if not flat.all_dense(plain):
         return None
-    here = [x for x in plain if type(x) is not offload.FileTensor]
-    offsets = map(int, map(Tensor.storage_offset, here))
-    found = sorted(zip(map(_torch.storage_id, here), offsets, map(Tensor.numel, here), strict=True))
+    found.sort()
     for a, b in pairwise(found):
         if a[0] == b[0] and b[1] < a[1] + a[2]:
             return None
@@ -442,14 +443,15 @@ class Columns:
 
     def _of_run(self, r: int) -> Iterator[Column]:
         """The columns of a run in memory."""
-        run, keys = self._runs[r], self._keys
-        wholes: tuple[Any, ...] = tuple([each.wholes[r] for each in self._every])
+        run, keys, wholes = self._runs[r], self._keys, list[Any]()
+        for each in self._every:
+            wholes.append(each.wholes[r])
         if type(None) in map(type, wholes):
             rows = zip(*map(WorkingTree.single, self._every, repeat(r)), strict=True)
             for i, tensors in zip(run.index, rows, strict=True):
                 yield Column(keys[i] if keys else None, tensors, run.bucket)
         elif keys is None and run.numel:
-            yield Column(None, wholes, run.bucket)
+            yield Column(None, tuple(wholes), run.bucket)
         else:
             yield from self._of_part(Part(r, 0, run.numel, {}, {}), {})
 

@@ -377,14 +377,18 @@ def reclaimed(value: V) -> V:
 
 def mark_reduced(leaves: Iterable[Leaf], home: Any) -> None:
     """Note on the first trained leaf of gradients over which groups it was reduced, if on any."""
-    first = next((leaf for leaf in leaves if isinstance(leaf, Sharded)), None)
-    if first is not None and home is not None:
-        object.__setattr__(first, "_reduction_groups", home)
+    for leaf in leaves if home is not None else ():
+        if isinstance(leaf, Sharded):
+            object.__setattr__(leaf, "_reduction_groups", home)
+            break
 
 
 def reduction_groups(leaves: Iterable[Any]) -> Any:
     """The groups that `mark_reduced` noted; None if there are none."""
-    return next((leaf._reduction_groups for leaf in leaves if isinstance(leaf, Sharded)), None)
+    for leaf in leaves:
+        if isinstance(leaf, Sharded):
+            return leaf._reduction_groups
+    return None
 
 
 # Where a leaf lies: its kind, and its bucket, if it lies in one, with its slot.

@@ -243,8 +243,11 @@ def count(batch: Any) -> tuple[int, int]:
         return x
 
     map_contents(note, batch)
-    tokens = (x.numel() for x in found if x.ndim > 1 and not x.is_floating_point())
-    return found[0].shape[0] if found else 1, next(tokens, 0)
+    samples = found[0].shape[0] if found else 1
+    for x in found:
+        if x.ndim > 1 and not x.is_floating_point():
+            return samples, x.numel()
+    return samples, 0
 
 
 # The states of the generators that a step or a loader may draw from.
