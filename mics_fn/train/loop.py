@@ -136,7 +136,9 @@ def map_contents(fn: Callable[[Any], Any], value: Any, is_leaf: Any = None) -> A
         return isinstance(x, _CLOSED) or (is_leaf is not None and is_leaf(x))
 
     leaves, spec = _torch.flatten(value, closed)
-    new = [fn(x) if closed(x) else _map_others(fn, x, is_leaf) for x in leaves]
+    new = list[Any]()
+    for x in leaves:
+        new.append(fn(x) if closed(x) else _map_others(fn, x, is_leaf))
     return value if all(map(is_, new, leaves)) else _torch.unflatten(new, spec)
 
 

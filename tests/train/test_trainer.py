@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -276,7 +277,8 @@ def test_what_has_no_state_dict_is_refused_by_name():
 # How far `fit` is.
 
 
-def test_fit_prints_lines(capsys):
+def test_fit_prints_lines_where_tqdm_is_missing(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
     trainer = mf.Trainer(made(), mf.optim.sgd(0.01), mf.make_groups(1))
     trainer.fit([X], steps=7, progress=False)
     assert capsys.readouterr() == ("", "")
