@@ -180,10 +180,12 @@ class Summary:
     Args:
       rows: one per leaf, in the order of the tree.
       padding_bytes: bytes of this rank's chunks that belong to no leaf.
+      whole_padding_bytes: those of all chunks of buckets whose leaves lie whole on one rank each.
     """
 
     rows: tuple[SummaryRow, ...]
     padding_bytes: int
+    whole_padding_bytes: int = 0
 
     @property
     def here_bytes(self) -> int:
@@ -211,7 +213,10 @@ class Summary:
         leaves = "1 leaf" if len(self.rows) == 1 else f"{len(self.rows)} leaves"
         here, padding = human_bytes(self.here_bytes), human_bytes(self.padding_bytes)
         text = f"{leaves} of {self.elements:,} elements: {here} here and {padding} of padding"
-        return "\n".join([*lines, f"{text}, {human_bytes(self.full_bytes)} in full"])
+        text += f", {human_bytes(self.full_bytes)} in full"
+        if self.whole_padding_bytes:
+            text += f" beside {human_bytes(self.whole_padding_bytes)} of padding of whole leaves"
+        return "\n".join([*lines, text])
 
     __repr__ = __str__
 
@@ -247,7 +252,7 @@ def summary(shards: Tree, groups: Any = None) -> Summary:
     if shards is None or (found.all and not shown and not any(map(is_leaf, found.all))):
         fix = "pass a tree of shards, or a TrainState such as trainer.state"
         checks.refuse("summary", "shards", shards, "shards or tensors", fix, LeafError)
-    return Summary(tuple(shown), _padding(found))
+    return Summary(tuple(shown), _padding(found), _whole_padding(found))
 
 
 def _row(found: Leaves, at: int) -> SummaryRow | None:
@@ -280,6 +285,13 @@ def _place(data: Tensor | None, home: Any) -> str:
         return "disk"
     on_other_device = data is not None and home is not None and data.device != home.device
     return "host" if on_other_device and data.is_cpu else "device"  # pyright: ignore
+
+
+def _whole_padding(found: Leaves) -> int:
+    """Count the bytes of padding in full of buckets of whole leaves, in the dtype of shards."""
+    kept = [found.all[i].bucket for i in found.shards if found.paths[i] is not None]
+    whole = {bucket for bucket in kept if getattr(bucket, "whole", False)}
+    return sum((x.numel - sum(x.numels)) * x.dtype.itemsize for x in whole)
 
 
 def _padding(found: Leaves) -> int:

@@ -5,7 +5,8 @@ of a bucket are views of one chunk. An elementwise function may as well take the
 numbers are the same, and the work does not grow with the number of leaves. A tree may hold only
 some leaves of a bucket, as the two parts of a model with two optimizers do. What lies between and
 around them belongs to somebody else, so a run ends where a leaf is missing: between its pieces lies
-nothing but padding, which is computed with and never looked at.
+nothing but padding, which is computed with and never looked at. A leaf that lies whole on one rank
+is a run of its own.
 
 Which leaves a run has does not depend on the rank, so that structures compare across ranks; where
 its pieces begin does.
@@ -130,7 +131,7 @@ def runs_of(buckets: tuple[Bucket, ...], slots: Ints, lengths: Ints) -> tuple[Fl
     for (bucket, _), by_slot in by_bucket.items():
         near: list[int] = []
         for slot in sorted(by_slot):
-            if near and any(bucket.numels[near[-1] + 1 : slot]):
+            if near and (bucket.whole or any(bucket.numels[near[-1] + 1 : slot])):
                 found.append(_run(bucket, near, by_slot, lengths))
                 near = []
             near.append(slot)

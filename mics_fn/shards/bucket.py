@@ -12,6 +12,13 @@ in each dtype in which it travels, and of the longest block of the codes that it
 which is a power of two. The buffer ends at `parts` times such a multiple. So a leaf of 5 elements
 takes 8 in float32, and 256 with `hop2=int8[256]`: long blocks suit large leaves.
 
+[Note: whole leaves] What an optimizer does to a matrix may need all of it. With `whole=` of `shard`
+leaves are dealt to the chunks of their bucket, the longest first, each to the emptiest. So each
+lies on one rank, which steps it without a message to others; gathers, hops, schedules and
+checkpoints see nothing but other offsets. Chunks have one length, and what the shorter ones lack is
+padding. A bucket is closed at the last leaf within `bucket_bytes` up to which at most `WASTE` of
+the leaves' elements are padding; it goes beyond where there is none.
+
 A `Precision` gives leaves their formats, by path. A pattern of it that matches no leaf is an error.
 A tied leaf goes by the path of the one that it is tied to, integers are replicated as they are, and
 frozen leaves have no gradients and no moments: a field that says something else about these has no
@@ -19,9 +26,10 @@ effect.
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache, partial
+from itertools import accumulate, chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -121,6 +129,7 @@ class Bucket(Formats, metaclass=_Unique):
       numel: length of the buffer in elements, padding included; a multiple of `parts`.
       trainable: whether its leaves get gradients.
       names: some of the leaves' paths and a digest of all, so that trees of one layout differ.
+      whole: whether each leaf lies in one chunk; see [Note: whole leaves].
     """
 
     index: int
@@ -130,6 +139,7 @@ class Bucket(Formats, metaclass=_Unique):
     numel: int
     trainable: bool = True
     names: str = ""
+    whole: bool = False
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__  # pyright: ignore[reportAssignmentType]
@@ -244,6 +254,10 @@ class LeafSpec(NamedTuple):
     parts: int
     trainable: bool = True
     group: Hashable = None  # leaves of different groups never share a bucket
+    whole: bool = False  # whether one chunk must hold all of it
+
+
+WASTE = 0.05  # padding of buckets of whole leaves, relative to their elements
 
 
 def plan_buckets(
@@ -279,39 +293,116 @@ def plan_buckets(
     every: list[list[int]] = []
     for i in ranked:
         leaf = leaves[i]
-        kind = (leaf.formats, leaf.parts, leaf.trainable, leaf.group)
+        kind = (leaf.formats, leaf.parts, leaf.trainable, leaf.group, leaf.whole)
         own = None if bucket is None else bucket(leaf.path)
-        size = prod(leaf.shape) * leaf.formats.dtype.itemsize
         members, nbytes, key = last.get(kind, ([], 0, own))
-        if not members or nbytes + size > bucket_bytes or key != own:
+        size = prod(leaf.shape) * leaf.formats.dtype.itemsize
+        if not members or key != own or (nbytes + size > bucket_bytes and not leaf.whole):
             members, nbytes = [], 0
             every.append(members)
         members.append(i)
         last[kind] = members, nbytes + size, own
+    numbers = {i: number for number, i in enumerate(ranked)}
+    closed = [each for members in every for each in _closed(members, leaves, bucket_bytes)]
+    closed.sort(key=lambda members: numbers[members[0]])
     found: dict[int, tuple[Bucket, int]] = {}
-    for index, members in enumerate(every):
-        made = _bucket_from(index, [leaves[i] for i in members])
-        found.update({i: (made, slot) for slot, i in enumerate(members)})
+    for index, members in enumerate(closed):
+        order_in, offsets, numel = _dealt([leaves[i] for i in members])
+        placed = [members[k] for k in order_in]
+        made = _bucket_from(index, [leaves[i] for i in placed], offsets, numel)
+        found.update({i: (made, slot) for slot, i in enumerate(placed)})
     return [found[i] for i in range(len(leaves))]
 
 
-def _bucket_from(index: int, leaves: Sequence[LeafSpec]) -> Bucket:
+def _closed(members: list[int], leaves: Sequence[LeafSpec], bucket_bytes: int) -> list[list[int]]:
+    """Cut leaves of one kind into buckets; see [Note: whole leaves]."""
+    first, done, near = leaves[members[0]], list[list[int]](), list[int]()
+    if not first.whole:  # they are cut already
+        return [members]
+    most = bucket_bytes // first.formats.dtype.itemsize
+    for i in members:
+        if sum(prod(leaves[k].shape) for k in [*near, i]) > most:
+            ends = range(len(near), 0, -1)
+            fits = (end for end in ends if _waste(leaves, near[:end]) <= WASTE)
+            if end := next(fits, 0):
+                done.append(near[:end])
+            near = near[end:]
+        near.append(i)
+    for k in range(len(done), -1, -1):  # what is left may have to join the buckets before it
+        joined = [*chain.from_iterable(done[k:]), *near]
+        if _waste(leaves, joined) <= WASTE:
+            return [*done[:k], joined]
+    return [*done, near]
+
+
+def _waste(leaves: Sequence[LeafSpec], members: Sequence[int]) -> float:
+    """The padding of a bucket of these leaves, relative to their elements."""
+    own = [leaves[i] for i in members]
+    return _dealt(own)[2] / max(1, sum(prod(leaf.shape) for leaf in own)) - 1
+
+
+def _dealt(leaves: Sequence[LeafSpec]) -> tuple[list[int], list[int], int]:
+    """The order in which leaves of a bucket lie, the offset of each, and the bucket's length."""
     first, align = leaves[0], leaves[0].formats.align
-    offsets, end = [], 0
-    for leaf in leaves:
-        offsets.append(end)
-        end += -(-prod(leaf.shape) // align) * align
-    whole = first.parts * align
+    lengths = [-(-prod(leaf.shape) // align) * align for leaf in leaves]
+    if not first.whole:
+        ends, unit = [0, *accumulate(lengths)], first.parts * align
+        return list(range(len(leaves))), ends[:-1], -(-ends[-1] // unit) * unit
+    # Of leaves of one length those that cost most come first: work on (m, n) is about m * m * n.
+    costs = [prod(leaf.shape) * min(leaf.shape[-2:], default=0) for leaf in leaves]
+    chunks: list[tuple[int, int, list[int]]] = [(0, 0, []) for _ in range(first.parts)]
+    for i in sorted(range(len(leaves)), key=lambda i: (-lengths[i], -costs[i], i)):
+        k = min(range(first.parts), key=lambda k: chunks[k][:2])
+        length, cost, mine = chunks[k]
+        chunks[k] = length + lengths[i], cost + costs[i], [*mine, i]
+    chunk, order, offsets = max(length for length, *_ in chunks), list[int](), list[int]()
+    for k, (_, _, mine) in enumerate(chunks):
+        starts = [0, *accumulate(lengths[i] for i in mine)]
+        offsets += [k * chunk + start for start in starts[:-1]]
+        order += mine
+    return order, offsets, chunk * first.parts
+
+
+def _bucket_from(
+    index: int, leaves: Sequence[LeafSpec], offsets: Sequence[int], numel: int
+) -> Bucket:
+    first = leaves[0]
     return Bucket(
         index=index,
         parts=first.parts,
         shapes=tuple(leaf.shape for leaf in leaves),
         offsets=tuple(offsets),
-        numel=-(-end // whole) * whole,
+        numel=numel,
         trainable=first.trainable,
         names=_named([leaf.path for leaf in leaves]),
+        whole=first.whole,
         **vars(first.formats),
     )
+
+
+def companion(
+    bucket: Bucket, dtype: torch.dtype, name: str, shapes: Mapping[int, tuple[int, ...]]
+) -> Bucket:
+    """A bucket of other tensors, each on the rank that has the whole leaf of the same slot.
+
+    Args:
+      bucket: of whole leaves.
+      dtype: of the new one.
+      name: what they are.
+      shapes: by slot; other leaves have nothing.
+    """
+    formats = Formats(dtype)
+    ends, places = [0] * bucket.parts, list[tuple[int, int]]()
+    every = tuple(shapes.get(slot, (0,)) for slot in range(len(bucket.shapes)))
+    for shape, offset in zip(every, bucket.offsets, strict=True):
+        owner = offset // bucket.chunk
+        places.append((owner, ends[owner]))
+        ends[owner] += -(-prod(shape) // formats.align) * formats.align
+    chunk = max(ends)
+    offsets = [owner * chunk + start for owner, start in places]
+    own = {"shapes": every, "offsets": tuple(offsets), "numel": chunk * bucket.parts}
+    own |= {"names": f"{name} of {bucket.names}", "index": bucket.index, "parts": bucket.parts}
+    return Bucket(**vars(formats), **own, whole=True)
 
 
 def _named(paths: Sequence[str]) -> str:

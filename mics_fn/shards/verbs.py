@@ -105,6 +105,7 @@ class LayoutOptions(TypedDict, total=False):
     order: Callable[[str], object] | None
     bucket: Callable[[str], object] | None
     where: Where | str | None
+    whole: Callable[[str], bool] | None
 
 
 K = TypeVar("K")
@@ -175,6 +176,7 @@ def layout_for(verb: str, root: str, params: Tree, groups: Any, options: LayoutO
     for name in options.keys() - LayoutOptions.__annotations__.keys():
         raise TypeError(f"{verb}() got an unexpected keyword argument {name!r}")
     frozen, order, bucket = (options.get(name) for name in ("frozen", "order", "bucket"))
+    whole = options.get("whole")
     chosen, where = Precision.parse(options.get("precision")), Where.parse(options.get("where"))
     given = options.get("bucket_bytes", BUCKET_BYTES)
     nbytes = checks.nbytes(verb, "bucket_bytes", given, 1)
@@ -200,7 +202,9 @@ def layout_for(verb: str, root: str, params: Tree, groups: Any, options: LayoutO
                 trained &= not checks.answer(verb, f"frozen({path!r})", frozen(path))
             formats = chosen.formats(path, leaf.dtype, leaf.numel(), trained)
             _check_formats(verb, paths[i], formats, home, trained)
-            facts = formats, home.partition_size, trained, (numbers[home], leaf.is_meta)
+            facts: Any = formats, home.partition_size, trained, (numbers[home], leaf.is_meta)
+            if trained and whole is not None:
+                facts = *facts, checks.answer(verb, f"whole({path!r})", whole(path))
             specs[i] = LeafSpec(path, tuple(leaf.shape), *facts)
     slots = plan_buckets(list(specs.values()), bucket_bytes=nbytes, order=order, bucket=bucket)
     pairs = zip(bare, homes, strict=True)
@@ -275,6 +279,8 @@ def shard(params: Tree, groups: Any, **options: Unpack[LayoutOptions]) -> Tree:
       where: the places where float leaves live, by `params=` of a `Where` or its text; default the
         device. Those elsewhere are brought where they are gathered. Leaves are in the same buckets
         for all places; those of one bucket should have one place, or each is brought by itself.
+      whole: says which leaves one rank of a partition group keeps in full, by path, and the others
+        nothing of: that of a `Transform` whose arithmetic needs whole matrices, as `muon`.
 
     Returns:
       The same tree with `Sharded` leaves, `Fixed` ones for tensors that are not trained, and `Tied`
