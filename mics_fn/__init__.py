@@ -85,7 +85,10 @@ Steps:
   `optim.adam` - Adam with an L2 penalty
   `optim.adamw` - Adam with decoupled weight decay
   `optim.lion` - Lion
-  `optim.from_torch` - any elementwise torch.optim class as a `Transform`
+  `optim.muon` - Muon, on matrices that lie whole on one rank each
+  `optim.matrixwise` - an optimizer of whole matrices of one's own
+  `optim.relayout` - a state with leaves in other buckets, such as whole ones - all of it, once
+  `optim.from_torch` - an elementwise torch.optim class, Muon or Adafactor as a `Transform`
   `optim.chain` - transforms one after the other
   `optim.clip_by_global_norm` - scales gradients to a norm, in a chain - 8 bytes per step
   `optim.clip_by_value` - clamps gradients, in a chain

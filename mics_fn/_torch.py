@@ -675,3 +675,11 @@ def default_generator(device: torch.device) -> torch.Generator | None:
         return None
     module.init()  # makes the generators, which exist only from then on
     return module.default_generators[with_index(device).index]
+
+
+def muon(matrix: torch.Tensor, grad: torch.Tensor, mean: torch.Tensor, **options: Any) -> None:
+    """Step by torch's Muon on one matrix, in place."""
+    from torch.optim import _muon
+
+    fixed = {"ns_coefficients": (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C)}
+    _muon.muon([matrix], [grad], [mean], **fixed, eps=_muon.EPS, has_complex=False, **options)

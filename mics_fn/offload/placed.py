@@ -477,7 +477,9 @@ class MomentCodec(Codec):
     def blocks(self, row: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """Views of a row of so many values: the codes of each block, and its `top`."""
         count = n // self.block
-        return row[4 * count :].view(count, -1), row[: 4 * count].view(torch.float32).view(-1, 1)
+        return row[4 * count :].view(count, self.block), row[: 4 * count].view(torch.float32).view(
+            -1, 1
+        )
 
     def encode_blocks(self, values: Tensor, elements: Tensor, tops: Tensor) -> None:
         """Write the codes of values (blocks, length), float32."""

@@ -32,8 +32,10 @@ Its words:
 
 Rules:
 
-- An optimizer must be elementwise, because a shard is a flat piece. `from_torch` takes 11 of the 15
-  classes of torch, all but `Adafactor`, `Muon`, `LBFGS` and `SparseAdam`, and others with
+- A shard is a flat piece, so an optimizer is elementwise, or says of which leaves it needs all:
+  `whole` of a `Transform` is that of `shard`, which lays each on one rank; `Trainer` does so by
+  itself. `muon`, `matrixwise` and `from_torch` of `Muon` and `Adafactor` step such leaves without a
+  message. `from_torch` takes all classes of torch but `LBFGS` and `SparseAdam`, and others with
   `elementwise=True`. The arithmetic is torch's; that of lion alone is written here. `sgd`, `adam`
   and `adamw` call torch's functions; an object of a class, as `from_torch` makes for each step,
   imports `torch._dynamo`: 80 MB and a second in every process.
@@ -93,6 +95,7 @@ A `Rate` is a number, a tensor, or a function of the step. The scales of a `Guar
 type `LossScale`: `no_scale`, `static_scale`, `dynamic_scale`; `adjust` gives that of the next step.
 """
 
+from mics_fn.optim.classes import from_torch
 from mics_fn.optim.columns import fresh, map_columns
 from mics_fn.optim.flat import as_before, by_leaf, replaced
 from mics_fn.optim.guard import (
@@ -105,6 +108,7 @@ from mics_fn.optim.guard import (
     norm_spike,
     static_scale,
 )
+from mics_fn.optim.matrices import matrixwise, muon, relayout
 from mics_fn.optim.norms import clip_by_global_norm, clip_by_value, global_norm, inner, leaf_norms
 from mics_fn.optim.optimizers import (
     Optimizer,
@@ -115,7 +119,6 @@ from mics_fn.optim.optimizers import (
     as_transform,
     by_path,
     chain,
-    from_torch,
     from_update,
     lion,
     masked_by,
@@ -126,4 +129,14 @@ from mics_fn.optim.state import TrainState, init_state, move, opt_step, record_m
 
 __all__ = ["Guard", "Transform", "adam", "adamw", "by_path", "chain", "clip_by_global_norm"]
 __all__ += ["clip_by_value", "dynamic_scale", "from_torch", "from_update", "global_norm", "inner"]
-__all__ += ["leaf_norms", "lion", "norm_spike", "sgd", "static_scale", "warmup_cosine"]
+__all__ += [
+    "leaf_norms",
+    "lion",
+    "matrixwise",
+    "muon",
+    "norm_spike",
+    "relayout",
+    "sgd",
+    "static_scale",
+    "warmup_cosine",
+]

@@ -323,6 +323,7 @@ class Columns:
       by: what else results depend on and may be differentiated by, such as a learning rate.
       donate: write to the targets themselves; to copies only where pieces are not dense, or overlap
         with other pieces of any target.
+      entire: whether what lies elsewhere comes run by run, and not in parts of these.
 
     Memory: a copy of the targets, none with `donate`; at most `_SMALL` elements for each gradient.
 
@@ -332,7 +333,14 @@ class Columns:
     """
 
     def __init__(
-        self, targets: Sequence[Tree], reads: Any, keys: Any = None, *, by: Any = (), donate: bool
+        self,
+        targets: Sequence[Tree],
+        reads: Any,
+        keys: Any = None,
+        *,
+        by: Any = (),
+        donate: bool,
+        entire: bool = False,
     ) -> None:
         every, n = working_trees([*targets, *reads]), len(targets)
         tensors = list[Any]()
@@ -344,6 +352,7 @@ class Columns:
         live = torch.is_grad_enabled() and flat.any_requires_grad(tensors)
         self.live = live or needs_derivative(by)  # may derivatives be asked of what is written?
         self._every, self._written, self._keys = every, n, keys
+        self._entire = entire
         if self.live:
             _refuse_live(tensors, donate)
         if self.live or not set(map(Tensor.dim, tensors)) <= {1}:
@@ -530,7 +539,9 @@ class Columns:
         numel, placed = self._runs[r].numel, self._placed[r]
         sizes = [x.dtype.itemsize for x in placed.values() if not offload.is_coded(x)]
         cuts = offload.cuts(numel, sizes, host_bytes) if sizes else [(0, numel)]
-        if placed and not sizes:
+        if self._entire:
+            cuts = [(0, numel)] if numel else []
+        elif placed and not sizes:
             cuts = [(low, min(numel, low + _CODED)) for low in range(0, numel, _CODED)]
         for low, high in cuts:
             here = {k: x[low:high] for k, x in placed.items()}

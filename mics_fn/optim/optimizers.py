@@ -1,10 +1,7 @@
 """Optimizers, and parts of optimizers, as pure functions over trees of shards.
 
 The arithmetic of `sgd`, `adam` and `adamw` is that of torch's kernels, which step on lists of
-tensors in one call; where a derivative is asked for it is that of torch's functions. `from_torch`
-makes an object of an elementwise class for each step, around the parameters and the state that the
-pytree carries, and drops it afterwards. Such an object imports `torch._dynamo`, a second and 80 MB
-of each process; kernels and functions do not.
+tensors in one call; where a derivative is asked for it is that of torch's functions.
 
 [Note: masked steps] On an accelerator a step whose gradient may not be finite is launched before
 the host knows: torch's fused kernels read a number of the device, `found_inf`, and write nothing if
@@ -85,6 +82,7 @@ class Transform(NamedTuple):
         are `Unpacked`, as every part of a step needs them.
       facts: its options by name, for ranks to compare. Without it they compare nothing, and say so.
       masked: whether steps can be those of [Note: masked steps].
+      whole: of which leaves a step needs all, by path; that is the `whole` of `shard`.
     """
 
     init: Callable[[Tree], Any]
@@ -92,6 +90,7 @@ class Transform(NamedTuple):
     step: Callable[[Unpacked, Any, Unpacked, bool], Stepped]
     facts: Facts | None = None
     masked: bool = False
+    whole: Mask | None = None
 
 
 def from_update(
@@ -154,6 +153,14 @@ def check_rate(verb: str, name: str, lr: Any) -> None:
         checks.number(verb, name, lr, least=0, fix=fix)
     elif lr.ndim:
         raise PlanError(f"{verb}: {name} is a tensor of shape {tuple(lr.shape)}", fix=fix)
+
+
+def rate_at(verb: str, lr: Any, count: int) -> Any:
+    """The learning rate of a step, checked."""
+    if callable(lr):
+        lr = lr(count)
+        check_rate(verb, f"lr({count})", lr)
+    return lr
 
 
 def of_another(kind: str, state: Any) -> PlanError:
@@ -265,7 +272,8 @@ def chain(*transforms: Optimizer) -> Transform:
         after, last = parts[-1].step(unpacked(given), states[-1], params, donate)
         return after, (*new, last)
 
-    return Transform(init, update, step, _facts({f"chain[{i}]": x for i, x in enumerate(parts)}))
+    facts, asks = _facts({f"chain[{i}]": x for i, x in enumerate(parts)}), parts[-1].whole
+    return Transform(init, update, step, facts, whole=asks)
 
 
 # `by_path`: other transforms for some leaves, by patterns of their paths.
@@ -331,8 +339,15 @@ def by_path(transforms: Mapping[str, Any], *, default: Any = None) -> Transform:
         call = lambda part, g, s, p: part.step(g, s, p, donate)  # noqa: E731
         return spread(call, grads, states, params)
 
+    def whole(path: str) -> bool:
+        mine = [i for i, pattern in enumerate(patterns) if matches(pattern, path)]
+        asks = parts[mine[-1] if mine else -1].whole
+        return asks is not None and asks(path)
+
     titles = [*(f"by_path[{pattern!r}]" for pattern in patterns), "by_path default"]
-    return Transform(init, update, step, _facts(dict(zip(titles, parts, strict=False))))
+    facts = _facts(dict(zip(titles, parts, strict=False)))
+    needs = any(part.whole for part in parts)
+    return Transform(init, update, step, facts, whole=whole if needs else None)
 
 
 @lru_cache(maxsize=64)
@@ -386,7 +401,7 @@ class OptimizerState(NamedTuple):
     scalars: dict[str, Tensor]
 
 
-class _Now(NamedTuple):
+class Now(NamedTuple):
     """What a rule is given besides columns.
 
     Args:
@@ -405,11 +420,11 @@ class _Now(NamedTuple):
 
 
 # A rule writes to columns and gives the new scalars. It takes the parameters, each of the moments
-# and the gradients as lists of tensors, and then `_Now`.
+# and the gradients as lists of tensors, and then `Now`.
 Rule = Callable[..., dict[str, Tensor]]
 
 
-def _by_rule(
+def by_rule(
     verb: str, rule: Rule, options: Any, moments: tuple, scalars: tuple = (), begins: Any = None
 ) -> Transform:
     """Make a `Transform` of a rule.
@@ -441,13 +456,11 @@ def _by_rule(
         own = isinstance(state, OptimizerState)
         if not own or {*state.moments, *state.scalars} != {*moments, *scalars}:
             raise of_another(verb, state)
-        keys, rate = None if mask is None else decays(tuple(params.paths)), lr
-        if callable(lr):
-            rate = lr(state.count)
-            check_rate(verb, f"lr({state.count})", rate)
+        keys = None if mask is None else decays(tuple(params.paths))
+        rate = rate_at(verb, lr, state.count) if callable(lr) else lr
         targets = [params, *state.moments.values()]
         work = Columns(targets, [grads], keys, by=[rate], donate=donate)
-        now = _Now(state.scalars, state.count == 0, rate, True, work.live)
+        now = Now(state.scalars, state.count == 0, rate, True, work.live)
         after = _step_columns(rule, work, now)
         if after is None:
             # A rank that holds no element has to count steps nevertheless.
@@ -465,7 +478,7 @@ def _by_rule(
     return Transform(init, update, step, {"optimizer": verb, **options}, masked)
 
 
-def _step_columns(rule: Rule, work: Columns, now: _Now) -> dict[str, Tensor] | None:
+def _step_columns(rule: Rule, work: Columns, now: Now) -> dict[str, Tensor] | None:
     """Apply a rule to all columns; gives the new scalars, or None if there are no columns."""
     after = None
     for block in work:
@@ -480,7 +493,7 @@ def _step_columns(rule: Rule, work: Columns, now: _Now) -> dict[str, Tensor] | N
     return after
 
 
-def _fused_skips(params: Iterable[Tensor]) -> bool:
+def fused_skips(params: Iterable[Tensor]) -> bool:
     """Whether torch's fused SGD would skip most elements: pytorch issue 191763."""
     return any(p.itemsize == 2 and p.is_cpu for p in params)
 
@@ -524,13 +537,13 @@ def sgd(
         *buffers, grads, now = given
         own: Any = {"momentum": momentum, "nesterov": nesterov, "lr": now.rate, "dampening": 0.0}
         own |= {"weight_decay": weight_decay if now.decays else 0.0, "maximize": False}
-        own |= {"fused": not now.live and not _fused_skips(params), "foreach": False}
+        own |= {"fused": not now.live and not fused_skips(params), "foreach": False}
         moving: list[Any] = buffers[0] if buffers else [None] * len(params)  # zeros at first
         _torch_sgd(params, grads, moving, found_inf=FOUND_INF.get(), **own)
         return {}
 
     options |= {"nesterov": nesterov, "lr": lr, "decay_mask": decay_mask}
-    return _by_rule("sgd", rule, options, ("momentum_buffer",) if momentum else ())
+    return by_rule("sgd", rule, options, ("momentum_buffer",) if momentum else ())
 
 
 def adam(
@@ -599,7 +612,7 @@ def _adam(verb: str, lr: Rate, decay_mask: Mask | None, **options: Any) -> Trans
     check_rule(verb, lr, **options)
     (beta1, beta2), decoupled = options["betas"], verb == "adamw"
 
-    def rule(params: list, means: list, squares: list, grads: list, now: _Now) -> dict[str, Tensor]:
+    def rule(params: list, means: list, squares: list, grads: list, now: Now) -> dict[str, Tensor]:
         count, before = len(params), now.scalars["step"]
         own: Any = {"beta1": beta1, "beta2": beta2, "eps": options["eps"], "lr": now.rate}
         own["weight_decay"] = options["weight_decay"] if now.decays else 0.0
@@ -616,7 +629,7 @@ def _adam(verb: str, lr: Rate, decay_mask: Mask | None, **options: Any) -> Trans
         return {"step": steps[0].to(before.dtype)}
 
     facts = {**options, "lr": lr, "decay_mask": decay_mask}
-    return _by_rule(verb, rule, facts, ("exp_avg", "exp_avg_sq"), ("step",))
+    return by_rule(verb, rule, facts, ("exp_avg", "exp_avg_sq"), ("step",))
 
 
 def lion(
@@ -649,7 +662,7 @@ def lion(
     options: dict[str, Any] = {"betas": betas, "weight_decay": weight_decay}
     check_rule("lion", lr, **options)
 
-    def rule(params: list, means: list, grads: list, now: _Now) -> dict[str, Tensor]:
+    def rule(params: list, means: list, grads: list, now: Now) -> dict[str, Tensor]:
         for p, m, g in zip(params, means, grads, strict=True):
             if now.decays:
                 p.mul_(1 - now.rate * weight_decay)
@@ -657,138 +670,10 @@ def lion(
             m.lerp_(g, 1 - betas[1])
         return {}
 
-    return _by_rule("lion", rule, options | {"lr": lr, "decay_mask": decay_mask}, ("exp_avg",))
+    return by_rule("lion", rule, options | {"lr": lr, "decay_mask": decay_mask}, ("exp_avg",))
 
 
-# Any elementwise class of torch, by an object that is made for each step.
-
-_NAMES = "SGD Adam AdamW RMSprop Adagrad Adadelta Adamax NAdam RAdam ASGD Rprop"
-ELEMENTWISE = tuple(getattr(torch.optim, name) for name in _NAMES.split())
-# They need whole matrices, sums over all parameters, or sparse gradients.
-REFUSED = torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS, torch.optim.SparseAdam
-
-
-def from_torch(
-    cls: type[torch.optim.Optimizer],
-    *,
-    lr: Rate | None = None,
-    decay_mask: Mask | None = None,
-    elementwise: bool = False,
-    **options: Any,
-) -> Transform:
-    """Make a pure transform over shards of an elementwise `torch.optim` class.
-
-    Args:
-      cls: the optimizer class: SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam,
-        ASGD or Rprop; any other one with `elementwise=True`.
-      lr: learning rate, or a function of the step (counted from 0); default the class's own.
-      decay_mask: whether a leaf is decayed, by its path; default all are.
-      elementwise: whether a class that torch does not have is elementwise: what it does to an
-        element depends on no other element. Nothing looks whether that is so, and where it is not,
-        numbers depend on how parameters are cut. It has `_init_group`, and keeps tensors alone,
-        which begin with the same number for each element.
-      options: the class's other arguments, which it checks itself.
-
-    Returns:
-      A `Transform` whose state is a pytree; no optimizer object is kept. It has no derivatives:
-      `sgd`, `adam`, `adamw` and `lion` have.
-
-    Memory: the state that the class keeps, for this rank's shards.
-
-    Raises:
-      PlanError: the class is not, or not known to be, elementwise.
-
-    Example:
-      >>> optimizer = from_torch(torch.optim.RMSprop, lr=1e-2, momentum=0.9)
-    """
-    if lr is not None:
-        check_rule("from_torch", lr)
-    if cls in REFUSED or not (cls in ELEMENTWISE or elementwise):
-        name = getattr(cls, "__name__", type(cls).__name__)
-        text = f"from_torch: {name} is not known to be elementwise, and a shard is a flat piece"
-        fix = f"use one of {_NAMES}; or elementwise=True, if a class of your own is"
-        raise PlanError(text, fix=fix)
-    with _torch.without_torch_func():
-        moments, scalars = _names_of(cls, options if lr is None else {**options, "lr": 1e-2})
-
-    def begins(name: str, like: Tensor) -> Tensor:
-        given = options if lr is None else {**options, "lr": lr(0) if callable(lr) else lr}
-        home = torch.device("cpu") if like.is_meta else like.device
-        value = torch.zeros(1, dtype=like.dtype, device=home)
-        with torch.no_grad():
-            optimizer, param = _object_on(cls, given, value)
-        found = optimizer.state[param].get(name)
-        return value if found is None else found
-
-    def rule(*given: Any) -> dict[str, Tensor]:
-        *columns, now = given
-        if now.live:
-            name = f"from_torch({cls.__name__})"
-            text = f"opt_step: {name} has no derivative, and here one is asked for"
-            fix = "use sgd, adam, adamw or lion, or call it under torch.no_grad()"
-            raise PlanError(text, fix=fix)
-        own = options if now.rate is None else {**options, "lr": now.rate}
-        own = own if now.decays else {**own, "weight_decay": 0.0}
-        return _step_object(cls, own, moments, columns, now)
-
-    facts = {**options, "lr": lr, "decay_mask": decay_mask}
-    verb = f"{cls.__module__}.{cls.__qualname__}"
-    return _by_rule(verb, rule, facts, moments, scalars, begins)
-
-
-def _names_of(cls: Any, options: dict[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The moments and scalars of a class, by a step on two elements, which checks its arguments."""
-    optimizer, param = _object_on(cls, options, torch.tensor([0.0, 1.0]))
-    first = {name: x.clone() for name, x in optimizer.state[param].items() if x is not None}
-    optimizer.step()
-    kept = {name: value for name, value in optimizer.state[param].items() if value is not None}
-    for name, value in kept.items():
-        fits = isinstance(value, Tensor) and value.shape in (param.shape, ())
-        begins = first.get(name, torch.zeros(())).unique().numel() == 1
-        known = name in first or issubclass(cls, torch.optim.SGD)
-        if not (fits and begins and known):
-            text = f"from_torch: {cls.__name__} cannot be used: it keeps {name!r}"
-            fix = "let _init_group make it, as a tensor of 0 dims or of the parameter's shape, "
-            raise PlanError(text, fix=f"{fix}with equal elements")
-    moments = tuple(name for name, value in kept.items() if value.ndim)
-    return moments, tuple(name for name in kept if name not in moments)
-
-
-def _object_on(cls: Any, options: dict[str, Any], value: Tensor) -> tuple[Any, Tensor]:
-    """An object of a class before its first step on one parameter."""
-    param = _with_grad(value, torch.ones_like(value))
-    optimizer = cls([param], **options)
-    for group in optimizer.param_groups:
-        _torch.optimizer_init_group(optimizer, group)
-    return optimizer, param
-
-
-def _step_object(cls: Any, options: Any, names: Any, columns: Any, now: _Now) -> dict[str, Tensor]:
-    """Step in place on columns by an object of a class; gives the new scalars."""
-    pieces, *moments, grads = columns
-    params = list(map(_with_grad, pieces, grads))
-    if issubclass(cls, torch.optim.SGD):
-        # It begins with the first gradient, which zeros and no dampening give, too.
-        options = {**options, "dampening": 0.0} if now.first else options
-        options = {**options, "fused": False} if _fused_skips(params) else options
-    optimizer = cls(params, **options)
-    # One copy of each scalar for every column, made together.
-    scalars = [x.repeat(len(params)).unbind() for x in now.scalars.values()]
-    for param, *kept in zip(params, *moments, *scalars, strict=True):
-        optimizer.state[param] = dict(zip((*names, *now.scalars), kept, strict=True))
-    optimizer.step()
-    for name, targets in zip(names, moments, strict=True):
-        for param, target in zip(params, targets, strict=True):
-            found = optimizer.state[param][name]
-            if found is not target:
-                target.copy_(found)
-    return {name: optimizer.state[params[0]][name] for name in now.scalars}
-
-
-def _with_grad(piece: Tensor, grad: Tensor) -> Tensor:
-    param = piece.detach()  # another tensor object on the same memory, which gets the gradient
-    param.grad = grad
-    return param
+# Learning rates.
 
 
 def warmup_cosine(

@@ -184,6 +184,7 @@ def as_shards(
     if given and own is not None:
         _check_names(own, params)
     if any(map(shards.is_leaf, leaves)):
+        options.pop("whole", None)  # whether they lie so is checked where a state is made
         _check_shards(params, groups, options.pop("precision", None), options)
     else:
         if own is not None:
@@ -525,6 +526,7 @@ class Trainer:
         self.member = Member(compared=sync.independent, lost=home.state.rejoining)
         given = None if precision is None else self.precision
         options = {"frozen": frozen, "bucket_bytes": bucket_bytes, "precision": given}
+        options["whole"] = getattr(optimizer, "whole", None)
         params = as_shards(groups, home, own, params, buffers, options)
         full_bytes = sum(bucket_sizes(params, groups))
         check_compiled(model, loss, plain=not full_bytes and not _torch.is_async(home.device))

@@ -2,7 +2,16 @@
 
 _C, _D, _G, _N = "optim/columns.py", "faults/comparing.py", "optim/guard.py", "optim/norms.py"
 
+_M = "optim/matrices.py"
+
 PLANTED = [
+    ("a matrix of a stack is stepped with the state of the first one", _M,
+     "{name: x[j] for name", "{name: x[0] for name", "optim/test_matrices.py -k stack"),
+    ("a step that is not donated writes to the factors of the old state", _M,
+     "x.data if donate else x.data.clone()", "x.data",
+     "optim/test_matrices.py -k 2x2-p4-Adafactor"),
+    ("leaves that lie whole share a run with their neighbours", "optim/flat.py",
+     "(bucket.whole or any(", "(any(", "optim/test_matrices.py -k 2x2-p2-muon"),
     ("a step in place does not see that tensors overlap", _C,
      "if a[0] == b[0] and b[1] < a[1] + a[2]:", "if a[0] == b[0] and b[1] < a[1]:",
      "optim/test_optim.py -k odd_memory"),

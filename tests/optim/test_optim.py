@@ -158,7 +158,7 @@ class Keeping(torch.optim.Adam):
 @pytest.mark.parametrize(
     ("cls", "how", "text"),
     [
-        (torch.optim.Adafactor, {"elementwise": True}, "Adafactor is not known to be elementwise"),
+        (torch.optim.LBFGS, {"elementwise": True}, "LBFGS is not known to be elementwise"),
         (SignedDescent, {}, "not known to be elementwise"),
         (Keeping, {"elementwise": True}, "it keeps 'more'"),
     ],

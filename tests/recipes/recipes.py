@@ -1,4 +1,4 @@
-"""Ten schedules, reductions and optimizers that researchers wanted, each in a few lines.
+"""Eleven schedules, reductions and optimizers that researchers wanted, each in a few lines.
 
 They use public names only, and no rank does anything that the others do not. `test_recipes.py` has
 a slow twin of each.
@@ -232,3 +232,28 @@ def highest(values: Any, groups: mf.Groups) -> Tensor:
             how = {"name": f"highest over {name}", "sent_bytes": 2 * found.nbytes}
             mf.collectives.start(comm, issue, [found], **how).wait()
     return found
+
+
+# 11. Shampoo, a matrix optimizer: its factors lie on the rank that has the matrix
+
+
+def shampoo(lr: float, *, eps: float = 1e-4) -> mf.optim.Transform:
+    """Shampoo (Gupta et al., arXiv:1802.09568) for trees of matrices; a step sends nothing."""
+
+    def init(matrix: Tensor) -> dict[str, Tensor]:
+        eye = partial(torch.eye, dtype=matrix.dtype, device=matrix.device)
+        rows, columns = matrix.shape
+        return {"left": eye(rows) * eps, "right": eye(columns) * eps}
+
+    def step(matrix: Tensor, grad: Tensor, kept: dict[str, Tensor], count: int) -> None:
+        kept["left"] += grad @ grad.T
+        kept["right"] += grad.T @ grad
+        matrix -= lr * fourth_root(kept["left"]) @ grad @ fourth_root(kept["right"])
+
+    return mf.optim.matrixwise(init, step, facts={"optimizer": "shampoo", "lr": lr, "eps": eps})
+
+
+def fourth_root(x: Tensor) -> Tensor:
+    """The inverse fourth root of a positive matrix."""
+    values, vectors = torch.linalg.eigh(x)
+    return (vectors * values.pow(-0.25)) @ vectors.T

@@ -267,10 +267,43 @@ def own_collective(layout: Layout) -> None:
     assert float(recipes.highest(mine, groups)) == most * groups.num_replicas
 
 
+# 11: Shampoo
+
+
+class Shampoo(torch.optim.Optimizer):
+    """Shampoo on full matrices, and plain steps of all else."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    def step(self) -> None:
+        """Step all parameters."""
+        for p in self.param_groups[0]["params"]:
+            if p.ndim < 2:
+                p.data -= 0.1 * p.grad
+                continue
+            eyes = (1e-4 * torch.eye(n, dtype=p.dtype) for n in p.shape)
+            kept = self.state[p] or dict(zip(("left", "right"), eyes, strict=True))
+            self.state[p] = kept
+            kept["left"] = kept["left"] + p.grad @ p.grad.T
+            kept["right"] = kept["right"] + p.grad.T @ p.grad
+            left, right = (recipes.fourth_root(kept[side]) for side in ("left", "right"))
+            p.data -= 0.05 * left @ p.grad @ right
+
+
+def shampoo(layout: Layout) -> None:
+    """The gradients are those of `torch.func`, the same to some bits as those of the twin."""
+    groups = groups_of(layout)
+    want = trained_by_torch(lambda p: [(Shampoo(p.values()), lambda _: 0.05)], layout.world_size)
+    optimizer = mf.optim.by_path({"norm": mf.optim.sgd(0.1)}, default=recipes.shampoo(0.05))
+    close(run(trainer_of(groups, optimizer)), want, 1e-9)
+
+
 CASES: list[Any] = [
     *((own_policy, PAIR, "keep"), (own_policy, BOTH, "fsdp2"), (hybrid, PAIR)),
     *((permuted, Layout((2, 2), 4), (1, 0)), (every_second, BOTH), (int8, COPIES)),
     *((by_path, PAIR), (lamb, BOTH), (overlapped, BOTH), (own_collective, BOTH)),
+    (shampoo, BOTH),
 ]
 
 

@@ -53,8 +53,8 @@ PlanError: adam: betas[1]=1.0, expected a finite number of at least 0 and below 
 PlanError: lion: lr(0)=nan, expected a finite number of at least 0
 >>> optim.warmup_cosine(1.0, 100, 10)
 PlanError: warmup_cosine: warmup_steps=100, total_steps=10
->>> optim.from_torch(torch.optim.Muon, lr=0.1)
-PlanError: from_torch: Muon is not known to be elementwise, and a shard is a flat piece
+>>> optim.from_torch(torch.optim.LBFGS, lr=0.1)
+PlanError: from_torch: LBFGS is not known to be elementwise, and a shard is a flat piece
 >>> optim.chain([optim.sgd(0.1)])
 PlanError: list is not an optimizer of init and update
 >>> optim.Guard(on_nonfinite="stop")

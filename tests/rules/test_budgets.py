@@ -23,11 +23,13 @@ from test_wings import DOORS, PATHS, arrows, depth, files, wing_of
 
 import mics_fn as mf
 
-# Lines are lines of code: without docstrings, comments and blanks.
+# Lines are lines of code: without docstrings, comments and blanks. Optimizers of whole matrices may
+# take so many of them beside the rest; of the lab, they have a bench.
+MATRICES = 483
 BUDGETS = {
-    "lines": 19_237,
-    "lines without lab": 16_741,
-    "lines of the core": 6_157,
+    "lines": 18_393 + MATRICES,
+    "lines without lab": 16_192 + MATRICES - 82,
+    "lines of the core": 6_001,
     "lines of the longest file": 486,
     "files": 91,
     "percent of lines that import": 7.4,
@@ -35,7 +37,7 @@ BUDGETS = {
     "class names of several classes": 0,
     "file names in several wings": 0,
     "names with words that another word replaces": 0,
-    "public names": 97,
+    "public names": 100,
 }
 # No name has one of these words; in their place are placed, fetch, store, pending, heartbeat,
 # StoreThread, GroupState, agree, flat, plan, independent, outer, rebuild, rejoin. What a model has
@@ -51,10 +53,10 @@ REPLACED = {
 # that waits for another runs a few more.
 FLOWS = {
     "gather of one leaf": (12, 55),
-    "opt_step with both hops": (19, 160),
+    "opt_step with both hops": (19, 158),
     "Trainer.step": (29, 287),
     "checkpoint.save": (19, 190),
-    "make_groups": (14, 116),
+    "make_groups": (14, 112),
 }  # files, functions
 ALIKE = "gather of one leaf", "opt_step with both hops", "Trainer.step"  # on all ranks
 

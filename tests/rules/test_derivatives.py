@@ -659,6 +659,11 @@ def own_hop_2(s: Any, groups: mf.Groups) -> Any:
     return sync.reduced(s, sync.init(s, groups), groups)[0]
 
 
+def relaid(s: Any, groups: mf.Groups) -> Any:
+    state = mf.init_state(s, mf.optim.sgd(0.1))
+    return mf.optim.relayout(state, state, groups)
+
+
 REFUSALS: dict[str, Callable[[Any, Setting], Any]] = {
     "shard": lambda s, at: mf.shard(mf.gather(s, at.groups), at.groups),
     "Guard.judge": lambda s, at: mf.optim.Guard(max_norm=1.0).judge(s, at.groups).grads,
@@ -670,6 +675,7 @@ REFUSALS: dict[str, Callable[[Any, Setting], Any]] = {
     ),
     "start": lambda s, at: by_hand(s["w"].data.sum(), at.groups),
     "reduced_by": lambda s, at: own_hop_2(s, at.groups),
+    "relayout": lambda s, at: relaid(s, at.groups).params,
     "diloco, init": lambda s, at: mf.replicas.diloco(1).init(s, at.groups).outer.params,
 }
 
@@ -732,7 +738,7 @@ def test_what_has_no_derivative_refuses(ranks, layout):
 # The law: each public function is above, or here with the reason why it need not be.
 
 # The functions that need no row above: optimizers are in tests/optim/test_unrolled.py.
-OPTIMIZERS = "opt_step adam adamw lion sgd from_torch chain by_path from_update"
+OPTIMIZERS = "opt_step adam adamw lion sgd from_torch chain by_path from_update muon matrixwise"
 # Those that keep their tensors as they are, take them as constants, or make them of none.
 CONSTANT = "init_state same_step same_replicas keep_all on_demand every_step init_model load_shards"
 CONSTANT += " save_dcp save_pretrained warmup_cosine static_scale dynamic_scale inject"

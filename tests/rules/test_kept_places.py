@@ -119,6 +119,7 @@ OF_STATES: dict[str, Callable[[Any, mf.Groups], Any]] = {
     "same_step": mf.same_step,
     "same_replicas": mf.same_replicas,
     "checkpoint.load": loaded,
+    "optim.relayout": lambda x, groups: mf.optim.relayout(x, x, groups),
 }
 # Public functions of shards or states that give none, or whose places are an argument.
 OTHERS = {
