@@ -162,6 +162,17 @@ def test_opt(forked_bench: Callable) -> None:
     assert "opt_step(donate=True)" in printed
 
 
+def test_muon(forked_bench: Callable) -> None:
+    figures, printed = forked_bench("opt", "--muon", "--rounds", "2", "--steps", "1", *TINY)
+    full, two, four, gathered = figures["peers"].values()
+    for peer in (full, two, four, gathered):
+        assert peer["over"]["least"] > 0
+    assert full["over"] == spread([1.0, 1.0])
+    assert set(figures["padding"]) == {"2", "4"}
+    for p in (2, 4):
+        assert f"optim.muon, p={p}" in printed
+
+
 @pytest.mark.thorough
 def test_bytes_equal_the_formulas_at_every_partition_size(forked_bench: Callable) -> None:
     figures, printed = forked_bench("bytes", "--steps", "2", "--accumulate", "3", *TINY)

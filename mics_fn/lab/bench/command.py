@@ -11,7 +11,7 @@ from typing import Any
 
 from mics_fn.errors import PlanError
 from mics_fn.groups import Topology, plan_groups
-from mics_fn.lab.bench import alone, step
+from mics_fn.lab.bench import alone, muon, step
 from mics_fn.lab.bench.step import DEFAULT_PEERS, LINKS, OVERLAP_PEERS, PEERS, StepConfig
 from mics_fn.lab.bench.turns import BenchTurns, num_ranks, on_ranks
 from mics_fn.lab.models import GPTConfig
@@ -56,6 +56,8 @@ def _add_opt_flags(parser: argparse.ArgumentParser) -> None:
     _add_gpt_flags(parser, 10)
     add_count(parser, "rounds", 5, "turns of each peer")
     add_count(parser, "small-leaves", 2000, "leaves of the second tree")
+    text = f"measure Muon on whole matrices instead, on {DEFAULT_RANKS} ranks"
+    parser.add_argument("--muon", action="store_true", help=text)
 
 
 def _add_save_flags(parser: argparse.ArgumentParser) -> None:
@@ -180,6 +182,9 @@ def _bytes(args: argparse.Namespace, ranks: int) -> Measured:
 
 def _opt(args: argparse.Namespace, ranks: int) -> Measured:
     config = alone.OptConfig(args.small_leaves, **_of_gpt(args, args.rounds))
+    if args.muon:
+        ranks = num_ranks(None, DEFAULT_RANKS)
+        return config, on_ranks(muon.measure_muon, ranks, config), muon.render_muon
     return config, on_ranks(alone.measure_opt, ranks, config), alone.render_opt
 
 
