@@ -313,7 +313,7 @@ def _fetch_ahead(uses: Uses, sizes: Sequence[int], limit: int, prefetch: int) ->
 
 # How many orders of choice a search tries, and how many fetches it places in all of these: at worst
 # half a second, once for each schedule.
-_TRIES, _WORK = 3_000, 150_000
+_TRIES, _WORK, _STARTS = 600, 30_000, 6
 
 
 def offsets(
@@ -370,21 +370,33 @@ def offsets(
 def _least(
     own: Sequence[int], sizes: Sequence[int], beside: Sequence[Sequence[int]], peak: int
 ) -> dict[int, int]:
-    """Where these fetches begin, in the best of the orders that a search tries."""
-    trial = order = sorted(own, key=lambda i: -sizes[i])
-    best, least, high, random = dict[int, int](), sum(sizes), list[int](), Random(0)
-    for _ in range(min(_TRIES, _WORK // max(1, len(own)))):
-        starts = _in_order(trial, sizes, beside)
-        over = [max(0, starts[i] + sizes[i] - peak) for i in trial]
-        if not best or sum(over) <= least:
-            order, best, least = trial, starts, sum(over)
-            high = [at for at, nbytes in enumerate(over) if nbytes]
-        if not least:
-            break
-        # What ends too high chooses earlier, and at times something else does.
-        at = random.choice(high) if random.random() < 0.5 else random.randrange(len(order))
-        trial = list(order)
-        trial.insert(random.randrange(at + 1), trial.pop(at))
+    """Where these fetches begin, in the best of the orders that a local search tries."""
+
+    def tried(order: Sequence[int]) -> tuple[dict[int, int], list[int]]:
+        starts = _in_order(order, sizes, beside)
+        return starts, [max(0, starts[i] + sizes[i] - peak) for i in order]
+
+    best, least, random = dict[int, int](), 0, Random(0)
+    tries = max(1, min(_TRIES, _WORK // max(1, len(own))))
+    for start in range(_STARTS):
+        order = sorted(own, key=lambda i: -sizes[i])
+        if start:
+            random.shuffle(order)
+        starts, over = tried(order)
+        for _ in range(tries):
+            if not best or max(over, default=0) < least:
+                best, least = starts, max(over, default=0)
+            if not least:
+                return best
+            other = list(order)
+            if random.random() < 0.5:  # what ends too high chooses earlier
+                place = random.choice([at for at, high in enumerate(over) if high])
+                other.insert(random.randrange(place + 1), other.pop(place))
+            else:
+                other.insert(random.randrange(len(own)), other.pop(random.randrange(len(own))))
+            moved, above = tried(other)
+            if sum(above) <= sum(over):
+                order, starts, over = other, moved, above
     return best
 
 

@@ -158,6 +158,25 @@ def test_pools_of_a_plan_have_their_own_places():
     assert (starts[:3], starts[3] + 6 <= 10) == ((0, 0, 8), True)
 
 
+# Two micro-steps of a GPT with a budget of two buckets.
+GPT_RUN = """
+fetch 0; fetch 1; fetch 2; use 0; drop 0; fetch 3; use 1; drop 1; fetch 4; use 2; drop 2; fetch 5
+use 3; drop 3; fetch 6; use 4; drop 4; fetch 7; use 5; drop 5; fetch 8; use 6; use 7; use 8; drop 8
+fetch 5; use 7; drop 7; fetch 4; use 6; drop 6; fetch 3; use 5; drop 5; fetch 2; use 4; drop 4
+fetch 1; use 3; drop 3; fetch 0; use 2; use 1; use 0; drop 0; fetch 3; use 1; drop 1; fetch 4
+use 2; drop 2; fetch 5; use 3; drop 3; fetch 6; use 4; drop 4; fetch 7; use 5; drop 5; fetch 8
+use 6; use 7; use 8; drop 8; fetch 5; use 7; drop 7; fetch 4; use 6; drop 6; fetch 3; use 5; drop 5
+fetch 2; use 4; drop 4; fetch 1; use 3; drop 3; fetch 0; use 2; drop 2; use 1; drop 1; use 0; drop 0
+"""
+GPT_SIZES = [2437120, 2106368, 2104320, 2107392, 2106368, 2104320, 2107392, 2106368, 2366464]
+
+
+def test_a_run_of_a_gpt_takes_what_it_has_live_at_once():
+    schedule = schedules.Schedule.parse(GPT_RUN)
+    _, needs = schedules.offsets(schedule, GPT_SIZES, [None] * len(GPT_SIZES))
+    assert max(needs) == schedule.peak_bytes(GPT_SIZES)
+
+
 def test_what_has_no_place_lies_in_a_gap_or_alone():
     pool = Buffers()
     arena = Arena(pool, 64, CPU)
@@ -174,6 +193,18 @@ def test_what_has_no_place_lies_in_a_gap_or_alone():
     for nbytes in (64, 0):
         pool.provide(nbytes, CPU)
         assert pool.waiting_bytes == nbytes
+
+
+def test_arenas_that_are_used_at_one_time_are_apart():
+    pool = Buffers()
+    one, two = (Arena(pool, nbytes, CPU) for nbytes in (64, 48))
+    a, b = one.take(4, F32, 0), two.take(4, F32, 0)
+    assert a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr()
+    one.give(a)
+    two.give(b)
+    assert (pool.made, pool.waiting_bytes) == (2, 112)
+    assert Arena(pool, 60, CPU).take(4, F32, 0).data_ptr() == a.data_ptr(), "the next run has it"
+    assert pool.made == 2
 
 
 def test_a_write_beside_a_tensor_is_no_change_of_it():
@@ -244,6 +275,15 @@ def test_leases_are_apart_and_bounded_and_waited_for_in_order(asked, count, capa
         assert ring.nbytes == capacity
     assert over == sorted(over), "in order"
     assert ring.made == bool(asked)
+
+
+def test_leases_that_fit_do_not_wait():
+    """Equal leases fill a ring exactly, round after round."""
+    ring, sizes, waited = Ring(), (1024, 512), []
+    for i in range(9):
+        lease = ring.lend(sizes, 3 * sum(sizes), 3, CPU)
+        assert waited == list(range(i - 2))
+        lease.until = lambda i=i: waited.append(i)
 
 
 def test_a_ring_grows_when_nobody_uses_it_any_more():

@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 from cases import Layout, groups_of, placed_as, same_bits
 from costs import buckets_of, counted
+from telling import told
 from torch import nn
+from torch.func import functional_call
 
 import mics_fn as mf
 from mics_fn import tree
@@ -131,3 +133,27 @@ def test_a_bucket_that_is_needed_later_is_fetched_again_once_and_then_stays(rank
     for again, calls in ranks(layout.world_size).run(late, layout):
         assert again == [5]
         assert all(set(each.values()) == {6} for each in calls), calls
+
+
+def only_on_the_last(layout):
+    """What ranks are told if one of them alone needs a bucket later, in the second step."""
+
+    def make_steps(groups):
+        model, rank = make(), dist.get_rank()
+        trainer = mf.Trainer(
+            make(), mf.optim.sgd(0.1), groups, live_bytes=None, bucket_bytes=UNIT,
+            loss=lambda net, x: functional_call(model, dict(net.named_parameters()), (x,)).mean(),
+        )  # fmt: skip
+        trainer.step(batch(rank, 0, 1))
+        model.late = rank == layout.world_size - 1
+        return lambda: [trainer.step(batch(rank, step, 1)) for step in (1, 2)]
+
+    return told(layout, make_steps)
+
+
+def test_a_rank_that_alone_needs_a_bucket_later_is_named(ranks):
+    for text, seconds in ranks(2).run(only_on_the_last, PAIR):
+        assert text.startswith("ranks wait for each other in different collectives")
+        assert "rank 1: waits for all-gather over 'gather rank' (defer: fetch of bucket 5" in text
+        assert "keep_all()" in text
+        assert seconds < 15, "and not 30"

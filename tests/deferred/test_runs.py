@@ -399,10 +399,28 @@ def own_schedules(layout):
         grads_with(parse("fetch 7; use 7"))
 
 
+def mixed_gathers(layout):
+    """Gathers at once, deferred ones, and their transfers may be under way together."""
+    groups = groups_of(layout)
+    first = mf.shard([random(i, 40) for i in range(4)], groups, bucket_bytes=8)
+    second = mf.shard([random(i + 9, 50) for i in range(3)], groups, bucket_bytes=8)
+    keep, policy = mf.keep_all(), mf.on_demand(live_bytes=0)
+    for _ in range(4):
+        a = mf.defer(first, groups, keep).params  # all under way
+        b = mf.defer(second, groups, keep).params
+        c = mf.defer(second, groups, policy).params
+        assert torch.equal(mf.gather(second, groups)[1], random(10, 50))
+        for i in (2, 0, 1):
+            assert torch.equal(a[i] + c[i][:40], random(i, 40) + random(i + 9, 50)[:40])
+        assert torch.equal(a[3], random(3, 40))
+        assert torch.equal(b[2], random(11, 50))
+
+
+@pytest.mark.parametrize("law", [own_schedules, mixed_gathers])
 @pytest.mark.parametrize("layout", [PAIR, Layout((2, 2), 2)], ids=str)
-@pytest.mark.short("2-p2")
-def test_schedules_of_ones_own_change_no_number(ranks, layout):
-    ranks(layout.world_size).run(own_schedules, layout)
+@pytest.mark.short("2-p2-mixed_gathers")
+def test_runs(ranks, law, layout):
+    ranks(layout.world_size).run(law, layout)
 
 
 # Gradients that torch gives as sparse tensors, and graphs that several backwards go through.
