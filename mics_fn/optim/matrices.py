@@ -217,7 +217,7 @@ class Matrixwise:
         }
         keys = range(len(paths))  # so that each column is one leaf
         work = Columns([params, *state.moments.values()], [grads], keys, donate=donate, entire=True)
-        if work.live:
+        if work.live or params.geometry[3] is not None:  # or pieces have batch dimensions
             raise _no_derivative(self.verb)
         for block in work:
             for column in block:

@@ -441,6 +441,11 @@ def refusals(folder: str) -> None:
     live = mf.shards.map(lambda x: x.clone().requires_grad_(), reduced)
     with pytest.raises(PlanError, match="muon has no derivative"):
         mf.opt_step(state, live)
+    twice = partial(mf.tree.map_leaves, lambda x: torch.stack([x, x]))  # as vmap leaves them
+    kept = state.opt._replace(moments=twice(state.opt.moments))
+    batched = replace(state, params=twice(state.params), opt=kept)
+    with pytest.raises(PlanError, match="muon has no derivative"):
+        mf.opt_step(batched, twice(reduced))
     with pytest.raises(PlanError, match="the state of the optimizer"):
         mf.opt_step(replace(state, opt=()), reduced)
     assert torch.equal(mf.unshard(state.params, groups)["w"], grads["w"])
