@@ -215,6 +215,7 @@ def load(
     shards.refuse_derivative("checkpoint.load", (), "call it outside of torch.func")
     checks.integer("load", "step", step, 0, optional=True, fix="None takes the newest one")
     checks.choice("load", "on_corrupt", on_corrupt, "raise", "previous")
+    checks.choice("load", "donate", donate, True, False)
     spans.passing("load")
     like = shards.reclaimed(like)  # of what a write that was cut short has left, only the memory
     home = main_home("load", like, groups)

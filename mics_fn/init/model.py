@@ -54,10 +54,12 @@ def open_weights(verb: str, source: Source, *, trust: bool) -> Iterator[Weights]
     Raises:
       FileError: the file is damaged, or holds something else.
       OSError: there is no such file, or it cannot be opened.
+      PlanError: `trust` is not a bool.
     """
     if isinstance(source, Mapping):
         yield {key: _of_tensor(value.detach()) for key, value in source.items()}
         return
+    checks.choice(verb, "trust", trust, True, False)
     with ExitStack() as opened:
         path = Path(source)
         if path.is_dir():

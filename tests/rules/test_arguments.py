@@ -126,6 +126,8 @@ PlanError: Trainer: model=None, expected an nn.Module or a function loss_fn(para
 GroupsError: Trainer: groups is of type Transform, expected groups
 >>> trainer(frozen)
 LeafError: Trainer: no parameter is trained: all are frozen, or there is none
+>>> mf.init_model(lambda: nn.Linear(2, 1), groups, seed=0, weights="f", trust="no")
+PlanError: init_model: trust='no', expected True or False
 >>> trainer(loss="mse")
 PlanError: Trainer: loss='mse', expected a function loss(model, batch)
 >>> trainer(schedule="fetch 0").step(x)

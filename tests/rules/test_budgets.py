@@ -27,8 +27,8 @@ import mics_fn as mf
 # take so many of them beside the rest; of the lab, they have a bench.
 MATRICES = 483
 BUDGETS = {
-    "lines": 18_404 + MATRICES,
-    "lines without lab": 16_198 + MATRICES - 82,
+    "lines": 18_406 + MATRICES,
+    "lines without lab": 16_200 + MATRICES - 82,
     "lines of the core": 6_001,
     "lines of the longest file": 486,
     "files": 91,
