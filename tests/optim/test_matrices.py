@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import mics_fn as mf
 from mics_fn import optim
 from mics_fn.errors import FileError, LeafError, PlanError
-from mics_fn.shards import Sharded, is_leaf
+from mics_fn.shards import Sharded, is_leaf, pieces
 from mics_fn.shards.bucket import WASTE, Formats, LeafSpec, plan_buckets
 
 PAIR, BOTH = Layout((2,), 2), Layout((2, 2), 2)
@@ -90,6 +90,18 @@ def same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
 # Bits, bytes and layouts
 
 
+def poison_padding(shards: Any, groups: mf.Groups) -> None:
+    """Make what no leaf has of this rank's chunks NaN."""
+    for bucket in {x.bucket for x in shards.values()}:
+        data = next(x.data for x in shards.values() if x.bucket is bucket)
+        chunk = torch.empty(0).set_(data.untyped_storage())
+        assert len(chunk) == bucket.chunk
+        padding = torch.ones(bucket.chunk, dtype=torch.bool)
+        for start, length, _ in pieces(bucket, groups.hierarchy.route.chunk):
+            padding[start : start + length] = False
+        chunk[padding] = float("nan")
+
+
 def stepped(layout: Layout, kind: str, scheme: str = "", where: str = "") -> None:
     groups, optimizer = groups_of(layout), by_kind(kind)
     if scheme:
@@ -98,6 +110,7 @@ def stepped(layout: Layout, kind: str, scheme: str = "", where: str = "") -> Non
     for name, x in shards.items():
         if name.startswith("blocks"):
             assert x.data.numel() in (0, math.prod(SHAPES[name])), name
+    poison_padding(shards, groups)
     state, n = mf.init_state(shards, optimizer, where=where or None), layout.world_size
     for step in range(STEPS):
         grads = mf.reduce_grads(exact_grads(step, groups.rank), groups, like=state.params)
@@ -318,6 +331,25 @@ def test_a_stack_is_stepped_as_its_matrices(ranks):
     ranks(2).run(stacks)
 
 
+def tied_and_frozen() -> None:
+    """What is tied is one matrix, and what is frozen is none."""
+    groups, muon = groups_of(PAIR), optim.muon(0.02)
+    w, still = nn.Parameter(random(1, 8, 8)), nn.Parameter(random(2, 5), requires_grad=False)
+    params, grad = {"a": w, "b": w, "still": still}, random(3, 8, 8)
+    state = mf.init_state(mf.shard(params, groups, whole=muon.whole), muon)
+    grads = {"a": grad, "b": torch.zeros(8, 8), "still": None}
+    state = mf.opt_step(state, mf.reduce_grads(grads, groups, like=state.params))
+    found = mf.unshard(state.params, groups)
+    wanted = nn.Parameter(w.detach().clone())
+    wanted.grad = grad
+    torch.optim.Muon([wanted], 0.02).step()
+    same(found, {"a": wanted, "b": wanted, "still": still})
+
+
+def test_tied_and_frozen_leaves(ranks):
+    ranks(2).run(tied_and_frozen)
+
+
 # From one layout to another, in memory and through a checkpoint
 
 
@@ -328,7 +360,7 @@ def after_steps(groups: mf.Groups, optimizer: Any, state: Any, first: int, steps
     return state
 
 
-def converted(precision: str, where: str) -> None:
+def converted(folder: str, precision: str, where: str) -> None:
     groups, adamw = groups_of(PAIR), optim.adamw(0.1)
     kinds = [None, lambda path: path.startswith("blocks")]
     flat, whole = (
@@ -338,7 +370,11 @@ def converted(precision: str, where: str) -> None:
     state = after_steps(groups, adamw, flat, 0, 2)
     there = optim.relayout(state, whole, groups)
     back = optim.relayout(there, flat, groups)
-    for other in (there, back):
+    mf.checkpoint.save(f"{folder}/flat", state, groups, step=1)
+    mf.checkpoint.save(f"{folder}/whole", there, groups, step=1)
+    loaded = (mf.checkpoint.load(f"{folder}/flat", whole, groups).state,
+              mf.checkpoint.load(f"{folder}/whole", flat, groups).state)  # fmt: skip
+    for other in (there, back, *loaded):
         pairs = zip(*(mf.unshard(all_shards(x), groups) for x in (state, other)), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
     found = [after_steps(groups, adamw, x, 2, 1) for x in (state, there)]
@@ -353,7 +389,7 @@ def converted(precision: str, where: str) -> None:
 )
 @pytest.mark.short("-", "state=int8[64]-")
 def test_a_state_goes_to_another_layout_and_back(ranks, tmp_path, precision: str, where: str):
-    ranks(2).run(converted, precision, where.format(tmp_path))
+    ranks(2).run(converted, str(tmp_path), precision, where.format(tmp_path))
 
 
 def saved(folder: str, kind: str) -> None:
