@@ -30,7 +30,7 @@ def test_what_grows():
 
 @pytest.mark.thorough
 def test_what_watching_costs():
-    config = CostConfig(rounds=1, steps=2)
+    config = CostConfig(rounds=1, steps=12)  # longer than the monitor sleeps
     figures = run_ranks(measure_cost, config.ranks, config)[0]
     assert figures["messages"] == 0, render_cost(figures, config)
     assert 0 < figures["cpu_share"]["most"] < 1
