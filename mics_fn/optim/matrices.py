@@ -18,32 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import _torch, checks, tree
+from mics_fn import _torch, checks, shards, tree
 from mics_fn.checks import check_matched
 from mics_fn.errors import FileError, LeafError, PlanError, human_bytes, message
 from mics_fn.offload import in_file, placed_like, read, scratch
 from mics_fn.optim import flat
 from mics_fn.optim.columns import Columns, map_columns, updating
 from mics_fn.optim.flat import FlatShards, Unpacked, unpacked
-from mics_fn.optim.optimizers import (
-    Facts,
-    Rate,
-    Transform,
-    check_rule,
-    of_another,
-    rate_at,
-)
+from mics_fn.optim.optimizers import Facts, Rate, Transform, check_rule, of_another, rate_at
 from mics_fn.optim.state import TrainState
-from mics_fn.shards import (
-    Bucket,
-    Fixed,
-    Sharded,
-    companion,
-    is_leaf,
-    pieces,
-    refuse_derivative,
-    unshard,
-)
+from mics_fn.shards import Bucket, Fixed, Sharded, companion, is_leaf, pieces
 from mics_fn.tree import Tree
 
 Kept = dict[str, Tensor]
@@ -212,7 +196,10 @@ class Matrixwise:
             raise of_another(self.verb, state)
         forms, paths, run = self.forms(params), params.paths, self.at(state.count)
         factors = {
-            path: {name: _renewed(x, donate) for name, x in own.items()}
+            path: {
+                name: Sharded(x.data if donate else x.data.clone(), x.bucket, x.slot)
+                for name, x in own.items()
+            }
             for path, own in state.factors.items()
         }
         keys = range(len(paths))  # so that each column is one leaf
@@ -306,16 +293,15 @@ def _moments(found: Unpacked, kept: Sequence[Kept], names: Sequence[str]) -> dic
 def _check_files(found: Unpacked, moments: Sequence[FlatShards]) -> None:
     """Raise FileError if what is in files of a matrix does not travel in one part."""
     for r, run in enumerate(found.layout().runs):
-        row = [found.pieces[run.members[0]], *(x.wholes[r] for x in moments)]
+        row: list[Any] = [found.pieces[run.members[0]], *(x.wholes[r] for x in moments)]
         here = [x for x in row if in_file(x)]
-        extents: Any = [x.extent for x in here]  # pyright: ignore
-        most = scratch.block_bytes(min((x.scratch.host_bytes for x in extents), default=0))
+        sizes = [x.extent.scratch.host_bytes for x in here]
+        most = scratch.block_bytes(min(sizes, default=0))
         if (needed := sum(x.nbytes for x in here)) > most:
-            leaf = here[-1].leaf  # pyright: ignore
-            text = f"init_state: {leaf} and what is stepped with it take {human_bytes(needed)}, and"
-            text += f" a part of files that travels at a time has at most {human_bytes(most)}"
+            text = f"init_state: {here[-1].leaf} and what is stepped with it take "
+            text += f"{human_bytes(needed)}; of files {human_bytes(most)} travel at a time at most"
             fix = "give host_bytes= of where more, or use states=host"
-            raise FileError(message(text, fix=fix), leaf=leaf)
+            raise FileError(message(text, fix=fix), leaf=here[-1].leaf)
 
 
 def _factors(
@@ -334,10 +320,6 @@ def _factors(
             bucket, data = made[leaf.bucket, own[name].dtype, name], _piece(own[name], leaf.data)
             factors.setdefault(path, {})[name] = Sharded(data, bucket, leaf.slot)
     return factors
-
-
-def _renewed(x: Sharded, donate: bool) -> Sharded:
-    return Sharded(x.data if donate else x.data.clone(), x.bucket, x.slot)
 
 
 def _step_one(run: MatrixStep, path: str, matrix: Tensor, grad: Tensor, kept: Kept) -> None:
@@ -390,18 +372,17 @@ def relayout(state: TrainState, like: TrainState, groups: Any) -> TrainState:
     before, into = tree.flatten(given, is_leaf), tree.flatten(goal, is_leaf)
     where = tree.first_mismatch(goal, given, "state", is_leaf)
     if before[1] != into[1] or where:
-        text = "relayout: the states have other leaves"
-        fix = "make both for one model, with the same optimizer"
-        raise LeafError(text, [where] if where else [], fix)
+        lines, fix = [where] if where else [], "make both for one model, with the same optimizer"
+        raise LeafError("relayout: the states have other leaves", lines, fix)
     leaves = list(before[0])
     data = [x.data for x in leaves if isinstance(x, Sharded | Fixed)]
-    refuse_derivative("relayout", data, "call it outside, and differentiate by what came back")
+    shards.refuse_derivative("relayout", data, "call it outside, and differentiate what came back")
     by_bucket: dict[Bucket, list[int]] = {}
     for i, x in enumerate(leaves):
         if isinstance(x, Sharded | Fixed) and x.bucket is not None:
             by_bucket.setdefault(x.bucket, []).append(i)
     for mine in by_bucket.values():
-        full = unshard([leaves[i] for i in mine], groups)
+        full = shards.unshard([leaves[i] for i in mine], groups)
         for i, values in zip(mine, full, strict=True):
             leaves[i] = _cut(values, into[0][i], groups)
     params, opt = into[1].unflatten(leaves)

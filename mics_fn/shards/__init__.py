@@ -94,14 +94,7 @@ verb for its derivative, or for the reason why it has none. To add a property of
 
 from mics_fn.collectives import needs_derivative, refuse_derivative
 from mics_fn.shards import pack
-from mics_fn.shards.bucket import (
-    BUCKET_BYTES,
-    Bucket,
-    Precision,
-    check_dtype,
-    companion,
-    pieces,
-)
+from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, Precision, check_dtype, companion, pieces
 from mics_fn.shards.leaf import (
     Fixed,
     GradStream,

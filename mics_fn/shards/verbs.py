@@ -202,10 +202,9 @@ def layout_for(verb: str, root: str, params: Tree, groups: Any, options: LayoutO
                 trained &= not checks.answer(verb, f"frozen({path!r})", frozen(path))
             formats = chosen.formats(path, leaf.dtype, leaf.numel(), trained)
             _check_formats(verb, paths[i], formats, home, trained)
-            facts: Any = formats, home.partition_size, trained, (numbers[home], leaf.is_meta)
-            if trained and whole is not None:
-                facts = *facts, checks.answer(verb, f"whole({path!r})", whole(path))
-            specs[i] = LeafSpec(path, tuple(leaf.shape), *facts)
+            own = whole is not None and checks.answer(verb, f"whole({path!r})", whole(path))
+            facts = formats, home.partition_size, trained, (numbers[home], leaf.is_meta)
+            specs[i] = LeafSpec(path, tuple(leaf.shape), *facts, whole=trained and own)
     slots = plan_buckets(list(specs.values()), bucket_bytes=nbytes, order=order, bucket=bucket)
     pairs = zip(bare, homes, strict=True)
     places = [where.at(path, "params", home.device) for path, home in pairs]
