@@ -346,8 +346,7 @@ def by_path(transforms: Mapping[str, Any], *, default: Any = None) -> Transform:
 
     titles = [*(f"by_path[{pattern!r}]" for pattern in patterns), "by_path default"]
     facts = _facts(dict(zip(titles, parts, strict=False)))
-    needs = any(part.whole for part in parts)
-    return Transform(init, update, step, facts, whole=whole if needs else None)
+    return Transform(init, update, step, facts, whole=whole)
 
 
 @lru_cache(maxsize=64)

@@ -164,7 +164,7 @@ def test_opt(forked_bench: Callable) -> None:
 
 def test_muon(forked_bench: Callable) -> None:
     figures, printed = forked_bench("opt", "--muon", "--rounds", "2", "--steps", "1", *TINY)
-    full, two, four, gathered = figures["peers"].values()
+    full, two, gathered, four = figures["peers"].values()
     for peer in (full, two, four, gathered):
         assert peer["over"]["least"] > 0
     assert full["over"] == spread([1.0, 1.0])

@@ -33,16 +33,12 @@ def measure_muon(config: OptConfig) -> dict[str, Any]:
     values, grads = (
         {k: torch.randn(s, generator=random).to(device) for k, s in shapes} for _ in range(2)
     )
-    size, padding = dist.get_world_size(), dict[int, float]()
+    size, padding, peers = dist.get_world_size(), dict[int, float](), [_full(values, grads)]
     with ExitStack() as closing:
-        every = [
-            mf.make_groups(p, node_size=size, device=device) for p in (2, 4, 8) if not size % p
-        ]
-        peers = [_full(values, grads)]
-        for groups in map(closing.enter_context, every):
-            peer, padding[groups.partition_size] = _whole(values, grads, groups)
-            peers.append(peer)
-        peers.append(_gathered(values, grads, every[0]))
+        for p in (p for p in (2, 4, 8) if not size % p):
+            groups = closing.enter_context(mf.make_groups(p, node_size=size, device=device))
+            peer, padding[p] = _whole(values, grads, groups)
+            peers += [peer, _gathered(values, grads, groups)] if p == 2 else [peer]
         laps = turns.take_turns(peers, config.turns, device=device, fence=dist.barrier)
     found = turns.of_all_ranks([lap.seconds for lap in laps])
     slowest = [[max(x) for x in zip(*ranks, strict=True)] for ranks in zip(*found, strict=True)]
@@ -78,13 +74,13 @@ def _whole(values: Values, grads: Values, groups: mf.Groups) -> tuple[BenchPeer,
     optimizer = mf.optim.by_path(dict.fromkeys(matrices(values), muon), default=adamw)
     state = mf.init_state(mf.shard(values, groups, whole=optimizer.whole), optimizer)
     shards = mf.reduce_grads(grads, groups, like=state.params)
-    planned = sum(bucket.numel for bucket in {x.bucket for x in state.params.values()})
+    planned = sum(each.numel for each in {x.bucket for x in state.params.values()})
 
     def step(_: int) -> None:
         nonlocal state
         state = mf.opt_step(state, shards, donate=True)
 
-    padding = planned / sum(x.numel() for x in values.values()) - 1
+    padding = planned / sum(map(Tensor.numel, values.values())) - 1
     return BenchPeer(f"optim.muon, p={groups.partition_size}", step), padding
 
 
@@ -109,10 +105,9 @@ def _gathered(values: Values, grads: Values, groups: mf.Groups) -> BenchPeer:
 
 def render_muon(figures: dict[str, Any], config: OptConfig) -> str:
     """Render the figures as a table."""
-    rows = [("", "seconds", "over all of it on each rank")]
+    rows: list[Any] = [("", "seconds", "over all of it on each rank")]
     for name, peer in figures["peers"].items():
-        seconds, over = (turns.between(peer[key], ".4f") for key in ("seconds", "over"))
-        rows.append((name, seconds, over))
+        rows.append((name, *(turns.between(peer[key], ".4f") for key in ("seconds", "over"))))
     padding = ", ".join(f"p={p} {share:.1%}" for p, share in figures["padding"].items())
     title = f"opt_step with Muon, all ranks at once, {config.turns}"
     return f"{table(title, rows)}\n  padding, which is all that a step sends more: {padding}"
