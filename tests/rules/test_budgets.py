@@ -25,10 +25,10 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks. Optimizers of whole matrices may
 # take so many of them beside the rest; of the lab, they have a bench.
-MATRICES = 451
+MATRICES = 449
 BUDGETS = {
-    "lines": 18_406 + MATRICES,
-    "lines without lab": 16_200 + MATRICES - 76,
+    "lines": 18_408 + MATRICES,
+    "lines without lab": 16_202 + MATRICES - 76,
     "lines of the core": 6_001,
     "lines of the longest file": 486,
     "files": 91,
