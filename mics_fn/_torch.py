@@ -210,11 +210,6 @@ def groups_named(name: str | None) -> list[dist.ProcessGroup]:
     return [group for group, own in list(c10d._world.pg_names.items()) if name in (None, own)]
 
 
-def num_process_groups() -> int:
-    """How many process groups are alive here."""
-    return len(c10d._world.pg_names)
-
-
 # Of torch's own pytree, which `torch.func` uses.
 register_node = torch_pytree.register_pytree_node
 

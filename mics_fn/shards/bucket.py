@@ -26,9 +26,11 @@ effect.
 """
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache, partial
+from heapq import heapreplace
 from itertools import accumulate, chain
 from math import prod
 from typing import Any, NamedTuple
@@ -307,27 +309,26 @@ def plan_buckets(
     closed.sort(key=lambda members: numbers[members[0]])
     found: dict[int, tuple[Bucket, int]] = {}
     for index, members in enumerate(closed):
-        order_in, offsets, numel = _dealt([leaves[i] for i in members])
-        placed = [members[k] for k in order_in]
-        made = _bucket_from(index, [leaves[i] for i in placed], offsets, numel)
-        found.update({i: (made, slot) for slot, i in enumerate(placed)})
+        made, placed = _bucket_from(index, [leaves[i] for i in members])
+        found.update({members[k]: (made, slot) for slot, k in enumerate(placed)})
     return [found[i] for i in range(len(leaves))]
 
 
 def _closed(members: list[int], leaves: Sequence[LeafSpec], bucket_bytes: int) -> list[list[int]]:
     """Cut leaves of one kind into buckets; see [Note: whole leaves]."""
-    first, done, near = leaves[members[0]], list[list[int]](), list[int]()
+    first, done, near, fit = leaves[members[0]], list[list[int]](), list[int](), 0
     if not first.whole:  # they are cut already
         return [members]
-    most = bucket_bytes // first.formats.dtype.itemsize
-    for i in members:
-        if sum(prod(leaves[k].shape) for k in [*near, i]) > most:
-            ends = range(len(near), 0, -1)
-            fits = (end for end in ends if _waste(leaves, near[:end]) <= WASTE)
-            if end := next(fits, 0):
-                done.append(near[:end])
-            near = near[end:]
-        near.append(i)
+    most, waiting, size = bucket_bytes // first.formats.dtype.itemsize, deque(members), 0
+    while waiting:
+        size += prod(leaves[waiting[0]].shape)
+        if fit and size > most:
+            done.append(near[:fit])
+            waiting.extendleft(reversed(near[fit:]))
+            near, fit, size = [], 0, 0
+        else:
+            near.append(waiting.popleft())
+            fit = len(near) if _waste(leaves, near) <= WASTE else fit  # where it may end
     for k in range(len(done), -1, -1):  # what is left may have to join the buckets before it
         joined = [*chain.from_iterable(done[k:]), *near]
         if _waste(leaves, joined) <= WASTE:
@@ -350,24 +351,25 @@ def _dealt(leaves: Sequence[LeafSpec]) -> tuple[list[int], list[int], int]:
         return list(range(len(leaves))), ends[:-1], -(-ends[-1] // unit) * unit
     # Of leaves of one length those that cost most come first: work on (m, n) is about m * m * n.
     costs = [prod(leaf.shape) * min(leaf.shape[-2:], default=0) for leaf in leaves]
-    chunks: list[tuple[int, int, list[int]]] = [(0, 0, []) for _ in range(first.parts)]
+    chunks: list[list[int]] = [[] for _ in range(first.parts)]
+    emptiest = [(0, 0, k) for k in range(first.parts)]  # a heap of lengths, costs and chunks
     for i in sorted(range(len(leaves)), key=lambda i: (-lengths[i], -costs[i], i)):
-        k = min(range(first.parts), key=lambda k: chunks[k][:2])
-        length, cost, mine = chunks[k]
-        chunks[k] = length + lengths[i], cost + costs[i], [*mine, i]
-    chunk, order, offsets = max(length for length, *_ in chunks), list[int](), list[int]()
-    for k, (_, _, mine) in enumerate(chunks):
+        length, cost, k = emptiest[0]
+        chunks[k].append(i)
+        heapreplace(emptiest, (length + lengths[i], cost + costs[i], k))
+    chunk, order, offsets = max(emptiest)[0], list[int](), list[int]()
+    for k, mine in enumerate(chunks):
         starts = [0, *accumulate(lengths[i] for i in mine)]
         offsets += [k * chunk + start for start in starts[:-1]]
         order += mine
     return order, offsets, chunk * first.parts
 
 
-def _bucket_from(
-    index: int, leaves: Sequence[LeafSpec], offsets: Sequence[int], numel: int
-) -> Bucket:
-    first = leaves[0]
-    return Bucket(
+def _bucket_from(index: int, given: Sequence[LeafSpec]) -> tuple[Bucket, list[int]]:
+    """A bucket of these leaves, and the order in which they lie in it."""
+    (order, offsets, numel), first = _dealt(given), given[0]
+    leaves = [given[i] for i in order]
+    made = Bucket(
         index=index,
         parts=first.parts,
         shapes=tuple(leaf.shape for leaf in leaves),
@@ -378,6 +380,7 @@ def _bucket_from(
         whole=first.whole,
         **vars(first.formats),
     )
+    return made, order
 
 
 def companion(

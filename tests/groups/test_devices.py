@@ -238,14 +238,14 @@ def connected(fails_on: int) -> Any:
         warm_up(group, device)
         seen.append((group.group_desc.removeprefix("mics_fn "), group.size()))
 
-    before = _torch.num_process_groups()
+    before = len(_torch.groups_named(None))
     with machine(Fake("cuda", "G")), mock.patch.object(_torch, "warm_up", record):
         options: Any = {"topology": Topology((2, 2, 2)), "device": "cuda", "backend": "gloo"}
         try:
             with make_groups(4, timeout_s=2 if fails_on >= 0 else 20, **options):
-                made = _torch.num_process_groups() - before
+                made = len(_torch.groups_named(None)) - before
         except (GroupsError, PeerFailed) as error:
-            return str(error).splitlines()[:2], _torch.num_process_groups() - before
+            return str(error).splitlines()[:2], len(_torch.groups_named(None)) - before
     return seen, made
 
 

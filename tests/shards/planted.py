@@ -20,7 +20,7 @@ PLANTED = [
     ("a bucket goes on where its key changes", "shards/bucket.py", "or key != own or (",
      "or (", "shards/test_cutting.py -k border"),
     ("a matrix is dealt to a chunk that has no room for it", "shards/bucket.py",
-     "max(length for length, *_ in chunks)", "chunks[-1][0]",
+     "max(emptiest)[0]", "min(emptiest)[0]",
      "optim/test_matrices.py -k no_leaf_is_cut"),
     ("one override that matches hides the others", "shards/bucket.py",
      "                found.update(precision._fields())\n", "                return precision\n",
