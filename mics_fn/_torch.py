@@ -368,6 +368,28 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return hasattr(type(tensor), "__tensor_flatten__")
 
 
+def is_dtensor(x: Any) -> bool:
+    """Whether a value is a DTensor, without importing them."""
+    return type(x).__name__ == "DTensor" and hasattr(x, "placements")
+
+
+def local_of(x: Any) -> Any:
+    """What this rank has of a DTensor, as a parameter if it is one; any other value itself."""
+    if not is_dtensor(x):
+        return x
+    local = x.to_local().detach() if x.is_leaf else x.to_local()
+    if isinstance(x, torch.nn.Parameter):
+        return torch.nn.Parameter(local, x.requires_grad)
+    return local
+
+
+def as_dtensor(local: torch.Tensor, mesh: Any, placements: Any) -> Any:
+    """A DTensor of this rank's part; nothing is compared, or copied."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(local, mesh, placements, run_check=False)
+
+
 def is_compiled(function: Any) -> bool:
     """Whether `torch.compile` made a function; one that is kept from being compiled is none."""
     made = hasattr(function, "_torchdynamo_orig_callable")

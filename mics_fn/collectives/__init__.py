@@ -93,7 +93,9 @@ from mics_fn.collectives.agreement import (
     collect_values,
     decoded_error,
     encoded_error,
+    reached,
     refuse_unequal,
+    report_outside,
     together,
 )
 from mics_fn.collectives.codec import SHORT_NAMES, Codec, Wire, check_level, checksum

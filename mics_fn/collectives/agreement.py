@@ -50,10 +50,10 @@ def agree(
       group, the first time for these facts.
     """
     mine = digest(f"{path}\n{text}" for path, text in facts)
-    if groups.partition_size * groups.num_replicas == 1 or (what, mine) in groups.agreed:
+    if len(groups.stacked_ranks) == 1 or (what, mine) in groups.agreed:
         return
     sent = torch.tensor(list(mine), dtype=torch.uint8, device=groups.device)
-    if len(set(map(bytes, collect_values(groups, sent).values()))) > 1:
+    if len(set(map(bytes, collect_values(groups, sent, stages=False).values()))) > 1:
         raise report_outside(groups, _difference(groups, what, facts, fixes or {}))
     groups.agreed.add((what, mine))
 
@@ -62,7 +62,7 @@ def _difference(
     groups: Home, what: str, facts: Sequence[tuple[str, str]], fixes: Mapping[str, str]
 ) -> DesyncError:
     """The error that names the first path at which ranks differ, the same on every rank."""
-    sent = collect_bytes(groups, json.dumps(list(facts)).encode())
+    sent = collect_bytes(groups, json.dumps(list(facts)).encode(), stages=False)
     every = {rank: [tuple(pair) for pair in json.loads(text)] for rank, text in sent.items()}
     nothing, found = ("(no more leaves)", ""), {}
     for i in range(max(map(len, every.values()))):
@@ -80,13 +80,13 @@ def _difference(
 def report_outside(home: Home, error: E) -> E:
     """Report an error that all ranks of `home` raise to the other ranks of the groups."""
     channel = home.hierarchy.channel
-    if channel.job_size > home.partition_size * home.num_replicas:
+    if channel.job_size > len(reached(home, stages=False)):
         channel.report(str(error))
     return error
 
 
 def refuse_unequal(
-    verb: str, home: Home, sums: Mapping[str, Tensor], fix: str, *, whole: bool = False
+    verb: str, home: Groups, sums: Mapping[str, Tensor], fix: str, *, whole: bool = False
 ) -> None:
     """Raise DesyncError on every rank unless replicas have the same checksums of pieces.
 
@@ -101,11 +101,13 @@ def refuse_unequal(
     """
     if len(home.stacked_ranks) == 1 or not sums:
         return
-    found, p = collect_values(home, torch.stack([*sums.values()])), home.partition_size
-    p = 1 if whole else p
-    odd = [r for k, r in enumerate(home.ranks) if found[r] != found[home.ranks[k % p]]]
+    found = collect_values(home, torch.stack([*sums.values()]), stages=False)
+    like, p = dict[int, int](), 1 if whole else home.partition_size  # whose values a rank has
+    for ranks in home.universes:
+        like |= {rank: ranks[k % p] for k, rank in enumerate(ranks) if rank in found}
+    odd = [rank for rank, first in like.items() if found[rank] != found[first]]
     if odd:
-        first = found[home.ranks[home.ranks.index(odd[0]) % p]]
+        first = found[like[odd[0]]]
         at = next(i for i, x in enumerate(found[odd[0]]) if x != first[i])
         text = f"{verb}: {'ranks' if whole else 'replicas'} hold different values"
         said = "not as on the first rank" if whole else "not as in the first replica"
@@ -113,27 +115,43 @@ def refuse_unequal(
         raise disagreement(text, dict.fromkeys(odd, said), fix, lines)
 
 
-def collect_values(groups: Home, tensor: Tensor) -> dict[int, Any]:
+def reached(groups: Home, *, stages: bool = True) -> Sequence[int]:
+    """The ranks that exchange something; without `stages` those of this rank's stage alone."""
+    ranks = groups.stacked_ranks
+    if stages or len(groups.axes) < 4 or groups.axes[3].size == 1:
+        return ranks
+    count = len(ranks) // groups.axes[3].size
+    return ranks[groups.axes[3].rank * count :][:count]
+
+
+def collect_values(groups: Home, tensor: Tensor, *, stages: bool = True) -> dict[int, Any]:
     """The values of a small tensor from each rank, as `tolist` gives them, by global rank.
+
+    Args:
+      groups: whose ranks.
+      tensor: this rank's; of one shape on all of them.
+      stages: whether those of other stages of a pipeline are among them.
 
     Raises:
       GroupsError: collectives were aborted while the host waited, so these are no rank's values.
     """
-    stacked = collect(groups.replicas, collect(groups.partition, tensor)).flatten(0, 1)
-    found = stacked.tolist()  # one wait for all of them
+    ranks, stacked = reached(groups, stages=stages), tensor
+    for comm in groups.axes if stages else groups.axes[:3]:
+        stacked = collect(comm, stacked)
+    found = stacked.reshape(len(ranks), *tensor.shape).tolist()  # one wait for all of them
     groups.partition.check_open()
-    return dict(zip(groups.stacked_ranks, found, strict=True))
+    return dict(zip(ranks, found, strict=True))
 
 
-def collect_bytes(groups: Home, data: bytes) -> dict[int, bytes]:
+def collect_bytes(groups: Home, data: bytes, *, stages: bool = True) -> dict[int, bytes]:
     """A byte string from each rank of `groups`, by global rank; lengths may differ."""
     device = groups.device
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    lengths = {rank: n for rank, (n,) in collect_values(groups, length).items()}
+    lengths = {rank: n for rank, (n,) in collect_values(groups, length, stages=stages).items()}
     whole = -(-max(lengths.values()) // _ROUND) * _ROUND
     padded = torch.zeros(whole, dtype=torch.uint8, device=device)
     padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-    found = collect_values(groups, padded)
+    found = collect_values(groups, padded, stages=stages)
     return {rank: bytes(found[rank][:n]) for rank, n in lengths.items()}
 
 

@@ -505,8 +505,8 @@ def mean_over_ranks(groups: Groups, tensor: Tensor) -> Tensor:
 
 
 def start_mean_over_ranks(groups: Groups, tensor: Tensor, name: str = "") -> Pending:
-    """Start `mean_over_ranks`; with a name the ledger has its bytes under that."""
-    comms = [groups.partition, groups.replicas]
+    """Start `mean_over_ranks`; with a name of all parts, and the ledger has its bytes under it."""
+    comms = groups.axes if name else [groups.partition, groups.replicas]
     comms = [replace(comm, name=name) for comm in comms] if name else comms
     return start_mean(comms, tensor, what=("", name or "mean over all ranks", ""))
 

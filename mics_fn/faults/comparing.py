@@ -59,7 +59,7 @@ def same_options(verb: str, facts: Facts, homes: Iterable[Any]) -> None:
     fix = "pass the same options, and use one version, on all ranks"
     mine = [(_OPTIONS, f"{name}: {text}") for name, text in sorted({**facts, **versions()}.items())]
     for home in dict.fromkeys(homes):
-        if isinstance(home, Groups) and home.world_size > 1:
+        if isinstance(home, Groups) and len(home.state.ranks) > 1:
             collectives.agree(home, verb, mine, {_OPTIONS: fix})
             home.agreed.add(_OPTIONS)
 
@@ -129,8 +129,9 @@ def _text(value: Any) -> str:
 
 
 def _replicas(home: Groups) -> list[Sequence[int]]:
-    """List the ranks of each replication group."""
-    return [home.ranks[place :: home.partition_size] for place in range(home.partition_size)]
+    """List the ranks of each replication group, in all parts of a model."""
+    p = home.partition_size
+    return [ranks[place::p] for ranks in home.universes for place in range(p)]
 
 
 # At which step ranks are: compared on new groups, and mended from a replica.
@@ -200,7 +201,7 @@ def compare_states(verb: str, state: Any, homes: Iterable[Any]) -> None:
       DesyncError: on all ranks, if they have other options; see `same_options`.
     """
     homes, begins = list(dict.fromkeys(homes)), verb == "init_state"
-    several = [x for x in homes if isinstance(x, Groups) and x.world_size > 1]
+    several = [x for x in homes if isinstance(x, Groups) and len(x.state.ranks) > 1]
     with _torch.without_torch_func():
         for home in several:
             if not begins and _SEEN not in home.agreed:
@@ -363,19 +364,21 @@ class Comparison:
                 home.partition.check_open()
                 mine = [x for x in leaves if x.home in (None, home)]
                 sums = [checksum(x.data).to(home.device) for x in mine]
-                pending = levels.start_collect([home.partition, home.replicas], torch.stack(sums))
+                pending = levels.start_collect(home.axes[:3], torch.stack(sums))
                 self._parts.append((home, mine, pending))
 
     def finish(self) -> None:
         """Raise DesyncError if replicas differ, as `same_replicas` does."""
         for home, leaves, pending in self._parts:
-            table = pending.wait().view(home.world_size, -1).tolist()
+            ranks = collectives.reached(home, stages=False)
+            table = pending.wait().view(len(ranks), -1).tolist()
             home.partition.check_open()  # else these may be no values of any rank
-            rows = dict(zip(home.stacked_ranks, table, strict=True))
+            rows = dict(zip(ranks, table, strict=True))
+            alike = [each for each in _replicas(home) if rows.keys() >= {*each}]
             for i, leaf in enumerate(leaves):
-                found = [{rank: rows[rank][i] for rank in ranks} for ranks in _replicas(home)]
+                found = [{rank: rows[rank][i] for rank in ranks} for ranks in alike]
                 if any(len(set(sums.values())) > 1 for sums in found):
-                    raise self._error(leaf, found)
+                    raise collectives.report_outside(home, self._error(leaf, found))
 
     def _error(self, leaf: _Compared, found: Sequence[Mapping[int, int]]) -> errors.DesyncError:
         """Name the first leaf that differs, from its sums by replication group."""

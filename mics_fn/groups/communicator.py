@@ -39,7 +39,7 @@ import os
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -300,9 +300,10 @@ class GroupState:
         """A new state of the same ranks, for groups that take the place of these."""
         return GroupState(**{name: getattr(self, name) for name in _KEPT})
 
-    def ranks_at(self, positions: Iterable[int]) -> tuple[int, ...]:
-        """The global ranks at these positions."""
-        return tuple(self.ranks[position] for position in positions)
+    @property
+    def position(self) -> int:
+        """Of this rank in the job."""
+        return self.ranks.index(self.rank)
 
     def own(self, name: str, group: dist.ProcessGroup) -> None:
         """Take over a process group, which `close` will destroy."""

@@ -9,6 +9,14 @@ losses, and the gradient of such a leaf sums over tokens that other ranks sent. 
 hop 1 multiplies its mean by s / n, where s is the number of ranks of these groups, so that in
 effect it divides the sum by n. This happens wherever a full gradient becomes shards, and nowhere
 else: hop 2 stays a plain mean, which serves parameters too and can be repeated.
+
+[Note: models in parts] With tensor or expert parallelism several ranks hold one model together:
+some leaves are cut, and each rank has one part of them. In a pipeline each stage has other leaves.
+All of these ranks are one job, whose failures, verdicts, resets and saves are common. A leaf that
+is cut lives on groups of the ranks that have the same part. Any other leaf of such a model has only
+more replicas: it lives on `Groups.copies`, whose partition groups are the same, and whose replicas
+are those in all parts. So hop 2 keeps copies equal to the bit, and no verb knows of parts but those
+that add up over all of a model, such as its norm.
 """
 
 import sys
@@ -16,6 +24,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -310,6 +319,17 @@ class Hierarchy:
     num_replicas = 1  # it knows no other replicas
     independent = False
 
+    def home_of(self, cut: object) -> "Hierarchy":
+        """Itself: leaves that are cut over a model and copies have the same partition groups."""
+        return self
+
+    @property
+    def axes(self) -> tuple[Comm, ...]:
+        """As `Groups.axes`, for one replica."""
+        return (self.partition,)
+
+    num_pieces = partition_size
+
     @cached_property
     def replicas(self) -> Comm:
         """A communicator of this rank alone."""
@@ -331,6 +351,24 @@ class Hierarchy:
 
     def __repr__(self) -> str:
         return f"Hierarchy({self.describe()}, chunk {self.route.chunk} of {self.route.size})"
+
+
+class Model(NamedTuple):
+    """The ranks that hold a model in parts; see [Note: models in parts].
+
+    Args:
+      universes: the data-parallel ranks of each part, in the order of parts, stage by stage.
+      parts: the ranks that hold the other parts of what this rank has.
+      stages: those that hold other leaves.
+      copies: hop 2 of leaves that every part has a copy of; None where leaves are no parts.
+      cut: the dim along which a leaf is cut, from its path; None for a copy.
+    """
+
+    universes: tuple[tuple[int, ...], ...]
+    parts: Comm
+    stages: Comm
+    copies: Comm | None = None
+    cut: Callable[[str], int | None] = lambda path: None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -357,6 +395,7 @@ class Groups:
       independent: whether other replicas of the job step on their own; see `replica`.
       agreed: digests of trees that were compared before.
       derive: what made these of the groups that `make_groups` gave, in order; see `reset`.
+      model: over which ranks the model is cut; None where each replica has all of it.
 
     Example:
       >>> with make_groups(1) as groups:
@@ -384,6 +423,7 @@ class Groups:
     independent: bool = False
     agreed: set = field(default_factory=set)
     derive: tuple[Callable[[Any], Any], ...] = ()
+    model: Model | None = None
     _derived: dict[Any, "Groups"] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -403,10 +443,56 @@ class Groups:
 
     @cached_property
     def stacked_ranks(self) -> list[int]:
-        """All global ranks by partition group, in each in the order of the `partition` comm."""
+        """All global ranks by stage, part and partition group, in the order of `partition`."""
         home, groups = self.plan.partition_group(self.position), self.plan.partition_groups
         places = [self.ranks.index(rank) - home[0] for rank in self.partition.ranks]
-        return [self.ranks[group[0] + place] for group in groups for place in places]
+        starts = [group[0] for group in groups]
+        return [ranks[at + place] for ranks in self.universes for at in starts for place in places]
+
+    @property
+    def universes(self) -> Sequence[tuple[int, ...]]:
+        """The data-parallel ranks of each part of the model, this rank's among them."""
+        return (self.ranks,) if self.model is None else self.model.universes
+
+    @cached_property
+    def axes(self) -> tuple[Comm, ...]:
+        """Communicators that together reach all ranks that have a part of these leaves."""
+        model = self.model
+        return (self.partition, self.replicas, *((model.parts, model.stages) if model else ()))
+
+    @cached_property
+    def num_pieces(self) -> int:
+        """In how many ranks the leaves are that have no replica of the same."""
+        return len(self.stacked_ranks) // self.num_replicas
+
+    @cached_property
+    def copies(self) -> "Groups":
+        """Groups of leaves that each part of the model has a copy of; these if there are no parts.
+
+        See [Note: models in parts].
+        """
+        model = self.model
+        if model is None or model.copies is None:
+            return self
+        plan, parts = self.plan, model.parts.size
+        wired = Topology((parts, *plan.topology.sizes), ("part", *plan.topology.names))
+        stages = zip(*[iter(model.universes)] * parts, strict=True)
+        universes = tuple(tuple(chain.from_iterable(stage)) for stage in stages)
+        alone = Comm.of_one("parts", self.state, self.timeout_s)
+        return replace(
+            self,
+            derive=(*self.derive, lambda made: made.copies),
+            plan=Plan(wired, plan.partition_size),
+            ranks=next(ranks for ranks in universes if self.rank in ranks),
+            position=self.position + model.parts.rank * len(self.ranks),
+            replicas=model.copies,
+            model=Model(universes, alone, model.stages),
+            agreed=set(),
+        )
+
+    def home_of(self, cut: object) -> "Groups":
+        """The groups of a leaf that is cut over the parts of the model, or of one that is not."""
+        return self if cut else self.copies
 
     @cached_property
     def replica(self) -> "Groups":
@@ -418,10 +504,14 @@ class Groups:
         """
         if self.num_replicas == 1:
             return self
-        plan, own = self.plan, self.plan.partition_group(self.position)
+        plan, own, model = self.plan, self.plan.partition_group(self.position), self.model
+        if model is not None:  # its copies are in this replica alone
+            ranks = tuple(tuple(x[position] for position in own) for x in model.universes)
+            model = model._replace(universes=ranks, copies=model.copies and model.parts)
         return replace(
             self,
             derive=(*self.derive, lambda made: made.replica),
+            model=model,
             plan=Plan(Topology(plan.level_sizes or (1,), plan.level_names), plan.partition_size),
             ranks=tuple(self.ranks[position] for position in own),
             position=own.index(self.position),
@@ -451,7 +541,8 @@ class Groups:
         """By its purpose, each communicator on which this rank moves data.
 
         "gather NAME" and "reduce NAME" are the two of each level of a partition group, "partition"
-        is for control messages over all of it, and "replicas" for hop 2. Each has `name`, `ranks`
+        is for control messages over all of it, and "replicas" for hop 2; in groups of a model in
+        parts there are "parts" and "stages", too. Each has `name`, `ranks`
         (global ones in its order), `rank` (this rank's place among them) and `size`. Every rank is
         in one of each purpose. `collectives.start` runs a collective of one's own on them.
 
@@ -460,7 +551,7 @@ class Groups:
         """
         levels = self.hierarchy.route.levels
         found = [comm for level in levels for comm in (level.gather, level.reduce)]
-        return {comm.name: comm for comm in (*found, self.partition, self.replicas)}
+        return {comm.name: comm for comm in (*found, *self.axes)}
 
     @property
     def closed(self) -> bool:
@@ -487,6 +578,8 @@ class Groups:
         """The facts that must be equal on every rank, as text for digests."""
         route = self.hierarchy.route
         text = f"n={self.world_size} p={self.partition_size} levels={route.facts}"
+        if self.model is not None:
+            text += f" parts={self.model.parts.size} stages={self.model.stages.size}"
         return text if route.levels else text + _adds(self.replicas)
 
     def __repr__(self) -> str:

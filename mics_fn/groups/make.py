@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
+from math import prod
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from mics_fn import _torch, checks, spans
 from mics_fn.errors import GroupsError, PeerFailed, PlanError, first_line, name_ranks
 from mics_fn.groups import startup
 from mics_fn.groups.communicator import Comm, GroupState, check_fork, hooks
-from mics_fn.groups.groups import Groups, Hierarchy, Level, Route
+from mics_fn.groups.groups import Groups, Hierarchy, Level, Model, Route
 from mics_fn.groups.topology import FLAT, Plan, Topology, plan_groups
 from mics_fn.store import Channel, poll
 from mics_fn.threads import bounded
@@ -39,6 +41,9 @@ def make_groups(
     heartbeat_s: float | None = None,
     mean_over: int | None = None,
     whole: bool = False,
+    model: str | None = None,
+    stages: str | None = None,
+    cut: str | Callable[[str], int | None] | None = None,
 ) -> Groups:
     """Create the process groups of this rank. All ranks of the job call it with equal arguments.
 
@@ -51,8 +56,8 @@ def make_groups(
       node_size: number of ranks of the world on one node. None takes it from LOCAL_WORLD_SIZE
         (torchrun), else it counts equal host names.
       topology: how the job's ranks are wired, instead of `node_size`, as where racks matter.
-      mesh: a `DeviceMesh`, or its data-parallel part: `mesh["dp"]`, `mesh["replicate", "shard"]`.
-        The groups cover its ranks only, and never those of tensor or pipeline parallelism.
+      mesh: a `DeviceMesh`, or a part of one: `mesh["dp"]`, `mesh["replicate", "shard"]`, and with
+        `model` or `stages` the dimensions that these name besides. The groups cover its ranks only.
       ranks: global ranks of the job by position, instead of `mesh`; None takes all.
       device: where tensors live. None takes that of `mesh`, else the current accelerator if the
         default group has its backend, else the CPU; in a world of one, torch's default device.
@@ -73,6 +78,12 @@ def make_groups(
       whole: whether ranks outside `mesh` or `ranks` hold no part of this model, as in a separate
         job. By default they are taken for ranks of tensor, pipeline or expert parallelism, and what
         needs the norm of the whole gradient refuses these groups.
+      model: the dimension of `mesh` over which leaves are cut, by tensor or expert parallelism. The
+        groups then cover all parts: norms, verdicts, failures, resets and saves are of all of them.
+      stages: the dimension of `mesh` over which a pipeline's stages lie, each with its own leaves.
+      cut: which leaves are cut over `model`, and along which dim: a text as in "*.up.*: 0;
+        *.down.weight: 1", of which the last match counts, or a function from path to dim or None.
+        A DTensor is cut as its placements say. Others are copies: all parts have the same.
 
     Returns:
       Frozen `Groups`, which a `with` block closes at its end.
@@ -108,14 +119,17 @@ def make_groups(
     if spans.observers:
         spans.passing("start: make_groups")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
-    universe = universe_of(ranks, mesh, rank, world_size)
-    if mesh is not None and partition_size is None:
-        partition_size = _shard_dim(mesh)
+    universes, sizes = universes_of(ranks, mesh, rank, world_size, model, stages)
+    universe = next(x for x in universes if rank in x)
+    if partition_size is None and len(sizes) == 2:
+        partition_size = sizes[1]
+    job, given["universes"] = tuple(chain.from_iterable(universes)), universes
+    given["cut"] = "a function" if callable(cut) else cut
     chosen, served_by, problem = device_and_backend(device, mesh, backend)
     startup.own_failures(served_by, begun=started and "nccl" in dist.get_backend_config())
-    state = GroupState(universe, rank, on_device=_torch.is_async(chosen), timeout_s=timeout_s)
-    state.heartbeat_s = hooks.limit_s(heartbeat_s, len(universe))
-    state.whole, state.backend = whole or len(universe) == world_size, served_by
+    state = GroupState(job, rank, on_device=_torch.is_async(chosen), timeout_s=timeout_s)
+    state.heartbeat_s = hooks.limit_s(heartbeat_s, len(job))
+    state.whole, state.backend = whole or len(job) == world_size, served_by
     node = _node_of(rank, node_size, topology)
     if node_size is None and topology is None:
         given["node_size"] = f"found by {node.partition(' ')[0]}"
@@ -125,13 +139,17 @@ def make_groups(
     mine = startup.facts_of(compared, chosen, problem, node)
     deadline = time.monotonic() + timeout_s
     try:
-        store, found = _agreed(state, mine, deadline)
+        store, found = _agreed(state, mine, deadline, universes)
         checks.integer("make_groups", "mean_over", mean_over, optional=True)
         if topology is not None:
             _check_topology(topology, len(universe), node_size)
         wired = topology or Topology.of(len(universe), found)
         plan = plan_groups(wired, wired.sizes[-1] if partition_size is None else partition_size)
-        state.recipe = partial(_create, plan=plan, device=chosen, mean_over=mean_over)
+        how: Any = {"plan": plan, "device": chosen, "mean_over": mean_over}
+        if model is not None or stages is not None:
+            how |= {"universes": universes, "cut": cut_rule(cut)}
+            how["parts"] = mesh[model].size() if model and mesh else 1
+        state.recipe = partial(_create, **how)
         state.first = state.key
         return state.recipe(state, store, deadline)
     except BaseException:
@@ -139,7 +157,9 @@ def make_groups(
         raise
 
 
-def _agreed(state: GroupState, mine: startup.Facts, deadline: float) -> tuple[Any, int]:
+def _agreed(
+    state: GroupState, mine: startup.Facts, deadline: float, universes: Sequence[Sequence[int]]
+) -> tuple[Any, int]:
     """Meet the other ranks, or find what they agreed on; return the store and a node's size."""
     judge = partial(startup.judged, "make_groups")
     before = hooks.agreed_before(state.ranks, state.rank, state.timeout_s)
@@ -152,6 +172,7 @@ def _agreed(state: GroupState, mine: startup.Facts, deadline: float) -> tuple[An
     store = hooks.join(state)
     how: Any = {"verb": "make_groups", "timeout_s": state.timeout_s, "deadline": deadline}
     how["check"] = partial(state.watch.check, ())
+    judge = partial(judge, universes=universes)
     meeting = startup.meet(store, state.ranks, state.rank, mine, judge, **how)
     state.watch.begin(meeting)
     return store, meeting.verdict
@@ -172,25 +193,68 @@ def require_distributed() -> bool:
     return False
 
 
-def universe_of(
-    ranks: Sequence[int] | None, mesh: DeviceMesh | None, rank: int, world_size: int
-) -> tuple[int, ...]:
-    """The global ranks of this rank's data-parallel job, by position.
+def universes_of(
+    ranks: Sequence[int] | None,
+    mesh: DeviceMesh | None,
+    rank: int,
+    world_size: int,
+    model: str | None = None,
+    stages: str | None = None,
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """The global ranks of a job: those of each part of the model, by position, stage by stage.
+
+    Returns:
+      They, and the sizes of the data-parallel dimensions of the mesh; () without a mesh.
 
     Raises:
-      PlanError: they are not distinct ranks of the world, or this rank is not one of them.
+      PlanError: they are not distinct ranks of the world, or this rank is not one of them; or the
+        mesh has other dimensions.
     """
     if mesh is not None and ranks is not None:
         raise PlanError("make_groups: ranks= and mesh= are both given", fix="pass one")
+    names = mesh.mesh_dim_names or () if mesh is not None else ()
+    over = [name for name in (stages, model) if name is not None]
+    if len({*over}) < len(over) or not {*over} <= {*names}:
+        what = f"make_groups: model={model!r}, stages={stages!r}: the mesh has dims {names}"
+        raise PlanError(what, fix="pass mesh=, with names of two of its dimensions")
+    sizes = tuple[int, ...]()
     if mesh is not None:
         # The tensor of a sub-mesh holds only the ranks that share this rank's other coordinates.
-        ranks = mesh.mesh.flatten().tolist()
-    found = tuple(range(world_size) if ranks is None else ranks)
+        first = [names.index(name) for name in over]
+        rest = [i for i in range(mesh.ndim) if i not in first]
+        sizes = tuple(mesh.size(i) for i in rest)
+        every = mesh.mesh.permute(*first, *rest).reshape(-1, prod(sizes)).tolist()
+        if len(sizes) > 2:
+            what = f"make_groups: no shard dimension in a mesh of dimensions {names}"
+            raise PlanError(what, fix="pass mesh['replicate', 'shard'], or name model= and stages=")
+    else:
+        every = [list(range(world_size) if ranks is None else ranks)]
+    found = [*chain.from_iterable(every)]
     known = set(found) & set(range(world_size))
     if len(known) < len(found) or rank not in known:
-        what = f"make_groups: ranks={[*found]} are not distinct ranks of a world of {world_size}"
+        what = f"make_groups: ranks={found} are not distinct ranks of a world of {world_size}"
         raise PlanError(what, fix="pass each rank of the job once, this one too")
-    return found
+    return tuple(map(tuple, every)), sizes
+
+
+def cut_rule(cut: str | Callable[[str], int | None] | None) -> Callable[[str], int | None]:
+    """The dim along which a leaf is cut over the parts of a model, from its path; None for a copy.
+
+    >>> rule = cut_rule("*.up.*: 0; *.down.weight: 1")
+    >>> rule("mlp.up.bias"), rule("mlp.down.weight"), rule("norm.weight")
+    (0, 1, None)
+    """
+    if callable(cut):
+        return cut
+    rules = [
+        clause.rpartition(":") for clause in filter(None, map(str.strip, (cut or "").split(";")))
+    ]
+    for pattern, _, dim in rules:
+        if not (pattern.strip() and dim.strip().isdecimal()):
+            what = f"make_groups: cut={cut!r} has no pattern, or no dim, in {pattern}:{dim}"
+            raise PlanError(what, fix="write pattern: dim; as in '*.up.*: 0; *.down.weight: 1'")
+    pairs = [(pattern.strip(), int(dim)) for pattern, _, dim in rules]
+    return lambda path: next((dim for x, dim in reversed(pairs) if checks.matches(x, path)), None)
 
 
 def device_and_backend(
@@ -211,14 +275,6 @@ def device_and_backend(
     if not served_by:
         problem = problem or f"the default group serves {config}, not {chosen.type}"
     return chosen, served_by, problem
-
-
-def _shard_dim(mesh: DeviceMesh) -> int | None:
-    """The partition size that a mesh implies, by the (replicate, shard) convention."""
-    if mesh.ndim > 2:
-        what = f"make_groups: no shard dimension in a mesh of dimensions {mesh.mesh_dim_names}"
-        raise PlanError(what, fix="pass partition_size=, or mesh['replicate', 'shard']")
-    return mesh.size(1) if mesh.ndim == 2 else None
 
 
 def _check_topology(topology: Topology, num_ranks: int, node_size: int | None) -> None:
@@ -250,11 +306,16 @@ def _create(
     plan: Plan,
     device: torch.device,
     mean_over: int | None,
+    universes: Sequence[tuple[int, ...]] = (),
+    parts: int = 1,
+    cut: Callable[[str], int | None] | None = None,
 ) -> Groups:
     """Create the groups that this rank is a member of, in the same order on every rank."""
-    position = state.ranks.index(state.rank)
-    chunk, order = plan.chunk(position), state.ranks_at(plan.chunk_order(position))
-    rows = state.ranks_at(plan.replication_group(position))
+    ranks = next((x for x in universes if state.rank in x), state.ranks)
+    position = ranks.index(state.rank)
+    at = lambda positions: tuple(ranks[i] for i in positions)  # noqa: E731
+    chunk, order = plan.chunk(position), at(plan.chunk_order(position))
+    rows = at(plan.replication_group(position))
     make = Channel if store is None else Channel.of_several
     channel: Any = make(store, state.key, order, state.rank, state.timeout_s, len(state.ranks))
     channel.check, channel.watch, state.channel = state.watch.check, state.watch, channel
@@ -265,30 +326,52 @@ def _create(
         return Level(name, comm(f"gather {name}", ranks), comm(f"reduce {name}", ranks), reach)
 
     levels = one_level = tuple(
-        level(name, state.ranks_at(plan.level_group(position, i)))
-        for i, name in enumerate(plan.level_names)
+        level(name, at(plan.level_group(position, i))) for i, name in enumerate(plan.level_names)
     )
     if len(levels) > 1:
         one_level = (level(FLAT, order, reach=levels[0].name),)
     partition = one_level[0].reduce if levels else comm("partition", order)
     partition = replace(partition, name="partition")  # in the ledger
     replicas, second = comm("replicas", rows), comm("replicas, second", rows)
+    model = _model(comm, plan, universes, parts, ranks, position, cut) if cut else None
     made = [comm for comm in made if comm.group]
     if store is not None:
         _make_all(state, store, made, deadline)
     if state.on_device:
         _warm_up(state, [comm for comm in made if comm.name != f"gather {FLAT}"], device)
-    factor = 1.0 if mean_over is None else len(state.ranks) / mean_over
+    factor = 1.0 if mean_over is None else len(ranks) / mean_over
     more = {"grad_factor": factor, "names": plan.topology.names}
     replicas = replace(replicas, second=replace(second, name="replicas"))  # in the ledger
     shared = device, partition, channel
     hierarchy = flat = Hierarchy(Route(levels, plan.coords(position), chunk, **more), *shared)
     if one_level is not levels:
         flat = Hierarchy(Route(one_level, (chunk,), chunk, **more), *shared)
-    where = {"ranks": state.ranks, "rank": state.rank, "position": position, "device": device}
-    parts = {"hierarchy": hierarchy, "flat": flat, "partition": partition, "replicas": replicas}
+    where = {"ranks": ranks, "rank": state.rank, "position": position, "device": device}
+    comms = {"hierarchy": hierarchy, "flat": flat, "partition": partition, "replicas": replicas}
     known = {"timeout_s": state.timeout_s, "traffic": state.traffic, "state": state}
-    return Groups(plan, **where, **parts, **known)
+    return Groups(plan, **where, **comms, **known, model=model)
+
+
+def _model(
+    comm: Callable[[str, tuple[int, ...]], Comm],
+    plan: Plan,
+    universes: Sequence[tuple[int, ...]],
+    parts: int,
+    ranks: tuple[int, ...],
+    position: int,
+    cut: Callable[[str], int | None],
+) -> Model:
+    """The communicators of a model in parts; `ranks` has the same part as this rank."""
+    stage, part = divmod(universes.index(ranks), parts)
+    mine = universes[stage * parts : (stage + 1) * parts]
+    same = tuple(x[i] for x in mine for i in plan.replication_group(position))
+    copies = None
+    if parts > 1:
+        second = replace(comm("copies, second", same), name="copies")  # in the ledger
+        copies = replace(comm("copies", same), second=second)
+    own, others = (x[position] for x in mine), (x[position] for x in universes[part::parts])
+    own, others = comm("parts", tuple(own)), comm("stages", tuple(others))
+    return Model(tuple(universes), own, others, copies, cut)
 
 
 def _comm(state: GroupState, made: list[Comm], name: str, ranks: tuple[int, ...]) -> Comm:

@@ -139,7 +139,9 @@ def fixed_order(groups: Groups) -> Groups:
     """
 
     change = partial(replace, fixed_order=True)
-    partition, replicas = change(groups.partition), change(groups.replicas)
+    partition, replicas, model = change(groups.partition), change(groups.replicas), groups.model
+    if model is not None and model.copies is not None:
+        model = model._replace(parts=change(model.parts), copies=change(model.copies))
 
     def along(hierarchy: Hierarchy) -> Hierarchy:
         levels = hierarchy.route.levels
@@ -148,7 +150,8 @@ def fixed_order(groups: Groups) -> Groups:
 
     both = {"hierarchy": along(groups.hierarchy), "flat": along(groups.flat)}
     derive = (*groups.derive, fixed_order)
-    return replace(groups, derive=derive, partition=partition, replicas=replicas, **both)
+    changed = {"partition": partition, "replicas": replicas, "model": model}
+    return replace(groups, derive=derive, **changed, **both)
 
 
 def _routed(hierarchy: Hierarchy, **changes: object) -> Hierarchy:

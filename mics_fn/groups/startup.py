@@ -266,8 +266,13 @@ def facts_of(
 # What ranks tell each other as they start, and what must be equal or distinct there.
 
 
-def judged(verb: str, found: Mapping[int, Any]) -> int:
+def judged(verb: str, found: Mapping[int, Any], *, universes: Sequence[Sequence[int]] = ()) -> int:
     """Check the facts, the node and the device of each rank; return the size of a node.
+
+    Args:
+      verb: for errors.
+      found: the facts of each rank.
+      universes: of a model in parts, the ranks of each part: nodes have so many ranks of one.
 
     Raises:
       DesyncError: facts differ; the text has the values and who has them.
@@ -287,7 +292,11 @@ def judged(verb: str, found: Mapping[int, Any]) -> int:
         fix = "start one rank per device; to share one in a test, NCCL_HOSTID differs on each rank"
         lines = [f"{errors.name_ranks(users)} on {facts[users[0]].place}, {unit}"]
         raise GroupsError(f"{verb}: several ranks use one device", lines, fix)
-    return node_size_of({rank: x.node for rank, x in facts.items()})
+    sizes = {node_size_of({r: facts[r].node for r in ranks}) for ranks in universes or [facts]}
+    if len(sizes) > 1:
+        what = f"{verb}: nodes have unequal numbers of ranks of the parts of a model"
+        raise errors.PlanError(what, fix="start equally many ranks of each part on each node")
+    return sizes.pop()
 
 
 def _compare(verb: str, found: Mapping[int, Mapping[str, str]]) -> None:

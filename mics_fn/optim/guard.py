@@ -246,21 +246,23 @@ def find_nonfinite(found: norms.Measured, loss: Tensor | None) -> tuple[str, tup
     leaves, homes = found.found.trained, list(found.homes)
     pieces = found.found.whole().pieces
     odd = (i for i, x in enumerate(pieces) if x.numel() and kind_of(x) != "finite")
-    (firsts,) = _said(homes, [f"{next(odd, len(leaves))}"])
-    at = min(map(int, firsts.values()))
+    paths = [tree.join("grads", path) for path in found.found.paths]
+    mine = next(odd, None)
+    (firsts,) = _said(homes, ["" if mine is None else json.dumps([mine, paths[mine]])])
+    at, path = min(map(json.loads, filter(None, firsts.values())), default=(-1, ""))
     kind = ""  # of this rank's own gradient, before it was reduced
-    if at < len(leaves):
+    if path in paths:  # in a pipeline it may be in another stage
         seen = _seen.get(leaves[at].bucket)
         kind = "" if seen is None else _kind(seen[leaves[at].slot].item())
         if any(at in index for home, index in found.homes.items() if len(home.ranks) == 1):
             kind = kind_of(pieces[at])  # it reduced nothing
     losses, kinds = _said(homes, ["" if loss is None else kind_of(loss), kind])
     at_loss, ranks = _odd(losses)
-    if at == len(leaves):
+    if not path:
         why = f"the loss is {at_loss}; every gradient is finite"
         norm = "every gradient is finite, but their norm exceeds float32"
         return "", ranks, why if at_loss else norm
-    path, (where, own) = tree.join("grads", found.found.paths[at]), _odd(kinds)
+    where, own = _odd(kinds)
     if where:
         return path, own, f"{path} is {where}"
     if all(kinds.values()):
@@ -325,7 +327,7 @@ class StepTotals:
         zero = self.own_loss.new_zeros(())
         counts = map(partial(torch.full_like, zero), self._counts)
         self._found = torch.stack([self.own_loss, zero if squares is None else squares, *counts])
-        if self.home.world_size > 1:
+        if len(self.home.stacked_ranks) > 1:
             self._found = levels.start_mean_over_ranks(self.home, self._found, TOTALS).wait()
         self.loss = self._found[0]
         return self._found[1]
@@ -373,7 +375,7 @@ class StepTotals:
         warnings.warn(message(f"{text} have {samples} together", lines, fix), stacklevel=6)
 
 
-_RANKS, _SIZE = attrgetter("ranks"), attrgetter("partition_size")
+_RANKS, _PIECES = attrgetter("stacked_ranks"), attrgetter("num_pieces")
 # How many steps in a row may not be finite until that is an error, by `on_nonfinite`.
 _IN_ROW = {"raise": 1, None: 3}
 
@@ -627,10 +629,10 @@ class Guard:
     def _norms(self, found: norms.Measured, totals: Any, decides: bool) -> tuple[Tensor, Tensor]:
         """Compute the unscaled norm of this rank, and the highest of any rank if that is needed."""
         ranks = set(map(frozenset, map(_RANKS, found.homes)))
-        if totals is not None and ranks <= {frozenset(totals.home.ranks)}:
-            # Of each of its groups there are p parts, and the message gives a mean over all ranks.
+        if totals is not None and ranks <= {frozenset(totals.home.stacked_ranks)}:
+            # The message gives a mean over all ranks, of which so many have pieces of one replica.
             sums = norms.squares_here(found)
-            parts = list(map(mul, sums.values(), map(_SIZE, sums)))
+            parts = list(map(mul, sums.values(), map(_PIECES, sums)))
             norm = totals.exchange(torch.stack(parts).sum() if parts else None).sqrt()
             norm = norm / self.scale.value
             return norm, norm
@@ -682,7 +684,6 @@ def _highest(norm: Tensor, homes: Iterable[Home]) -> Tensor:
     require_replicas("Guard.judge", homes)
     for home in homes:
         # With one set of groups, all ranks of a partition group have the same norm already.
-        comms = [home.partition, home.replicas] if len(homes) > 1 else [home.replicas]
-        for comm in comms:
+        for comm in home.axes[0 if len(homes) > 1 else 1 :]:
             highest = levels.collect(comm, highest, "verdict of a guard").amax()
     return highest

@@ -18,7 +18,7 @@ from torch import Tensor
 from mics_fn import _torch, checks, shards, tree
 from mics_fn.collectives import levels
 from mics_fn.errors import LeafError, PlanError
-from mics_fn.groups import Home, fold_ranks
+from mics_fn.groups import Comm, Home, fold_ranks
 from mics_fn.optim import columns, flat
 from mics_fn.optim.optimizers import Transform, from_update
 from mics_fn.shards import Bucket, GradStream, Sharded, is_leaf
@@ -155,11 +155,33 @@ def measured(verb: str, grads: Tree, groups: Any, root: str = "grads") -> Measur
 
 def norm_here(found: Measured) -> Tensor:
     """Compute the norm of the leaves that these groups reach."""
-    totals = [_total(home, x, found.live) for home, x in squares_here(found).items()]
+    totals = _over_all(squares_here(found), found.live)
     if not totals:
         return torch.zeros((), dtype=torch.float64)
     total = torch.stack(totals).sum()
     return _roots(total) if found.live else total.sqrt()
+
+
+def _over_all(here: dict[Home, Tensor], live: bool) -> list[Tensor]:
+    """Add up a number of each home over all ranks that have pieces of its leaves."""
+    stacks: dict[tuple[Comm, ...], dict[Home, Tensor]] = {}
+    for home, x in here.items():  # copies and parts have the same partition groups
+        stacks.setdefault((home.partition,), {})[home] = x
+    found = dict[Home, Tensor]()
+    for homes in stacks.values():
+        sums = _total(next(iter(homes)), torch.stack([*homes.values()]), live)
+        found.update(zip(homes, sums.unbind(), strict=True))
+    return [_over_model(home, x, home.axes[2:], live) for home, x in found.items()]
+
+
+def _over_model(home: Home, here: Tensor, comms: Sequence[Comm], live: bool) -> Tensor:
+    """Add up a number of each part of a model; each rank has the same bits."""
+    if live and any(comm.size > 1 for comm in comms):
+        what = "a norm over the parts of a model has no derivative"
+        raise LeafError(what, fix="take it outside of torch.func, of detached shards")
+    for comm in comms:
+        here = levels.collect(comm, here, "norm over the model").sum(0) if comm.size > 1 else here
+    return here
 
 
 def squares_here(found: Measured) -> dict[Home, Tensor]:
@@ -232,11 +254,12 @@ _RANKS, WHOLE = attrgetter("state.ranks"), attrgetter("state.whole")
 def norm_problem(verb: str, homes: Iterable[Home]) -> PlanError | None:
     """Why the norm of a whole tree cannot be known on these groups; None if it can.
 
-    [Note: parts of a model] Groups of the data-parallel part of a mesh hold one tensor-parallel
-    part of the leaves that are cut, and a copy of those that are not. Nothing says which leaves are
-    cut, so a norm over all parts is unknown: a sum would count copies several times, one part alone
-    would miss the others. The same holds where leaves live on groups of different ranks, as experts
-    do. Ranks would clip by different factors and their copies would drift apart, so it is refused.
+    [Note: parts of a model] Groups of the data-parallel part of a mesh that say nothing of `model=`
+    hold one part of the leaves that are cut, and a copy of those that are not. Nothing says which
+    leaves are cut, so a norm over all parts is unknown: a sum would count copies several times, one
+    part alone would miss the others. The same holds where leaves live on groups that reach
+    different ranks. Ranks would clip by different factors and their copies would drift apart, so it
+    is refused.
     """
     homes = list(homes)
     sets = dict.fromkeys(map(frozenset, map(_RANKS, homes)))
@@ -246,7 +269,7 @@ def norm_problem(verb: str, homes: Iterable[Home]) -> PlanError | None:
     what = f"{verb}: these groups are a part of the world, and see the norm of their part alone"
     if len(sets) > 1:
         what = f"{verb}: leaves live on groups of different ranks, and no rank sees the whole norm"
-    fix = "use clip_by_value, or take the norm over all parts yourself and scale the gradients; "
+    fix = "say make_groups(mesh=, model=), which dimension of the mesh holds the other parts; "
     fix += "if no other rank holds a part of this model: make_groups(whole=True)"
     return PlanError(what, lines, fix=fix)
 
@@ -327,8 +350,7 @@ def leaf_norms(shards: Tree, groups: Any) -> Tree:
     Args:
       shards: tree of shards: parameters, gradients with both hops done, or what an optimizer keeps
         for them. Padding does not count.
-      groups: as for `shard`. A leaf's norm is that of the tensor that was sharded on them: with
-        tensor parallelism, of this rank's part.
+      groups: as for `shard`. A leaf that is cut over `model=` of these has the norm of all parts.
 
     Returns:
       The tree with a 0-dim float64 tensor in place of each shard, the same bits on all ranks that
@@ -359,7 +381,8 @@ def leaf_norms(shards: Tree, groups: Any) -> Tree:
     for home, index in found.homes.items():
         if index:
             pieces = [found.pieces[i] for i in index]
-            here = _roots(_total(home, _squares(pieces, found.live), found.live))
+            here = _total(home, _squares(pieces, found.live), found.live)
+            here = _roots(_over_model(home, here, home.axes[2:3], found.live))
             norms.update(zip(index, here.unbind(), strict=True))
     given, leaves = (norms[i] for i in range(len(norms))), found.found.leaves
     leaves = [next(given) if isinstance(leaf, Sharded) else leaf for leaf in leaves]
@@ -399,13 +422,13 @@ def inner(a: Tree, b: Tree, groups: Any) -> Tensor:
     x, y = left.found, right.found
     if x.spec != y.spec or x.geometry[:2] != y.geometry[:2]:
         raise LeafError("inner: the trees differ", fix="pass trees that were sharded together")
-    total = torch.zeros((), dtype=torch.float64)
+    here = dict[Home, Tensor]()
     for home, index in left.homes.items():
         products = [(left.pieces[i].double() * right.pieces[i].double()).sum() for i in index]
         if products:
-            here = _total(home, torch.stack(products).sum(), left.live or right.live)
-            total = total.to(here.device) + here
-    return total
+            here[home] = torch.stack(products).sum()
+    totals = _over_all(here, left.live or right.live)
+    return torch.stack(totals).sum() if totals else torch.zeros((), dtype=torch.float64)
 
 
 def _opened(verb: str, given: Tree, groups: Any, root: str, whole: bool) -> Measured:

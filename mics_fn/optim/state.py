@@ -404,7 +404,7 @@ def _stepped(state: TrainState, ahead: flat.Unpacked, home: Any, donate: bool) -
 def _announced(error: BaseException, home: Any) -> None:
     """End the groups if some ranks may have taken a step that others have not."""
     known = isinstance(error, MicsError) and not isinstance(error, FileError)
-    if isinstance(home, Groups) and home.world_size > 1 and not known:
+    if isinstance(home, Groups) and len(home.state.ranks) > 1 and not known:
         home.state.finish(error)  # the others may have taken this step
 
 

@@ -33,7 +33,7 @@ from functools import cached_property, lru_cache, partial
 from heapq import heapreplace
 from itertools import accumulate, chain
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -132,6 +132,8 @@ class Bucket(Formats, metaclass=_Unique):
       trainable: whether its leaves get gradients.
       names: some of the leaves' paths and a digest of all, so that trees of one layout differ.
       whole: whether each leaf lies in one chunk; see [Note: whole leaves].
+      cut: for each leaf the dim along which it is a part of a larger one; () for copies. See [Note:
+        models in parts] in `groups.groups`.
     """
 
     index: int
@@ -142,6 +144,7 @@ class Bucket(Formats, metaclass=_Unique):
     trainable: bool = True
     names: str = ""
     whole: bool = False
+    cut: tuple[int, ...] = ()
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__  # pyright: ignore[reportAssignmentType]
@@ -257,6 +260,7 @@ class LeafSpec(NamedTuple):
     trainable: bool = True
     group: Hashable = None  # leaves of different groups never share a bucket
     whole: bool = False  # whether one chunk must hold all of it
+    cut: int | None = None  # the dim along which it is a part of a larger one
 
 
 WASTE = 0.05  # padding of buckets of whole leaves, relative to their elements
@@ -378,6 +382,7 @@ def _bucket_from(index: int, given: Sequence[LeafSpec]) -> tuple[Bucket, list[in
         trainable=first.trainable,
         names=_named([leaf.path for leaf in leaves]),
         whole=first.whole,
+        cut=() if first.cut is None else tuple(cast(int, leaf.cut) for leaf in leaves),
         **vars(first.formats),
     )
     return made, order

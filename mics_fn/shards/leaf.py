@@ -522,7 +522,7 @@ def owners_of(leaves: Sequence[Tensor]) -> list[int]:
     for i, leaf in enumerate(leaves):
         key: Any = id(leaf) if leaf.is_floating_point() else (i, "no ties between integers")
         if leaf.is_floating_point() and leaf.numel() and not leaf.is_meta:
-            key = MemoryPlace.of(_torch.unwrapped(leaf))
+            key = MemoryPlace.of(_torch.unwrapped(_torch.local_of(leaf)))
         owners.append(first.setdefault(key, i))
     return owners
 

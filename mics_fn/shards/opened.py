@@ -50,7 +50,7 @@ def require_groups(verb: str, groups: Any) -> None:
 def homes_of(
     verb: str, groups: Any, like: Tree, root: str = "tree", kind: Any = Home, *, count: int = -1
 ) -> list[Any]:
-    """The groups of each leaf of a tree, which are open.
+    """The groups of each leaf of a tree, which are open; of tensors those that were given.
 
     Args:
       verb: its name, for errors.
@@ -81,7 +81,12 @@ def homes_of(
     now = dict(zip(each, map(current, each), strict=True))  # those before a `reset` may be given
     for home in now.values():
         home.partition.check_open()
-    return list(map(now.__getitem__, found))
+    found = list(map(now.__getitem__, found))
+    if any(getattr(home, "model", None) for home in now.values()):
+        leaves = tree.flatten(like, is_leaf)[0]
+        cut = (getattr(x.bucket, "cut", ()) if is_leaf(x) else True for x in leaves)
+        found = [home.home_of(own) for home, own in zip(found, cut, strict=True)]
+    return found
 
 
 @dataclass(frozen=True, eq=False)

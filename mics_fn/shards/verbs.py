@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mics_fn import _torch, checks, collectives, spans, tree
 from mics_fn.collectives import SHORT_NAMES
-from mics_fn.errors import LeafError, PlanError
+from mics_fn.errors import LeafError, PlanError, name_ranks
 from mics_fn.groups import Groups, Home, require_replicas
 from mics_fn.offload import DEVICE, Where, place_tensor, placed_like
 from mics_fn.shards import pack
@@ -75,9 +75,6 @@ def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None
     elif leaf.layout != torch.strided or leaf.is_nested or leaf.dtype not in _DTYPES:
         wrong = f"{leaf.layout}, {leaf.dtype}".replace("torch.", "")
         fix = f"pass a dense tensor of {', '.join(SHORT_NAMES.values())}, bool or whole numbers"
-    elif type(leaf).__name__ == "DTensor":
-        wrong = "a DTensor"
-        fix = "pass its to_local(), with make_groups(mesh=mesh['dp']), or its full_tensor()"
     elif _torch.is_wrapper(leaf):
         wrong = f"{kind}, which keeps its values in other tensors"
         fix = "pass a plain tensor, as its clone() or dequantize() may be, or leave it out"
@@ -185,6 +182,9 @@ def layout_for(verb: str, root: str, params: Tree, groups: Any, options: LayoutO
     tree.refuse_equal_paths(verb, tree.replace_none(params, Nothing(), is_leaf), root, is_leaf)
     bare = tree.paths(params, "", is_leaf)
     paths = [tree.join(root, path) for path in bare]
+    dims = [dim_of(verb, *each) for each in zip(paths, bare, leaves, homes, strict=True)]
+    homes = [home.home_of(dim is not None) for home, dim in zip(homes, dims, strict=True)]
+    leaves = [_torch.local_of(leaf) for leaf in leaves]
     checks.check_matched(f"{verb}: precision", chosen.patterns, bare)
     checks.check_matched(f"{verb}: where", where.patterns, bare)
     for leaf, path, home in zip(leaves, paths, homes, strict=True):
@@ -204,7 +204,8 @@ def layout_for(verb: str, root: str, params: Tree, groups: Any, options: LayoutO
             _check_formats(verb, paths[i], formats, home, trained)
             own = whole is not None and checks.answer(verb, f"whole({path!r})", whole(path))
             facts = formats, home.partition_size, trained, (numbers[home], leaf.is_meta)
-            specs[i] = LeafSpec(path, tuple(leaf.shape), *facts, whole=trained and own)
+            more = {"whole": trained and own, "cut": dims[i]}
+            specs[i] = LeafSpec(path, tuple(leaf.shape), *facts, **more)
     slots = plan_buckets(list(specs.values()), bucket_bytes=nbytes, order=order, bucket=bucket)
     pairs = zip(bare, homes, strict=True)
     places = [where.at(path, "params", home.device) for path, home in pairs]
@@ -214,6 +215,33 @@ def layout_for(verb: str, root: str, params: Tree, groups: Any, options: LayoutO
     return Layout(verb, spec, leaves, paths, homes, owners, by_leaf, places, where.host_bytes)
 
 
+def dim_of(verb: str, path: str, bare: str, leaf: Any, home: Groups) -> int | None:
+    """The dim along which a leaf is cut over the parts of its model; None if it is a copy.
+
+    Raises:
+      LeafError: a DTensor lies on other ranks than the parts, or is not cut evenly along one dim.
+    """
+    model = home.model
+    if not _torch.is_dtensor(leaf):
+        return None if model is None or model.copies is None else model.cut(bare)
+    places = [x for x in leaf.placements if not x.is_replicate()]
+    ranks = leaf.device_mesh.mesh.flatten().tolist()
+    fix = "distribute it over one dimension of the mesh, named in make_groups(mesh=, model=)"
+    if model is None or ranks != [*model.parts.ranks]:
+        text = f"{verb}: {path} is a DTensor on {name_ranks(ranks)}, which are not the parts"
+        raise LeafError(f"{text} of its groups", fix=fix)
+    if any(type(x).__name__ != "Shard" for x in places) or len(places) > 1:
+        text = f"{verb}: {path} is a DTensor with placements {leaf.placements}"
+        raise LeafError(text, fix="redistribute it to Shard(dim) or Replicate()")
+    if not places:
+        return None
+    dim = places[0].dim % leaf.dim()
+    if leaf.shape[dim] % len(ranks):
+        text = f"{verb}: {path} of {tuple(leaf.shape)} is cut unevenly along dim {dim}"
+        raise LeafError(text, fix=f"pad it to a multiple of {len(ranks)}")
+    return dim
+
+
 def _check_formats(verb: str, path: str, formats: Formats, home: Groups, trained: bool) -> None:
     """Raise PlanError for a leaf that cannot be kept or sent as its formats say."""
     if trained and formats.codes is not None:
@@ -221,7 +249,7 @@ def _check_formats(verb: str, path: str, formats: Formats, home: Groups, trained
         fix = "name them in frozen=, or give param= behind a pattern that leaves them out"
         raise PlanError(text, [f"{path}: param={formats.codes}"], fix)
     for wire in filter(None, (formats.gather, formats.hop1)):
-        collectives.check_level(wire, home.plan.topology.names)
+        collectives.check_level(wire, home.hierarchy.route.names)
 
 
 def agree_on(layout: Layout) -> None:
@@ -237,6 +265,7 @@ def agree_on(layout: Layout) -> None:
                 elif i in layout.slots:
                     bucket, slot = layout.slots[i]
                     text += "" if bucket.trainable else " frozen"
+                    text += f" cut along dim {bucket.cut[slot]}" if bucket.cut else ""
                     if f"{bucket.formats}" != SHORT_NAMES[leaf.dtype]:
                         text += f" as {bucket.formats}"
                     text += f" at {bucket.offsets[slot]} of bucket {bucket.index}"

@@ -77,7 +77,7 @@ def compare_options(trainer: Any) -> None:
     params, guard = shards.reclaimed(trainer.state.params), trainer.guard
     guard.check_groups(params, trainer.groups)
     homes = list(dict.fromkeys(shards.homes_of("Trainer", trainer.groups, params)))
-    several = any(home.world_size > 1 for home in homes)
+    several = any(len(home.state.ranks) > 1 for home in homes)
     facts = _facts(trainer, shards.names(params), several) | {
         "deterministic": f"{trainer.deterministic}",
         "recoverable": f"{trainer.faults.recoverable}",

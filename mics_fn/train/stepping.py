@@ -229,7 +229,10 @@ class Program:
         refuse_lazy(model)
         params: Values = dict(model.named_parameters(remove_duplicate=False))
         buffers = dict(model.named_buffers(remove_duplicate=False))
-        self.buffers = ModuleBuffers(params, buffers, model.state_dict(keep_vars=True))
+        cut: Any = {name: x for name, x in params.items() if _torch.is_dtensor(x)}
+        self._dtensors = {name: (x.device_mesh, x.placements) for name, x in cut.items()}
+        own = {name: _torch.local_of(x) for name, x in params.items()}
+        self.buffers = ModuleBuffers(own, buffers, model.state_dict(keep_vars=True))
         self.skeleton = on_meta_copy(model, [*params.values(), *buffers.values()])
         self._values = params, self.buffers.copies({k: x.detach() for k, x in buffers.items()})
         self._swapped_in = _torch.SwappedIn(self.skeleton, [*params, *buffers])
@@ -246,7 +249,7 @@ class Program:
         """
         of_function = self.skeleton is None
         given, name = (params, "the parameters") if of_function else (self._model, "the model")
-        values = params if of_function else {**params, **buffers}
+        values = params if of_function else {**self._wrapped(params), **buffers}
         with self._swapped_in(values):
             try:
                 loss = self._loss(given, batch)
@@ -270,6 +273,12 @@ class Program:
         values, self._values = self._values, (None, {})
         return values
 
+    def _wrapped(self, params: Tree) -> Tree:
+        """Parameters, of which those are DTensors that were such in the model."""
+        if not self._dtensors:
+            return params
+        return params | {k: _torch.as_dtensor(params[k], *how) for k, how in self._dtensors.items()}
+
     def state_dict(self, params: Callable[[], Tree], buffers: Values) -> Values:
         """What the module itself gives as its state dict while these values are swapped in.
 
@@ -282,7 +291,7 @@ class Program:
           AttributeError: there is no module.
         """
         read = self.skeleton.state_dict
-        values = {**params(), **self.buffers.copies(buffers)}
+        values = {**self._wrapped(params()), **self.buffers.copies(buffers)}
         with self._swapped_in(values):
             found = read()
         for name, value in found.items():

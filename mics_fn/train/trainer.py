@@ -404,15 +404,17 @@ def _deterministic() -> Iterator[None]:
 
 
 def homes_for(groups: Any, params: Tree, deterministic: bool) -> tuple[Any, Groups]:
-    """The groups of a tree, in a fixed order if `deterministic`; and the first of them."""
-    homes = shards.homes_of("Trainer", groups, params, "params", Groups)
+    """The groups of a tree, in a fixed order if `deterministic`; and those of most ranks."""
+    spec = tree.flatten(params, shards.is_leaf)[1]
+    bare = spec.unflatten([0] * spec.num_leaves)  # whose groups are those that were given
+    homes = shards.homes_of("Trainer", groups, bare, "params", Groups)
     if callable(groups):
-        groups = tree.flatten(params, shards.is_leaf)[1].unflatten(homes)
+        groups = spec.unflatten(homes)
     groups = tree.map_leaves(current, groups)
     if deterministic:
         new = {home: placement.fixed_order(home) for home in dict.fromkeys(homes)}
         groups, homes = tree.map_leaves(new.get, groups), [new[home] for home in homes]
-    return groups, homes[0] if homes else groups
+    return groups, max(homes, key=lambda home: home.world_size) if homes else groups
 
 
 class Trainer:
@@ -422,8 +424,8 @@ class Trainer:
       model: an `nn.Module`, which is read once and never changed (its parameters, buffers and tied
         weights are found); or a pure `loss_fn(params, batch) -> scalar`.
       optimizer: a `Transform`, or any object with `init` and `update`.
-      groups: as for `shard`, with or without a placement. Buffers and metrics use the first groups
-        in it.
+      groups: as for `shard`, with or without a placement. Buffers and metrics use those of most
+        ranks in it.
       loss: `loss(model, batch) -> scalar`. By default the model is called with the batch (a tuple
         or dict is unpacked), and the loss is its result, or the `.loss` of that.
       weight: `weight(batch) -> count`, of how many things the loss of a micro-batch is the mean,
@@ -651,7 +653,7 @@ class Trainer:
                 # Of this library it is raised before the last message of the step, or on all ranks.
                 if (
                     job.commit.began
-                    and home.world_size > 1
+                    and len(home.state.ranks) > 1
                     and not isinstance(error, errors.MicsError)
                 ):
                     home.state.finish(error)  # so that `reset` compares

@@ -21,8 +21,8 @@ PLANTED = [
      "any(newest not in part for part in parts)", "all(newest not in part for part in parts)",
      "optim/test_steps.py"),
     ("ranks of a partition group decide for themselves", _G,
-     "comms = [home.partition, home.replicas] if len(homes) > 1 else [home.replicas]",
-     "comms = [home.replicas]", "optim/test_guard.py -k share_only"),
+     "home.axes[0 if len(homes) > 1 else 1 :]",
+     "home.axes[1:]", "optim/test_guard.py -k share_only"),
     ("an overflow does not lower the scale", _G, "max(value / self.factor, self.LEAST)",
      "max(value, self.LEAST)", "optim/test_guard.py -k overflow_on_one_rank"),
     ("the norm of float16 is taken in float16", _N,
@@ -51,6 +51,6 @@ PLANTED = [
     ("a refused norm is remembered by the watch", _G, "if 0.0 < usual * self.factor < norm:",
      "if False:", "optim/test_guard.py -k plain_one"),
     ("the last leaf that is not finite is named, not the first", _G,
-     "at = min(map(int, firsts.values()))", "at = max(map(int, firsts.values()))",
+     "at, path = min(map(json.loads", "at, path = max(map(json.loads",
      "optim/test_nonfinite.py -k first_leaf"),
 ]  # fmt: skip
