@@ -124,7 +124,7 @@ def make_groups(
     if partition_size is None and len(sizes) == 2:
         partition_size = sizes[1]
     job, given["universes"] = tuple(chain.from_iterable(universes)), universes
-    given["cut"] = "a function" if callable(cut) else cut
+    rule, given["cut"] = cut_rule(cut), "a function" if callable(cut) else cut
     chosen, served_by, problem = device_and_backend(device, mesh, backend)
     startup.own_failures(served_by, begun=started and "nccl" in dist.get_backend_config())
     state = GroupState(job, rank, on_device=_torch.is_async(chosen), timeout_s=timeout_s)
@@ -147,7 +147,7 @@ def make_groups(
         plan = plan_groups(wired, wired.sizes[-1] if partition_size is None else partition_size)
         how: Any = {"plan": plan, "device": chosen, "mean_over": mean_over}
         if model is not None or stages is not None:
-            how |= {"universes": universes, "cut": cut_rule(cut)}
+            how |= {"universes": universes, "cut": rule}
             how["parts"] = mesh[model].size() if model and mesh else 1
         state.recipe = partial(_create, **how)
         state.first = state.key
@@ -246,14 +246,13 @@ def cut_rule(cut: str | Callable[[str], int | None] | None) -> Callable[[str], i
     """
     if callable(cut):
         return cut
-    rules = [
-        clause.rpartition(":") for clause in filter(None, map(str.strip, (cut or "").split(";")))
-    ]
-    for pattern, _, dim in rules:
-        if not (pattern.strip() and dim.strip().isdecimal()):
-            what = f"make_groups: cut={cut!r} has no pattern, or no dim, in {pattern}:{dim}"
+    pairs = list[tuple[str, int]]()
+    for clause in filter(None, map(str.strip, (cut or "").split(";"))):
+        pattern, _, dim = map(str.strip, clause.rpartition(":"))
+        if not (pattern and dim.isdecimal()):
+            what = f"make_groups: cut={cut!r} has no pattern, or no dim, in {clause!r}"
             raise PlanError(what, fix="write pattern: dim; as in '*.up.*: 0; *.down.weight: 1'")
-    pairs = [(pattern.strip(), int(dim)) for pattern, _, dim in rules]
+        pairs.append((pattern, int(dim)))
     return lambda path: next((dim for x, dim in reversed(pairs) if checks.matches(x, path)), None)
 
 
