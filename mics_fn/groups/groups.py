@@ -317,7 +317,7 @@ class Hierarchy:
         return self.route.size
 
     num_replicas = 1  # it knows no other replicas
-    independent = False
+    independent, model = False, None
 
     def home_of(self, cut: object) -> "Hierarchy":
         """Itself: leaves that are cut over a model and copies have the same partition groups."""

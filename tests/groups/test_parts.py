@@ -52,8 +52,9 @@ def without_processes(universes, p, parts, rank):
     state = GroupState(tuple(r for ranks in universes for r in ranks), rank)
     state.rejoining = True
     plan, device = plan_groups(Topology((len(universes[0]),)), p), torch.device("cpu")
-    how = {"universes": universes, "parts": parts, "cut": cut_rule(None)}
-    return _create(state, None, 0.0, plan, device, None, **how)
+    how = {"universes": universes, "parts": parts, "cut": cut_rule("")}
+    mine = next(ranks for ranks in universes if rank in ranks)
+    return _create(state, None, 0.0, plan, mine, device, None, **how)
 
 
 @settings(deadline=None, max_examples=40)
@@ -69,8 +70,8 @@ def test_groups_of_parts_reach_each_rank_once(names, stages, sizes, parts):
     mesh = Mesh([shape[name] for name in names], names)
     world = stages * r * p * parts
     given: Any = mesh
-    universes, data = universes_of(None, given, 0, world, "model", "stages")
-    assert data == (r * p,)
+    universes, data, number = universes_of(None, given, 0, world, "model", "stages")
+    assert (data, number) == ((r * p,), parts)
     every = {rank: without_processes(universes, p, parts, rank) for rank in range(world)}
     for rank, groups in every.items():
         copies = groups.copies
