@@ -37,13 +37,13 @@ parallelism, and that of a pipeline's stages. The groups then cover all parts, s
 verdicts, comparisons, failures, `reset` and saves are of all of them; see [Note: models in parts]
 in `groups.py`.
 
-  | model | groups |
-  |---|---|
-  | of DTensors, as `parallelize_module` makes them | `make_groups(p, mesh=mesh["dp", "tp"], model="tp")` |
-  | with cut leaves and collectives of its own | the same, and `cut="*.up.*: 0; *.down.weight: 1"` |
-  | dense leaves, and experts on fewer ranks, by path | `make_groups(p)`, `make_groups(p, mesh=mesh["dp", "ep"], model="ep", cut="*: 0", mean_over=n)` |
-  | ranks that share a sequence | they are data-parallel: `make_groups(p)`; `weight=` counts valid tokens |
-  | stages of a pipeline | `make_groups(p, mesh=mesh, stages="pp")`, with the verbs; schedules are torch's |
+- of DTensors, as `parallelize_module` makes them: `make_groups(p, mesh=mesh["dp", "tp"],
+  model="tp")`; with cut leaves and collectives of its own also `cut="*.up.*: 0; *.down.weight: 1"`;
+- dense leaves on `make_groups(p)` and experts, by path, on `make_groups(p, mesh=mesh["dp", "ep"],
+  model="ep", cut="*: 0", mean_over=n)`;
+- stages of a pipeline on `make_groups(p, mesh=mesh, stages="pp")`, with the verbs: schedules are
+  torch's;
+- ranks that share a sequence are data-parallel ones, and `weight=` counts their valid tokens.
 
 The ranks of all parts get the batch of their data-parallel place. What each part has a copy of
 needs equal gradients in all of them, as DTensors give: hop 2 takes their mean, and the first step

@@ -345,9 +345,11 @@ def _create(
     more = {"grad_factor": factor, "names": plan.topology.names}
     replicas = replace(replicas, second=replace(second, name="replicas"))  # in the ledger
     shared = device, partition, channel
-    hierarchy = flat = Hierarchy(Route(levels, plan.coords(position), chunk, **more), *shared)
+    whole = model is None
+    route = Route(levels, plan.coords(position), chunk, **more)
+    hierarchy = flat = Hierarchy(route, *shared, whole=whole)
     if one_level is not levels:
-        flat = Hierarchy(Route(one_level, (chunk,), chunk, **more), *shared)
+        flat = Hierarchy(Route(one_level, (chunk,), chunk, **more), *shared, whole=whole)
     where = {"ranks": ranks, "rank": state.rank, "position": position, "device": device}
     comms = {"hierarchy": hierarchy, "flat": flat, "partition": partition, "replicas": replicas}
     known = {"timeout_s": state.timeout_s, "traffic": state.traffic, "state": state}

@@ -264,6 +264,8 @@ def gradients_of_parts(parts, p):
             assert float(norm) == pytest.approx(total**0.5, rel=ROOTS)
             inner = mf.optim.inner(grads, shards, here.groups)
             assert float(inner) == sum(float((want[k] * params[k]).sum()) for k in want)
+            with pytest.raises(mf.errors.PlanError, match="a hierarchy has one part of the model"):
+                mf.optim.global_norm(grads, here.groups.hierarchy)
             norms = mf.optim.leaf_norms(grads, here.groups)
             for name, x in want.items():
                 assert float(norms[name]) == pytest.approx(float(x.norm()), rel=ROOTS), name
@@ -420,6 +422,45 @@ def experts_with_a_norm():
 
 def test_a_clipped_step_of_experts_is_that_of_one_process(ranks):
     ranks(4).run(experts_with_a_norm)
+
+
+def parts_and_experts():
+    """Each of 4 ranks has an expert, and the dense leaves are cut over 2."""
+    here, params, experts = Parallel(2, 2), values(), whole(30, 4, WIDTH)
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("edp", "ep"))
+    how: dict = {"mesh": mesh, "model": "ep", "cut": "*: 0", "mean_over": 2, "timeout_s": 20}
+    every = [samples(place) for place in range(2)]
+
+    def contribution(expert, e, x):
+        return (x[x[:, 0] == e - 1] * expert).square().sum() / TOKENS
+
+    def all_of_it(full):
+        routed = sum(contribution(full["expert"][e], e, x) for e in range(4) for x in every)
+        return sum(loss_of(full["dense"], x) for x in every) / 2 + routed / 2
+
+    def loss(full, x):
+        routed = [contribution(full["expert"][0], dist.get_rank(), x) for x in every]
+        return here.loss(full["dense"], x) + torch.stack(routed).sum()
+
+    with here.groups, mf.make_groups(1, **how) as of_experts:
+        groups = {"dense": here.groups, "expert": of_experts}
+        mine = {"dense": here.mine(params), "expert": experts[dist.get_rank()][None].clone()}
+        guard = mf.optim.Guard(max_norm=2.0**40)
+        trainer = mf.Trainer(loss, mf.optim.sgd(RATE), groups, params=mine, guard=guard)
+        metrics = trainer.step(samples(here.place))
+        want = grad(all_of_it)({"dense": params, "expert": experts})
+        leaves = [*want["dense"].values(), want["expert"]]
+        norm = sum(float(x.square().sum()) for x in leaves) ** 0.5
+        assert known(metrics.grad_norm).item() == pytest.approx(norm, rel=ROOTS)
+        here.check(
+            trainer.state.params["dense"], {k: params[k] - RATE * want["dense"][k] for k in params}
+        )
+        moved = experts - RATE * want["expert"]
+        assert torch.equal(trainer.params()["expert"][0], moved[dist.get_rank()])
+
+
+def test_a_step_of_parts_and_experts_is_that_of_one_process(ranks):
+    ranks(4).run(parts_and_experts)
 
 
 # Stages of a pipeline hold other leaves; schedules are the user's.
