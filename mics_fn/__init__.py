@@ -186,19 +186,20 @@ from mics_fn.shards import (
     sync_replicas,
     unshard,
 )
-from mics_fn.train import Checkpoints, FaultPolicy, Trainer, replicas, sampler
+from mics_fn.train import Checkpoints, FaultPolicy, Trainer, compile_blocks, replicas, sampler
+from mics_fn.train import compile as compile
 
-# And `set`, which `from mics_fn import *` leaves out: it would hide Python's own.
+# And `compile` and `set`, which `from mics_fn import *` leaves out: they would hide Python's own.
 __all__ = ["Checkpoints", "FaultPolicy", "GradSum", "Groups", "MicsError", "Precision"]
-__all__ += ["TrainState", "Trainer", "bucket_sizes", "checkpoint", "collectives", "defer", "errors"]
+__all__ += ["TrainState", "Trainer", "bucket_sizes", "checkpoint", "collectives", "compile_blocks"]
 __all__ += ["gather", "get", "groups", "init_distributed", "init_model", "init_state", "inspection"]
 __all__ += ["keep_all", "load_shards", "make_groups", "move", "notebook", "offload", "on_demand"]
 __all__ += ["opt_step", "optim", "placement", "record", "reduce_grads", "replicas", "reset"]
-__all__ += ["StopRequest", "same_replicas", "same_step"]
+__all__ += ["StopRequest", "defer", "errors", "same_replicas", "same_step"]
 __all__ += ["sampler", "scatter_grads", "schedules", "shard", "shards", "summary", "sync_replicas"]
 __all__ += ["testing", "tree", "unshard", "weighted", "where"]
 
 
 def __dir__() -> list[str]:
     """The public names; of its submodules only those that are namespaces."""
-    return sorted([*__all__, "set"])
+    return sorted([*__all__, "compile", "set"])

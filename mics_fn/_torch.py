@@ -274,6 +274,11 @@ storage_id: Callable[[torch.Tensor], int] = torch._C._storage_address  # pyright
 inside_torch_func: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
 
 
+def saved_tensors_hooks() -> Any:
+    """The innermost hooks on saved tensors that are active here: (pack, unpack), or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
+
+
 def inside_forward_ad() -> bool:
     """Whether a level of forward-mode differentiation is active around the caller."""
     return forward_ad._current_level >= 0
@@ -390,15 +395,27 @@ def as_dtensor(local: torch.Tensor, mesh: Any, placements: Any) -> Any:
     return DTensor.from_local(local, mesh, placements, run_check=False)
 
 
-def is_compiled(function: Any) -> bool:
-    """Whether `torch.compile` made a function; one that is kept from being compiled is none."""
-    made = hasattr(function, "_torchdynamo_orig_callable")
-    return made and not getattr(function, "_torchdynamo_disable", False)
+def compiled_from(function: Any) -> Any:
+    """The function that `torch.compile` compiled; None if it made nothing of this one.
+
+    One that is kept from being compiled is none.
+    """
+    if getattr(function, "_torchdynamo_disable", False):
+        return None
+    return getattr(function, "_torchdynamo_orig_callable", None)
 
 
-def compiles_itself(module: torch.nn.Module) -> bool:
-    """Whether `module.compile()` was called, which a copy of the module does not keep."""
-    return module._compiled_call_impl is not None
+def compiler_of(made: Any) -> Any:
+    """What compiles another function as this one or module was compiled; None if unknown."""
+    own = getattr(made, "dynamo_ctx", None)  # of an `OptimizedModule`
+    if own is None and inspect.isfunction(made):
+        own = inspect.getclosurevars(made).nonlocals.get("self")
+    return own if hasattr(own, "compiler_config") else None
+
+
+def compiled_call(module: torch.nn.Module) -> Any:
+    """What `module.compile()` made, which a copy of the module does not keep; None if nothing."""
+    return module._compiled_call_impl
 
 
 LIVE_GROUPS = c10d._world.pg_map  # all process groups that were not destroyed

@@ -59,3 +59,4 @@ both of them put buckets, and a `GradSum` runs backward. To treat an op speciall
 """
 
 from mics_fn.deferred.deferring import GradSum, bucket_sizes, check_loss, defer, record
+from mics_fn.deferred.regions import Region

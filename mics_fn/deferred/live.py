@@ -45,7 +45,7 @@ class Deferred(placed.Absent):
     Reading its shape, strides, dtype, device or repr never communicates; ops on it do.
     """
 
-    how_to_compile = "use gather around compiled code, or clone() parameters before it"
+    how_to_compile = "compile it by mf.compile, mf.compile_blocks or Trainer(compile=)"
     in_one_range = False
     _source: Any  # the `LiveBuckets` that it is in
     _bucket: Any  # its `LiveBucket`
@@ -179,6 +179,7 @@ class LiveBucket:
         self.codes: SentCodes | None = None  # of this rank's chunk, sent again by later fetches
         self.whole: Any = None  # see [Note: copy on write]
         self.leaves: list[Tensor] = []
+        self.shards: dict[int, Tensor] = {}  # in whose place each of these is, if a region asks
 
     def fill(self, full: Tensor | None, ready: torch.Event | None) -> None:
         """Make the bucket live, or not; views of its previous buffer are dropped.
@@ -237,13 +238,21 @@ class LiveBucket:
         if self.whole is not None:
             with _torch.below_autograd():  # which does not take them for views of one another
                 self.leaves = self._views(self.whole)
+            for leaf in self.leaves:
+                leaf._shared = self  # pyright: ignore
+
+    def shard_of(self, leaf: Tensor) -> Tensor:
+        """The view of the chunk itself in whose place a leaf is; see [Note: regions]."""
+        if not self.shards:
+            self.shards = dict(zip(map(id, self.leaves), self._views(self.chunk), strict=True))
+        return self.shards[id(leaf)]
 
     def _views(self, whole: Tensor) -> list[Tensor]:
         return self.use.by_member(shards.pack.split_full(self.use.bucket, whole))
 
     def check_copies(self) -> None:
         """Raise LeafError if a plain leaf was written to, or was given other memory."""
-        whole, leaves, self.whole, self.leaves = self.whole, self.leaves, None, []
+        whole, leaves, self.whole, self.leaves, self.shards = self.whole, self.leaves, None, [], {}
         storage, same = _torch.storage_id(whole), _torch.is_lazy_clone(whole)
         if same and set(map(_torch.storage_id, leaves)) == {storage}:
             return

@@ -42,4 +42,4 @@ kind of device needs a generator in `tape.py`.
 """
 
 from mics_fn.init.files import DTYPES, File, check_shape, is_text, strict_json
-from mics_fn.init.model import init_model, load_shards, on_meta_copy, refuse_lazy, warn_of_compile
+from mics_fn.init.model import copy_with, init_model, load_shards, on_meta_copy, refuse_lazy

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn import checks, shards, tree
-from mics_fn._torch import compiles_itself
+from mics_fn._torch import compiled_call
 from mics_fn.collectives import checksum, refuse_unequal, together
 from mics_fn.errors import FileError, LeafError, PlanError, message, name_some
 from mics_fn.groups import Groups
@@ -203,12 +203,12 @@ def refuse_lazy(model: nn.Module) -> None:
         raise LeafError(text, fix="call it once on a batch, which gives them one")
 
 
-def warn_of_compile(verb: str, model: nn.Module, stacklevel: int) -> None:
-    """Warn of modules that `compile()` was called on, which a copy of the model has not."""
-    found = [f"model.{k}".rstrip(".") for k, x in model.named_modules() if compiles_itself(x)]
+def warn_of_compile(model: nn.Module, stacklevel: int) -> None:
+    """Warn of modules that `compile()` was called on, which a skeleton has not."""
+    found = [f"model.{k}".rstrip(".") for k, x in model.named_modules() if compiled_call(x)]
     if found:
-        text = f"{verb}: compile() of {name_some(found)} is dropped: it runs eagerly"
-        fix = "leave compile() out; see Limits in README for what can be compiled"
+        text = f"init_model: compile() of {name_some(found)} is dropped: it runs eagerly"
+        fix = "call mf.compile_blocks(skeleton, pattern), or give Trainer compile=pattern"
         warnings.warn(message(text, fix=fix), stacklevel=stacklevel)
 
 
@@ -227,6 +227,11 @@ def on_meta_copy(model: nn.Module, values: Sequence[Tensor]) -> nn.Module:
     for x, owner in zip(values, shards.owners_of(values), strict=True):
         first = values[owner]
         memo[id(x)] = memo.setdefault(id(first), meta_like(first))
+    return copy_with(model, memo)
+
+
+def copy_with(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A copy of a model, with other objects in the place of some, by their ids."""
     try:
         return copy.deepcopy(model, dict(memo))
     except TypeError:  # of a lock, a file or a process group, which the copy shares with the model
@@ -529,7 +534,7 @@ def init_model(
             lambda name: sources[name].read if name in sources else made.read(name),
             then=lambda: made.skeleton(sources),
         )
-    warn_of_compile("init_model", made.model, stacklevel=3)
+    warn_of_compile(made.model, stacklevel=3)
     return skeleton, filling.shards
 
 

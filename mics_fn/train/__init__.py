@@ -116,6 +116,7 @@ A step returns its `StepMetrics`.
 """
 
 from mics_fn.train import replicas
+from mics_fn.train.compiling import compile, compile_blocks
 from mics_fn.train.loop import sampler
 from mics_fn.train.resuming import Checkpoints
 from mics_fn.train.stepping import StepMetrics

@@ -81,6 +81,7 @@ def compare_options(trainer: Any) -> None:
     facts = _facts(trainer, shards.names(params), several) | {
         "deterministic": f"{trainer.deterministic}",
         "recoverable": f"{trainer.faults.recoverable}",
+        "regions": ", ".join(trainer.program.regions) or "none",
         "placement": "; ".join(home.describe() for home in homes),
         "guard numbers": f"{guard_numbers(guard)}",
     }

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from mics_fn import _torch, errors, optim, shards, spans
 from mics_fn.collectives import levels
-from mics_fn.deferred import GradSum, check_loss, defer
+from mics_fn.deferred import GradSum, Region, check_loss, defer
 from mics_fn.errors import LeafError
 from mics_fn.groups import Groups
 from mics_fn.init import on_meta_copy, refuse_lazy
@@ -46,6 +46,7 @@ from mics_fn.offload import Where
 from mics_fn.optim import Guard, StepTotals, TrainState, Verdict, opt_step
 from mics_fn.schedules import keep_all
 from mics_fn.shards import Precision
+from mics_fn.train.compiling import name_regions, regions_of
 from mics_fn.train.loop import cast_floats, count, cut, to_device
 from mics_fn.train.replicas import ReplicaSync, SyncState, every_step
 from mics_fn.tree import Tree
@@ -212,19 +213,29 @@ class Program:
       loss: called with the skeleton while the given values are swapped in; None for a function.
       precision: at each call of the skeleton inputs are cast to its `compute`, and outputs to its
         `output`; of a function the batch and the loss.
+      compile: a pattern of submodules that become compiled regions, beside those that are compiled.
 
     Raises:
       LeafError: a function is given with another loss.
     """
 
-    def __init__(self, model: Any, loss: Any = None, precision: Precision = AS_GIVEN) -> None:
+    def __init__(
+        self,
+        model: Any,
+        loss: Any = None,
+        precision: Precision = AS_GIVEN,
+        compile: str | None = None,
+    ) -> None:
         self.skeleton: Any = None
         self._values: tuple[Any, Values] = None, {}
+        self.regions: list[str] = []
         if not isinstance(model, nn.Module):
             if loss is not None:
                 raise LeafError("Trainer: a loss_fn takes no loss=", fix="it gives the loss itself")
             self.buffers, self._swapped_in = ModuleBuffers({}, {}, {}), nullcontext
-            self._model, self._loss = None, partial(_cast_loss, model, precision)
+            plain = _torch.compiled_from(model)
+            call = model if plain is None else Region(plain, model)
+            self._model, self._loss = None, partial(_cast_loss, call, precision)
             return
         refuse_lazy(model)
         params: Values = dict(model.named_parameters(remove_duplicate=False))
@@ -234,6 +245,12 @@ class Program:
         own = {name: _torch.local_of(x) for name, x in params.items()}
         self.buffers = ModuleBuffers(own, buffers, model.state_dict(keep_vars=True))
         self.skeleton = on_meta_copy(model, [*params.values(), *buffers.values()])
+        if compile is not None:
+            name_regions(self.skeleton, compile, {})
+        self.regions = regions_of(model, self.skeleton)
+        plain = _torch.compiled_from(loss)
+        if plain is not None and not isinstance(loss, nn.Module):
+            loss, self.regions = Region(plain, loss, self.skeleton), [""]
         self._values = params, self.buffers.copies({k: x.detach() for k, x in buffers.items()})
         self._swapped_in = _torch.SwappedIn(self.skeleton, [*params, *buffers])
         casts = precision.inputs is not None or precision.output is not None

@@ -19,15 +19,15 @@ from torch.utils import deterministic as torch_deterministic
 from mics_fn import _torch, checks, errors, faults, optim, shards, spans, tree
 from mics_fn.collectives import collect_values
 from mics_fn.deferred import GradSum, bucket_sizes, defer
-from mics_fn.errors import GroupsError, LeafError, PlanError, message, name_some
+from mics_fn.errors import GroupsError, LeafError, PlanError, message
 from mics_fn.groups import Groups, current, placement, rejoin_error, reports_step
-from mics_fn.init import warn_of_compile
 from mics_fn.inspection import Watched
 from mics_fn.offload import Where
 from mics_fn.optim import Guard, Optimizer, StepTotals, TrainState, init_state, move
 from mics_fn.schedules import OnDemand, Schedule, keep_all, on_demand
 from mics_fn.threads import Commit
 from mics_fn.train import resuming, stepping
+from mics_fn.train.compiling import region_of
 from mics_fn.train.loop import DataPasses, count, showing, to_device
 from mics_fn.train.replicas import CopiesCheck, ReplicaSync, SyncState, every_step
 from mics_fn.train.stepping import Between, Judged, Program, RunState, StepMetrics, StepOptions
@@ -119,34 +119,6 @@ def check_model(model: Any, loss: Any, weight: Any, groups: Any, checkpoint: Any
     checks.instance(verb, "checkpoint", checkpoint, kind, "a Checkpoints", fix)
 
 
-def check_compiled(model: Any, loss: Any, *, plain: bool) -> None:
-    """Warn of modules whose `compile()` is dropped, and refuse what `torch.compile` wraps.
-
-    Args:
-      model, loss: as they were given.
-      plain: whether parameters are plain tensors, which compiled code takes alone: where each rank
-        holds all of them, on a CPU.
-
-    Raises:
-      PlanError: such code would be given parameters that are gathered while it runs, or those of
-        the model as it was given.
-    """
-    calls, bound = {"model": model}, set[str]()
-    if isinstance(model, nn.Module):
-        warn_of_compile("Trainer", model, stacklevel=5)
-        for name, module in model.named_modules():
-            name = f"model.{name}".rstrip(".")
-            calls[name] = module.forward
-            if "forward" in vars(module) and not hasattr(module, "_orig_mod"):
-                bound.add(name)  # to the parameters of the model as it was given
-    compiled = [name for name, x in {**calls, "loss": loss}.items() if _torch.is_compiled(x)]
-    if bound & {*compiled} or (compiled and not plain):
-        text = f"Trainer: torch.compile wraps {name_some(compiled)}"
-        why = "it takes neither parameters that are gathered while it runs, nor others than its own"
-        fix = "use its _orig_mod, or the function itself; on CPUs partition_size=1; see Limits"
-        raise PlanError(text, [why], fix)
-
-
 def as_shards(
     groups: Any, home: Groups, own: Any, params: Tree, buffers: Any, options: dict[str, Any]
 ) -> Tree:
@@ -184,6 +156,7 @@ def as_shards(
     if given and own is not None:
         _check_names(own, params)
     if any(map(shards.is_leaf, leaves)):
+        options.pop("bucket", None)
         options.pop("whole", None)  # whether they lie so is checked where a state is made
         _check_shards(params, groups, options.pop("precision", None), options)
     else:
@@ -466,6 +439,9 @@ class Trainer:
       frozen: as for `shard`; this and the next one cannot be given with shards.
       bucket_bytes: as for `shard`; default a sixteenth of the parameters, from 1 to 25 MiB. For its
         other options call `shard`, and pass `params=`.
+      compile: a pattern of submodules, such as "blocks.*", that become regions of `torch.compile`
+        beside those that were compiled in `model`; for options see `compile_blocks`. While one is
+        computed all of its parameters are gathered, and buckets end where regions do.
       checkpoint: saves this trainer after steps, and lets it go on; see `Checkpoints`.
       faults: how replicas are compared, and steps written; see `FaultPolicy`.
 
@@ -521,6 +497,7 @@ class Trainer:
         overlap_step: bool = False,
         frozen: Callable[[str], bool] | None = None,
         bucket_bytes: float | str | None = None,
+        compile: str | None = None,
         checkpoint: resuming.Checkpoints | None = None,
         faults: FaultPolicy | None = None,
     ) -> None:
@@ -528,17 +505,19 @@ class Trainer:
             spans.passing("build: Trainer")
         check_model(model, loss, weight, groups, checkpoint)
         self.precision, place = shards.Precision.parse(precision), Where.parse(where)
-        self.program, self.passes = Program(model, loss, self.precision), DataPasses()
+        self.program = Program(model, loss, self.precision, compile)
+        self.passes = DataPasses()
         own, buffers = self.program.take()
         groups, home = homes_for(groups, own if params is None else params, deterministic)
         sync = replica_sync or every_step()
         self.member = Member(compared=sync.independent, lost=home.state.rejoining)
         given = None if precision is None else self.precision
         options = {"frozen": frozen, "bucket_bytes": bucket_bytes, "precision": given}
-        options["whole"] = getattr(optimizer, "whole", None)
+        options["whole"] = whole = getattr(optimizer, "whole", None)
+        if names := self.program.regions:  # buckets end where regions do
+            options["bucket"] = lambda path: whole and whole(path) or region_of(names, path)
         params = as_shards(groups, home, own, params, buffers, options)
         full_bytes = sum(bucket_sizes(params, groups))
-        check_compiled(model, loss, plain=not full_bytes and not _torch.is_async(home.device))
         params = move(params, place, device=home.device)
         self.state = init_state(params, optimizer, buffers=buffers, where=place)
         self.guard, self.deterministic = guard or Guard(), deterministic

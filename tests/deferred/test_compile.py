@@ -1,5 +1,7 @@
-"""torch.compile: what a compiled region may take, what is refused, and what is dropped."""
+"""torch.compile: regions with deferred parameters are as eager blocks: to the bit in aot_eager."""
 
+import copy
+import re
 import warnings
 from typing import Any
 
@@ -7,147 +9,370 @@ import pytest
 import torch
 from cases import random
 from torch import nn
+from torch._dynamo.utils import counters
+from torch.func import functional_call, grad_and_value
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import mics_fn as mf
+from mics_fn.deferred.regions import _Saved
 
-
-def block(w, b, x):
-    return torch.tanh(F.linear(x, w, b))
-
-
-def gradients(groups, shards, x, run):
-    total = mf.GradSum()
-    full = mf.defer(shards, groups, mf.on_demand(), into=total).params
-    total.backward(run(full, x).square().sum())
-    return mf.unshard(total.grads(), groups)
-
-
-def compiled(fullgraph):
-    groups = mf.make_groups(1, ranks=[0])
-    shards = mf.shard({"w": random(0, 4, 3), "b": random(1, 4)}, groups)
-    x, fast = random(2, 5, 3), torch.compile(block, backend="eager", fullgraph=fullgraph)
-    want = gradients(groups, shards, x, lambda full, x: block(full["w"], full["b"], x))
-    said = "enters a compiled region(.|\n)*use gather around compiled code"
-    with pytest.raises(Exception, match=said):
-        gradients(groups, shards, x, lambda full, x: fast(full["w"], full["b"], x))
-    # A clone at the edge is one touch, and what enters is an ordinary tensor.
-    edge = lambda full, x: fast(full["w"].clone(), full["b"].clone(), x)  # noqa: E731
-    got = gradients(groups, shards, x, edge)
-    for name, value in want.items():
-        assert torch.allclose(got[name], value, rtol=1e-5, atol=1e-6), name
-
-
-def quiet(fn, *args):
-    with warnings.catch_warnings(action="ignore"):  # dynamo's own, of .grad of a clone and the like
-        fn(*args)
-
-
-@pytest.mark.parametrize("fullgraph", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_a_deferred_parameter_is_refused_and_a_clone_is_right(ranks, fullgraph):
-    ranks(1).run(quiet, compiled, fullgraph)
-
-
-# In a Trainer
+WIDTH = 8
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
-        self.down.weight = self.up.weight
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 16),
+            nn.Linear(16, WIDTH),
+        )
 
     def forward(self, x):
-        return torch.tanh(self.down(self.norm(self.up(x))))
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Inner(Block):
+    """A block that recomputes a part of itself."""
+
+    def forward(self, x):
+        return x + checkpoint(
+            lambda y: self.down(F.gelu(self.up(y))), self.norm(x), use_reentrant=False
+        )
+
+
+class Normed(Block):
+    """A block with buffers that its forward writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+
+class Tied(Block):
+    """A block that gives its weight, too, which lies in a bucket."""
+
+    def forward(self, x):
+        return x + F.linear(F.linear(x, self.up.weight), self.down.weight), self.up.weight.t()
+
+
+class Model(nn.Module):
+    def __init__(self, kind=Block, wrapped: Any = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(kind() for _ in range(3))
+        self.kind, self.wrapped = kind, wrapped
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            call = block if self.wrapped is None else (lambda y, b=block: self.wrapped(b, y))
+            out = call(x)
+            x = out if isinstance(out, torch.Tensor) else out[0] + out[1].sum()
+        return x
+
+
+def around(block, x):
+    return checkpoint(block, x, use_reentrant=False)
 
 
 def square(model, x):
     return model(x).square().mean()
 
 
-def wrap(model) -> Any:
-    return torch.compile(model, backend="eager")
+def eager(model):
+    return model
 
 
-def with_first(model, kind):
-    model[0] = kind(model[0])
+def named(model):
+    return mf.compile_blocks(model, "blocks.*", backend="aot_eager", fullgraph=True)
+
+
+def trained(groups, compiled, kind=Block, wrapped=None, steps=3, muon=False, loss=square, **how):
+    """Losses, parameters, and the schedule of the last step; buckets are those of regions."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    model = compiled(Model(kind, wrapped))
+    optimizer = mf.optim.sgd(0.1)  # whose bits do not depend on where a chunk ends
+    if muon:
+        optimizer = mf.optim.by_path({"*up.weight": mf.optim.muon(0.1)}, default=optimizer)
+    trainer = mf.Trainer(model, optimizer, groups, loss=loss, **how)
+    losses, graphs = [], []
+    for step in range(steps):
+        batch = random(10 * step + groups.rank, 8, WIDTH)
+        losses.append(trainer.step(batch).loss.item())
+        graphs.append(counters["stats"]["unique_graphs"])
+    losses.append(trainer.eval(random(99 + groups.rank, 8, WIDTH)).item())
+    values = {k.replace("_orig_mod.", ""): x for k, x in trainer.state_dict().items()}
+    return losses, values, graphs, trainer
+
+
+def same(found, want):
+    assert found[0] == want[0]
+    assert found[1].keys() == want[1].keys()
+    for name, value in want[1].items():
+        assert torch.equal(found[1][name], value), name
+
+
+def half(model, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(x)
+    return out.float().square().mean()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "autocast": {"live_bytes": 0, "loss": half},
+    "a limit": {"live_bytes": 0},
+    "all kept": {"live_bytes": None},
+    "two micro-steps": {"live_bytes": 0, "accumulate": 2},
+    "checkpoints around": {"live_bytes": 0, "wrapped": around},
+    "checkpoints inside": {"live_bytes": 0, "kind": Inner},
+    "buffers": {"live_bytes": 0, "kind": Normed},
+    "an output in a bucket": {"live_bytes": 0, "kind": Tied},
+    "frozen leaves": {"live_bytes": 0, "frozen": lambda path: "up" in path},
+    "bf16": {"live_bytes": 0, "precision": "compute=bf16, output=f32"},
+    "codes": {"live_bytes": 0, "precision": "gather=int8[64]"},
+    "parameters on the host": {"live_bytes": 0, "where": "params=host, states=host"},
+    "whole matrices": {"live_bytes": 0, "muon": True},
+}
+
+
+def as_eager(p, case):
+    groups = mf.make_groups(p)
+    want = trained(groups, eager, **CASES[case])
+    found = trained(groups, named, **CASES[case])
+    same(found, want)
+    assert found[2][0] >= 1
+    assert set(found[2][1:]) == {found[2][0]}, "a step made a new graph"
+    assert not counters["graph_break"]
+    assert found[3].program.regions == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("world", [1, 2])
+def test_regions_train_to_the_bit_of_eager_blocks(ranks, world, case):
+    ranks(world).run(quiet, as_eager, world, case)
+
+
+def quiet(fn, *args):
+    with warnings.catch_warnings(action="ignore"):  # dynamo's own
+        fn(*args)
+
+
+def uses_and_places():
+    """A region is one use of its bucket, and saves of its weights places alone."""
+    groups, seen = mf.make_groups(2), []
+    pack = _Saved.pack
+    _Saved.pack = lambda self, value: seen.append(pack(self, value)) or seen[-1]
+    try:
+        found = trained(groups, named, live_bytes=0, steps=2)
+    finally:
+        _Saved.pack = pack
+    in_buckets = [bucket for bucket, _ in seen if bucket is not None]
+    assert len(in_buckets) >= 2 * 3 * 3  # in two steps of three blocks: norm, up and down
+    params = {x.data_ptr() for x in tree_of(found[3])}
+    assert not any(isinstance(x, torch.Tensor) and x.data_ptr() in params for _, x in seen)
+    (learned,) = found[3].schedule.learned.values()
+    schedule = learned.schedule
+    sizes = mf.deferred.bucket_sizes(found[3].state.params, groups)
+    assert len(sizes) == 4  # that of the first layer, and one for each block
+    print(schedule.uses)
+    assert schedule.uses[:4] == ((0,), (1,), (2,), (3,))
+    assert schedule.uses[4:] in (((2,), (1,)), ((2,), (1,), (0,)))
+    assert schedule.peak_bytes(sizes) == max(sizes)
+
+
+def tree_of(trainer):
+    return [leaf.data for leaf in trainer.state.params.values()]
+
+
+def test_a_region_is_one_use_of_its_bucket_and_saves_places(ranks):
+    ranks(2).run(quiet, uses_and_places)
+
+
+# What a user compiled in the model.
+
+
+def by_compile(model):
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+def by_wrapping(model):
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = torch.compile(block, backend="aot_eager")
+    return model
+
+
+def by_forward(model):
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend="aot_eager")
     return model
 
 
 class Decorated(Block):
-    forward = torch.compile(Block.forward, backend="eager")
+    forward = torch.compile(Block.forward, backend="aot_eager")
 
 
-def with_class(model):
-    model[1].__class__ = Decorated
+def by_class(model):
+    for block in model.blocks:
+        block.__class__ = Decorated
     return model
 
 
-def with_forward(model):
-    model[1].forward = wrap(model[1].forward)
+def all_of_it(model):
+    return torch.compile(by_wrapping(model), backend="aot_eager")
+
+
+def all_by_compile(model):
+    model.compile(backend="aot_eager")
     return model
 
 
-def trained(groups, model, loss=square):
-    """Losses and parameters after some steps."""
+USERS = by_compile, by_wrapping, by_forward, by_class, all_of_it, all_by_compile
+
+
+def compiled_by_users(world):
+    groups = mf.make_groups(world)
+    want = trained(groups, eager, live_bytes=0, bucket_bytes=1000)
+    for user in USERS:
+        torch.manual_seed(0)
+        before = user(Model())
+        calls = {
+            name: (vars(x).get("forward"), x._compiled_call_impl)
+            for name, x in before.named_modules()
+        }
+        found = trained(groups, lambda _, model=before: model, live_bytes=0, bucket_bytes=1000)
+        same(found, want)
+        assert found[2][-1] >= 1, user
+        after = {
+            name: (vars(x).get("forward"), x._compiled_call_impl)
+            for name, x in before.named_modules()
+        }
+        assert after == calls  # the model of the user is as it was
+    compiled = torch.compile(square, backend="aot_eager")
+    torch._dynamo.reset()
     torch.manual_seed(0)
-    model = model(nn.Sequential(Block(), Block(), nn.Linear(4, 1)))
-    trainer = mf.Trainer(model, mf.optim.adamw(0.01), groups, loss=loss)
-    losses = [trainer.step(random(i, 8, 4)).loss.item() for i in range(3)]
-    losses.append(trainer.eval(random(9, 8, 4)).item())
-    return losses, {k.replace("_orig_mod.", ""): v for k, v in trainer.state_dict().items()}
+    trainer = mf.Trainer(Model(), mf.optim.sgd(0.1), groups, loss=compiled, live_bytes=0)
+    for step, loss in enumerate(want[0][:3]):
+        assert trainer.step(random(10 * step + groups.rank, 8, WIDTH)).loss.item() == loss
+    assert counters["stats"]["unique_graphs"] >= 1
 
 
-def whole():
-    """Where each rank holds all parameters, compiled code trains as the model itself does."""
-    groups = mf.make_groups(1)
-    want = trained(groups, lambda m: m)
-    for model, loss in ((wrap, square), (with_class, square), (lambda m: m, wrap(square))):
-        torch._dynamo.reset()
-        losses, values = trained(groups, model, loss)
-        assert losses == want[0]
-        assert all(torch.equal(values[k], x) for k, x in want[1].items())
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_a_user_has_compiled_becomes_regions(ranks, world):
+    ranks(world).run(quiet, compiled_by_users, world)
 
 
-def test_compiled_modules_train_where_ranks_hold_all_parameters(ranks):
-    ranks(1).run(quiet, whole)
+# Functions of parameters, and torch.func.
 
 
-def refused():
+def block_of(params, x):
+    return torch.tanh(F.linear(x, params["w"], params["b"]))
+
+
+def functions():
     groups = mf.make_groups(2)
-    for name, made in {
-        "model": (wrap,),
-        "model.1": (with_class,),
-        "model.0, loss": (lambda m: with_first(m, wrap), wrap(square)),
-    }.items():
-        with pytest.raises(mf.errors.PlanError, match=f"torch.compile wraps {name}\n"):
-            trained(groups, *made)
-    skeleton, shards = mf.init_model(lambda: wrap(Block()), groups, seed=0)
-    with pytest.raises(mf.errors.PlanError, match="torch.compile wraps model"):
-        mf.Trainer(skeleton, mf.optim.sgd(0.1), groups, params=shards, loss=square)
-    for each in (groups, mf.make_groups(1)):
-        with pytest.raises(
-            mf.errors.PlanError, match="it takes neither .*, nor others than its own"
-        ):
-            trained(each, with_forward)
+    full = {"w": random(0, WIDTH, WIDTH), "b": random(1, WIDTH)}
+    shards, x = mf.shard(full, groups), random(2 + groups.rank, 4, WIDTH)
+    fast = mf.compile(block_of, backend="aot_eager", fullgraph=True)
+    found = []
+    for call in (block_of, fast):
+        total = mf.GradSum()
+        with mf.defer(shards, groups, mf.on_demand(live_bytes=0), into=total) as deferred:
+            total.backward(call(deferred, call(deferred, x)).square().sum())
+        found.append(mf.unshard(total.grads(), groups))
+        loss = lambda s, call=call: call(mf.gather(s, groups), x).square().sum()  # noqa: E731
+        found.append(mf.unshard(mf.reduce_grads(grad_and_value(loss)(shards)[0], groups), groups))
+    for got, want in zip(found[2:], found[:2], strict=True):
+        for name, value in want.items():
+            assert torch.equal(got[name], value), name
+    trainer = mf.Trainer(
+        torch.compile(lambda p, x: block_of(p, x).square().sum(), backend="aot_eager"),
+        mf.optim.sgd(0.1),
+        groups,
+        params=full,
+        live_bytes=0,
+    )
+    plain = mf.Trainer(
+        lambda p, x: block_of(p, x).square().sum(),
+        mf.optim.sgd(0.1),
+        groups,
+        params=full,
+        live_bytes=0,
+    )
+    for each in range(3):
+        assert trainer.step(x + each).loss == plain.step(x + each).loss
 
 
-def test_compiled_modules_that_would_be_given_deferred_parameters_are_refused(ranks):
-    ranks(2).run(quiet, refused)
+def test_compiled_functions_take_deferred_parameters(ranks):
+    ranks(2).run(quiet, functions)
 
 
-def compiling(module):
-    module.compile(backend="eager")
-    return module
+def under_torch_func():
+    groups = mf.make_groups(2)
+    torch.manual_seed(0)
+    model = Model()
+    skeleton = mf.compile_blocks(copy.deepcopy(model).to("meta"), "blocks.*", backend="aot_eager")
+    shards, x = mf.shard(dict(model.named_parameters()), groups), random(groups.rank, 4, WIDTH)
+    counters.clear()
+    results = []
+    for each in (model, skeleton):
+
+        def loss(s, each=each):
+            with mf.defer(s, groups, mf.on_demand(live_bytes=0)) as full:
+                return functional_call(each, full, (x,)).square().mean()
+
+        results.append(grad_and_value(loss)(shards))
+    assert torch.equal(results[0][1], results[1][1])
+    got, want = (mf.unshard(grads, groups) for grads, _ in results[::-1])
+    assert all(torch.equal(got[name], value) for name, value in want.items())
+    assert not counters["stats"]["unique_graphs"]
 
 
-def dropped(p):
-    groups = mf.make_groups(p)
-    with pytest.warns(UserWarning, match="compile.. of model.0 is dropped") as caught:
-        found = trained(groups, lambda m: with_first(m, compiling))
-    assert [each.filename for each in caught] == [__file__]
-    assert found[0] == trained(groups, lambda m: m)[0]
+def test_inside_of_torch_func_a_region_runs_as_it_is(ranks):
+    ranks(2).run(quiet, under_torch_func)
 
 
-def test_compile_of_a_module_is_dropped_with_one_warning(ranks):
-    ranks(2).run(dropped, 2)
+# What is refused.
+
+
+class Writing(Block):
+    def forward(self, x):
+        self.up.bias.detach().add_(1.0)
+        return super().forward(x)
+
+
+def refused(world):
+    groups = mf.make_groups(world)
+    writes = "a compiled region writes to its parameters" if world > 1 else "was written to"
+    with pytest.raises(mf.errors.LeafError, match=writes):
+        trained(groups, named, Writing, live_bytes=0)
+    raw = torch.compile(block_of, backend="aot_eager")  # which is no region
+    with pytest.raises(Exception, match="mf.compile, mf.compile_blocks or Trainer"):
+        shards = mf.shard({"w": random(0, WIDTH, WIDTH), "b": random(1, WIDTH)}, groups)
+        with mf.defer(shards, groups, mf.on_demand(live_bytes=0)) as full:
+            raw(full, random(2, 4, WIDTH))
+    with pytest.raises(mf.errors.PlanError, match=re.escape("mode='reduce-overhead' replays")):
+        mf.compile_blocks(Model(), "blocks.*", mode="reduce-overhead")
+    with pytest.raises(mf.errors.PlanError, match="block.*nearest|matches no module|no module"):
+        mf.Trainer(Model(), mf.optim.sgd(0.1), groups, loss=square, compile="block.*")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_regions_cannot_do_is_refused(ranks, world):
+    ranks(world).run(quiet, refused, world)
+
+
+def others():
+    groups = mf.make_groups(2)
+    pattern = "blocks.*" if groups.rank else "blocks.0"
+    with pytest.raises(mf.errors.DesyncError):
+        mf.Trainer(Model(), mf.optim.sgd(0.1), groups, loss=square, compile=pattern)
+
+
+def test_ranks_with_other_regions_are_named(ranks):
+    ranks(2).run(quiet, others)
