@@ -413,6 +413,15 @@ def compiler_of(made: Any) -> Any:
     return own if hasattr(own, "compiler_config") else None
 
 
+@functools.cache
+def on_compile(call: Callable[[bool], None]) -> None:
+    """Call a function with True where `torch.compile` begins to compile, and with False behind."""
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(lambda _: call(True))
+    callback_handler.register_end_callback(lambda _: call(False))
+
+
 def compiled_call(module: torch.nn.Module) -> Any:
     """What `module.compile()` made, which a copy of the module does not keep; None if nothing."""
     return module._compiled_call_impl

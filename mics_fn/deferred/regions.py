@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from mics_fn import _torch, tree
 from mics_fn.deferred.live import Deferred, LiveBucket
 from mics_fn.errors import LeafError
+from mics_fn.groups import hooks
 
 
 class _Open(torch.autograd.Function):
@@ -90,6 +91,7 @@ class Region:
     ) -> None:
         self.fn, self.compiled, self.first = fn, compiled, first
         self._called = False
+        _torch.on_compile(hooks.busy)
         owners = () if module is None else module.modules()
         self._owners: list[Any] = [each._parameters for each in owners if each._parameters]
 

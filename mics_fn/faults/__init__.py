@@ -32,4 +32,4 @@ from mics_fn.faults.monitor import MONITOR, StopRequest, entering, limit_s, repl
 from mics_fn.groups import hooks
 
 hooks.enter, hooks.join, hooks.limit_s = entering, MONITOR.join, limit_s
-hooks.compare = compare_states
+hooks.compare, hooks.busy = compare_states, MONITOR.busy

@@ -105,8 +105,18 @@ class Monitor:
         self._request: Job | None = None  # the tick that the store thread is at
         self._waited_s = 0.0  # how long it has been at it
         self._said = 0.0  # when this rank last said that it failed
+        self._busy = False  # whether this process may give no sign of life for long
 
     # What groups call.
+
+    def busy(self, begins: bool) -> None:
+        """Say that this process compiles, and may keep its threads from any sign, or does no more.
+
+        Until then its silence means nothing to others, which wait for it up to `timeout_s`.
+        """
+        self._busy = begins
+        if self._states:
+            self.bounded(self._write_heartbeat, None)
 
     def join(self, state: GroupState) -> heartbeat.BoundedStore:
         """Watch the ranks of groups that are about to be made; returns the store of their messages.
@@ -262,7 +272,7 @@ class Monitor:
         key, name = heartbeat.heartbeat_of(self._rank), self._own.name
         if not self._since:
             self._since, _ = heartbeat.register(store, key, name)
-        self._count = self._count + 1 if self._states else 0
+        self._count = self._count + 1 if self._states and not self._busy else 0
         self._last = heartbeat.claim(store, key, self._since, f"{self._count} {name}", self._last)
         self._last_s = time.monotonic()
 

@@ -203,6 +203,8 @@ class Hooks:
     limit_s: Callable[[float | None, int], float] = lambda given, ranks: given or 60.0
     # Compare states between ranks, for a call: at which step they are, and with which options.
     compare: Callable[[str, Any, Sequence[Any]], None] = lambda verb, state, homes: None
+    # Called with True before this process may give no sign of life for long, and with False after.
+    busy: Callable[[bool], None] = lambda begins: None
 
 
 hooks = Hooks()  # of this process

@@ -1,6 +1,7 @@
 """torch.compile: regions with deferred parameters are as eager blocks: to the bit in aot_eager."""
 
 import copy
+import ctypes
 import re
 import warnings
 from typing import Any
@@ -379,3 +380,28 @@ def others():
 
 def test_ranks_with_other_regions_are_named(ranks):
     ranks(2).run(quiet, others)
+
+
+# A compiler that lets no other thread run.
+
+
+def starving(graph, inputs):
+    """A backend that holds the interpreter for longer than ranks wait for a sign of life."""
+    ctypes.PyDLL(None).usleep(2_500_000)
+    return graph.forward
+
+
+def compiled_for_long():
+    groups = mf.make_groups(2, heartbeat_s=1.0)
+    if groups.rank:  # the other one waits for this one
+        model = mf.compile_blocks(Model(), "blocks.0", backend=starving)
+    else:
+        model = mf.compile_blocks(Model(), "blocks.0", backend="eager")
+    trainer = mf.Trainer(model, mf.optim.sgd(0.1), groups, loss=square, live_bytes=0)
+    for step in range(2):
+        trainer.step(random(step, 4, WIDTH))
+    groups.close()
+
+
+def test_a_rank_that_compiles_for_long_is_not_dead(ranks):
+    ranks(2).run(quiet, compiled_for_long)
