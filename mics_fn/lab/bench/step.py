@@ -35,18 +35,28 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mics_fn as mf
 from mics_fn.errors import PlanError
 from mics_fn.groups import Topology, placement, read_launch, valid_partition_sizes
-from mics_fn.lab.bench import turns
+from mics_fn.lab.bench import mesh, turns
 from mics_fn.lab.bench.turns import BenchPeer, BenchTurns, Laps
-from mics_fn.lab.models import Batch, GPTConfig, TrainingTask, join, load_text, loss_of, num_params
+from mics_fn.lab.models import (
+    GPT,
+    Batch,
+    GPTConfig,
+    TrainingTask,
+    join,
+    load_text,
+    loss_of,
+    num_params,
+)
 from mics_fn.lab.ranks import launch
 from mics_fn.lab.report import buckets_of, bytes_or_dash, table, wire_bytes
+from mics_fn.optim.guard import TOTALS
 from mics_fn.shards import Precision
 
 TEXT_BYTES = 500_000
@@ -72,6 +82,7 @@ class StepConfig(TrainingTask):
         rate: of the links between nodes; "" leaves them as they are.
         overlap: measure also what is hidden behind hop 2.
         rss: measure memory instead, each peer in processes of its own.
+        mesh: how the model is cut over pairs of ranks, of `mesh.KINDS`; "" for not at all.
         live_buckets: for bytes, the budget for gathered parameters in units of the largest one, as
             peers have it; None keeps all.
     """
@@ -86,7 +97,24 @@ class StepConfig(TrainingTask):
     rate: str = ""
     overlap: bool = False
     rss: bool = False
+    mesh: str = ""
     live_buckets: int | None = None
+
+    @property
+    def parts(self) -> int:
+        """Number of ranks that hold a model together, and have the same batches."""
+        return mesh.PARTS if self.mesh else 1
+
+    def make_model(self, device: Any = "cpu") -> GPT:
+        """Make the initial model of every peer, cut as `mesh` says."""
+        model = super().make_model(device)
+        if not self.mesh:
+            return model
+        return mesh.parallelized(model, self.device_mesh(torch.device(device))["tp"], self.mesh)
+
+    def device_mesh(self, device: torch.device) -> DeviceMesh:
+        """Return the mesh (replicate, shard, tp) of all ranks."""
+        return mesh.mesh_of(device.type, self.partition_sizes[0])
 
 
 class Stage(NamedTuple):
@@ -96,12 +124,14 @@ class Stage(NamedTuple):
     device: torch.device
     batches: list[list[Batch]]  # by step and micro-step, the same for every peer
     closing: contextlib.ExitStack  # closes what peers leave open
+    groups: list[mf.Groups]  # of the peers that are ours
     precision: Precision = Precision()  # of the next peer
 
 
 def make_batches(config: StepConfig, device: torch.device, steps: int) -> list[list[Batch]]:
     """Make the batches of this rank, by step and micro-step."""
-    text, rank, micros = load_text(TEXT_BYTES), dist.get_rank(), range(config.accumulate)
+    text, micros = load_text(TEXT_BYTES), range(config.accumulate)
+    rank = dist.get_rank() // config.parts
     return [
         [join([config.batch(text, step, micro, rank)], device) for micro in micros]
         for step in range(steps)
@@ -123,16 +153,25 @@ def _trainer(
     """
     config = stage.config
     p = dist.get_world_size() if wide else config.partition_sizes[0]
-    groups = mf.make_groups(p, node_size=config.node_size, device=stage.device)
+    how: dict[str, Any] = {"node_size": config.node_size * config.parts, "device": stage.device}
+    if config.mesh:
+        how |= {"mesh": config.device_mesh(stage.device), "model": "tp"}
+    groups = mf.make_groups(p, **how)
     groups = stage.closing.enter_context(placement.place(groups, place) if place else groups)
-    how: dict[str, Any] = {"where": f"states=disk:{config.folder}"} if more == "on disk" else {}
+    stage.groups.append(groups)
+    how = {"where": f"states=disk:{config.folder}"} if more == "on disk" else {}
     if more == "overlapped":
         how = {"overlap_step": True, "guard": mf.optim.Guard(on_nonfinite="ignore")}
     trainer = make_trainer(config, groups, live, stage.precision, **how)
     batches = [join(micros) for micros in stage.batches]
     kind = place or {None: "keep", 0: "least", 2: "two buckets"}[live]
     name = f"Trainer p={p}, {kind}{more and f', {more}'}"
-    return BenchPeer(name, lambda step: trainer.step(batches[step]).loss)
+
+    def step(number: int) -> Tensor:
+        groups.traffic.clear()
+        return trainer.step(batches[number]).loss
+
+    return BenchPeer(name, step)
 
 
 def make_trainer(
@@ -140,6 +179,8 @@ def make_trainer(
 ) -> mf.Trainer:
     """Make a trainer of the GPT with a budget of `live` buckets; None keeps all."""
     model = config.make_model(groups.device)
+    if config.mesh:
+        options["guard"] = mf.optim.Guard(max_norm=mesh.MAX_NORM)
     # A parameter that is larger than a bucket has a bucket of its own.
     largest = max(parameter.numel() for parameter in model.parameters())
     largest *= precision.formats("", torch.float32).compute.itemsize
@@ -180,8 +221,11 @@ def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> BenchPeer:
     model = config.make_model(stage.device).to(formats.dtype)
     sizes = (n,) if full or n == 1 else (n // p, p)
     names = ("replicate", "shard")[-len(sizes) :]
-    mesh = init_device_mesh(stage.device.type, sizes, mesh_dim_names=names)
-    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": not keep}
+    if config.mesh:
+        over = config.device_mesh(stage.device)["shard" if p == n // config.parts else names]
+    else:
+        over = init_device_mesh(stage.device.type, sizes, mesh_dim_names=names)
+    options: dict[str, Any] = {"mesh": over, "reshard_after_forward": not keep}
     options["mp_policy"] = MixedPrecisionPolicy(formats.compute, formats.reduce)
     for block in model.blocks:
         fully_shard(block, **options)
@@ -212,6 +256,8 @@ def _torch_loop(
             loss = loss_of(model, batch)
             (loss / config.accumulate if last else loss).backward()
             losses.append(loss.detach())
+        if config.mesh:
+            mesh.clip(model.parameters())
         optimizer.step()
         # At the end, so that no gradients stay in memory between steps, as for every peer.
         optimizer.zero_grad(set_to_none=True)
@@ -228,18 +274,19 @@ class PeerKind(NamedTuple):
     alone: bool = True  # in a world of one
     together: bool = True
     mixed: bool = True  # takes a precision
+    cut: bool = False  # takes `--mesh`
 
 
 PEERS = {
-    "keep": PeerKind(partial(_trainer, live=None), ours=True),
-    "zero3": PeerKind(partial(_trainer, live=2), ours=True),
-    "least": PeerKind(partial(_trainer, live=0), ours=True),
+    "keep": PeerKind(partial(_trainer, live=None), ours=True, cut=True),
+    "zero3": PeerKind(partial(_trainer, live=2), ours=True, cut=True),
+    "least": PeerKind(partial(_trainer, live=0), ours=True, cut=True),
     "wide-zero3": PeerKind(partial(_trainer, wide=True, live=2), ours=True, alone=False),
     "hpz": PeerKind(partial(_trainer, wide=True, live=2, place="hpz"), ours=True, alone=False),
     "overlap": PeerKind(partial(_trainer, live=None, more="overlapped"), ours=True, alone=False),
     "disk": PeerKind(partial(_trainer, live=None, more="on disk"), ours=True),
-    "fsdp2": PeerKind(partial(_fsdp2, full=False, keep=False)),
-    "fsdp2-keep": PeerKind(partial(_fsdp2, full=False, keep=True)),
+    "fsdp2": PeerKind(partial(_fsdp2, full=False, keep=False), cut=True),
+    "fsdp2-keep": PeerKind(partial(_fsdp2, full=False, keep=True), cut=True),
     "fsdp2-full": PeerKind(partial(_fsdp2, full=True, keep=False), alone=False),
     "ddp": PeerKind(_ddp, mixed=False),
     "plain": PeerKind(_plain, together=False, mixed=False),
@@ -273,6 +320,9 @@ def check_peers(config: StepConfig, world_size: int) -> None:
     if not fit:
         what = f"--peers {' '.join(config.peers)}: none is measured with {world_size} ranks"
         raise PlanError(what, fix=f"choose from {' '.join(fitting(PEERS, world_size))}")
+    others = [name for name in fit if config.mesh and not PEERS[name].cut]
+    if others:
+        raise PlanError(f"--mesh: {others[0]} takes no model in parts", fix="leave that peer out")
     others = [name for name in fit if not PEERS[name].ours]
     if config.overlap and others:
         raise PlanError(f"--overlap: {others[0]} has no timeline", fix="leave that peer out")
@@ -308,6 +358,9 @@ seconds per step: of the slowest rank. x/it: the time of x divided by that of th
 round. processor: seconds of the processor in a step, the mean over ranks. gap: the largest relative
 difference from the loss of {first} at any of these steps."""
 _OVER_FIRST = "\nover {first}: the time of a peer divided by its own in that precision."
+_TOTALS = """
+For its loss and the norm of all parts a rank sends {} messages in a step, of {} bytes together; one
+of them is over the parts."""
 _HIDDEN = """
 optimizer, exposed: seconds of a step in which leaves are updated, and those of them in which no hop
 2 was certainly under way; means over ranks. hidden: the share of the optimizer not exposed."""
@@ -324,7 +377,7 @@ def measure_step(config: StepConfig) -> dict[str, Any]:
     turns.say(f"world {dist.get_world_size()}: {', '.join(names)} take turns ...")
     with contextlib.ExitStack() as closing:
         batches = make_batches(config, device, config.turns.all_steps)
-        stage = Stage(config, device, batches, closing)
+        stage = Stage(config, device, batches, closing, [])
         peers = [_watched(build(stage, name), config.overlap) for name in names]
         if config.rate:
             dist.barrier()
@@ -335,7 +388,10 @@ def measure_step(config: StepConfig) -> dict[str, Any]:
     if not turns.is_first():
         return {}
     merged = [_merge([Laps(*lap) for lap in found]) for found in zip(*every, strict=True)]
-    return _compare(config, dict(zip(names, merged, strict=True)))
+    found = _compare(config, dict(zip(names, merged, strict=True)))
+    if config.mesh and stage.groups:
+        found["totals"] = stage.groups[0].traffic.snapshot()[TOTALS]
+    return found
 
 
 def _merge(laps: Sequence[Laps]) -> Laps:
@@ -434,8 +490,11 @@ def render_step(figures: dict[str, Any], config: StepConfig) -> str:
         row += [turns.between(peer[x], ".2f" if x == "hidden" else ".4f") for x in hidden]
         rows.append([*row, f"{peer['processor']['median']:.4f}", f"{peer['largest_loss_gap']:.1e}"])
     links = f", links {config.rate}" if config.rate else ""
-    title = f"{_world(figures, config)}{links}: {config.turns}"
+    cut = f", cut over {config.parts} ({config.mesh})" if config.mesh else ""
+    title = f"{_world(figures, config)}{cut}{links}: {config.turns}"
     legend = LEGEND.format(first=figures["first"]) + _HIDDEN * config.overlap
+    if "totals" in figures:
+        legend += _TOTALS.format(*figures["totals"])
     legend += "".join(_OVER_FIRST.format(first=text) for text in several)
     return f"{table(title, rows)}\n\n{legend}"
 
@@ -486,7 +545,7 @@ def _take_steps(
 ) -> dict[str, Any]:
     """Build the peer and take its steps; return the peaks of memory, made and in steps."""
     with contextlib.ExitStack() as closing:
-        stage = Stage(config, device, make_batches(config, device, warmup + steps), closing)
+        stage = Stage(config, device, make_batches(config, device, warmup + steps), closing, [])
         peer = build(stage, name)
         made = turns.peak_bytes(device)
         for number in range(warmup):
