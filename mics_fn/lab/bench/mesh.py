@@ -74,7 +74,7 @@ def parallelized(model: GPT, mesh: DeviceMesh, kind: str) -> GPT:
     return model
 
 
-def clip(params: Iterable[nn.Parameter]) -> None:
+def clip(params: Iterable[nn.Parameter], max_norm: float = MAX_NORM) -> None:
     """Limit the norm of gradients, as `clip_grad_norm_`, which takes those of one mesh alone."""
     by_mesh: dict[Any, list[nn.Parameter]] = {}
     for param in params:
@@ -82,4 +82,4 @@ def clip(params: Iterable[nn.Parameter]) -> None:
     norms = [nn.utils.get_total_norm([p.grad for p in own]) for own in by_mesh.values()]  # pyright: ignore
     norm = torch.stack([x.full_tensor() for x in norms]).norm()  # pyright: ignore
     for own in by_mesh.values():
-        nn.utils.clip_grads_with_norm_(own, MAX_NORM, norm)
+        nn.utils.clip_grads_with_norm_(own, max_norm, norm)

@@ -56,7 +56,7 @@ from mics_fn.lab.models import (
 )
 from mics_fn.lab.ranks import launch
 from mics_fn.lab.report import buckets_of, bytes_or_dash, table, wire_bytes
-from mics_fn.optim.guard import TOTALS
+from mics_fn.optim import TOTALS
 from mics_fn.shards import Precision
 
 TEXT_BYTES = 500_000
