@@ -6,6 +6,7 @@ The twins are FSDP2 on the same modules, and one process that has all of the mod
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 from torch.func import functional_call, grad
@@ -31,6 +33,7 @@ from mics_fn.lab.models import GPT, GPTConfig, loss_of
 
 F64 = torch.float64
 CONFIG = GPTConfig(vocab_size=32, context=8, dim=16, num_heads=4, num_blocks=1)
+CUTS = ("tp", "sp")
 TP, SAMPLES, MAX_NORM, RATE = 2, 4, 0.1, 0.1
 # An element of a gradient is a sum of at most so many products (samples, positions, width of the
 # MLP), which are of the size of the largest element, and each order of them rounds in another way.
@@ -53,14 +56,22 @@ def make_gpt() -> GPT:
 
 
 def cut_gpt(mesh: Any, kind: str) -> Any:
-    return bench.parallelized(make_gpt(), mesh["tp"], kind)
+    if kind == "tp":
+        return bench.parallelized(make_gpt(), mesh["tp"])
+    return along_sequences(make_gpt(), mesh["tp"])
 
 
-def whole_gpt() -> Any:
-    """The same model with all of it in one process."""
-    model: Any = make_gpt()
+def along_sequences(model: Any, mesh: Any) -> Any:
+    """Cut positions, too: norms and embeddings are whole, and see a half of them."""
+    whole, cut, norm = Replicate(), Shard(1), SequenceParallel()
+    rows = partial(RowwiseParallel, input_layouts=whole)
+    head = ColwiseParallel(input_layouts=cut, output_layouts=whole)
+    plan: Any = {"tokens": rows(output_layouts=cut), "positions": rows(output_layouts=Shard(0))}
+    parallelize_module(model, mesh, plan | {"norm": norm, "head": head})
+    up, down = ColwiseParallel(input_layouts=cut), RowwiseParallel(output_layouts=cut)
+    plan = {"attention.qkv": up, "attention.out": down, "mlp.0": up, "mlp.2": down}
     for block in model.blocks:
-        block.attention.__class__ = bench.AttentionByHead
+        parallelize_module(block, mesh, plan | {"norm1": norm, "norm2": norm})
     return model
 
 
@@ -170,7 +181,7 @@ def as_fsdp2(kind: str, live: int | None, accumulate: int) -> None:
             assert sent == want
 
 
-CASES = [(kind, live, s) for kind in bench.KINDS for live in (0, None) for s in (1, 2)]
+CASES = [(kind, live, s) for kind in CUTS for live in (0, None) for s in (1, 2)]
 
 
 @pytest.mark.parametrize(("kind", "live", "accumulate"), CASES)
@@ -183,7 +194,7 @@ def test_gradients_and_steps_are_those_of_fsdp2(ranks, kind, live, accumulate):
 
 
 def as_one_process(p: int, kind: str) -> None:
-    mesh, plain = mesh_of(), whole_gpt()
+    mesh, plain = mesh_of(), make_gpt()
     model, optimizer = cut_gpt(mesh, kind), torch.optim.SGD(plain.parameters(), RATE)
     with groups_of(mesh, p) as groups:
         trainer = mf.Trainer(
@@ -203,14 +214,14 @@ def as_one_process(p: int, kind: str) -> None:
         close(trainer.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("kind", bench.KINDS)
+@pytest.mark.parametrize("kind", CUTS)
 @pytest.mark.parametrize("p", [1, 2])
 @pytest.mark.short("1-tp")
 def test_steps_are_those_of_one_process(ranks, p, kind):
     ranks(4).run(as_one_process, p, kind)
 
 
-@pytest.mark.parametrize("kind", bench.KINDS)
+@pytest.mark.parametrize("kind", CUTS)
 @pytest.mark.parametrize("p", [2, 4])
 @pytest.mark.thorough
 def test_steps_of_eight_ranks_are_those_of_one_process(ranks, p, kind):

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,19 +44,9 @@ from mics_fn.errors import PlanError
 from mics_fn.groups import Topology, placement, read_launch, valid_partition_sizes
 from mics_fn.lab.bench import mesh, turns
 from mics_fn.lab.bench.turns import BenchPeer, BenchTurns, Laps
-from mics_fn.lab.models import (
-    GPT,
-    Batch,
-    GPTConfig,
-    TrainingTask,
-    join,
-    load_text,
-    loss_of,
-    num_params,
-)
+from mics_fn.lab.models import Batch, GPTConfig, TrainingTask, join, load_text, loss_of, num_params
 from mics_fn.lab.ranks import launch
 from mics_fn.lab.report import buckets_of, bytes_or_dash, table, wire_bytes
-from mics_fn.optim import TOTALS
 from mics_fn.shards import Precision
 
 TEXT_BYTES = 500_000
@@ -82,7 +72,7 @@ class StepConfig(TrainingTask):
         rate: of the links between nodes; "" leaves them as they are.
         overlap: measure also what is hidden behind hop 2.
         rss: measure memory instead, each peer in processes of its own.
-        mesh: how the model is cut over pairs of ranks, of `mesh.KINDS`; "" for not at all.
+        parts: number of ranks over which a model is cut, and which have the same batches.
         live_buckets: for bytes, the budget for gathered parameters in units of the largest one, as
             peers have it; None keeps all.
     """
@@ -97,24 +87,18 @@ class StepConfig(TrainingTask):
     rate: str = ""
     overlap: bool = False
     rss: bool = False
-    mesh: str = ""
+    parts: int = 1
     live_buckets: int | None = None
 
-    @property
-    def parts(self) -> int:
-        """Number of ranks that hold a model together, and have the same batches."""
-        return mesh.PARTS if self.mesh else 1
+    def make_model(self, device: Any = "cpu") -> Any:
+        """Make the initial model of every peer, cut over `parts`."""
+        model, over = super().make_model(device), self.device_mesh(device)
+        return model if over is None else mesh.parallelized(model, over["tp"])
 
-    def make_model(self, device: Any = "cpu") -> GPT:
-        """Make the initial model of every peer, cut as `mesh` says."""
-        model = super().make_model(device)
-        if not self.mesh:
-            return model
-        return mesh.parallelized(model, self.device_mesh(torch.device(device))["tp"], self.mesh)
-
-    def device_mesh(self, device: torch.device) -> DeviceMesh:
-        """Return the mesh (replicate, shard, tp) of all ranks."""
-        return mesh.mesh_of(device.type, self.partition_sizes[0])
+    def device_mesh(self, device: Any) -> Any:
+        """Return the mesh (replicate, shard, tp) of all ranks; None if no model is cut."""
+        p = self.partition_sizes[0]
+        return None if self.parts == 1 else mesh.mesh_of(torch.device(device).type, p)
 
 
 class Stage(NamedTuple):
@@ -124,7 +108,6 @@ class Stage(NamedTuple):
     device: torch.device
     batches: list[list[Batch]]  # by step and micro-step, the same for every peer
     closing: contextlib.ExitStack  # closes what peers leave open
-    groups: list[mf.Groups]  # of the peers that are ours
     precision: Precision = Precision()  # of the next peer
 
 
@@ -154,11 +137,10 @@ def _trainer(
     config = stage.config
     p = dist.get_world_size() if wide else config.partition_sizes[0]
     how: dict[str, Any] = {"node_size": config.node_size * config.parts, "device": stage.device}
-    if config.mesh:
+    if config.parts > 1:
         how |= {"mesh": config.device_mesh(stage.device), "model": "tp"}
     groups = mf.make_groups(p, **how)
     groups = stage.closing.enter_context(placement.place(groups, place) if place else groups)
-    stage.groups.append(groups)
     how = {"where": f"states=disk:{config.folder}"} if more == "on disk" else {}
     if more == "overlapped":
         how = {"overlap_step": True, "guard": mf.optim.Guard(on_nonfinite="ignore")}
@@ -166,12 +148,7 @@ def _trainer(
     batches = [join(micros) for micros in stage.batches]
     kind = place or {None: "keep", 0: "least", 2: "two buckets"}[live]
     name = f"Trainer p={p}, {kind}{more and f', {more}'}"
-
-    def step(number: int) -> Tensor:
-        groups.traffic.clear()
-        return trainer.step(batches[number]).loss
-
-    return BenchPeer(name, step)
+    return BenchPeer(name, lambda step: trainer.step(batches[step]).loss)
 
 
 def make_trainer(
@@ -179,7 +156,7 @@ def make_trainer(
 ) -> mf.Trainer:
     """Make a trainer of the GPT with a budget of `live` buckets; None keeps all."""
     model = config.make_model(groups.device)
-    if config.mesh:
+    if config.parts > 1:
         options["guard"] = mf.optim.Guard(max_norm=mesh.MAX_NORM)
     # A parameter that is larger than a bucket has a bucket of its own.
     largest = max(parameter.numel() for parameter in model.parameters())
@@ -221,10 +198,11 @@ def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> BenchPeer:
     model = config.make_model(stage.device).to(formats.dtype)
     sizes = (n,) if full or n == 1 else (n // p, p)
     names = ("replicate", "shard")[-len(sizes) :]
-    if config.mesh:
-        over = config.device_mesh(stage.device)["shard" if p == n // config.parts else names]
-    else:
+    over = config.device_mesh(stage.device)
+    if over is None:
         over = init_device_mesh(stage.device.type, sizes, mesh_dim_names=names)
+    else:  # one replica has no dimension of replicas, as without parts
+        over = over["shard" if over["replicate"].size() == 1 else names]
     options: dict[str, Any] = {"mesh": over, "reshard_after_forward": not keep}
     options["mp_policy"] = MixedPrecisionPolicy(formats.compute, formats.reduce)
     for block in model.blocks:
@@ -256,7 +234,7 @@ def _torch_loop(
             loss = loss_of(model, batch)
             (loss / config.accumulate if last else loss).backward()
             losses.append(loss.detach())
-        if config.mesh:
+        if config.parts > 1:
             mesh.clip(model.parameters())
         optimizer.step()
         # At the end, so that no gradients stay in memory between steps, as for every peer.
@@ -274,7 +252,7 @@ class PeerKind(NamedTuple):
     alone: bool = True  # in a world of one
     together: bool = True
     mixed: bool = True  # takes a precision
-    cut: bool = False  # takes `--mesh`
+    cut: bool = False  # takes a model in parts
 
 
 PEERS = {
@@ -320,9 +298,10 @@ def check_peers(config: StepConfig, world_size: int) -> None:
     if not fit:
         what = f"--peers {' '.join(config.peers)}: none is measured with {world_size} ranks"
         raise PlanError(what, fix=f"choose from {' '.join(fitting(PEERS, world_size))}")
-    others = [name for name in fit if config.mesh and not PEERS[name].cut]
-    if others:
-        raise PlanError(f"--mesh: {others[0]} takes no model in parts", fix="leave that peer out")
+    others = [name for name in fit if config.parts > 1 and not PEERS[name].cut]
+    if others or world_size % config.parts:
+        what = f"--mesh: {[*others, f'a world of {world_size}'][0]} takes no model in parts"
+        raise PlanError(what, fix="leave that peer out, and launch pairs of ranks")
     others = [name for name in fit if not PEERS[name].ours]
     if config.overlap and others:
         raise PlanError(f"--overlap: {others[0]} has no timeline", fix="leave that peer out")
@@ -358,9 +337,6 @@ seconds per step: of the slowest rank. x/it: the time of x divided by that of th
 round. processor: seconds of the processor in a step, the mean over ranks. gap: the largest relative
 difference from the loss of {first} at any of these steps."""
 _OVER_FIRST = "\nover {first}: the time of a peer divided by its own in that precision."
-_TOTALS = """
-For its loss and the norm of all parts a rank sends {} messages in a step, of {} bytes together; one
-of them is over the parts."""
 _HIDDEN = """
 optimizer, exposed: seconds of a step in which leaves are updated, and those of them in which no hop
 2 was certainly under way; means over ranks. hidden: the share of the optimizer not exposed."""
@@ -377,7 +353,7 @@ def measure_step(config: StepConfig) -> dict[str, Any]:
     turns.say(f"world {dist.get_world_size()}: {', '.join(names)} take turns ...")
     with contextlib.ExitStack() as closing:
         batches = make_batches(config, device, config.turns.all_steps)
-        stage = Stage(config, device, batches, closing, [])
+        stage = Stage(config, device, batches, closing)
         peers = [_watched(build(stage, name), config.overlap) for name in names]
         if config.rate:
             dist.barrier()
@@ -388,10 +364,7 @@ def measure_step(config: StepConfig) -> dict[str, Any]:
     if not turns.is_first():
         return {}
     merged = [_merge([Laps(*lap) for lap in found]) for found in zip(*every, strict=True)]
-    found = _compare(config, dict(zip(names, merged, strict=True)))
-    if config.mesh and stage.groups:
-        found["totals"] = stage.groups[0].traffic.snapshot()[TOTALS]
-    return found
+    return _compare(config, dict(zip(names, merged, strict=True)))
 
 
 def _merge(laps: Sequence[Laps]) -> Laps:
@@ -490,11 +463,9 @@ def render_step(figures: dict[str, Any], config: StepConfig) -> str:
         row += [turns.between(peer[x], ".2f" if x == "hidden" else ".4f") for x in hidden]
         rows.append([*row, f"{peer['processor']['median']:.4f}", f"{peer['largest_loss_gap']:.1e}"])
     links = f", links {config.rate}" if config.rate else ""
-    cut = f", cut over {config.parts} ({config.mesh})" if config.mesh else ""
-    title = f"{_world(figures, config)}{cut}{links}: {config.turns}"
+    links = f", cut over {config.parts}{links}" if config.parts > 1 else links
+    title = f"{_world(figures, config)}{links}: {config.turns}"
     legend = LEGEND.format(first=figures["first"]) + _HIDDEN * config.overlap
-    if "totals" in figures:
-        legend += _TOTALS.format(*figures["totals"])
     legend += "".join(_OVER_FIRST.format(first=text) for text in several)
     return f"{table(title, rows)}\n\n{legend}"
 
@@ -545,7 +516,7 @@ def _take_steps(
 ) -> dict[str, Any]:
     """Build the peer and take its steps; return the peaks of memory, made and in steps."""
     with contextlib.ExitStack() as closing:
-        stage = Stage(config, device, make_batches(config, device, warmup + steps), closing, [])
+        stage = Stage(config, device, make_batches(config, device, warmup + steps), closing)
         peer = build(stage, name)
         made = turns.peak_bytes(device)
         for number in range(warmup):
