@@ -84,6 +84,8 @@ def _add_step_flags(parser: argparse.ArgumentParser) -> None:
     _add_folder(parser)
     text = f"cut the model over {mesh.PARTS} ranks, and limit the norm of its gradients"
     parser.add_argument("--mesh", action="store_true", help=text)
+    text = "measure each peer with its blocks compiled, too"
+    parser.add_argument("--compile", action="store_true", help=text)
     instead = parser.add_mutually_exclusive_group()
     text = "measure memory instead of time, with each peer in new processes"
     instead.add_argument("--rss", action="store_true", help=text)
@@ -151,6 +153,7 @@ def _step(args: argparse.Namespace, ranks: int) -> Measured:
     rate, args.steps = _read_rate(args.rates, args.steps)
     peers = tuple(dict.fromkeys(args.peers)) or (OVERLAP_PEERS if args.overlap else DEFAULT_PEERS)
     how: dict[str, Any] = {"peers": peers, "rate": rate, "overlap": args.overlap, "rss": args.rss}
+    how["compiled"] = args.compile
     how["parts"] = parts = mesh.PARTS if args.mesh else 1
     how |= _of_ranks(args, args.rounds, ranks // parts, [args.partition_size])
     config = StepConfig(folder=args.folder, **how)

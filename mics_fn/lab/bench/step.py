@@ -73,6 +73,7 @@ class StepConfig(TrainingTask):
         overlap: measure also what is hidden behind hop 2.
         rss: measure memory instead, each peer in processes of its own.
         parts: number of ranks over which a model is cut, and which have the same batches.
+        compiled: measure each peer with compiled blocks as well.
         live_buckets: for bytes, the budget for gathered parameters in units of the largest one, as
             peers have it; None keeps all.
     """
@@ -88,11 +89,14 @@ class StepConfig(TrainingTask):
     overlap: bool = False
     rss: bool = False
     parts: int = 1
+    compiled: bool = False
     live_buckets: int | None = None
 
     def make_model(self, device: Any = "cpu") -> Any:
-        """Make the initial model of every peer, cut over `parts`."""
+        """Make the initial model of every peer, cut over `parts`, with its blocks `compiled`."""
         model, over = super().make_model(device), self.device_mesh(device)
+        for block in model.blocks if self.compiled else ():
+            block.compile(dynamic=False)
         return model if over is None else mesh.parallelized(model, over["tp"])
 
     def device_mesh(self, device: Any) -> Any:
@@ -271,6 +275,9 @@ PEERS = {
 }
 
 
+_COMPILED = "+compile"
+
+
 def fitting(peers: Iterable[str], world_size: int) -> list[str]:
     """Select the peers that make sense in a world of this size."""
     found = [(name, PEERS[name]) for name in peers]
@@ -279,9 +286,9 @@ def fitting(peers: Iterable[str], world_size: int) -> list[str]:
 
 def labels(config: StepConfig, world_size: int) -> list[str]:
     """Label the peers that fit: by name, or once in each precision, such as "keep@bf16"."""
-    found = []
-    for name in fitting(config.peers, world_size):
-        every = config.precisions if PEERS[name].mixed else ()
+    found, plain = [], fitting(config.peers, world_size)
+    for name in [*plain, *(f"{name}{_COMPILED}" for name in plain if config.compiled)]:
+        every = config.precisions if PEERS[name.removesuffix(_COMPILED)].mixed else ()
         found += [f"{name}@{text}" for text in every] or [name]
     return found
 
@@ -289,7 +296,9 @@ def labels(config: StepConfig, world_size: int) -> list[str]:
 def build(stage: Stage, label: str) -> BenchPeer:
     """Build the peer with a label of `labels`."""
     name, _, text = label.partition("@")
-    return PEERS[name].build(stage._replace(precision=Precision.parse(text)))
+    config = replace(stage.config, compiled=name.endswith(_COMPILED))
+    given = stage._replace(config=config, precision=Precision.parse(text))
+    return PEERS[name.removesuffix(_COMPILED)].build(given)
 
 
 def check_peers(config: StepConfig, world_size: int) -> None:
@@ -425,7 +434,9 @@ def _compare(config: StepConfig, laps: dict[str, Laps]) -> dict[str, Any]:
     """Compute the figures of one comparison from the laps by peer."""
     parts = {label: label.partition("@") for label in laps}
     losses = {label: [result[0] for result in lap.results] for label, lap in laps.items()}
-    mine = [label for label, (name, _, _) in parts.items() if PEERS[name].ours]
+    mine = [
+        label for label, (name, _, _) in parts.items() if PEERS[name.removesuffix(_COMPILED)].ours
+    ]
     first, ours = (mine or [*laps])[0], list(dict.fromkeys(parts[label][0] for label in mine))
     peers = []
     for label, lap in laps.items():
