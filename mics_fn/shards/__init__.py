@@ -141,6 +141,7 @@ from mics_fn.shards.verbs import (
     LayoutOptions,
     check_tensor,
     gather,
+    join_parts,
     layout_of,
     map,
     place_chunk,

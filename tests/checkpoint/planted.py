@@ -56,7 +56,7 @@ PLANTED = [
      'facts = {name: f"{x!r}" for name, x in self.values.items()}',
      "facts = {name: name for name in self.values}", "checkpoint/test_one_end.py -k torn"),
     ("states of which each was saved before on all ranks are saved as one", _C,
-     'if exchange.differing("state"):', "if contents is None:",
+     'said, ranks = exchange.differing("state"),', "said, ranks = {},",
      "checkpoint/test_one_end.py -k compared_again"),
     ("an export does not fill a file up to its limit", "checkpoint/exported.py",
      "if files[-1] and leaf.nbytes > room:", "if files[-1] and leaf.nbytes >= room:",
