@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import mics_fn as mf
 from mics_fn import checkpoint, optim, tree
 from mics_fn.checkpoint import save_dcp, save_pretrained
-from mics_fn.errors import FileError, GroupsError, PlanError
+from mics_fn.errors import FileError, GroupsError, LeafError, PlanError
 from mics_fn.optim.flat import by_leaf
 
 CUT = "*up*: 0; *down: 1; *deep: 2"
@@ -410,3 +410,53 @@ def test_a_trainer_of_dtensors_goes_on_to_the_bit(ranks, tmp_path: Path) -> None
     for (losses, full), (before, _), (after, got) in zip(want, first, second, strict=True):
         assert (before[:2], after) == (losses[:2], losses[2:])
         same_bits(got, full)
+
+
+class Whole(torch.nn.Module):
+    """A module with these leaves, which one process would have; `tied` is `up.w`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(6, 8)
+        self.down = torch.nn.Parameter(torch.randn(5, 8))
+        self.deep = torch.nn.Parameter(torch.randn(3, 2, 4, 3), requires_grad=False)
+        self.norm = torch.nn.Parameter(torch.randn(6))
+        self.up_tied = self.up.weight
+
+
+def read_in(layout: Parts, folder: str) -> None:
+    groups = groups_in(layout)
+    full = {**whole(4), "count": torch.tensor([3])}
+    for path in (full, f"{folder}/a.safetensors", f"{folder}/dcp"):
+        got = mf.load_shards(path, groups, bucket_bytes=300)
+        want = mf.shard({**part_of(full, groups), "count": full["count"]}, groups, bucket_bytes=300)
+        pairs = zip(*(tree.flatten(x, mf.shards.is_leaf)[0] for x in (got, want)), strict=True)
+        assert all(a.bucket is b.bucket and torch.equal(a.data, b.data) for a, b in pairs)
+    _, made = mf.init_model(Whole, groups, seed=5)
+    torch.manual_seed(5)
+    model = Whole()
+    same_bits(
+        mf.unshard(made, groups, model=True), dict(model.named_parameters(remove_duplicate=False))
+    )
+    assert isinstance(made["deep"], mf.shards.Fixed)
+    assert isinstance(made["up_tied"], mf.shards.Tied)
+    assert (made["down"].shape == (5, 8)) is (groups.model is None)
+    if groups.model is not None:
+        mesh = init_device_mesh("cpu", (4 // layout.parts, layout.parts), mesh_dim_names=("d", "t"))
+        like = module_of(mesh["t"])
+        wanted = {k: random(3, *x.shape) for k, x in like.named_parameters()}
+        found = mf.load_shards(wanted, groups, like=like)
+        same_bits(mf.unshard(found, groups, model=True), wanted)
+        assert found["2.weight"].shape == (4, 8 // layout.parts)
+        with pytest.raises(LeafError, match=r"params.up.b of \(7,\) is cut unevenly along dim 0"):
+            mf.load_shards({**full, "up.b": torch.ones(7)}, groups)
+
+
+@pytest.mark.parametrize("layout", [SOURCE, Parts(4, 1), Parts(1, 2)])
+@pytest.mark.short("layout0")
+def test_full_leaves_are_read_into_parts(ranks, tmp_path: Path, layout: Parts) -> None:
+    full = {**whole(4), "count": torch.tensor([3])}
+    safetensors.torch.save_file(full, tmp_path / "a.safetensors")
+    one = mf.make_groups(1)
+    save_dcp(tmp_path / "dcp", {**mf.shard(full, one)}, one)
+    ranks(4).run(read_in, layout, f"{tmp_path}")
