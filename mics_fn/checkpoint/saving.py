@@ -388,7 +388,7 @@ def agree_on(
         raise
     if _place(home) and not exchange.differing("extra"):
         text, extras = "", {}
-    # Any rank may be the first one later.
+    # Any rank may be the first one later, in groups that follow these.
     new, folder.epoch = exchange.all[home.all_ranks[0]]["new"]
     found = directory.Manifest(step, contents.tensors, values)
     pending = PendingSave(home, folder, Path(new), options, found, text)

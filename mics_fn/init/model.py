@@ -278,10 +278,11 @@ class Filling:
         names, _ = tree.flatten({name: name for name in params})
         is_group = lambda value: isinstance(value, Groups)  # noqa: E731
         homes = tree.spread(groups, params, what="groups", is_value=is_group)
-        given, each, on = dict(params), [*params], dict(zip(names, homes, strict=True))
-        for name, own in zip(params, shards.owners_of([*params.values()]), strict=True):
-            tied = given[each[own]] if each[own] != name else None
-            given[name] = _part_like(verb, name, params[name], on[name]) if tied is None else tied
+        made, given, on = dict[int, Tensor](), dict(params), dict(zip(names, homes, strict=True))
+        for own, (name, x) in zip(
+            shards.owners_of([*params.values()]), params.items(), strict=True
+        ):
+            given[name] = made.setdefault(own, _part_like(verb, name, x, on[name]))
         self.groups: list[Groups] = list(dict.fromkeys(homes))
         for home in self.groups:
             # Even if this tree was compared before, another rank may now come with a different one.

@@ -213,7 +213,7 @@ def refused_in(folder: str) -> None:
     plain = groups_in(Parts(1, 2))
     with pytest.raises(PlanError, match="pass the groups that the tree was sharded with"):
         checkpoint.save(folder, state, plain, step=3)
-    with pytest.raises(PlanError, match="are parts, the groups are of whole ones"):
+    with pytest.raises(PlanError, match="has parts of leaves, the groups have whole ones"):
         mf.unshard(state.params, plain, model=True)
     with pytest.raises(GroupsError, match="a hierarchy"):
         mf.unshard(state.params, groups.hierarchy, model=True)
